@@ -1,0 +1,22 @@
+"""clipscale: contrastive image-text pretraining at any batch size.
+
+The two names a library user needs are loaded on first use, so that `import clipscale` stays cheap.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+__all__ = ["GradCache", "__version__", "contrastive_loss"]
+
+if TYPE_CHECKING:
+    from clipscale.loss.api import contrastive_loss
+    from clipscale.step import GradCache
+
+_HOME = {"contrastive_loss": "clipscale.loss.api", "GradCache": "clipscale.step"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'clipscale' has no attribute {name!r}")

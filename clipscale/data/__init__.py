@@ -1,0 +1,1 @@
+"""Streaming image-text shards into host batches."""

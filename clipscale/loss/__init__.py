@@ -1,0 +1,1 @@
+"""The contrastive loss without a batch x batch matrix."""

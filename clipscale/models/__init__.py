@@ -1,0 +1,1 @@
+"""The encoders: open_clip architectures behind two towers and a scale."""

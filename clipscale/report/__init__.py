@@ -1,0 +1,1 @@
+"""Metric sinks, tables and plots."""
