@@ -1,6 +1,17 @@
-"""Process groups, local workers and reductions."""
+"""Process groups, wrapping towers for data parallelism, and reductions over ranks."""
 
+import os
+from collections.abc import Iterable
 from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from clipscale.errors import UserError
 
 
 @dataclass
@@ -11,3 +22,89 @@ class LaunchConfig:
     """None: one per visible GPU, or one on a machine without."""
     threads: int | None = None
     """CPU threads per worker; None: an even share of the cores."""
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among its peers."""
+
+    rank: int
+    size: int
+    local_rank: int
+    device: torch.device
+
+    @property
+    def main(self) -> bool:
+        return self.rank == 0
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's `value`, in rank order, on every rank."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's `value` on every rank."""
+        if self.size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Sum over ranks the gradients of the few parameters that no tower holds (logit scale and bias)."""
+        if self.size > 1:
+            for parameter in parameters:
+                assert parameter.grad is not None
+                dist.all_reduce(parameter.grad)
+
+    def wrap(self, tower: nn.Module) -> nn.Module:
+        """The tower under DDP with gradients SUMMED over ranks: each rank's loss gradient is a share of the whole (see the loss)."""
+        if self.size == 1 or not any(p.requires_grad for p in tower.parameters()):
+            return tower
+        ids = [self.device.index] if self.device.type == "cuda" else None
+        wrapped = DistributedDataParallel(tower, device_ids=ids, broadcast_buffers=False, gradient_as_bucket_view=True)
+        wrapped.register_comm_hook(None, _sum)
+        return wrapped
+
+
+def _sum(_: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])
+
+
+def start(device: str, threads: int | None = None) -> World:
+    """Join the process group that torchrun's environment describes, or stand alone.
+
+    Raises UserError where the device asked for is not there.
+    """
+    size, rank, local_rank = (
+        int(os.environ.get(k, d)) for k, d in (("WORLD_SIZE", "1"), ("RANK", "0"), ("LOCAL_RANK", "0"))
+    )
+    if device not in ("auto", "cpu", "cuda"):
+        raise UserError(f"device={device!r}: choose auto, cpu or cuda")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError("device=cuda: torch sees no CUDA device here; use device=cpu or mend the driver")
+    if device == "cpu" or not torch.cuda.is_available():
+        chosen = torch.device("cpu")
+    else:
+        if local_rank >= torch.cuda.device_count():
+            raise UserError(
+                f"launch.procs: local rank {local_rank} has no GPU of its own ({torch.cuda.device_count()} visible)"
+            )
+        chosen = torch.device("cuda", local_rank)
+        torch.cuda.set_device(chosen)
+    if threads:
+        torch.set_num_threads(threads)
+    if size > 1 and not dist.is_initialized():
+        backend = "nccl" if chosen.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(minutes=30))
+    return World(rank, size, local_rank, chosen)
+
+
+def stop() -> None:
+    """Leave the process group."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

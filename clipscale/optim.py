@@ -1,7 +1,14 @@
 """Optimizers (timm's factory), parameter groups and learning-rate schedules."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
+
+import timm.optim
+import torch
+from torch import nn
+
+from clipscale.errors import UserError
 
 
 @dataclass
@@ -14,6 +21,7 @@ class OptimConfig:
     weight_decay: float = 0.2
     """Applied to matrices only: gains, biases and the logit scale are never decayed."""
     betas: tuple[float, float] = (0.9, 0.98)
+    """Decay rates of the first and second moment (adafactorbv: momentum, and the cap of the second)."""
     eps: float | None = 1e-6
     """None: the optimizer's own default."""
     clip_norm: float | None = None
@@ -36,3 +44,89 @@ class ScheduleConfig:
     """Linear cooldown at the end of a constant schedule, in the same forms."""
     final: float = 0.0
     """Learning rate at the end, as a share of the peak."""
+
+
+def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
+    """timm's optimizer over the trainable parameters, with weight decay on matrices only.
+
+    Raises UserError for a name timm does not know or options the optimizer does not take.
+    """
+    if config.name not in timm.optim.list_optimizers():
+        from difflib import get_close_matches
+
+        near = get_close_matches(config.name, timm.optim.list_optimizers(), n=3)
+        raise UserError(
+            f"optim.name={config.name!r} is not one of timm's optimizers; nearest: {', '.join(near) or 'none'}"
+        )
+    options: dict[str, Any] = dict(config.options)
+    info = timm.optim.get_optimizer_info(config.name)
+    if info.has_betas:
+        options.setdefault("betas", tuple(config.betas))
+    elif config.name == "adafactorbv":
+        options.setdefault("beta2_cap", config.betas[1])
+    if config.eps is not None and info.has_eps:
+        options.setdefault("eps", config.eps)
+    # Tied or frozen parameters and the embeddings' names do not matter here: timm groups by dimension and requires_grad.
+    try:
+        return timm.optim.create_optimizer_v2(
+            model, opt=config.name, lr=config.lr, weight_decay=config.weight_decay, momentum=config.betas[0], **options
+        )
+    except TypeError as error:
+        raise UserError(f"optim.options={config.options!r} do not fit {config.name}: {error}") from error
+
+
+def parse_steps(text: str, setting: str, *, total: int, per_epoch: float | None) -> int:
+    """`2000` (steps), `5%` (of the run) or `0.5ep` (epochs) as a number of steps.
+
+    Raises UserError for anything else, and for epochs where their length is not known.
+    """
+    try:
+        if text.endswith("%"):
+            return round(float(text[:-1]) / 100 * total)
+        if text.endswith("ep"):
+            if per_epoch is None:
+                raise UserError(
+                    f"{setting}={text}: the number of samples an epoch is not known here; give steps or a percentage"
+                )
+            return round(float(text[:-2]) * per_epoch)
+        return int(text)
+    except ValueError as error:
+        raise UserError(f"{setting}={text!r}: give steps (2000), a share (5%) or epochs (0.5ep)") from error
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Learning rate as a pure function of the step, so that a resumed run needs no state."""
+
+    peak: float
+    total: int
+    warmup: int
+    cooldown: int
+    final: float
+    cosine: bool
+
+    @staticmethod
+    def build(config: ScheduleConfig, *, peak: float, total: int, per_epoch: float | None) -> "Schedule":
+        if config.name not in ("cosine", "constant"):
+            raise UserError(f"schedule.name={config.name!r}: choose cosine or constant")
+        warmup = parse_steps(config.warmup, "schedule.warmup", total=total, per_epoch=per_epoch)
+        cooldown = parse_steps(config.cooldown, "schedule.cooldown", total=total, per_epoch=per_epoch)
+        return Schedule(peak, total, min(warmup, total), min(cooldown, total), config.final, config.name == "cosine")
+
+    def lr(self, step: int) -> float:
+        """Learning rate of step 0, 1, ..., total - 1: linear to the peak, then the cosine or constant part, then the cooldown."""
+        if step < self.warmup:
+            return self.peak * (step + 1) / self.warmup
+        low = self.peak * self.final
+        if self.cosine:
+            progress = (step - self.warmup) / max(1, self.total - self.warmup)
+            return low + (self.peak - low) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+        left = self.total - step
+        return self.peak if left >= self.cooldown else low + (self.peak - low) * left / self.cooldown
+
+    def apply(self, optimizer: torch.optim.Optimizer, step: int) -> float:
+        """Set the learning rate of every parameter group for this step; returns it."""
+        lr = self.lr(step)
+        for group in optimizer.param_groups:
+            group["lr"] = lr * group.get("lr_scale", 1.0)
+        return lr

@@ -1,6 +1,20 @@
-"""The gradient cache: one exact optimizer step at any batch size."""
+"""The gradient cache: the exact gradient of a loss over a whole batch, with the activations of one chunk at a time.
 
-from dataclasses import dataclass
+A contrastive loss couples all samples, but only through their representations. So: encode every chunk without a graph; take the
+gradient of the loss with respect to the representations alone; encode every chunk again, with a graph and with the random numbers of
+the first time, and push its rows of that gradient through it (Gao et al. 2021, arXiv 2101.06983, section 3). By the chain rule the
+sum over chunks is the gradient of one graph over the whole batch.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_leaves, tree_map
 
 
 @dataclass
@@ -13,3 +27,269 @@ class CacheConfig:
     """Samples per image chunk; None: `chunk`."""
     text_chunk: int | None = None
     """Samples per text chunk; None: `chunk`."""
+    keep: int = 0
+    """Chunks of each tower whose graph is kept from the first pass, so that they need no second one (-1: all)."""
+
+
+@runtime_checkable
+class Chunked(Protocol):
+    """Input of one encoder that hands out rows on demand (from host memory, say) instead of being sliced."""
+
+    def __len__(self) -> int: ...
+
+    def chunk(self, start: int, stop: int) -> Any:
+        """Arguments of the encoder for samples start..stop: a tuple, a dict of keywords, or a single value."""
+
+
+class GradCache:
+    """Exact gradients of `loss(*representations)` at any batch size, for any encoders.
+
+    `step(*inputs)` does the whole: afterwards every parameter of the encoders and of the loss holds in `.grad` (added to what was
+    there) the gradient of one graph over the whole batch. `encode` and `replay` are its two passes, for callers that put something
+    between them.
+
+    Args:
+        encoders: one module or callable per tower; each maps its chunk to a tensor whose first dimension counts the samples. The same
+            module may serve several towers. A module none of whose parameters requires a gradient is encoded once and not replayed.
+            Under DDP or FSDP2 gradients are synchronised once, with the last chunk of each module.
+        loss: maps one representation tensor per tower, over the whole (local) batch, to a scalar.
+        chunks: samples per chunk, one for all towers or one per tower; the last chunk may be shorter.
+        keep: chunks of each tower whose graph is kept from the first pass and which need no replay; -1: all.
+        autocast: makes the context in which encoders run; it is entered anew for each chunk.
+        scaler: a gradient scaler (fp16): the loss is scaled before its gradients are taken.
+
+    Raises ValueError for chunk sizes below 1, inputs whose leaves differ in length, an encoder that returns another number of rows
+    than it was given, a loss that leaves a representation unused, and batch normalisation in training mode over more than one chunk.
+
+    Dense retrieval, as in the paper's first experiments (queries, passages, hard negatives), in one step:
+
+        cache = GradCache([query_encoder, passage_encoder], loss, chunks=[64, 16])
+        optimizer.zero_grad()
+        value = cache.step(query_tokens, passage_tokens)      # dicts of tensors; passages: positives first, then hard negatives
+        optimizer.step()
+
+    with `loss = lambda q, p: clipscale.contrastive_loss(q, p, 1.0, objective="softmax_image")`.
+    """
+
+    def __init__(
+        self,
+        encoders: Sequence[Callable[..., Tensor]],
+        loss: Callable[..., Tensor],
+        *,
+        chunks: int | Sequence[int],
+        keep: int = 0,
+        autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        scaler: "torch.amp.GradScaler | None" = None,
+    ) -> None:
+        sizes = [chunks] * len(encoders) if isinstance(chunks, int) else list(chunks)
+        if len(sizes) != len(encoders):
+            raise ValueError(f"chunks={chunks!r} must name one size, or one for each of the {len(encoders)} encoders")
+        if min(sizes) < 1:
+            raise ValueError(f"chunks={chunks!r}: a chunk holds at least one sample")
+        self.loss = loss
+        self.scaler = scaler
+        self.towers = [
+            _Tower(
+                encoder,
+                size,
+                keep,
+                autocast,
+                shared=sum(e is encoder for e in encoders) > 1,
+                last=encoder not in encoders[i + 1 :],
+            )
+            for i, (encoder, size) in enumerate(zip(encoders, sizes, strict=True))
+        ]
+
+    def step(self, *inputs: Any) -> Tensor:
+        """Gradients of the loss over one batch, one input per tower; returns the loss, detached."""
+        representations = self.encode(*inputs)
+        value = self.loss(*representations)
+        self.backward(value)
+        self.replay()
+        return value.detach()
+
+    def encode(self, *inputs: Any) -> list[Tensor]:
+        """First pass: the representations of every tower, as leaves that take a gradient where the tower is trained.
+
+        An input is a tensor, any nesting of tuples, lists and dicts of tensors with equal first dimensions, or a `Chunked`.
+        """
+        if len(inputs) != len(self.towers):
+            raise ValueError(f"{len(inputs)} inputs for {len(self.towers)} encoders")
+        return [tower.encode(batch) for tower, batch in zip(self.towers, inputs, strict=True)]
+
+    def backward(self, value: Tensor) -> None:
+        """Gradients of the loss with respect to the representations and to its own parameters."""
+        (self.scaler.scale(value) if self.scaler else value).backward()
+        for i, tower in enumerate(self.towers):
+            if tower.trained and tower.representations.grad is None:
+                raise ValueError(
+                    f"the loss does not use the representations of encoder {i}, so nothing can be learnt there"
+                )
+
+    def replay(self) -> None:
+        """Second pass: every chunk again, with a graph, and its rows of the representations' gradient through it."""
+        for tower in self.towers:
+            tower.replay()
+
+
+@dataclass
+class _Tower:
+    """One encoder's two passes over its chunks."""
+
+    encoder: Callable[..., Tensor]
+    size: int
+    keep: int
+    autocast: Callable[[], AbstractContextManager[Any]]
+    shared: bool
+    """The encoder serves several towers."""
+    last: bool
+    """No later tower has this encoder, so this one synchronises its gradients."""
+    representations: Tensor = field(default_factory=lambda: torch.empty(0))
+    inputs: Any = None
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    random_states: list["RandomState"] = field(default_factory=list)
+    kept: list[Tensor] = field(default_factory=list)
+
+    @property
+    def trained(self) -> bool:
+        if not torch.is_grad_enabled():
+            return False
+        return not isinstance(self.encoder, nn.Module) or any(p.requires_grad for p in self.encoder.parameters())
+
+    def encode(self, batch: Any) -> Tensor:
+        self.inputs = batch if isinstance(batch, Chunked) and not isinstance(batch, Tensor) else _Rows(batch)
+        rows = len(self.inputs)
+        if rows == 0:
+            raise ValueError("an empty batch has no gradient")
+        self.spans = [(start, min(start + self.size, rows)) for start in range(0, rows, self.size)]
+        self.refuse_batch_norm()
+        self.random_states, self.kept = [], []
+        keep = self.kept_chunks()
+        for i, (start, stop) in enumerate(self.spans):
+            self.random_states.append(RandomState.now())
+            # DDP decides in the forward pass whether the backward will synchronise; a kept last chunk is the last forward of the step.
+            with gradient_sync(self.encoder, self.last and i == len(self.spans) - 1), torch.set_grad_enabled(i < keep):
+                out = self.run(start, stop)
+            if i == 0:
+                self.representations = out.new_empty((rows, *out.shape[1:]))
+            self.representations.data[start:stop] = out.detach()
+            if i < keep:
+                self.kept.append(out)
+        return self.representations.requires_grad_(self.trained)
+
+    def kept_chunks(self) -> int:
+        """How many chunks keep their graph. DDP synchronises in the backward of the last forward, and that must be one call:
+        so the last chunk is kept only with all the others, and never where the encoder serves other towers too."""
+        if not self.trained:
+            return 0
+        wanted = len(self.spans) if self.keep < 0 else min(self.keep, len(self.spans))
+        return len(self.spans) - 1 if self.shared and wanted == len(self.spans) else wanted
+
+    def run(self, start: int, stop: int) -> Tensor:
+        arguments = self.inputs.chunk(start, stop)
+        with self.autocast():
+            if isinstance(arguments, dict):
+                out = self.encoder(**arguments)
+            elif isinstance(arguments, tuple):
+                out = self.encoder(*arguments)
+            else:
+                out = self.encoder(arguments)
+        if out.shape[0] != stop - start:
+            raise ValueError(f"an encoder returned {out.shape[0]} rows for {stop - start} samples")
+        return out
+
+    def replay(self) -> None:
+        gradient = self.representations.grad
+        if gradient is None:
+            return
+        again = self.spans[len(self.kept) :]
+        kept_rows = [gradient[start:stop] for start, stop in self.spans[: len(self.kept)]]
+        if self.kept:
+            with gradient_sync(self.encoder, self.last and not again):
+                torch.autograd.backward(self.kept, kept_rows)
+            self.kept = []
+        with unchanged_buffers(self.encoder), RandomState.preserved():
+            for i, (start, stop) in enumerate(again):
+                self.random_states[len(self.spans) - len(again) + i].restore()
+                with gradient_sync(self.encoder, self.last and stop == self.spans[-1][1]):
+                    self.run(start, stop).backward(gradient[start:stop])
+        self.representations = torch.empty(0)
+        self.inputs = None
+
+    def refuse_batch_norm(self) -> None:
+        if len(self.spans) == 1 or not isinstance(self.encoder, nn.Module):
+            return
+        for name, module in self.encoder.named_modules():
+            if isinstance(module, _BatchNorm) and module.training:
+                raise ValueError(
+                    f"{name} is batch normalisation in training mode, which mixes the samples of a batch: cut into "
+                    f"{len(self.spans)} chunks it would compute another function; freeze it (.eval()) or use one chunk"
+                )
+
+
+class _Rows:
+    """Nested tensors with equal first dimensions, handed out by rows."""
+
+    def __init__(self, tree: Any) -> None:
+        lengths = {leaf.shape[0] for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)}
+        if len(lengths) != 1:
+            raise ValueError(f"the tensors of one input must have the same first dimension, not {sorted(lengths)}")
+        self.tree = tree
+        self.rows = lengths.pop()
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def chunk(self, start: int, stop: int) -> Any:
+        return tree_map(lambda leaf: leaf[start:stop] if isinstance(leaf, Tensor) else leaf, self.tree)
+
+
+@dataclass
+class RandomState:
+    """The default generators of the CPU and of the current GPU: what dropout, and torch.compile's own seeds, draw from."""
+
+    cpu: Tensor
+    cuda: Tensor | None
+
+    @staticmethod
+    def now() -> "RandomState":
+        cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+        return RandomState(torch.get_rng_state(), cuda)
+
+    def restore(self) -> None:
+        torch.set_rng_state(self.cpu)
+        if self.cuda is not None:
+            torch.cuda.set_rng_state(self.cuda)
+
+    @staticmethod
+    @contextmanager
+    def preserved() -> Iterator[None]:
+        state = RandomState.now()
+        try:
+            yield
+        finally:
+            state.restore()
+
+
+@contextmanager
+def gradient_sync(encoder: Callable[..., Tensor], enabled: bool) -> Iterator[None]:
+    """Whether gradients computed within are summed over ranks: DDP reads this in the forward pass, FSDP2 in the backward."""
+    if hasattr(encoder, "set_requires_gradient_sync"):
+        encoder.set_requires_gradient_sync(enabled)
+        yield
+    elif hasattr(encoder, "no_sync") and not enabled:
+        with encoder.no_sync():
+            yield
+    else:
+        yield
+
+
+@contextmanager
+def unchanged_buffers(encoder: Callable[..., Tensor]) -> Iterator[None]:
+    """Buffers (running statistics) were updated by the first pass; the second must not update them again."""
+    buffers = list(encoder.buffers()) if isinstance(encoder, nn.Module) else []
+    before = [b.clone() for b in buffers]
+    yield
+    with torch.no_grad():
+        for buffer, value in zip(buffers, before, strict=True):
+            buffer.copy_(value)

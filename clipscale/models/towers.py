@@ -3,8 +3,21 @@
 N: samples, H, W: pixels, T: tokens, D: feature width.
 """
 
+import math
+from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any
+
+import open_clip
+import torch
+import torch.nn.functional as F
+from open_clip.model import CustomTextCLIP
+from torch import Tensor, nn
+
+from clipscale.errors import UserError
 
 
 @dataclass
@@ -17,17 +30,192 @@ class ModelConfig:
     """open_clip's own model description (embed_dim, vision_cfg, text_cfg); empty: the one registered under `name`."""
     pretrained: str | None = None
     """A local checkpoint of the whole model to start from."""
-    pretrained_image: bool = False
-    """Let timm fetch pretrained weights for a timm image tower."""
+    pretrained_image: str | None = None
+    """A local checkpoint of the image tower to start from (LiT)."""
     freeze_image: bool = False
     freeze_text: bool = False
     """Frozen towers (LiT): no gradient, no second pass."""
     grad_checkpointing: bool = False
+    """Recompute each block's activations in the backward pass."""
     patch_dropout: float = 0.0
     """Share of image patches dropped in training."""
     compile: bool = False
     """torch.compile the towers."""
     init_scale: float | None = None
-    """Initial logit scale (the multiplier); None: the architecture's (1/0.07 for CLIP)."""
+    """Initial logit scale (the multiplier); None: the architecture's, 1/0.07 for CLIP's."""
     init_bias: float | None = None
-    """Initial logit bias; None: no bias (-10 for the sigmoid loss)."""
+    """Initial logit bias; None: the architecture's, none for CLIP's (-10 is usual for the sigmoid loss)."""
+    mean: tuple[float, float, float] = (0.48145466, 0.4578275, 0.40821073)
+    std: tuple[float, float, float] = (0.26862954, 0.26130258, 0.27577711)
+    """Per-channel pixel statistics, of values in [0, 1]; the defaults are CLIP's."""
+
+
+class ImageTower(nn.Module):
+    """uint8 pixels (N, 3, H, W) -> unit feature rows (N, D), float32 (float64 for a float64 encoder)."""
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, encoder: nn.Module, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
+        super().__init__()
+        self.encoder = encoder
+        self.register_buffer("mean", 255 * torch.tensor(mean).view(3, 1, 1), persistent=False)
+        self.register_buffer("std", 255 * torch.tensor(std).view(3, 1, 1), persistent=False)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        return unit_rows(self.encoder((pixels - self.mean) / self.std))
+
+
+class TextTower(nn.Module):
+    """Integer tokens (N, T) -> unit feature rows (N, D), float32 (float64 for a float64 encoder)."""
+
+    def __init__(self, encoder: nn.Module) -> None:
+        super().__init__()
+        self.encoder = encoder
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return unit_rows(self.encoder(tokens.long()))
+
+
+def unit_rows(features: Tensor) -> Tensor:
+    """Rows scaled to Euclidean length 1, in float32 at least: half precision would cost two digits of every cosine."""
+    if features.dtype in (torch.bfloat16, torch.float16):
+        features = features.float()
+    return F.normalize(features, dim=-1)
+
+
+class ClipModel(nn.Module):
+    """Two towers, the logarithm of the logit scale, and (for the sigmoid loss) a logit bias."""
+
+    logit_bias: nn.Parameter | None
+
+    def __init__(self, encoders: CustomTextCLIP, config: ModelConfig, tokenizer: Callable[[list[str]], Tensor]) -> None:
+        super().__init__()
+        self.image = ImageTower(encoders.visual, config.mean, config.std)
+        self.text = TextTower(encoders.text)
+        self.logit_scale = encoders.logit_scale
+        self.logit_bias = encoders.logit_bias
+        size = encoders.visual.image_size
+        self.image_size: int = size[0] if isinstance(size, tuple) else size
+        self.context_length: int = encoders.context_length
+        self.tokenizer = tokenizer
+
+    def freeze(self, *, image: bool, text: bool) -> None:
+        """Stop training a tower: its parameters take no gradient and its dropout and batch norm are in evaluation mode."""
+        for tower, frozen in ((self.image, image), (self.text, text)):
+            if frozen:
+                tower.requires_grad_(False)
+                tower.eval()
+
+    def train(self, mode: bool = True) -> "ClipModel":
+        """As torch's, but a frozen tower stays in evaluation mode."""
+        super().train(mode)
+        for tower in (self.image, self.text):
+            if not any(p.requires_grad for p in tower.parameters()):
+                tower.eval()
+        return self
+
+
+def architecture(config: ModelConfig) -> dict[str, Any]:
+    """open_clip's description of the model (embed_dim, vision_cfg, text_cfg) with the settings of `config` worked in.
+
+    Raises UserError for a name open_clip does not know.
+    """
+    if config.architecture:
+        description = deepcopy(config.architecture)
+    else:
+        known = open_clip.get_model_config(config.name.replace("/", "-"))
+        if known is None:
+            raise UserError(f"model.name={config.name!r} is not an open_clip architecture{nearest_names(config.name)}")
+        description = deepcopy(known)
+    if "multimodal_cfg" in description:
+        raise UserError(f"model.name={config.name!r} is a captioning model; choose a two-tower architecture")
+    description.pop("custom_text", None)
+    if config.patch_dropout:
+        description["vision_cfg"]["patch_dropout"] = config.patch_dropout
+    # Weights come from `pretrained` alone: building a model never reaches for the network.
+    if "timm_model_name" in description["vision_cfg"]:
+        description["vision_cfg"]["timm_model_pretrained"] = False
+    if "hf_model_name" in description["text_cfg"]:
+        description["text_cfg"]["hf_model_pretrained"] = False
+    return description
+
+
+def nearest_names(name: str) -> str:
+    """`; nearest: A, B` from open_clip's list, or where to find the list."""
+    from difflib import get_close_matches
+
+    near = get_close_matches(name, open_clip.list_models(), n=3, cutoff=0.5)
+    return f"; nearest: {', '.join(near)}" if near else "; open_clip.list_models() lists them"
+
+
+def build_model(config: ModelConfig) -> ClipModel:
+    """The model that `config` describes, in float32, on torch's default device, in training mode.
+
+    Raises UserError for an unknown architecture or weights that do not fit it.
+    """
+    description = architecture(config)
+    if config.init_scale is not None:
+        description["init_logit_scale"] = math.log(config.init_scale)
+    if config.init_bias is not None:
+        description["init_logit_bias"] = config.init_bias
+    try:
+        encoders = CustomTextCLIP(**description)
+    except (TypeError, KeyError) as error:
+        raise UserError(f"model.architecture does not describe an open_clip model: {error}") from error
+    if config.pretrained:
+        load_weights(encoders, config.pretrained, "model.pretrained", open_clip.load_checkpoint)
+    if config.pretrained_image:
+        load_weights(encoders.visual, config.pretrained_image, "model.pretrained_image", load_tower)
+    if config.grad_checkpointing:
+        encoders.set_grad_checkpointing(True)
+    model = ClipModel(encoders, config, tokenizer(config, description))
+    model.freeze(image=config.freeze_image, text=config.freeze_text)
+    return model.train()
+
+
+def tokenizer(config: ModelConfig, description: dict[str, Any]) -> Callable[[list[str]], Tensor]:
+    """open_clip's tokenizer for the model: captions -> int64 tokens (N, T)."""
+    length = description["text_cfg"].get("context_length", open_clip.tokenizer.DEFAULT_CONTEXT_LENGTH)
+    if config.architecture:
+        return open_clip.SimpleTokenizer(context_length=length)
+    try:
+        return open_clip.get_tokenizer(config.name.replace("/", "-"), context_length=length)
+    except (ImportError, OSError) as error:
+        raise UserError(
+            f"model.name={config.name!r}: its tokenizer cannot be loaded ({str(error).splitlines()[0]})"
+        ) from error
+
+
+def load_weights(module: nn.Module, path: str, setting: str, load: Callable[[nn.Module, str], Any]) -> None:
+    """Load a local checkpoint, turning what can be wrong with it into one line."""
+    if not Path(path).is_file():
+        raise UserError(f"{setting}={path!r} is not a file")
+    try:
+        load(module, path)
+    except (RuntimeError, KeyError, AttributeError, EOFError) as error:
+        raise UserError(f"{setting}={path!r} does not fit this architecture: {str(error).splitlines()[0]}") from error
+
+
+def load_tower(module: nn.Module, path: str) -> None:
+    """An image tower's own weights, or those under `visual.` in a whole model's checkpoint."""
+    weights = open_clip.factory.load_state_dict(path)
+    own = {k.removeprefix("visual."): v for k, v in weights.items() if k.startswith("visual.")} or weights
+    module.load_state_dict(own)
+
+
+def forward_flops(config: ModelConfig) -> tuple[int, int]:
+    """Floating-point operations of one image's and one caption's forward pass (matrix products only, 2 per multiply-add)."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    plain = partial(build_model, ModelConfig(name=config.name, architecture=config.architecture))
+    with torch.device("meta"):
+        model = plain().eval()
+        pixels = torch.empty(1, 3, model.image_size, model.image_size, dtype=torch.uint8)
+        tokens = torch.zeros(1, model.context_length, dtype=torch.long)
+    counts = []
+    for tower, inputs in ((model.image, pixels), (model.text, tokens)):
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            tower(inputs)
+        counts.append(counter.get_total_flops())
+    return counts[0], counts[1]
