@@ -1,6 +1,22 @@
-"""Save and resume a run."""
+"""Save, find and load the state of a run: RUN/checkpoints/step_00001000.pt, written whole or not at all."""
 
-from dataclasses import dataclass
+import logging
+import os
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+
+from clipscale.errors import UserError
+from clipscale.models.towers import ClipModel, ModelConfig, build_model
+
+log = logging.getLogger(__name__)
+
+FORMAT = 1
+LOAD_ERRORS = (RuntimeError, EOFError, OSError, UnpicklingError, KeyError)
 
 
 @dataclass
@@ -13,3 +29,118 @@ class CheckpointConfig:
     """Minutes between checkpoints; 0: none by time. The end of a run always writes one."""
     keep: int = 2
     """Newest checkpoints kept; 0: all."""
+
+
+def path_of(run: Path, step: int) -> Path:
+    return run / "checkpoints" / f"step_{step:08d}.pt"
+
+
+def found(run: Path) -> list[Path]:
+    """The run's checkpoints, oldest first."""
+    return sorted(p for p in (run / "checkpoints").glob("step_*.pt") if re.fullmatch(r"step_\d+\.pt", p.name))
+
+
+def save(run: Path, step: int, state: dict[str, Any], *, keep: int) -> Path:
+    """Write `state` (tensors and plain values only) as the run's checkpoint at `step`, then drop all but the newest `keep`.
+
+    The file appears under its name only when it is complete and on disk; a failed write leaves the earlier ones untouched.
+
+    Raises UserError where it cannot be written.
+    """
+    path = path_of(run, step)
+    temporary = path.with_suffix(".tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("wb") as file:
+            torch.save({"format": FORMAT, "step": step, **state}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except (OSError, RuntimeError) as error:
+        temporary.unlink(missing_ok=True)
+        kept = found(run)
+        rest = f"the newest complete one is {kept[-1].name}" if kept else "there is no earlier one"
+        raise UserError(f"checkpoint {path} could not be written ({error}); {rest}; make room and resume") from error
+    if keep:
+        for old in found(run)[:-keep]:
+            old.unlink()
+    return path
+
+
+def load(path: Path) -> dict[str, Any]:
+    """A checkpoint's state on the CPU, read without executing pickled code.
+
+    Raises UserError for a missing or damaged file, or one of another format.
+    """
+    if not path.is_file():
+        raise UserError(f"checkpoint {path} does not exist")
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except LOAD_ERRORS as error:
+        raise UserError(f"checkpoint {path} is damaged or not a checkpoint ({str(error).splitlines()[0]})") from error
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        raise UserError(f"checkpoint {path} is not in this version's format")
+    return state
+
+
+def to_resume(run: Path, resume: str) -> dict[str, Any] | None:
+    """The state that `resume` asks for: `auto` (the run's newest readable checkpoint, or none), `none`, or a path.
+
+    A path is a checkpoint, or a run folder, whose newest checkpoint is meant. Raises UserError for a path without one, and for
+    `auto` when every checkpoint of the run is damaged.
+    """
+    if resume == "none":
+        return None
+    if resume != "auto":
+        path = Path(resume).expanduser()
+        if path.is_dir():
+            candidates = found(path)
+            if not candidates:
+                raise UserError(f"resume={resume}: no checkpoint in {path / 'checkpoints'}")
+            path = candidates[-1]
+        return load(path)
+    candidates = found(run)
+    for path in reversed(candidates):
+        try:
+            return load(path)
+        except UserError as error:
+            log.warning("%s; trying the one before", error)
+    if candidates:
+        raise UserError(
+            f"resume=auto: none of the {len(candidates)} checkpoints in {run} can be read; start afresh with resume=none"
+        )
+    return None
+
+
+def check_same_model(state: dict[str, Any], config: ModelConfig) -> None:
+    """Refuse to resume a model of another shape. Raises UserError naming what differs."""
+    saved = state["model_config"]
+    wanted = asdict(config)
+    differing = [k for k in ("name", "architecture") if saved.get(k) != wanted[k]]
+    if differing:
+        key = differing[0]
+        raise UserError(
+            f"resume: the checkpoint holds model.{key}={saved.get(key)!r}, this run asks for {wanted[key]!r}; "
+            "give the same model, another run=NAME, or resume=none"
+        )
+
+
+def load_model(run: Path, checkpoint: str = "latest") -> tuple[ClipModel, int]:
+    """The trained model of a run and the step it was saved at, in evaluation mode on the CPU.
+
+    `checkpoint` is `latest`, a step number, or a path. Raises UserError where there is none.
+    """
+    if checkpoint == "latest":
+        candidates = found(run)
+        if not candidates:
+            raise UserError(f"run={run}: no checkpoint in {run / 'checkpoints'}")
+        path = candidates[-1]
+    elif checkpoint.isdigit():
+        path = path_of(run, int(checkpoint))
+    else:
+        path = Path(checkpoint).expanduser()
+    state = load(path)
+    config = ModelConfig(**{**state["model_config"], "pretrained": None, "pretrained_image": None, "compile": False})
+    model = build_model(config)
+    model.load_state_dict(state["model"])
+    return model.eval(), int(state["step"])
