@@ -1,0 +1,293 @@
+"""The demo set's pictures and words: scenes of coloured shapes, how they are drawn, and how an English speaker might put them.
+
+A scene is a pure function of a random.Random; lengths are in units of the picture's side, y grows downward.
+"""
+
+import math
+from dataclasses import dataclass
+from random import Random
+
+import numpy as np
+from PIL import Image, ImageDraw
+
+COLOURS = {
+    "red": (215, 35, 40),
+    "orange": (250, 140, 15),
+    "yellow": (240, 222, 40),
+    "green": (35, 165, 60),
+    "cyan": (45, 210, 215),
+    "blue": (40, 75, 220),
+    "purple": (130, 45, 175),
+    "pink": (250, 130, 195),
+}
+SHAPES = ("circle", "square", "triangle", "star", "cross", "ring", "diamond", "heart")
+CLASSES = tuple((colour, shape) for colour in COLOURS for shape in SHAPES)
+UNSEEN = tuple((colour, SHAPES[(3 * i + 2) % len(SHAPES)]) for i, colour in enumerate(COLOURS))
+"""Combinations that no training scene holds: each colour once and each shape once, so that every word is learnt from other company."""
+SEEN = tuple(pair for pair in CLASSES if pair not in UNSEEN)
+
+OTHER_WORDS = {
+    "red": ("scarlet",),
+    "yellow": ("golden",),
+    "green": ("emerald",),
+    "cyan": ("turquoise",),
+    "purple": ("violet",),
+    "circle": ("disc",),
+    "square": ("box",),
+    "cross": ("plus sign",),
+    "ring": ("hoop",),
+    "diamond": ("rhombus",),
+    "small": ("little", "tiny"),
+    "large": ("big",),
+}
+PLURALS = {"cross": "crosses", "box": "boxes", "rhombus": "rhombuses"}
+NUMBERS = {2: "two", 3: "three", 4: "four"}
+TEMPLATES = (
+    "one {c}",
+    "a picture of the {c}.",
+    "there is one {c}.",
+    "an image of one {c}",
+    "the {c} on a plain background",
+)
+"""Zero-shot prompts; `{c}` is the class name. No article that would clash with `orange`."""
+
+
+@dataclass(frozen=True)
+class Thing:
+    """One object: its class, centre (x, y), half its width, and rotation in degrees."""
+
+    colour: str
+    shape: str
+    x: float
+    y: float
+    radius: float
+    angle: float
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What a picture holds. `kind`: `one`, `count` (several alike), `pair` (the first `relation` the second) or `row` (left to right)."""
+
+    kind: str
+    things: tuple[Thing, ...]
+    relation: str
+    shade: float
+
+    def content(self) -> tuple[str, ...]:
+        """What the words can tell: equal for two scenes that one caption would fit alike."""
+        names = tuple(f"{t.colour} {t.shape}" for t in self.things)
+        if self.kind == "pair" and self.relation in ("right of", "below"):
+            return (self.kind, {"right of": "left of", "below": "above"}[self.relation], names[1], names[0])
+        return (self.kind, self.relation, *names)
+
+
+# -- composing ---------------------------------------------------------------------------------------------------------
+
+
+def single(rng: Random, pair: tuple[str, str]) -> Scene:
+    """One object of the class `pair`, anywhere, of any size."""
+    radius = rng.uniform(0.14, 0.36)
+    x, y = (rng.uniform(radius + 0.02, 0.98 - radius) for _ in range(2))
+    return Scene("one", (Thing(*pair, x, y, radius, rng.uniform(-12, 12)),), "", rng.random())
+
+
+def compose(rng: Random, kind: str) -> Scene:
+    """A random scene of that kind, of the combinations seen in training."""
+    if kind == "one":
+        return single(rng, rng.choice(SEEN))
+    shade = rng.random()
+    if kind == "count":
+        number = rng.choice((2, 2, 3, 3, 4))
+        pair = rng.choice(SEEN)
+        spots = rng.sample([(0.26, 0.26), (0.74, 0.26), (0.26, 0.74), (0.74, 0.74)], number)
+        return Scene(kind, tuple(_near(rng, pair, spot, 0.13, 0.17) for spot in sorted(spots)), NUMBERS[number], shade)
+    pairs = rng.sample(SEEN, 3 if kind == "row" else 2)
+    if kind == "row":
+        y = rng.uniform(0.3, 0.7)
+        spots = [(0.19, y), (0.5, y), (0.81, y)]
+        return Scene(kind, tuple(_near(rng, p, s, 0.12, 0.145) for p, s in zip(pairs, spots)), "in a row", shade)
+    relation = rng.choice(("left of", "right of", "above", "below"))
+    across = rng.uniform(0.3, 0.7)
+    ends = [(0.26, across), (0.74, across)] if "of" in relation else [(across, 0.26), (across, 0.74)]
+    if relation in ("right of", "below"):
+        ends.reverse()
+    return Scene(kind, tuple(_near(rng, p, s, 0.14, 0.2) for p, s in zip(pairs, ends)), relation, shade)
+
+
+def _near(rng: Random, pair: tuple[str, str], spot: tuple[float, float], low: float, high: float) -> Thing:
+    x, y = (v + rng.uniform(-0.04, 0.04) for v in spot)
+    return Thing(*pair, x, y, rng.uniform(low, high), rng.uniform(-12, 12))
+
+
+# -- words -------------------------------------------------------------------------------------------------------------
+
+
+def caption(scene: Scene, rng: Random) -> str:
+    """One English description of the scene; different draws give different words and constructions."""
+    text = {"one": _say_one, "count": _say_count, "pair": _say_pair, "row": _say_row}[scene.kind](scene, rng)
+    there = "there are {}" if scene.kind == "count" else "there is {}"
+    text = rng.choice(
+        ("{}", "{}", "{}", "a picture of {}", "an image of {}", there, "a drawing of {}", "this shows {}")
+    ).format(text)
+    if rng.random() < 0.15:
+        dark = "dark" if scene.shade < 0.4 else "light" if scene.shade > 0.6 else "grey"
+        text += f" on a {dark} background"
+    if rng.random() < 0.3:
+        text = text[0].upper() + text[1:]
+    return text + ("." if rng.random() < 0.4 else "")
+
+
+def _word(rng: Random, word: str) -> str:
+    others = OTHER_WORDS.get(word, ())
+    return rng.choice(others) if others and rng.random() < 0.15 else word
+
+
+def _size(thing: Thing) -> str:
+    return "small" if thing.radius < 0.18 else "large" if thing.radius > 0.29 else ""
+
+
+def _phrase(rng: Random, thing: Thing, size: bool = False) -> str:
+    """`a small red circle`, `one scarlet disc`, `the red circle` ..."""
+    words = [_word(rng, _size(thing))] if size and _size(thing) and rng.random() < 0.6 else []
+    words += [_word(rng, thing.colour), _word(rng, thing.shape)]
+    article = rng.choice(("a", "a", "a", "one", "the"))
+    if article == "a" and words[0][0] in "aeiou":
+        article = "an"
+    return " ".join([article, *words])
+
+
+def _say_one(scene: Scene, rng: Random) -> str:
+    thing = scene.things[0]
+    way = rng.random()
+    if way < 0.12:
+        article, link = rng.choice(("a", "the", "one")), rng.choice(("coloured", "that is", "painted"))
+        return f"{article} {_word(rng, thing.shape)} {link} {_word(rng, thing.colour)}"
+    text = _phrase(rng, thing, size=True)
+    if way > 0.75:
+        text += " " + _place(thing)
+    elif way > 0.68:
+        text += rng.choice((" alone", " and nothing else"))
+    return text
+
+
+def _place(thing: Thing) -> str:
+    dx, dy = thing.x - 0.5, thing.y - 0.5
+    if max(abs(dx), abs(dy)) < 0.09:
+        return "in the middle"
+    if abs(dx) > abs(dy):
+        return "on the left" if dx < 0 else "on the right"
+    return "at the top" if dy < 0 else "at the bottom"
+
+
+def _say_count(scene: Scene, rng: Random) -> str:
+    thing = scene.things[0]
+    shape = _word(rng, thing.shape)
+    return f"{scene.relation} {_word(rng, thing.colour)} {PLURALS.get(shape, shape + 's')}"
+
+
+def _say_pair(scene: Scene, rng: Random) -> str:
+    first, second = scene.things
+    relation = scene.relation
+    if rng.random() < 0.5:
+        first, second = second, first
+        relation = {"left of": "right of", "right of": "left of", "above": "below", "below": "above"}[relation]
+    a, b = _phrase(rng, first), _phrase(rng, second)
+    between = {
+        "left of": ("to the left of", "left of", "on the left of"),
+        "right of": ("to the right of", "right of", "on the right of"),
+        "above": ("above", "over", "on top of"),
+        "below": ("below", "under", "beneath"),
+    }[relation]
+    return f"{a} {rng.choice(between)} {b}"
+
+
+def _say_row(scene: Scene, rng: Random) -> str:
+    a, b, c = (_phrase(rng, thing) for thing in scene.things)
+    return rng.choice(
+        (f"{a}, {b} and {c} in a row", f"{a}, {b} and {c} from left to right", f"{b} between {a} and {c}")
+    )
+
+
+# -- drawing -----------------------------------------------------------------------------------------------------------
+
+
+def _outline(shape: str) -> list[tuple[float, float]]:
+    """Corners of a shape of radius 1 around the origin, before rotation."""
+    if shape in ("circle", "ring"):
+        return _turns(24, [1.0])
+    if shape == "square":
+        return [(-0.85, -0.85), (0.85, -0.85), (0.85, 0.85), (-0.85, 0.85)]
+    if shape == "triangle":
+        return [(0.0, -1.0), (1.0, 0.85), (-1.0, 0.85)]
+    if shape == "star":
+        return _turns(10, [1.1, 0.42])
+    if shape == "cross":
+        w = 0.32
+        return [
+            (-w, -1),
+            (w, -1),
+            (w, -w),
+            (1, -w),
+            (1, w),
+            (w, w),
+            (w, 1),
+            (-w, 1),
+            (-w, w),
+            (-1, w),
+            (-1, -w),
+            (-w, -w),
+        ]
+    if shape == "diamond":
+        return [(0.0, -1.1), (0.72, 0.0), (0.0, 1.1), (-0.72, 0.0)]
+    assert shape == "heart", shape
+    ts = [2 * math.pi * i / 28 for i in range(28)]
+    return [
+        (math.sin(t) ** 3, -(13 * math.cos(t) - 5 * math.cos(2 * t) - 2 * math.cos(3 * t) - math.cos(4 * t)) / 16.5)
+        for t in ts
+    ]
+
+
+def _turns(number: int, radii: list[float]) -> list[tuple[float, float]]:
+    around = [(radii[i % len(radii)], 2 * math.pi * i / number) for i in range(number)]
+    return [(r * math.sin(a), -r * math.cos(a)) for r, a in around]
+
+
+_OUTLINES = {shape: _outline(shape) for shape in SHAPES}
+
+
+def _mask(thing: Thing, side: int) -> np.ndarray:
+    """Coverage of each pixel by the thing, (side, side, 1) in 0..1, from four samples a side."""
+    fine = 4
+    canvas = Image.new("L", (side * fine, side * fine))
+    draw = ImageDraw.Draw(canvas)
+    cos, sin = math.cos(math.radians(thing.angle)), math.sin(math.radians(thing.angle))
+    unit = side * fine
+
+    def at(scale: float) -> list[tuple[float, float]]:
+        r = thing.radius * scale
+        return [
+            ((thing.x + r * (cos * px - sin * py)) * unit, (thing.y + r * (sin * px + cos * py)) * unit)
+            for px, py in _OUTLINES[thing.shape]
+        ]
+
+    draw.polygon(at(1.0), fill=255)
+    if thing.shape == "ring":
+        draw.polygon(at(0.52), fill=0)
+    return np.asarray(canvas.reduce(fine), dtype=np.float32)[:, :, None] / 255
+
+
+def render(scene: Scene, rng: Random, side: int) -> Image.Image:
+    """Draw the scene on a shaded, slightly tinted, noisy background; an RGB picture of side x side pixels."""
+    noise = np.random.Generator(np.random.PCG64(rng.getrandbits(64)))
+    base = 30 + 190 * scene.shade + np.array([rng.uniform(-12, 12) for _ in range(3)], dtype=np.float32)
+    ramp = np.linspace(-1, 1, side, dtype=np.float32)
+    slope = rng.uniform(-18, 18) * ramp[:, None] + rng.uniform(-18, 18) * ramp[None, :]
+    picture = np.empty((side, side, 3), dtype=np.float32)
+    picture[:] = base + slope[:, :, None]
+    for thing in scene.things:
+        colour = np.array([c + rng.uniform(-14, 14) for c in COLOURS[thing.colour]], dtype=np.float32)
+        coverage = _mask(thing, side)
+        picture += coverage * (colour - picture)
+    spread = rng.uniform(2, 9)
+    picture += noise.integers(-128, 128, picture.shape, dtype=np.int16) * np.float32(spread / 74)
+    return Image.fromarray(picture.clip(0, 255).astype(np.uint8))
