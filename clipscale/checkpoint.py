@@ -77,7 +77,8 @@ def load(path: Path) -> dict[str, Any]:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except LOAD_ERRORS as error:
-        raise UserError(f"checkpoint {path} is damaged or not a checkpoint ({str(error).splitlines()[0]})") from error
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise UserError(f"checkpoint {path} is damaged or not a checkpoint ({reason})") from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise UserError(f"checkpoint {path} is not in this version's format")
     return state

@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
+from inspect import signature
 from typing import Any
 
 import torch
@@ -65,9 +66,15 @@ class World:
         if self.size == 1 or not any(p.requires_grad for p in tower.parameters()):
             return tower
         ids = [self.device.index] if self.device.type == "cuda" else None
-        wrapped = DistributedDataParallel(tower, device_ids=ids, broadcast_buffers=False, gradient_as_bucket_view=True)
+        wrapped = DistributedDataParallel(tower, device_ids=ids, gradient_as_bucket_view=True, **{_BUFFERS: False})
         wrapped.register_comm_hook(None, _sum)
         return wrapped
+
+
+# Buffers are constants here; newer releases of torch renamed the switch that keeps DDP from sending them at every forward.
+_BUFFERS = next(
+    name for name in ("forward_sync_buffers", "broadcast_buffers") if name in signature(DistributedDataParallel).parameters
+)
 
 
 def _sum(_: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

@@ -123,6 +123,9 @@ def architecture(config: ModelConfig) -> dict[str, Any]:
     """
     if config.architecture:
         description = deepcopy(config.architecture)
+        missing = [part for part in ("embed_dim", "vision_cfg", "text_cfg") if part not in description]
+        if missing:
+            raise UserError(f"model.architecture lacks {missing[0]}; it takes open_clip's embed_dim, vision_cfg and text_cfg")
     else:
         known = open_clip.get_model_config(config.name.replace("/", "-"))
         if known is None:
@@ -161,7 +164,7 @@ def build_model(config: ModelConfig) -> ClipModel:
         description["init_logit_bias"] = config.init_bias
     try:
         encoders = CustomTextCLIP(**description)
-    except (TypeError, KeyError) as error:
+    except TypeError as error:
         raise UserError(f"model.architecture does not describe an open_clip model: {error}") from error
     if config.pretrained:
         load_weights(encoders, config.pretrained, "model.pretrained", open_clip.load_checkpoint)

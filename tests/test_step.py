@@ -1,0 +1,298 @@
+"""The gradient cache gives the gradient of one graph over the whole batch."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from clipscale.distributed import World
+from clipscale.step import GradCache, RandomState
+from tests.ranks import run_ranks
+
+
+class Encoder(nn.Module):
+    """A small encoder with dropout and a module whose use of parameters is not linear."""
+
+    def __init__(self, width: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Linear(width, 12), nn.LayerNorm(12), nn.GELU(), nn.Dropout(dropout), nn.Linear(12, 5)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.normalize(self.net(x), dim=-1)
+
+
+class ClipHead(nn.Module):
+    """The symmetric softmax loss of one process, with a learnable scale, written without clipscale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log_scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, u: Tensor, v: Tensor) -> Tensor:
+        x = self.log_scale.exp() * u @ v.T
+        target = torch.arange(len(u))
+        return (F.cross_entropy(x, target) + F.cross_entropy(x.T, target)) / 2
+
+
+def models(dropout: float = 0.0, dtype: torch.dtype = torch.float64) -> nn.ModuleDict:
+    torch.manual_seed(0)
+    return nn.ModuleDict({"image": Encoder(7, dropout), "text": Encoder(9, dropout), "head": ClipHead()}).to(dtype)
+
+
+def batch(n: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(n, 7, generator=generator, dtype=dtype), torch.randn(n, 9, generator=generator, dtype=dtype)
+
+
+def one_graph(
+    encoders: list[nn.Module], loss: Callable[..., Tensor], inputs: tuple[Tensor, ...], chunks: list[int]
+) -> Tensor:
+    """Forward and backward of everything in one graph; chunk by chunk only in the order in which random numbers are drawn."""
+    features = [torch.cat([e(rows) for rows in x.split(c)]) for e, x, c in zip(encoders, inputs, chunks, strict=True)]
+    value = loss(*features)
+    value.backward()
+    return value.detach()
+
+
+def gradients(module: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+
+
+def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float) -> None:
+    assert found.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        error = ((found[name] - gradient).norm() / gradient.norm().clamp_min(1e-30)).item()
+        assert error <= tolerance, f"{name}: relative error {error:.2e} > {tolerance:.0e}"
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+@pytest.mark.parametrize("keep", [0, 1, -1])
+@pytest.mark.parametrize(("n", "chunks"), [(12, [4, 4]), (13, [4, 5]), (13, [13, 1]), (5, [9, 9]), (1, [1, 1])])
+def test_gradient_is_that_of_one_graph(
+    n: int, chunks: list[int], keep: int, dropout: float, dtype: torch.dtype, tolerance: float
+) -> None:
+    inputs = batch(n, dtype)
+    wanted = models(dropout, dtype)
+    torch.manual_seed(5)
+    value = one_graph([wanted["image"], wanted["text"]], wanted["head"], inputs, chunks)
+    after_wanted = torch.rand(3)
+
+    found = models(dropout, dtype)
+    torch.manual_seed(5)
+    cached = GradCache([found["image"], found["text"]], found["head"], chunks=chunks, keep=keep).step(*inputs)
+    after_found = torch.rand(3)
+
+    assert torch.allclose(cached, value, rtol=tolerance)
+    if n > 1:  # a single pair has loss 0 and no gradient to compare with
+        assert_same(gradients(found), gradients(wanted), tolerance)
+    assert torch.equal(after_found, after_wanted), "the replay must leave the random state where the first pass left it"
+
+
+@settings(max_examples=30, deadline=None)
+@given(n=st.integers(2, 24), image_chunk=st.integers(1, 26), text_chunk=st.integers(1, 26), keep=st.integers(-1, 5))
+def test_any_chunk_sizes_give_the_same_gradient(n: int, image_chunk: int, text_chunk: int, keep: int) -> None:
+    wanted, found = models(), models()
+    one_graph([wanted["image"], wanted["text"]], wanted["head"], batch(n), [n, n])
+    GradCache([found["image"], found["text"]], found["head"], chunks=[image_chunk, text_chunk], keep=keep).step(
+        *batch(n)
+    )
+    assert_same(gradients(found), gradients(wanted), 1e-10)
+
+
+def test_without_replayed_random_numbers_the_gradient_would_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted, found = models(0.4), models(0.4)
+    torch.manual_seed(5)
+    one_graph([wanted["image"], wanted["text"]], wanted["head"], batch(12), [4, 4])
+    monkeypatch.setattr(RandomState, "restore", lambda self: None)
+    torch.manual_seed(5)
+    GradCache([found["image"], found["text"]], found["head"], chunks=4).step(*batch(12))
+    with pytest.raises(AssertionError, match="relative error"):
+        assert_same(gradients(found), gradients(wanted), 1e-3)
+
+
+def test_gradients_add_up_over_steps() -> None:
+    once, twice = models(), models()
+    GradCache([once["image"], once["text"]], once["head"], chunks=4).step(*batch(10))
+    cache = GradCache([twice["image"], twice["text"]], twice["head"], chunks=4)
+    cache.step(*batch(10))
+    cache.step(*batch(10))
+    assert_same(gradients(twice), {k: 2 * g for k, g in gradients(once).items()}, 1e-10)
+
+
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(7, 5)
+
+    def forward(self, tokens: dict[str, Any], *, weight: list[Tensor]) -> Tensor:
+        return self.lin(tokens["x"]) * tokens["mask"] * weight[0]
+
+
+def test_inputs_may_be_nested_and_towers_may_share_an_encoder() -> None:
+    """Dense retrieval: queries and passages (positives, then hard negatives) through one encoder, passages outnumbering queries."""
+    torch.manual_seed(0)
+    wanted = Nested().double()
+    found = copy.deepcopy(wanted)
+
+    def inputs(n: int, seed: int) -> dict[str, Any]:
+        g = torch.Generator().manual_seed(seed)
+        x, mask, weight = (torch.randn(n, k, generator=g, dtype=torch.float64) for k in (7, 5, 1))
+        return {"tokens": {"x": x, "mask": mask}, "weight": [weight]}
+
+    def loss(q: Tensor, p: Tensor) -> Tensor:
+        return F.cross_entropy(q @ p.T, torch.arange(len(q)))
+
+    queries, passages = inputs(6, 1), inputs(15, 2)
+    loss(wanted(**queries), wanted(**passages)).backward()
+    for keep in (0, -1):
+        found.zero_grad()
+        GradCache([found, found], loss, chunks=[4, 7], keep=keep).step(queries, passages)
+        assert_same(gradients(found), gradients(wanted), 1e-10)
+
+
+def test_a_frozen_encoder_runs_once_and_gets_no_gradient() -> None:
+    wanted, found = models(), models()
+    calls = []
+    for m in (wanted, found):
+        m["image"].requires_grad_(False)
+    found["image"].register_forward_hook(lambda *_: calls.append(1))
+    one_graph([wanted["image"], wanted["text"]], wanted["head"], batch(12), [12, 12])
+    GradCache([found["image"], found["text"]], found["head"], chunks=4).step(*batch(12))
+    assert len(calls) == 3, "three chunks, one pass"
+    assert_same(gradients(found), gradients(wanted), 1e-10)
+
+
+@pytest.mark.parametrize(("keep", "calls_wanted"), [(0, 6), (2, 4), (-1, 3)])
+def test_kept_chunks_are_not_encoded_again(keep: int, calls_wanted: int) -> None:
+    m = models()
+    calls = []
+    m["image"].register_forward_hook(lambda *_: calls.append(1))
+    GradCache([m["image"], m["text"]], m["head"], chunks=4, keep=keep).step(*batch(12))
+    assert len(calls) == calls_wanted
+
+
+def test_buffers_are_updated_once() -> None:
+    m = models()
+    m["image"].net[1] = nn.BatchNorm1d(12).double()
+    GradCache([m["image"], m["text"]], m["head"], chunks=12).step(*batch(12))
+    assert m["image"].net[1].num_batches_tracked == 1
+
+
+def test_scaled_gradients_are_the_scale_times_the_gradients() -> None:
+    plain, scaled = models(dtype=torch.float32), models(dtype=torch.float32)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    GradCache([plain["image"], plain["text"]], plain["head"], chunks=4).step(*batch(12, torch.float32))
+    GradCache([scaled["image"], scaled["text"]], scaled["head"], chunks=4, scaler=scaler).step(
+        *batch(12, torch.float32)
+    )
+    assert_same(gradients(scaled), {k: 1024 * g for k, g in gradients(plain).items()}, 1e-6)
+
+
+def test_autocast_does_not_lose_gradients_between_the_passes() -> None:
+    """Autocast caches cast weights; a cache filled by the pass without a graph would cut the second pass off from its weights."""
+    wanted, found = models(dtype=torch.float32), models(dtype=torch.float32)
+    inputs = batch(12, torch.float32)
+
+    def autocast() -> Any:
+        return torch.autocast("cpu", dtype=torch.bfloat16)
+
+    with autocast():
+        features = [
+            torch.cat([m(rows) for rows in x.split(4)])
+            for m, x in zip([wanted["image"], wanted["text"]], inputs, strict=True)
+        ]
+    wanted["head"](*(f.float() for f in features)).backward()
+    GradCache(
+        [found["image"], found["text"]], lambda u, v: found["head"](u.float(), v.float()), chunks=4, autocast=autocast
+    ).step(*inputs)
+    assert_same(gradients(found), gradients(wanted), 2e-2)
+
+
+@pytest.mark.parametrize(
+    ("make", "inputs", "message"),
+    [
+        (lambda m: GradCache([m["image"], m["text"]], m["head"], chunks=0), (8, 8), "at least one sample"),
+        (lambda m: GradCache([m["image"], m["text"]], m["head"], chunks=[4]), (8, 8), "each of the 2 encoders"),
+        (
+            lambda m: GradCache([m["image"], m["text"]], lambda u, v: u.sum(), chunks=4),
+            (8, 8),
+            "does not use the representations of encoder 1",
+        ),
+        (
+            lambda m: GradCache([lambda x: x[:1] * 2.0, m["text"]], m["head"], chunks=4),
+            (8, 8),
+            "returned 1 rows for 4 samples",
+        ),
+        (lambda m: GradCache([m["image"], m["text"]], m["head"], chunks=4), (0, 0), "empty batch"),
+    ],
+)
+def test_mistakes_are_named(make: Callable[[nn.ModuleDict], GradCache], inputs: tuple[int, int], message: str) -> None:
+    x, y = batch(8)
+    with pytest.raises(ValueError, match=message):
+        make(models()).step(x[: inputs[0]], y[: inputs[1]])
+
+
+def test_batch_norm_over_several_chunks_is_refused() -> None:
+    m = models()
+    m["image"].net[1] = nn.BatchNorm1d(12).double()
+    with pytest.raises(ValueError, match=r"net\.1 is batch normalisation"):
+        GradCache([m["image"], m["text"]], m["head"], chunks=4).step(*batch(12))
+    m["image"].net[1].eval()
+    GradCache([m["image"], m["text"]], m["head"], chunks=4).step(*batch(12))
+
+
+def _data_parallel(rank: int, world: int, keep: int, dropout: float) -> tuple[dict[str, Tensor], int]:
+    """The cache under DDP, with a gather loss written out here: shares whose sum over ranks is the gradient."""
+    m = models(dropout)
+    peers = World(rank, world, rank, torch.device("cpu"))
+    n = 12 // world
+    x, y = (part[rank * n : (rank + 1) * n] for part in batch(12))
+
+    def loss(u: Tensor, v: Tensor) -> Tensor:
+        """Own rows live, the other ranks' as constants and differentiated there: value = global mean, gradients = shares."""
+        every = []
+        for own in (u, v):
+            parts = [torch.empty_like(own) for _ in range(world)]
+            dist.all_gather(parts, own.detach())
+            parts[rank] = own
+            every.append(torch.cat(parts))
+        share = m["head"](*every)
+        for p in m["head"].parameters():  # every rank computes the whole loss, so the scale's share is 1 / world of it
+            p.register_hook(lambda g: g / world)
+        return share
+
+    torch.manual_seed(5 + rank)
+    image, text = peers.wrap(m["image"]), peers.wrap(m["text"])
+    reductions = []
+    original = dist.all_reduce
+    dist.all_reduce = lambda *a, **k: (reductions.append(1), original(*a, **k))[1]
+    GradCache([image, text], loss, chunks=[2, 5], keep=keep).step(x, y)
+    dist.all_reduce = original
+    peers.sum_gradients(m["head"].parameters())
+    return gradients(m), len(reductions)
+
+
+@pytest.mark.parametrize(("world", "keep", "dropout"), [(2, 0, 0.0), (2, -1, 0.4), (4, 1, 0.4)])
+def test_under_ddp_the_summed_gradient_is_that_of_one_graph(world: int, keep: int, dropout: float) -> None:
+    answers = run_ranks(_data_parallel, world, keep, dropout)
+    wanted = models(dropout)
+    n = 12 // world
+    features: list[list[Tensor]] = [[], []]
+    for rank in range(world):  # each rank draws its own random numbers, image chunks first
+        torch.manual_seed(5 + rank)
+        for i, (tower, x, size) in enumerate(zip(("image", "text"), batch(12), (2, 5), strict=True)):
+            features[i] += [wanted[tower](rows) for rows in x[rank * n : (rank + 1) * n].split(size)]
+    wanted["head"](torch.cat(features[0]), torch.cat(features[1])).backward()
+    for found, reductions in answers:
+        assert_same(found, gradients(wanted), 1e-10)
+        assert reductions == 2, f"one reduction per tower and step, not {reductions}"
