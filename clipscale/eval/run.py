@@ -1,6 +1,33 @@
-"""Evaluate a model on zero-shot classification and retrieval sets."""
+"""Evaluate a model on zero-shot classification and retrieval sets, during training and by the `eval` verb.
 
+Every rank takes an equal, contiguous share of the images and texts (the last share is padded), so that all ranks make the same
+number of forward passes: towers that communicate in their forward pass (FSDP2) are evaluated as they stand, and no rank waits idle.
+
+N: images, M: captions, n: one rank's share, C: classes, D: feature width, S: pixels.
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from clipscale.errors import UserError
+from clipscale.eval import datasets, retrieval, zero_shot
+from clipscale.eval.datasets import EvalSet, ImageRef
+from clipscale.eval.examples import save_examples
+
+Results = dict[str, dict[str, float]]
+"""Set name -> metric name -> value; the metrics are shares in [0, 1], besides the counts `images`, `captions` and `broken`."""
 
 
 @dataclass
@@ -10,10 +37,245 @@ class EvalConfig:
     every: int = 0
     """Steps between evaluations during training; 0: never. The end of a run evaluates whenever there are sets."""
     sets: list[str] = field(default_factory=list)
-    """Folders in CLIP_benchmark's webdataset layout; the kind (classification or retrieval) is read from the folder."""
+    """Folders in CLIP_benchmark's webdataset layout, folders of class folders, or caption JSONs; the kind is read from the folder."""
     batch: int = 256
     """Images or captions encoded at once."""
     workers: int = 0
-    """Decoding threads; 0: one per core, at most 8."""
+    """Decoding threads per process; 0: one per core, at most 8."""
     limit: int | None = None
-    """Only the first so many images of each set."""
+    """At most so many images of each set, evenly spaced over it."""
+
+
+class Model(Protocol):
+    """What evaluation needs of a model; ClipModel has it."""
+
+    @property
+    def image(self) -> Callable[[Tensor], Tensor]: ...
+    @property
+    def text(self) -> Callable[[Tensor], Tensor]: ...
+    @property
+    def tokenizer(self) -> Callable[[list[str]], Tensor]: ...
+    @property
+    def image_size(self) -> int: ...
+    @property
+    def training(self) -> bool: ...
+    def train(self, mode: bool = True) -> Any: ...
+
+
+Decode = Callable[[bytes, int], Tensor]
+"""Encoded image, S -> uint8 pixels (3, S, S); raises ValueError or OSError for an image that cannot be read."""
+
+
+def check(config: EvalConfig) -> list[EvalSet]:
+    """The sets of `config`, indexed. Called before training starts, it finds a mistyped path in the first minute.
+
+    Under a process group every rank must call it; a mistake seen by any rank is raised on all of them. Raises UserError.
+    """
+    sets, problem = [], ""
+    try:
+        if config.batch < 1:
+            raise UserError(f"eval.batch={config.batch}: give a positive number")
+        sets = datasets.load_sets(config.sets, config.limit)
+    except UserError as error:
+        problem = str(error)
+    view = (problem, [(s.name, len(s), len(s.captions)) for s in sets])
+    views: list[Any] = [view]
+    if _world()[1] > 1:
+        views = [None] * _world()[1]
+        dist.all_gather_object(views, view)
+    problems = [problem for problem, _ in views if problem]
+    if problems:
+        raise UserError(problems[0])
+    if any(view != views[0] for view in views):
+        raise UserError("eval.sets: the nodes see different files; put the sets on storage that all of them share")
+    return sets
+
+
+def evaluate(
+    model: Model,
+    config: EvalConfig,
+    *,
+    device: torch.device,
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    run_dir: Path | None = None,
+    step: int | None = None,
+    decode: Decode | None = None,
+) -> Results:
+    """Metrics of every set, the same on every rank; every rank of the process group must call it.
+
+    Broken images count as misses, so that the number of images behind a metric never depends on what could be read; how many there
+    were is the metric `broken`. With `run_dir`, rank 0 writes `eval/step-N.json` and the retrieved examples there.
+    The model is put into evaluation mode and back. Raises UserError for sets that cannot be used.
+    """
+    started = time.perf_counter()
+    sets = check(config)
+    encoder = _Encoder(model, device, autocast, decode or _default_decode(), config.batch, _threads(config.workers))
+    results: Results = {}
+    with _evaluation_mode(model), torch.no_grad():
+        for item in sets:
+            if item.kind == datasets.RETRIEVAL:
+                results[item.name] = _retrieval(encoder, item, run_dir, step)
+            else:
+                results[item.name] = _classification(encoder, item)
+    if run_dir is not None and _world()[0] == 0 and sets:
+        save_results(run_dir, step, results, seconds=time.perf_counter() - started)
+    return results
+
+
+def save_results(run_dir: Path, step: int | None, results: Results, *, seconds: float) -> Path:
+    """Write `eval/step-N.json` (or `eval/final.json`), keeping the results of other sets that an earlier call wrote there."""
+    path = run_dir / "eval" / ("final.json" if step is None else f"step-{step:08d}.json")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    earlier = json.loads(path.read_text())["results"] if path.is_file() else {}
+    record = {"step": step, "seconds": round(seconds, 3), "results": earlier | results}
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(record, indent=1) + "\n")
+    temporary.replace(path)
+    return path
+
+
+def _classification(encoder: "_Encoder", item: EvalSet) -> dict[str, float]:
+    C = len(item.classnames)
+    names = [item.classnames[i if i is not None else 0] for i in _share(C)]
+    classes_CD = _gather(
+        zero_shot.class_embeddings(encoder.text, encoder.model.tokenizer, names, item.templates, batch=encoder.batch)
+    )[:C]
+    counts_3C = torch.zeros(3, C, dtype=torch.int64, device=encoder.device)
+    broken = torch.zeros((), dtype=torch.int64, device=encoder.device)
+    for indices, features_nD, usable_n in encoder.images(item.images):
+        real = torch.tensor([i is not None for i in indices], device=encoder.device)
+        targets = torch.tensor([item.labels[i] if i is not None else 0 for i in indices], device=encoder.device)
+        ranks = zero_shot.target_ranks(features_nD @ classes_CD.T, targets).masked_fill(~usable_n, C + 5)
+        counts_3C += zero_shot.accuracy_counts(ranks[real], targets[real], C)
+        broken += (real & ~usable_n).sum()
+    if _world()[1] > 1:
+        dist.all_reduce(counts_3C)
+        dist.all_reduce(broken)
+    _refuse_all_broken(item, int(broken))
+    return zero_shot.accuracy_metrics(counts_3C) | {"images": len(item), "broken": int(broken)}
+
+
+def _retrieval(encoder: "_Encoder", item: EvalSet, run_dir: Path | None, step: int | None) -> dict[str, float]:
+    batches = list(encoder.images(item.images))
+    images_ND = _gather(torch.cat([features for _, features, _ in batches]))[: len(item)]
+    usable_N = _gather(torch.cat([usable for _, _, usable in batches]).byte())[: len(item)].bool()
+    broken = int((~usable_N).sum())
+    _refuse_all_broken(item, broken)
+    captions_MD = encoder.texts(item.captions)
+
+    # A broken image is neither a query nor in the gallery, nor do its captions stand in anyone's way; all of them are misses.
+    owner_M = torch.tensor(item.owner, device=encoder.device)
+    kept_M = usable_N[owner_M]
+    new_index_N = usable_N.long().cumsum(0) - 1
+    image_ranks, caption_ranks = retrieval.retrieval_ranks(
+        images_ND[usable_N], captions_MD[kept_M], new_index_N[owner_M[kept_M]]
+    )
+    misses = torch.full((max(len(usable_N), len(owner_M)),), retrieval.UNREACHABLE, device=encoder.device)
+    metrics = retrieval.retrieval_metrics(
+        torch.cat([image_ranks, misses[:broken]]), torch.cat([caption_ranks, misses[: int((~kept_M).sum())]])
+    )
+    if run_dir is not None and _world()[0] == 0:
+        save_examples(run_dir, step, item, images_ND, captions_MD, usable_N)
+    return metrics | {"images": len(item), "captions": len(item.captions), "broken": broken}
+
+
+def _refuse_all_broken(item: EvalSet, broken: int) -> None:
+    if broken == len(item):
+        raise UserError(f"eval.sets: none of the {len(item)} images of {item.path} can be decoded; fetch the set again")
+
+
+@dataclass
+class _Encoder:
+    """Features of this rank's share of images and texts."""
+
+    model: Model
+    device: torch.device
+    autocast: Callable[[], AbstractContextManager[Any]]
+    decode: Decode
+    batch: int
+    threads: int
+
+    def text(self, tokens_nT: Tensor) -> Tensor:
+        with self.autocast():
+            return self.model.text(tokens_nT.to(self.device))
+
+    def texts(self, texts: Sequence[str]) -> Tensor:
+        """Unit features (M, D) of all texts, on every rank."""
+        mine = [texts[i if i is not None else 0] for i in _share(len(texts))]
+        parts = [
+            F.normalize(self.text(self.model.tokenizer(mine[a : a + self.batch])).float(), dim=-1)
+            for a in range(0, len(mine), self.batch)
+        ]
+        return _gather(torch.cat(parts))[: len(texts)]
+
+    def images(self, refs: Sequence[ImageRef]) -> Iterator[tuple[list[int | None], Tensor, Tensor]]:
+        """Indices (None: padding), unit features (n, D) and whether each image could be decoded, batch after batch.
+
+        Threads decode the next batch while the device encodes this one.
+        """
+        share = _share(len(refs))
+        spans = [share[a : a + self.batch] for a in range(0, len(share), self.batch)]
+        with ThreadPoolExecutor(self.threads) as pool:
+            waiting = [pool.submit(self._pixels, refs, i) for i in spans[0]]
+            for number, indices in enumerate(spans):
+                decoded = [future.result() for future in waiting]
+                if number + 1 < len(spans):
+                    waiting = [pool.submit(self._pixels, refs, i) for i in spans[number + 1]]
+                usable = torch.tensor([pixels is not None for pixels in decoded], device=self.device)
+                blank = torch.zeros(3, self.model.image_size, self.model.image_size, dtype=torch.uint8)
+                pixels = torch.stack([blank if p is None else p for p in decoded]).to(self.device)
+                with self.autocast():
+                    features = self.model.image(pixels)
+                yield indices, F.normalize(features.float(), dim=-1), usable
+
+    def _pixels(self, refs: Sequence[ImageRef], index: int | None) -> Tensor | None:
+        """Pixels of one image; None where it cannot be decoded (counted in `broken`) or the index is padding."""
+        if index is None:
+            return None
+        try:
+            return self.decode(refs[index].read(), self.model.image_size)
+        except (ValueError, OSError):
+            return None
+
+
+def _default_decode() -> Decode:
+    from clipscale.data.decode import eval_transform
+
+    return eval_transform
+
+
+def _threads(workers: int) -> int:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return workers or max(1, min(8, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+
+
+def _world() -> tuple[int, int]:
+    """Rank and number of processes."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def _share(count: int) -> list[int | None]:
+    """This rank's contiguous share of 0..count-1, padded with None to the same length on every rank."""
+    rank, size = _world()
+    each = -(-count // size)
+    return [i if i < count else None for i in range(rank * each, (rank + 1) * each)]
+
+
+def _gather(local: Tensor) -> Tensor:
+    """Equal shares of all ranks, joined in rank order."""
+    size = _world()[1]
+    if size == 1:
+        return local
+    parts = [torch.empty_like(local) for _ in range(size)]
+    dist.all_gather(parts, local.contiguous())
+    return torch.cat(parts)
+
+
+@contextmanager
+def _evaluation_mode(model: Model) -> Iterator[None]:
+    training = model.training
+    model.train(False)
+    try:
+        yield
+    finally:
+        model.train(training)

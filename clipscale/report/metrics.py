@@ -1,6 +1,49 @@
-"""Where a run's numbers go: JSON lines first, everything else derived from them."""
+"""Where a run's numbers go: JSON lines first, everything else derived from them.
 
+`metrics.jsonl` holds one object a step and is the truth. The console, wandb and TensorBoard are sinks that may fail without harm.
+"""
+
+import json
+import math
+import secrets
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
+
+from clipscale.errors import UserError
+from clipscale.report.environment import environment
+
+Record = Mapping[str, Any]
+
+CONSOLE_FIELDS = {
+    "step": "d",
+    "samples": "d",
+    "loss": ".4f",
+    "logit_scale": ".2f",
+    "lr": ".3e",
+    "grad_norm": ".3f",
+    "samples_per_s": ".1f",
+    "data_wait_frac": ".3f",
+    "step_s": ".3f",
+    "mem_peak_bytes": "d",
+}
+"""Fields of the greppable line, in order, and their formats. A field that a record lacks is left out."""
+
+SLOW_SINK_S = 5.0
+"""A sink call that takes longer is reported once: it holds up training."""
 
 
 @dataclass
@@ -16,3 +59,254 @@ class LogConfig:
     wandb_project: str = "clipscale"
     wandb_entity: str | None = None
     tensorboard: bool = False
+
+
+class Sink(Protocol):
+    """Something that wants every record; `values` holds numbers alone."""
+
+    def write(self, step: int, values: dict[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class MetricLog:
+    """The sinks of one run, on rank 0.
+
+    Args:
+        run_dir: the run folder; `metrics.jsonl` and `env.json` are written there.
+        config: the sinks wanted.
+        resolved_config: the run's settings, for wandb.
+        resume_step: the step the run goes on from; lines of later steps, left by the interrupted run, are cut off. 0: a new run.
+        total_steps: length of the run, for the progress bar; None: unknown.
+        world: number of processes, for `env.json`.
+
+    Raises UserError for a bad setting or a folder that cannot be written. A full disk under `metrics.jsonl` raises as well: a run whose
+    record is lost had better stop. wandb and TensorBoard are dropped with a warning when they fail.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        config: LogConfig,
+        *,
+        resolved_config: Mapping[str, Any] | None = None,
+        resume_step: int = 0,
+        total_steps: int | None = None,
+        world: int = 1,
+        console: Console | None = None,
+    ) -> None:
+        if config.wandb not in ("online", "offline", "disabled"):
+            raise UserError(f"log.wandb={config.wandb!r}: choose online, offline or disabled")
+        if config.every < 1:
+            raise UserError(f"log.every={config.every}: give a positive number of steps")
+        self.config = config
+        # Highlighting and wrapping would put control codes and line breaks into lines that are meant for grep.
+        self.console = console or Console(highlight=False, soft_wrap=True, emoji=False)
+        self._unprinted: Record | None = None
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            self._file = _open_from(run_dir / "metrics.jsonl", resume_step)
+            env = json.dumps(environment(world) | {"resume_step": resume_step}, indent=1)
+            (run_dir / "env.json").write_text(env + "\n")
+        except OSError as error:
+            raise UserError(f"run={run_dir}: cannot write there ({error.strerror}); choose another folder") from error
+        self._sinks: dict[str, Sink] = {}
+        self._slow: set[str] = set()
+        if config.tensorboard:
+            self._open_sink("tensorboard", lambda: _TensorBoard(run_dir, resume_step))
+        if config.wandb != "disabled":
+            self._open_sink("wandb", lambda: _Wandb(run_dir, config, resolved_config or {}))
+        self._progress = self._start_progress(resume_step, total_steps) if config.progress else None
+
+    def step(self, record: Record) -> None:
+        """One optimizer step: `record["step"]` (counted from 1) and whatever was measured. Tensors are not numbers here."""
+        self._file.write(json.dumps(_encodable(record), allow_nan=False) + "\n")
+        step = int(record["step"])
+        if step % self.config.every == 0:
+            self.console.print(console_line(record), markup=False)
+        self._unprinted = None if step % self.config.every == 0 else record
+        if self._progress is not None:
+            progress, task = self._progress
+            rate = f"{record['samples_per_s']:,.0f}/s" if "samples_per_s" in record else ""
+            progress.update(task, completed=step, rate=rate, loss=f"loss {record.get('loss', math.nan):.4f}")
+        self._to_sinks(step, {k: float(v) for k, v in record.items() if isinstance(v, int | float)})
+
+    def eval(self, step: int, results: Mapping[str, Mapping[str, float]]) -> None:
+        """Evaluation results at `step`: one console line a set, and `eval/SET/METRIC` for the sinks."""
+        for name, metrics in results.items():
+            values = " ".join(f"{k}={v:d}" if isinstance(v, int) else f"{k}={v:.4f}" for k, v in metrics.items())
+            self.console.print(f"eval step={step} set={name} {values}", markup=False)
+        self._to_sinks(step, {f"eval/{n}/{k}": float(v) for n, m in results.items() for k, v in m.items()})
+
+    def message(self, text: str) -> None:
+        """A line for the reader of the console."""
+        self.console.print(text, markup=False)
+
+    def close(self) -> None:
+        """Flush and close every sink. Safe to call twice."""
+        if self._unprinted is not None:
+            self.console.print(console_line(self._unprinted), markup=False)
+            self._unprinted = None
+        if self._progress is not None:
+            self._progress[0].stop()
+            self._progress = None
+        for name in list(self._sinks):
+            sink = self._sinks.pop(name)
+            self._guard(name, sink.close, slow_s=math.inf)
+        self._file.close()
+
+    def __enter__(self) -> "MetricLog":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _start_progress(self, done: int, total: int | None) -> tuple[Progress, TaskID] | None:
+        if not self.console.is_terminal:
+            return None
+        columns = (
+            SpinnerColumn(),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[rate]}"),
+            TextColumn("{task.fields[loss]}"),
+            TimeRemainingColumn(),
+        )
+        progress = Progress(*columns, console=self.console, transient=True)
+        task = progress.add_task("train", total=total, completed=done, rate="", loss="")
+        progress.start()
+        return progress, task
+
+    def _open_sink(self, name: str, make: Callable[[], Sink]) -> None:
+        def opened() -> None:
+            self._sinks[name] = make()
+
+        self._guard(name, opened, slow_s=math.inf)
+
+    def _to_sinks(self, step: int, values: dict[str, float]) -> None:
+        for name, sink in list(self._sinks.items()):
+            self._guard(name, lambda sink=sink: sink.write(step, values))  # type: ignore[misc]
+
+    def _guard(self, name: str, call: Callable[[], None], slow_s: float = SLOW_SINK_S) -> None:
+        """A sink's failure costs the run one warning and that sink, whatever went wrong in it; `metrics.jsonl` goes on."""
+        started = time.perf_counter()
+        try:
+            call()
+        except Exception as error:
+            self._sinks.pop(name, None)
+            self.message(f"warning: {name} failed and is off from here on ({type(error).__name__}: {error})")
+            return
+        taken = time.perf_counter() - started
+        if taken > slow_s and name not in self._slow:
+            self._slow.add(name)
+            self.message(f"warning: {name} took {taken:.1f} s for one record and holds up training")
+
+
+class _TensorBoard:
+    def __init__(self, run_dir: Path, resume_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        # purge_step hides what the interrupted run wrote beyond the resumed step.
+        self.writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=resume_step + 1 if resume_step else None)
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        for name, value in values.items():
+            if name != "step":
+                self.writer.add_scalar(name if "/" in name else f"train/{name}", value, step)
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class _Wandb:
+    """One wandb run per run folder: its id lies in the folder, so that a resumed run goes on with the same curves."""
+
+    def __init__(self, run_dir: Path, config: LogConfig, settings: Mapping[str, Any]) -> None:
+        import wandb
+
+        id_file = run_dir / "wandb" / "run-id.txt"
+        id_file.parent.mkdir(exist_ok=True)
+        if not id_file.is_file():
+            id_file.write_text(secrets.token_hex(4) + "\n")
+        self.run = wandb.init(
+            project=config.wandb_project,
+            entity=config.wandb_entity,
+            name=run_dir.name,
+            id=id_file.read_text().strip(),
+            resume="allow",
+            dir=str(run_dir),
+            config=dict(settings),
+            mode=config.wandb,  # type: ignore[arg-type]
+            settings=wandb.Settings(silent=True, init_timeout=60),
+        )
+        # wandb's own step counter cannot go back, which a resumed run does; ours is the x axis instead.
+        self.run.define_metric("*", step_metric="step")
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        self.run.log({**values, "step": step})
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+def console_line(record: Record) -> str:
+    """`step=120 samples=30720 loss=2.1034 ...`: fields in a fixed order, for grep and awk."""
+    parts = []
+    for name, style in CONSOLE_FIELDS.items():
+        value = record.get(name)
+        if value is not None:
+            parts.append(f"{name}={int(value) if style == 'd' else value:{style}}")
+    return " ".join(parts)
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The records of a `metrics.jsonl`, in order; a torn last line is left out. Not-a-number and infinity are floats again.
+
+    Raises UserError for a file that is damaged elsewhere.
+    """
+    return [{k: _decoded(v) for k, v in record.items()} for _, record in _complete_lines(path)]
+
+
+_NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+def _encodable(record: Record) -> dict[str, Any]:
+    """Strict JSON has no NaN and no infinity: they become the strings that `float()` and protobuf's JSON know."""
+
+    def encode(value: Any) -> Any:
+        if isinstance(value, float) and not math.isfinite(value):
+            return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+        return value
+
+    return {key: encode(value) for key, value in record.items()}
+
+
+def _decoded(value: Any) -> Any:
+    return _NON_FINITE.get(value, value) if isinstance(value, str) else value
+
+
+def _complete_lines(path: Path) -> list[tuple[str, dict[str, Any]]]:
+    """Text and object of every whole line."""
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True) if path.is_file() else []
+    records = []
+    for number, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line) if line.endswith("\n") else None
+        except ValueError:
+            record = None
+        if isinstance(record, dict):
+            records.append((line, record))
+        elif number < len(lines):
+            raise UserError(f"{path}, line {number} is not a JSON object; restore the file, or move it away")
+    return records
+
+
+def _open_from(path: Path, resume_step: int) -> TextIO:
+    """Open for appending, line by line, with the lines of steps up to `resume_step` alone."""
+    kept = (
+        [line for line, record in _complete_lines(path) if record.get("step", 0) <= resume_step] if resume_step else []
+    )
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text("".join(kept), encoding="utf-8")
+    temporary.replace(path)
+    return path.open("a", buffering=1, encoding="utf-8")

@@ -1,0 +1,57 @@
+"""Retrieved images kept for the report: for a few captions, the nearest images of the set as one picture, and what is what as JSON.
+
+N: images, M: captions, D: feature width.
+"""
+
+import io
+import json
+from pathlib import Path
+
+import torch
+from PIL import Image, ImageOps
+from torch import Tensor
+
+from clipscale.eval.datasets import EvalSet, ImageRef
+
+QUERIES, TOP, TILE = 8, 5, 112
+"""Captions shown, images for each, and the side of a thumbnail in pixels."""
+
+
+def save_examples(
+    run_dir: Path, step: int | None, item: EvalSet, images_ND: Tensor, captions_MD: Tensor, usable_N: Tensor
+) -> None:
+    """Write `eval/retrieved/SET.png` (a row a caption: the TOP nearest images, then the right one) and `SET.json` beside it.
+
+    The JSON holds `tile`, `step`, and for every row its `caption` and `hit`: the column of the right image among the nearest, or null.
+    Newer examples replace older ones.
+    """
+    owner_M = torch.tensor(item.owner)
+    candidates = usable_N.cpu()[owner_M].nonzero()[:, 0]
+    queries = candidates[torch.linspace(0, len(candidates) - 1, min(QUERIES, len(candidates))).long()]
+    scores = (captions_MD[queries.to(captions_MD.device)] @ images_ND.T).masked_fill(~usable_N, -torch.inf).cpu()
+    nearest = scores.topk(min(TOP, int(usable_N.sum()))).indices
+
+    sheet = Image.new("RGB", (TILE * (TOP + 1), TILE * len(queries)), "white")
+    rows = []
+    for y, (query, found) in enumerate(zip(queries.tolist(), nearest.tolist())):
+        right = item.owner[query]
+        for x, index in [*enumerate(found), (TOP, right)]:
+            sheet.paste(_thumbnail(item.images[index]), (x * TILE, y * TILE))
+        rows.append({"caption": item.captions[query], "hit": found.index(right) if right in found else None})
+
+    folder = run_dir / "eval" / "retrieved"
+    folder.mkdir(parents=True, exist_ok=True)
+    name = item.name.replace("/", "-")
+    sheet.save(folder / f"{name}.png")
+    record = {"set": item.name, "step": step, "tile": TILE, "columns": TOP, "rows": rows}
+    (folder / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
+
+
+def _thumbnail(ref: ImageRef) -> Image.Image:
+    """The whole image, scaled into the tile; grey where this reader cannot decode what the model's could."""
+    try:
+        with Image.open(io.BytesIO(ref.read())) as image:
+            filter = Image.Resampling.NEAREST if max(image.size) < TILE else Image.Resampling.BICUBIC
+            return ImageOps.pad(image.convert("RGB"), (TILE, TILE), filter, "white")
+    except (OSError, ValueError):
+        return Image.new("RGB", (TILE, TILE), "lightgrey")

@@ -1,0 +1,73 @@
+"""What a run ran on: versions, machine, command, and the commit of the code."""
+
+import os
+import platform
+import subprocess
+import sys
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import clipscale
+
+PACKAGES = (
+    "torch",
+    "triton",
+    "torchvision",
+    "open_clip_torch",
+    "timm",
+    "webdataset",
+    "numpy",
+    "pillow",
+    "hydra-core",
+    "wandb",
+)
+
+
+def environment(world: int = 1) -> dict[str, Any]:
+    """A JSON-like record of this process's surroundings; nothing in it is secret (of the variables, only those that steer speed)."""
+    return {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": sys.argv,
+        "hostname": platform.node(),
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "versions": {"clipscale": clipscale.__version__} | {name: _version(name) for name in PACKAGES},
+        "commit": _commit(),
+        "processes": world,
+        "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "cuda": torch.version.cuda,
+        "variables": {
+            k: v
+            for k, v in sorted(os.environ.items())
+            if k.startswith(("NCCL_", "OMP_NUM", "CUDA_VISIBLE", "SLURM_JOB_ID"))
+        },
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    """The commit this code was checked out at, `+` where files differ from it; None for an installed package."""
+    here = Path(__file__).resolve().parents[2]
+    if not (here / ".git").exists():
+        return None
+    try:
+        head = _git(here, "rev-parse", "HEAD")
+        return head + ("+" if _git(here, "status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(folder), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
