@@ -80,9 +80,7 @@ class Run:
         self.last_loss = math.nan
         if state is not None:
             self.restore(state)
-        self.metrics = (
-            MetricLog(self.folder, config.log, config=to_yaml(config), resume_step=self.step) if world.main else None
-        )
+        self.metrics = self.open_metrics() if world.main else None
         self.saved_at = time.monotonic()
         self.stop_requested = False
 
@@ -139,6 +137,16 @@ class Run:
             seed=self.config.seed,
             position=position,
             pin=self.world.device.type == "cuda",
+        )
+
+    def open_metrics(self) -> MetricLog:
+        return MetricLog(
+            self.folder,
+            self.config.log,
+            resolved_config=to_yaml(self.config),
+            resume_step=self.step,
+            total_steps=self.total,
+            world=self.world.size,
         )
 
     def length(self) -> tuple[int, float | None]:
@@ -276,18 +284,21 @@ class Run:
 
     def report(self, record: dict[str, Any]) -> None:
         if self.metrics:
-            self.metrics.step({**record, "broken": sum(self.stream.broken.values())}, total=self.total)
+            self.metrics.step({**record, "broken": sum(self.stream.broken.values())})
 
     def evaluate(self) -> dict[str, Any]:
-        """Zero-shot and retrieval figures of the model as it is now, on rank 0; saved as RUN/eval/step_N.json."""
-        results: dict[str, Any] = {}
-        if self.world.main:
-            self.model.eval()
-            results = evaluate(self.model, self.config.eval, device=self.world.device, autocast=self.precision.autocast)
-            self.model.train()
-            assert self.metrics is not None
+        """Zero-shot and retrieval figures of the model as it is now, every rank doing its share; saved as RUN/eval/step_N.json."""
+        results = evaluate(
+            self.model,
+            self.config.eval,
+            device=self.world.device,
+            autocast=self.precision.autocast,
+            run_dir=self.folder,
+            step=self.step,
+        )
+        if self.metrics:
             self.metrics.eval(self.step, results)
-        return self.world.broadcast(results)
+        return results
 
     # ---- save ----
 

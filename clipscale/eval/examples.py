@@ -3,14 +3,14 @@
 N: images, M: captions, D: feature width.
 """
 
-import io
 import json
 from pathlib import Path
 
 import torch
-from PIL import Image, ImageOps
+from PIL import Image
 from torch import Tensor
 
+from clipscale.data.decode import BrokenSampleError, EvalTransform
 from clipscale.eval.datasets import EvalSet, ImageRef
 
 QUERIES, TOP, TILE = 8, 5, 112
@@ -48,10 +48,9 @@ def save_examples(
 
 
 def _thumbnail(ref: ImageRef) -> Image.Image:
-    """The whole image, scaled into the tile; grey where this reader cannot decode what the model's could."""
+    """The image as the model sees it, at the tile's size; grey where it is broken."""
     try:
-        with Image.open(io.BytesIO(ref.read())) as image:
-            filter = Image.Resampling.NEAREST if max(image.size) < TILE else Image.Resampling.BICUBIC
-            return ImageOps.pad(image.convert("RGB"), (TILE, TILE), filter, "white")
-    except (OSError, ValueError):
+        pixels = EvalTransform(TILE)(ref.read())
+    except (BrokenSampleError, OSError):
         return Image.new("RGB", (TILE, TILE), "lightgrey")
+    return Image.fromarray(pixels.transpose(1, 2, 0))

@@ -7,8 +7,10 @@ N: images, M: captions, n: one rank's share, C: classes, D: feature width, S: pi
 """
 
 import json
+import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -21,10 +23,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from clipscale.data.decode import BrokenSampleError, EvalTransform
 from clipscale.errors import UserError
 from clipscale.eval import datasets, retrieval, zero_shot
-from clipscale.eval.datasets import EvalSet, ImageRef
+from clipscale.eval.datasets import EvalSet
 from clipscale.eval.examples import save_examples
+
+log = logging.getLogger(__name__)
 
 Results = dict[str, dict[str, float]]
 """Set name -> metric name -> value; the metrics are shares in [0, 1], besides the counts `images`, `captions` and `broken`."""
@@ -62,10 +67,6 @@ class Model(Protocol):
     def train(self, mode: bool = True) -> Any: ...
 
 
-Decode = Callable[[bytes, int], Tensor]
-"""Encoded image, S -> uint8 pixels (3, S, S); raises ValueError or OSError for an image that cannot be read."""
-
-
 def check(config: EvalConfig) -> list[EvalSet]:
     """The sets of `config`, indexed. Called before training starts, it finds a mistyped path in the first minute.
 
@@ -99,17 +100,16 @@ def evaluate(
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     run_dir: Path | None = None,
     step: int | None = None,
-    decode: Decode | None = None,
 ) -> Results:
     """Metrics of every set, the same on every rank; every rank of the process group must call it.
 
     Broken images count as misses, so that the number of images behind a metric never depends on what could be read; how many there
-    were is the metric `broken`. With `run_dir`, rank 0 writes `eval/step-N.json` and the retrieved examples there.
+    were is the metric `broken`. With `run_dir`, rank 0 writes `eval/step_N.json` and the retrieved examples there.
     The model is put into evaluation mode and back. Raises UserError for sets that cannot be used.
     """
     started = time.perf_counter()
     sets = check(config)
-    encoder = _Encoder(model, device, autocast, decode or _default_decode(), config.batch, _threads(config.workers))
+    encoder = _Encoder(model, device, autocast, config.batch, _threads(config.workers))
     results: Results = {}
     with _evaluation_mode(model), torch.no_grad():
         for item in sets:
@@ -123,8 +123,8 @@ def evaluate(
 
 
 def save_results(run_dir: Path, step: int | None, results: Results, *, seconds: float) -> Path:
-    """Write `eval/step-N.json` (or `eval/final.json`), keeping the results of other sets that an earlier call wrote there."""
-    path = run_dir / "eval" / ("final.json" if step is None else f"step-{step:08d}.json")
+    """Write `eval/step_N.json` (or `eval/final.json`), keeping the results of other sets that an earlier call wrote there."""
+    path = run_dir / "eval" / ("final.json" if step is None else f"step_{step:08d}.json")
     path.parent.mkdir(parents=True, exist_ok=True)
     earlier = json.loads(path.read_text())["results"] if path.is_file() else {}
     record = {"step": step, "seconds": round(seconds, 3), "results": earlier | results}
@@ -142,7 +142,7 @@ def _classification(encoder: "_Encoder", item: EvalSet) -> dict[str, float]:
     )[:C]
     counts_3C = torch.zeros(3, C, dtype=torch.int64, device=encoder.device)
     broken = torch.zeros((), dtype=torch.int64, device=encoder.device)
-    for indices, features_nD, usable_n in encoder.images(item.images):
+    for indices, features_nD, usable_n in encoder.images(item):
         real = torch.tensor([i is not None for i in indices], device=encoder.device)
         targets = torch.tensor([item.labels[i] if i is not None else 0 for i in indices], device=encoder.device)
         ranks = zero_shot.target_ranks(features_nD @ classes_CD.T, targets).masked_fill(~usable_n, C + 5)
@@ -156,7 +156,7 @@ def _classification(encoder: "_Encoder", item: EvalSet) -> dict[str, float]:
 
 
 def _retrieval(encoder: "_Encoder", item: EvalSet, run_dir: Path | None, step: int | None) -> dict[str, float]:
-    batches = list(encoder.images(item.images))
+    batches = list(encoder.images(item))
     images_ND = _gather(torch.cat([features for _, features, _ in batches]))[: len(item)]
     usable_N = _gather(torch.cat([usable for _, _, usable in batches]).byte())[: len(item)].bool()
     broken = int((~usable_N).sum())
@@ -191,7 +191,6 @@ class _Encoder:
     model: Model
     device: torch.device
     autocast: Callable[[], AbstractContextManager[Any]]
-    decode: Decode
     batch: int
     threads: int
 
@@ -208,40 +207,42 @@ class _Encoder:
         ]
         return _gather(torch.cat(parts))[: len(texts)]
 
-    def images(self, refs: Sequence[ImageRef]) -> Iterator[tuple[list[int | None], Tensor, Tensor]]:
+    def images(self, item: EvalSet) -> Iterator[tuple[list[int | None], Tensor, Tensor]]:
         """Indices (None: padding), unit features (n, D) and whether each image could be decoded, batch after batch.
 
         Threads decode the next batch while the device encodes this one.
         """
-        share = _share(len(refs))
+        transform = EvalTransform(self.model.image_size)
+        broken: Counter[str] = Counter()
+
+        def pixels_of(index: int | None) -> Tensor | None:
+            if index is None:
+                return None
+            try:
+                return torch.from_numpy(transform(item.images[index].read()))
+            except BrokenSampleError as error:
+                broken[error.reason] += 1
+            except OSError:
+                broken["unreadable_file"] += 1
+            return None
+
+        share = _share(len(item))
         spans = [share[a : a + self.batch] for a in range(0, len(share), self.batch)]
         with ThreadPoolExecutor(self.threads) as pool:
-            waiting = [pool.submit(self._pixels, refs, i) for i in spans[0]]
+            waiting = [pool.submit(pixels_of, i) for i in spans[0]]
             for number, indices in enumerate(spans):
                 decoded = [future.result() for future in waiting]
                 if number + 1 < len(spans):
-                    waiting = [pool.submit(self._pixels, refs, i) for i in spans[number + 1]]
+                    waiting = [pool.submit(pixels_of, i) for i in spans[number + 1]]
                 usable = torch.tensor([pixels is not None for pixels in decoded], device=self.device)
                 blank = torch.zeros(3, self.model.image_size, self.model.image_size, dtype=torch.uint8)
                 pixels = torch.stack([blank if p is None else p for p in decoded]).to(self.device)
                 with self.autocast():
                     features = self.model.image(pixels)
                 yield indices, F.normalize(features.float(), dim=-1), usable
-
-    def _pixels(self, refs: Sequence[ImageRef], index: int | None) -> Tensor | None:
-        """Pixels of one image; None where it cannot be decoded (counted in `broken`) or the index is padding."""
-        if index is None:
-            return None
-        try:
-            return self.decode(refs[index].read(), self.model.image_size)
-        except (ValueError, OSError):
-            return None
-
-
-def _default_decode() -> Decode:
-    from clipscale.data.decode import eval_transform
-
-    return eval_transform
+        if broken:
+            reasons = ", ".join(f"{count} {reason}" for reason, count in broken.most_common())
+            log.warning("eval.sets: %s: broken images, counted as misses: %s", item.path, reasons)
 
 
 def _threads(workers: int) -> int:

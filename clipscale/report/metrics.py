@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
+import yaml
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -39,6 +40,7 @@ CONSOLE_FIELDS = {
     "data_wait_frac": ".3f",
     "step_s": ".3f",
     "mem_peak_bytes": "d",
+    "broken": "d",
 }
 """Fields of the greppable line, in order, and their formats. A field that a record lacks is left out."""
 
@@ -73,9 +75,9 @@ class MetricLog:
     """The sinks of one run, on rank 0.
 
     Args:
-        run_dir: the run folder; `metrics.jsonl` and `env.json` are written there.
+        run_dir: the run folder; `metrics.jsonl`, `env.json` and `config.yaml` are written there.
         config: the sinks wanted.
-        resolved_config: the run's settings, for wandb.
+        resolved_config: the run's settings as YAML, written to `config.yaml` and told to wandb.
         resume_step: the step the run goes on from; lines of later steps, left by the interrupted run, are cut off. 0: a new run.
         total_steps: length of the run, for the progress bar; None: unknown.
         world: number of processes, for `env.json`.
@@ -89,7 +91,7 @@ class MetricLog:
         run_dir: Path,
         config: LogConfig,
         *,
-        resolved_config: Mapping[str, Any] | None = None,
+        resolved_config: str,
         resume_step: int = 0,
         total_steps: int | None = None,
         world: int = 1,
@@ -108,6 +110,7 @@ class MetricLog:
             self._file = _open_from(run_dir / "metrics.jsonl", resume_step)
             env = json.dumps(environment(world) | {"resume_step": resume_step}, indent=1)
             (run_dir / "env.json").write_text(env + "\n")
+            (run_dir / "config.yaml").write_text(resolved_config)
         except OSError as error:
             raise UserError(f"run={run_dir}: cannot write there ({error.strerror}); choose another folder") from error
         self._sinks: dict[str, Sink] = {}
@@ -115,7 +118,7 @@ class MetricLog:
         if config.tensorboard:
             self._open_sink("tensorboard", lambda: _TensorBoard(run_dir, resume_step))
         if config.wandb != "disabled":
-            self._open_sink("wandb", lambda: _Wandb(run_dir, config, resolved_config or {}))
+            self._open_sink("wandb", lambda: _Wandb(run_dir, config, yaml.safe_load(resolved_config)))
         self._progress = self._start_progress(resume_step, total_steps) if config.progress else None
 
     def step(self, record: Record) -> None:

@@ -1,0 +1,75 @@
+"""Recall at k against hand-made cases and a direct, unchunked definition. N: images, M: captions, D: feature width."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from clipscale.eval.retrieval import UNREACHABLE, recall_at, retrieval_metrics, retrieval_ranks
+
+
+def test_hand_made_case_with_several_captions_an_image() -> None:
+    images = torch.eye(3)
+    # Image 0 owns captions 0 and 1, image 1 owns 2, image 2 owns 3.
+    captions = torch.tensor([[0.1, 0.9, 0.0], [0.8, 0.1, 0.0], [0.0, 0.7, 0.2], [0.0, 0.6, 0.5]])
+    image_ranks, caption_ranks = retrieval_ranks(images, captions, torch.tensor([0, 0, 1, 2]))
+    # Image 0: its caption 1 (0.8) is first. Image 1: caption 0 (0.9) stands before its 0.7. Image 2: its 0.5 is first.
+    assert image_ranks.tolist() == [0, 1, 0]
+    # Caption 0 prefers image 1; captions 1 and 2 find theirs; caption 3 prefers image 1.
+    assert caption_ranks.tolist() == [1, 0, 0, 1]
+    metrics = retrieval_metrics(image_ranks, caption_ranks)
+    assert metrics["image_to_text_r1"] == pytest.approx(2 / 3)
+    assert metrics["text_to_image_r1"] == pytest.approx(2 / 4)
+    assert metrics["image_to_text_r5"] == metrics["text_to_image_r10"] == 1.0
+
+
+def test_a_second_caption_of_the_same_image_is_no_competitor() -> None:
+    images, captions = torch.eye(2), torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
+    image_ranks, _ = retrieval_ranks(images, captions, torch.tensor([0, 0, 1]))
+    assert image_ranks.tolist() == [0, 0]
+
+
+def test_ties_count_against_the_model() -> None:
+    image_ranks, caption_ranks = retrieval_ranks(torch.ones(4, 2), torch.ones(8, 2), torch.arange(8) // 2)
+    assert image_ranks.tolist() == [6] * 4, "a collapsed model finds its own caption only after the six others"
+    assert caption_ranks.tolist() == [3] * 8
+
+
+def test_features_that_are_not_numbers_find_nothing() -> None:
+    images, captions = torch.full((3, 2), math.nan), torch.ones(3, 2)
+    image_ranks, caption_ranks = retrieval_ranks(images, captions, torch.arange(3))
+    assert (image_ranks == UNREACHABLE).all() and (caption_ranks == UNREACHABLE).all()
+    assert set(retrieval_metrics(image_ranks, caption_ranks).values()) == {0.0}
+
+
+@pytest.mark.parametrize("max_elements", [1, 40, 1000, 1 << 24])
+def test_chunks_do_not_change_the_ranks(max_elements: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    N, M, D = 23, 61, 8
+    images = F.normalize(torch.randn(N, D, generator=generator, dtype=torch.float64), dim=-1)
+    captions = F.normalize(torch.randn(M, D, generator=generator, dtype=torch.float64), dim=-1)
+    owner = torch.cat([torch.arange(N), torch.randint(0, N, (M - N,), generator=generator)])
+    image_ranks, caption_ranks = retrieval_ranks(images, captions, owner, max_elements=max_elements)
+
+    scores = images @ captions.T
+    for i in range(N):
+        order = scores[i].argsort(descending=True)
+        wanted = next(place for place, caption in enumerate(order) if owner[caption] == i)
+        assert image_ranks[i] == wanted, f"image {i}: {image_ranks[i]} instead of {wanted}"
+    for m in range(M):
+        wanted = int((scores[:, m].argsort(descending=True) == owner[m]).nonzero())
+        assert caption_ranks[m] == wanted, f"caption {m}: {caption_ranks[m]} instead of {wanted}"
+
+
+def test_recall_is_the_share_of_ranks_below_k() -> None:
+    assert recall_at(torch.tensor([0, 1, 4, 5, 9, 10])) == {1: 1 / 6, 5: 3 / 6, 10: 5 / 6}
+
+
+@pytest.mark.parametrize(
+    ("owner", "message"),
+    [([0, 0], "at least one caption"), ([0, 2], r"\[0, 2\)"), ([0], "one owner a caption")],
+)
+def test_owners_that_make_no_sense_are_refused(owner: list[int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        retrieval_ranks(torch.eye(2), torch.eye(2), torch.tensor(owner))
