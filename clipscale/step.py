@@ -27,8 +27,8 @@ class CacheConfig:
     """Samples per image chunk; None: `chunk`."""
     text_chunk: int | None = None
     """Samples per text chunk; None: `chunk`."""
-    keep: int = 0
-    """Chunks of each tower whose graph is kept from the first pass, so that they need no second one (-1: all)."""
+    keep: str = "none"
+    """Memory for graphs kept from the first pass, whose chunks need no second one: `none`, bytes (`20G`), or `auto` (what is free)."""
 
 
 @runtime_checkable
@@ -54,7 +54,8 @@ class GradCache:
             Under DDP or FSDP2 gradients are synchronised once, with the last chunk of each module.
         loss: maps one representation tensor per tower, over the whole (local) batch, to a scalar.
         chunks: samples per chunk, one for all towers or one per tower; the last chunk may be shorter.
-        keep: chunks of each tower whose graph is kept from the first pass and which need no replay; -1: all.
+        keep_bytes: memory for graphs kept from the first pass, whose chunks then need no replay; 0: none; math.inf: all. The first
+            chunk's graph is measured, and chunks are kept in order while the next one fits.
         autocast: makes the context in which encoders run; it is entered anew for each chunk.
         scaler: a gradient scaler (fp16): the loss is scaled before its gradients are taken.
 
@@ -77,7 +78,7 @@ class GradCache:
         loss: Callable[..., Tensor],
         *,
         chunks: int | Sequence[int],
-        keep: int = 0,
+        keep_bytes: float = 0,
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
         scaler: "torch.amp.GradScaler | None" = None,
     ) -> None:
@@ -88,11 +89,12 @@ class GradCache:
             raise ValueError(f"chunks={chunks!r}: a chunk holds at least one sample")
         self.loss = loss
         self.scaler = scaler
+        self.memory = GraphMemory(keep_bytes)
         self.towers = [
             _Tower(
                 encoder,
                 size,
-                keep,
+                self.memory,
                 autocast,
                 shared=sum(e is encoder for e in encoders) > 1,
                 last=encoder not in encoders[i + 1 :],
@@ -115,6 +117,7 @@ class GradCache:
         """
         if len(inputs) != len(self.towers):
             raise ValueError(f"{len(inputs)} inputs for {len(self.towers)} encoders")
+        self.memory.used = 0
         return [tower.encode(batch) for tower, batch in zip(self.towers, inputs, strict=True)]
 
     def backward(self, value: Tensor) -> None:
@@ -132,18 +135,33 @@ class GradCache:
             tower.replay()
 
 
+class GraphMemory:
+    """The budget for graphs kept between the passes, shared by the towers of one cache."""
+
+    def __init__(self, budget: float) -> None:
+        self.budget = budget
+        """Bytes; may be set anew before each step."""
+        self.used = 0
+
+    def fits(self, cost: int) -> bool:
+        """Whether one more graph of that size (0: not known yet, to be measured) stays within the budget."""
+        return self.budget > 0 and self.used + cost <= self.budget
+
+
 @dataclass
 class _Tower:
     """One encoder's two passes over its chunks."""
 
     encoder: Callable[..., Tensor]
     size: int
-    keep: int
+    memory: GraphMemory
     autocast: Callable[[], AbstractContextManager[Any]]
     shared: bool
     """The encoder serves several towers."""
     last: bool
     """No later tower has this encoder, so this one synchronises its gradients."""
+    cost: int = 0
+    """Bytes that the graph of a full chunk holds, once measured."""
     representations: Tensor = field(default_factory=lambda: torch.empty(0))
     inputs: Any = None
     spans: list[tuple[int, int]] = field(default_factory=list)
@@ -164,26 +182,37 @@ class _Tower:
         self.spans = [(start, min(start + self.size, rows)) for start in range(0, rows, self.size)]
         self.refuse_batch_norm()
         self.random_states, self.kept = [], []
-        keep = self.kept_chunks()
         for i, (start, stop) in enumerate(self.spans):
             self.random_states.append(RandomState.now())
             # DDP decides in the forward pass whether the backward will synchronise; a kept last chunk is the last forward of the step.
-            with gradient_sync(self.encoder, self.last and i == len(self.spans) - 1), torch.set_grad_enabled(i < keep):
-                out = self.run(start, stop)
+            with gradient_sync(self.encoder, self.last and i == len(self.spans) - 1):
+                out = self.run_kept(start, stop) if self.keeps(i) else self.run_without_graph(start, stop)
             if i == 0:
                 self.representations = out.new_empty((rows, *out.shape[1:]))
             self.representations.data[start:stop] = out.detach()
-            if i < keep:
-                self.kept.append(out)
         return self.representations.requires_grad_(self.trained)
 
-    def kept_chunks(self) -> int:
-        """How many chunks keep their graph. DDP synchronises in the backward of the last forward, and that must be one call:
-        so the last chunk is kept only with all the others, and never where the encoder serves other towers too."""
-        if not self.trained:
-            return 0
-        wanted = len(self.spans) if self.keep < 0 else min(self.keep, len(self.spans))
-        return len(self.spans) - 1 if self.shared and wanted == len(self.spans) else wanted
+    def keeps(self, i: int) -> bool:
+        """Whether chunk i keeps its graph: only behind kept ones. DDP synchronises in the backward of the last forward, and that
+        must be one call: so the last chunk is kept only with all the others, and never where the encoder serves other towers too."""
+        if not self.trained or len(self.kept) < i or (self.shared and i == len(self.spans) - 1):
+            return False
+        return self.memory.fits(self.cost)
+
+    def run_without_graph(self, start: int, stop: int) -> Tensor:
+        with torch.no_grad():
+            return self.run(start, stop)
+
+    def run_kept(self, start: int, stop: int) -> Tensor:
+        """Encode with a graph and keep it, unless it turns out larger than the room for it."""
+        with graph_bytes() as size:
+            out = self.run(start, stop)
+        self.cost = max(self.cost, size())
+        if not self.memory.fits(size()):
+            return out.detach()
+        self.memory.used += size()
+        self.kept.append(out)
+        return out
 
     def run(self, start: int, stop: int) -> Tensor:
         arguments = self.inputs.chunk(start, stop)
@@ -269,6 +298,25 @@ class RandomState:
             yield
         finally:
             state.restore()
+
+
+@contextmanager
+def graph_bytes() -> Iterator[Callable[[], int]]:
+    """Bytes that the graph built within holds for the backward pass: by the allocator on a GPU, else by the tensors it saved."""
+    saved: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, nn.Parameter) and not isinstance(tensor._base, nn.Parameter):
+            storage = tensor.untyped_storage()
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        before = torch.cuda.memory_allocated()
+        yield lambda: torch.cuda.memory_allocated() - before
+    else:
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            yield lambda: sum(saved.values())
 
 
 @contextmanager

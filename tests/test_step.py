@@ -1,6 +1,7 @@
 """The gradient cache gives the gradient of one graph over the whole batch."""
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from clipscale.distributed import World
-from clipscale.step import GradCache, RandomState
+from clipscale.step import GradCache, RandomState, graph_bytes
 from tests.ranks import run_ranks
 
 
@@ -76,10 +77,10 @@ def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
 @pytest.mark.parametrize("dropout", [0.0, 0.4])
-@pytest.mark.parametrize("keep", [0, 1, -1])
+@pytest.mark.parametrize("keep", [0, 4000, math.inf])
 @pytest.mark.parametrize(("n", "chunks"), [(12, [4, 4]), (13, [4, 5]), (13, [13, 1]), (5, [9, 9]), (1, [1, 1])])
 def test_gradient_is_that_of_one_graph(
-    n: int, chunks: list[int], keep: int, dropout: float, dtype: torch.dtype, tolerance: float
+    n: int, chunks: list[int], keep: float, dropout: float, dtype: torch.dtype, tolerance: float
 ) -> None:
     inputs = batch(n, dtype)
     wanted = models(dropout, dtype)
@@ -89,7 +90,7 @@ def test_gradient_is_that_of_one_graph(
 
     found = models(dropout, dtype)
     torch.manual_seed(5)
-    cached = GradCache([found["image"], found["text"]], found["head"], chunks=chunks, keep=keep).step(*inputs)
+    cached = GradCache([found["image"], found["text"]], found["head"], chunks=chunks, keep_bytes=keep).step(*inputs)
     after_found = torch.rand(3)
 
     assert torch.allclose(cached, value, rtol=tolerance)
@@ -99,11 +100,11 @@ def test_gradient_is_that_of_one_graph(
 
 
 @settings(max_examples=30, deadline=None)
-@given(n=st.integers(2, 24), image_chunk=st.integers(1, 26), text_chunk=st.integers(1, 26), keep=st.integers(-1, 5))
-def test_any_chunk_sizes_give_the_same_gradient(n: int, image_chunk: int, text_chunk: int, keep: int) -> None:
+@given(n=st.integers(2, 24), image_chunk=st.integers(1, 26), text_chunk=st.integers(1, 26), keep=st.floats(0, 20_000))
+def test_any_chunk_sizes_give_the_same_gradient(n: int, image_chunk: int, text_chunk: int, keep: float) -> None:
     wanted, found = models(), models()
     one_graph([wanted["image"], wanted["text"]], wanted["head"], batch(n), [n, n])
-    GradCache([found["image"], found["text"]], found["head"], chunks=[image_chunk, text_chunk], keep=keep).step(
+    GradCache([found["image"], found["text"]], found["head"], chunks=[image_chunk, text_chunk], keep_bytes=keep).step(
         *batch(n)
     )
     assert_same(gradients(found), gradients(wanted), 1e-10)
@@ -154,9 +155,9 @@ def test_inputs_may_be_nested_and_towers_may_share_an_encoder() -> None:
 
     queries, passages = inputs(6, 1), inputs(15, 2)
     loss(wanted(**queries), wanted(**passages)).backward()
-    for keep in (0, -1):
+    for keep in (0, math.inf):
         found.zero_grad()
-        GradCache([found, found], loss, chunks=[4, 7], keep=keep).step(queries, passages)
+        GradCache([found, found], loss, chunks=[4, 7], keep_bytes=keep).step(queries, passages)
         assert_same(gradients(found), gradients(wanted), 1e-10)
 
 
@@ -172,13 +173,22 @@ def test_a_frozen_encoder_runs_once_and_gets_no_gradient() -> None:
     assert_same(gradients(found), gradients(wanted), 1e-10)
 
 
-@pytest.mark.parametrize(("keep", "calls_wanted"), [(0, 6), (2, 4), (-1, 3)])
-def test_kept_chunks_are_not_encoded_again(keep: int, calls_wanted: int) -> None:
+@pytest.mark.parametrize(("graphs", "calls_wanted"), [(0, 6), (0.9, 6), (1.1, 5), (2.9, 4), (3.1, 3), (math.inf, 3)])
+def test_as_many_graphs_are_kept_as_fit(graphs: float, calls_wanted: int) -> None:
+    """A budget of so many chunks' graphs saves so many second passes, and is never exceeded."""
     m = models()
+    with graph_bytes() as size:
+        m["image"](batch(12)[0][:4])
     calls = []
     m["image"].register_forward_hook(lambda *_: calls.append(1))
-    GradCache([m["image"], m["text"]], m["head"], chunks=4, keep=keep).step(*batch(12))
-    assert len(calls) == calls_wanted
+    cache = GradCache([m["image"], m["text"]], m["head"], chunks=4, keep_bytes=graphs * size() if graphs else 0)
+    for _ in range(2):
+        calls.clear()
+        features = cache.encode(*batch(12))
+        assert cache.memory.used <= cache.memory.budget
+        cache.backward(m["head"](*features))
+        cache.replay()
+    assert len(calls) == calls_wanted, f"{len(calls)} forward passes of three chunks with room for {graphs} graphs"
 
 
 def test_buffers_are_updated_once() -> None:
@@ -251,7 +261,7 @@ def test_batch_norm_over_several_chunks_is_refused() -> None:
     GradCache([m["image"], m["text"]], m["head"], chunks=4).step(*batch(12))
 
 
-def _data_parallel(rank: int, world: int, keep: int, dropout: float) -> tuple[dict[str, Tensor], int]:
+def _data_parallel(rank: int, world: int, keep: float, dropout: float) -> tuple[dict[str, Tensor], int]:
     """The cache under DDP, with a gather loss written out here: shares whose sum over ranks is the gradient."""
     m = models(dropout)
     peers = World(rank, world, rank, torch.device("cpu"))
@@ -276,14 +286,14 @@ def _data_parallel(rank: int, world: int, keep: int, dropout: float) -> tuple[di
     reductions = []
     original = dist.all_reduce
     dist.all_reduce = lambda *a, **k: (reductions.append(1), original(*a, **k))[1]
-    GradCache([image, text], loss, chunks=[2, 5], keep=keep).step(x, y)
+    GradCache([image, text], loss, chunks=[2, 5], keep_bytes=keep).step(x, y)
     dist.all_reduce = original
     peers.sum_gradients(m["head"].parameters())
     return gradients(m), len(reductions)
 
 
-@pytest.mark.parametrize(("world", "keep", "dropout"), [(2, 0, 0.0), (2, -1, 0.4), (4, 1, 0.4)])
-def test_under_ddp_the_summed_gradient_is_that_of_one_graph(world: int, keep: int, dropout: float) -> None:
+@pytest.mark.parametrize(("world", "keep", "dropout"), [(2, 0, 0.0), (2, math.inf, 0.4), (4, 3000, 0.4)])
+def test_under_ddp_the_summed_gradient_is_that_of_one_graph(world: int, keep: float, dropout: float) -> None:
     answers = run_ranks(_data_parallel, world, keep, dropout)
     wanted = models(dropout)
     n = 12 // world
