@@ -1,0 +1,197 @@
+"""One lane's samples in their order, and the part of every batch that one worker fills from its lanes.
+
+The order of raw samples is fixed by order.py; broken ones are passed over here, so each lane decides by itself what it gives next.
+
+C: channels, S: side in pixels, T: tokens.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+
+from clipscale.data.batch import Slot, sample_id
+from clipscale.data.decode import BrokenSampleError, TrainTransform, caption_of, image_bytes
+from clipscale.data.order import AUGMENT, WINDOW, Draws, Epochs, Order, Segment, permutation
+from clipscale.data.shards import RawSample, ReadProblem, read_shard
+from clipscale.errors import UserError
+
+MOST_BROKEN = 20_000
+FEWEST_BROKEN = 1000
+"""A lane gives up after a whole pass of broken samples in a row, but not before the one number and not after the other."""
+MOST_DEAD_SHARDS = 100
+"""A lane gives up after so many shards in a row without a usable sample."""
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A place in the order whose sample cannot be read."""
+
+    reason: str
+    detail: str
+
+
+Tick = Callable[[], None]
+
+
+def segment_samples(segment: Segment, url: str, window: int, seed: int, tick: Tick) -> Iterator[RawSample | Lost]:
+    """The segment's places in emission order: the shard is read in windows of `window` samples, each in a random order.
+
+    Only places inside the segment are kept in memory or yielded. One item per place where the count is known; where it is not, a shard
+    that ends badly yields one Lost more.
+    """
+    problem = ReadProblem()
+    reader = read_shard(url, problem)
+    begin = 0
+    try:
+        while segment.stop is None or begin < segment.stop:
+            size = window if segment.count is None else min(window, segment.count - begin)
+            first = max(segment.start - begin, 0)
+            last = size if segment.stop is None else min(segment.stop - begin, size)
+            wanted = None
+            if segment.count is not None:
+                order = permutation(size, seed, WINDOW, segment.turn, segment.shard, begin // window)
+                wanted = set(order[first:last].tolist())
+            raws: list[RawSample | None] = []
+            for raw in islice(reader, size):
+                tick()
+                raws.append(raw if wanted is None or len(raws) in wanted else None)
+            if segment.count is None:
+                order = permutation(len(raws), seed, WINDOW, segment.turn, segment.shard, begin // window)
+            for place in order[first:last]:
+                yield (raws[place] if place < len(raws) else None) or Lost(
+                    problem.reason or "missing_from_shard", problem.detail or url
+                )
+            begin += len(raws) if segment.count is None else size
+            if segment.count is None and len(raws) < size:
+                if begin == 0 and not problem.reason:
+                    problem = ReadProblem("empty_shard", url)
+                if problem.reason and begin >= segment.start:
+                    yield Lost(problem.reason, problem.detail)
+                return
+    finally:
+        reader.close()
+
+
+@dataclass(frozen=True)
+class LaneShare:
+    """A lane, where it stands (turn, and samples taken from it), and the places first..stop of the local batch that it fills."""
+
+    lane: int
+    turn: int
+    index: int
+    first: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that a worker needs to know; goes to it by pickle."""
+
+    urls: tuple[str, ...]
+    order: Order
+    window: int
+    seed: int
+    transform: TrainTransform
+    tokenizer: Callable[[list[str]], object]
+    caption_key: str
+    shares: tuple[LaneShare, ...]
+    piece: int
+
+
+class LaneReader:
+    """Gives one usable sample after another; `turn` and `index` say how far the lane has come, in raw samples."""
+
+    def __init__(self, plan: Plan, share: LaneShare, broken: Counter[str], tick: Tick) -> None:
+        self._plan, self._lane, self._broken, self._tick = plan, share.lane, broken, tick
+        self.turn, self.index = share.turn, share.index
+        self._samples = self._walk()
+        self._row: Counter[str] = Counter()
+        self._dead = 0
+        self._last_dead: tuple[int, int] | None = None
+        self._example = ""
+
+    def _walk(self) -> Iterator[tuple[Segment, RawSample | Lost]]:
+        plan = self._plan
+        while True:
+            for segment in plan.order.segments(self._lane, self.turn, self.index):
+                for item in segment_samples(segment, plan.urls[segment.shard], plan.window, plan.seed, self._tick):
+                    self.index += 1
+                    yield segment, item
+            self.turn, self.index = self.turn + 1, 0
+
+    def take(self, out: np.ndarray) -> tuple[str, int]:
+        """Write the next usable sample's pixels to `out`, (C, S, S) uint8; returns its caption and its id. Raises UserError."""
+        plan = self._plan
+        while True:
+            segment, item = next(self._samples)
+            try:
+                if isinstance(item, Lost):
+                    raise BrokenSampleError(item.reason, item.detail)
+                caption = caption_of(item.members, plan.caption_key)
+                draws = Draws(plan.seed, AUGMENT, segment.turn, segment.shard, item.index)
+                plan.transform(image_bytes(item.members), draws, out)
+            except BrokenSampleError as error:
+                self._pass_over(error, segment, item)
+                continue
+            self._row.clear()
+            self._dead, self._last_dead = 0, None
+            return caption, sample_id(item.url, item.key)
+
+    def _pass_over(self, error: BrokenSampleError, segment: Segment, item: RawSample | Lost) -> None:
+        self._broken[error.reason] += 1
+        self._row[error.reason] += 1
+        if isinstance(item, RawSample):
+            self._example = f"{item.url} {item.key}: {error}"
+        else:
+            self._example = str(error)
+            if (segment.turn, segment.shard) != self._last_dead:
+                self._last_dead = segment.turn, segment.shard
+                self._dead += 1
+        order = self._plan.order
+        first, last = order.reach(self._lane) if isinstance(order, Epochs) else (0, MOST_BROKEN)
+        decoded = sum(n for reason, n in self._row.items() if not reason.endswith("_shard"))
+        if decoded >= min(max(last - first, FEWEST_BROKEN), MOST_BROKEN) or self._dead >= MOST_DEAD_SHARDS:
+            reasons = ", ".join(f"{reason} {n}" for reason, n in self._row.most_common())
+            raise UserError(
+                f"data.train: no usable sample among the last {sum(self._row.values())} of one lane ({reasons}; the last: "
+                f"{self._example}); look at the shards and at data.caption_key={self._plan.caption_key}"
+            )
+
+
+class Producer:
+    """Fills one worker's places of every local batch, in the order of its lanes."""
+
+    def __init__(self, plan: Plan, tick: Tick) -> None:
+        self.broken: Counter[str] = Counter()
+        """Reason -> count since the caller last cleared it."""
+        self._plan = plan
+        self._lanes = {share.lane: LaneReader(plan, share, self.broken, tick) for share in plan.shares}
+        self._places = [(share.lane, place) for share in plan.shares for place in range(share.first, share.stop)]
+
+    def fill(self, slot: Slot) -> Iterator[int]:
+        """Fill this worker's places of `slot`; after every piece, yields how many of them are done. Raises UserError."""
+        for start in range(0, len(self._places), self._plan.piece):
+            piece = self._places[start : start + self._plan.piece]
+            captions = []
+            for lane, place in piece:
+                caption, slot.ids[place] = self._lanes[lane].take(slot.pixels[place])
+                captions.append(caption)
+            tokens = np.asarray(self._plan.tokenizer(captions))
+            slot.tokens[[place for _, place in piece]] = tokens
+            yield start + len(piece)
+
+    def positions(self) -> dict[int, tuple[int, int]]:
+        """Lane -> (turn, index), after what has been filled so far."""
+        return {lane: (reader.turn, reader.index) for lane, reader in self._lanes.items()}
+
+
+def places_of(shares: Sequence[LaneShare]) -> np.ndarray:
+    """The places of the local batch that these shares fill, in the order they are filled."""
+    return (
+        np.concatenate([np.arange(share.first, share.stop) for share in shares])
+        if shares
+        else np.zeros(0, dtype=np.int64)
+    )

@@ -1,0 +1,232 @@
+"""Shards as files: which ones a setting names, how many samples each holds, and the raw samples inside one."""
+
+import glob
+import json
+import logging
+import os
+import re
+import sqlite3
+import tarfile
+from collections.abc import Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import platformdirs
+from webdataset.gopen import gopen
+from webdataset.handlers import reraise_exception
+from webdataset.shardlists import expand_urls
+from webdataset.tariterators import base_plus_ext, group_by_keys, tar_file_expander
+
+from clipscale.errors import UserError
+
+log = logging.getLogger(__name__)
+
+SCAN_AT_MOST = 256
+"""Shards whose headers are read to count samples when nothing else tells; more than that would delay the start of a run."""
+_SCHEME = re.compile(r"^[a-z][a-z0-9+.-]+:", re.IGNORECASE)
+_META = re.compile(r"__[^/]*__($|/)")
+
+
+# -- which shards ------------------------------------------------------------------------------------------------------
+
+
+def is_local(url: str) -> bool:
+    """Whether the address is a path on this machine rather than a URL."""
+    return not _SCHEME.match(url)
+
+
+def expand(source: str, allow_pipe: bool = False, *, setting: str = "data.train") -> list[str]:
+    """The shards that one source names: a brace list, a glob, a directory, `@FILE` with a source a line, or a URL (`::` joins several).
+
+    Local shards that a brace list names but that do not exist are left out with a warning (downloads have gaps).
+    Raises UserError if nothing is left, or for `pipe:` without `allow_pipe`.
+    """
+    if source.startswith("pipe:") or "::pipe:" in source:
+        if not allow_pipe:
+            raise UserError(
+                f"{setting}={source!r}: `pipe:` runs a shell command; set data.allow_pipe=true if you wrote it yourself"
+            )
+        return expand_urls(source)
+    if source.startswith("@"):
+        return _from_list(Path(source[1:]).expanduser(), allow_pipe, setting)
+    if source.startswith("file:"):
+        source = re.sub(r"^file:(//)?", "", source)
+    if not is_local(source):
+        return expand_urls(source)
+    source = os.path.expanduser(source)  # noqa: PTH111 (a pattern, not yet a path)
+    if Path(source).is_dir():
+        found = sorted(str(p) for p in Path(source).glob("*.tar*") if p.is_file())
+        missing: list[str] = []
+    else:
+        named = [name for pattern in expand_urls(source) for name in (sorted(glob.glob(pattern)) or [pattern])]  # noqa: PTH207 (absolute)
+        missing = _absent(named)
+        gone = set(missing)
+        found = [name for name in named if name not in gone]
+    if not found:
+        raise UserError(
+            f"{setting}={source!r} matches no shard; give a tar file, a brace list, a glob, a folder or @FILE"
+        )
+    if missing:
+        log.warning(
+            "%s: %d of %d shards do not exist (first: %s); going on without them",
+            setting,
+            len(missing),
+            len(named),
+            missing[0],
+        )
+    return found
+
+
+def _from_list(path: Path, allow_pipe: bool, setting: str) -> list[str]:
+    try:
+        lines = [line.strip() for line in path.read_text().splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{setting}='@{path}': the list cannot be read ({error})") from error
+    urls = [
+        url for line in lines if line and not line.startswith("#") for url in expand(line, allow_pipe, setting=setting)
+    ]
+    if not urls:
+        raise UserError(f"{setting}='@{path}' lists no shard; write one address a line")
+    return urls
+
+
+def _absent(names: Sequence[str]) -> list[str]:
+    """The names that do not exist; one listing a folder, since a question a file is slow on network file systems."""
+    listings: dict[str, set[str]] = {}
+    absent = []
+    for name in names:
+        folder, leaf = os.path.split(name)
+        if folder not in listings:
+            try:
+                listings[folder] = set(os.listdir(folder or "."))  # noqa: PTH208 (names only, fast)
+            except OSError:
+                listings[folder] = set()
+        if leaf not in listings[folder]:
+            absent.append(name)
+    return absent
+
+
+# -- how many samples --------------------------------------------------------------------------------------------------
+
+
+def noted_counts(urls: Sequence[str]) -> list[int | None]:
+    """Samples per shard as noted beside the shards: `sizes.json` (webdataset) or `NNNNN_stats.json` (img2dataset); None: not noted."""
+    sizes: dict[str, dict[str, int]] = {}
+    for folder in {os.path.split(url)[0] for url in urls if is_local(url)}:
+        path = Path(folder) / "sizes.json"
+        sizes[folder] = _json(path) if path.is_file() else {}
+
+    def noted(url: str) -> int | None:
+        if not is_local(url):
+            return None
+        folder, leaf = os.path.split(url)
+        value = sizes[folder].get(leaf)
+        if value is None:
+            stats = Path(folder) / f"{leaf.split('.')[0]}_stats.json"
+            value = _json(stats).get("successes") if stats.is_file() else None
+        return value if isinstance(value, int) and value >= 0 else None
+
+    with ThreadPoolExecutor(16) as pool:  # waits on the file system, seldom on the processor
+        return list(pool.map(noted, urls))
+
+
+def _json(path: Path) -> dict[str, int]:
+    try:
+        value = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        log.warning("%s cannot be read (%s); counting without it", path, error)
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def scanned_counts(urls: Sequence[str]) -> list[int]:
+    """Samples per local shard from its tar headers, remembered in the user's cache folder by path, size and time of change.
+
+    A shard that cannot be read counts what could be read. The processes of one machine take turns, so that one of them scans.
+    """
+    cache = Path(platformdirs.user_cache_dir("clipscale", appauthor=False)) / "counts.sqlite"
+    try:
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        with closing(sqlite3.connect(cache, timeout=600, isolation_level=None)) as base:
+            base.execute("CREATE TABLE IF NOT EXISTS counts (path TEXT PRIMARY KEY, size INT, time INT, samples INT)")
+            base.execute("BEGIN IMMEDIATE")
+            found = [_remembered(base, url) for url in urls]
+            base.execute("COMMIT")
+            return found
+    except (OSError, sqlite3.Error) as error:
+        log.warning("%s: counts are not remembered (%s)", cache, error)
+        return [count_samples(url) for url in urls]
+
+
+def _remembered(base: sqlite3.Connection, url: str) -> int:
+    path = str(Path(url).resolve())
+    about = Path(path).stat()
+    row = base.execute("SELECT size, time, samples FROM counts WHERE path = ?", (path,)).fetchone()
+    if row and row[:2] == (about.st_size, about.st_mtime_ns):
+        return int(row[2])
+    samples = count_samples(url)
+    base.execute("INSERT OR REPLACE INTO counts VALUES (?, ?, ?, ?)", (path, about.st_size, about.st_mtime_ns, samples))
+    return samples
+
+
+def count_samples(path: str) -> int:
+    """Samples in a local shard: runs of members with one key, as `read_shard` groups them. Seeks over contents where it can."""
+    samples, last = 0, None
+    try:
+        with tarfile.open(path) as tar:
+            while (member := tar.next()) is not None:
+                if not member.isreg() or _META.match(member.name):
+                    continue
+                key = base_plus_ext(member.name)[0]
+                if key is not None and key != last:
+                    samples, last = samples + 1, key
+    except (tarfile.TarError, OSError, EOFError, ValueError) as error:
+        log.warning("%s: unreadable after %d samples (%s)", path, samples, error)
+    return samples
+
+
+# -- what is inside ----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class ReadProblem:
+    """Why the rest of a shard could not be read; filled by `read_shard`."""
+
+    reason: str | None = None
+    detail: str = ""
+
+
+@dataclass
+class RawSample:
+    """The members of one sample as they lie in the shard: extension (lower case) -> bytes."""
+
+    url: str
+    key: str
+    index: int
+    members: dict[str, bytes] = field(repr=False)
+
+
+def read_shard(url: str, problem: ReadProblem) -> Generator[RawSample, None, None]:
+    """The raw samples of a shard in their order. Ends early where the shard cannot be read on, saying why in `problem`.
+
+    Member names are names only: nothing is ever written or opened by them. A second member of the same name in a sample is ignored.
+    """
+    index = 0
+    try:
+        with closing(gopen(url)) as stream:
+            files = tar_file_expander([{"url": url, "stream": stream}], handler=reraise_exception)
+            for sample in group_by_keys(files, handler=_is_repeated_member):
+                members = {name: value for name, value in sample.items() if not name.startswith("__")}
+                yield RawSample(url, sample["__key__"], index, members)
+                index += 1
+    except (tarfile.TarError, OSError, EOFError, ValueError, ArithmeticError) as error:
+        problem.reason = "truncated_shard" if index else "unreadable_shard"
+        problem.detail = f"{url}: {error.args[0] if error.args else type(error).__name__}"
+
+
+def _is_repeated_member(error: Exception) -> bool:
+    if isinstance(error, ValueError) and "duplicate file name" in str(error):
+        return True
+    raise error
