@@ -10,6 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from clipscale.errors import UserError
@@ -23,6 +26,8 @@ class LaunchConfig:
     """None: one per visible GPU, or one on a machine without."""
     threads: int | None = None
     """CPU threads per worker; None: an even share of the cores."""
+    parallel: str = "ddp"
+    """`ddp` (every rank holds the model) or `fsdp` (FSDP2: parameters, gradients and optimizer state are sharded over the ranks)."""
 
 
 @dataclass(frozen=True)
@@ -61,14 +66,45 @@ class World:
                 assert parameter.grad is not None
                 dist.all_reduce(parameter.grad)
 
-    def wrap(self, tower: nn.Module) -> nn.Module:
-        """The tower under DDP with gradients SUMMED over ranks: each rank's loss gradient is a share of the whole (see the loss)."""
+    def wrap(self, tower: nn.Module, parallel: str = "ddp") -> nn.Module:
+        """The tower under DDP or FSDP2, with gradients SUMMED over ranks: each rank's loss gradient is a share of the whole.
+
+        Frozen towers are left alone. FSDP2 changes the module in place and shards block by block.
+        """
+        if parallel not in ("ddp", "fsdp"):
+            raise UserError(f"launch.parallel={parallel!r}: choose ddp or fsdp")
         if self.size == 1 or not any(p.requires_grad for p in tower.parameters()):
+            return tower
+        if parallel == "fsdp":
+            mesh = init_device_mesh(self.device.type, (self.size,))
+            for module in [*blocks(tower), tower]:
+                fully_shard(module, mesh=mesh)
+            for module in tower.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_gradient_divide_factor(1.0)
             return tower
         ids = [self.device.index] if self.device.type == "cuda" else None
         wrapped = DistributedDataParallel(tower, device_ids=ids, gradient_as_bucket_view=True, **{_BUFFERS: False})
         wrapped.register_comm_hook(None, _sum)
         return wrapped
+
+
+def blocks(tower: nn.Module) -> list[nn.Module]:
+    """The repeated blocks of a transformer (or stages of a convolutional network): the units in which FSDP2 gathers parameters."""
+    lists = [m for m in tower.modules() if isinstance(m, nn.ModuleList | nn.Sequential) and len({type(c) for c in m}) == 1]
+    return [block for found in lists if len(found) > 1 for block in found if any(True for _ in block.parameters())]
+
+
+def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """Global Euclidean norm of all gradients, sharded or not; 0-d, the same on every rank."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    parts = []
+    for sharded in (True, False):
+        group = [g for g in gradients if isinstance(g, DTensor) == sharded]
+        if group:
+            norm = torch.nn.utils.get_total_norm(group)
+            parts.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    return torch.stack(parts).norm()
 
 
 # Buffers are constants here; newer releases of torch renamed the switch that keeps DDP from sending them at every forward.

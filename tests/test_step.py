@@ -12,8 +12,10 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
 
-from clipscale.distributed import World
+from clipscale.distributed import World, gradient_norm
 from clipscale.step import GradCache, RandomState, graph_bytes
 from tests.ranks import run_ranks
 
@@ -65,7 +67,10 @@ def one_graph(
 
 
 def gradients(module: nn.Module) -> dict[str, Tensor]:
-    return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+    def whole(g: Tensor) -> Tensor:
+        return g.full_tensor() if isinstance(g, DTensor) else g
+
+    return {name: whole(p.grad) for name, p in module.named_parameters() if p.grad is not None}
 
 
 def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float) -> None:
@@ -261,8 +266,10 @@ def test_batch_norm_over_several_chunks_is_refused() -> None:
     GradCache([m["image"], m["text"]], m["head"], chunks=4).step(*batch(12))
 
 
-def _data_parallel(rank: int, world: int, keep: float, dropout: float) -> tuple[dict[str, Tensor], int]:
-    """The cache under DDP, with a gather loss written out here: shares whose sum over ranks is the gradient."""
+def _data_parallel(
+    rank: int, world: int, parallel: str, keep: float, dropout: float
+) -> tuple[dict[str, Tensor], int, float]:
+    """The cache under data parallelism, with a gather loss written out here: shares whose sum over ranks is the gradient."""
     m = models(dropout)
     peers = World(rank, world, rank, torch.device("cpu"))
     n = 12 // world
@@ -282,19 +289,21 @@ def _data_parallel(rank: int, world: int, keep: float, dropout: float) -> tuple[
         return share
 
     torch.manual_seed(5 + rank)
-    image, text = peers.wrap(m["image"]), peers.wrap(m["text"])
-    reductions = []
-    original = dist.all_reduce
-    dist.all_reduce = lambda *a, **k: (reductions.append(1), original(*a, **k))[1]
-    GradCache([image, text], loss, chunks=[2, 5], keep_bytes=keep).step(x, y)
-    dist.all_reduce = original
+    image, text = peers.wrap(m["image"], parallel), peers.wrap(m["text"], parallel)
+    with CommDebugMode() as reductions:
+        GradCache([image, text], loss, chunks=[2, 5], keep_bytes=keep).step(x, y)
+    counts = reductions.get_comm_counts()
+    reduced = sum(n for op, n in counts.items() if "reduce" in str(op))
     peers.sum_gradients(m["head"].parameters())
-    return gradients(m), len(reductions)
+    return gradients(m), reduced, gradient_norm(m.parameters()).item()
 
 
-@pytest.mark.parametrize(("world", "keep", "dropout"), [(2, 0, 0.0), (2, math.inf, 0.4), (4, 3000, 0.4)])
-def test_under_ddp_the_summed_gradient_is_that_of_one_graph(world: int, keep: float, dropout: float) -> None:
-    answers = run_ranks(_data_parallel, world, keep, dropout)
+@pytest.mark.parametrize(
+    ("world", "parallel", "keep", "dropout"),
+    [(2, "ddp", 0, 0.0), (2, "ddp", math.inf, 0.4), (4, "ddp", 3000, 0.4), (2, "fsdp", 0, 0.4), (4, "fsdp", 3000, 0.0)],
+)
+def test_the_summed_gradient_is_that_of_one_graph(world: int, parallel: str, keep: float, dropout: float) -> None:
+    answers = run_ranks(_data_parallel, world, parallel, keep, dropout)
     wanted = models(dropout)
     n = 12 // world
     features: list[list[Tensor]] = [[], []]
@@ -303,6 +312,8 @@ def test_under_ddp_the_summed_gradient_is_that_of_one_graph(world: int, keep: fl
         for i, (tower, x, size) in enumerate(zip(("image", "text"), batch(12), (2, 5), strict=True)):
             features[i] += [wanted[tower](rows) for rows in x[rank * n : (rank + 1) * n].split(size)]
     wanted["head"](torch.cat(features[0]), torch.cat(features[1])).backward()
-    for found, reductions in answers:
+    norm = torch.nn.utils.get_total_norm(gradients(wanted).values()).item()
+    for found, reductions, found_norm in answers:
         assert_same(found, gradients(wanted), 1e-10)
+        assert found_norm == pytest.approx(norm, rel=1e-10)
         assert reductions == 2, f"one reduction per tower and step, not {reductions}"
