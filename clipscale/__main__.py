@@ -1,0 +1,8 @@
+"""`python -m clipscale` is `clipscale`."""
+
+import sys
+
+from clipscale.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

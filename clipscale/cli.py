@@ -1,0 +1,186 @@
+"""The command line: takes the verb off, composes the configuration, starts the work, and turns every mistake into one line."""
+
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from clipscale import __version__, usage
+from clipscale.errors import UserError
+from clipscale.keys import keys
+from clipscale.spelling import nearest, run_folder
+
+TRAIN = ("clipscale.config", "TrainConfig")
+MULTIRUN = ("-m", "--multirun")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status: 0, 1 (a failure), 2 (a mistake the user can mend) or 128 + signal."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return dispatch(argv)
+    except UserError as error:
+        if os.environ.get("CLIPSCALE_DEBUG") == "1":
+            traceback.print_exc()
+        if os.environ.get("RANK", "0") == "0":  # the others' errors are in torchrun's report
+            print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt as error:
+        number = getattr(error, "signum", signal.SIGINT)
+        print(f"stopped by {signal.Signals(number).name}", file=sys.stderr)
+        return 128 + number
+    except BrokenPipeError:  # the reader of our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def dispatch(argv: list[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        usage.show_overview({name: verb.summary for name, verb in VERBS.items()})
+        return 0
+    if argv[0] in ("-V", "--version", "version"):
+        print(f"clipscale {__version__}")
+        return 0
+    name, *rest = argv
+    if name not in VERBS:
+        listed = ", ".join(VERBS)
+        raise UserError(f"unknown verb '{name}'{nearest(name, VERBS)}; there are {listed}")
+    if any(word in ("-h", "--help") for word in rest):
+        VERBS[name].show_help([word for word in rest if word not in ("-h", "--help")])
+        return 0
+    return VERBS[name].run(rest)
+
+
+# ---- train ----
+
+
+def train(argv: list[str]) -> int:
+    """One run: composed once, here, and carried to the workers as it is; or, under torchrun, this process's part of it."""
+    from clipscale import compose
+
+    under_torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    if any(word in MULTIRUN for word in argv):
+        if under_torchrun:
+            raise UserError(
+                "-m under torchrun would start the whole sweep in every rank; leave torchrun out: clipscale starts each job's workers itself"
+            )
+        from clipscale import sweep
+
+        return sweep.main(argv)
+    values = compose.once("train", TRAIN, argv)
+    if values is None:
+        return 0
+    from clipscale import launch
+
+    config = launch.checked(values)
+    try:
+        result = launch.join(config) if under_torchrun else launch.run(config)
+    except launch.WorkerError as error:
+        print(f"{error.details}error: {error}", file=sys.stderr)
+        return 1
+    if os.environ.get("RANK", "0") == "0":
+        print(f"done: {result['run']} (step {result['step']}, loss {result['loss']:.4f})")
+    return 0
+
+
+# ---- the small verbs ----
+
+
+@dataclass
+class DemoSettings:
+    """`clipscale data demo`: render the demo set."""
+
+    root: str | None = None
+    """Folder to write; the user's cache folder if not given."""
+    samples: int = 20_000
+    """Training pairs."""
+    seed: int = 0
+    force: bool = False
+    """Render anew even if the same set is already there."""
+
+
+def data(argv: list[str]) -> int:
+    tools = {"demo": demo}
+    if not argv or argv[0] not in tools:
+        word = argv[0] if argv else ""
+        raise UserError(f"data {word}: unknown; there is {', '.join(tools)}, as in: clipscale data demo")
+    return tools[argv[0]](argv[1:])
+
+
+def demo(argv: list[str]) -> int:
+    settings = simple(DemoSettings, "data demo", argv)
+    from clipscale.data.demo import main as render
+
+    render(settings.root, seed=settings.seed, samples=settings.samples, force=settings.force)
+    return 0
+
+
+@dataclass
+class ReportSettings:
+    """`clipscale report`: the table and the picture of a run."""
+
+    run: str = ""
+    """NAME of the run's folder under runs/, or its path."""
+
+
+def report(argv: list[str]) -> int:
+    settings = simple(ReportSettings, "report", argv)
+    if not settings.run:
+        raise UserError("report needs run=NAME or run=PATH")
+    from clipscale.report.plots import write_report
+
+    print(write_report(run_folder(settings.run)))
+    return 0
+
+
+def simple(settings: type[Any], verb: str, argv: list[str]) -> Any:
+    """KEY=VALUE arguments as the dataclass `settings`, for verbs too small to need groups and files."""
+    from clipscale.compose import typed
+    from clipscale.spelling import parse_count
+
+    values: dict[str, Any] = {}
+    declared = keys("clipscale.cli", settings.__name__)
+    for word in argv:
+        key, equals, value = word.partition("=")
+        if not equals:
+            raise UserError(f"{verb} {word}: give settings as KEY=VALUE; the keys are {', '.join(k.name for k in declared)}")
+        values[key] = value
+    for key in declared:
+        if key.type == "int" and key.name in values:
+            try:
+                values[key.name] = parse_count(values[key.name])
+            except ValueError as error:
+                raise UserError(f"{key.name}={values[key.name]}: {error}") from error
+    return typed(settings, values, declared)
+
+
+def completion(argv: list[str]) -> int:
+    """`completion bash` prints what a shell needs; the shell then asks with `completion query LINE`."""
+    match argv:
+        case ["bash"]:
+            print(usage.BASH)
+        case ["query", line]:
+            print("\n".join(usage.complete(line, list(VERBS))))
+        case _:
+            raise UserError('completion: only bash is known; put  eval "$(clipscale completion bash)"  into ~/.bashrc')
+    return 0
+
+
+@dataclass(frozen=True)
+class Verb:
+    summary: str
+    run: Callable[[list[str]], int]
+    show_help: Callable[[list[str]], None]
+
+
+VERBS = {
+    "train": Verb("train a model, or go on with a run", train, usage.show_train),
+    "data": Verb("`data demo`: render a small set of captioned scenes to try things on", data, usage.show_data),
+    "report": Verb("write a run's table and picture", report, usage.show_report),
+    "completion": Verb("Tab completion for the shell", completion, usage.show_completion),
+}

@@ -1,0 +1,211 @@
+"""Hydra and OmegaConf, and nothing else of the program: arguments in, plain values or dataclasses out.
+
+Every mistake comes out as a UserError of one line; Hydra's own stack traces and advice are never shown.
+"""
+
+import os
+import re
+import sys
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import hydra
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
+
+from clipscale.errors import UserError
+from clipscale.keys import Key, conf_dir, group_options, keys, tree
+from clipscale.spelling import nearest, one_of
+
+T = TypeVar("T")
+Settings = tuple[str, str]
+"""The module and the name of the dataclass that declares a verb's keys."""
+
+PATHS = ("data.train", "eval.sets", "run", "resume", "checkpoint", "model.pretrained", "model.pretrained_image")
+"""Keys whose values are paths or addresses: taken literally, so that braces, colons and spaces need no quoting for Hydra."""
+MULTIRUN = ("-m", "--multirun")
+
+
+# ---- arguments ----
+
+
+def prepare(argv: Sequence[str], declared: Sequence[Key]) -> list[str]:
+    """The arguments as Hydra wants them: paths quoted, free-form dictionaries open to new keys, one length taking the other's place."""
+    sweep = any(token in MULTIRUN for token in argv)
+    open_sections = tuple(key.name + "." for key in declared if key.type.startswith("dict"))
+    result, given = [], set()
+    for token in argv:
+        key, equals, value = token.partition("=")
+        if token.startswith("-") or not equals:
+            result.append(token)
+            continue
+        bare = key.lstrip("+")
+        given.add(bare)
+        if bare in PATHS:
+            value = literal(bare, value, sweep=sweep)
+        if key.startswith(open_sections):
+            key = "++" + key
+        result.append(f"{key}={value}")
+    for one, other in (("samples", "epochs"), ("epochs", "samples")):
+        if one in given and other not in given and any(key.name == other for key in declared):
+            result.append(f"{other}=null")
+    return result
+
+
+def literal(key: str, value: str, *, sweep: bool) -> str:
+    """A path as Hydra's grammar spells it: in quotes, element by element in a list `[a,b]` or, in a sweep, in `a,b`."""
+    if value in ("", "null") or value[0] in "'\"" or value.startswith("${"):
+        return value
+    if value.startswith("[") and value.endswith("]"):
+        return f"[{','.join(map(quoted, split(value[1:-1])))}]"
+    parts = split(value)
+    if len(parts) > 1 and not sweep:
+        raise UserError(f"{key}={value}: several values; write {key}=[A,B] for a list, or add -m to run one after another")
+    return ",".join(map(quoted, parts))
+
+
+def split(text: str) -> list[str]:
+    """Split at commas outside braces, brackets and quotes."""
+    parts, depth, quote = [""], 0, ""
+    for character in text:
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in "'\"":
+            quote = character
+        else:
+            depth += (character in "{[(") - (character in "}])")
+        if character == "," and depth == 0 and not quote:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return [part.strip() for part in parts if part.strip()]
+
+
+def quoted(text: str) -> str:
+    if text[0] in "'\"" or text == "null":
+        return text
+    return "'" + text.replace("'", "\\'") + "'"
+
+
+# ---- run ----
+
+
+def run(verb: str, settings: Settings, argv: Sequence[str], job: Callable[[DictConfig], Any]) -> None:
+    """Compose conf/VERB.yaml with the overrides in `argv` and call `job` on it: once, or under -m for every combination.
+
+    Raises UserError for whatever Hydra refuses.
+    """
+    declared = keys(*settings)
+    ConfigStore.instance().store(name="settings", node=tree(*settings))
+    OmegaConf.register_new_resolver("job_dir", job_dir, replace=True)
+    OmegaConf.register_new_resolver("demo", demo_path, replace=True)
+    before = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
+    sys.argv = [f"clipscale {verb}", *prepare(argv, declared)]
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing and leaving
+    try:
+        hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=verb)(job)()
+    except (HydraException, OmegaConfBaseException) as error:
+        raise explain(error, declared) from error
+    finally:
+        sys.argv = before[0]
+        if before[1] is None:
+            os.environ.pop("HYDRA_FULL_ERROR", None)
+
+
+def once(verb: str, settings: Settings, argv: Sequence[str]) -> dict[str, Any] | None:
+    """The composed configuration as plain values; None where Hydra only printed something (--cfg, --info)."""
+    composed: list[dict[str, Any]] = []
+
+    def keep(config: DictConfig) -> None:
+        composed.append(plain(config))
+
+    run(verb, settings, argv, keep)
+    return composed[0] if composed else None
+
+
+def sweep_overrides(overrides: Sequence[str], folder: str) -> list[str]:
+    """Send a sweep's runs to `folder`, each to a folder named after the values that vary."""
+    try:
+        parsed = OverridesParser.create().parse_overrides(list(overrides))
+    except HydraException as error:
+        raise explain(error) from error
+    fixed = [override.key_or_group for override in parsed if not override.is_sweep_override()]
+    return [f"hydra.sweep.dir={quoted(folder)}", f"hydra.job.config.override_dirname.exclude_keys=[{','.join(fixed)}]"]
+
+
+def job_dir(varying: str, number: int) -> str:
+    """A folder name for one job of a sweep: its own overrides, or its number where there are none."""
+    name = re.sub(r"[^A-Za-z0-9_.,=+-]+", "-", varying).strip("-")
+    if len(name) > 100:
+        name = f"{name[:90]}-{zlib.crc32(varying.encode()):08x}"
+    return name or str(number)
+
+
+def demo_path(part: str) -> str:
+    """`${demo:train}` and the like: a part of the demo set in the user's cache folder."""
+    from clipscale.data.demo import paths
+
+    found = paths()
+    return found.train if part == "train" else str(found.tests[part])
+
+
+# ---- out of Hydra ----
+
+
+def typed(settings: type[T], values: dict[str, Any], names: Sequence[Key] = ()) -> T:
+    """Plain values as the dataclass `settings`. Raises UserError for an unknown key or a value of the wrong type."""
+    try:
+        result = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(settings), values))
+    except OmegaConfBaseException as error:
+        raise explain(error, names) from error
+    assert isinstance(result, settings)
+    return result
+
+
+def plain(config: DictConfig) -> dict[str, Any]:
+    """A composed configuration with its interpolations resolved."""
+    values = OmegaConf.to_container(config, resolve=True)
+    assert isinstance(values, dict)
+    return {str(key): value for key, value in values.items()}
+
+
+# ---- mistakes ----
+
+
+def explain(error: Exception, declared: Sequence[Key] = ()) -> UserError:
+    """One line for what Hydra or OmegaConf refused: the setting, and the nearest valid names."""
+    cause: BaseException | None = error
+    while cause is not None:
+        line = _explain_one(cause, [*group_options(), *(key.name for key in declared)])
+        if line:
+            return UserError(line)
+        cause = cause.__cause__
+    return UserError(" ".join(str(error).split()))
+
+
+def _explain_one(error: BaseException, names: list[str]) -> str | None:
+    text = " ".join(str(error).split())
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        group, _, choice = str(error.missing_cfg_file).rpartition("/")
+        options = list(error.options or ()) or group_options().get(group, [])
+        return f"{group or 'config'}={choice}: unknown; choose {one_of(options)}{nearest(choice, options)}"
+    if isinstance(error, OverrideParseException):
+        return f"{error.override}: cannot be read ({error.message.splitlines()[0].rstrip('.')}); put the value in quotes inside quotes"
+    if ambiguous := re.search(r"Ambiguous value for argument '(.*?)' 1\.", text):
+        key, _, value = ambiguous[1].partition("=")
+        return f"{key}={value}: several values; write {key}=[{value}] for a list, or add -m to run one after another"
+    if unknown := re.search(r"Could not (?:override|delete|append to config)[^']*'([^']+)'", text):
+        return f"unknown key '{unknown[1]}'{nearest(unknown[1], names)}"
+    if isinstance(error, ConfigKeyError | ConfigAttributeError) and error.full_key:
+        return f"unknown key '{error.full_key}'{nearest(str(error.full_key), names)}"
+    if isinstance(error, ValidationError) and error.full_key:
+        wanted = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false", "String": "a text"}
+        match = re.search(r"Value '(.*)' of type '.*?' could not be converted to (\w+)", text)
+        if match and match[2] in wanted:
+            return f"{error.full_key}={match[1]}: give {wanted[match[2]]}"
+        return f"{error.full_key}: {str(error).splitlines()[0]}"
+    return None

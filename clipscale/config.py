@@ -1,0 +1,173 @@
+"""The whole configuration of a run: every part's dataclass in one tree, and the checks that need no machine and no data.
+
+Knows nothing of Hydra: the command line hands in plain values and takes back plain dataclasses.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, is_dataclass
+from datetime import datetime
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin, get_type_hints
+
+import yaml
+
+from clipscale.checkpoint import CheckpointConfig
+from clipscale.data.stream import DataConfig
+from clipscale.distributed import LaunchConfig
+from clipscale.errors import UserError
+from clipscale.eval.run import EvalConfig
+from clipscale.loss.api import BACKENDS, EXCHANGES, OBJECTIVES, PRECISIONS, SIMILARITIES, LossConfig
+from clipscale.models.towers import ModelConfig
+from clipscale.optim import OptimConfig, ScheduleConfig
+from clipscale.precision import DTYPES, PrecisionConfig
+from clipscale.report.metrics import LogConfig
+from clipscale.spelling import format_count, nearest, one_of, parse_count, run_folder, unused
+from clipscale.step import CacheConfig
+
+
+@dataclass
+class TrainConfig:
+    """Everything a training run is made from."""
+
+    batch: int = 256
+    """Pairs per optimizer step, over all processes."""
+    samples: int | None = None
+    """Length of the run in pairs."""
+    epochs: float | None = None
+    """Length of the run in passes over the data; give either `samples` or `epochs`."""
+    run: str = ""
+    """NAME of the run's folder under runs/, or a path; empty: named after the time, the model and the batch."""
+    resume: str = "auto"
+    """`auto`: go on from the run folder's newest checkpoint if there is one; `none`: start afresh; or a checkpoint's path."""
+    seed: int = 0
+    device: str = "auto"
+    """`auto` (CUDA where there is one), `cpu` or `cuda`."""
+    offload: str = "host"
+    """Where the batch waits between the passes: `host` memory, or the device (`none`)."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+
+
+# What a text setting may say, and the least a number may be. Names that a library knows (model.name, optim.name) are checked there.
+CHOICES = {
+    "device": ("auto", "cpu", "cuda"),
+    "offload": ("host", "none"),
+    "precision.name": tuple(DTYPES),
+    "loss.objective": OBJECTIVES,
+    "loss.similarity": SIMILARITIES,
+    "loss.exchange": EXCHANGES,
+    "loss.backend": BACKENDS,
+    "loss.fp32_precision": PRECISIONS,
+    "schedule.name": ("cosine", "constant"),
+    "data.order": ("auto", "epochs", "resampled"),
+    "log.wandb": ("disabled", "offline", "online"),
+}
+LEAST = {
+    "batch": 1,
+    "samples": 1,
+    "seed": 0,
+    "cache.chunk": 1,
+    "cache.image_chunk": 1,
+    "cache.text_chunk": 1,
+    "data.workers": 0,
+    "data.shuffle": 0,
+    "optim.lr": 0,
+    "optim.weight_decay": 0,
+    "optim.max_logit_scale": 1,
+    "eval.every": 0,
+    "eval.batch": 1,
+    "checkpoint.every": 0,
+    "checkpoint.minutes": 0,
+    "checkpoint.keep": 0,
+    "log.every": 1,
+    "launch.procs": 1,
+    "launch.threads": 1,
+}
+
+
+def check(config: TrainConfig, *, now: datetime | None = None) -> TrainConfig:
+    """The configuration with its run folder named, ready for the workers. Raises UserError for the first mistake found."""
+    check_values(config)
+    if config.samples is not None and config.epochs is not None:
+        raise UserError(f"samples={config.samples} and epochs={config.epochs:g} both set the length; give one of them")
+    if config.samples is None and config.epochs is None:
+        raise UserError("neither samples nor epochs is set; give the length of the run with one of them")
+    if config.epochs is not None and config.epochs <= 0:
+        raise UserError(f"epochs={config.epochs:g} trains nothing; give a positive number")
+    if not config.data.train:
+        raise UserError("data.train is not set; give shards, data.train='/data/{00000..00099}.tar', or take data=demo")
+    procs = config.launch.procs
+    if procs and config.batch % procs:
+        raise UserError(
+            f"batch={config.batch} cannot be shared evenly by launch.procs={procs} processes; choose a multiple of {procs}"
+        )
+    config.run = str(run_folder(config.run) if config.run else unused(Path("runs") / default_name(config, now)))
+    return config
+
+
+def check_values(config: Any) -> None:
+    """Refuse a value that none of CHOICES or LEAST allows. Raises UserError naming the setting and what it may be."""
+    for key, value in flat(asdict(config)):
+        if key in CHOICES and value not in CHOICES[key]:
+            raise UserError(f"{key}={value}: choose {one_of(CHOICES[key])}{nearest(str(value), CHOICES[key])}")
+        if key in LEAST and value is not None and not value >= LEAST[key]:
+            raise UserError(f"{key}={value}: give at least {LEAST[key]}")
+
+
+def default_name(config: TrainConfig, now: datetime | None = None) -> str:
+    """A readable name for a run: time, model, batch."""
+    model = re.sub(r"[^A-Za-z0-9.-]+", "-", config.model.name).lower()
+    return f"{now or datetime.now():%Y%m%d-%H%M%S}-{model}-{format_count(config.batch)}"
+
+
+def normalise(settings: type, values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Counts to integers and a single value to a list, wherever the dataclass `settings` wants one. Raises UserError."""
+    result = dict(values)
+    for name, hint in get_type_hints(settings).items():
+        if name not in values:
+            continue
+        value, key = values[name], prefix + name
+        kind = hint
+        if isinstance(hint, UnionType):  # `int | None` and the like
+            kind = next(member for member in get_args(hint) if member is not NoneType)
+        if isinstance(kind, type) and is_dataclass(kind) and isinstance(value, dict):
+            result[name] = normalise(kind, value, key + ".")
+        elif kind is int and isinstance(value, str | float):
+            try:
+                result[name] = parse_count(str(value) if isinstance(value, str) else f"{value:f}")
+            except ValueError as error:
+                raise UserError(f"{key}={value}: {error}") from error
+        elif get_origin(kind) is list and value is not None and not isinstance(value, list):
+            result[name] = [value]
+    return result
+
+
+def flat(tree: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    """Dotted key and value of every leaf; lists and free-form dictionaries inside are descended into alike."""
+    for name, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from flat(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def to_yaml(config: Any) -> str:
+    """The resolved configuration as YAML that the command line reads back."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: plain(item) for key, item in value.items()}
+        return [plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+    return yaml.safe_dump(plain(asdict(config)), sort_keys=False, allow_unicode=True)

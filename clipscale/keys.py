@@ -1,0 +1,127 @@
+"""The settings as dotted keys, with type, default and meaning, read from the dataclasses' source; and the groups of conf/.
+
+Each part declares its dataclass beside its code, so importing them all brings in torch and open_clip, which takes seconds. Reading the
+source instead keeps `--help`, Tab completion and the answer to a mistyped key instant.
+"""
+
+import ast
+from copy import copy
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from clipscale.errors import UserError
+
+PACKAGE = Path(__file__).resolve().parent
+
+
+@dataclass(frozen=True)
+class Key:
+    """One setting."""
+
+    name: str
+    """Dotted from the top: `optim.lr`."""
+    type: str
+    """The annotation as written."""
+    default: Any
+    doc: str
+
+    @property
+    def section(self) -> str:
+        """The key's first part where it lies in a section, else empty."""
+        return self.name.partition(".")[0] if "." in self.name else ""
+
+
+@cache
+def keys(module: str, class_name: str, prefix: str = "") -> tuple[Key, ...]:
+    """All keys under a dataclass, nested ones flattened in the order of declaration."""
+    found: list[Key] = []
+    previous: ast.stmt | None = None
+    for node in _class(module, class_name).body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            name = prefix + node.target.id
+            section = _nested(module, node.value)
+            if section:
+                found += keys(*section, prefix=name + ".")
+            else:
+                found.append(Key(name, ast.unparse(node.annotation), _default(node.value), ""))
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            last = previous if isinstance(previous, ast.AnnAssign) else None
+            if last is not None and found and found[-1].name == prefix + ast.unparse(last.target):
+                found[-1] = replace(found[-1], doc=" ".join(node.value.value.split()))
+        previous = node
+    return tuple(found)
+
+
+def tree(module: str, class_name: str) -> dict[str, Any]:
+    """The defaults as a nested dictionary; equal to `asdict()` of the dataclass."""
+    root: dict[str, Any] = {}
+    for key in keys(module, class_name):
+        *path, leaf = key.name.split(".")
+        node = root
+        for part in path:
+            node = node.setdefault(part, {})
+        node[leaf] = copy(key.default)
+    return root
+
+
+def meaning(module: str, class_name: str) -> dict[str, str]:
+    """Section -> the first line of its dataclass's docstring."""
+    found: dict[str, str] = {}
+    for node in _class(module, class_name).body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            section = _nested(module, node.value)
+            if section:
+                found[node.target.id] = (ast.get_docstring(_class(*section)) or "").partition("\n")[0]
+    return found
+
+
+@cache
+def _source(module: str) -> ast.Module:
+    relative = Path(*module.split(".")[1:]).with_suffix(".py")
+    return ast.parse((PACKAGE / relative).read_text(encoding="utf-8"))
+
+
+def _class(module: str, name: str) -> ast.ClassDef:
+    return next(n for n in _source(module).body if isinstance(n, ast.ClassDef) and n.name == name)
+
+
+def _nested(module: str, value: ast.expr | None) -> tuple[str, str] | None:
+    """Module and name of the dataclass behind `field(default_factory=NAME)`, or None for a plain field."""
+    factory = _factory(value)
+    if factory is None or factory in ("list", "dict"):
+        return None
+    for node in _source(module).body:
+        if isinstance(node, ast.ImportFrom) and node.module and factory in (alias.name for alias in node.names):
+            return node.module, factory
+    return module, factory
+
+
+def _factory(value: ast.expr | None) -> str | None:
+    if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id == "field":
+        for keyword in value.keywords:
+            if keyword.arg == "default_factory" and isinstance(keyword.value, ast.Name):
+                return keyword.value.id
+    return None
+
+
+def _default(value: ast.expr | None) -> Any:
+    if value is None:
+        return None
+    factory = _factory(value)
+    return {"list": [], "dict": {}}[factory] if factory else ast.literal_eval(value)
+
+
+def conf_dir() -> Path:
+    """The configuration files: packaged with the wheel, or beside the package in a checkout."""
+    for candidate in (PACKAGE / "conf", PACKAGE.parent / "conf"):
+        if candidate.is_dir():
+            return candidate
+    raise UserError(f"no conf folder in {PACKAGE} or beside it; install clipscale again")
+
+
+def group_options() -> dict[str, list[str]]:
+    """Group -> the names that may be chosen, from the files in conf/."""
+    folders = sorted(path for path in conf_dir().iterdir() if path.is_dir())
+    return {path.name: sorted(file.stem for file in path.glob("*.yaml")) for path in folders}

@@ -1,0 +1,159 @@
+"""From a composed configuration to running workers: checked once, carried to every worker by torch's own elastic launcher, and their
+result, or the failure that came first, brought back.
+"""
+
+import logging
+import os
+import signal
+import tempfile
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
+from torch.distributed.launcher.api import LaunchConfig as ElasticConfig
+from torch.distributed.launcher.api import elastic_launch
+
+from clipscale.compose import typed
+from clipscale.config import TrainConfig, check, normalise
+from clipscale.errors import UserError
+from clipscale.keys import keys
+
+HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
+
+class WorkerError(Exception):
+    """A worker died of something that is not the user's mistake. The message is one line; `details` is its traceback."""
+
+    def __init__(self, message: str, details: str = "") -> None:
+        super().__init__(message)
+        self.details = details
+
+
+class Interrupted(KeyboardInterrupt):
+    """The launcher was told to stop by a signal; the workers have been stopped."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signal.Signals(signum).name)
+        self.signum = signum
+
+
+def checked(values: dict[str, Any]) -> TrainConfig:
+    """Composed values as a configuration ready to run. Raises UserError for the first mistake."""
+    config = typed(TrainConfig, normalise(TrainConfig, values), keys("clipscale.config", "TrainConfig"))
+    named = bool(config.run)
+    config = check(config)
+    if under_torchrun() and not named:
+        config.run = shared(config.run)
+    return config
+
+
+def under_torchrun() -> bool:
+    """Whether something else (torchrun, or a scheduler that sets the same variables) has started this process as one of several."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def shared(name: str) -> str:
+    """The first rank's default name on every rank, also after torchrun restarts them: clocks differ, the store's value does not."""
+    store, rank, _ = next(torch.distributed.rendezvous("env://"))
+    if rank == 0:
+        store.compare_set("clipscale/run", "", name)
+    store.wait(["clipscale/run"])
+    return store.get("clipscale/run").decode()
+
+
+def join(config: TrainConfig) -> dict[str, Any]:
+    """This process's part of a run that torchrun has started; a failure is left where torchrun looks for it."""
+    return record(work)(config)
+
+
+def workers(config: TrainConfig) -> int:
+    """How many processes the run takes on this machine. Raises UserError where the batch cannot be shared among them."""
+    count = config.launch.procs
+    if count is None:
+        count = 1 if config.device == "cpu" else max(1, torch.cuda.device_count())
+    if config.batch % count:
+        raise UserError(
+            f"batch={config.batch} cannot be shared evenly by {count} processes (one per GPU); choose a multiple of {count}, "
+            "or fewer processes with launch.procs=N"
+        )
+    return count
+
+
+def run(config: TrainConfig, *, isolated: bool = False) -> dict[str, Any]:
+    """Train in this process, or in several workers; `isolated`: in a process of its own even if there is only one.
+
+    Returns what `train` returns on rank 0. Raises UserError as the workers do, WorkerError for their other failures, Interrupted for
+    a signal. No worker outlives this call; should this process be killed outright, the kernel interrupts its workers.
+    """
+    count = workers(config)
+    if count == 1 and not isolated:
+        return work(config)
+    threads = config.launch.threads or max(1, (os.cpu_count() or 1) // count)
+    with tempfile.TemporaryDirectory(prefix="clipscale-") as folder, _quiet(threads):
+        elastic = ElasticConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=count,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            local_addr="localhost",
+            max_restarts=0,
+            start_method="spawn",
+            logs_specs=DefaultLogsSpecs(log_dir=folder),
+        )
+        try:
+            return elastic_launch(elastic, work)(config)[0]
+        except ChildFailedError as error:
+            raise first_failure(error) from None
+        except SignalException as error:
+            raise Interrupted(error.sigval) from None
+
+
+def work(config: TrainConfig) -> dict[str, Any]:
+    """One worker's part."""
+    from clipscale.train import train
+
+    return train(config)
+
+
+def first_failure(error: ChildFailedError) -> UserError | WorkerError:
+    """The failure that came first, as the exception to show: a worker's UserError is shown as if it had been raised here."""
+    rank, failure = error.get_first_failure()
+    message, details = failure.message, ""
+    if isinstance(message, dict):
+        details = message["extraInfo"]["py_callstack"]
+        message = message["message"]
+        if message.startswith("UserError: "):
+            return UserError(message.removeprefix("UserError: "))
+    elif failure.exitcode < 0:
+        name = failure.signal_name()
+        hint = "; the machine may be out of memory" if name == "SIGKILL" else ""
+        message = f"killed by {name}{hint}"
+    else:
+        message = f"ended with status {failure.exitcode}"
+    return WorkerError(f"worker {rank} failed: {message.strip().splitlines()[0]}", details)
+
+
+@contextmanager
+def _quiet(threads: int) -> Iterator[None]:
+    """The launcher without its own log lines, with the workers' thread count set and our signal handlers back afterwards."""
+    logger = logging.getLogger("torch.distributed.elastic")
+    level, handlers = logger.level, {number: signal.getsignal(number) for number in HANDLED}
+    before = os.environ.get("OMP_NUM_THREADS")
+    logger.setLevel(logging.CRITICAL)
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        if before is None:
+            del os.environ["OMP_NUM_THREADS"]
+        else:
+            os.environ["OMP_NUM_THREADS"] = before

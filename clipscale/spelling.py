@@ -1,0 +1,56 @@
+"""How counts and run folders are spelt, and what a mistyped word was probably meant to be. Imports nothing heavy."""
+
+import re
+from collections.abc import Iterable
+from difflib import get_close_matches
+from pathlib import Path
+
+UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
+
+
+def run_folder(name: str) -> Path:
+    """`runs/NAME` for a plain name; anything with a slash is a path."""
+    return Path(name).expanduser() if "/" in name or name in (".", "..") else Path("runs") / name
+
+
+def unused(folder: Path) -> Path:
+    """The folder itself, or with a number appended if something of that name is there."""
+    numbered = (folder.with_name(f"{folder.name}-{i}") for i in range(2, 10_000))
+    return folder if not folder.exists() else next(path for path in numbered if not path.exists())
+
+
+def parse_count(text: str) -> int:
+    """`768k` -> 786,432: the suffixes k, M and G are powers of 1024, a plain integer is itself. Raises ValueError otherwise."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKmMgG]?)\s*", text)
+    if match is None:
+        raise ValueError(f"{text!r} is not a count such as 100000, 768k or 1.5M")
+    value = float(match[1]) * UNITS[match[2].lower()]
+    if value != int(value):
+        raise ValueError(f"{text!r} is not a whole number")
+    return int(value)
+
+
+def format_count(count: int) -> str:
+    """The shortest exact spelling: 1,048,576 -> `1M`, 786,432 -> `768k`, 100,000 -> `100000`."""
+    for suffix, unit in (("G", 2**30), ("M", 2**20), ("k", 2**10)):
+        if count and count % unit == 0:
+            return f"{count // unit}{suffix}"
+    return str(count)
+
+
+def nearest(word: str, known: Iterable[str], *, lead: str = "; did you mean ") -> str:
+    """`; did you mean 'optim.lr'?`, or nothing where no known name is close. The last part of a dotted name counts too."""
+    names = list(known)
+    near = get_close_matches(word, names, n=2, cutoff=0.6)
+    leaf = word.rpartition(".")[2]
+    by_leaf = [name for name in names if name.rpartition(".")[2] == leaf] or [
+        name for name in names if get_close_matches(leaf, [name.rpartition(".")[2]], cutoff=0.75)
+    ]
+    found = list(dict.fromkeys([*by_leaf[:2], *near]))[:3]
+    return f"{lead}{one_of(repr(name) for name in found)}?" if found else ""
+
+
+def one_of(names: Iterable[str]) -> str:
+    """`a, b or c`."""
+    *most, last = names
+    return f"{', '.join(most)} or {last}" if most else last
