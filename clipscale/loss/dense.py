@@ -1,0 +1,67 @@
+"""The oracle: the loss of a whole batch in one graph, straight from the formulas, which every test compares with.
+
+It shares no code with the blocks, tiles and exchanges. Memory and time are those of an N x M matrix.
+
+Letters: N images, M texts, D feature width, T tokens of an image, S of a text.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def dense_contrastive_loss(
+    image_features: Tensor,
+    text_features: Tensor,
+    logit_scale: Tensor | float,
+    *,
+    logit_bias: Tensor | float = 0.0,
+    objective: str = "softmax",
+    similarity: str | nn.Module = "dot",
+    label_smoothing: float = 0.0,
+    image_keys: Tensor | None = None,
+    text_keys: Tensor | None = None,
+    image_mask: Tensor | None = None,
+    text_mask: Tensor | None = None,
+) -> Tensor:
+    """What `contrastive_loss` computes for the batch of all ranks, in the precision of its inputs. Texts beyond the N-th are hard negatives."""
+    n, m = len(image_features), len(text_features)
+    target = torch.arange(n, device=image_features.device)
+    to_text, to_image = dense_similarities(image_features, text_features, similarity, image_mask, text_mask)
+    positive = F.one_hot(target, m).bool()
+    left_out = torch.zeros_like(positive)
+    if image_keys is not None:
+        other = image_keys if text_keys is None else text_keys
+        left_out = (image_keys[:, None] == other[None, :]) & ~positive
+
+    if objective == "sigmoid":
+        logits = logit_scale * (to_text + to_image) / 2 + logit_bias
+        terms = F.binary_cross_entropy_with_logits(logits, positive.to(logits.dtype), reduction="none")
+        return terms.masked_fill(left_out, 0).sum() / n
+    rows = (logit_scale * to_text).masked_fill(left_out, -torch.inf)
+    cols = (logit_scale * to_image).masked_fill(left_out, -torch.inf).T[:n]
+    image_loss = F.cross_entropy(rows, target, label_smoothing=label_smoothing)
+    text_loss = F.cross_entropy(cols, target, label_smoothing=label_smoothing)
+    return {"softmax": (image_loss + text_loss) / 2, "softmax_image": image_loss, "softmax_text": text_loss}[objective]
+
+
+def dense_similarities(
+    image_features: Tensor, text_features: Tensor, similarity: str | nn.Module, image_mask: Tensor | None, text_mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The similarities (N, M) as the images see them and as the texts see them."""
+    if isinstance(similarity, nn.Module):
+        scores = similarity(image_features, text_features)
+        return scores, scores
+    if similarity == "dot":
+        scores = image_features @ text_features.T
+        return scores, scores
+    if image_mask is None:
+        image_mask = torch.ones(image_features.shape[:2], dtype=torch.bool, device=image_features.device)
+    if text_mask is None:
+        text_mask = torch.ones(text_features.shape[:2], dtype=torch.bool, device=text_features.device)
+    tokens = torch.einsum("itd,jsd->ijts", image_features, text_features)
+    text_best = tokens.masked_fill(~text_mask[None, :, None, :], -torch.inf).amax(3)  # (N, M, T)
+    image_best = tokens.masked_fill(~image_mask[:, None, :, None], -torch.inf).amax(2)  # (N, M, S)
+    to_text = (text_best * image_mask[:, None, :]).sum(2) / image_mask.sum(1)[:, None]
+    to_image = (image_best * text_mask[None, :, :]).sum(2) / text_mask.sum(1)[None, :]
+    return to_text, to_image
