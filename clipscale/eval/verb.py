@@ -1,0 +1,66 @@
+"""The `eval` verb: a run's checkpoint on evaluation sets. Under torchrun every rank does its share."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import yaml
+
+from clipscale import distributed
+from clipscale.checkpoint import load_model
+from clipscale.errors import UserError
+from clipscale.eval.run import EvalConfig, Results, check, evaluate
+from clipscale.precision import Precision, PrecisionConfig
+from clipscale.report.table import print_results
+from clipscale.spelling import run_folder
+
+
+@dataclass
+class EvalRunConfig:
+    """`clipscale eval`: zero-shot and retrieval figures of a run's checkpoint, as a table and in RUN/eval/step_N.json."""
+
+    run: str = ""
+    """NAME of the run's folder under runs/, or its path."""
+    checkpoint: str = "latest"
+    """`latest`, the number of a step, or a checkpoint's path."""
+    device: str = "auto"
+    """`auto` (CUDA where there is one), `cpu` or `cuda`."""
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+
+
+def main(config: EvalRunConfig) -> Results:
+    """Evaluate and print a table; without `eval.sets`, the sets of the run's own settings. Raises UserError."""
+    if not config.run:
+        raise UserError("eval needs run=NAME or run=PATH")
+    folder = run_folder(config.run)
+    if not folder.is_dir():
+        raise UserError(f"run={config.run}: there is no folder {folder}")
+    if not config.eval.sets:
+        config.eval.sets = _sets_of(folder / "config.yaml")
+    world = distributed.start(config.device)
+    try:
+        check(config.eval)  # before the model is loaded: a mistyped path is answered at once
+        precision = Precision(config.precision, world.device)
+        model, step = load_model(folder, config.checkpoint)
+        results = evaluate(
+            model.to(world.device),
+            config.eval,
+            device=world.device,
+            autocast=precision.autocast,
+            run_dir=folder,
+            step=step,
+        )
+    finally:
+        distributed.stop()
+    if world.main:
+        print_results(results, f"{folder.name}, step {step}")
+    return results
+
+
+def _sets_of(settings: Path) -> list[str]:
+    """The evaluation sets that the run was trained with."""
+    record = yaml.safe_load(settings.read_text()) if settings.is_file() else None
+    sets = (record or {}).get("eval", {}).get("sets", [])
+    if not sets:
+        raise UserError("eval.sets is empty, here and in the run's own settings; give eval.sets=[FOLDER,...]")
+    return list(sets)

@@ -1,0 +1,225 @@
+"""A run at a glance: `report.png` (curves and retrieved images) and `report.html` (the same with tables), from the run folder alone."""
+
+import json
+import math
+import re
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.image import imread
+from matplotlib.patches import Rectangle
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
+
+from clipscale.errors import UserError
+from clipscale.report.metrics import read_metrics
+from clipscale.report.page import page
+
+Record = dict[str, Any]
+
+COLOURS = ("#2563eb", "#ea580c", "#16a34a", "#9333ea", "#0891b2", "#be123c", "#ca8a04", "#475569")
+RIGHT, WRONG = "#16a34a", "#d1d5db"
+STYLE: Any = {
+    "text.parse_math": False,  # captions are data: a dollar sign is a dollar sign
+    "font.size": 9,
+    "axes.titlesize": 10,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#9ca3af",
+    "axes.grid": True,
+    "grid.color": "#e5e7eb",
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+    "lines.linewidth": 1.6,
+}
+PLOTTED = {"top1": "top-1", "image_to_text_r1": "image→text R@1", "text_to_image_r1": "text→image R@1"}
+"""The metrics drawn over steps; the rest is in the tables."""
+POINTS = 4000
+"""Most points drawn of one curve."""
+
+
+def write_report(run_dir: Path) -> Path:
+    """Write `report.png` and `report.html` into the run folder and return the page's path.
+
+    Raises UserError for a folder without steps in `metrics.jsonl`.
+    """
+    records = read_metrics(run_dir / "metrics.jsonl")
+    if not records:
+        raise UserError(f"run={run_dir}: {run_dir / 'metrics.jsonl'} holds no step to report on")
+    evaluations = [e for e in read_evaluations(run_dir) if e["step"] <= records[-1]["step"]]
+    picture = run_dir / "report.png"
+    with matplotlib.rc_context(STYLE):
+        figure = draw(run_dir, records, evaluations)
+        figure.savefig(picture, dpi=120, facecolor="white")
+    html = run_dir / "report.html"
+    html.write_text(page(run_dir, records, evaluations, picture.read_bytes()), encoding="utf-8")
+    return html
+
+
+def read_evaluations(run_dir: Path) -> list[Record]:
+    """The contents of `eval/step_N.json`, by step."""
+    files = [f for f in (run_dir / "eval").glob("step_*.json") if re.fullmatch(r"step_\d+\.json", f.name)]
+    return sorted((json.loads(file.read_text()) for file in files), key=lambda record: record["step"])
+
+
+def draw(run_dir: Path, records: Sequence[Record], evaluations: Sequence[Record]) -> Figure:
+    """Four curves above, and below them, for each retrieval set (two at most), captions with the images found for them."""
+    sheets = sorted((run_dir / "eval" / "retrieved").glob("*.json"))[:2]
+    galleries = [(json.loads(sheet.read_text()), imread(sheet.with_suffix(".png"))) for sheet in sheets]
+    heights = [2.9, 2.9, *(0.55 + 1.28 * math.ceil(len(record["rows"]) / 2) for record, _ in galleries)]
+    figure = Figure(figsize=(11, sum(heights) + 0.6), layout="constrained")
+    parts = figure.subfigures(len(heights) - 1, 1, height_ratios=[sum(heights[:2]), *heights[2:]], squeeze=False)[:, 0]
+    (loss, quality), (speed, memory) = parts[0].subplots(2, 2)
+    parts[0].suptitle(run_dir.resolve().name, x=0.01, ha="left", fontsize=13, fontweight="bold")
+    draw_loss(loss, records)
+    draw_quality(quality, evaluations)
+    draw_speed(speed, records)
+    draw_memory(memory, records)
+    for part, (record, sheet) in zip(parts[1:], galleries):
+        draw_gallery(part, record, sheet)
+    return figure
+
+
+# ---- curves ----
+
+
+def smoothed(values: np.ndarray, window: float) -> np.ndarray:
+    """Exponential moving average over about `window` values, without a bias towards zero at the start; gaps are passed over."""
+    keep = 1 - 1 / max(1.0, window)
+    total = weight = 0.0
+    out = np.empty(len(values))
+    for i, value in enumerate(values):
+        if math.isfinite(value):
+            total, weight = keep * total + (1 - keep) * value, keep * weight + (1 - keep)
+        out[i] = total / weight if weight else math.nan
+    return out
+
+
+def curve(records: Sequence[Record], name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Steps and values of a field, where it was measured."""
+    found = [(r["step"], r[name]) for r in records if isinstance(r.get(name), int | float)]
+    steps, values = np.array(found, dtype=float).reshape(-1, 2).T
+    return steps, values
+
+
+def thinned(*arrays: np.ndarray) -> list[np.ndarray]:
+    stride = max(1, len(arrays[0]) // POINTS)
+    return [array[::stride] for array in arrays]
+
+
+def draw_loss(axes: Axes, records: Sequence[Record]) -> None:
+    steps, values = curve(records, "loss")
+    smooth = smoothed(values, len(values) / 50)
+    raw_steps, raw = thinned(steps, values)
+    axes.plot(raw_steps, raw, color=COLOURS[0], alpha=0.25, linewidth=0.8)
+    axes.plot(*thinned(steps, smooth), color=COLOURS[0])
+    if len(values):
+        axes.annotate(
+            f"{smooth[-1]:.3f}", (steps[-1], smooth[-1]), xytext=(4, 0), textcoords="offset points", color=COLOURS[0]
+        )
+    positive = values[np.isfinite(values)]
+    if len(positive) and positive.min() > 0 and positive.max() / positive.min() > 3:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(MaxNLocator(6))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    _finish(axes, "loss", "step")
+
+
+def draw_quality(axes: Axes, evaluations: Sequence[Record]) -> None:
+    curves: dict[tuple[str, str], list[tuple[int, float]]] = {}
+    for evaluation in evaluations:
+        for name, metrics in evaluation["results"].items():
+            for metric in PLOTTED:
+                if metric in metrics:
+                    curves.setdefault((name, metric), []).append((evaluation["step"], 100 * metrics[metric]))
+    for colour, ((name, metric), points) in zip(COLOURS, curves.items()):
+        label = f"{name}: {PLOTTED[metric]} {points[-1][1]:.1f} %"
+        axes.plot(*zip(*points), color=colour, marker="o", markersize=4, label=label)
+    axes.set_ylim(0, 102)
+    _finish(axes, "evaluation, %", "step", nothing="" if curves else "no evaluation")
+    if curves:
+        axes.legend(loc="best")
+
+
+def draw_speed(axes: Axes, records: Sequence[Record]) -> None:
+    steps, values = curve(records, "samples_per_s")
+    axes.plot(*thinned(steps, values), color=COLOURS[2], alpha=0.3, linewidth=0.8)
+    axes.plot(*thinned(steps, smoothed(values, len(values) / 50)), color=COLOURS[2], label="samples/s")
+    axes.set_ylim(bottom=0)
+    wait_steps, waits = curve(records, "data_wait_frac")
+    if len(waits):
+        share = axes.twinx()
+        share.plot(*thinned(wait_steps, 100 * smoothed(waits, len(waits) / 50)), color=COLOURS[1], linewidth=1.0)
+        share.set_ylim(0, 100)
+        share.grid(False)
+        share.set_ylabel("waiting for data, %", color=COLOURS[1])
+    _finish(axes, "throughput, samples/s", "step", nothing="" if len(values) else "not measured")
+
+
+def draw_memory(axes: Axes, records: Sequence[Record]) -> None:
+    fields = (("mem_peak_bytes", "GPU, peak"), ("mem_loss_bytes", "GPU, of the loss"), ("host_rss_bytes", "host"))
+    drawn = False
+    for colour, (name, label) in zip(COLOURS[3:], fields):
+        steps, values = curve(records, name)
+        if len(values):
+            drawn = True
+            axes.plot(*thinned(steps, values / 2**30), color=colour, label=f"{label} {values[-1] / 2**30:.2f}")
+    axes.set_ylim(bottom=0)
+    _finish(axes, "memory, GiB", "step", nothing="" if drawn else "not measured")
+    if drawn:
+        axes.legend(loc="best")
+
+
+def _finish(axes: Axes, title: str, x: str, *, nothing: str = "") -> None:
+    axes.set_title(title)
+    axes.set_xlabel(x)
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    axes.xaxis.set_major_formatter(FuncFormatter(_short))
+    if nothing:
+        axes.text(0.5, 0.5, nothing, transform=axes.transAxes, ha="center", color="#6b7280")
+
+
+def _short(value: float, _: int) -> str:
+    """1500 as 1.5k."""
+    for unit, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= unit:
+            return f"{value / unit:g}{suffix}"
+    return f"{value:g}"
+
+
+# ---- retrieved images ----
+
+
+def draw_gallery(part: Any, record: Record, sheet: np.ndarray) -> None:
+    """Captions in two columns, each with the nearest images from left to right; the right one framed, or set apart at the end."""
+    tile, columns, rows = record["tile"], record["columns"], record["rows"]
+    step = f", step {record['step']}" if record["step"] is not None else ""
+    part.suptitle(f"retrieved images: {record['set']}{step}", x=0.01, ha="left", fontsize=10, fontweight="bold")
+    grid = part.subplots(math.ceil(len(rows) / 2), 2, squeeze=False)
+    for axes in grid.flat:
+        axes.axis("off")
+    for axes, (y, row) in zip(grid.flat, enumerate(rows)):
+        strip = sheet[y * tile : (y + 1) * tile]
+        # The right image stands apart, after a gap, only where it is not among the nearest.
+        places = [(x, x * 1.06) for x in range(columns)]
+        places += [] if row["hit"] is not None else [(columns, columns * 1.06 + 0.35)]
+        for x, left in places:
+            right = x in (row["hit"], columns)
+            axes.imshow(strip[:, x * tile : (x + 1) * tile], extent=(left, left + 1, 0, 1), interpolation="none")
+            frame = Rectangle(
+                (left, 0), 1, 1, fill=False, edgecolor=RIGHT if right else WRONG, linewidth=2.5 if right else 0.6
+            )
+            frame.set_linestyle("--" if x == columns else "-")
+            axes.add_patch(frame)
+        axes.set_xlim(-0.03, (columns + 1) * 1.06 + 0.4)
+        axes.set_ylim(-0.05, 1.05)
+        axes.set_aspect("equal", anchor="W")
+        axes.set_title(textwrap.shorten(row["caption"], 78, placeholder="…"), fontsize=8.5, fontweight="normal", pad=3)
