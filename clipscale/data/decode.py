@@ -85,9 +85,9 @@ def decode_rgb(data: bytes, max_pixels: int) -> np.ndarray:
         image: Image.Image = Image.open(io.BytesIO(data), formats=_FORMATS)
         if image.width * image.height > max_pixels:
             raise BrokenSampleError("huge_image", f"{image.width} x {image.height} pixels")
-        orientation = (
-            image.getexif().get(_ORIENTATION, 1) if "exif" in image.info or image.format in ("TIFF", "MPO") else 1
-        )
+        # Pillow itself turns TIFF
+        turned = "exif" in image.info and image.format != "TIFF"
+        orientation = image.getexif().get(_ORIENTATION, 1) if turned else 1
         if image.format == "JPEG" and image.mode in ("RGB", "L"):
             pixels = _decode_jpeg(data, image)
         else:
@@ -138,7 +138,8 @@ def _upright(pixels: np.ndarray, orientation: int) -> np.ndarray:
 def resize(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
     """(H, W, C) to (C, height, width) uint8, bicubic with antialiasing.
 
-    torch's uint8 kernel computes what Pillow's resize computes, within 1/255, in a quarter of the time or less (vectorised loops).
+    torch's uint8 kernel has vectorised loops and takes a quarter of the time of Pillow's resize or less. The two differ by 1/255 at some
+    pixels, by 2/255 at few.
     """
     image = torch.from_numpy(pixels).permute(2, 0, 1)
     if pixels.shape[:2] != (height, width):
@@ -191,7 +192,10 @@ class TrainTransform:
 
 @dataclass(frozen=True)
 class EvalTransform:
-    """Picture bytes to evaluation pixels: open_clip's (shorter side to S, central crop, bicubic), within 1/255."""
+    """Picture bytes to evaluation pixels: open_clip's (shorter side to S, central crop, bicubic).
+
+    Through Pillow as there, so that published figures are met with the published pixels.
+    """
 
     side: int
     max_pixels: int = 89_478_485
@@ -206,5 +210,6 @@ class EvalTransform:
         else:
             width, height = int(self.side * width / height), self.side
         left, top = round((width - self.side) / 2), round((height - self.side) / 2)
-        resized = resize(pixels, height, width)
-        return np.ascontiguousarray(resized[:, top : top + self.side, left : left + self.side])
+        image = Image.fromarray(pixels).resize((width, height), Image.Resampling.BICUBIC)
+        cut = np.asarray(image)[top : top + self.side, left : left + self.side]
+        return np.ascontiguousarray(cut.transpose(2, 0, 1))

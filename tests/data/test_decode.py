@@ -1,0 +1,243 @@
+"""Pictures become the pixels of open_clip's transforms, captions become text, and whatever cannot be used says why."""
+
+import io
+import struct
+import zlib
+
+import numpy as np
+import open_clip
+import pytest
+import simplejpeg
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image, ImageOps
+from torchvision.transforms import InterpolationMode, RandomResizedCrop
+from torchvision.transforms import functional as tv
+
+from clipscale.data.decode import (
+    BrokenSampleError,
+    EvalTransform,
+    TrainTransform,
+    caption_of,
+    decode_rgb,
+    image_bytes,
+    random_box,
+)
+from clipscale.data.order import Draws
+from tests.data.files import picture
+
+MOST = 10_000_000
+
+
+def encode(image: Image.Image, kind: str = "PNG", **options: object) -> bytes:
+    out = io.BytesIO()
+    image.save(out, kind, **options)
+    return out.getvalue()
+
+
+# -- the pixels of open_clip -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+@pytest.mark.parametrize("size", [(64, 64), (301, 97), (97, 301), (640, 480), (31, 33), (20, 300)])
+def test_evaluation_pixels_are_open_clips(size: tuple[int, int], kind: str) -> None:
+    data = picture(1, size, kind)
+    transform = open_clip.image_transform(64, is_train=False, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
+    theirs = transform(Image.open(io.BytesIO(data))) * 255
+    ours = EvalTransform(64)(data).astype(np.float32)
+    assert ours.shape == (3, 64, 64)
+    difference = np.abs(ours - theirs.numpy())
+    assert difference.max() < 0.01, f"largest difference {difference.max()}/255"
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(8, 200), st.integers(8, 200), st.integers(0, 2**32))
+def test_training_pixels_are_torchvisions_for_the_same_crop(width: int, height: int, seed: int) -> None:
+    data = picture(seed, (width, height))
+    out = np.zeros((3, 32, 32), dtype=np.uint8)
+    TrainTransform(32, (0.3, 1.0), (0.75, 4 / 3), 0.0, MOST)(data, Draws(seed), out)
+    left, top, right, bottom = random_box(width, height, (0.3, 1.0), (0.75, 4 / 3), Draws(seed))
+    image = Image.open(io.BytesIO(data))
+    theirs = tv.resized_crop(image, top, left, bottom - top, right - left, [32, 32], InterpolationMode.BICUBIC)
+    difference = np.abs(out.astype(int) - np.asarray(theirs).transpose(2, 0, 1))
+    assert difference.max() <= 2, f"largest difference {difference.max()}/255"
+    assert difference.mean() < 0.25, f"mean difference {difference.mean()}/255"
+
+
+@pytest.mark.parametrize("size", [(100, 100), (640, 480), (30, 300)])
+def test_crops_are_distributed_as_torchvisions(size: tuple[int, int]) -> None:
+    width, height = size
+    scale, ratio, number = (0.08, 1.0), (0.75, 4 / 3), 4000
+    boxes = np.array([random_box(width, height, scale, ratio, Draws(i)) for i in range(number)])
+    assert boxes.min() >= 0 and boxes[:, 2].max() <= width and boxes[:, 3].max() <= height
+    torch.manual_seed(0)
+    blank = torch.zeros(3, height, width)
+    theirs = np.array([RandomResizedCrop.get_params(blank, list(scale), list(ratio)) for _ in range(number)])
+    ours = np.stack([boxes[:, 1], boxes[:, 0], boxes[:, 3] - boxes[:, 1], boxes[:, 2] - boxes[:, 0]], axis=1)
+    for name, column in zip(("top", "left", "height", "width"), range(4)):
+        a, b = ours[:, column], theirs[:, column]
+        error = 5 * max(b.std(), 0.5) / np.sqrt(number) * 2**0.5
+        assert abs(a.mean() - b.mean()) < error, f"{name}: mean {a.mean():.2f}, torchvision's {b.mean():.2f}"
+        assert a.std() == pytest.approx(b.std(), rel=0.1, abs=0.5), (
+            f"{name}: spread {a.std():.2f}, torchvision's {b.std():.2f}"
+        )
+
+
+def test_flips_come_at_their_rate_and_mirror_the_picture() -> None:
+    data = picture(3, (16, 16))
+    plain, out = np.empty((2, 3, 16, 16), dtype=np.uint8)
+    TrainTransform(16, (1.0, 1.0), (1.0, 1.0), 0.0, MOST)(data, Draws(0), plain)
+    flipped = 0
+    for i in range(400):
+        TrainTransform(16, (1.0, 1.0), (1.0, 1.0), 0.25, MOST)(data, Draws(i), out)
+        if not np.array_equal(out, plain):
+            assert np.array_equal(out, plain[:, :, ::-1])
+            flipped += 1
+    assert 65 < flipped < 135, flipped
+
+
+def test_a_picture_of_the_right_size_keeps_its_pixels() -> None:
+    data = picture(4, (16, 16))
+    assert np.array_equal(EvalTransform(16)(data), np.asarray(Image.open(io.BytesIO(data))).transpose(2, 0, 1))
+
+
+# -- every kind of picture ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["L", "LA", "P", "RGBA", "1", "CMYK", "YCbCr"])
+def test_modes_become_rgb_as_pillow_converts_them(mode: str) -> None:
+    kind = "TIFF" if mode in ("CMYK", "YCbCr") else "PNG"
+    data = encode(Image.open(io.BytesIO(picture(2, (12, 9)))).convert(mode), kind)
+    assert np.array_equal(decode_rgb(data, MOST), np.asarray(Image.open(io.BytesIO(data)).convert("RGB")))
+
+
+def test_cmyk_jpeg_is_read() -> None:
+    data = picture(2, (12, 9), "JPEG", "CMYK")
+    assert np.array_equal(decode_rgb(data, MOST), np.asarray(Image.open(io.BytesIO(data)).convert("RGB")))
+
+
+@pytest.mark.parametrize("kind", ["PNG", "TIFF"])
+def test_sixteen_bits_are_scaled_not_clipped(kind: str) -> None:
+    values = np.linspace(0, 65535, 64, dtype=np.uint16).reshape(8, 8)
+    grey = decode_rgb(encode(Image.fromarray(values), kind), MOST)
+    assert np.abs(grey[:, :, 0] - values / 257).max() <= 0.51, grey[:, :, 0]
+    assert np.array_equal(grey[:, :, 0], grey[:, :, 2])
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_the_camera_orientation_is_undone(orientation: int, kind: str) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = encode(Image.open(io.BytesIO(picture(5, (24, 16)))), kind, exif=exif)
+    upright = ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB")
+    got = decode_rgb(data, MOST)
+    assert got.shape == (upright.height, upright.width, 3)
+    assert np.abs(got.astype(int) - np.asarray(upright)).max() <= 1
+
+
+def test_the_first_frame_of_an_animation_counts() -> None:
+    frames = [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue")]
+    data = encode(frames[0], "GIF", save_all=True, append_images=frames[1:])
+    assert decode_rgb(data, MOST)[0, 0].tolist() == [255, 0, 0]
+
+
+def test_a_jpeg_that_the_strict_decoder_refuses_is_left_to_pillow() -> None:
+    data = picture(2, (40, 40), "JPEG")
+    stray = data[:2] + b"\xff\xe1\x00\x08abcdef\x00\x00" + data[2:]  # bytes between two markers
+    with pytest.raises(ValueError):
+        simplejpeg.decode_jpeg(stray)
+    difference = np.abs(decode_rgb(stray, MOST).astype(int) - decode_rgb(data, MOST))
+    assert difference.max() <= 1
+
+
+# -- broken samples ----------------------------------------------------------------------------------------------------
+
+
+def huge_png(width: int, height: int) -> bytes:
+    """A PNG of a few bytes whose header claims this size."""
+
+    def chunk(name: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
+
+
+@pytest.mark.parametrize("size", [(3000, 4000), (60_000, 60_000), (2**31 - 1, 2**31 - 1)])
+def test_huge_pictures_are_refused_by_their_header(size: tuple[int, int]) -> None:
+    with pytest.raises(BrokenSampleError) as error:
+        decode_rgb(huge_png(*size), MOST)
+    assert error.value.reason == "huge_image"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"x",
+        b"\xff\xd8\xff",
+        b"<svg/>",
+        b"%!PS-Adobe-3.0 EPSF-3.0\n",
+        picture(0, (50, 50), "JPEG")[:-300],
+        picture(0, (50, 50))[:-200],
+    ],
+    ids=["letter", "marker", "svg", "eps", "cut jpeg", "cut png"],
+)
+def test_unreadable_pictures_say_so(data: bytes) -> None:
+    with pytest.raises(BrokenSampleError) as error:
+        decode_rgb(data, MOST)
+    assert error.value.reason == "unreadable_image"
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.sampled_from(["JPEG", "PNG", "WEBP", "GIF", "TIFF", "BMP"]),
+    st.lists(st.tuples(st.floats(0, 1), st.integers(0, 255)), min_size=1, max_size=10),
+    st.floats(0, 1),
+)
+def test_damaged_pictures_are_decoded_or_counted(kind: str, hits: list[tuple[float, int]], cut: float) -> None:
+    data = bytearray(picture(1, (40, 30), kind))
+    for where, value in hits:
+        data[int(where * where * (len(data) - 1))] = value  # rather in the headers
+    out = np.zeros((3, 16, 16), dtype=np.uint8)
+    try:
+        TrainTransform(16, (0.5, 1.0), (0.75, 1.33), 0.5, 100_000)(
+            bytes(data[: int(len(data) * (1 - cut**4))]), Draws(1), out
+        )
+    except BrokenSampleError as error:
+        assert error.reason in ("unreadable_image", "huge_image")
+        assert not out.any(), "nothing is written for a broken picture"
+
+
+def test_missing_and_empty_pictures_are_told_apart() -> None:
+    for members, reason in (({"txt": b"x"}, "no_image"), ({"jpg": b"", "txt": b"x"}, "empty_image")):
+        with pytest.raises(BrokenSampleError) as error:
+            image_bytes(members)
+        assert error.value.reason == reason
+    assert image_bytes({"txt": b"x", "webp": b"w"}) == b"w"
+
+
+@pytest.mark.parametrize(
+    ("members", "key", "reason"),
+    [
+        ({}, "txt", "no_caption"),
+        ({"txt": b""}, "txt", "empty_caption"),
+        ({"txt": b" \n\t "}, "txt", "empty_caption"),
+        ({"txt": b"caf\xe9"}, "txt", "caption_not_utf8"),
+        ({"json": b"{"}, "json:alt", "bad_json"),
+        ({"json": b"[" * 100_000}, "json:alt", "bad_json"),
+        ({"json": b"[1]"}, "json:alt", "no_caption"),
+        ({"json": b'{"alt": 5}'}, "json:alt", "no_caption"),
+        ({"json": b'{"alt": " "}'}, "json:alt", "empty_caption"),
+    ],
+)
+def test_unusable_captions_say_why(members: dict[str, bytes], key: str, reason: str) -> None:
+    with pytest.raises(BrokenSampleError) as error:
+        caption_of(members, key)
+    assert error.value.reason == reason
+
+
+def test_captions_are_found_and_trimmed() -> None:
+    assert caption_of({"txt": "\ufeff un café \n".encode()}, "txt") == "un café"
+    assert caption_of({"json": b'{"alt": "a dog"}'}, "json:alt") == "a dog"

@@ -1,0 +1,135 @@
+"""Which sample comes when: the order is a pure function, and an epoch holds every sample exactly once."""
+
+from collections import Counter
+from itertools import islice
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from clipscale.data.order import (
+    Draws,
+    Epochs,
+    Resampled,
+    default_lanes,
+    fingerprint,
+    key,
+    lane_bounds,
+    lanes_fit,
+    permutation,
+)
+
+
+@st.composite
+def epoch_orders(draw: st.DrawFn) -> Epochs:
+    counts = tuple(draw(st.lists(st.integers(0, 40), min_size=1, max_size=12)))
+    batch = draw(st.integers(1, 200))
+    lanes = draw(st.integers(1, batch))
+    return Epochs(counts, batch, lanes, draw(st.integers(0, 2**63)))
+
+
+@given(epoch_orders(), st.integers(0, 5))
+def test_an_epoch_holds_every_place_of_every_shard_once(order: Epochs, epoch: int) -> None:
+    places: Counter[tuple[int, int]] = Counter()
+    for lane in range(order.lanes):
+        for segment in order.segments(lane, epoch):
+            assert segment.stop is not None and segment.stop <= order.counts[segment.shard]
+            places.update((segment.shard, i) for i in range(segment.start, segment.stop))
+    assert places == Counter((shard, i) for shard, count in enumerate(order.counts) for i in range(count))
+
+
+@given(epoch_orders(), st.integers(0, 3), st.data())
+def test_skipping_goes_on_where_reading_stopped(order: Epochs, epoch: int, data: st.DataObject) -> None:
+    def places(lane: int, skip: int) -> list[tuple[int, int]]:
+        return [(s.shard, i) for s in order.segments(lane, epoch, skip) for i in range(s.start, s.stop or 0)]
+
+    lane = data.draw(st.integers(0, order.lanes - 1))
+    whole = places(lane, 0)
+    skip = data.draw(st.integers(0, len(whole)))
+    assert places(lane, skip) == whole[skip:]
+
+
+@given(epoch_orders(), st.integers(1, 50))
+def test_lanes_reach_the_end_of_an_epoch_together(order: Epochs, epochs: int) -> None:
+    bounds = lane_bounds(order.batch, order.lanes)
+    total = sum(order.counts)
+    for lane in range(order.lanes):
+        first, last = order.reach(lane)
+        share = int(bounds[lane + 1] - bounds[lane])
+        assert abs((last - first) - share * total / order.batch) < 1
+
+
+@given(st.integers(1, 64), st.integers(1, 40), st.integers(1, 8))
+def test_ranks_own_whole_lanes_that_fill_their_share(world: int, per_rank: int, lanes_per_rank: int) -> None:
+    batch = world * max(per_rank, lanes_per_rank)
+    bounds = lane_bounds(batch, world * lanes_per_rank)
+    for rank in range(world):
+        assert bounds[(rank + 1) * lanes_per_rank] - bounds[rank * lanes_per_rank] == batch // world
+    assert (np.diff(bounds) > 0).all()
+
+
+@given(st.integers(1, 512), st.integers(1, 300), st.one_of(st.none(), st.integers(1, 10_000)))
+def test_the_default_number_of_lanes_fits(world: int, per_rank: int, samples: int | None) -> None:
+    batch = world * per_rank
+    lanes = default_lanes(batch, world, samples)
+    assert lanes % world == 0
+    assert lanes == world or lanes_fit(lanes, batch, samples)
+
+
+@pytest.mark.parametrize("batch", [8, 32, 64, 256, 1000, 2**20])
+def test_one_to_eight_ranks_share_the_default_lanes(batch: int) -> None:
+    assert len({default_lanes(batch, world, 20_000) for world in (1, 2, 4, 8)}) == 1
+
+
+@given(st.integers(0, 5000), st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=5))
+def test_permutation_is_one(n: int, parts: list[int]) -> None:
+    assert sorted(permutation(n, *parts).tolist()) == list(range(n))
+
+
+def test_the_order_is_pinned_down() -> None:
+    """A change here breaks the resumption of every run that was begun before it."""
+    assert permutation(8, 1, 2, 3).tolist() == [1, 3, 7, 2, 4, 0, 6, 5]
+    assert key(1, 2, 3) == 10587385839274598474
+    assert Draws(7).uniform() == 0.5283941012539481
+
+
+def test_keys_of_neighbouring_parts_are_unrelated() -> None:
+    numbers = [Draws(a, b, c).uniform() for a in range(12) for b in range(12) for c in range(12)]
+    assert len(set(numbers)) == 12**3
+    counts, _ = np.histogram(numbers, bins=16, range=(0, 1))
+    assert counts.min() > 12**3 / 16 * 0.7 and counts.max() < 12**3 / 16 * 1.3, counts
+
+
+def test_permutations_have_no_favourite_place() -> None:
+    first = Counter(int(permutation(10, 3, i)[0]) for i in range(5000))
+    assert max(first.values()) < 600 and min(first.values()) > 400, first
+
+
+def test_weighted_draws_follow_the_weights() -> None:
+    order = Resampled((1.0, 1.0, 4.0), (5, None, 7), 4, seed=3)
+    drawn = Counter(next(order.segments(lane, turn)).shard for lane in range(4) for turn in range(1000))
+    assert drawn[1] == 0
+    assert drawn[0] / 4000 == pytest.approx(0.25, abs=0.03)
+
+
+def test_a_draw_depends_on_its_lane_and_ordinal_alone() -> None:
+    few, many = (Resampled((1.0, 2.0, 3.0), (None,) * 3, lanes, seed=3) for lanes in (2, 64))
+    for turn in range(20):
+        assert list(islice(few.segments(1, turn), 1)) == list(islice(many.segments(1, turn), 1))
+
+
+def test_the_fingerprint_tells_orders_apart() -> None:
+    base = Epochs((3, 4), 8, 4, seed=1)
+    prints = {
+        fingerprint(base, ["a", "b"], 16),
+        fingerprint(base, ["a", "c"], 16),
+        fingerprint(base, ["a", "b"], 17),
+        fingerprint(Epochs((4, 3), 8, 4, seed=1), ["a", "b"], 16),
+        fingerprint(Epochs((3, 4), 8, 4, seed=2), ["a", "b"], 16),
+        fingerprint(Resampled((3.0, 7.0), (3, 4), 4, seed=1), ["a", "b"], 16),
+    }
+    assert len(prints) == 6
+    assert fingerprint(base, ["a", "b"], 16) == fingerprint(Epochs((3, 4), 16, 4, seed=1), ["a", "b"], 16), (
+        "8 and 16 divide alike"
+    )
