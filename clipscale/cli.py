@@ -3,19 +3,17 @@
 import os
 import signal
 import sys
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from clipscale import __version__, usage
 from clipscale.errors import UserError
 from clipscale.keys import keys
 from clipscale.spelling import nearest, run_folder
+from clipscale.usage import EVAL, TRAIN
 
-TRAIN = ("clipscale.config", "TrainConfig")
 MULTIRUN = ("-m", "--multirun")
 
 
@@ -67,7 +65,8 @@ def train(argv: list[str]) -> int:
     if any(word in MULTIRUN for word in argv):
         if under_torchrun:
             raise UserError(
-                "-m under torchrun would start the whole sweep in every rank; leave torchrun out: clipscale starts each job's workers itself"
+                "-m under torchrun would start the whole sweep in every rank; leave torchrun out, "
+                "clipscale starts the workers of each job itself"
             )
         from clipscale import sweep
 
@@ -85,6 +84,27 @@ def train(argv: list[str]) -> int:
         return 1
     if os.environ.get("RANK", "0") == "0":
         print(f"done: {result['run']} (step {result['step']}, loss {result['loss']:.4f})")
+    return 0
+
+
+# ---- eval ----
+
+
+def evaluate(argv: list[str]) -> int:
+    """A run's checkpoint on evaluation sets; under torchrun, this process's share."""
+    from clipscale import compose
+
+    if any(word in MULTIRUN for word in argv):
+        raise UserError("eval takes no -m; evaluate one run at a time")
+    values = compose.once("eval", EVAL, argv)
+    if values is None:
+        return 0
+    from clipscale.config import check_values, normalise
+    from clipscale.eval.verb import EvalRunConfig, main
+
+    config = compose.typed(EvalRunConfig, normalise(EvalRunConfig, values), keys(*EVAL))
+    check_values(config)
+    main(config)
     return 0
 
 
@@ -122,7 +142,7 @@ def demo(argv: list[str]) -> int:
 
 @dataclass
 class ReportSettings:
-    """`clipscale report`: the table and the picture of a run."""
+    """`clipscale report`: a page and a picture of a run, made from its folder."""
 
     run: str = ""
     """NAME of the run's folder under runs/, or its path."""
@@ -134,7 +154,8 @@ def report(argv: list[str]) -> int:
         raise UserError("report needs run=NAME or run=PATH")
     from clipscale.report.plots import write_report
 
-    print(write_report(run_folder(settings.run)))
+    page = write_report(run_folder(settings.run))
+    print(f"{page}\n{page.with_suffix('.png')}")
     return 0
 
 
@@ -148,14 +169,15 @@ def simple(settings: type[Any], verb: str, argv: list[str]) -> Any:
     for word in argv:
         key, equals, value = word.partition("=")
         if not equals:
-            raise UserError(f"{verb} {word}: give settings as KEY=VALUE; the keys are {', '.join(k.name for k in declared)}")
+            raise UserError(
+                f"{verb} {word}: give settings as KEY=VALUE; the keys are {', '.join(k.name for k in declared)}"
+            )
         values[key] = value
-    for key in declared:
-        if key.type == "int" and key.name in values:
-            try:
-                values[key.name] = parse_count(values[key.name])
-            except ValueError as error:
-                raise UserError(f"{key.name}={values[key.name]}: {error}") from error
+    for name in (key.name for key in declared if key.type == "int" and key.name in values):
+        try:
+            values[name] = parse_count(values[name])
+        except ValueError as error:
+            raise UserError(f"{name}={values[name]}: {error}") from error
     return typed(settings, values, declared)
 
 
@@ -180,7 +202,8 @@ class Verb:
 
 VERBS = {
     "train": Verb("train a model, or go on with a run", train, usage.show_train),
+    "eval": Verb("zero-shot classification and retrieval with a run's checkpoint", evaluate, usage.show_eval),
     "data": Verb("`data demo`: render a small set of captioned scenes to try things on", data, usage.show_data),
-    "report": Verb("write a run's table and picture", report, usage.show_report),
+    "report": Verb("draw a run: curves, results and retrieved images, on one page", report, usage.show_report),
     "completion": Verb("Tab completion for the shell", completion, usage.show_completion),
 }

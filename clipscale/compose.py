@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
 
@@ -64,7 +64,9 @@ def literal(key: str, value: str, *, sweep: bool) -> str:
         return f"[{','.join(map(quoted, split(value[1:-1])))}]"
     parts = split(value)
     if len(parts) > 1 and not sweep:
-        raise UserError(f"{key}={value}: several values; write {key}=[A,B] for a list, or add -m to run one after another")
+        raise UserError(
+            f"{key}={value}: several values; add -m to run them one after another, or write {key}=[A,B] for a list"
+        )
     return ",".join(map(quoted, parts))
 
 
@@ -197,7 +199,9 @@ def _explain_one(error: BaseException, names: list[str]) -> str | None:
         return f"{error.override}: cannot be read ({error.message.splitlines()[0].rstrip('.')}); put the value in quotes inside quotes"
     if ambiguous := re.search(r"Ambiguous value for argument '(.*?)' 1\.", text):
         key, _, value = ambiguous[1].partition("=")
-        return f"{key}={value}: several values; write {key}=[{value}] for a list, or add -m to run one after another"
+        return (
+            f"{key}={value}: several values; add -m to run them one after another, or write {key}=[{value}] for a list"
+        )
     if unknown := re.search(r"Could not (?:override|delete|append to config)[^']*'([^']+)'", text):
         return f"unknown key '{unknown[1]}'{nearest(unknown[1], names)}"
     if isinstance(error, ConfigKeyError | ConfigAttributeError) and error.full_key:

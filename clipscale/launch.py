@@ -67,7 +67,9 @@ def shared(name: str) -> str:
 
 def join(config: TrainConfig) -> dict[str, Any]:
     """This process's part of a run that torchrun has started; a failure is left where torchrun looks for it."""
-    return record(work)(config)
+    result = record(work)(config)
+    assert result is not None  # None is record's answer to an error it was told to swallow, which it was not
+    return result
 
 
 def workers(config: TrainConfig) -> int:
@@ -107,7 +109,8 @@ def run(config: TrainConfig, *, isolated: bool = False) -> dict[str, Any]:
             logs_specs=DefaultLogsSpecs(log_dir=folder),
         )
         try:
-            return elastic_launch(elastic, work)(config)[0]
+            results: dict[int, dict[str, Any]] = elastic_launch(elastic, work)(config)
+            return results[0]
         except ChildFailedError as error:
             raise first_failure(error) from None
         except SignalException as error:

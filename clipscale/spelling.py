@@ -41,7 +41,7 @@ def format_count(count: int) -> str:
 def nearest(word: str, known: Iterable[str], *, lead: str = "; did you mean ") -> str:
     """`; did you mean 'optim.lr'?`, or nothing where no known name is close. The last part of a dotted name counts too."""
     names = list(known)
-    near = get_close_matches(word, names, n=2, cutoff=0.6)
+    near = [name for name in names if name.startswith(word)] or get_close_matches(word, names, n=2, cutoff=0.6)
     leaf = word.rpartition(".")[2]
     by_leaf = [name for name in names if name.rpartition(".")[2] == leaf] or [
         name for name in names if get_close_matches(leaf, [name.rpartition(".")[2]], cutoff=0.75)

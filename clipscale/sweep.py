@@ -1,4 +1,4 @@
-"""`clipscale train -m ...`: one run after another (or as Hydra's launcher plugins do it), each in its own folder, and one table at the end."""
+"""`clipscale train -m ...`: one run after another (or as a Hydra launcher plugin does it), each in its own folder; then one table."""
 
 import json
 import math
@@ -107,4 +107,6 @@ def table(results: Sequence[dict[str, Any]], folder: Path) -> Table:
 def headline(result: dict[str, Any]) -> dict[str, float]:
     """`SET METRIC` -> value, for the metrics by which sets are usually compared."""
     wanted = ("top1", "image_to_text_r1", "text_to_image_r1")
-    return {f"{name} {m}": metrics[m] for name, metrics in result.get("eval", {}).items() for m in wanted if m in metrics}
+    return {
+        f"{name} {m}": metrics[m] for name, metrics in result.get("eval", {}).items() for m in wanted if m in metrics
+    }

@@ -1,136 +1,145 @@
 """Help texts and Tab completion, made from the declared keys and the files in conf/, so that they cannot go out of date."""
 
+import shutil
+import sys
+import textwrap
 from collections.abc import Iterable, Sequence
+from typing import Any
 
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
+import yaml
 
 from clipscale.errors import UserError
-from clipscale.keys import Key, conf_dir, group_options, keys, meaning
-from clipscale.spelling import nearest, one_of
+from clipscale.keys import conf_dir, group_options, keys, meaning
+from clipscale.spelling import nearest
 
 TRAIN = ("clipscale.config", "TrainConfig")
-MAIN = ("data.train", "data.workers", "cache.chunk", "eval.sets", "eval.every", "checkpoint.every", "launch.procs", "model.name", "optim.lr")
+EVAL = ("clipscale.eval.verb", "EvalRunConfig")
+SMALL = {"data demo": ("clipscale.cli", "DemoSettings"), "report": ("clipscale.cli", "ReportSettings"), "eval": EVAL}
+"""Where the keys of the other verbs are declared."""
+MAIN = (
+    "model.name",
+    "data.train",
+    "data.workers",
+    "optim.lr",
+    "cache.chunk",
+    "eval.sets",
+    "eval.every",
+    "checkpoint.every",
+    "launch.procs",
+)
 """Keys inside sections that most people set; shown beside the top-level ones."""
 
 TRAIN_EXAMPLES = """\
 clipscale train model=vit-l14 batch=1M data.train='/data/laion/{00000..41455}.tar'
 clipscale train experiment=openclip-vit-b32-laion400m data.train='/data/laion/*.tar' run=b32
 clipscale train experiment=demo run=demo samples=20k
-clipscale train run=b32 experiment=openclip-vit-b32-laion400m resume=auto     # go on with it
 clipscale train -m model=vit-b32,vit-b16 batch=32k,64k,128k run=sizes         # a sweep: six runs, one table
-torchrun --nproc-per-node 8 -m clipscale train batch=64k data.train=...       # several nodes: see launch/"""
+torchrun --nproc-per-node 8 -m clipscale train batch=64k data.train=...       # several machines: see launch/"""
 
 BASH = """\
 _clipscale() {
-    local line="${COMP_LINE:0:COMP_POINT}" word candidate cut
-    word="${line##*[[:space:]]}"
-    cut="${word%"${COMP_WORDS[COMP_CWORD]}"}"
-    # Where '=' separates words for the shell, it wants only what follows it.
-    [[ "${COMP_WORDS[COMP_CWORD]}" == "=" ]] && cut="$word"
+    local line="${COMP_LINE:0:COMP_POINT}" word="${COMP_WORDS[COMP_CWORD]}" whole cut candidate
+    whole="${line##*[[:space:]]}"
+    # The shell splits words at '=' and wants only what follows the last split.
+    if [[ "$word" == "=" ]]; then cut="$whole"; else cut="${whole%"$word"}"; fi
     COMPREPLY=()
     while IFS= read -r candidate; do
-        [[ -n "$candidate" ]] && COMPREPLY+=("${candidate#"$cut"}")
+        COMPREPLY+=("${candidate#"$cut"}")
     done < <("${COMP_WORDS[0]}" completion query "$line" 2>/dev/null)
     if [[ ${#COMPREPLY[@]} -eq 1 && "${COMPREPLY[0]}" == *[=.] ]]; then compopt -o nospace; fi
 }
 complete -o default -F _clipscale clipscale"""
 
 
-def console() -> Console:
-    """Plain lines of at most 110 columns where the output is no terminal."""
-    probe = Console(highlight=False)
-    return Console(highlight=False, width=min(probe.width, 110) if probe.is_terminal else 110)
+# ---- help ----
 
 
 def show_overview(verbs: dict[str, str]) -> None:
-    out = console()
-    out.print("[bold]clipscale[/bold]: contrastive image-text pretraining at any batch size\n")
-    out.print("Usage: clipscale VERB [KEY=VALUE ...]\n")
-    table = _columns()
-    for name, summary in verbs.items():
-        table.add_row(f"  [bold]{name}[/bold]", escape(summary))
-    out.print(table)
-    _examples(
-        out,
+    print(f"{bold('clipscale')}: contrastive image-text pretraining at any batch size\n")
+    print("Usage: clipscale VERB [KEY=VALUE ...]\n")
+    columns(verbs.items())
+    examples(
         "clipscale data demo                      # 20k captioned scenes, in under half a minute\n"
         "clipscale train experiment=demo          # train on them\n"
-        "clipscale train model=vit-l14 batch=1M data.train='/data/laion/{00000..41455}.tar'",
+        "clipscale train model=vit-l14 batch=1M data.train='/data/laion/{00000..41455}.tar'"
     )
-    out.print("\n`clipscale VERB --help` tells more; `clipscale --version` the version. CLIPSCALE_DEBUG=1 shows tracebacks.")
+    print(
+        "\n`clipscale VERB --help` tells more, `clipscale --version` the version. CLIPSCALE_DEBUG=1 shows tracebacks."
+    )
 
 
 def show_train(topics: Sequence[str]) -> None:
     """The main keys, or with `topics` all keys of those sections."""
-    declared = keys(*TRAIN)
-    sections = meaning(*TRAIN)
-    groups = group_options()
-    for topic in topics:
-        if topic not in sections and topic not in groups:
-            known = [*sections, *(g for g in groups if g not in sections)]
-            raise UserError(f"train --help {topic}: no such section{nearest(topic, known)}; there are {', '.join(known)}")
-        _show_section(topic, sections.get(topic, ""), [k for k in declared if k.section == topic], groups.get(topic, []))
+    sections, groups = meaning(*TRAIN), group_options()
+    choices, values = composed_defaults()
     if topics:
+        for topic in topics:
+            show_section(topic)
         return
-    out = console()
-    out.print("[bold]clipscale train[/bold]: train a model, or go on with a run\n")
-    out.print("Usage: clipscale train [KEY=VALUE ...] [-m] [--cfg job] [--config-dir DIR]\n")
-    out.print("[bold]Main keys[/bold]  (counts are binary: 32k = 32,768, 1M = 1,048,576; a plain integer is itself)")
-    table = _columns()
-    for key in [k for k in declared if not k.section] + [k for name in MAIN for k in declared if k.name == name]:
-        table.add_row(f"  {key.name}", escape(_described(key)))
-    out.print(table)
-    out.print("\n[bold]Groups[/bold]  (named sets of values, from conf/)")
-    table = _columns()
-    for group, options in sorted(groups.items()):
-        table.add_row(f"  {group}=", ", ".join(options))
-    out.print(table)
-    out.print("\n[bold]Sections[/bold]  (`clipscale train --help SECTION` lists their keys)")
-    table = _columns()
-    for section, text in sections.items():
-        table.add_row(f"  {section}.", escape(text))
-    out.print(table)
-    _examples(out, TRAIN_EXAMPLES)
-    out.print(
-        "\n-m runs every combination of the comma-separated values. --cfg job prints the composed configuration instead of training."
-        "\n--config-dir DIR adds your own group files, DIR/experiment/mine.yaml for one."
+    declared = [k for k in keys(*TRAIN) if not k.section] + [k for name in MAIN for k in keys(*TRAIN) if k.name == name]
+    print(f"{bold('clipscale train')}: train a model, or go on with a run\n")
+    print("Usage: clipscale train [KEY=VALUE ...] [-m] [--cfg job] [--config-dir DIR]\n")
+    print(f"{bold('Main keys')}, their defaults and what they mean")
+    columns((key.name, shown(values.get(key.name, key.default)), key.doc) for key in declared)
+    print("  Counts are binary: 32k = 32,768, 1M = 1,048,576; a plain integer is itself.\n")
+    print(f"{bold('Groups')}: named sets of values, from conf/ (* the default)")
+    columns((f"{g}=", ", ".join(o + "*" * (o == choices.get(g)) for o in names)) for g, names in sorted(groups.items()))
+    print(f"\n{bold('Sections')}: `clipscale train --help SECTION` lists their keys")
+    columns((f"{name}.", text) for name, text in sections.items())
+    examples(TRAIN_EXAMPLES)
+    print(
+        "\n-m runs every combination of the comma-separated values. --cfg job prints the composed configuration instead of\n"
+        "training. --config-dir DIR adds group files of your own, DIR/experiment/mine.yaml for one."
+    )
+
+
+def show_section(name: str) -> None:
+    """All keys of a section, and the files of the group of that name."""
+    sections, groups = meaning(*TRAIN), group_options()
+    if name not in sections and name not in groups:
+        known = [*sections, *(group for group in groups if group not in sections)]
+        raise UserError(f"train --help {name}: no such section{nearest(name, known)}; there are {', '.join(known)}")
+    print(f"{bold(name)}: {sections.get(name, 'whole sets of settings')}")
+    columns((key.name, shown(key.default), key.doc) for key in keys(*TRAIN) if key.section == name)
+    columns((f"{name}={option}", about(name, option)) for option in groups.get(name, []))
+    print()
+
+
+def show_eval(topics: Sequence[str]) -> None:
+    show_small(
+        "eval",
+        "clipscale eval run=demo\n"
+        "clipscale eval run=b32 eval.sets=[/data/imagenet1k,/data/mscoco_captions] precision=bf16\n"
+        "clipscale eval run=runs/b32 checkpoint=20000 eval.limit=1k",
     )
 
 
 def show_data(topics: Sequence[str]) -> None:
-    _show_small("clipscale data demo", "DemoSettings", "clipscale data demo root=/tmp/demo samples=5000 seed=1")
+    show_small("data demo", "clipscale data demo root=/tmp/demo samples=5000 seed=1")
 
 
 def show_report(topics: Sequence[str]) -> None:
-    _show_small("clipscale report", "ReportSettings", "clipscale report run=demo")
+    show_small("report", "clipscale report run=demo")
 
 
 def show_completion(topics: Sequence[str]) -> None:
-    console().print('Tab completion for bash; put this into ~/.bashrc:\n\n  eval "$(clipscale completion bash)"')
+    print('Tab completion for bash; put this into ~/.bashrc:\n\n  eval "$(clipscale completion bash)"')
 
 
-def _show_small(command: str, class_name: str, example: str) -> None:
-    out = console()
-    out.print(f"Usage: {command} [KEY=VALUE ...]\n")
-    table = _columns()
-    for key in keys("clipscale.cli", class_name):
-        table.add_row(f"  {key.name}", escape(_described(key)))
-    out.print(table)
-    _examples(out, example)
+def show_small(verb: str, example: str) -> None:
+    print(f"Usage: clipscale {verb} [KEY=VALUE ...]\n")
+    columns((key.name, shown(key.default), key.doc) for key in keys(*SMALL[verb]))
+    examples(example)
 
 
-def _show_section(name: str, text: str, declared: Sequence[Key], options: Iterable[str]) -> None:
-    out = console()
-    out.print(f"[bold]{name}[/bold]  {escape(text)}")
-    table = _columns()
-    for key in declared:
-        table.add_row(f"  {key.name}", f"[dim]{escape(key.type)}[/dim]", escape(_described(key)))
-    out.print(table)
-    table = _columns()
-    for option in options:
-        table.add_row(f"  {name}={option}", escape(about(name, option)))
-    out.print(table)
+def composed_defaults() -> tuple[dict[str, str], dict[str, Any]]:
+    """conf/train.yaml: the group choices it makes and the values it sets."""
+    file: dict[str, Any] = yaml.safe_load((conf_dir() / "train.yaml").read_text(encoding="utf-8"))
+    choices: dict[str, str] = {}
+    for entry in file.pop("defaults"):
+        if isinstance(entry, dict):
+            choices |= entry
+    return choices, file
 
 
 def about(group: str, option: str) -> str:
@@ -139,28 +148,40 @@ def about(group: str, option: str) -> str:
     return next((line.removeprefix("# ") for line in lines if line.startswith("# ") and not line.startswith("# @")), "")
 
 
-def _described(key: Key) -> str:
-    """The meaning, and the default where the meaning does not say it."""
-    plain = key.default in (None, "", [], {}) or "default" in key.doc
-    return key.doc.rstrip(".") + ("" if plain else f"{' ' if key.doc else ''}[{_shown(key.default)}]")
-
-
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
+    """A default as one would type it; nothing for what is unset."""
+    if value in (None, "", [], {}):
+        return ""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list | tuple):
-        return ",".join(map(_shown, value))
+        return "[" + ",".join(map(shown, value)) + "]"
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _columns() -> Table:
-    return Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
+def columns(rows: Iterable[Sequence[str]]) -> None:
+    """Rows of equally many cells, aligned; the last cell is wrapped to the terminal's width."""
+    table = list(rows)
+    if not table:
+        return
+    widths = [max(len(row[i]) for row in table) for i in range(len(table[0]) - 1)]
+    start = 2 + sum(width + 2 for width in widths if width)
+    width = min(shutil.get_terminal_size((110, 24)).columns, 120)
+    for *cells, last in table:
+        head = "  " + "".join(cell.ljust(w) + "  " for cell, w in zip(cells, widths) if w)
+        lines = textwrap.wrap(last, max(30, width - start)) or [""]
+        print((head + lines[0]).rstrip())
+        for line in lines[1:]:
+            print(" " * start + line)
 
 
-def _examples(out: Console, lines: str) -> None:
-    out.print("\n[bold]Examples[/bold]")
-    for line in lines.splitlines():
-        out.print(f"  {escape(line)}", soft_wrap=True)
+def examples(lines: str) -> None:
+    print(f"\n{bold('Examples')}")
+    print(textwrap.indent(lines, "  "))
+
+
+def bold(text: str) -> str:
+    return f"\033[1m{text}\033[0m" if sys.stdout.isatty() else text
 
 
 # ---- completion ----
@@ -172,30 +193,32 @@ def complete(line: str, verbs: Sequence[str]) -> list[str]:
     word = "" if line[-1:].isspace() else words.pop()
     given = words[1:]
     if not given:
-        return _starting(word, [*verbs, "--help", "--version"])
+        return starting(word, [*verbs, "--help", "--version"])
     if given[0] == "train":
-        return _complete_train(word)
-    if given[0] == "data":
-        return _starting(word, ["demo"] if len(given) == 1 else [k.name + "=" for k in keys("clipscale.cli", "DemoSettings")])
-    small = {"report": [k.name + "=" for k in keys("clipscale.cli", "ReportSettings")], "completion": ["bash"]}
-    return _starting(word, small.get(given[0], []))
+        return complete_train(word)
+    if given == ["data"]:
+        return starting(word, ["demo"])
+    if given[0] == "completion":
+        return starting(word, ["bash"])
+    small = SMALL.get(" ".join(given[: 2 if given[0] == "data" else 1]))
+    return starting(word, [key.name + "=" for key in keys(*small)]) if small else []
 
 
-def _complete_train(word: str) -> list[str]:
+def complete_train(word: str) -> list[str]:
+    """Groups, keys and sections step by step; after `=`, a group's files or true and false."""
     groups, declared = group_options(), keys(*TRAIN)
     if word.startswith("-"):
-        return _starting(word, ["-m", "--multirun", "--cfg", "--config-dir", "--help", "--info"])
+        return starting(word, ["-m", "--multirun", "--cfg", "--config-dir", "--help", "--info"])
     name, equals, value = word.partition("=")
     if not equals:
-        whole = [group + "=" for group in groups] + [key.name + "=" for key in declared if not key.section]
-        whole += [section + "." for section in meaning(*TRAIN)]
-        deeper = [key.name + "=" for key in declared if key.section] if "." in word else []
-        return _starting(word, whole + deeper)
-    before = word[: len(word) - len(value.rpartition(",")[2])]  # in a sweep, what stands before the last comma stays
+        sections = [] if "." in word else [section + "." for section in meaning(*TRAIN)]
+        flat = [key.name + "=" for key in declared if not key.section or "." in word]
+        return starting(word, [*(group + "=" for group in groups), *flat, *sections])
     key = next((key for key in declared if key.name == name), None)
     options = groups.get(name) or (["true", "false"] if key and key.type == "bool" else [])
-    return _starting(word, [before + option for option in options])
+    before = word[: len(word) - len(value.rpartition(",")[2])]  # in a sweep, what stands before the last comma stays
+    return starting(word, [before + option for option in options])
 
 
-def _starting(word: str, options: Iterable[str]) -> list[str]:
+def starting(word: str, options: Iterable[str]) -> list[str]:
     return sorted({option for option in options if option.startswith(word)})
