@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# One machine under torchrun, one worker per GPU (PROCS=N for another number, also on a machine without GPUs):
+#
+#   launch/torchrun-single.sh model=vit-l14 batch=64k data.train='/data/laion/{00000..41455}.tar'
+#
+# `clipscale train` alone does the same; this is for those who want torchrun's own options (RESTARTS=N, say).
+set -euo pipefail
+exec torchrun --standalone --nproc-per-node "${PROCS:-gpu}" --max-restarts "${RESTARTS:-0}" -m clipscale train "$@"
