@@ -120,6 +120,7 @@ class DemoSettings:
     samples: int = 20_000
     """Training pairs."""
     seed: int = 0
+    """The same seed renders the same bytes."""
     force: bool = False
     """Render anew even if the same set is already there."""
 

@@ -8,7 +8,8 @@ import re
 import sys
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from dataclasses import is_dataclass
+from typing import Any, TypeVar, get_origin, get_type_hints
 
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -165,7 +166,18 @@ def typed(settings: type[T], values: dict[str, Any], names: Sequence[Key] = ()) 
     except OmegaConfBaseException as error:
         raise explain(error, names) from error
     assert isinstance(result, settings)
-    return result
+    return with_tuples(result)
+
+
+def with_tuples(settings: T) -> T:
+    """The same object; OmegaConf leaves lists where the dataclasses declare tuples."""
+    for name, hint in get_type_hints(type(settings)).items():
+        value = getattr(settings, name)
+        if get_origin(hint) is tuple:
+            setattr(settings, name, tuple(value))
+        elif is_dataclass(value):
+            with_tuples(value)
+    return settings
 
 
 def plain(config: DictConfig) -> dict[str, Any]:
@@ -211,5 +223,7 @@ def _explain_one(error: BaseException, names: list[str]) -> str | None:
         match = re.search(r"Value '(.*)' of type '.*?' could not be converted to (\w+)", text)
         if match and match[2] in wanted:
             return f"{error.full_key}={match[1]}: give {wanted[match[2]]}"
+        if not_bool := re.search(r"Value '(.*)' is not a valid bool", text):
+            return f"{error.full_key}={not_bool[1]}: give true or false"
         return f"{error.full_key}: {str(error).splitlines()[0]}"
     return None

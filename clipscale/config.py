@@ -42,6 +42,7 @@ class TrainConfig:
     resume: str = "auto"
     """`auto`: go on from the run folder's newest checkpoint if there is one; `none`: start afresh; or a checkpoint's path."""
     seed: int = 0
+    """Of weights, sample order, crops and dropout."""
     device: str = "auto"
     """`auto` (CUDA where there is one), `cpu` or `cuda`."""
     offload: str = "host"
@@ -71,13 +72,13 @@ CHOICES = {
     "loss.fp32_precision": PRECISIONS,
     "schedule.name": ("cosine", "constant"),
     "data.order": ("auto", "epochs", "resampled"),
+    "launch.parallel": ("ddp", "fsdp"),
     "log.wandb": ("disabled", "offline", "online"),
 }
 LEAST = {
     "batch": 1,
     "samples": 1,
     "seed": 0,
-    "cache.chunk": 1,
     "cache.image_chunk": 1,
     "cache.text_chunk": 1,
     "data.workers": 0,

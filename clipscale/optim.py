@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from clipscale.errors import UserError
+from clipscale.spelling import nearest
 
 
 @dataclass
@@ -18,6 +19,7 @@ class OptimConfig:
     name: str = "adamw"
     """Any of timm's optimizers: adamw, adafactorbv, lion, lamb, muon, ..."""
     lr: float = 5e-4
+    """The schedule's peak."""
     weight_decay: float = 0.2
     """Applied to matrices only: gains, biases and the logit scale are never decayed."""
     betas: tuple[float, float] = (0.9, 0.98)

@@ -38,16 +38,21 @@ def format_count(count: int) -> str:
     return str(count)
 
 
-def nearest(word: str, known: Iterable[str], *, lead: str = "; did you mean ") -> str:
-    """`; did you mean 'optim.lr'?`, or nothing where no known name is close. The last part of a dotted name counts too."""
+def nearest(word: str, known: Iterable[str]) -> str:
+    """`; did you mean 'optim.lr'?`, or nothing where no known name is close.
+
+    Compared are the last parts of dotted names (`lr` and `optim.lrr` both mean `optim.lr`), then beginnings, then whole names.
+    """
     names = list(known)
-    near = [name for name in names if name.startswith(word)] or get_close_matches(word, names, n=2, cutoff=0.6)
     leaf = word.rpartition(".")[2]
-    by_leaf = [name for name in names if name.rpartition(".")[2] == leaf] or [
-        name for name in names if get_close_matches(leaf, [name.rpartition(".")[2]], cutoff=0.75)
-    ]
-    found = list(dict.fromkeys([*by_leaf[:2], *near]))[:3]
-    return f"{lead}{one_of(repr(name) for name in found)}?" if found else ""
+    leaves = {name: name.rpartition(".")[2] for name in names}
+    found = [name for name in names if leaves[name] == leaf]
+    found = found or [name for name in names if get_close_matches(leaf, [leaves[name]], cutoff=0.75)]
+    found = found or [name for name in names if name.startswith(word)]
+    found = found or get_close_matches(word, names, cutoff=0.6)
+    # A name in the section that was written stands before its namesakes elsewhere.
+    found.sort(key=lambda name: name.rpartition(".")[0] != word.rpartition(".")[0])
+    return f"; did you mean {one_of(repr(name) for name in found[:3])}?" if found else ""
 
 
 def one_of(names: Iterable[str]) -> str:

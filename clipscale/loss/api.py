@@ -38,16 +38,24 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class LossConfig:
-    """The settings of `contrastive_loss` that a configuration file can hold; the fields are its keyword arguments."""
+    """Which contrastive loss, and how it is computed; the fields are keyword arguments of `contrastive_loss`."""
 
-    objective: str = "softmax"  # softmax | softmax_image | softmax_text | sigmoid
-    similarity: str = "dot"  # dot | late
-    exchange: str = "auto"  # auto | none | replicated | local | gather | ring
-    backend: str = "auto"  # auto | dense | tiled | triton
+    objective: str = "softmax"
+    """`softmax` (CLIP), `softmax_image` or `softmax_text` (one direction), `sigmoid` (SigLIP)."""
+    similarity: str = "dot"
+    """`dot`, or `late` interaction over tokens."""
+    exchange: str = "auto"
+    """How ranks meet: `none`, `replicated`, `local`, `gather`, `ring`; `auto`: the ring where there are several."""
+    backend: str = "auto"
+    """`dense` blocks of scores, `tiled` torch, `triton` kernels; `auto`: the best for the device."""
     label_smoothing: float = 0.0
-    ranks_per_node: int | None = None  # for the two-level ring
-    fp32_precision: str = "ieee"  # ieee | tf32: matmuls of float32 features on CUDA
-    tile: int | None = None  # side of the torch backend's tiles; none: chosen
+    """Share of the target spread evenly over all candidates."""
+    ranks_per_node: int | None = None
+    """Makes the ring a two-level one: inside a node, then between nodes."""
+    fp32_precision: str = "ieee"
+    """`ieee` or `tf32`, for matmuls of float32 features on CUDA."""
+    tile: int | None = None
+    """Side of the torch backend's tiles; None: chosen."""
 
 
 def contrastive_loss(

@@ -18,6 +18,7 @@ from open_clip.model import CustomTextCLIP
 from torch import Tensor, nn
 
 from clipscale.errors import UserError
+from clipscale.spelling import nearest
 
 
 @dataclass
@@ -33,8 +34,9 @@ class ModelConfig:
     pretrained_image: str | None = None
     """A local checkpoint of the image tower to start from (LiT)."""
     freeze_image: bool = False
+    """Lock the image tower (LiT): no gradient, no second pass."""
     freeze_text: bool = False
-    """Frozen towers (LiT): no gradient, no second pass."""
+    """Lock the text tower."""
     grad_checkpointing: bool = False
     """Recompute each block's activations in the backward pass."""
     patch_dropout: float = 0.0
@@ -46,8 +48,9 @@ class ModelConfig:
     init_bias: float | None = None
     """Initial logit bias; None: the architecture's, none for CLIP's (-10 is usual for the sigmoid loss)."""
     mean: tuple[float, float, float] = (0.48145466, 0.4578275, 0.40821073)
+    """Per-channel mean of the pixels, of values in [0, 1]; the default is CLIP's."""
     std: tuple[float, float, float] = (0.26862954, 0.26130258, 0.27577711)
-    """Per-channel pixel statistics, of values in [0, 1]; the defaults are CLIP's."""
+    """Per-channel standard deviation likewise."""
 
 
 class ImageTower(nn.Module):
@@ -129,7 +132,7 @@ def architecture(config: ModelConfig) -> dict[str, Any]:
     else:
         known = open_clip.get_model_config(config.name.replace("/", "-"))
         if known is None:
-            raise UserError(f"model.name={config.name!r} is not an open_clip architecture{nearest_names(config.name)}")
+            raise UserError(f"model.name={config.name!r} is not an open_clip architecture{nearest(config.name, open_clip.list_models())}")
         description = deepcopy(known)
     if "multimodal_cfg" in description:
         raise UserError(f"model.name={config.name!r} is a captioning model; choose a two-tower architecture")
@@ -142,14 +145,6 @@ def architecture(config: ModelConfig) -> dict[str, Any]:
     if "hf_model_name" in description["text_cfg"]:
         description["text_cfg"]["hf_model_pretrained"] = False
     return description
-
-
-def nearest_names(name: str) -> str:
-    """`; nearest: A, B` from open_clip's list, or where to find the list."""
-    from difflib import get_close_matches
-
-    near = get_close_matches(name, open_clip.list_models(), n=3, cutoff=0.5)
-    return f"; nearest: {', '.join(near)}" if near else "; open_clip.list_models() lists them"
 
 
 def build_model(config: ModelConfig) -> ClipModel:

@@ -59,8 +59,11 @@ class LogConfig:
     wandb: str = "disabled"
     """`online`, `offline` or `disabled`."""
     wandb_project: str = "clipscale"
+    """Project on Weights & Biases."""
     wandb_entity: str | None = None
+    """Team or user there; None: the account's default."""
     tensorboard: bool = False
+    """Event files in RUN/tensorboard."""
 
 
 class Sink(Protocol):

@@ -1,0 +1,66 @@
+"""What all tests share: one thread a process, small shards, and the command line as a subprocess."""
+
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: the machine's cores are shared by the tests' own processes
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("WANDB_MODE", "offline")
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.data.files import write_shards
+
+TINY = (
+    "model=tiny",
+    "precision=fp32",
+    "batch=16",
+    "cache.chunk=8",
+    "samples=32",
+    "schedule.warmup=0",
+    "data.workers=0",
+    "device=cpu",
+    "log.progress=false",
+)
+"""A training run of two steps, two chunks each."""
+
+Command = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="session")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Two shards of 24 samples, as a brace list."""
+    paths = write_shards(tmp_path_factory.mktemp("shards"), [24, 24])
+    stem = str(paths[0])[: -len("0.tar")]
+    return f"{stem}{{0..1}}.tar"
+
+
+@pytest.fixture
+def environment() -> dict[str, str]:
+    """The environment of a command a user types: none of torchrun's variables."""
+    rank = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    env = {key: value for key, value in os.environ.items() if key not in rank and not key.startswith("TORCHELASTIC")}
+    env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
+    return env
+
+
+@pytest.fixture
+def command(tmp_path: Path, environment: dict[str, str]) -> Command:
+    """`command("train", ...)`: run `clipscale train ...` in an empty folder and return what came of it."""
+
+    def run(*words: str, timeout: float = 120, **variables: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "clipscale", *words],
+            cwd=tmp_path,
+            env=environment | variables,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            stdin=subprocess.DEVNULL,
+        )
+
+    return run

@@ -1,0 +1,102 @@
+"""Plain values in, a checked configuration out."""
+
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+import yaml
+
+from clipscale.compose import typed
+from clipscale.config import CHOICES, LEAST, TrainConfig, check, normalise, to_yaml
+from clipscale.data.stream import DataConfig
+from clipscale.distributed import LaunchConfig
+from clipscale.errors import UserError
+from clipscale.keys import keys
+from clipscale.loss.api import LossConfig
+from clipscale.optim import OptimConfig
+from clipscale.usage import TRAIN
+
+
+def config(**changes: object) -> TrainConfig:
+    """A valid configuration with these changes."""
+    return replace(TrainConfig(samples=1000, data=DataConfig(train=["x.tar"])), **changes)
+
+
+def test_counts_become_integers_at_any_depth_and_one_value_becomes_a_list() -> None:
+    values = {"batch": "1M", "samples": "2k", "epochs": None, "cache": {"text_chunk": "1k"}, "data": {"train": "a.tar", "shuffle": "4k"}}
+    built = typed(TrainConfig, normalise(TrainConfig, values))
+    assert (built.batch, built.samples, built.cache.text_chunk) == (2**20, 2048, 1024)
+    assert (built.data.train, built.data.shuffle) == (["a.tar"], 4096)
+
+
+def test_whole_floats_are_counts_and_broken_ones_are_refused() -> None:
+    assert normalise(TrainConfig, {"samples": 1e6})["samples"] == 1_000_000
+    with pytest.raises(UserError, match=r"^batch=1.5k5: "):
+        normalise(TrainConfig, {"batch": "1.5k5"})
+
+
+def test_values_of_the_wrong_type_are_refused_in_one_line() -> None:
+    for values, message in (
+        ({"optim": {"lr": "fast"}}, "optim.lr=fast: give a number"),
+        ({"model": {"compile": "perhaps"}}, "model.compile=perhaps: give true or false"),
+        ({"optim": {"lrr": 1}}, "unknown key 'optim.lrr'; did you mean 'optim.lr'?"),
+    ):
+        with pytest.raises(UserError) as caught:
+            typed(TrainConfig, normalise(TrainConfig, values), keys(*TRAIN))
+        assert str(caught.value) == message
+
+
+def test_tuples_and_free_form_options_survive() -> None:
+    built = typed(TrainConfig, {"optim": {"betas": [0.8, 0.9], "options": {"foreach": True}}})
+    assert tuple(built.optim.betas) == (0.8, 0.9)
+    assert built.optim.options == {"foreach": True}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"epochs": 2.0}, "samples=1000 and epochs=2 both"),
+        ({"samples": None}, "neither samples nor epochs"),
+        ({"samples": None, "epochs": 0.0}, "epochs=0 trains nothing"),
+        ({"samples": 0}, "samples=0: give at least 1"),
+        ({"batch": 0}, "batch=0: give at least 1"),
+        ({"data": DataConfig()}, "data.train is not set"),
+        ({"batch": 10, "launch": LaunchConfig(procs=4)}, "batch=10 cannot be shared evenly by launch.procs=4"),
+        ({"offload": "hots"}, "offload=hots: choose host or none; did you mean 'host'?"),
+        ({"loss": LossConfig(exchange="rign")}, "loss.exchange=rign: choose .*; did you mean 'ring'?"),
+        ({"optim": OptimConfig(lr=-1.0)}, "optim.lr=-1.0: give at least 0"),
+    ],
+)
+def test_each_mistake_is_one_line_that_names_the_setting_and_the_remedy(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        check(config(**changes))
+    assert "\n" not in str(caught.value)
+
+
+def test_the_limits_name_keys_that_exist() -> None:
+    types = {key.name: key.type for key in keys(*TRAIN)}
+    assert not {key: types.get(key) for key in CHOICES if types.get(key) != "str"}
+    assert not {key: types.get(key) for key in LEAST if types.get(key, "").split()[0] not in ("int", "float")}
+
+
+def test_a_run_is_named_after_the_time_the_model_and_the_batch() -> None:
+    now = datetime(2030, 1, 2, 3, 4, 5)
+    assert check(config(batch=2**20), now=now).run == "runs/20300102-030405-vit-b-32-1M"
+    assert check(config(run="mine"), now=now).run == "runs/mine"
+    assert check(config(run="/scratch/mine"), now=now).run == "/scratch/mine"
+
+
+def test_a_default_name_that_is_taken_gets_a_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    now = datetime(2030, 1, 2, 3, 4, 5)
+    Path("runs/20300102-030405-vit-b-32-256").mkdir(parents=True)
+    assert check(config(batch=256), now=now).run.endswith("-256-2")
+
+
+def test_the_written_configuration_reads_back_as_itself() -> None:
+    original = check(config(run="mine", optim=OptimConfig(options={"foreach": True})))
+    values = yaml.safe_load(to_yaml(original))
+    back = typed(TrainConfig, normalise(TrainConfig, values))
+    assert to_yaml(back) == to_yaml(original)
+    assert back == original
