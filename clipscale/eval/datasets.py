@@ -180,12 +180,11 @@ def _samples(shard: Path) -> Iterator[tuple[str, ImageRef, dict[str, bytes]]]:
             for member in tar:
                 if not member.isfile():
                     continue
-                folder, _, name = member.name.rpartition("/")
+                folder, slash, name = member.name.rpartition("/")
                 stem, _, suffix = name.partition(".")
-                if f"{folder}/{stem}" != key:
-                    if image is not None:
-                        yield key, image, members
-                    key, image, members = f"{folder}/{stem}", None, {}
+                if folder + slash + stem != key:
+                    yield from _sample(shard, key, image, members)
+                    key, image, members = folder + slash + stem, None, {}
                 if suffix.lower() in IMAGE_SUFFIXES:
                     image = ImageRef(shard, member.offset_data, member.size)
                 elif suffix in ("cls", "txt"):
@@ -194,8 +193,19 @@ def _samples(shard: Path) -> Iterator[tuple[str, ImageRef, dict[str, bytes]]]:
                     members[suffix] = content.read()
     except (tarfile.TarError, EOFError, OSError) as error:
         raise UserError(f"eval.sets: cannot read {shard} ({error}); fetch it again") from error
+    yield from _sample(shard, key, image, members)
+
+
+def _sample(
+    shard: Path, key: str, image: ImageRef | None, members: dict[str, bytes]
+) -> Iterator[tuple[str, ImageRef, dict[str, bytes]]]:
+    """The sample, if it is one: a label or captions without an image mean that the set has lost something."""
     if image is not None:
         yield key, image, members
+    elif members:
+        raise UserError(
+            f"eval.sets: sample {key} of {shard} has no image ({', '.join(IMAGE_SUFFIXES)}); fetch it again"
+        )
 
 
 def _label(key: str, shard: Path, text: bytes | None) -> int:

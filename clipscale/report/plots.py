@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 from matplotlib.patches import Rectangle
-from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from clipscale.errors import UserError
 from clipscale.report.metrics import read_metrics
@@ -73,13 +73,13 @@ def draw(run_dir: Path, records: Sequence[Record], evaluations: Sequence[Record]
     """Four curves above, and below them, for each retrieval set (two at most), captions with the images found for them."""
     sheets = sorted((run_dir / "eval" / "retrieved").glob("*.json"))[:2]
     galleries = [(json.loads(sheet.read_text()), imread(sheet.with_suffix(".png"))) for sheet in sheets]
-    heights = [2.9, 2.9, *(0.55 + 1.28 * math.ceil(len(record["rows"]) / 2) for record, _ in galleries)]
+    heights = [2.9, 2.9, *(0.5 + 1.14 * math.ceil(len(record["rows"]) / 2) for record, _ in galleries)]
     figure = Figure(figsize=(11, sum(heights) + 0.6), layout="constrained")
     parts = figure.subfigures(len(heights) - 1, 1, height_ratios=[sum(heights[:2]), *heights[2:]], squeeze=False)[:, 0]
     (loss, quality), (speed, memory) = parts[0].subplots(2, 2)
     parts[0].suptitle(run_dir.resolve().name, x=0.01, ha="left", fontsize=13, fontweight="bold")
     draw_loss(loss, records)
-    draw_quality(quality, evaluations)
+    draw_quality(quality, evaluations, records[-1]["step"])
     draw_speed(speed, records)
     draw_memory(memory, records)
     for part, (record, sheet) in zip(parts[1:], galleries):
@@ -90,16 +90,16 @@ def draw(run_dir: Path, records: Sequence[Record], evaluations: Sequence[Record]
 # ---- curves ----
 
 
-def smoothed(values: np.ndarray, window: float) -> np.ndarray:
-    """Exponential moving average over about `window` values, without a bias towards zero at the start; gaps are passed over."""
-    keep = 1 - 1 / max(1.0, window)
-    total = weight = 0.0
-    out = np.empty(len(values))
-    for i, value in enumerate(values):
-        if math.isfinite(value):
-            total, weight = keep * total + (1 - keep) * value, keep * weight + (1 - keep)
-        out[i] = total / weight if weight else math.nan
-    return out
+def smoothed(values: np.ndarray, window: int) -> np.ndarray:
+    """Mean over the `window` values around each one, of fewer at the ends; values that are not finite are passed over."""
+    width = min(2 * (window // 2) + 1, 2 * len(values) - 1)
+    finite = np.isfinite(values)
+    total = np.cumsum(np.concatenate([[0.0], np.where(finite, values, 0.0)]))
+    count = np.cumsum(np.concatenate([[0], finite]))
+    first = np.maximum(np.arange(len(values)) - width // 2, 0)
+    last = np.minimum(np.arange(len(values)) + width // 2 + 1, len(values))
+    with np.errstate(invalid="ignore"):
+        return (total[last] - total[first]) / (count[last] - count[first])
 
 
 def curve(records: Sequence[Record], name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -116,7 +116,7 @@ def thinned(*arrays: np.ndarray) -> list[np.ndarray]:
 
 def draw_loss(axes: Axes, records: Sequence[Record]) -> None:
     steps, values = curve(records, "loss")
-    smooth = smoothed(values, len(values) / 50)
+    smooth = smoothed(values, len(values) // 40)
     raw_steps, raw = thinned(steps, values)
     axes.plot(raw_steps, raw, color=COLOURS[0], alpha=0.25, linewidth=0.8)
     axes.plot(*thinned(steps, smooth), color=COLOURS[0])
@@ -127,13 +127,13 @@ def draw_loss(axes: Axes, records: Sequence[Record]) -> None:
     positive = values[np.isfinite(values)]
     if len(positive) and positive.min() > 0 and positive.max() / positive.min() > 3:
         axes.set_yscale("log")
-        axes.yaxis.set_major_locator(MaxNLocator(6))
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
         axes.yaxis.set_minor_formatter(NullFormatter())
     _finish(axes, "loss", "step")
 
 
-def draw_quality(axes: Axes, evaluations: Sequence[Record]) -> None:
+def draw_quality(axes: Axes, evaluations: Sequence[Record], steps: int) -> None:
     curves: dict[tuple[str, str], list[tuple[int, float]]] = {}
     for evaluation in evaluations:
         for name, metrics in evaluation["results"].items():
@@ -143,7 +143,9 @@ def draw_quality(axes: Axes, evaluations: Sequence[Record]) -> None:
     for colour, ((name, metric), points) in zip(COLOURS, curves.items()):
         label = f"{name}: {PLOTTED[metric]} {points[-1][1]:.1f} %"
         axes.plot(*zip(*points), color=colour, marker="o", markersize=4, label=label)
-    axes.set_ylim(0, 102)
+    best = max((value for points in curves.values() for _, value in points), default=100)
+    axes.set_ylim(0, min(102, max(5, 1.25 * best)))
+    axes.set_xlim(0, 1.03 * steps)
     _finish(axes, "evaluation, %", "step", nothing="" if curves else "no evaluation")
     if curves:
         axes.legend(loc="best")
@@ -152,12 +154,12 @@ def draw_quality(axes: Axes, evaluations: Sequence[Record]) -> None:
 def draw_speed(axes: Axes, records: Sequence[Record]) -> None:
     steps, values = curve(records, "samples_per_s")
     axes.plot(*thinned(steps, values), color=COLOURS[2], alpha=0.3, linewidth=0.8)
-    axes.plot(*thinned(steps, smoothed(values, len(values) / 50)), color=COLOURS[2], label="samples/s")
-    axes.set_ylim(bottom=0)
+    axes.plot(*thinned(steps, smoothed(values, len(values) // 40)), color=COLOURS[2], label="samples/s")
+    axes.set_ylim(0, 1.15 * np.nanmax(values) if len(values) else 1)
     wait_steps, waits = curve(records, "data_wait_frac")
     if len(waits):
         share = axes.twinx()
-        share.plot(*thinned(wait_steps, 100 * smoothed(waits, len(waits) / 50)), color=COLOURS[1], linewidth=1.0)
+        share.plot(*thinned(wait_steps, 100 * smoothed(waits, len(waits) // 40)), color=COLOURS[1], linewidth=1.0)
         share.set_ylim(0, 100)
         share.grid(False)
         share.set_ylabel("waiting for data, %", color=COLOURS[1])
@@ -166,15 +168,15 @@ def draw_speed(axes: Axes, records: Sequence[Record]) -> None:
 
 def draw_memory(axes: Axes, records: Sequence[Record]) -> None:
     fields = (("mem_peak_bytes", "GPU, peak"), ("mem_loss_bytes", "GPU, of the loss"), ("host_rss_bytes", "host"))
-    drawn = False
+    highest = 0.0
     for colour, (name, label) in zip(COLOURS[3:], fields):
         steps, values = curve(records, name)
         if len(values):
-            drawn = True
+            highest = max(highest, values.max() / 2**30)
             axes.plot(*thinned(steps, values / 2**30), color=colour, label=f"{label} {values[-1] / 2**30:.2f}")
-    axes.set_ylim(bottom=0)
-    _finish(axes, "memory, GiB", "step", nothing="" if drawn else "not measured")
-    if drawn:
+    axes.set_ylim(0, 1.25 * highest or 1)
+    _finish(axes, "memory, GiB", "step", nothing="" if highest else "not measured")
+    if highest:
         axes.legend(loc="best")
 
 
@@ -203,6 +205,7 @@ def draw_gallery(part: Any, record: Record, sheet: np.ndarray) -> None:
     tile, columns, rows = record["tile"], record["columns"], record["rows"]
     step = f", step {record['step']}" if record["step"] is not None else ""
     part.suptitle(f"retrieved images: {record['set']}{step}", x=0.01, ha="left", fontsize=10, fontweight="bold")
+    part.text(0.995, 0.995, "framed: the right one; dashed: not found", ha="right", va="top", fontsize=8, color=RIGHT)
     grid = part.subplots(math.ceil(len(rows) / 2), 2, squeeze=False)
     for axes in grid.flat:
         axes.axis("off")

@@ -9,15 +9,15 @@ Results = Mapping[str, Mapping[str, float]]
 
 TITLES = {
     "images": "images",
-    "captions": "captions",
+    "captions": "texts",
     "broken": "broken",
     "top1": "top-1",
     "top5": "top-5",
     "mean_per_class_recall": "mean class recall",
-    "image_to_text_r1": "image→text R@1",
+    "image_to_text_r1": "I→T R@1",
     "image_to_text_r5": "R@5",
     "image_to_text_r10": "R@10",
-    "text_to_image_r1": "text→image R@1",
+    "text_to_image_r1": "T→I R@1",
     "text_to_image_r5": "R@5",
     "text_to_image_r10": "R@10",
 }
@@ -46,7 +46,7 @@ def result_tables(results: Results, title: str = "") -> list[Table]:
     for number, (head, rows) in enumerate(result_rows(results)):
         table = Table(title=title if number == 0 else None, title_justify="left")
         for position, column in enumerate(head):
-            table.add_column(column, justify="left" if position == 0 else "right", overflow="fold")
+            table.add_column(column, justify="left" if position == 0 else "right", no_wrap=position == 0)
         for row in rows:
             table.add_row(*row)
         tables.append(table)

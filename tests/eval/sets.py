@@ -1,0 +1,111 @@
+"""Tiny evaluation sets of single-coloured pictures, and a model that knows colours without having learnt them."""
+
+import io
+import json
+import tarfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+COLOURS = {
+    "red": (230, 20, 20),
+    "green": (20, 230, 20),
+    "blue": (20, 20, 230),
+    "yellow": (230, 230, 20),
+    "cyan": (20, 230, 230),
+    "white": (230, 230, 230),
+}
+NAMES = list(COLOURS)
+TEMPLATES = ["a photo of {c}.", "the colour {c} {{no braces}}"]
+
+
+def picture(colour: str, kind: str = "PNG", size: tuple[int, int] = (8, 8)) -> bytes:
+    out = io.BytesIO()
+    Image.new("RGB", size, COLOURS[colour]).save(out, kind, **({"lossless": True} if kind == "WEBP" else {}))
+    return out.getvalue()
+
+
+def write_tar(path: Path, members: Sequence[tuple[str, bytes]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w") as tar:
+        for name, content in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+
+
+def write_shards(root: Path, shards: Sequence[Sequence[tuple[str, bytes]]], files: Mapping[str, str]) -> Path:
+    """CLIP_benchmark's layout: `shards` of (member, content), and the text files beside them."""
+    for index, members in enumerate(shards):
+        write_tar(root / "test" / f"{index}.tar", members)
+    (root / "test").mkdir(parents=True, exist_ok=True)
+    (root / "test" / "nshards.txt").write_text(f"{len(shards)}\n")
+    for name, text in files.items():
+        (root / name).write_text(text)
+    return root
+
+
+def classification_set(root: Path, labels: Sequence[str] = NAMES, wrong: Sequence[int] = ()) -> Path:
+    """One picture a label, in two shards; those at the indices `wrong` show the next colour instead of their own."""
+    members = []
+    for i, label in enumerate(labels):
+        shown = NAMES[(NAMES.index(label) + (i in wrong)) % len(NAMES)]
+        members.append([(f"{i:04d}.cls", str(NAMES.index(label)).encode()), (f"{i:04d}.png", picture(shown))])
+    half = len(members) // 2
+    shards = [[m for pair in part for m in pair] for part in (members[:half], members[half:])]
+    return write_shards(
+        root,
+        shards,
+        {"classnames.txt": "\n".join(NAMES), "zeroshot_classification_templates.txt": "\n".join(TEMPLATES)},
+    )
+
+
+def retrieval_set(root: Path, captions: Callable[[str], list[str]] | None = None) -> Path:
+    """One picture a colour, with two captions by default."""
+    captions = captions or (lambda name: [f"all {name}", f"nothing but {name}"])
+    members = [
+        member
+        for i, name in enumerate(NAMES)
+        for member in ((f"{i:04d}.txt", "\n".join(captions(name)).encode()), (f"{i:04d}.png", picture(name)))
+    ]
+    return write_shards(root, [members], {"dataset_type.txt": "retrieval\n"})
+
+
+def karpathy_json(folder: Path) -> Path:
+    """Karpathy's split file with the pictures of all colours in `images/`; the last is in the training split."""
+    (folder / "images").mkdir(parents=True)
+    images = []
+    for i, name in enumerate(NAMES):
+        (folder / "images" / f"{name}.png").write_bytes(picture(name))
+        split = "test" if i < len(NAMES) - 1 else "train"
+        images.append({"filename": f"{name}.png", "split": split, "sentences": [{"raw": f"all {name}"}]})
+    path = folder / "dataset_colours.json"
+    path.write_text(json.dumps({"images": images}))
+    return path
+
+
+class ColourModel(nn.Module):
+    """Pixels to their mean colour, a text to the colour it names: what a perfect model of these sets would do."""
+
+    image_size = 8
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.passes = 0
+        self.modes: set[bool] = set()
+
+    def tokenizer(self, texts: list[str]) -> Tensor:
+        return torch.tensor([[next(i for i, name in enumerate(NAMES) if name in text)] for text in texts])
+
+    def image(self, pixels: Tensor) -> Tensor:
+        self.passes += 1
+        self.modes.add(self.training)
+        assert pixels.dtype == torch.uint8 and pixels.shape[1:] == (3, 8, 8)
+        return pixels.float().mean((2, 3)) - 125
+
+    def text(self, tokens: Tensor) -> Tensor:
+        self.passes += 1
+        return torch.tensor(list(COLOURS.values()))[tokens[:, 0]].float() - 125

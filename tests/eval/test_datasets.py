@@ -1,0 +1,162 @@
+"""Layouts of evaluation sets on disk, and what is said about those that cannot be used."""
+
+from pathlib import Path
+
+import pytest
+
+from clipscale.errors import UserError
+from clipscale.eval.datasets import load_set, load_sets
+from tests.eval.sets import NAMES, classification_set, karpathy_json, picture, retrieval_set, write_shards
+
+
+def test_classification_shards(tmp_path: Path) -> None:
+    item = load_set(classification_set(tmp_path / "colours"))
+    assert (item.kind, len(item), item.labels) == ("classification", 6, list(range(6)))
+    assert item.classnames == NAMES
+    assert [t("red") for t in item.templates] == ["a photo of red.", "the colour red {{no braces}}"]
+    assert [image.read() for image in item.images] == [picture(name) for name in NAMES]
+
+
+def test_retrieval_shards_keep_every_caption_with_its_image(tmp_path: Path) -> None:
+    root = retrieval_set(tmp_path / "captions", lambda name: [name] * (1 + NAMES.index(name) % 2) + ["", "  "])
+    item = load_set(root)
+    assert item.kind == "retrieval"
+    assert item.captions == ["red", "green", "green", "blue", "yellow", "yellow", "cyan", "white", "white"]
+    assert item.owner == [0, 1, 1, 2, 3, 3, 4, 5, 5]
+
+
+def test_names_tell_sets_apart(tmp_path: Path) -> None:
+    paths = [classification_set(tmp_path / a / b) for a, b in (("x", "wds_colours"), ("y", "wds_colours"))]
+    assert [s.name for s in load_sets([str(p) for p in paths])] == ["x/wds_colours", "y/wds_colours"]
+    assert load_sets([str(paths[0])])[0].name == "colours"
+
+
+def test_limit_spreads_over_the_set(tmp_path: Path) -> None:
+    root = classification_set(tmp_path / "sorted", [name for name in NAMES for _ in range(4)])
+    assert load_sets([str(root)], limit=6)[0].labels == [0, 1, 2, 3, 4, 5]
+    captions = load_sets([str(retrieval_set(tmp_path / "captions"))], limit=3)[0]
+    assert captions.captions == [f"{how} {n}" for n in ("red", "blue", "cyan") for how in ("all", "nothing but")]
+    assert captions.owner == [0, 0, 1, 1, 2, 2]
+
+
+@pytest.mark.parametrize(("name", "classes"), [("imagenet1k", [3, 998]), ("anything", range(1000))])
+def test_imagenet_needs_no_class_names(tmp_path: Path, name: str, classes: range) -> None:
+    members = [m for i in classes for m in ((f"{i}.webp", picture("red", "WEBP")), (f"{i}.cls", str(i).encode()))]
+    item = load_set(write_shards(tmp_path / name, [members], {}))
+    assert len(item.classnames) == 1000 and len(item.templates) == 80
+    assert item.classnames[0] == "tench" and item.templates[0]("tench") == "a bad photo of a tench."
+
+
+@pytest.mark.parametrize("name", ["imagenet-a", "wds_imagenet-r", "imagenet_o"])
+def test_subsets_of_imagenet_bring_their_class_names(tmp_path: Path, name: str) -> None:
+    members = [("0.png", picture("red")), ("0.cls", b"0")]
+    with pytest.raises(UserError, match=r"no classnames\.txt"):
+        load_set(write_shards(tmp_path / "without" / name, [members], {}))
+    item = load_set(write_shards(tmp_path / "with" / name, [members], {"classnames.txt": "stingray\ngoldfinch\n"}))
+    assert item.classnames == ["stingray", "goldfinch"] and len(item.templates) == 80
+
+
+def folders(root: Path, names: list[str]) -> Path:
+    for i, name in enumerate(names):
+        (root / name).mkdir(parents=True)
+        for j in range(i + 1):
+            (root / name / f"{j}.PNG").write_bytes(picture("red"))
+        (root / name / "notes.txt").write_text("no image")
+    return root
+
+
+def test_class_folders_by_name(tmp_path: Path) -> None:
+    item = load_set(folders(tmp_path / "set", ["red_fox", "cat"]))
+    assert item.classnames == ["cat", "red fox"] and item.labels == [0, 0, 1]
+    assert [t("cat") for t in item.templates] == ["a photo of a cat."]
+
+
+def test_class_folders_by_wordnet_id(tmp_path: Path) -> None:
+    item = load_set(folders(tmp_path / "set", ["n01498041", "n01443537"]))
+    assert item.classnames == ["goldfish", "stingray"] and item.labels == [0, 0, 1] and len(item.templates) == 80
+    with pytest.raises(UserError, match="n99999999 is no class of ImageNet-1k"):
+        load_set(folders(tmp_path / "other", ["n99999999"]))
+
+
+def test_karpathy_and_coco_caption_files(tmp_path: Path) -> None:
+    item = load_set(karpathy_json(tmp_path / "flickr"))
+    assert item.captions == [f"all {n}" for n in NAMES[:-1]] and item.owner == [0, 1, 2, 3, 4]
+    assert [i.read() for i in item.images] == [picture(n) for n in NAMES[:-1]]
+
+    (tmp_path / "val").mkdir()
+    (tmp_path / "val" / "7.png").write_bytes(picture("blue"))
+    (tmp_path / "captions.json").write_text(
+        '{"images": [{"id": 7, "file_name": "7.png"}, {"id": 8, "file_name": "8.png"}],'
+        ' "annotations": [{"image_id": 7, "caption": "blue"}, {"image_id": 7, "caption": " all blue\\n"}]}'
+    )
+    item = load_set(tmp_path / "captions.json")
+    assert item.captions == ["blue", "all blue"] and item.owner == [0, 0] and len(item) == 1
+
+
+PNG = picture("red")
+NO_NAMES = {"classnames.txt": "red\n"}
+
+
+@pytest.mark.parametrize(
+    ("shards", "files", "message"),
+    [
+        ([[("0.png", PNG), ("0.cls", b"1")]], NO_NAMES, r"1 labels outside its 1 classes \(such as 1\)"),
+        ([[("0.png", PNG), ("0.cls", b"-1")]], NO_NAMES, "outside its 1 classes"),
+        ([[("0.png", PNG), ("0.cls", b"red")]], NO_NAMES, "the label b'red'"),
+        ([[("0.png", PNG)]], NO_NAMES, r"no \.cls member"),
+        ([[("0.png", PNG), ("0.cls", b"0")]], {}, r"no classnames\.txt"),
+        ([[("0.cls", b"0")]], NO_NAMES, r"0 of .*0\.tar has no image"),
+        ([[("0.png", PNG), ("0.cls", b"0"), ("1.cls", b"0")]], NO_NAMES, r"1 of .*0\.tar has no image"),
+        ([[]], NO_NAMES, "holds no image"),
+        ([], NO_NAMES, "holds no image"),
+        ([[("0.png", PNG)]], {"dataset_type.txt": "retrieval"}, "no captions"),
+        ([[("0.png", PNG), ("0.txt", b" \n")]], {"dataset_type.txt": "retrieval"}, "no captions"),
+        ([[("0.png", PNG)]], {"dataset_type.txt": "multilabel"}, "says 'multilabel'"),
+        ([[("0.png", PNG), ("0.cls", b"0")]], {"test/nshards.txt": "two"}, "number of shards"),
+        ([[("0.png", PNG), ("0.cls", b"0")]], NO_NAMES | {"test/nshards.txt": "2"}, r"1\.tar is missing"),
+        ([[("0.png", PNG), ("0.cls", b"0")]], NO_NAMES | {"test/0.tar": "x" * 600}, r"cannot read .*0\.tar"),
+        (
+            [[("0.png", PNG), ("0.cls", b"0")]],
+            NO_NAMES | {"zeroshot_classification_templates.txt": "a photo"},
+            "no place for the class",
+        ),
+    ],
+)
+def test_shards_that_cannot_be_used(
+    tmp_path: Path, shards: list[list[tuple[str, bytes]]], files: dict[str, str], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        load_set(write_shards(tmp_path / "set", shards, files))
+
+
+def test_truncated_shard_is_named(tmp_path: Path) -> None:
+    root = classification_set(tmp_path / "set")
+    shard = root / "test" / "1.tar"
+    shard.write_bytes(shard.read_bytes()[:700])
+    with pytest.raises(UserError, match=r"cannot read .*1\.tar.*fetch it again"):
+        load_set(root)
+
+
+def test_paths_that_are_no_set(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="does not exist"):
+        load_sets([str(tmp_path / "nowhere")])
+    with pytest.raises(UserError, match="none of the known layouts"):
+        load_sets([str(tmp_path)])
+    (tmp_path / "set.txt").write_text("x")
+    with pytest.raises(UserError, match="no caption JSON"):
+        load_sets([str(tmp_path / "set.txt")])
+    (tmp_path / "set.json").write_text("[1]")
+    with pytest.raises(UserError, match="neither COCO's"):
+        load_sets([str(tmp_path / "set.json")])
+    root = str(classification_set(tmp_path / "set"))
+    with pytest.raises(UserError, match="twice"):
+        load_sets([root, root + "/"])
+    with pytest.raises(UserError, match=r"eval\.limit=0"):
+        load_sets([root], limit=0)
+
+
+def test_missing_images_of_a_caption_file(tmp_path: Path) -> None:
+    path = karpathy_json(tmp_path)
+    (tmp_path / "images" / "blue.png").unlink()
+    with pytest.raises(UserError, match=r"1 of 5 images .* are missing, such as .*blue\.png"):
+        load_set(path)

@@ -1,0 +1,161 @@
+"""evaluate() on sets whose right figures are known: in one process, in several, and with damaged images."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from clipscale.errors import UserError
+from clipscale.eval.run import EvalConfig, check, evaluate, save_results
+from tests.eval.sets import (
+    NAMES,
+    TEMPLATES,
+    ColourModel,
+    classification_set,
+    picture,
+    retrieval_set,
+    write_shards,
+)
+from tests.ranks import run_ranks
+
+CPU = torch.device("cpu")
+
+
+def test_perfect_model_is_perfect(tmp_path: Path) -> None:
+    sets = [classification_set(tmp_path / "classes"), retrieval_set(tmp_path / "captions")]
+    results = evaluate(ColourModel(), EvalConfig(sets=[str(s) for s in sets]), device=CPU)
+    assert results["classes"] == {"top1": 1, "top5": 1, "mean_per_class_recall": 1, "images": 6, "broken": 0}
+    shares = {k: v for k, v in results["captions"].items() if "_r" in k}
+    assert len(shares) == 6 and set(shares.values()) == {1.0}
+    assert (results["captions"]["images"], results["captions"]["captions"]) == (6, 12)
+
+
+def test_wrong_answers_are_counted(tmp_path: Path) -> None:
+    root = classification_set(tmp_path / "set", ["red"] * 3 + ["green"], wrong=[0, 1])
+    result = evaluate(ColourModel(), EvalConfig(sets=[str(root)]), device=CPU)["set"]
+    assert result["top1"] == 2 / 4 and result["mean_per_class_recall"] == pytest.approx((1 / 3 + 1) / 2)
+
+
+@pytest.mark.parametrize("batch", [1, 4, 5, 256])
+def test_batch_size_changes_nothing(tmp_path: Path, batch: int) -> None:
+    sets = [str(classification_set(tmp_path / "classes", wrong=[2])), str(retrieval_set(tmp_path / "captions"))]
+    config = EvalConfig(sets=sets, batch=batch, workers=2)
+    results = evaluate(ColourModel(), config, device=CPU)
+    assert results["classes"]["top1"] == 5 / 6 and results["captions"]["text_to_image_r1"] == 1
+
+
+def test_model_is_evaluated_in_evaluation_mode_and_put_back(tmp_path: Path) -> None:
+    model = ColourModel().train()
+    evaluate(model, EvalConfig(sets=[str(classification_set(tmp_path / "set"))]), device=CPU)
+    assert model.modes == {False} and model.training
+
+
+def damaged(colour: str) -> bytes:
+    return picture(colour)[:40]
+
+
+def test_broken_images_are_misses_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    members = [m for i, n in enumerate(NAMES) for m in ((f"{i}.png", picture(n)), (f"{i}.cls", str(i).encode()))]
+    members[0] = ("0.png", damaged("red"))
+    files = {"classnames.txt": "\n".join(NAMES), "zeroshot_classification_templates.txt": "\n".join(TEMPLATES)}
+    classes = write_shards(tmp_path / "classes", [members], files)
+    members = [
+        m
+        for i, n in enumerate(NAMES)
+        for m in ((f"{i}.png", picture(n)), (f"{i}.txt", n.encode() + b"\nall " + n.encode()))
+    ]
+    members[2] = ("1.png", b"")
+    captions = write_shards(tmp_path / "captions", [members], {"dataset_type.txt": "retrieval"})
+
+    results = evaluate(
+        ColourModel(), EvalConfig(sets=[str(classes), str(captions)]), device=CPU, run_dir=tmp_path / "run"
+    )
+    assert results["classes"]["top1"] == 5 / 6 and results["classes"]["top5"] == 5 / 6
+    assert results["classes"]["images"] == 6 and results["classes"]["broken"] == 1
+    assert {v for k, v in results["captions"].items() if "_r" in k} == {5 / 6}, results["captions"]
+    assert results["captions"]["images"] == 6 and results["captions"]["broken"] == 1
+    assert sum("counted as misses: 1" in message for message in caplog.messages) == 2, caplog.messages
+
+
+def test_a_set_without_one_good_image_is_refused(tmp_path: Path) -> None:
+    root = write_shards(tmp_path / "set", [[("0.png", b"x"), ("0.cls", b"0")]], {"classnames.txt": "red"})
+    with pytest.raises(UserError, match="none of the 1 images"):
+        evaluate(ColourModel(), EvalConfig(sets=[str(root)]), device=CPU)
+
+
+def test_a_collapsed_or_diverged_model_scores_zero(tmp_path: Path) -> None:
+    sets = [str(classification_set(tmp_path / "classes")), str(retrieval_set(tmp_path / "captions"))]
+    for value in (1.0, float("nan")):
+
+        class Constant(ColourModel):
+            def image(self, pixels: Tensor, value: float = value) -> Tensor:
+                return torch.full((len(pixels), 3), value)
+
+        results = evaluate(Constant(), EvalConfig(sets=sets), device=CPU)
+        assert results["classes"]["top1"] <= 1 / 6, f"features all {value}: {results['classes']}"
+        assert results["captions"]["text_to_image_r1"] == 0, f"features all {value}: {results['captions']}"
+
+
+def test_results_and_examples_are_saved(tmp_path: Path) -> None:
+    sets = [str(classification_set(tmp_path / "classes")), str(retrieval_set(tmp_path / "captions"))]
+    run = tmp_path / "run"
+    results = evaluate(ColourModel(), EvalConfig(sets=sets), device=CPU, run_dir=run, step=12)
+    record = json.loads((run / "eval" / "step_00000012.json").read_text())
+    assert record["step"] == 12 and record["results"] == results
+    examples = json.loads((run / "eval" / "retrieved" / "captions.json").read_text())
+    assert len(examples["rows"]) == 8 and examples["step"] == 12
+    assert all(row["hit"] == 0 for row in examples["rows"]), "a perfect model finds the right image first"
+    with Image.open(run / "eval" / "retrieved" / "captions.png") as sheet:
+        tile = examples["tile"]
+        assert sheet.size == (tile * (examples["columns"] + 1), tile * 8)
+        assert sheet.getpixel((tile // 2, tile // 2)) == (230, 20, 20), "the first caption is about red"
+
+
+def test_later_results_join_earlier_ones(tmp_path: Path) -> None:
+    save_results(tmp_path, 5, {"a": {"top1": 0.1}, "b": {"top1": 0.2}}, seconds=1)
+    path = save_results(tmp_path, 5, {"b": {"top1": 0.3}}, seconds=1)
+    assert json.loads(path.read_text())["results"] == {"a": {"top1": 0.1}, "b": {"top1": 0.3}}
+
+
+def evaluate_on_rank(rank: int, world: int, sets: list[str], run: str) -> tuple[dict[str, dict[str, float]], int]:
+    model = ColourModel()
+    results = evaluate(model, EvalConfig(sets=sets, batch=2, workers=1), device=CPU, run_dir=Path(run), step=1)
+    return results, model.passes
+
+
+def test_ranks_share_the_work_and_agree(tmp_path: Path) -> None:
+    sets = [
+        str(classification_set(tmp_path / "classes", [*NAMES, "red"], wrong=[1, 4])),
+        str(retrieval_set(tmp_path / "captions")),
+    ]
+    alone = evaluate(ColourModel(), EvalConfig(sets=sets, batch=2), device=CPU)
+    answers = run_ranks(evaluate_on_rank, 3, sets, str(tmp_path / "run"))
+    assert all(results == alone for results, _ in answers), f"{answers} instead of {alone}"
+    assert len({passes for _, passes in answers}) == 1, "towers that communicate need equally many passes on every rank"
+    assert json.loads((tmp_path / "run" / "eval" / "step_00000001.json").read_text())["results"] == alone
+
+
+def check_on_rank(rank: int, world: int, *paths: list[str]) -> list[str]:
+    messages = []
+    for choices in paths:
+        try:
+            check(EvalConfig(sets=[choices[rank]]))
+        except UserError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_a_mistake_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
+    good = str(classification_set(tmp_path / "a" / "set"))
+    other = str(classification_set(tmp_path / "b" / "set", ["red"]))
+    for missing, differing in run_ranks(check_on_rank, 2, [good, str(tmp_path / "nowhere")], [good, other]):
+        assert "nowhere does not exist" in missing, missing
+        assert "different files" in differing, differing
+
+
+def test_batch_must_be_positive(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"eval\.batch=0"):
+        check(EvalConfig(batch=0))
