@@ -84,14 +84,17 @@ class World:
                     module.set_gradient_divide_factor(1.0)
             return tower
         ids = [self.device.index] if self.device.type == "cuda" else None
-        wrapped = DistributedDataParallel(tower, device_ids=ids, gradient_as_bucket_view=True, **{_BUFFERS: False})
+        constant_buffers: dict[str, Any] = {_BUFFERS: False}
+        wrapped = DistributedDataParallel(tower, device_ids=ids, gradient_as_bucket_view=True, **constant_buffers)
         wrapped.register_comm_hook(None, _sum)
         return wrapped
 
 
 def blocks(tower: nn.Module) -> list[nn.Module]:
     """The repeated blocks of a transformer (or stages of a convolutional network): the units in which FSDP2 gathers parameters."""
-    lists = [m for m in tower.modules() if isinstance(m, nn.ModuleList | nn.Sequential) and len({type(c) for c in m}) == 1]
+    lists = [
+        m for m in tower.modules() if isinstance(m, nn.ModuleList | nn.Sequential) and len({type(c) for c in m}) == 1
+    ]
     return [block for found in lists if len(found) > 1 for block in found if any(True for _ in block.parameters())]
 
 
@@ -109,7 +112,9 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
 
 # Buffers are constants here; newer releases of torch renamed the switch that keeps DDP from sending them at every forward.
 _BUFFERS = next(
-    name for name in ("forward_sync_buffers", "broadcast_buffers") if name in signature(DistributedDataParallel).parameters
+    name
+    for name in ("forward_sync_buffers", "broadcast_buffers")
+    if name in signature(DistributedDataParallel).parameters
 )
 
 

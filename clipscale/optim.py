@@ -53,13 +53,9 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
 
     Raises UserError for a name timm does not know or options the optimizer does not take.
     """
-    if config.name not in timm.optim.list_optimizers():
-        from difflib import get_close_matches
-
-        near = get_close_matches(config.name, timm.optim.list_optimizers(), n=3)
-        raise UserError(
-            f"optim.name={config.name!r} is not one of timm's optimizers; nearest: {', '.join(near) or 'none'}"
-        )
+    known = [str(name) for name in timm.optim.list_optimizers()]
+    if config.name not in known:
+        raise UserError(f"optim.name={config.name!r} is not one of timm's optimizers{nearest(config.name, known)}")
     options: dict[str, Any] = dict(config.options)
     info = timm.optim.get_optimizer_info(config.name)
     if info.has_betas:

@@ -6,6 +6,7 @@ the first time, and push its rows of that gradient through it (Gao et al. 2021, 
 sum over chunks is the gradient of one graph over the whole batch.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -21,8 +22,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 class CacheConfig:
     """How the local batch is cut into chunks."""
 
-    chunk: int | None = None
-    """Samples per chunk for both towers; None: 256, or the local batch where that is smaller."""
+    chunk: str = "auto"
+    """Samples per chunk for both towers; `auto`: found by a short trial on a GPU, 256 on a CPU."""
     image_chunk: int | None = None
     """Samples per image chunk; None: `chunk`."""
     text_chunk: int | None = None
@@ -142,10 +143,12 @@ class GraphMemory:
         self.budget = budget
         """Bytes; may be set anew before each step."""
         self.used = 0
+        self.limit = math.inf
+        """What turned out to fit when the device ran out of memory within the budget."""
 
     def fits(self, cost: int) -> bool:
         """Whether one more graph of that size (0: not known yet, to be measured) stays within the budget."""
-        return self.budget > 0 and self.used + cost <= self.budget
+        return self.budget > 0 and self.used + cost <= min(self.budget, self.limit)
 
 
 @dataclass
@@ -205,8 +208,13 @@ class _Tower:
 
     def run_kept(self, start: int, stop: int) -> Tensor:
         """Encode with a graph and keep it, unless it turns out larger than the room for it."""
-        with graph_bytes() as size:
-            out = self.run(start, stop)
+        try:
+            with graph_bytes() as size:
+                out = self.run(start, stop)
+        except torch.OutOfMemoryError:  # memory in fragments: this chunk and later steps make do with what fitted
+            self.memory.limit = self.memory.used
+            self.random_states[-1].restore()
+            return self.run_without_graph(start, stop)
         self.cost = max(self.cost, size())
         if not self.memory.fits(size()):
             return out.detach()

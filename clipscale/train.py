@@ -4,7 +4,7 @@ import logging
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -25,9 +25,12 @@ from clipscale.models.flops import Flops
 from clipscale.models.towers import build_model
 from clipscale.optim import Schedule, build_optimizer
 from clipscale.precision import Precision
+from clipscale.probe import Retention, chunk_sizes, find_chunk, remember, remembered
 from clipscale.report.metrics import MetricLog
+from clipscale.report.phases import Phases
 from clipscale.report.plots import write_report
 from clipscale.step import GradCache
+from clipscale.transfer import DeviceRows
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +73,7 @@ class Run:
             self.model.load_state_dict(state["model"])
         self.optimizer = build_optimizer(self.model, config.optim)
         self.cache = self.build_cache()
+        self.retention = Retention(config.cache.keep, world.device)
         self.flops = Flops(config.model, world.device)
         self.stream = self.open_stream(None if state is None else state["position"])
         self.total, per_epoch = self.length()
@@ -88,43 +92,46 @@ class Run:
 
     def build_cache(self) -> GradCache:
         """The gradient cache over both towers, data-parallel where there are several ranks."""
-        config = self.config.cache
-        chunks = []
-        for setting, size in (("image_chunk", config.image_chunk), ("text_chunk", config.text_chunk)):
-            wanted = size or config.chunk or min(256, self.local_batch)
-            if wanted > self.local_batch:
-                name = setting if size else "chunk"
-                raise UserError(
-                    f"cache.{name}={wanted} is larger than the {self.local_batch} samples of one process; make it smaller"
-                )
-            chunks.append(wanted)
         if self.config.model.compile:
             self.model.image.compile()
             self.model.text.compile()
+        towers = self.model.image, self.model.text
         return GradCache(
-            [self.world.wrap(self.model.image), self.world.wrap(self.model.text)],
+            [self.world.wrap(tower, self.config.launch.parallel) for tower in towers],
             self.loss,
-            chunks=chunks,
-            keep=config.keep,
+            chunks=self.chunks(),
             autocast=self.precision.autocast,
             scaler=self.precision.scaler,
         )
 
+    def chunks(self) -> list[int]:
+        """Samples per chunk of the image and the text tower: as set, as found by an earlier start of this run, or by trial."""
+        side, length, device = self.model.image_size, self.model.context_length, self.world.device
+
+        def pixels(n: int) -> Tensor:
+            return torch.randint(0, 256, (n, 3, side, side), dtype=torch.uint8, device=device)
+
+        def tokens(n: int) -> Tensor:
+            return torch.randint(1, 100, (n, length), device=device)
+
+        sizes = chunk_sizes(self.config.cache, self.local_batch)
+        found: dict[str, int] = {}
+        for name, tower, sample in (("image", self.model.image, pixels), ("text", self.model.text, tokens)):
+            size = sizes[name] or remembered(self.folder, name)
+            if size is None:
+                with self.precision.autocast():
+                    size = min(self.world.gather(find_chunk(tower, sample, self.local_batch, device)))
+            found[name] = size
+        if self.world.main:
+            remember(self.folder, found)
+        return [found["image"], found["text"]]
+
     def loss(self, image_features: Tensor, text_features: Tensor) -> Tensor:
         """This rank's view of the loss of the global batch: the global mean, with gradients that are shares to be summed."""
         c = self.config.loss
-        return contrastive_loss(
-            image_features.to(self.precision.dtype),
-            text_features.to(self.precision.dtype),
-            self.model.logit_scale.exp(),
-            logit_bias=self.model.logit_bias if c.objective == "sigmoid" else None,
-            objective=c.objective,
-            similarity=c.similarity,
-            exchange=c.exchange,
-            backend=c.backend,
-            label_smoothing=c.label_smoothing,
-            ranks_per_node=c.ranks_per_node,
-        )
+        scale, bias = self.model.logit_scale.exp(), self.model.logit_bias if c.objective == "sigmoid" else None
+        with self.precision.autocast():
+            return contrastive_loss(image_features, text_features, scale, logit_bias=bias, check=False, **asdict(c))
 
     def open_stream(self, position: dict[str, Any] | None) -> TrainStream:
         return TrainStream(
@@ -164,6 +171,16 @@ class Run:
             raise UserError(f"samples={samples} is less than one batch={self.config.batch}; nothing would be trained")
         return samples // self.config.batch, None if per_epoch is None else per_epoch / self.config.batch
 
+    def open_log(self) -> MetricLog:
+        return MetricLog(
+            self.folder,
+            self.config.log,
+            resolved_config=to_yaml(self.config),
+            resume_step=self.step,
+            total_steps=self.total,
+            world=self.world.size,
+        )
+
     def restore(self, state: dict[str, Any]) -> None:
         """Go on where the checkpoint stopped: step, optimizer, scaler and random state (the data stream is already there)."""
         if state["batch"] != self.config.batch:
@@ -199,7 +216,8 @@ class Run:
                 while self.step < self.total:
                     record = self.optimizer_step()
                     self.step += 1
-                    self.report(record)
+                    if self.metrics:
+                        self.metrics.step(record)
                     if config.eval.every and self.step % config.eval.every == 0 and self.step < self.total:
                         results = self.evaluate()
                     if self.save_due():
@@ -221,15 +239,16 @@ class Run:
     def optimizer_step(self) -> dict[str, Any]:
         """One exact step over the global batch; returns what `metrics.jsonl` holds of it."""
         phases = Phases(self.world.device)
+        self.retention.before_step(self.cache.memory)
         self.optimizer.zero_grad()
         lr = self.schedule.apply(self.optimizer, self.step)
         batch = self.stream.next_batch()
-        device, resident = self.world.device, self.config.offload == "none"
+        images, texts = (
+            DeviceRows(rows, len(batch), self.world.device, resident=self.config.offload == "none")
+            for rows in (batch.pixels, batch.tokens)
+        )
         with phases("encode"):
-            features = self.cache.encode(
-                DeviceRows(batch.pixels, len(batch), device, resident),
-                DeviceRows(batch.tokens, len(batch), device, resident),
-            )
+            features = self.cache.encode(images, texts)
         with phases("loss"):
             value = self.loss(*features)
             self.cache.backward(value)
@@ -238,6 +257,7 @@ class Run:
             self.cache.replay()
         with phases("optim"):
             grad_norm = self.update()
+        self.retention.after_step(phases)
         self.last_loss = value.item()
         if not math.isfinite(self.last_loss) or (not math.isfinite(grad_norm) and self.precision.scaler is None):
             raise UserError(
@@ -261,6 +281,7 @@ class Run:
             "mem_peak_bytes": phases.peak_bytes(),
             "mem_loss_bytes": phases.extra_bytes("loss"),
             "host_rss_bytes": psutil.Process().memory_info().rss,
+            "broken": sum(self.stream.broken.values()),
             "mfu": self.flops.utilisation(rate / self.world.size),
         }
 
@@ -272,7 +293,9 @@ class Run:
         if scaler:
             scaler.unscale_(self.optimizer)
         parameters = [p for p in self.model.parameters() if p.grad is not None]
-        norm = torch.nn.utils.clip_grad_norm_(parameters, config.clip_norm or math.inf)
+        norm = distributed.gradient_norm(parameters)
+        if config.clip_norm:
+            torch.nn.utils.clip_grads_with_norm_(parameters, config.clip_norm, norm)
         if scaler:
             scaler.step(self.optimizer)
             scaler.update()
@@ -282,12 +305,8 @@ class Run:
             self.model.logit_scale.clamp_(max=math.log(config.max_logit_scale))
         return norm.item()
 
-    def report(self, record: dict[str, Any]) -> None:
-        if self.metrics:
-            self.metrics.step({**record, "broken": sum(self.stream.broken.values())})
-
     def evaluate(self) -> dict[str, Any]:
-        """Zero-shot and retrieval figures of the model as it is now, every rank doing its share; saved as RUN/eval/step_N.json."""
+        """Zero-shot and retrieval figures of the model as it is now; saved as RUN/eval/step_N.json."""
         results = evaluate(
             self.model,
             self.config.eval,
@@ -298,7 +317,7 @@ class Run:
         )
         if self.metrics:
             self.metrics.eval(self.step, results)
-        return results
+        return dict(results)
 
     # ---- save ----
 
@@ -348,58 +367,6 @@ class Run:
             yield
         finally:
             signal.signal(signal.SIGTERM, before)
-
-
-class DeviceRows:
-    """Rows of the host batch as the encoder's input on the device, one chunk at a time (or all kept there: `resident`)."""
-
-    def __init__(self, rows: Callable[[int, int], Tensor], count: int, device: torch.device, resident: bool) -> None:
-        self.rows, self.count, self.device = rows, count, device
-        self.held: dict[tuple[int, int], Tensor] | None = {} if resident else None
-
-    def __len__(self) -> int:
-        return self.count
-
-    def chunk(self, start: int, stop: int) -> Tensor:
-        if self.held is not None and (start, stop) in self.held:
-            return self.held[start, stop]
-        chunk = self.rows(start, stop).to(self.device, non_blocking=True)
-        if self.held is not None:
-            self.held[start, stop] = chunk
-        return chunk
-
-
-class Phases:
-    """Seconds and peak device memory of the parts of one step. A CPU has no allocator to ask: its memory figures are None."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.seconds: dict[str, float] = {}
-        self.before: dict[str, int] = {}
-        self.peak: dict[str, int] = {}
-
-    @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        cuda = self.device.type == "cuda"
-        if cuda:
-            torch.cuda.reset_peak_memory_stats(self.device)
-            self.before[name] = torch.cuda.memory_allocated(self.device)
-        started = time.perf_counter()
-        yield
-        if cuda:
-            torch.cuda.synchronize(self.device)
-            self.peak[name] = torch.cuda.max_memory_allocated(self.device)
-        self.seconds[name] = time.perf_counter() - started
-
-    @property
-    def total(self) -> float:
-        return sum(self.seconds.values())
-
-    def peak_bytes(self) -> int | None:
-        return max(self.peak.values()) if self.peak else None
-
-    def extra_bytes(self, name: str) -> int | None:
-        return self.peak[name] - self.before[name] if name in self.peak else None
 
 
 def open_folder(path: Path, world: World) -> Path:

@@ -67,7 +67,7 @@ def test_frozen_parameters_are_left_out() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (OptimConfig(name="adamv"), "optim.name='adamv'.*nearest: .*adam"),
+        (OptimConfig(name="adamv"), "optim.name='adamv'.*did you mean .*adam"),
         (OptimConfig(options={"colour": 1}), "optim.options=.*do not fit adamw"),
     ],
 )

@@ -79,7 +79,7 @@ def test_local_weights_are_loaded(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (ModelConfig(name="ViT-B32"), "model.name='ViT-B32' is not an open_clip architecture; nearest: ViT-B-32"),
+        (ModelConfig(name="ViT-B32"), "model.name='ViT-B32' is not an open_clip architecture; did you mean 'ViT-B-32'"),
         (small(pretrained="nowhere.pt"), "model.pretrained='nowhere.pt' is not a file"),
         (ModelConfig(name="x", architecture={"embed_dim": 4}), "model.architecture lacks vision_cfg"),
         (ModelConfig(name="coca_ViT-B-32"), "captioning model"),
