@@ -14,15 +14,14 @@ import numpy as np
 
 from clipscale.data.batch import Slot, sample_id
 from clipscale.data.decode import BrokenSampleError, TrainTransform, caption_of, image_bytes
-from clipscale.data.order import AUGMENT, WINDOW, Draws, Epochs, Order, Segment, permutation
+from clipscale.data.order import AUGMENT, WINDOW, Draws, Order, Segment, permutation
 from clipscale.data.shards import RawSample, ReadProblem, read_shard
 from clipscale.errors import UserError
 
 MOST_BROKEN = 20_000
-FEWEST_BROKEN = 1000
-"""A lane gives up after a whole pass of broken samples in a row, but not before the one number and not after the other."""
-MOST_DEAD_SHARDS = 100
-"""A lane gives up after so many shards in a row without a usable sample."""
+MOST_FRUITLESS = 200
+"""A lane gives up after so many broken samples, or so many visits to shards, without a usable sample between them. Generous, since one
+bad shard of ten thousand must not end a run, and a lane of a small set may hold a single sample an epoch."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +35,13 @@ class Lost:
 Tick = Callable[[], None]
 
 
-def segment_samples(segment: Segment, url: str, window: int, seed: int, tick: Tick) -> Iterator[RawSample | Lost]:
+def segment_samples(
+    segment: Segment, url: str, window: int, seed: int, broken: Counter[str], tick: Tick
+) -> Iterator[RawSample | Lost]:
     """The segment's places in emission order: the shard is read in windows of `window` samples, each in a random order.
 
-    Only places inside the segment are kept in memory or yielded. One item per place where the count is known; where it is not, a shard
-    that ends badly yields one Lost more.
+    Only places inside the segment are kept in memory or yielded. One item per place where the count is known (samples beyond it are not
+    part of the order, but noted in `broken`); where it is not, a shard that ends badly yields one Lost more.
     """
     problem = ReadProblem()
     reader = read_shard(url, problem)
@@ -71,6 +72,8 @@ def segment_samples(segment: Segment, url: str, window: int, seed: int, tick: Ti
                 if problem.reason and begin >= segment.start:
                     yield Lost(problem.reason, problem.detail)
                 return
+        if segment.stop == segment.count and (surplus := sum(1 for _ in reader)):
+            broken["not_in_count"] += surplus
     finally:
         reader.close()
 
@@ -109,15 +112,16 @@ class LaneReader:
         self.turn, self.index = share.turn, share.index
         self._samples = self._walk()
         self._row: Counter[str] = Counter()
-        self._dead = 0
-        self._last_dead: tuple[int, int] | None = None
-        self._example = ""
+        self._visits: set[tuple[int, int]] = set()
+        self._read = 0
 
     def _walk(self) -> Iterator[tuple[Segment, RawSample | Lost]]:
         plan = self._plan
         while True:
             for segment in plan.order.segments(self._lane, self.turn, self.index):
-                for item in segment_samples(segment, plan.urls[segment.shard], plan.window, plan.seed, self._tick):
+                for item in segment_samples(
+                    segment, plan.urls[segment.shard], plan.window, plan.seed, self._broken, self._tick
+                ):
                     self.index += 1
                     yield segment, item
             self.turn, self.index = self.turn + 1, 0
@@ -136,28 +140,23 @@ class LaneReader:
             except BrokenSampleError as error:
                 self._pass_over(error, segment, item)
                 continue
-            self._row.clear()
-            self._dead, self._last_dead = 0, None
+            if self._row:
+                self._row.clear()
+                self._visits.clear()
+                self._read = 0
             return caption, sample_id(item.url, item.key)
 
     def _pass_over(self, error: BrokenSampleError, segment: Segment, item: RawSample | Lost) -> None:
         self._broken[error.reason] += 1
         self._row[error.reason] += 1
-        if isinstance(item, RawSample):
-            self._example = f"{item.url} {item.key}: {error}"
-        else:
-            self._example = str(error)
-            if (segment.turn, segment.shard) != self._last_dead:
-                self._last_dead = segment.turn, segment.shard
-                self._dead += 1
-        order = self._plan.order
-        first, last = order.reach(self._lane) if isinstance(order, Epochs) else (0, MOST_BROKEN)
-        decoded = sum(n for reason, n in self._row.items() if not reason.endswith("_shard"))
-        if decoded >= min(max(last - first, FEWEST_BROKEN), MOST_BROKEN) or self._dead >= MOST_DEAD_SHARDS:
+        self._visits.add((segment.turn, segment.shard))
+        self._read += isinstance(item, RawSample)
+        if len(self._visits) > MOST_FRUITLESS or self._read > MOST_BROKEN:
             reasons = ", ".join(f"{reason} {n}" for reason, n in self._row.most_common())
+            example = f"{item.url} {item.key}: {error}" if isinstance(item, RawSample) else str(error)
             raise UserError(
-                f"data.train: no usable sample among the last {sum(self._row.values())} of one lane ({reasons}; the last: "
-                f"{self._example}); look at the shards and at data.caption_key={self._plan.caption_key}"
+                f"data.train: no usable sample among the last {self._row.total()} of one lane ({reasons}; the last: {example}); "
+                f"look at the shards and at data.caption_key={self._plan.caption_key}"
             )
 
 

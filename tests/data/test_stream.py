@@ -1,0 +1,624 @@
+"""The stream: the same batches for any number of ranks and workers, exact epochs, exact resumption, and an error instead of a hang."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from clipscale.data.batch import sample_id
+from clipscale.data.decode import TrainTransform
+from clipscale.data.order import Epochs, lane_bounds
+from clipscale.data.stream import AugmentConfig, DataConfig, TrainStream, merge_positions
+from clipscale.errors import UserError
+from tests.data.files import SIDE, Letters, Members, picture, sample, write_shards, write_tar
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+
+
+def open_stream(
+    folder: Path | str, *, batch: int, rank: int = 0, world: int = 1, tokenizer: Any = None, **options: Any
+) -> TrainStream:
+    seed, position = options.pop("seed", 0), options.pop("position", None)
+    config = DataConfig(**{"train": [str(folder)], "workers": 0, "shuffle": 8, **options})
+    return TrainStream(
+        config,
+        image_size=SIDE,
+        tokenizer=tokenizer or Letters(),
+        batch=batch,
+        rank=rank,
+        world=world,
+        seed=seed,
+        position=position,
+    )
+
+
+def contents(stream: TrainStream, steps: int) -> list[tuple[list[int], bytes, bytes]]:
+    """Of each of the next batches: ids, pixels, tokens."""
+    found = []
+    for _ in range(steps):
+        batch = stream.next_batch()
+        pixels, tokens = batch.pixels(0, len(batch)), batch.tokens(0, len(batch))
+        found.append((batch.ids().tolist(), pixels.numpy().tobytes(), tokens.numpy().tobytes()))
+    return found
+
+
+def ids(stream: TrainStream, steps: int) -> list[list[int]]:
+    return [found[0] for found in contents(stream, steps)]
+
+
+def flat(batches: Iterable[list[int]]) -> list[int]:
+    return list(chain.from_iterable(batches))
+
+
+def all_ids(paths: list[Path], sizes: list[int]) -> Counter[int]:
+    return Counter(sample_id(str(path), f"{path.stem}{i:04d}") for path, size in zip(paths, sizes) for i in range(size))
+
+
+# -- the same batches whoever reads them ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ["epochs", "resampled"])
+def test_global_batches_do_not_depend_on_ranks(tmp_path: Path, order: str) -> None:
+    write_shards(tmp_path, [30, 20, 50, 11])
+    alone = ids(open_stream(tmp_path, batch=24, order=order), 12)
+    for world in (2, 4, 8):
+        parts = [ids(open_stream(tmp_path, batch=24, rank=r, world=world, order=order), 12) for r in range(world)]
+        together = [flat(part[step] for part in parts) for step in range(12)]
+        assert together == alone, f"{world} ranks"
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_batches_do_not_depend_on_workers(tmp_path: Path, workers: int) -> None:
+    write_shards(tmp_path, [30, 20, 50])
+    options = {"batch": 200, "augment": AugmentConfig(scale=(0.3, 1.0), flip=0.5)}
+    with open_stream(tmp_path, **options) as alone, open_stream(tmp_path, workers=workers, **options) as shared:
+        for step in range(6):
+            assert contents(shared, 1) == contents(alone, 1), f"step {step}"
+            assert shared.position() == alone.position()
+        assert shared.broken == alone.broken
+
+
+def test_rows_carry_what_the_shard_holds(tmp_path: Path) -> None:
+    paths = write_shards(tmp_path, [20])
+    stream = open_stream(tmp_path, batch=10, augment=AugmentConfig(scale=(1.0, 1.0), ratio=(1.0, 1.0)))
+    batch = stream.next_batch()
+    keys = {sample_id(str(paths[0]), f"00000{i:04d}"): i for i in range(20)}
+    for row, name in enumerate(batch.ids().tolist()):
+        index = keys[name]
+        pixels = np.asarray(Image.open(io.BytesIO(picture(index % 7)))).transpose(2, 0, 1)
+        assert np.array_equal(batch.pixels(row, row + 1)[0].numpy(), pixels)
+        assert torch.equal(batch.tokens(row, row + 1), Letters()([f"caption 00000{index:04d}"]))
+
+
+# -- exact epochs ------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(st.integers(0, 25), min_size=1, max_size=6),
+    st.sampled_from([1, 2, 4]),
+    st.integers(1, 9),
+    st.integers(0, 12),
+    st.data(),
+)
+def test_every_lane_gives_its_share_of_an_epoch_once(
+    tmp_path_factory: pytest.TempPathFactory,
+    sizes: list[int],
+    world: int,
+    per_rank: int,
+    shuffle: int,
+    data: st.DataObject,
+) -> None:
+    folder = tmp_path_factory.mktemp("shards")
+    paths = write_shards(folder, sizes)
+    batch, total = world * per_rank, sum(sizes)
+    if total < world:
+        with pytest.raises(UserError):
+            open_stream(folder, batch=batch, world=world, shuffle=shuffle)
+        return
+    epochs = 2
+    given_by: Counter[int] = Counter()
+    for rank in range(world):
+        stream = open_stream(folder, batch=batch, rank=rank, world=world, shuffle=shuffle, seed=data.draw(st.just(7)))
+        order = stream._order
+        assert isinstance(order, Epochs) and stream.samples_per_epoch == total
+        bounds = lane_bounds(batch, order.lanes)
+        lanes = range(rank * order.lanes // world, (rank + 1) * order.lanes // world)
+        steps = max(
+            -(-epochs * (b - a) // int(bounds[lane + 1] - bounds[lane]))
+            for lane in lanes
+            for a, b in [order.reach(lane)]
+        )
+        rows = np.array(ids(stream, steps)).reshape(steps, batch // world)
+        for lane in lanes:
+            own = rows[:, bounds[lane] - rank * per_rank : bounds[lane + 1] - rank * per_rank].ravel()
+            first, last = order.reach(lane)
+            given_by.update(own[: epochs * (last - first)].tolist())
+    assert given_by == Counter({name: epochs * n for name, n in all_ids(paths, sizes).items()})
+
+
+def test_an_epoch_that_the_batch_divides_is_exact_in_global_batches(tmp_path: Path) -> None:
+    sizes = [40, 17, 39]
+    paths = write_shards(tmp_path, sizes)
+    stream = open_stream(tmp_path, batch=32)
+    epochs = [flat(ids(stream, 3)) for _ in range(3)]
+    for epoch in epochs:
+        assert Counter(epoch) == all_ids(paths, sizes)
+    assert epochs[0] != epochs[1] != epochs[2], "each epoch has an order of its own"
+    assert ids(open_stream(tmp_path, batch=32, seed=1), 3) != [epochs[0][i : i + 32] for i in (0, 32, 64)], (
+        "each seed too"
+    )
+
+
+def test_broken_samples_cost_an_epoch_only_themselves(tmp_path: Path) -> None:
+    members: Members = []
+    for i in range(60):
+        members += [(f"{i}.txt", b"no picture")] if i % 5 == 0 else sample(str(i))
+    path = write_tar(tmp_path / "x.tar", members)
+    stream = open_stream(path, batch=12, lanes=1)
+    seen = Counter(flat(ids(stream, 4)))
+    assert seen == Counter(sample_id(str(path), str(i)) for i in range(60) if i % 5)
+    assert stream.broken["no_image"] in (11, 12)
+
+
+def test_shuffling_mixes_within_the_window_and_zero_keeps_the_order(tmp_path: Path) -> None:
+    path = write_shards(tmp_path, [40])[0]
+    keys = {sample_id(str(path), f"00000{i:04d}"): i for i in range(40)}
+    plain, windowed = (
+        [keys[i] for i in ids(open_stream(tmp_path, batch=40, lanes=1, shuffle=n), 1)[0]] for n in (0, 10)
+    )
+    assert plain == list(range(40))
+    assert windowed != plain
+    assert [sorted(windowed[i : i + 10]) for i in range(0, 40, 10)] == [
+        list(range(i, i + 10)) for i in range(0, 40, 10)
+    ]
+
+
+def test_augmentation_differs_between_epochs_but_not_between_runs(tmp_path: Path) -> None:
+    write_shards(tmp_path, [8])
+    options = {"batch": 8, "augment": AugmentConfig(scale=(0.2, 0.6))}
+    first, second = (contents(open_stream(tmp_path, **options), 2) for _ in range(2))
+    assert first == second
+    assert sorted(first[0][0]) == sorted(first[1][0])
+    assert first[0][1] != first[1][1]
+
+
+# -- which order -------------------------------------------------------------------------------------------------------
+
+
+def test_uncounted_local_shards_are_scanned_when_few(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_shards(tmp_path, [3, 4, 5], sized=False)
+    assert open_stream(tmp_path, batch=4).samples_per_epoch == 12
+    monkeypatch.setattr("clipscale.data.shards.SCAN_AT_MOST", 2)
+    assert open_stream(tmp_path, batch=4).samples_per_epoch is None
+    assert "drawn with replacement" in caplog.text
+    assert open_stream(tmp_path, batch=4, order="epochs").samples_per_epoch == 12
+
+
+def test_sources_are_drawn_by_their_weights(tmp_path: Path) -> None:
+    rare, often = write_shards(tmp_path / "a", [2, 2, 2]), write_shards(tmp_path / "b", [2])
+    config = {"train": [str(tmp_path / "a"), str(tmp_path / "b")], "weights": [1.0, 3.0], "batch": 128}
+    stream = open_stream("", **config)
+    assert stream.samples_per_epoch is None
+    keys = Counter(flat(ids(stream, 40)))
+    # both sets name a shard 00000.tar alike, so count by those that only the first set holds: two thirds of its quarter
+    alone = all_ids(rare[1:], [2, 2])
+    share = sum(n for name, n in keys.items() if name in alone) / keys.total()
+    assert share == pytest.approx(1 / 6, abs=0.05), share
+    assert often
+
+
+def test_resampling_draws_within_a_shard_without_replacement(tmp_path: Path) -> None:
+    sizes = [16, 16]
+    paths = write_shards(tmp_path, sizes, sized=False)
+    stream = open_stream(tmp_path, batch=16, lanes=1, order="resampled", shuffle=5)
+    batches = ids(stream, 12)
+    shards = [all_ids([path], [16]) for path in paths]
+    # keys hold the shard's number, so the second shard's samples are 00001xxxx
+    assert all(Counter(batch) in shards for batch in batches)
+    assert len({tuple(batch) for batch in batches}) > 6, "each visit has an order of its own"
+
+
+# -- resumption --------------------------------------------------------------------------------------------------------
+
+
+def positions(streams: list[TrainStream]) -> dict[str, Any]:
+    """What a checkpoint would hold."""
+    return json.loads(json.dumps(merge_positions([stream.position() for stream in streams])))
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.sampled_from(["epochs", "resampled"]),
+    st.sampled_from([(1, 1), (2, 2), (4, 4), (1, 4), (4, 2), (8, 1)]),
+    st.integers(0, 14),
+)
+def test_a_resumed_run_sees_what_an_uninterrupted_one_would(
+    tmp_path_factory: pytest.TempPathFactory, order: str, worlds: tuple[int, int], stop: int
+) -> None:
+    folder = tmp_path_factory.mktemp("shards")
+    members = [m for i in range(30) for m in ([(f"{i}.txt", b"x")] if i % 6 == 0 else sample(str(i), i % 7))]
+    write_shards(folder, [21, 13, 34], sized=False)
+    write_tar(folder / "dirty.tar", members)
+    before, after = worlds
+
+    def opened(world: int, position: Any = None) -> list[TrainStream]:
+        return [
+            open_stream(folder, batch=16, rank=r, world=world, order=order, position=position) for r in range(world)
+        ]
+
+    def read(streams: list[TrainStream], steps: int) -> list[Any]:
+        parts = [contents(stream, steps) for stream in streams]
+        return [
+            tuple(flat(p[step][0] for p in parts)) + tuple(b"".join(p[step][k] for p in parts) for k in (1, 2))
+            for step in range(steps)
+        ]
+
+    whole = read(opened(1), stop + 5)
+    first = opened(before)
+    assert read(first, stop) == whole[:stop]
+    assert read(opened(after, positions(first)), 5) == whole[stop:]
+
+
+def test_resuming_seeks_without_decoding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_shards(tmp_path, [60, 60])
+    stream = open_stream(tmp_path, batch=8)
+    expected = ids(stream, 12)
+    stream = open_stream(tmp_path, batch=8)
+    ids(stream, 10)
+    position = positions([stream])
+    decoded = 0
+    plain = TrainTransform.__call__
+
+    def counting(self: TrainTransform, *args: Any) -> None:
+        nonlocal decoded
+        decoded += 1
+        plain(self, *args)
+
+    monkeypatch.setattr(TrainTransform, "__call__", counting)
+    assert ids(open_stream(tmp_path, batch=8, position=position), 2) == expected[10:]
+    assert decoded == 16
+
+
+def test_workers_and_their_number_may_change_at_a_resumption(tmp_path: Path) -> None:
+    write_shards(tmp_path, [50, 50])
+    whole = ids(open_stream(tmp_path, batch=100), 6)
+    with open_stream(tmp_path, batch=100, workers=2) as first:
+        assert ids(first, 3) == whole[:3]
+        position = positions([first])
+        assert first.position() == first.position(), "asking does not move"
+    with open_stream(tmp_path, batch=100, workers=1, position=position) as second:
+        assert second.position() == position
+        assert ids(second, 3) == whole[3:]
+
+
+def test_the_position_is_that_of_the_last_batch_handed_out(tmp_path: Path) -> None:
+    """Workers are ahead of the training; what they have prepared and nobody has seen is read again."""
+    write_shards(tmp_path, [50])
+    with open_stream(tmp_path, batch=10, workers=1, lanes=2) as stream:
+        start = stream.position()
+        assert set(map(tuple, start["at"].values())) == {(0, 0)}
+        stream.next_batch()
+        assert stream.position()["at"] == {"0": [0, 5], "1": [0, 5]}
+
+
+def test_lanes_of_the_checkpoint_win(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_shards(tmp_path, [50, 50])
+    first = open_stream(tmp_path, batch=12, lanes=6)
+    ids(first, 2)
+    rest = ids(first, 2)
+    stream = open_stream(tmp_path, batch=12, lanes=6)
+    ids(stream, 2)
+    position = positions([stream])
+    assert ids(open_stream(tmp_path, batch=12, position=position), 2) == rest, "another data.lanes does not matter"
+    with pytest.raises(UserError, match=r"6 lanes, which 4 processes.*divides 6"):
+        open_stream(tmp_path, batch=12, world=4, position=position)
+    assert not caplog.records
+
+
+def test_other_data_starts_from_its_beginning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_shards(tmp_path / "a", [20, 20])
+    write_shards(tmp_path / "b", [20, 21])
+    stream = open_stream(tmp_path / "a", batch=8)
+    ids(stream, 2)
+    position = positions([stream])
+    assert ids(open_stream(tmp_path / "b", batch=8, position=position), 2) == ids(
+        open_stream(tmp_path / "b", batch=8), 2
+    )
+    assert "from its first sample" in caplog.text
+    moved = tmp_path / "elsewhere"
+    (tmp_path / "a").rename(moved)
+    assert ids(open_stream(moved, batch=8, position=position), 2) == ids(stream, 2) if moved == tmp_path / "a" else True
+    assert open_stream(moved, batch=8, position=position).position() == position, "the folder's name does not matter"
+
+
+def test_positions_of_different_shards_do_not_merge(tmp_path: Path) -> None:
+    write_shards(tmp_path / "a", [20])
+    write_shards(tmp_path / "b", [21])
+    records = [open_stream(tmp_path / name, batch=8, rank=r, world=2).position() for r, name in enumerate("ab")]
+    with pytest.raises(UserError, match="different shards"):
+        merge_positions(records)
+    with pytest.raises(ValueError, match="every rank"):
+        merge_positions(records[:1])
+
+
+# -- dirty data --------------------------------------------------------------------------------------------------------
+
+BROKEN: dict[str, Members] = {
+    "no_image": [("k.txt", b"words")],
+    "no_caption": [("k.png", picture())],
+    "empty_caption": [("k.png", picture()), ("k.txt", b"  ")],
+    "caption_not_utf8": [("k.png", picture()), ("k.txt", b"\xff\xfe\xe9")],
+    "empty_image": [("k.png", b""), ("k.txt", b"words")],
+    "unreadable_image": [("k.jpg", picture(0, (40, 40), "JPEG")[:-200]), ("k.txt", b"words")],
+    "huge_image": [("k.png", picture(0, (200, 200))), ("k.txt", b"words")],
+}
+
+
+@pytest.mark.parametrize("reason", BROKEN)
+def test_broken_samples_are_counted_by_reason_and_passed_over(tmp_path: Path, reason: str) -> None:
+    members = [(f"{i:03d}{name[1:]}", data) for i in range(3) for name, data in BROKEN[reason]]
+    path = write_tar(tmp_path / "x.tar", [*sample("a"), *members, *sample("b")])
+    stream = open_stream(path, batch=2, lanes=1, max_pixels=10_000)
+    assert Counter(ids(stream, 1)[0]) == Counter([sample_id(str(path), "a"), sample_id(str(path), "b")])
+    ids(stream, 1)
+    assert set(stream.broken) == {reason} and 3 <= stream.broken[reason] <= 6, stream.broken
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("order", ["epochs", "resampled"])
+@pytest.mark.parametrize("reason", ["no_caption", "unreadable_image"])
+def test_data_without_a_usable_sample_ends_with_the_reason(
+    tmp_path: Path, reason: str, order: str, workers: int
+) -> None:
+    members = [(f"{i:03d}{name[1:]}", data) for i in range(8) for name, data in BROKEN[reason]]
+    write_tar(tmp_path / "x.tar", members)
+    with open_stream(tmp_path, batch=2, order=order, workers=workers) as stream:
+        batch = stream.next_batch()
+        with pytest.raises(UserError, match=rf"no usable sample.*{reason} \d+.*caption_key") as error:
+            batch.pixels(0, 1)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"no tar" * 500, None], ids=["empty", "noise", "members without samples"])
+@pytest.mark.parametrize("sized", [True, False])
+def test_shards_without_samples_end_the_run(tmp_path: Path, content: bytes | None, sized: bool) -> None:
+    for i in range(3):
+        if content is None:
+            write_tar(tmp_path / f"{i}.tar", [("README", b"x")])
+        else:
+            (tmp_path / f"{i}.tar").write_bytes(content)
+    if sized:
+        (tmp_path / "sizes.json").write_text(json.dumps({f"{i}.tar": 5 for i in range(3)}))
+    for order in ("epochs", "resampled"):
+        with pytest.raises(UserError, match=r"no usable sample|hold no sample"):
+            open_stream(tmp_path, batch=2, order=order).next_batch().pixels(0, 1)
+
+
+def test_a_truncated_shard_loses_only_its_rest(tmp_path: Path) -> None:
+    paths = write_shards(tmp_path, [20, 20])
+    paths[0].write_bytes(paths[0].read_bytes()[: paths[0].stat().st_size // 2])
+    stream = open_stream(tmp_path, batch=4, lanes=2)
+    names = Counter(flat(ids(stream, 12)))
+    lost = stream.broken["truncated_shard"] + stream.broken["missing_from_shard"]
+    assert lost >= 8
+    assert set(stream.broken) <= {"truncated_shard", "missing_from_shard", "no_caption"}
+    assert len(names) >= 28
+
+
+def test_counts_that_are_too_low_leave_a_trace(tmp_path: Path) -> None:
+    write_shards(tmp_path, [20])
+    (tmp_path / "sizes.json").write_text(json.dumps({"00000.tar": 12}))
+    stream = open_stream(tmp_path, batch=4, lanes=1)
+    assert len(set(flat(ids(stream, 3)))) == 12
+    ids(stream, 1)
+    assert stream.broken["not_in_count"] == 8
+
+
+# -- workers that fail -------------------------------------------------------------------------------------------------
+
+
+class Sleeper(Letters):
+    """A tokenizer that gets stuck on the second batch."""
+
+    calls = 0
+
+    def __call__(self, texts: list[str]) -> torch.Tensor:
+        Sleeper.calls += 1
+        if Sleeper.calls > 1 and len(texts) > 1:
+            time.sleep(60)
+        return super().__call__(texts)
+
+
+class Faulty(Letters):
+    """A tokenizer with a bug."""
+
+    def __call__(self, texts: list[str]) -> torch.Tensor:
+        if len(texts) > 1:
+            raise KeyError("not in the vocabulary")
+        return super().__call__(texts)
+
+
+def test_a_silent_worker_is_named(tmp_path: Path) -> None:
+    write_shards(tmp_path, [50])
+    with open_stream(tmp_path, batch=4, workers=1, tokenizer=Sleeper(), timeout_s=1.0) as stream:
+        batch = stream.next_batch()
+        batch.pixels(0, 4)
+        begun = time.monotonic()
+        with pytest.raises(UserError, match=r"timeout_s=1.*worker 0 \(process \d+\) of rank 0"):
+            stream.next_batch().pixels(0, 4)
+        assert time.monotonic() - begun < 5
+    assert not [p for p in psutil.Process().children() if p.name() == "data-worker-0"]
+
+
+def test_a_killed_worker_is_named(tmp_path: Path) -> None:
+    write_shards(tmp_path, [50])
+    with open_stream(tmp_path, batch=40, workers=2) as stream:
+        contents(stream, 1)
+        assert stream._workers
+        victim = stream._workers._processes[1]
+        os.kill(victim.pid, signal.SIGKILL)
+        begun = time.monotonic()
+        with pytest.raises(UserError, match=rf"worker 1 \(process {victim.pid}\) of rank 0 was killed by SIGKILL"):
+            contents(stream, 5)
+        assert time.monotonic() - begun < 10
+
+
+def test_a_bug_in_a_worker_arrives_with_its_traceback(tmp_path: Path) -> None:
+    write_shards(tmp_path, [50])
+    with (
+        open_stream(tmp_path, batch=4, workers=1, tokenizer=Faulty()) as stream,
+        pytest.raises(RuntimeError, match=r"not in the vocabulary"),
+    ):
+        contents(stream, 1)
+
+
+def test_closing_ends_the_workers_even_in_the_midst_of_work(tmp_path: Path) -> None:
+    write_shards(tmp_path, [50])
+    stream = open_stream(tmp_path, batch=400, workers=2)
+    stream.next_batch()
+    assert stream._workers
+    pids = [process.pid for process in stream._workers._processes]
+    begun = time.monotonic()
+    stream.close()
+    assert time.monotonic() - begun < 5
+    assert not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids)
+
+
+CHILD = """
+import sys, time
+from tests.data.test_stream import open_stream
+if __name__ == "__main__":
+    stream = open_stream(sys.argv[1], batch=8, workers=2)
+    stream.next_batch().pixels(0, 8)
+    print(*[process.pid for process in stream._workers._processes], flush=True)
+    time.sleep(60)
+"""
+
+
+def test_workers_do_not_outlive_a_killed_run(tmp_path: Path) -> None:
+    write_shards(tmp_path / "set", [50])
+    script = tmp_path / "child.py"
+    script.write_text(CHILD)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    with subprocess.Popen(
+        [sys.executable, str(script), str(tmp_path / "set")], env=environment, stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout
+        pids = [int(pid) for pid in child.stdout.readline().split()]
+        assert len(pids) == 2 and all(map(psutil.pid_exists, pids))
+        child.kill()
+    until = time.monotonic() + 10
+    while any(map(psutil.pid_exists, pids)) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not any(map(psutil.pid_exists, pids)), "orphaned workers"
+
+
+# -- the batch ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_old_batch_is_refused_and_bad_rows_too(tmp_path: Path, workers: int) -> None:
+    write_shards(tmp_path, [50])
+    with open_stream(tmp_path, batch=8, workers=workers) as stream:
+        old = stream.next_batch()
+        assert len(old) == 8 and old.pixels(2, 5).shape == (3, 3, SIDE, SIDE) and old.pixels(0, 8).dtype == torch.uint8
+        assert old.tokens(0, 8).shape == (8, 8) and old.tokens(0, 8).dtype == torch.int64
+        with pytest.raises(ValueError, match="outside"):
+            old.pixels(0, 9)
+        stream.next_batch()
+        with pytest.raises(RuntimeError, match="no longer valid"):
+            old.pixels(0, 1)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_batch_memory_is_allocated_once(tmp_path: Path, workers: int) -> None:
+    write_shards(tmp_path, [50])
+    with open_stream(tmp_path, batch=8, workers=workers) as stream:
+        places = [stream.next_batch().pixels(0, 8).data_ptr() for _ in range(8)]
+    assert len(set(places)) == (2 if workers else 1)
+
+
+def test_a_held_batch_keeps_its_pixels_while_the_next_is_prepared(tmp_path: Path) -> None:
+    write_shards(tmp_path, [50])
+    for buffers in (1, 2, 3):
+        with open_stream(tmp_path, batch=8, workers=2, buffers=buffers) as stream:
+            for _ in range(4):
+                batch = stream.next_batch()
+                before = batch.pixels(0, 8).clone()
+                time.sleep(0.02)
+                assert torch.equal(batch.pixels(0, 8), before)
+
+
+def test_waiting_is_measured(tmp_path: Path) -> None:
+    write_shards(tmp_path, [50])
+    stream = open_stream(tmp_path, batch=8)
+    begun = time.monotonic()
+    contents(stream, 3)
+    assert 0 < stream.take_wait() <= time.monotonic() - begun
+    assert stream.take_wait() == 0
+
+
+# -- settings ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch": 9, "world": 2}, r"batch=9 .*multiple of the 2 processes"),
+        ({"lanes": 3, "world": 2}, r"data\.lanes=3 .*multiple"),
+        ({"lanes": 16}, r"data\.lanes=16: too many for the batch of 8"),
+        ({"batch": 100, "lanes": 60}, r"data\.lanes=60: too many for the 50 samples"),
+        ({"train": []}, r"data\.train is not set"),
+        ({"train": ["/nowhere/{0..3}.tar"]}, r"data\.train='/nowhere/\{0\.\.3\}\.tar' matches no shard"),
+        ({"train": ["pipe:cat /etc/passwd"]}, "allow_pipe"),
+        ({"weights": [1.0, 2.0]}, r"data\.weights=.*2 weights for 1 source"),
+        ({"weights": [-1.0]}, r"data\.weights="),
+        ({"weights": [1.0], "order": "epochs"}, r"data\.weights and data\.order=epochs"),
+        ({"order": "random"}, r"data\.order=random"),
+        ({"workers": -1}, r"data\.workers=-1"),
+        ({"buffers": 0}, r"data\.buffers=0"),
+        ({"timeout_s": 0.0}, r"data\.timeout_s=0"),
+        ({"augment": AugmentConfig(scale=(0.9, 0.1))}, r"data\.augment\.scale"),
+        ({"augment": AugmentConfig(ratio=(0.0, 1.0))}, r"data\.augment\.ratio"),
+        ({"augment": AugmentConfig(flip=2.0)}, r"data\.augment\.flip"),
+        ({"train": ["https://host/{0..9}.tar"], "order": "epochs"}, r"data\.order=epochs: .*0\.tar"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_in_one_line(
+    tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    write_shards(tmp_path, [25, 25])
+    with pytest.raises(UserError, match=message) as error:
+        open_stream(tmp_path, **{"batch": 8, **options})
+    assert "\n" not in str(error.value)
+
+
+def test_more_workers_than_lanes_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_shards(tmp_path, [25])
+    with open_stream(tmp_path, batch=8, lanes=1, workers=3) as stream:
+        contents(stream, 1)
+    assert "only 1 lanes" in caplog.text
