@@ -9,8 +9,9 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol
 
 import yaml
 from rich.console import Console
@@ -126,7 +127,7 @@ class MetricLog:
 
     def step(self, record: Record) -> None:
         """One optimizer step: `record["step"]` (counted from 1) and whatever was measured. Tensors are not numbers here."""
-        self._file.write(json.dumps(_encodable(record), allow_nan=False) + "\n")
+        self._append(json.dumps(_encodable(record), allow_nan=False) + "\n")
         step = int(record["step"])
         if step % self.config.every == 0:
             self.console.print(console_line(record), markup=False)
@@ -136,6 +137,19 @@ class MetricLog:
             rate = f"{record['samples_per_s']:,.0f}/s" if "samples_per_s" in record else ""
             progress.update(task, completed=step, rate=rate, loss=f"loss {record.get('loss', math.nan):.4f}")
         self._to_sinks(step, {k: float(v) for k, v in record.items() if isinstance(v, int | float)})
+
+    def _append(self, line: str) -> None:
+        data = line.encode()
+        try:
+            written = self._file.write(data)
+        except OSError as error:
+            raise UserError(
+                f"{self._file.name} cannot be written ({error.strerror}); make room, and resume the run"
+            ) from error
+        if written != len(data):
+            raise UserError(
+                f"{self._file.name} cannot be written to the end (disk full?); make room, and resume the run"
+            )
 
     def eval(self, step: int, results: Mapping[str, Mapping[str, float]]) -> None:
         """Evaluation results at `step`: one console line a set, and `eval/SET/METRIC` for the sinks."""
@@ -193,17 +207,18 @@ class MetricLog:
         for name, sink in list(self._sinks.items()):
             self._guard(name, lambda sink=sink: sink.write(step, values))  # type: ignore[misc]
 
-    def _guard(self, name: str, call: Callable[[], None], slow_s: float = SLOW_SINK_S) -> None:
+    def _guard(self, name: str, call: Callable[[], None], slow_s: float | None = None) -> None:
         """A sink's failure costs the run one warning and that sink, whatever went wrong in it; `metrics.jsonl` goes on."""
         started = time.perf_counter()
         try:
             call()
         except Exception as error:
             self._sinks.pop(name, None)
-            self.message(f"warning: {name} failed and is off from here on ({type(error).__name__}: {error})")
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            self.message(f"warning: {name} failed and is off from here on ({reason})")
             return
         taken = time.perf_counter() - started
-        if taken > slow_s and name not in self._slow:
+        if taken > (SLOW_SINK_S if slow_s is None else slow_s) and name not in self._slow:
             self._slow.add(name)
             self.message(f"warning: {name} took {taken:.1f} s for one record and holds up training")
 
@@ -307,12 +322,12 @@ def _complete_lines(path: Path) -> list[tuple[str, dict[str, Any]]]:
     return records
 
 
-def _open_from(path: Path, resume_step: int) -> TextIO:
-    """Open for appending, line by line, with the lines of steps up to `resume_step` alone."""
+def _open_from(path: Path, resume_step: int) -> FileIO:
+    """Open for appending with the lines of steps up to `resume_step` alone; unbuffered, so that a killed run loses none."""
     kept = (
         [line for line, record in _complete_lines(path) if record.get("step", 0) <= resume_step] if resume_step else []
     )
     temporary = path.with_suffix(".tmp")
     temporary.write_text("".join(kept), encoding="utf-8")
     temporary.replace(path)
-    return path.open("a", buffering=1, encoding="utf-8")
+    return path.open("ab", buffering=0)

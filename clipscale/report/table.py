@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -11,9 +12,9 @@ TITLES = {
     "images": "images",
     "captions": "texts",
     "broken": "broken",
-    "top1": "top-1",
-    "top5": "top-5",
-    "mean_per_class_recall": "mean class recall",
+    "top1": "top-1 %",
+    "top5": "top-5 %",
+    "mean_per_class_recall": "mean class recall %",
     "image_to_text_r1": "I→T R@1",
     "image_to_text_r5": "R@5",
     "image_to_text_r10": "R@10",
@@ -44,7 +45,13 @@ def result_tables(results: Results, title: str = "") -> list[Table]:
     """The same for the console."""
     tables = []
     for number, (head, rows) in enumerate(result_rows(results)):
-        table = Table(title=title if number == 0 else None, title_justify="left")
+        table = Table(
+            title=title if number == 0 else None,
+            title_justify="left",
+            box=SIMPLE_HEAD,
+            pad_edge=False,
+            padding=(0, 1, 0, 0),
+        )
         for position, column in enumerate(head):
             table.add_column(column, justify="left" if position == 0 else "right", no_wrap=position == 0)
         for row in rows:
@@ -60,4 +67,4 @@ def print_results(results: Results, title: str = "", console: Console | None = N
 
 
 def _cell(metric: str, value: float) -> str:
-    return f"{value:,.0f}" if metric in COUNTS else f"{100 * value:.1f} %"
+    return f"{value:,.0f}" if metric in COUNTS else f"{100 * value:.1f}"
