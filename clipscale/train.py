@@ -19,6 +19,7 @@ from clipscale.config import TrainConfig, to_yaml
 from clipscale.data.stream import TrainStream, merge_positions
 from clipscale.distributed import World
 from clipscale.errors import UserError
+from clipscale.eval.run import check as check_sets
 from clipscale.eval.run import evaluate
 from clipscale.loss.api import contrastive_loss
 from clipscale.models.flops import Flops
@@ -29,6 +30,7 @@ from clipscale.probe import Retention, chunk_sizes, find_chunk, remember, rememb
 from clipscale.report.metrics import MetricLog
 from clipscale.report.phases import Phases
 from clipscale.report.plots import write_report
+from clipscale.report.table import print_results
 from clipscale.step import GradCache
 from clipscale.transfer import DeviceRows
 
@@ -65,6 +67,7 @@ class Run:
                 f"run={config.run} already holds checkpoints; go on with resume=auto, or choose another run=NAME"
             )
 
+        check_sets(config.eval)
         torch.manual_seed(config.seed)
         self.precision = Precision(config.precision, world.device)
         self.model = build_model(config.model).to(world.device)
@@ -233,6 +236,7 @@ class Run:
             if self.metrics:
                 self.metrics.close()
         if self.world.main:
+            print_results(results, f"{self.folder.name}, step {self.step}")
             write_report(self.folder)
         return {"run": str(self.folder), "step": self.step, "loss": self.last_loss, "eval": results}
 
