@@ -28,33 +28,57 @@ Settings = tuple[str, str]
 
 PATHS = ("data.train", "eval.sets", "run", "resume", "checkpoint", "model.pretrained", "model.pretrained_image")
 """Keys whose values are paths or addresses: taken literally, so that braces, colons and spaces need no quoting for Hydra."""
-MULTIRUN = ("-m", "--multirun")
+SWITCHES = ("-m", "--multirun", "--resolve", "--hydra-help", "--info", "-i")
+VALUED = ("--cfg", "-c", "--package", "-p", "--config-dir", "-cd", "--config-name", "-cn")
+"""The flags of Hydra's that are passed on, without and with a value."""
 
 
 # ---- arguments ----
 
 
-def prepare(argv: Sequence[str], declared: Sequence[Key]) -> list[str]:
-    """The arguments as Hydra wants them: paths quoted, free-form dictionaries open to new keys, one length taking the other's place."""
-    sweep = any(token in MULTIRUN for token in argv)
+def prepare(argv: Sequence[str], declared: Sequence[Key]) -> tuple[list[str], list[str]]:
+    """Flags and overrides as Hydra wants them: paths quoted, free-form dictionaries open to new keys, one length for the other.
+
+    Raises UserError for an unknown flag, or a word that is neither.
+    """
+    flags, overrides = separate(argv)
+    sweep = "-m" in flags or "--multirun" in flags
     open_sections = tuple(key.name + "." for key in declared if key.type.startswith("dict"))
     result, given = [], set()
-    for token in argv:
-        key, equals, value = token.partition("=")
-        if token.startswith("-") or not equals:
-            result.append(token)
-            continue
+    for word in overrides:
+        key, equals, value = word.partition("=")
         bare = key.lstrip("+")
         given.add(bare)
-        if bare in PATHS:
+        if bare in PATHS and equals:
             value = literal(bare, value, sweep=sweep)
         if key.startswith(open_sections):
             key = "++" + key
-        result.append(f"{key}={value}")
+        result.append(f"{key}{equals}{value}")
     for one, other in (("samples", "epochs"), ("epochs", "samples")):
         if one in given and other not in given and any(key.name == other for key in declared):
             result.append(f"{other}=null")
-    return result
+    return flags, result
+
+
+def separate(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Flags and overrides apart, in whatever order they were typed."""
+    flags: list[str] = []
+    overrides: list[str] = []
+    for word in argv:
+        if flags and flags[-1] in VALUED:
+            flags.append(word)
+        elif word.startswith("-"):
+            name = word.partition("=")[0]
+            if name not in SWITCHES + VALUED:
+                raise UserError(f"{word}: unknown flag{nearest(name, SWITCHES + VALUED)}")
+            flags.append(word)
+        elif "=" in word or word.startswith("~"):
+            overrides.append(word)
+        else:
+            raise UserError(f"{word}: give settings as KEY=VALUE")
+    if flags and flags[-1] in VALUED:
+        raise UserError(f"{flags[-1]} needs a value")
+    return flags, overrides
 
 
 def literal(key: str, value: str, *, sweep: bool) -> str:
@@ -97,17 +121,27 @@ def quoted(text: str) -> str:
 # ---- run ----
 
 
-def run(verb: str, settings: Settings, argv: Sequence[str], job: Callable[[DictConfig], Any]) -> None:
+def run(
+    verb: str,
+    settings: Settings,
+    argv: Sequence[str],
+    job: Callable[[DictConfig], Any],
+    *,
+    sweep_dir: str | None = None,
+) -> None:
     """Compose conf/VERB.yaml with the overrides in `argv` and call `job` on it: once, or under -m for every combination.
 
-    Raises UserError for whatever Hydra refuses.
+    With `sweep_dir`, that is where the jobs' folders go. Raises UserError for whatever Hydra refuses.
     """
     declared = keys(*settings)
+    flags, overrides = prepare(argv, declared)
+    if sweep_dir is not None:
+        overrides += sweep_overrides(overrides, sweep_dir)
     ConfigStore.instance().store(name="settings", node=tree(*settings))
     OmegaConf.register_new_resolver("job_dir", job_dir, replace=True)
     OmegaConf.register_new_resolver("demo", demo_path, replace=True)
     before = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
-    sys.argv = [f"clipscale {verb}", *prepare(argv, declared)]
+    sys.argv = [f"clipscale {verb}", *flags, *overrides]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing and leaving
     try:
         hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=verb)(job)()

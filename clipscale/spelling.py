@@ -43,15 +43,15 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
     Compared are the last parts of dotted names (`lr` and `optim.lrr` both mean `optim.lr`), then beginnings, then whole names.
     """
-    names = list(known)
     leaf = word.rpartition(".")[2]
-    leaves = {name: name.rpartition(".")[2] for name in names}
-    found = [name for name in names if leaves[name] == leaf]
-    found = found or [name for name in names if get_close_matches(leaf, [leaves[name]], cutoff=0.75)]
-    found = found or [name for name in names if name.startswith(word)]
-    found = found or get_close_matches(word, names, cutoff=0.6)
+    leaves: dict[str, list[str]] = {}
+    for name in known:
+        leaves.setdefault(name.rpartition(".")[2], []).append(name)
+    names = [name for group in leaves.values() for name in group]
+    found = leaves.get(leaf) or [name for near in get_close_matches(leaf, leaves, cutoff=0.75) for name in leaves[near]]
+    found = found or [name for name in names if name.startswith(word)] or get_close_matches(word, names, cutoff=0.6)
     # A name in the section that was written stands before its namesakes elsewhere.
-    found.sort(key=lambda name: name.rpartition(".")[0] != word.rpartition(".")[0])
+    found = sorted(found, key=lambda name: name.rpartition(".")[0] != word.rpartition(".")[0])
     return f"; did you mean {one_of(repr(name) for name in found[:3])}?" if found else ""
 
 

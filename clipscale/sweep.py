@@ -28,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
     folder, rest = sweep_folder(argv)
     started = time.time()
     try:
-        compose.run("train", TRAIN, [*rest, *compose.sweep_overrides(rest, str(folder))], job)
+        compose.run("train", TRAIN, rest, job, sweep_dir=str(folder))
     finally:
         results = finished(folder, started)
         if results:

@@ -2,7 +2,9 @@
 
 import os
 
-os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: the machine's cores are shared by the tests' own processes
+os.environ["OMP_NUM_THREADS"] = (
+    "1"  # before torch is imported: the machine's cores are shared by the tests' own processes
+)
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("WANDB_MODE", "offline")
 

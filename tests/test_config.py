@@ -3,6 +3,7 @@
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -18,13 +19,19 @@ from clipscale.optim import OptimConfig
 from clipscale.usage import TRAIN
 
 
-def config(**changes: object) -> TrainConfig:
+def config(**changes: Any) -> TrainConfig:
     """A valid configuration with these changes."""
     return replace(TrainConfig(samples=1000, data=DataConfig(train=["x.tar"])), **changes)
 
 
 def test_counts_become_integers_at_any_depth_and_one_value_becomes_a_list() -> None:
-    values = {"batch": "1M", "samples": "2k", "epochs": None, "cache": {"text_chunk": "1k"}, "data": {"train": "a.tar", "shuffle": "4k"}}
+    values = {
+        "batch": "1M",
+        "samples": "2k",
+        "epochs": None,
+        "cache": {"text_chunk": "1k"},
+        "data": {"train": "a.tar", "shuffle": "4k"},
+    }
     built = typed(TrainConfig, normalise(TrainConfig, values))
     assert (built.batch, built.samples, built.cache.text_chunk) == (2**20, 2048, 1024)
     assert (built.data.train, built.data.shuffle) == (["a.tar"], 4096)
@@ -68,7 +75,7 @@ def test_tuples_and_free_form_options_survive() -> None:
         ({"optim": OptimConfig(lr=-1.0)}, "optim.lr=-1.0: give at least 0"),
     ],
 )
-def test_each_mistake_is_one_line_that_names_the_setting_and_the_remedy(changes: dict[str, object], message: str) -> None:
+def test_each_mistake_is_one_line_that_names_the_setting_and_the_remedy(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
         check(config(**changes))
     assert "\n" not in str(caught.value)

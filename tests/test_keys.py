@@ -30,7 +30,9 @@ def test_every_key_and_section_says_what_it_means() -> None:
 
 
 def test_reading_the_keys_imports_nothing_heavy() -> None:
-    code = "import sys, clipscale.usage as u; u.show_train([]); print({'torch', 'hydra', 'open_clip'} & set(sys.modules))"
+    code = (
+        "import sys, clipscale.usage as u; u.show_train([]); print({'torch', 'hydra', 'open_clip'} & set(sys.modules))"
+    )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert shown.rstrip().endswith("set()"), shown[-200:]
 

@@ -1,0 +1,257 @@
+"""The command line: help, completion, and one clear line for every mistake."""
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from clipscale import __version__
+from clipscale.cli import VERBS, main
+from clipscale.keys import group_options, meaning
+from clipscale.usage import TRAIN, complete
+from tests.conftest import TINY, Command
+
+Say = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def say(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Say:
+    """`say("train", ...)`: exit status, output and errors of a command, in this process and an empty folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words: str) -> tuple[int, str, str]:
+        status = main(words)
+        out, err = capsys.readouterr()
+        return status, out, err
+
+    return run
+
+
+# ---- help ----
+
+
+def test_the_overview_lists_the_verbs_that_exist(say: Say) -> None:
+    for words in ((), ("--help",), ("-h",), ("help",)):
+        status, out, err = say(*words)
+        assert (status, err) == (0, "")
+        assert set(VERBS) <= set(out.split())
+    assert set(VERBS) == {"train", "eval", "data", "report", "completion"}
+
+
+def test_the_version_is_the_packages(say: Say) -> None:
+    assert say("--version") == (0, f"clipscale {__version__}\n", "")
+
+
+def test_trains_help_shows_main_keys_group_choices_and_examples(say: Say) -> None:
+    status, out, _ = say("train", "--help")
+    assert status == 0
+    for word in ("batch", "samples", "epochs", "run", "resume", "data.train", "model.name", "launch.procs"):
+        assert f"\n  {word} " in out, f"{word} is not listed"
+    for group, choices in group_options().items():
+        assert f"{group}=" in out
+        assert all(choice in out for choice in choices)
+    assert "clipscale train model=vit-l14 batch=1M data.train='/data/laion/{00000..41455}.tar'" in out
+    assert max(map(len, out.splitlines())) <= 120
+
+
+@pytest.mark.parametrize("section", [*meaning(*TRAIN), "experiment"])
+def test_each_section_has_help_of_its_own(say: Say, section: str) -> None:
+    status, out, _ = say("train", "--help", section)
+    assert status == 0
+    assert f"  {section}." in out or f"  {section}=" in out
+
+
+@pytest.mark.parametrize("verb", ["eval", "data", "report", "completion"])
+def test_every_verb_has_help(say: Say, verb: str) -> None:
+    status, out, _ = say(verb, "--help")
+    assert status == 0
+    assert "clipscale" in out
+
+
+# ---- completion ----
+
+
+@pytest.mark.parametrize(
+    ("line", "candidates"),
+    [
+        ("clipscale tr", ["train"]),
+        ("clipscale train mod", ["model.", "model="]),
+        ("clipscale train model=vit-b", ["model=vit-b16", "model=vit-b32"]),
+        ("clipscale train -m model=tiny,vit-l", ["model=tiny,vit-l14"]),
+        ("clipscale train batch=1M optim.l", ["optim.lr="]),
+        ("clipscale train model.compile=t", ["model.compile=true"]),
+        ("clipscale train data.train=/tm", []),
+        ("clipscale train --multi", ["--multirun"]),
+        ("clipscale data ", ["demo"]),
+        ("clipscale data demo se", ["seed="]),
+        ("clipscale eval ch", ["checkpoint="]),
+        ("clipscale report r", ["run="]),
+    ],
+)
+def test_the_last_word_is_completed(line: str, candidates: list[str]) -> None:
+    assert complete(line, list(VERBS)) == candidates
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [("clipscale tra", ["train"]), ("clipscale train model=rn", ["rn50"]), ("clipscale train model=", None)],
+)
+def test_bash_completes_with_the_script_that_completion_prints(
+    environment: dict[str, str], line: str, expected: list[str] | None
+) -> None:
+    """Bash splits the words as readline does, at spaces and around `=`, and shows what COMPREPLY holds."""
+    program = f"""
+        eval "$(clipscale completion bash)"
+        complete -p clipscale >/dev/null || exit 3
+        compopt() {{ :; }}
+        COMP_LINE={line!r}; COMP_POINT=${{#COMP_LINE}}
+        read -ra COMP_WORDS <<< "${{COMP_LINE//=/ = }}"
+        COMP_CWORD=$(( ${{#COMP_WORDS[@]}} - 1 ))
+        _clipscale
+        printf '%s\\n' "${{COMPREPLY[@]}}"
+    """
+    done = subprocess.run(["bash", "-c", program], env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.split() == (expected or group_options()["model"])
+
+
+# ---- mistakes ----
+
+MISTAKES = [
+    ("tran", "unknown verb 'tran'; did you mean 'train'?; there are train, eval, data, report, completion"),
+    ("train model=vit-b33", "model=vit-b33: unknown; choose ... or vit-l14; did you mean 'vit-b32'"),
+    ("train modle=vit-b32", "unknown key 'modle'; did you mean 'model'?"),
+    ("train optim.lrr=1", "unknown key 'optim.lrr'; did you mean 'optim.lr'?"),
+    ("train lr=1", "unknown key 'lr'; did you mean 'optim.lr'?"),
+    ("train +optim.lrr=1", "unknown key 'optim.lrr'; did you mean 'optim.lr'?"),
+    ("train ~optim.lrr", "unknown key 'optim.lrr'"),
+    ("train experiment=openclip", "experiment=openclip: unknown; ...; did you mean 'openclip-vit-b32-laion400m'?"),
+    ("train precision=bf17", "precision=bf17: unknown; choose bf16, fp16 or fp32; did you mean 'bf16'?"),
+    ("train batch=32k,64k", "batch=32k,64k: several values; add -m"),
+    ("train data.train=a.tar,b.tar", "data.train=a.tar,b.tar: several values; add -m"),
+    ("train batch=[1", "batch=[1: cannot be read"),
+    ("train batch 64", "batch: give settings as KEY=VALUE"),
+    ("train --multi batch=1k", "--multi: unknown flag; did you mean '--multirun'?"),
+    ("train data=demo --cfg", "--cfg needs a value"),
+    ("train batch=many data=demo", "batch=many: 'many' is not a count such as 100000, 768k or 1.5M"),
+    ("train batch=1.5 data=demo", "batch=1.5: '1.500000' is not a whole number"),
+    ("train batch=-4 data=demo", "batch=-4: give at least 1"),
+    ("train batch=10 launch.procs=4 data=demo", "batch=10 cannot be shared evenly by launch.procs=4 processes"),
+    ("train optim.lr=fast data=demo", "optim.lr=fast: give a number"),
+    ("train samples=1k epochs=2 data=demo", "samples=1024 and epochs=2 both set the length"),
+    ("train offload=hots data=demo", "offload=hots: choose host or none; did you mean 'host'?"),
+    ("train model=tiny", "data.train is not set; give shards"),
+    ("train --help modell", "train --help modell: no such section; did you mean 'model'?"),
+    ("train -m run=a hydra.sweep.dir=b", "hydra.sweep: name the sweep's folder with run=NAME"),
+    ("train -m model=vit-b32,vit-b33", "model=vit-b33: unknown"),
+    ("eval", "eval needs run=NAME"),
+    ("eval run=nowhere", "run=nowhere: there is no folder runs/nowhere"),
+    ("eval -m run=a,b", "eval takes no -m"),
+    ("eval rum=a", "unknown key 'rum'; did you mean 'run'?"),
+    ("data", "data : unknown; there is demo"),
+    ("data demo sead=1", "unknown key 'sead'; did you mean 'seed'?"),
+    ("data demo 5000", "data demo 5000: give settings as KEY=VALUE; the keys are root, samples, seed, force"),
+    ("data demo samples=many", "samples=many: 'many' is not a count"),
+    ("report", "report needs run=NAME"),
+    ("completion fish", "completion: only bash is known"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), MISTAKES, ids=[words for words, _ in MISTAKES])
+def test_a_mistake_is_answered_in_one_line_and_with_status_2(say: Say, words: str, message: str) -> None:
+    status, out, err = say(*words.split())
+    assert status == 2
+    assert out == ""
+    assert err.count("\n") == 1, err
+    assert err.startswith("error: ")
+    start, *parts = message.split("...")  # "..." stands for anything
+    assert err.startswith(f"error: {start}"), err
+    assert all(part in err for part in parts), err
+
+
+def test_under_torchrun_a_sweep_is_refused(say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    status, _, err = say("train", "-m", "batch=32k,64k")
+    assert status == 2
+    assert err.startswith("error: -m under torchrun would start the whole sweep in every rank; leave torchrun out")
+
+
+# ---- composing ----
+
+
+def test_the_readmes_first_run_composes_as_typed(say: Say) -> None:
+    status, out, err = say(
+        "train", "model=vit-l14", "batch=1M", "data.train=/data/laion/{00000..41455}.tar", "--cfg", "job"
+    )
+    assert (status, err) == (0, "")
+    assert "train: /data/laion/{00000..41455}.tar" in out
+    assert "name: ViT-L-14" in out
+
+
+@pytest.mark.parametrize(
+    ("typed", "composed"),
+    [
+        ("[/a/{0..9}.tar,/b/*.tar]", "  train:\n  - /a/{0..9}.tar\n  - /b/*.tar\n"),
+        ("/a b/it's:{1,2}.tar", "  train: /a b/it's:{1,2}.tar\n"),
+        ("'/a,b.tar'", "  train: /a,b.tar\n"),
+        ("null", "  train: null\n"),
+    ],
+)
+def test_shard_addresses_are_taken_literally(say: Say, typed: str, composed: str) -> None:
+    status, out, err = say("train", f"data.train={typed}", "--cfg", "job")
+    assert (status, err) == (0, "")
+    assert composed in out
+
+
+def test_one_length_given_takes_the_place_of_the_other(say: Say) -> None:
+    assert "samples: 5k\nepochs: null\n" in say("train", "samples=5k", "--cfg", "job")[1]
+    assert "samples: null\nepochs: 3\n" in say("train", "experiment=demo", "epochs=3", "--cfg", "job")[1]
+
+
+def test_free_form_options_take_new_keys_without_a_plus(say: Say) -> None:
+    assert "options:\n  foreach: true\n" in say("train", "optim.options.foreach=true", "--cfg", "job", "-p", "optim")[1]
+
+
+def test_a_folder_of_ones_own_adds_experiments(say: Say, tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\nbatch: 4k\n")
+    out = say("train", "--config-dir", str(tmp_path), "experiment=mine", "--cfg", "job")[1]
+    assert out.startswith("batch: 4k\n")
+    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\noptim:\n  lrr: 1\n")
+    status, _, err = say("train", "--config-dir", str(tmp_path), "experiment=mine", "data.train=x.tar")
+    assert (status, err) == (2, "error: unknown key 'optim.lrr'; did you mean 'optim.lr'?\n")
+
+
+def test_nothing_is_written_by_composing(say: Say, tmp_path: Path) -> None:
+    say("train", "data=demo", "--cfg", "job")
+    say("train", "model=vit-b33")
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- a run ----
+
+
+def test_train_eval_and_report_work_one_after_another(command: Command, shards: str, tmp_path: Path) -> None:
+    done = command("train", *TINY, f"data.train={shards}", "run=first", "launch.procs=1")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "done: runs/first (step 2, loss " in done.stdout
+    assert (tmp_path / "runs/first/config.yaml").is_file()
+    assert len((tmp_path / "runs/first/metrics.jsonl").read_text().splitlines()) == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["runs"]
+
+
+def test_shards_that_match_nothing_end_the_run_with_one_line(command: Command) -> None:
+    done = command("train", *TINY, "data.train=/nowhere/{0..3}.tar")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: data.train"), done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_an_unwritable_run_folder_ends_the_run_with_one_line(command: Command, shards: str, tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("a file, not a folder")
+    done = command("train", *TINY, f"data.train={shards}", "run=./taken/run")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: run=taken/run cannot be written"), done.stderr
+    assert done.stderr.count("\n") == 1
