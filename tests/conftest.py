@@ -8,6 +8,7 @@ os.environ["OMP_NUM_THREADS"] = (
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("WANDB_MODE", "offline")
 
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -66,3 +67,11 @@ def command(tmp_path: Path, environment: dict[str, str]) -> Command:
         )
 
     return run
+
+
+@pytest.fixture
+def free_port() -> int:
+    """A TCP port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,131 @@
+"""Workers: started, heard, and never left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from clipscale.keys import PACKAGE
+from tests.conftest import TINY, Command
+
+LONG = (*(word for word in TINY if not word.startswith("samples")), "samples=1M", "launch.procs=2")
+"""A run of two workers that is not over before it is stopped."""
+
+Start = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def start(tmp_path: Path, environment: dict[str, str]) -> Iterator[Start]:
+    """`start(words)`: a command in the background, in a session of its own, whose processes are all ended with the test."""
+    begun: list[subprocess.Popen[str]] = []
+
+    def run(*words: str, **variables: str) -> subprocess.Popen[str]:
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(
+            words,
+            cwd=tmp_path,
+            env=environment | variables,
+            stdout=pipe,
+            stderr=pipe,
+            text=True,
+            start_new_session=True,
+        )
+        begun.append(process)
+        return process
+
+    yield run
+    for process in begun:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def training(start: Start, shards: str, folder: Path) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
+    """A run under way, and its two workers."""
+    process = start(sys.executable, "-m", "clipscale", "train", *LONG, f"data.train={shards}", "run=long")
+    metrics, deadline = folder / "runs/long/metrics.jsonl", time.monotonic() + 90
+    while not (metrics.is_file() and metrics.stat().st_size):
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline, "no step within 90 s"
+        time.sleep(0.2)
+    children = psutil.Process(process.pid).children()
+    workers = [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+    assert len(workers) == 2, [child.cmdline() for child in children]
+    return process, workers
+
+
+def gone(processes: list[psutil.Process], seconds: float) -> bool:
+    return not psutil.wait_procs(processes, timeout=seconds)[1]
+
+
+def test_two_workers_train_one_run(command: Command, shards: str, tmp_path: Path) -> None:
+    done = command("train", *TINY, f"data.train={shards}", "run=two", "launch.procs=2")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("done: runs/two (step 2, loss ") == 1
+    assert len((tmp_path / "runs/two/metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_workers_mistake_is_shown_once_as_if_made_here(command: Command) -> None:
+    done = command("train", *TINY, "data.train=/nowhere/{0..3}.tar", "launch.procs=2")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: data.train"), done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
+
+
+def test_a_killed_worker_ends_the_run_with_its_name_and_takes_the_others_along(
+    start: Start, shards: str, tmp_path: Path
+) -> None:
+    process, workers = training(start, shards, tmp_path)
+    workers[1].kill()
+    _, errors = process.communicate(timeout=90)
+    assert process.returncode == 1
+    assert "killed by SIGKILL" in errors.splitlines()[-1], errors
+    assert errors.splitlines()[-1].startswith("error: worker 1 failed")
+    assert gone(workers, 5)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
+def test_a_signal_stops_the_workers_too(start: Start, shards: str, tmp_path: Path, number: signal.Signals) -> None:
+    process, workers = training(start, shards, tmp_path)
+    if number is signal.SIGINT:
+        os.killpg(process.pid, number)  # as a terminal does
+    else:
+        process.send_signal(number)
+    _, errors = process.communicate(timeout=90)
+    assert process.returncode == 128 + number, errors
+    assert f"stopped by {number.name}" in errors
+    assert "Traceback" not in errors
+    assert gone(workers, 5)
+
+
+def test_workers_do_not_outlive_a_killed_parent(start: Start, shards: str, tmp_path: Path) -> None:
+    process, workers = training(start, shards, tmp_path)
+    process.kill()
+    assert gone(workers, 30), [worker.status() for worker in workers if worker.is_running()]
+
+
+def test_under_torchrun_all_ranks_share_one_default_run(start: Start, shards: str, tmp_path: Path) -> None:
+    script = PACKAGE.parent / "launch/torchrun-single.sh"
+    process = start(str(script), *TINY, f"data.train={shards}", PROCS="2")
+    out, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    runs = list((tmp_path / "runs").iterdir())
+    assert len(runs) == 1, runs
+    assert out.count(f"done: runs/{runs[0].name} (step 2") == 1
+    assert len((runs[0] / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_two_agents_meet_and_train_one_run(start: Start, shards: str, tmp_path: Path, free_port: int) -> None:
+    script = PACKAGE.parent / "launch/torchrun-multi.sh"
+    variables = {"NODES": "2", "PROCS": "1", "HEAD": f"localhost:{free_port}", "JOB": tmp_path.name}
+    agents = [start(str(script), *TINY, f"data.train={shards}", "run=nodes", **variables) for _ in range(2)]
+    for agent in agents:
+        _, errors = agent.communicate(timeout=150)
+        assert agent.returncode == 0, errors
+    assert len((tmp_path / "runs/nodes/metrics.jsonl").read_text().splitlines()) == 2

@@ -1,0 +1,62 @@
+"""The wheel holds all that `clipscale train` needs, and nothing of the checkout is missed."""
+
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from clipscale.keys import PACKAGE
+from tests.conftest import TINY
+
+CHECKOUT = PACKAGE.parent
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("dist")
+    words = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(CHECKOUT)]
+    built = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert built.returncode == 0, built.stdout + built.stderr
+    return next(folder.glob("clipscale-*.whl"))
+
+
+def test_the_wheel_holds_the_package_and_its_configuration(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    sources = {f"clipscale/{path.relative_to(PACKAGE)}" for path in PACKAGE.rglob("*.py")}
+    settings = {f"clipscale/conf/{path.relative_to(CHECKOUT / 'conf')}" for path in CHECKOUT.glob("conf/**/*.yaml")}
+    assert settings
+    assert not (sources | settings) - names
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+def test_the_wheel_in_an_empty_environment_trains_from_another_folder(
+    wheel: Path, shards: str, tmp_path: Path, environment: dict[str, str]
+) -> None:
+    """The environment sees this one's dependencies, but not this checkout."""
+    home = tmp_path / "environment"
+    venv.create(home, with_pip=False, symlinks=True)
+    python = home / "bin/python"
+    site = subprocess.run(
+        [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.strip()
+    install = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", "--no-index"]
+    subprocess.run([*install, str(wheel)], check=True, timeout=120, env=environment)
+    # A path alone, whose own .pth files (this checkout's editable install) are not followed.
+    (Path(site) / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    words = [str(home / "bin/clipscale"), "train", *TINY, f"data.train={shards}", "run=wheel"]
+    done = subprocess.run(words, cwd=elsewhere, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "done: runs/wheel (step 2" in done.stdout
+    where = [str(python), "-c", "import clipscale; print(clipscale.__file__)"]
+    assert str(home) in subprocess.run(where, cwd=elsewhere, capture_output=True, text=True, check=True).stdout
