@@ -6,16 +6,16 @@ C: channels, S: side in pixels, T: tokens.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
 
+from clipscale.data.archive import RawSample, ReadProblem, read_shard
 from clipscale.data.batch import Slot, sample_id
-from clipscale.data.decode import BrokenSampleError, TrainTransform, caption_of, image_bytes
+from clipscale.data.decode import IMAGE_TYPES, BrokenSampleError, TrainTransform, caption_of, image_bytes
 from clipscale.data.order import AUGMENT, WINDOW, Draws, Order, Segment, permutation
-from clipscale.data.shards import RawSample, ReadProblem, read_shard
 from clipscale.errors import UserError
 
 MOST_BROKEN = 20_000
@@ -36,7 +36,7 @@ Tick = Callable[[], None]
 
 
 def segment_samples(
-    segment: Segment, url: str, window: int, seed: int, broken: Counter[str], tick: Tick
+    segment: Segment, url: str, window: int, seed: int, extensions: Container[str], broken: Counter[str], tick: Tick
 ) -> Iterator[RawSample | Lost]:
     """The segment's places in emission order: the shard is read in windows of `window` samples, each in a random order.
 
@@ -44,21 +44,26 @@ def segment_samples(
     part of the order, but noted in `broken`); where it is not, a shard that ends badly yields one Lost more.
     """
     problem = ReadProblem()
-    reader = read_shard(url, problem)
     begin = 0
+    wanted: set[int] | None = None
+
+    def want(index: int) -> bool:
+        # without a count the order within the window is not known yet, but windows before the segment are
+        return begin + window > segment.start if wanted is None else index - begin in wanted
+
+    reader = read_shard(url, problem, want, extensions)
     try:
         while segment.stop is None or begin < segment.stop:
             size = window if segment.count is None else min(window, segment.count - begin)
             first = max(segment.start - begin, 0)
             last = size if segment.stop is None else min(segment.stop - begin, size)
-            wanted = None
             if segment.count is not None:
                 order = permutation(size, seed, WINDOW, segment.turn, segment.shard, begin // window)
                 wanted = set(order[first:last].tolist())
-            raws: list[RawSample | None] = []
+            raws: list[RawSample] = []
             for raw in islice(reader, size):
                 tick()
-                raws.append(raw if wanted is None or len(raws) in wanted else None)
+                raws.append(raw)
             if segment.count is None:
                 order = permutation(len(raws), seed, WINDOW, segment.turn, segment.shard, begin // window)
             for place in order[first:last]:
@@ -109,6 +114,7 @@ class LaneReader:
 
     def __init__(self, plan: Plan, share: LaneShare, broken: Counter[str], tick: Tick) -> None:
         self._plan, self._lane, self._broken, self._tick = plan, share.lane, broken, tick
+        self._extensions = {*IMAGE_TYPES, plan.caption_key.partition(":")[0]}
         self.turn, self.index = share.turn, share.index
         self._samples = self._walk()
         self._row: Counter[str] = Counter()
@@ -120,7 +126,13 @@ class LaneReader:
         while True:
             for segment in plan.order.segments(self._lane, self.turn, self.index):
                 for item in segment_samples(
-                    segment, plan.urls[segment.shard], plan.window, plan.seed, self._broken, self._tick
+                    segment,
+                    plan.urls[segment.shard],
+                    plan.window,
+                    plan.seed,
+                    self._extensions,
+                    self._broken,
+                    self._tick,
                 ):
                     self.index += 1
                     yield segment, item

@@ -78,6 +78,8 @@ class Scene:
         names = tuple(f"{t.colour} {t.shape}" for t in self.things)
         if self.kind == "pair" and self.relation in ("right of", "below"):
             return (self.kind, {"right of": "left of", "below": "above"}[self.relation], names[1], names[0])
+        if self.kind == "row":
+            names = min(names, names[::-1])  # `b between a and c` fits both
         return (self.kind, self.relation, *names)
 
 

@@ -1,4 +1,4 @@
-"""Shards as files: which ones a setting names, how many samples each holds, and the raw samples inside one."""
+"""Shards as files: which ones a setting names, and how many samples each holds."""
 
 import glob
 import json
@@ -6,19 +6,15 @@ import logging
 import os
 import re
 import sqlite3
-import tarfile
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import platformdirs
-from webdataset.gopen import gopen
-from webdataset.handlers import reraise_exception
 from webdataset.shardlists import expand_urls
-from webdataset.tariterators import base_plus_ext, group_by_keys, tar_file_expander
 
+from clipscale.data.archive import ReadProblem, read_shard
 from clipscale.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -26,7 +22,6 @@ log = logging.getLogger(__name__)
 SCAN_AT_MOST = 256
 """Shards whose headers are read to count samples when nothing else tells; more than that would delay the start of a run."""
 _SCHEME = re.compile(r"^[a-z][a-z0-9+.-]+:", re.IGNORECASE)
-_META = re.compile(r"__[^/]*__($|/)")
 
 
 # -- which shards ------------------------------------------------------------------------------------------------------
@@ -172,61 +167,9 @@ def _remembered(base: sqlite3.Connection, url: str) -> int:
 
 
 def count_samples(path: str) -> int:
-    """Samples in a local shard: runs of members with one key, as `read_shard` groups them. Seeks over contents where it can."""
-    samples, last = 0, None
-    try:
-        with tarfile.open(path) as tar:
-            while (member := tar.next()) is not None:
-                if not member.isreg() or _META.match(member.name):
-                    continue
-                key = base_plus_ext(member.name)[0]
-                if key is not None and key != last:
-                    samples, last = samples + 1, key
-    except (tarfile.TarError, OSError, EOFError, ValueError) as error:
-        log.warning("%s: unreadable after %d samples (%s)", path, samples, error)
+    """Samples in a local shard, as `read_shard` groups them, from its headers alone."""
+    problem = ReadProblem()
+    samples = sum(1 for _ in read_shard(path, problem, want=lambda _: False))
+    if problem.reason:
+        log.warning("%s after %d samples: %s", problem.reason, samples, problem.detail)
     return samples
-
-
-# -- what is inside ----------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class ReadProblem:
-    """Why the rest of a shard could not be read; filled by `read_shard`."""
-
-    reason: str | None = None
-    detail: str = ""
-
-
-@dataclass
-class RawSample:
-    """The members of one sample as they lie in the shard: extension (lower case) -> bytes."""
-
-    url: str
-    key: str
-    index: int
-    members: dict[str, bytes] = field(repr=False)
-
-
-def read_shard(url: str, problem: ReadProblem) -> Generator[RawSample, None, None]:
-    """The raw samples of a shard in their order. Ends early where the shard cannot be read on, saying why in `problem`.
-
-    Member names are names only: nothing is ever written or opened by them. A second member of the same name in a sample is ignored.
-    """
-    index = 0
-    try:
-        with closing(gopen(url)) as stream:
-            files = tar_file_expander([{"url": url, "stream": stream}], handler=reraise_exception)
-            for sample in group_by_keys(files, handler=_is_repeated_member):
-                members = {name: value for name, value in sample.items() if not name.startswith("__")}
-                yield RawSample(url, sample["__key__"], index, members)
-                index += 1
-    except (tarfile.TarError, OSError, EOFError, ValueError, ArithmeticError) as error:
-        problem.reason = "truncated_shard" if index else "unreadable_shard"
-        problem.detail = f"{url}: {error.args[0] if error.args else type(error).__name__}"
-
-
-def _is_repeated_member(error: Exception) -> bool:
-    if isinstance(error, ValueError) and "duplicate file name" in str(error):
-        return True
-    raise error

@@ -1,22 +1,14 @@
-"""Which shards a setting names, how many samples they hold, and what a shard gives when parts of it are damaged."""
+"""Which shards a setting names, and how many samples they hold."""
 
-import gzip
 import json
-import os
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from clipscale.data import shards
 from clipscale.data.shards import (
-    RawSample,
-    ReadProblem,
-    count_samples,
     expand,
     noted_counts,
-    read_shard,
     scanned_counts,
 )
 from clipscale.errors import UserError
@@ -26,11 +18,6 @@ from tests.data.files import sample, write_shards, write_tar
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-
-
-def read(path: Path | str) -> tuple[list[RawSample], ReadProblem]:
-    problem = ReadProblem()
-    return list(read_shard(str(path), problem)), problem
 
 
 # -- which shards ------------------------------------------------------------------------------------------------------
@@ -118,89 +105,3 @@ def test_counting_works_without_a_cache_folder(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert scanned_counts([str(path)]) == [5]
-
-
-def test_scanning_counts_what_reading_groups(tmp_path: Path) -> None:
-    members = [
-        *sample("a"),
-        ("b.txt", b"no picture"),
-        ("../../etc/c.png", b"x"),
-        ("../../etc/c.txt", b"y"),
-        ("no-extension", b"z"),
-        ("__meta__/d.txt", b"skipped"),
-        ("D/e.PNG", b"x"),
-        ("D/e.TXT", b"y"),
-        *sample("a"),
-    ]
-    path = write_tar(tmp_path / "x.tar", members)
-    samples, problem = read(path)
-    assert [s.key for s in samples] == ["a", "b", "../../etc/c", "D/e", "a"]
-    assert sorted(samples[3].members) == ["png", "txt"]
-    assert count_samples(str(path)) == 5
-    assert problem.reason is None
-
-
-# -- what is inside ----------------------------------------------------------------------------------------------------
-
-
-def test_a_gzipped_shard_is_read(tmp_path: Path) -> None:
-    path = write_shards(tmp_path, [3])[0]
-    packed = tmp_path / "x.tar.gz"
-    packed.write_bytes(gzip.compress(path.read_bytes()))
-    assert len(read(packed)[0]) == count_samples(str(packed)) == 3
-
-
-def test_a_truncated_shard_gives_what_comes_before_the_damage(tmp_path: Path) -> None:
-    path = write_shards(tmp_path, [10])[0]
-    whole = read(path)[0]
-    path.write_bytes(path.read_bytes()[: 512 * 25 + 100])
-    got, problem = read(path)
-    assert 0 < len(got) < 10
-    assert [s.key for s in got] == [s.key for s in whole[: len(got)]]
-    assert problem.reason == "truncated_shard" and str(path) in problem.detail
-
-
-@pytest.mark.parametrize("content", [b"", b"not a tar" * 1000, None])
-def test_an_unreadable_shard_says_so(tmp_path: Path, content: bytes | None) -> None:
-    path = tmp_path / "x.tar"
-    if content is not None:
-        path.write_bytes(content)
-        assert count_samples(str(path)) == 0
-    got, problem = read(path)
-    assert got == [] and problem.reason == "unreadable_shard"
-
-
-def test_a_repeated_member_is_ignored(tmp_path: Path) -> None:
-    path = write_tar(tmp_path / "x.tar", [*sample("a"), ("a.txt", b"second"), *sample("b")])
-    samples, problem = read(path)
-    assert [s.key for s in samples] == ["a", "b"] and problem.reason is None
-    assert samples[0].members["txt"] == b"caption a"
-
-
-def test_nothing_is_written_by_member_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    work = tmp_path / "a" / "b"
-    work.mkdir(parents=True)
-    path = write_tar(tmp_path / "x.tar", [("../up.txt", b"x"), ("/tmp/abs.txt", b"x"), ("down/../../side.txt", b"x")])
-    monkeypatch.chdir(work)
-    before = sorted(os.walk(tmp_path))
-    assert len(read(path)[0]) == 3
-    assert sorted(os.walk(tmp_path)) == before
-
-
-@settings(max_examples=150, deadline=None)
-@given(st.lists(st.tuples(st.floats(0, 1), st.integers(0, 255)), max_size=12), st.floats(0, 1))
-def test_damaged_bytes_end_a_shard_but_not_the_reader(
-    tmp_path_factory: pytest.TempPathFactory, hits: list[tuple[float, int]], cut: float
-) -> None:
-    folder = tmp_path_factory.getbasetemp() / "fuzz"
-    if not folder.exists():
-        write_shards(folder, [6])
-    data = bytearray((folder / "00000.tar").read_bytes())
-    for where, value in hits:
-        data[int(where * (len(data) - 1))] = value
-    path = folder / "damaged.tar"
-    path.write_bytes(data[: int(len(data) * (1 - cut * cut))])
-    samples, problem = read(path)
-    assert len(samples) <= 40
-    assert problem.reason in (None, "truncated_shard", "unreadable_shard")
-    count_samples(str(path))
