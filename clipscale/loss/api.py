@@ -21,7 +21,7 @@ from clipscale.loss.similarity import Deep, Dot, Late, Similarity
 from clipscale.loss.tiled import TorchBackend
 
 OBJECTIVES = ("softmax", "softmax_image", "softmax_text", "sigmoid")
-SIMILARITIES = ("dot", "late")
+SIMILARITIES = ("dot", "late", "module")
 EXCHANGES = ("auto", "none", "replicated", "local", "gather", "ring")
 BACKENDS = ("auto", "dense", "tiled", "triton")
 PRECISIONS = ("ieee", "tf32")
@@ -32,6 +32,7 @@ WEIGHTS: dict[str, tuple[float | None, float | None]] = {
     "softmax_text": (None, 1.0),
     "sigmoid": (None, None),
 }
+NAMES = (*FACTS, "objective", "exchange")  # what the ranks compare
 
 _log = logging.getLogger(__name__)
 
@@ -81,111 +82,132 @@ def contrastive_loss(
 ) -> Tensor:
     """The contrastive loss of a batch of image-text pairs spread over the ranks of a group, without a batch x batch matrix.
 
-    With x_ij = logit_scale * similarity(image i, text j) over the N rows of all ranks and, for the positives, text i belonging to image i:
+    With x_ij = logit_scale * similarity(image i, text j) over the N images of all ranks, text i being the one that belongs to image i:
 
-        softmax         the mean over i of  (LSE_j x_ij + LSE_j x_ji) / 2 - x_ii     (CLIP, arXiv 2103.00020)
-        softmax_image   the mean over i of   LSE_j x_ij - x_ii                       (softmax_text: LSE_j x_ji)
-        sigmoid         the sum over all i, j of softplus(-+(x_ij + logit_bias)) / N, - at the positives    (SigLIP, arXiv 2303.15343)
+        softmax        mean_i of (LSE_j x_ij + LSE_j x_ji) / 2 - x_ii     (CLIP, arXiv 2103.00020)
+        softmax_image  mean_i of LSE_j x_ij - x_ii                        (softmax_text: LSE_j x_ji)
+        sigmoid        sum_ij softplus(-z_ij (x_ij + logit_bias)) / N,    z = 1 at the positives, else -1 (SigLIP, arXiv 2303.15343)
 
     Args:
-        image_features: (n, D), rows usually of unit length; (n, T, D) for similarity="late"; anything a module takes.
-        text_features: (m, D), the first n being the images' own texts; texts beyond those (m > n) are hard negatives: columns only.
+        image_features: (n, D), rows usually of unit length; (n, T, D) for late interaction; whatever a module takes.
+        text_features: (m, D), the first n being the images' own; texts beyond those are hard negatives: columns only.
         logit_scale: the multiplier itself, not its logarithm; positive; a number or a tensor of one element.
         logit_bias: for the sigmoid; the softmax does not depend on it.
         objective: softmax | softmax_image | softmax_text | sigmoid.
-        similarity: "dot"; "late" (mean over tokens of the best match, FILIP, arXiv 2111.07783); or a module that maps (image features, text features)
-            to (n, m) pair by pair, whose parameters then get their gradient too. A module sees one tile at a time, twice.
-        exchange: none (this process alone) | replicated (CLIP: gather both sides, the whole loss on every rank) | local (OpenCLIP: two one-sided losses of
-            the own rows) | gather (all-gather of the texts, reduce-scatter of their gradients; DisCo-CLIP) | ring (texts travel; the least memory) | auto
-            (ring under a group of several ranks). In a group of one all are the same.
-        backend: dense (a block of scores at once) | tiled (torch, any device) | triton (CUDA, dot product) | auto.
-        group: the process group; None: the default group if there is one. Each rank passes its own rows, equally many.
-        ranks_per_node: makes the ring a two-level one, first inside a node, then between nodes.
-        label_smoothing: share of the target spread evenly over all candidates, hard negatives included, as in torch's cross_entropy.
-        image_keys, text_keys: (n,) and (m,) int64. Pairs that are no positives but have equal keys (duplicate captions) are left out.
+        similarity: "dot"; "late": the mean over tokens of the best match (FILIP, arXiv 2111.07783), which is another one each way (the
+            sigmoid takes their mean); or a module from image features and text features to similarities (n, m), pair by pair,
+            which is called with one tile at a time, twice, and whose parameters get their gradient too.
+        exchange: none (this process by itself) | replicated (CLIP: gather both sides, the whole loss on every rank) | local (OpenCLIP: two
+            one-sided losses of the own rows) | gather (all-gather of the texts, reduce-scatter of their gradients; DisCo-CLIP) |
+            ring (the texts travel; least memory) | auto (ring). In a group of one they are the same.
+        backend: dense (a block's scores at once) | tiled (torch, any device) | triton (CUDA, dot product) | auto.
+        group: the process group; None: the default group, if there is one. Each rank passes its own rows, equally many.
+        ranks_per_node: makes the ring a two-level one, inside a node first and then between nodes.
+        label_smoothing: share of the target that is spread evenly over all candidates, as in torch's cross_entropy.
+        image_keys, text_keys: (n,) and (m,) int64; pairs that are no positives but have equal keys (duplicate captions) are left out.
             Without text_keys the texts have their images' keys.
         image_mask, text_mask: (n, T) bool, for late interaction: which tokens count.
         fp32_precision: ieee | tf32, for matmuls of float32 features on CUDA.
         tile: side of the torch backend's tiles.
-        check: raise where the loss is not finite or the scale not positive. Reads the result, hence waits for the device.
+        check: refuse a result that is not finite and a scale that is not positive, which waits for the device.
 
     Returns:
-        The mean over all N rows, the same on every rank: 0-d, float32 (float64 for float64 features). Gradients are shares whose sum over the ranks is the
-        gradient of the mean: a feature row gets all of its own, logit_scale, logit_bias and a module's parameters get this rank's part.
+        The mean over all N images, the same on every rank: 0-d, float32 (float64 for float64 features). Gradients are shares whose sum
+        over the ranks is the gradient of the mean: a feature row gets all of its own; logit_scale, logit_bias and a module's
+        parameters get this rank's part.
 
-    Features of two precisions are both cast to the lower one (float16 with bfloat16: to float32); under autocast float32 features are cast to
-    autocast's type, as matmul would. Sums are float32 at least, and every gradient comes back in its input's own type.
+    Features of two types are both cast to the narrower one (float16 with bfloat16: to float32), under autocast float32 features to
+    autocast's type, as matmul would. Sums are float32 at least. Every gradient comes back in its input's own type.
 
     Raises:
-        ValueError: for inputs that do not fit each other or the options, on all ranks of the group alike, before anything is exchanged; and, with
-            `check`, for features, scale or bias that are not finite.
+        ValueError: where inputs do not fit each other, the options or the other ranks, on all ranks and before anything is exchanged;
+            and, with `check`, where features, scale or bias are not finite.
     """
+    config = LossConfig(objective, "module", exchange, backend, label_smoothing, ranks_per_node, fp32_precision, tile)
+    if not isinstance(similarity, nn.Module):
+        config.similarity = similarity
     comm = None if exchange == "none" else _communicator(group)
-    names = (*FACTS, "objective", "exchange")
     try:
-        _check_options(objective, similarity, exchange, backend, label_smoothing, fp32_precision, tile)
+        _check_options(config)
         inputs = checked_inputs(
-            image_features, text_features, logit_scale, logit_bias, image_mask, text_mask, image_keys, text_keys, similarity
+            image_features,
+            text_features,
+            logit_scale,
+            0.0 if logit_bias is None else logit_bias,
+            masks=(image_mask, text_mask),
+            keys=(image_keys, text_keys),
+            similarity=config.similarity,
         )
-        if label_smoothing and (image_keys is not None or objective == "sigmoid"):
-            raise ValueError(f"label_smoothing={label_smoothing} is for the softmax, and counts every text: none may be left out by keys")
-        backend = _chosen_backend(backend, similarity, inputs)
-        _exchange(exchange, comm, ranks_per_node)
+        if label_smoothing and image_keys is not None:
+            raise ValueError(
+                f"label_smoothing={label_smoothing} spreads over all texts, so none of them can be left out by keys"
+            )
+        config.backend = _chosen_backend(config, inputs)
+        _exchange(config, comm)
     except ValueError as error:
         if comm is not None:
-            agree(comm, names, [0] * len(names), error, image_features.device)
+            agree(comm, [0] * len(NAMES), NAMES, error, image_features.device)
         raise
     if comm is not None:
-        agree(comm, names, [*inputs.facts(), OBJECTIVES.index(objective), EXCHANGES.index(exchange)], None, image_features.device)
+        facts = [*inputs.facts(), OBJECTIVES.index(objective), EXCHANGES.index(exchange)]
+        agree(comm, facts, NAMES, None, image_features.device)
 
-    # One loss of rows against columns; OpenCLIP's local loss is two, the second with the roles exchanged.
-    images, texts = ({"mask": image_mask, "keys": inputs.image_keys}, {"mask": text_mask, "keys": inputs.text_keys})
     similar = _similarity(similarity, image_features.device)
-    forth = (image_features, images, text_features, texts, similar)
-    terms = [(1.0, *forth, WEIGHTS[objective])]
-    if exchange == "local" and objective != "sigmoid":
-        n = len(image_features)  # as rows, the texts are without the hard negatives
-        own_texts = {name: None if x is None else x[:n] for name, x in texts.items()}
-        back = (text_features[:n], own_texts, image_features, images, similar.swapped())
-        shares = {"softmax": (0.5, 0.5), "softmax_image": (1.0, 0.0), "softmax_text": (0.0, 1.0)}[objective]
-        terms = [(share, *term, (1.0, None)) for share, term in zip(shares, (forth, back)) if share]
-
-    total: Tensor | float = 0.0
-    for share, rows, row_extras, cols, col_extras, similarity_, weights in terms:
-        meeting = _exchange(exchange, comm, ranks_per_node)
-        wanted: Objective = Sigmoid()
-        if objective != "sigmoid":
-            wanted = Softmax(label_smoothing, meeting.size * len(rows), meeting.size * len(cols))
-        loss = Loss(
-            exchange=meeting,
-            backend=_backend(backend, wanted, similarity_, tile, fp32_precision, keep=not isinstance(meeting, Ring)),
-            similarity=similarity_,
-            weights=weights,
-            operands=inputs.operands,
-            row_extras=row_extras,
-            col_extras=col_extras,
-            fp32_precision=fp32_precision,
-            check=check,
+    if exchange != "local" or objective == "sigmoid":
+        return _loss(config, comm, inputs, similar, WEIGHTS[objective], check)
+    # OpenCLIP's local loss: one-sided both ways, the second time with the roles exchanged and without the hard negatives.
+    image_share, text_share = {"softmax": (0.5, 0.5), "softmax_image": (1.0, 0.0), "softmax_text": (0.0, 1.0)}[
+        objective
+    ]
+    terms = []
+    if image_share:
+        terms.append(image_share * _loss(config, comm, inputs, similar, WEIGHTS["softmax_image"], check))
+    if text_share:
+        terms.append(
+            text_share * _loss(config, comm, inputs.swapped(), similar.swapped(), WEIGHTS["softmax_image"], check)
         )
-        value = ContrastiveLoss.apply(loss, rows, cols, inputs.scale, inputs.bias, *similarity_.parameters)
-        total = total + share * value
-    return cast(Tensor, total)
+    return sum(terms[1:], terms[0])
 
 
-def _check_options(
-    objective: str, similarity: object, exchange: str, backend: str, label_smoothing: float, fp32_precision: str, tile: int | None
-) -> None:
-    choices = {"objective": (objective, OBJECTIVES), "exchange": (exchange, EXCHANGES), "backend": (backend, BACKENDS)}
-    choices["fp32_precision"] = (fp32_precision, PRECISIONS)
-    if not isinstance(similarity, nn.Module):
-        choices["similarity"] = (str(similarity), SIMILARITIES)
-    for name, (value, allowed) in choices.items():
-        if value not in allowed:
-            raise ValueError(f"{name}={value!r} is not one of {', '.join(allowed)}")
-    if not 0 <= label_smoothing < 1:
-        raise ValueError(f"label_smoothing={label_smoothing} must lie in [0, 1)")
-    if tile is not None and tile < 1:
-        raise ValueError(f"tile={tile} must be at least 1")
+def _loss(
+    config: LossConfig,
+    comm: Communicator | None,
+    inputs: Inputs,
+    similarity: Similarity,
+    weights: tuple[float | None, float | None],
+    check: bool,
+) -> Tensor:
+    """The loss of `inputs.rows` against `inputs.cols` of all ranks."""
+    exchange = _exchange(config, comm)
+    objective: Objective = Sigmoid()
+    if config.objective != "sigmoid":
+        objective = Softmax(config.label_smoothing, exchange.size * len(inputs.rows), exchange.size * len(inputs.cols))
+    backend: Backend
+    if config.backend == "triton":
+        from clipscale.loss.fused import TritonBackend  # the only way to Triton, taken only where it is used
+
+        backend = TritonBackend(objective, config.fp32_precision)
+    else:
+        is_dense = config.backend == "dense"
+        backend = TorchBackend(objective, similarity, 0 if is_dense else config.tile, keep=exchange.visits == 1)
+    loss = Loss(
+        exchange, backend, similarity, weights, inputs.operands, inputs.masks, inputs.keys, config.fp32_precision, check
+    )
+    numbers = (inputs.scale, inputs.bias, *similarity.parameters)
+    return cast(Tensor, ContrastiveLoss.apply(loss, inputs.rows, inputs.cols, *numbers))
+
+
+def _check_options(config: LossConfig) -> None:
+    allowed = {"objective": OBJECTIVES, "similarity": SIMILARITIES, "exchange": EXCHANGES, "backend": BACKENDS}
+    for name, choices in (allowed | {"fp32_precision": PRECISIONS}).items():
+        if getattr(config, name) not in choices:
+            raise ValueError(f"{name}={getattr(config, name)!r} is not one of {', '.join(choices)}")
+    if not 0 <= config.label_smoothing < 1:
+        raise ValueError(f"label_smoothing={config.label_smoothing} must lie in [0, 1)")
+    if config.label_smoothing and config.objective == "sigmoid":
+        raise ValueError(f"label_smoothing={config.label_smoothing} is for the softmax; the sigmoid has no such target")
+    if config.tile is not None and config.tile < 1:
+        raise ValueError(f"tile={config.tile} must be at least 1")
 
 
 def _communicator(group: dist.ProcessGroup | None) -> Communicator | None:
@@ -193,16 +215,16 @@ def _communicator(group: dist.ProcessGroup | None) -> Communicator | None:
     if not dist.is_available() or not dist.is_initialized():
         return None
     if dist.get_rank(group) < 0:
-        raise ValueError("contrastive_loss was given a group that this rank does not belong to")
+        raise ValueError("this rank does not belong to the group that contrastive_loss was given")
     return Communicator(group) if dist.get_world_size(group) > 1 else None
 
 
-def _exchange(name: str, comm: Communicator | None, ranks_per_node: int | None) -> Single:
+def _exchange(config: LossConfig, comm: Communicator | None) -> Single:
     if comm is None:
         return Single()
-    if name == "replicated":
+    if config.exchange == "replicated":
         return Replicated(comm)
-    return Ring(comm, ranks_per_node) if name in ("ring", "auto") else Gather(comm)
+    return Ring(comm, config.ranks_per_node) if config.exchange in ("ring", "auto") else Gather(comm)
 
 
 def _similarity(similarity: str | nn.Module, device: torch.device) -> Similarity:
@@ -211,37 +233,28 @@ def _similarity(similarity: str | nn.Module, device: torch.device) -> Similarity
     return Dot() if similarity == "dot" else Late(device)
 
 
-def _chosen_backend(name: str, similarity: str | nn.Module, inputs: Inputs) -> str:
-    """The backend's name, with "auto" resolved; logged once. Raises ValueError where Triton is asked for and cannot be."""
-    device, dtype = inputs.image_features.device, inputs.operands
-    obstacle = None
-    if similarity != "dot":
+def _chosen_backend(config: LossConfig, inputs: Inputs) -> str:
+    """The backend's name, "auto" resolved (and logged, once). Raises ValueError where Triton is asked for and cannot be."""
+    device, obstacle = inputs.rows.device, None
+    if config.similarity != "dot":
         obstacle = "the similarity is not the dot product"
-    elif dtype == torch.float64:
+    elif inputs.operands == torch.float64:
         obstacle = "the features are float64"
-    elif device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+    elif device.type != "cuda" and (config.backend == "auto" or os.environ.get("TRITON_INTERPRET") != "1"):
         obstacle = f"the features are on {device.type}"
-    if name == "triton" and obstacle:
-        raise ValueError(f"backend=triton is not possible here: {obstacle}; use backend=tiled")
-    if name != "auto":
-        return name
-    if obstacle is None and device.type != "cuda":
-        obstacle = "the features are on the CPU and Triton would only be interpreted"
-    chosen = "tiled" if obstacle else "triton"
-    _log_once(f"loss backend: {chosen} ({obstacle or f'dot product of {dtype} features on {torch.cuda.get_device_name(device)}'})")
-    return chosen
+    if config.backend == "triton" and obstacle:
+        raise ValueError(f"backend=triton cannot be had, since {obstacle}; use backend=tiled")
+    if config.backend != "auto":
+        return config.backend
+    if obstacle:
+        _log_once(f"loss backend: tiled, since {obstacle}")
+        return "tiled"
+    _log_once(
+        f"loss backend: triton, for the dot product of {inputs.operands} features on {torch.cuda.get_device_name(device)}"
+    )
+    return "triton"
 
 
 @cache
 def _log_once(message: str) -> None:
     _log.info(message)
-
-
-def _backend(
-    name: str, objective: Objective, similarity: Similarity, tile: int | None, fp32_precision: str, keep: bool
-) -> Backend:
-    if name == "triton":
-        from clipscale.loss.fused import TritonBackend  # the only import of Triton, and only where it is used
-
-        return TritonBackend(objective, fp32_precision)
-    return TorchBackend(objective, similarity, 0, keep) if name == "dense" else TorchBackend(objective, similarity, tile)

@@ -21,17 +21,22 @@ class Side:
     mask: Tensor | None = None  # (n, T) bool, true where a token counts
     keys: Tensor | None = None  # (n,) int64; other pairs with equal keys are left out of the sums
     weight: Tensor | None = None  # (n,) a_i or b_j up to the common factor 1/N; None: no softmax in this direction
-    lse: Tensor | None = None  # (n,) float64 log-sum-exp of the scores; running in the forward pass, complete in the backward
+    lse: Tensor | None = (
+        None  # (n,) float64 log-sum-exp of the scores; running in the forward pass, complete in the backward
+    )
     grad: Tensor | None = None  # like features, accumulation dtype; None: frozen
     target: Tensor | None = None  # (n,) float64, rows only: the sum of what is subtracted from the log-sum-exps
 
     def __len__(self) -> int:
         return len(self.features)
 
+    def present(self) -> dict[str, Tensor]:
+        """The tensors that this side has, by name."""
+        return {f.name: x for f in fields(self) if (x := getattr(self, f.name)) is not None}
+
     def map(self, function: Callable[[Tensor], Tensor]) -> "Side":
-        """This side with `function` applied to each tensor that it has."""
-        present = {f.name: getattr(self, f.name) for f in fields(self)}
-        return Side(**{name: None if x is None else function(x) for name, x in present.items()})
+        """This side with `function` applied to every tensor."""
+        return Side(**{name: function(x) for name, x in self.present().items()})
 
     def narrow(self, start: int, stop: int) -> "Side":
         """Views of the entries start..stop: writing to them writes to this side."""
@@ -39,12 +44,16 @@ class Side:
 
     def travelling(self) -> list[Tensor]:
         """The tensors that another rank needs."""
-        return [x for name in TRAVELLING if (x := getattr(self, name)) is not None]
+        return [x for name, x in self.present().items() if name in TRAVELLING]
 
     def arrived(self, tensors: list[Tensor]) -> "Side":
-        """This side with another rank's `travelling()` in place of its own."""
-        present = [name for name in TRAVELLING if getattr(self, name) is not None]
-        return replace(self, **dict(zip(present, tensors, strict=True)))
+        """Another rank's side, given its `travelling()`; what does not travel is left out, but for the weights, which are the same."""
+        names = [name for name in self.present() if name in TRAVELLING]
+        return Side(**dict(zip(names, tensors, strict=True)), weight=self.weight)
+
+    def collecting(self, field: str, total: Tensor | None) -> "Side":
+        """This side with `total` as the place where `field` ("lse" or "grad") is summed up."""
+        return replace(self, lse=total) if field == "lse" else replace(self, grad=total)
 
 
 @dataclass
@@ -53,10 +62,9 @@ class Shared:
 
     scale: Tensor  # 0-d, the multiplier, accumulation dtype
     bias: Tensor  # 0-d, added to the logits of the sigmoid objective
-    parameters: tuple[Tensor, ...] = ()  # of a custom similarity
     scale_grad: Tensor | None = None  # only where the similarity is not homogeneous (see similarity.py)
     bias_grad: Tensor | None = None
-    parameter_grads: tuple[Tensor | None, ...] = ()
+    parameter_grads: tuple[Tensor | None, ...] = ()  # of a custom similarity's parameters
 
 
 @dataclass
@@ -76,6 +84,12 @@ class Block:
         """The part of the block from (row, col), at most height x width; views throughout."""
         positive = None if self.positive is None else self.positive + row - col
         return Block(self.rows.narrow(row, row + height), self.cols.narrow(col, col + width), self.shared, positive)
+
+    @property
+    def offset(self) -> int:
+        """The diagonal of the positives, for Tensor.diagonal."""
+        assert self.positive is not None
+        return self.positive
 
     def diagonal(self) -> tuple[slice, slice] | None:
         """The rows and the columns, in step, of the positives inside this block; None where there are none."""

@@ -24,7 +24,7 @@ def dense_contrastive_loss(
     image_mask: Tensor | None = None,
     text_mask: Tensor | None = None,
 ) -> Tensor:
-    """What `contrastive_loss` computes for the batch of all ranks, in the precision of its inputs. Texts beyond the N-th are hard negatives."""
+    """What `contrastive_loss` is to give for the batch of all ranks, in the inputs' precision. Texts from the N-th on are hard negatives."""
     n, m = len(image_features), len(text_features)
     target = torch.arange(n, device=image_features.device)
     to_text, to_image = dense_similarities(image_features, text_features, similarity, image_mask, text_mask)
@@ -46,7 +46,11 @@ def dense_contrastive_loss(
 
 
 def dense_similarities(
-    image_features: Tensor, text_features: Tensor, similarity: str | nn.Module, image_mask: Tensor | None, text_mask: Tensor | None
+    image_features: Tensor,
+    text_features: Tensor,
+    similarity: str | nn.Module,
+    image_mask: Tensor | None,
+    text_mask: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """The similarities (N, M) as the images see them and as the texts see them."""
     if isinstance(similarity, nn.Module):

@@ -8,7 +8,6 @@ Letters: P ranks; n rows (images) and m columns (texts) of one rank, the same on
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -18,7 +17,9 @@ from torch import Tensor
 from clipscale.loss.block import Side
 
 Fresh = Callable[[Side], Tensor | None]  # the empty sums for some columns; None: nothing is collected
-Visit = Callable[[Side, int | None], None]  # works on the block of the rows against these columns, whose first positive is given
+Visit = Callable[
+    [Side, int | None], None
+]  # works on the block of the rows against these columns, whose first positive is given
 Hop = tuple[int, int]  # (rank to send to, rank to receive from)
 JOIN: dict[str, Callable[..., Tensor]] = {"lse": torch.logaddexp, "grad": torch.add}
 
@@ -41,12 +42,12 @@ class Communicator:
     bytes_sent: ClassVar[int] = 0
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self.group = group
+        self.group: dist.ProcessGroup = dist.distributed_c10d._get_default_group() if group is None else group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
     def post(self, tensors: list[Tensor], hop: Hop, tag: int = 0) -> Transfer:
         """Start sending the tensors to one rank and receiving their like from another; `tag` keeps two streams of transfers apart."""
-        dest, src = (dist.get_global_rank(self.group or dist.group.WORLD, peer) for peer in hop)
+        dest, src = (dist.get_global_rank(self.group, peer) for peer in hop)
         received = [torch.empty_like(x) for x in tensors]
         sends = [dist.P2POp(dist.isend, x, dest, self.group, tag) for x in tensors]
         receives = [dist.P2POp(dist.irecv, x, src, self.group, tag) for x in received]
@@ -63,7 +64,9 @@ class Communicator:
     def scatter(self, x: Tensor, field: str) -> Tensor:
         """(P n, ...) of each rank, joined over the ranks, to this rank's (n, ...)."""
         own = x.new_empty(len(x) // self.size, *x.shape[1:])
-        if field == "lse":  # no reduction of this kind exists: the largest of all ranks first, then the sum of exponentials
+        if (
+            field == "lse"
+        ):  # no reduction of this kind exists: the largest of all ranks first, then the sum of exponentials
             largest = self.reduce(x.clone(), dist.ReduceOp.MAX).clamp_min(torch.finfo(x.dtype).min)
             x = (x - largest).exp_()
         dist.reduce_scatter_tensor(own, x, group=self.group)
@@ -81,6 +84,7 @@ class Single:
     """One process: its rows against its columns."""
 
     size = 1
+    visits = 1  # of each row in one sweep
     share = 1.0  # this rank's part of what it computes for tensors that all ranks have
 
     def spread(self, rows: Side, cols: Side) -> tuple[Side, Side]:
@@ -98,7 +102,7 @@ class Single:
     def sweep(self, cols: Side, field: str, fresh: Fresh, visit: Visit) -> Tensor | None:
         """Visit all columns there are; return what was collected in `field` for this rank's columns."""
         part = fresh(cols)
-        visit(replace(cols, **{field: part}), 0)
+        visit(cols.collecting(field, part), 0)
         return part
 
     def total(self, x: Tensor) -> Tensor:
@@ -118,8 +122,9 @@ class Grouped(Single):
 
     def gathered(self, side: Side) -> Side:
         """The side's counterparts of all ranks, in rank order. Weights are the same on all."""
-        weight = None if side.weight is None else side.weight.repeat(self.size)
-        return replace(side.arrived([self.comm.gather(x) for x in side.travelling()]), weight=weight)
+        everyone = side.arrived([self.comm.gather(x) for x in side.travelling()])
+        everyone.weight = None if side.weight is None else side.weight.repeat(self.size)
+        return everyone
 
 
 class Replicated(Grouped):
@@ -143,17 +148,24 @@ class Replicated(Grouped):
 
     def own_cols(self, cols: Tensor) -> Tensor:
         extra = self._m - self._n
-        return torch.cat([self.own(cols), cols[self.size * self._n + self.rank * extra :][:extra]]) if extra else self.own(cols)
+        return (
+            torch.cat([self.own(cols), cols[self.size * self._n + self.rank * extra :][:extra]])
+            if extra
+            else self.own(cols)
+        )
 
 
 class Gather(Grouped):
-    """Own rows against everybody's columns: all-gather of the columns, reduce-scatter of what they collect (DisCo-CLIP, arXiv 2304.08480)."""
+    """Own rows against everybody's columns: all-gather of the columns, reduce-scatter of what they collect.
+
+    The gradient's way home is that of DisCo-CLIP (arXiv 2304.08480).
+    """
 
     def sweep(self, cols: Side, field: str, fresh: Fresh, visit: Visit) -> Tensor | None:
         own = len(cols)
         cols = self.gathered(cols)
         part = fresh(cols)
-        visit(replace(cols, **{field: part}), self.rank * own)
+        visit(cols.collecting(field, part), self.rank * own)
         return None if part is None else self.comm.scatter(part, field)
 
 
@@ -162,6 +174,7 @@ class Ring(Grouped):
 
     def __init__(self, communicator: Communicator, ranks_per_node: int | None = None) -> None:
         super().__init__(communicator)
+        self.visits = self.size
         self.hops = ring_hops(self.rank, self.size, ranks_per_node or self.size)
 
     def sweep(self, cols: Side, field: str, fresh: Fresh, visit: Visit) -> Tensor | None:
@@ -169,7 +182,7 @@ class Ring(Grouped):
         for number, hop in enumerate(self.hops, start=1):
             ahead = self.comm.post(cols.travelling(), hop) if number < self.size else None
             part = fresh(cols)
-            visit(replace(cols, **{field: part}), 0 if number == 1 else None)
+            visit(cols.collecting(field, part), 0 if number == 1 else None)
             if part is not None:
                 if behind is not None:
                     JOIN[field](part, behind.wait()[0], out=part)
@@ -200,17 +213,23 @@ def ring_hops(rank: int, size: int, ranks_per_node: int) -> list[Hop]:
     return [(moved(rank, *step), moved(rank, -step[0], -step[1])) for step in [*steps, home]]
 
 
-def agree(comm: Communicator, names: Sequence[str], facts: Sequence[int], problem: Exception | None, device: torch.device) -> None:
-    """Raise ValueError if another rank has a problem or if ranks differ in any of the named facts. The rank with the problem raises it itself.
+def agree(
+    comm: Communicator, facts: Sequence[int], names: Sequence[str], problem: Exception | None, device: torch.device
+) -> None:
+    """Raise ValueError if another rank has a problem, or if the ranks differ in any of the named facts.
 
-    One small all-gather: without it a rank that raises, or that brings another batch size, leaves the others waiting for ever.
+    One small all-gather: without it a rank that raises its problem, or that brings another batch size, leaves the others waiting for ever.
     """
     mine = torch.tensor([problem is not None, *facts], dtype=torch.int64, device=device)
     everyone = comm.gather(mine).view(comm.size, -1).tolist()
     if problem is not None:
         return
     if faulty := [str(rank) for rank, (failed, *_) in enumerate(everyone) if failed]:
-        raise ValueError(f"contrastive_loss was refused on rank {', '.join(faulty)} of the group; the reason is in the error there")
+        raise ValueError(
+            f"contrastive_loss was refused on rank {', '.join(faulty)} of the group; the reason is in the error there"
+        )
     for name, values in zip(names, list(zip(*everyone))[1:]):
         if len(set(values)) > 1:
-            raise ValueError(f"contrastive_loss needs the same {name} on all ranks, but rank by rank it is {list(values)}")
+            raise ValueError(
+                f"contrastive_loss needs the same {name} on all ranks, but rank by rank it is {list(values)}"
+            )

@@ -4,8 +4,9 @@ Letters: n rows (images) and m columns (texts) that this rank brings, N rows of 
 """
 
 import contextlib
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -16,9 +17,13 @@ from clipscale.loss.block import Block, Shared, Side
 from clipscale.loss.exchange import Single
 from clipscale.loss.similarity import Similarity, widened
 
+SLAB = 2**15  # rows whose float32 gradient is held at a time, where it has to be rounded to half precision afterwards
+
 
 class Backend(Protocol):
-    """What works on a block; see TorchBackend."""
+    """What works on a block; see TorchBackend for what the two functions have to do."""
+
+    splits: bool  # may it be given a block's rows in several parts
 
     def merge(self, block: Block) -> None: ...
 
@@ -34,19 +39,20 @@ class Loss:
     similarity: Similarity
     weights: tuple[float | None, float | None]  # N a_i and N b_j; None: no softmax in that direction
     operands: torch.dtype  # what the features are cast to
-    row_extras: dict[str, Tensor | None]  # mask and keys of the images
-    col_extras: dict[str, Tensor | None]  # and of the texts
+    masks: tuple[Tensor | None, Tensor | None]  # of rows and columns
+    keys: tuple[Tensor | None, Tensor | None]
     fp32_precision: str  # of float32 matmuls on CUDA: "ieee" or "tf32"
-    check: bool  # look at the result, which costs a synchronisation, and explain a loss that is not finite
+    check: bool  # look at the result, which waits for the device, and refuse one that is not finite
 
     def own_sides(self, image_features: Tensor, text_features: Tensor) -> tuple[Side, Side]:
         """This rank's rows and columns."""
-        rows = Side(image_features.detach().to(self.operands).contiguous(), **self.row_extras)
-        cols = Side(text_features.detach().to(self.operands).contiguous(), **self.col_extras)
+        rows, cols = (
+            Side(features.detach().to(self.operands).contiguous(), mask, keys)
+            for features, mask, keys in zip((image_features, text_features), self.masks, self.keys)
+        )
         for side, weight in zip((rows, cols), self.weights):
             if weight is not None:
-                dtype = widened(side.features[:0]).dtype
-                side.weight = torch.full((len(side),), weight, dtype=dtype, device=side.features.device)
+                side.weight = widened(side.features.new_full((len(side),), weight))
                 side.weight[len(rows) :] = 0  # a hard negative is nobody's positive
         return rows, cols
 
@@ -59,25 +65,31 @@ class ContrastiveLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, loss: Loss, image_features: Tensor, text_features: Tensor, scale: Tensor, bias: Tensor, *parameters: Tensor
-    ) -> Tensor:
-        ctx.save_for_backward(image_features, text_features, scale, bias, *parameters)
+    def forward(ctx: Any, loss: Loss, image_features: Tensor, text_features: Tensor, *numbers: Tensor) -> Tensor:
+        scale, bias, *_ = numbers
         device, exchange = image_features.device, loss.exchange
         ctx.loss, ctx.random = loss, None if loss.similarity.homogeneous else _random_state(device)
-        shared = Shared(scale, bias, parameters)
+        shared = Shared(scale, bias)
+
+        def merge(cols: Side, positive: int | None) -> None:
+            loss.backend.merge(Block(rows, cols, shared, positive))
+
         with _arithmetic(device, loss):
             rows, cols = exchange.spread(*loss.own_sides(image_features, text_features))
             rows.lse, rows.target = _no_terms(rows), scale.new_zeros(len(rows), dtype=torch.float64)
-            cols.lse = exchange.sweep(cols, "lse", _no_terms, lambda cols, at: loss.backend.merge(Block(rows, cols, shared, at)))
+            cols.lse = exchange.sweep(cols, "lse", _no_terms, merge)
             per_row = -rows.target
             for side in (rows, cols):
                 if side.lse is not None and side.weight is not None:
                     side.lse.masked_fill_(side.lse == -torch.inf, 0)  # a hard negative whose every pair was left out
                     per_row += (side.weight * side.lse)[: len(rows)]
-            total = exchange.own(per_row).sum()
-            total, mistakes = exchange.total(torch.stack([total, (scale <= 0).double()])).unbind()
-        ctx.rows, ctx.cols, ctx.count = replace(rows, target=None), cols, len(image_features) * exchange.size
+            mistaken = (scale <= 0).double()
+            total, mistakes = exchange.total(torch.stack([exchange.own(per_row).sum(), mistaken])).unbind()
+
+        rows.target = None
+        kept = [side.present() for side in (rows, cols)]
+        ctx.count, ctx.names = len(image_features) * exchange.size, (len(numbers), *map(list, kept))
+        ctx.save_for_backward(image_features, text_features, *numbers, *kept[0].values(), *kept[1].values())
         if loss.check:
             _refuse_nonsense(total, mistakes, loss, image_features, text_features, scale, bias)
         return (total / ctx.count).to(scale.dtype)
@@ -85,52 +97,89 @@ class ContrastiveLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        image_features, text_features, scale, bias, *parameters = ctx.saved_tensors  # raises if one was changed in place
         loss: Loss = ctx.loss
         exchange, homogeneous = loss.exchange, loss.similarity.homogeneous
+        count, row_names, col_names = ctx.names
+        image_features, text_features, *rest = ctx.saved_tensors
+        (scale, bias, *parameters), rest = rest[:count], rest[count:]
+        rows, cols = Side(**dict(zip(row_names, rest))), Side(**dict(zip(col_names, rest[len(row_names) :])))
         _, for_images, for_texts, for_scale, for_bias, *for_parameters = ctx.needs_input_grad
-        zeros = torch.zeros_like
         shared = Shared(
             scale,
             bias,
-            tuple(parameters),
-            scale_grad=zeros(scale) if for_scale and not homogeneous else None,
-            bias_grad=zeros(bias) if for_bias else None,
-            parameter_grads=tuple(zeros(p, dtype=scale.dtype) if wanted else None for p, wanted in zip(parameters, for_parameters)),
-        )
-
-        def no_gradient(side: Side) -> Tensor:
-            return zeros(side.features, dtype=scale.dtype)
-
-        # The scale's gradient follows from one side's: take the images', unless only the texts' is computed anyway.
-        through_images = for_images or (for_scale and homogeneous and not for_texts)
-        rows, cols = replace(ctx.rows, grad=no_gradient(ctx.rows) if through_images else None), ctx.cols
-        with _arithmetic(image_features.device, loss), _replayed(ctx.random):
-            cols_grad = exchange.sweep(
-                cols,
-                "grad",
-                lambda cols: no_gradient(cols) if for_texts else None,
-                lambda cols, at: loss.backend.add_gradients(Block(rows, cols, shared, at)),
-            )
-        factor = grad_output / ctx.count
-        rows_grad = None if rows.grad is None else exchange.own(rows.grad).mul_(factor)
-        cols_grad = None if cols_grad is None else exchange.own_cols(cols_grad).mul_(factor)
-        scale_grad = None
-        if for_scale and homogeneous:
-            side, grad = (image_features, rows_grad) if rows_grad is not None else (text_features, cols_grad)
-            scale_grad = _inner_product(side, grad, loss.operands) / scale
-        elif shared.scale_grad is not None:
-            scale_grad = shared.scale_grad * (factor * exchange.share)
-        return (
-            None,
-            rows_grad.to(image_features.dtype) if for_images and rows_grad is not None else None,
-            cols_grad.to(text_features.dtype) if cols_grad is not None else None,
-            None if scale_grad is None else scale_grad.to(scale.dtype),
-            *(
-                None if grad is None else (grad * (factor * exchange.share)).to(x.dtype)
-                for x, grad in ((bias, shared.bias_grad), *zip(parameters, shared.parameter_grads))
+            scale_grad=torch.zeros_like(scale) if for_scale and not homogeneous else None,
+            bias_grad=torch.zeros_like(bias) if for_bias else None,
+            parameter_grads=tuple(
+                widened(torch.zeros_like(p)) if wanted else None for p, wanted in zip(parameters, for_parameters)
             ),
         )
+        factor = grad_output / ctx.count
+        # The scale's gradient follows from one side's. Take the images', unless only the texts' is computed anyway.
+        through_images = for_images or (for_scale and homogeneous and not for_texts)
+        images = RowGradient(rows, factor, through_images, once=exchange.visits == 1 and loss.backend.splits)
+
+        def add_gradients(cols: Side, positive: int | None) -> None:
+            for start, part in images.parts():
+                loss.backend.add_gradients(Block(part, cols, shared, None if positive is None else positive + start))
+
+        with _arithmetic(image_features.device, loss), _replayed(ctx.random):
+            text_sums = exchange.sweep(cols, "grad", _no_gradient if for_texts else lambda _: None, add_gradients)
+            image_grad = text_grad = along = None
+            if through_images:
+                image_grad, along = (exchange.own(x) for x in images.result())
+            if text_sums is not None:
+                text_grad, along_texts = _finished(
+                    exchange.own_cols(cols.features), exchange.own_cols(text_sums), factor
+                )
+                along = along_texts if along is None else along
+        if for_scale and homogeneous and along is not None:
+            scale_grad: Tensor | None = (along.sum() / scale).to(scale.dtype)
+        else:
+            scale_grad = None if shared.scale_grad is None else shared.scale_grad * factor * exchange.share
+        replicated = ((bias, shared.bias_grad), *zip(parameters, shared.parameter_grads))
+        return (
+            None,
+            image_grad.to(image_features.dtype) if for_images and image_grad is not None else None,
+            None if text_grad is None else text_grad.to(text_features.dtype),
+            scale_grad,
+            *(None if grad is None else (grad * factor * exchange.share).to(x.dtype) for x, grad in replicated),
+        )
+
+
+class RowGradient:
+    """dU and the rows' <u_i, dU_i>: summed in float32 (float64), returned in the features' type.
+
+    Rows of half precision that are visited only once are worked through in slabs: dU in float32 never exists as a whole.
+    """
+
+    def __init__(self, rows: Side, factor: Tensor, wanted: bool, once: bool) -> None:
+        self._rows, self._factor, self._wanted = rows, factor, wanted
+        is_half = rows.features.dtype in (torch.float16, torch.bfloat16)
+        self._slab = SLAB if wanted and once and is_half else len(rows)
+        self._done: tuple[Tensor, Tensor] | None = None
+        if self._slab < len(rows):
+            self._done = torch.empty_like(rows.features), rows.features.new_empty(len(rows), dtype=torch.float64)
+        elif wanted:
+            rows.grad = _no_gradient(rows)
+
+    def parts(self) -> Iterator[tuple[int, Side]]:
+        """The rows to visit, with a place for their gradient, and the number of the first."""
+        if self._done is None:
+            yield 0, self._rows
+            return
+        for start in range(0, len(self._rows), self._slab):
+            part = self._rows.narrow(start, start + self._slab)
+            part.grad = _no_gradient(part)
+            yield start, part
+            for whole, piece in zip(self._done, _finished(part.features, part.grad, self._factor)):
+                whole[start : start + self._slab] = piece
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """dU times the factor in the features' type, and <u_i, dU_i> times the factor in float64."""
+        if self._done is not None:
+            return self._done
+        assert self._rows.grad is not None
+        return _finished(self._rows.features, self._rows.grad, self._factor)
 
 
 def _no_terms(side: Side) -> Tensor | None:
@@ -138,30 +187,39 @@ def _no_terms(side: Side) -> Tensor | None:
     return None if side.weight is None else torch.full_like(side.weight, -torch.inf, dtype=torch.float64)
 
 
-def _inner_product(features: Tensor, grad: Tensor, operands: torch.dtype) -> Tensor:
-    """sum_i <u_i, dU_i>, in slabs, since a product of the features' size would double the memory."""
-    parts = zip(features.split(8192), grad.split(8192))
-    return sum(((u.to(operands) * d).sum(dtype=torch.float64) for u, d in parts), start=grad.new_zeros((), dtype=torch.float64))
+def _no_gradient(side: Side) -> Tensor:
+    return widened(torch.zeros_like(side.features))
+
+
+def _finished(features: Tensor, grad: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
+    """(grad * factor rounded to the features' type, <row of features, row of it> in float64); takes grad's memory for both.
+
+    The rounding takes place where grad lies, since a second copy of a million rows is what the loss is meant to do without.
+    """
+    grad.mul_(factor)
+    slabs = zip(features.split(SLAB // 4), grad.split(SLAB // 4))
+    products = torch.cat([(x * g).reshape(len(x), -1).sum(1, dtype=torch.float64) for x, g in slabs])
+    if grad.dtype == features.dtype or not grad.is_contiguous():
+        return grad.to(features.dtype), products
+    rounded = grad.view(-1).view(features.dtype)[: grad.numel()].view(grad.shape)
+    for start in range(0, len(grad), SLAB // 4):  # row i goes where rows i/2 were: never onto one still to come
+        rounded[start : start + SLAB // 4] = grad[start : start + SLAB // 4].to(features.dtype)
+    return rounded, products
 
 
 @contextlib.contextmanager
 def _arithmetic(device: torch.device, loss: Loss) -> Iterator[None]:
-    """Autocast off, since operands are cast already; and the asked-for precision of float32 matmuls on CUDA.
-
-    Half-precision numbers that were widened to float32 multiply exactly in TF32 too.
-    """
-    if device.type != "cuda":
-        with torch.autocast(device.type, enabled=False):
-            yield
-        return
-    half = loss.operands in (torch.float16, torch.bfloat16)
-    settings = torch.backends.cuda.matmul
-    before, settings.fp32_precision = settings.fp32_precision, "tf32" if half else loss.fp32_precision
-    try:
-        with torch.autocast("cuda", enabled=False):
-            yield
-    finally:
-        settings.fp32_precision = before
+    """Autocast off, since operands are cast already; and the asked-for precision of float32 matmuls on CUDA."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.autocast(device.type, enabled=False))
+        if (
+            device.type == "cuda" and loss.similarity.homogeneous
+        ):  # a module keeps the user's setting; half-precision numbers that were widened to float32 multiply exactly in TF32 too
+            is_half = loss.operands in (torch.float16, torch.bfloat16)
+            matmul = torch.backends.cuda.matmul
+            stack.callback(setattr, matmul, "fp32_precision", matmul.fp32_precision)
+            matmul.fp32_precision = "tf32" if is_half else loss.fp32_precision
+        yield
 
 
 def _random_state(device: torch.device) -> tuple[torch.device, Tensor, Tensor | None]:
@@ -170,12 +228,12 @@ def _random_state(device: torch.device) -> tuple[torch.device, Tensor, Tensor | 
 
 @contextlib.contextmanager
 def _replayed(state: tuple[torch.device, Tensor, Tensor | None] | None) -> Iterator[None]:
-    """Random numbers as they were at `state`; afterwards they go on as if nothing had been drawn. Needs the same order of tiles."""
+    """Random numbers as from `state` on; afterwards they go on as if none had been drawn. Tiles must come in the same order."""
     if state is None:
         yield
         return
     device, cpu, cuda = state
-    with torch.random.fork_rng([device] if cuda is not None else []):
+    with torch.random.fork_rng([] if cuda is None else [device]):
         torch.set_rng_state(cpu)
         if cuda is not None:
             torch.cuda.set_rng_state(cuda, device)
@@ -183,23 +241,31 @@ def _replayed(state: tuple[torch.device, Tensor, Tensor | None] | None) -> Itera
 
 
 def _refuse_nonsense(
-    total: Tensor, mistakes: Tensor, loss: Loss, image_features: Tensor, text_features: Tensor, scale: Tensor, bias: Tensor
+    total: Tensor,
+    mistakes: Tensor,
+    loss: Loss,
+    image_features: Tensor,
+    text_features: Tensor,
+    scale: Tensor,
+    bias: Tensor,
 ) -> None:
-    """ValueError, on all ranks alike, for a scale that is not positive or a loss that is not finite, with the reason where it is found here."""
+    """ValueError, on all ranks alike, for a scale that is not positive or a loss that is not finite; with the reason if it is here."""
     value, wrong_scales = torch.stack([total, mistakes]).tolist()
     if wrong_scales:
         raise ValueError(
             f"logit_scale is {float(scale):g} and must be positive: it is the multiplier itself, not its logarithm (pass log_scale.exp())"
         )
-    if value - value == 0:  # neither infinite nor NaN
+    if math.isfinite(value):
         return
+    given = {"image_features": image_features, "text_features": text_features, "logit_scale": scale, "logit_bias": bias}
     reasons = [
-        f"{name} holds {int((~x.isfinite()).sum())} non-finite numbers"
-        for name, x in (("image_features", image_features), ("text_features", text_features), ("logit_scale", scale), ("logit_bias", bias))
-        if not bool(x.isfinite().all())
+        f"{name} has {count} non-finite numbers" for name, x in given.items() if (count := int((~x.isfinite()).sum()))
     ]
-    for name, mask in (("image_mask", loss.row_extras["mask"]), ("text_mask", loss.col_extras["mask"])):
-        if mask is not None and not bool(mask.any(1).all()):
-            reasons.append(f"{name} leaves a sample without any token")
-    where = "; ".join(reasons) or "the inputs of this rank are finite, so the cause is another rank's, or scores too large for the precision"
-    raise ValueError(f"the contrastive loss is {value}: {where}")
+    empty = [
+        int((~mask.any(1)).nonzero()[0]) for mask in loss.masks if mask is not None and not bool(mask.any(1).all())
+    ]
+    reasons += [f"a mask leaves sample {sample} without any token" for sample in empty]
+    reason = (
+        "; ".join(reasons) or "this rank's inputs are finite; either another rank's are not, or the scores overflow"
+    )
+    raise ValueError(f"the contrastive loss is {value}: {reason}")

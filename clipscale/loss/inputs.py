@@ -3,7 +3,7 @@
 Letters: n rows (images) and m columns (texts) of this rank, D feature width, T tokens of a sample.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -23,75 +23,95 @@ FACTS = (
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # from wide to narrow
 
 
+Pair = tuple[Tensor | None, Tensor | None]  # of the rows and of the columns
+
+
 @dataclass
 class Inputs:
-    """The tensors of one call. The order of the checks is that of the fields."""
+    """The tensors of one call: images as rows and texts as columns."""
 
-    image_features: Tensor
-    text_features: Tensor
+    rows: Tensor
+    cols: Tensor
     scale: Tensor  # 0-d, in the type of the sums
     bias: Tensor
-    image_mask: Tensor | None
-    text_mask: Tensor | None
-    image_keys: Tensor | None
-    text_keys: Tensor | None
-    operands: torch.dtype
+    masks: Pair
+    keys: Pair
+    operands: torch.dtype  # what the features are to be cast to
 
     def facts(self) -> list[int]:
         """The FACTS of this rank."""
-        u, v = self.image_features, self.text_features
-        given = [x is not None for x in (self.image_mask, self.text_mask, self.image_keys)]
-        wanted = [torch.is_grad_enabled() and x.requires_grad for x in (u, v, self.scale, self.bias)]
+        given = [x is not None for x in (*self.masks, *self.keys)]
+        wanted = [torch.is_grad_enabled() and x.requires_grad for x in (self.rows, self.cols, self.scale, self.bias)]
         choices = [sum(2**i for i, chosen in enumerate(flags) if chosen) for flags in (given, wanted)]
-        return [len(u), len(v), u[0].numel(), v[0].numel(), DTYPES.index(self.operands), *choices]
+        sizes = [len(self.rows), len(self.cols), self.rows[0].numel(), self.cols[0].numel()]
+        return [*sizes, DTYPES.index(self.operands), *choices]
+
+    def swapped(self) -> "Inputs":
+        """The texts as rows, without the hard negatives, and the images as columns."""
+        n = len(self.rows)
+        (row_mask, col_mask), (row_keys, col_keys) = (
+            tuple(x if x is None else x[:n] for x in pair) for pair in (self.masks, self.keys)
+        )
+        return replace(self, rows=self.cols[:n], cols=self.rows, masks=(col_mask, row_mask), keys=(col_keys, row_keys))
 
 
 def checked_inputs(
     image_features: Tensor,
     text_features: Tensor,
     logit_scale: Tensor | float,
-    logit_bias: Tensor | float | None,
-    image_mask: Tensor | None,
-    text_mask: Tensor | None,
-    image_keys: Tensor | None,
-    text_keys: Tensor | None,
-    similarity: object,
+    logit_bias: Tensor | float,
+    masks: Pair,
+    keys: Pair,
+    similarity: str,
 ) -> Inputs:
     """The inputs, ready for use. Raises ValueError with the reason where they do not fit each other."""
     u, v = image_features, text_features
     _check_features(u, v, similarity)
-    if text_keys is None and image_keys is not None:
-        _require(len(u) == len(v), f"text_keys: with hard negatives ({len(v)} texts of {len(u)} images) the texts need keys of their own")
+    image_keys, text_keys = keys
+    if image_keys is not None and text_keys is None:
+        _require(
+            len(u) == len(v), f"{len(v)} texts of {len(u)} images: the hard negatives among them need text_keys, too"
+        )
         text_keys = image_keys
-    _require(image_keys is not None or text_keys is None, "image_keys must be given along with text_keys")
-    for name, keys, side in (("image_keys", image_keys, u), ("text_keys", text_keys, v)):
-        if keys is not None:
-            _require(
-                keys.dtype == torch.int64 and keys.shape == side.shape[:1] and keys.device == u.device,
-                f"{name} must be int64 of shape ({len(side)},) on {u.device}, not {keys.dtype} of {tuple(keys.shape)} on {keys.device}",
-            )
-    for name, mask, side in (("image_mask", image_mask, u), ("text_mask", text_mask, v)):
-        if mask is not None:
-            _require(similarity == "late", f'{name} is only for similarity="late"')
-            _require(
-                mask.dtype == torch.bool and mask.shape == side.shape[:2] and mask.device == u.device,
-                f"{name} must be bool of shape {tuple(side.shape[:2])} on {u.device}, not {mask.dtype} of {tuple(mask.shape)} on {mask.device}",
-            )
+    _require(image_keys is not None or text_keys is None, "text_keys are given, but no image_keys to compare them with")
+    for name, x, side in (("image_keys", image_keys, u), ("text_keys", text_keys, v)):
+        _check_extra(name, x, torch.int64, side.shape[:1], u.device)
+    for name, x, side in (("image_mask", masks[0], u), ("text_mask", masks[1], v)):
+        _require(x is None or similarity == "late", f"{name} is only for similarity=late")
+        _check_extra(name, x, torch.bool, side.shape[:2], u.device)
     operands = _operand_dtype(u, v)
-    scale, bias = (_number(name, x, operands, u.device) for name, x in (("logit_scale", logit_scale), ("logit_bias", 0.0 if logit_bias is None else logit_bias)))
-    return Inputs(u, v, scale, bias, image_mask, text_mask, image_keys, text_keys, operands)
+    scale, bias = (
+        _number(name, x, operands, u.device) for name, x in (("logit_scale", logit_scale), ("logit_bias", logit_bias))
+    )
+    return Inputs(u, v, scale, bias, masks, (image_keys, text_keys), operands)
 
 
-def _check_features(u: Tensor, v: Tensor, similarity: object) -> None:
+def _check_features(u: Tensor, v: Tensor, similarity: str) -> None:
     shapes = f"image_features {tuple(u.shape)}, text_features {tuple(v.shape)}"
-    dims = {"dot": 2, "late": 3}.get(similarity) if isinstance(similarity, str) else None
-    _require(u.dtype in DTYPES and v.dtype in DTYPES, f"features must be floating-point numbers, not {u.dtype} and {v.dtype}")
-    _require(u.device == v.device, f"image_features are on {u.device} but text_features on {v.device}")
-    _require(u.dim() >= 1 and v.dim() >= 1 and u.numel() > 0 and v.numel() > 0, f"the batch is empty: {shapes}")
-    if dims is not None:
-        _require(u.dim() == v.dim() == dims, f'similarity="{similarity}" takes features of {dims} dimensions, not {shapes}')
+    _require(
+        u.dtype in DTYPES and v.dtype in DTYPES, f"features must be floating-point numbers, not {u.dtype} and {v.dtype}"
+    )
+    _require(u.device == v.device, f"image_features are on {u.device}, but text_features on {v.device}")
+    _require(u.dim() > 0 and v.dim() > 0 and u.numel() > 0 and v.numel() > 0, f"the batch is empty: {shapes}")
+    if similarity in ("dot", "late"):
+        dims = 2 if similarity == "dot" else 3
+        _require(
+            u.dim() == v.dim() == dims, f"similarity={similarity} takes features of {dims} dimensions, not {shapes}"
+        )
         _require(u.shape[-1] == v.shape[-1], f"image and text features differ in width: {shapes}")
-    _require(len(v) >= len(u), f"fewer texts than images: {shapes}; text i belongs to image i, and texts beyond are hard negatives")
+    _require(
+        len(v) >= len(u),
+        f"fewer texts than images: {shapes}; text i belongs to image i, texts beyond are hard negatives",
+    )
+
+
+def _check_extra(name: str, x: Tensor | None, dtype: torch.dtype, shape: torch.Size, device: torch.device) -> None:
+    if x is not None:
+        fits = x.dtype == dtype and x.shape == shape and x.device == device
+        _require(
+            fits,
+            f"{name} must be {dtype} of shape {tuple(shape)} on {device}, not {x.dtype} of {tuple(x.shape)} on {x.device}",
+        )
 
 
 def _operand_dtype(u: Tensor, v: Tensor) -> torch.dtype:

@@ -48,7 +48,9 @@ class Dot:
     def bound(self, block: Block) -> float | None:
         """The largest |score| that the block can hold, by Cauchy-Schwarz."""
         dtype = block.shared.scale.dtype
-        longest = [torch.linalg.vector_norm(side.features, dim=-1, dtype=dtype).max() for side in (block.rows, block.cols)]
+        longest = [
+            torch.linalg.vector_norm(side.features, dim=-1, dtype=dtype).max() for side in (block.rows, block.cols)
+        ]
         return float(block.shared.scale.abs() * longest[0] * longest[1])
 
     def scores(self, tile: Block, out: Tensor) -> list[Tensor]:
@@ -96,7 +98,9 @@ class Deep:
 
     def scores(self, tile: Block, out: Tensor) -> list[Tensor]:
         with torch.no_grad():
-            return [score * tile.shared.scale for score in self._similarities(tile.rows, tile.cols, tile.shared.scale.dtype)]
+            return [
+                score * tile.shared.scale for score in self._similarities(tile.rows, tile.cols, tile.shared.scale.dtype)
+            ]
 
     def linearise(self, tile: Block, out: Tensor, known: Tensor | None = None) -> tuple[list[Tensor], Pull]:
         shared = tile.shared
@@ -139,7 +143,9 @@ class Deep:
             found = [s.T for s in reversed(self._pairs(cols, rows))] if self.is_swapped else self._pairs(rows, cols)
         if any(s.shape != (len(rows), len(cols)) for s in found):
             shapes = ", ".join(str(tuple(s.shape)) for s in found)
-            raise ValueError(f"the similarity module must map {len(rows)} images and {len(cols)} texts to ({len(rows)}, {len(cols)}) but gave {shapes}")
+            raise ValueError(
+                f"the similarity module must map {len(rows)} images and {len(cols)} texts to ({len(rows)}, {len(cols)}) but gave {shapes}"
+            )
         return [s.to(dtype) for s in found]
 
     def _pairs(self, images: Side, texts: Side) -> list[Tensor]:
@@ -167,7 +173,9 @@ class Late(Deep):
         return side, side
 
     def _pairs(self, images: Side, texts: Side) -> list[Tensor]:
-        u, v = (widened(side.features) for side in (images, texts))  # exact; and TF32 multiplies half-precision numbers exactly
+        u, v = (
+            widened(side.features) for side in (images, texts)
+        )  # exact; and TF32 multiplies half-precision numbers exactly
         tokens = (u.flatten(0, 1) @ v.flatten(0, 1).T).view(*u.shape[:2], *v.shape[:2])  # (n, T, m, S)
         to_text = tokens if texts.mask is None else tokens.masked_fill(~texts.mask, -torch.inf)
         to_image = tokens if images.mask is None else tokens.masked_fill(~images.mask[:, :, None, None], -torch.inf)
@@ -179,8 +187,8 @@ def _masked_mean(x: Tensor, mask: Tensor | None, dim: int) -> Tensor:
     """The mean of x over `dim` where the mask holds. x is (n, T, m) with mask (n, T), or (n, m, S) with mask (m, S)."""
     if mask is None:
         return x.mean(dim)
-    weight = mask / mask.sum(1, keepdim=True)
-    return torch.einsum("itj,it->ij", x, weight.to(x.dtype)) if dim == 1 else torch.einsum("ijs,js->ij", x, weight.to(x.dtype))
+    weight = mask.to(x.dtype) / mask.sum(1, keepdim=True)
+    return torch.einsum("itj,it->ij" if dim == 1 else "ijs,js->ij", x, weight)
 
 
 Similarity = Dot | Deep

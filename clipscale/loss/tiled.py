@@ -20,8 +20,13 @@ class TorchBackend:
     single visit to a single tile) the scores stay in memory between the passes, as in a plain graph: three matmuls instead of four.
     """
 
-    def __init__(self, objective: Objective, similarity: Similarity, tile: int | None = None, keep: bool = False) -> None:
+    def __init__(
+        self, objective: Objective, similarity: Similarity, tile: int | None = None, keep: bool = False
+    ) -> None:
         self.objective, self.similarity, self.side = objective, similarity, tile
+        self.splits = (
+            tile != 0 and similarity.homogeneous
+        )  # a tile must be the same in both passes, or random numbers go astray
         self.keep = keep and tile == 0 and isinstance(similarity, Dot)
         self._kept: Tensor | None = None
         self._buffers: list[Tensor] = []
@@ -53,7 +58,9 @@ class TorchBackend:
 
     def _tiles(self, block: Block) -> Iterator[Block]:
         n, m = len(block.rows), len(block.cols)
-        height, width = (n, m) if self.side == 0 else (self.side, self.side) if self.side else self.similarity.tile(block)
+        height, width = (
+            (n, m) if self.side == 0 else (self.side, self.side) if self.side else self.similarity.tile(block)
+        )
         for row in range(0, n, height):
             for col in range(0, m, width):
                 yield block.tile(row, height, col, width)
