@@ -1,0 +1,86 @@
+"""The eval verb on a real checkpoint, and class embeddings against open_clip's own on a real (untrained) model."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+import open_clip
+import pytest
+import torch
+import torch.nn.functional as F
+
+from clipscale import checkpoint
+from clipscale.errors import UserError
+from clipscale.eval.run import EvalConfig, evaluate
+from clipscale.eval.verb import EvalRunConfig, main
+from clipscale.eval.zero_shot import class_embeddings
+from clipscale.models.towers import ClipModel, ModelConfig, build_model
+from tests.eval.sets import classification_set, retrieval_set
+
+TINY = ModelConfig(
+    name="tiny",
+    architecture={
+        "embed_dim": 16,
+        "vision_cfg": {"image_size": 16, "patch_size": 8, "width": 32, "layers": 1, "head_width": 16},
+        "text_cfg": {"context_length": 16, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 1},
+    },
+)
+
+
+@pytest.fixture
+def model() -> ClipModel:
+    torch.manual_seed(0)
+    return build_model(TINY)
+
+
+def save(run: Path, model: ClipModel, step: int) -> None:
+    checkpoint.save(run, step, {"model": model.state_dict(), "model_config": asdict(TINY)}, keep=0)
+
+
+def test_the_verb_evaluates_the_checkpoint_it_is_asked_for(
+    tmp_path: Path, model: ClipModel, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sets = [str(classification_set(tmp_path / "classes")), str(retrieval_set(tmp_path / "captions"))]
+    run = tmp_path / "run"
+    save(run, model, 7)
+    wanted = evaluate(model, EvalConfig(sets=sets), device=torch.device("cpu"))
+    torch.manual_seed(1)
+    save(run, build_model(TINY), 9)
+
+    assert main(EvalRunConfig(run=str(run), checkpoint="7", device="cpu", eval=EvalConfig(sets=sets))) == wanted
+    out = capsys.readouterr().out
+    assert "run, step 7" in out and "classes" in out and "captions" in out
+    # The sets may come from the run's own settings, and the newest checkpoint is the default.
+    (run / "config.yaml").write_text(f"eval:\n  sets: ['{sets[0]}']\n")
+    assert list(main(EvalRunConfig(run=str(run), device="cpu"))) == ["classes"]
+    assert sorted(file.name for file in (run / "eval").glob("*.json")) == ["step_00000007.json", "step_00000009.json"]
+
+
+def test_mistakes_are_named(tmp_path: Path, model: ClipModel) -> None:
+    with pytest.raises(UserError, match="eval needs run="):
+        main(EvalRunConfig())
+    with pytest.raises(UserError, match="there is no folder"):
+        main(EvalRunConfig(run=str(tmp_path / "nowhere")))
+    with pytest.raises(UserError, match=r"eval\.sets is empty"):
+        main(EvalRunConfig(run=str(tmp_path)))
+    sets = [str(classification_set(tmp_path / "classes"))]
+    with pytest.raises(UserError, match="no checkpoint"):
+        main(EvalRunConfig(run=str(tmp_path), device="cpu", eval=EvalConfig(sets=sets)))
+
+
+@pytest.mark.parametrize("batch", [7, 256])
+def test_class_embeddings_are_open_clips(model: ClipModel, batch: int) -> None:
+    names, templates = open_clip.IMAGENET_CLASSNAMES[:5], open_clip.OPENAI_IMAGENET_TEMPLATES[:6]
+    model.eval()
+
+    class Open(torch.nn.Module):
+        """The interface that open_clip's function wants."""
+
+        def encode_text(self, tokens: torch.Tensor, normalize: bool = False) -> torch.Tensor:
+            features = model.text(tokens)
+            return F.normalize(features, dim=-1) if normalize else features
+
+    with torch.no_grad():
+        wanted = open_clip.build_zero_shot_classifier(Open(), model.tokenizer, names, templates).T
+        found = class_embeddings(model.text, model.tokenizer, names, templates, batch=batch)
+    worst = float((found - wanted).abs().max())
+    assert worst < 1e-6, f"largest difference {worst:.2e}"
