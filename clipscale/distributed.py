@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map
 
 from clipscale.errors import UserError
 
@@ -82,6 +83,7 @@ class World:
             for module in tower.modules():
                 if isinstance(module, FSDPModule):
                     module.set_gradient_divide_factor(1.0)
+                    module.set_force_sum_reduction_for_comms(True)
             return tower
         ids = [self.device.index] if self.device.type == "cuda" else None
         constant_buffers: dict[str, Any] = {_BUFFERS: False}
@@ -108,6 +110,29 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
             norm = torch.nn.utils.get_total_norm(group)
             parts.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
     return torch.stack(parts).norm()
+
+
+def whole(tree: Any) -> Any:
+    """A state dict with every sharded tensor gathered; a collective: all ranks call it. The tensors are shared, not copied."""
+    return tree_map(lambda value: value.full_tensor() if isinstance(value, DTensor) else value, tree)
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Load a whole state dict, sharding each tensor as its parameter is. Raises ValueError where it does not fit."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    shaped = {
+        index: {name: sharded_like(parameters[index], value) for name, value in values.items()}
+        for index, values in state["state"].items()
+        if index < len(parameters)
+    }
+    optimizer.load_state_dict({**state, "state": shaped})
+
+
+def sharded_like(parameter: Tensor, value: Any) -> Any:
+    """A whole tensor of the parameter's shape, distributed as the parameter is; anything else as it came."""
+    if isinstance(parameter, DTensor) and isinstance(value, Tensor) and value.shape == parameter.shape:
+        return distribute_tensor(value.to(parameter.device), parameter.device_mesh, parameter.placements)
+    return value
 
 
 # Buffers are constants here; newer releases of torch renamed the switch that keeps DDP from sending them at every forward.

@@ -64,13 +64,27 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
         options.setdefault("beta2_cap", config.betas[1])
     if config.eps is not None and info.has_eps:
         options.setdefault("eps", config.eps)
-    # Tied or frozen parameters and the embeddings' names do not matter here: timm groups by dimension and requires_grad.
+    groups = parameter_groups(model, config.weight_decay)
     try:
         return timm.optim.create_optimizer_v2(
-            model, opt=config.name, lr=config.lr, weight_decay=config.weight_decay, momentum=config.betas[0], **options
+            groups, opt=config.name, lr=config.lr, momentum=config.betas[0], **options
         )
     except TypeError as error:
         raise UserError(f"optim.options={config.options!r} do not fit {config.name}: {error}") from error
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Trainable parameters in three groups: matrices, which are decayed; vectors; and the scalars that no tower holds.
+
+    Scalars stand apart because FSDP2 shards the others, and an optimizer's fused loops do not mix the two kinds.
+    """
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in trainable if p.ndim == 1], "weight_decay": 0.0},
+        {"params": [p for p in trainable if p.ndim == 0], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
 
 
 def parse_steps(text: str, setting: str, *, total: int, per_epoch: float | None) -> int:

@@ -36,6 +36,9 @@ from clipscale.transfer import DeviceRows
 
 log = logging.getLogger(__name__)
 
+ELEMENTWISE = ("adamw", "lion", "adam", "nadamw", "sgd")
+"""Optimizers whose step on a shard is the shard of their step."""
+
 
 def train(config: TrainConfig) -> dict[str, Any]:
     """Train as configured, from the start or from the newest checkpoint, and evaluate at the end.
@@ -74,8 +77,8 @@ class Run:
         if state is not None:
             checkpoint.check_same_model(state, config.model)
             self.model.load_state_dict(state["model"])
-        self.optimizer = build_optimizer(self.model, config.optim)
         self.cache = self.build_cache()
+        self.optimizer = self.build_optimizer()
         self.retention = Retention(config.cache.keep, world.device)
         self.flops = Flops(config.model, world.device)
         self.stream = self.open_stream(None if state is None else state["position"])
@@ -106,6 +109,16 @@ class Run:
             autocast=self.precision.autocast,
             scaler=self.precision.scaler,
         )
+
+    def build_optimizer(self) -> torch.optim.Optimizer:
+        """After the cache: FSDP2 puts sharded parameters in the place of the whole ones."""
+        name = self.config.optim.name
+        if self.config.launch.parallel == "fsdp" and name not in ELEMENTWISE:
+            raise UserError(
+                f"optim.name={name}: with launch.parallel=fsdp a parameter is in pieces; choose one that works element by element "
+                f"({', '.join(ELEMENTWISE)}), or launch.parallel=ddp"
+            )
+        return build_optimizer(self.model, self.config.optim)
 
     def chunks(self) -> list[int]:
         """Samples per chunk of the image and the text tower: as set, as found by an earlier start of this run, or by trial."""
@@ -190,11 +203,15 @@ class Run:
             raise UserError(
                 f"resume: the checkpoint was trained with batch={state['batch']}, this run asks for {self.config.batch}"
             )
-        try:
-            self.optimizer.load_state_dict(state["optimizer"])
-        except (ValueError, KeyError) as error:
+        if state["optimizer_name"] != self.config.optim.name:
             raise UserError(
-                f"resume: the checkpoint's optimizer does not fit optim.name={self.config.optim.name} ({error})"
+                f"resume: the checkpoint's optimizer is {state['optimizer_name']}, not optim.name={self.config.optim.name}"
+            )
+        try:
+            distributed.load_optimizer(self.optimizer, state["optimizer"])
+        except ValueError as error:
+            raise UserError(
+                f"resume: the checkpoint's optimizer does not fit this model's parameters ({error})"
             ) from error
         if self.precision.scaler and state["scaler"]:
             self.precision.scaler.load_state_dict(state["scaler"])
@@ -338,12 +355,14 @@ class Run:
         cuda = torch.cuda.get_rng_state() if self.world.device.type == "cuda" else None
         random = self.world.gather({"cpu": torch.get_rng_state(), "cuda": cuda})
         positions = self.world.gather(self.stream.position())
+        model, optimizer = distributed.whole(self.model.state_dict()), distributed.whole(self.optimizer.state_dict())
         failure = None
         if self.world.main:
             state = {
-                "model": self.model.state_dict(),
+                "model": model,
                 "model_config": asdict(self.config.model),
-                "optimizer": self.optimizer.state_dict(),
+                "optimizer": optimizer,
+                "optimizer_name": self.config.optim.name,
                 "scaler": self.precision.scaler.state_dict() if self.precision.scaler else None,
                 "random": random,
                 "position": merge_positions(positions),

@@ -105,4 +105,4 @@ def test_schedule_sets_every_group() -> None:
     optimizer = build_optimizer(small_model(), OptimConfig(lr=1.0))
     s = Schedule.build(ScheduleConfig(name="constant", warmup="4"), peak=1.0, total=10, per_epoch=None)
     assert s.apply(optimizer, 1) == 0.5
-    assert [g["lr"] for g in optimizer.param_groups] == [0.5, 0.5]
+    assert [g["lr"] for g in optimizer.param_groups] == [0.5, 0.5, 0.5]

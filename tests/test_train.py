@@ -1,0 +1,287 @@
+"""Whole runs on a small demo set: they learn, can be killed and resumed, and do not depend on how many processes share the work."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from clipscale import checkpoint, launch
+from clipscale.config import TrainConfig, check
+from clipscale.data.demo import paths, render_demo
+from clipscale.data.stream import DataConfig
+from clipscale.distributed import LaunchConfig
+from clipscale.errors import UserError
+from clipscale.eval.run import EvalConfig
+from clipscale.models.towers import ModelConfig
+from clipscale.optim import OptimConfig, ScheduleConfig
+from clipscale.precision import PrecisionConfig
+from clipscale.report.metrics import LogConfig
+from clipscale.step import CacheConfig
+from clipscale.train import train
+
+ARCHITECTURE = {
+    "embed_dim": 32,
+    "vision_cfg": {"image_size": 30, "layers": 1, "width": 32, "head_width": 16, "patch_size": 10},
+    "text_cfg": {"context_length": 24, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 1},
+}
+FIELDS = [
+    "step",
+    "samples",
+    "loss",
+    "logit_scale",
+    "lr",
+    "grad_norm",
+    "samples_per_s",
+    "samples_per_s_per_gpu",
+    "data_wait_frac",
+    "step_s",
+    "encode_s",
+    "loss_s",
+    "replay_s",
+    "optim_s",
+    "mem_peak_bytes",
+    "mem_loss_bytes",
+    "host_rss_bytes",
+    "mfu",
+]
+
+
+@pytest.fixture(scope="session")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("demo")
+    render_demo(root / "set", train_samples=640)
+    return root / "set"
+
+
+def settings(demo: Path, run: Path, **changes: Any) -> TrainConfig:
+    """A run of ten steps of 64 in chunks of 24 and 32, with every part that could break exactness at work."""
+    base = TrainConfig(
+        batch=64,
+        samples=640,
+        run=str(run),
+        seed=3,
+        device="cpu",
+        model=ModelConfig(name="test", architecture=ARCHITECTURE),
+        data=DataConfig(train=[paths(demo).train], workers=0),
+        cache=CacheConfig(image_chunk=24, text_chunk=32),
+        optim=OptimConfig(lr=1e-3),
+        schedule=ScheduleConfig(warmup="2"),
+        log=LogConfig(progress=False, every=5),
+        launch=LaunchConfig(threads=1),
+    )
+    return check(replace(base, **changes))
+
+
+def curve(run: Path) -> list[float]:
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in records] == list(range(1, len(records) + 1)), "one line a step, in order"
+    return [r["loss"] for r in records]
+
+
+@pytest.fixture(scope="session")
+def finished(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An uninterrupted run, to which others are compared."""
+    run = tmp_path_factory.mktemp("runs") / "finished"
+    result = train(
+        settings(demo, run, eval=EvalConfig(every=5, sets=[str(demo / "objects"), str(demo / "retrieval")], limit=64))
+    )
+    assert result["step"] == 10
+    assert set(result["eval"]) == {"objects", "retrieval"}
+    return run
+
+
+def test_a_run_learns_and_leaves_its_record(finished: Path) -> None:
+    losses = curve(finished)
+    assert len(losses) == 10
+    assert losses[0] == pytest.approx(math.log(64), abs=1.5), (
+        f"an untrained model's loss is about ln 64, not {losses[0]:.3f}"
+    )
+    assert losses[-1] < losses[0] - 0.1, f"loss {losses[0]:.3f} -> {losses[-1]:.3f}"
+    record = json.loads((finished / "metrics.jsonl").read_text().splitlines()[-1])
+    assert not set(FIELDS) - set(record), f"missing: {set(FIELDS) - set(record)}"
+    assert record["samples"] == 640
+    assert record["step_s"] == pytest.approx(sum(record[f"{p}_s"] for p in ("encode", "loss", "replay", "optim")))
+    for name in (
+        "config.yaml",
+        "env.json",
+        "report.html",
+        "report.png",
+        "eval/step_00000005.json",
+        "eval/step_00000010.json",
+    ):
+        assert (finished / name).stat().st_size > 0, name
+    assert [p.name for p in checkpoint.found(finished)] == ["step_00000010.pt"]
+
+
+def test_resuming_a_finished_run_trains_no_further(demo: Path, finished: Path) -> None:
+    before = curve(finished)
+    assert train(settings(demo, finished))["step"] == 10
+    assert curve(finished) == before
+
+
+def test_the_trained_model_is_loaded_as_it_was_saved(finished: Path) -> None:
+    model, step = checkpoint.load_model(finished)
+    assert step == 10
+    state = checkpoint.load(checkpoint.found(finished)[-1])["model"]
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+
+
+COMMAND = """import sys; from pathlib import Path; from tests.test_train import *
+model = ModelConfig(name="test", architecture=ARCHITECTURE, patch_dropout=0.3)
+train(settings(Path(sys.argv[1]), Path(sys.argv[2]), model=model, checkpoint=checkpoint.CheckpointConfig(every=3)))"""
+
+
+def start(demo: Path, run: Path) -> subprocess.Popen[bytes]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-c", COMMAND, str(demo), str(run)],
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
+
+
+def wait_for_lines(process: subprocess.Popen[bytes], path: Path, lines: int) -> None:
+    deadline = time.monotonic() + 120
+    while not path.exists() or len(path.read_text().splitlines()) < lines:
+        assert process.poll() is None, f"ended early: {process.stderr.read().decode()[-500:]}"  # type: ignore[union-attr]
+        assert time.monotonic() < deadline, "no progress within 120 s"
+        time.sleep(0.005)
+
+
+def test_a_killed_run_resumes_to_the_same_losses_bit_for_bit(demo: Path, tmp_path: Path) -> None:
+    """With patch dropout, so that the random state is part of what must come back."""
+    whole = start(demo, tmp_path / "whole")
+    killed = start(demo, tmp_path / "killed")
+    wait_for_lines(killed, tmp_path / "killed/metrics.jsonl", 5)
+    killed.kill()
+    killed.wait()
+    assert len(checkpoint.found(tmp_path / "killed")) >= 1
+    done = len((tmp_path / "killed/metrics.jsonl").read_text().splitlines())
+    assert done < 10, "the run must be killed before its end for this to test anything"
+    again = start(demo, tmp_path / "killed")
+    for process in (whole, again):
+        _, errors = process.communicate(timeout=180)
+        assert process.returncode == 0, errors.decode()[-1000:]
+    assert curve(tmp_path / "killed") == curve(tmp_path / "whole")
+
+
+def test_a_termination_signal_saves_before_the_end(demo: Path, tmp_path: Path) -> None:
+    process = start(demo, tmp_path / "run")
+    wait_for_lines(process, tmp_path / "run/metrics.jsonl", 1)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode != 0
+    assert b"stopped by a signal after step" in errors
+    step = len(curve(tmp_path / "run"))
+    assert checkpoint.found(tmp_path / "run")[-1] == checkpoint.path_of(tmp_path / "run", step)
+
+
+@pytest.mark.parametrize(("procs", "parallel", "workers"), [(2, "ddp", 2), (4, "ddp", 0)])
+def test_the_number_of_processes_does_not_change_the_curve(
+    demo: Path, finished: Path, tmp_path: Path, procs: int, parallel: str, workers: int
+) -> None:
+    config = settings(
+        demo,
+        tmp_path / "run",
+        data=DataConfig(train=[paths(demo).train], workers=workers),
+        cache=CacheConfig(chunk="12"),
+        launch=LaunchConfig(procs=procs, threads=1, parallel=parallel),
+    )
+    launch.run(config)
+    one, several = curve(finished), curve(tmp_path / "run")
+    worst = max(abs(a - b) / a for a, b in zip(one, several, strict=True))
+    assert worst < 1e-4, f"{procs} processes: {several} instead of {one}"
+
+
+def test_a_run_goes_on_with_another_number_of_processes_and_another_parallelism(demo: Path, tmp_path: Path) -> None:
+    constant = ScheduleConfig(name="constant", warmup="0")
+    for samples, procs in ((320, 2), (640, 1)):
+        config = settings(demo, tmp_path / "run", samples=samples, schedule=constant)
+        launch.run(replace(config, launch=LaunchConfig(procs=procs, threads=1, parallel="fsdp")))
+    train(settings(demo, tmp_path / "whole", schedule=constant))
+    worst = max(abs(a - b) / a for a, b in zip(curve(tmp_path / "run"), curve(tmp_path / "whole"), strict=True))
+    assert worst < 1e-4, f"{curve(tmp_path / 'run')} instead of {curve(tmp_path / 'whole')}"
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_follows_the_same_curve(demo: Path, finished: Path, tmp_path: Path, precision: str) -> None:
+    train(settings(demo, tmp_path / "run", precision=PrecisionConfig(name=precision)))
+    worst = max(abs(a - b) for a, b in zip(curve(finished), curve(tmp_path / "run"), strict=True))
+    assert worst < 0.15, f"{precision}: {curve(tmp_path / 'run')} instead of {curve(finished)}"
+
+
+def test_kept_graphs_do_not_change_the_curve(demo: Path, finished: Path, tmp_path: Path) -> None:
+    train(settings(demo, tmp_path / "run", cache=CacheConfig(image_chunk=24, text_chunk=32, keep="auto")))
+    assert curve(tmp_path / "run") == pytest.approx(curve(finished), rel=1e-5)
+
+
+def test_a_frozen_tower_does_not_change(demo: Path, tmp_path: Path) -> None:
+    train(
+        settings(demo, tmp_path / "run", model=ModelConfig(name="test", architecture=ARCHITECTURE, freeze_image=True))
+    )
+    torch.manual_seed(3)
+    from clipscale.models.towers import build_model
+
+    fresh = build_model(ModelConfig(name="test", architecture=ARCHITECTURE)).state_dict()
+    trained = checkpoint.load(checkpoint.found(tmp_path / "run")[-1])["model"]
+    for name, value in fresh.items():
+        if name.startswith("image"):
+            assert torch.equal(value, trained[name]), f"{name} of the frozen tower changed"
+    assert not torch.equal(fresh["text.encoder.text_projection"], trained["text.encoder.text_projection"])
+
+
+def test_a_diverging_run_stops_and_keeps_its_checkpoints(demo: Path, tmp_path: Path) -> None:
+    config = settings(
+        demo,
+        tmp_path / "run",
+        optim=OptimConfig(lr=1e30, weight_decay=0.0),
+        schedule=ScheduleConfig(name="constant", warmup="0"),
+        checkpoint=checkpoint.CheckpointConfig(every=1),
+    )
+    with pytest.raises(UserError, match=r"training has diverged.*lower optim.lr"):
+        train(config)
+    assert checkpoint.found(tmp_path / "run"), "the step before the divergence must be there"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"cache": CacheConfig(chunk="65")}, "cache.chunk=65: one process holds 64 samples"),
+        ({"cache": CacheConfig(text_chunk=200)}, "cache.text_chunk=200"),
+        ({"cache": CacheConfig(keep="some")}, "cache.keep=some: give none, auto, or bytes"),
+        ({"samples": 32}, "samples=32 is less than one batch=64"),
+        ({"data": DataConfig(train=["/nowhere/*.tar"], workers=0)}, "/nowhere"),
+        ({"run": "/proc/run"}, "run=/proc/run cannot be written"),
+        ({"resume": "/nowhere.pt"}, "nowhere.pt does not exist"),
+    ],
+)
+def test_mistakes_are_named(demo: Path, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        train(settings(demo, **{"run": tmp_path / "run", **changes}))
+
+
+def test_what_does_not_fit_a_checkpoint_is_named(demo: Path, finished: Path) -> None:
+    other = {**ARCHITECTURE, "embed_dim": 16}
+    for changes, message in (
+        ({"model": ModelConfig(name="test", architecture=other)}, "model.architecture"),
+        ({"resume": "none"}, "already holds checkpoints"),
+        ({"batch": 128, "cache": CacheConfig(chunk="64")}, "trained with batch=64, this run asks for 128"),
+        ({"optim": OptimConfig(name="lamb")}, "optimizer is adamw, not optim.name=lamb"),
+        (
+            {"model": ModelConfig(name="test", architecture=ARCHITECTURE, freeze_image=True)},
+            "does not fit this model's parameters",
+        ),
+    ):
+        with pytest.raises(UserError, match=message):
+            train(settings(demo, finished, **changes))
+    assert len(curve(finished)) == 10, "a refused resume changes nothing"
