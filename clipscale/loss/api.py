@@ -21,7 +21,7 @@ from clipscale.loss.similarity import Deep, Dot, Late, Similarity
 from clipscale.loss.tiled import TorchBackend
 
 OBJECTIVES = ("softmax", "softmax_image", "softmax_text", "sigmoid")
-SIMILARITIES = ("dot", "late", "module")
+SIMILARITIES = ("dot", "late")
 EXCHANGES = ("auto", "none", "replicated", "local", "gather", "ring")
 BACKENDS = ("auto", "dense", "tiled", "triton")
 PRECISIONS = ("ieee", "tf32")
@@ -123,12 +123,20 @@ def contrastive_loss(
         ValueError: where inputs do not fit each other, the options or the other ranks, on all ranks and before anything is exchanged;
             and, with `check`, where features, scale or bias are not finite.
     """
-    config = LossConfig(objective, "module", exchange, backend, label_smoothing, ranks_per_node, fp32_precision, tile)
-    if not isinstance(similarity, nn.Module):
-        config.similarity = similarity
+    is_module = isinstance(similarity, nn.Module)
+    config = LossConfig(
+        objective,
+        "module" if is_module else cast(str, similarity),
+        exchange,
+        backend,
+        label_smoothing,
+        ranks_per_node,
+        fp32_precision,
+        tile,
+    )
     comm = None if exchange == "none" else _communicator(group)
     try:
-        _check_options(config)
+        _check_options(config, SIMILARITIES if not is_module else ("module",))
         inputs = checked_inputs(
             image_features,
             text_features,
@@ -197,8 +205,8 @@ def _loss(
     return cast(Tensor, ContrastiveLoss.apply(loss, inputs.rows, inputs.cols, *numbers))
 
 
-def _check_options(config: LossConfig) -> None:
-    allowed = {"objective": OBJECTIVES, "similarity": SIMILARITIES, "exchange": EXCHANGES, "backend": BACKENDS}
+def _check_options(config: LossConfig, similarities: tuple[str, ...]) -> None:
+    allowed = {"objective": OBJECTIVES, "similarity": similarities, "exchange": EXCHANGES, "backend": BACKENDS}
     for name, choices in (allowed | {"fp32_precision": PRECISIONS}).items():
         if getattr(config, name) not in choices:
             raise ValueError(f"{name}={getattr(config, name)!r} is not one of {', '.join(choices)}")

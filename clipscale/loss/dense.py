@@ -24,7 +24,7 @@ def dense_contrastive_loss(
     image_mask: Tensor | None = None,
     text_mask: Tensor | None = None,
 ) -> Tensor:
-    """What `contrastive_loss` is to give for the batch of all ranks, in the inputs' precision. Texts from the N-th on are hard negatives."""
+    """What `contrastive_loss` is to give for the batch of all ranks, in the inputs' precision. Texts from the N-th on: hard negatives."""
     n, m = len(image_features), len(text_features)
     target = torch.arange(n, device=image_features.device)
     to_text, to_image = dense_similarities(image_features, text_features, similarity, image_mask, text_mask)

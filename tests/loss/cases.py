@@ -1,0 +1,112 @@
+"""Problems for the loss, and how far an answer is from the oracle's.
+
+Letters: n images and m texts, D feature width, T tokens of an image, S of a text.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from clipscale.loss.dense import dense_contrastive_loss
+
+LossFunction = Callable[..., Tensor]
+
+
+class Phi(nn.Module):
+    """A small deep similarity: an MLP on each pair of features."""
+
+    def __init__(self, width: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.hidden = nn.Linear(2 * width, 5)
+        self.dropout = nn.Dropout(dropout)
+        self.score = nn.Linear(5, 1)
+
+    def forward(self, u: Tensor, v: Tensor) -> Tensor:
+        shape = (len(u), len(v), u.shape[1])
+        pairs = torch.cat([u[:, None].expand(shape), v[None, :].expand(shape)], dim=2)
+        return self.score(self.dropout(torch.tanh(self.hidden(pairs)))).squeeze(2)
+
+
+def features(n: int, m: int, width: int, kind: str = "random", seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Unit rows (n, D) and (m, D) in float64 of the named kind."""
+    generator = torch.Generator().manual_seed(seed)
+    u = torch.randn(n, width, generator=generator, dtype=torch.float64)
+    v = torch.randn(m, width, generator=generator, dtype=torch.float64)
+    if kind == "aligned":  # the positives stand out, as after training
+        v[:n] = u + 0.3 * v[:n]
+    elif kind == "equal":
+        u[:], v[:] = u[0], u[0]
+    elif kind == "orthogonal":
+        u, v = torch.eye(n, width, dtype=torch.float64), torch.eye(m, width, dtype=torch.float64)
+    elif kind == "low":  # every cosine near -1
+        u, v = u[:1] + 0.05 * u, -u[:1] + 0.05 * v
+    elif kind == "duplicates":
+        u, v = u[torch.arange(n) // 2], v[torch.arange(m) // 2]
+    return F.normalize(u, dim=1), F.normalize(v, dim=1)
+
+
+def token_features(n: int, m: int, image_tokens: int, text_tokens: int, width: int, seed: int = 0) -> dict[str, Tensor]:
+    """Arguments for late interaction: unit tokens (n, T, D) and (m, S, D) in float64, with masks that leave at least one token."""
+    generator = torch.Generator().manual_seed(seed)
+    found = {}
+    for side, count, tokens in (("image", n, image_tokens), ("text", m, text_tokens)):
+        x = torch.randn(count, tokens, width, generator=generator, dtype=torch.float64)
+        mask = torch.rand(count, tokens, generator=generator) < 0.6
+        mask[:, tokens // 2] = True
+        found |= {f"{side}_features": F.normalize(x, dim=2), f"{side}_mask": mask}
+    return found
+
+
+def keys(n: int, m: int, seed: int = 0) -> dict[str, Tensor]:
+    """Keys among which about half have a double."""
+    generator = torch.Generator().manual_seed(seed)
+    draw = lambda count: torch.randint(0, max(1, n), (count,), generator=generator)  # noqa: E731
+    return {"image_keys": draw(n), "text_keys": draw(m)}
+
+
+def results(loss: LossFunction, u: Tensor, v: Tensor, scale: float, bias: float = -2.0, **options: Any) -> list[Tensor]:
+    """The loss's value and its gradients: images, texts, scale, bias, then the parameters of a similarity module."""
+    number_type = u.dtype if u.dtype == torch.float64 else torch.float32
+    numbers = [torch.tensor(x, dtype=number_type, device=u.device, requires_grad=True) for x in (scale, bias)]
+    u, v = (x.detach().clone().requires_grad_() for x in (u, v))
+    module = options.get("similarity")
+    parameters = list(module.parameters()) if isinstance(module, nn.Module) else []
+    value = loss(u, v, numbers[0], logit_bias=numbers[1], **options)
+    inputs = [u, v, *numbers, *parameters]
+    grads = torch.autograd.grad(value, inputs, allow_unused=True)
+    return [value.detach(), *(torch.zeros_like(x) if g is None else g for x, g in zip(inputs, grads))]
+
+
+def oracle(u: Tensor, v: Tensor, scale: float, bias: float = -2.0, **options: Any) -> list[Tensor]:
+    """`results` of the oracle in float64."""
+    if isinstance(options.get("similarity"), nn.Module):
+        options["similarity"] = options["similarity"].double()
+    return results(dense_contrastive_loss, u.double(), v.double(), scale, bias, **options)
+
+
+def error(found: Tensor, true: Tensor, floor: float) -> float:
+    """The largest difference relative to the largest true number, or to `floor` where that is larger."""
+    assert found.shape == true.shape, f"shape {tuple(found.shape)} instead of {tuple(true.shape)}"
+    if not bool(found.isfinite().all()):
+        return float("inf")
+    return float((found.double() - true).abs().max() / true.abs().max().clamp_min(floor))
+
+
+def errors(found: Sequence[Tensor], true: Sequence[Tensor], scale: float) -> dict[str, float]:
+    """The error of each result, by name.
+
+    Where a result is zero or nearly so (a lone pair, a duplicate), it counts against the size of what it is the difference of: a tenth
+    of the scale for the value, scale / N for a feature's gradient.
+    """
+    n = len(true[1])
+    names = ["value", "images", "texts", "scale", "bias", *(f"parameter {i}" for i in range(len(true) - 5))]
+    floors = [scale / 10, scale / n, scale / n, 0.1, 0.1, *(scale for _ in true[5:])]
+    return {name: error(f, t, floor) for name, f, t, floor in zip(names, found, true, floors, strict=True)}
+
+
+def assert_exact(found: Sequence[Tensor], true: Sequence[Tensor], scale: float, bar: float, case: object) -> None:
+    worst = errors(found, true, scale)
+    assert max(worst.values()) <= bar, f"{case}: " + ", ".join(f"{k} {v:.1e}" for k, v in worst.items())

@@ -1,0 +1,241 @@
+"""One process: every objective, similarity and backend against the float64 oracle."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from clipscale import contrastive_loss
+from clipscale.loss.api import OBJECTIVES
+from clipscale.loss.dense import dense_contrastive_loss
+from tests.loss.cases import Phi, assert_exact, error, errors, features, keys, oracle, results, token_features
+
+BARS = {torch.float64: 1e-10, torch.float32: 1e-5}
+BACKENDS = [
+    pytest.param({"backend": "dense"}, id="dense"),
+    pytest.param({"backend": "tiled"}, id="tiled"),
+    pytest.param({"backend": "tiled", "tile": 50}, id="tiles of 50"),
+]
+SHAPES = [(1, 1, 3), (2, 2, 64), (63, 64, 33), (64, 64, 64), (65, 80, 64), (252, 507, 123)]
+EXTRAS = ("plain", "keys", "smoothing")
+VARIANTS = [
+    (o, e) for o in OBJECTIVES for e in EXTRAS if (o, e) != ("sigmoid", "smoothing")
+]  # refused: see test_inputs
+
+
+def options_of(extra: str, n: int, m: int) -> dict[str, object]:
+    return {"plain": {}, "keys": keys(n, m), "smoothing": {"label_smoothing": 0.1}}[extra]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("objective", "extra"), VARIANTS)
+def test_dot_product_is_exact(objective: str, extra: str, backend: dict[str, object]) -> None:
+    for n, m, width in SHAPES:
+        for scale in (1.0, 14.3, 100.0):
+            u, v = features(n, m, width)
+            options = {"objective": objective} | options_of(extra, n, m)
+            true = oracle(u, v, scale, **options)
+            for dtype, bar in BARS.items():
+                found = results(contrastive_loss, u.to(dtype), v.to(dtype), scale, **options, **backend)
+                assert_exact(found, true, scale, bar, (n, m, width, scale, dtype))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", ["aligned", "equal", "orthogonal", "low", "duplicates"])
+@pytest.mark.parametrize("objective", ["softmax", "softmax_text", "sigmoid"])
+def test_hard_distributions_are_exact(objective: str, kind: str, backend: dict[str, object]) -> None:
+    for scale in (1.0, 14.3, 100.0):
+        u, v = features(120, 130, 60, kind)
+        true = oracle(u, v, scale, objective=objective)
+        for dtype, bar in BARS.items():
+            found = results(contrastive_loss, u.to(dtype), v.to(dtype), scale, objective=objective, **backend)
+            assert_exact(found, true, scale, bar, (kind, scale, dtype))
+
+
+@pytest.mark.parametrize("extra", ["plain", "smoothing"])
+def test_a_thousand_pairs_are_exact(extra: str) -> None:
+    u, v = features(1000, 1000, 640, "aligned")
+    options = options_of(extra, 1000, 1000)
+    true = oracle(u, v, 100.0, **options)
+    for dtype, bar in BARS.items():
+        found = results(contrastive_loss, u.to(dtype), v.to(dtype), 100.0, tile=300, **options)
+        assert_exact(found, true, 100.0, bar, dtype)
+
+
+@pytest.mark.parametrize("backend", [{"backend": "dense"}, {"backend": "tiled"}, {"backend": "tiled", "tile": 4}])
+@pytest.mark.parametrize(("objective", "extra"), VARIANTS)
+def test_late_interaction_is_exact(objective: str, extra: str, backend: dict[str, object]) -> None:
+    for n, m, image_tokens, text_tokens in ((1, 1, 2, 3), (5, 5, 3, 2), (13, 17, 4, 5)):
+        for scale in (1.0, 100.0):
+            tokens = token_features(n, m, image_tokens, text_tokens, 8)
+            u, v = tokens.pop("image_features"), tokens.pop("text_features")
+            options = {"objective": objective, "similarity": "late"} | options_of(extra, n, m)
+            true = oracle(u, v, scale, **options, **tokens)
+            for dtype, bar in BARS.items():
+                found = results(contrastive_loss, u.to(dtype), v.to(dtype), scale, **options, **tokens, **backend)
+                assert_exact(found, true, scale, bar, (n, m, scale, dtype))
+
+
+def test_late_interaction_without_masks_counts_every_token() -> None:
+    tokens = token_features(6, 7, 4, 3, 8)
+    u, v = tokens["image_features"], tokens["text_features"]
+    true = oracle(u, v, 20.0, similarity="late")
+    assert_exact(results(contrastive_loss, u, v, 20.0, similarity="late", tile=4), true, 20.0, 1e-10, "no masks")
+
+
+def test_late_interaction_with_one_token_each_is_the_dot_product() -> None:
+    u, v = features(20, 25, 8)
+    dot = results(contrastive_loss, u, v, 20.0)
+    late = results(contrastive_loss, u[:, None], v[:, None], 20.0, similarity="late")
+    late[1], late[2] = late[1][:, 0], late[2][:, 0]
+    assert_exact(late, dot, 20.0, 1e-12, "one token")
+
+
+@pytest.mark.parametrize("backend", [{"backend": "dense"}, {"backend": "tiled"}, {"backend": "tiled", "tile": 4}])
+@pytest.mark.parametrize(("objective", "extra"), VARIANTS)
+def test_deep_similarity_is_exact_down_to_its_parameters(
+    objective: str, extra: str, backend: dict[str, object]
+) -> None:
+    torch.manual_seed(0)
+    for n, m in ((1, 1), (5, 5), (13, 17)):
+        for scale in (1.0, 14.3):
+            u, v = features(n, m, 8)
+            options = {"objective": objective} | options_of(extra, n, m)
+            phi = Phi(8).double()
+            true = oracle(u, v, scale, **options, similarity=phi)
+            for dtype, bar in BARS.items():
+                phi = phi.to(dtype)
+                found = results(contrastive_loss, u.to(dtype), v.to(dtype), scale, **options, similarity=phi, **backend)
+                assert_exact(found, true, scale, bar, (n, m, scale, dtype))
+
+
+def test_deep_similarity_sees_the_same_random_numbers_in_both_passes() -> None:
+    """With one tile, plain autograd from the same seed is the truth; what was drawn in between must not matter, nor be disturbed."""
+    torch.manual_seed(0)
+    u, v = features(9, 11, 8)
+    phi = Phi(8, dropout=0.5).double()
+
+    def tiled(*args: Tensor, **options: object) -> Tensor:
+        torch.manual_seed(7)
+        value = contrastive_loss(*args, tile=16, **options)
+        torch.manual_seed(8)
+        return value
+
+    def plain(*args: Tensor, **options: object) -> Tensor:
+        torch.manual_seed(7)
+        return dense_contrastive_loss(*args, **options)
+
+    true = results(plain, u, v, 5.0, similarity=phi)
+    found = results(tiled, u, v, 5.0, similarity=phi)
+    state = torch.get_rng_state()
+    torch.manual_seed(8)
+    assert torch.equal(state, torch.get_rng_state()), "the backward pass left its mark on the random state"
+    assert_exact(found, true, 5.0, 1e-10, "dropout")
+
+
+def test_deep_similarity_with_dropout_has_the_gradient_of_its_value() -> None:
+    """Several tiles: the directional derivative of the value at a fixed seed, by central differences."""
+    torch.manual_seed(0)
+    u, v = features(9, 11, 8)
+    phi = Phi(8, dropout=0.5).double()
+
+    def value(u: Tensor) -> Tensor:
+        torch.manual_seed(7)
+        return contrastive_loss(u, v, 5.0, similarity=phi, tile=4)
+
+    leaf, step = u.clone().requires_grad_(), torch.randn_like(u)
+    (grad,) = torch.autograd.grad(value(leaf), leaf)
+    with torch.no_grad():
+        slope = (value(u + 1e-5 * step) - value(u - 1e-5 * step)) / 2e-5
+    assert abs(float((grad * step).sum() - slope)) < 1e-8, f"{float((grad * step).sum())} against {float(slope)}"
+
+
+@pytest.mark.parametrize("similarity", ["dot", "late", "deep"])
+@pytest.mark.parametrize("wanted", [("u",), ("v",), ("scale",), ("bias",), ("v", "scale"), ("u", "v", "scale", "bias")])
+def test_frozen_inputs_get_no_gradient_and_do_not_change_the_others(similarity: str, wanted: tuple[str, ...]) -> None:
+    shape = (6, 3, 4) if similarity == "late" else (6, 4)
+    torch.manual_seed(0)
+    given: str | Phi = Phi(4).double().requires_grad_(False) if similarity == "deep" else similarity
+    for objective in ("softmax", "sigmoid"):
+        tensors = {"u": torch.randn(shape).double(), "v": torch.randn(shape).double()}
+        tensors |= {"scale": torch.tensor(3.0).double(), "bias": torch.tensor(-1.0).double()}
+        everything = {name: x.clone().requires_grad_() for name, x in tensors.items()}
+        some = {name: x.clone().requires_grad_(name in wanted) for name, x in tensors.items()}
+        for x in (everything, some):
+            options = {"objective": objective, "similarity": given, "tile": 4}
+            contrastive_loss(x["u"], x["v"], x["scale"], logit_bias=x["bias"], **options).backward()
+        for name, x in some.items():
+            full = everything[name].grad
+            assert full is not None
+            assert (x.grad is not None) == (name in wanted), f"{name} of {wanted}: {x.grad}"
+            if x.grad is not None:
+                assert error(x.grad, full, 1e-3) < 1e-12, f"{name} of {wanted} differs by {error(x.grad, full, 1e-3)}"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["random", "aligned", "low"])
+@pytest.mark.parametrize("objective", ["softmax", "sigmoid"])
+def test_half_precision_is_no_further_from_the_truth_than_twice_plain_torch(
+    objective: str, kind: str, dtype: torch.dtype
+) -> None:
+    for scale in (14.3, 100.0):
+        u, v = (x.to(dtype) for x in features(200, 220, 96, kind))
+        true = oracle(u, v, scale, objective=objective)
+        plain = results(dense_contrastive_loss, u, v, scale, objective=objective)
+        found = results(contrastive_loss, u, v, scale, objective=objective, tile=64)
+        ours, theirs = errors(found, true, scale), errors(plain, true, scale)
+        for name, ours_of_it in ours.items():
+            bar = 2 * theirs[name] + 1e-6
+            assert ours_of_it <= bar, (
+                f"{name} at scale {scale}: {ours_of_it:.1e} against plain torch's {theirs[name]:.1e}"
+            )
+
+
+@pytest.mark.parametrize("slab", [1, 7, 64])
+def test_gradients_rounded_slab_by_slab_are_those_rounded_at_once(slab: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    u, v = (x.bfloat16() for x in features(90, 95, 32))
+    whole = results(contrastive_loss, u, v, 20.0, tile=16)
+    monkeypatch.setattr("clipscale.loss.function.SLAB", 4 * slab)
+    parts = results(contrastive_loss, u, v, 20.0, tile=16)
+    for name, a, b in zip(("value", "images", "texts", "scale"), parts, whole):
+        bar = 1e-5 if name in ("value", "scale") else 2**-8  # the tiles differ, and so may the last bit of bfloat16
+        assert error(a, b.double(), 1e-6) <= bar, f"{name} differs by {error(a, b.double(), 1e-6):.1e}"
+
+
+@pytest.mark.parametrize("backend", ["dense", "tiled"])
+@pytest.mark.parametrize("similarity", ["dot", "late", "deep"])
+def test_the_same_inputs_give_the_same_bits_twice(similarity: str, backend: str) -> None:
+    torch.manual_seed(0)
+    shape = (40, 3, 8) if similarity == "late" else (40, 8)
+    u, v = torch.randn(shape), torch.randn(shape)
+    given: str | Phi = Phi(8) if similarity == "deep" else similarity
+    first, second = (results(contrastive_loss, u, v, 5.0, similarity=given, backend=backend, tile=16) for _ in range(2))
+    for a, b in zip(first, second):
+        assert torch.equal(a, b), f"two runs differ by {float((a - b).abs().max())}"
+
+
+def test_a_second_backward_pass_gives_the_same_gradient() -> None:
+    for backend in ("dense", "tiled"):
+        u, v = (x.float().requires_grad_() for x in features(40, 40, 8))
+        value = contrastive_loss(u, v, 10.0, backend=backend)
+        first = torch.autograd.grad(value, u, retain_graph=True)[0]
+        second = torch.autograd.grad(value, u)[0]
+        assert torch.equal(first, second), f"{backend}: they differ by {float((first - second).abs().max())}"
+
+
+def test_a_change_in_place_before_the_backward_pass_is_noticed() -> None:
+    u, v = (x.float().requires_grad_() for x in features(8, 8, 4))
+    hidden = u * 1.0
+    value = contrastive_loss(hidden, v, 10.0)
+    hidden.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        value.backward()
+
+
+def test_the_incoming_gradient_scales_all_gradients() -> None:
+    u, v = features(12, 15, 8)
+    once, thrice = (
+        results(lambda *a, f=factor, **k: f * contrastive_loss(*a, **k), u, v, 10.0, objective="sigmoid")
+        for factor in (1.0, 3.0)
+    )
+    for a, b in zip(once, thrice):
+        assert torch.allclose(3 * a, b, rtol=1e-12, atol=0), f"{float((3 * a - b).abs().max())}"

@@ -1,0 +1,337 @@
+"""Several ranks: every exchange against the oracle of the whole batch, bytes on the wire, and refusals that reach all ranks."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from clipscale import contrastive_loss
+from clipscale.loss.api import OBJECTIVES
+from clipscale.loss.exchange import Communicator, ring_hops
+from tests.loss.cases import Phi, assert_exact, features, keys, oracle, results, token_features
+from tests.loss.workers import Workers, workers
+
+EXCHANGES = ["replicated", "local", "gather", "ring", "auto"]
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Workers]:
+    with workers() as started:
+        yield started
+
+
+def share(
+    group: dist.ProcessGroup,
+    rank: int,
+    u: Tensor,
+    v: Tensor,
+    scale: float,
+    per_row: dict[str, Tensor],
+    options: dict[str, Any],
+) -> list[Tensor]:
+    """This rank's `results` for its part of the images, texts and what comes per row; all are given stacked by rank."""
+    own = {name: x[rank] for name, x in per_row.items()}
+    return results(contrastive_loss, u[rank], v[rank], scale, group=group, **own, **options)
+
+
+def whole(shares: list[list[Tensor]]) -> list[Tensor]:
+    """The results of the whole batch: the value, rows in rank order, and the sums of the shares."""
+    for other in shares[1:]:
+        assert torch.equal(other[0], shares[0][0]), f"the value differs between ranks: {[float(s[0]) for s in shares]}"
+    rows = [torch.stack([s[i] for s in shares]) for i in (1, 2)]
+    return [shares[0][0], *rows, *(sum(parts[1:], parts[0]) for parts in zip(*(s[3:] for s in shares)))]
+
+
+def positives_first(x: Tensor, n: int) -> Tensor:
+    """Texts stacked by rank (P, m, ...), as one batch: all positives, then all hard negatives."""
+    return torch.cat([x[:, :n].flatten(0, 1), x[:, n:].flatten(0, 1)])
+
+
+def stacked_again(x: Tensor, world: int, n: int) -> Tensor:
+    """The inverse of `positives_first`."""
+    positives, extras = x[: world * n], x[world * n :]
+    return torch.cat([positives.view(world, n, *x.shape[1:]), extras.view(world, -1, *x.shape[1:])], 1)
+
+
+def check(
+    ranks: Workers,
+    world: int | tuple[int, ...],
+    u: Tensor,
+    v: Tensor,
+    scale: float,
+    options: dict[str, Any],
+    per_image: dict[str, Tensor] | None = None,
+    per_text: dict[str, Tensor] | None = None,
+    bar: float = 1e-10,
+) -> list[Tensor]:
+    """Hold the ranks' answer for stacked features (P, n, ...) and (P, m, ...) against the oracle; return it."""
+    per_image, per_text = per_image or {}, per_text or {}
+    count, n = u.shape[:2]
+    oracle_options = {k: x for k, x in options.items() if k in ("objective", "similarity", "label_smoothing")}
+    flat = {name: x.flatten(0, 1) for name, x in per_image.items()}
+    flat |= {name: positives_first(x, n) for name, x in per_text.items()}
+    true = oracle(u.flatten(0, 1), positives_first(v, n), scale, **oracle_options, **flat)
+    true[1], true[2] = true[1].view(u.shape), stacked_again(true[2], count, n)
+    found = whole(ranks.run(share, world, u, v, scale, per_image | per_text, options))
+    found[1:3] = (x.flatten(0, 1) for x in found[1:3])
+    true[1:3] = (x.flatten(0, 1) for x in true[1:3])
+    assert_exact(found, true, scale, bar, (world, tuple(u.shape), tuple(v.shape), scale, options))
+    return found
+
+
+def stacked(world: int, n: int, m: int, width: int, kind: str = "random", seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Features (P, n, D) and (P, m, D)."""
+    u, v = features(world * n, world * m, width, kind, seed)
+    return u.view(world, n, width), stacked_again(v, world, n)
+
+
+@pytest.mark.parametrize("backend", ["dense", "tiled"])
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_dot_product_is_exact_on_any_number_of_ranks(ranks: Workers, world: int, exchange: str, backend: str) -> None:
+    for objective in OBJECTIVES:
+        for n, m in ((1, 1), (7, 9)):
+            for scale in (1.0, 100.0):
+                u, v = stacked(world, n, m, 12)
+                options = {"objective": objective, "exchange": exchange, "backend": backend, "tile": 4}
+                check(ranks, world, u, v, scale, options)
+                check(ranks, world, u.float(), v.float(), scale, options, bar=1e-5)
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("kind", ["aligned", "equal", "low", "duplicates"])
+def test_hard_distributions_are_exact_on_ranks(ranks: Workers, exchange: str, kind: str) -> None:
+    for scale in (1.0, 100.0):
+        u, v = stacked(3, 10, 12, 16, kind)
+        check(ranks, 3, u, v, scale, {"exchange": exchange, "tile": 4})
+        check(ranks, 3, u.float(), v.float(), scale, {"exchange": exchange, "tile": 4}, bar=1e-5)
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_keys_and_smoothing_are_exact_on_ranks(ranks: Workers, objective: str, exchange: str) -> None:
+    for world, n, m in ((2, 5, 5), (3, 4, 6)):
+        u, v = stacked(world, n, m, 8)
+        options = {"objective": objective, "exchange": exchange, "tile": 3}
+        drawn = keys(world * n, world * m)
+        images, texts = drawn["image_keys"].view(world, n), stacked_again(drawn["text_keys"], world, n)
+        check(ranks, world, u, v, 14.3, options, {"image_keys": images}, {"text_keys": texts})
+        if objective != "sigmoid":
+            check(ranks, world, u, v, 14.3, options | {"label_smoothing": 0.1})
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_late_interaction_is_exact_on_ranks(ranks: Workers, objective: str, exchange: str) -> None:
+    for world, n, m in ((2, 3, 3), (3, 2, 4)):
+        x = token_features(world * n, world * m, 3, 4, 6)
+        u, image_mask = x["image_features"].view(world, n, 3, 6), x["image_mask"].view(world, n, 3)
+        v, text_mask = (stacked_again(x[name], world, n) for name in ("text_features", "text_mask"))
+        options = {"objective": objective, "exchange": exchange, "similarity": "late", "tile": 2}
+        check(ranks, world, u, v, 14.3, options, {"image_mask": image_mask}, {"text_mask": text_mask})
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_deep_similarity_is_exact_on_ranks_down_to_its_parameters(
+    ranks: Workers, objective: str, exchange: str
+) -> None:
+    torch.manual_seed(0)
+    phi = Phi(6).double()
+    for world, n, m in ((2, 3, 3), (3, 2, 4)):
+        u, v = stacked(world, n, m, 6)
+        check(ranks, world, u, v, 9.0, {"objective": objective, "exchange": exchange, "similarity": phi, "tile": 2})
+
+
+@pytest.mark.parametrize("world", [(0, 1, 2, 3), (1, 3), (2,), (0, 2, 3)])
+def test_any_subgroup_will_do(ranks: Workers, world: tuple[int, ...]) -> None:
+    u, v = stacked(len(world), 5, 6, 8)
+    for exchange in EXCHANGES:
+        check(ranks, world, u, v, 14.3, {"exchange": exchange})
+
+
+@pytest.mark.parametrize("per_node", [1, 2, 4])
+def test_the_two_level_ring_is_exact(ranks: Workers, per_node: int) -> None:
+    u, v = stacked(4, 5, 6, 8)
+    for objective in OBJECTIVES:
+        check(ranks, 4, u, v, 14.3, {"objective": objective, "exchange": "ring", "ranks_per_node": per_node})
+
+
+@pytest.mark.parametrize(
+    ("size", "per_node"), [(1, 1), (2, 1), (4, 2), (6, 3), (8, 4), (8, 1), (12, 4), (16, 2), (16, 8), (9, 3)]
+)
+def test_ring_hops_visit_every_rank_once_and_lead_home(size: int, per_node: int) -> None:
+    hops = [ring_hops(rank, size, per_node) for rank in range(size)]
+    holds = list(range(size))  # whose columns each rank holds
+    seen: list[set[int]] = [{rank} for rank in range(size)]
+    for step in range(size):
+        for rank in range(size):
+            dest, src = hops[rank][step]
+            assert hops[dest][step][1] == rank, f"{rank} sends to {dest}, which expects {hops[dest][step][1]}"
+            assert hops[src][step][0] == rank, f"{rank} expects from {src}, which sends to {hops[src][step][0]}"
+        holds = [holds[hops[rank][step][1]] for rank in range(size)]
+        for rank in range(size):
+            seen[rank].add(holds[rank])
+    assert holds == list(range(size)), f"the columns end at {holds}"
+    assert all(len(s) == size for s in seen), f"ranks see {[len(s) for s in seen]} of {size}"
+
+
+def test_the_two_level_ring_crosses_nodes_once_in_a_round_of_the_node() -> None:
+    size, per_node = 16, 4
+    for rank in range(size):
+        crossing = [
+            step
+            for step, (dest, _) in enumerate(ring_hops(rank, size, per_node))
+            if dest // per_node != rank // per_node
+        ]
+        assert crossing == [3, 7, 11, 15], f"rank {rank} leaves its node at hops {crossing}"
+        rails = [ring_hops(rank, size, per_node)[step][0] % per_node for step in crossing[:-1]]
+        assert set(rails) == {rank % per_node}, f"rank {rank} sends to local ranks {rails} of other nodes"
+
+
+def bytes_of_one_step(group: dist.ProcessGroup, rank: int, n: int, width: int, options: dict[str, Any]) -> int:
+    torch.manual_seed(rank)
+    u, v = (torch.randn(n, width).bfloat16().requires_grad_() for _ in range(2))
+    before = Communicator.bytes_sent
+    contrastive_loss(u, v, torch.tensor(10.0, requires_grad=True), group=group, **options).backward()
+    return Communicator.bytes_sent - before
+
+
+@pytest.mark.parametrize("objective", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("per_node", [None, 2])
+def test_the_ring_sends_at_most_nine_bytes_a_feature(ranks: Workers, per_node: int | None, objective: str) -> None:
+    n, width = 64, 512
+    options = {"exchange": "ring", "ranks_per_node": per_node, "objective": objective}
+    for world in (2, 4):
+        sent = ranks.run(bytes_of_one_step, world, n, width, options)
+        per_feature = [count / (world * n * width) for count in sent]
+        assert max(per_feature) <= 9.0, f"bytes per B*D on {world} ranks: {per_feature}"
+        # 2 (P-1)/P forward, as much backward, and 4 for the float32 gradient that goes all the way round
+        expected = 4 * (world - 1) / world + 4
+        assert abs(per_feature[0] - expected) < 0.05 * expected, (
+            f"{per_feature[0]} on {world} ranks instead of {expected}"
+        )
+
+
+def test_a_frozen_text_side_sends_no_gradients(ranks: Workers) -> None:
+    sent = ranks.run(bytes_of_frozen_texts, 4, 64, 512)
+    per_feature = [count / (4 * 64 * 512) for count in sent]
+    assert max(per_feature) < 3.2, f"bytes per B*D: {per_feature}, 3 of which are the features' two rounds"
+
+
+def bytes_of_frozen_texts(group: dist.ProcessGroup, rank: int, n: int, width: int) -> int:
+    u, v = torch.randn(n, width).bfloat16().requires_grad_(), torch.randn(n, width).bfloat16()
+    before = Communicator.bytes_sent
+    contrastive_loss(u, v, torch.tensor(10.0, requires_grad=True), group=group, exchange="ring").backward()
+    return Communicator.bytes_sent - before
+
+
+def twice(group: dist.ProcessGroup, rank: int, options: dict[str, Any]) -> bool:
+    torch.manual_seed(rank)
+    u, v = torch.randn(33, 16), torch.randn(35, 16)
+    first, second = (results(contrastive_loss, u, v, 5.0, group=group, **options) for _ in range(2))
+    return all(torch.equal(a, b) for a, b in zip(first, second))
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_the_same_inputs_give_the_same_bits_twice_on_ranks(ranks: Workers, exchange: str) -> None:
+    assert ranks.run(twice, 4, {"exchange": exchange, "tile": 8}) == [True] * 4, "two runs differ"
+
+
+def refusal(
+    group: dist.ProcessGroup, rank: int, shapes: list[tuple[int, int, int]], changes: list[dict[str, Any]]
+) -> str:
+    """The error's text on this rank, given every rank's (n, m, D) and options."""
+    n, m, width = shapes[rank]
+    options: dict[str, Any] = {"logit_scale": 10.0, "dtype": torch.float32, "frozen": False} | changes[rank]
+    dtype, frozen, scale = options.pop("dtype"), options.pop("frozen"), options.pop("logit_scale")
+    u, v = torch.ones(n, width, dtype=dtype, requires_grad=not frozen), torch.ones(m, width, dtype=dtype)
+    if options.pop("poison", False):
+        u.data[0, 0] = torch.nan
+    try:
+        contrastive_loss(u, v, scale, group=group, **options)
+    except ValueError as problem:
+        return str(problem)
+    return "no error"
+
+
+SAME = [(4, 4, 8)] * 3
+REFUSALS: list[tuple[list[tuple[int, int, int]], list[dict[str, Any]], str]] = [
+    ([(4, 4, 8), (4, 4, 8), (5, 5, 8)], [{}, {}, {}], "number of images"),
+    ([(4, 4, 8), (4, 6, 8), (4, 4, 8)], [{}, {}, {}], "number of texts"),
+    ([(4, 4, 8), (4, 4, 9), (4, 4, 8)], [{}, {}, {}], "size of an image's features"),
+    (SAME, [{}, {}, {"dtype": torch.bfloat16}], "feature type"),
+    (SAME, [{"image_keys": torch.arange(4)}, {}, {}], "choice of masks and keys"),
+    (SAME, [{"frozen": True}, {}, {}], "choice of tensors that need a gradient"),
+    (SAME, [{"objective": "sigmoid"}, {}, {}], "objective"),
+    (SAME, [{"exchange": "gather"}, {}, {}], "exchange"),
+    ([(4, 4, 8), (5, 4, 8), (4, 4, 8)], [{}, {}, {}], "rank 1|fewer texts"),
+    (SAME, [{"ranks_per_node": 2}] * 3, "ranks_per_node=2 must divide"),
+    (SAME, [{"logit_scale": -1.0}, {}, {}], "must be positive"),
+    (SAME, [{"poison": True}, {}, {}], "is nan"),
+]
+
+
+@pytest.mark.parametrize(("shapes", "changes", "message"), REFUSALS, ids=[message for _, _, message in REFUSALS])
+def test_what_one_rank_gets_wrong_every_rank_refuses(ranks: Workers, shapes: Any, changes: Any, message: str) -> None:
+    for text in ranks.run(refusal, 3, shapes, changes):
+        assert any(part in text for part in message.split("|")), f"expected '{message}' but got '{text}'"
+
+
+def outsider(group: dist.ProcessGroup, rank: int) -> str:
+    other = dist.new_group([0])  # made by all ranks, as torch wants
+    if rank == 0:
+        return "inside"
+    try:
+        contrastive_loss(torch.ones(2, 2), torch.ones(2, 2), 1.0, group=other)
+    except ValueError as problem:
+        return str(problem)
+    return "no error"
+
+
+def test_a_rank_outside_of_the_group_is_told_so(ranks: Workers) -> None:
+    answers = ranks.run(outsider, 4)
+    assert all("does not belong to the group" in text for text in answers[1:]), answers
+
+
+def alone(group: dist.ProcessGroup, rank: int, u: Tensor, v: Tensor) -> list[Tensor]:
+    return results(contrastive_loss, u[rank], v[rank], 7.0, group=group, exchange="none")
+
+
+def test_without_an_exchange_each_rank_has_a_loss_of_its_own(ranks: Workers) -> None:
+    u, v = stacked(3, 4, 5, 6)
+    for rank, found in enumerate(ranks.run(alone, 3, u, v)):
+        assert_exact(found, oracle(u[rank], v[rank], 7.0), 7.0, 1e-10, f"rank {rank}")
+
+
+@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    world=st.integers(1, 4),
+    n=st.integers(1, 6),
+    extra=st.integers(0, 3),
+    width=st.integers(1, 9),
+    tile=st.integers(1, 7),
+    scale=st.sampled_from([0.5, 14.3, 100.0]),
+    objective=st.sampled_from(OBJECTIVES),
+    exchange=st.sampled_from(EXCHANGES),
+    seed=st.integers(0, 999),
+)
+def test_splitting_rows_over_ranks_changes_nothing(
+    ranks: Workers,
+    world: int,
+    n: int,
+    extra: int,
+    width: int,
+    tile: int,
+    scale: float,
+    objective: str,
+    exchange: str,
+    seed: int,
+) -> None:
+    u, v = stacked(world, n, n + extra, width, seed=seed)
+    check(ranks, world, u, v, scale, {"objective": objective, "exchange": exchange, "tile": tile})
