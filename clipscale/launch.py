@@ -145,15 +145,18 @@ def first_failure(error: ChildFailedError) -> UserError | WorkerError:
 @contextmanager
 def _quiet(threads: int) -> Iterator[None]:
     """The launcher without its own log lines, with the workers' thread count set and our signal handlers back afterwards."""
-    logger = logging.getLogger("torch.distributed.elastic")
-    level, handlers = logger.level, {number: signal.getsignal(number) for number in HANDLED}
+    loggers = [logging.getLogger(name) for name in ("torch.distributed.elastic", "torch.multiprocessing")]
+    levels = [logger.level for logger in loggers]
+    handlers = {number: signal.getsignal(number) for number in HANDLED}
     before = os.environ.get("OMP_NUM_THREADS")
-    logger.setLevel(logging.CRITICAL)
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
     os.environ["OMP_NUM_THREADS"] = str(threads)
     try:
         yield
     finally:
-        logger.setLevel(level)
+        for logger, level in zip(loggers, levels):
+            logger.setLevel(level)
         for number, handler in handlers.items():
             signal.signal(number, handler)
         if before is None:

@@ -80,7 +80,9 @@ def test_the_infcl_presets_are_the_published_ones(name: str) -> None:
 
 
 def test_the_command_line_has_the_last_word_over_a_preset() -> None:
-    config = composed("experiment=infcl-vit-l14", "model=tiny", "optim=adamw", "optim.lr=3e-4", "batch=1k", "samples=4k")
+    config = composed(
+        "experiment=infcl-vit-l14", "model=tiny", "optim=adamw", "optim.lr=3e-4", "batch=1k", "samples=4k"
+    )
     assert (config.model.name, config.optim.name, config.optim.lr) == ("tiny", "adamw", 3e-4)
     assert (config.batch, config.samples, config.epochs) == (1024, 4096, None)
 

@@ -11,7 +11,14 @@ from clipscale.spelling import format_count, nearest, one_of, parse_count, run_f
 
 @pytest.mark.parametrize(
     ("text", "count"),
-    [("32k", 32_768), ("1M", 1_048_576), ("768k", 786_432), ("1.5M", 1_572_864), ("12M", 12_582_912), ("100000", 100_000)],
+    [
+        ("32k", 32_768),
+        ("1M", 1_048_576),
+        ("768k", 786_432),
+        ("1.5M", 1_572_864),
+        ("12M", 12_582_912),
+        ("100000", 100_000),
+    ],
 )
 def test_counts_are_binary_and_a_plain_integer_is_itself(text: str, count: int) -> None:
     assert parse_count(text) == count
