@@ -147,7 +147,7 @@ def _pax(content: bytes) -> dict[str, str]:
         length = int(content.split(b" ", 1)[0])
         if not 0 < length <= len(content):
             raise tarfile.ReadError("bad record in an extended header")
-        key, _, value = content[:length].split(b" ", 1)[1].rstrip(b"\n").partition(b"=")
+        key, _, value = content[:length].split(b" ", 1)[1][:-1].partition(b"=")
         fields[_text(key)] = value.decode("utf-8", "surrogateescape")
         content = content[length:]
     return fields

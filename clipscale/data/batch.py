@@ -5,6 +5,7 @@ N: samples of the local batch, C: channels, S: side in pixels, T: tokens.
 
 import hashlib
 import logging
+import math
 import mmap
 import os
 import tempfile
@@ -18,6 +19,8 @@ import torch
 from torch import Tensor
 
 log = logging.getLogger(__name__)
+
+PAGE = 4096
 
 
 def sample_id(url: str, key: str) -> int:
@@ -35,6 +38,19 @@ class Slot:
     ids: np.ndarray
 
 
+def arena_layout(
+    count: int, samples: int, side: int, context_length: int
+) -> tuple[list[tuple[tuple[int, ...], type, int]], int]:
+    """Shape, type and whole pages in bytes of a slot's parts; and the bytes of `count` slots."""
+    shapes: list[tuple[tuple[int, ...], type]] = [
+        ((samples, 3, side, side), np.uint8),
+        ((samples, context_length), np.int64),
+        ((samples,), np.int64),
+    ]
+    parts = [(shape, kind, -(-math.prod(shape) * np.dtype(kind).itemsize // PAGE) * PAGE) for shape, kind in shapes]
+    return parts, count * sum(size for _, _, size in parts)
+
+
 class Arena:
     """`count` slots in one block of anonymous memory that worker processes map too.
 
@@ -43,17 +59,15 @@ class Arena:
 
     def __init__(self, count: int, samples: int, side: int, context_length: int, fd: int | None = None) -> None:
         self._shape = (count, samples, side, context_length)
-        parts = [((samples, 3, side, side), np.uint8), ((samples, context_length), np.int64), ((samples,), np.int64)]
-        sizes = [-(-int(np.prod(shape)) * np.dtype(kind).itemsize // 4096) * 4096 for shape, kind in parts]
-        total = count * sum(sizes)
+        parts, total = arena_layout(*self._shape)
         self._fd = _anonymous_file(total) if fd is None else fd
         self._memory = mmap.mmap(self._fd, total)
         self.slots = []
         offset = 0
         for _ in range(count):
             views = []
-            for (shape, kind), size in zip(parts, sizes):
-                flat = np.frombuffer(self._memory, dtype=kind, count=int(np.prod(shape)), offset=offset)
+            for shape, kind, size in parts:
+                flat: np.ndarray = np.frombuffer(self._memory, dtype=kind, count=int(np.prod(shape)), offset=offset)
                 views.append(flat.reshape(shape))
                 offset += size
             self.slots.append(Slot(*views))

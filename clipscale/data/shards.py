@@ -43,19 +43,19 @@ def expand(source: str, allow_pipe: bool = False, *, setting: str = "data.train"
             raise UserError(
                 f"{setting}={source!r}: `pipe:` runs a shell command; set data.allow_pipe=true if you wrote it yourself"
             )
-        return expand_urls(source)
+        return _braces(source, setting)
     if source.startswith("@"):
         return _from_list(Path(source[1:]).expanduser(), allow_pipe, setting)
     if source.startswith("file:"):
         source = re.sub(r"^file:(//)?", "", source)
     if not is_local(source):
-        return expand_urls(source)
+        return _braces(source, setting)
     source = os.path.expanduser(source)  # noqa: PTH111 (a pattern, not yet a path)
     if Path(source).is_dir():
         found = sorted(str(p) for p in Path(source).glob("*.tar*") if p.is_file())
         missing: list[str] = []
     else:
-        named = [name for pattern in expand_urls(source) for name in (sorted(glob.glob(pattern)) or [pattern])]  # noqa: PTH207 (absolute)
+        named = [name for pattern in _braces(source, setting) for name in (sorted(glob.glob(pattern)) or [pattern])]  # noqa: PTH207 (absolute)
         missing = _absent(named)
         gone = set(missing)
         found = [name for name in named if name not in gone]
@@ -72,6 +72,13 @@ def expand(source: str, allow_pipe: bool = False, *, setting: str = "data.train"
             missing[0],
         )
     return found
+
+
+def _braces(source: str, setting: str) -> list[str]:
+    try:
+        return expand_urls(source)
+    except (ValueError, AssertionError) as error:  # unbalanced braces; ${NAME} without WDS_NAME in the environment
+        raise UserError(f"{setting}={source!r} cannot be expanded: {error}") from error
 
 
 def _from_list(path: Path, allow_pipe: bool, setting: str) -> list[str]:

@@ -4,6 +4,7 @@ Lanes (order.py) fix the order; worker processes (workers.py) read and decode; t
 """
 
 import logging
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -11,10 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 
 from clipscale.data import shards
-from clipscale.data.batch import Arena, HostBatch
+from clipscale.data.batch import Arena, HostBatch, arena_layout
 from clipscale.data.decode import TrainTransform
 from clipscale.data.lanes import LaneShare, Plan, Producer, places_of
 from clipscale.data.order import Epochs, Order, Resampled, default_lanes, fingerprint, lane_bounds, lanes_fit
@@ -23,8 +25,9 @@ from clipscale.errors import UserError
 
 log = logging.getLogger(__name__)
 
-PIECE = 64
-"""Samples that a worker delivers at once: enough to tokenise together, few enough for the first chunk to start early."""
+PIECE, PIECES = 64, 64
+"""Samples that a worker delivers at once: enough to tokenise together, few enough for the first chunk to start early. Large batches come
+in so many pieces a worker; more reports of them could fill a pipe while nobody waits for samples."""
 
 
 @dataclass
@@ -122,7 +125,7 @@ class TrainStream:
                 caption_key=config.caption_key,
                 # striped, so that the batch fills from its first rows on, by all workers at once
                 shares=tuple(shares[number :: max(workers, 1)]),
-                piece=PIECE,
+                piece=max(PIECE, self._size // (max(workers, 1) * PIECES)),
             )
             for number in range(max(workers, 1))
         ]
@@ -133,16 +136,15 @@ class TrainStream:
         self._step = -1
         self._done: dict[int, list[int]] = {}
         self._ends: dict[int, dict[int, tuple[int, int]]] = {}
-        self._arena = Arena(
-            config.buffers if workers else 1, self._size, image_size, np.asarray(tokenizer(["a"])).shape[1]
-        )
+        slots = config.buffers if workers else 1
+        self._arena = allocate(slots, self._size, image_size, np.asarray(tokenizer(["a"])).shape[1])
         if pin and torch.cuda.is_available():
             self._arena.pin()
         self._workers: Workers | None = None
         self._reports: Iterator[Report] = iter(())
         if workers:
             self._workers = Workers(self._plans, self._arena, rank, config.timeout_s)
-            for step in range(config.buffers):
+            for step in range(slots):
                 self._allow(step)
         else:
             self._producer = Producer(self._plans[0], lambda: None)
@@ -284,6 +286,18 @@ def check(config: DataConfig, batch: int, world: int) -> None:
         raise UserError(f"data.augment.ratio={list(augment.ratio)}: must be two aspect ratios, 0 < low <= high")
     if not 0 <= augment.flip <= 1:
         raise UserError(f"data.augment.flip={augment.flip}: must be a probability")
+
+
+def allocate(slots: int, samples: int, side: int, context_length: int) -> Arena:
+    """The batch memory of this rank. Raises UserError if this machine's processes cannot all have as much."""
+    _, size = arena_layout(slots, samples, side, context_length)
+    share = psutil.virtual_memory().available / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if size > share:
+        raise UserError(
+            f"data.buffers={slots}: {slots} x {samples} samples of {side} pixels need {size / 2**30:.1f} GiB of host memory in each "
+            f"process, which has {share / 2**30:.1f}; take a smaller batch, more nodes or fewer buffers"
+        )
+    return Arena(slots, samples, side, context_length)
 
 
 def list_shards(config: DataConfig) -> tuple[list[str], list[float] | None]:

@@ -8,11 +8,11 @@ import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
-from PIL import Image
 
 from clipscale.data.batch import Arena
 from clipscale.data.lanes import Plan, Producer
@@ -22,6 +22,15 @@ log = logging.getLogger(__name__)
 
 ALIVE_S = 2.0
 """A worker that reads but finds nothing to deliver says so at most this often."""
+
+
+def warm_up(*modules: str) -> None:
+    """Start the process from which workers are forked, and let it import what they need. Returns at once; a second call does nothing.
+
+    A fork of the training process itself would copy CUDA's and the process group's threads in mid-step.
+    """
+    multiprocessing.set_forkserver_preload(["__main__", "clipscale.data.workers", *modules])
+    forkserver.ensure_running()
 
 
 @dataclass
@@ -50,7 +59,9 @@ def _drained(producer: Producer) -> dict[str, int]:
 def work(connection: Connection, plan: Plan, arena: Arena) -> None:
     """A worker's life: a step number comes, the worker's places of that batch are filled; ends when the other side closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the training process, which then closes the connection
-    warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # sizes are judged by data.max_pixels
+    warnings.filterwarnings(
+        "ignore", module=r"PIL\."
+    )  # damaged pictures are counted, sizes are judged by data.max_pixels
     torch.set_num_threads(1)
     last = time.monotonic()
     producer: Producer | None = None
@@ -84,10 +95,8 @@ class Workers:
 
     def __init__(self, plans: Sequence[Plan], arena: Arena, rank: int, timeout_s: float) -> None:
         self._rank, self._timeout_s = rank, timeout_s
-        # forkserver: a fork of this process would copy CUDA's and the process group's threads in mid-step
+        warm_up(type(plans[0].tokenizer).__module__)
         context = multiprocessing.get_context("forkserver")
-        tokenizer = plans[0].tokenizer
-        context.set_forkserver_preload(["__main__", "clipscale.data.workers", type(tokenizer).__module__])
         self._connections: list[Connection] = []
         self._processes: list[Any] = []
         for number, plan in enumerate(plans):

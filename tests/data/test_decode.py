@@ -190,6 +190,7 @@ def test_unreadable_pictures_say_so(data: bytes) -> None:
     assert error.value.reason == "unreadable_image"
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning:PIL")
 @settings(max_examples=200, deadline=None)
 @given(
     st.sampled_from(["JPEG", "PNG", "WEBP", "GIF", "TIFF", "BMP"]),

@@ -55,6 +55,12 @@ def test_a_source_without_shards_is_named(tmp_path: Path, pattern: str) -> None:
     assert str(tmp_path) in str(error.value) and "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("source", ["/data/{0..3.tar", "/data/${NOWHERE}/0.tar"])
+def test_patterns_that_cannot_be_expanded_are_refused(source: str) -> None:
+    with pytest.raises(UserError, match=r"data\.train="):
+        expand(source)
+
+
 def test_addresses_are_expanded_but_not_looked_up() -> None:
     assert expand("https://host/{0..2}.tar") == [f"https://host/{i}.tar" for i in range(3)]
     assert expand("s3://a/0.tar::s3://b/1.tar") == ["s3://a/0.tar", "s3://b/1.tar"]
