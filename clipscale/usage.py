@@ -44,7 +44,7 @@ _clipscale() {
     if [[ "$word" == "=" ]]; then cut="$whole"; else cut="${whole%"$word"}"; fi
     COMPREPLY=()
     while IFS= read -r candidate; do
-        COMPREPLY+=("${candidate#"$cut"}")
+        [[ -n "$candidate" ]] && COMPREPLY+=("${candidate#"$cut"}")
     done < <("${COMP_WORDS[0]}" completion query "$line" 2>/dev/null)
     if [[ ${#COMPREPLY[@]} -eq 1 && "${COMPREPLY[0]}" == *[=.] ]]; then compopt -o nospace; fi
 }
@@ -109,7 +109,7 @@ def show_eval(topics: Sequence[str]) -> None:
     show_small(
         "eval",
         "clipscale eval run=demo\n"
-        "clipscale eval run=b32 eval.sets=[/data/imagenet1k,/data/mscoco_captions] precision=bf16\n"
+        "clipscale eval run=b32 'eval.sets=[/data/imagenet1k,/data/mscoco_captions]' precision=bf16\n"
         "clipscale eval run=runs/b32 checkpoint=20000 eval.limit=1k",
     )
 

@@ -95,10 +95,15 @@ def test_the_last_word_is_completed(line: str, candidates: list[str]) -> None:
 
 @pytest.mark.parametrize(
     ("line", "expected"),
-    [("clipscale tra", ["train"]), ("clipscale train model=rn", ["rn50"]), ("clipscale train model=", None)],
+    [
+        ("clipscale tra", ["train"]),
+        ("clipscale train model=rn", ["rn50"]),
+        ("clipscale train model=", group_options()["model"]),
+        ("clipscale train data.train=/usr/sh", []),
+    ],
 )
 def test_bash_completes_with_the_script_that_completion_prints(
-    environment: dict[str, str], line: str, expected: list[str] | None
+    environment: dict[str, str], line: str, expected: list[str]
 ) -> None:
     """Bash splits the words as readline does, at spaces and around `=`, and shows what COMPREPLY holds."""
     program = f"""
@@ -109,11 +114,11 @@ def test_bash_completes_with_the_script_that_completion_prints(
         read -ra COMP_WORDS <<< "${{COMP_LINE//=/ = }}"
         COMP_CWORD=$(( ${{#COMP_WORDS[@]}} - 1 ))
         _clipscale
-        printf '%s\\n' "${{COMPREPLY[@]}}"
+        printf '%s:' "${{#COMPREPLY[@]}}" "${{COMPREPLY[@]}}"
     """
     done = subprocess.run(["bash", "-c", program], env=environment, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.split() == (expected or group_options()["model"])
+    assert done.stdout.split(":")[:-1] == [str(len(expected)), *expected]
 
 
 # ---- mistakes ----
