@@ -74,13 +74,17 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Trainable parameters in three groups: matrices, which are decayed; vectors; and the scalars that no tower holds.
+    """Trainable parameters in four groups: matrices, which are decayed; token embeddings, too; vectors; and scalars.
 
-    Scalars stand apart because FSDP2 shards the others, and an optimizer's fused loops do not mix the two kinds.
+    Embeddings stand apart because Muon's orthogonal steps are for matrices that multiply activations: they fall back to its AdamW.
+    Scalars (scale and bias, which no tower holds) do because FSDP2 shards the others, and fused optimizer loops do not mix the two.
     """
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     trainable = [p for p in model.parameters() if p.requires_grad]
+    matrices = [p for p in trainable if p.ndim >= 2]
     groups = [
-        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in matrices if id(p) not in embeddings], "weight_decay": weight_decay},
+        {"params": [p for p in matrices if id(p) in embeddings], "weight_decay": weight_decay, "use_fallback": True},
         {"params": [p for p in trainable if p.ndim == 1], "weight_decay": 0.0},
         {"params": [p for p in trainable if p.ndim == 0], "weight_decay": 0.0},
     ]
