@@ -70,6 +70,7 @@ CHOICES = {
     "loss.exchange": EXCHANGES,
     "loss.backend": BACKENDS,
     "loss.fp32_precision": PRECISIONS,
+    "optim.on_divergence": ("stop", "skip"),
     "schedule.name": ("cosine", "constant"),
     "data.order": ("auto", "epochs", "resampled"),
     "launch.parallel": ("ddp", "fsdp"),

@@ -30,6 +30,8 @@ class OptimConfig:
     """Largest global gradient norm; None: no clipping."""
     max_logit_scale: float = 100.0
     """The logit scale is clamped to at most this after each step."""
+    on_divergence: str = "stop"
+    """A loss or gradient that is not finite: `stop` the run, leaving what is needed to look into it, or `skip` the step."""
     options: dict[str, Any] = field(default_factory=dict)
     """Further keyword arguments of timm's factory."""
 

@@ -92,7 +92,8 @@ class Run:
             self.restore(state)
         self.metrics = self.open_metrics() if world.main else None
         self.saved_at = time.monotonic()
-        self.stop_requested = False
+        self.signalled = False  # this rank has been told to end
+        self.stopping = False  # all ranks have agreed to
 
     # ---- build ----
 
@@ -242,7 +243,7 @@ class Run:
                         results = self.evaluate()
                     if self.save_due():
                         self.save()
-                    if self.stop_requested:
+                    if self.stopping:
                         raise UserError(
                             f"stopped by a signal after step {self.step}; go on with run={config.run} resume=auto"
                         )
@@ -277,14 +278,14 @@ class Run:
         with phases("replay"):
             self.cache.replay()
         with phases("optim"):
-            grad_norm = self.update()
+            grad_norm = self.gradient_norm()
+            finite = value.isfinite().item() and math.isfinite(grad_norm)
+            if finite or self.precision.scaler:
+                self.update()
+            elif self.config.optim.on_divergence == "stop":
+                self.stop_diverged(value.item(), grad_norm, batch.ids())
         self.retention.after_step(phases)
         self.last_loss = value.item()
-        if not math.isfinite(self.last_loss) or (not math.isfinite(grad_norm) and self.precision.scaler is None):
-            raise UserError(
-                f"step {self.step}: loss={self.last_loss}, gradient norm={grad_norm}: training has diverged; the checkpoints before it "
-                "are intact; lower optim.lr, set optim.clip_norm, or use another precision"
-            )
         wait = self.stream.take_wait()
         rate = self.config.batch / phases.total
         return {
@@ -293,7 +294,8 @@ class Run:
             "loss": self.last_loss,
             "logit_scale": self.model.logit_scale.exp().item(),
             "lr": lr,
-            "grad_norm": grad_norm if math.isfinite(grad_norm) else None,
+            "grad_norm": grad_norm if finite else None,
+            "skipped": not finite,
             "samples_per_s": rate,
             "samples_per_s_per_gpu": rate / self.world.size,
             "data_wait_frac": wait / phases.total,
@@ -306,25 +308,44 @@ class Run:
             "mfu": self.flops.utilisation(rate / self.world.size),
         }
 
-    def update(self) -> float:
-        """Optimizer step on the summed gradients; returns their global norm before clipping."""
+    def gradient_norm(self) -> float:
+        """Sum over ranks what no tower has summed, undo the scaler's factor, and take the global norm."""
+        self.world.sum_gradients(
+            p for p in (self.model.logit_scale, self.model.logit_bias) if p is not None and p.grad is not None
+        )
+        if self.precision.scaler:
+            self.precision.scaler.unscale_(self.optimizer)
+        return distributed.gradient_norm(self.model.parameters()).item()
+
+    def update(self) -> None:
+        """Clip, step (which the scaler leaves out after an overflow, on every rank alike), clamp the logit scale."""
         config, scaler = self.config.optim, self.precision.scaler
-        own = [p for p in (self.model.logit_scale, self.model.logit_bias) if p is not None and p.grad is not None]
-        self.world.sum_gradients(own)
-        if scaler:
-            scaler.unscale_(self.optimizer)
-        parameters = [p for p in self.model.parameters() if p.grad is not None]
-        norm = distributed.gradient_norm(parameters)
         if config.clip_norm:
-            torch.nn.utils.clip_grads_with_norm_(parameters, config.clip_norm, norm)
+            parameters = [p for p in self.model.parameters() if p.grad is not None]
+            torch.nn.utils.clip_grads_with_norm_(parameters, config.clip_norm, distributed.gradient_norm(parameters))
         if scaler:
             scaler.step(self.optimizer)
             scaler.update()
-        elif norm.isfinite():
+        else:
             self.optimizer.step()
         with torch.no_grad():
             self.model.logit_scale.clamp_(max=math.log(config.max_logit_scale))
-        return norm.item()
+
+    def stop_diverged(self, loss: float, grad_norm: float, ids: Tensor) -> None:
+        """End the run before the weights are touched, leaving them and the batch's sample ids in RUN/diverged/."""
+        every = self.world.gather(ids.clone())
+        model = distributed.whole(self.model.state_dict())
+        if self.world.main:
+            folder = self.folder / "diverged"
+            folder.mkdir(exist_ok=True)
+            torch.save(
+                {"step": self.step, "loss": loss, "grad_norm": grad_norm, "model": model, "samples": torch.cat(every)},
+                folder / f"step_{self.step:08d}.pt",
+            )
+        raise UserError(
+            f"step {self.step}: loss={loss}, gradient norm={grad_norm}: training has diverged; earlier checkpoints are intact and "
+            f"{self.folder}/diverged holds the weights; lower optim.lr, set optim.clip_norm, or use another precision"
+        )
 
     def evaluate(self) -> dict[str, Any]:
         """Zero-shot and retrieval figures of the model as it is now; saved as RUN/eval/step_N.json."""
@@ -347,8 +368,8 @@ class Run:
         c = self.config.checkpoint
         due = self.step == self.total or (c.every > 0 and self.step % c.every == 0)
         if self.world.main:
-            due = due or self.stop_requested or (c.minutes > 0 and time.monotonic() - self.saved_at > 60 * c.minutes)
-        due, self.stop_requested = self.world.broadcast((due, self.stop_requested))
+            due = due or self.signalled or (c.minutes > 0 and time.monotonic() - self.saved_at > 60 * c.minutes)
+        due, self.stopping = self.world.broadcast((due, self.signalled))
         return due
 
     def save(self) -> None:
@@ -383,7 +404,7 @@ class Run:
         """SIGTERM (a scheduler's warning) finishes the step, saves, and ends the run."""
 
         def request(*_: object) -> None:
-            self.stop_requested = True
+            self.signalled = True
 
         before = signal.signal(signal.SIGTERM, request)
         try:

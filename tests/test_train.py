@@ -240,17 +240,32 @@ def test_a_frozen_tower_does_not_change(demo: Path, tmp_path: Path) -> None:
     assert not torch.equal(fresh["text.encoder.text_projection"], trained["text.encoder.text_projection"])
 
 
-def test_a_diverging_run_stops_and_keeps_its_checkpoints(demo: Path, tmp_path: Path) -> None:
-    config = settings(
+def diverging(demo: Path, run: Path, on_divergence: str) -> TrainConfig:
+    return settings(
         demo,
-        tmp_path / "run",
-        optim=OptimConfig(lr=1e30, weight_decay=0.0),
+        run,
+        optim=OptimConfig(lr=1e30, weight_decay=0.0, on_divergence=on_divergence),
         schedule=ScheduleConfig(name="constant", warmup="0"),
         checkpoint=checkpoint.CheckpointConfig(every=1),
     )
+
+
+def test_a_diverging_run_stops_and_keeps_its_checkpoints(demo: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"training has diverged.*lower optim.lr"):
-        train(config)
+        train(diverging(demo, tmp_path / "run", "stop"))
     assert checkpoint.found(tmp_path / "run"), "the step before the divergence must be there"
+    (left,) = (tmp_path / "run/diverged").iterdir()
+    state = torch.load(left, weights_only=True)
+    assert len(state["samples"].unique()) == 64, "the ids of the batch at which it happened"
+    assert not math.isfinite(state["loss"]) or not math.isfinite(state["grad_norm"])
+
+
+def test_steps_that_are_not_finite_can_be_skipped(demo: Path, tmp_path: Path) -> None:
+    train(diverging(demo, tmp_path / "run", "skip"))
+    records = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert len(records) == 10
+    assert records[-1]["skipped"]
+    assert not records[0]["skipped"]
 
 
 @pytest.mark.parametrize(
