@@ -12,6 +12,7 @@ from contextlib import closing
 from pathlib import Path
 
 import platformdirs
+from webdataset.gopen import gopen_schemes
 from webdataset.shardlists import expand_urls
 
 from clipscale.data.archive import ReadProblem, read_shard
@@ -49,7 +50,14 @@ def expand(source: str, allow_pipe: bool = False, *, setting: str = "data.train"
     if source.startswith("file:"):
         source = re.sub(r"^file:(//)?", "", source)
     if not is_local(source):
-        return _braces(source, setting)
+        urls = _braces(source, setting)
+        for url in urls:
+            if url.split(":")[0].lower() not in gopen_schemes and not is_local(url):
+                known = ", ".join(f"{scheme}:" for scheme in sorted(gopen_schemes) if not scheme.startswith("_"))
+                raise UserError(
+                    f"{setting}={source!r}: no reader for {url.split(':')[0]}: addresses; there are {known} and local paths"
+                )
+        return urls
     source = os.path.expanduser(source)  # noqa: PTH111 (a pattern, not yet a path)
     if Path(source).is_dir():
         found = sorted(str(p) for p in Path(source).glob("*.tar*") if p.is_file())

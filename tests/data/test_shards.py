@@ -63,7 +63,9 @@ def test_patterns_that_cannot_be_expanded_are_refused(source: str) -> None:
 
 def test_addresses_are_expanded_but_not_looked_up() -> None:
     assert expand("https://host/{0..2}.tar") == [f"https://host/{i}.tar" for i in range(3)]
-    assert expand("s3://a/0.tar::s3://b/1.tar") == ["s3://a/0.tar", "s3://b/1.tar"]
+    assert expand("gs://a/0.tar::gs://b/1.tar") == ["gs://a/0.tar", "gs://b/1.tar"]
+    with pytest.raises(UserError, match=r"no reader for ftp: addresses; there are .*https:.* and local paths"):
+        expand("ftp://host/{0..2}.tar")
 
 
 @pytest.mark.parametrize("source", ["pipe:cat x.tar", "https://host/0.tar::pipe:cat x.tar"])
