@@ -1,0 +1,76 @@
+"""What the Triton kernels share: which tile a program works on, its dot products, and its four quarters.
+
+Letters: N rows (images) and M columns (texts) of the panel a launch covers, D feature width; BM x BN the tile, BK the step along D.
+All kernels keep scores in units of log 2, so that an exponential is the one instruction the hardware has for it.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+# (a kernel's arguments are Triton's, pointers and numbers; the signatures say what each is)
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def tile_position(n, m, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
+    """This program's tile row and tile column. GROUP tile rows are swept together, so that their operands stay in the L2 cache."""
+    program = tl.program_id(0)
+    high, wide = tl.cdiv(n, BM), tl.cdiv(m, BN)
+    first = program // (GROUP * wide) * GROUP
+    height = tl.minimum(high - first, GROUP)
+    rest = program % (GROUP * wide)
+    return first + rest % height, rest // height
+
+
+@triton.jit
+def tile_dots(
+    u, v, tile_row, tile_col, n, m, depth, stride_u, stride_v,
+    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """<u_i, v_j> of the tile, (BM, BN) float32. Rows and columns past the end repeat the last one; depth is a multiple of BK."""
+    rows = tl.minimum(tile_row * BM + tl.arange(0, BM), n - 1).to(tl.int64)
+    cols = tl.minimum(tile_col * BN + tl.arange(0, BN), m - 1).to(tl.int64)
+    inner = tl.arange(0, BK)
+    u_at = u + rows[:, None] * stride_u + inner[None, :]
+    v_at = v + cols[None, :] * stride_v + inner[:, None]
+    dots = tl.zeros((BM, BN), dtype=tl.float32)
+    for _ in range(0, depth, BK):
+        dots = tl.dot(tl.load(u_at), tl.load(v_at), dots, input_precision=PRECISION)
+        u_at += BK
+        v_at += BK
+    return dots
+
+
+@triton.jit
+def left_out(rows, cols, n, m, row_keys, col_keys, positive):
+    """(BM, BN) true where a pair's keys agree and it is not the positive, which is column positive + i for row i."""
+    row_key = tl.load(row_keys + tl.minimum(rows, n - 1))
+    col_key = tl.load(col_keys + tl.minimum(cols, m - 1))
+    return (row_key[:, None] == col_key[None, :]) & (cols[None, :] != (rows + positive)[:, None])
+
+
+@triton.jit
+def crosses(first_row, first_col, positive, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
+    """Whether any positive (column positive + i for row i) lies in this HEIGHT x WIDTH part; most parts have none."""
+    start = first_row + positive
+    return (start < first_col + WIDTH) & (start + HEIGHT > first_col)
+
+
+@triton.jit
+def quarters(x):
+    """The four column quarters of x (BM, BN), left to right.
+
+    What follows is emitted quarter by quarter, which keeps its intermediates out of the registers that the accumulators need: with the
+    whole tile at once the gradient kernels spill. In the layouts that tl.dot returns the split moves nothing.
+    """
+    left, right = _halves(x)
+    first, second = _halves(left)
+    third, fourth = _halves(right)
+    return first, second, third, fourth
+
+
+@triton.jit
+def _halves(x):
+    HEIGHT: tl.constexpr = x.shape[0]
+    HALF: tl.constexpr = x.shape[1] // 2
+    return tl.split(tl.permute(tl.reshape(x, (HEIGHT, 2, HALF)), (0, 2, 1)))
