@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt as error:
         number = getattr(error, "signum", signal.SIGINT)
-        print(f"stopped by {signal.Signals(number).name}", file=sys.stderr)
+        print(str(error) or "stopped by SIGINT", file=sys.stderr)
         return 128 + number
     except BrokenPipeError:  # the reader of our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -90,12 +90,15 @@ def _class(module: str, name: str) -> ast.ClassDef:
 def _nested(module: str, value: ast.expr | None) -> tuple[str, str] | None:
     """Module and name of the dataclass behind `field(default_factory=NAME)`, or None for a plain field."""
     factory = _factory(value)
-    if factory is None or factory in ("list", "dict"):
-        return None
+    return None if factory is None or factory in ("list", "dict") else _home(module, factory)
+
+
+def _home(module: str, name: str) -> tuple[str, str]:
+    """The module that defines a name, found by following imports."""
     for node in _source(module).body:
-        if isinstance(node, ast.ImportFrom) and node.module and factory in (alias.name for alias in node.names):
-            return node.module, factory
-    return module, factory
+        if isinstance(node, ast.ImportFrom) and node.module and name in (alias.name for alias in node.names):
+            return _home(node.module, name)
+    return module, name
 
 
 def _factory(value: ast.expr | None) -> str | None:

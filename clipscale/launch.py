@@ -34,10 +34,10 @@ class WorkerError(Exception):
 
 
 class Interrupted(KeyboardInterrupt):
-    """The launcher was told to stop by a signal; the workers have been stopped."""
+    """The launcher was told to stop by a signal; the workers have saved what they could and are gone."""
 
-    def __init__(self, signum: int) -> None:
-        super().__init__(signal.Signals(signum).name)
+    def __init__(self, signum: int, run: str) -> None:
+        super().__init__(f"stopped by {signal.Signals(signum).name}; go on with run={run} resume=auto")
         self.signum = signum
 
 
@@ -114,7 +114,7 @@ def run(config: TrainConfig, *, isolated: bool = False) -> dict[str, Any]:
         except ChildFailedError as error:
             raise first_failure(error) from None
         except SignalException as error:
-            raise Interrupted(error.sigval) from None
+            raise Interrupted(error.sigval, config.run) from None
 
 
 def work(config: TrainConfig) -> dict[str, Any]:

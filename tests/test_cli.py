@@ -11,6 +11,7 @@ from clipscale.cli import VERBS, main
 from clipscale.keys import group_options, meaning
 from clipscale.usage import TRAIN, complete
 from tests.conftest import TINY, Command
+from tests.eval.sets import classification_set
 
 Say = Callable[..., tuple[int, str, str]]
 
@@ -245,6 +246,16 @@ def test_train_eval_and_report_work_one_after_another(command: Command, shards: 
     assert (tmp_path / "runs/first/config.yaml").is_file()
     assert len((tmp_path / "runs/first/metrics.jsonl").read_text().splitlines()) == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["runs"]
+
+    done = command("eval", "run=first", f"eval.sets={classification_set(tmp_path / 'colours')}", "device=cpu")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "colours" in done.stdout
+    assert (tmp_path / "runs/first/eval").is_dir()
+
+    done = command("report", "run=first")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert [Path(line).name for line in done.stdout.splitlines()] == ["report.html", "report.png"]
+    assert all((tmp_path / line).stat().st_size for line in done.stdout.splitlines())
 
 
 def test_shards_that_match_nothing_end_the_run_with_one_line(command: Command) -> None:

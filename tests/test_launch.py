@@ -14,8 +14,13 @@ import pytest
 from clipscale.keys import PACKAGE
 from tests.conftest import TINY, Command
 
-LONG = (*(word for word in TINY if not word.startswith("samples")), "samples=1M", "launch.procs=2")
-"""A run of two workers that is not over before it is stopped."""
+LONG = (
+    *(word for word in TINY if not word.startswith(("samples", "data"))),
+    "samples=1M",
+    "data.workers=1",
+    "launch.procs=2",
+)
+"""A run of two workers, each with a loader process, that is not over before it is stopped."""
 
 Start = Callable[..., subprocess.Popen[str]]
 
@@ -46,18 +51,21 @@ def start(tmp_path: Path, environment: dict[str, str]) -> Iterator[Start]:
         process.communicate()
 
 
-def training(start: Start, shards: str, folder: Path) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
-    """A run under way, and its two workers."""
+Running = tuple[subprocess.Popen[str], list[psutil.Process], list[psutil.Process]]
+
+
+def training(start: Start, shards: str, folder: Path) -> Running:
+    """A run under way, its two workers, and all processes below the first."""
     process = start(sys.executable, "-m", "clipscale", "train", *LONG, f"data.train={shards}", "run=long")
     metrics, deadline = folder / "runs/long/metrics.jsonl", time.monotonic() + 90
     while not (metrics.is_file() and metrics.stat().st_size):
         assert process.poll() is None, process.communicate()[1]
         assert time.monotonic() < deadline, "no step within 90 s"
         time.sleep(0.2)
-    children = psutil.Process(process.pid).children()
-    workers = [child for child in children if "spawn_main" in " ".join(child.cmdline())]
-    assert len(workers) == 2, [child.cmdline() for child in children]
-    return process, workers
+    parent = psutil.Process(process.pid)
+    workers = [child for child in parent.children() if "spawn_main" in " ".join(child.cmdline())]
+    assert len(workers) == 2, [child.cmdline() for child in parent.children()]
+    return process, workers, parent.children(recursive=True)
 
 
 def gone(processes: list[psutil.Process], seconds: float) -> bool:
@@ -81,33 +89,33 @@ def test_a_workers_mistake_is_shown_once_as_if_made_here(command: Command) -> No
 def test_a_killed_worker_ends_the_run_with_its_name_and_takes_the_others_along(
     start: Start, shards: str, tmp_path: Path
 ) -> None:
-    process, workers = training(start, shards, tmp_path)
+    process, workers, everyone = training(start, shards, tmp_path)
     workers[1].kill()
     _, errors = process.communicate(timeout=90)
     assert process.returncode == 1
     assert "killed by SIGKILL" in errors.splitlines()[-1], errors
     assert errors.splitlines()[-1].startswith("error: worker 1 failed")
-    assert gone(workers, 5)
+    assert gone(everyone, 15)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
 def test_a_signal_stops_the_workers_too(start: Start, shards: str, tmp_path: Path, number: signal.Signals) -> None:
-    process, workers = training(start, shards, tmp_path)
+    process, _, everyone = training(start, shards, tmp_path)
     if number is signal.SIGINT:
         os.killpg(process.pid, number)  # as a terminal does
     else:
         process.send_signal(number)
     _, errors = process.communicate(timeout=90)
     assert process.returncode == 128 + number, errors
-    assert f"stopped by {number.name}" in errors
+    assert errors.splitlines()[-1] == f"stopped by {number.name}; go on with run=runs/long resume=auto"
     assert "Traceback" not in errors
-    assert gone(workers, 5)
+    assert gone(everyone, 15)
 
 
 def test_workers_do_not_outlive_a_killed_parent(start: Start, shards: str, tmp_path: Path) -> None:
-    process, workers = training(start, shards, tmp_path)
+    process, _, everyone = training(start, shards, tmp_path)
     process.kill()
-    assert gone(workers, 30), [worker.status() for worker in workers if worker.is_running()]
+    assert gone(everyone, 30), [left.cmdline() for left in everyone if left.is_running()]
 
 
 def test_under_torchrun_all_ranks_share_one_default_run(start: Start, shards: str, tmp_path: Path) -> None:
