@@ -1,0 +1,68 @@
+"""Settings of the training data, and what can be said of them before any shard is looked at."""
+
+from dataclasses import dataclass, field
+
+from clipscale.errors import UserError
+
+
+@dataclass
+class AugmentConfig:
+    """Random resized crop and flip of training images (torchvision's RandomResizedCrop conventions)."""
+
+    scale: tuple[float, float] = (0.9, 1.0)
+    """Crop area as a share of the image."""
+    ratio: tuple[float, float] = (0.75, 1.3333333)
+    """Crop aspect ratio, width over height."""
+    flip: float = 0.0
+    """Probability of a horizontal flip."""
+
+
+@dataclass
+class DataConfig:
+    """Where the training samples come from and how they are read."""
+
+    train: list[str] | None = None
+    """Shards: brace lists, globs, `@FILE` listing shards, directories; several are several sources."""
+    weights: list[float] | None = None
+    """One weight per source in `train` (drawn in proportion; needs resampling); None: by number of samples."""
+    order: str = "auto"
+    """`epochs`: each sample exactly once an epoch; `resampled`: shards drawn with replacement; `auto`: epochs where counts are known."""
+    workers: int = 2
+    """Loader processes per rank; 0 decodes in the training process."""
+    lanes: int | None = None
+    """Independent ordered streams whose union is the global order; None: 64, or what the batch and the ranks need."""
+    shuffle: int = 256
+    """Samples in each lane's shuffle window; 0: shard order. Every lane holds a window of undecoded samples in memory."""
+    buffers: int = 2
+    """Local batches held in host memory: 2 lets workers fill the next while one is trained on, 1 halves the memory."""
+    image_size: int | None = None
+    """Pixels; None: the model's."""
+    caption_key: str = "txt"
+    """Member that holds the caption: `txt`, or `json:FIELD`."""
+    augment: AugmentConfig = field(default_factory=AugmentConfig)
+    max_pixels: int = 89_478_485
+    """Larger images are skipped as broken (`huge_image`)."""
+    allow_pipe: bool = False
+    """Permit `pipe:` shard addresses, which run a shell command."""
+    timeout_s: float = 300.0
+    """A worker silent for this long ends the run with its name."""
+
+
+def check(config: DataConfig, batch: int, world: int) -> None:
+    """Raise UserError for settings that cannot work with any data."""
+    if batch < 1 or batch % world:
+        raise UserError(f"batch={batch} is not a multiple of the {world} processes; take a multiple")
+    for name, least in (("workers", 0), ("shuffle", 0), ("buffers", 1), ("max_pixels", 1)):
+        if getattr(config, name) < least:
+            raise UserError(f"data.{name}={getattr(config, name)}: must be at least {least}")
+    if config.timeout_s <= 0:
+        raise UserError(f"data.timeout_s={config.timeout_s}: must be positive")
+    if config.order not in ("auto", "epochs", "resampled"):
+        raise UserError(f"data.order={config.order}: must be auto, epochs or resampled")
+    augment = config.augment
+    if not 0 < augment.scale[0] <= augment.scale[1] <= 1:
+        raise UserError(f"data.augment.scale={list(augment.scale)}: must be two shares, 0 < low <= high <= 1")
+    if not 0 < augment.ratio[0] <= augment.ratio[1]:
+        raise UserError(f"data.augment.ratio={list(augment.ratio)}: must be two aspect ratios, 0 < low <= high")
+    if not 0 <= augment.flip <= 1:
+        raise UserError(f"data.augment.flip={augment.flip}: must be a probability")
