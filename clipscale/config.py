@@ -84,11 +84,21 @@ LEAST = {
     "cache.text_chunk": 1,
     "data.workers": 0,
     "data.shuffle": 0,
+    "data.lanes": 1,
+    "data.buffers": 1,
+    "data.image_size": 1,
+    "data.max_pixels": 1,
+    "loss.tile": 1,
+    "loss.ranks_per_node": 1,
+    "loss.label_smoothing": 0,
+    "model.patch_dropout": 0,
     "optim.lr": 0,
     "optim.weight_decay": 0,
     "optim.max_logit_scale": 1,
     "eval.every": 0,
     "eval.batch": 1,
+    "eval.workers": 0,
+    "eval.limit": 1,
     "checkpoint.every": 0,
     "checkpoint.minutes": 0,
     "checkpoint.keep": 0,
@@ -116,6 +126,14 @@ def check(config: TrainConfig, *, now: datetime | None = None) -> TrainConfig:
         )
     config.run = str(run_folder(config.run) if config.run else unused(Path("runs") / default_name(config, now)))
     return config
+
+
+def doubts(config: TrainConfig) -> list[str]:
+    """What is allowed but probably not meant, a line each."""
+    found = []
+    if config.model.freeze_image and not (config.model.pretrained or config.model.pretrained_image):
+        found.append("model.freeze_image=true locks a tower of random weights; give model.pretrained_image=PATH")
+    return found
 
 
 def check_values(config: Any) -> None:

@@ -5,6 +5,7 @@ result, or the failure that came first, brought back.
 import logging
 import os
 import signal
+import sys
 import tempfile
 import uuid
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from torch.distributed.launcher.api import LaunchConfig as ElasticConfig
 from torch.distributed.launcher.api import elastic_launch
 
 from clipscale.compose import typed
-from clipscale.config import TrainConfig, check, normalise
+from clipscale.config import TrainConfig, check, doubts, normalise
 from clipscale.errors import UserError
 from clipscale.keys import keys
 
@@ -48,6 +49,9 @@ def checked(values: dict[str, Any]) -> TrainConfig:
     config = check(config)
     if under_torchrun() and not named:
         config.run = shared(config.run)
+    if os.environ.get("RANK", "0") == "0":
+        for doubt in doubts(config):
+            print(f"warning: {doubt}", file=sys.stderr)
     return config
 
 

@@ -80,7 +80,7 @@ def show_train(topics: Sequence[str]) -> None:
     print(f"{bold('clipscale train')}: train a model, or go on with a run\n")
     print("Usage: clipscale train [KEY=VALUE ...] [-m] [--cfg job] [--config-dir DIR]\n")
     print(f"{bold('Main keys')}, their defaults and what they mean")
-    columns((key.name, shown(values.get(key.name, key.default)), key.doc) for key in declared)
+    columns((key.name, shown(values.get(key.name, key.default)), spoken(key.doc)) for key in declared)
     print("  Counts are binary: 32k = 32,768, 1M = 1,048,576; a plain integer is itself.\n")
     print(f"{bold('Groups')}: named sets of values, from conf/ (* the default)")
     columns((f"{g}=", ", ".join(o + "*" * (o == choices.get(g)) for o in names)) for g, names in sorted(groups.items()))
@@ -100,7 +100,7 @@ def show_section(name: str) -> None:
         known = [*sections, *(group for group in groups if group not in sections)]
         raise UserError(f"train --help {name}: no such section{nearest(name, known)}; there are {', '.join(known)}")
     print(f"{bold(name)}: {sections.get(name, 'whole sets of settings')}")
-    columns((key.name, shown(key.default), key.doc) for key in keys(*TRAIN) if key.section == name)
+    columns((key.name, shown(key.default), spoken(key.doc)) for key in keys(*TRAIN) if key.section == name)
     columns((f"{name}={option}", about(name, option)) for option in groups.get(name, []))
     print()
 
@@ -128,7 +128,7 @@ def show_completion(topics: Sequence[str]) -> None:
 
 def show_small(verb: str, example: str) -> None:
     print(f"Usage: clipscale {verb} [KEY=VALUE ...]\n")
-    columns((key.name, shown(key.default), key.doc) for key in keys(*SMALL[verb]))
+    columns((key.name, shown(key.default), spoken(key.doc)) for key in keys(*SMALL[verb]))
     examples(example)
 
 
@@ -146,6 +146,11 @@ def about(group: str, option: str) -> str:
     """The first comment of a group's file."""
     lines = (conf_dir() / group / f"{option}.yaml").read_text(encoding="utf-8").splitlines()
     return next((line.removeprefix("# ") for line in lines if line.startswith("# ") and not line.startswith("# @")), "")
+
+
+def spoken(doc: str) -> str:
+    """A docstring in the command line's words."""
+    return doc.replace("None:", "null:")
 
 
 def shown(value: object) -> str:

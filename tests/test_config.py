@@ -9,12 +9,13 @@ import pytest
 import yaml
 
 from clipscale.compose import typed
-from clipscale.config import CHOICES, LEAST, TrainConfig, check, normalise, to_yaml
+from clipscale.config import CHOICES, LEAST, TrainConfig, check, doubts, normalise, to_yaml
 from clipscale.data.stream import DataConfig
 from clipscale.distributed import LaunchConfig
 from clipscale.errors import UserError
 from clipscale.keys import keys
 from clipscale.loss.api import LossConfig
+from clipscale.models.towers import ModelConfig
 from clipscale.optim import OptimConfig
 from clipscale.usage import TRAIN
 
@@ -85,6 +86,13 @@ def test_the_limits_name_keys_that_exist() -> None:
     types = {key.name: key.type for key in keys(*TRAIN)}
     assert not {key: types.get(key) for key in CHOICES if types.get(key) != "str"}
     assert not {key: types.get(key) for key in LEAST if types.get(key, "").split()[0] not in ("int", "float")}
+
+
+def test_a_locked_tower_of_random_weights_is_doubted() -> None:
+    assert doubts(config()) == []
+    assert doubts(config(model=ModelConfig(freeze_image=True, pretrained_image="vit.pt"))) == []
+    [line] = doubts(config(model=ModelConfig(freeze_image=True)))
+    assert "model.pretrained_image=PATH" in line
 
 
 def test_a_run_is_named_after_the_time_the_model_and_the_batch() -> None:
