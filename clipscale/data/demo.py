@@ -139,8 +139,8 @@ def _write_all(root: Path, seed: int, train_samples: int) -> None:
         jobs.append((name, 0, 0, 0, seed))
         _describe(root / name)
     processes = min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, 8)
-    # forkserver: the caller may hold threads and locks that a plain fork would copy mid-use
-    with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("forkserver")) as pool:
+    # spawn: the caller may hold threads and locks, and the fork server is the loader workers', with what they need imported
+    with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
         for _ in pool.map(_write_shard, [str(root)] * len(jobs), *zip(*jobs)):
             pass
 
