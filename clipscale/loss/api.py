@@ -59,6 +59,9 @@ class LossConfig:
     """Side of the torch backend's tiles; None: chosen."""
 
 
+@torch.compiler.disable(
+    reason="the contrastive loss works tile by tile in place and talks to other ranks: a graph of its own gains nothing"
+)
 def contrastive_loss(
     image_features: Tensor,
     text_features: Tensor,
@@ -161,20 +164,17 @@ def contrastive_loss(
         agree(comm, facts, NAMES, None, image_features.device)
 
     similar = _similarity(similarity, image_features.device)
+    if objective == "softmax_text":
+        inputs = inputs.positives_only()  # a hard negative is in no text's softmax
     if exchange != "local" or objective == "sigmoid":
         return _loss(config, comm, inputs, similar, WEIGHTS[objective], check)
-    # OpenCLIP's local loss: one-sided both ways, the second time with the roles exchanged and without the hard negatives.
-    image_share, text_share = {"softmax": (0.5, 0.5), "softmax_image": (1.0, 0.0), "softmax_text": (0.0, 1.0)}[
-        objective
-    ]
-    terms = []
-    if image_share:
-        terms.append(image_share * _loss(config, comm, inputs, similar, WEIGHTS["softmax_image"], check))
-    if text_share:
-        terms.append(
-            text_share * _loss(config, comm, inputs.swapped(), similar.swapped(), WEIGHTS["softmax_image"], check)
-        )
-    return sum(terms[1:], terms[0])
+    # OpenCLIP's local loss: one-sided both ways, the second time with the roles exchanged.
+    terms: list[Tensor] = []
+    if objective != "softmax_text":
+        terms.append(_loss(config, comm, inputs, similar, WEIGHTS["softmax_image"], check))
+    if objective != "softmax_image":
+        terms.append(_loss(config, comm, inputs.swapped(), similar.swapped(), WEIGHTS["softmax_image"], check))
+    return terms[0] if len(terms) == 1 else (terms[0] + terms[1]) / 2
 
 
 def _loss(

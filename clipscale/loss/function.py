@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from clipscale.loss.block import Block, Shared, Side
 from clipscale.loss.exchange import Single
-from clipscale.loss.similarity import Similarity, widened
+from clipscale.loss.similarity import Similarity, row_products, widened
 
 SLAB = 2**15  # rows whose float32 gradient is held at a time, where it has to be rounded to half precision afterwards
 
@@ -116,50 +116,53 @@ class ContrastiveLoss(torch.autograd.Function):
         factor = grad_output / ctx.count
         # The scale's gradient follows from one side's. Take the images', unless only the texts' is computed anyway.
         through_images = for_images or (for_scale and homogeneous and not for_texts)
-        images = RowGradient(rows, factor, through_images, once=exchange.visits == 1 and loss.backend.splits)
+        once = exchange.visits == 1 and loss.backend.splits
+        images = RowGradient(rows, image_features.dtype, factor, once) if through_images else None
 
         def add_gradients(cols: Side, positive: int | None) -> None:
-            for start, part in images.parts():
+            for start, part in images.parts() if images else [(0, rows)]:
                 loss.backend.add_gradients(Block(part, cols, shared, None if positive is None else positive + start))
 
         with _arithmetic(image_features.device, loss), _replayed(ctx.random):
             text_sums = exchange.sweep(cols, "grad", _no_gradient if for_texts else lambda _: None, add_gradients)
-            image_grad = text_grad = along = None
-            if through_images:
-                image_grad, along = (exchange.own(x) for x in images.result())
+            image_grad = text_grad = products = None
+            if images:
+                image_grad, products = (exchange.own(x) for x in images.result())
             if text_sums is not None:
-                text_grad, along_texts = _finished(
-                    exchange.own_cols(cols.features), exchange.own_cols(text_sums), factor
-                )
-                along = along_texts if along is None else along
-        if for_scale and homogeneous and along is not None:
-            scale_grad: Tensor | None = (along.sum() / scale).to(scale.dtype)
-        else:
-            scale_grad = None if shared.scale_grad is None else shared.scale_grad * factor * exchange.share
+                own = exchange.own_cols(cols.features), exchange.own_cols(text_sums)
+                text_grad, text_products = _finished(*own, text_features.dtype, factor)
+                products = text_products if products is None else products
+        scale_grad = None
+        if products is not None and for_scale and homogeneous:
+            scale_grad = (products.sum() / scale).to(scale.dtype)
+        elif shared.scale_grad is not None:
+            scale_grad = shared.scale_grad * factor * exchange.share
         replicated = ((bias, shared.bias_grad), *zip(parameters, shared.parameter_grads))
         return (
             None,
-            image_grad.to(image_features.dtype) if for_images and image_grad is not None else None,
-            None if text_grad is None else text_grad.to(text_features.dtype),
+            image_grad if for_images else None,
+            text_grad,
             scale_grad,
             *(None if grad is None else (grad * factor * exchange.share).to(x.dtype) for x, grad in replicated),
         )
 
 
 class RowGradient:
-    """dU and the rows' <u_i, dU_i>: summed in float32 (float64), returned in the features' type.
+    """dU and the rows' <u_i, dU_i>: summed in float32 (float64), returned in the type of what they are the gradient of.
 
-    Rows of half precision that are visited only once are worked through in slabs: dU in float32 never exists as a whole.
+    Where that is half precision and the rows are visited only once, they are worked through in slabs: dU never exists as a whole in
+    float32.
     """
 
-    def __init__(self, rows: Side, factor: Tensor, wanted: bool, once: bool) -> None:
-        self._rows, self._factor, self._wanted = rows, factor, wanted
-        is_half = rows.features.dtype in (torch.float16, torch.bfloat16)
-        self._slab = SLAB if wanted and once and is_half else len(rows)
+    def __init__(self, rows: Side, dtype: torch.dtype, factor: Tensor, once: bool) -> None:
+        self._rows, self._dtype, self._factor = rows, dtype, factor
         self._done: tuple[Tensor, Tensor] | None = None
-        if self._slab < len(rows):
-            self._done = torch.empty_like(rows.features), rows.features.new_empty(len(rows), dtype=torch.float64)
-        elif wanted:
+        if once and dtype.itemsize < 4 and len(rows) > SLAB:
+            self._done = (
+                torch.empty_like(rows.features, dtype=dtype),
+                torch.empty_like(rows.features[:, 0], dtype=torch.float64),
+            )
+        else:
             rows.grad = _no_gradient(rows)
 
     def parts(self) -> Iterator[tuple[int, Side]]:
@@ -167,19 +170,19 @@ class RowGradient:
         if self._done is None:
             yield 0, self._rows
             return
-        for start in range(0, len(self._rows), self._slab):
-            part = self._rows.narrow(start, start + self._slab)
+        for start in range(0, len(self._rows), SLAB):
+            part = self._rows.narrow(start, start + SLAB)
             part.grad = _no_gradient(part)
             yield start, part
-            for whole, piece in zip(self._done, _finished(part.features, part.grad, self._factor)):
-                whole[start : start + self._slab] = piece
+            for whole, piece in zip(self._done, _finished(part.features, part.grad, self._dtype, self._factor)):
+                whole[start : start + SLAB] = piece
 
     def result(self) -> tuple[Tensor, Tensor]:
-        """dU times the factor in the features' type, and <u_i, dU_i> times the factor in float64."""
+        """dU and, in float64, <u_i, dU_i>; both times the factor."""
         if self._done is not None:
             return self._done
         assert self._rows.grad is not None
-        return _finished(self._rows.features, self._rows.grad, self._factor)
+        return _finished(self._rows.features, self._rows.grad, self._dtype, self._factor)
 
 
 def _no_terms(side: Side) -> Tensor | None:
@@ -191,19 +194,19 @@ def _no_gradient(side: Side) -> Tensor:
     return widened(torch.zeros_like(side.features))
 
 
-def _finished(features: Tensor, grad: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
-    """(grad * factor rounded to the features' type, <row of features, row of it> in float64); takes grad's memory for both.
+def _finished(features: Tensor, grad: Tensor, dtype: torch.dtype, factor: Tensor) -> tuple[Tensor, Tensor]:
+    """(grad * factor in the type wanted, <row of features, row of it> in float64). Takes over grad's memory.
 
-    The rounding takes place where grad lies, since a second copy of a million rows is what the loss is meant to do without.
+    Rounding to half precision takes place where grad lies: a second copy of a million rows is what the loss means to do without.
     """
     grad.mul_(factor)
-    slabs = zip(features.split(SLAB // 4), grad.split(SLAB // 4))
-    products = torch.cat([(x * g).reshape(len(x), -1).sum(1, dtype=torch.float64) for x, g in slabs])
-    if grad.dtype == features.dtype or not grad.is_contiguous():
-        return grad.to(features.dtype), products
-    rounded = grad.view(-1).view(features.dtype)[: grad.numel()].view(grad.shape)
-    for start in range(0, len(grad), SLAB // 4):  # row i goes where rows i/2 were: never onto one still to come
-        rounded[start : start + SLAB // 4] = grad[start : start + SLAB // 4].to(features.dtype)
+    products = row_products(features, grad)
+    if dtype.itemsize >= grad.dtype.itemsize:
+        return grad.to(dtype), products
+    rounded = grad.view(-1).view(dtype)[: grad.numel()].view(grad.shape)
+    step = max(1, SLAB // 4)
+    for start in range(0, len(grad), step):  # row i goes to where row i/2 was, hence never onto one still to come
+        rounded[start : start + step] = grad[start : start + step].to(dtype)
     return rounded, products
 
 

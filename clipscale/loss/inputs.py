@@ -46,13 +46,16 @@ class Inputs:
         sizes = [len(self.rows), len(self.cols), self.rows[0].numel(), self.cols[0].numel()]
         return [*sizes, DTYPES.index(self.operands), *choices]
 
+    def positives_only(self) -> "Inputs":
+        """Without the hard negatives among the texts."""
+        n = len(self.rows)
+        masks, keys = ((row, None if col is None else col[:n]) for row, col in (self.masks, self.keys))
+        return replace(self, cols=self.cols[:n], masks=masks, keys=keys)
+
     def swapped(self) -> "Inputs":
         """The texts as rows, without the hard negatives, and the images as columns."""
-        n = len(self.rows)
-        (row_mask, col_mask), (row_keys, col_keys) = (
-            tuple(x if x is None else x[:n] for x in pair) for pair in (self.masks, self.keys)
-        )
-        return replace(self, rows=self.cols[:n], cols=self.rows, masks=(col_mask, row_mask), keys=(col_keys, row_keys))
+        own = self.positives_only()
+        return replace(own, rows=own.cols, cols=own.rows, masks=own.masks[::-1], keys=own.keys[::-1])
 
 
 def checked_inputs(

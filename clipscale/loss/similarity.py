@@ -30,6 +30,13 @@ def product(a: Tensor, b: Tensor, out: Tensor, alpha: float, beta: float = 0.0) 
     return out.mul_(beta).add_(wide, alpha=alpha) if beta else torch.mul(wide, alpha, out=out)
 
 
+def row_products(x: Tensor, y: Tensor) -> Tensor:
+    """<x_i, y_i> in float64, for x and y of shape (n, ...); slab by slab, since their product is as large as they are."""
+    step = 2**13
+    slabs = zip(x.split(step), y.split(step))
+    return torch.cat([(widened(a) * b).reshape(len(a), -1).sum(1, dtype=torch.float64) for a, b in slabs])
+
+
 def widened(x: Tensor) -> Tensor:
     """x in the dtype of its sums: float32, or float64 where x is."""
     return x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)

@@ -1,0 +1,218 @@
+"""What callers get wrong, and what they may do: refusals with a reason, mixed types, strides, autocast, torch.compile, options."""
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from clipscale import contrastive_loss
+from clipscale.loss import api
+from clipscale.loss.api import LossConfig
+from tests.loss.cases import Phi, assert_exact, error, features, oracle, results
+
+U, V = (x.float() for x in features(6, 8, 4))
+TOKENS = torch.ones(6, 3, 4)
+
+REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
+    "widths that differ": ({"text_features": V[:, :3]}, "differ in width"),
+    "an empty batch": ({"image_features": U[:0], "text_features": V[:0]}, "the batch is empty"),
+    "features without width": ({"image_features": U[:, :0], "text_features": V[:, :0]}, "the batch is empty"),
+    "fewer texts than images": ({"text_features": V[:5]}, "fewer texts than images"),
+    "integer features": ({"image_features": U.long()}, "must be floating-point"),
+    "another device": ({"text_features": V.to("meta")}, "but text_features on meta"),
+    "tokens for the dot product": ({"image_features": TOKENS}, "features of 2 dimensions"),
+    "no tokens for late interaction": ({"similarity": "late"}, "features of 3 dimensions"),
+    "a vector of scales": ({"logit_scale": torch.ones(2)}, "logit_scale must be a single number"),
+    "a scale passed as its logarithm": ({"logit_scale": -2.0}, "not its logarithm"),
+    "a scale of zero": ({"logit_scale": torch.tensor(0.0)}, "must be positive"),
+    "a scale that is not a number": ({"logit_scale": torch.nan}, "logit_scale has 1 non-finite"),
+    "an infinite scale": ({"logit_scale": torch.inf}, "logit_scale has 1 non-finite"),
+    "NaN among the images": ({"image_features": U * torch.nan}, "image_features has 24 non-finite"),
+    "infinity among the texts": ({"text_features": V / 0.0}, "text_features has 32 non-finite"),
+    "a bias that is not a number": ({"logit_bias": torch.nan, "objective": "sigmoid"}, "logit_bias has 1 non-finite"),
+    "an unknown objective": ({"objective": "softmin"}, "objective='softmin' is not one of softmax, "),
+    "an unknown similarity": ({"similarity": "cosine"}, "similarity='cosine' is not one of dot, late"),
+    "an unknown exchange": ({"exchange": "rign"}, "exchange='rign' is not one of"),
+    "an unknown backend": ({"backend": "cuda"}, "backend='cuda' is not one of"),
+    "an unknown precision": ({"fp32_precision": "fp19"}, "fp32_precision='fp19' is not one of ieee, tf32"),
+    "a smoothing of one": ({"label_smoothing": 1.0}, r"label_smoothing=1.0 must lie in \[0, 1\)"),
+    "smoothing the sigmoid": ({"label_smoothing": 0.1, "objective": "sigmoid"}, "the sigmoid has no such target"),
+    "smoothing with keys": (
+        {"label_smoothing": 0.1, "image_keys": torch.arange(6), "text_keys": torch.arange(8)},
+        "none of them can be left out",
+    ),
+    "a tile of nothing": ({"tile": 0}, "tile=0 must be at least 1"),
+    "keys that do not reach the hard negatives": ({"image_keys": torch.arange(6)}, "need text_keys"),
+    "text keys alone": ({"text_keys": torch.arange(8)}, "no image_keys to compare"),
+    "keys of another length": (
+        {"image_keys": torch.arange(5), "text_keys": torch.arange(8)},
+        r"image_keys must be torch.int64 of shape \(6,\)",
+    ),
+    "keys of another type": (
+        {"image_keys": torch.ones(6), "text_keys": torch.arange(8)},
+        "image_keys must be torch.int64",
+    ),
+    "a mask for the dot product": ({"image_mask": torch.ones(6, 3).bool()}, "image_mask is only for similarity=late"),
+    "a mask of another shape": (
+        {"image_features": TOKENS, "text_features": TOKENS, "similarity": "late", "text_mask": torch.ones(6, 2).bool()},
+        r"text_mask must be torch.bool of shape \(6, 3\)",
+    ),
+    "a text without tokens": (
+        {
+            "image_features": TOKENS,
+            "text_features": TOKENS,
+            "similarity": "late",
+            "text_mask": torch.arange(6)[:, None].expand(6, 3) != 2,
+        },
+        "a mask leaves sample 2 without any token",
+    ),
+    "a module of another shape": ({"similarity": nn.Bilinear(4, 4, 1)}, "must map"),
+    "Triton on the CPU": ({"backend": "triton"}, "backend=triton cannot be had, since the features are on cpu"),
+    "Triton for late interaction": (
+        {"image_features": TOKENS, "text_features": TOKENS, "similarity": "late", "backend": "triton"},
+        "since the similarity is not the dot product",
+    ),
+    "Triton in float64": ({"image_features": U.double(), "text_features": V.double(), "backend": "triton"}, "float64"),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSALS.values(), ids=REFUSALS.keys())
+def test_a_mistake_is_refused_with_its_reason(
+    changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    arguments = {"image_features": U, "text_features": V, "logit_scale": 10.0} | changes
+    if isinstance(arguments.get("similarity"), nn.Bilinear):
+        arguments["text_features"] = U  # so that the module itself has nothing to object to
+    with pytest.raises(ValueError, match=message):
+        contrastive_loss(**arguments)
+
+
+def test_without_the_check_what_is_not_finite_stays_visible() -> None:
+    value = contrastive_loss(U * torch.nan, V, 10.0, check=False)
+    assert bool(value.isnan()), f"the loss of NaN is {float(value)}"
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("objective", ["softmax", "softmax_image", "softmax_text", "sigmoid"])
+@pytest.mark.parametrize("side", ["images", "positives", "hard negatives"])
+def test_one_bad_number_anywhere_is_found(side: str, objective: str, bad: float) -> None:
+    u, v = U.clone(), V.clone()
+    {"images": u[3:4], "positives": v[3:4], "hard negatives": v[7:8]}[side][0, 1] = bad
+    if (side, objective) == ("hard negatives", "softmax_text"):  # where they have no part
+        found, clean = (results(contrastive_loss, x, y, 10.0, objective=objective) for x, y in ((u, v), (U, V)))
+        assert all(torch.equal(a, b) for a, b in zip(found, clean)), "a hard negative has a part in the texts' softmax"
+        return
+    with pytest.raises(ValueError, match="has 1 non-finite numbers"):
+        contrastive_loss(u, v, 10.0, objective=objective)
+
+
+@pytest.mark.parametrize(
+    ("types", "operands"),
+    [
+        ((torch.float32, torch.bfloat16), torch.bfloat16),
+        ((torch.float16, torch.float32), torch.float16),
+        ((torch.float16, torch.bfloat16), torch.float32),
+        ((torch.float64, torch.float32), torch.float32),
+        ((torch.bfloat16, torch.bfloat16), torch.bfloat16),
+    ],
+)
+def test_mixed_types_meet_in_the_narrower_and_gradients_keep_their_own(
+    types: tuple[torch.dtype, torch.dtype], operands: torch.dtype
+) -> None:
+    u, v = U.to(types[0]), V.to(types[1])
+    found = results(contrastive_loss, u, v, 10.0)
+    assert (found[1].dtype, found[2].dtype) == types
+    true = oracle(u.to(operands), v.to(operands), 10.0)
+    for name, f, t in zip(("value", "images", "texts"), found, true):
+        bar = 1e-5 if name == "value" else 2.0 ** {torch.float16: -11, torch.bfloat16: -8}.get(f.dtype, -16)
+        assert error(f, t, 1e-3) < bar, f"{name}: {error(f, t, 1e-3):.1e}"
+
+
+def test_autocast_casts_float32_operands_as_matmul_would_and_nothing_else() -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        found = results(contrastive_loss, U, V, 10.0)
+        exact = results(contrastive_loss, U.double(), V.double(), 10.0)
+    assert [x.dtype for x in found] == [torch.float32] * 5
+    plain = results(contrastive_loss, U.bfloat16(), V.bfloat16(), 10.0)
+    assert torch.equal(found[0], plain[0]), f"{float(found[0])} under autocast, {float(plain[0])} in bfloat16"
+    assert_exact(found, oracle(U.bfloat16(), V.bfloat16(), 10.0), 10.0, 1e-5, "gradients are not rounded to bfloat16")
+    assert_exact(exact, oracle(U, V, 10.0), 10.0, 1e-10, "float64 stays float64")
+
+
+def test_a_module_runs_under_the_callers_autocast_in_both_passes() -> None:
+    seen = []
+
+    class Watching(Phi):
+        def forward(self, u: Tensor, v: Tensor) -> Tensor:
+            scores = super().forward(u, v)
+            seen.append(scores.dtype)
+            return scores
+
+    u, v = U.clone().requires_grad_(), V.clone().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        value = contrastive_loss(u, v, 10.0, similarity=Watching(4), tile=8)
+    value.backward()
+    assert seen == [torch.bfloat16] * 2, f"the module's scores were {seen}"
+
+
+def test_strides_do_not_matter() -> None:
+    wide = torch.randn(8, 10, generator=torch.Generator().manual_seed(0)).double()
+    u, v = wide[:, ::2].T[:4].T, wide.flip(0)[:, 1:9:2]
+    assert not u.is_contiguous()
+    assert_exact(results(contrastive_loss, u, v, 3.0), oracle(u, v, 3.0), 3.0, 1e-10, "strided views")
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_the_scale_may_be_any_tensor_of_one_element(shape: tuple[int, ...]) -> None:
+    log_scale = torch.full(shape, 2.0, requires_grad=True)
+    contrastive_loss(U, V, log_scale.exp()).backward()
+    true = oracle(U, V, float(torch.tensor(2.0).exp()))[3] * torch.tensor(2.0).double().exp()
+    assert log_scale.grad is not None and log_scale.grad.shape == shape
+    assert abs(float(log_scale.grad) - float(true)) < 1e-5, f"{float(log_scale.grad)} against {float(true)}"
+
+
+def test_duplicate_captions_are_left_out_and_a_positive_never_is() -> None:
+    u, v = (x[:4].double() for x in features(4, 4, 6))
+    same = torch.tensor([5, 5, 9, 5])
+    value = contrastive_loss(u, v, 8.0, objective="softmax_image", image_keys=same)
+    x = 8.0 * u @ v.T
+    kept = torch.tensor([[1, 0, 1, 0], [0, 1, 1, 0], [1, 1, 1, 1], [0, 0, 1, 1]]).bool()
+    true = (x.masked_fill(~kept, -torch.inf).logsumexp(1) - x.diagonal()).mean()
+    assert abs(float(value - true)) < 1e-12, f"{float(value)} against {float(true)}"
+
+
+def test_torch_compile_around_it_gives_what_eager_gives() -> None:
+    torch.manual_seed(0)
+    head = nn.Linear(4, 4)
+    u, v, log_scale = U.clone(), V.clone(), torch.tensor(2.0, requires_grad=True)
+
+    def step(u: Tensor, v: Tensor) -> Tensor:
+        return 2 * contrastive_loss(F.normalize(head(u), dim=1), F.normalize(v, dim=1), log_scale.exp())
+
+    found = []
+    for function in (step, torch.compile(step, backend="aot_eager")):
+        value = function(u, v)
+        found.append([value, *torch.autograd.grad(value, [*head.parameters(), log_scale])])
+    for eager, compiled in zip(*found):
+        assert torch.allclose(eager, compiled, rtol=1e-5, atol=1e-6), (
+            f"{float((eager - compiled).detach().abs().max())}"
+        )
+
+
+def test_auto_says_once_what_it_chose_and_why(caplog: pytest.LogCaptureFixture) -> None:
+    api._log_once.cache_clear()
+    with caplog.at_level(logging.INFO, "clipscale.loss.api"):
+        for _ in range(3):
+            contrastive_loss(U, V, 10.0)
+    assert [r.message for r in caplog.records] == ["loss backend: tiled, since the features are on cpu"]
+
+
+def test_every_field_of_the_config_is_a_keyword_of_the_function() -> None:
+    from dataclasses import asdict
+
+    value = contrastive_loss(U, V, 10.0, **asdict(LossConfig()))
+    assert torch.equal(value, contrastive_loss(U, V, 10.0)), "the defaults differ"

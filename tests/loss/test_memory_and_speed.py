@@ -1,0 +1,78 @@
+"""On the CPU: memory that grows with the batch and not with its square; and time against open_clip's ClipLoss.
+
+Letters: N pairs, D feature width.
+"""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+# Prints by how many bytes the peak of a forward and a backward pass exceeds what the process holds before them. The process is a fresh
+# one, and its peak is reset first (proc(5), clear_refs).
+PEAK = """
+import json, sys
+import torch, torch.nn.functional as F
+from clipscale import contrastive_loss
+
+method, n, width, options = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4])
+if method == "peer":
+    from open_clip.loss import ClipLoss
+    loss = ClipLoss()
+else:
+    loss = lambda u, v, s: contrastive_loss(u, v, s, **options)
+
+def held(what):
+    line = next(x for x in open("/proc/self/status") if x.startswith(what))
+    return 1024 * int(line.split()[1])
+
+def step(n):
+    u, v = (F.normalize(torch.randn(n, width), dim=1).requires_grad_() for _ in range(2))
+    open("/proc/self/clear_refs", "w").write("5")
+    before = held("VmRSS")
+    loss(u, v, torch.tensor(14.3, requires_grad=True)).backward()
+    return held("VmHWM") - before
+
+step(64)  # what torch allocates once and for all
+print(step(n))
+"""
+
+
+def peak_growth(method: str, n: int, width: int, **options: object) -> int:
+    """Bytes by which the peak grows during one forward and backward pass, the features' gradients included."""
+    command = [sys.executable, "-c", PEAK, method, str(n), str(width), json.dumps(options)]
+    return int(subprocess.run(command, capture_output=True, text=True, check=True, timeout=600).stdout)
+
+
+def assert_straight(sizes: list[int], peaks: list[int], width: int, tolerance: float) -> None:
+    """Beyond what any batch needs, each doubling of N doubles the memory: the line through the ends meets what lies between."""
+    slope = (peaks[-1] - peaks[0]) / (sizes[-1] - sizes[0])
+    for n, peak in zip(sizes, peaks):
+        line = peaks[0] + slope * (n - sizes[0])
+        assert abs(peak - line) < tolerance * line + 2**22, (
+            f"N = {n}: {peak / 2**20:.0f} MiB, the line says {line / 2**20:.0f}"
+        )
+    per_row = slope / (4 * width)
+    assert per_row < 8, f"a row costs {per_row:.1f} times a feature's size"
+
+
+@pytest.mark.parametrize("options", [{}, {"objective": "sigmoid"}], ids=["softmax", "sigmoid"])
+def test_extra_memory_is_linear_in_the_batch(options: dict[str, object]) -> None:
+    sizes = [2048, 4096, 8192]
+    peaks = [peak_growth("ours", n, 64, tile=512, **options) for n in sizes]
+    assert_straight(sizes, peaks, 64, 0.25)
+    assert peaks[-1] < 4 * 8192**2 / 8, f"{peaks[-1] / 2**20:.0f} MiB at N = 8192, where one matrix is 256 MiB"
+
+
+@pytest.mark.slow  # over a minute of matmuls
+@pytest.mark.parametrize("options", [{}, {"objective": "sigmoid"}], ids=["softmax", "sigmoid"])
+def test_extra_memory_is_a_straight_line_up_to_64k(options: dict[str, object]) -> None:
+    sizes = [4096, 8192, 16384, 32768, 65536]
+    assert_straight(sizes, [peak_growth("ours", n, 64, **options) for n in sizes], 64, 0.1)
+
+
+@pytest.mark.slow  # five gigabytes of the peer's matrices
+def test_extra_memory_at_16k_is_at_most_a_twentieth_of_clip_loss() -> None:
+    ours, peer = (peak_growth(method, 16384, 512) for method in ("ours", "peer"))
+    assert ours * 20 <= peer, f"{ours / 2**20:.0f} MiB against ClipLoss's {peer / 2**20:.0f} MiB"
