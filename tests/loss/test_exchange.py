@@ -13,81 +13,16 @@ from torch import Tensor
 from clipscale import contrastive_loss
 from clipscale.loss.api import OBJECTIVES
 from clipscale.loss.exchange import Communicator, ring_hops
-from tests.loss.cases import Phi, assert_exact, features, keys, oracle, results, token_features
-from tests.loss.workers import Workers, workers
+from tests.loss.cases import Phi, assert_exact, keys, oracle, results, token_features
+from tests.loss.workers import Workers, check, stacked, stacked_again, workers
 
 EXCHANGES = ["replicated", "local", "gather", "ring", "auto"]
 
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Workers]:
-    with workers() as started:
+    with workers(4) as started:
         yield started
-
-
-def share(
-    group: dist.ProcessGroup,
-    rank: int,
-    u: Tensor,
-    v: Tensor,
-    scale: float,
-    per_row: dict[str, Tensor],
-    options: dict[str, Any],
-) -> list[Tensor]:
-    """This rank's `results` for its part of the images, texts and what comes per row; all are given stacked by rank."""
-    own = {name: x[rank] for name, x in per_row.items()}
-    return results(contrastive_loss, u[rank], v[rank], scale, group=group, **own, **options)
-
-
-def whole(shares: list[list[Tensor]]) -> list[Tensor]:
-    """The results of the whole batch: the value, rows in rank order, and the sums of the shares."""
-    for other in shares[1:]:
-        assert torch.equal(other[0], shares[0][0]), f"the value differs between ranks: {[float(s[0]) for s in shares]}"
-    rows = [torch.stack([s[i] for s in shares]) for i in (1, 2)]
-    return [shares[0][0], *rows, *(sum(parts[1:], parts[0]) for parts in zip(*(s[3:] for s in shares)))]
-
-
-def positives_first(x: Tensor, n: int) -> Tensor:
-    """Texts stacked by rank (P, m, ...), as one batch: all positives, then all hard negatives."""
-    return torch.cat([x[:, :n].flatten(0, 1), x[:, n:].flatten(0, 1)])
-
-
-def stacked_again(x: Tensor, world: int, n: int) -> Tensor:
-    """The inverse of `positives_first`."""
-    positives, extras = x[: world * n], x[world * n :]
-    return torch.cat([positives.view(world, n, *x.shape[1:]), extras.view(world, -1, *x.shape[1:])], 1)
-
-
-def check(
-    ranks: Workers,
-    world: int | tuple[int, ...],
-    u: Tensor,
-    v: Tensor,
-    scale: float,
-    options: dict[str, Any],
-    per_image: dict[str, Tensor] | None = None,
-    per_text: dict[str, Tensor] | None = None,
-    bar: float = 1e-10,
-) -> list[Tensor]:
-    """Hold the ranks' answer for stacked features (P, n, ...) and (P, m, ...) against the oracle; return it."""
-    per_image, per_text = per_image or {}, per_text or {}
-    count, n = u.shape[:2]
-    oracle_options = {k: x for k, x in options.items() if k in ("objective", "similarity", "label_smoothing")}
-    flat = {name: x.flatten(0, 1) for name, x in per_image.items()}
-    flat |= {name: positives_first(x, n) for name, x in per_text.items()}
-    true = oracle(u.flatten(0, 1), positives_first(v, n), scale, **oracle_options, **flat)
-    true[1], true[2] = true[1].view(u.shape), stacked_again(true[2], count, n)
-    found = whole(ranks.run(share, world, u, v, scale, per_image | per_text, options))
-    found[1:3] = (x.flatten(0, 1) for x in found[1:3])
-    true[1:3] = (x.flatten(0, 1) for x in true[1:3])
-    assert_exact(found, true, scale, bar, (world, tuple(u.shape), tuple(v.shape), scale, options))
-    return found
-
-
-def stacked(world: int, n: int, m: int, width: int, kind: str = "random", seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Features (P, n, D) and (P, m, D)."""
-    u, v = features(world * n, world * m, width, kind, seed)
-    return u.view(world, n, width), stacked_again(v, world, n)
 
 
 @pytest.mark.parametrize("backend", ["dense", "tiled"])

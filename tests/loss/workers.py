@@ -1,4 +1,7 @@
-"""Four gloo processes that stay alive for a whole test module, since starting one takes seconds and a case milliseconds."""
+"""Gloo processes that stay alive for a whole test module, since starting one takes seconds and a case milliseconds; and the loss on them.
+
+Letters: P ranks, n images and m texts of one rank, D feature width.
+"""
 
 import io
 import tempfile
@@ -9,11 +12,15 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch import Tensor
 
-WORLD = 4
+from clipscale import contrastive_loss
+from tests.loss.cases import assert_exact, features, oracle, results
+
 TIMEOUT_S = 120.0
 
 
@@ -39,31 +46,34 @@ class Workers:
 
 
 @contextmanager
-def workers() -> Iterator[Workers]:
+def workers(world: int, **environment: str) -> Iterator[Workers]:
     """The processes, for as long as the context lasts."""
     context = mp.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
-        ends = [context.Pipe() for _ in range(WORLD)]
+        ends = [context.Pipe() for _ in range(world)]
         processes = [
-            context.Process(target=_serve, args=(theirs, Path(folder) / "store", rank), daemon=True)
+            context.Process(target=_serve, args=(theirs, Path(folder) / "store", rank, world), daemon=True)
             for rank, (_, theirs) in enumerate(ends)
         ]
-        for process, (_, theirs) in zip(processes, ends):
-            process.start()
-            theirs.close()
+        with pytest.MonkeyPatch.context() as patch:  # what they import may look at it at once
+            for name, value in environment.items():
+                patch.setenv(name, value)
+            for process, (_, theirs) in zip(processes, ends):
+                process.start()
+                theirs.close()
         try:
             yield Workers([ours for ours, _ in ends])
         finally:
             for ours, _ in ends:
                 ours.close()
             for process in processes:
-                process.join(10)
+                process.join(2)
                 process.kill()
 
 
-def _serve(pipe: Connection, store: Path, rank: int) -> None:
+def _serve(pipe: Connection, store: Path, rank: int, world: int) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
     while True:
         try:
@@ -86,3 +96,68 @@ def _packed(x: object) -> bytes:
     buffer = io.BytesIO()
     torch.save(x, buffer)
     return buffer.getvalue()
+
+
+def share(
+    group: dist.ProcessGroup,
+    rank: int,
+    u: Tensor,
+    v: Tensor,
+    scale: float,
+    per_row: dict[str, Tensor],
+    options: dict[str, Any],
+) -> list[Tensor]:
+    """This rank's `results` for its part of the images, texts and what comes per row; all are given stacked by rank."""
+    own = {name: x[rank] for name, x in per_row.items()}
+    return results(contrastive_loss, u[rank], v[rank], scale, group=group, **own, **options)
+
+
+def whole(shares: list[list[Tensor]]) -> list[Tensor]:
+    """The results of the whole batch: the value, rows in rank order, and the sums of the shares."""
+    for other in shares[1:]:
+        assert torch.equal(other[0], shares[0][0]), f"the value differs between ranks: {[float(s[0]) for s in shares]}"
+    rows = [torch.stack([s[i] for s in shares]) for i in (1, 2)]
+    return [shares[0][0], *rows, *(sum(parts[1:], parts[0]) for parts in zip(*(s[3:] for s in shares)))]
+
+
+def positives_first(x: Tensor, n: int) -> Tensor:
+    """Texts stacked by rank (P, m, ...), as one batch: all positives, then all hard negatives."""
+    return torch.cat([x[:, :n].flatten(0, 1), x[:, n:].flatten(0, 1)])
+
+
+def stacked_again(x: Tensor, world: int, n: int) -> Tensor:
+    """The inverse of `positives_first`."""
+    positives, extras = x[: world * n], x[world * n :]
+    return torch.cat([positives.view(world, n, *x.shape[1:]), extras.view(world, -1, *x.shape[1:])], 1)
+
+
+def check(
+    ranks: Workers,
+    world: int | tuple[int, ...],
+    u: Tensor,
+    v: Tensor,
+    scale: float,
+    options: dict[str, Any],
+    per_image: dict[str, Tensor] | None = None,
+    per_text: dict[str, Tensor] | None = None,
+    bar: float = 1e-10,
+) -> list[Tensor]:
+    """Hold the ranks' answer for stacked features (P, n, ...) and (P, m, ...) against the oracle; return it."""
+    per_image, per_text = per_image or {}, per_text or {}
+    count, n = u.shape[:2]
+    oracle_options = {k: x for k, x in options.items() if k in ("objective", "similarity", "label_smoothing")}
+    flat = {name: x.flatten(0, 1) for name, x in per_image.items()}
+    flat |= {name: positives_first(x, n) for name, x in per_text.items()}
+    true = oracle(u.flatten(0, 1), positives_first(v, n), scale, **oracle_options, **flat)
+    true[1], true[2] = true[1].view(u.shape), stacked_again(true[2], count, n)
+    found = whole(ranks.run(share, world, u, v, scale, per_image | per_text, options))
+    found[1:3] = (x.flatten(0, 1) for x in found[1:3])
+    true[1:3] = (x.flatten(0, 1) for x in true[1:3])
+    assert_exact(found, true, scale, bar, (world, tuple(u.shape), tuple(v.shape), scale, options))
+    return found
+
+
+def stacked(world: int, n: int, m: int, width: int, kind: str = "random", seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Features (P, n, D) and (P, m, D)."""
+    u, v = features(world * n, world * m, width, kind, seed)
+    return u.view(world, n, width), stacked_again(v, world, n)
