@@ -138,8 +138,6 @@ def run(
     if sweep_dir is not None:
         overrides += sweep_overrides(overrides, sweep_dir)
     ConfigStore.instance().store(name="settings", node=tree(*settings))
-    OmegaConf.register_new_resolver("job_dir", job_dir, replace=True)
-    OmegaConf.register_new_resolver("demo", demo_path, replace=True)
     before = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
     sys.argv = [f"clipscale {verb}", *flags, *overrides]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing and leaving
@@ -188,6 +186,11 @@ def demo_path(part: str) -> str:
 
     found = paths()
     return found.train if part == "train" else str(found.tests[part])
+
+
+# Registered on import, so that they are there in whatever process a launcher plugin runs a job.
+OmegaConf.register_new_resolver("job_dir", job_dir, replace=True)
+OmegaConf.register_new_resolver("demo", demo_path, replace=True)
 
 
 # ---- out of Hydra ----
