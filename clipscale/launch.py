@@ -3,6 +3,7 @@ result, or the failure that came first, brought back.
 """
 
 import logging
+import multiprocessing
 import os
 import signal
 import sys
@@ -98,6 +99,8 @@ def run(config: TrainConfig, *, isolated: bool = False) -> dict[str, Any]:
     count = workers(config)
     if count == 1 and not isolated:
         return work(config)
+    if multiprocessing.get_start_method(allow_none=True) not in (None, *multiprocessing.get_all_start_methods()):
+        multiprocessing.set_start_method("spawn", force=True)  # a Hydra launcher's own method is unknown to our workers
     threads = config.launch.threads or max(1, (os.cpu_count() or 1) // count)
     with tempfile.TemporaryDirectory(prefix="clipscale-") as folder, _quiet(threads):
         elastic = ElasticConfig(
