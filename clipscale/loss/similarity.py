@@ -32,9 +32,11 @@ def product(a: Tensor, b: Tensor, out: Tensor, alpha: float, beta: float = 0.0) 
 
 def row_products(x: Tensor, y: Tensor) -> Tensor:
     """<x_i, y_i> in float64, for x and y of shape (n, ...); slab by slab, since their product is as large as they are."""
-    step = 2**13
-    slabs = zip(x.split(step), y.split(step))
-    return torch.cat([(widened(a) * b).reshape(len(a), -1).sum(1, dtype=torch.float64) for a, b in slabs])
+    found = torch.empty(len(x), dtype=torch.float64, device=x.device)
+    step = max(1, 2**20 // max(1, x[0].numel()))
+    for a, b, place in zip(x.split(step), y.split(step), found.split(step)):
+        place.copy_((widened(a) * b).reshape(len(a), -1).sum(1, dtype=torch.float64))
+    return found
 
 
 def widened(x: Tensor) -> Tensor:

@@ -4,6 +4,8 @@ Letters: N pairs, D feature width.
 """
 
 import json
+import os
+import statistics
 import subprocess
 import sys
 
@@ -76,3 +78,38 @@ def test_extra_memory_is_a_straight_line_up_to_64k(options: dict[str, object]) -
 def test_extra_memory_at_16k_is_at_most_a_twentieth_of_clip_loss() -> None:
     ours, peer = (peak_growth(method, 16384, 512) for method in ("ours", "peer"))
     assert ours * 20 <= peer, f"{ours / 2**20:.0f} MiB against ClipLoss's {peer / 2**20:.0f} MiB"
+
+
+# Prints the seconds of forward and backward, ours and the peer's taken in turns, as JSON.
+TIMES = """
+import json, sys, time
+import torch, torch.nn.functional as F
+from clipscale import contrastive_loss
+from open_clip.loss import ClipLoss
+
+n, width, rounds = map(int, sys.argv[1:4])
+torch.set_num_threads(2)
+u, v = (F.normalize(torch.randn(n, width), dim=1) for _ in range(2))
+methods = {"ours": contrastive_loss, "peer": ClipLoss()}
+times = {name: [] for name in methods}
+for _ in range(rounds + 1):
+    for name, loss in methods.items():
+        inputs = [x.clone().requires_grad_() for x in (u, v, torch.tensor(14.3))]
+        start = time.perf_counter()
+        loss(*inputs).backward()
+        times[name].append(time.perf_counter() - start)
+print(json.dumps({name: sorted(t[1:]) for name, t in times.items()}))
+"""
+
+
+@pytest.mark.slow  # minutes of matmuls on two cores, which nothing else may use meanwhile
+@pytest.mark.parametrize("n", [8192, 16384])
+def test_on_two_cores_the_loss_is_half_as_fast_again_as_clip_loss(n: int) -> None:
+    command = [sys.executable, "-c", TIMES, str(n), "512", "5"]
+    environment = {name: x for name, x in os.environ.items() if name != "OMP_NUM_THREADS"}
+    printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=900, env=environment).stdout
+    times = json.loads(printed)
+    ours, peer = (statistics.median(times[name]) for name in ("ours", "peer"))
+    assert peer >= 1.5 * ours, (
+        f"N = {n}: {ours:.2f} s against ClipLoss's {peer:.2f} s, {peer / ours:.2f} times; all: {times}"
+    )
