@@ -55,7 +55,7 @@ def environment() -> dict[str, str]:
 def command(tmp_path: Path, environment: dict[str, str]) -> Command:
     """`command("train", ...)`: run `clipscale train ...` in an empty folder and return what came of it."""
 
-    def run(*words: str, timeout: float = 120, **variables: str) -> subprocess.CompletedProcess[str]:
+    def run(*words: str, timeout: float = 240, **variables: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, "-m", "clipscale", *words],
             cwd=tmp_path,

@@ -258,13 +258,6 @@ def test_train_eval_and_report_work_one_after_another(command: Command, shards: 
     assert all((tmp_path / line).stat().st_size for line in done.stdout.splitlines())
 
 
-def test_shards_that_match_nothing_end_the_run_with_one_line(command: Command) -> None:
-    done = command("train", *TINY, "data.train=/nowhere/{0..3}.tar")
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: data.train"), done.stderr
-    assert done.stderr.count("\n") == 1
-
-
 def test_an_unwritable_run_folder_ends_the_run_with_one_line(command: Command, shards: str, tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("a file, not a folder")
     done = command("train", *TINY, f"data.train={shards}", "run=./taken/run")

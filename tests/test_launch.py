@@ -57,10 +57,10 @@ Running = tuple[subprocess.Popen[str], list[psutil.Process], list[psutil.Process
 def training(start: Start, shards: str, folder: Path) -> Running:
     """A run under way, its two workers, and all processes below the first."""
     process = start(sys.executable, "-m", "clipscale", "train", *LONG, f"data.train={shards}", "run=long")
-    metrics, deadline = folder / "runs/long/metrics.jsonl", time.monotonic() + 90
+    metrics, deadline = folder / "runs/long/metrics.jsonl", time.monotonic() + 180
     while not (metrics.is_file() and metrics.stat().st_size):
         assert process.poll() is None, process.communicate()[1]
-        assert time.monotonic() < deadline, "no step within 90 s"
+        assert time.monotonic() < deadline, "no step within 180 s"
         time.sleep(0.2)
     parent = psutil.Process(process.pid)
     workers = [child for child in parent.children() if "spawn_main" in " ".join(child.cmdline())]
@@ -70,13 +70,6 @@ def training(start: Start, shards: str, folder: Path) -> Running:
 
 def gone(processes: list[psutil.Process], seconds: float) -> bool:
     return not psutil.wait_procs(processes, timeout=seconds)[1]
-
-
-def test_two_workers_train_one_run(command: Command, shards: str, tmp_path: Path) -> None:
-    done = command("train", *TINY, f"data.train={shards}", "run=two", "launch.procs=2")
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.count("done: runs/two (step 2, loss ") == 1
-    assert len((tmp_path / "runs/two/metrics.jsonl").read_text().splitlines()) == 2
 
 
 def test_a_workers_mistake_is_shown_once_as_if_made_here(command: Command) -> None:
@@ -91,27 +84,31 @@ def test_a_killed_worker_ends_the_run_with_its_name_and_takes_the_others_along(
 ) -> None:
     process, workers, everyone = training(start, shards, tmp_path)
     workers[1].kill()
-    _, errors = process.communicate(timeout=90)
+    _, errors = process.communicate(timeout=240)
     assert process.returncode == 1
     assert "killed by SIGKILL" in errors.splitlines()[-1], errors
     assert errors.splitlines()[-1].startswith("error: worker 1 failed")
     assert gone(everyone, 15)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(signal.SIGINT, id="ctrl-c", marks=pytest.mark.slow), pytest.param(signal.SIGTERM, id="sigterm")],
+)
 def test_a_signal_stops_the_workers_too(start: Start, shards: str, tmp_path: Path, number: signal.Signals) -> None:
     process, _, everyone = training(start, shards, tmp_path)
     if number is signal.SIGINT:
         os.killpg(process.pid, number)  # as a terminal does
     else:
         process.send_signal(number)
-    _, errors = process.communicate(timeout=90)
+    _, errors = process.communicate(timeout=240)
     assert process.returncode == 128 + number, errors
     assert errors.splitlines()[-1] == f"stopped by {number.name}; go on with run=runs/long resume=auto"
     assert "Traceback" not in errors
     assert gone(everyone, 15)
 
 
+@pytest.mark.slow
 def test_workers_do_not_outlive_a_killed_parent(start: Start, shards: str, tmp_path: Path) -> None:
     process, _, everyone = training(start, shards, tmp_path)
     process.kill()
@@ -121,7 +118,7 @@ def test_workers_do_not_outlive_a_killed_parent(start: Start, shards: str, tmp_p
 def test_under_torchrun_all_ranks_share_one_default_run(start: Start, shards: str, tmp_path: Path) -> None:
     script = PACKAGE.parent / "launch/torchrun-single.sh"
     process = start(str(script), *TINY, f"data.train={shards}", PROCS="2")
-    out, errors = process.communicate(timeout=120)
+    out, errors = process.communicate(timeout=240)
     assert process.returncode == 0, errors
     runs = list((tmp_path / "runs").iterdir())
     assert len(runs) == 1, runs
@@ -134,6 +131,6 @@ def test_two_agents_meet_and_train_one_run(start: Start, shards: str, tmp_path: 
     variables = {"NODES": "2", "PROCS": "1", "HEAD": f"localhost:{free_port}", "JOB": tmp_path.name}
     agents = [start(str(script), *TINY, f"data.train={shards}", "run=nodes", **variables) for _ in range(2)]
     for agent in agents:
-        _, errors = agent.communicate(timeout=150)
+        _, errors = agent.communicate(timeout=240)
         assert agent.returncode == 0, errors
     assert len((tmp_path / "runs/nodes/metrics.jsonl").read_text().splitlines()) == 2

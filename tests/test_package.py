@@ -19,7 +19,7 @@ CHECKOUT = PACKAGE.parent
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("dist")
     words = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(CHECKOUT)]
-    built = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    built = subprocess.run(words, capture_output=True, text=True, timeout=240)
     assert built.returncode == 0, built.stdout + built.stderr
     return next(folder.glob("clipscale-*.whl"))
 
@@ -55,7 +55,7 @@ def test_the_wheel_in_an_empty_environment_trains_from_another_folder(
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     words = [str(home / "bin/clipscale"), "train", *TINY, f"data.train={shards}", "run=wheel"]
-    done = subprocess.run(words, cwd=elsewhere, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(words, cwd=elsewhere, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert "done: runs/wheel (step 2" in done.stdout
     where = [str(python), "-c", "import clipscale; print(clipscale.__file__)"]
