@@ -1,4 +1,5 @@
 # make demo | make test | make lint | make clean
+# TESTS="-m slow" with make test runs the long ones.
 # A fresh machine needs Python 3.11 or newer (PYTHON=python3.12 to choose one) and make; the rest is installed into .venv, about 6 GB.
 
 PYTHON ?= python3
@@ -15,7 +16,7 @@ demo: $(INSTALLED)
 	$(BIN)/clipscale report run=demo
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 $(TESTS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
