@@ -33,22 +33,26 @@ class Tiles:
 
 
 IEEE = Tiles(64, 64, 32, warps=4, stages=3)
-# (pass, arithmetic) -> tiles. Passes: forward, backward; "masked" is the forward pass with keys, whose masks take registers.
+# (pass, arithmetic) -> tiles. With keys, a pass has masks that take registers.
 AMPERE = {
     ("forward", "half"): Tiles(128, 128, 32, warps=4, stages=4),
-    ("masked", "half"): Tiles(128, 64, 32, warps=4, stages=4),
+    ("forward with keys", "half"): Tiles(128, 64, 32, warps=4, stages=4),
     ("backward", "half"): Tiles(128, 128, 32, warps=4, stages=4),
+    ("backward with keys", "half"): Tiles(128, 128, 32, warps=4, stages=4),
     ("forward", "tf32"): Tiles(128, 128, 32, warps=8, stages=3),
-    ("masked", "tf32"): Tiles(128, 128, 32, warps=8, stages=3),
+    ("forward with keys", "tf32"): Tiles(128, 128, 32, warps=8, stages=3),
     ("backward", "tf32"): Tiles(128, 128, 32, warps=8, stages=3),
+    ("backward with keys", "tf32"): Tiles(128, 128, 32, warps=8, stages=3),
 }
 HOPPER = {
     ("forward", "half"): Tiles(128, 128, 64, warps=8, stages=3, registers=128),
-    ("masked", "half"): Tiles(128, 64, 64, warps=8, stages=3),
+    ("forward with keys", "half"): Tiles(128, 64, 64, warps=8, stages=3),
     ("backward", "half"): Tiles(128, 128, 64, warps=8, stages=3, registers=128),
+    ("backward with keys", "half"): Tiles(128, 128, 64, warps=8, stages=3),
     ("forward", "tf32"): Tiles(128, 128, 32, warps=8, stages=3, registers=128),
-    ("masked", "tf32"): Tiles(128, 64, 32, warps=8, stages=3),
+    ("forward with keys", "tf32"): Tiles(128, 64, 32, warps=8, stages=3),
     ("backward", "tf32"): Tiles(128, 128, 32, warps=8, stages=3),
+    ("backward with keys", "tf32"): Tiles(128, 128, 32, warps=8, stages=3),
 }
 BLACKWELL = HOPPER | {
     ("forward", "half"): Tiles(128, 128, 64, warps=8, stages=3),

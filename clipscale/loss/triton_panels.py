@@ -90,7 +90,8 @@ class Problem:
                     f"keys must be ({len(x)},) int64 on {u.device}, not {tuple(k.shape)} {k.dtype} on {k.device}"
                 )
         arithmetic = arithmetic_of(u.dtype, fp32_precision)
-        tiles = tiles_on(u.device, "backward" if backward else "forward" if keys[0] is None else "masked", arithmetic)
+        kernel_pass = ("backward" if backward else "forward") + ("" if keys[0] is None else " with keys")
+        tiles = tiles_on(u.device, kernel_pass, arithmetic)
         row_keys, col_keys = (None if k is None else k.contiguous() for k in keys)
         rows, cols = _aligned(u, tiles.depth), _aligned(v, tiles.depth)
         return cls(rows, cols, u.shape[1], scale, positive, row_keys, col_keys, u.dtype, arithmetic, tiles)

@@ -120,7 +120,9 @@ def softmax_gradient_kernel(
 
     with r, c in units of log 2, rounded to float32, and the rounding made up for in a', b' (row_share, col_share). Both probabilities
     come from one exponential, 2^(y - t) (a'_i 2^(t - r_i) + b'_j 2^(t - c_j)) with t midway between the tile's extreme log-sum-exps.
-    As y_ij <= min(r_i, c_j), this is safe whatever the scores; where the extremes are too far apart the tile takes two exponentials.
+    As y_ij <= min(r_i, c_j), this is safe whatever the scores; where the extremes are too far apart the tile takes two exponentials. So
+    do the few parts that hold positives: late in training their probabilities are near 1 and cancel against the weights, and an exponent
+    t - r_i that is far from 0 would have rounded away what is left.
     """
     tile_row, tile_col = tile_position(n, m, BM, BN, GROUP)
     rows = tile_row * BM + tl.arange(0, BM)
@@ -169,8 +171,9 @@ def _softmax_gradient_part(
         c = tl.load(col_lse + col_at)
         col_share_ = tl.load(col_share + col_at) * gain
         col_weight_ = tl.load(col_weight + col_at) * gain
+    has_positive = crosses(first_row, first_col, positive, HEIGHT, WIDTH)
     if ROWS and COLS:
-        if narrow:
+        if narrow & (has_positive == 0):
             both = (row_share * tl.exp2(reference - r))[:, None] + (col_share_ * tl.exp2(reference - c))[None, :]
             g = tl.exp2(tl.fma(dots, factor, -reference)) * both
         else:
@@ -180,7 +183,7 @@ def _softmax_gradient_part(
         g = row_share[:, None] * tl.exp2(tl.fma(dots, factor, -r[:, None]))
     else:
         g = col_share_[None, :] * tl.exp2(tl.fma(dots, factor, -c[None, :]))
-    if crosses(first_row, first_col, positive, HEIGHT, WIDTH):
+    if has_positive:
         target = kept * (row_weight[:, None] + col_weight_[None, :])
         g = tl.where(cols[None, :] == (rows + positive)[:, None], g - target, g)
     if SMOOTH:
