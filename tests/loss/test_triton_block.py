@@ -5,6 +5,7 @@ test_triton_interpreter.py. `TRITON_INTERPRET=1 pytest tests/loss/test_triton_bl
 """
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,13 +18,14 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("no CUDA device; test_triton_interpreter.py runs these", allow_module_level=True)
 
-from clipscale.loss import triton_block, triton_panels  # noqa: E402
+from clipscale.loss import triton_block, triton_panels, triton_tune  # noqa: E402
 from clipscale.loss.triton_block import (  # noqa: E402
     add_sigmoid_gradient_block,
     add_softmax_gradient_block,
     lse_block,
     sigmoid_loss_block,
 )
+from clipscale.loss.triton_config import Tiles  # noqa: E402
 
 SHAPES = [(1, 1, 1), (2, 2, 3), (33, 31, 64), (17, 65, 40)]
 SCALES = [1.0, 14.3, 100.0]
@@ -360,3 +362,24 @@ def test_a_kernel_that_fails_says_which_and_why(monkeypatch: pytest.MonkeyPatch)
     b = block(4, 4, 8, 1.0)
     with pytest.raises(RuntimeError, match=r"lse_kernel failed on .*out of resource: shared memory"):
         lse_block(b.u, b.v, b.scale, positive=0)
+
+
+def test_the_tuner_times_every_kernel_with_every_shape_and_reports_what_does_not_run() -> None:
+    b = block(40, 70, 32, 10.0)
+    problem = triton_panels.Problem.of(b.u, b.v, b.scale, 0, (None, None), "ieee", backward=False)
+    small, large, broken = Tiles(16, 32, 16, 4, 2), Tiles(32, 32, 32, 4, 2), Tiles(12, 12, 12, 4, 2)
+
+    ticks = iter(range(1, 100))
+
+    def clock(run: Callable[[], object]) -> float:
+        run()
+        return float(next(ticks))
+
+    found = triton_tune.measure(problem, triton_tune.KERNELS, [small, large, broken], clock)
+    assert len(found) == 12
+    assert [m.tiles for m in found if m.kernel == "lse"] == [small, large, broken]
+    assert all(
+        (m.seconds == float("inf")) == (m.tiles == broken) and bool(m.remark) == (m.tiles == broken) for m in found
+    )
+    report = triton_tune.report(found, 1e9, 1.0, 90, "ieee")
+    assert len(report.splitlines()) == 13 and "power of 2" in report, report
