@@ -20,7 +20,7 @@ import torch
 import triton
 from torch import Tensor
 
-from clipscale.loss.triton_panels import Problem, RunningSum, accumulating, add_products, in_base_2
+from clipscale.loss.triton_panels import Problem, RunningSum, accumulating, add_products, in_units
 from clipscale.loss.triton_sigmoid import sigmoid_gradient_kernel, sigmoid_loss_kernel
 from clipscale.loss.triton_softmax import lse_kernel, softmax_gradient_kernel
 
@@ -60,14 +60,14 @@ def lse_block(
     ]
     for panel in block.panels(height, width):
         block.launch(
-            lse_kernel, panel, panel.u, panel.v, scale, *panel.keys, *row_parts, *col_parts, *panel.sizes, panel.positive,
+            lse_kernel, panel, panel.u, panel.v, block.factor, *panel.keys, *row_parts, *col_parts, *panel.sizes, panel.positive,
             ROWS=want_rows, COLS=want_cols,
         )  # fmt: skip
         if rows is not None:
             rows.merge(panel.rows, triton.cdiv(len(panel.v), t.cols), *row_parts)
         if cols is not None:
             cols.merge(panel.cols, triton.cdiv(len(panel.u), t.rows), *col_parts)
-    return None if rows is None else rows.log(), None if cols is None else cols.log()
+    return None if rows is None else rows.log(block.units), None if cols is None else cols.log(block.units)
 
 
 def add_softmax_gradient_block(
@@ -103,14 +103,14 @@ def add_softmax_gradient_block(
     if (row_weight is None and col_weight is None) or (d_u is None and d_v is None) or not len(u) or not len(v):
         return
     block = Problem.of(u, v, scale, positive, (row_keys, col_keys), fp32_precision, backward=True)
-    rows, cols = in_base_2(row_lse, row_weight), in_base_2(col_lse, col_weight)
+    rows, cols = in_units(row_lse, row_weight, block.units), in_units(col_lse, col_weight, block.units)
     scores = _score_gradients(block)
     with accumulating(block, scale * (_largest(row_weight) + _largest(col_weight)), d_u, d_v) as gain:
         for panel in block.panels(*scores.shape):
             r, row_share, a = (None if x is None else x[panel.rows] for x in rows)
             c, col_share, b = (None if x is None else x[panel.cols] for x in cols)
             block.launch(
-                softmax_gradient_kernel, panel, panel.u, panel.v, scale, gain, r, c, row_share, col_share, a, b, *panel.keys, scores,
+                softmax_gradient_kernel, panel, panel.u, panel.v, block.factor, gain, r, c, row_share, col_share, a, b, *panel.keys, scores,
                 *panel.sizes, scores.stride(0), panel.positive, 1.0 - epsilon, *smoothing,
                 ROWS=r is not None, COLS=c is not None, SMOOTH=any(smoothing),
             )  # fmt: skip

@@ -7,6 +7,7 @@ import contextlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -96,6 +97,16 @@ class Problem:
         rows, cols = _aligned(u, tiles.depth), _aligned(v, tiles.depth)
         return cls(rows, cols, u.shape[1], scale, positive, row_keys, col_keys, u.dtype, arithmetic, tiles)
 
+    @cached_property
+    def factor(self) -> Tensor:
+        """The scale in units of log 2 as the softmax kernels use it, 0-d float32."""
+        return (self.scale.double() * LOG2E).float()
+
+    @cached_property
+    def units(self) -> Tensor:
+        """Units of the kernels' scores in a nat, 0-d float64: log2(e) up to the factor's rounding, whose part of a score it takes back."""
+        return self.factor.double() / self.scale.double()
+
     def panels(self, height: int, width: int) -> Iterator[Panel]:
         """All panels of at most height x width, row by row."""
         for i in range(0, len(self.u), height):
@@ -150,9 +161,9 @@ class RunningSum:
             WIDTH=MERGED_WIDTH,
         )
 
-    def log(self) -> Tensor:
+    def log(self, units: Tensor) -> Tensor:
         """The natural logarithms, float64."""
-        return (self.reference.double() + self.total.double().log2()) * math.log(2)
+        return (self.reference.double() + self.total.double().log2()) / units
 
 
 def launch(kernel: Any, grid: int, device: torch.device, tiles: Tiles, *arguments: Any, **constants: Any) -> None:
@@ -234,11 +245,13 @@ def _library_arithmetic(problem: Problem) -> Iterator[None]:
             settings.fp32_precision = before
 
 
-def in_base_2(lse: Tensor | None, weight: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """(lse / log 2 in float32, the weight times what that rounding does to the probabilities, the weight); all float32."""
+def in_units(
+    lse: Tensor | None, weight: Tensor | None, units: Tensor
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """(lse in the kernels' units, the weight times what rounding that does to the probabilities, the weight); all float32."""
     if lse is None or weight is None:
         return None, None, None
-    exact = lse.double() * LOG2E
+    exact = lse.double() * units
     rounded = exact.float()
     correction = (rounded - exact).nan_to_num(0.0).exp2()  # nan: -inf - -inf, a row with no pairs
     return rounded, (weight * correction).float(), weight.float().contiguous()

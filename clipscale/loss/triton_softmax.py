@@ -1,8 +1,8 @@
 """Triton kernels of the softmax objective: partial log-sum-exps of a panel's tiles, their merging, and a panel of the gradient.
 
-Letters: N rows (images) and M columns (texts) of the panel, D feature width; BM x BN the tile, BK the step along D. Scores x_ij =
-scale <u_i, v_j> are kept as y_ij = x_ij log2(e). A sum of exponentials is kept as a pair (reference, total) that stands for
-total * 2^reference, so that no kernel takes a logarithm.
+Letters: N rows (images) and M columns (texts) of the panel, D feature width; BM x BN the tile, BK the step along D. Scores are kept in
+units of log 2, y_ij = factor <u_i, v_j> with factor = scale log2(e), rounded to float32 by the launcher, which takes that rounding back.
+A sum of exponentials is kept as a pair (reference, total) that stands for total * 2^reference, so that no kernel takes a logarithm.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -13,7 +13,6 @@ import triton.language as tl
 
 from clipscale.loss.triton_tiles import crosses, left_out, quarters, tile_dots, tile_position
 
-LOG2E = tl.constexpr(1.4426950408889634)
 NOTHING = tl.constexpr(float("-inf"))
 # A column's total relative to the tile's largest score. Terms are lost below 2^-126; above this floor what 256 lost terms could have
 # added is under 2^-24 of the total.
@@ -25,7 +24,7 @@ WIDEST_SPREAD = tl.constexpr(120.0)
 
 @triton.jit(do_not_specialize=["n", "m", "positive"])
 def lse_kernel(
-    u, v, scale, row_keys, col_keys, row_reference, row_total, col_reference, col_total, n, m, depth, stride_u, stride_v, positive,
+    u, v, factor, row_keys, col_keys, row_reference, row_total, col_reference, col_total, n, m, depth, stride_u, stride_v, positive,
     ROWS: tl.constexpr, COLS: tl.constexpr, KEYS: tl.constexpr,
     PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
@@ -40,14 +39,14 @@ def lse_kernel(
     tile_row, tile_col = tile_position(n, m, BM, BN, GROUP)
     rows = tile_row * BM + tl.arange(0, BM)
     cols = tile_col * BN + tl.arange(0, BN)
-    factor = tl.load(scale) * LOG2E
+    factor_ = tl.load(factor)
     dots = _valid_dots(
         u, v, row_keys, col_keys, tile_row, tile_col, n, m, depth, stride_u, stride_v, positive, KEYS, PRECISION, BM, BN, BK,
     )  # fmt: skip
-    row_top = tl.max(dots, axis=1) * factor
+    row_top = tl.max(dots, axis=1) * factor_
     row_base = tl.where(row_top == NOTHING, 0.0, row_top)
     # The product is not rounded before the subtraction: at scale 100 that rounding alone would be 5e-6 of the exponential.
-    shares = tl.exp2(tl.fma(dots, factor, -row_base[:, None]))
+    shares = tl.exp2(tl.fma(dots, factor_, -row_base[:, None]))
     if ROWS:
         line = tile_col.to(tl.int64) * n
         tl.store(row_reference + line + rows, row_top, mask=rows < n)
@@ -61,9 +60,9 @@ def lse_kernel(
             dots = _valid_dots(
                 u, v, row_keys, col_keys, tile_row, tile_col, n, m, depth, stride_u, stride_v, positive, KEYS, PRECISION, BM, BN, BK,
             )  # fmt: skip
-            col_top = tl.max(dots, axis=0) * factor
+            col_top = tl.max(dots, axis=0) * factor_
             col_base = tl.where(col_top == NOTHING, 0.0, col_top)
-            total = tl.sum(tl.exp2(tl.fma(dots, factor, -col_base[None, :])), axis=0)
+            total = tl.sum(tl.exp2(tl.fma(dots, factor_, -col_base[None, :])), axis=0)
             tl.store(col_reference + line + cols, col_top, mask=cols < m)
         else:
             tl.store(col_reference + line + cols, top, mask=cols < m)
@@ -109,7 +108,7 @@ def merge_kernel(references, totals, reference, total, lines, length, LINES: tl.
 
 @triton.jit(do_not_specialize=["n", "m", "positive"])
 def softmax_gradient_kernel(
-    u, v, scale, gain, row_lse, col_lse, row_share, col_share, row_weight, col_weight, row_keys, col_keys, panel,
+    u, v, factor, gain, row_lse, col_lse, row_share, col_share, row_weight, col_weight, row_keys, col_keys, panel,
     n, m, depth, stride_u, stride_v, stride_panel, positive, kept, row_constant, col_constant,
     ROWS: tl.constexpr, COLS: tl.constexpr, SMOOTH: tl.constexpr, KEYS: tl.constexpr,
     PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
@@ -129,8 +128,7 @@ def softmax_gradient_kernel(
     row_at = tl.minimum(rows, n - 1)
     col_at = tl.minimum(tile_col * BN + tl.arange(0, BN), m - 1)
     dots = tile_dots(u, v, tile_row, tile_col, n, m, depth, stride_u, stride_v, PRECISION, BM, BN, BK)
-    factor = tl.load(scale) * LOG2E
-    gain_ = tl.load(gain)
+    factor_, gain_ = tl.load(factor), tl.load(gain)
     none = tl.zeros((BM,), dtype=tl.float32)
     r, share, weight = none, none, none
     reference, narrow = 0.0, True
@@ -148,7 +146,7 @@ def softmax_gradient_kernel(
     parts = quarters(dots)
     for part in tl.static_range(4):
         _softmax_gradient_part(
-            parts[part], factor, gain_, tile_row * BM, tile_col * BN + part * WIDTH, r, share, weight, reference, narrow,
+            parts[part], factor_, gain_, tile_row * BM, tile_col * BN + part * WIDTH, r, share, weight, reference, narrow,
             col_lse, col_share, col_weight, row_keys, col_keys, panel, n, m, stride_panel, positive, kept, row_constant, col_constant,
             ROWS, COLS, SMOOTH, KEYS,
         )  # fmt: skip

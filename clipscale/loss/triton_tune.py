@@ -70,7 +70,7 @@ def _runner(kernel: str, problem: Problem) -> Callable[[], None]:
     if kernel == "lse":
         parts = [torch.empty(size, device=device) for size in (wide * n, wide * n, high * m, high * m)]
         return lambda: problem.launch(
-            lse_kernel, panel, panel.u, panel.v, scale, None, None, *parts, *ends, ROWS=True, COLS=True
+            lse_kernel, panel, panel.u, panel.v, problem.factor, None, None, *parts, *ends, ROWS=True, COLS=True
         )
     if kernel == "sigmoid loss":
         sums = torch.empty(high * wide, device=device)
@@ -99,7 +99,7 @@ def _runner(kernel: str, problem: Problem) -> Callable[[], None]:
     lse, weight = torch.full((max(n, m),), 20.0, device=device), torch.full((max(n, m),), 1.0, device=device)
     sides = (lse, lse, weight, weight, weight, weight)
     return lambda: problem.launch(
-        softmax_gradient_kernel, panel, panel.u, panel.v, scale, scale, *sides, None, None, scores, *last, 1.0, 0.0, 0.0,
+        softmax_gradient_kernel, panel, panel.u, panel.v, problem.factor, scale, *sides, None, None, scores, *last, 1.0, 0.0, 0.0,
         ROWS=True, COLS=True, SMOOTH=False,
     )  # fmt: skip
 
