@@ -24,12 +24,12 @@ from clipscale.errors import UserError
 
 log = logging.getLogger(__name__)
 
-RECIPE_VERSION = 1
+RECIPE_VERSION = 2
 """Raised whenever the pictures, captions or layout change, so that a cached set of an older recipe is rendered anew."""
 SIDE = 30
 TRAIN_SHARDS = 16
 KINDS = ("one", "count", "pair", "row")
-TRAIN_MIX = (0.5, 0.15, 0.25, 0.1)
+TRAIN_MIX = (0.6, 0.1, 0.2, 0.1)
 RETRIEVAL_MIX = (0.0, 0.2, 0.6, 0.2)
 OBJECTS_PER_CLASS = 20
 UNSEEN_PER_CLASS = 60

@@ -128,11 +128,15 @@ def architecture(config: ModelConfig) -> dict[str, Any]:
         description = deepcopy(config.architecture)
         missing = [part for part in ("embed_dim", "vision_cfg", "text_cfg") if part not in description]
         if missing:
-            raise UserError(f"model.architecture lacks {missing[0]}; it takes open_clip's embed_dim, vision_cfg and text_cfg")
+            raise UserError(
+                f"model.architecture lacks {missing[0]}; it takes open_clip's embed_dim, vision_cfg and text_cfg"
+            )
     else:
         known = open_clip.get_model_config(config.name.replace("/", "-"))
         if known is None:
-            raise UserError(f"model.name={config.name!r} is not an open_clip architecture{nearest(config.name, open_clip.list_models())}")
+            raise UserError(
+                f"model.name={config.name!r} is not an open_clip architecture{nearest(config.name, open_clip.list_models())}"
+            )
         description = deepcopy(known)
     if "multimodal_cfg" in description:
         raise UserError(f"model.name={config.name!r} is a captioning model; choose a two-tower architecture")

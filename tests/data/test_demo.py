@@ -76,8 +76,9 @@ def test_no_training_scene_holds_an_unseen_combination(root: Path) -> None:
     assert not set(found) & set(scenes.UNSEEN)
     assert set(found) == set(scenes.SEEN), "every other combination is there"
     for position, words in enumerate((scenes.COLOURS, scenes.SHAPES)):
-        assert {pair[position] for pair in scenes.UNSEEN} == set(words), "each word is held out once"
-        assert len({pair[position] for pair in scenes.UNSEEN}) == len(scenes.UNSEEN)
+        held = Counter(pair[position] for pair in scenes.UNSEEN)
+        assert set(held) == set(words), "each word is held out in some company"
+        assert max(held.values()) <= 2, "and learnt in most"
 
 
 def test_no_training_caption_names_an_unseen_combination() -> None:
@@ -96,9 +97,9 @@ def test_no_training_caption_names_an_unseen_combination() -> None:
             )
 
 
-def test_half_the_scenes_are_single_and_captions_vary(root: Path) -> None:
+def test_over_half_the_scenes_are_single_and_captions_vary(root: Path) -> None:
     kinds = Counter(json.loads(s.members["json"])["kind"] for s in train(root))
-    assert kinds["one"] / SAMPLES == pytest.approx(0.5, abs=0.07) and set(kinds) == set(demo.KINDS)
+    assert 0.45 < kinds["one"] / SAMPLES < 0.7 and set(kinds) == set(demo.KINDS), kinds
     captions = {s.members["txt"] for s in train(root)}
     assert len(captions) > 0.8 * SAMPLES, f"{len(captions)} different captions of {SAMPLES}"
 
@@ -126,7 +127,7 @@ def test_classification_sets_are_in_clip_benchmarks_layout(
     folder = demo.paths(root).tests[name]
     names = (folder / "classnames.txt").read_text().splitlines()
     templates = (folder / "zeroshot_classification_templates.txt").read_text().splitlines()
-    assert len(names) == len(set(names)) == 64 and all("{c}" in t for t in templates)
+    assert len(names) == len(set(names)) == len(scenes.CLASSES) >= 24 and all("{c}" in t for t in templates)
     labels = Counter(names[int(s.members["cls"])] for s in held_out(root, name))
     assert set(labels) == {f"{colour} {shape}" for colour, shape in held}
     assert len(set(labels.values())) == 1, "classes are balanced"
