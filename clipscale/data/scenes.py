@@ -23,7 +23,7 @@ COLOURS = {
 SHAPES = ("circle", "square", "triangle", "cross", "ring", "star")
 CLASSES = tuple((colour, shape) for colour in COLOURS for shape in SHAPES)
 UNSEEN = tuple((colour, SHAPES[(5 * i + 2) % len(SHAPES)]) for i, colour in enumerate(COLOURS))
-"""Combinations that no training scene holds: each colour once, each shape once or twice, so that every word is learnt from other company."""
+"""Combinations that no training scene holds: each colour once, each shape once or twice; every word is learnt in other company."""
 SEEN = tuple(pair for pair in CLASSES if pair not in UNSEEN)
 
 OTHER_WORDS = {
