@@ -160,13 +160,29 @@ def report(argv: list[str]) -> int:
     return 0
 
 
+def bench(argv: list[str]) -> int:
+    tools = {"loss": bench_loss}
+    if not argv or argv[0] not in tools:
+        word = argv[0] if argv else ""
+        raise UserError(f"bench {word}: unknown; there is {', '.join(tools)}, as in: clipscale bench loss n=4k")
+    return tools[argv[0]](argv[1:])
+
+
+def bench_loss(argv: list[str]) -> int:
+    """Status 1 where a method failed for a reason other than memory or a known limit."""
+    from clipscale.bench.loss import LossBenchSettings, main
+
+    rows = main(simple(LossBenchSettings, "bench loss", argv))
+    return 1 if any(row["status"] == "failed" for row in rows) else 0
+
+
 def simple(settings: type[Any], verb: str, argv: list[str]) -> Any:
     """KEY=VALUE arguments as the dataclass `settings`, for verbs too small to need groups and files."""
     from clipscale.compose import typed
     from clipscale.spelling import parse_count
 
     values: dict[str, Any] = {}
-    declared = keys("clipscale.cli", settings.__name__)
+    declared = keys(settings.__module__, settings.__name__)
     for word in argv:
         key, equals, value = word.partition("=")
         if not equals:
@@ -206,5 +222,6 @@ VERBS = {
     "eval": Verb("zero-shot classification and retrieval with a run's checkpoint", evaluate, usage.show_eval),
     "data": Verb("`data demo`: render a small set of captioned scenes to try things on", data, usage.show_data),
     "report": Verb("draw a run: curves, results and retrieved images, on one page", report, usage.show_report),
+    "bench": Verb("`bench loss`: time and memory of the loss, beside other people's", bench, usage.show_bench),
     "completion": Verb("Tab completion for the shell", completion, usage.show_completion),
 }

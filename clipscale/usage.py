@@ -14,7 +14,12 @@ from clipscale.spelling import nearest
 
 TRAIN = ("clipscale.config", "TrainConfig")
 EVAL = ("clipscale.eval.verb", "EvalRunConfig")
-SMALL = {"data demo": ("clipscale.cli", "DemoSettings"), "report": ("clipscale.cli", "ReportSettings"), "eval": EVAL}
+SMALL = {
+    "data demo": ("clipscale.cli", "DemoSettings"),
+    "bench loss": ("clipscale.bench.loss", "LossBenchSettings"),
+    "report": ("clipscale.cli", "ReportSettings"),
+    "eval": EVAL,
+}
 """Where the keys of the other verbs are declared."""
 MAIN = (
     "model.name",
@@ -122,6 +127,15 @@ def show_report(topics: Sequence[str]) -> None:
     show_small("report", "clipscale report run=demo")
 
 
+def show_bench(topics: Sequence[str]) -> None:
+    show_small(
+        "bench loss",
+        "clipscale bench loss n=4k,8k methods=infcl,open_clip\n"
+        "clipscale bench loss n=8k,64k,1M d=768 dtype=bf16 methods=infcl,open_clip,inf_cl device=cuda\n"
+        "clipscale bench loss n=2k ranks=4 methods=clip,openclip,disco,ring,infcl",
+    )
+
+
 def show_completion(topics: Sequence[str]) -> None:
     print('Tab completion for bash; put this into ~/.bashrc:\n\n  eval "$(clipscale completion bash)"')
 
@@ -201,11 +215,12 @@ def complete(line: str, verbs: Sequence[str]) -> list[str]:
         return starting(word, [*verbs, "--help", "--version"])
     if given[0] == "train":
         return complete_train(word)
-    if given == ["data"]:
-        return starting(word, ["demo"])
+    tools = [name.partition(" ")[2] for name in SMALL if name.startswith(given[0] + " ")]
+    if tools and len(given) == 1:
+        return starting(word, tools)
     if given[0] == "completion":
         return starting(word, ["bash"])
-    small = SMALL.get(" ".join(given[: 2 if given[0] == "data" else 1]))
+    small = SMALL.get(" ".join(given[: 2 if tools else 1]))
     return starting(word, [key.name + "=" for key in keys(*small)]) if small else []
 
 

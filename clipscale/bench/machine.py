@@ -1,0 +1,34 @@
+"""What a benchmark ran on, for its record."""
+
+import platform
+import shlex
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from clipscale.report.environment import environment
+
+PEERS = ("open_clip_torch", "inf-cl")
+
+
+def machine(verb: str, settings: Any) -> dict[str, Any]:
+    """The surroundings of this process, less names and paths of the host; the command as one would type it."""
+    found = environment()
+    del found["hostname"]
+    defaults = {field.name: field.default for field in fields(settings)}
+    given = [f"{key}={value}" for key, value in asdict(settings).items() if value != defaults[key] and key != "out"]
+    return found | {
+        "command": shlex.join(["clipscale", *verb.split(), *given]),
+        "cpu": cpu_name(),
+        "memory_bytes": psutil.virtual_memory().total,
+    }
+
+
+def cpu_name() -> str:
+    """As the system calls it."""
+    source = Path("/proc/cpuinfo")
+    lines = source.read_text().splitlines() if source.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

@@ -1,0 +1,215 @@
+"""The losses that are compared: the presets of conf/loss, the backends, and other people's implementations.
+
+A method is known by its name; what it needs is imported where it is built, so that a missing peer costs its row and nothing else.
+
+Letters: N images and as many texts of all ranks, n of one rank, D feature width.
+"""
+
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib.metadata import version
+from importlib.util import find_spec
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+import yaml
+from torch import Tensor
+
+from clipscale.errors import UserError
+from clipscale.keys import conf_dir, group_options
+from clipscale.loss.api import LossConfig, contrastive_loss
+from clipscale.spelling import nearest
+
+LossFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(image features (n, D), text features (n, D), logit scale ()) -> loss ()."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One comparison: everything about it but the method."""
+
+    n: int
+    """Pairs of all ranks."""
+    d: int
+    dtype: str
+    """A key of DTYPES."""
+    device: str
+    ranks: int
+    scale: float
+    seed: int = 0
+
+
+DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way of computing the loss."""
+
+    name: str
+    about: str
+    """What it is, with the version where it is somebody else's."""
+    build: Callable[[Case, int], LossFunction]
+    """Given the case and this process's rank."""
+    obstacle: Callable[[Case], str | None] = lambda _: None
+    """Why it cannot do a case; None where it can."""
+    package: str | None = None
+    """What has to be installed."""
+    objective: str = "softmax"
+    bias: float = 0.0
+    scale: float | None = None
+    """Its own logit scale, where it has one; else the case's."""
+    frozen_images: bool = False
+    own: bool = True
+    """Ours: gradients are shares whose sum over ranks is the gradient."""
+    visible: Callable[[Case], bool] = lambda _: True
+    """Do its matmuls pass through torch, where they can be counted."""
+    whole_warmup: bool = False
+    """Is it made for one shape, so that only a step of that shape warms it up."""
+
+    @property
+    def installed(self) -> bool:
+        return self.package is None or find_spec(self.package) is not None
+
+
+# ---- clipscale's own ----
+
+
+def preset(name: str) -> Method:
+    """`loss=NAME` as conf/loss has it."""
+    text = (conf_dir() / "loss" / f"{name}.yaml").read_text(encoding="utf-8")
+    values = yaml.safe_load(text)
+    model = values.get("model", {})
+    config = LossConfig(**values.get("loss", values))
+    return _own(
+        name,
+        f"loss={name}: exchange={config.exchange}, backend={config.backend}",
+        config,
+        scale=model.get("init_scale"),
+        bias=model.get("init_bias", 0.0),
+        frozen_images=model.get("freeze_image", False),
+    )
+
+
+def _own(name: str, about: str, config: LossConfig, **more: Any) -> Method:
+    def build(case: Case, rank: int) -> LossFunction:
+        options = asdict(config) | {"fp32_precision": "tf32" if case.dtype == "tf32" else "ieee"}
+        bias = more.get("bias", 0.0) if config.objective == "sigmoid" else None
+        return partial(contrastive_loss, logit_bias=bias, check=False, **options)
+
+    def on_triton(case: Case) -> bool:
+        return config.backend == "triton" or (config.backend == "auto" and case.device == "cuda")
+
+    def obstacle(case: Case) -> str | None:
+        return "the Triton kernels need CUDA" if config.backend == "triton" and case.device != "cuda" else None
+
+    return Method(
+        name, about, build, obstacle, objective=config.objective, visible=lambda case: not on_triton(case), **more
+    )
+
+
+# ---- peers ----
+
+
+def _open_clip(case: Case, rank: int) -> LossFunction:
+    from open_clip.loss import ClipLoss
+
+    alone = case.ranks == 1
+    loss = ClipLoss(local_loss=not alone, gather_with_grad=not alone, rank=rank, world_size=case.ranks)
+    return cast(
+        LossFunction, loss.forward
+    )  # torch's counter of FLOP hooks into modules, and its hooks refuse autograd.grad
+
+
+def _inf_cl(case: Case, rank: int) -> LossFunction:
+    from inf_cl import cal_flash_loss
+
+    def loss(u: Tensor, v: Tensor, scale: Tensor) -> Tensor:
+        return (cal_flash_loss(u, v, scale=scale).mean() + cal_flash_loss(v, u, scale=scale).mean()) / 2
+
+    return loss
+
+
+def _inf_cl_obstacle(case: Case) -> str | None:
+    if case.device != "cuda":
+        return "its kernels need CUDA"
+    if case.ranks > 1:
+        return "compared on one rank only"
+    if case.d % 256:
+        return f"D={case.d} is no multiple of 256"
+    return f"N={case.n} is no multiple of 64" if case.n % 64 else None
+
+
+def cross_entropy(u: Tensor, v: Tensor, scale: Tensor) -> Tensor:
+    """CLIP's loss in three lines of torch, with one matrix of logits."""
+    logits = scale * (u @ v.T)
+    target = torch.arange(len(u), device=u.device)
+    return (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2
+
+
+def _one_rank(case: Case) -> str | None:
+    return "knows one rank only" if case.ranks > 1 else None
+
+
+def _compiler(case: Case) -> str | None:
+    if case.device == "cpu" and not any(map(shutil.which, ("g++", "c++", "clang++"))):
+        return "torch.compile on the CPU needs a C++ compiler"
+    return _one_rank(case)
+
+
+def _version(package: str, distribution: str) -> str:
+    return version(distribution) if find_spec(package) else "(not installed)"
+
+
+def methods() -> dict[str, Method]:
+    """All of them, by name."""
+    backends = {"tiled": "any device, tile by tile", "dense": "blocks held whole", "triton": "kernels for CUDA"}
+    found = [preset(name) for name in group_options()["loss"]]
+    found += [_own(name, f"backend={name}: {about}", LossConfig(backend=name)) for name, about in backends.items()]
+    found += [
+        Method(
+            "open_clip",
+            f"open_clip.loss.ClipLoss of open_clip_torch {_version('open_clip', 'open_clip_torch')}",
+            _open_clip,
+            package="open_clip",
+            own=False,
+        ),
+        Method(
+            "inf_cl",
+            f"inf_cl.cal_flash_loss, both ways, of inf-cl {_version('inf_cl', 'inf-cl')}",
+            _inf_cl,
+            _inf_cl_obstacle,
+            package="inf_cl",
+            own=False,
+            visible=lambda _: False,
+        ),
+        Method(
+            "torch", "torch's cross_entropy of one matrix, both ways", lambda *_: cross_entropy, _one_rank, own=False
+        ),
+        Method(
+            "compile",
+            "the same under torch.compile",
+            lambda *_: torch.compile(cross_entropy, dynamic=False),
+            _compiler,
+            own=False,
+            visible=lambda _: False,
+            whole_warmup=True,
+        ),
+    ]
+    return {method.name: method for method in found}
+
+
+def chosen(names: str, device: str, ranks: int) -> list[Method]:
+    """The methods of a comma-separated list. Raises UserError for a name that is none."""
+    known = methods()
+    if names == "auto":
+        names = "clip,openclip,disco,ring,infcl" if ranks > 1 else "infcl,dense,open_clip,torch"
+        names += ",inf_cl" if ranks == 1 and device == "cuda" else ""
+    found = [name.strip() for name in names.split(",") if name.strip()]
+    for name in found:
+        if name not in known:
+            raise UserError(f"methods={name}: unknown{nearest(name, known)}; there are {', '.join(known)}")
+    return [known[name] for name in dict.fromkeys(found)]

@@ -1,0 +1,91 @@
+"""The loss benchmark's record as a table for the console, with a legend."""
+
+from collections.abc import Callable
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from clipscale.spelling import format_count
+
+Row = dict[str, Any]
+
+MIB = 2**20
+COLUMNS: dict[str, Callable[[Row], str]] = {
+    "N": lambda row: format_count(row["n"]),
+    "D": lambda row: str(row["d"]),
+    "dtype": lambda row: row["dtype"],
+    "method": lambda row: row["method"],
+    "forward ms": lambda row: _ms(row["forward_s"]["median"]),
+    "backward ms": lambda row: _ms(row["backward_s"]["median"]),
+    "total ms": lambda row: _ms(row["total_s"]["median"]),
+    "min-max": lambda row: f"{_ms(row['total_s']['min'])}-{_ms(row['total_s']['max'])}",
+    "TFLOP/s": lambda row: f"{row['flops_per_s'] / 1e12:.3g}",
+    "of GEMM": lambda row: f"{100 * row['gemm_fraction']:.0f} %",
+    "units": lambda row: "-" if row["units"] is None else f"{row['units']:.2f}",
+    "extra MiB": lambda row: f"{row['extra_bytes'] / MIB:,.1f}",
+    "error": lambda row: "-" if row["error"] is None else f"{row['error']:.1e}",
+}
+"""Head -> what stands in the column."""
+RANKS: dict[str, Callable[[Row], str]] = {
+    "sent MiB": lambda row: "-" if row["sent_bytes"] is None else f"{row['sent_bytes'] / MIB:,.2f}",
+    "per B*D": lambda row: "-" if row["sent_per_feature"] is None else f"{row['sent_per_feature']:.2f}",
+}
+"""More columns where there are several ranks."""
+LEFT = ("N", "D", "dtype", "method")
+
+
+def table(record: dict[str, Any]) -> Table:
+    """One line for each row; for a method that gave no figures, why."""
+    ranks = record["settings"]["ranks"]
+    columns = COLUMNS | (RANKS if ranks > 1 else {})
+    facts = record["machine"]
+    processor = facts["gpus"][0] if record["rows"][0]["device"] == "cuda" else f"{facts['cpu']}, {facts['cpus']} cores"
+    title = f"contrastive loss, forward and backward, on {processor}" + (f", {ranks} ranks" if ranks > 1 else "")
+    result = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for head in columns:
+        result.add_column(head, justify="left" if head == "method" else "right", no_wrap=True)
+    before = None
+    for row in record["rows"]:
+        case = (row["n"], row["d"], row["dtype"])
+        if before not in (None, case):
+            result.add_section()
+        before = case
+        if row["status"] == "ok":
+            result.add_row(*(cell(row) for cell in columns.values()))
+        else:
+            known = [columns[head](row) for head in LEFT]
+            result.add_row(*known, row["status"])
+    return result
+
+
+def legend(record: dict[str, Any]) -> list[str]:
+    """What the table does not say for itself: the methods, why some have no figures, and the GEMM rates."""
+    lines = [f"{name}: {about}" for name, about in record["methods"].items()]
+    reasons = {
+        (row["method"], row["status"], row["reason"]): row["n"] for row in reversed(record["rows"]) if "reason" in row
+    }
+    lines += [
+        f"{method}: {status} (first at N = {format_count(n)}): {reason}"
+        for (method, status, reason), n in reversed(reasons.items())
+    ]
+    rates: dict[str, list[float]] = {}
+    for gemm in record["gemm"]:
+        rates.setdefault(f"{gemm['dtype']} GEMM of side {gemm['side']}", []).append(gemm["flops_per_s"] / 1e12)
+    lines += [
+        f"{name}: {min(found):.3g} to {max(found):.3g} TFLOP/s, measured between the methods"
+        for name, found in rates.items()
+    ]
+    lines.append(
+        "TFLOP/s credits every method with 4 units of 2*N*N*D FLOP; units: the matmuls it really did, all ranks together."
+    )
+    lines.append(
+        "Extra: peak memory beyond features and their gradients, of one rank. Error: largest relative distance of value and"
+    )
+    lines.append("gradients from float64. How each is measured stands in the JSON.")
+    return lines
+
+
+def _ms(seconds: float) -> str:
+    ms = 1e3 * seconds
+    return f"{ms:,.0f}" if ms >= 100 else f"{ms:.3g}"
