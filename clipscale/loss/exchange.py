@@ -17,9 +17,7 @@ from torch import Tensor
 from clipscale.loss.block import Side
 
 Fresh = Callable[[Side], Tensor | None]  # the empty sums for some columns; None: nothing is collected
-Visit = Callable[
-    [Side, int | None], None
-]  # works on the block of the rows against these columns, whose first positive is given
+Visit = Callable[[Side, int | None], None]  # works on the rows against these columns; the number is Block.positive
 Hop = tuple[int, int]  # (rank to send to, rank to receive from)
 JOIN: dict[str, Callable[..., Tensor]] = {"lse": torch.logaddexp, "grad": torch.add}
 
@@ -27,10 +25,11 @@ JOIN: dict[str, Callable[..., Tensor]] = {"lse": torch.logaddexp, "grad": torch.
 class Transfer:
     """One exchange of tensors between neighbours, under way."""
 
-    def __init__(self, works: list[dist.Work], received: list[Tensor]) -> None:
-        self._works, self._received = works, received
+    def __init__(self, works: list[dist.Work], sent: list[Tensor], received: list[Tensor]) -> None:
+        self._works, self._sent, self._received = works, sent, received  # what is sent must live until it is
 
     def wait(self) -> list[Tensor]:
+        """What has been received, once both ways are done."""
         for work in self._works:
             work.wait()
         return self._received
@@ -52,7 +51,7 @@ class Communicator:
         sends = [dist.P2POp(dist.isend, x, dest, self.group, tag) for x in tensors]
         receives = [dist.P2POp(dist.irecv, x, src, self.group, tag) for x in received]
         Communicator.bytes_sent += sum(x.nbytes for x in tensors)
-        return Transfer(dist.batch_isend_irecv(sends + receives), received)
+        return Transfer(dist.batch_isend_irecv(sends + receives), tensors, received)
 
     def gather(self, x: Tensor) -> Tensor:
         """(n, ...) of each rank to (P n, ...) in rank order."""
@@ -64,9 +63,7 @@ class Communicator:
     def scatter(self, x: Tensor, field: str) -> Tensor:
         """(P n, ...) of each rank, joined over the ranks, to this rank's (n, ...)."""
         own = x.new_empty(len(x) // self.size, *x.shape[1:])
-        if (
-            field == "lse"
-        ):  # no reduction of this kind exists: the largest of all ranks first, then the sum of exponentials
+        if field == "lse":  # no such reduction exists: the largest of all ranks first, then the sum of exponentials
             largest = self.reduce(x.clone(), dist.ReduceOp.MAX).clamp_min(torch.finfo(x.dtype).min)
             x = (x - largest).exp_()
         dist.reduce_scatter_tensor(own, x, group=self.group)
@@ -147,12 +144,10 @@ class Replicated(Grouped):
         return rows[self.rank * self._n :][: self._n]
 
     def own_cols(self, cols: Tensor) -> Tensor:
-        extra = self._m - self._n
-        return (
-            torch.cat([self.own(cols), cols[self.size * self._n + self.rank * extra :][:extra]])
-            if extra
-            else self.own(cols)
-        )
+        positives, extra = self.own(cols), self._m - self._n
+        if not extra:
+            return positives
+        return torch.cat([positives, cols[self.size * self._n + self.rank * extra :][:extra]])
 
 
 class Gather(Grouped):

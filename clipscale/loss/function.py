@@ -215,9 +215,8 @@ def _arithmetic(device: torch.device, loss: Loss) -> Iterator[None]:
     """Autocast off, since operands are cast already; and the asked-for precision of float32 matmuls on CUDA."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.autocast(device.type, enabled=False))
-        if (
-            device.type == "cuda" and loss.similarity.homogeneous
-        ):  # a module keeps the user's setting; half-precision numbers that were widened to float32 multiply exactly in TF32 too
+        # A module keeps the caller's setting. Half-precision numbers widened to float32 multiply exactly in TF32, too.
+        if device.type == "cuda" and loss.similarity.homogeneous:
             is_half = loss.operands in (torch.float16, torch.bfloat16)
             matmul = torch.backends.cuda.matmul
             stack.callback(setattr, matmul, "fp32_precision", matmul.fp32_precision)

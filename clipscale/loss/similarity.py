@@ -56,11 +56,9 @@ class Dot:
 
     def bound(self, block: Block) -> float | None:
         """The largest |score| that the block can hold, by Cauchy-Schwarz."""
-        dtype = block.shared.scale.dtype
-        longest = [
-            torch.linalg.vector_norm(side.features, dim=-1, dtype=dtype).max() for side in (block.rows, block.cols)
-        ]
-        return float(block.shared.scale.abs() * longest[0] * longest[1])
+        scale = block.shared.scale
+        u, v = (torch.linalg.vector_norm(s.features, dim=1, dtype=scale.dtype).max() for s in (block.rows, block.cols))
+        return float(scale.abs() * u * v)
 
     def scores(self, tile: Block, out: Tensor) -> list[Tensor]:
         return [product(tile.rows.features, tile.cols.features.T, out, float(tile.shared.scale))]
@@ -106,10 +104,9 @@ class Deep:
         return None
 
     def scores(self, tile: Block, out: Tensor) -> list[Tensor]:
+        scale = tile.shared.scale
         with torch.no_grad():
-            return [
-                score * tile.shared.scale for score in self._similarities(tile.rows, tile.cols, tile.shared.scale.dtype)
-            ]
+            return [score * scale for score in self._similarities(tile.rows, tile.cols, scale.dtype)]
 
     def linearise(self, tile: Block, out: Tensor, known: Tensor | None = None) -> tuple[list[Tensor], Pull]:
         shared = tile.shared
@@ -182,9 +179,7 @@ class Late(Deep):
         return side, side
 
     def _pairs(self, images: Side, texts: Side) -> list[Tensor]:
-        u, v = (
-            widened(side.features) for side in (images, texts)
-        )  # exact; and TF32 multiplies half-precision numbers exactly
+        u, v = widened(images.features), widened(texts.features)
         tokens = (u.flatten(0, 1) @ v.flatten(0, 1).T).view(*u.shape[:2], *v.shape[:2])  # (n, T, m, S)
         to_text = tokens if texts.mask is None else tokens.masked_fill(~texts.mask, -torch.inf)
         to_image = tokens if images.mask is None else tokens.masked_fill(~images.mask[:, :, None, None], -torch.inf)

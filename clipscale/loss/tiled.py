@@ -24,9 +24,8 @@ class TorchBackend:
         self, objective: Objective, similarity: Similarity, tile: int | None = None, keep: bool = False
     ) -> None:
         self.objective, self.similarity, self.side = objective, similarity, tile
-        self.splits = (
-            tile != 0 and similarity.homogeneous
-        )  # a tile must be the same in both passes, or random numbers go astray
+        # A module's tiles must be the same in both passes, or its random numbers go astray.
+        self.splits = tile != 0 and similarity.homogeneous
         self.keep = keep and tile == 0 and isinstance(similarity, Dot)
         self._kept: Tensor | None = None
         self._buffers: list[Tensor] = []
@@ -58,9 +57,7 @@ class TorchBackend:
 
     def _tiles(self, block: Block) -> Iterator[Block]:
         n, m = len(block.rows), len(block.cols)
-        height, width = (
-            (n, m) if self.side == 0 else (self.side, self.side) if self.side else self.similarity.tile(block)
-        )
+        height, width = self.similarity.tile(block) if self.side is None else (self.side or n, self.side or m)
         for row in range(0, n, height):
             for col in range(0, m, width):
                 yield block.tile(row, height, col, width)
@@ -74,5 +71,5 @@ class TorchBackend:
 
 
 def _bound(scores: list[Tensor]) -> float:
-    extremes = [abs(float(x)) for score in scores for x in score.aminmax()]
-    return max(extremes)
+    """The largest |score|."""
+    return max(abs(float(x)) for score in scores for x in score.aminmax())
