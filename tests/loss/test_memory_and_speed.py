@@ -44,7 +44,7 @@ print(step(n))
 def peak_growth(method: str, n: int, width: int, **options: object) -> int:
     """Bytes by which the peak grows during one forward and backward pass, the features' gradients included."""
     command = [sys.executable, "-c", PEAK, method, str(n), str(width), json.dumps(options)]
-    return int(subprocess.run(command, capture_output=True, text=True, check=True, timeout=600).stdout)
+    return int(subprocess.run(command, capture_output=True, text=True, check=True, timeout=2400).stdout)
 
 
 def assert_straight(sizes: list[int], peaks: list[int], width: int, tolerance: float) -> None:
@@ -67,6 +67,7 @@ def test_extra_memory_is_linear_in_the_batch(options: dict[str, object]) -> None
     assert peaks[-1] < 4 * 8192**2 / 8, f"{peaks[-1] / 2**20:.0f} MiB at N = 8192, where one matrix is 256 MiB"
 
 
+@pytest.mark.timeout(3000)
 @pytest.mark.slow  # over a minute of matmuls
 @pytest.mark.parametrize("options", [{}, {"objective": "sigmoid"}], ids=["softmax", "sigmoid"])
 def test_extra_memory_is_a_straight_line_up_to_64k(options: dict[str, object]) -> None:
@@ -74,6 +75,7 @@ def test_extra_memory_is_a_straight_line_up_to_64k(options: dict[str, object]) -
     assert_straight(sizes, [peak_growth("ours", n, 64, **options) for n in sizes], 64, 0.1)
 
 
+@pytest.mark.timeout(3000)
 @pytest.mark.slow  # five gigabytes of the peer's matrices
 def test_extra_memory_at_16k_is_at_most_a_twentieth_of_clip_loss() -> None:
     ours, peer = (peak_growth(method, 16384, 512) for method in ("ours", "peer"))
@@ -102,12 +104,13 @@ print(json.dumps({name: sorted(t[1:]) for name, t in times.items()}))
 """
 
 
+@pytest.mark.timeout(3000)
 @pytest.mark.slow  # minutes of matmuls on two cores, which nothing else may use meanwhile
 @pytest.mark.parametrize("n", [8192, 16384])
 def test_on_two_cores_the_loss_is_half_as_fast_again_as_clip_loss(n: int) -> None:
     command = [sys.executable, "-c", TIMES, str(n), "512", "5"]
     environment = {name: x for name, x in os.environ.items() if name != "OMP_NUM_THREADS"}
-    printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=900, env=environment).stdout
+    printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=2400, env=environment).stdout
     times = json.loads(printed)
     ours, peer = (statistics.median(times[name]) for name in ("ours", "peer"))
     assert peer >= 1.5 * ours, (
