@@ -10,8 +10,6 @@ import psutil
 
 from clipscale.report.environment import environment
 
-PEERS = ("open_clip_torch", "inf-cl")
-
 
 def machine(verb: str, settings: Any) -> dict[str, Any]:
     """The surroundings of this process, less names and paths of the host; the command as one would type it."""
@@ -21,6 +19,7 @@ def machine(verb: str, settings: Any) -> dict[str, Any]:
     given = [f"{key}={value}" for key, value in asdict(settings).items() if value != defaults[key] and key != "out"]
     return found | {
         "command": shlex.join(["clipscale", *verb.split(), *given]),
+        "platform": f"{platform.system()} {platform.machine()}",
         "cpu": cpu_name(),
         "memory_bytes": psutil.virtual_memory().total,
     }

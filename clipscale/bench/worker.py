@@ -243,9 +243,9 @@ class Work:
         true = self.gradients(true_value, [u, v, scale])
         own = len(inputs[0])
         rows = slice(self.rank * own, (self.rank + 1) * own)
-        yardstick = float((u * true["images"]).sum(1).abs().sum() / scale)
+        yardstick = float((u.detach() * true["images"]).sum(1).abs().sum() / scale.detach())
         found = {
-            "value": abs(float(value) - float(true_value)) / abs(float(true_value)),
+            "value": abs(float(value) / float(true_value.detach()) - 1),
             "scale": abs(float(grads["scale"]) - float(true["scale"])) / yardstick,
         }
         for name in ("images", "texts"):

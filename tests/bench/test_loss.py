@@ -1,0 +1,206 @@
+"""The verb: settings and mistakes, table, JSON and picture, from a small run on the CPU and from records made by hand."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+from rich.console import Console
+
+from clipscale import cli
+from clipscale.bench.draw import draw
+from clipscale.bench.loss import HOW, LossBenchSettings, main, plan, rows_of
+from clipscale.bench.methods import Case, methods
+from clipscale.bench.table import COLUMNS, RANKS, legend, table
+from clipscale.errors import UserError
+
+Record = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Record, str, Path]:
+    """A real run: the record it saved, what it printed, and the folder."""
+    out = tmp_path_factory.mktemp("bench")
+    printed = io.StringIO()
+    settings = LossBenchSettings(
+        n="128", d="32", methods="infcl,triton,open_clip,inf_cl", device="cpu", repeats=3, out=str(out)
+    )
+    main(settings, Console(file=printed, width=160))
+    return json.loads((out / "loss-cpu.json").read_text()), printed.getvalue(), out
+
+
+def text_of(record: Record) -> str:
+    printed = io.StringIO()
+    Console(file=printed, width=200).print(table(record))
+    return printed.getvalue()
+
+
+def test_the_table_has_a_line_for_each_method_and_says_why_one_has_no_figures(small: tuple[Record, str, Path]) -> None:
+    record, printed, out = small
+    for head in COLUMNS:
+        assert head in printed, f"no column {head}"
+    assert "need CUDA" in printed
+    assert [row["method"] for row in record["rows"]] == ["infcl", "triton", "open_clip", "inf_cl"]
+    status = {row["method"]: row["status"] for row in record["rows"]}
+    assert (status["infcl"], status["open_clip"], status["triton"]) == ("ok", "ok", "not supported")
+    assert status["inf_cl"] in ("not installed", "not supported")
+    assert str(out / "loss-cpu.json") in printed and str(out / "loss-cpu.png") in printed
+
+
+def test_figures_are_positive_and_agree_with_each_other(small: tuple[Record, str, Path]) -> None:
+    record, _, _ = small
+    (gemm,) = record["gemm"]
+    assert len(gemm["seconds"]) == 3
+    assert gemm["flops_per_s"] == pytest.approx(2 * gemm["side"] ** 3 / sorted(gemm["seconds"])[1])
+    for row in record["rows"]:
+        if row["status"] != "ok":
+            continue
+        for name in ("forward_s", "backward_s", "total_s"):
+            times = row[name]
+            assert len(times["all"]) == 3
+            assert 0 < times["min"] <= times["median"] <= times["max"]
+        assert row["total_s"]["all"] == [f + b for f, b in zip(row["forward_s"]["all"], row["backward_s"]["all"])]
+        assert row["counted_flops"] == 4 * 2 * 128 * 128 * 32
+        assert row["flops_per_s"] == pytest.approx(row["counted_flops"] / row["total_s"]["median"])
+        assert row["gemm_fraction"] == pytest.approx(row["flops_per_s"] / gemm["flops_per_s"])
+        assert row["extra_bytes"] >= 0
+        assert 0 < row["error"] < 1e-5
+        assert row["sent_bytes"] is None
+    units = {row["method"]: row.get("units") for row in record["rows"]}
+    assert (units["infcl"], units["open_clip"]) == (4, 6)
+
+
+def test_the_record_says_what_it_ran_on_and_how_it_measured(small: tuple[Record, str, Path]) -> None:
+    record, _, out = small
+    facts = record["machine"]
+    assert facts["command"].startswith("clipscale bench loss n=128 d=32 methods=infcl,triton,open_clip,inf_cl")
+    assert str(out) not in json.dumps(facts)
+    for name in ("cpu", "cpus", "memory_bytes", "python", "platform"):
+        assert facts[name], f"no {name}"
+    assert {"torch", "triton", "open_clip_torch", "clipscale"} <= set(facts["versions"])
+    assert set(HOW) < set(record["how"])
+    assert record["settings"]["scale"] == 100.0
+    assert record["load_average_after"] is not None
+    assert set(record["methods"]) == {"infcl", "triton", "open_clip", "inf_cl"}
+
+
+def test_the_picture_is_drawn(small: tuple[Record, str, Path]) -> None:
+    _, _, out = small
+    assert_drawn(out / "loss-cpu.png")
+
+
+def assert_drawn(path: Path) -> None:
+    pixels = imread(path)[..., :3]
+    assert pixels.shape[0] > 300 and pixels.shape[1] > 1000, pixels.shape
+    coloured = float((np.ptp(pixels, axis=2) > 0.2).mean())
+    assert 0.0003 < coloured < 0.5, f"{100 * coloured:.2f} % of the picture is coloured"
+
+
+# ---- records made by hand ----
+
+
+def by_hand(ranks: int = 1) -> Record:
+    """One method measured, one that ran out of memory, one that is not there."""
+    case = Case(1024, 512, "fp32", "cpu", ranks, 100.0)
+    chosen = [methods()[name] for name in ("infcl", "clip", "inf_cl")]
+    probe = {"status": "ok", "growth_bytes": 7 << 20, "extra_bytes": 3 << 20, "units": 4 / ranks, "error": 1e-6}
+    probe |= {"errors": {"value": 1e-7, "images": 1e-6}, "sent_bytes": None if ranks == 1 else 8 * 1024 * 512}
+    slower = probe | {"extra_bytes": 5 << 20, "errors": {"value": 2e-7, "images": 5e-7}, "error": 5e-7}
+    full = {"status": "out of memory", "reason": "can't allocate memory", "traceback": ""}
+    memory = [{"methods": {"infcl": probe}}, {"methods": {"infcl": slower}}][:ranks]
+    times: list[dict[str, Any]] = [
+        {"methods": {"infcl": {"status": "ok", "forward_s": [0.5, 0.5, 0.5], "backward_s": [1.5, 1.5, 2.0]}}},
+        {"methods": {"infcl": {"status": "ok", "forward_s": [0.6, 0.4, 0.5], "backward_s": [1.5, 1.5, 1.5]}}},
+    ][:ranks]
+    for answer in times:
+        answer["gemm"] = {"side": 1000, "seconds": [1.0, 2.0, 4.0]}
+    rows, gemm = rows_of(case, chosen, [memory, [{"methods": {"clip": full}}], times])
+    facts = {"gpus": [], "cpu": "a processor", "cpus": 2, "versions": {"torch": "2"}}
+    about = {method.name: method.about for method in chosen}
+    return {
+        "settings": {"ranks": ranks}, "machine": facts, "how": HOW, "methods": about, "rows": rows, "gemm": gemm
+    }  # fmt: skip
+
+
+def test_rates_by_hand() -> None:
+    record = by_hand()
+    row = record["rows"][0]
+    assert row["total_s"]["median"] == 2.0
+    assert row["counted_flops"] == 4294967296  # 4 * 2 * 1024 * 1024 * 512
+    assert row["flops_per_s"] == 2147483648
+    assert record["gemm"][0]["flops_per_s"] == 1e9  # 2 * 1000^3 in 2 s
+    assert row["gemm_fraction"] == pytest.approx(2.147483648)
+
+
+def test_of_several_ranks_the_slowest_and_the_fullest_count_and_the_work_is_summed() -> None:
+    record = by_hand(2)
+    row = record["rows"][0]
+    assert row["forward_s"]["all"] == [0.6, 0.5, 0.5]
+    assert row["total_s"]["all"] == [2.1, 2.0, 2.5]
+    assert row["extra_bytes"] == 5 << 20
+    assert row["units"] == 4
+    assert row["sent_per_feature"] == 8.0
+    assert row["errors"] == {"value": 2e-7, "images": 1e-6}
+    assert record["gemm"][0]["flops_per_s"] == 2e9
+    for head in RANKS:
+        assert head in text_of(record)
+
+
+def test_a_method_out_of_memory_or_missing_is_a_line_that_says_so() -> None:
+    record = by_hand()
+    lines = [line for line in text_of(record).splitlines() if "1k" in line]
+    assert len(lines) == 3
+    assert "out of memory" in lines[1]
+    assert "not " in lines[2]
+    assert any(line.startswith("clip: out of memory") for line in legend(record))
+
+
+def test_the_picture_marks_what_ran_out_of_memory(tmp_path: Path) -> None:
+    figure = draw(by_hand(), tmp_path / "x.png")
+    assert_drawn(tmp_path / "x.png")
+    legends = [axes.get_legend() for axes in figure.axes]
+    shown = [text.get_text() for found in legends if found for text in found.get_texts()]
+    assert shown == ["infcl", "clip: out of memory"]
+
+
+# ---- settings ----
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"n": "5x"}, "n=5x.*is not a count"),
+        ({"n": "0"}, "n=0: must be at least 1"),
+        ({"n": ","}, "n is empty"),
+        ({"d": "wide"}, "d=wide"),
+        ({"dtype": "fp31"}, "dtype=fp31: unknown; did you mean 'fp3?"),
+        ({"dtype": "tf32"}, "tf32: only CUDA"),
+        ({"device": "gpu"}, "device=gpu: give auto, cpu or cuda"),
+        ({"ranks": 0}, "ranks=0: must be at least 1"),
+        ({"repeats": 0}, "repeats=0: must be at least 1"),
+        ({"n": "65", "ranks": 2}, "n=65: does not divide among 2 ranks"),
+        ({"scale": -1.0}, "scale=-1: must be positive"),
+        ({"methods": "infcl,xyz"}, "methods=xyz: unknown; there are clip"),
+    ],
+)
+def test_mistakes_in_the_settings_are_one_line(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        plan(LossBenchSettings(**{"device": "cpu"} | settings))
+    assert "\n" not in str(caught.value)
+
+
+def test_lists_make_every_combination() -> None:
+    cases, chosen = plan(LossBenchSettings(n="1k,2k", d="512,768", dtype="fp32,bf16", device="cpu"))
+    assert len(cases) == 8
+    assert {case.n for case in cases} == {1024, 2048}
+    assert [method.name for method in chosen] == ["infcl", "dense", "open_clip", "torch"]
+
+
+@pytest.mark.parametrize("words", [["bench"], ["bench", "tables"], ["bench", "loss", "methods=nonsense", "device=cpu"]])
+def test_the_command_line_answers_mistakes_in_one_line(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(words) == 2
+    _, err = capsys.readouterr()
+    assert err.startswith("error: ") and err.count("\n") == 1, err

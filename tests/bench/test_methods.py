@@ -1,0 +1,72 @@
+"""The methods that are compared: names, presets, and what each needs."""
+
+from dataclasses import replace
+
+import pytest
+
+from clipscale.bench.methods import Case, chosen, methods
+from clipscale.errors import UserError
+from clipscale.keys import group_options
+
+CPU = Case(64, 512, "fp32", "cpu", 1, 100.0)
+CUDA = replace(CPU, device="cuda", dtype="bf16")
+
+
+def test_every_preset_backend_and_peer_has_a_name() -> None:
+    assert set(methods()) == {
+        *group_options()["loss"],
+        *("tiled", "dense", "triton"),
+        *("open_clip", "inf_cl", "torch", "compile"),
+    }
+
+
+def test_presets_are_those_of_the_configuration() -> None:
+    known = methods()
+    assert (known["siglip"].objective, known["siglip"].scale, known["siglip"].bias) == ("sigmoid", 10.0, -10.0)
+    assert known["lit"].frozen_images
+    assert not known["infcl"].frozen_images
+    assert known["infcl"].scale is None
+
+
+def test_an_unknown_method_is_named_with_those_that_exist() -> None:
+    with pytest.raises(
+        UserError, match=r"methods=opencli: unknown; did you mean 'openclip'.*there are clip, .*compile"
+    ):
+        chosen("infcl,opencli", "cpu", 1)
+
+
+def test_a_method_named_twice_is_measured_once() -> None:
+    assert [method.name for method in chosen("infcl, torch,infcl", "cpu", 1)] == ["infcl", "torch"]
+
+
+def test_by_default_inf_cl_is_compared_where_it_can_run() -> None:
+    assert "inf_cl" not in [method.name for method in chosen("auto", "cpu", 1)]
+    assert "inf_cl" in [method.name for method in chosen("auto", "cuda", 1)]
+    assert [method.name for method in chosen("auto", "cpu", 4)] == ["clip", "openclip", "disco", "ring", "infcl"]
+
+
+@pytest.mark.parametrize(
+    ("name", "case", "reason"),
+    [
+        ("triton", CPU, "need CUDA"),
+        ("triton", CUDA, None),
+        ("inf_cl", CPU, "need CUDA"),
+        ("inf_cl", CUDA, None),
+        ("inf_cl", replace(CUDA, d=640), "D=640 is no multiple of 256"),
+        ("inf_cl", replace(CUDA, n=100), "N=100 is no multiple of 64"),
+        ("inf_cl", replace(CUDA, ranks=2), "one rank"),
+        ("torch", replace(CPU, ranks=2), "one rank"),
+        ("infcl", replace(CPU, ranks=2), None),
+    ],
+)
+def test_a_case_that_a_method_cannot_do_has_its_reason(name: str, case: Case, reason: str | None) -> None:
+    found = methods()[name].obstacle(case)
+    assert found is None if reason is None else reason in str(found), f"{name}: {found}"
+
+
+def test_matmuls_inside_kernels_are_not_counted_as_if_seen() -> None:
+    known = methods()
+    seen = {name: (known[name].visible(CPU), known[name].visible(CUDA)) for name in known}
+    assert seen["infcl"] == (True, False)
+    assert seen["tiled"] == seen["clip"] == seen["open_clip"] == (True, True)
+    assert seen["inf_cl"] == seen["compile"] == (False, False)

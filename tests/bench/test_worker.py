@@ -1,0 +1,178 @@
+"""What a measuring process finds: matmuls, errors, memory and bytes, held against numbers worked out by hand."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from clipscale.bench.memory import HostMemory, is_out_of_memory
+from clipscale.bench.methods import Case, Method, cross_entropy
+from clipscale.bench.processes import run, silent
+from clipscale.bench.worker import PAIR_COSINE, Job, Work, unit_flops, unit_pairs
+
+CASE = Case(96, 32, "fp32", "cpu", 1, 100.0)
+
+
+@pytest.fixture(autouse=True)
+def small_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("clipscale.bench.worker.GEMM_SIDE", {"cpu": 64})
+
+
+def worked(job: Job, **more: Method) -> Work:
+    """The job done in this process, with further methods."""
+    work = Work(job, 0, Path("unused"))
+    work.known |= more
+    assert work.do()
+    return work
+
+
+def test_a_unit_is_a_multiplication_and_an_addition_for_each_score_and_feature() -> None:
+    assert unit_flops(replace(CASE, n=4, d=2)) == 4 * 4 * 2 * 2
+
+
+def test_matmuls_are_counted_as_each_method_does_them() -> None:
+    # One matrix kept: scores, and two gradients. Tiles: the scores once more. ClipLoss: all of it twice. Locked images: one gradient less.
+    units = {"torch": 3, "dense": 3, "infcl": 4, "open_clip": 6, "siglip": 4, "lit": 3}
+    found = worked(Job(CASE, probed=list(units))).found
+    assert {name: record["units"] for name, record in found.items()} == units
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_the_error_against_the_oracle_is_that_of_the_precision(dtype: str) -> None:
+    names = ["infcl", "dense", "openclip", "siglip", "lit", "open_clip", "torch"]
+    found = worked(Job(replace(CASE, dtype=dtype), probed=names, reference=96)).found
+    bar = {"fp32": 1e-5, "bf16": 0.3}[dtype]
+    for name, record in found.items():
+        assert record["status"] == "ok", record
+        assert 0 < record["error"] < bar, f"{name}: {record['errors']}"
+        assert record["error"] == max(record["errors"].values())
+    assert "images" not in found["lit"]["errors"]
+
+
+def test_an_error_of_one_per_cent_is_seen_as_such() -> None:
+    wrong = Method("wrong", "", lambda *_: lambda u, v, scale: 1.01 * cross_entropy(u, v, scale))
+    errors = worked(Job(CASE, probed=["wrong"], reference=96), wrong=wrong).found["wrong"]["errors"]
+    # The scale's error is relative to a sum without signs, hence smaller.
+    assert all(0.0099 < errors[name] < 0.0101 for name in ("value", "images", "texts")), errors
+    assert 0 < errors["scale"] < 0.0101, errors
+
+
+def test_above_the_reference_size_no_error_is_given() -> None:
+    assert worked(Job(CASE, probed=["torch"], reference=95)).found["torch"]["error"] is None
+
+
+def test_methods_take_turns_and_a_warm_up_round_is_not_kept() -> None:
+    order: list[str] = []
+
+    def noting(name: str) -> Method:
+        def loss(u: torch.Tensor, v: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+            order.append(name)
+            return cross_entropy(u, v, scale)
+
+        return Method(name, "", lambda *_: loss)
+
+    work = worked(Job(CASE, timed=["a", "b"], repeats=3), a=noting("a"), b=noting("b"))
+    assert "".join(order) in ("baabbaab", "abbaabba")
+    for record in work.found.values():
+        assert len(record["forward_s"]) == len(record["backward_s"]) == len(work.gemm_s) == 3
+        assert all(seconds > 0 for seconds in record["forward_s"] + record["backward_s"] + work.gemm_s)
+
+
+def test_a_method_that_fails_is_a_record_with_the_reason_and_the_others_go_on() -> None:
+    def fails(u: torch.Tensor, v: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("kernel\ndoes not build")
+
+    def full(u: torch.Tensor, v: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    more = {name: Method(name, "", lambda *_, loss=loss: loss) for name, loss in (("fails", fails), ("full", full))}
+    work = worked(Job(CASE, probed=["fails", "torch"], timed=["full", "fails", "torch"], repeats=2), **more)
+    assert work.found["fails"]["status"] == "failed"
+    assert work.found["fails"]["reason"] == "RuntimeError: kernel does not build"
+    assert work.found["full"]["status"] == "out of memory"
+    assert len(work.found["torch"]["forward_s"]) == 2
+
+
+def test_pairs_are_unit_rows_alike_as_said_and_the_same_each_time() -> None:
+    u, v = unit_pairs(512, replace(CASE, d=64), torch.device("cpu"))
+    again, _ = unit_pairs(512, replace(CASE, d=64), torch.device("cpu"))
+    assert torch.equal(u, again)
+    assert torch.allclose(u.norm(dim=1), torch.ones(512)) and torch.allclose(v.norm(dim=1), torch.ones(512))
+    cosines = u @ v.T
+    assert abs(float(cosines.diagonal().mean()) - PAIR_COSINE) < 0.02
+    assert abs(float((cosines.sum() - cosines.trace()) / (512 * 511))) < 0.01
+
+
+# ---- memory ----
+
+
+def test_the_peak_of_the_host_is_seen_after_it_has_passed() -> None:
+    size = 64 << 20
+    memory = HostMemory()
+    block = torch.ones(size, dtype=torch.uint8)
+    del block
+    first, second = memory.growth(), memory.growth()
+    # The kernel's own count is off by up to 64 pages a thread.
+    assert abs(first - size) < 4 << 20, f"{first / 2**20:.1f} MiB for a block of 64"
+    assert second < 4 << 20, f"{second / 2**20:.1f} MiB for nothing"
+
+
+def test_a_method_that_does_not_fit_is_told_apart_from_one_that_fails() -> None:
+    # The scores alone are 64 MiB; tiles take two.
+    case = Case(4096, 16, "fp32", "cpu", 1, 100.0)
+    (answer,) = run(Job(case, probed=["torch"], memory=96 << 20))
+    assert answer["methods"]["torch"]["status"] == "out of memory", answer
+    (answer,) = run(Job(case, probed=["infcl"], memory=96 << 20))
+    record = answer["methods"]["infcl"]
+    assert record["status"] == "ok", record
+    assert 0 < record["extra_bytes"] < 48 << 20, record
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (MemoryError(), True),
+        (torch.OutOfMemoryError("x"), True),
+        (
+            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+            True,
+        ),
+        (RuntimeError("std::bad_alloc"), True),
+        (RuntimeError("shapes do not fit"), False),
+    ],
+)
+def test_failed_allocations_are_recognised(error: Exception, expected: bool) -> None:
+    assert is_out_of_memory(error) is expected
+
+
+@pytest.mark.parametrize(
+    ("status", "said", "expected", "reason"),
+    [
+        (-9, "", "out of memory", "SIGKILL"),
+        (-11, "", "failed", "SIGSEGV"),
+        (1, "Traceback\n  line\nImportError: no such thing\n", "failed", "ImportError: no such thing"),
+    ],
+)
+def test_a_process_that_says_nothing_has_its_end_as_the_reason(
+    status: int, said: str, expected: str, reason: str
+) -> None:
+    found = silent(Job(CASE, probed=["a"], timed=["a", "b"]), status, said)["methods"]
+    assert set(found) == {"a", "b"}
+    assert found["b"]["status"] == expected
+    assert reason in found["b"]["reason"]
+
+
+# ---- several ranks ----
+
+
+def test_ranks_count_their_bytes_and_share_the_work() -> None:
+    case = Case(64, 64, "fp32", "cpu", 2, 100.0)
+    answers = run(Job(case, probed=["infcl", "clip"], reference=64, threads=1))
+    for answer in answers:
+        infcl, clip = (answer["methods"][name] for name in ("infcl", "clip"))
+        assert infcl["status"] == clip["status"] == "ok", answer
+        # Half of all float32 features forward, half backward, and every gradient all the way round: 2 + 2 + 4 bytes for a feature.
+        assert 8.0 <= infcl["sent_bytes"] / (64 * 64) < 8.8, infcl
+        assert (infcl["units"], clip["units"]) == (2.0, 3.0), "of two ranks each does half, and for clip the whole"
+        assert max(infcl["error"], clip["error"]) < 1e-5, answer
