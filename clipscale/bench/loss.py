@@ -234,9 +234,10 @@ def _joined(ranks: list[Row], case: Case) -> Row:
         joined |= {name: _spread(times) for name, times in passes.items()}
     if "extra_bytes" in ranks[0]:
         for name in ("growth_bytes", "extra_bytes", "sent_bytes", "error"):
-            joined[name] = None if ranks[0][name] is None else max(rank[name] for rank in ranks)
+            known = [rank[name] for rank in ranks if rank[name] is not None]
+            joined[name] = max(known, default=None)
         joined["errors"] = ranks[0]["errors"] and {
-            name: max(rank["errors"][name] for rank in ranks) for name in ranks[0]["errors"]
+            name: max(rank["errors"].get(name, 0.0) for rank in ranks) for name in ranks[0]["errors"]
         }
         joined["units"] = None if ranks[0]["units"] is None else sum(rank["units"] for rank in ranks)
         sent = joined["sent_bytes"]

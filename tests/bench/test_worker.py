@@ -58,6 +58,15 @@ def test_an_error_of_one_per_cent_is_seen_as_such() -> None:
     assert 0 < errors["scale"] < 0.0101, errors
 
 
+def test_an_oracle_that_does_not_fit_is_no_failure_of_the_method(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> torch.Tensor:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+
+    monkeypatch.setattr("clipscale.bench.worker.dense_contrastive_loss", full)
+    record = worked(Job(CASE, probed=["torch"], reference=96)).found["torch"]
+    assert (record["status"], record["error"], record["errors"]) == ("ok", None, {})
+
+
 def test_above_the_reference_size_no_error_is_given() -> None:
     assert worked(Job(CASE, probed=["torch"], reference=95)).found["torch"]["error"] is None
 
