@@ -24,10 +24,10 @@ from clipscale.loss.triton_panels import Problem, RunningSum, accumulating, add_
 from clipscale.loss.triton_sigmoid import sigmoid_gradient_kernel, sigmoid_loss_kernel
 from clipscale.loss.triton_softmax import lse_kernel, softmax_gradient_kernel
 
-PARTIAL_BYTES = 128 << 20  # of partial sums at a time: a 32k x 32k panel with 128 x 128 tiles
-PANEL_BYTES = (
-    512 << 20
-)  # of score gradients at a time: a 16k x 16k panel in half precision, which keeps the GEMMs large
+# Of partial sums at a time: a 32k x 32k panel with 128 x 128 tiles.
+PARTIAL_BYTES = 128 << 20
+# Of score gradients at a time: a 16k x 16k panel in half precision, which keeps the library's GEMMs large.
+PANEL_BYTES = 512 << 20
 
 
 def lse_block(

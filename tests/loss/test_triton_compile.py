@@ -16,10 +16,19 @@ import pytest
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("kernels that are interpreted cannot be compiled", allow_module_level=True)
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime.driver import driver
 
+from clipscale.loss import triton_panels
+from clipscale.loss.triton_block import (
+    add_sigmoid_gradient_block,
+    add_softmax_gradient_block,
+    lse_block,
+    sigmoid_loss_block,
+)
 from clipscale.loss.triton_config import AMPERE, TABLE, Tiles, tiles_for
 from clipscale.loss.triton_panels import MERGED_LINES, MERGED_WIDTH
 from clipscale.loss.triton_sigmoid import sigmoid_gradient_kernel, sigmoid_loss_kernel
@@ -168,6 +177,46 @@ def test_the_merge_kernel_compiles_everywhere() -> None:
         constants = {"LINES": MERGED_LINES, "WIDTH": MERGED_WIDTH}
         binary = compiled(merge_kernel, capability, Tiles(0, 0, 0, warps=4, stages=2), "fp32", constants)
         assert binary.stack == 0, f"spills {binary.stack} bytes on sm_{capability}"
+
+
+class NoDevice:
+    """A driver that knows what to compile for and runs nothing."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+def test_the_launches_bind_and_compile_as_the_host_makes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arguments in the kernels' order, alignment seen by Triton, few variants: sizes and positions do not make new ones."""
+    compiled: dict[str, set[str]] = {}
+
+    def launch(kernel: Any, grid: int, device: torch.device, tiles: Tiles, *arguments: Any, **constants: Any) -> None:
+        options = {"num_warps": tiles.warps, "num_stages": tiles.stages, "maxnreg": tiles.registers}
+        built = kernel.run(*arguments, grid=(grid,), warmup=True, **constants, **options, enable_fp_fusion=True)
+        compiled.setdefault(kernel.__name__, set()).add(built.hash)
+        if kernel is not merge_kernel:
+            assert set(re.findall(r"cp\.async\.\S+ .*?, 0x(\w+)", built.asm["ptx"])) == {"10"}, kernel.__name__
+
+    monkeypatch.setattr(triton_panels, "launch", launch)
+    monkeypatch.setattr(triton_panels, "tiles_on", lambda device, *choice: tiles_for(90, *choice))
+    scale, out = torch.tensor(10.0), torch.zeros(501, 123)
+    monkeypatch.setattr(driver, "_active", NoDevice())
+    for n, m, positive in ((501, 300, 0), (1, 501, -16), (501, 16, None)):
+        u, v = (torch.zeros(size, 123, dtype=torch.float16) for size in (n, m))
+        r, c, a, b = (torch.zeros(size) for size in (n, m, n, m))
+        lse_block(u, v, scale, positive=positive)
+        sigmoid_loss_block(u, v, scale, scale, positive=positive)
+        grads: Any = {"d_u": out[:n], "d_v": out[:m].clone()}
+        add_softmax_gradient_block(u, v, scale, r, c, a, b, positive=positive, **grads)
+        add_sigmoid_gradient_block(u, v, scale, scale, 0.5, positive=positive, **grads)
+    names = ("lse_kernel", "merge_kernel", "softmax_gradient_kernel", "sigmoid_loss_kernel", "sigmoid_gradient_kernel")
+    assert {name: len(variants) for name, variants in compiled.items()} == dict.fromkeys(names, 1)
 
 
 def test_every_architecture_has_an_entry_for_every_pass() -> None:
