@@ -126,11 +126,37 @@ class DemoSettings:
 
 
 def data(argv: list[str]) -> int:
-    tools = {"demo": demo}
+    tools = {"demo": demo, "index": data_index, "stats": data_stats}
     if not argv or argv[0] not in tools:
         word = argv[0] if argv else ""
         raise UserError(f"data {word}: unknown; there is {', '.join(tools)}, as in: clipscale data demo")
     return tools[argv[0]](argv[1:])
+
+
+def data_index(argv: list[str]) -> int:
+    from clipscale.data.tools import IndexSettings, make_index
+
+    words, given = apart(IndexSettings, argv)
+    return make_index(words, simple(IndexSettings, "data index", given))
+
+
+def data_stats(argv: list[str]) -> int:
+    from clipscale.data.tools import StatsSettings, show_stats
+
+    words, given = apart(StatsSettings, argv)
+    return show_stats(words, simple(StatsSettings, "data stats", given))
+
+
+def apart(settings: type[Any], argv: list[str]) -> tuple[list[str], list[str]]:
+    """Plain words, such as shards, and KEY=VALUE settings. What looks like a key but is none is left to `simple` to refuse."""
+    declared = {key.name.partition(".")[0] for key in keys(settings.__module__, settings.__name__)}
+    given = [
+        word
+        for word in argv
+        if (key := word.partition("=")[0]) != word
+        and (key.partition(".")[0] in declared or (key.isidentifier() and not os.path.exists(word)))  # noqa: PTH110
+    ]
+    return [word for word in argv if word not in given], given
 
 
 def demo(argv: list[str]) -> int:
@@ -220,7 +246,11 @@ class Verb:
 VERBS = {
     "train": Verb("train a model, or go on with a run", train, usage.show_train),
     "eval": Verb("zero-shot classification and retrieval with a run's checkpoint", evaluate, usage.show_eval),
-    "data": Verb("`data demo`: render a small set of captioned scenes to try things on", data, usage.show_data),
+    "data": Verb(
+        "`data demo`: a small set to try things on; `data index`, `data stats`: look after shards",
+        data,
+        usage.show_data,
+    ),
     "report": Verb("draw a run: curves, results and retrieved images, on one page", report, usage.show_report),
     "bench": Verb("`bench loss`: time and memory of the loss, beside other people's", bench, usage.show_bench),
     "completion": Verb("Tab completion for the shell", completion, usage.show_completion),

@@ -88,6 +88,8 @@ LEAST = {
     "data.buffers": 1,
     "data.image_size": 1,
     "data.max_pixels": 1,
+    "data.cache_bytes": 0,
+    "data.retries": 0,
     "loss.tile": 1,
     "loss.ranks_per_node": 1,
     "loss.label_smoothing": 0,

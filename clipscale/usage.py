@@ -16,6 +16,8 @@ TRAIN = ("clipscale.config", "TrainConfig")
 EVAL = ("clipscale.eval.verb", "EvalRunConfig")
 SMALL = {
     "data demo": ("clipscale.cli", "DemoSettings"),
+    "data index": ("clipscale.data.tools", "IndexSettings"),
+    "data stats": ("clipscale.data.tools", "StatsSettings"),
     "bench loss": ("clipscale.bench.loss", "LossBenchSettings"),
     "report": ("clipscale.cli", "ReportSettings"),
     "eval": EVAL,
@@ -119,8 +121,24 @@ def show_eval(topics: Sequence[str]) -> None:
     )
 
 
+DATA_EXAMPLES = {
+    "demo": "clipscale data demo root=/tmp/demo samples=5000 seed=1",
+    "index": "clipscale data index '/data/laion/{00000..41455}.tar'\nclipscale data index @shards.txt cache=/scratch/index",
+    "stats": "clipscale data stats '/data/laion/*.tar'",
+}
+
+
 def show_data(topics: Sequence[str]) -> None:
-    show_small("data demo", "clipscale data demo root=/tmp/demo samples=5000 seed=1")
+    """One tool's keys, or all tools'."""
+    for topic in topics:
+        if topic not in DATA_EXAMPLES:
+            raise UserError(
+                f"data {topic}: unknown{nearest(topic, DATA_EXAMPLES)}; there is {', '.join(DATA_EXAMPLES)}"
+            )
+    for number, topic in enumerate(topics or DATA_EXAMPLES):
+        if number:
+            print()
+        show_small(f"data {topic}", DATA_EXAMPLES[topic], "" if topic == "demo" else " SHARD...")
 
 
 def show_report(topics: Sequence[str]) -> None:
@@ -140,8 +158,8 @@ def show_completion(topics: Sequence[str]) -> None:
     print('Tab completion for bash; put this into ~/.bashrc:\n\n  eval "$(clipscale completion bash)"')
 
 
-def show_small(verb: str, example: str) -> None:
-    print(f"Usage: clipscale {verb} [KEY=VALUE ...]\n")
+def show_small(verb: str, example: str, words: str = "") -> None:
+    print(f"Usage: clipscale {verb}{words} [KEY=VALUE ...]\n")
     columns((key.name, shown(key.default), spoken(key.doc)) for key in keys(*SMALL[verb]))
     examples(example)
 

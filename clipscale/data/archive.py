@@ -12,16 +12,20 @@ import os
 import re
 import tarfile
 import zlib
+from collections import Counter
 from collections.abc import Callable, Container, Generator
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
-from webdataset.gopen import gopen
-from webdataset.tariterators import base_plus_ext
+import numpy as np
+
+from clipscale.data.sources import Opened, SourceError, Store
 
 _META = re.compile(r"__[^/]*__($|/)")
 """Members that webdataset keeps for itself."""
+_NAME = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")
+"""Key and extension by webdataset's rule: the key ends at the first dot after the last slash."""
 
 
 @dataclass
@@ -40,6 +44,31 @@ class RawSample:
     key: str
     index: int
     members: dict[str, bytes] = field(repr=False)
+    damage: str = ""
+    """The reason why this sample cannot be used although its shard can be read on."""
+    detail: str = ""
+
+
+@dataclass
+class Census:
+    """What `read_shard` notes of every sample, whether it is wanted or not."""
+
+    starts: list[int] = field(default_factory=list)
+    """Where each sample's first header begins in the unpacked tar, and the end of the last sample."""
+    members: Counter[str] = field(default_factory=Counter)
+    """Extension -> members."""
+    sizes: Counter[str] = field(default_factory=Counter)
+    """Extension -> bytes of content."""
+
+
+ERRORS = (tarfile.TarError, OSError, EOFError, ValueError, ArithmeticError, zlib.error, lzma.LZMAError, SourceError)
+"""What reading a shard may raise, however it is damaged."""
+
+
+def key_and_extension(name: str) -> tuple[str, str] | None:
+    """The sample and the kind that a member's name says, or None where it says none."""
+    match = None if _META.match(name) else _NAME.match(name)
+    return (match[1], match[2].lower()) if match else None
 
 
 def read_shard(
@@ -47,41 +76,127 @@ def read_shard(
     problem: ReadProblem,
     want: Callable[[int], bool] = lambda _: True,
     extensions: Container[str] | None = None,
+    *,
+    store: Store | None = None,
+    places: Callable[[str, Opened], np.ndarray | None] | None = None,
+    census: Census | None = None,
 ) -> Generator[RawSample, None, None]:
     """The raw samples of a shard in their order. Ends early where the shard cannot be read on, saying why in `problem`.
 
     A sample is a run of members with one key, by webdataset's rule for names (its key ends at the first dot after the last slash).
     Contents are read for samples whose index is wanted and members whose extension is; the rest is seeked over where the source can seek.
+    `places` may know, from an index, where the samples begin: (samples + 1,) byte offsets. Then samples that are not wanted are not even
+    looked at (their key is empty), and damage costs only the sample that it lies in.
     Names are names only: nothing is ever written or opened by them. A second member of the same name in a sample is ignored.
     """
+    count = 0
+    try:
+        opened = (store or Store()).open(url)
+        with closing(opened.stream) as source:
+            offsets = places(url, opened) if places is not None and seekable(source) else None
+            if offsets is not None:
+                samples = _read_places(url, source, offsets, want, extensions)
+            else:
+                samples = _read_on(url, source, want, extensions, census)
+            for raw in samples:
+                count += 1
+                yield raw
+    except SourceError as error:
+        problem.reason, problem.detail = error.reason, f"{url}: {error}"
+    except ERRORS as error:
+        problem.reason = "truncated_shard" if count or isinstance(error, _InsideError) else "unreadable_shard"
+        problem.detail = f"{url}: {error.args[0] if error.args else type(error).__name__}"
+
+
+class _InsideError(tarfile.ReadError):
+    """Damage after the shard's first member."""
+
+
+def _read_on(
+    url: str,
+    source: Any,
+    want: Callable[[int], bool],
+    extensions: Container[str] | None,
+    census: Census | None,
+) -> Generator[RawSample, None, None]:
+    """Header by header."""
     index, key = -1, None
     members: dict[str, bytes] = {}
-    wanted = False
-    try:
-        with closing(gopen(url)) as source, closing(_plain(source)) as stream:
-            seekable = hasattr(stream, "seekable") and stream.seekable()
-            while (header := next_member(stream)) is not None:
+    wanted, start = False, 0
+    with closing(Metered(unpacked(source))) as stream:
+        can_seek = seekable(stream)
+        try:
+            while True:
+                start = stream.at
+                header = next_member(stream)
+                if header is None:
+                    break
                 name, size = header
-                own, extension = base_plus_ext(name)
-                if own is None or _META.match(name):
-                    _pass_over(stream, size + -size % BLOCK, seekable)
+                named = key_and_extension(name)
+                if named is None:
+                    _pass_over(stream, size + -size % BLOCK, can_seek)
                     continue
+                own, extension = named
                 if own != key:
                     if key is not None:
                         yield RawSample(url, key, index, members)
                     index, key, members = index + 1, own, {}
                     wanted = want(index)
-                extension = extension.lower()
+                    if census is not None:
+                        census.starts.append(start)
+                if census is not None:
+                    census.members[extension] += 1
+                    census.sizes[extension] += size
                 if wanted and extension not in members and (extensions is None or extension in extensions):
                     members[extension] = _read_exactly(stream, size)
-                    _pass_over(stream, -size % BLOCK, seekable)
+                    _pass_over(stream, -size % BLOCK, can_seek)
                 else:
-                    _pass_over(stream, size + -size % BLOCK, seekable)
-            if key is not None:
-                yield RawSample(url, key, index, members)
-    except (tarfile.TarError, OSError, EOFError, ValueError, ArithmeticError, zlib.error, lzma.LZMAError) as error:
-        problem.reason = "unreadable_shard" if index < 0 else "truncated_shard"
-        problem.detail = f"{url}: {error.args[0] if error.args else type(error).__name__}"
+                    _pass_over(stream, size + -size % BLOCK, can_seek)
+        except ERRORS as error:
+            if index < 0 or isinstance(error, SourceError):
+                raise
+            raise _InsideError(error.args[0] if error.args else type(error).__name__) from error
+        if key is not None:
+            yield RawSample(url, key, index, members)
+        if census is not None:
+            census.starts.append(start)
+
+
+def _read_places(
+    url: str,
+    source: Any,
+    places: np.ndarray,
+    want: Callable[[int], bool],
+    extensions: Container[str] | None,
+) -> Generator[RawSample, None, None]:
+    """Sample by sample where the index says that they lie, each with one read."""
+    for index in range(len(places) - 1):
+        if not want(index):
+            yield RawSample(url, "", index, {})
+            continue
+        source.seek(int(places[index]))
+        extent = source.read(int(places[index + 1]) - int(places[index]))
+        try:
+            yield _sample_in(url, index, io.BytesIO(extent), extensions)
+        except (tarfile.TarError, ValueError) as error:
+            yield RawSample(url, "", index, {}, "damaged_sample", str(error))
+
+
+def _sample_in(url: str, index: int, stream: io.BytesIO, extensions: Container[str] | None) -> RawSample:
+    key = ""
+    members: dict[str, bytes] = {}
+    while (header := next_member(stream)) is not None:
+        name, size = header
+        named = key_and_extension(name)
+        if named is not None:
+            key, extension = key or named[0], named[1]
+            if named[0] != key:
+                raise tarfile.ReadError(f"two samples, {key!r} and {named[0]!r}, where the index has one")
+            if extension not in members and (extensions is None or extension in extensions):
+                members[extension] = _read_exactly(stream, size)
+                stream.seek(-size, os.SEEK_CUR)
+        stream.seek(size + -size % BLOCK, os.SEEK_CUR)
+    return RawSample(url, key, index, members)
 
 
 # -- the tar format (POSIX.1-2001 ustar and pax; GNU long names) -------------------------------------------------------
@@ -89,6 +204,8 @@ def read_shard(
 BLOCK = 512
 LARGEST_MEMBER = 1 << 30
 """A header that claims more than this many bytes is taken for damage; nothing of that size is a picture."""
+
+LARGEST_HEADER = 1 << 20
 
 
 def next_member(stream: Any) -> tuple[str, int] | None:
@@ -105,7 +222,7 @@ def next_member(stream: Any) -> tuple[str, int] | None:
             raise tarfile.ReadError("bad checksum in a header")
         size, kind = _number(block[124:136]), block[156:157]
         if kind in b"LxK":  # what the next header should have said, as content
-            content = _read_exactly(stream, size)
+            content = _read_exactly(stream, size, LARGEST_HEADER)
             _read_exactly(stream, -size % BLOCK)
             if kind == b"L":
                 long_name = _text(content)
@@ -153,8 +270,8 @@ def _pax(content: bytes) -> dict[str, str]:
     return fields
 
 
-def _read_exactly(stream: Any, size: int) -> bytes:
-    if size > LARGEST_MEMBER:
+def _read_exactly(stream: Any, size: int, most: int = LARGEST_MEMBER) -> bytes:
+    if not 0 <= size <= most:
         raise tarfile.ReadError(f"a member claims {size} bytes")
     data = stream.read(size)
     if len(data) < size:
@@ -172,6 +289,42 @@ def _pass_over(stream: Any, size: int, seekable: bool) -> None:
         if not got:
             raise tarfile.ReadError("ends within a member")
         size -= got
+
+
+class Metered:
+    """A stream that is read on, its bytes counted and, for a checksum, hashed; hashed ones are read where others would be skipped."""
+
+    def __init__(self, source: Any, digest: Any = None) -> None:
+        self._source, self._digest, self.at = source, digest, 0
+
+    def read(self, size: int = -1) -> bytes:
+        data: bytes = self._source.read(size)
+        self.at += len(data)
+        if self._digest is not None:
+            self._digest.update(data)
+        return data
+
+    def seekable(self) -> bool:
+        return self._digest is None and seekable(self._source)
+
+    def seek(self, offset: int, whence: int = os.SEEK_CUR) -> int:
+        assert whence == os.SEEK_CUR, "forward only"
+        self._source.seek(offset, whence)
+        self.at += offset
+        return self.at
+
+    def close(self) -> None:
+        """Close the source; the checksum is of the whole, so what is left of it is read first."""
+        try:
+            while self._digest is not None and self.read(1 << 20):
+                pass
+        finally:
+            self._source.close()
+
+
+def seekable(stream: Any) -> bool:
+    """Whether the stream can go to another place."""
+    return hasattr(stream, "seekable") and bool(stream.seekable())
 
 
 class _Rejoined(io.RawIOBase):
@@ -197,12 +350,12 @@ _MAGICS: tuple[tuple[bytes, Callable[[Any], Any]], ...] = (
 )
 
 
-def _plain(source: Any) -> Any:
+def unpacked(source: Any) -> Any:
     """The uncompressed bytes of a stream, whatever it is packed with. Raises tarfile.ReadError if it is empty."""
     first = source.read(6)
     if not first:
         raise tarfile.ReadError("empty")
-    if hasattr(source, "seekable") and source.seekable():
+    if seekable(source):
         source.seek(0)
         stream = source
     else:

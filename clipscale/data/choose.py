@@ -42,7 +42,7 @@ def choose_order(
     position: dict[str, Any] | None,
 ) -> Order:
     """Exact epochs where the samples can be counted, else shards drawn with replacement; and how many lanes. Raises UserError."""
-    counts = shards.noted_counts(urls)
+    counts = shards.noted_counts(urls, config.cache)
     if config.order == "epochs" and weights is not None:
         raise UserError("data.weights and data.order=epochs exclude each other; weights need data.order=resampled")
     wants_epochs = config.order == "epochs" or (config.order == "auto" and weights is None)
@@ -50,11 +50,12 @@ def choose_order(
         unknown = [url for url, count in zip(urls, counts) if count is None]
         local = all(shards.is_local(url) for url in unknown)
         if unknown and local and (config.order == "epochs" or len(urls) <= shards.SCAN_AT_MOST):
-            scanned = dict(zip(unknown, shards.scanned_counts(unknown)))
+            scanned = dict(zip(unknown, shards.scanned_counts(unknown, config.cache)))
             counts = [scanned[url] if count is None else count for url, count in zip(urls, counts)]
         elif unknown and config.order == "epochs":
             raise UserError(
-                f"data.order=epochs: the samples in {unknown[0]} are not known; put a sizes.json beside it, or take data.order=resampled"
+                f"data.order=epochs: the samples in {unknown[0]} are not known; run `clipscale data index` on the shards, "
+                "or take data.order=resampled"
             )
     known = [count for count in counts if count is not None]
     exact = wants_epochs and len(known) == len(counts)
@@ -64,7 +65,7 @@ def choose_order(
             len(urls),
         )
     total = sum(known) if exact else None
-    if total == 0:
+    if len(known) == len(counts) and not sum(known):
         raise UserError(
             f"data.train={config.train}: the {len(urls)} shards hold no sample; check that they are image-text tar files"
         )

@@ -44,6 +44,12 @@ class DataConfig:
     """Larger images are skipped as broken (`huge_image`)."""
     allow_pipe: bool = False
     """Permit `pipe:` shard addresses, which run a shell command."""
+    cache: str | None = None
+    """Folder for copies of remote shards, and for indexes that cannot lie beside their shards; None: no copies, the user's cache folder."""
+    cache_bytes: int | None = None
+    """Bound on the copies in `cache`, the least recently used go first (`2T`); 0: no copies, None: as much as the disk has."""
+    retries: int = 8
+    """Requests in a row that may fail before a remote shard is given up; each waits longer than the one before."""
     timeout_s: float = 300.0
     """A worker silent for this long ends the run with its name."""
 
@@ -52,7 +58,7 @@ def check(config: DataConfig, batch: int, world: int) -> None:
     """Raise UserError for settings that cannot work with any data."""
     if batch < 1 or batch % world:
         raise UserError(f"batch={batch} is not a multiple of the {world} processes; take a multiple")
-    for name, least in (("workers", 0), ("shuffle", 0), ("buffers", 1), ("max_pixels", 1)):
+    for name, least in (("workers", 0), ("shuffle", 0), ("buffers", 1), ("max_pixels", 1), ("retries", 0)):
         if getattr(config, name) < least:
             raise UserError(f"data.{name}={getattr(config, name)}: must be at least {least}")
     if config.timeout_s <= 0:

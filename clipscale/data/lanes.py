@@ -8,14 +8,17 @@ C: channels, S: side in pixels, T: tokens.
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 
 import numpy as np
 
+from clipscale.data import index
 from clipscale.data.archive import RawSample, ReadProblem, read_shard
 from clipscale.data.batch import Slot, sample_id
 from clipscale.data.decode import IMAGE_TYPES, BrokenSampleError, TrainTransform, caption_of, image_bytes
 from clipscale.data.order import AUGMENT, WINDOW, Draws, Order, Segment, permutation
+from clipscale.data.sources import Access, Store
 from clipscale.errors import UserError
 
 MOST_BROKEN = 20_000
@@ -36,12 +39,12 @@ Tick = Callable[[], None]
 
 
 def segment_samples(
-    segment: Segment, url: str, window: int, seed: int, extensions: Container[str], broken: Counter[str], tick: Tick
+    segment: Segment, url: str, window: int, seed: int, extensions: Container[str], store: Store
 ) -> Iterator[RawSample | Lost]:
     """The segment's places in emission order: the shard is read in windows of `window` samples, each in a random order.
 
     Only places inside the segment are kept in memory or yielded. One item per place where the count is known (samples beyond it are not
-    part of the order, but noted in `broken`); where it is not, a shard that ends badly yields one Lost more.
+    part of the order, but noted in the tally); where it is not, a shard that ends badly yields one Lost more.
     """
     problem = ReadProblem()
     begin = 0
@@ -51,7 +54,8 @@ def segment_samples(
         # without a count the order within the window is not known yet, but windows before the segment are
         return begin + window > segment.start if wanted is None else index - begin in wanted
 
-    reader = read_shard(url, problem, want, extensions)
+    places = partial(index.places, cache=store.access.cache)
+    reader = read_shard(url, problem, want, extensions, store=store, places=places)
     try:
         while segment.stop is None or begin < segment.stop:
             size = window if segment.count is None else min(window, segment.count - begin)
@@ -62,7 +66,7 @@ def segment_samples(
                 wanted = set(order[first:last].tolist())
             raws: list[RawSample] = []
             for raw in islice(reader, size):
-                tick()
+                store.tick()
                 raws.append(raw)
             if segment.count is None:
                 order = permutation(len(raws), seed, WINDOW, segment.turn, segment.shard, begin // window)
@@ -78,7 +82,7 @@ def segment_samples(
                     yield Lost(problem.reason, problem.detail)
                 return
         if segment.stop == segment.count and (surplus := sum(1 for _ in reader)):
-            broken["not_in_count"] += surplus
+            store.tally["not_in_count"] += surplus
     finally:
         reader.close()
 
@@ -105,6 +109,7 @@ class Plan:
     transform: TrainTransform
     tokenizer: Callable[[list[str]], object]
     caption_key: str
+    access: Access
     shares: tuple[LaneShare, ...]
     piece: int
 
@@ -113,7 +118,8 @@ class LaneReader:
     """Gives one usable sample after another; `turn` and `index` say how far the lane has come, in raw samples."""
 
     def __init__(self, plan: Plan, share: LaneShare, broken: Counter[str], tick: Tick) -> None:
-        self._plan, self._lane, self._broken, self._tick = plan, share.lane, broken, tick
+        self._plan, self._lane, self._broken = plan, share.lane, broken
+        self._store = Store(plan.access, broken, tick)
         self._extensions = {*IMAGE_TYPES, plan.caption_key.partition(":")[0]}
         self.turn, self.index = share.turn, share.index
         self._samples = self._walk()
@@ -131,8 +137,7 @@ class LaneReader:
                     plan.window,
                     plan.seed,
                     self._extensions,
-                    self._broken,
-                    self._tick,
+                    self._store,
                 ):
                     self.index += 1
                     yield segment, item
@@ -146,6 +151,8 @@ class LaneReader:
             try:
                 if isinstance(item, Lost):
                     raise BrokenSampleError(item.reason, item.detail)
+                if item.damage:
+                    raise BrokenSampleError(item.damage, item.detail)
                 caption = caption_of(item.members, plan.caption_key)
                 draws = Draws(plan.seed, AUGMENT, segment.turn, segment.shard, item.index)
                 plan.transform(image_bytes(item.members), draws, out)
@@ -177,7 +184,7 @@ class Producer:
 
     def __init__(self, plan: Plan, tick: Tick) -> None:
         self.broken: Counter[str] = Counter()
-        """Reason -> count since the caller last cleared it."""
+        """Reason -> count since the caller last cleared it; what begins with SEEN cost no sample."""
         self._plan = plan
         self._lanes = {share.lane: LaneReader(plan, share, self.broken, tick) for share in plan.shares}
         self._places = [(share.lane, place) for share in plan.shares for place in range(share.first, share.stop)]

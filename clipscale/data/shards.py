@@ -5,32 +5,24 @@ import json
 import logging
 import os
 import re
-import sqlite3
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from pathlib import Path
 
-import platformdirs
-from webdataset.gopen import gopen_schemes
-from webdataset.shardlists import expand_urls
+from braceexpand import UnbalancedBracesError, braceexpand
 
+from clipscale.data import index
 from clipscale.data.archive import ReadProblem, read_shard
+from clipscale.data.sources import is_local, require, scheme_of
 from clipscale.errors import UserError
 
 log = logging.getLogger(__name__)
 
 SCAN_AT_MOST = 256
 """Shards whose headers are read to count samples when nothing else tells; more than that would delay the start of a run."""
-_SCHEME = re.compile(r"^[a-z][a-z0-9+.-]+:", re.IGNORECASE)
 
 
 # -- which shards ------------------------------------------------------------------------------------------------------
-
-
-def is_local(url: str) -> bool:
-    """Whether the address is a path on this machine rather than a URL."""
-    return not _SCHEME.match(url)
 
 
 def expand(source: str, allow_pipe: bool = False, *, setting: str = "data.train") -> list[str]:
@@ -50,14 +42,7 @@ def expand(source: str, allow_pipe: bool = False, *, setting: str = "data.train"
     if source.startswith("file:"):
         source = re.sub(r"^file:(//)?", "", source)
     if not is_local(source):
-        urls = _braces(source, setting)
-        for url in urls:
-            if url.split(":")[0].lower() not in gopen_schemes and not is_local(url):
-                known = ", ".join(f"{scheme}:" for scheme in sorted(gopen_schemes) if not scheme.startswith("_"))
-                raise UserError(
-                    f"{setting}={source!r}: no reader for {url.split(':')[0]}: addresses; there are {known} and local paths"
-                )
-        return urls
+        return [url for address in _braces(source, setting) for url in _listed(address, setting)]
     source = os.path.expanduser(source)  # noqa: PTH111 (a pattern, not yet a path)
     if Path(source).is_dir():
         found = sorted(str(p) for p in Path(source).glob("*.tar*") if p.is_file())
@@ -83,10 +68,30 @@ def expand(source: str, allow_pipe: bool = False, *, setting: str = "data.train"
 
 
 def _braces(source: str, setting: str) -> list[str]:
+    """Braces and `${NAME}` (environment variable WDS_NAME, as webdataset has it) resolved, `::` taken apart."""
     try:
-        return expand_urls(source)
-    except (ValueError, AssertionError) as error:  # unbalanced braces; ${NAME} without WDS_NAME in the environment
+        filled = re.sub(r"\$\{(\w+)\}", lambda name: os.environ["WDS_" + name[1]], source)
+        return [url for part in filled.split("::") for url in braceexpand(part)]
+    except (UnbalancedBracesError, KeyError) as error:
         raise UserError(f"{setting}={source!r} cannot be expanded: {error}") from error
+
+
+def _listed(url: str, setting: str) -> list[str]:
+    """The objects that a remote pattern (`s3://bucket/*.tar`) or folder (`s3://bucket/set/`) names; another address is itself."""
+    require(url, setting)
+    if scheme_of(url) in ("http", "https", "pipe") or not (re.search(r"[*?\[]", url) or url.endswith("/")):
+        return [url]
+    from fsspec.core import url_to_fs
+
+    pattern = url + "*.tar*" if url.endswith("/") else url
+    try:
+        system, path = url_to_fs(pattern)
+        found = sorted(str(system.unstrip_protocol(name)) for name in system.glob(path))
+    except Exception as error:  # each library behind fsspec has its own
+        raise UserError(f"{setting}={url!r} cannot be listed ({type(error).__name__}: {error})") from error
+    if not found:
+        raise UserError(f"{setting}={url!r} matches no shard")
+    return found
 
 
 def _from_list(path: Path, allow_pipe: bool, setting: str) -> list[str]:
@@ -121,14 +126,25 @@ def _absent(names: Sequence[str]) -> list[str]:
 # -- how many samples --------------------------------------------------------------------------------------------------
 
 
-def noted_counts(urls: Sequence[str]) -> list[int | None]:
-    """Samples per shard as noted beside the shards: `sizes.json` (webdataset) or `NNNNN_stats.json` (img2dataset); None: not noted."""
+def noted_counts(urls: Sequence[str], cache: str | None = None) -> list[int | None]:
+    """Samples per shard as noted in an index, in `sizes.json` (webdataset) or in `NNNNN_stats.json` (img2dataset); None: not noted."""
+    entries, stale = index.current(urls, cache)
+    if stale:
+        log.warning(
+            "the index of %d of %d shards is out of date (first: %s): they have changed since; counting them without it, "
+            "run `clipscale data index` again",
+            len(stale),
+            len(urls),
+            stale[0],
+        )
     sizes: dict[str, dict[str, int]] = {}
     for folder in {os.path.split(url)[0] for url in urls if is_local(url)}:
         path = Path(folder) / "sizes.json"
         sizes[folder] = _json(path) if path.is_file() else {}
 
     def noted(url: str) -> int | None:
+        if url in entries:
+            return entries[url].samples
         if not is_local(url):
             return None
         folder, leaf = os.path.split(url)
@@ -151,34 +167,20 @@ def _json(path: Path) -> dict[str, int]:
     return value if isinstance(value, dict) else {}
 
 
-def scanned_counts(urls: Sequence[str]) -> list[int]:
-    """Samples per local shard from its tar headers, remembered in the user's cache folder by path, size and time of change.
+def scanned_counts(urls: Sequence[str], cache: str | None = None) -> list[int]:
+    """Samples per local shard from its tar headers, remembered in an index in the cache folder.
 
     A shard that cannot be read counts what could be read. The processes of one machine take turns, so that one of them scans.
     """
-    cache = Path(platformdirs.user_cache_dir("clipscale", appauthor=False)) / "counts.sqlite"
+    found: dict[str, index.Entry] = {}
     try:
-        cache.parent.mkdir(parents=True, exist_ok=True)
-        with closing(sqlite3.connect(cache, timeout=600, isolation_level=None)) as base:
-            base.execute("CREATE TABLE IF NOT EXISTS counts (path TEXT PRIMARY KEY, size INT, time INT, samples INT)")
-            base.execute("BEGIN IMMEDIATE")
-            found = [_remembered(base, url) for url in urls]
-            base.execute("COMMIT")
-            return found
-    except (OSError, sqlite3.Error) as error:
-        log.warning("%s: counts are not remembered (%s)", cache, error)
-        return [count_samples(url) for url in urls]
-
-
-def _remembered(base: sqlite3.Connection, url: str) -> int:
-    path = str(Path(url).resolve())
-    about = Path(path).stat()
-    row = base.execute("SELECT size, time, samples FROM counts WHERE path = ?", (path,)).fetchone()
-    if row and row[:2] == (about.st_size, about.st_mtime_ns):
-        return int(row[2])
-    samples = count_samples(url)
-    base.execute("INSERT OR REPLACE INTO counts VALUES (?, ?, ?, ?)", (path, about.st_size, about.st_mtime_ns, samples))
-    return samples
+        index.update(
+            urls, place=lambda folder: index.place_for(folder, cache or str(index.own_cache())), checksum=False
+        )
+        found, _ = index.current(urls, cache)
+    except UserError as error:
+        log.warning("counts are not remembered: %s", error)
+    return [found[url].samples if url in found else count_samples(url) for url in urls]
 
 
 def count_samples(path: str) -> int:

@@ -20,6 +20,7 @@ from clipscale.data.config import DataConfig, check
 from clipscale.data.decode import TrainTransform
 from clipscale.data.lanes import LaneShare, Plan, Producer, places_of
 from clipscale.data.order import Epochs, fingerprint, lane_bounds
+from clipscale.data.sources import SEEN, Access
 from clipscale.data.workers import Report, Workers, reports
 from clipscale.errors import UserError
 
@@ -79,6 +80,7 @@ class TrainStream:
                 ),
                 tokenizer=tokenizer,
                 caption_key=config.caption_key,
+                access=Access(config.cache, config.cache_bytes, config.retries),
                 shares=stripe,
                 piece=max(PIECE, self._size // (len(stripes) * PIECES)),
             )
@@ -87,6 +89,8 @@ class TrainStream:
         self._places = [places_of(stripe) for stripe in stripes]
         self.broken: Counter[str] = Counter()
         """Reason -> samples passed over so far, on this rank."""
+        self.seen: Counter[str] = Counter()
+        """What went wrong so far without costing a sample: requests made again and the like."""
         self._wait_s = 0.0
         self._step = -1
         self._done: dict[int, list[int]] = {}
@@ -209,7 +213,9 @@ class TrainStream:
         self._wait_s += time.monotonic() - begun
 
     def _note(self, number: int, report: Report) -> None:
-        self.broken.update(report.broken)
+        for reason, count in report.broken.items():
+            own, name = (self.seen, reason.removeprefix(SEEN)) if reason.startswith(SEEN) else (self.broken, reason)
+            own[name] += count
         if report.positions is not None:
             self._ends[report.step].update(report.positions)
         elif report.step >= 0:

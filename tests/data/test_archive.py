@@ -2,14 +2,10 @@
 
 import bz2
 import gzip
-import http.server
 import io
 import lzma
 import os
-import shutil
 import tarfile
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -189,51 +185,3 @@ def test_only_what_is_wanted_is_read(tmp_path: Path) -> None:
     samples = list(read_shard(str(path), ReadProblem(), want=lambda i: i % 2 == 1, extensions={"txt"}))
     assert [s.index for s in samples] == list(range(6))
     assert [sorted(s.members) for s in samples] == [[], ["txt"]] * 3
-
-
-# -- over the network --------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[str]:
-    """A web server that offers tmp_path; `/cut/NAME` breaks off in the middle of NAME."""
-
-    class Handler(http.server.SimpleHTTPRequestHandler):
-        def do_GET(self) -> None:
-            if not self.path.startswith("/cut/"):
-                return super().do_GET()
-            data = (tmp_path / self.path.removeprefix("/cut/")).read_bytes()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data[: len(data) // 2])
-            return None
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), lambda *a: Handler(*a, directory=str(tmp_path))) as served:
-        threading.Thread(target=served.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{served.server_address[1]}"
-        served.shutdown()
-
-
-@pytest.mark.skipif(shutil.which("curl") is None, reason="webdataset reads http through curl, which is not installed")
-@pytest.mark.timeout(60)
-def test_shards_are_read_over_http(tmp_path: Path, server: str) -> None:
-    path = write_shards(tmp_path, [30])[0]
-    keys = [s.key for s in read(path)[0]]
-    samples, problem = read(f"{server}/00000.tar")
-    assert [s.key for s in samples] == keys and problem.reason is None
-    assert read(f"{server}/missing.tar")[1].reason == "unreadable_shard"
-    first = read_shard(f"{server}/00000.tar", ReadProblem())
-    assert next(first).key == keys[0]
-    first.close()  # leaves a transfer in the middle
-
-
-@pytest.mark.skipif(shutil.which("curl") is None, reason="webdataset reads http through curl, which is not installed")
-@pytest.mark.timeout(60)
-def test_a_transfer_that_breaks_off_is_noticed(tmp_path: Path, server: str) -> None:
-    write_shards(tmp_path, [30])
-    samples, problem = read(f"{server}/cut/00000.tar")
-    assert len(samples) < 30 and problem.reason in ("truncated_shard", "unreadable_shard"), problem

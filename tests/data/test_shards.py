@@ -3,9 +3,10 @@
 import json
 from pathlib import Path
 
+import fsspec
 import pytest
 
-from clipscale.data import shards
+from clipscale.data import index, sources
 from clipscale.data.shards import (
     expand,
     noted_counts,
@@ -63,9 +64,25 @@ def test_patterns_that_cannot_be_expanded_are_refused(source: str) -> None:
 
 def test_addresses_are_expanded_but_not_looked_up() -> None:
     assert expand("https://host/{0..2}.tar") == [f"https://host/{i}.tar" for i in range(3)]
-    assert expand("gs://a/0.tar::gs://b/1.tar") == ["gs://a/0.tar", "gs://b/1.tar"]
-    with pytest.raises(UserError, match=r"no reader for ftp: addresses; there are .*https:.* and local paths"):
-        expand("ftp://host/{0..2}.tar")
+    assert expand("s3://a/0.tar::s3://b/1.tar") == ["s3://a/0.tar", "s3://b/1.tar"]
+    with pytest.raises(UserError, match=r"no reader for gopher: addresses; there are .*https:.* and local paths"):
+        expand("gopher://host/{0..2}.tar")
+
+
+def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources.importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(UserError, match=r"s3: addresses need the package s3fs; pip install 'clipscale\[s3\]'"):
+        expand("s3://bucket/{0..2}.tar")
+
+
+def test_remote_patterns_and_folders_are_listed() -> None:
+    system = fsspec.filesystem("memory")
+    for name in ("b.tar", "a.tar", "notes.txt"):
+        system.pipe(f"/listed/{name}", b"x")
+    expected = ["memory:///listed/a.tar", "memory:///listed/b.tar"]
+    assert expand("memory://listed/*.tar") == expand("memory://listed/") == expected
+    with pytest.raises(UserError, match="matches no shard"):
+        expand("memory://listed/*.zip")
 
 
 @pytest.mark.parametrize("source", ["pipe:cat x.tar", "https://host/0.tar::pipe:cat x.tar"])
@@ -102,7 +119,7 @@ def test_scanned_counts_are_remembered_until_the_shard_changes(tmp_path: Path, m
     path = write_shards(tmp_path, [5], sized=False)[0]
     assert scanned_counts([str(path)]) == [5]
     with monkeypatch.context() as patch:
-        patch.setattr(shards, "count_samples", lambda _: pytest.fail("scanned again"))
+        patch.setattr(index, "survey", lambda *_: pytest.fail("scanned again"))
         assert scanned_counts([str(path)]) == [5]
     write_tar(path, sample("a") + sample("b"))
     assert scanned_counts([str(path)]) == [2]

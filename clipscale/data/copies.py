@@ -1,0 +1,164 @@
+"""Local copies of remote shards, shared by all processes of a machine, with a bound on their bytes: the least recently used go first.
+
+A copy is written under another name and renamed when it is complete. Locks are flock's, so those of a process that dies are gone with it.
+"""
+
+import errno
+import fcntl
+import hashlib
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+from clipscale.data.remote import LARGEST_BLOCK, RemoteFile, origin_of
+from clipscale.data.sources import Opened, SourceError, Store, leaf_of
+
+log = logging.getLogger(__name__)
+
+_PART = ".part"
+
+
+class Copies:
+    """The copies in one folder."""
+
+    def __init__(self, folder: str, bound: int | None) -> None:
+        self._folder, self._bound = Path(folder).expanduser() / "shards", bound
+
+    def open(self, url: str, store: Store) -> Opened:
+        """The shard's copy, made first if need be; the remote object itself where there is no room for a copy. Raises SourceError."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        try:
+            remote = RemoteFile(origin_of(url, store.access.wait_s), store)
+        except SourceError as error:
+            if error.reason == "unreachable_shard" and (known := sorted(self._folder.glob(f"{_digest(url)}-*"))):
+                store.see("copy_of_unreachable")
+                return Opened(known[-1].open("rb"), None, "")
+            raise
+        path = self._folder / f"{_digest(url)}-{_digest(f'{remote.length} {remote.version}')}-{leaf_of(url)[-80:]}"
+        while True:
+            try:
+                copy = path.open("rb", buffering=1 << 17)
+                os.utime(path)
+                return Opened(copy, remote.length, remote.version)
+            except FileNotFoundError:  # not there yet, or evicted between the two lines
+                pass
+            if not self._make(path, remote, store):
+                remote.seek(0)
+                return Opened(remote, remote.length, remote.version)
+
+    def _make(self, path: Path, remote: RemoteFile, store: Store) -> bool:
+        """Write the copy, or wait while another process does. False if there is no room for it."""
+        part = path.with_name("." + path.name + _PART)
+        with part.open("ab") as out:
+            _lock(out, store.tick)
+            if path.exists() or not _still(out, part):
+                return True  # another process has finished, or failed and left
+            try:
+                if not self._reserve(out, part, remote.length):
+                    part.unlink()
+                    store.see("no_room_for_copy")
+                    return False
+                remote.seek(0)
+                with part.open("r+b") as body:
+                    while data := remote.read(LARGEST_BLOCK):
+                        body.write(data)
+                        store.tick()
+                    body.flush()
+                    os.fsync(body.fileno())
+                part.rename(path)
+                return True
+            except OSError as error:
+                part.unlink(missing_ok=True)
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                log.warning("data.cache=%s: %s; going on without a copy", self._folder.parent, error.strerror)
+                store.see("no_room_for_copy")
+                return False
+            except BaseException:
+                part.unlink(missing_ok=True)
+                raise
+
+    def _reserve(self, out: IO[bytes], part: Path, size: int) -> bool:
+        """Make room within the bound and take it: the empty copy has its final length from the start, so others count it."""
+        with (self._folder / ".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if self._bound is not None:
+                copies = []
+                total = size
+                for path, length, used in self._list():
+                    if path == part:
+                        continue
+                    if path.name.endswith(_PART) and _orphan(path):
+                        continue
+                    total += length
+                    if not path.name.endswith(_PART):
+                        copies.append((used, length, path))
+                for _, length, path in sorted(copies):
+                    if total <= self._bound:
+                        break
+                    path.unlink(missing_ok=True)  # who reads it keeps it until he closes it
+                    total -= length
+                if total > self._bound:
+                    return False
+            os.truncate(part, size)
+            return True
+
+    def _list(self) -> Iterator[tuple[Path, int, int]]:
+        for path in self._folder.iterdir():
+            if path.name != ".lock":
+                try:
+                    about = path.stat()
+                except FileNotFoundError:
+                    continue
+                yield path, about.st_size, about.st_mtime_ns
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+
+
+def _lock(file: IO[bytes], tick: Callable[[], None]) -> None:
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            tick()
+            time.sleep(0.1)
+
+
+def _still(file: IO[bytes], path: Path) -> bool:
+    """Whether the open file is the one that its name leads to."""
+    try:
+        return os.fstat(file.fileno()).st_ino == path.stat().st_ino
+    except FileNotFoundError:
+        return False
+
+
+def _orphan(part: Path) -> bool:
+    """Delete a half-made copy whose maker is gone."""
+    with open_or_none(part) as file:
+        if file is None:
+            return True
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        part.unlink(missing_ok=True)
+        return True
+
+
+@contextmanager
+def open_or_none(path: Path) -> Iterator[IO[bytes] | None]:
+    """The file, or None if it is gone."""
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:
+        yield None
+        return
+    with file:
+        yield file
