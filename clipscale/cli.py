@@ -187,7 +187,7 @@ def report(argv: list[str]) -> int:
 
 
 def bench(argv: list[str]) -> int:
-    tools = {"loss": bench_loss}
+    tools = {"loss": bench_loss, "step": bench_step}
     if not argv or argv[0] not in tools:
         word = argv[0] if argv else ""
         raise UserError(f"bench {word}: unknown; there is {', '.join(tools)}, as in: clipscale bench loss n=4k")
@@ -199,6 +199,14 @@ def bench_loss(argv: list[str]) -> int:
     from clipscale.bench.loss import LossBenchSettings, main
 
     rows = main(simple(LossBenchSettings, "bench loss", argv))
+    return 1 if any(row["status"] == "failed" for row in rows) else 0
+
+
+def bench_step(argv: list[str]) -> int:
+    """Status 1 where a method failed for a reason other than memory."""
+    from clipscale.bench.step import StepBenchSettings, main
+
+    rows = main(simple(StepBenchSettings, "bench step", argv))
     return 1 if any(row["status"] == "failed" for row in rows) else 0
 
 
@@ -252,6 +260,6 @@ VERBS = {
         usage.show_data,
     ),
     "report": Verb("draw a run: curves, results and retrieved images, on one page", report, usage.show_report),
-    "bench": Verb("`bench loss`: time and memory of the loss, beside other people's", bench, usage.show_bench),
+    "bench": Verb("`bench loss`, `bench step`: time and memory, beside other people's", bench, usage.show_bench),
     "completion": Verb("Tab completion for the shell", completion, usage.show_completion),
 }

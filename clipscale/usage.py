@@ -19,6 +19,7 @@ SMALL = {
     "data index": ("clipscale.data.tools", "IndexSettings"),
     "data stats": ("clipscale.data.tools", "StatsSettings"),
     "bench loss": ("clipscale.bench.loss", "LossBenchSettings"),
+    "bench step": ("clipscale.bench.step", "StepBenchSettings"),
     "report": ("clipscale.cli", "ReportSettings"),
     "eval": EVAL,
 }
@@ -129,29 +130,36 @@ DATA_EXAMPLES = {
 
 
 def show_data(topics: Sequence[str]) -> None:
-    """One tool's keys, or all tools'."""
+    show_tools("data", DATA_EXAMPLES, topics, words={"index": " SHARD...", "stats": " SHARD..."})
+
+
+def show_tools(verb: str, known: dict[str, str], topics: Sequence[str], words: dict[str, str] | None = None) -> None:
+    """The keys of a verb's tools: of those named, or of all."""
     for topic in topics:
-        if topic not in DATA_EXAMPLES:
-            raise UserError(
-                f"data {topic}: unknown{nearest(topic, DATA_EXAMPLES)}; there is {', '.join(DATA_EXAMPLES)}"
-            )
-    for number, topic in enumerate(topics or DATA_EXAMPLES):
+        if topic not in known:
+            raise UserError(f"{verb} {topic}: unknown{nearest(topic, known)}; there is {', '.join(known)}")
+    for number, topic in enumerate(topics or known):
         if number:
             print()
-        show_small(f"data {topic}", DATA_EXAMPLES[topic], "" if topic == "demo" else " SHARD...")
+        show_small(f"{verb} {topic}", known[topic], (words or {}).get(topic, ""))
 
 
 def show_report(topics: Sequence[str]) -> None:
     show_small("report", "clipscale report run=demo")
 
 
+BENCH_EXAMPLES = {
+    "loss": "clipscale bench loss n=4k,8k methods=infcl,open_clip\n"
+    "clipscale bench loss n=8k,64k,1M d=768 dtype=bf16 methods=infcl,open_clip,inf_cl device=cuda\n"
+    "clipscale bench loss n=2k ranks=4 methods=clip,openclip,disco,ring,infcl",
+    "step": "clipscale bench step\n"
+    "clipscale bench step model=vit-b16 precision=bf16 batch=4k chunk=512 memory=1k,4k,16k,64k device=cuda\n"
+    "clipscale bench step methods=cache,keep-30,frozen batch=1k chunk=256",
+}
+
+
 def show_bench(topics: Sequence[str]) -> None:
-    show_small(
-        "bench loss",
-        "clipscale bench loss n=4k,8k methods=infcl,open_clip\n"
-        "clipscale bench loss n=8k,64k,1M d=768 dtype=bf16 methods=infcl,open_clip,inf_cl device=cuda\n"
-        "clipscale bench loss n=2k ranks=4 methods=clip,openclip,disco,ring,infcl",
-    )
+    show_tools("bench", BENCH_EXAMPLES, topics)
 
 
 def show_completion(topics: Sequence[str]) -> None:
