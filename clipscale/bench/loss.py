@@ -24,6 +24,7 @@ from clipscale.bench.processes import Answer, run
 from clipscale.bench.table import legend, table
 from clipscale.bench.worker import Job, unit_flops
 from clipscale.errors import UserError
+from clipscale.report.table import plain_console
 from clipscale.spelling import format_count, nearest, parse_count
 
 Row = dict[str, Any]
@@ -72,7 +73,7 @@ class LossBenchSettings:
 
 def main(settings: LossBenchSettings, console: Console | None = None) -> list[Row]:
     """Measure, print and save. Raises UserError for settings that cannot be."""
-    console = console or Console(highlight=False, emoji=False, markup=False)
+    console = console or plain_console()
     cases, methods = plan(settings)
     out = Path(settings.out).expanduser()
     out.mkdir(parents=True, exist_ok=True)

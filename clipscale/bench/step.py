@@ -30,6 +30,7 @@ from clipscale.bench.step_draw import draw
 from clipscale.bench.step_work import StepJob
 from clipscale.errors import UserError
 from clipscale.keys import group_options
+from clipscale.report.table import plain_console
 from clipscale.spelling import format_count, nearest, parse_count
 
 Row = dict[str, Any]
@@ -100,7 +101,7 @@ class Plan:
 
 def main(settings: StepBenchSettings, console: Console | None = None) -> list[Row]:
     """Measure, print and save. Raises UserError for settings that cannot be."""
-    console = console or Console(highlight=False, emoji=False, markup=False)
+    console = console or plain_console()
     found = plan(settings)
     out = Path(settings.out).expanduser()
     out.mkdir(parents=True, exist_ok=True)

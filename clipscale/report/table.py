@@ -60,8 +60,16 @@ def result_tables(results: Results, title: str = "") -> list[Table]:
     return tables
 
 
+def plain_console() -> Console:
+    """What tables are printed to: the terminal in its width, or a file, where nothing is cut to fit."""
+    console = Console(highlight=False, emoji=False, markup=False)
+    if not console.is_terminal:
+        console.width = max(console.width, 160)
+    return console
+
+
 def print_results(results: Results, title: str = "", console: Console | None = None) -> None:
-    console = console or Console(highlight=False, emoji=False, markup=False)
+    console = console or plain_console()
     for table in result_tables(results, title):
         console.print(table)
 
