@@ -305,6 +305,7 @@ class Run:
             "mem_loss_bytes": phases.extra_bytes("loss"),
             "host_rss_bytes": psutil.Process().memory_info().rss,
             "broken": sum(self.stream.broken.values()),
+            "faults": sum(self.stream.seen.values()),
             "mfu": self.flops.utilisation(rate / self.world.size),
         }
 

@@ -1,0 +1,129 @@
+"""A web server that misbehaves as told: it serves a folder itself, with ranges, or stands in front of another server."""
+
+import http.client
+import http.server
+import re
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import unquote
+
+from clipscale.data.sources import Access, Store
+
+FAULTS = ("503", "drop", "cut", "slow", "short", "wrong_range")
+"""What may happen to an answer: refused; ended after half of it, or before it; late; less than was asked for; another range."""
+
+
+class Web:
+    """`faults(number, path)` says what goes wrong with the answer to request `number`, if anything."""
+
+    def __init__(self, folder: Path | None = None, upstream: int | None = None) -> None:
+        self.folder, self.upstream = folder, upstream
+        self.faults: Callable[[int, str], str | None] = lambda number, path: None
+        self.ranges = True
+        self.requests: list[tuple[str, str]] = []
+        self.done: Counter[str] = Counter()
+        self.url = ""
+
+    def answer(self, path: str, asked: str) -> tuple[int, dict[str, str], bytes]:
+        """Status, headers and body, before anything goes wrong."""
+        if self.upstream is not None:
+            connection = http.client.HTTPConnection("127.0.0.1", self.upstream, timeout=10)
+            connection.request("GET", path, headers={"Range": asked} if asked else {})
+            got = connection.getresponse()
+            body = got.read()
+            kept = {
+                k: v for k, v in got.getheaders() if k in ("ETag", "Last-Modified", "Content-Range", "Content-Length")
+            }
+            connection.close()
+            return got.status, kept, body
+        assert self.folder is not None
+        file = self.folder / unquote(path).lstrip("/")
+        if not file.is_file():
+            return 404, {"Content-Length": "0"}, b""
+        data = file.read_bytes()
+        headers = {"ETag": f'"{file.stat().st_mtime_ns:x}-{len(data):x}"'}
+        match = re.match(r"bytes=(\d+)-(\d+)$", asked)
+        if not match or not self.ranges:
+            return 200, headers | {"Content-Length": str(len(data))}, data
+        start, stop = int(match[1]), min(int(match[2]) + 1, len(data))
+        if start >= len(data):
+            return 416, {"Content-Range": f"bytes */{len(data)}", "Content-Length": "0"}, b""
+        headers |= {"Content-Range": f"bytes {start}-{stop - 1}/{len(data)}", "Content-Length": str(stop - start)}
+        return 206, headers, data[start:stop]
+
+
+def fetch_often(url: str, cache: str, bound: int, times: int) -> None:
+    """Open a shard's local copy again and again; for processes that do so together."""
+    contents = set()
+    for _ in range(times):
+        stream = Store(Access(cache, bound)).open(url).stream
+        contents.add(stream.read())
+        stream.close()
+    assert len(contents) == 1, "copies differ"
+
+
+@contextmanager
+def serving(web: Web) -> Iterator[Web]:
+    """The server, on a free port of this machine."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True
+        wbufsize = 1 << 20
+
+        def do_GET(self) -> None:
+            number = len(web.requests)
+            asked = self.headers.get("Range", "")
+            web.requests.append((self.path, asked))
+            fault = web.faults(number, self.path)
+            status, headers, body = (
+                (503, {"Content-Length": "0"}, b"") if fault == "503" else web.answer(self.path, asked)
+            )
+            if fault in ("short", "drop") and len(body) < 2:
+                fault = None  # would not be noticed
+            if fault:
+                web.done[fault] += 1
+            if fault == "short":
+                body = body[: len(body) // 2]
+                headers["Content-Length"] = str(len(body))
+            if fault == "wrong_range" and "Content-Range" in headers:
+                headers["Content-Range"] = re.sub(
+                    r"bytes (\d+)", lambda m: f"bytes {int(m[1]) + 7}", headers["Content-Range"]
+                )
+            if fault == "cut":
+                self.close_connection = True
+                return
+            self.send_response(status)
+            for name, value in headers.items():
+                self.send_header(name, value)
+            self.end_headers()
+            if fault == "drop":
+                self.wfile.write(body[: len(body) // 2])
+                self.close_connection = True
+                return
+            for at in range(0, len(body), 1 << 16):
+                self.wfile.write(body[at : at + (1 << 16)])
+                if fault == "slow":
+                    self.wfile.flush()
+                    time.sleep(0.02)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    class Server(http.server.ThreadingHTTPServer):
+        daemon_threads = True
+
+        def handle_error(self, request: object, client_address: object) -> None:
+            pass  # clients go away in mid-answer; that is what is tested
+
+    with Server(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+        thread.start()
+        web.url = f"http://127.0.0.1:{server.server_address[1]}"
+        yield web
+        server.shutdown()
+        thread.join()
