@@ -1,0 +1,198 @@
+"""One step of whole towers, cut up in every way, against one graph over the whole batch in one process.
+
+The cases are a pairwise cover: any two values of any two of the dimensions below meet in at least one case (asserted).
+"""
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from itertools import combinations, product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from clipscale.distributed import World, gradient_norm
+from clipscale.loss.api import contrastive_loss
+from clipscale.loss.dense import dense_contrastive_loss
+from clipscale.models.towers import ClipModel, ModelConfig, build_model
+from clipscale.step import GradCache
+from clipscale.transfer import DeviceRows
+from tests.ranks import run_ranks
+
+BATCH = 12
+PIXELS, TOKENS = 12, 6
+DIMENSIONS: dict[str, tuple[Any, ...]] = {
+    "ranks": (1, 2, 4),
+    "parallel": ("none", "ddp", "fsdp"),
+    "chunks": ((1, 2), (2, 5), (12, 24)),
+    "noise": ("none", "dropout", "patch dropout"),
+    "offload": ("none", "host"),
+    "keep": (0.0, 60e3, 1e9),
+    "loss": ("softmax", "sigmoid", "hard negatives"),
+    "checkpointing": (False, True),
+}
+"""Chunks of images and texts: small; ragged, for 12, 6 and 3 images and 24, 12 and 6 texts; one chunk. 60 kB is room for some graphs."""
+
+
+@dataclass(frozen=True)
+class Case:
+    ranks: int
+    parallel: str
+    chunks: tuple[int, int]
+    noise: str
+    offload: str
+    keep: float
+    loss: str
+    checkpointing: bool
+    dtype: str = "float64"
+
+    @property
+    def possible(self) -> bool:
+        return (self.ranks == 1) == (self.parallel == "none")
+
+    @property
+    def negatives(self) -> int:
+        """Hard negative texts of one rank."""
+        return BATCH // self.ranks if self.loss == "hard negatives" else 0
+
+    def pairs(self) -> set[tuple[tuple[str, Any], ...]]:
+        return set(combinations(((name, getattr(self, name)) for name in DIMENSIONS), 2))
+
+
+def pairwise_cover() -> list[Case]:
+    """Greedy: always the possible case that covers most of what is not covered yet, the first of equals."""
+    possible = [case for case in (Case(*values) for values in product(*DIMENSIONS.values())) if case.possible]
+    pairs = {case: case.pairs() for case in possible}
+    left = set().union(*pairs.values())
+    chosen = []
+    while left:
+        best = max(possible, key=lambda case: len(pairs[case] & left))
+        chosen.append(best)
+        left -= pairs[best]
+    return chosen
+
+
+CASES = [*pairwise_cover()]
+CASES += [replace(case, dtype="float32") for case in CASES[::3]]
+
+
+def test_any_two_values_meet() -> None:
+    met = set().union(*(case.pairs() for case in CASES))
+    for (one, values), (other, others) in combinations(DIMENSIONS.items(), 2):
+        for pair in product(values, others):
+            if (one, other) == ("ranks", "parallel") and (pair[0] == 1) != (pair[1] == "none"):
+                continue  # one process has nothing to be parallel with
+            assert ((one, pair[0]), (other, pair[1])) in met, f"{one}={pair[0]} and {other}={pair[1]} never meet"
+    assert len(CASES) < 30, f"{len(CASES)} cases"
+
+
+def model_of(case: Case) -> ClipModel:
+    """Small towers of open_clip's; the same weights everywhere."""
+    architecture = {
+        "embed_dim": 16,
+        "vision_cfg": {"image_size": PIXELS, "layers": 2, "width": 32, "head_width": 16, "patch_size": 3},
+        "text_cfg": {"context_length": TOKENS, "vocab_size": 50, "width": 32, "heads": 2, "layers": 2},
+    }
+    torch.manual_seed(0)
+    model = build_model(
+        ModelConfig(
+            name="small",
+            architecture=architecture,
+            patch_dropout=0.5 if case.noise == "patch dropout" else 0.0,
+            grad_checkpointing=case.checkpointing,
+            init_scale=5.0,
+            init_bias=-2.0 if case.loss == "sigmoid" else None,
+        )
+    )
+    if case.noise == "dropout":
+        for name, module in list(model.named_modules()):
+            if name.endswith(("ls_1", "ls_2")):  # open_clip's places for a scale on each branch
+                model.get_submodule(name.rpartition(".")[0]).register_module(name.rpartition(".")[2], nn.Dropout(0.3))
+    return model.to(getattr(torch, case.dtype))
+
+
+def inputs_of(case: Case, rank: int) -> tuple[Tensor, Tensor]:
+    """This rank's pixels and tokens; its hard negatives follow its captions. The same samples for every number of ranks."""
+    g = torch.Generator().manual_seed(1)
+    pixels = torch.randint(0, 256, (BATCH, 3, PIXELS, PIXELS), dtype=torch.uint8, generator=g)
+    tokens = torch.randint(1, 50, (2, BATCH, TOKENS), dtype=torch.int32, generator=g)
+    own = slice(rank * BATCH // case.ranks, (rank + 1) * BATCH // case.ranks)
+    return pixels[own], torch.cat([tokens[0, own], tokens[1, own][: case.negatives]])
+
+
+def objective(case: Case) -> str:
+    return {"softmax": "softmax", "sigmoid": "sigmoid", "hard negatives": "softmax_image"}[case.loss]
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in found.items()}
+
+
+def one_graph(case: Case) -> tuple[dict[str, Tensor], float]:
+    """The oracle. Chunks matter only for the order in which random numbers are drawn: each rank's own, its images first."""
+    model = model_of(case)
+    images, captions, negatives = [], [], []
+    for rank in range(case.ranks):
+        pixels, tokens = inputs_of(case, rank)
+        torch.manual_seed(7 + rank)
+        images += [model.image(rows) for rows in pixels.split(case.chunks[0])]
+        texts = torch.cat([model.text(rows) for rows in tokens.split(case.chunks[1])])
+        captions.append(texts[: len(pixels)])
+        negatives.append(texts[len(pixels) :])
+    scale, bias = model.logit_scale.exp(), 0.0 if model.logit_bias is None else model.logit_bias
+    features = torch.cat(images), torch.cat([*captions, *negatives])
+    value = dense_contrastive_loss(*features, scale, logit_bias=bias, objective=objective(case))
+    value.backward()
+    return gradients(model), value.item()
+
+
+def cut_up(case: Case, rank: int) -> tuple[dict[str, Tensor], float, float]:
+    """The same step by the cache, on this rank."""
+    model, world = model_of(case), World(rank, case.ranks, rank, torch.device("cpu"))
+    towers = [world.wrap(tower, case.parallel) if world.size > 1 else tower for tower in (model.image, model.text)]
+
+    def loss(u: Tensor, v: Tensor) -> Tensor:
+        bias = model.logit_bias if case.loss == "sigmoid" else None
+        return contrastive_loss(u, v, model.logit_scale.exp(), logit_bias=bias, objective=objective(case))
+
+    cache = GradCache(towers, loss, chunks=case.chunks, keep_bytes=case.keep)
+    torch.manual_seed(7 + rank)
+    value = cache.step(*(rows_of(tensor, case) for tensor in inputs_of(case, rank)))
+    scalars = (model.logit_scale, model.logit_bias)
+    world.sum_gradients(p for p in scalars if p is not None and p.grad is not None)
+    return gradients(model), value.item(), gradient_norm(model.parameters()).item()
+
+
+def rows_of(tensor: Tensor, case: Case) -> DeviceRows:
+    resident = case.offload == "none"
+    return DeviceRows(lambda start, stop: tensor[start:stop], len(tensor), torch.device("cpu"), resident=resident)
+
+
+def all_cut_up(rank: int, ranks: int, cases: Iterable[dict[str, Any]]) -> list[tuple[dict[str, Tensor], float, float]]:
+    return [cut_up(Case(**case), rank) for case in cases]
+
+
+@pytest.mark.parametrize("ranks", DIMENSIONS["ranks"])
+def test_the_step_is_that_of_one_graph(ranks: int) -> None:
+    cases = [case for case in CASES if case.ranks == ranks]
+    if ranks == 1:
+        answers = [[cut_up(case, 0) for case in cases]]
+    else:
+        answers = run_ranks(all_cut_up, ranks, [asdict(case) for case in cases], timeout_s=240)
+    worst: dict[str, float] = {}
+    for i, case in enumerate(cases):
+        wanted, value = one_graph(case)
+        tolerance = {"float64": 1e-10, "float32": 1e-5}[case.dtype]
+        norm = torch.nn.utils.get_total_norm(wanted.values()).item()
+        for found, found_value, found_norm in (answer[i] for answer in answers):
+            assert found_value == pytest.approx(value, rel=tolerance), case
+            assert found_norm == pytest.approx(norm, rel=tolerance), case
+            assert found.keys() == wanted.keys(), case
+            for name, gradient in wanted.items():
+                error = ((found[name] - gradient).norm() / gradient.norm().clamp_min(1e-30)).item()
+                assert error <= tolerance, f"{name}: relative error {error:.1e} > {tolerance:.0e} in {case}"
+                worst[case.dtype] = max(worst.get(case.dtype, 0.0), error)
+    print(f"{ranks} ranks, {len(cases)} cases, largest relative error {worst}")
