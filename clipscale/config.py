@@ -64,6 +64,7 @@ class TrainConfig:
 CHOICES = {
     "device": ("auto", "cpu", "cuda"),
     "offload": ("host", "none"),
+    "cache.negatives": ("batch", "chunk"),
     "precision.name": tuple(DTYPES),
     "loss.objective": OBJECTIVES,
     "loss.similarity": SIMILARITIES,
@@ -90,6 +91,10 @@ LEAST = {
     "data.max_pixels": 1,
     "data.cache_bytes": 0,
     "data.retries": 0,
+    "data.filter.min_side": 0,
+    "data.filter.max_aspect": 1,
+    "data.filter.min_caption": 0,
+    "data.filter.max_caption": 1,
     "loss.tile": 1,
     "loss.ranks_per_node": 1,
     "loss.label_smoothing": 0,

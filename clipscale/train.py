@@ -144,11 +144,19 @@ class Run:
         return [found["image"], found["text"]]
 
     def loss(self, image_features: Tensor, text_features: Tensor) -> Tensor:
-        """This rank's view of the loss of the global batch: the global mean, with gradients that are shares to be summed."""
+        """This rank's view of the loss of the global batch: the global mean, with gradients that are shares to be summed.
+
+        With `cache.negatives=chunk` the mean over the micro-batches that the ranks' image chunks make up.
+        """
         c = self.config.loss
         scale, bias = self.model.logit_scale.exp(), self.model.logit_bias if c.objective == "sigmoid" else None
+        size = self.cache.towers[0].size if self.config.cache.negatives == "chunk" else len(image_features)
         with self.precision.autocast():
-            return contrastive_loss(image_features, text_features, scale, logit_bias=bias, check=False, **asdict(c))
+            parts = [
+                contrastive_loss(u, v, scale, logit_bias=bias, check=False, **asdict(c)) * (len(u) / len(image_features))
+                for u, v in zip(image_features.split(size), text_features.split(size), strict=True)
+            ]
+            return torch.stack(parts).sum()
 
     def open_stream(self, position: dict[str, Any] | None) -> TrainStream:
         return TrainStream(
@@ -187,16 +195,6 @@ class Run:
         if samples < self.config.batch:
             raise UserError(f"samples={samples} is less than one batch={self.config.batch}; nothing would be trained")
         return samples // self.config.batch, None if per_epoch is None else per_epoch / self.config.batch
-
-    def open_log(self) -> MetricLog:
-        return MetricLog(
-            self.folder,
-            self.config.log,
-            resolved_config=to_yaml(self.config),
-            resume_step=self.step,
-            total_steps=self.total,
-            world=self.world.size,
-        )
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on where the checkpoint stopped: step, optimizer, scaler and random state (the data stream is already there)."""

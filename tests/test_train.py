@@ -225,6 +225,15 @@ def test_kept_graphs_do_not_change_the_curve(demo: Path, finished: Path, tmp_pat
     assert curve(tmp_path / "run") == pytest.approx(curve(finished), rel=1e-5)
 
 
+def test_negatives_from_the_chunk_alone_are_those_of_plain_accumulation(demo: Path, tmp_path: Path) -> None:
+    """Before anything is learnt every candidate is equally likely, so the loss is the logarithm of how many there are."""
+    for negatives, candidates in (("batch", 64), ("chunk", 16)):
+        cache = CacheConfig(image_chunk=16, text_chunk=32, negatives=negatives)
+        train(settings(demo, tmp_path / negatives, samples=64, cache=cache, schedule=ScheduleConfig(warmup="0")))
+        loss = curve(tmp_path / negatives)[0]
+        assert abs(loss - math.log(candidates)) < 0.35, f"{negatives}: {loss:.2f}, ln {candidates} is {math.log(candidates):.2f}"
+
+
 def test_a_frozen_tower_does_not_change(demo: Path, tmp_path: Path) -> None:
     train(
         settings(demo, tmp_path / "run", model=ModelConfig(name="test", architecture=ARCHITECTURE, freeze_image=True))
