@@ -107,7 +107,7 @@ def model_of(case: Case) -> ClipModel:
         )
     )
     if case.noise == "dropout":
-        for name, module in list(model.named_modules()):
+        for name in [name for name, _ in model.named_modules()]:
             if name.endswith(("ls_1", "ls_2")):  # open_clip's places for a scale on each branch
                 model.get_submodule(name.rpartition(".")[0]).register_module(name.rpartition(".")[2], nn.Dropout(0.3))
     return model.to(getattr(torch, case.dtype))
