@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 
 from clipscale.bench.draw import draw
-from clipscale.bench.machine import machine
+from clipscale.bench.machine import asked, machine
 from clipscale.bench.memory import HOW as MEMORY_HOW
 from clipscale.bench.methods import DTYPES, Case, Method, chosen
 from clipscale.bench.processes import Answer, run
@@ -81,7 +81,7 @@ def main(settings: LossBenchSettings, console: Console | None = None) -> list[Ro
     path = out / f"loss-{cases[0].device}{ranks}.json"
     record: dict[str, Any] = {
         "benchmark": "loss",
-        "settings": asdict(settings),
+        "settings": asked(settings),
         "machine": machine("bench loss", settings),
         "how": HOW | {"memory_source": MEMORY_HOW[cases[0].device]},
         "methods": {method.name: method.about for method in methods},

@@ -16,13 +16,18 @@ def machine(verb: str, settings: Any) -> dict[str, Any]:
     found = environment()
     del found["hostname"]
     defaults = {field.name: field.default for field in fields(settings)}
-    given = [f"{key}={value}" for key, value in asdict(settings).items() if value != defaults[key] and key != "out"]
+    given = [f"{key}={value}" for key, value in asked(settings).items() if value != defaults[key]]
     return found | {
         "command": shlex.join(["clipscale", *verb.split(), *given]),
         "platform": f"{platform.system()} {platform.machine()}",
         "cpu": cpu_name(),
         "memory_bytes": psutil.virtual_memory().total,
     }
+
+
+def asked(settings: Any) -> dict[str, Any]:
+    """The settings, less the folder that the record lies in."""
+    return {key: value for key, value in asdict(settings).items() if key != "out"}
 
 
 def cpu_name() -> str:

@@ -23,7 +23,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from clipscale.bench.machine import machine
+from clipscale.bench.machine import asked, machine
 from clipscale.bench.memory import HOW as MEMORY_HOW
 from clipscale.bench.processes import PLAIN_MALLOC, TORCHRUN
 from clipscale.bench.step_draw import draw
@@ -108,7 +108,7 @@ def main(settings: StepBenchSettings, console: Console | None = None) -> list[Ro
     path = out / f"step-{found.job.device}.json"
     record: dict[str, Any] = {
         "benchmark": "step",
-        "settings": asdict(settings),
+        "settings": asked(settings),
         "machine": machine("bench step", settings),
         "device": found.job.device,
         "how": HOW | {"memory_source": MEMORY_HOW[found.job.device]},
