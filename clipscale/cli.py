@@ -126,7 +126,7 @@ class DemoSettings:
 
 
 def data(argv: list[str]) -> int:
-    tools = {"demo": demo, "index": data_index, "stats": data_stats}
+    tools = {"demo": demo, "index": data_index, "check": data_check, "stats": data_stats}
     if not argv or argv[0] not in tools:
         word = argv[0] if argv else ""
         raise UserError(f"data {word}: unknown; there is {', '.join(tools)}, as in: clipscale data demo")
@@ -138,6 +138,13 @@ def data_index(argv: list[str]) -> int:
 
     words, given = apart(IndexSettings, argv)
     return make_index(words, simple(IndexSettings, "data index", given))
+
+
+def data_check(argv: list[str]) -> int:
+    from clipscale.data.tools import CheckSettings, check_shards
+
+    words, given = apart(CheckSettings, argv)
+    return check_shards(words, simple(CheckSettings, "data check", given))
 
 
 def data_stats(argv: list[str]) -> int:
@@ -212,23 +219,34 @@ def bench_step(argv: list[str]) -> int:
 
 def simple(settings: type[Any], verb: str, argv: list[str]) -> Any:
     """KEY=VALUE arguments as the dataclass `settings`, for verbs too small to need groups and files."""
-    from clipscale.compose import typed
+    from clipscale.compose import split, typed
     from clipscale.spelling import parse_count
 
     values: dict[str, Any] = {}
     declared = keys(settings.__module__, settings.__name__)
+    kinds = {key.name: key.type for key in declared}
     for word in argv:
-        key, equals, value = word.partition("=")
+        name, equals, text = word.partition("=")
         if not equals:
             raise UserError(
                 f"{verb} {word}: give settings as KEY=VALUE; the keys are {', '.join(k.name for k in declared)}"
             )
-        values[key] = value
-    for name in (key.name for key in declared if key.type == "int" and key.name in values):
-        try:
-            values[name] = parse_count(values[name])
-        except ValueError as error:
-            raise UserError(f"{name}={values[name]}: {error}") from error
+        value: Any = text
+        kind = kinds.get(name, "")
+        if kind.startswith("list"):
+            value = split(text[1:-1]) if text.startswith("[") and text.endswith("]") else [text]
+        elif text == "null" and kind.endswith("None"):
+            value = None
+        elif kind in ("int", "int | None"):
+            try:
+                value = parse_count(text)
+            except ValueError as error:
+                raise UserError(f"{name}={text}: {error}") from error
+        *path, leaf = name.split(".")
+        node = values
+        for part in path:
+            node = node.setdefault(part, {})
+        node[leaf] = value
     return typed(settings, values, declared)
 
 
@@ -255,7 +273,7 @@ VERBS = {
     "train": Verb("train a model, or go on with a run", train, usage.show_train),
     "eval": Verb("zero-shot classification and retrieval with a run's checkpoint", evaluate, usage.show_eval),
     "data": Verb(
-        "`data demo`: a small set to try things on; `data index`, `data stats`: look after shards",
+        "`data demo`: a small set to try things on; `data index`, `check`, `stats`: look after shards",
         data,
         usage.show_data,
     ),

@@ -26,8 +26,21 @@ T = TypeVar("T")
 Settings = tuple[str, str]
 """The module and the name of the dataclass that declares a verb's keys."""
 
-PATHS = ("data.train", "eval.sets", "run", "resume", "checkpoint", "model.pretrained", "model.pretrained_image")
-"""Keys whose values are paths or addresses: taken literally, so that braces, colons and spaces need no quoting for Hydra."""
+PATHS = (
+    "data.train",
+    "data.captions",
+    "data.templates",
+    "data.filter.fields",
+    "data.filter.block_keys",
+    "data.filter.block_urls",
+    "eval.sets",
+    "run",
+    "resume",
+    "checkpoint",
+    "model.pretrained",
+    "model.pretrained_image",
+)
+"""Keys whose values are paths, addresses or conditions: taken literally, so that braces, colons and spaces need no quoting for Hydra."""
 SWITCHES = ("-m", "--multirun", "--resolve", "--hydra-help", "--info", "-i")
 VALUED = ("--cfg", "-c", "--package", "-p", "--config-dir", "-cd", "--config-name", "-cn")
 """The flags of Hydra's that are passed on, without and with a value."""

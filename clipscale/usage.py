@@ -17,6 +17,7 @@ EVAL = ("clipscale.eval.verb", "EvalRunConfig")
 SMALL = {
     "data demo": ("clipscale.cli", "DemoSettings"),
     "data index": ("clipscale.data.tools", "IndexSettings"),
+    "data check": ("clipscale.data.tools", "CheckSettings"),
     "data stats": ("clipscale.data.tools", "StatsSettings"),
     "bench loss": ("clipscale.bench.loss", "LossBenchSettings"),
     "bench step": ("clipscale.bench.step", "StepBenchSettings"),
@@ -125,12 +126,13 @@ def show_eval(topics: Sequence[str]) -> None:
 DATA_EXAMPLES = {
     "demo": "clipscale data demo root=/tmp/demo samples=5000 seed=1",
     "index": "clipscale data index '/data/laion/{00000..41455}.tar'\nclipscale data index @shards.txt cache=/scratch/index",
+    "check": "clipscale data check '/data/laion/{00000..00099}.tar' filter.min_side=64 'filter.fields=[similarity>=0.3]'",
     "stats": "clipscale data stats '/data/laion/*.tar'",
 }
 
 
 def show_data(topics: Sequence[str]) -> None:
-    show_tools("data", DATA_EXAMPLES, topics, words={"index": " SHARD...", "stats": " SHARD..."})
+    show_tools("data", DATA_EXAMPLES, topics, words=dict.fromkeys(("index", "check", "stats"), " SHARD..."))
 
 
 def show_tools(verb: str, known: dict[str, str], topics: Sequence[str], words: dict[str, str] | None = None) -> None:

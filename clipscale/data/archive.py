@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from clipscale.data.sources import Opened, SourceError, Store
+from clipscale.data.sources import Opened, SourceError, Store, scheme_of
 
 _META = re.compile(r"__[^/]*__($|/)")
 """Members that webdataset keeps for itself."""
@@ -91,6 +91,13 @@ def read_shard(
     """
     count = 0
     try:
+        if scheme_of(url) == "table":
+            from clipscale.data import tables
+
+            for raw in tables.read(url, want, store or Store()):
+                count += 1
+                yield raw
+            return
         opened = (store or Store()).open(url)
         with closing(opened.stream) as source:
             offsets = places(url, opened) if places is not None and seekable(source) else None
@@ -202,7 +209,7 @@ def _sample_in(url: str, index: int, stream: io.BytesIO, extensions: Container[s
 # -- the tar format (POSIX.1-2001 ustar and pax; GNU long names) -------------------------------------------------------
 
 BLOCK = 512
-LARGEST_MEMBER = 1 << 30
+LARGEST_MEMBER = 1 << 28
 """A header that claims more than this many bytes is taken for damage; nothing of that size is a picture."""
 
 LARGEST_HEADER = 1 << 20

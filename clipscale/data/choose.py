@@ -19,7 +19,7 @@ def list_shards(config: DataConfig) -> tuple[list[str], list[float] | None]:
     if not config.train:
         raise UserError("data.train is not set; give shards, for example data.train='/data/{00000..00099}.tar'")
     sources = [config.train] if isinstance(config.train, str) else list(config.train)
-    listed = [shards.expand(source, config.allow_pipe) for source in sources]
+    listed = [shards.expand(source, config.allow_pipe, table=config.table) for source in sources]
     urls = [url for source in listed for url in source]
     if config.weights is None:
         return urls, None

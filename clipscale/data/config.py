@@ -18,11 +18,45 @@ class AugmentConfig:
 
 
 @dataclass
+class TableConfig:
+    """Tables of picture paths and captions (.csv, .tsv, .parquet) in `data.train`."""
+
+    image: str | None = None
+    """Column with the picture's path, address or bytes; None: the first of `filepath`, `image`, `path` and the like."""
+    caption: str | None = None
+    """Column with the caption; None: the first of `title`, `caption`, `text`."""
+    rows: int = 10_000
+    """Rows that are read as one shard; shards are what epochs shuffle, and what a resumed run begins anew."""
+
+
+@dataclass
+class FilterConfig:
+    """Samples to leave out. Each filter counts what it drops under a reason of its own, `filter_...`, among the broken ones."""
+
+    min_side: int = 0
+    """Pixels of the shorter side; smaller pictures are dropped (`filter_min_side`)."""
+    max_aspect: float | None = None
+    """Longer side over shorter; more elongated pictures are dropped (`filter_aspect`)."""
+    min_caption: int = 0
+    """Characters; shorter captions are dropped (`filter_short_caption`)."""
+    max_caption: int | None = None
+    """Characters; longer captions are dropped (`filter_long_caption`)."""
+    fields: list[str] = field(default_factory=list)
+    """Conditions on the json member: `similarity>=0.3`, `punsafe<0.5`, `LANGUAGE=en|de`, `status!=failed` (`filter_FIELD`)."""
+    keep_missing: bool = False
+    """Keep samples that lack a field of `fields`; otherwise they are dropped (`filter_no_FIELD`)."""
+    block_keys: list[str] = field(default_factory=list)
+    """Files with a KEY or SHARD/KEY a line, such as `data check` writes of duplicates (`filter_blocked_key`)."""
+    block_urls: list[str] = field(default_factory=list)
+    """Files with an address a line, looked for in the json member's `url` (`filter_blocked_url`)."""
+
+
+@dataclass
 class DataConfig:
     """Where the training samples come from and how they are read."""
 
     train: list[str] | None = None
-    """Shards: brace lists, globs, `@FILE` listing shards, directories; several are several sources."""
+    """Shards: brace lists, globs, `@FILE` listing shards, folders, addresses, tables; several are several sources."""
     weights: list[float] | None = None
     """One weight per source in `train` (drawn in proportion; needs resampling); None: by number of samples."""
     order: str = "auto"
@@ -39,6 +73,12 @@ class DataConfig:
     """Pixels; None: the model's."""
     caption_key: str = "txt"
     """Member that holds the caption: `txt`, or `json:FIELD`."""
+    captions: list[str] = field(default_factory=list)
+    """Several sources with weights instead, drawn for every sample: `{txt: 0.5, 'json:caption': 0.5}`, or `[txt=0.5,json:caption=0.5]`."""
+    templates: list[str] = field(default_factory=list)
+    """Texts around the caption, which takes the place of `{}`; one is drawn for every sample."""
+    table: TableConfig = field(default_factory=TableConfig)
+    filter: FilterConfig = field(default_factory=FilterConfig)
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     max_pixels: int = 89_478_485
     """Larger images are skipped as broken (`huge_image`)."""

@@ -26,16 +26,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import platformdirs
 
 from clipscale.data.archive import BLOCK, Census, Metered, ReadProblem, read_shard, unpacked
 from clipscale.data.remote import FaultError, origin_of
-from clipscale.data.sources import DIRECT, Access, Opened, SourceError, Store, is_local, leaf_of
+from clipscale.data.sources import DIRECT, Access, Opened, SourceError, Store, is_local, leaf_of, own_cache, scheme_of
 from clipscale.errors import UserError
 
 log = logging.getLogger(__name__)
 
 FILE = "clipscale-index.sqlite"
+NO_FILE = ("pipe", "table")
+"""Schemes of what is not a shard that could be indexed."""
 SERIAL_BYTES = 256 << 20
 """Shards of less than this together are read by one process; starting others would take longer."""
 _SCHEMA = """CREATE TABLE IF NOT EXISTS shards (name TEXT PRIMARY KEY, size INT, stamp TEXT, samples INT, sha256 TEXT, places BLOB,
@@ -71,11 +72,6 @@ class Entry:
 def folder_of(url: str) -> str:
     """The folder whose index has this shard."""
     return os.path.dirname(os.path.abspath(url)) if is_local(url) else url.rsplit("/", 1)[0]  # noqa: PTH100, PTH120 (as it is named)
-
-
-def own_cache() -> Path:
-    """The user's cache folder (XDG_CACHE_HOME is honoured)."""
-    return Path(platformdirs.user_cache_dir("clipscale", appauthor=False))
 
 
 def files_of(folder: str, cache: str | None) -> list[Path]:
@@ -126,7 +122,7 @@ def known(urls: Iterable[str], cache: str | None = None) -> dict[str, Entry]:
     """What the indexes say of these shards, without places and whether or not it still holds; the nearest index wins."""
     wanted: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for url in urls:
-        if not url.startswith("pipe:"):
+        if scheme_of(url) not in NO_FILE:
             wanted[folder_of(url)][leaf_of(url)].append(url)
     found: dict[str, Entry] = {}
     for folder, leaves in wanted.items():
@@ -186,7 +182,7 @@ def _unpack(packed: bytes) -> np.ndarray:
 # -- making it ---------------------------------------------------------------------------------------------------------
 
 
-class _Hashing(Store):
+class HashingStore(Store):
     """A store whose streams are hashed."""
 
     def __init__(self, access: Access) -> None:
@@ -205,7 +201,7 @@ def survey(url: str, access: Access = DIRECT, checksum: bool = True) -> Entry:
     """
     size, stamp = stamp_of(url, access)
     census, problem = Census(), ReadProblem()
-    store = _Hashing(access) if checksum else Store(access)
+    store = HashingStore(access) if checksum else Store(access)
     samples = sum(1 for _ in read_shard(url, problem, lambda _: False, store=store, census=census))
     with closing(Store(access).open(url).stream) as source:
         packed = unpacked(source) is not source if size else True
@@ -214,7 +210,7 @@ def survey(url: str, access: Access = DIRECT, checksum: bool = True) -> Entry:
         size=size,
         stamp=stamp,
         samples=samples,
-        sha256=store.digest.hexdigest() if isinstance(store, _Hashing) else None,
+        sha256=store.digest.hexdigest() if isinstance(store, HashingStore) else None,
         totals={extension: (n, census.sizes[extension]) for extension, n in sorted(census.members.items())},
         reason=problem.reason,
         detail=problem.detail,

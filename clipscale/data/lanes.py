@@ -16,8 +16,9 @@ import numpy as np
 from clipscale.data import index
 from clipscale.data.archive import RawSample, ReadProblem, read_shard
 from clipscale.data.batch import Slot, sample_id
-from clipscale.data.decode import IMAGE_TYPES, BrokenSampleError, TrainTransform, caption_of, image_bytes
-from clipscale.data.order import AUGMENT, WINDOW, Draws, Order, Segment, permutation
+from clipscale.data.decode import IMAGE_TYPES, BrokenSampleError, TrainTransform, image_bytes
+from clipscale.data.filters import Selection
+from clipscale.data.order import AUGMENT, CAPTION, WINDOW, Draws, Order, Segment, permutation
 from clipscale.data.sources import Access, Store
 from clipscale.errors import UserError
 
@@ -108,7 +109,7 @@ class Plan:
     seed: int
     transform: TrainTransform
     tokenizer: Callable[[list[str]], object]
-    caption_key: str
+    selection: Selection
     access: Access
     shares: tuple[LaneShare, ...]
     piece: int
@@ -120,7 +121,7 @@ class LaneReader:
     def __init__(self, plan: Plan, share: LaneShare, broken: Counter[str], tick: Tick) -> None:
         self._plan, self._lane, self._broken = plan, share.lane, broken
         self._store = Store(plan.access, broken, tick)
-        self._extensions = {*IMAGE_TYPES, plan.caption_key.partition(":")[0]}
+        self._extensions = {*IMAGE_TYPES, *plan.selection.members()}
         self.turn, self.index = share.turn, share.index
         self._samples = self._walk()
         self._row: Counter[str] = Counter()
@@ -153,8 +154,10 @@ class LaneReader:
                     raise BrokenSampleError(item.reason, item.detail)
                 if item.damage:
                     raise BrokenSampleError(item.damage, item.detail)
-                caption = caption_of(item.members, plan.caption_key)
-                draws = Draws(plan.seed, AUGMENT, segment.turn, segment.shard, item.index)
+                place = segment.turn, segment.shard, item.index
+                caption = plan.selection.caption(item.members, Draws(plan.seed, CAPTION, *place))
+                plan.selection.check(item, caption)
+                draws = Draws(plan.seed, AUGMENT, *place)
                 plan.transform(image_bytes(item.members), draws, out)
             except BrokenSampleError as error:
                 self._pass_over(error, segment, item)
@@ -175,7 +178,7 @@ class LaneReader:
             example = f"{item.url} {item.key}: {error}" if isinstance(item, RawSample) else str(error)
             raise UserError(
                 f"data.train: no usable sample among the last {self._row.total()} of one lane ({reasons}; the last: {example}); "
-                f"look at the shards and at data.caption_key={self._plan.caption_key}"
+                f"look at the shards, and at data.caption_key and data.filter"
             )
 
 

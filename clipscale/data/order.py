@@ -20,7 +20,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 
 # What a random number is for; part of every key, so that no two uses share a sequence.
-SHARDS, WINDOW, DRAW, AUGMENT = 1, 2, 3, 4
+SHARDS, WINDOW, DRAW, AUGMENT, CAPTION = 1, 2, 3, 4, 5
 
 
 def _finish(z: np.ndarray) -> np.ndarray:

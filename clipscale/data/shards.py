@@ -13,7 +13,8 @@ from braceexpand import UnbalancedBracesError, braceexpand
 
 from clipscale.data import index
 from clipscale.data.archive import ReadProblem, read_shard
-from clipscale.data.sources import is_local, require, scheme_of
+from clipscale.data.config import TableConfig
+from clipscale.data.sources import is_local, own_cache, require, scheme_of
 from clipscale.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -25,8 +26,11 @@ SCAN_AT_MOST = 256
 # -- which shards ------------------------------------------------------------------------------------------------------
 
 
-def expand(source: str, allow_pipe: bool = False, *, setting: str = "data.train") -> list[str]:
-    """The shards that one source names: a brace list, a glob, a directory, `@FILE` with a source a line, or a URL (`::` joins several).
+def expand(
+    source: str, allow_pipe: bool = False, *, setting: str = "data.train", table: TableConfig | None = None
+) -> list[str]:
+    """The shards that one source names: a brace list, a glob, a folder of shards or of pictures, a table, `@FILE` with a
+    source a line, or a URL (`::` joins several).
 
     Local shards that a brace list names but that do not exist are left out with a warning (downloads have gaps).
     Raises UserError if nothing is left, or for `pipe:` without `allow_pipe`.
@@ -38,7 +42,7 @@ def expand(source: str, allow_pipe: bool = False, *, setting: str = "data.train"
             )
         return _braces(source, setting)
     if source.startswith("@"):
-        return _from_list(Path(source[1:]).expanduser(), allow_pipe, setting)
+        return _from_list(Path(source[1:]).expanduser(), allow_pipe, setting, table)
     if source.startswith("file:"):
         source = re.sub(r"^file:(//)?", "", source)
     if not is_local(source):
@@ -47,6 +51,10 @@ def expand(source: str, allow_pipe: bool = False, *, setting: str = "data.train"
     if Path(source).is_dir():
         found = sorted(str(p) for p in Path(source).glob("*.tar*") if p.is_file())
         missing: list[str] = []
+        if not found:
+            from clipscale.data import tables
+
+            found = tables.shards_of_folder(source, table or TableConfig(), setting)
     else:
         named = [name for pattern in _braces(source, setting) for name in (sorted(glob.glob(pattern)) or [pattern])]  # noqa: PTH207 (absolute)
         missing = _absent(named)
@@ -54,7 +62,7 @@ def expand(source: str, allow_pipe: bool = False, *, setting: str = "data.train"
         found = [name for name in named if name not in gone]
     if not found:
         raise UserError(
-            f"{setting}={source!r} matches no shard; give a tar file, a brace list, a glob, a folder or @FILE"
+            f"{setting}={source!r} matches no shard; give a tar file, a brace list, a glob, a folder, a table or @FILE"
         )
     if missing:
         log.warning(
@@ -64,7 +72,16 @@ def expand(source: str, allow_pipe: bool = False, *, setting: str = "data.train"
             len(named),
             missing[0],
         )
-    return found
+    return [url for name in found for url in _parts(name, table, setting)]
+
+
+def _parts(name: str, table: TableConfig | None, setting: str) -> list[str]:
+    """A shard itself, or a table's virtual shards."""
+    if not name.endswith((".csv", ".tsv", ".parquet")):
+        return [name]
+    from clipscale.data import tables  # brings in what decodes pictures, for which listing tar files need not wait
+
+    return tables.shards_of(name, table or TableConfig(), setting)
 
 
 def _braces(source: str, setting: str) -> list[str]:
@@ -94,13 +111,16 @@ def _listed(url: str, setting: str) -> list[str]:
     return found
 
 
-def _from_list(path: Path, allow_pipe: bool, setting: str) -> list[str]:
+def _from_list(path: Path, allow_pipe: bool, setting: str, table: TableConfig | None) -> list[str]:
     try:
         lines = [line.strip() for line in path.read_text().splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{setting}='@{path}': the list cannot be read ({error})") from error
     urls = [
-        url for line in lines if line and not line.startswith("#") for url in expand(line, allow_pipe, setting=setting)
+        url
+        for line in lines
+        if line and not line.startswith("#")
+        for url in expand(line, allow_pipe, setting=setting, table=table)
     ]
     if not urls:
         raise UserError(f"{setting}='@{path}' lists no shard; write one address a line")
@@ -145,6 +165,10 @@ def noted_counts(urls: Sequence[str], cache: str | None = None) -> list[int | No
     def noted(url: str) -> int | None:
         if url in entries:
             return entries[url].samples
+        if scheme_of(url) == "table":
+            from clipscale.data.tables import rows_of
+
+            return rows_of(url)
         if not is_local(url):
             return None
         folder, leaf = os.path.split(url)
@@ -174,9 +198,7 @@ def scanned_counts(urls: Sequence[str], cache: str | None = None) -> list[int]:
     """
     found: dict[str, index.Entry] = {}
     try:
-        index.update(
-            urls, place=lambda folder: index.place_for(folder, cache or str(index.own_cache())), checksum=False
-        )
+        index.update(urls, place=lambda folder: index.place_for(folder, cache or str(own_cache())), checksum=False)
         found, _ = index.current(urls, cache)
     except UserError as error:
         log.warning("counts are not remembered: %s", error)

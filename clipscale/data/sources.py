@@ -10,7 +10,10 @@ import subprocess
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
+
+import platformdirs
 
 from clipscale.errors import UserError
 
@@ -71,7 +74,7 @@ def scheme_of(url: str) -> str:
 def require(url: str, setting: str) -> None:
     """Raise UserError, naming what to install, unless addresses like this one can be read here."""
     scheme = scheme_of(url)
-    if scheme in ("", "pipe", "http", "https"):
+    if scheme in ("", "pipe", "table", "http", "https"):
         return
     package, extra = EXTRAS.get(scheme, ("", ""))
     if package and importlib.util.find_spec(package) is None:
@@ -148,6 +151,11 @@ class Pipe:
         if self._process.poll() is None:
             self._process.terminate()
         self._process.wait()
+
+
+def own_cache() -> Path:
+    """The user's cache folder (XDG_CACHE_HOME is honoured)."""
+    return Path(platformdirs.user_cache_dir("clipscale", appauthor=False))
 
 
 def leaf_of(url: str) -> str:

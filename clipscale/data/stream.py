@@ -18,6 +18,7 @@ from clipscale.data.batch import Arena, HostBatch, arena_layout
 from clipscale.data.choose import choose_order, list_shards
 from clipscale.data.config import DataConfig, check
 from clipscale.data.decode import TrainTransform
+from clipscale.data.filters import selection
 from clipscale.data.lanes import LaneShare, Plan, Producer, places_of
 from clipscale.data.order import Epochs, fingerprint, lane_bounds
 from clipscale.data.sources import SEEN, Access
@@ -52,6 +53,7 @@ class TrainStream:
         Raises UserError for settings or shards that cannot work.
         """
         check(config, batch, world)
+        chosen = selection(config.caption_key, config.captions, config.templates, config.filter)
         urls, weights = list_shards(config)
         self._order = choose_order(config, urls, weights, batch, world, seed, position)
         self._fingerprint = fingerprint(self._order, [url.rsplit("/", 1)[-1] for url in urls], max(config.shuffle, 1))
@@ -79,7 +81,7 @@ class TrainStream:
                     image_size, (scale[0], scale[1]), (ratio[0], ratio[1]), config.augment.flip, config.max_pixels
                 ),
                 tokenizer=tokenizer,
-                caption_key=config.caption_key,
+                selection=chosen,
                 access=Access(config.cache, config.cache_bytes, config.retries),
                 shares=stripe,
                 piece=max(PIECE, self._size // (len(stripes) * PIECES)),

@@ -1,17 +1,20 @@
-"""`clipscale data index` and `clipscale data stats`: from words on the command line to an index, and from an index to a table."""
+"""`clipscale data index`, `check` and `stats`: from words on the command line to an index, and from shards to tables and pages."""
 
 import json
 import os
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
 from clipscale.data import index, shards
-from clipscale.data.sources import Access, is_local
+from clipscale.data.config import FilterConfig, TableConfig
+from clipscale.data.sources import Access, is_local, scheme_of
 from clipscale.errors import UserError
 
 
@@ -41,11 +44,43 @@ class StatsSettings:
     """Print JSON."""
 
 
-def named(sources: Sequence[str], allow_pipe: bool = False) -> list[str]:
+@dataclass
+class CheckSettings:
+    """`clipscale data check SHARD...`: read everything and say what is broken, and why."""
+
+    out: str = "data-check"
+    """Folder for check.json, check.html and duplicates.txt."""
+    workers: int | None = None
+    """Processes; null: one a core."""
+    pictures: int = 64
+    """Thumbnails on the page."""
+    near: bool = False
+    """Also look for pictures that look alike (a 64-bit difference hash)."""
+    seed: int = 0
+    """Of the thumbnails' choice."""
+    cache: str | None = None
+    """Folder where the index lies if not beside the shards."""
+    max_pixels: int = 89_478_485
+    """As `data.max_pixels` in training."""
+    caption_key: str = "txt"
+    """As `data.caption_key` in training."""
+    captions: list[str] = field(default_factory=list)
+    """As `data.captions` in training."""
+    allow_pipe: bool = False
+    """Permit `pipe:` addresses, which run a shell command."""
+    table: TableConfig = field(default_factory=TableConfig)
+    filter: FilterConfig = field(default_factory=FilterConfig)
+
+
+def named(sources: Sequence[str], allow_pipe: bool = False, table: TableConfig | None = None) -> list[str]:
     """The shards that words on the command line name, each once. Raises UserError."""
     if not sources:
         raise UserError("no shards given; for example: clipscale data index '/data/{00000..00099}.tar'")
-    return list(dict.fromkeys(url for source in sources for url in shards.expand(source, allow_pipe, setting="shards")))
+    return list(
+        dict.fromkeys(
+            url for source in sources for url in shards.expand(source, allow_pipe, setting="shards", table=table)
+        )
+    )
 
 
 def cores() -> int:
@@ -67,7 +102,7 @@ def progress(console: Console) -> Progress:
 
 def make_index(sources: Sequence[str], settings: IndexSettings) -> int:
     """Index the shards; status 1 where one is damaged or cannot be read."""
-    urls = [url for url in named(sources, settings.allow_pipe) if not url.startswith("pipe:")]
+    urls = [url for url in named(sources, settings.allow_pipe) if scheme_of(url) not in index.NO_FILE]
     total = sum(os.path.getsize(url) for url in urls if is_local(url) and os.path.exists(url))  # noqa: PTH110, PTH202 (fast)
     damaged: list[tuple[str, index.Entry]] = []
     count = 0
@@ -102,6 +137,41 @@ def make_index(sources: Sequence[str], settings: IndexSettings) -> int:
     return 1 if damaged or tally.failed else 0
 
 
+def check_shards(sources: Sequence[str], settings: CheckSettings) -> int:
+    """Read everything; status 1 where something is broken."""
+    # here and not above: what decodes brings in torch, for which `data index` need not wait
+    from clipscale.data import check, checkpage, filters
+
+    urls = named(sources, settings.allow_pipe, settings.table)
+    chosen = filters.selection(settings.caption_key, settings.captions, (), settings.filter, "")
+    out = Path(settings.out).expanduser()
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"out={settings.out}: cannot be written ({error.strerror}); choose another folder") from error
+    task = check.Task(
+        chosen, settings.max_pixels, settings.pictures, settings.seed, settings.near, Access(), settings.cache
+    )
+    found = check.Findings()
+    with progress(Console(stderr=True)) as bar:
+        total = sum(os.path.getsize(url) for url in urls if is_local(url) and os.path.exists(url))  # noqa: PTH110, PTH202 (fast)
+        line = bar.add_task(f"0 of {len(urls)} shards", total=total or None)
+        for _, one in check.surveyed(urls, task, settings.workers or cores()):
+            found.add(one, settings.pictures)
+            bar.update(line, advance=one.size, description=f"{found.shards} of {len(urls)} shards")
+    repeated = check.duplicates(found)
+    summary = check.summary(found, repeated)
+    (out / "check.json").write_text(json.dumps(summary, indent=1) + "\n")
+    (out / "check.html").write_text(checkpage.page(found, summary, f"{len(urls)} shards: {sources[0]}"))
+    surplus = [name for groups in repeated.values() for group in groups for name in group[1:]]
+    (out / "duplicates.txt").write_text(
+        "".join(f"{name}\n" for name in dict.fromkeys(surplus)), errors="surrogateescape"
+    )
+    checkpage.show(summary)
+    print(f"{out}/check.html, check.json, duplicates.txt")
+    return 1 if check.is_broken(found) else 0
+
+
 def show_stats(sources: Sequence[str], settings: StatsSettings) -> int:
     """Print what the indexes say of the shards; local shards without one have their headers read."""
     urls = named(sources)
@@ -116,7 +186,7 @@ def show_stats(sources: Sequence[str], settings: StatsSettings) -> int:
         for extension, (number, size) in entry.totals.items():
             members[extension] += number
             sizes[extension] += size
-    found = {
+    found: dict[str, Any] = {
         "shards": len(urls),
         "indexed": len(entries),
         "samples": sum(entry.samples for entry in entries.values()),
@@ -131,7 +201,7 @@ def show_stats(sources: Sequence[str], settings: StatsSettings) -> int:
     if settings.json:
         print(json.dumps(found))
         return 0
-    low, high = found["samples_per_shard"]  # type: ignore[misc]
+    low, high = found["samples_per_shard"]
     print(f"{found['samples']} samples in {len(entries)} shards of {low} to {high}, {_size(found['bytes'])}")
     if len(entries) < len(urls):
         print(f"{len(urls) - len(entries)} of {len(urls)} shards are not counted; run `clipscale data index` on them")
@@ -139,7 +209,7 @@ def show_stats(sources: Sequence[str], settings: StatsSettings) -> int:
     for name in sorted(members):
         table.add_row(name, str(members[name]), _size(sizes[name]), _size(sizes[name] / max(members[name], 1)))
     Console().print(table)
-    for url, reason in found["damaged"].items():  # type: ignore[attr-defined]
+    for url, reason in found["damaged"].items():
         print(f"{reason}: {url}")
     return 0
 

@@ -1,0 +1,257 @@
+"""Which samples are taken, and which of its texts is a sample's caption.
+
+Everything here is a pure function of the sample (and, for the caption, of its own random stream), so a filtered epoch is as exact as any.
+"""
+
+import hashlib
+import io
+import json
+import math
+import operator
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from PIL import Image
+
+from clipscale.data.archive import RawSample
+from clipscale.data.config import FilterConfig
+from clipscale.data.decode import BrokenSampleError, caption_of, image_bytes
+from clipscale.data.order import Draws
+from clipscale.data.sources import leaf_of
+from clipscale.errors import UserError
+
+_COMPARE: dict[str, Callable[[Any, Any], bool]] = {
+    ">=": operator.ge,
+    "<=": operator.le,
+    "!=": operator.ne,
+    ">": operator.gt,
+    "<": operator.lt,
+    "=": operator.eq,
+}
+_CONDITION = re.compile(r"^\s*([\w .:-]+?)\s*(>=|<=|!=|==|=|>|<)\s*(.*?)\s*$")
+
+
+@dataclass(frozen=True)
+class Condition:
+    """One condition on a field of the json member."""
+
+    name: str
+    sign: str
+    values: tuple[str, ...]
+    """Several with `=` and `!=`: any of them."""
+
+    def holds(self, value: Any) -> bool:
+        """Numbers are compared as numbers, else texts as texts without regard to case."""
+        if self.sign in ("=", "!="):
+            found = any(_equal(value, wanted) for wanted in self.values)
+            return found == (self.sign == "=")
+        return _COMPARE[self.sign](float(value), float(self.values[0]))
+
+
+def _equal(value: Any, wanted: str) -> bool:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        try:
+            return float(value) == float(wanted)
+        except ValueError:
+            return False
+    return str(value).casefold() == wanted.casefold()
+
+
+def condition(text: str, setting: str = "data.filter.fields") -> Condition:
+    """`FIELD>=NUMBER` and the like, as an object. Raises UserError."""
+    match = _CONDITION.match(text)
+    if not match:
+        raise UserError(f"{setting}={text!r}: write FIELD, one of {' '.join(_COMPARE)}, and a value: similarity>=0.3")
+    name, sign, value = match[1], match[2].replace("==", "="), match[3]
+    values = tuple(part.strip() for part in value.split("|")) if sign in ("=", "!=") else (value,)
+    if sign not in ("=", "!="):
+        try:
+            float(value)
+        except ValueError as error:
+            raise UserError(f"{setting}={text!r}: {value!r} is no number") from error
+    return Condition(name, sign, values)
+
+
+def caption_sources(texts: Sequence[str], setting: str = "data.captions") -> tuple[tuple[str, float], ...]:
+    """`txt`, `json:caption=0.5` or `{txt: 0.5, 'json:caption': 0.5}` as sources with weights. Raises UserError."""
+    found: list[tuple[str, float]] = []
+    for text in texts:
+        try:
+            if text.startswith("{"):
+                found += [(str(name), float(weight)) for name, weight in yaml.safe_load(text).items()]
+            else:
+                name, _, weight = text.partition("=")
+                found.append((name.strip(), float(weight or 1)))
+        except (ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
+            raise UserError(
+                f"{setting}={text!r}: write sources and weights as {{txt: 0.5, 'json:caption': 0.5}}"
+            ) from error
+    if any(not name or not 0 <= weight < math.inf for name, weight in found) or (
+        found and not sum(w for _, w in found)
+    ):
+        raise UserError(f"{setting}={list(texts)}: weights must be non-negative and not all zero")
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Filters and caption sources of a run, ready to use; goes to workers by pickle."""
+
+    captions: tuple[tuple[str, float], ...] = (("txt", 1.0),)
+    """Source (`txt`, `json:FIELD`) and weight."""
+    templates: tuple[str, ...] = ()
+    """One is drawn, and `{}` in it becomes the caption."""
+    min_side: int = 0
+    max_aspect: float | None = None
+    min_caption: int = 0
+    max_caption: int | None = None
+    conditions: tuple[Condition, ...] = ()
+    keep_missing: bool = False
+    block_keys: tuple[str, ...] = ()
+    block_urls: tuple[str, ...] = ()
+
+    def members(self) -> set[str]:
+        """The extensions, besides the picture's, that must be read."""
+        found = {source.partition(":")[0] for source, _ in self.captions}
+        return found | {"json"} if self.conditions or self.block_urls else found
+
+    def caption(self, members: dict[str, bytes], draws: Draws) -> str:
+        """The sample's caption. Of several sources one is drawn by weight among those that have a text.
+
+        Raises BrokenSampleError with the first source's reason if none has.
+        """
+        if len(self.captions) == 1:
+            text = caption_of(members, self.captions[0][0])
+        else:
+            text = self._drawn(members, draws)
+        if self.templates:
+            text = self.templates[draws.integer(len(self.templates))].replace("{}", text)
+        return text
+
+    def _drawn(self, members: dict[str, bytes], draws: Draws) -> str:
+        texts: list[tuple[str, float]] = []
+        first: BrokenSampleError | None = None
+        for source, weight in self.captions:
+            try:
+                texts.append((caption_of(members, source), weight))
+            except BrokenSampleError as error:
+                first = first or error
+        total = sum(weight for _, weight in texts)
+        if not texts:
+            assert first is not None
+            raise first
+        if not total:  # only sources of weight 0, there to stand in
+            return texts[0][0]
+        at = draws.uniform() * total
+        for text, weight in texts:
+            at -= weight
+            if at < 0:
+                return text
+        return texts[-1][0]
+
+    def check(self, sample: RawSample, caption: str) -> None:
+        """Raise BrokenSampleError, with the filter's reason, for a sample that is left out."""
+        if len(caption) < self.min_caption:
+            raise BrokenSampleError("filter_short_caption", f"{len(caption)} characters")
+        if self.max_caption is not None and len(caption) > self.max_caption:
+            raise BrokenSampleError("filter_long_caption", f"{len(caption)} characters")
+        if self.block_keys:
+            known = _blocked(self.block_keys)
+            if _hash(sample.key) in known or _hash(f"{leaf_of(sample.url)}/{sample.key}") in known:
+                raise BrokenSampleError("filter_blocked_key")
+        if self.conditions or self.block_urls:
+            self._check_json(sample)
+        if self.min_side or self.max_aspect is not None:
+            width, height = picture_size(image_bytes(sample.members))
+            if min(width, height) < self.min_side:
+                raise BrokenSampleError("filter_min_side", f"{width} x {height} pixels")
+            if self.max_aspect is not None and max(width, height) > self.max_aspect * min(width, height):
+                raise BrokenSampleError("filter_aspect", f"{width} x {height} pixels")
+
+    def _check_json(self, sample: RawSample) -> None:
+        try:
+            values = json.loads(sample.members.get("json", b"{}"))
+        except (ValueError, RecursionError) as error:
+            raise BrokenSampleError("bad_json", str(error)) from error
+        values = values if isinstance(values, dict) else {}
+        for wanted in self.conditions:
+            value = values.get(wanted.name)
+            try:
+                if value is None or (isinstance(value, float) and math.isnan(value)):
+                    raise ValueError("missing")
+                holds = wanted.holds(value)
+            except (ValueError, TypeError, OverflowError) as error:  # not there, or no number where one is needed
+                if self.keep_missing:
+                    continue
+                raise BrokenSampleError(f"filter_no_{wanted.name}") from error
+            if not holds:
+                raise BrokenSampleError(f"filter_{wanted.name}", str(value)[:100])
+        if self.block_urls and _hash(str(values.get("url", ""))) in _blocked(self.block_urls):
+            raise BrokenSampleError("filter_blocked_url")
+
+
+def selection(
+    caption_key: str, captions: Sequence[str], templates: Sequence[str], filters: FilterConfig, prefix: str = "data."
+) -> Selection:
+    """The settings as an object. Raises UserError for conditions, sources or files that cannot be used."""
+    for name in ("block_keys", "block_urls"):
+        for path in getattr(filters, name):
+            if not Path(path).expanduser().is_file():
+                raise UserError(f"{prefix}filter.{name}={path}: no such file")
+    for template in templates:
+        if "{}" not in template:
+            raise UserError(f"{prefix}templates={template!r}: write {{}} where the caption goes")
+    return Selection(
+        captions=caption_sources(captions or [caption_key], f"{prefix}captions"),
+        templates=tuple(templates),
+        min_side=filters.min_side,
+        max_aspect=filters.max_aspect,
+        min_caption=filters.min_caption,
+        max_caption=filters.max_caption,
+        conditions=tuple(condition(text, f"{prefix}filter.fields") for text in filters.fields),
+        keep_missing=filters.keep_missing,
+        block_keys=tuple(filters.block_keys),
+        block_urls=tuple(filters.block_urls),
+    )
+
+
+def picture_size(data: bytes) -> tuple[int, int]:
+    """Width and height from a picture's header. Raises BrokenSampleError: `unreadable_image`, `huge_image`."""
+    try:
+        with Image.open(io.BytesIO(data)) as image:
+            return image.width, image.height
+    except Image.DecompressionBombError as error:
+        raise BrokenSampleError("huge_image", str(error)) from error
+    except Exception as error:  # as in decoding: hostile bytes fail in many ways
+        raise BrokenSampleError("unreadable_image", f"{type(error).__name__}: {error}") from error
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
+
+
+class _Hashes:
+    """A set of texts as sorted 64-bit hashes, 8 bytes each; one in 10^11 lookups in a list of 10^8 errs."""
+
+    def __init__(self, values: np.ndarray) -> None:
+        self._values = np.unique(values)
+
+    def __contains__(self, value: int) -> bool:
+        at = int(np.searchsorted(self._values, np.uint64(value)))
+        return at < len(self._values) and int(self._values[at]) == value
+
+
+@lru_cache(maxsize=8)
+def _blocked(paths: tuple[str, ...]) -> _Hashes:
+    """The lines of these files; once a process."""
+    values = []
+    for path in paths:
+        with Path(path).expanduser().open(encoding="utf-8", errors="surrogateescape") as lines:
+            values += [_hash(text) for line in lines if (text := line.strip()) and not text.startswith("#")]
+    return _Hashes(np.array(values, dtype=np.uint64))

@@ -1,0 +1,297 @@
+"""Tables of picture paths and captions (CSV, TSV, Parquet), and folders of pictures, read as if they were shards.
+
+A table is cut into virtual shards of some thousand rows. Their addresses, `table:PATH?image=COLUMN&caption=COLUMN#FIRST-LAST@WHERE`, say
+where the rows begin, so a reader opens the table there; order, resuming and broken samples then work as with tar files.
+"""
+
+import csv
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import tempfile
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl, quote, unquote, urlencode
+
+from clipscale.data.archive import LARGEST_MEMBER, RawSample
+from clipscale.data.config import TableConfig
+from clipscale.data.decode import IMAGE_TYPES
+from clipscale.data.order import permutation
+from clipscale.data.sources import SourceError, Store, is_local, own_cache
+from clipscale.errors import UserError
+
+SUFFIXES = (".csv", ".tsv", ".parquet")
+IMAGE_COLUMNS = ("filepath", "image", "image_path", "path", "file", "file_name", "filename", "jpg")
+CAPTION_COLUMNS = ("title", "caption", "text", "txt")
+"""Names looked for, in this order, where the settings give none (the first ones are open_clip's)."""
+LONGEST_FIELD = 1 << 24
+_LISTING = "filepath", "caption", "sidecar"
+
+
+@dataclass(frozen=True)
+class Part:
+    """A virtual shard: rows first..last of a table."""
+
+    path: str
+    image: str
+    caption: str
+    sidecar: str
+    """Column naming a text file that has the caption instead, or empty."""
+    first: int
+    last: int
+    where: str
+    """Byte offset of the first row (CSV, TSV), or row group and row in it, `GROUP.ROW` (Parquet)."""
+
+    @property
+    def url(self) -> str:
+        """Its address."""
+        columns = {"image": self.image, "caption": self.caption} | ({"sidecar": self.sidecar} if self.sidecar else {})
+        return f"table:{quote(self.path)}?{urlencode(columns)}#{self.first}-{self.last}@{self.where}"
+
+
+def part_of(url: str) -> Part:
+    """The virtual shard that an address names."""
+    match = re.match(r"^table:([^?]*)\?([^#]*)#(\d+)-(\d+)@([\d.]+)$", url)
+    if not match:
+        raise ValueError(f"{url!r} is no address of a table's rows")
+    columns = dict(parse_qsl(match[2]))
+    first, last = int(match[3]), int(match[4])
+    return Part(
+        unquote(match[1]), columns["image"], columns["caption"], columns.get("sidecar", ""), first, last, match[5]
+    )
+
+
+def rows_of(url: str) -> int:
+    """How many rows a virtual shard has."""
+    part = part_of(url)
+    return part.last - part.first
+
+
+# -- from a setting to virtual shards ----------------------------------------------------------------------------------
+
+
+def shards_of(path: str, config: TableConfig, setting: str) -> list[str]:
+    """The addresses of a table's virtual shards. Raises UserError for a table without the columns, or that cannot be read."""
+    try:
+        names, cuts = (_parquet_cuts if path.endswith(".parquet") else _text_cuts)(path, config.rows)
+    except (OSError, UnicodeDecodeError, csv.Error, ValueError) as error:
+        raise UserError(f"{setting}={path!r}: the table cannot be read ({error})") from error
+    image = _column(names, config.image, IMAGE_COLUMNS, "image", path)
+    caption = _column(names, config.caption, CAPTION_COLUMNS, "caption", path)
+    part = Part(os.path.abspath(path), image, caption, "", 0, 0, "")  # noqa: PTH100 (as it is named)
+    return [replace(part, first=first, last=last, where=where).url for first, last, where in cuts]
+
+
+def _column(names: list[str], given: str | None, usual: tuple[str, ...], what: str, path: str) -> str:
+    if given is not None and given in names:
+        return given
+    if given is None and (found := next((name for name in usual if name in names), None)):
+        return found
+    raise UserError(
+        f"data.table.{what}={given or 'null'}: {path} has the columns {', '.join(names)}; say which one has the {what}"
+    )
+
+
+class _Lines:
+    """A text file's lines, and the byte offset of the next one."""
+
+    def __init__(self, file: Any, at: int = 0) -> None:
+        self._file, self.at = file, at
+        file.seek(at)
+
+    def __iter__(self) -> Iterator[str]:
+        for line in self._file:
+            self.at += len(line)
+            yield line.decode("utf-8-sig" if self.at == len(line) else "utf-8")
+
+
+def _rows(path: str, lines: _Lines) -> Iterator[list[str]]:
+    csv.field_size_limit(LONGEST_FIELD)
+    return csv.reader(lines, delimiter="\t" if path.endswith(".tsv") else ",")
+
+
+def _text_cuts(path: str, rows: int) -> tuple[list[str], list[tuple[int, int, str]]]:
+    """Column names, and where every `rows`-th row begins; remembered until the table changes, since all of it must be read."""
+    about = Path(path).stat()
+    stamp = [os.path.abspath(path), about.st_size, about.st_mtime_ns, rows]  # noqa: PTH100
+    note = own_cache() / "tables" / f"{_digest(json.dumps(stamp))}.json"
+    if note.is_file():
+        found = json.loads(note.read_text())
+        return found["names"], [tuple(cut) for cut in found["cuts"]]
+    starts: list[int] = []
+    count = 0
+    with Path(path).open("rb") as file:
+        lines = _Lines(file)
+        reader = _rows(path, lines)
+        names = next(reader, [])
+        at = lines.at
+        for row in reader:
+            if row:  # csv gives an empty list for an empty line
+                if count % rows == 0:
+                    starts.append(at)
+                count += 1
+            at = lines.at
+    cuts = [(n * rows, min((n + 1) * rows, count), str(start)) for n, start in enumerate(starts)]
+    _write(note, json.dumps({"names": names, "cuts": cuts}))
+    return names, cuts
+
+
+def _parquet() -> Any:
+    if importlib.util.find_spec("pyarrow") is None:
+        raise UserError("data.train: Parquet tables need the package pyarrow; pip install 'clipscale[parquet]'")
+    from pyarrow import parquet
+
+    return parquet
+
+
+def _parquet_cuts(path: str, rows: int) -> tuple[list[str], list[tuple[int, int, str]]]:
+    file = _parquet().ParquetFile(path)
+    cuts = []
+    before = 0
+    for group in range(file.num_row_groups):
+        size = file.metadata.row_group(group).num_rows
+        cuts += [
+            (before + start, before + min(start + rows, size), f"{group}.{start}") for start in range(0, size, rows)
+        ]
+        before += size
+    return list(file.schema_arrow.names), cuts
+
+
+def shards_of_folder(folder: str, config: TableConfig, setting: str) -> list[str]:
+    """The virtual shards of a folder of pictures, those of its sub-folders included.
+
+    A picture's caption is the text file of the same name beside it, or else its folder's name with `_` as spaces (its class). The list is
+    put in an order of its own first, since neighbours in a class folder share their caption; it lies in the user's cache folder.
+    """
+    folder = os.path.abspath(folder)  # noqa: PTH100 (links stay as they are)
+    found: list[tuple[str, str, str]] = []
+    for place, folders, files in os.walk(folder):
+        folders.sort()
+        present = set(files)
+        name = Path(place).name.replace("_", " ") if Path(place) != Path(folder) else ""
+        for file in sorted(files):
+            stem, _, extension = file.rpartition(".")
+            if extension.lower() in IMAGE_TYPES and stem:
+                sidecar = f"{stem}.txt" if f"{stem}.txt" in present else ""
+                found.append((str(Path(place) / file), name, str(Path(place) / sidecar) if sidecar else ""))
+    if not found:
+        return []
+    path = own_cache() / "tables" / f"{_digest(folder)}.csv"
+    lines: list[str] = []
+    writer = csv.writer(_Appender(lines))
+    writer.writerow(_LISTING)
+    for at in permutation(len(found), len(found)):
+        writer.writerow(found[at])
+    text = "".join(lines)
+    try:
+        if not path.is_file() or path.read_text() != text:
+            _write(path, text)
+    except OSError as error:
+        raise UserError(f"{setting}={folder!r}: the list of its pictures cannot be written ({error})") from error
+    own = TableConfig(image="filepath", caption="caption", rows=config.rows)
+    return [replace(part_of(url), sidecar="sidecar").url for url in shards_of(str(path), own, setting)]
+
+
+class _Appender:
+    """What csv.writer writes to: a list of lines."""
+
+    def __init__(self, lines: list[str]) -> None:
+        self.write = lines.append
+
+
+def _write(path: Path, text: str) -> None:
+    """All of it or nothing; processes that write the same at once do no harm."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, errors="surrogateescape") as out:
+        out.write(text)
+    Path(out.name).replace(path)
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+def read(url: str, want: Callable[[int], bool], store: Store) -> Generator[RawSample, None, None]:
+    """The rows of a virtual shard as samples: the picture under its extension, the caption as `txt`, the whole row as `json`.
+
+    A sample's key is its picture's path. One whose file is not there has the damage `missing_file`. Raises OSError, SourceError.
+    """
+    part = part_of(url)
+    rows = _parquet_rows(part) if part.path.endswith(".parquet") else _text_rows(part)
+    for index, row in enumerate(rows):
+        image = row.get(part.image)
+        name = str((image.get("path") or "") if isinstance(image, dict) else image if isinstance(image, str) else "")
+        key = name or f"row {part.first + index}"
+        if not want(index):
+            yield RawSample(url, key, index, {})
+            continue
+        try:
+            yield RawSample(url, key, index, _members(part, row, image, name, store))
+        except FileNotFoundError as error:
+            yield RawSample(url, key, index, {}, "missing_file", str(error))
+        except SourceError as error:
+            yield RawSample(url, key, index, {}, error.reason.replace("_shard", "_file"), str(error))
+
+
+def _members(part: Part, row: dict[str, Any], image: Any, name: str, store: Store) -> dict[str, bytes]:
+    members: dict[str, bytes] = {}
+    if isinstance(image, dict):  # as Hugging Face's datasets hold pictures
+        image = image.get("bytes")
+    if isinstance(image, bytes):
+        data = image
+    elif name:
+        place = name if not is_local(name) else str(Path(part.path).parent / name)
+        data = _content(place, store)
+    else:
+        raise FileNotFoundError("no picture is named")
+    extension = name.rpartition(".")[2].lower()
+    members[extension if extension in IMAGE_TYPES else "jpg"] = data
+    caption = row.get(part.caption)
+    if part.sidecar and row.get(part.sidecar):
+        members["txt"] = _content(row[part.sidecar], store)
+    elif caption is not None:
+        members["txt"] = str(caption).encode("utf-8", "surrogatepass")
+    plain = {column: value for column, value in row.items() if not isinstance(value, bytes | dict)}
+    members["json"] = json.dumps(plain, default=str).encode()
+    return members
+
+
+def _content(place: str, store: Store) -> bytes:
+    stream = store.open(place).stream
+    try:
+        data: bytes = stream.read(LARGEST_MEMBER)
+    finally:
+        stream.close()
+    return data
+
+
+def _text_rows(part: Part) -> Iterator[dict[str, Any]]:
+    try:
+        with Path(part.path).open("rb") as file:
+            names = next(_rows(part.path, _Lines(file)), [])
+            left = part.last - part.first
+            for row in _rows(part.path, _Lines(file, int(part.where))):
+                if row and left:
+                    left -= 1
+                    yield dict(zip(names, row))
+                if not left:
+                    return
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise SourceError("unreadable_shard", str(error)) from error
+
+
+def _parquet_rows(part: Part) -> Iterator[dict[str, Any]]:
+    group, start = map(int, part.where.split("."))
+    try:
+        table = _parquet().ParquetFile(part.path).read_row_group(group).slice(start, part.last - part.first)
+        for batch in table.to_batches(max_chunksize=256):
+            yield from batch.to_pylist()
+    except (ValueError, KeyError) as error:  # pyarrow's own errors are ValueErrors
+        raise SourceError("unreadable_shard", str(error)) from error

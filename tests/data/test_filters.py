@@ -1,0 +1,155 @@
+"""Filters drop what they name, each under its own reason; captions are drawn by weight from the sample's own random stream."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clipscale.data.archive import RawSample
+from clipscale.data.config import FilterConfig
+from clipscale.data.decode import BrokenSampleError
+from clipscale.data.filters import Selection, caption_sources, condition, selection
+from clipscale.data.order import Draws
+from clipscale.errors import UserError
+from tests.data.files import Members, picture, write_tar
+from tests.data.streams import contents, flat, ids, open_stream
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+
+
+def chosen(captions: list[str] | None = None, templates: list[str] | None = None, **filters: Any) -> Selection:
+    return selection("txt", captions or [], templates or [], FilterConfig(**filters))
+
+
+def raw(key: str = "a", size: tuple[int, int] = (8, 6), text: str = "a caption", **fields: Any) -> RawSample:
+    members = {"png": picture(size=size), "txt": text.encode(), "json": json.dumps(fields).encode()}
+    return RawSample("/data/00000.tar", key, 0, members)
+
+
+def verdict(selected: Selection, sample: RawSample) -> str | None:
+    try:
+        selected.check(sample, selected.caption(sample.members, Draws(1)))
+    except BrokenSampleError as error:
+        return error.reason
+    return None
+
+
+# -- filters -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("filters", "bad", "reason"),
+    [
+        ({"min_side": 6}, raw(size=(8, 5)), "filter_min_side"),
+        ({"max_aspect": 1.5}, raw(size=(8, 5)), "filter_aspect"),
+        ({"max_aspect": 1.5}, raw(size=(5, 8)), "filter_aspect"),
+        ({"min_caption": 3}, raw(text="ab"), "filter_short_caption"),
+        ({"max_caption": 9}, raw(text="0123456789"), "filter_long_caption"),
+        ({"fields": ["similarity>=0.3"]}, raw(similarity=0.29), "filter_similarity"),
+        ({"fields": ["punsafe<0.5"]}, raw(punsafe=0.5), "filter_punsafe"),
+        ({"fields": ["LANGUAGE=en|de"]}, raw(LANGUAGE="fr"), "filter_LANGUAGE"),
+        ({"fields": ["status!=failed"]}, raw(status="failed"), "filter_status"),
+        ({"fields": ["similarity>=0.3"]}, raw(), "filter_no_similarity"),
+        ({"fields": ["similarity>=0.3"]}, raw(similarity="high"), "filter_no_similarity"),
+        ({"fields": ["similarity>=0.3"]}, raw(similarity=float("nan")), "filter_no_similarity"),
+    ],
+)
+def test_each_filter_has_a_reason_of_its_own(filters: dict[str, Any], bad: RawSample, reason: str) -> None:
+    good = raw(similarity=0.3, punsafe="0.1", LANGUAGE="EN", status="ok")
+    assert verdict(chosen(**filters), bad) == reason
+    assert verdict(chosen(**filters), good) is None
+
+
+def test_samples_without_a_field_can_be_kept() -> None:
+    selected = chosen(fields=["similarity>=0.3"], keep_missing=True)
+    assert verdict(selected, raw()) is None and verdict(selected, raw(similarity=0.1)) == "filter_similarity"
+
+
+def test_lists_block_keys_and_addresses(tmp_path: Path) -> None:
+    keys, urls = tmp_path / "keys", tmp_path / "urls"
+    keys.write_text("# duplicates\nb\n00000.tar/c\n00001.tar/a\n")
+    urls.write_text("https://host/x.jpg\n")
+    selected = chosen(block_keys=[str(keys)], block_urls=[str(urls)])
+    reasons = [verdict(selected, raw(key, url="https://host/y.jpg")) for key in "abc"]
+    assert reasons == [None, "filter_blocked_key", "filter_blocked_key"]
+    assert verdict(selected, raw(url="https://host/x.jpg")) == "filter_blocked_url"
+
+
+@pytest.mark.parametrize("text", ["similarity", "similarity>=high", ">=3", "x~3"])
+def test_a_condition_that_says_nothing_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match=r"data\.filter\.fields="):
+        condition(text)
+
+
+def test_settings_that_cannot_work_are_refused() -> None:
+    for options in (
+        {"block_keys": ["/nowhere"]},
+        {"templates": ["no place"]},
+        {"captions": ["txt=-1"]},
+        {"captions": ["{a"]},
+    ):
+        with pytest.raises(UserError, match=r"data\."):
+            chosen(**options)
+
+
+def test_a_stream_drops_by_reason_and_keeps_the_rest_exact(tmp_path: Path) -> None:
+    members: Members = []
+    for i in range(40):
+        members += [(f"k{i:02d}.png", picture(i % 5)), (f"k{i:02d}.txt", b"x" * (i % 4 + 1))]
+        members += [(f"k{i:02d}.json", json.dumps({"similarity": i / 40}).encode())]
+    write_tar(tmp_path / "00000.tar", members)
+    config = FilterConfig(min_caption=2, fields=["similarity>=0.5"])
+    stream = open_stream(tmp_path, batch=15, lanes=1, filter=config)
+    epoch = flat(ids(stream, 1))
+    assert len(set(epoch)) == 15
+    assert stream.broken["filter_short_caption"] + stream.broken["filter_similarity"] <= 25
+    position = stream.position()
+    again = open_stream(tmp_path, batch=15, lanes=1, filter=config, position=position)
+    assert contents(again, 2) == contents(stream, 2)
+
+
+# -- captions ----------------------------------------------------------------------------------------------------------
+
+
+def test_sources_are_written_in_three_ways() -> None:
+    expected = (("txt", 0.25), ("json:caption", 0.75))
+    assert caption_sources(["{txt: 0.25, 'json:caption': 0.75}"]) == expected
+    assert caption_sources(["txt=0.25", "json:caption=0.75"]) == expected
+    assert caption_sources(["txt", "json:caption"]) == (("txt", 1.0), ("json:caption", 1.0))
+
+
+def test_sources_are_drawn_by_weight() -> None:
+    selected, sample = chosen(["{txt: 1, 'json:alt': 3}"]), raw(text="t", alt="j")
+    drawn = Counter(selected.caption(sample.members, Draws(5, i)) for i in range(4000))
+    assert drawn["j"] / 4000 == pytest.approx(0.75, abs=0.03)
+    assert selected.caption(sample.members, Draws(5, 7)) == selected.caption(sample.members, Draws(5, 7))
+
+
+def test_a_source_without_text_gives_way_to_the_others() -> None:
+    selected = chosen(["json:alt=9", "txt=1"])
+    assert {selected.caption(raw(text="t").members, Draws(i)) for i in range(50)} == {"t"}
+    with pytest.raises(BrokenSampleError, match="no_caption"):
+        selected.caption(raw(text=" ").members, Draws(0))
+
+
+def test_a_template_goes_around_the_caption() -> None:
+    selected = chosen(templates=["a photo of {}.", "{}"])
+    drawn = {selected.caption(raw(text="a dog").members, Draws(i)) for i in range(50)}
+    assert drawn == {"a photo of a dog.", "a dog"}
+
+
+def test_the_stream_draws_the_same_captions_again(tmp_path: Path) -> None:
+    members: Members = []
+    for i in range(30):
+        members += [(f"{i:02d}.png", picture(i % 3)), (f"{i:02d}.txt", b"txt"), (f"{i:02d}.json", b'{"alt": "json"}')]
+    write_tar(tmp_path / "00000.tar", members)
+    options: dict[str, Any] = {"batch": 10, "captions": ["txt", "json:alt"]}
+    one, two = open_stream(tmp_path, **options), open_stream(tmp_path, **options)
+    found = contents(one, 6)
+    assert contents(two, 6) == found
+    assert len({tokens for _, _, tokens in found}) > 1
