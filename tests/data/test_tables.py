@@ -1,0 +1,186 @@
+"""CSV, TSV and Parquet tables and folders of pictures, read as shards: the same samples, the same exact order and resumption."""
+
+import csv
+import io
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from clipscale.data import tables
+from clipscale.data.archive import RawSample, ReadProblem, read_shard
+from clipscale.data.batch import sample_id
+from clipscale.data.shards import expand, noted_counts
+from clipscale.errors import UserError
+from tests.data.files import Letters, picture
+from tests.data.streams import contents, flat, ids, open_stream
+
+ROWS = 25
+Config = tables.TableConfig
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+
+
+def captions() -> list[str]:
+    return [f'row {i}, "quoted" é\nsecond line' if i % 3 else f"row {i}" for i in range(ROWS)]
+
+
+def pictures(folder: Path) -> list[str]:
+    folder.mkdir(parents=True, exist_ok=True)
+    for i in range(ROWS):
+        (folder / f"{i}.png").write_bytes(picture(i))
+    return [f"{folder.name}/{i}.png" for i in range(ROWS)]
+
+
+def write_table(folder: Path, kind: str) -> Path:
+    names, path = pictures(folder / "images"), folder / f"pairs.{kind}"
+    if kind == "parquet":
+        pyarrow = pytest.importorskip("pyarrow")
+        from pyarrow import parquet
+
+        table = pyarrow.table({"filepath": names, "title": captions(), "score": [i / ROWS for i in range(ROWS)]})
+        parquet.write_table(table, path, row_group_size=10)
+        return path
+    with path.open("w", newline="") as out:
+        writer = csv.writer(out, delimiter="\t" if kind == "tsv" else ",")
+        writer.writerow(["filepath", "title", "score"])
+        writer.writerows((name, caption, i / ROWS) for i, (name, caption) in enumerate(zip(names, captions())))
+    return path
+
+
+def samples(urls: list[str]) -> list[RawSample]:
+    found = []
+    for url in urls:
+        problem = ReadProblem()
+        found += list(read_shard(url, problem))
+        assert problem.reason is None, problem
+    return found
+
+
+@pytest.mark.parametrize("kind", ["csv", "tsv", "parquet"])
+def test_a_table_is_cut_into_shards_of_rows(tmp_path: Path, kind: str) -> None:
+    path = write_table(tmp_path, kind)
+    urls = expand(str(path), table=Config(rows=7))
+    sizes = [7, 3, 7, 3, 5] if kind == "parquet" else [7, 7, 7, 4]
+    assert noted_counts(urls) == sizes, "row groups are not read twice"
+    found = samples(urls)
+    assert [raw.members["txt"].decode() for raw in found] == captions()
+    assert [raw.key for raw in found] == [f"images/{i}.png" for i in range(ROWS)]
+    assert [raw.members["png"] for raw in found] == [picture(i) for i in range(ROWS)]
+    assert float(json.loads(found[5].members["json"])["score"]) == 0.2
+    assert expand(str(path), table=Config(rows=7)) == urls, "the second time, from what was remembered"
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_epochs_over_a_table_are_exact_and_resume(tmp_path: Path, kind: str) -> None:
+    path = write_table(tmp_path, kind)
+    options: dict[str, Any] = {"table": Config(rows=7), "batch": 5, "lanes": 5}
+    stream = open_stream(path, **options)
+    assert stream.samples_per_epoch == ROWS
+    urls = expand(str(path), table=Config(rows=7))
+    expected = Counter(sample_id(url, raw.key) for url in urls for raw in samples([url]))
+    assert Counter(flat(ids(stream, 5))) == expected
+    position = stream.position()
+    resumed = open_stream(path, position=position, **options)
+    assert contents(resumed, 7) == contents(stream, 7)
+
+
+def test_rows_that_are_not_wanted_are_not_opened(tmp_path: Path) -> None:
+    path = write_table(tmp_path, "csv")
+    (tmp_path / "images" / "3.png").unlink()
+    url = expand(str(path))[0]
+    assert not any(raw.damage for raw in read_shard(url, ReadProblem(), want=lambda i: i != 3))
+    lost = list(read_shard(url, ReadProblem()))[3]
+    assert lost.damage == "missing_file"
+    stream = open_stream(path, batch=24, lanes=1)
+    ids(stream, 1)
+    ids(stream, 1)
+    assert set(stream.broken) == {"missing_file"}
+
+
+def test_pictures_may_lie_in_the_table_itself(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    as_bytes = pyarrow.table({"image": [picture(1)], "text": ["a"]})
+    as_record = pyarrow.table({"image": [{"bytes": picture(2), "path": "x.webp"}], "text": ["b"]})
+    for number, table in enumerate((as_bytes, as_record)):
+        parquet.write_table(table, tmp_path / f"{number}.parquet")
+    one, two = samples(expand(f"{tmp_path}/*.parquet"))
+    assert one.members["jpg"] == picture(1) and one.members["txt"] == b"a"
+    assert two.members["webp"] == picture(2) and two.key == "x.webp"
+
+
+def test_columns_are_named_or_refused(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text("a,b\nx.png,hello\n")
+    with pytest.raises(UserError, match=r"data\.table\.image=null: .*t\.csv has the columns a, b"):
+        expand(str(path))
+    with pytest.raises(UserError, match=r"data\.table\.caption=c:"):
+        expand(str(path), table=Config(image="a", caption="c"))
+    (part,) = [tables.part_of(url) for url in expand(str(path), table=Config(image="a", caption="b"))]
+    assert (part.image, part.caption, part.first, part.last) == ("a", "b", 0, 1)
+
+
+def test_a_table_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    for name, content in (("t.parquet", b"no parquet"), ("t.csv", b"filepath,title\n\xff\xff,x\n"), ("e.csv", b"")):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(UserError, match=name):
+            expand(str(tmp_path / name))
+    with pytest.raises(UserError, match="matches no shard"):
+        expand(str(tmp_path / "none.csv"))
+
+
+def test_an_address_of_rows_survives_any_path() -> None:
+    part = tables.Part("/a b/c?d#e/ü.csv", "i m", "c&=", "", 3, 9, "120")
+    assert tables.part_of(part.url) == part
+
+
+# -- folders of pictures -----------------------------------------------------------------------------------------------
+
+
+def test_a_folder_of_classes_captions_by_name_and_template(tmp_path: Path) -> None:
+    for name in ("red_fox", "owl"):
+        pictures(tmp_path / "set" / name)
+    found = samples(expand(str(tmp_path / "set")))
+    assert Counter(raw.members["txt"].decode() for raw in found) == {"red fox": ROWS, "owl": ROWS}
+    first = [raw.members["txt"] for raw in found[:ROWS]]
+    assert 5 < first.count(b"owl") < 20, "classes are mixed"
+    stream = open_stream(tmp_path / "set", batch=10, templates=["{} !"], tokenizer=Letters())
+    assert stream.samples_per_epoch == 2 * ROWS
+    batch = stream.next_batch()
+    texts = {"".join(map(chr, row)).strip() for row in batch.tokens(0, 10).tolist()}
+    assert texts == {"red fox", "owl !"}  # Letters keeps eight
+
+
+def test_a_caption_file_beside_the_picture_comes_first(tmp_path: Path) -> None:
+    folder = tmp_path / "set" / "owl"
+    pictures(folder)
+    (folder / "4.txt").write_text("an owl at night")
+    found = {Path(raw.key).name: raw.members["txt"] for raw in samples(expand(str(tmp_path / "set")))}
+    assert found["4.png"] == b"an owl at night" and found["5.png"] == b"owl"
+
+
+def test_the_list_of_a_folder_follows_it(tmp_path: Path) -> None:
+    pictures(tmp_path / "set")
+    urls = expand(str(tmp_path / "set"))
+    assert expand(str(tmp_path / "set")) == urls
+    (tmp_path / "set" / "new.png").write_bytes(picture(99))
+    assert len(samples(expand(str(tmp_path / "set")))) == ROWS + 1
+
+
+def test_pixels_from_a_table_are_those_of_the_file(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(picture(3))
+    (tmp_path / "t.csv").write_text("image,caption\na.png,hello\n")
+    from clipscale.data.config import AugmentConfig
+
+    stream = open_stream(tmp_path / "t.csv", batch=1, augment=AugmentConfig(scale=(1.0, 1.0), ratio=(1.0, 1.0)))
+    expected = np.asarray(Image.open(io.BytesIO(picture(3)))).transpose(2, 0, 1)
+    assert np.array_equal(stream.next_batch().pixels(0, 1)[0].numpy(), expected)
