@@ -11,6 +11,8 @@ import sys
 
 import pytest
 
+from clipscale.bench.processes import PLAIN_MALLOC
+
 # Prints by how many bytes the peak of a forward and a backward pass exceeds what the process holds before them. The process is a fresh
 # one, and its peak is reset first (proc(5), clear_refs).
 PEAK = """
@@ -44,7 +46,10 @@ print(step(n))
 def peak_growth(method: str, n: int, width: int, **options: object) -> int:
     """Bytes by which the peak grows during one forward and backward pass, the features' gradients included."""
     command = [sys.executable, "-c", PEAK, method, str(n), str(width), json.dumps(options)]
-    return int(subprocess.run(command, capture_output=True, text=True, check=True, timeout=2400).stdout)
+    environment = os.environ | PLAIN_MALLOC
+    return int(
+        subprocess.run(command, capture_output=True, text=True, check=True, timeout=2400, env=environment).stdout
+    )
 
 
 def assert_straight(sizes: list[int], peaks: list[int], width: int, tolerance: float) -> None:
