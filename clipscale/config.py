@@ -20,7 +20,7 @@ from clipscale.errors import UserError
 from clipscale.eval.run import EvalConfig
 from clipscale.loss.api import BACKENDS, EXCHANGES, OBJECTIVES, PRECISIONS, SIMILARITIES, LossConfig
 from clipscale.models.towers import ModelConfig
-from clipscale.optim import OptimConfig, ScheduleConfig
+from clipscale.optim import LR_SCALING, OptimConfig, ScheduleConfig
 from clipscale.precision import DTYPES, PrecisionConfig
 from clipscale.report.metrics import LogConfig
 from clipscale.spelling import format_count, nearest, one_of, parse_count, run_folder, unused
@@ -66,12 +66,15 @@ CHOICES = {
     "offload": ("host", "none"),
     "cache.negatives": ("batch", "chunk"),
     "precision.name": tuple(DTYPES),
+    "precision.weights": ("fp32", "bf16"),
+    "model.batch_norm": ("sync", "frozen"),
     "loss.objective": OBJECTIVES,
     "loss.similarity": SIMILARITIES,
     "loss.exchange": EXCHANGES,
     "loss.backend": BACKENDS,
     "loss.fp32_precision": PRECISIONS,
     "optim.on_divergence": ("stop", "skip"),
+    "optim.lr_scaling": tuple(LR_SCALING),
     "schedule.name": ("cosine", "constant"),
     "data.order": ("auto", "epochs", "resampled"),
     "launch.parallel": ("ddp", "fsdp"),
@@ -91,6 +94,7 @@ LEAST = {
     "data.max_pixels": 1,
     "data.cache_bytes": 0,
     "data.retries": 0,
+    "data.table.rows": 1,
     "data.filter.min_side": 0,
     "data.filter.max_aspect": 1,
     "data.filter.min_caption": 0,
@@ -100,6 +104,7 @@ LEAST = {
     "loss.label_smoothing": 0,
     "model.patch_dropout": 0,
     "optim.lr": 0,
+    "optim.reference_batch": 1,
     "optim.weight_decay": 0,
     "optim.max_logit_scale": 1,
     "eval.every": 0,
@@ -110,6 +115,7 @@ LEAST = {
     "checkpoint.minutes": 0,
     "checkpoint.keep": 0,
     "log.every": 1,
+    "log.noise_scale": 0,
     "launch.procs": 1,
     "launch.threads": 1,
 }

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
@@ -61,20 +62,26 @@ class World:
         return box[0]
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Sum over ranks the gradients of the few parameters that no tower holds (logit scale and bias)."""
+        """Sum over ranks the gradients of parameters that no wrapper sums: logit scale and bias, and master weights' towers."""
         if self.size > 1:
-            for parameter in parameters:
-                assert parameter.grad is not None
-                dist.all_reduce(parameter.grad)
+            for gradients in buckets([p.grad for p in parameters if p.grad is not None]):
+                flat = torch.cat([g.reshape(-1) for g in gradients])
+                dist.all_reduce(flat)
+                for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+                    gradient.copy_(part.view_as(gradient))
 
     def wrap(self, tower: nn.Module, parallel: str = "ddp") -> nn.Module:
         """The tower under DDP or FSDP2, with gradients SUMMED over ranks: each rank's loss gradient is a share of the whole.
 
-        Frozen towers are left alone. FSDP2 changes the module in place and shards block by block.
+        Frozen towers are left alone; `none` leaves the sum to `sum_gradients`. Batch normalisation is synchronised. FSDP2 changes the
+        module in place and shards block by block.
         """
-        if parallel not in ("ddp", "fsdp"):
+        if parallel not in ("ddp", "fsdp", "none"):
             raise UserError(f"launch.parallel={parallel!r}: choose ddp or fsdp")
         if self.size == 1 or not any(p.requires_grad for p in tower.parameters()):
+            return tower
+        tower = synchronised(tower)
+        if parallel == "none":
             return tower
         if parallel == "fsdp":
             mesh = init_device_mesh(self.device.type, (self.size,))
@@ -92,6 +99,80 @@ class World:
         return wrapped
 
 
+def buckets(tensors: list[Tensor], elements: int = 2**24) -> list[list[Tensor]]:
+    """Tensors in order, in groups of one type with about so many elements."""
+    groups: list[list[Tensor]] = []
+    size = 0
+    for tensor in tensors:
+        if not groups or size + tensor.numel() > elements or tensor.dtype != groups[-1][0].dtype:
+            groups.append([])
+            size = 0
+        groups[-1].append(tensor)
+        size += tensor.numel()
+    return groups
+
+
+def synchronised(module: nn.Module) -> nn.Module:
+    """The module with its batch normalisation, changed in place, taking statistics over all ranks.
+
+    Subclasses that add something to torch's layers, as timm's do, are left as they are.
+    """
+    for layer in module.modules():
+        if type(layer) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
+            on_cpu = all(tensor.device.type == "cpu" for tensor in (*layer.parameters(), *layer.buffers()))
+            layer.process_group = None
+            layer.__class__ = SyncBatchNorm if on_cpu else nn.SyncBatchNorm
+    return module
+
+
+class SumOverRanks(torch.autograd.Function):
+    """Sum of a tensor over ranks; its gradient, of which every rank has a share, is summed likewise."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        total = x.clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        total = gradient.clone()
+        dist.all_reduce(total)
+        return total
+
+
+class SyncBatchNorm(_BatchNorm):
+    """torch's SyncBatchNorm, which wants a GPU, written out for the CPU.
+
+    Gradients are shares that are summed over ranks: that of a statistic, which every rank's output depends on, is summed on its way back.
+    """
+
+    synchronised = True
+
+    def _check_input_dim(self, x: Tensor) -> None:
+        """Any number of dimensions."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not (self.training and dist.is_initialized()):
+            return super().forward(x)
+        dims = [0, *range(2, x.ndim)]
+        shape = [1, -1, *[1] * (x.ndim - 2)]
+        count = torch.tensor(float(x.numel() // x.shape[1]))
+        dist.all_reduce(count)
+        mean = SumOverRanks.apply(x.sum(dims)) / count
+        centred = x - mean.view(shape)
+        variance = SumOverRanks.apply(centred.square().sum(dims)) / count
+        if self.track_running_stats and self.running_mean is not None and self.running_var is not None:
+            assert self.num_batches_tracked is not None
+            with torch.no_grad():
+                self.num_batches_tracked.add_(1)
+                rate = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+                self.running_mean.lerp_(mean.to(self.running_mean.dtype), rate)
+                self.running_var.lerp_((variance * count / (count - 1)).to(self.running_var.dtype), rate)
+        out = centred * (variance + self.eps).rsqrt().view(shape)
+        return out if self.weight is None else out * self.weight.view(shape) + self.bias.view(shape)
+
+
 def blocks(tower: nn.Module) -> list[nn.Module]:
     """The repeated blocks of a transformer (or stages of a convolutional network): the units in which FSDP2 gathers parameters."""
     lists = [
@@ -101,7 +182,7 @@ def blocks(tower: nn.Module) -> list[nn.Module]:
 
 
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """Global Euclidean norm of all gradients, sharded or not; 0-d, the same on every rank."""
+    """Global Euclidean norm of all gradients, sharded or not; 0-d, the same on every rank; 0 where there are none."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     parts = []
     for sharded in (True, False):
@@ -109,7 +190,7 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
         if group:
             norm = torch.nn.utils.get_total_norm(group)
             parts.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-    return torch.stack(parts).norm()
+    return torch.stack(parts).norm() if parts else torch.zeros(())
 
 
 def whole(tree: Any) -> Any:

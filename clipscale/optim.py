@@ -1,6 +1,7 @@
 """Optimizers (timm's factory), parameter groups and learning-rate schedules."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,7 +10,10 @@ import torch
 from torch import nn
 
 from clipscale.errors import UserError
-from clipscale.spelling import nearest
+from clipscale.spelling import nearest, one_of
+
+LR_SCALING = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
+"""Rule -> power of the batch."""
 
 
 @dataclass
@@ -19,7 +23,11 @@ class OptimConfig:
     name: str = "adamw"
     """Any of timm's optimizers: adamw, adafactorbv, lion, lamb, muon, ..."""
     lr: float = 5e-4
-    """The schedule's peak."""
+    """The schedule's peak; with `lr_scaling`, at a batch of `reference_batch`."""
+    lr_scaling: str = "none"
+    """How the peak follows the batch: `none`; `sqrt` or `linear`, of batch / reference_batch."""
+    reference_batch: int | None = None
+    """The batch that `lr` is meant for."""
     weight_decay: float = 0.2
     """Applied to matrices only: gains, biases and the logit scale are never decayed."""
     betas: tuple[float, float] = (0.9, 0.98)
@@ -50,8 +58,29 @@ class ScheduleConfig:
     """Learning rate at the end, as a share of the peak."""
 
 
-def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
+def peak_lr(config: OptimConfig, batch: int) -> float:
+    """The peak learning rate at this batch: lr x (batch / reference_batch) ^ (0, 1/2 or 1).
+
+    Linear: Goyal et al. 2017 (arXiv 1706.02677), for SGD below the noise scale; square root: Krizhevsky 2014 (arXiv 1404.5997), the usual
+    choice for Adam and its kin. Raises UserError for another rule, and for a rule without a reference.
+    """
+    if config.lr_scaling not in LR_SCALING:
+        raise UserError(f"optim.lr_scaling={config.lr_scaling}: choose {one_of(LR_SCALING)}")
+    if config.lr_scaling == "none":
+        return config.lr
+    if config.reference_batch is None:
+        raise UserError(
+            f"optim.lr_scaling={config.lr_scaling} needs optim.reference_batch, the batch that optim.lr={config.lr:g} is meant for"
+        )
+    return float(config.lr * (batch / config.reference_batch) ** LR_SCALING[config.lr_scaling])
+
+
+def build_optimizer(
+    model: nn.Module, config: OptimConfig, masters: Mapping[int, nn.Parameter] | None = None
+) -> torch.optim.Optimizer:
     """timm's optimizer over the trainable parameters, with weight decay on matrices only.
+
+    `masters`: by the id of a parameter, the copy of it that the optimizer is to work on instead.
 
     Raises UserError for a name timm does not know or options the optimizer does not take.
     """
@@ -67,6 +96,8 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
     if config.eps is not None and info.has_eps:
         options.setdefault("eps", config.eps)
     groups = parameter_groups(model, config.weight_decay)
+    for group in groups:
+        group["params"] = [(masters or {}).get(id(p), p) for p in group["params"]]
     try:
         return timm.optim.create_optimizer_v2(
             groups, opt=config.name, lr=config.lr, momentum=config.betas[0], **options

@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from clipscale.errors import UserError
 from clipscale.report.phases import Phases
@@ -44,6 +45,22 @@ def chunk_sizes(config: CacheConfig, local_batch: int) -> dict[str, int | None]:
             )
         sizes[tower] = size
     return sizes
+
+
+def uncut(tower: nn.Module, name: str, size: int | None, local_batch: int) -> int | None:
+    """The local batch for a tower whose batch normalisation has to see all of it at once; None for any other tower.
+
+    Raises UserError where the settings ask for a smaller chunk.
+    """
+    mixing = [key for key, m in tower.named_modules() if isinstance(m, _BatchNorm) and m.training]
+    if not mixing or not any(p.requires_grad for p in tower.parameters()):
+        return None
+    if size is not None and size < local_batch:
+        raise UserError(
+            f"cache.{name}_chunk={size}: the {name} tower has batch normalisation ({mixing[0]}), which mixes the samples of a batch; set "
+            f"model.batch_norm=frozen, or cache.{name}_chunk={local_batch}, all that one process holds"
+        )
+    return local_batch
 
 
 def find_chunk(tower: nn.Module, sample: Callable[[int], Tensor], local_batch: int, device: torch.device) -> int:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves, tree_map
@@ -54,16 +55,22 @@ class GradCache:
     Args:
         encoders: one module or callable per tower; each maps its chunk to a tensor whose first dimension counts the samples. The same
             module may serve several towers. A module none of whose parameters requires a gradient is encoded once and not replayed.
-            Under DDP or FSDP2 gradients are synchronised once, with the last chunk of each module.
+            Under DDP or FSDP2 gradients are synchronised once, with the last chunk of each module; anything else that offers a
+            context manager `no_sync()` is treated like DDP.
         loss: maps one representation tensor per tower, over the whole (local) batch, to a scalar.
-        chunks: samples per chunk, one for all towers or one per tower; the last chunk may be shorter.
+        chunks: samples per chunk, one for all towers or one per tower; the last chunk may be shorter, and a size beyond the batch
+            means one chunk.
         keep_bytes: memory for graphs kept from the first pass, whose chunks then need no replay; 0: none; math.inf: all. The first
             chunk's graph is measured, and chunks are kept in order while the next one fits.
         autocast: makes the context in which encoders run; it is entered anew for each chunk.
         scaler: a gradient scaler (fp16): the loss is scaled before its gradients are taken.
 
+    `after_chunk`, where set, is called as `after_chunk(tower, rows)` when the second pass has added the gradient of so many samples of
+    that tower (kept graphs count as one chunk).
+
     Raises ValueError for chunk sizes below 1, inputs whose leaves differ in length, an encoder that returns another number of rows
-    than it was given, a loss that leaves a representation unused, and batch normalisation in training mode over more than one chunk.
+    than it was given, a loss that leaves a representation unused, and batch normalisation in training mode over more than one chunk,
+    or over several ranks without synchronisation.
 
     Dense retrieval, as in the paper's first experiments (queries, passages, hard negatives), in one step:
 
@@ -92,6 +99,7 @@ class GradCache:
             raise ValueError(f"chunks={chunks!r}: a chunk holds at least one sample")
         self.loss = loss
         self.scaler = scaler
+        self.after_chunk: Callable[[int, int], None] | None = None
         self.memory = GraphMemory(keep_bytes)
         self.towers = [
             _Tower(
@@ -134,8 +142,10 @@ class GradCache:
 
     def replay(self) -> None:
         """Second pass: every chunk again, with a graph, and its rows of the representations' gradient through it."""
-        for tower in self.towers:
-            tower.replay()
+        for i, tower in enumerate(self.towers):
+            for rows in tower.replay():
+                if self.after_chunk:
+                    self.after_chunk(i, rows)
 
 
 class GraphMemory:
@@ -237,7 +247,8 @@ class _Tower:
             raise ValueError(f"an encoder returned {out.shape[0]} rows for {stop - start} samples")
         return out
 
-    def replay(self) -> None:
+    def replay(self) -> Iterator[int]:
+        """Gradients of the kept chunks, then of the others one by one; yields the number of samples after each."""
         gradient = self.representations.grad
         if gradient is None:
             return
@@ -247,22 +258,33 @@ class _Tower:
             with gradient_sync(self.encoder, self.last and not again):
                 torch.autograd.backward(self.kept, kept_rows)
             self.kept = []
+            yield sum(len(rows) for rows in kept_rows)
         with unchanged_buffers(self.encoder), RandomState.preserved():
             for i, (start, stop) in enumerate(again):
                 self.random_states[len(self.spans) - len(again) + i].restore()
                 with gradient_sync(self.encoder, self.last and stop == self.spans[-1][1]):
                     self.run(start, stop).backward(gradient[start:stop])
+                yield stop - start
         self.representations = torch.empty(0)
         self.inputs = None
 
     def refuse_batch_norm(self) -> None:
-        if len(self.spans) == 1 or not isinstance(self.encoder, nn.Module):
+        """Batch normalisation in training mode mixes samples: right only where it sees the whole batch at once."""
+        ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        if not self.trained or (len(self.spans) == 1 and ranks == 1) or not isinstance(self.encoder, nn.Module):
             return
         for name, module in self.encoder.named_modules():
-            if isinstance(module, _BatchNorm) and module.training:
+            if not isinstance(module, _BatchNorm) or not module.training:
+                continue
+            if len(self.spans) > 1:
                 raise ValueError(
                     f"{name} is batch normalisation in training mode, which mixes the samples of a batch: cut into "
                     f"{len(self.spans)} chunks it would compute another function; freeze it (.eval()) or use one chunk"
+                )
+            if not isinstance(module, nn.SyncBatchNorm) and not getattr(module, "synchronised", False):
+                raise ValueError(
+                    f"{name} is batch normalisation in training mode, which mixes the samples of a batch: over {ranks} ranks it "
+                    "would see only a part of them; synchronise it (clipscale.distributed.synchronised) or freeze it (.eval())"
                 )
 
 

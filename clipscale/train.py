@@ -5,14 +5,14 @@ import math
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from clipscale import checkpoint, distributed
 from clipscale.config import TrainConfig, to_yaml
@@ -24,9 +24,10 @@ from clipscale.eval.run import evaluate
 from clipscale.loss.api import contrastive_loss
 from clipscale.models.flops import Flops
 from clipscale.models.towers import build_model
-from clipscale.optim import Schedule, build_optimizer
-from clipscale.precision import Precision
-from clipscale.probe import Retention, chunk_sizes, find_chunk, remember, remembered
+from clipscale.noise import NoiseScale
+from clipscale.optim import Schedule, build_optimizer, peak_lr
+from clipscale.precision import MasterWeights, Precision
+from clipscale.probe import Retention, chunk_sizes, find_chunk, remember, remembered, uncut
 from clipscale.report.metrics import MetricLog
 from clipscale.report.phases import Phases
 from clipscale.report.plots import write_report
@@ -77,13 +78,24 @@ class Run:
         if state is not None:
             checkpoint.check_same_model(state, config.model)
             self.model.load_state_dict(state["model"])
+        self.masters = self.hold_weights()
         self.cache = self.build_cache()
         self.optimizer = self.build_optimizer()
+        if config.log.noise_scale and config.launch.parallel == "fsdp":
+            raise UserError(
+                "log.noise_scale: FSDP2 keeps no gradient of a chunk to look at; leave it 0, or use launch.parallel=ddp"
+            )
+        self.noise = NoiseScale([self.model.image, self.model.text])
         self.retention = Retention(config.cache.keep, world.device)
         self.flops = Flops(config.model, world.device)
         self.stream = self.open_stream(None if state is None else state["position"])
         self.total, per_epoch = self.length()
-        self.schedule = Schedule.build(config.schedule, peak=config.optim.lr, total=self.total, per_epoch=per_epoch)
+        peak = peak_lr(config.optim, config.batch)
+        if config.optim.lr_scaling != "none" and world.main:
+            print(
+                f"peak learning rate {peak:.4g}: optim.lr={config.optim.lr:g}, {config.optim.lr_scaling} in batch / reference_batch"
+            )
+        self.schedule = Schedule.build(config.schedule, peak=peak, total=self.total, per_epoch=per_epoch)
 
         torch.manual_seed(config.seed + 1 + world.rank)
         self.step = 0
@@ -97,14 +109,38 @@ class Run:
 
     # ---- build ----
 
+    def hold_weights(self) -> dict[str, MasterWeights]:
+        """Put the towers' matrices into the precision they are to be held in; the optimizer's float32 copies by tower."""
+        if self.precision.half_weights and self.config.launch.parallel == "fsdp":
+            raise UserError(
+                "precision.weights=bf16: FSDP2 shards weights of one type; leave it fp32, or use launch.parallel=ddp"
+            )
+        held = {name: self.precision.hold(tower) for name, tower in self.towers.items()}
+        return {name: masters for name, masters in held.items() if masters is not None}
+
+    @property
+    def towers(self) -> dict[str, nn.Module]:
+        return {"image": self.model.image, "text": self.model.text}
+
+    @property
+    def unwrapped(self) -> list[nn.Parameter]:
+        """What the optimizer works on and no wrapper sums over ranks: scale, bias, and towers with master weights."""
+        parts = [p for name in self.masters for p in self.trained(name)]
+        return parts + [p for p in (self.model.logit_scale, self.model.logit_bias) if p is not None]
+
+    def trained(self, name: str) -> list[nn.Parameter]:
+        """What the optimizer works on of one tower."""
+        copies = self.masters[name].of if name in self.masters else {}
+        return [copies.get(id(p), p) for p in self.towers[name].parameters() if p.requires_grad]
+
     def build_cache(self) -> GradCache:
         """The gradient cache over both towers, data-parallel where there are several ranks."""
         if self.config.model.compile:
             self.model.image.compile()
             self.model.text.compile()
-        towers = self.model.image, self.model.text
+        parallel = {name: "none" if name in self.masters else self.config.launch.parallel for name in self.towers}
         return GradCache(
-            [self.world.wrap(tower, self.config.launch.parallel) for tower in towers],
+            [self.world.wrap(tower, parallel[name]) for name, tower in self.towers.items()],
             self.loss,
             chunks=self.chunks(),
             autocast=self.precision.autocast,
@@ -119,7 +155,8 @@ class Run:
                 f"optim.name={name}: with launch.parallel=fsdp a parameter is in pieces; choose one that works element by element "
                 f"({', '.join(ELEMENTWISE)}), or launch.parallel=ddp"
             )
-        return build_optimizer(self.model, self.config.optim)
+        masters = {key: copy for held in self.masters.values() for key, copy in held.of.items()}
+        return build_optimizer(self.model, self.config.optim, masters)
 
     def chunks(self) -> list[int]:
         """Samples per chunk of the image and the text tower: as set, as found by an earlier start of this run, or by trial."""
@@ -134,7 +171,7 @@ class Run:
         sizes = chunk_sizes(self.config.cache, self.local_batch)
         found: dict[str, int] = {}
         for name, tower, sample in (("image", self.model.image, pixels), ("text", self.model.text, tokens)):
-            size = sizes[name] or remembered(self.folder, name)
+            size = uncut(tower, name, sizes[name], self.local_batch) or sizes[name] or remembered(self.folder, name)
             if size is None:
                 with self.precision.autocast():
                     size = min(self.world.gather(find_chunk(tower, sample, self.local_batch, device)))
@@ -153,7 +190,8 @@ class Run:
         size = self.cache.towers[0].size if self.config.cache.negatives == "chunk" else len(image_features)
         with self.precision.autocast():
             parts = [
-                contrastive_loss(u, v, scale, logit_bias=bias, check=False, **asdict(c)) * (len(u) / len(image_features))
+                contrastive_loss(u, v, scale, logit_bias=bias, check=False, **asdict(c))
+                * (len(u) / len(image_features))
                 for u, v in zip(image_features.split(size), text_features.split(size), strict=True)
             ]
             return torch.stack(parts).sum()
@@ -260,6 +298,10 @@ class Run:
         """One exact step over the global batch; returns what `metrics.jsonl` holds of it."""
         phases = Phases(self.world.device)
         self.retention.before_step(self.cache.memory)
+        every = self.config.log.noise_scale
+        measured = every > 0 and (self.step + 1) % every == 0
+        if measured:
+            self.cache.memory.budget = 0  # kept graphs have one gradient together
         self.optimizer.zero_grad()
         lr = self.schedule.apply(self.optimizer, self.step)
         batch = self.stream.next_batch()
@@ -273,10 +315,12 @@ class Run:
             value = self.loss(*features)
             self.cache.backward(value)
             del features
-        with phases("replay"):
+        with phases("replay"), self.noise.watching(self.cache) if measured else nullcontext():
             self.cache.replay()
         with phases("optim"):
+            scaled = self.precision.scaler.get_scale() if self.precision.scaler else 1.0
             grad_norm = self.gradient_norm()
+            noise = self.noise_scale(scaled) if measured else {}
             finite = value.isfinite().item() and math.isfinite(grad_norm)
             if finite or self.precision.scaler:
                 self.update()
@@ -304,36 +348,52 @@ class Run:
             "host_rss_bytes": psutil.Process().memory_info().rss,
             "broken": sum(self.stream.broken.values()),
             "faults": sum(self.stream.seen.values()),
+            "truncated": self.stream.truncated,
             "mfu": self.flops.utilisation(rate / self.world.size),
+            **noise,
         }
 
     def gradient_norm(self) -> float:
-        """Sum over ranks what no tower has summed, undo the scaler's factor, and take the global norm."""
-        self.world.sum_gradients(
-            p for p in (self.model.logit_scale, self.model.logit_bias) if p is not None and p.grad is not None
-        )
+        """Sum over ranks what no wrapper has summed, undo the scaler's factor, and take the global norm."""
+        self.world.sum_gradients(self.unwrapped)
         if self.precision.scaler:
             self.precision.scaler.unscale_(self.optimizer)
-        return distributed.gradient_norm(self.model.parameters()).item()
+        return distributed.gradient_norm(self.all_trained()).item()
+
+    def all_trained(self) -> list[nn.Parameter]:
+        return [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+
+    def noise_scale(self, scaled: float) -> dict[str, float | None]:
+        norms = [distributed.gradient_norm(self.trained(name)) for name in self.towers]
+        return self.noise.estimate(self.world, self.config.batch, scaled, norms)
 
     def update(self) -> None:
         """Clip, step (which the scaler leaves out after an overflow, on every rank alike), clamp the logit scale."""
         config, scaler = self.config.optim, self.precision.scaler
         if config.clip_norm:
-            parameters = [p for p in self.model.parameters() if p.grad is not None]
+            parameters = self.all_trained()
             torch.nn.utils.clip_grads_with_norm_(parameters, config.clip_norm, distributed.gradient_norm(parameters))
         if scaler:
             scaler.step(self.optimizer)
             scaler.update()
         else:
             self.optimizer.step()
+        for masters in self.masters.values():
+            masters.spread()
         with torch.no_grad():
             self.model.logit_scale.clamp_(max=math.log(config.max_logit_scale))
+
+    def weights(self) -> dict[str, Any]:
+        """The model's state dict, whole and with master weights in the place of the rounded ones; a collective."""
+        state = dict(distributed.whole(self.model.state_dict()))
+        for name, masters in self.masters.items():
+            state |= {f"{name}.{key}": copy.detach() for key, copy in masters.copies.items()}
+        return state
 
     def stop_diverged(self, loss: float, grad_norm: float, ids: Tensor) -> None:
         """End the run before the weights are touched, leaving them and the batch's sample ids in RUN/diverged/."""
         every = self.world.gather(ids.clone())
-        model = distributed.whole(self.model.state_dict())
+        model = self.weights()
         if self.world.main:
             folder = self.folder / "diverged"
             folder.mkdir(exist_ok=True)
@@ -375,7 +435,7 @@ class Run:
         cuda = torch.cuda.get_rng_state() if self.world.device.type == "cuda" else None
         random = self.world.gather({"cpu": torch.get_rng_state(), "cuda": cuda})
         positions = self.world.gather(self.stream.position())
-        model, optimizer = distributed.whole(self.model.state_dict()), distributed.whole(self.optimizer.state_dict())
+        model, optimizer = self.weights(), distributed.whole(self.optimizer.state_dict())
         failure = None
         if self.world.main:
             state = {

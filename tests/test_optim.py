@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from clipscale.errors import UserError
-from clipscale.optim import OptimConfig, Schedule, ScheduleConfig, build_optimizer, parse_steps
+from clipscale.optim import OptimConfig, Schedule, ScheduleConfig, build_optimizer, parse_steps, peak_lr
 
 
 def small_model() -> nn.Module:
@@ -106,3 +106,16 @@ def test_schedule_sets_every_group() -> None:
     s = Schedule.build(ScheduleConfig(name="constant", warmup="4"), peak=1.0, total=10, per_epoch=None)
     assert s.apply(optimizer, 1) == 0.5
     assert [g["lr"] for g in optimizer.param_groups] == [0.5, 0.5, 0.5]
+
+
+@pytest.mark.parametrize(("rule", "wanted"), [("none", 1e-3), ("sqrt", 2e-3), ("linear", 4e-3)])
+def test_the_peak_follows_the_batch_by_the_rule(rule: str, wanted: float) -> None:
+    assert peak_lr(OptimConfig(lr=1e-3, lr_scaling=rule, reference_batch=256), 1024) == pytest.approx(wanted)
+    assert peak_lr(OptimConfig(lr=1e-3, lr_scaling=rule, reference_batch=256), 256) == pytest.approx(1e-3)
+
+
+def test_a_rule_without_a_reference_or_unknown_is_refused() -> None:
+    with pytest.raises(UserError, match=r"optim\.lr_scaling=sqrt needs optim\.reference_batch"):
+        peak_lr(OptimConfig(lr_scaling="sqrt"), 1024)
+    with pytest.raises(UserError, match="choose none, sqrt or linear"):
+        peak_lr(OptimConfig(lr_scaling="cubic"), 1024)

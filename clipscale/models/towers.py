@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from open_clip.model import CustomTextCLIP
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from clipscale.errors import UserError
 from clipscale.spelling import nearest
@@ -39,6 +40,9 @@ class ModelConfig:
     """Lock the text tower."""
     grad_checkpointing: bool = False
     """Recompute each block's activations in the backward pass."""
+    batch_norm: str = "sync"
+    """Batch normalisation, where a tower has it (RN50): `sync`, statistics of the whole batch, each process's share of which is then one
+    chunk; `frozen`, the running statistics as they are (for pretrained weights)."""
     patch_dropout: float = 0.0
     """Share of image patches dropped in training."""
     compile: bool = False
@@ -102,6 +106,7 @@ class ClipModel(nn.Module):
         self.image_size: int = size[0] if isinstance(size, tuple) else size
         self.context_length: int = encoders.context_length
         self.tokenizer = tokenizer
+        self.batch_norm_frozen = config.batch_norm == "frozen"
 
     def freeze(self, *, image: bool, text: bool) -> None:
         """Stop training a tower: its parameters take no gradient and its dropout and batch norm are in evaluation mode."""
@@ -111,8 +116,11 @@ class ClipModel(nn.Module):
                 tower.eval()
 
     def train(self, mode: bool = True) -> "ClipModel":
-        """As torch's, but a frozen tower stays in evaluation mode."""
+        """As torch's, but what is frozen stays in evaluation mode: a tower, or all batch normalisation."""
         super().train(mode)
+        for module in self.modules() if self.batch_norm_frozen else ():
+            if isinstance(module, _BatchNorm):
+                module.eval()
         for tower in (self.image, self.text):
             if not any(p.requires_grad for p in tower.parameters()):
                 tower.eval()

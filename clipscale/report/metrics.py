@@ -63,6 +63,8 @@ class LogConfig:
     """Project on Weights & Biases."""
     wandb_entity: str | None = None
     """Team or user there; None: the account's default."""
+    noise_scale: int = 0
+    """Steps between estimates of the gradient noise scale (the batch beyond which larger ones pay less); 0: none."""
     tensorboard: bool = False
     """Event files in RUN/tensorboard."""
 
