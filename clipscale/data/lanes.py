@@ -18,14 +18,18 @@ from clipscale.data.archive import RawSample, ReadProblem, read_shard
 from clipscale.data.batch import Slot, sample_id
 from clipscale.data.decode import IMAGE_TYPES, BrokenSampleError, TrainTransform, image_bytes
 from clipscale.data.filters import Selection
-from clipscale.data.order import AUGMENT, CAPTION, WINDOW, Draws, Order, Segment, permutation
-from clipscale.data.sources import Access, Store
+from clipscale.data.order import AUGMENT, CAPTION, WINDOW, Draws, Order, Segment, local_places, permutation
+from clipscale.data.sources import SEEN, Access, Store
 from clipscale.errors import UserError
 
 MOST_BROKEN = 20_000
 MOST_FRUITLESS = 200
 """A lane gives up after so many broken samples, or so many visits to shards, without a usable sample between them. Generous, since one
 bad shard of ten thousand must not end a run, and a lane of a small set may hold a single sample an epoch."""
+
+
+TRUNCATED = "truncated_caption"
+"""What captions are counted as whose tokens fill the whole context: cut, or exactly as long."""
 
 
 @dataclass(frozen=True)
@@ -90,13 +94,11 @@ def segment_samples(
 
 @dataclass(frozen=True)
 class LaneShare:
-    """A lane, where it stands (turn, and samples taken from it), and the places first..stop of the local batch that it fills."""
+    """A lane, and where it stands: turn, and samples taken from it."""
 
     lane: int
     turn: int
     index: int
-    first: int
-    stop: int
 
 
 @dataclass(frozen=True)
@@ -111,8 +113,15 @@ class Plan:
     tokenizer: Callable[[list[str]], object]
     selection: Selection
     access: Access
+    rank: int
+    world: int
     shares: tuple[LaneShare, ...]
     piece: int
+
+    def places(self, batch: int) -> list[tuple[int, int]]:
+        """(lane, place in the local batch) of this worker's samples of a global batch of that size, in the order they are filled."""
+        spans = [(s.lane, local_places(s.lane, self.order.lanes, batch, self.rank, self.world)) for s in self.shares]
+        return [(lane, place) for lane, span in spans for place in span]
 
 
 class LaneReader:
@@ -189,30 +198,27 @@ class Producer:
         self.broken: Counter[str] = Counter()
         """Reason -> count since the caller last cleared it; what begins with SEEN cost no sample."""
         self._plan = plan
+        self._padding = np.asarray(plan.tokenizer(["a"]))[0, -1]
         self._lanes = {share.lane: LaneReader(plan, share, self.broken, tick) for share in plan.shares}
-        self._places = [(share.lane, place) for share in plan.shares for place in range(share.first, share.stop)]
 
-    def fill(self, slot: Slot) -> Iterator[int]:
-        """Fill this worker's places of `slot`; after every piece, yields how many of them are done. Raises UserError."""
-        for start in range(0, len(self._places), self._plan.piece):
-            piece = self._places[start : start + self._plan.piece]
+    def fill(self, slot: Slot, batch: int) -> Iterator[int]:
+        """Fill this worker's places of `slot`, whose global batch has `batch` samples; after every piece, yields how many are done.
+
+        Raises UserError.
+        """
+        places = self._plan.places(batch)
+        for start in range(0, len(places), self._plan.piece):
+            piece = places[start : start + self._plan.piece]
             captions = []
             for lane, place in piece:
                 caption, slot.ids[place] = self._lanes[lane].take(slot.pixels[place])
                 captions.append(caption)
             tokens = np.asarray(self._plan.tokenizer(captions))
+            if full := int((tokens[:, -1] != self._padding).sum()):
+                self.broken[SEEN + TRUNCATED] += full
             slot.tokens[[place for _, place in piece]] = tokens
             yield start + len(piece)
 
     def positions(self) -> dict[int, tuple[int, int]]:
         """Lane -> (turn, index), after what has been filled so far."""
         return {lane: (reader.turn, reader.index) for lane, reader in self._lanes.items()}
-
-
-def places_of(shares: Sequence[LaneShare]) -> np.ndarray:
-    """The places of the local batch that these shares fill, in the order they are filled."""
-    return (
-        np.concatenate([np.arange(share.first, share.stop) for share in shares])
-        if shares
-        else np.zeros(0, dtype=np.int64)
-    )

@@ -19,7 +19,7 @@ from clipscale.data.choose import choose_order, list_shards
 from clipscale.data.config import DataConfig, check
 from clipscale.data.decode import TrainTransform
 from clipscale.data.filters import selection
-from clipscale.data.lanes import LaneShare, Plan, Producer, places_of
+from clipscale.data.lanes import TRUNCATED, LaneShare, Plan, Producer, places_of
 from clipscale.data.order import Epochs, fingerprint, lane_bounds
 from clipscale.data.sources import SEEN, Access
 from clipscale.data.workers import Report, Workers, reports
@@ -93,6 +93,8 @@ class TrainStream:
         """Reason -> samples passed over so far, on this rank."""
         self.seen: Counter[str] = Counter()
         """What went wrong so far without costing a sample: requests made again and the like."""
+        self.truncated = 0
+        """Captions so far that filled the whole context: cut, or exactly as long."""
         self._wait_s = 0.0
         self._step = -1
         self._done: dict[int, list[int]] = {}
@@ -216,6 +218,9 @@ class TrainStream:
 
     def _note(self, number: int, report: Report) -> None:
         for reason, count in report.broken.items():
+            if reason == SEEN + TRUNCATED:
+                self.truncated += count
+                continue
             own, name = (self.seen, reason.removeprefix(SEEN)) if reason.startswith(SEEN) else (self.broken, reason)
             own[name] += count
         if report.positions is not None:

@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 
 from clipscale.data import index
 from clipscale.data.archive import RawSample, ReadProblem, read_shard
+from clipscale.data.lanes import segment_samples
+from clipscale.data.order import Segment
 from clipscale.data.shards import noted_counts
 from clipscale.data.sources import Opened, Store
 from tests.data.files import sample, write_shards, write_tar
@@ -228,6 +230,18 @@ def test_a_read_begins_where_it_is_wanted(tmp_path: Path) -> None:
     assert [raw.key for raw in raws[48:]] == ["000000048", "000000049"] and not any(r.members for r in raws[:48])
     assert store.reads == 2, f"{store.reads} reads for two samples"
     assert store.read_bytes == int(np.diff(entry_places(path))[48:].sum())
+
+
+def test_a_resumed_lane_reads_nothing_again(tmp_path: Path) -> None:
+    path = write_shards(tmp_path, [60], sized=False)[0]
+    make([path])
+    sizes = np.diff(entry_places(path))
+    options: dict[str, Any] = {"window": 16, "seed": 3, "extensions": {"png", "txt", "json"}}
+    whole = list(segment_samples(Segment(0, 0, 0, 60, 60), str(path), store=Store(), **options))
+    store = CountingStore()
+    rest = list(segment_samples(Segment(0, 0, 37, 60, 60), str(path), store=store, **options))
+    assert rest == whole[37:]
+    assert store.read_bytes == sum(int(sizes[raw.index]) for raw in rest if isinstance(raw, RawSample))
 
 
 def entry_places(path: Path) -> np.ndarray:
