@@ -136,6 +136,8 @@ class Run:
     def build_cache(self) -> GradCache:
         """The gradient cache over both towers, data-parallel where there are several ranks."""
         if self.config.model.compile:
+            # Beyond this many variants of one function calls fall back to eager, whose random numbers are not the compiled ones.
+            torch._dynamo.config.recompile_limit = 64
             self.model.image.compile()
             self.model.text.compile()
         parallel = {name: "none" if name in self.masters else self.config.launch.parallel for name in self.towers}
