@@ -37,6 +37,10 @@ class Slot:
     tokens: np.ndarray
     ids: np.ndarray
 
+    def first(self, n: int) -> "Slot":
+        """The first n samples of it, where a batch is smaller than the largest."""
+        return self if n == len(self.ids) else Slot(self.pixels[:n], self.tokens[:n], self.ids[:n])
+
 
 def arena_layout(
     count: int, samples: int, side: int, context_length: int

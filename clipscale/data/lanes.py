@@ -6,7 +6,7 @@ C: channels, S: side in pixels, T: tokens.
 """
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice

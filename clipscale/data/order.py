@@ -71,6 +71,12 @@ def lane_bounds(batch: int, lanes: int) -> np.ndarray:
     return np.arange(lanes + 1, dtype=np.int64) * batch // lanes
 
 
+def local_places(lane: int, lanes: int, batch: int, rank: int, world: int) -> range:
+    """The places of rank's part of the global batch that a lane fills."""
+    bounds, origin = lane_bounds(batch, lanes), rank * (batch // world)
+    return range(int(bounds[lane]) - origin, int(bounds[lane + 1]) - origin)
+
+
 def default_lanes(batch: int, world: int, samples: int | None) -> int:
     """How many lanes when nobody says: 64, and 8 a rank beyond 8 ranks; halved while the batch or the data set is too small for them.
 

@@ -19,8 +19,8 @@ from clipscale.data.choose import choose_order, list_shards
 from clipscale.data.config import DataConfig, check
 from clipscale.data.decode import TrainTransform
 from clipscale.data.filters import selection
-from clipscale.data.lanes import TRUNCATED, LaneShare, Plan, Producer, places_of
-from clipscale.data.order import Epochs, fingerprint, lane_bounds
+from clipscale.data.lanes import TRUNCATED, LaneShare, Plan, Producer
+from clipscale.data.order import Epochs, fingerprint
 from clipscale.data.sources import SEEN, Access
 from clipscale.data.workers import Report, Workers, reports
 from clipscale.errors import UserError
@@ -47,25 +47,36 @@ class TrainStream:
         seed: int,
         position: dict[str, Any] | None = None,
         pin: bool = False,
+        sizes: Callable[[int], int] | None = None,
     ) -> None:
         """`batch` is the global batch, a multiple of `world`; `position` a record merged over ranks, to go on from.
 
+        `sizes` says how large the i-th batch from here on is, where it is not always `batch`: it never shrinks, ends at `batch`, and every
+        size is a multiple of `world` and of the lanes, so that all lanes come to the end of an epoch together.
         Raises UserError for settings or shards that cannot work.
         """
         check(config, batch, world)
         chosen = selection(config.caption_key, config.captions, config.templates, config.filter)
         urls, weights = list_shards(config)
-        self._order = choose_order(config, urls, weights, batch, world, seed, position)
+        self._sizes = sizes or (lambda _: batch)
+        least = self._sizes(0)
+        self._order = choose_order(config, urls, weights, least, world, seed, position)
+        if least != batch and least % self._order.lanes:
+            raise UserError(
+                f"ramp.start: a batch of {least} is not a multiple of the {self._order.lanes} lanes in which the data is read; "
+                "set data.lanes to a divisor of it"
+            )
         self._fingerprint = fingerprint(self._order, [url.rsplit("/", 1)[-1] for url in urls], max(config.shuffle, 1))
         self._positions = self._starts(position, rank, world)
-        shares = self._shares(batch, rank, world)
-        self._size = batch // world
+        shares = [LaneShare(lane, turn, index) for lane, (turn, index) in sorted(self._positions.items())]
+        self._world = world
+        largest = batch // world
         workers = min(config.workers, len(shares))
         if workers < config.workers:
             message = "data.workers=%d: this rank has only %d lanes, so %d workers; raise data.lanes"
             log.warning(message, config.workers, len(shares), workers)
         slots = config.buffers if workers else 1
-        self._arena = allocate(slots, self._size, image_size, np.asarray(tokenizer(["a"])).shape[1])
+        self._arena = allocate(slots, largest, image_size, np.asarray(tokenizer(["a"])).shape[1])
         if pin and torch.cuda.is_available():
             self._arena.pin()
         # striped, so that the batch fills from its first rows on, by all workers at once
@@ -83,12 +94,14 @@ class TrainStream:
                 tokenizer=tokenizer,
                 selection=chosen,
                 access=Access(config.cache, config.cache_bytes, config.retries),
+                rank=rank,
+                world=world,
                 shares=stripe,
-                piece=max(PIECE, self._size // (len(stripes) * PIECES)),
+                piece=max(PIECE, largest // (len(stripes) * PIECES)),
             )
             for stripe in stripes
         ]
-        self._places = [places_of(stripe) for stripe in stripes]
+        self._known_places: dict[int, list[np.ndarray]] = {}
         self.broken: Counter[str] = Counter()
         """Reason -> samples passed over so far, on this rank."""
         self.seen: Counter[str] = Counter()
@@ -127,14 +140,15 @@ class TrainStream:
         step = self._step
         if not self._workers:
             self._allow(step)
-            self._reports = reports(self._producer, self._arena, step)
+            self._reports = reports(self._producer, self._arena, step, self._sizes(step))
 
         def wait(stop: int) -> None:
             if step != self._step:
                 raise RuntimeError("this batch is no longer valid: the next one has been asked for")
             self._wait(step, stop)
 
-        return HostBatch(self._arena.slots[step % len(self._arena.slots)], wait)
+        slot = self._arena.slots[step % len(self._arena.slots)]
+        return HostBatch(slot.first(self._sizes(step) // self._world), wait)
 
     def position(self) -> dict[str, Any]:
         """Where this rank's lanes stand after the last batch handed out; plain and JSON-like. Blocks until that batch is complete."""
@@ -179,28 +193,27 @@ class TrainStream:
             )
         return dict.fromkeys(own, (0, 0))
 
-    def _shares(self, batch: int, rank: int, world: int) -> list[LaneShare]:
-        bounds = lane_bounds(batch, self._order.lanes)
-        origin = rank * (batch // world)
-        return [
-            LaneShare(lane, turn, index, int(bounds[lane]) - origin, int(bounds[lane + 1]) - origin)
-            for lane, (turn, index) in sorted(self._positions.items())
-        ]
-
     # -- arrival -------------------------------------------------------------------------------------------------------
 
     def _allow(self, step: int) -> None:
         self._done[step] = [0] * len(self._plans)
         self._ends[step] = {}
         if self._workers:
-            self._workers.allow(step)
+            self._workers.allow(step, self._sizes(step))
 
     def _wait(self, step: int, stop: int) -> None:
         """Block until rows 0..stop of batch `step` have arrived."""
-        if not 0 <= stop <= self._size:
-            raise ValueError(f"row {stop} lies outside the local batch of {self._size}")
-        needed = [int(np.searchsorted(places, stop)) for places in self._places]
+        batch = self._sizes(step)
+        if not 0 <= stop <= batch // self._world:
+            raise ValueError(f"row {stop} lies outside the local batch of {batch // self._world}")
+        needed = [int(np.searchsorted(places, stop)) for places in self._places(batch)]
         self._pump(lambda: [n for n, need in enumerate(needed) if self._done[step][n] < need])
+
+    def _places(self, batch: int) -> list[np.ndarray]:
+        """For each worker the places that it fills of a global batch of that size, in its order, which is theirs."""
+        if batch not in self._known_places:
+            self._known_places = {batch: [np.array([p for _, p in plan.places(batch)]) for plan in self._plans]}
+        return self._known_places[batch]
 
     def _finish(self, step: int) -> None:
         """Block until batch `step` is complete and its positions are known."""

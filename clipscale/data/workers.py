@@ -43,9 +43,9 @@ class Report:
     positions: dict[int, tuple[int, int]] | None = None
 
 
-def reports(producer: Producer, arena: Arena, step: int) -> Iterator[Report]:
-    """Fill this producer's places of batch `step`, reporting after every piece."""
-    for done in producer.fill(arena.slots[step % len(arena.slots)]):
+def reports(producer: Producer, arena: Arena, step: int, batch: int) -> Iterator[Report]:
+    """Fill this producer's places of batch `step`, a global batch of `batch` samples, reporting after every piece."""
+    for done in producer.fill(arena.slots[step % len(arena.slots)], batch):
         yield Report(step, done, _drained(producer))
     yield Report(step, -1, _drained(producer), producer.positions())
 
@@ -57,7 +57,7 @@ def _drained(producer: Producer) -> dict[str, int]:
 
 
 def work(connection: Connection, plan: Plan, arena: Arena) -> None:
-    """A worker's life: a step number comes, the worker's places of that batch are filled; ends when the other side closes."""
+    """A worker's life: a step and its size come, the worker's places of that batch are filled; ends when the other side closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the training process, which then closes the connection
     warnings.filterwarnings(
         "ignore", module=r"PIL\."
@@ -77,8 +77,7 @@ def work(connection: Connection, plan: Plan, arena: Arena) -> None:
         try:
             producer = Producer(plan, tick)
             while True:
-                step = connection.recv()
-                for report in reports(producer, arena, step):
+                for report in reports(producer, arena, *connection.recv()):
                     connection.send(report)
         except UserError as error:
             connection.send(str(error))
@@ -110,11 +109,11 @@ class Workers:
             self._processes.append(process)
         self._heard = [time.monotonic()] * len(plans)
 
-    def allow(self, step: int) -> None:
-        """Let every worker fill batch `step`."""
+    def allow(self, step: int, batch: int) -> None:
+        """Let every worker fill batch `step`, a global batch of `batch` samples."""
         for number, connection in enumerate(self._connections):
             try:
-                connection.send(step)
+                connection.send((step, batch))
             except ConnectionError as error:
                 self._raise_death(number, error)
 
