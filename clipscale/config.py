@@ -14,6 +14,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 import yaml
 
 from clipscale.checkpoint import CheckpointConfig
+from clipscale.data.ramp import RULES, RampConfig
 from clipscale.data.stream import DataConfig
 from clipscale.distributed import LaunchConfig
 from clipscale.errors import UserError
@@ -46,8 +47,12 @@ class TrainConfig:
     device: str = "auto"
     """`auto` (CUDA where there is one), `cpu` or `cuda`."""
     offload: str = "host"
-    """Where the batch waits between the passes: `host` memory, or the device (`none`)."""
+    """Where pixels wait between the passes: the device (`none`), `host` memory, `disk`, or `encoded`: the pictures' own bytes in host
+    memory, decoded for each pass."""
+    offload_dir: str = ""
+    """Folder on a fast disk for offload=disk; empty: the run's folder."""
     model: ModelConfig = field(default_factory=ModelConfig)
+    ramp: RampConfig = field(default_factory=RampConfig)
     data: DataConfig = field(default_factory=DataConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
@@ -63,7 +68,8 @@ class TrainConfig:
 # What a text setting may say, and the least a number may be. Names that a library knows (model.name, optim.name) are checked there.
 CHOICES = {
     "device": ("auto", "cpu", "cuda"),
-    "offload": ("host", "none"),
+    "offload": ("none", "host", "disk", "encoded"),
+    "ramp.rule": RULES,
     "cache.negatives": ("batch", "chunk"),
     "precision.name": tuple(DTYPES),
     "precision.weights": ("fp32", "bf16"),
@@ -83,6 +89,8 @@ CHOICES = {
 LEAST = {
     "batch": 1,
     "samples": 1,
+    "ramp.start": 1,
+    "ramp.samples": 0,
     "seed": 0,
     "cache.image_chunk": 1,
     "cache.text_chunk": 1,

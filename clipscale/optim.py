@@ -162,8 +162,9 @@ class Schedule:
         cooldown = parse_steps(config.cooldown, "schedule.cooldown", total=total, per_epoch=per_epoch)
         return Schedule(peak, total, min(warmup, total), min(cooldown, total), config.final, config.name == "cosine")
 
-    def lr(self, step: int) -> float:
-        """Learning rate of step 0, 1, ..., total - 1: linear to the peak, then the cosine or constant part, then the cooldown."""
+    def lr(self, step: float) -> float:
+        """Learning rate of step 0, 1, ..., total - 1, or in between: linear to the peak, then the cosine or constant part, then the
+        cooldown."""
         if step < self.warmup:
             return self.peak * (step + 1) / self.warmup
         low = self.peak * self.final
@@ -173,7 +174,7 @@ class Schedule:
         left = self.total - step
         return self.peak if left >= self.cooldown else low + (self.peak - low) * left / self.cooldown
 
-    def apply(self, optimizer: torch.optim.Optimizer, step: int) -> float:
+    def apply(self, optimizer: torch.optim.Optimizer, step: float) -> float:
         """Set the learning rate of every parameter group for this step; returns it."""
         lr = self.lr(step)
         for group in optimizer.param_groups:

@@ -16,11 +16,13 @@ from torch import Tensor, nn
 
 from clipscale import checkpoint, distributed
 from clipscale.config import TrainConfig, to_yaml
+from clipscale.data.ramp import BatchSizes
 from clipscale.data.stream import TrainStream, merge_positions
 from clipscale.distributed import World
 from clipscale.errors import UserError
 from clipscale.eval.run import check as check_sets
 from clipscale.eval.run import evaluate
+from clipscale.features import StoredTower, stored_rows
 from clipscale.loss.api import contrastive_loss
 from clipscale.models.flops import Flops
 from clipscale.models.towers import build_model
@@ -64,6 +66,7 @@ class Run:
                 f"batch={config.batch} cannot be shared evenly by {world.size} processes; choose a multiple of {world.size}"
             )
         self.local_batch = config.batch // world.size
+        self.sizes = BatchSizes(config.batch, config.ramp)
         self.folder = open_folder(Path(config.run), world)
         state = checkpoint.to_resume(self.folder, config.resume)
         if state is None and checkpoint.found(self.folder):
@@ -74,7 +77,11 @@ class Run:
         check_sets(config.eval)
         torch.manual_seed(config.seed)
         self.precision = Precision(config.precision, world.device)
-        self.model = build_model(config.model).to(world.device)
+        self.model = build_model(config.model)
+        self.stored = stored_rows(config.data, config.model, self.model)
+        self.model.to(world.device)
+        if self.stored:
+            self.model.image.cpu()  # needed for evaluations alone
         if state is not None:
             checkpoint.check_same_model(state, config.model)
             self.model.load_state_dict(state["model"])
@@ -88,14 +95,17 @@ class Run:
         self.noise = NoiseScale([self.model.image, self.model.text])
         self.retention = Retention(config.cache.keep, world.device)
         self.flops = Flops(config.model, world.device)
-        self.stream = self.open_stream(None if state is None else state["position"])
-        self.total, per_epoch = self.length()
+        self.stream = self.open_stream(state)
+        samples, per_epoch = self.length()
+        self.total = self.sizes.steps(samples)
         peak = peak_lr(config.optim, config.batch)
         if config.optim.lr_scaling != "none" and world.main:
             print(
                 f"peak learning rate {peak:.4g}: optim.lr={config.optim.lr:g}, {config.optim.lr_scaling} in batch / reference_batch"
             )
-        self.schedule = Schedule.build(config.schedule, peak=peak, total=self.total, per_epoch=per_epoch)
+        self.schedule = Schedule.build(
+            config.schedule, peak=peak, total=max(1, samples // config.batch), per_epoch=per_epoch
+        )
 
         torch.manual_seed(config.seed + 1 + world.rank)
         self.step = 0
@@ -103,6 +113,8 @@ class Run:
         if state is not None:
             self.restore(state)
         self.metrics = self.open_metrics() if world.main else None
+        if self.metrics:
+            self.metrics.console.print(self.stream.memory, markup=False)
         self.saved_at = time.monotonic()
         self.signalled = False  # this rank has been told to end
         self.stopping = False  # all ranks have agreed to
@@ -120,7 +132,8 @@ class Run:
 
     @property
     def towers(self) -> dict[str, nn.Module]:
-        return {"image": self.model.image, "text": self.model.text}
+        """What encodes in training: of stored features, no image tower."""
+        return {"image": StoredTower() if self.stored else self.model.image, "text": self.model.text}
 
     @property
     def unwrapped(self) -> list[nn.Parameter]:
@@ -173,6 +186,9 @@ class Run:
         sizes = chunk_sizes(self.config.cache, self.local_batch)
         found: dict[str, int] = {}
         for name, tower, sample in (("image", self.model.image, pixels), ("text", self.model.text, tokens)):
+            if self.stored and name == "image":
+                found[name] = self.local_batch
+                continue
             size = uncut(tower, name, sizes[name], self.local_batch) or sizes[name] or remembered(self.folder, name)
             if size is None:
                 with self.precision.autocast():
@@ -198,7 +214,11 @@ class Run:
             ]
             return torch.stack(parts).sum()
 
-    def open_stream(self, position: dict[str, Any] | None) -> TrainStream:
+    def open_stream(self, state: dict[str, Any] | None) -> TrainStream:
+        """The data, from its start or from where a checkpoint stands."""
+        if self.stored and self.config.offload == "encoded":
+            raise UserError("offload=encoded is for pictures; with data.image_features take offload=host, or disk")
+        first = 0 if state is None else state["step"]
         return TrainStream(
             self.config.data,
             image_size=self.config.data.image_size or self.model.image_size,
@@ -207,8 +227,13 @@ class Run:
             rank=self.world.rank,
             world=self.world.size,
             seed=self.config.seed,
-            position=position,
+            position=None if state is None else state["position"],
             pin=self.world.device.type == "cuda",
+            sizes=lambda i: self.sizes.at(first + i),
+            tier=self.config.offload if self.config.offload != "none" else "host",
+            chunk=self.cache.towers[0].size,
+            folder=self.config.offload_dir or str(self.folder),
+            stored=self.stored,
         )
 
     def open_metrics(self) -> MetricLog:
@@ -222,7 +247,7 @@ class Run:
         )
 
     def length(self) -> tuple[int, float | None]:
-        """Steps of the run, and steps per epoch where the samples of an epoch are known."""
+        """Samples of the run, and full batches per epoch where the samples of an epoch are known."""
         per_epoch = self.stream.samples_per_epoch
         samples = self.config.samples
         if samples is None:
@@ -232,15 +257,21 @@ class Run:
                     f"epochs={self.config.epochs}: the samples of an epoch are not known for this data; give samples=N"
                 )
             samples = round(self.config.epochs * per_epoch)
-        if samples < self.config.batch:
-            raise UserError(f"samples={samples} is less than one batch={self.config.batch}; nothing would be trained")
-        return samples // self.config.batch, None if per_epoch is None else per_epoch / self.config.batch
+        if samples < self.sizes.at(0):
+            raise UserError(f"samples={samples} is less than one batch={self.sizes.at(0)}; nothing would be trained")
+        return samples, None if per_epoch is None else per_epoch / self.config.batch
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on where the checkpoint stopped: step, optimizer, scaler and random state (the data stream is already there)."""
         if state["batch"] != self.config.batch:
             raise UserError(
                 f"resume: the checkpoint was trained with batch={state['batch']}, this run asks for {self.config.batch}"
+            )
+        seen = state.get("samples", state["step"] * state["batch"])
+        if seen != self.sizes.before(state["step"]):
+            raise UserError(
+                f"resume: the checkpoint has seen {seen} samples in {state['step']} steps, which these ramp.start, ramp.samples and "
+                "ramp.rule do not make; give the ramp that it was trained with"
             )
         if state["optimizer_name"] != self.config.optim.name:
             raise UserError(
@@ -299,17 +330,21 @@ class Run:
     def optimizer_step(self) -> dict[str, Any]:
         """One exact step over the global batch; returns what `metrics.jsonl` holds of it."""
         phases = Phases(self.world.device)
+        size, seen = self.sizes.at(self.step), self.sizes.before(self.step + 1)
+        if self.step and size != self.sizes.at(self.step - 1):
+            self.retention.working = None  # of a smaller batch; to be measured anew
         self.retention.before_step(self.cache.memory)
         every = self.config.log.noise_scale
         measured = every > 0 and (self.step + 1) % every == 0
         if measured:
             self.cache.memory.budget = 0  # kept graphs have one gradient together
         self.optimizer.zero_grad()
-        lr = self.schedule.apply(self.optimizer, self.step)
+        # the schedule counts full batches: under a ramp it goes by samples
+        lr = self.schedule.apply(self.optimizer, seen / self.config.batch - 1)
         batch = self.stream.next_batch()
         images, texts = (
-            DeviceRows(rows, len(batch), self.world.device, resident=self.config.offload == "none")
-            for rows in (batch.pixels, batch.tokens)
+            DeviceRows(rows, len(batch), self.world.device, resident=self.config.offload == "none", passing=passing)
+            for rows, passing in ((batch.pixels, batch.passing), (batch.tokens, False))
         )
         with phases("encode"):
             features = self.cache.encode(images, texts)
@@ -331,10 +366,11 @@ class Run:
         self.retention.after_step(phases)
         self.last_loss = value.item()
         wait = self.stream.take_wait()
-        rate = self.config.batch / phases.total
+        rate = size / phases.total
         return {
             "step": self.step + 1,
-            "samples": (self.step + 1) * self.config.batch,
+            "samples": seen,
+            "batch": size,
             "loss": self.last_loss,
             "logit_scale": self.model.logit_scale.exp().item(),
             "lr": lr,
@@ -367,7 +403,7 @@ class Run:
 
     def noise_scale(self, scaled: float) -> dict[str, float | None]:
         norms = [distributed.gradient_norm(self.trained(name)) for name in self.towers]
-        return self.noise.estimate(self.world, self.config.batch, scaled, norms)
+        return self.noise.estimate(self.world, self.sizes.at(self.step), scaled, norms)
 
     def update(self) -> None:
         """Clip, step (which the scaler leaves out after an overflow, on every rank alike), clamp the logit scale."""
@@ -410,6 +446,7 @@ class Run:
 
     def evaluate(self) -> dict[str, Any]:
         """Zero-shot and retrieval figures of the model as it is now; saved as RUN/eval/step_N.json."""
+        self.model.image.to(self.world.device)
         results = evaluate(
             self.model,
             self.config.eval,
@@ -418,6 +455,8 @@ class Run:
             run_dir=self.folder,
             step=self.step,
         )
+        if self.stored:
+            self.model.image.cpu()
         if self.metrics:
             self.metrics.eval(self.step, results)
         return dict(results)
@@ -449,6 +488,7 @@ class Run:
                 "random": random,
                 "position": merge_positions(positions),
                 "batch": self.config.batch,
+                "samples": self.sizes.before(self.step),
                 "loss": self.last_loss,
             }
             try:

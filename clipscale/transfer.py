@@ -15,11 +15,20 @@ class DeviceRows:
 
     `rows(start, stop)` blocks until those rows have arrived from the loader. On a GPU copies run on a stream of their own, at most
     `AHEAD` chunks beyond the computation, so that device memory does not grow with the batch. `resident` keeps every chunk there
-    for the second pass instead.
+    for the second pass instead. `passing` rows are overwritten when rows have been asked for twice more: on a CPU, where nothing
+    copies them to a device, they are copied, since a kept graph may hold on to them.
     """
 
-    def __init__(self, rows: Callable[[int, int], Tensor], count: int, device: torch.device, *, resident: bool) -> None:
-        self.rows, self.count, self.device = rows, count, device
+    def __init__(
+        self,
+        rows: Callable[[int, int], Tensor],
+        count: int,
+        device: torch.device,
+        *,
+        resident: bool,
+        passing: bool = False,
+    ) -> None:
+        self.rows, self.count, self.device, self.passing = rows, count, device, passing
         self.held: dict[tuple[int, int], Tensor] | None = {} if resident else None
         self.copies = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.computed: deque[torch.cuda.Event] = deque()
@@ -37,7 +46,7 @@ class DeviceRows:
 
     def fetch(self, start: int, stop: int) -> Tensor:
         if self.copies is None:
-            return self.rows(start, stop)
+            return self.rows(start, stop).clone() if self.passing else self.rows(start, stop)
         compute = torch.cuda.current_stream(self.device)
         self.computed.append(compute.record_event())
         if len(self.computed) >= AHEAD:

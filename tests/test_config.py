@@ -71,7 +71,7 @@ def test_tuples_and_free_form_options_survive() -> None:
         ({"batch": 0}, "batch=0: give at least 1"),
         ({"data": DataConfig()}, "data.train is not set"),
         ({"batch": 10, "launch": LaunchConfig(procs=4)}, "batch=10 cannot be shared evenly by launch.procs=4"),
-        ({"offload": "hots"}, "offload=hots: choose host or none; did you mean 'host'?"),
+        ({"offload": "hots"}, "offload=hots: choose none, host, disk or encoded; did you mean 'host'?"),
         ({"loss": LossConfig(exchange="rign")}, "loss.exchange=rign: choose .*; did you mean 'ring'?"),
         ({"optim": OptimConfig(lr=-1.0)}, "optim.lr=-1.0: give at least 0"),
     ],

@@ -71,6 +71,9 @@ class DataConfig:
     """Local batches held in host memory: 2 lets workers fill the next while one is trained on, 1 halves the memory."""
     image_size: int | None = None
     """Pixels; None: the model's."""
+    image_features: str | None = None
+    """`true`: the shards hold features of the frozen image tower, by `clipscale data features`, in the place of pictures; or the name of
+    the member that does."""
     caption_key: str = "txt"
     """Member that holds the caption: `txt`, or `json:FIELD`."""
     captions: list[str] = field(default_factory=list)

@@ -6,7 +6,9 @@ C = 3: channels, H, W: the picture's pixels, S: side of the model's input in pix
 import io
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import simplejpeg
@@ -64,9 +66,9 @@ def caption_of(members: dict[str, bytes], key: str) -> str:
 # -- picture -----------------------------------------------------------------------------------------------------------
 
 
-def image_bytes(members: dict[str, bytes]) -> bytes:
-    """The picture among a sample's members. Raises BrokenSampleError: `no_image`, `empty_image`."""
-    for name in IMAGE_TYPES:
+def image_bytes(members: dict[str, bytes], types: Sequence[str] = IMAGE_TYPES) -> bytes:
+    """The picture (or what `types` names in its place) among a sample's members. Raises BrokenSampleError: `no_image`, `empty_image`."""
+    for name in types:
         if name in members:
             if not members[name]:
                 raise BrokenSampleError("empty_image")
@@ -171,6 +173,16 @@ def random_box(width: int, height: int, scale: tuple[float, float], ratio: tuple
     return left, top, left + w, top + h
 
 
+class Crop(NamedTuple):
+    """What the random numbers chose for one picture; with the picture's bytes it gives the same pixels again."""
+
+    left: int
+    top: int
+    right: int
+    bottom: int
+    flipped: bool
+
+
 @dataclass(frozen=True)
 class TrainTransform:
     """Picture bytes to training pixels: random resized crop, random flip. The random numbers come with each call."""
@@ -184,10 +196,18 @@ class TrainTransform:
     def __call__(self, data: bytes, draws: Draws, out: np.ndarray) -> None:
         """Write the pixels to `out`, (C, S, S) uint8. Raises BrokenSampleError before anything is written."""
         pixels = decode_rgb(data, self.max_pixels)
-        left, top, right, bottom = random_box(pixels.shape[1], pixels.shape[0], self.scale, self.ratio, draws)
-        resized = resize(pixels[top:bottom, left:right], self.side, self.side)
-        flipped = self.flip > 0 and draws.uniform() < self.flip
-        np.copyto(out, resized[:, :, ::-1] if flipped else resized)
+        self.render(pixels, self.crop(pixels, draws), out)
+
+    def crop(self, pixels: np.ndarray, draws: Draws) -> Crop:
+        """What to cut out of a decoded picture, (H, W, C), and whether to mirror it."""
+        box = random_box(pixels.shape[1], pixels.shape[0], self.scale, self.ratio, draws)
+        return Crop(*box, self.flip > 0 and draws.uniform() < self.flip)
+
+    def render(self, pixels: np.ndarray, crop: Crop, out: np.ndarray) -> None:
+        """Write that part of a decoded picture to `out`, (C, S, S) uint8."""
+        cut = pixels[crop.top : crop.bottom, crop.left : crop.right]
+        resized = resize(cut, self.side, self.side)
+        np.copyto(out, resized[:, :, ::-1] if crop.flipped else resized)
 
 
 @dataclass(frozen=True)

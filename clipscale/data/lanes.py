@@ -15,11 +15,12 @@ import numpy as np
 
 from clipscale.data import index
 from clipscale.data.archive import RawSample, ReadProblem, read_shard
-from clipscale.data.batch import Slot, sample_id
-from clipscale.data.decode import IMAGE_TYPES, BrokenSampleError, TrainTransform, image_bytes
+from clipscale.data.batch import Arena, Slot, sample_id
+from clipscale.data.decode import BrokenSampleError, image_bytes
 from clipscale.data.filters import Selection
 from clipscale.data.order import AUGMENT, CAPTION, WINDOW, Draws, Order, Segment, local_places, permutation
 from clipscale.data.sources import SEEN, Access, Store
+from clipscale.data.tiers import Transform, tier_of
 from clipscale.errors import UserError
 
 MOST_BROKEN = 20_000
@@ -109,28 +110,32 @@ class Plan:
     order: Order
     window: int
     seed: int
-    transform: TrainTransform
+    transform: Transform
+    image_types: tuple[str, ...]
+    """Members of a sample of which the first there is goes to `transform`."""
     tokenizer: Callable[[list[str]], object]
     selection: Selection
     access: Access
+    shares: tuple[LaneShare, ...]
     rank: int
     world: int
-    shares: tuple[LaneShare, ...]
+    room: tuple[int, int]
+    """This worker's places in the largest batch, counted on from those of the workers before it."""
     piece: int
 
-    def places(self, batch: int) -> list[tuple[int, int]]:
-        """(lane, place in the local batch) of this worker's samples of a global batch of that size, in the order they are filled."""
-        spans = [(s.lane, local_places(s.lane, self.order.lanes, batch, self.rank, self.world)) for s in self.shares]
-        return [(lane, place) for lane, span in spans for place in span]
+    def places(self, batch: int) -> list[np.ndarray]:
+        """The places that each of the lanes fills in the local part of a global batch of that size."""
+        spans = (local_places(s.lane, self.order.lanes, batch, self.rank, self.world) for s in self.shares)
+        return [np.arange(span.start, span.stop) for span in spans]
 
 
 class LaneReader:
     """Gives one usable sample after another; `turn` and `index` say how far the lane has come, in raw samples."""
 
     def __init__(self, plan: Plan, share: LaneShare, broken: Counter[str], tick: Tick) -> None:
-        self._plan, self._lane, self._broken = plan, share.lane, broken
+        self._plan, self.lane, self._broken = plan, share.lane, broken
         self._store = Store(plan.access, broken, tick)
-        self._extensions = {*IMAGE_TYPES, *plan.selection.members()}
+        self._extensions = {*plan.image_types, *plan.selection.members()}
         self.turn, self.index = share.turn, share.index
         self._samples = self._walk()
         self._row: Counter[str] = Counter()
@@ -140,7 +145,7 @@ class LaneReader:
     def _walk(self) -> Iterator[tuple[Segment, RawSample | Lost]]:
         plan = self._plan
         while True:
-            for segment in plan.order.segments(self._lane, self.turn, self.index):
+            for segment in plan.order.segments(self.lane, self.turn, self.index):
                 for item in segment_samples(
                     segment,
                     plan.urls[segment.shard],
@@ -153,8 +158,8 @@ class LaneReader:
                     yield segment, item
             self.turn, self.index = self.turn + 1, 0
 
-    def take(self, out: np.ndarray) -> tuple[str, int]:
-        """Write the next usable sample's pixels to `out`, (C, S, S) uint8; returns its caption and its id. Raises UserError."""
+    def take(self, put: Callable[[bytes, Draws], None]) -> tuple[str, int]:
+        """Give the next usable sample's picture to `put`; returns its caption and its id. Raises UserError."""
         plan = self._plan
         while True:
             segment, item = next(self._samples)
@@ -167,7 +172,7 @@ class LaneReader:
                 caption = plan.selection.caption(item.members, Draws(plan.seed, CAPTION, *place))
                 plan.selection.check(item, caption)
                 draws = Draws(plan.seed, AUGMENT, *place)
-                plan.transform(image_bytes(item.members), draws, out)
+                put(image_bytes(item.members, plan.image_types), draws)
             except BrokenSampleError as error:
                 self._pass_over(error, segment, item)
                 continue
@@ -194,31 +199,34 @@ class LaneReader:
 class Producer:
     """Fills one worker's places of every local batch, in the order of its lanes."""
 
-    def __init__(self, plan: Plan, tick: Tick) -> None:
+    def __init__(self, plan: Plan, arena: Arena, tick: Tick) -> None:
         self.broken: Counter[str] = Counter()
         """Reason -> count since the caller last cleared it; what begins with SEEN cost no sample."""
-        self._plan = plan
+        self.tier = tier_of(arena, plan.transform, plan.room)
+        self._plan, self._tick = plan, tick
         self._padding = np.asarray(plan.tokenizer(["a"]))[0, -1]
-        self._lanes = {share.lane: LaneReader(plan, share, self.broken, tick) for share in plan.shares}
+        self._lanes = [LaneReader(plan, share, self.broken, tick) for share in plan.shares]
 
     def fill(self, slot: Slot, batch: int) -> Iterator[int]:
-        """Fill this worker's places of `slot`, whose global batch has `batch` samples; after every piece, yields how many are done.
+        """Fill this worker's places of a global batch of that size; after every piece, yields how many of them are done.
 
         Raises UserError.
         """
-        places = self._plan.places(batch)
-        for start in range(0, len(places), self._plan.piece):
-            piece = places[start : start + self._plan.piece]
+        work = [(lane, int(place)) for lane, places in zip(self._lanes, self._plan.places(batch)) for place in places]
+        self.tier.begin(slot)
+        for start in range(0, len(work), self._plan.piece):
+            piece = work[start : start + self._plan.piece]
             captions = []
             for lane, place in piece:
-                caption, slot.ids[place] = self._lanes[lane].take(slot.pixels[place])
+                self._tick()
+                caption, slot["ids"][place] = lane.take(partial(self.tier.put, slot, place))
                 captions.append(caption)
             tokens = np.asarray(self._plan.tokenizer(captions))
             if full := int((tokens[:, -1] != self._padding).sum()):
                 self.broken[SEEN + TRUNCATED] += full
-            slot.tokens[[place for _, place in piece]] = tokens
+            slot["tokens"][[place for _, place in piece]] = tokens
             yield start + len(piece)
 
     def positions(self) -> dict[int, tuple[int, int]]:
         """Lane -> (turn, index), after what has been filled so far."""
-        return {lane: (reader.turn, reader.index) for lane, reader in self._lanes.items()}
+        return {reader.lane: (reader.turn, reader.index) for reader in self._lanes}

@@ -4,25 +4,28 @@ Lanes (order.py) fix the order; worker processes (workers.py) read and decode; t
 """
 
 import logging
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 
-from clipscale.data.batch import Arena, HostBatch, arena_layout
+from clipscale.data.batch import Arena, HostBatch, Layout, Slot
 from clipscale.data.choose import choose_order, list_shards
 from clipscale.data.config import DataConfig, check
-from clipscale.data.decode import TrainTransform
+from clipscale.data.decode import IMAGE_TYPES, TrainTransform
 from clipscale.data.filters import selection
 from clipscale.data.lanes import TRUNCATED, LaneShare, Plan, Producer
-from clipscale.data.order import Epochs, fingerprint
+from clipscale.data.order import Epochs, fingerprint, lane_bounds
+from clipscale.data.room import fitted, picture_bytes
 from clipscale.data.sources import SEEN, Access
-from clipscale.data.workers import Report, Workers, reports
+from clipscale.data.stored import StoredRows
+from clipscale.data.tiers import Transform, Window, tier_of
+from clipscale.data.workers import Fill, Loaded, Report, Workers, reports
 from clipscale.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -30,6 +33,8 @@ log = logging.getLogger(__name__)
 PIECE, PIECES = 64, 64
 """Samples that a worker delivers at once: enough to tokenise together, few enough for the first chunk to start early. Large batches come
 in so many pieces a worker; more reports of them could fill a pipe while nobody waits for samples."""
+LOADERS = 4
+"""Threads that decode the chunks of offload=encoded where there are no worker processes to do it."""
 
 
 class TrainStream:
@@ -48,60 +53,77 @@ class TrainStream:
         position: dict[str, Any] | None = None,
         pin: bool = False,
         sizes: Callable[[int], int] | None = None,
+        tier: str = "host",
+        chunk: int = 256,
+        folder: str | None = None,
+        stored: StoredRows | None = None,
     ) -> None:
         """`batch` is the global batch, a multiple of `world`; `position` a record merged over ranks, to go on from.
 
         `sizes` says how large the i-th batch from here on is, where it is not always `batch`: it never shrinks, ends at `batch`, and every
-        size is a multiple of `world` and of the lanes, so that all lanes come to the end of an epoch together.
+        size is a multiple of `world` and of the lanes, so that all lanes come to the end of an epoch together. `tier` says where image rows
+        wait (tiers.py): in pieces of `chunk`, on disk in `folder`. With `stored`, image rows are features read from the shards.
         Raises UserError for settings or shards that cannot work.
         """
         check(config, batch, world)
         chosen = selection(config.caption_key, config.captions, config.templates, config.filter)
-        urls, weights = list_shards(config)
         self._sizes = sizes or (lambda _: batch)
-        least = self._sizes(0)
-        self._order = choose_order(config, urls, weights, least, world, seed, position)
-        if least != batch and least % self._order.lanes:
-            raise UserError(
-                f"ramp.start: a batch of {least} is not a multiple of the {self._order.lanes} lanes in which the data is read; "
-                "set data.lanes to a divisor of it"
-            )
+        urls, weights = list_shards(config)
+        self._order = choose_order(config, urls, weights, self._sizes(0), world, seed, position)
+        check_ramp(self._sizes(0), batch, self._order.lanes, world)
         self._fingerprint = fingerprint(self._order, [url.rsplit("/", 1)[-1] for url in urls], max(config.shuffle, 1))
         self._positions = self._starts(position, rank, world)
         shares = [LaneShare(lane, turn, index) for lane, (turn, index) in sorted(self._positions.items())]
         self._world = world
-        largest = batch // world
         workers = min(config.workers, len(shares))
         if workers < config.workers:
             message = "data.workers=%d: this rank has only %d lanes, so %d workers; raise data.lanes"
             log.warning(message, config.workers, len(shares), workers)
-        slots = config.buffers if workers else 1
-        self._arena = allocate(slots, largest, image_size, np.asarray(tokenizer(["a"])).shape[1])
+        scale, ratio = config.augment.scale, config.augment.ratio
+        transform: Transform = stored or TrainTransform(
+            image_size, (scale[0], scale[1]), (ratio[0], ratio[1]), config.augment.flip, config.max_pixels
+        )
+        types = (stored.member,) if stored else IMAGE_TYPES
+        access = Access(config.cache, config.cache_bytes, config.retries)
+        layout = Layout(
+            slots=config.buffers if workers else 1,
+            samples=batch // world,
+            row=(stored.width,) if stored else (3, image_size, image_size),
+            dtype=stored.dtype if stored else "uint8",
+            context_length=np.asarray(tokenizer(["a"])).shape[1],
+            tier=tier,
+            chunk=chunk,
+            folder=folder,
+        )
+        size = picture_bytes(urls, types, layout.row_bytes, access) if tier == "encoded" else None
+        layout, self.memory = fitted(layout, size)
+        """A line that states the memory the batches take."""
+        self._arena = Arena(layout)
         if pin and torch.cuda.is_available():
             self._arena.pin()
         # striped, so that the batch fills from its first rows on, by all workers at once
         stripes = [tuple(shares[number :: max(workers, 1)]) for number in range(max(workers, 1))]
-        scale, ratio = config.augment.scale, config.augment.ratio
+        bounds = lane_bounds(batch, self._order.lanes)
+        ends = [0, *accumulate(sum(int(bounds[s.lane + 1] - bounds[s.lane]) for s in stripe) for stripe in stripes)]
         self._plans = [
             Plan(
                 urls=tuple(urls),
                 order=self._order,
                 window=max(config.shuffle, 1),
                 seed=seed,
-                transform=TrainTransform(
-                    image_size, (scale[0], scale[1]), (ratio[0], ratio[1]), config.augment.flip, config.max_pixels
-                ),
+                transform=transform,
+                image_types=types,
                 tokenizer=tokenizer,
                 selection=chosen,
-                access=Access(config.cache, config.cache_bytes, config.retries),
+                access=access,
+                shares=stripe,
                 rank=rank,
                 world=world,
-                shares=stripe,
-                piece=max(PIECE, largest // (len(stripes) * PIECES)),
+                room=room,
+                piece=max(PIECE, layout.samples // (len(stripes) * PIECES)),
             )
-            for stripe in stripes
+            for stripe, room in zip(stripes, pairwise(ends))
         ]
-        self._known_places: dict[int, list[np.ndarray]] = {}
         self.broken: Counter[str] = Counter()
         """Reason -> samples passed over so far, on this rank."""
         self.seen: Counter[str] = Counter()
@@ -110,16 +132,27 @@ class TrainStream:
         """Captions so far that filled the whole context: cut, or exactly as long."""
         self._wait_s = 0.0
         self._step = -1
+        self._places: dict[int, list[np.ndarray]] = {}
         self._done: dict[int, list[int]] = {}
         self._ends: dict[int, dict[int, tuple[int, int]]] = {}
         self._workers: Workers | None = None
         self._reports: Iterator[Report] = iter(())
         if workers:
             self._workers = Workers(self._plans, self._arena, rank, config.timeout_s)
-            for step in range(slots):
+            for step in range(layout.slots):
                 self._allow(step)
         else:
-            self._producer = Producer(self._plans[0], lambda: None)
+            self._producer = Producer(self._plans[0], self._arena, lambda: None)
+        self._loaded: dict[int, list[int]] = {}
+        self._ticket = 0
+        self._threads: ThreadPoolExecutor | None = None
+        self._window: Window | None = None
+        if tier != "host":
+            in_workers = tier == "encoded" and workers > 0
+            if not in_workers:
+                self._threads = ThreadPoolExecutor(1 if tier == "disk" else LOADERS, "load")
+                self._tier = tier_of(self._arena, transform, (0, layout.samples))
+            self._window = Window(self._arena.window, self._load_in_workers if in_workers else self._load_in_threads)
 
     # -- the public face -----------------------------------------------------------------------------------------------
 
@@ -130,10 +163,12 @@ class TrainStream:
 
     def next_batch(self) -> HostBatch:
         """The next local batch; the one before is no longer valid. Returns at once; its rows block until they have arrived."""
+        if self._window:
+            self._window.drain()
         if self._step >= 0:
             self._finish(self._step)
             self._positions = self._ends.pop(self._step)
-            del self._done[self._step]
+            del self._done[self._step], self._places[self._step]
             if self._workers:
                 self._allow(self._step + len(self._arena.slots))
         self._step += 1
@@ -141,14 +176,20 @@ class TrainStream:
         if not self._workers:
             self._allow(step)
             self._reports = reports(self._producer, self._arena, step, self._sizes(step))
+        slot, size = self._arena.slots[step % len(self._arena.slots)], self._sizes(step) // self._world
 
         def wait(stop: int) -> None:
             if step != self._step:
                 raise RuntimeError("this batch is no longer valid: the next one has been asked for")
+            if not 0 <= stop <= size:
+                raise ValueError(f"row {stop} lies outside the local batch of {size}")
             self._wait(step, stop)
 
-        slot = self._arena.slots[step % len(self._arena.slots)]
-        return HostBatch(slot.first(self._sizes(step) // self._world), wait)
+        window = self._window
+        if window is None:
+            return HostBatch(slot, size, wait)
+        window.open(slot, size)
+        return HostBatch(slot, size, wait, lambda start, stop: window.rows(start, stop, self._arrived(step, size)))
 
     def position(self) -> dict[str, Any]:
         """Where this rank's lanes stand after the last batch handed out; plain and JSON-like. Blocks until that batch is complete."""
@@ -172,6 +213,8 @@ class TrainStream:
         if self._workers:
             self._workers.close()
             self._workers = None
+        if self._threads:
+            self._threads.shutdown(cancel_futures=True)
         self._arena.close()
 
     def __enter__(self) -> "TrainStream":
@@ -198,22 +241,22 @@ class TrainStream:
     def _allow(self, step: int) -> None:
         self._done[step] = [0] * len(self._plans)
         self._ends[step] = {}
+        self._places[step] = [np.concatenate(plan.places(self._sizes(step))) for plan in self._plans]
         if self._workers:
-            self._workers.allow(step, self._sizes(step))
+            self._workers.fill(Fill(step, self._sizes(step)))
 
     def _wait(self, step: int, stop: int) -> None:
         """Block until rows 0..stop of batch `step` have arrived."""
-        batch = self._sizes(step)
-        if not 0 <= stop <= batch // self._world:
-            raise ValueError(f"row {stop} lies outside the local batch of {batch // self._world}")
-        needed = [int(np.searchsorted(places, stop)) for places in self._places(batch)]
+        needed = [int(np.searchsorted(places, stop)) for places in self._places[step]]
         self._pump(lambda: [n for n, need in enumerate(needed) if self._done[step][n] < need])
 
-    def _places(self, batch: int) -> list[np.ndarray]:
-        """For each worker the places that it fills of a global batch of that size, in its order, which is theirs."""
-        if batch not in self._known_places:
-            self._known_places = {batch: [np.array([p for _, p in plan.places(batch)]) for plan in self._plans]}
-        return self._known_places[batch]
+    def _arrived(self, step: int, size: int) -> int:
+        """How many rows of batch `step` are there, counted up to the first that is not."""
+        if self._workers:
+            for number, report in self._workers.heard():
+                self._note(number, report)
+        pairs = zip(self._places[step], self._done[step])
+        return min([size, *(int(places[done]) for places, done in pairs if done < len(places))])
 
     def _finish(self, step: int) -> None:
         """Block until batch `step` is complete and its positions are known."""
@@ -229,7 +272,10 @@ class TrainStream:
                 self._note(0, next(self._reports))
         self._wait_s += time.monotonic() - begun
 
-    def _note(self, number: int, report: Report) -> None:
+    def _note(self, number: int, report: Report | Loaded) -> None:
+        if isinstance(report, Loaded):
+            self._loaded[report.ticket].remove(number)
+            return
         for reason, count in report.broken.items():
             if reason == SEEN + TRUNCATED:
                 self.truncated += count
@@ -241,17 +287,52 @@ class TrainStream:
         elif report.step >= 0:
             self._done[report.step][number] = report.done
 
+    # -- image rows that do not wait in memory as they are -------------------------------------------------------------
 
-def allocate(slots: int, samples: int, side: int, context_length: int) -> Arena:
-    """The batch memory of this rank. Raises UserError if this machine's processes cannot all have as much."""
-    _, size = arena_layout(slots, samples, side, context_length)
-    share = psutil.virtual_memory().available / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if size > share:
+    def _load_in_workers(self, slot: Slot, start: int, stop: int, buffer: int) -> Callable[[], None]:
+        assert self._workers
+        self._ticket = ticket = self._ticket + 1
+        self._loaded[ticket] = list(range(len(self._workers)))
+        self._workers.load(ticket, slot.number, start, stop, buffer)
+
+        def wait() -> None:
+            self._pump(lambda: self._loaded[ticket])
+            del self._loaded[ticket]
+
+        return wait
+
+    def _load_in_threads(self, slot: Slot, start: int, stop: int, buffer: int) -> Callable[[], None]:
+        assert self._threads
+        rows = self._arena.window[buffer, : stop - start]
+        parts = [part for part in np.array_split(rows, self._threads._max_workers) if len(part)]
+        firsts = accumulate((len(part) for part in parts), initial=start)
+        futures = [self._threads.submit(self._tier.load, slot, first, part) for first, part in zip(firsts, parts)]
+
+        def wait() -> None:
+            begun = time.monotonic()
+            for future in futures:
+                future.result()
+            self._wait_s += time.monotonic() - begun
+
+        return wait
+
+
+def check_ramp(size: int, batch: int, lanes: int, world: int) -> None:
+    """Every batch of a ramp must take the same from each lane, or the lanes would come to the end of an epoch at different times.
+
+    Raises UserError.
+    """
+    if size == batch or (size % lanes == 0 and batch % lanes == 0):
+        return
+    if size % world:
         raise UserError(
-            f"data.buffers={slots}: {slots} x {samples} samples of {side} pixels need {size / 2**30:.1f} GiB of host memory in each "
-            f"process, which has {share / 2**30:.1f}; take a smaller batch, more nodes or fewer buffers"
+            f"ramp.start: a batch of {size} cannot be shared evenly by {world} processes; choose a multiple"
         )
-    return Arena(slots, samples, side, context_length)
+    best = max(n for n in range(world, lanes + 1, world) if size % n == 0 and batch % n == 0)
+    raise UserError(
+        f"ramp.start: batches of {size} to {batch} are not all multiples of the {lanes} lanes in which the data is read; set "
+        f"data.lanes={best}, or choose another start"
+    )
 
 
 def merge_positions(records: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import signal
 import time
 import traceback
 import warnings
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import forkserver
@@ -43,8 +44,35 @@ class Report:
     positions: dict[int, tuple[int, int]] | None = None
 
 
+@dataclass(frozen=True)
+class Fill:
+    """The word to fill batch `step`, of so many samples over all ranks."""
+
+    step: int
+    batch: int
+
+
+@dataclass(frozen=True)
+class Load:
+    """The word to make image rows start..stop of a slot ready, in a buffer of the window from row `at` on."""
+
+    ticket: int
+    slot: int
+    start: int
+    stop: int
+    buffer: int
+    at: int
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a worker says after it."""
+
+    ticket: int
+
+
 def reports(producer: Producer, arena: Arena, step: int, batch: int) -> Iterator[Report]:
-    """Fill this producer's places of batch `step`, a global batch of `batch` samples, reporting after every piece."""
+    """Fill this producer's places of batch `step`, reporting after every piece."""
     for done in producer.fill(arena.slots[step % len(arena.slots)], batch):
         yield Report(step, done, _drained(producer))
     yield Report(step, -1, _drained(producer), producer.positions())
@@ -56,29 +84,52 @@ def _drained(producer: Producer) -> dict[str, int]:
     return broken
 
 
+class Worker:
+    """A worker's life: fill the batches that it is told to, in their order. Image rows that a pass waits for come before all else."""
+
+    def __init__(self, connection: Connection, plan: Plan, arena: Arena) -> None:
+        self._connection, self._arena = connection, arena
+        self._fills: deque[Fill] = deque()
+        self._last = time.monotonic()
+        self._producer = Producer(plan, arena, self._tick)
+
+    def run(self) -> None:
+        """Work until the other side closes, which raises EOFError or ConnectionError."""
+        while True:
+            while not self._fills:
+                self._hear()
+            fill = self._fills.popleft()
+            for report in reports(self._producer, self._arena, fill.step, fill.batch):
+                self._connection.send(report)
+
+    def _hear(self) -> None:
+        message = self._connection.recv()
+        if isinstance(message, Fill):
+            self._fills.append(message)
+            return
+        out = self._arena.window[message.buffer, message.at : message.at + message.stop - message.start]
+        self._producer.tier.load(self._arena.slots[message.slot], message.start, out)
+        self._connection.send(Loaded(message.ticket))
+
+    def _tick(self) -> None:
+        while self._connection.poll():
+            self._hear()
+        now = time.monotonic()
+        if now - self._last > ALIVE_S:
+            self._last = now
+            self._connection.send(Report(-1, 0, _drained(self._producer)))
+
+
 def work(connection: Connection, plan: Plan, arena: Arena) -> None:
-    """A worker's life: a step and its size come, the worker's places of that batch are filled; ends when the other side closes."""
+    """What a worker process runs; what goes wrong in it is sent to the training process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the training process, which then closes the connection
     warnings.filterwarnings(
         "ignore", module=r"PIL\."
     )  # damaged pictures are counted, sizes are judged by data.max_pixels
     torch.set_num_threads(1)
-    last = time.monotonic()
-    producer: Producer | None = None
-
-    def tick() -> None:
-        nonlocal last
-        now = time.monotonic()
-        if now - last > ALIVE_S:
-            last = now
-            connection.send(Report(-1, 0, _drained(producer) if producer else {}))
-
     try:
         try:
-            producer = Producer(plan, tick)
-            while True:
-                for report in reports(producer, arena, *connection.recv()):
-                    connection.send(report)
+            Worker(connection, plan, arena).run()
         except UserError as error:
             connection.send(str(error))
         except (EOFError, ConnectionError):
@@ -109,15 +160,28 @@ class Workers:
             self._processes.append(process)
         self._heard = [time.monotonic()] * len(plans)
 
-    def allow(self, step: int, batch: int) -> None:
-        """Let every worker fill batch `step`, a global batch of `batch` samples."""
-        for number, connection in enumerate(self._connections):
-            try:
-                connection.send((step, batch))
-            except ConnectionError as error:
-                self._raise_death(number, error)
+    def __len__(self) -> int:
+        return len(self._processes)
 
-    def receive(self, needed: Sequence[int]) -> list[tuple[int, Report]]:
+    def fill(self, fill: Fill) -> None:
+        """Let every worker fill its part of a batch."""
+        for number in range(len(self)):
+            self._send(number, fill)
+
+    def load(self, ticket: int, slot: int, start: int, stop: int, buffer: int) -> None:
+        """Let the workers make image rows ready, each a stretch of them."""
+        bounds = [start + (stop - start) * number // len(self) for number in range(len(self) + 1)]
+        for number in range(len(self)):
+            first, last = bounds[number : number + 2]
+            self._send(number, Load(ticket, slot, first, last, buffer, first - start))
+
+    def _send(self, number: int, message: Fill | Load) -> None:
+        try:
+            self._connections[number].send(message)
+        except ConnectionError as error:
+            self._raise_death(number, error)
+
+    def receive(self, needed: Sequence[int]) -> list[tuple[int, Report | Loaded]]:
         """Block until some worker has reported; the reports with their workers' numbers.
 
         Raises UserError when a worker cannot go on, has died, or one of `needed` has been silent for the time-out.
@@ -141,7 +205,11 @@ class Workers:
                     "the storage may be stuck; raise the time-out or look at the process"
                 )
 
-    def _drain(self, number: int, connection: Connection) -> Iterator[Report]:
+    def heard(self) -> list[tuple[int, Report | Loaded]]:
+        """The reports that have come already, with their workers' numbers."""
+        return [(n, report) for n, connection in enumerate(self._connections) for report in self._drain(n, connection)]
+
+    def _drain(self, number: int, connection: Connection) -> Iterator[Report | Loaded]:
         try:
             while connection.poll():
                 message = connection.recv()

@@ -1,0 +1,78 @@
+"""Whether a rank's batches fit this machine's memory: stated before the run, and refused where they do not."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+import psutil
+
+from clipscale.data.archive import ReadProblem, read_shard
+from clipscale.data.batch import Layout
+from clipscale.data.sources import Access, Store
+from clipscale.errors import UserError
+
+PEEK = 64
+"""Samples of the first shard from which the size of encoded pictures is estimated."""
+MARGIN = 0.9
+"""Share of the free memory that the pictures may take."""
+REMEDIES = {
+    "host": "offload=encoded (the pictures' own bytes), offload=disk, data.buffers=1, a smaller batch or more machines",
+    "encoded": "offload=disk, data.buffers=1, a smaller batch or more machines",
+    "disk": "a smaller batch or more machines",
+}
+_GROUP = Path("/sys/fs/cgroup")
+
+
+def free_memory() -> int:
+    """Bytes that this machine, and the control group (container) this process is in, still have."""
+    free = int(psutil.virtual_memory().available)
+    limit, stat = _GROUP / "memory.max", _GROUP / "memory.stat"
+    if limit.is_file() and stat.is_file() and (text := limit.read_text().strip()).isdigit():
+        used = dict(line.split() for line in stat.read_text().splitlines())
+        free = min(free, int(text) - int(used.get("anon", 0)) - int(used.get("shmem", 0)))
+    return max(0, free)
+
+
+def picture_bytes(urls: Sequence[str], types: Sequence[str], row_bytes: int, access: Access) -> float | None:
+    """Mean bytes that `encoded` keeps of a picture, by the first samples of the first shard; None where it shows none."""
+    raws = read_shard(urls[0], ReadProblem(), lambda index: index < PEEK, types, store=Store(access))
+    sizes = [min(len(data), row_bytes) for raw in islice(raws, PEEK) for data in list(raw.members.values())[:1]]
+    raws.close()
+    return sum(sizes) / len(sizes) if sizes else None
+
+
+def fitted(layout: Layout, expected: float | None = None) -> tuple[Layout, str]:
+    """The layout with the pool for encoded pictures that there is room for, and a line that states the memory.
+
+    `expected` is the mean size of an encoded picture (None: not known). Raises UserError where this machine's processes cannot all
+    have as much.
+    """
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    share = free_memory() / processes
+    most = layout.samples * layout.row_bytes
+    if layout.tier == "encoded":
+        room = MARGIN * share - replace(layout, pool=0).memory_bytes()
+        layout = replace(layout, pool=max(0, min(most, int(room / layout.slots))))
+        picture = layout.row_bytes if expected is None else expected
+        need = replace(layout, pool=most).memory_bytes(picture)
+    else:
+        need = layout.memory_bytes()
+    each = f"{layout.slots} x {layout.samples} samples need {said_bytes(need)} of host memory in each process"
+    if need > (MARGIN if layout.tier == "encoded" else 1) * share:
+        raise UserError(
+            f"offload={layout.tier}: {each}, and {said_bytes(share)} are free for each of {processes}; "
+            f"take {REMEDIES[layout.tier]}"
+        )
+    said = f"batch memory: offload={layout.tier}, {each}, of {said_bytes(share)} free for each of {processes}"
+    if layout.tier == "encoded" and expected is not None:
+        said += f" ({expected / 1000:.0f} kB a picture; offload=host: {said_bytes(replace(layout, tier='host').memory_bytes())})"
+    if layout.tier == "disk":
+        said += f", and {said_bytes(layout.disk_bytes())} in {layout.folder}"
+    return layout, said
+
+
+def said_bytes(count: float) -> str:
+    """A number of bytes as one would say it."""
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
