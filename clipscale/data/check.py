@@ -106,7 +106,7 @@ def survey(url: str, task: Task) -> Findings:
     found = Findings(shards=1)
     store, problem = index.HashingStore(task.access), ReadProblem()
     keys: list[str] = []
-    hashes: dict[str, list[int]] = {"key": [], "bytes": []} | ({"look": []} if task.near else {})
+    hashes: dict[str, list[int]] = {kind: [] for kind in ("key", "bytes", "look")[: 3 if task.near else 2]}
     leaf = leaf_of(url)
     for sample in read_shard(url, problem, store=store, extensions={*IMAGE_TYPES, *task.selection.members()}):
         found.samples += 1

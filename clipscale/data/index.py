@@ -35,12 +35,15 @@ from clipscale.errors import UserError
 log = logging.getLogger(__name__)
 
 FILE = "clipscale-index.sqlite"
+FEW = 100
+"""So many shards are looked up by name; for more, all of the index is read."""
 NO_FILE = ("pipe", "table")
 """Schemes of what is not a shard that could be indexed."""
 SERIAL_BYTES = 256 << 20
 """Shards of less than this together are read by one process; starting others would take longer."""
-_SCHEMA = """CREATE TABLE IF NOT EXISTS shards (name TEXT PRIMARY KEY, size INT, stamp TEXT, samples INT, sha256 TEXT, places BLOB,
-             totals TEXT, reason TEXT, detail TEXT)"""
+_SCHEMA = """CREATE TABLE IF NOT EXISTS shards (name TEXT PRIMARY KEY, size INT, stamp TEXT, samples INT, sha256 TEXT, totals TEXT,
+             reason TEXT, detail TEXT, places BLOB)"""
+"""The long column last: SQLite reaches those before it without reading through it."""
 _COLUMNS = "name, size, stamp, samples, sha256, totals, reason, detail"
 
 
@@ -127,7 +130,10 @@ def known(urls: Iterable[str], cache: str | None = None) -> dict[str, Entry]:
     found: dict[str, Entry] = {}
     for folder, leaves in wanted.items():
         for path in reversed(files_of(folder, cache)):
-            for row in _rows(path, f"SELECT {_COLUMNS} FROM shards"):
+            question, names = f"SELECT {_COLUMNS} FROM shards", list(leaves) if len(leaves) < FEW else []
+            if names:
+                question += f" WHERE name IN ({', '.join('?' * len(names))})"
+            for row in _rows(path, question, names):
                 for url in leaves.get(row[0], ()):
                     found[url] = _entry(row)
     return found
@@ -317,10 +323,10 @@ def _write(base: sqlite3.Connection, entry: Entry) -> None:
             entry.stamp,
             entry.samples,
             entry.sha256,
-            None if entry.places is None else _pack(entry.places.tolist()),
             json.dumps(entry.totals),
             entry.reason,
             entry.detail,
+            None if entry.places is None else _pack(entry.places.tolist()),
         ),
     )
 

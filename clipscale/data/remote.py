@@ -19,6 +19,8 @@ from clipscale.data.sources import SourceError, Store, scheme_of
 FIRST_BLOCK, LARGEST_BLOCK = 1 << 20, 8 << 20
 """Bytes asked for after a seek, and at most; doubled while the reading goes straight on."""
 LONGEST_WAIT_S = 30.0
+SLOWEST = 1024
+"""Bytes a second; an answer that comes more slowly for a time-out's length is ended and asked for again."""
 _AGAIN = {408, 425, 429, 500, 502, 503, 504}
 """HTTP statuses that may pass."""
 _RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)$")
@@ -77,11 +79,17 @@ class HttpOrigin:
                 raise SourceError("changed_shard", "it changed on the server while it was read")
             left = stop - start
             skip = start if answer.status_code == 200 else 0
+            begun, came = time.monotonic(), 0
             try:
                 while left > 0:
-                    data = answer.raw.read(min(skip or left, 1 << 16), decode_content=False)
+                    data = answer.raw.read1(min(skip or left, 1 << 16), decode_content=False)
                     if not data:
                         raise FaultError("short_answer", f"{left} bytes missing")
+                    came += len(data)
+                    if (passed := time.monotonic() - begun) > self._wait_s:
+                        if came < SLOWEST * passed:
+                            raise FaultError("slow_answer", f"{came} bytes in {passed:.0f} s")
+                        begun, came = time.monotonic(), 0
                     if skip:
                         skip -= len(data)
                         continue
@@ -234,6 +242,7 @@ class RemoteFile(io.RawIOBase):
             try:
                 for piece in self._origin.read(start + before, stop, self.version, self.length):
                     got += piece
+                    self._store.tick()
             except FaultError as fault:
                 failures = failures + 1 if len(got) == before else 0
                 self._bear(fault, failures)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from braceexpand import UnbalancedBracesError, braceexpand
+from braceexpand import braceexpand
 
 from clipscale.data import index
 from clipscale.data.archive import ReadProblem, read_shard
@@ -19,6 +19,7 @@ from clipscale.errors import UserError
 
 log = logging.getLogger(__name__)
 
+TABLES = (".csv", ".tsv", ".parquet")
 SCAN_AT_MOST = 256
 """Shards whose headers are read to count samples when nothing else tells; more than that would delay the start of a run."""
 
@@ -77,7 +78,7 @@ def expand(
 
 def _parts(name: str, table: TableConfig | None, setting: str) -> list[str]:
     """A shard itself, or a table's virtual shards."""
-    if not name.endswith((".csv", ".tsv", ".parquet")):
+    if not name.endswith(TABLES):
         return [name]
     from clipscale.data import tables  # brings in what decodes pictures, for which listing tar files need not wait
 
@@ -89,13 +90,17 @@ def _braces(source: str, setting: str) -> list[str]:
     try:
         filled = re.sub(r"\$\{(\w+)\}", lambda name: os.environ["WDS_" + name[1]], source)
         return [url for part in filled.split("::") for url in braceexpand(part)]
-    except (UnbalancedBracesError, KeyError) as error:
+    except (ValueError, KeyError) as error:  # unbalanced braces; a variable that is not set
         raise UserError(f"{setting}={source!r} cannot be expanded: {error}") from error
 
 
 def _listed(url: str, setting: str) -> list[str]:
     """The objects that a remote pattern (`s3://bucket/*.tar`) or folder (`s3://bucket/set/`) names; another address is itself."""
     require(url, setting)
+    if url.endswith(TABLES):
+        raise UserError(
+            f"{setting}={url!r}: tables are read from local files; download it, its paths may stay addresses"
+        )
     if scheme_of(url) in ("http", "https", "pipe") or not (re.search(r"[*?\[]", url) or url.endswith("/")):
         return [url]
     from fsspec.core import url_to_fs

@@ -24,7 +24,6 @@ from clipscale.data.order import permutation
 from clipscale.data.sources import SourceError, Store, is_local, own_cache
 from clipscale.errors import UserError
 
-SUFFIXES = (".csv", ".tsv", ".parquet")
 IMAGE_COLUMNS = ("filepath", "image", "image_path", "path", "file", "file_name", "filename", "jpg")
 CAPTION_COLUMNS = ("title", "caption", "text", "txt")
 """Names looked for, in this order, where the settings give none (the first ones are open_clip's)."""

@@ -125,6 +125,9 @@ def make_index(sources: Sequence[str], settings: IndexSettings) -> int:
             force=settings.force,
             done=done,
         )
+    if not urls:
+        print("tables and pipes have no index; their rows are counted as they are")
+        return 0
     entries, _ = index.current(urls, settings.cache)
     samples = sum(entry.samples for entry in entries.values())
     print(f"{samples} samples in {len(entries)} shards; {tally.read} indexed now, {tally.kept} unchanged")
@@ -180,6 +183,7 @@ def show_stats(sources: Sequence[str], settings: StatsSettings) -> int:
     if missing:
         shards.scanned_counts(missing, settings.cache)
         entries, _ = index.current(urls, settings.cache)
+    rows = sum(count or 0 for url, count in zip(urls, shards.noted_counts(urls)) if scheme_of(url) == "table")
     members: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
     for entry in entries.values():
@@ -189,7 +193,7 @@ def show_stats(sources: Sequence[str], settings: StatsSettings) -> int:
     found: dict[str, Any] = {
         "shards": len(urls),
         "indexed": len(entries),
-        "samples": sum(entry.samples for entry in entries.values()),
+        "samples": sum(entry.samples for entry in entries.values()) + rows,
         "bytes": sum(entry.size for entry in entries.values()),
         "samples_per_shard": [
             min((entry.samples for entry in entries.values()), default=0),
@@ -203,7 +207,9 @@ def show_stats(sources: Sequence[str], settings: StatsSettings) -> int:
         return 0
     low, high = found["samples_per_shard"]
     print(f"{found['samples']} samples in {len(entries)} shards of {low} to {high}, {_size(found['bytes'])}")
-    if len(entries) < len(urls):
+    if rows:
+        print(f"{rows} of them are rows of tables")
+    elif len(entries) < len(urls):
         print(f"{len(urls) - len(entries)} of {len(urls)} shards are not counted; run `clipscale data index` on them")
     table = Table("member", "samples that have it", "bytes", "mean")
     for name in sorted(members):
