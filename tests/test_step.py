@@ -169,6 +169,32 @@ def test_inputs_may_be_nested_and_towers_may_share_an_encoder() -> None:
         assert_same(gradients(found), gradients(wanted), 1e-10)
 
 
+def test_three_towers_with_inputs_of_three_kinds_and_chunks_of_their_own() -> None:
+    """A module with positional inputs, a plain function, and a module whose output has a dimension more; unequal numbers of rows."""
+    torch.manual_seed(0)
+    wanted = nn.ModuleDict({"pair": nn.Bilinear(3, 4, 5), "tokens": nn.Linear(6, 5, bias=False)}).double()
+    scale = nn.Parameter(torch.ones(5, dtype=torch.float64))
+    g = torch.Generator().manual_seed(1)
+    a, b, c, d = (torch.randn(*size, generator=g, dtype=torch.float64) for size in ((9, 3), (9, 4), (9, 5), (20, 2, 6)))
+
+    def gain(parts: list[Any]) -> Tensor:
+        x, factor = parts
+        return factor * x * scale
+
+    def loss(u: Tensor, v: Tensor, w: Tensor) -> Tensor:
+        scores = torch.einsum("nd,mtd->nmt", u * v, w).amax(2)
+        return F.cross_entropy(scores, torch.arange(9))
+
+    loss(wanted["pair"](a, b), gain([c, 2.0]), wanted["tokens"](d)).backward()
+    expected = gradients(wanted) | {"scale": scale.grad}
+    for keep in (0, 1500, math.inf):
+        found, scale.grad = copy.deepcopy(wanted), None
+        found.zero_grad()
+        cache = GradCache([found["pair"], gain, found["tokens"]], loss, chunks=[4, 2, 100], keep_bytes=keep)
+        cache.step((a, b), [c, 2.0], d)
+        assert_same(gradients(found) | {"scale": scale.grad}, expected, 1e-10)
+
+
 def test_a_frozen_encoder_runs_once_and_gets_no_gradient() -> None:
     wanted, found = models(), models()
     calls = []
