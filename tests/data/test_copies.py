@@ -2,6 +2,7 @@
 
 import fcntl
 import multiprocessing
+import random
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -183,3 +184,24 @@ def test_shards_are_read_from_s3(tmp_path: Path, s3: str) -> None:
     assert len(list(reader)) < 29 and problem.reason == "changed_shard"
     problem = ReadProblem()
     assert list(read_shard("s3://bucket/set/none.tar", problem)) == [] and problem.reason == "missing_shard"
+
+
+def test_an_epoch_from_s3_with_faults_loses_nothing(tmp_path: Path, s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import boto3
+    import s3fs
+
+    paths = write_shards(tmp_path / "set", [30, 17])
+    client = boto3.client("s3", endpoint_url=s3)
+    for path in paths:
+        client.put_object(Bucket="bucket", Key=f"faulty/{path.name}", Body=path.read_bytes())
+    rng = random.Random(1)
+    with serving(Web(upstream=int(s3.rsplit(":", 1)[1]))) as web:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", web.url)
+        s3fs.S3FileSystem.clear_instance_cache()
+        urls = expand("s3://bucket/faulty/*.tar")
+        index.update(urls, place=lambda folder: index.place_for(folder, None))
+        web.faults = lambda number, path: rng.choice(("drop", "cut", "503")) if rng.random() < 0.2 else None
+        stream = open_stream("s3://bucket/faulty/", batch=20)
+        assert contents(stream, 5) == contents(open_stream(tmp_path / "set", batch=20), 5)
+        assert not stream.broken and web.done.total() > 5, web.done
+    s3fs.S3FileSystem.clear_instance_cache()

@@ -95,7 +95,7 @@ def test_a_silent_server_is_asked_again(tmp_path: Path, web: Web) -> None:
     write_shards(tmp_path, [3])
     answer = web.answer
 
-    def slow_answer(path: str, asked: str) -> tuple[int, dict[str, str], bytes]:
+    def slow_answer(path: str, asked: str, *rest: Any) -> tuple[int, dict[str, str], bytes]:
         if len(web.requests) == 2:
             time.sleep(0.6)
         return answer(path, asked)
@@ -104,6 +104,17 @@ def test_a_silent_server_is_asked_again(tmp_path: Path, web: Web) -> None:
     samples, problem, tally = read(f"{web.url}/00000.tar", wait_s=0.2)
     assert len(samples) == 3 and problem.reason is None
     assert tally == {SEEN + "no_connection": 1}
+
+
+def test_an_answer_that_trickles_is_ended_and_asked_for_again(
+    tmp_path: Path, web: Web, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_shards(tmp_path, [10])[0]
+    monkeypatch.setattr(remote, "SLOWEST", 1 << 20)
+    web.faults = lambda number, _: "trickle" if number == 1 else None
+    samples, problem, tally = read(f"{web.url}/00000.tar", wait_s=0.3)
+    assert members(samples) == members(read(str(path))[0]) and problem.reason is None
+    assert tally == {SEEN + "slow_answer": 1}
 
 
 @pytest.mark.parametrize("longer", [True, False])

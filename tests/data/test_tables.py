@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from clipscale.cli import main
 from clipscale.data import tables
 from clipscale.data.archive import RawSample, ReadProblem, read_shard
 from clipscale.data.batch import sample_id
@@ -136,6 +138,16 @@ def test_a_table_that_cannot_be_read_is_named(tmp_path: Path) -> None:
             expand(str(tmp_path / name))
     with pytest.raises(UserError, match="matches no shard"):
         expand(str(tmp_path / "none.csv"))
+
+
+def test_tables_are_counted_and_not_fetched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_table(tmp_path, "csv")
+    assert main(["data", "stats", str(path)]) == 0
+    assert f"{ROWS} samples" in capsys.readouterr().out
+    assert main(["data", "check", str(path), f"out={tmp_path}/out", "table.rows=10", "workers=1"]) == 0
+    assert re.search(rf"samples +{ROWS} +in 3 shards", capsys.readouterr().out)
+    with pytest.raises(UserError, match="tables are read from local files"):
+        expand("https://host/pairs.csv")
 
 
 def test_an_address_of_rows_survives_any_path() -> None:

@@ -6,7 +6,7 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import unquote
@@ -28,11 +28,14 @@ class Web:
         self.done: Counter[str] = Counter()
         self.url = ""
 
-    def answer(self, path: str, asked: str) -> tuple[int, dict[str, str], bytes]:
-        """Status, headers and body, before anything goes wrong."""
+    def answer(
+        self, path: str, asked: str, method: str = "GET", sent: Mapping[str, str] | None = None
+    ) -> tuple[int, dict[str, str], bytes]:
+        """Status, headers and body, before anything goes wrong; `sent` are the request's headers."""
         if self.upstream is not None:
             connection = http.client.HTTPConnection("127.0.0.1", self.upstream, timeout=10)
-            connection.request("GET", path, headers={"Range": asked} if asked else {})
+            own = {k: v for k, v in (sent or {}).items() if k.lower() not in ("host", "connection", "accept-encoding")}
+            connection.request(method, path, headers=own)
             got = connection.getresponse()
             body = got.read()
             kept = {
@@ -75,13 +78,22 @@ def serving(web: Web) -> Iterator[Web]:
         disable_nagle_algorithm = True
         wbufsize = 1 << 20
 
+        def do_HEAD(self) -> None:
+            status, headers, _ = web.answer(self.path, "", "HEAD", self.headers)
+            self.send_response(status)
+            for name, value in headers.items():
+                self.send_header(name, value)
+            self.end_headers()
+
         def do_GET(self) -> None:
             number = len(web.requests)
             asked = self.headers.get("Range", "")
             web.requests.append((self.path, asked))
             fault = web.faults(number, self.path)
             status, headers, body = (
-                (503, {"Content-Length": "0"}, b"") if fault == "503" else web.answer(self.path, asked)
+                (503, {"Content-Length": "0"}, b"")
+                if fault == "503"
+                else web.answer(self.path, asked, "GET", self.headers)
             )
             if fault in ("short", "drop") and len(body) < 2:
                 fault = None  # would not be noticed
@@ -105,9 +117,10 @@ def serving(web: Web) -> Iterator[Web]:
                 self.wfile.write(body[: len(body) // 2])
                 self.close_connection = True
                 return
-            for at in range(0, len(body), 1 << 16):
-                self.wfile.write(body[at : at + (1 << 16)])
-                if fault == "slow":
+            piece = 64 if fault == "trickle" else 1 << 16
+            for at in range(0, len(body), piece):
+                self.wfile.write(body[at : at + piece])
+                if fault in ("slow", "trickle"):
                     self.wfile.flush()
                     time.sleep(0.02)
 
