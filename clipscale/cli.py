@@ -12,7 +12,7 @@ from clipscale import __version__, usage
 from clipscale.errors import UserError
 from clipscale.keys import keys
 from clipscale.spelling import nearest, run_folder
-from clipscale.usage import EVAL, TRAIN
+from clipscale.usage import EVAL, FEATURES, TRAIN
 
 MULTIRUN = ("-m", "--multirun")
 
@@ -126,7 +126,7 @@ class DemoSettings:
 
 
 def data(argv: list[str]) -> int:
-    tools = {"demo": demo, "index": data_index, "check": data_check, "stats": data_stats}
+    tools = {"demo": demo, "index": data_index, "check": data_check, "stats": data_stats, "features": data_features}
     if not argv or argv[0] not in tools:
         word = argv[0] if argv else ""
         raise UserError(f"data {word}: unknown; there is {', '.join(tools)}, as in: clipscale data demo")
@@ -145,6 +145,24 @@ def data_check(argv: list[str]) -> int:
 
     words, given = apart(CheckSettings, argv)
     return check_shards(words, simple(CheckSettings, "data check", given))
+
+
+def data_features(argv: list[str]) -> int:
+    """Under torchrun, this process's share."""
+    from clipscale import compose
+
+    if any(word in MULTIRUN for word in argv):
+        raise UserError("data features takes no -m; give one model")
+    values = compose.once("features", FEATURES, argv)
+    if values is None:
+        return 0
+    from clipscale.config import check_values, normalise
+    from clipscale.features import FeaturesConfig, main
+
+    config = compose.typed(FeaturesConfig, normalise(FeaturesConfig, values), keys(*FEATURES))
+    check_values(config)
+    main(config)
+    return 0
 
 
 def data_stats(argv: list[str]) -> int:
@@ -194,7 +212,7 @@ def report(argv: list[str]) -> int:
 
 
 def bench(argv: list[str]) -> int:
-    tools = {"loss": bench_loss, "step": bench_step}
+    tools = {"loss": bench_loss, "step": bench_step, "data": bench_data}
     if not argv or argv[0] not in tools:
         word = argv[0] if argv else ""
         raise UserError(f"bench {word}: unknown; there is {', '.join(tools)}, as in: clipscale bench loss n=4k")
@@ -215,6 +233,13 @@ def bench_step(argv: list[str]) -> int:
 
     rows = main(simple(StepBenchSettings, "bench step", argv))
     return 1 if any(row["status"] == "failed" for row in rows) else 0
+
+
+def bench_data(argv: list[str]) -> int:
+    from clipscale.bench.data import DataBenchSettings, main
+
+    main(simple(DataBenchSettings, "bench data", argv))
+    return 0
 
 
 def simple(settings: type[Any], verb: str, argv: list[str]) -> Any:

@@ -165,7 +165,7 @@ class Schedule:
     def lr(self, step: float) -> float:
         """Learning rate of step 0, 1, ..., total - 1, or in between: linear to the peak, then the cosine or constant part, then the
         cooldown."""
-        if step < self.warmup:
+        if self.warmup and step < self.warmup:
             return self.peak * (step + 1) / self.warmup
         low = self.peak * self.final
         if self.cosine:

@@ -14,11 +14,13 @@ from clipscale.spelling import nearest
 
 TRAIN = ("clipscale.config", "TrainConfig")
 EVAL = ("clipscale.eval.verb", "EvalRunConfig")
+FEATURES = ("clipscale.features", "FeaturesConfig")
 SMALL = {
     "data demo": ("clipscale.cli", "DemoSettings"),
     "data index": ("clipscale.data.tools", "IndexSettings"),
     "data check": ("clipscale.data.tools", "CheckSettings"),
     "data stats": ("clipscale.data.tools", "StatsSettings"),
+    "data features": FEATURES,
     "bench loss": ("clipscale.bench.loss", "LossBenchSettings"),
     "bench step": ("clipscale.bench.step", "StepBenchSettings"),
     "report": ("clipscale.cli", "ReportSettings"),
@@ -128,6 +130,8 @@ DATA_EXAMPLES = {
     "index": "clipscale data index '/data/laion/{00000..41455}.tar'\nclipscale data index @shards.txt cache=/scratch/index",
     "check": "clipscale data check '/data/laion/{00000..00099}.tar' filter.min_side=64 'filter.fields=[similarity>=0.3]'",
     "stats": "clipscale data stats '/data/laion/*.tar'",
+    "features": "clipscale data features model=vit-b16 model.pretrained_image=b16.pt data.train='/data/laion/*.tar' out=/data/b16\n"
+    "clipscale train model=vit-b16 model.pretrained_image=b16.pt model.freeze_image=true data.train=/data/b16 data.image_features=true",
 }
 
 
