@@ -213,6 +213,21 @@ def test_shard_addresses_are_taken_literally(say: Say, typed: str, composed: str
     assert composed in out
 
 
+@pytest.mark.parametrize(
+    ("typed", "composed"),
+    [
+        ("data.captions={txt: 0.5, 'json:caption': 0.5}", "captions: '{txt: 0.5, ''json:caption'': 0.5}'\n"),
+        ("data.captions=[txt=0.5,json:caption=0.5]", "captions:\n  - txt=0.5\n  - json:caption=0.5\n"),
+        ("data.filter.fields=[similarity>=0.3,LANGUAGE=en|de]", "    - similarity>=0.3\n    - LANGUAGE=en|de\n"),
+        ("data.templates=[a photo of a {}.]", "templates:\n  - a photo of a {}.\n"),
+    ],
+)
+def test_captions_and_conditions_are_taken_literally(say: Say, typed: str, composed: str) -> None:
+    status, out, err = say("train", typed, "--cfg", "job")
+    assert (status, err) == (0, "")
+    assert composed in out
+
+
 def test_one_length_given_takes_the_place_of_the_other(say: Say) -> None:
     assert "samples: 5k\nepochs: null\n" in say("train", "samples=5k", "--cfg", "job")[1]
     assert "samples: null\nepochs: 3\n" in say("train", "experiment=demo", "epochs=3", "--cfg", "job")[1]
