@@ -34,6 +34,8 @@ PATHS = (
     "data.filter.block_keys",
     "data.filter.block_urls",
     "eval.sets",
+    "offload_dir",
+    "out",
     "run",
     "resume",
     "checkpoint",

@@ -79,8 +79,9 @@ def stored_rows(data: DataConfig, config: ModelConfig, model: ClipModel) -> Stor
 
     Raises UserError where they are not those of this model's frozen image tower.
     """
-    if not data.image_features:
+    if (data.image_features or "false").lower() == "false":
         return None
+    assert data.image_features
     if not config.freeze_image:
         raise UserError(
             "data.image_features: stored features cannot train the image tower; set model.freeze_image=true, or read pictures"

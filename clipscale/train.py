@@ -94,7 +94,7 @@ class Run:
             )
         self.noise = NoiseScale([self.model.image, self.model.text])
         self.retention = Retention(config.cache.keep, world.device)
-        self.flops = Flops(config.model, world.device)
+        self.flops = Flops(config.model, world.device, stored_images=self.stored is not None)
         self.stream = self.open_stream(state)
         samples, per_epoch = self.length()
         self.total = self.sizes.steps(samples)

@@ -24,8 +24,10 @@ class Flops:
     The gradient cache's second forward pass is overhead, not model arithmetic, and is not counted: MFU is comparable with plain training.
     """
 
-    def __init__(self, config: ModelConfig, device: torch.device) -> None:
+    def __init__(self, config: ModelConfig, device: torch.device, *, stored_images: bool = False) -> None:
+        """With `stored_images` the image tower does not run: its features are read."""
         image, text = forward_flops(config)
+        image = 0 if stored_images else image
         self.per_sample = image * (1 if config.freeze_image else 3) + text * (1 if config.freeze_text else 3)
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
         self.peak = next((1e12 * peak for part, peak in PEAK_TFLOPS.items() if part in name), None)

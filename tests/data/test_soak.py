@@ -1,0 +1,56 @@
+"""Hours of loading in fast-forward: tiny pictures, many batches, and the memory of every process watched."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.data.files import write_shards
+from tests.data.streams import open_stream
+
+SAMPLES = 60_000
+BATCH, CHUNK = 256, 64
+ALLOWED = 4 * 2**20
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+
+
+def processes(stream: Any) -> Iterator[tuple[str, psutil.Process]]:
+    yield "trainer", psutil.Process()
+    for worker in stream._workers._processes:
+        yield worker.name, psutil.Process(worker.pid)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("tier", ["host", "disk", "encoded"])
+@pytest.mark.parametrize("order", ["epochs", "resampled"])
+def test_no_process_grows(tmp_path: Path, tier: str, order: str) -> None:
+    write_shards(tmp_path / "set", [700, 500, 901, 333])
+    options = {"tier": tier, "chunk": CHUNK, "folder": str(tmp_path), "workers": 2, "order": order}
+    samples = SAMPLES // (1 if tier == "host" else 2)
+    with open_stream(tmp_path / "set", batch=BATCH, side=24, **options) as stream:
+        seen: dict[str, list[int]] = {}
+        steps = samples // BATCH
+        for step in range(steps):
+            batch = stream.next_batch()
+            for _ in range(2):
+                for start in range(0, BATCH, CHUNK):
+                    batch.pixels(start, start + CHUNK)
+            if step >= steps // 5 and step % 5 == 0:
+                for name, process in processes(stream):
+                    seen.setdefault(name, []).append(process.memory_full_info().pss)
+        files = [process.num_fds() for _, process in processes(stream)]
+    for name, sizes in seen.items():
+        half = len(sizes) // 2
+        # the least of each half: what is in use, whatever the allocator holds back between collections
+        grown = min(sizes[half:]) - min(sizes[:half])
+        told = f"{name} {sizes[0] / 2**20:.1f} MiB, {grown / 2**20:+.2f} MiB in the second half; {files} files"
+        print(f"{tier}, {order}, {samples} samples: {told}")
+        assert grown < ALLOWED, f"{name}: {grown / 2**20:.1f} MiB more in the second half of {samples} samples"
+    assert max(files) < 100, files
