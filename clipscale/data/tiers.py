@@ -81,13 +81,13 @@ class DiskTier:
 
     def put(self, slot: Slot, place: int, data: bytes, draws: Draws) -> None:
         self._transform(data, draws, self._row)
-        self._transfer(os.pwrite, "written", memoryview(self._row).cast("B"), self._offset(slot, place))
+        self._transfer(os.pwrite, "written", self._row.data.cast("B"), self._offset(slot, place))
 
     def load(self, slot: Slot, start: int, out: np.ndarray) -> None:
         def read(fd: int, rest: memoryview, offset: int) -> int:
             return os.preadv(fd, [rest], offset)
 
-        self._transfer(read, "read", memoryview(out).cast("B"), self._offset(slot, start))
+        self._transfer(read, "read", out.data.cast("B"), self._offset(slot, start))
 
     def _transfer(self, call: Callable[[int, memoryview, int], int], done: str, block: memoryview, offset: int) -> None:
         moved = 0
