@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
+from clipscale.data import index
 from clipscale.data.remote import LARGEST_BLOCK, RemoteFile, origin_of
 from clipscale.data.sources import Opened, SourceError, Store, leaf_of
 
@@ -46,12 +47,15 @@ class Copies:
                 return Opened(copy, remote.length, remote.version)
             except FileNotFoundError:  # not there yet, or evicted between the two lines
                 pass
-            if not self._make(path, remote, store):
+            if not self._make(url, path, remote, store):
                 remote.seek(0)
                 return Opened(remote, remote.length, remote.version)
 
-    def _make(self, path: Path, remote: RemoteFile, store: Store) -> bool:
-        """Write the copy, or wait while another process does. False if there is no room for it."""
+    def _make(self, url: str, path: Path, remote: RemoteFile, store: Store) -> bool:
+        """Write the copy, or wait while another process does. False if there is no room for it.
+
+        Raises SourceError `wrong_checksum` if it is not what was indexed under this version.
+        """
         part = path.with_name("." + path.name + _PART)
         with part.open("ab") as out:
             _lock(out, store.tick)
@@ -63,12 +67,18 @@ class Copies:
                     store.see("no_room_for_copy")
                     return False
                 remote.seek(0)
+                digest = hashlib.sha256()
                 with part.open("r+b") as body:
                     while data := remote.read(LARGEST_BLOCK):
                         body.write(data)
+                        digest.update(data)
                         store.tick()
                     body.flush()
                     os.fsync(body.fileno())
+                entry = index.known([url], store.access.cache).get(url)
+                same = entry is not None and (entry.size, entry.stamp) == (remote.length, remote.version)
+                if entry is not None and same and entry.sha256 not in (None, digest.hexdigest()):
+                    raise SourceError("wrong_checksum", "what came is not what was indexed")
                 part.rename(path)
                 return True
             except OSError as error:

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -104,6 +105,22 @@ def test_a_copy_that_cannot_be_finished_leaves_nothing(tmp_path: Path, web: Web)
     with pytest.raises(SourceError):
         Store(Access(str(tmp_path / "c"), retries=1)).open(f"{web.url}/00000.tar")
     assert copies(tmp_path / "c") == []
+
+
+def test_a_copy_is_compared_with_the_indexs_checksum(tmp_path: Path, web: Web) -> None:
+    write_shards(tmp_path / "remote", [20])
+    url = f"{web.url}/00000.tar"
+    index.update([url], place=lambda folder: index.place_for(folder, None))
+    answer = web.answer
+
+    def rotten(*asked: Any) -> tuple[int, dict[str, str], bytes]:
+        status, headers, body = answer(*asked)
+        return status, headers, body[:-1] + bytes([body[-1] ^ 1]) if len(body) > 1 else body
+
+    web.answer = rotten  # type: ignore[method-assign]
+    with pytest.raises(SourceError) as error:
+        Store(Access(str(tmp_path / "c"))).open(url)
+    assert error.value.reason == "wrong_checksum" and copies(tmp_path / "c") == []
 
 
 def test_what_a_dead_process_left_is_cleared_away(tmp_path: Path, web: Web) -> None:
