@@ -14,6 +14,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 import yaml
 
 from clipscale.checkpoint import CheckpointConfig
+from clipscale.data.config import DECODE
 from clipscale.data.ramp import RULES, RampConfig
 from clipscale.data.stream import DataConfig
 from clipscale.distributed import LaunchConfig
@@ -82,6 +83,7 @@ CHOICES = {
     "optim.on_divergence": ("stop", "skip"),
     "optim.lr_scaling": tuple(LR_SCALING),
     "schedule.name": ("cosine", "constant"),
+    "data.decode": DECODE,
     "data.order": ("auto", "epochs", "resampled"),
     "launch.parallel": ("ddp", "fsdp"),
     "log.wandb": ("disabled", "offline", "online"),

@@ -23,6 +23,7 @@ SMALL = {
     "data features": FEATURES,
     "bench loss": ("clipscale.bench.loss", "LossBenchSettings"),
     "bench step": ("clipscale.bench.step", "StepBenchSettings"),
+    "bench data": ("clipscale.bench.data", "DataBenchSettings"),
     "report": ("clipscale.cli", "ReportSettings"),
     "eval": EVAL,
 }
@@ -161,6 +162,7 @@ BENCH_EXAMPLES = {
     "step": "clipscale bench step\n"
     "clipscale bench step model=vit-b16 precision=bf16 batch=4k chunk=512 memory=1k,4k,16k,64k device=cuda\n"
     "clipscale bench step methods=cache,keep-30,frozen batch=1k chunk=256",
+    "data": "clipscale bench data\nclipscale bench data sizes=512 stream=512 workers=8 batch=1k",
 }
 
 

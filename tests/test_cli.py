@@ -80,7 +80,7 @@ def test_every_verb_has_help(say: Say, verb: str) -> None:
         ("clipscale train mod", ["model.", "model="]),
         ("clipscale train model=vit-b", ["model=vit-b16", "model=vit-b32"]),
         ("clipscale train -m model=tiny,vit-l", ["model=tiny,vit-l14"]),
-        ("clipscale train batch=1M optim.l", ["optim.lr="]),
+        ("clipscale train batch=1M optim.l", ["optim.lr=", "optim.lr_scaling="]),
         ("clipscale train model.compile=t", ["model.compile=true"]),
         ("clipscale train data.train=/tm", []),
         ("clipscale train --multi", ["--multirun"]),

@@ -25,8 +25,8 @@ log = logging.getLogger(__name__)
 PAGE = 4096
 BUFFERS = 3
 """Chunks in a window at once: the one computed on, the one being copied to the device, and the one being made ready."""
-RECIPE = 7
-"""Numbers noted of an encoded picture: where its bytes begin, how many, the crop's four edges, whether it is mirrored."""
+RECIPE = 9
+"""Numbers noted of an encoded picture: where its bytes begin, how many, and the seven of its crop (decode.py)."""
 
 
 def sample_id(url: str, key: str) -> int:

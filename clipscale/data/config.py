@@ -2,12 +2,13 @@
 
 from dataclasses import dataclass, field
 
+from clipscale.data.colour import Colour
 from clipscale.errors import UserError
 
 
 @dataclass
 class AugmentConfig:
-    """Random resized crop and flip of training images (torchvision's RandomResizedCrop conventions)."""
+    """Random resized crop, flip and colours of training images (torchvision's conventions)."""
 
     scale: tuple[float, float] = (0.9, 1.0)
     """Crop area as a share of the image."""
@@ -15,6 +16,21 @@ class AugmentConfig:
     """Crop aspect ratio, width over height."""
     flip: float = 0.0
     """Probability of a horizontal flip."""
+    jitter: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
+    """Strengths of random changes of brightness, contrast, saturation and hue."""
+    jitter_probability: float = 0.8
+    """Probability that a picture's colours are changed by `jitter` at all."""
+    greyscale: float = 0.0
+    """Probability of a greyscale picture."""
+
+    def colour(self) -> Colour | None:
+        """The changes of colour; None where there are none."""
+        if not (any(self.jitter) or self.greyscale):
+            return None
+        return Colour(self.jitter, self.jitter_probability if any(self.jitter) else 0.0, self.greyscale)
+
+
+DECODE = ("exact", "fast")
 
 
 @dataclass
@@ -83,6 +99,8 @@ class DataConfig:
     table: TableConfig = field(default_factory=TableConfig)
     filter: FilterConfig = field(default_factory=FilterConfig)
     augment: AugmentConfig = field(default_factory=AugmentConfig)
+    decode: str = "exact"
+    """`exact`: the pixels of open_clip's transform; `fast`: large JPEGs are decoded at 1/2, 1/4 or 1/8 of their size first."""
     max_pixels: int = 89_478_485
     """Larger images are skipped as broken (`huge_image`)."""
     allow_pipe: bool = False
@@ -90,7 +108,7 @@ class DataConfig:
     cache: str | None = None
     """Folder for copies of remote shards, and for indexes that cannot lie beside their shards; None: no copies, the user's cache folder."""
     cache_bytes: int | None = None
-    """Bound on the copies in `cache`, the least recently used go first (`2T`); 0: no copies, None: as much as the disk has."""
+    """Bound on the copies in `cache`, the least recently used go first (`500G`); 0: no copies, None: as much as the disk has."""
     retries: int = 8
     """Requests in a row that may fail before a remote shard is given up; each waits longer than the one before."""
     timeout_s: float = 300.0
@@ -113,5 +131,10 @@ def check(config: DataConfig, batch: int, world: int) -> None:
         raise UserError(f"data.augment.scale={list(augment.scale)}: must be two shares, 0 < low <= high <= 1")
     if not 0 < augment.ratio[0] <= augment.ratio[1]:
         raise UserError(f"data.augment.ratio={list(augment.ratio)}: must be two aspect ratios, 0 < low <= high")
-    if not 0 <= augment.flip <= 1:
-        raise UserError(f"data.augment.flip={augment.flip}: must be a probability")
+    for name in ("flip", "jitter_probability", "greyscale"):
+        if not 0 <= getattr(augment, name) <= 1:
+            raise UserError(f"data.augment.{name}={getattr(augment, name)}: must be a probability")
+    if not (min(augment.jitter) >= 0 and augment.jitter[3] <= 0.5):
+        raise UserError(
+            f"data.augment.jitter={list(augment.jitter)}: must be four strengths from 0 on, the hue's at most 0.5"
+        )

@@ -6,7 +6,8 @@ C = 3: channels, H, W: the picture's pixels, S: side of the model's input in pix
 import io
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ import simplejpeg
 import torch
 from PIL import Image
 
+from clipscale.data.colour import Colour
 from clipscale.data.order import Draws
 
 IMAGE_TYPES = ("jpg", "jpeg", "png", "webp", "avif", "gif", "bmp", "tif", "tiff")
@@ -83,35 +85,64 @@ def decode_rgb(data: bytes, max_pixels: int) -> np.ndarray:
     are scaled (not clipped) to 8 bits, and the EXIF orientation is applied.
     Raises BrokenSampleError: `huge_image`, `unreadable_image`.
     """
+    return Picture(data, max_pixels).decode()
+
+
+class Picture:
+    """A picture of which the header has been read: its upright width and height are known, its pixels not yet.
+
+    Raises BrokenSampleError: `huge_image`, `unreadable_image`.
+    """
+
+    def __init__(self, data: bytes, max_pixels: int) -> None:
+        with _refusals():
+            self._data = data
+            self._image: Image.Image = Image.open(io.BytesIO(data), formats=_FORMATS)
+            self.width, self.height = self._image.size
+            if self.width * self.height > max_pixels:
+                raise BrokenSampleError("huge_image", f"{self.width} x {self.height} pixels")
+            # Pillow itself turns TIFF
+            turned = "exif" in self._image.info and self._image.format != "TIFF"
+            self._orientation = self._image.getexif().get(_ORIENTATION, 1) if turned else 1
+            if self._orientation in range(5, 9):
+                self.width, self.height = self.height, self.width
+
+    def decode(self, reduce: int = 1) -> np.ndarray:
+        """(H, W, C) uint8 RGB, upright; a JPEG at 1/`reduce` (2, 4, 8) of its size, rounded up. Raises BrokenSampleError."""
+        with _refusals():
+            if self.is_jpeg:
+                pixels = _decode_jpeg(self._data, self._image, reduce)
+            else:
+                pixels = _decode_other(self._image)
+            return _upright(pixels, self._orientation)
+
+    @property
+    def is_jpeg(self) -> bool:
+        """Whether it can be decoded at a smaller size."""
+        return self._image.format == "JPEG" and self._image.mode in ("RGB", "L")
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Decoders fail in many ways on hostile bytes: each is a broken picture, counted and shown as such."""
     try:
-        image: Image.Image = Image.open(io.BytesIO(data), formats=_FORMATS)
-        if image.width * image.height > max_pixels:
-            raise BrokenSampleError("huge_image", f"{image.width} x {image.height} pixels")
-        # Pillow itself turns TIFF
-        turned = "exif" in image.info and image.format != "TIFF"
-        orientation = image.getexif().get(_ORIENTATION, 1) if turned else 1
-        if image.format == "JPEG" and image.mode in ("RGB", "L"):
-            pixels = _decode_jpeg(data, image)
-        else:
-            pixels = _decode_other(image)
-        return _upright(pixels, orientation)
+        yield
     except BrokenSampleError:
         raise
     except Image.DecompressionBombError as error:
         raise BrokenSampleError("huge_image", str(error)) from error
-    except (
-        Exception
-    ) as error:  # decoders fail in many ways on hostile bytes: each is a broken picture, counted and shown as such
+    except Exception as error:
         raise BrokenSampleError("unreadable_image", f"{type(error).__name__}: {error}") from error
 
 
-def _decode_jpeg(data: bytes, image: Image.Image) -> np.ndarray:
+def _decode_jpeg(data: bytes, image: Image.Image, reduce: int) -> np.ndarray:
+    width, height = (-(-side // reduce) for side in image.size)
     try:
-        return simplejpeg.decode_jpeg(data, colorspace="RGB")
+        pixels = simplejpeg.decode_jpeg(data, colorspace="RGB", min_height=height, min_width=width, min_factor=reduce)
+        return pixels if reduce == 1 or pixels.shape[:2] == (height, width) else _decode_jpeg(data, image, 1)
     except ValueError:
-        return np.array(
-            image.convert("RGB")
-        )  # Pillow tolerates defects (stray bytes between markers) that the strict decoder refuses
+        # Pillow tolerates defects (stray bytes between markers) that the strict decoder refuses
+        return np.array(image.convert("RGB"))
 
 
 def _decode_other(image: Image.Image) -> np.ndarray:
@@ -180,33 +211,63 @@ class Crop(NamedTuple):
     top: int
     right: int
     bottom: int
+    reduce: int
+    """The picture is decoded at 1/`reduce` of its size."""
     flipped: bool
+    colour: int
+    """The key of the random numbers that change its colours; 0: they stay."""
 
 
 @dataclass(frozen=True)
 class TrainTransform:
-    """Picture bytes to training pixels: random resized crop, random flip. The random numbers come with each call."""
+    """Picture bytes to training pixels: random resized crop, flip, colours. The random numbers come with each call.
+
+    With `fast` a JPEG is decoded at the half, the quarter or the eighth of its size where the crop then still has S pixels a side.
+    """
 
     side: int
     scale: tuple[float, float]
     ratio: tuple[float, float]
     flip: float
     max_pixels: int
+    fast: bool = False
+    colour: Colour | None = None
 
     def __call__(self, data: bytes, draws: Draws, out: np.ndarray) -> None:
         """Write the pixels to `out`, (C, S, S) uint8. Raises BrokenSampleError before anything is written."""
-        pixels = decode_rgb(data, self.max_pixels)
-        self.render(pixels, self.crop(pixels, draws), out)
+        picture = Picture(data, self.max_pixels)
+        crop = self.crop(picture, draws)
+        self.render(self.cut(picture, crop), crop, out)
 
-    def crop(self, pixels: np.ndarray, draws: Draws) -> Crop:
-        """What to cut out of a decoded picture, (H, W, C), and whether to mirror it."""
-        box = random_box(pixels.shape[1], pixels.shape[0], self.scale, self.ratio, draws)
-        return Crop(*box, self.flip > 0 and draws.uniform() < self.flip)
+    def crop(self, picture: Picture, draws: Draws) -> Crop:
+        """What to cut out of a picture, in pixels of its full size, whether to mirror it, and how to change its colours."""
+        box = random_box(picture.width, picture.height, self.scale, self.ratio, draws)
+        reduce = self._reduce(picture, box)
+        # edges that fall between the pixels of the smaller picture would shift what is seen
+        left, top, right, bottom = (reduce * (edge // reduce) for edge in box)
+        flipped = self.flip > 0 and draws.uniform() < self.flip
+        return Crop(left, top, right, bottom, reduce, flipped, 1 + draws.integer(2**62) if self.colour else 0)
 
-    def render(self, pixels: np.ndarray, crop: Crop, out: np.ndarray) -> None:
-        """Write that part of a decoded picture to `out`, (C, S, S) uint8."""
-        cut = pixels[crop.top : crop.bottom, crop.left : crop.right]
+    def _reduce(self, picture: Picture, box: Box) -> int:
+        left, top, right, bottom = box
+        room = min(right - left, bottom - top) // self.side
+        return next((n for n in (8, 4, 2) if n <= room), 1) if self.fast and picture.is_jpeg else 1
+
+    def cut(self, picture: Picture, crop: Crop) -> np.ndarray:
+        """The part of the picture, (H, W, C) uint8. Raises BrokenSampleError."""
+        pixels, n = picture.decode(crop.reduce), crop.reduce
+        if pixels.shape[:2] == (
+            picture.height,
+            picture.width,
+        ):  # as large as it is, also where it refused to be made smaller
+            n = 1
+        return pixels[crop.top // n : crop.bottom // n, crop.left // n : crop.right // n]
+
+    def render(self, cut: np.ndarray, crop: Crop, out: np.ndarray) -> None:
+        """Write what was cut out to `out`, (C, S, S) uint8: resized, mirrored and coloured as the crop says."""
         resized = resize(cut, self.side, self.side)
+        if self.colour and crop.colour:
+            resized = self.colour(resized, Draws(crop.colour))
         np.copyto(out, resized[:, :, ::-1] if crop.flipped else resized)
 
 

@@ -81,7 +81,13 @@ class TrainStream:
             log.warning(message, config.workers, len(shares), workers)
         scale, ratio = config.augment.scale, config.augment.ratio
         transform: Transform = stored or TrainTransform(
-            image_size, (scale[0], scale[1]), (ratio[0], ratio[1]), config.augment.flip, config.max_pixels
+            image_size,
+            (scale[0], scale[1]),
+            (ratio[0], ratio[1]),
+            config.augment.flip,
+            config.max_pixels,
+            config.decode == "fast",
+            config.augment.colour(),
         )
         types = (stored.member,) if stored else IMAGE_TYPES
         access = Access(config.cache, config.cache_bytes, config.retries)

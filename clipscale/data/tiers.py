@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from clipscale.data.batch import Arena, Slot
-from clipscale.data.decode import Crop, TrainTransform, decode_rgb
+from clipscale.data.decode import Crop, Picture, TrainTransform
 from clipscale.data.order import Draws
 from clipscale.errors import UserError
 
@@ -124,13 +124,14 @@ class EncodedTier:
         self._end = self._first
 
     def put(self, slot: Slot, place: int, data: bytes, draws: Draws) -> None:
-        # decoded in full, so that a broken picture is passed over here, as it is in the other tiers
-        pixels = decode_rgb(data, self._transform.max_pixels)
-        crop = self._transform.crop(pixels, draws)
+        # decoded already, so that a broken picture is passed over here, as it is in the other tiers
+        picture = Picture(data, self._transform.max_pixels)
+        crop = self._transform.crop(picture, draws)
+        cut = self._transform.cut(picture, crop)
         kept: np.ndarray = np.frombuffer(data, np.uint8)
         size = len(data)
         if size >= self._layout.row_bytes:
-            self._transform.render(pixels, crop, self._row)
+            self._transform.render(cut, crop, self._row)
             kept, size = self._row.reshape(-1), 0
         if self._end + len(kept) > self._stop:
             raise UserError(
@@ -145,8 +146,8 @@ class EncodedTier:
         pool = slot["pool"]
         for row, (begin, size, *crop) in zip(out, slot["recipes"][start : start + len(out)].tolist()):
             if size:
-                pixels = decode_rgb(pool[begin : begin + size].tobytes(), self._transform.max_pixels)
-                self._transform.render(pixels, Crop(*crop), row)
+                picture, chosen = Picture(pool[begin : begin + size].tobytes(), self._transform.max_pixels), Crop(*crop)
+                self._transform.render(self._transform.cut(picture, chosen), chosen, row)
             else:
                 row.reshape(-1)[:] = pool[begin : begin + self._layout.row_bytes]
 

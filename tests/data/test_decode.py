@@ -15,9 +15,12 @@ from PIL import Image, ImageOps
 from torchvision.transforms import InterpolationMode, RandomResizedCrop
 from torchvision.transforms import functional as tv
 
+from clipscale.bench.data import photograph
+from clipscale.data.colour import Colour
 from clipscale.data.decode import (
     BrokenSampleError,
     EvalTransform,
+    Picture,
     TrainTransform,
     caption_of,
     decode_rgb,
@@ -242,3 +245,65 @@ def test_unusable_captions_say_why(members: dict[str, bytes], key: str, reason: 
 def test_captions_are_found_and_trimmed() -> None:
     assert caption_of({"txt": "\ufeff un café \n".encode()}, "txt") == "un café"
     assert caption_of({"json": b'{"alt": "a dog"}'}, "json:alt") == "a dog"
+
+
+# -- decoding at a smaller size ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("side", [20, 40, 80, 200])
+@pytest.mark.parametrize("orientation", [1, 6])
+def test_fast_pixels_are_near_the_exact_ones(side: int, orientation: int) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = encode(Image.open(io.BytesIO(photograph(320, side))), "JPEG", exif=exif)
+    transform = TrainTransform(side, (0.8, 1.0), (0.75, 4 / 3), 0.5, MOST, fast=True)
+    picture = Picture(data, MOST)
+    reduced = 0
+    for seed in range(8):
+        crop = transform.crop(picture, Draws(seed))
+        fast, exact = np.empty((2, 3, side, side), np.uint8)
+        transform.render(transform.cut(picture, crop), crop, fast)
+        transform.render(transform.cut(picture, crop._replace(reduce=1)), crop, exact)
+        difference = np.abs(exact.astype(int) - fast).mean()
+        assert (difference > 0) == (crop.reduce > 1) and difference < 4, f"seed {seed}: {difference:.2f}/255"
+        reduced += crop.reduce > 1
+    assert reduced == (0 if side == 200 else 8), (
+        f"{reduced} of 8: 320 pixels can be halved for 20 to 80, and not for 200"
+    )
+
+
+def test_a_jpeg_is_decoded_no_smaller_than_the_crop_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    plain = Picture.decode
+    monkeypatch.setattr(Picture, "decode", lambda self, reduce=1: asked.append(reduce) or plain(self, reduce))
+    out = np.empty((3, 32, 32), np.uint8)
+    for side, kind in ((63, "JPEG"), (64, "JPEG"), (129, "JPEG"), (900, "JPEG"), (256, "PNG")):
+        TrainTransform(32, (1.0, 1.0), (1.0, 1.0), 0.0, MOST, True)(picture(1, (side, side), kind), Draws(0), out)
+    assert asked == [1, 2, 4, 8, 1], asked
+
+
+# -- colours -----------------------------------------------------------------------------------------------------------
+
+
+def test_colours_change_at_their_rates_and_by_the_draws_alone() -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (3, 8, 8), np.uint8)
+    jitter = Colour((0.4, 0.4, 0.4, 0.1), 0.5, 0.25)
+    found = [jitter(pixels, Draws(i)) for i in range(400)]
+    grey = sum(bool((x[0] == x[1]).all() and (x[0] == x[2]).all()) for x in found)
+    same = sum(np.array_equal(x, pixels) for x in found)
+    assert 70 < grey < 130 and 110 < same < 190, (grey, same)
+    assert np.array_equal(found[3], jitter(pixels, Draws(3)))
+
+
+def test_a_crop_and_the_bytes_give_the_same_colours_again() -> None:
+    transform = TrainTransform(16, (0.5, 1.0), (0.75, 4 / 3), 0.5, MOST, True, Colour((0.4, 0.4, 0.4, 0.1), 0.8, 0.2))
+    data = picture(2, (64, 48))
+    first, again = np.empty((2, 3, 16, 16), np.uint8)
+    seen = set()
+    for seed in range(10):
+        transform(data, Draws(seed), first)
+        crop = transform.crop(Picture(data, MOST), Draws(seed))
+        transform.render(transform.cut(Picture(data, MOST), crop), crop, again)
+        assert np.array_equal(first, again), seed
+        seen.add(first.tobytes())
+    assert len(seen) == 10

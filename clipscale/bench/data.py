@@ -1,0 +1,282 @@
+"""`clipscale bench data`: pictures to pixels per core, and shards to batches through workers, beside open_clip's transform and loader.
+
+The pictures are made up, with the spectrum of photographs (amplitude falling as 1/frequency), since the time of a JPEG follows its content.
+"""
+
+import io
+import json
+import tarfile
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from clipscale.bench.data_draw import draw
+from clipscale.bench.machine import asked, machine
+from clipscale.data.config import DECODE, DataConfig
+from clipscale.data.decode import TrainTransform
+from clipscale.data.order import AUGMENT, Draws
+from clipscale.data.stream import TrainStream
+from clipscale.errors import UserError
+from clipscale.report.table import plain_console
+from clipscale.spelling import parse_count
+
+Row = dict[str, Any]
+
+SCALE, RATIO = (0.9, 1.0), (3 / 4, 4 / 3)
+"""open_clip's training crop, and ours by default."""
+PEER = "open_clip"
+HOW = {
+    "decode": "pictures a second of one core: JPEG bytes in memory to the pixels of a training sample (random resized crop, bicubic); CPU "
+    "time of one thread, methods in turns, every second round backwards, after a round that is not counted",
+    "stream": "samples a second from shards on disk through worker processes into whole batches, tokens included: wall clock from the end "
+    "of the first batch on; methods in turns, each with workers of its own",
+    "bytes": "what one sample takes of the memory through which workers hand it over, pixels and tokens",
+    "pictures": "random, amplitude 1/frequency in every colour, JPEG quality 90",
+}
+
+
+@dataclass
+class DataBenchSettings:
+    """`clipscale bench data`: decoding and the whole data path, beside open_clip's."""
+
+    sizes: str = "256,384,512,1024"
+    """Sides of the source pictures in pixels, separated by commas."""
+    image_size: int = 224
+    """Side of the training pixels."""
+    pictures: int = 48
+    """Pictures of each size."""
+    repeats: int = 5
+    """Measurements of each rate."""
+    stream: str = "256,512"
+    """Source sizes measured end to end; empty: none."""
+    workers: int = 2
+    """Worker processes of the end-to-end measurement."""
+    batch: int = 256
+    """Samples of a batch of the end-to-end measurement."""
+    out: str = "runs/bench"
+    """Folder for data.json and .png; earlier ones are replaced."""
+
+
+def main(settings: DataBenchSettings, console: Console | None = None) -> list[Row]:
+    """Measure, print and save. Raises UserError for settings that cannot be."""
+    console = console or plain_console()
+    sizes, streamed = (_sides(name, getattr(settings, name)) for name in ("sizes", "stream"))
+    for name in ("image_size", "pictures", "repeats", "workers", "batch"):
+        if getattr(settings, name) < 1:
+            raise UserError(f"{name}={getattr(settings, name)}: must be at least 1")
+    out = Path(settings.out).expanduser()
+    out.mkdir(parents=True, exist_ok=True)
+    record: dict[str, Any] = {
+        "benchmark": "data",
+        "settings": asked(settings),
+        "machine": machine("bench data", settings),
+        "how": HOW,
+        "rows": [],
+    }
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with console.status("data") as status:
+            for side in sizes:
+                status.update(f"decode, {side} pixels")
+                record["rows"] += decode_rows(side, settings)
+            for side in streamed:
+                status.update(f"stream, {side} pixels")
+                record["rows"] += stream_rows(side, settings)
+    finally:
+        torch.set_num_threads(threads)
+    path = out / "data.json"
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    console.print(table(record))
+    draw(record, path.with_suffix(".png"))
+    console.print(f"\n{path}\n{path.with_suffix('.png')}")
+    return list(record["rows"])
+
+
+def _sides(name: str, text: str) -> list[int]:
+    try:
+        return [parse_count(word) for word in text.split(",") if word.strip()]
+    except ValueError as error:
+        raise UserError(f"{name}={text}: {error}") from error
+
+
+def photograph(side: int, seed: int) -> bytes:
+    """A JPEG of side x side pixels with the amplitude spectrum of natural scenes, 1/f (Field 1987), quality 90."""
+    random = np.random.default_rng(seed)
+    frequency = np.hypot(np.fft.fftfreq(side)[:, None], np.fft.rfftfreq(side)[None, :])
+    frequency[0, 0] = np.inf
+    common = random.normal(size=(side, side))
+    channels = []
+    for _ in range(3):  # colours of a photograph are alike
+        noise = np.fft.rfft2(common + 0.5 * random.normal(size=(side, side)))
+        field = np.fft.irfft2(noise / frequency, (side, side))
+        channels.append(128 + 52 * field / field.std())
+    pixels = np.stack(channels, 2).clip(0, 255).astype(np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "JPEG", quality=90)
+    return file.getvalue()
+
+
+# -- one core ----------------------------------------------------------------------------------------------------------
+
+
+def transforms(side: int) -> dict[str, Callable[[bytes, int], Any]]:
+    """Method -> what turns picture bytes, with a number for the random crop, into training pixels."""
+    from open_clip.transform import image_transform
+
+    out = np.empty((3, side, side), np.uint8)
+    peer = image_transform(side, is_train=True)
+
+    def own(transform: TrainTransform) -> Callable[[bytes, int], Any]:
+        return lambda data, number: transform(data, Draws(0, AUGMENT, number), out)
+
+    found = {f"decode={name}": own(TrainTransform(side, SCALE, RATIO, 0.0, 2**30, name == "fast")) for name in DECODE}
+    return found | {PEER: lambda data, _: peer(Image.open(io.BytesIO(data)).convert("RGB"))}
+
+
+def decode_rows(side: int, settings: DataBenchSettings) -> list[Row]:
+    """Pictures a second and core of every transform on sources of one size."""
+    pictures = [photograph(side, seed) for seed in range(settings.pictures)]
+    methods = transforms(settings.image_size)
+    times: dict[str, list[float]] = {name: [] for name in methods}
+    for round_ in range(settings.repeats + 1):
+        for name in list(methods) if round_ % 2 else reversed(list(methods)):
+            begun = time.process_time()
+            for number, data in enumerate(pictures):
+                methods[name](data, round_ * len(pictures) + number)
+            if round_:
+                times[name].append(time.process_time() - begun)
+    rows = [_row("decode", side, name, [len(pictures) / t for t in times[name]]) for name in methods]
+    return with_ratios(rows) if rows else rows
+
+
+# -- end to end --------------------------------------------------------------------------------------------------------
+
+
+def stream_rows(side: int, settings: DataBenchSettings) -> list[Row]:
+    """Samples a second of the whole path from shards to batches, and bytes a sample that pass between processes."""
+    import open_clip
+
+    tokenizer = open_clip.get_tokenizer("ViT-B-32")
+    rates: dict[str, list[float]] = {}
+    sizes: dict[str, int] = {}
+    measured = 3  # batches, after the first
+    with tempfile.TemporaryDirectory(prefix="clipscale-bench-") as name:
+        pattern = write_shards(Path(name), side, settings, batches=2 + measured + 2 * settings.workers)
+        loaders: dict[str, Callable[[], Iterator[int]]] = {
+            f"decode={decode}": lambda decode=decode: own_batches(pattern, decode, tokenizer, settings)  # type: ignore[misc]
+            for decode in DECODE
+        }
+        loaders[PEER] = lambda: peer_batches(pattern, tokenizer, settings)
+        for round_ in range(settings.repeats):
+            for method in list(loaders) if round_ % 2 else reversed(list(loaders)):
+                batches = loaders[method]()
+                sizes[method] = next(batches)
+                begun = time.perf_counter()
+                for _ in range(measured):
+                    next(batches)
+                rates.setdefault(method, []).append(measured * settings.batch / (time.perf_counter() - begun))
+                batches.close()  # type: ignore[attr-defined]
+    rows = [_row("stream", side, method, rates[method]) | {"bytes": sizes[method]} for method in loaders]
+    return with_ratios(rows)
+
+
+def write_shards(folder: Path, side: int, settings: DataBenchSettings, batches: int) -> str:
+    """Shards of one batch each, with captions and img2dataset-like json members; returns their brace list."""
+    pictures = [photograph(side, seed) for seed in range(settings.pictures)]
+    for shard in range(batches):
+        with tarfile.open(folder / f"{shard:05d}.tar", "w") as archive:
+            for i in range(settings.batch):
+                key = f"{shard:05d}{i:04d}"
+                caption = f"a photograph of thing {i} on a table, number {shard}"
+                members = {
+                    "jpg": pictures[i % len(pictures)],
+                    "txt": caption.encode(),
+                    "json": b'{"a": "%s"}' % (b"x" * 500),
+                }
+                for extension, data in members.items():
+                    header = tarfile.TarInfo(f"{key}.{extension}")
+                    header.size = len(data)
+                    archive.addfile(header, io.BytesIO(data))
+    return f"{folder}/{{00000..{batches - 1:05d}}}.tar"
+
+
+def own_batches(pattern: str, decode: str, tokenizer: Any, settings: DataBenchSettings) -> Iterator[int]:
+    """Whole batches of TrainStream; yields the bytes of a sample."""
+    config = DataConfig(train=[pattern], workers=settings.workers, decode=decode, order="epochs")
+    size, side = settings.batch, settings.image_size
+    with TrainStream(config, image_size=side, tokenizer=tokenizer, batch=size, rank=0, world=1, seed=0) as stream:
+        while True:
+            batch = stream.next_batch()
+            yield (batch.pixels(0, size).nbytes + batch.tokens(0, size).nbytes) // size
+
+
+def peer_batches(pattern: str, tokenizer: Any, settings: DataBenchSettings) -> Iterator[int]:
+    """Whole batches through webdataset's stages in the order and at the buffer sizes of open_clip's trainer, with its transform."""
+    import webdataset as wds
+    from open_clip.transform import image_transform
+
+    transform = image_transform(settings.image_size, is_train=True)
+    stages = [
+        wds.ResampledShards(pattern),
+        wds.tarfile_to_samples(),
+        wds.shuffle(bufsize=5000, initial=1000),
+        wds.decode("pilrgb"),
+        wds.rename(image="jpg;png;jpeg;webp", text="txt"),
+        wds.map_dict(image=transform, text=lambda text: tokenizer(text)[0]),
+        wds.to_tuple("image", "text"),
+        wds.batched(settings.batch),
+    ]
+    loader = wds.WebLoader(wds.DataPipeline(*stages), batch_size=None, shuffle=False, num_workers=settings.workers)
+    for pixels, tokens in loader:
+        yield (pixels.nbytes + tokens.nbytes) // len(pixels)
+
+
+# -- the record --------------------------------------------------------------------------------------------------------
+
+
+def _row(kind: str, side: int, method: str, rates: list[float]) -> Row:
+    figures = {"median": median(rates), "min": min(rates), "max": max(rates), "all": rates}
+    return {"kind": kind, "side": side, "method": method, "per_s": figures}
+
+
+def with_ratios(rows: list[Row]) -> list[Row]:
+    """Each row with its rate over the peer's: the median over rounds of the quotient within the round."""
+    peer = next(row for row in rows if row["method"] == PEER)["per_s"]["all"]
+    return [row | {"ratio": median(a / b for a, b in zip(row["per_s"]["all"], peer))} for row in rows]
+
+
+def table(record: dict[str, Any]) -> Table:
+    """One line for each rate."""
+    facts = record["machine"]
+    result = Table(
+        title=f"data path on {facts['cpu']}, {facts['cpus']} cores: samples a second (decode: of one core)",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+    )
+    for head in ("", "source", "method", "samples/s", "min-max", f"to {PEER}", "bytes a sample"):
+        result.add_column(head, justify="left" if head in ("", "method") else "right", no_wrap=True)
+    before = None
+    for row in record["rows"]:
+        case = (row["kind"], row["side"])
+        if before not in (None, case):
+            result.add_section()
+        before = case
+        rate = row["per_s"]
+        between = f"{rate['min']:,.0f}-{rate['max']:,.0f}"
+        size = f"{row['bytes']:,}" if "bytes" in row else "-"
+        result.add_row(
+            row["kind"], str(row["side"]), row["method"], f"{rate['median']:,.0f}", between, f"{row['ratio']:.2f}", size
+        )
+    return result

@@ -1,0 +1,64 @@
+"""The data benchmark: what it measures, and that its figures are of what it says."""
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from clipscale.bench.data import PEER, DataBenchSettings, main, photograph, with_ratios
+from clipscale.data.config import DECODE
+from clipscale.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def record(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    out = tmp_path_factory.mktemp("bench")
+    main(
+        DataBenchSettings(
+            sizes="40,80", image_size=32, pictures=2, repeats=2, stream="40", workers=1, batch=16, out=str(out)
+        )
+    )
+    assert (out / "data.png").stat().st_size > 10_000
+    return json.loads((out / "data.json").read_text())
+
+
+def test_every_method_is_measured_at_every_size(record: dict) -> None:
+    methods = [*(f"decode={name}" for name in DECODE), PEER]
+    assert [(r["kind"], r["side"], r["method"]) for r in record["rows"]] == [
+        *(("decode", side, method) for side in (40, 80) for method in methods),
+        *(("stream", 40, method) for method in methods),
+    ]
+    for row in record["rows"]:
+        rate = row["per_s"]
+        assert 0 < rate["min"] <= rate["median"] <= rate["max"] and len(rate["all"]) == 2, row
+        assert row["method"] != PEER or row["ratio"] == 1, row
+
+
+def test_pixels_cross_as_bytes_and_the_peers_as_floats(record: dict) -> None:
+    own, peer = (next(r for r in record["rows"][::-1] if (r["method"] == PEER) == theirs) for theirs in (False, True))
+    assert own["bytes"] == 3 * 32 * 32 + 77 * 4, own["bytes"]
+    assert peer["bytes"] == 4 * 3 * 32 * 32 + 77 * 8, peer["bytes"]
+
+
+def test_the_ratio_is_taken_round_by_round() -> None:
+    rows = [
+        {"method": "a", "per_s": {"all": [2.0, 30.0, 40.0]}},
+        {"method": PEER, "per_s": {"all": [1.0, 10.0, 20.0]}},
+    ]
+    assert [row["ratio"] for row in with_ratios(rows)] == [2.0, 1.0]
+
+
+def test_a_photograph_is_the_same_every_time_and_compresses_like_one() -> None:
+    data = photograph(256, 1)
+    assert data == photograph(256, 1) != photograph(256, 2)
+    assert Image.open(io.BytesIO(data)).size == (256, 256)
+    bits = 8 * len(data) / 256**2
+    assert 1 < bits < 6, f"{bits:.2f} bits a pixel; photographs at quality 90 take about 2 to 4"
+
+
+@pytest.mark.parametrize(("changes", "message"), [({"sizes": "25x"}, "sizes=25x"), ({"workers": 0}, "workers=0")])
+def test_mistakes_are_named(tmp_path: Path, changes: dict, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        main(DataBenchSettings(**changes, out=str(tmp_path)))
