@@ -3,6 +3,7 @@
 A batch well below it gains from growing almost as if steps came for free; one well above it learns hardly more from each step.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -68,19 +69,23 @@ class NoiseScale:
             scale: the gradient scaler's factor in the chunks' gradients.
             norms: global norm of each tower's gradient, summed over ranks and without the scaler's factor.
 
-        None where a tower came in one chunk, and the quotient where the signal drowns (one step's estimate may be negative).
+        None where a tower came in one chunk or a gradient is not finite, and the quotient where the signal drowns (one step's estimate may
+        be negative).
         """
         device = norms[0].device
         sums = torch.tensor([[float(s) for s in self.scatter], self.groups], dtype=torch.float64, device=device)
         if world.size > 1:
             dist.all_reduce(sums)
+        unknown: dict[str, float | None] = {"noise_scale": None, "noise_trace": None, "noise_signal": None}
         trace = signal = 0.0
         for scatter, groups, norm in zip(*sums.tolist(), norms, strict=True):
             if groups == 0:
                 continue  # a frozen tower
             if groups == 1:
-                return {"noise_scale": None, "noise_trace": None, "noise_signal": None}
+                return unknown
             square = norm.double().item() ** 2
             own = (batch**2 * scatter / scale**2 - batch * square) / (groups - 1)
             trace, signal = trace + own, signal + square - own / batch
+        if not math.isfinite(trace + signal):
+            return unknown
         return {"noise_scale": trace / signal if signal > 0 else None, "noise_trace": trace, "noise_signal": signal}

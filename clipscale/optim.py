@@ -174,9 +174,9 @@ class Schedule:
         left = self.total - step
         return self.peak if left >= self.cooldown else low + (self.peak - low) * left / self.cooldown
 
-    def apply(self, optimizer: torch.optim.Optimizer, step: float) -> float:
-        """Set the learning rate of every parameter group for this step; returns it."""
-        lr = self.lr(step)
+    def apply(self, optimizer: torch.optim.Optimizer, step: float, factor: float = 1.0) -> float:
+        """Set the learning rate of every parameter group for this step, `factor` times the schedule's; returns it."""
+        lr = factor * self.lr(step)
         for group in optimizer.param_groups:
             group["lr"] = lr * group.get("lr_scale", 1.0)
         return lr

@@ -27,7 +27,7 @@ from clipscale.loss.api import contrastive_loss
 from clipscale.models.flops import Flops
 from clipscale.models.towers import build_model
 from clipscale.noise import NoiseScale
-from clipscale.optim import Schedule, build_optimizer, peak_lr
+from clipscale.optim import LR_SCALING, Schedule, build_optimizer, peak_lr
 from clipscale.precision import MasterWeights, Precision
 from clipscale.probe import Retention, chunk_sizes, find_chunk, remember, remembered, uncut
 from clipscale.report.metrics import MetricLog
@@ -339,8 +339,9 @@ class Run:
         if measured:
             self.cache.memory.budget = 0  # kept graphs have one gradient together
         self.optimizer.zero_grad()
-        # the schedule counts full batches: under a ramp it goes by samples
-        lr = self.schedule.apply(self.optimizer, seen / self.config.batch - 1)
+        # The schedule counts full batches: under a ramp it goes by samples, and a scaled peak follows the step's own batch.
+        factor = (size / self.config.batch) ** LR_SCALING[self.config.optim.lr_scaling]
+        lr = self.schedule.apply(self.optimizer, seen / self.config.batch - 1, factor)
         batch = self.stream.next_batch()
         images, texts = (
             DeviceRows(rows, len(batch), self.world.device, resident=self.config.offload == "none", passing=passing)

@@ -1,14 +1,21 @@
 """Optimizers come from timm, matrices alone are decayed, and the learning rate is a pure function of the step."""
 
 import copy
+import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from clipscale.data.ramp import RampConfig
+from clipscale.data.stream import DataConfig
 from clipscale.errors import UserError
 from clipscale.optim import OptimConfig, Schedule, ScheduleConfig, build_optimizer, parse_steps, peak_lr
+from clipscale.step import CacheConfig
+from clipscale.train import train
+from tests.test_train import settings
 
 
 def small_model() -> nn.Module:
@@ -119,3 +126,24 @@ def test_a_rule_without_a_reference_or_unknown_is_refused() -> None:
         peak_lr(OptimConfig(lr_scaling="sqrt"), 1024)
     with pytest.raises(UserError, match="choose none, sqrt or linear"):
         peak_lr(OptimConfig(lr_scaling="cubic"), 1024)
+
+
+def test_under_a_ramp_the_scaled_peak_follows_the_batch(shards: str, tmp_path: Path) -> None:
+    """Batches of 6, then 24, at a constant schedule: sqrt(6/24) and sqrt(24/24) of the peak at 24, which is twice that at 6."""
+    train(
+        settings(
+            tmp_path,
+            tmp_path / "run",
+            data=DataConfig(train=[shards], workers=0, lanes=2),
+            batch=24,
+            samples=60,
+            ramp=RampConfig(start=6, samples=12, rule="double"),
+            cache=CacheConfig(),
+            schedule=ScheduleConfig(name="constant", warmup="0"),
+            optim=OptimConfig(lr=1e-3, lr_scaling="sqrt", reference_batch=6),
+        )
+    )
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert records[0]["batch"] == 6 and records[-1]["batch"] == 24
+    for record in records:
+        assert record["lr"] == pytest.approx(1e-3 * math.sqrt(record["batch"] / 6)), record["batch"]
