@@ -41,7 +41,7 @@ def host(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 
 @pytest.mark.parametrize(
     ("offload", "workers", "keep"),
-    [("disk", 2, "none"), ("encoded", 2, "none"), ("encoded", 0, "2M"), ("none", 0, "none")],
+    [("disk", 0, "none"), ("encoded", 2, "none"), ("encoded", 0, "2M"), ("none", 0, "none")],
 )
 def test_where_pixels_wait_does_not_change_a_bit_of_the_curve(
     demo: Path, host: list[float], tmp_path: Path, offload: str, workers: int, keep: str
@@ -101,6 +101,7 @@ def test_a_ramp_goes_on_exactly_after_a_stop_at_any_step(demo: Path, tmp_path: P
         train(growing(demo, tmp_path / "run", samples=1280, ramp=RampConfig(32, 256), **constant))
 
 
+@pytest.mark.slow
 def test_ranks_share_a_growing_batch(demo: Path, tmp_path: Path) -> None:
     train(growing(demo, tmp_path / "one", samples=320))
     launch_run(
