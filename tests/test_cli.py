@@ -84,7 +84,7 @@ def test_every_verb_has_help(say: Say, verb: str) -> None:
         ("clipscale train model.compile=t", ["model.compile=true"]),
         ("clipscale train data.train=/tm", []),
         ("clipscale train --multi", ["--multirun"]),
-        ("clipscale data ", ["check", "demo", "index", "stats"]),
+        ("clipscale data ", ["check", "demo", "features", "index", "stats"]),
         ("clipscale data demo se", ["seed="]),
         ("clipscale bench ", ["loss", "step"]),
         ("clipscale bench loss me", ["methods="]),
