@@ -86,7 +86,7 @@ def test_every_verb_has_help(say: Say, verb: str) -> None:
         ("clipscale train --multi", ["--multirun"]),
         ("clipscale data ", ["check", "demo", "features", "index", "stats"]),
         ("clipscale data demo se", ["seed="]),
-        ("clipscale bench ", ["loss", "step"]),
+        ("clipscale bench ", ["data", "loss", "step"]),
         ("clipscale bench loss me", ["methods="]),
         ("clipscale eval ch", ["checkpoint="]),
         ("clipscale report r", ["run="]),
