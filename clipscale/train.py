@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from clipscale import checkpoint, distributed
 from clipscale.config import TrainConfig, to_yaml
@@ -22,25 +22,17 @@ from clipscale.distributed import World
 from clipscale.errors import UserError
 from clipscale.eval.run import check as check_sets
 from clipscale.eval.run import evaluate
-from clipscale.features import StoredTower, stored_rows
-from clipscale.loss.api import contrastive_loss
+from clipscale.learner import Learner
 from clipscale.models.flops import Flops
-from clipscale.models.towers import build_model
-from clipscale.noise import NoiseScale
-from clipscale.optim import LR_SCALING, Schedule, build_optimizer, peak_lr
-from clipscale.precision import MasterWeights, Precision
-from clipscale.probe import Retention, chunk_sizes, find_chunk, remember, remembered, uncut
+from clipscale.optim import LR_SCALING, Schedule, peak_lr
+from clipscale.probe import Retention
 from clipscale.report.metrics import MetricLog
 from clipscale.report.phases import Phases
 from clipscale.report.plots import write_report
 from clipscale.report.table import print_results
-from clipscale.step import GradCache
 from clipscale.transfer import DeviceRows
 
 log = logging.getLogger(__name__)
-
-ELEMENTWISE = ("adamw", "lion", "adam", "nadamw", "sgd")
-"""Optimizers whose step on a shard is the shard of their step."""
 
 
 def train(config: TrainConfig) -> dict[str, Any]:
@@ -65,7 +57,6 @@ class Run:
             raise UserError(
                 f"batch={config.batch} cannot be shared evenly by {world.size} processes; choose a multiple of {world.size}"
             )
-        self.local_batch = config.batch // world.size
         self.sizes = BatchSizes(config.batch, config.ramp)
         self.folder = open_folder(Path(config.run), world)
         state = checkpoint.to_resume(self.folder, config.resume)
@@ -75,26 +66,9 @@ class Run:
             )
 
         check_sets(config.eval)
-        torch.manual_seed(config.seed)
-        self.precision = Precision(config.precision, world.device)
-        self.model = build_model(config.model)
-        self.stored = stored_rows(config.data, config.model, self.model)
-        self.model.to(world.device)
-        if self.stored:
-            self.model.image.cpu()  # needed for evaluations alone
-        if state is not None:
-            checkpoint.check_same_model(state, config.model)
-            self.model.load_state_dict(state["model"])
-        self.masters = self.hold_weights()
-        self.cache = self.build_cache()
-        self.optimizer = self.build_optimizer()
-        if config.log.noise_scale and config.launch.parallel == "fsdp":
-            raise UserError(
-                "log.noise_scale: FSDP2 keeps no gradient of a chunk to look at; leave it 0, or use launch.parallel=ddp"
-            )
-        self.noise = NoiseScale([self.model.image, self.model.text])
+        self.learner = Learner(config, world, self.folder, state)
         self.retention = Retention(config.cache.keep, world.device)
-        self.flops = Flops(config.model, world.device, stored_images=self.stored is not None)
+        self.flops = Flops(config.model, world.device, stored_images=self.learner.stored is not None)
         self.stream = self.open_stream(state)
         samples, per_epoch = self.length()
         self.total = self.sizes.steps(samples)
@@ -121,108 +95,15 @@ class Run:
 
     # ---- build ----
 
-    def hold_weights(self) -> dict[str, MasterWeights]:
-        """Put the towers' matrices into the precision they are to be held in; the optimizer's float32 copies by tower."""
-        if self.precision.half_weights and self.config.launch.parallel == "fsdp":
-            raise UserError(
-                "precision.weights=bf16: FSDP2 shards weights of one type; leave it fp32, or use launch.parallel=ddp"
-            )
-        held = {name: self.precision.hold(tower) for name, tower in self.towers.items()}
-        return {name: masters for name, masters in held.items() if masters is not None}
-
-    @property
-    def towers(self) -> dict[str, nn.Module]:
-        """What encodes in training: of stored features, no image tower."""
-        return {"image": StoredTower() if self.stored else self.model.image, "text": self.model.text}
-
-    @property
-    def unwrapped(self) -> list[nn.Parameter]:
-        """What the optimizer works on and no wrapper sums over ranks: scale, bias, and towers with master weights."""
-        parts = [p for name in self.masters for p in self.trained(name)]
-        return parts + [p for p in (self.model.logit_scale, self.model.logit_bias) if p is not None]
-
-    def trained(self, name: str) -> list[nn.Parameter]:
-        """What the optimizer works on of one tower."""
-        copies = self.masters[name].of if name in self.masters else {}
-        return [copies.get(id(p), p) for p in self.towers[name].parameters() if p.requires_grad]
-
-    def build_cache(self) -> GradCache:
-        """The gradient cache over both towers, data-parallel where there are several ranks."""
-        if self.config.model.compile:
-            # Beyond this many variants of one function calls fall back to eager, whose random numbers are not the compiled ones.
-            torch._dynamo.config.recompile_limit = 64
-            self.model.image.compile()
-            self.model.text.compile()
-        parallel = {name: "none" if name in self.masters else self.config.launch.parallel for name in self.towers}
-        return GradCache(
-            [self.world.wrap(tower, parallel[name]) for name, tower in self.towers.items()],
-            self.loss,
-            chunks=self.chunks(),
-            autocast=self.precision.autocast,
-            scaler=self.precision.scaler,
-        )
-
-    def build_optimizer(self) -> torch.optim.Optimizer:
-        """After the cache: FSDP2 puts sharded parameters in the place of the whole ones."""
-        name = self.config.optim.name
-        if self.config.launch.parallel == "fsdp" and name not in ELEMENTWISE:
-            raise UserError(
-                f"optim.name={name}: with launch.parallel=fsdp a parameter is in pieces; choose one that works element by element "
-                f"({', '.join(ELEMENTWISE)}), or launch.parallel=ddp"
-            )
-        masters = {key: copy for held in self.masters.values() for key, copy in held.of.items()}
-        return build_optimizer(self.model, self.config.optim, masters)
-
-    def chunks(self) -> list[int]:
-        """Samples per chunk of the image and the text tower: as set, as found by an earlier start of this run, or by trial."""
-        side, length, device = self.model.image_size, self.model.context_length, self.world.device
-
-        def pixels(n: int) -> Tensor:
-            return torch.randint(0, 256, (n, 3, side, side), dtype=torch.uint8, device=device)
-
-        def tokens(n: int) -> Tensor:
-            return torch.randint(1, 100, (n, length), device=device)
-
-        sizes = chunk_sizes(self.config.cache, self.local_batch)
-        found: dict[str, int] = {}
-        for name, tower, sample in (("image", self.model.image, pixels), ("text", self.model.text, tokens)):
-            if self.stored and name == "image":
-                found[name] = self.local_batch
-                continue
-            size = uncut(tower, name, sizes[name], self.local_batch) or sizes[name] or remembered(self.folder, name)
-            if size is None:
-                with self.precision.autocast():
-                    size = min(self.world.gather(find_chunk(tower, sample, self.local_batch, device)))
-            found[name] = size
-        if self.world.main:
-            remember(self.folder, found)
-        return [found["image"], found["text"]]
-
-    def loss(self, image_features: Tensor, text_features: Tensor) -> Tensor:
-        """This rank's view of the loss of the global batch: the global mean, with gradients that are shares to be summed.
-
-        With `cache.negatives=chunk` the mean over the micro-batches that the ranks' image chunks make up.
-        """
-        c = self.config.loss
-        scale, bias = self.model.logit_scale.exp(), self.model.logit_bias if c.objective == "sigmoid" else None
-        size = self.cache.towers[0].size if self.config.cache.negatives == "chunk" else len(image_features)
-        with self.precision.autocast():
-            parts = [
-                contrastive_loss(u, v, scale, logit_bias=bias, check=False, **asdict(c))
-                * (len(u) / len(image_features))
-                for u, v in zip(image_features.split(size), text_features.split(size), strict=True)
-            ]
-            return torch.stack(parts).sum()
-
     def open_stream(self, state: dict[str, Any] | None) -> TrainStream:
         """The data, from its start or from where a checkpoint stands."""
-        if self.stored and self.config.offload == "encoded":
+        if self.learner.stored and self.config.offload == "encoded":
             raise UserError("offload=encoded is for pictures; with data.image_features take offload=host, or disk")
         first = 0 if state is None else state["step"]
         return TrainStream(
             self.config.data,
-            image_size=self.config.data.image_size or self.model.image_size,
-            tokenizer=self.model.tokenizer,
+            image_size=self.config.data.image_size or self.learner.model.image_size,
+            tokenizer=self.learner.model.tokenizer,
             batch=self.config.batch,
             rank=self.world.rank,
             world=self.world.size,
@@ -231,9 +112,9 @@ class Run:
             pin=self.world.device.type == "cuda",
             sizes=lambda i: self.sizes.at(first + i),
             tier=self.config.offload if self.config.offload != "none" else "host",
-            chunk=self.cache.towers[0].size,
+            chunk=self.learner.cache.towers[0].size,
             folder=self.config.offload_dir or str(self.folder),
-            stored=self.stored,
+            stored=self.learner.stored,
         )
 
     def open_metrics(self) -> MetricLog:
@@ -273,18 +154,7 @@ class Run:
                 f"resume: the checkpoint has seen {seen} samples in {state['step']} steps, which these ramp.start, ramp.samples and "
                 "ramp.rule do not make; give the ramp that it was trained with"
             )
-        if state["optimizer_name"] != self.config.optim.name:
-            raise UserError(
-                f"resume: the checkpoint's optimizer is {state['optimizer_name']}, not optim.name={self.config.optim.name}"
-            )
-        try:
-            distributed.load_optimizer(self.optimizer, state["optimizer"])
-        except ValueError as error:
-            raise UserError(
-                f"resume: the checkpoint's optimizer does not fit this model's parameters ({error})"
-            ) from error
-        if self.precision.scaler and state["scaler"]:
-            self.precision.scaler.load_state_dict(state["scaler"])
+        self.learner.restore(state)
         self.step = state["step"]
         self.last_loss = state["loss"]
         if len(state["random"]) == self.world.size:
@@ -329,39 +199,39 @@ class Run:
 
     def optimizer_step(self) -> dict[str, Any]:
         """One exact step over the global batch; returns what `metrics.jsonl` holds of it."""
-        phases = Phases(self.world.device)
+        learner, phases = self.learner, Phases(self.world.device)
         size, seen = self.sizes.at(self.step), self.sizes.before(self.step + 1)
         if self.step and size != self.sizes.at(self.step - 1):
             self.retention.working = None  # of a smaller batch; to be measured anew
-        self.retention.before_step(self.cache.memory)
+        self.retention.before_step(learner.cache.memory)
         every = self.config.log.noise_scale
         measured = every > 0 and (self.step + 1) % every == 0
         if measured:
-            self.cache.memory.budget = 0  # kept graphs have one gradient together
-        self.optimizer.zero_grad()
+            learner.cache.memory.budget = 0  # kept graphs have one gradient together
+        learner.optimizer.zero_grad()
         # The schedule counts full batches: under a ramp it goes by samples, and a scaled peak follows the step's own batch.
         factor = (size / self.config.batch) ** LR_SCALING[self.config.optim.lr_scaling]
-        lr = self.schedule.apply(self.optimizer, seen / self.config.batch - 1, factor)
+        lr = self.schedule.apply(learner.optimizer, seen / self.config.batch - 1, factor)
         batch = self.stream.next_batch()
         images, texts = (
             DeviceRows(rows, len(batch), self.world.device, resident=self.config.offload == "none", passing=passing)
             for rows, passing in ((batch.pixels, batch.passing), (batch.tokens, False))
         )
         with phases("encode"):
-            features = self.cache.encode(images, texts)
+            features = learner.cache.encode(images, texts)
         with phases("loss"):
-            value = self.loss(*features)
-            self.cache.backward(value)
+            value = learner.loss(*features)
+            learner.cache.backward(value)
             del features
-        with phases("replay"), self.noise.watching(self.cache) if measured else nullcontext():
-            self.cache.replay()
+        with phases("replay"), learner.noise.watching(learner.cache) if measured else nullcontext():
+            learner.cache.replay()
         with phases("optim"):
-            scaled = self.precision.scaler.get_scale() if self.precision.scaler else 1.0
-            grad_norm = self.gradient_norm()
-            noise = self.noise_scale(scaled) if measured else {}
+            scaled = learner.precision.scaler.get_scale() if learner.precision.scaler else 1.0
+            grad_norm = learner.gradient_norm()
+            noise = learner.noise_scale(size, scaled) if measured else {}
             finite = value.isfinite().item() and math.isfinite(grad_norm)
-            if finite or self.precision.scaler:
-                self.update()
+            if finite or learner.precision.scaler:
+                learner.update()
             elif self.config.optim.on_divergence == "stop":
                 self.stop_diverged(value.item(), grad_norm, batch.ids())
         self.retention.after_step(phases)
@@ -373,7 +243,7 @@ class Run:
             "samples": seen,
             "batch": size,
             "loss": self.last_loss,
-            "logit_scale": self.model.logit_scale.exp().item(),
+            "logit_scale": learner.model.logit_scale.exp().item(),
             "lr": lr,
             "grad_norm": grad_norm if finite else None,
             "skipped": not finite,
@@ -392,47 +262,10 @@ class Run:
             **noise,
         }
 
-    def gradient_norm(self) -> float:
-        """Sum over ranks what no wrapper has summed, undo the scaler's factor, and take the global norm."""
-        self.world.sum_gradients(self.unwrapped)
-        if self.precision.scaler:
-            self.precision.scaler.unscale_(self.optimizer)
-        return distributed.gradient_norm(self.all_trained()).item()
-
-    def all_trained(self) -> list[nn.Parameter]:
-        return [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
-
-    def noise_scale(self, scaled: float) -> dict[str, float | None]:
-        norms = [distributed.gradient_norm(self.trained(name)) for name in self.towers]
-        return self.noise.estimate(self.world, self.sizes.at(self.step), scaled, norms)
-
-    def update(self) -> None:
-        """Clip, step (which the scaler leaves out after an overflow, on every rank alike), clamp the logit scale."""
-        config, scaler = self.config.optim, self.precision.scaler
-        if config.clip_norm:
-            parameters = self.all_trained()
-            torch.nn.utils.clip_grads_with_norm_(parameters, config.clip_norm, distributed.gradient_norm(parameters))
-        if scaler:
-            scaler.step(self.optimizer)
-            scaler.update()
-        else:
-            self.optimizer.step()
-        for masters in self.masters.values():
-            masters.spread()
-        with torch.no_grad():
-            self.model.logit_scale.clamp_(max=math.log(config.max_logit_scale))
-
-    def weights(self) -> dict[str, Any]:
-        """The model's state dict, whole and with master weights in the place of the rounded ones; a collective."""
-        state = dict(distributed.whole(self.model.state_dict()))
-        for name, masters in self.masters.items():
-            state |= {f"{name}.{key}": copy.detach() for key, copy in masters.copies.items()}
-        return state
-
     def stop_diverged(self, loss: float, grad_norm: float, ids: Tensor) -> None:
         """End the run before the weights are touched, leaving them and the batch's sample ids in RUN/diverged/."""
         every = self.world.gather(ids.clone())
-        model = self.weights()
+        model = self.learner.weights()
         if self.world.main:
             folder = self.folder / "diverged"
             folder.mkdir(exist_ok=True)
@@ -447,17 +280,17 @@ class Run:
 
     def evaluate(self) -> dict[str, Any]:
         """Zero-shot and retrieval figures of the model as it is now; saved as RUN/eval/step_N.json."""
-        self.model.image.to(self.world.device)
+        self.learner.model.image.to(self.world.device)
         results = evaluate(
-            self.model,
+            self.learner.model,
             self.config.eval,
             device=self.world.device,
-            autocast=self.precision.autocast,
+            autocast=self.learner.precision.autocast,
             run_dir=self.folder,
             step=self.step,
         )
-        if self.stored:
-            self.model.image.cpu()
+        if self.learner.stored:
+            self.learner.model.image.cpu()
         if self.metrics:
             self.metrics.eval(self.step, results)
         return dict(results)
@@ -477,7 +310,7 @@ class Run:
         cuda = torch.cuda.get_rng_state() if self.world.device.type == "cuda" else None
         random = self.world.gather({"cpu": torch.get_rng_state(), "cuda": cuda})
         positions = self.world.gather(self.stream.position())
-        model, optimizer = self.weights(), distributed.whole(self.optimizer.state_dict())
+        model, optimizer = self.learner.weights(), distributed.whole(self.learner.optimizer.state_dict())
         failure = None
         if self.world.main:
             state = {
@@ -485,7 +318,7 @@ class Run:
                 "model_config": asdict(self.config.model),
                 "optimizer": optimizer,
                 "optimizer_name": self.config.optim.name,
-                "scaler": self.precision.scaler.state_dict() if self.precision.scaler else None,
+                "scaler": self.learner.precision.scaler.state_dict() if self.learner.precision.scaler else None,
                 "random": random,
                 "position": merge_positions(positions),
                 "batch": self.config.batch,
