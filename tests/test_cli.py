@@ -148,7 +148,7 @@ MISTAKES = [
     ("train batch=10 launch.procs=4 data=demo", "batch=10 cannot be shared evenly by launch.procs=4 processes"),
     ("train optim.lr=fast data=demo", "optim.lr=fast: give a number"),
     ("train samples=1k epochs=2 data=demo", "samples=1024 and epochs=2 both set the length"),
-    ("train offload=hots data=demo", "offload=hots: choose host or none; did you mean 'host'?"),
+    ("train offload=hots data=demo", "offload=hots: choose none, host, disk or encoded; did you mean 'host'?"),
     ("train model=tiny", "data.train is not set; give shards"),
     ("train --help modell", "train --help modell: no such section; did you mean 'model'?"),
     ("train -m run=a hydra.sweep.dir=b", "hydra.sweep: name the sweep's folder with run=NAME"),
