@@ -72,7 +72,7 @@ class NoiseScale:
         None where a tower came in one chunk or a gradient is not finite, and the quotient where the signal drowns (one step's estimate may
         be negative).
         """
-        device = norms[0].device
+        device = world.device  # a frozen tower's norm, of no gradient, may lie elsewhere
         sums = torch.tensor([[float(s) for s in self.scatter], self.groups], dtype=torch.float64, device=device)
         if world.size > 1:
             dist.all_reduce(sums)

@@ -18,6 +18,7 @@ from clipscale.step import CacheConfig, GraphMemory, RandomState
 CPU_CHUNK = 256
 """Samples per chunk on a CPU, where larger ones are neither faster nor refused."""
 SMALLEST = 16
+CHUNKS = "chunks.json"
 GOOD_ENOUGH = 0.95
 """The smallest chunk with this share of the best speed is taken: what it leaves free can keep graphs."""
 MARGIN = 0.9
@@ -106,12 +107,15 @@ def speed(tower: nn.Module, inputs: Tensor) -> float:
 
 def remembered(folder: Path, key: str) -> int | None:
     """A chunk size that an earlier start of this run has found: a resumed run must cut its batches alike."""
-    path = folder / "chunks.json"
+    path = folder / CHUNKS
     return json.loads(path.read_text()).get(key) if path.is_file() else None
 
 
 def remember(folder: Path, sizes: dict[str, int]) -> None:
-    (folder / "chunks.json").write_text(json.dumps(sizes) + "\n")
+    """Note them for later starts. Other ranks may be reading the note: it is replaced as a whole."""
+    part = folder / f"{CHUNKS}.part"
+    part.write_text(json.dumps(sizes) + "\n")
+    part.replace(folder / CHUNKS)
 
 
 class Retention:

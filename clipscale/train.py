@@ -4,7 +4,7 @@ import logging
 import math
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -17,6 +17,7 @@ from torch import Tensor
 from clipscale import checkpoint, distributed
 from clipscale.config import TrainConfig, to_yaml
 from clipscale.data.ramp import BatchSizes
+from clipscale.data.room import free_memory
 from clipscale.data.stream import TrainStream, merge_positions
 from clipscale.distributed import World
 from clipscale.errors import UserError
@@ -60,6 +61,7 @@ class Run:
         self.sizes = BatchSizes(config.batch, config.ramp)
         self.folder = open_folder(Path(config.run), world)
         state = checkpoint.to_resume(self.folder, config.resume)
+        check_same_start(world.gather(None if state is None else state["step"]), config.run)
         if state is None and checkpoint.found(self.folder):
             raise UserError(
                 f"run={config.run} already holds checkpoints; go on with resume=auto, or choose another run=NAME"
@@ -70,6 +72,7 @@ class Run:
         self.retention = Retention(config.cache.keep, world.device)
         self.flops = Flops(config.model, world.device, stored_images=self.learner.stored is not None)
         self.stream = self.open_stream(state)
+        merge_positions(world.gather(self.stream.position()))  # refuses shards that differ between the ranks
         samples, per_epoch = self.length()
         self.total = self.sizes.steps(samples)
         peak = peak_lr(config.optim, config.batch)
@@ -100,6 +103,8 @@ class Run:
         if self.learner.stored and self.config.offload == "encoded":
             raise UserError("offload=encoded is for pictures; with data.image_features take offload=host, or disk")
         first = 0 if state is None else state["step"]
+        free = free_memory()
+        self.world.gather(None)  # all ranks have looked before the first takes its share
         return TrainStream(
             self.config.data,
             image_size=self.config.data.image_size or self.learner.model.image_size,
@@ -115,6 +120,7 @@ class Run:
             chunk=self.learner.cache.towers[0].size,
             folder=self.config.offload_dir or str(self.folder),
             stored=self.learner.stored,
+            free=free,
         )
 
     def open_metrics(self) -> MetricLog:
@@ -346,6 +352,18 @@ class Run:
             yield
         finally:
             signal.signal(signal.SIGTERM, before)
+
+
+def check_same_start(steps: Sequence[int | None], run: str) -> None:
+    """Raises UserError where the ranks found different checkpoints (None: none) to go on from."""
+    if len(set(steps)) > 1:
+        found = ", ".join(
+            f"rank {rank}: {'none' if step is None else f'step {step}'}" for rank, step in enumerate(steps)
+        )
+        raise UserError(
+            f"run={run}: the processes found different checkpoints ({found}); the folder must be one that all nodes share, and hold the "
+            "same for each of them"
+        )
 
 
 def open_folder(path: Path, world: World) -> Path:

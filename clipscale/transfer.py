@@ -2,12 +2,19 @@
 
 from collections import deque
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor
 
 AHEAD = 2
 """Chunks that may be on the device at once: the one computed and the one being copied."""
+
+
+@cache
+def copy_stream(device: torch.device) -> torch.cuda.Stream:
+    """The one stream for copies: of a new one for every batch, the allocator would hoard the chunks' memory 32 times over."""
+    return torch.cuda.Stream(device)
 
 
 class DeviceRows:
@@ -30,7 +37,7 @@ class DeviceRows:
     ) -> None:
         self.rows, self.count, self.device, self.passing = rows, count, device, passing
         self.held: dict[tuple[int, int], Tensor] | None = {} if resident else None
-        self.copies = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.copies = copy_stream(device) if device.type == "cuda" else None
         self.computed: deque[torch.cuda.Event] = deque()
 
     def __len__(self) -> int:

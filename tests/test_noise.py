@@ -80,6 +80,23 @@ def test_without_noise_the_scale_is_zero_and_one_chunk_tells_nothing() -> None:
     assert estimate([Product()], [x], [12]) == {"noise_scale": None, "noise_trace": None, "noise_signal": None}
 
 
+def test_ranks_add_up_on_their_device_where_a_tower_is_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL refuses a sum on the CPU, where the norm of a frozen tower, of no gradient, lies."""
+    devices = []
+
+    def all_reduce(sums: Tensor) -> None:
+        devices.append(sums.device.type)
+        raise StopIteration
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    noise = NoiseScale([Product().requires_grad_(False), Product()])
+    noise.scatter, noise.groups = [0.0, 1.0], [0, 2]
+    norms = [gradient_norm(noise.towers[0]), torch.zeros((), device="meta")]
+    with pytest.raises(StopIteration):
+        noise.estimate(World(0, 2, 0, torch.device("meta")), 8, 1.0, norms)
+    assert devices == ["meta"]
+
+
 def test_a_run_logs_it_every_so_many_steps_and_learns_the_same(shards: str, tmp_path: Path) -> None:
     data = DataConfig(train=[shards], workers=0)
     records = []

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,15 +19,17 @@ from clipscale import checkpoint, launch
 from clipscale.config import TrainConfig, check
 from clipscale.data.demo import paths, render_demo
 from clipscale.data.stream import DataConfig
-from clipscale.distributed import LaunchConfig
+from clipscale.distributed import LaunchConfig, World
 from clipscale.errors import UserError
 from clipscale.eval.run import EvalConfig
 from clipscale.models.towers import ModelConfig
 from clipscale.optim import OptimConfig, ScheduleConfig
 from clipscale.precision import PrecisionConfig
+from clipscale.probe import CHUNKS, remember, remembered
 from clipscale.report.metrics import LogConfig
 from clipscale.step import CacheConfig
-from clipscale.train import train
+from clipscale.train import Run, train
+from clipscale.transfer import DeviceRows, copy_stream
 
 ARCHITECTURE = {
     "embed_dim": 32,
@@ -312,3 +315,78 @@ def test_what_does_not_fit_a_checkpoint_is_named(demo: Path, finished: Path) -> 
         with pytest.raises(UserError, match=message):
             train(settings(demo, finished, **changes))
     assert len(curve(finished)) == 10, "a refused resume changes nothing"
+
+
+# -- several ranks that do not see the same --------------------------------------------------------------------------------
+
+
+class Beside(World):
+    """A world whose other rank, which is not there, answers every question with `answer(own value)`."""
+
+    answer: Callable[[Any], Any]
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value, self.answer(value)]
+
+
+def beside(answer: Callable[[Any], Any]) -> Beside:
+    world = Beside(0, 1, 0, torch.device("cpu"))
+    vars(world)["answer"] = answer
+    return world
+
+
+def test_ranks_that_find_different_checkpoints_do_not_start(demo: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"different checkpoints \(rank 0: none, rank 1: step 7\)"):
+        Run(settings(demo, tmp_path / "run"), beside(lambda value: 7 if value is None else value))
+
+
+def test_ranks_that_see_different_shards_do_not_start(demo: Path, tmp_path: Path) -> None:
+    def other(value: Any) -> Any:
+        return {**value, "order": "other"} if isinstance(value, dict) and "order" in value else value
+
+    with pytest.raises(UserError, match="the processes see different shards"):
+        Run(settings(demo, tmp_path / "run"), beside(other))
+
+
+def test_a_rank_judges_the_memory_before_others_take_theirs(
+    demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+
+    def look() -> int:
+        events.append("looked")
+        return 2**30
+
+    monkeypatch.setattr("clipscale.train.free_memory", look)
+    monkeypatch.setattr("clipscale.data.room.free_memory", lambda: 0)  # the others have been quicker
+
+    class Waits(World):
+        def gather(self, value: Any) -> list[Any]:
+            events.append("waited")
+            return [value]
+
+    run = Run(settings(demo, tmp_path / "run"), Waits(0, 1, 0, torch.device("cpu")))
+    run.stream.close()
+    assert events[events.index("looked") + 1] == "waited"
+    assert "of 1.00 GiB free" in run.stream.memory
+
+
+def test_found_chunk_sizes_are_noted_under_the_eyes_of_other_ranks(tmp_path: Path) -> None:
+    remember(tmp_path, {"image": 64, "text": 128})
+    with (tmp_path / CHUNKS).open() as reading:
+        remember(tmp_path, {"image": 32, "text": 32})
+        assert json.load(reading) == {"image": 64, "text": 128}
+    assert remembered(tmp_path, "image") == 32
+    assert [path.name for path in tmp_path.iterdir()] == [CHUNKS]
+
+
+def test_batches_share_one_stream_for_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch hands out 32 streams in turn, and its allocator keeps memory for each."""
+    copy_stream.cache_clear()
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: object())
+    device = torch.device("cuda", 0)
+    try:
+        streams = [DeviceRows(lambda a, b: torch.empty(0), 1, device, resident=False).copies for _ in range(3)]
+    finally:
+        copy_stream.cache_clear()
+    assert len({id(stream) for stream in streams}) == 1

@@ -43,14 +43,14 @@ def picture_bytes(urls: Sequence[str], types: Sequence[str], row_bytes: int, acc
     return sum(sizes) / len(sizes) if sizes else None
 
 
-def fitted(layout: Layout, expected: float | None = None) -> tuple[Layout, str]:
+def fitted(layout: Layout, expected: float | None = None, free: int | None = None) -> tuple[Layout, str]:
     """The layout with the pool for encoded pictures that there is room for, and a line that states the memory.
 
-    `expected` is the mean size of an encoded picture (None: not known). Raises UserError where this machine's processes cannot all
-    have as much.
+    `expected` is the mean size of an encoded picture (None: not known), `free` what `free_memory` said before any process of this machine
+    took its share (None: it is asked now). Raises UserError where this machine's processes cannot all have as much.
     """
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    share = free_memory() / processes
+    share = (free_memory() if free is None else free) / processes
     most = layout.samples * layout.row_bytes
     if layout.tier == "encoded":
         room = MARGIN * share - replace(layout, pool=0).memory_bytes()

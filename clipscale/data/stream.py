@@ -57,12 +57,14 @@ class TrainStream:
         chunk: int = 256,
         folder: str | None = None,
         stored: StoredRows | None = None,
+        free: int | None = None,
     ) -> None:
         """`batch` is the global batch, a multiple of `world`; `position` a record merged over ranks, to go on from.
 
         `sizes` says how large the i-th batch from here on is, where it is not always `batch`: it never shrinks, ends at `batch`, and every
         size is a multiple of `world` and of the lanes, so that all lanes come to the end of an epoch together. `tier` says where image rows
         wait (tiers.py): in pieces of `chunk`, on disk in `folder`. With `stored`, image rows are features read from the shards.
+        `free` is the memory there was before any process of this machine took its share (None: what there is now).
         Raises UserError for settings or shards that cannot work.
         """
         check(config, batch, world)
@@ -102,7 +104,7 @@ class TrainStream:
             folder=folder,
         )
         size = picture_bytes(urls, types, layout.row_bytes, access) if tier == "encoded" else None
-        layout, self.memory = fitted(layout, size)
+        layout, self.memory = fitted(layout, size, free)
         """A line that states the memory the batches take."""
         self._arena = Arena(layout)
         if pin and torch.cuda.is_available():
