@@ -41,7 +41,9 @@ def found(run: Path) -> list[Path]:
 
 
 def save(run: Path, step: int, state: dict[str, Any], *, keep: int) -> Path:
-    """Write `state` (tensors and plain values only) as the run's checkpoint at `step`, then drop all but the newest `keep`.
+    """Write `state` (tensors and plain values only) as the run's checkpoint at `step`, then drop all but the newest `keep` up to it.
+
+    Later ones, of a run that has been taken back to an earlier checkpoint, are left alone.
 
     The file appears under its name only when it is complete and on disk; a failed write leaves the earlier ones untouched.
 
@@ -62,7 +64,7 @@ def save(run: Path, step: int, state: dict[str, Any], *, keep: int) -> Path:
         rest = f"the newest complete one is {kept[-1].name}" if kept else "there is no earlier one"
         raise UserError(f"checkpoint {path} could not be written ({error}); {rest}; make room and resume") from error
     if keep:
-        for old in found(run)[:-keep]:
+        for old in [other for other in found(run) if other.name <= path.name][:-keep]:
             old.unlink()
     return path
 

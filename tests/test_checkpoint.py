@@ -36,6 +36,16 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     assert len(checkpoint.found(tmp_path)) == 3
 
 
+def test_a_run_taken_back_keeps_what_it_saves(tmp_path: Path) -> None:
+    """Its new checkpoints have lower numbers than those it left behind."""
+    for step in (9, 10, 11):
+        checkpoint.save(tmp_path, step, some_state(), keep=0)
+    checkpoint.save(tmp_path, 5, some_state(), keep=2)
+    checkpoint.save(tmp_path, 6, some_state(), keep=2)
+    checkpoint.save(tmp_path, 7, some_state(), keep=2)
+    assert [int(p.stem[5:]) for p in checkpoint.found(tmp_path)] == [6, 7, 9, 10, 11]
+
+
 def test_a_failed_write_leaves_the_earlier_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint.save(tmp_path, 1, some_state(), keep=1)
 

@@ -35,9 +35,9 @@ class Copies:
         try:
             remote = RemoteFile(origin_of(url, store.access.wait_s), store)
         except SourceError as error:
-            if error.reason == "unreachable_shard" and (known := sorted(self._folder.glob(f"{_digest(url)}-*"))):
+            if error.reason == "unreachable_shard" and (copy := self._last_used(url)):
                 store.see("copy_of_unreachable")
-                return Opened(known[-1].open("rb"), None, "")
+                return Opened(copy, None, "")
             raise
         path = self._folder / f"{_digest(url)}-{_digest(f'{remote.length} {remote.version}')}-{leaf_of(url)[-80:]}"
         while True:
@@ -50,6 +50,17 @@ class Copies:
             if not self._make(url, path, remote, store):
                 remote.seek(0)
                 return Opened(remote, remote.length, remote.version)
+
+    def _last_used(self, url: str) -> IO[bytes] | None:
+        """The copy that was opened last of all there are of this shard's versions: the newest that anyone has seen."""
+        digest = _digest(url)
+        copies = [(used, path) for path, _, used in self._list() if path.name.startswith(f"{digest}-")]
+        for _, path in sorted(copies, reverse=True):
+            try:
+                return path.open("rb")
+            except FileNotFoundError:  # evicted meanwhile
+                continue
+        return None
 
     def _make(self, url: str, path: Path, remote: RemoteFile, store: Store) -> bool:
         """Write the copy, or wait while another process does. False if there is no room for it.

@@ -99,6 +99,19 @@ def test_a_copy_stands_in_while_the_server_is_away(tmp_path: Path, web: Web) -> 
     stream.close()
 
 
+def test_of_several_versions_the_last_used_stands_in(tmp_path: Path, web: Web) -> None:
+    path = write_shards(tmp_path / "remote", [5])[0]
+    url = f"{web.url}/00000.tar"
+    for samples in (6, 7, 8, 9, 10):  # names of copies do not tell which is newer: one order in five would do by chance
+        path.write_bytes(write_shards(tmp_path / f"new{samples}", [samples])[0].read_bytes())
+        fetch(url, tmp_path / "c")
+        faults, web.faults = web.faults, lambda number, _: "503"
+        stream = Store(Access(str(tmp_path / "c"), retries=1)).open(url).stream
+        assert stream.read() == path.read_bytes(), f"the copy of {samples} samples is the newest"
+        stream.close()
+        web.faults = faults
+
+
 def test_a_copy_that_cannot_be_finished_leaves_nothing(tmp_path: Path, web: Web) -> None:
     write_shards(tmp_path / "remote", [40])
     web.faults = lambda number, _: "503" if number > 3 else None
