@@ -259,7 +259,7 @@ class Run:
             "step_s": phases.total,
             **{f"{name}_s": seconds for name, seconds in phases.seconds.items()},
             "mem_peak_bytes": phases.peak_bytes(),
-            "mem_loss_bytes": phases.extra_bytes("loss"),
+            **{f"mem_{name}_bytes": phases.extra_bytes(name) for name in phases.seconds},
             "host_rss_bytes": psutil.Process().memory_info().rss,
             "broken": sum(self.stream.broken.values()),
             "faults": sum(self.stream.seen.values()),

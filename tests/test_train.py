@@ -52,7 +52,10 @@ FIELDS = [
     "replay_s",
     "optim_s",
     "mem_peak_bytes",
+    "mem_encode_bytes",
     "mem_loss_bytes",
+    "mem_replay_bytes",
+    "mem_optim_bytes",
     "host_rss_bytes",
     "mfu",
 ]
