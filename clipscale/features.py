@@ -38,6 +38,8 @@ from clipscale.precision import Precision, PrecisionConfig
 log = logging.getLogger(__name__)
 
 TRANSFORMS = ("eval", "train")
+DAMAGED = ("truncated_shard", "unreadable_shard")
+"""Reasons for which a shard is what it is; the others are the network's and the server's."""
 
 
 @dataclass
@@ -171,15 +173,23 @@ def _write(config: FeaturesConfig, urls: Sequence[str], world: World) -> Path:
     counts = {}
     for url in urls[world.rank :: world.size]:
         path = folder / leaf(url)
-        counts[path.name] = writer.shard(url, path)
-        print(f"{path}: {counts[path.name]} samples", flush=True)
+        count = writer.shard(url, path)
+        if count is not None:
+            counts[path.name] = count
+            print(f"{path}: {count} samples", flush=True)
     counts = {name: count for part in world.gather(counts) for name, count in part.items()}
     missing = sum(world.gather(writer.missing))
+    unread = [problem for part in world.gather(writer.unread) for problem in part]
     if world.main:
         (folder / "sizes.json").write_text(json.dumps(counts, indent=1, sort_keys=True) + "\n", encoding="utf-8")
         lost = f", {missing} of them without features, for broken pictures" if missing else ""
         print(
             f"features of {sum(counts.values())} samples{lost}: {folder}; train with data.train={folder} data.image_features=true"
+        )
+    if unread:
+        raise UserError(
+            f"out={folder}: {len(unread)} of {len(urls)} shards could not be fetched and are not written (the first: {unread[0]}); "
+            "start again to make up for them"
         )
     return folder
 
@@ -208,12 +218,17 @@ class _Writer:
         self.config, self.model, self.precision, self.device = config, model, precision, device
         self.side = config.data.image_size or model.image_size
         self.missing = 0
+        self.unread: list[str] = []
+        """What kept shards from being fetched."""
         most = config.data.max_pixels
         self.whole = TrainTransform(self.side, (1.0, 1.0), (1.0, 1.0), 0.0, most)
         self.central = EvalTransform(self.side, most)
 
-    def shard(self, url: str, path: Path) -> int:
-        """Write one shard, whole or not at all, unless it is there already; its number of samples."""
+    def shard(self, url: str, path: Path) -> int | None:
+        """Write one shard, whole or not at all, unless it is there already; its number of samples, None if it could not be fetched.
+
+        Of a damaged shard is written what can be read: more will not be had. One that did not come may come the next time.
+        """
         if path.is_file():
             return count_samples(str(path))
         problem = ReadProblem()
@@ -235,6 +250,10 @@ class _Writer:
                     written += len(group)
             if problem.reason:
                 log.warning("%s after %d samples: %s", problem.reason, written, problem.detail)
+                if problem.reason not in DAMAGED:
+                    part.unlink()
+                    self.unread.append(problem.detail)
+                    return None
             part.replace(path)
         except OSError as error:
             part.unlink(missing_ok=True)

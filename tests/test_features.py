@@ -13,6 +13,7 @@ from clipscale.config import TrainConfig
 from clipscale.data.archive import ReadProblem, read_shard
 from clipscale.data.config import AugmentConfig, DataConfig
 from clipscale.data.demo import paths
+from clipscale.data.sources import Opened, SourceError, Store
 from clipscale.errors import UserError
 from clipscale.eval.run import EvalConfig
 from clipscale.features import FeaturesConfig, main
@@ -108,6 +109,27 @@ def test_a_broken_picture_keeps_its_place_and_is_passed_over(tmp_path: Path) -> 
     assert (out / "a.tar").stat().st_mtime_ns == before, "a shard that is there is not computed again"
     with pytest.raises(UserError, match="holds features of another kind"):
         compute(str(tmp_path / "in"), tmp_path / "out", dtype="float32")
+
+
+def test_a_shard_that_does_not_come_is_made_up_for_and_a_damaged_one_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_tar(tmp_path / "a.tar", [m for i in range(4) for m in sample(str(i), i)])
+    (tmp_path / "b.tar").write_bytes((tmp_path / "a.tar").read_bytes()[:4000])
+    open_as_it_is = Store.open
+
+    def open_in_vain(store: Store, url: str) -> Opened:
+        if url.endswith("a.tar"):
+            raise SourceError("unreachable_shard", "9 requests failed")
+        return open_as_it_is(store, url)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "open", open_in_vain)
+        with pytest.raises(UserError, match=r"1 of 2 shards .*a\.tar: 9 requests failed\); start again"):
+            compute(str(tmp_path / "{a,b}.tar"), tmp_path / "out")
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["b.tar", "features.json", "sizes.json"]
+    compute(str(tmp_path / "{a,b}.tar"), tmp_path / "out")
+    assert json.loads((tmp_path / "out/sizes.json").read_text())["a.tar"] == 4
 
 
 @pytest.mark.parametrize(
