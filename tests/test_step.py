@@ -45,7 +45,7 @@ class ClipHead(nn.Module):
 
     def forward(self, u: Tensor, v: Tensor) -> Tensor:
         x = self.log_scale.exp() * u @ v.T
-        target = torch.arange(len(u))
+        target = torch.arange(len(u), device=u.device)
         return (F.cross_entropy(x, target) + F.cross_entropy(x.T, target)) / 2
 
 

@@ -1,0 +1,135 @@
+"""Steps and whole runs on a CUDA device: what the other tests show on the CPU, where copies, random numbers and memory are the device's.
+
+CLIPSCALE_TEST_DEVICE=cpu runs them without one, to see that the tests themselves are right.
+"""
+
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from clipscale import checkpoint
+from clipscale.data.config import DataConfig
+from clipscale.data.demo import paths
+from clipscale.optim import OptimConfig, ScheduleConfig
+from clipscale.precision import PrecisionConfig
+from clipscale.step import CacheConfig, GradCache
+from clipscale.train import train
+from clipscale.transfer import DeviceRows
+from tests.test_offload import records
+from tests.test_step import assert_same, batch, gradients, models, one_graph
+from tests.test_train import curve, demo, settings
+
+__all__ = ["demo"]
+
+DEVICE = os.environ.get("CLIPSCALE_TEST_DEVICE", "cuda")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(DEVICE == "cuda" and not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("keep", [0, 4000, math.inf])
+def test_the_gradient_is_that_of_one_graph_with_the_devices_dropout(keep: float, compiled: bool) -> None:
+    inputs = tuple(x.to(DEVICE) for x in batch(13))
+    found = []
+    for cached in (False, True):
+        model = models(0.4).to(DEVICE)
+        towers = [model["image"], model["text"]]
+        if compiled:
+            for tower in towers:
+                tower.compile()
+        torch.manual_seed(5)
+        if cached:
+            GradCache(towers, model["head"], chunks=[4, 5], keep_bytes=keep).step(*inputs)
+        else:
+            one_graph(towers, model["head"], inputs, [4, 5])
+        found.append(gradients(model))
+    assert_same(found[1], found[0], 1e-10)
+
+
+def pinned(x: torch.Tensor) -> torch.Tensor:
+    return x.pin_memory() if DEVICE == "cuda" else x
+
+
+class Passing:
+    """Pairs of rows that are overwritten when rows have been asked for twice more."""
+
+    def __init__(self, host: torch.Tensor) -> None:
+        self.host, self.asked = host, 0
+        self.window = pinned(torch.empty(3, 2, host.shape[1], dtype=torch.uint8))
+
+    def __call__(self, start: int, stop: int) -> torch.Tensor:
+        self.asked += 1
+        return self.window[self.asked % 3].copy_(self.host[start:stop])
+
+
+@pytest.mark.parametrize("passing", [False, True])
+@pytest.mark.parametrize("resident", [False, True])
+def test_chunks_arrive_whole_and_device_memory_does_not_grow_with_them(resident: bool, passing: bool) -> None:
+    device, side = torch.device(DEVICE), 2**18
+    peaks = []
+    for count in (8, 64):
+        host = torch.arange(count, dtype=torch.int64)[:, None].expand(count, side).to(torch.uint8).contiguous()
+        rows = Passing(host) if passing else lambda start, stop, host=pinned(host): host[start:stop]
+        source = DeviceRows(rows, count, device, resident=resident, passing=passing)
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
+        for _ in range(2):
+            sums = [source.chunk(i, i + 2).double().sum(1) for i in range(0, count, 2)]
+            assert torch.cat(sums).tolist() == [float(i % 256) * side for i in range(count)]
+        if device.type == "cuda":
+            peaks.append(torch.cuda.max_memory_allocated() - before)
+    if peaks and not resident:
+        assert peaks[1] <= peaks[0] * 1.1, f"{peaks} bytes for 8 and 64 rows"
+
+
+def run(demo: Path, folder: Path, **changes: Any) -> list[float]:
+    data = DataConfig(train=[paths(demo).train], workers=changes.pop("workers", 0))
+    train(settings(demo, folder, device=DEVICE, data=data, **changes))
+    return curve(folder)
+
+
+@pytest.fixture(scope="module")
+def plain(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    return run(demo, tmp_path_factory.mktemp("runs") / "plain")
+
+
+@pytest.mark.parametrize(("offload", "workers"), [("none", 0), ("host", 2), ("disk", 0), ("disk", 2), ("encoded", 2)])
+def test_where_pixels_wait_does_not_change_the_curve(
+    demo: Path, plain: list[float], tmp_path: Path, offload: str, workers: int
+) -> None:
+    assert run(demo, tmp_path / "run", offload=offload, workers=workers) == pytest.approx(plain, rel=1e-4)
+
+
+def test_kept_graphs_and_found_chunks_do_not_change_the_curve(demo: Path, plain: list[float], tmp_path: Path) -> None:
+    assert run(demo, tmp_path / "run", cache=CacheConfig(chunk="auto", keep="auto")) == pytest.approx(plain, rel=1e-3)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_follows_the_curve(demo: Path, plain: list[float], tmp_path: Path, precision: str) -> None:
+    found = run(demo, tmp_path / "run", precision=PrecisionConfig(precision))
+    assert found == pytest.approx(plain, rel=0.1), f"{precision}: {found}"
+
+
+def test_an_overflow_leaves_the_step_out_and_lowers_the_loss_scale(demo: Path, tmp_path: Path) -> None:
+    """The first loss scale of 65,536 is too large for a logit scale of 100 at its start, or is lowered by nobody."""
+    optim = OptimConfig(lr=1e-3)
+    run(demo, tmp_path / "run", precision=PrecisionConfig("fp16"), optim=optim, schedule=ScheduleConfig(warmup="0"))
+    lines = records(tmp_path / "run")
+    skipped = [line["step"] for line in lines if line["skipped"]]
+    state = checkpoint.to_resume(tmp_path / "run", "auto")
+    assert state is not None and state["scaler"]["scale"] == 65536 * 0.5 ** len(skipped), (skipped, state["scaler"])
+    assert all(math.isfinite(line["loss"]) for line in lines)
+
+
+def test_a_resumed_run_goes_on_as_the_uninterrupted_one(demo: Path, plain: list[float], tmp_path: Path) -> None:
+    total = ScheduleConfig(name="constant", warmup="2")
+    whole = run(demo, tmp_path / "whole", schedule=total)
+    run(demo, tmp_path / "parts", schedule=total, samples=320)
+    assert run(demo, tmp_path / "parts", schedule=total) == pytest.approx(whole, rel=1e-4)
