@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from multiprocessing.util import Finalize
 from typing import Any
 
 import torch
@@ -122,7 +123,9 @@ class Worker:
 
 def work(connection: Connection, plan: Plan, arena: Arena) -> None:
     """What a worker process runs; what goes wrong in it is sent to the training process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the training process, which then closes the connection
+    # Ctrl-C, and a scheduler's warning to all processes of a job, are for the training process, which closes the connection at its end.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     warnings.filterwarnings(
         "ignore", module=r"PIL\."
     )  # damaged pictures are counted, sizes are judged by data.max_pixels
@@ -149,6 +152,9 @@ class Workers:
         context = multiprocessing.get_context("forkserver")
         self._connections: list[Connection] = []
         self._processes: list[Any] = []
+        # also when the program ends without `close`, before multiprocessing ends its children by the signal that they ignore, and waits
+        self.close = Finalize(self, _end, (self._connections, self._processes), exitpriority=10)
+        """End the processes."""
         for number, plan in enumerate(plans):
             ours, theirs = context.Pipe()
             process = context.Process(
@@ -236,13 +242,13 @@ class Workers:
             "data.workers, data.lanes or data.shuffle"
         ) from cause
 
-    def close(self) -> None:
-        """End the processes."""
-        for connection in self._connections:
-            connection.close()
-        until = time.monotonic() + 2
-        for process in self._processes:
-            process.join(max(0.0, until - time.monotonic()))
-            if process.exitcode is None:
-                process.kill()  # in the midst of a long read or decode
-                process.join()
+
+def _end(connections: Sequence[Connection], processes: Sequence[Any]) -> None:
+    for connection in connections:
+        connection.close()
+    until = time.monotonic() + 2
+    for process in processes:
+        process.join(max(0.0, until - time.monotonic()))
+        if process.exitcode is None:
+            process.kill()  # in the midst of a long read or decode
+            process.join()

@@ -101,6 +101,45 @@ if __name__ == "__main__":
 """
 
 
+def test_a_schedulers_warning_to_all_processes_leaves_the_workers_at_work(tmp_path: Path) -> None:
+    """The run saves at SIGTERM, for which it must finish its step: with samples, that is."""
+    write_shards(tmp_path, [50])
+    with open_stream(tmp_path, batch=4, workers=1) as stream:
+        stream.next_batch().ids()
+        assert stream._workers
+        worker = psutil.Process(stream._workers._processes[0].pid)
+        worker.send_signal(signal.SIGTERM)
+        for _ in range(5):
+            stream.next_batch().ids()
+    assert not worker.is_running()
+
+
+UNCLOSED = """
+from tests.data.streams import open_stream
+import sys
+
+def unclosed(folder):
+    global stream
+    stream = open_stream(folder, batch=4, workers=1)
+    stream.next_batch().ids()
+    print(stream._workers._processes[0].pid, flush=True)
+
+if __name__ == "__main__":
+    unclosed(sys.argv[1])
+"""
+
+
+def test_a_program_ends_that_has_not_closed_its_stream(tmp_path: Path) -> None:
+    write_shards(tmp_path, [50])
+    script = tmp_path / "script.py"
+    script.write_text(UNCLOSED)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        [sys.executable, script, tmp_path], env=environment, capture_output=True, timeout=40, check=True
+    )
+    assert not psutil.pid_exists(int(done.stdout)), done.stderr.decode()
+
+
 def test_workers_do_not_outlive_a_killed_run(tmp_path: Path) -> None:
     write_shards(tmp_path / "set", [50])
     script = tmp_path / "child.py"
