@@ -179,15 +179,16 @@ def shards_of_folder(folder: str, config: TableConfig, setting: str) -> list[str
                 found.append((str(Path(place) / file), name, str(Path(place) / sidecar) if sidecar else ""))
     if not found:
         return []
-    path = own_cache() / "tables" / f"{_digest(folder)}.csv"
     lines: list[str] = []
     writer = csv.writer(_Appender(lines))
     writer.writerow(_LISTING)
     for at in permutation(len(found), len(found)):
         writer.writerow(found[at])
     text = "".join(lines)
+    # by its content too: a run that reads the list must not have it changed when another finds more pictures in the folder
+    path = own_cache() / "tables" / f"{_digest(folder)}-{_digest(text)}.csv"
     try:
-        if not path.is_file() or path.read_text() != text:
+        if not path.is_file() or path.stat().st_size != len(text.encode("utf-8", "surrogateescape")):
             _write(path, text)
     except OSError as error:
         raise UserError(f"{setting}={folder!r}: the list of its pictures cannot be written ({error})") from error

@@ -188,6 +188,15 @@ def test_the_list_of_a_folder_follows_it(tmp_path: Path) -> None:
     assert len(samples(expand(str(tmp_path / "set")))) == ROWS + 1
 
 
+def test_a_run_keeps_its_list_of_a_folder_while_another_finds_more(tmp_path: Path) -> None:
+    pictures(tmp_path / "set")
+    urls = expand(str(tmp_path / "set"))
+    before = [raw.key for raw in samples(urls)]
+    (tmp_path / "set" / "new.png").write_bytes(picture(99))
+    assert len(samples(expand(str(tmp_path / "set")))) == ROWS + 1
+    assert [raw.key for raw in samples(urls)] == before
+
+
 def test_pixels_from_a_table_are_those_of_the_file(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(picture(3))
     (tmp_path / "t.csv").write_text("image,caption\na.png,hello\n")
