@@ -55,11 +55,12 @@ _sessions: dict[int, requests.Session] = {}
 
 
 def _session() -> requests.Session:
-    """One a process: connections must not be shared with a fork."""
-    if os.getpid() not in _sessions:
+    """One a process: connections must not be shared with a fork. Threads may ask at once."""
+    session = _sessions.get(os.getpid())
+    if session is None:
         _sessions.clear()
-        _sessions[os.getpid()] = requests.Session()
-    return _sessions[os.getpid()]
+        session = _sessions[os.getpid()] = requests.Session()
+    return session
 
 
 class HttpOrigin:
