@@ -298,11 +298,11 @@ VERBS = {
     "train": Verb("train a model, or go on with a run", train, usage.show_train),
     "eval": Verb("zero-shot classification and retrieval with a run's checkpoint", evaluate, usage.show_eval),
     "data": Verb(
-        "`data demo`: a small set to try things on; `data index`, `check`, `stats`: look after shards",
+        "`data demo`: a small set to try things on; `data index`, `check`, `stats`: look after shards; `data features`: a frozen tower's",
         data,
         usage.show_data,
     ),
     "report": Verb("draw a run: curves, results and retrieved images, on one page", report, usage.show_report),
-    "bench": Verb("`bench loss`, `bench step`: time and memory, beside other people's", bench, usage.show_bench),
+    "bench": Verb("`bench loss`, `step`, `data`: time and memory, beside other people's", bench, usage.show_bench),
     "completion": Verb("Tab completion for the shell", completion, usage.show_completion),
 }

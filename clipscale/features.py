@@ -140,6 +140,11 @@ def main(config: FeaturesConfig) -> Path:
         raise UserError(
             f"data.train: two shards are called {twice[0]}; take sources one at a time, each with an out=DIR of its own"
         )
+    out = Path(config.out).expanduser().resolve()
+    if any("://" not in url and Path(url).expanduser().parent.resolve() == out for url in urls):
+        raise UserError(
+            f"out={config.out}: data.train has shards there, which would be overwritten; choose another folder"
+        )
     world = distributed.start(config.device)
     try:
         return _write(config, urls, world)

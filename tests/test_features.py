@@ -111,6 +111,15 @@ def test_a_broken_picture_keeps_its_place_and_is_passed_over(tmp_path: Path) -> 
         compute(str(tmp_path / "in"), tmp_path / "out", dtype="float32")
 
 
+def test_the_sources_are_not_overwritten(tmp_path: Path) -> None:
+    write_tar(tmp_path / "a.tar", [m for i in range(4) for m in sample(str(i), i)])
+    before = (tmp_path / "a.tar").read_bytes()
+    with pytest.raises(UserError, match="would be overwritten; choose another folder"):
+        compute(str(tmp_path / "a.tar"), tmp_path / "x" / "..")
+    assert (tmp_path / "a.tar").read_bytes() == before
+    assert not (tmp_path / "features.json").exists()
+
+
 def test_a_shard_that_does_not_come_is_made_up_for_and_a_damaged_one_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

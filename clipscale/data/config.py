@@ -127,6 +127,9 @@ def check(config: DataConfig, batch: int, world: int) -> None:
     if config.order not in ("auto", "epochs", "resampled"):
         raise UserError(f"data.order={config.order}: must be auto, epochs or resampled")
     augment = config.augment
+    for name, count in (("scale", 2), ("ratio", 2), ("jitter", 4)):
+        if len(getattr(augment, name)) != count:
+            raise UserError(f"data.augment.{name}={list(getattr(augment, name))}: give {count} numbers")
     if not 0 < augment.scale[0] <= augment.scale[1] <= 1:
         raise UserError(f"data.augment.scale={list(augment.scale)}: must be two shares, 0 < low <= high <= 1")
     if not 0 < augment.ratio[0] <= augment.ratio[1]:

@@ -416,6 +416,8 @@ def test_counts_that_are_too_low_leave_a_trace(tmp_path: Path) -> None:
         ({"augment": AugmentConfig(scale=(0.9, 0.1))}, r"data\.augment\.scale"),
         ({"augment": AugmentConfig(ratio=(0.0, 1.0))}, r"data\.augment\.ratio"),
         ({"augment": AugmentConfig(flip=2.0)}, r"data\.augment\.flip"),
+        ({"augment": AugmentConfig(scale=(0.9,))}, r"data\.augment\.scale=\[0\.9\]: give 2 numbers"),  # type: ignore[arg-type]
+        ({"augment": AugmentConfig(jitter=(0.4, 0.4))}, r"data\.augment\.jitter=\[0\.4, 0\.4\]: give 4"),  # type: ignore[arg-type]
         ({"train": ["https://host/{0..9}.tar"], "order": "epochs"}, r"data\.order=epochs: .*0\.tar"),
     ],
 )
