@@ -43,8 +43,6 @@ def found(run: Path) -> list[Path]:
 def save(run: Path, step: int, state: dict[str, Any], *, keep: int) -> Path:
     """Write `state` (tensors and plain values only) as the run's checkpoint at `step`, then drop all but the newest `keep` up to it.
 
-    Later ones, of a run that has been taken back to an earlier checkpoint, are left alone.
-
     The file appears under its name only when it is complete and on disk; a failed write leaves the earlier ones untouched.
 
     Raises UserError where it cannot be written.
@@ -67,6 +65,15 @@ def save(run: Path, step: int, state: dict[str, Any], *, keep: int) -> Path:
         for old in [other for other in found(run) if other.name <= path.name][:-keep]:
             old.unlink()
     return path
+
+
+def set_aside(run: Path, step: int) -> None:
+    """Rename checkpoints beyond `step`: of a run that is taken back to it, they are no longer the newest, but they are not lost."""
+    for path in found(run):
+        if path.name > path_of(run, step).name:
+            aside = path.with_suffix(".pt.aside")
+            path.replace(aside)
+            log.warning("%s is beyond step %d, from which the run goes on; it is now %s", path.name, step, aside.name)
 
 
 def load(path: Path) -> dict[str, Any]:

@@ -267,6 +267,7 @@ def _explain_one(error: BaseException, names: list[str]) -> str | None:
             f"{key}={value}: several values; add -m to run them one after another, or write {key}=[{value}] for a list"
         )
     if unknown := re.search(r"Could not (?:override|delete|append to config)[^']*'([^']+)'", text):
+        names = [name for name in names if name != unknown[1]]  # a group of another verb
         return f"unknown key '{unknown[1]}'{nearest(unknown[1], names)}"
     if isinstance(error, ConfigKeyError | ConfigAttributeError) and error.full_key:
         return f"unknown key '{error.full_key}'{nearest(str(error.full_key), names)}"

@@ -113,12 +113,13 @@ class Learner:
             return torch.randint(1, 100, (n, length), device=device)
 
         sizes = chunk_sizes(self.config.cache, self.local_batch)
+        known = self.world.broadcast({name: remembered(self.folder, name) for name in sizes})
         found: dict[str, int] = {}
         for name, tower, sample in (("image", self.model.image, pixels), ("text", self.model.text, tokens)):
             if self.stored and name == "image":
                 found[name] = self.local_batch
                 continue
-            size = uncut(tower, name, sizes[name], self.local_batch) or sizes[name] or remembered(self.folder, name)
+            size = uncut(tower, name, sizes[name], self.local_batch) or sizes[name] or known[name]
             if size is None:
                 with self.precision.autocast():
                     size = min(self.world.gather(find_chunk(tower, sample, self.local_batch, device)))

@@ -35,6 +35,9 @@ from clipscale.transfer import DeviceRows
 
 log = logging.getLogger(__name__)
 
+LEAST_LOSS_SCALE = 1.0
+"""Below it fp16 has no room left that a smaller loss scale could give."""
+
 
 def train(config: TrainConfig) -> dict[str, Any]:
     """Train as configured, from the start or from the newest checkpoint, and evaluate at the end.
@@ -162,6 +165,8 @@ class Run:
             )
         self.learner.restore(state)
         self.step = state["step"]
+        if self.world.main:
+            checkpoint.set_aside(self.folder, self.step)
         self.last_loss = state["loss"]
         if len(state["random"]) == self.world.size:
             own = state["random"][self.world.rank]
@@ -236,10 +241,13 @@ class Run:
             grad_norm = learner.gradient_norm()
             noise = learner.noise_scale(size, scaled) if measured else {}
             finite = value.isfinite().item() and math.isfinite(grad_norm)
-            if finite or learner.precision.scaler:
-                learner.update()
-            elif self.config.optim.on_divergence == "stop":
+            scaler = learner.precision.scaler
+            # An overflow lowers the loss scale; where that is low already, it is the training that overflows.
+            diverged = not finite and (scaler is None or scaled < LEAST_LOSS_SCALE)
+            if diverged and self.config.optim.on_divergence == "stop":
                 self.stop_diverged(value.item(), grad_norm, batch.ids())
+            elif finite or scaler:
+                learner.update()
         self.retention.after_step(phases)
         self.last_loss = value.item()
         wait = self.stream.take_wait()

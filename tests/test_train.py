@@ -278,6 +278,32 @@ def test_a_diverging_run_stops_and_keeps_its_checkpoints(demo: Path, tmp_path: P
     assert not math.isfinite(state["loss"]) or not math.isfinite(state["grad_norm"])
 
 
+def test_half_precision_that_overflows_at_any_loss_scale_has_diverged(
+    demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With fp16 a step that overflows is left out and the loss scale halved: that must not go on for ever."""
+    monkeypatch.setattr("clipscale.train.LEAST_LOSS_SCALE", 2.0**14)
+    config = replace(diverging(demo, tmp_path / "run", "stop"), precision=PrecisionConfig("fp16"))
+    with pytest.raises(UserError, match="training has diverged"):
+        train(config)
+    found = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert sum(record["skipped"] for record in found) >= 2, "the scales 65,536 and 32,768 were tried"
+
+
+def test_a_run_taken_back_goes_on_from_there(demo: Path, tmp_path: Path) -> None:
+    config = settings(demo, tmp_path / "run", samples=256, checkpoint=checkpoint.CheckpointConfig(every=1, keep=0))
+    train(config)
+    folder = tmp_path / "run/checkpoints"
+    train(replace(config, samples=192, resume=str(folder / "step_00000002.pt")))
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "step_00000001.pt",
+        "step_00000002.pt",
+        "step_00000003.pt",
+        "step_00000003.pt.aside",
+        "step_00000004.pt.aside",
+    ]
+
+
 def test_steps_that_are_not_finite_can_be_skipped(demo: Path, tmp_path: Path) -> None:
     train(diverging(demo, tmp_path / "run", "skip"))
     records = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
