@@ -157,7 +157,9 @@ def doubts(config: TrainConfig) -> list[str]:
     if config.model.freeze_image and not (config.model.pretrained or config.model.pretrained_image):
         found.append("model.freeze_image=true locks a tower of random weights; give model.pretrained_image=PATH")
     if config.model.batch_norm == "frozen" and not (config.model.pretrained or config.model.pretrained_image):
-        found.append("model.batch_norm=frozen keeps the running statistics of random weights; give model.pretrained=PATH")
+        found.append(
+            "model.batch_norm=frozen keeps the running statistics of random weights; give model.pretrained=PATH"
+        )
     return found
 
 
