@@ -192,7 +192,7 @@ class LaneReader:
             example = f"{item.url} {item.key}: {error}" if isinstance(item, RawSample) else str(error)
             raise UserError(
                 f"data.train: no usable sample among the last {self._row.total()} of one lane ({reasons}; the last: {example}); "
-                f"look at the shards, and at data.caption_key and data.filter"
+                "look at the shards, and at data.caption_key, data.filter and data.image_features"
             )
 
 
