@@ -278,5 +278,7 @@ def _explain_one(error: BaseException, names: list[str]) -> str | None:
             return f"{error.full_key}={match[1]}: give {wanted[match[2]]}"
         if not_bool := re.search(r"Value '(.*)' is not a valid bool", text):
             return f"{error.full_key}={not_bool[1]}: give true or false"
+        if "is not a ListConfig" in text:
+            return f"{error.full_key}: give a list, {error.full_key}=[...]"
         return f"{error.full_key}: {str(error).splitlines()[0]}"
     return None

@@ -147,6 +147,7 @@ MISTAKES = [
     ("train batch=-4 data=demo", "batch=-4: give at least 1"),
     ("train batch=10 launch.procs=4 data=demo", "batch=10 cannot be shared evenly by launch.procs=4 processes"),
     ("train optim.lr=fast data=demo", "optim.lr=fast: give a number"),
+    ("train data.augment.jitter=0.4 data=demo", "data.augment.jitter: give a list, data.augment.jitter=[...]"),
     ("train samples=1k epochs=2 data=demo", "samples=1024 and epochs=2 both set the length"),
     ("train offload=hots data=demo", "offload=hots: choose none, host, disk or encoded; did you mean 'host'?"),
     ("train model=tiny", "data.train is not set; give shards"),

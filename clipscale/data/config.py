@@ -126,6 +126,11 @@ def check(config: DataConfig, batch: int, world: int) -> None:
         raise UserError(f"data.timeout_s={config.timeout_s}: must be positive")
     if config.order not in ("auto", "epochs", "resampled"):
         raise UserError(f"data.order={config.order}: must be auto, epochs or resampled")
+    longest = config.filter.max_caption
+    if longest is not None and longest < config.filter.min_caption:
+        raise UserError(
+            f"data.filter.max_caption={longest} is below data.filter.min_caption={config.filter.min_caption}; no caption passes both"
+        )
     augment = config.augment
     for name, count in (("scale", 2), ("ratio", 2), ("jitter", 4)):
         if len(getattr(augment, name)) != count:

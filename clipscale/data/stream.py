@@ -81,16 +81,7 @@ class TrainStream:
         if workers < config.workers:
             message = "data.workers=%d: this rank has only %d lanes, so %d workers; raise data.lanes"
             log.warning(message, config.workers, len(shares), workers)
-        scale, ratio = config.augment.scale, config.augment.ratio
-        transform: Transform = stored or TrainTransform(
-            image_size,
-            (scale[0], scale[1]),
-            (ratio[0], ratio[1]),
-            config.augment.flip,
-            config.max_pixels,
-            config.decode == "fast",
-            config.augment.colour(),
-        )
+        transform: Transform = stored or train_transform(config, image_size)
         types = (stored.member,) if stored else IMAGE_TYPES
         access = Access(config.cache, config.cache_bytes, config.retries)
         layout = Layout(
@@ -109,10 +100,7 @@ class TrainStream:
         self._arena = Arena(layout)
         if pin and torch.cuda.is_available():
             self._arena.pin()
-        # striped, so that the batch fills from its first rows on, by all workers at once
-        stripes = [tuple(shares[number :: max(workers, 1)]) for number in range(max(workers, 1))]
-        bounds = lane_bounds(batch, self._order.lanes)
-        ends = [0, *accumulate(sum(int(bounds[s.lane + 1] - bounds[s.lane]) for s in stripe) for stripe in stripes)]
+        stripes = striped(shares, max(workers, 1))
         self._plans = [
             Plan(
                 urls=tuple(urls),
@@ -130,7 +118,7 @@ class TrainStream:
                 room=room,
                 piece=max(PIECE, layout.samples // (len(stripes) * PIECES)),
             )
-            for stripe, room in zip(stripes, pairwise(ends))
+            for stripe, room in zip(stripes, rooms(stripes, batch, self._order.lanes))
         ]
         self.broken: Counter[str] = Counter()
         """Reason -> samples passed over so far, on this rank."""
@@ -154,13 +142,16 @@ class TrainStream:
         self._loaded: dict[int, list[int]] = {}
         self._ticket = 0
         self._threads: ThreadPoolExecutor | None = None
-        self._window: Window | None = None
-        if tier != "host":
-            in_workers = tier == "encoded" and workers > 0
-            if not in_workers:
-                self._threads = ThreadPoolExecutor(1 if tier == "disk" else LOADERS, "load")
-                self._tier = tier_of(self._arena, transform, (0, layout.samples))
-            self._window = Window(self._arena.window, self._load_in_workers if in_workers else self._load_in_threads)
+        self._window = None if tier == "host" else self._open_window(transform)
+
+    def _open_window(self, transform: Transform) -> Window:
+        """What brings image rows back from where they wait: the workers for encoded pictures, else threads of this process."""
+        layout = self._arena.layout
+        if layout.tier == "encoded" and self._workers:
+            return Window(self._arena.window, self._load_in_workers)
+        self._threads = ThreadPoolExecutor(1 if layout.tier == "disk" else LOADERS, "load")
+        self._tier = tier_of(self._arena, transform, (0, layout.samples))
+        return Window(self._arena.window, self._load_in_threads)
 
     # -- the public face -----------------------------------------------------------------------------------------------
 
@@ -341,6 +332,33 @@ def check_ramp(size: int, batch: int, lanes: int, world: int) -> None:
         f"ramp.start: batches of {size} to {batch} are not all multiples of the {lanes} lanes in which the data is read; set "
         f"data.lanes={best}, or choose another start"
     )
+
+
+def train_transform(config: DataConfig, side: int) -> TrainTransform:
+    """From picture bytes to `side` pixels as the settings ask."""
+    augment = config.augment
+    (least, most), (narrow, wide) = augment.scale, augment.ratio
+    return TrainTransform(
+        side,
+        (least, most),
+        (narrow, wide),
+        augment.flip,
+        config.max_pixels,
+        fast=config.decode == "fast",
+        colour=augment.colour(),
+    )
+
+
+def striped(shares: Sequence[LaneShare], workers: int) -> list[tuple[LaneShare, ...]]:
+    """Each worker's lanes: every so many-th, so that the batch fills from its first rows on, by all workers at once."""
+    return [tuple(shares[number::workers]) for number in range(workers)]
+
+
+def rooms(stripes: Sequence[Sequence[LaneShare]], batch: int, lanes: int) -> list[tuple[int, int]]:
+    """The places that each worker fills of a whole batch, counted over the workers one after another: (first, stop)."""
+    bounds = lane_bounds(batch, lanes)
+    ends = accumulate((sum(int(bounds[s.lane + 1] - bounds[s.lane]) for s in stripe) for stripe in stripes), initial=0)
+    return list(pairwise(ends))
 
 
 def merge_positions(records: Sequence[dict[str, Any]]) -> dict[str, Any]:

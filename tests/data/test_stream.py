@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from clipscale.data.batch import sample_id
-from clipscale.data.config import AugmentConfig, DataConfig
+from clipscale.data.config import AugmentConfig, DataConfig, FilterConfig
 from clipscale.data.decode import TrainTransform
 from clipscale.data.order import Epochs, lane_bounds
 from clipscale.data.stream import TrainStream, merge_positions
@@ -417,6 +417,7 @@ def test_counts_that_are_too_low_leave_a_trace(tmp_path: Path) -> None:
         ({"augment": AugmentConfig(ratio=(0.0, 1.0))}, r"data\.augment\.ratio"),
         ({"augment": AugmentConfig(flip=2.0)}, r"data\.augment\.flip"),
         ({"augment": AugmentConfig(scale=(0.9,))}, r"data\.augment\.scale=\[0\.9\]: give 2 numbers"),  # type: ignore[arg-type]
+        ({"filter": FilterConfig(min_caption=9, max_caption=3)}, r"max_caption=3 is below data\.filter\.min_caption=9"),
         ({"augment": AugmentConfig(jitter=(0.4, 0.4))}, r"data\.augment\.jitter=\[0\.4, 0\.4\]: give 4"),  # type: ignore[arg-type]
         ({"train": ["https://host/{0..9}.tar"], "order": "epochs"}, r"data\.order=epochs: .*0\.tar"),
     ],
