@@ -38,6 +38,15 @@ def format_count(count: int) -> str:
     return str(count)
 
 
+def format_bytes(count: float) -> str:
+    """As one would say it: `512 B`, `19.5 MiB`, `2.34 GiB`."""
+    for unit, places in (("B", 0), ("KiB", 1), ("MiB", 1), ("GiB", 2)):
+        if count < 1024:
+            return f"{count:.{places}f} {unit}"
+        count /= 1024
+    return f"{count:.2f} TiB"
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """`; did you mean 'optim.lr'?`, or nothing where no known name is close.
 

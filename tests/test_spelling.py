@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clipscale.spelling import format_count, nearest, one_of, parse_count, run_folder, unused
+from clipscale.spelling import format_bytes, format_count, nearest, one_of, parse_count, run_folder, unused
 
 
 @pytest.mark.parametrize(
@@ -60,3 +60,18 @@ def test_a_taken_folder_gets_a_number(tmp_path: Path) -> None:
     folder.mkdir()
     (tmp_path / "run-2").mkdir()
     assert unused(folder) == tmp_path / "run-3"
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (19.5 * 2**20, "19.5 MiB"),
+        (2**30, "1.00 GiB"),
+        (3 * 2**50, "3072.00 TiB"),
+    ],
+)
+def test_bytes_are_said_in_the_unit_that_fits(count: float, text: str) -> None:
+    assert format_bytes(count) == text

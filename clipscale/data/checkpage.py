@@ -7,12 +7,14 @@ from rich.console import Console
 from rich.table import Table
 
 from clipscale.data.check import Findings, data_url
+from clipscale.spelling import format_bytes
 
 STYLE = """body{font:15px/1.5 system-ui,sans-serif;margin:2em auto;max-width:1100px;padding:0 1em;color:#222;background:#fff}
 h1{font-size:1.4em}h2{font-size:1.1em;margin-top:2em}table{border-collapse:collapse}td,th{padding:.15em .9em .15em 0;text-align:left;
 vertical-align:top}td.n{text-align:right;font-variant-numeric:tabular-nums}.grid{display:grid;gap:14px;
 grid-template-columns:repeat(auto-fill,minmax(140px,1fr))}figure{margin:0}img{max-width:100%;display:block;background:#eee}
-figcaption{font-size:12px;line-height:1.35;overflow-wrap:anywhere}small{color:#777}code{font-size:12px;overflow-wrap:anywhere}"""
+figcaption{font-size:12px;line-height:1.35;overflow-wrap:anywhere}figcaption p{margin:0;max-height:6.75em;
+overflow:auto}small{color:#777}code{font-size:12px;overflow-wrap:anywhere}"""
 
 
 def rows(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
@@ -22,12 +24,12 @@ def rows(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
     def share(count: int) -> str:
         return f"{100 * count / samples:.2f} %"
 
-    found = [("samples", str(summary["samples"]), f"in {summary['shards']} shards, {summary['bytes']} bytes")]
+    found = [("samples", str(summary["samples"]), f"in {summary['shards']} shards, {format_bytes(summary['bytes'])}")]
     found.append(("usable", str(summary["usable"]), share(summary["usable"])))
     found += [(f"broken: {reason}", str(count), share(count)) for reason, count in summary["broken"].items()]
     found += [(f"dropped: {reason}", str(count), share(count)) for reason, count in summary["dropped"].items()]
     for shard, why in summary["damaged_shards"].items():
-        found.append(("damaged shard", shard, why))
+        found.append(("damaged shard", shard, why.replace(f"{shard}: ", "")))
     for shard, why in summary["index"]["mismatch"].items():
         found.append(("index mismatch", shard, why))
     if summary["index"]["missing"]:
@@ -66,7 +68,7 @@ def page(found: Findings, summary: dict[str, Any], title: str) -> str:
         for what, count, remark in rows(summary)
     ]
     figures = [
-        f'<figure><img src="{data_url(picture)}" alt="" loading="lazy"><figcaption>{text(picture.caption)}<br>'
+        f'<figure><img src="{data_url(picture)}" alt="" loading="lazy"><figcaption><p>{text(picture.caption)}</p>'
         f"<small>{text(picture.name)}, {picture.width} x {picture.height}</small></figcaption></figure>"
         for picture in found.pictures
     ]

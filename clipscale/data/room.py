@@ -12,6 +12,7 @@ from clipscale.data.archive import ReadProblem, read_shard
 from clipscale.data.batch import Layout
 from clipscale.data.sources import Access, Store
 from clipscale.errors import UserError
+from clipscale.spelling import format_bytes
 
 PEEK = 64
 """Samples of the first shard from which the size of encoded pictures is estimated."""
@@ -59,20 +60,15 @@ def fitted(layout: Layout, expected: float | None = None, free: int | None = Non
         need = replace(layout, pool=most).memory_bytes(picture)
     else:
         need = layout.memory_bytes()
-    each = f"{layout.slots} x {layout.samples} samples need {said_bytes(need)} of host memory in each process"
+    each = f"{layout.slots} x {layout.samples} samples need {format_bytes(need)} of host memory in each process"
     if need > (MARGIN if layout.tier == "encoded" else 1) * share:
         raise UserError(
-            f"offload={layout.tier}: {each}, and {said_bytes(share)} are free for each of {processes}; "
+            f"offload={layout.tier}: {each}, and {format_bytes(share)} are free for each of {processes}; "
             f"take {REMEDIES[layout.tier]}"
         )
-    said = f"batch memory: offload={layout.tier}, {each}, of {said_bytes(share)} free for each of {processes}"
+    said = f"batch memory: offload={layout.tier}, {each}, of {format_bytes(share)} free for each of {processes}"
     if layout.tier == "encoded" and expected is not None:
-        said += f" ({expected / 1000:.0f} kB a picture; offload=host: {said_bytes(replace(layout, tier='host').memory_bytes())})"
+        said += f" ({expected / 1000:.0f} kB a picture; offload=host: {format_bytes(replace(layout, tier='host').memory_bytes())})"
     if layout.tier == "disk":
-        said += f", and {said_bytes(layout.disk_bytes())} in {layout.folder}"
+        said += f", and {format_bytes(layout.disk_bytes())} in {layout.folder}"
     return layout, said
-
-
-def said_bytes(count: float) -> str:
-    """A number of bytes as one would say it."""
-    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"

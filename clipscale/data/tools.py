@@ -16,6 +16,7 @@ from clipscale.data import index, shards
 from clipscale.data.config import FilterConfig, TableConfig
 from clipscale.data.sources import Access, is_local, scheme_of
 from clipscale.errors import UserError
+from clipscale.spelling import format_bytes
 
 
 @dataclass
@@ -206,23 +207,17 @@ def show_stats(sources: Sequence[str], settings: StatsSettings) -> int:
         print(json.dumps(found))
         return 0
     low, high = found["samples_per_shard"]
-    print(f"{found['samples']} samples in {len(entries)} shards of {low} to {high}, {_size(found['bytes'])}")
+    print(f"{found['samples']} samples in {len(entries)} shards of {low} to {high}, {format_bytes(found['bytes'])}")
     if rows:
         print(f"{rows} of them are rows of tables")
     elif len(entries) < len(urls):
         print(f"{len(urls) - len(entries)} of {len(urls)} shards are not counted; run `clipscale data index` on them")
     table = Table("member", "samples that have it", "bytes", "mean")
     for name in sorted(members):
-        table.add_row(name, str(members[name]), _size(sizes[name]), _size(sizes[name] / max(members[name], 1)))
+        table.add_row(
+            name, str(members[name]), format_bytes(sizes[name]), format_bytes(sizes[name] / max(members[name], 1))
+        )
     Console().print(table)
     for url, reason in found["damaged"].items():
         print(f"{reason}: {url}")
     return 0
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
