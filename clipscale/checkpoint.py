@@ -135,8 +135,8 @@ def check_same_model(state: dict[str, Any], config: ModelConfig) -> None:
         )
 
 
-def load_model(run: Path, checkpoint: str = "latest") -> tuple[ClipModel, int]:
-    """The trained model of a run and the step it was saved at, in evaluation mode on the CPU.
+def load_model(run: Path, checkpoint: str = "latest") -> tuple[ClipModel, ModelConfig, int]:
+    """The trained model of a run, in evaluation mode on the CPU, its settings, and the step it was saved at.
 
     `checkpoint` is `latest`, a step number, or a path. Raises UserError where there is none.
     """
@@ -153,4 +153,4 @@ def load_model(run: Path, checkpoint: str = "latest") -> tuple[ClipModel, int]:
     config = ModelConfig(**{**state["model_config"], "pretrained": None, "pretrained_image": None, "compile": False})
     model = build_model(config)
     model.load_state_dict(state["model"])
-    return model.eval(), int(state["step"])
+    return model.eval(), config, int(state["step"])

@@ -211,6 +211,13 @@ def report(argv: list[str]) -> int:
     return 0
 
 
+def export(argv: list[str]) -> int:
+    from clipscale.export import ExportSettings, main
+
+    main(simple(ExportSettings, "export", argv))
+    return 0
+
+
 def bench(argv: list[str]) -> int:
     tools = {"loss": bench_loss, "step": bench_step, "data": bench_data}
     if not argv or argv[0] not in tools:
@@ -303,6 +310,7 @@ VERBS = {
         usage.show_data,
     ),
     "report": Verb("draw a run: curves, results and retrieved images, on one page", report, usage.show_report),
+    "export": Verb("a run's weights as a folder that open_clip loads", export, usage.show_export),
     "bench": Verb("`bench loss`, `step`, `data`: time and memory, beside other people's", bench, usage.show_bench),
     "completion": Verb("Tab completion for the shell", completion, usage.show_completion),
 }

@@ -25,6 +25,7 @@ SMALL = {
     "bench step": ("clipscale.bench.step", "StepBenchSettings"),
     "bench data": ("clipscale.bench.data", "DataBenchSettings"),
     "report": ("clipscale.cli", "ReportSettings"),
+    "export": ("clipscale.export", "ExportSettings"),
     "eval": EVAL,
 }
 """Where the keys of the other verbs are declared."""
@@ -153,6 +154,12 @@ def show_tools(verb: str, known: dict[str, str], topics: Sequence[str], words: d
 
 def show_report(topics: Sequence[str]) -> None:
     show_small("report", "clipscale report run=demo")
+
+
+def show_export(topics: Sequence[str]) -> None:
+    show_small(
+        "export", "clipscale export run=b32\nclipscale export run=b32 checkpoint=20000 dtype=float16 out=/models/b32"
+    )
 
 
 BENCH_EXAMPLES = {

@@ -135,7 +135,7 @@ def test_resuming_a_finished_run_trains_no_further(demo: Path, finished: Path) -
 
 
 def test_the_trained_model_is_loaded_as_it_was_saved(finished: Path) -> None:
-    model, step = checkpoint.load_model(finished)
+    model, _, step = checkpoint.load_model(finished)
     assert step == 10
     state = checkpoint.load(checkpoint.found(finished)[-1])["model"]
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())

@@ -41,7 +41,7 @@ def main(config: EvalRunConfig) -> Results:
     try:
         check(config.eval)  # before the model is loaded: a mistyped path is answered at once
         precision = Precision(config.precision, world.device)
-        model, step = load_model(folder, config.checkpoint)
+        model, _, step = load_model(folder, config.checkpoint)
         results = evaluate(
             model.to(world.device),
             config.eval,

@@ -1,0 +1,78 @@
+"""`clipscale export`: a run's weights as a folder that open_clip, and whatever builds on it, loads by itself."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from open_clip.constants import HF_CONFIG_NAME, HF_SAFE_WEIGHTS_NAME
+from open_clip.tokenizer import HFTokenizer
+from safetensors.torch import save_file
+from torch import Tensor
+
+from clipscale.checkpoint import load_model
+from clipscale.errors import UserError
+from clipscale.models.towers import ClipModel, ModelConfig, architecture
+from clipscale.spelling import run_folder
+
+
+@dataclass
+class ExportSettings:
+    """`clipscale export`: a run's weights for open_clip, as `local-dir:FOLDER`, or to be put on the Hugging Face hub as they are."""
+
+    run: str = ""
+    """NAME of the run's folder under runs/, or its path."""
+    checkpoint: str = "latest"
+    """`latest`, the number of a step, or a checkpoint's path."""
+    out: str | None = None
+    """Folder to write; RUN/export if not given."""
+    dtype: str = "float32"
+    """Of the matrices: `float32`, `bfloat16` or `float16`; vectors and the scale stay float32."""
+
+
+def main(settings: ExportSettings) -> Path:
+    """Write the folder and return it. Raises UserError for a run without a readable checkpoint, and a folder that cannot be written."""
+    if not settings.run:
+        raise UserError("export needs run=NAME or run=PATH")
+    if settings.dtype not in ("float32", "bfloat16", "float16"):
+        raise UserError(f"dtype={settings.dtype}: give float32, bfloat16 or float16")
+    folder = run_folder(settings.run)
+    if not folder.is_dir():
+        raise UserError(f"run={settings.run}: there is no folder {folder}")
+    model, config, step = load_model(folder, settings.checkpoint)
+    out = Path(settings.out).expanduser() if settings.out else folder / "export"
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        part = out / f"{HF_SAFE_WEIGHTS_NAME}.part"
+        note = {"format": "pt", "run": folder.name, "step": str(step)}
+        save_file(weights(model, getattr(torch, settings.dtype)), part, metadata=note)
+        part.replace(out / HF_SAFE_WEIGHTS_NAME)
+        (out / HF_CONFIG_NAME).write_text(json.dumps(description(model, config), indent=2) + "\n")
+        if isinstance(model.tokenizer, HFTokenizer):
+            model.tokenizer.save_pretrained(str(out))
+    except OSError as error:
+        raise UserError(f"out={out}: cannot be written ({error.strerror or error}); choose another folder") from error
+    print(f"{out}: step {step}; open_clip.create_model_from_pretrained('local-dir:{out.resolve()}')")
+    return out
+
+
+def weights(model: ClipModel, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The state by open_clip's names, for its towers side by side (`CustomTextCLIP`)."""
+    state = {f"visual.{name}": value for name, value in model.image.encoder.state_dict().items()}
+    state |= {f"text.{name}": value for name, value in model.text.encoder.state_dict().items()}
+    state["logit_scale"] = model.logit_scale.detach()
+    if model.logit_bias is not None:
+        state["logit_bias"] = model.logit_bias.detach()
+    matrices = {name for name, value in state.items() if value.is_floating_point() and value.dim() > 1}
+    return {name: (value.to(dtype) if name in matrices else value).contiguous() for name, value in state.items()}
+
+
+def description(model: ClipModel, config: ModelConfig) -> dict[str, Any]:
+    """open_clip's description of the model and of the pixels that it wants."""
+    found = architecture(config) | {"custom_text": True}
+    found["vision_cfg"].pop("patch_dropout", None)  # of training alone
+    if model.logit_bias is not None:  # there is none otherwise, and its saved value takes this one's place
+        found["init_logit_bias"] = 0.0
+    pixels = {"size": model.image_size, "mean": list(config.mean), "std": list(config.std)}
+    return {"model_cfg": found, "preprocess_cfg": pixels | {"interpolation": "bicubic", "resize_mode": "shortest"}}

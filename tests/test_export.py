@@ -1,0 +1,95 @@
+"""Exported weights, loaded by open_clip itself: the features are those of the run's model."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import open_clip
+import pytest
+import torch
+from PIL import Image
+from safetensors import safe_open
+
+from clipscale import checkpoint
+from clipscale.data.decode import EvalTransform
+from clipscale.errors import UserError
+from clipscale.export import ExportSettings, main
+from clipscale.models.towers import ClipModel, ModelConfig, build_model
+
+ARCHITECTURE = {
+    "embed_dim": 16,
+    "vision_cfg": {"image_size": 32, "patch_size": 8, "width": 32, "head_width": 16, "layers": 2, "patch_dropout": 0.5},
+    "text_cfg": {"context_length": 12, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 1},
+}
+
+
+def saved(run: Path, config: ModelConfig) -> ClipModel:
+    """A run whose only checkpoint holds a random model."""
+    torch.manual_seed(0)
+    model = build_model(config)
+    checkpoint.save(run, 7, {"model": model.state_dict(), "model_config": asdict(config)}, keep=1)
+    return model.eval()
+
+
+@pytest.mark.parametrize("bias", [None, -10.0])
+@pytest.mark.parametrize("image", ["vit", "resnet"])
+def test_open_clip_loads_what_was_exported_and_computes_the_same(
+    tmp_path: Path, image: str, bias: float | None
+) -> None:
+    mean = (0.5, 0.4, 0.3)
+    architecture = ARCHITECTURE
+    if image == "resnet":
+        vision = {"image_size": 32, "layers": [1, 1, 1, 1], "width": 8, "head_width": 16}
+        architecture = ARCHITECTURE | {"vision_cfg": vision}
+    model = saved(tmp_path / "run", ModelConfig("own", architecture, init_bias=bias, init_scale=20.0, mean=mean))
+    out = main(ExportSettings(run=str(tmp_path / "run"), out=str(tmp_path / "out")))
+
+    loaded, transform = open_clip.create_model_from_pretrained(f"local-dir:{out}")
+    loaded.eval()
+    picture = Image.effect_noise((50, 40), 60).convert("RGB")
+    picture.save(tmp_path / "a.png")
+    pixels = EvalTransform(32)((tmp_path / "a.png").read_bytes())
+    tokens = open_clip.get_tokenizer(f"local-dir:{out}")(["a red ring", "two cats"])
+    assert torch.equal(tokens, model.tokenizer(["a red ring", "two cats"]))
+    with torch.no_grad():
+        ours = model.image(torch.from_numpy(pixels)[None])
+        theirs = loaded.encode_image(transform(picture)[None], normalize=True)
+        assert torch.allclose(ours, theirs, atol=1e-5), f"images differ by {(ours - theirs).abs().max()}"
+        ours, theirs = model.text(tokens), loaded.encode_text(tokens, normalize=True)
+        assert torch.allclose(ours, theirs, atol=1e-6), f"texts differ by {(ours - theirs).abs().max()}"
+    assert torch.equal(loaded.logit_scale, model.logit_scale)
+    assert (loaded.logit_bias is None) == (bias is None)
+    if bias is not None:
+        assert loaded.logit_bias.item() == bias
+
+
+def test_matrices_are_written_in_the_type_asked_for_and_the_file_names_the_step(tmp_path: Path) -> None:
+    model = saved(tmp_path / "run", ModelConfig("own", ARCHITECTURE))
+    out = main(ExportSettings(run=str(tmp_path / "run"), dtype="bfloat16"))
+    assert out == tmp_path / "run/export"
+    with safe_open(out / "open_clip_model.safetensors", "pt") as file:
+        assert file.metadata()["step"] == "7"
+        found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+    assert found["visual.conv1.weight"].dtype == torch.bfloat16
+    assert found["visual.ln_pre.weight"].dtype == found["logit_scale"].dtype == torch.float32
+    assert torch.equal(found["visual.conv1.weight"], model.image.encoder.conv1.weight.bfloat16())
+    description = json.loads((out / "open_clip_config.json").read_text())["model_cfg"]
+    assert "patch_dropout" not in description["vision_cfg"]
+
+
+def test_exported_weights_start_another_run(tmp_path: Path) -> None:
+    model = saved(tmp_path / "run", ModelConfig("own", ARCHITECTURE))
+    out = main(ExportSettings(run=str(tmp_path / "run")))
+    torch.manual_seed(1)
+    again = build_model(ModelConfig("own", ARCHITECTURE, pretrained=str(out / "open_clip_model.safetensors")))
+    assert all(torch.equal(value, again.state_dict()[name]) for name, value in model.state_dict().items())
+
+
+def test_a_run_without_checkpoints_and_a_folder_that_is_none_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="no checkpoint in"):
+        main(ExportSettings(run=str(tmp_path / "empty")))
+    saved(tmp_path / "run", ModelConfig("own", ARCHITECTURE))
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"out=.*file: cannot be written"):
+        main(ExportSettings(run=str(tmp_path / "run"), out=str(tmp_path / "file")))
