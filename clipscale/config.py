@@ -160,6 +160,12 @@ def doubts(config: TrainConfig) -> list[str]:
         found.append(
             "model.batch_norm=frozen keeps the running statistics of random weights; give model.pretrained=PATH"
         )
+    if config.ramp.start is None and config.ramp != RampConfig():
+        found.append("ramp.samples and ramp.rule have no effect without ramp.start, the batch to begin with")
+    if config.optim.lr_scaling == "none" and config.optim.reference_batch is not None:
+        found.append("optim.reference_batch has no effect with optim.lr_scaling=none; choose sqrt or linear")
+    if config.precision.weights == "fp32" and not config.precision.master:
+        found.append("precision.master=false has no effect on fp32 weights; it goes with precision.weights=bf16")
     return found
 
 

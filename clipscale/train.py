@@ -182,6 +182,10 @@ class Run:
         """The loop, from `step` to `total`, and what follows it."""
         config = self.config
         results: dict[str, Any] = {}
+        if self.step >= self.total and self.world.main:
+            print(
+                f"run={config.run} is complete at step {self.step}: nothing is left to train; more samples= go on with it"
+            )
         try:
             with self.until_signalled():
                 while self.step < self.total:

@@ -83,7 +83,7 @@ def show_overview(verbs: dict[str, str]) -> None:
 
 def show_train(topics: Sequence[str]) -> None:
     """The main keys, or with `topics` all keys of those sections."""
-    sections, groups = meaning(*TRAIN), group_options()
+    sections = meaning(*TRAIN)
     choices, values = composed_defaults()
     if topics:
         for topic in topics:
@@ -95,8 +95,7 @@ def show_train(topics: Sequence[str]) -> None:
     print(f"{bold('Main keys')}, their defaults and what they mean")
     columns((key.name, shown(values.get(key.name, key.default)), spoken(key.doc)) for key in declared)
     print("  Counts are binary: 32k = 32,768, 1M = 1,048,576; a plain integer is itself.\n")
-    print(f"{bold('Groups')}: named sets of values, from conf/ (* the default)")
-    columns((f"{g}=", ", ".join(o + "*" * (o == choices.get(g)) for o in names)) for g, names in sorted(groups.items()))
+    show_groups(choices)
     print(f"\n{bold('Sections')}: `clipscale train --help SECTION` lists their keys")
     columns((f"{name}.", text) for name, text in sections.items())
     examples(TRAIN_EXAMPLES)
@@ -182,14 +181,26 @@ def show_completion(topics: Sequence[str]) -> None:
 
 
 def show_small(verb: str, example: str, words: str = "") -> None:
+    """The keys of a verb, and the groups of one that is composed from a file of its name in conf/."""
     print(f"Usage: clipscale {verb}{words} [KEY=VALUE ...]\n")
     columns((key.name, shown(key.default), spoken(key.doc)) for key in keys(*SMALL[verb]))
+    name = verb.rpartition(" ")[2]
+    if (conf_dir() / f"{name}.yaml").is_file():
+        print()
+        show_groups(composed_defaults(name)[0], everywhere=False)
     examples(example)
 
 
-def composed_defaults() -> tuple[dict[str, str], dict[str, Any]]:
-    """conf/train.yaml: the group choices it makes and the values it sets."""
-    file: dict[str, Any] = yaml.safe_load((conf_dir() / "train.yaml").read_text(encoding="utf-8"))
+def show_groups(choices: dict[str, str], *, everywhere: bool = True) -> None:
+    """The groups with their files; not `everywhere`: those that have a default."""
+    groups = [(g, names) for g, names in sorted(group_options().items()) if everywhere or g in choices]
+    print(f"{bold('Groups')}: named sets of values, from conf/ (* the default)")
+    columns((f"{g}=", ", ".join(o + "*" * (o == choices.get(g)) for o in names)) for g, names in groups)
+
+
+def composed_defaults(name: str = "train") -> tuple[dict[str, str], dict[str, Any]]:
+    """conf/`name`.yaml: the group choices it makes and the values it sets."""
+    file: dict[str, Any] = yaml.safe_load((conf_dir() / f"{name}.yaml").read_text(encoding="utf-8"))
     choices: dict[str, str] = {}
     for entry in file.pop("defaults"):
         if isinstance(entry, dict):

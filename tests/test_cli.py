@@ -70,6 +70,11 @@ def test_every_verb_has_help(say: Say, verb: str) -> None:
     assert "clipscale" in out
 
 
+def test_help_of_a_composed_verb_lists_its_groups_and_their_defaults(say: Say) -> None:
+    _, out, _ = say("data", "--help", "features")
+    assert "model=" in out and "vit-b32*" in out and "optim=" not in out, out
+
+
 # ---- completion ----
 
 

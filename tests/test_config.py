@@ -10,6 +10,7 @@ import yaml
 
 from clipscale.compose import typed
 from clipscale.config import CHOICES, LEAST, TrainConfig, check, doubts, normalise, to_yaml
+from clipscale.data.ramp import RampConfig
 from clipscale.data.stream import DataConfig
 from clipscale.distributed import LaunchConfig
 from clipscale.errors import UserError
@@ -17,6 +18,7 @@ from clipscale.keys import keys
 from clipscale.loss.api import LossConfig
 from clipscale.models.towers import ModelConfig
 from clipscale.optim import OptimConfig
+from clipscale.precision import PrecisionConfig
 from clipscale.usage import TRAIN
 
 
@@ -93,6 +95,19 @@ def test_a_locked_tower_of_random_weights_is_doubted() -> None:
     assert doubts(config(model=ModelConfig(freeze_image=True, pretrained_image="vit.pt"))) == []
     [line] = doubts(config(model=ModelConfig(freeze_image=True)))
     assert "model.pretrained_image=PATH" in line
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"ramp": RampConfig(samples=1000)}, "ramp.start"),
+        ({"optim": OptimConfig(reference_batch=1024)}, "optim.lr_scaling=none"),
+        ({"precision": PrecisionConfig(master=False)}, "precision.weights=bf16"),
+    ],
+)
+def test_settings_without_effect_are_doubted(changes: dict[str, Any], said: str) -> None:
+    [line] = doubts(config(**changes))
+    assert said in line and "no effect" in line
 
 
 def test_a_run_is_named_after_the_time_the_model_and_the_batch() -> None:

@@ -172,7 +172,7 @@ def test_shards_of_pictures_are_no_features(demo: Path, stored: dict[str, Path],
 def test_the_verb(command: Command, shards: str, tmp_path: Path) -> None:
     done = command("data", "features", "model=tiny", f"data.train={shards}", "out=features", "device=cpu")
     assert done.returncode == 0, done.stderr
-    assert "features of 48 samples" in done.stdout
+    assert "features of 48 samples" in done.stdout and "features of random weights" in done.stderr
     note = json.loads((tmp_path / "features/features.json").read_text())["features"]
     first = next(read_shard(str(next((tmp_path / "features").glob("*.tar"))), ReadProblem()))
     row = np.load(io.BytesIO(first.members["npy"]))

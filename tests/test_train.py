@@ -128,9 +128,12 @@ def test_a_run_learns_and_leaves_its_record(finished: Path) -> None:
     assert [p.name for p in checkpoint.found(finished)] == ["step_00000010.pt"]
 
 
-def test_resuming_a_finished_run_trains_no_further(demo: Path, finished: Path) -> None:
+def test_resuming_a_finished_run_says_so_and_trains_no_further(
+    demo: Path, finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = curve(finished)
     assert train(settings(demo, finished))["step"] == 10
+    assert "is complete at step 10: nothing is left to train" in capsys.readouterr().out
     assert curve(finished) == before
 
 
