@@ -10,11 +10,12 @@ from torch import Tensor, nn
 
 from clipscale import checkpoint, distributed
 from clipscale.config import TrainConfig
+from clipscale.data.stored import StoredRows
 from clipscale.distributed import World
 from clipscale.errors import UserError
 from clipscale.features import StoredTower, stored_rows
 from clipscale.loss.api import contrastive_loss
-from clipscale.models.towers import build_model
+from clipscale.models.towers import ClipModel, build_model
 from clipscale.noise import NoiseScale
 from clipscale.optim import build_optimizer
 from clipscale.precision import MasterWeights, Precision
@@ -33,9 +34,8 @@ class Learner:
         self.local_batch = config.batch // world.size
         torch.manual_seed(config.seed)
         self.precision = Precision(config.precision, world.device)
-        self.model = build_model(config.model)
-        self.stored = stored_rows(config.data, config.model, self.model)
-        self.model.to(world.device)
+        self.model = self.build_model()
+        self.stored = self.stored_rows()
         if self.stored:
             self.model.image.cpu()  # needed for evaluations alone
         if state is not None:
@@ -49,6 +49,14 @@ class Learner:
                 "log.noise_scale: FSDP2 keeps no gradient of a chunk to look at; leave it 0, or use launch.parallel=ddp"
             )
         self.noise = NoiseScale([self.model.image, self.model.text])
+
+    def build_model(self) -> ClipModel:
+        """The model of the settings, on this rank's device."""
+        return build_model(self.config.model).to(self.world.device)
+
+    def stored_rows(self) -> StoredRows | None:
+        """How the image tower's features are read, where they are read in the place of pictures."""
+        return stored_rows(self.config.data, self.config.model, self.model)
 
     def hold_weights(self) -> dict[str, MasterWeights]:
         """Put the towers' matrices into the precision they are to be held in; the optimizer's float32 copies by tower."""
