@@ -218,6 +218,12 @@ def export(argv: list[str]) -> int:
     return 0
 
 
+def doctor(argv: list[str]) -> int:
+    from clipscale.doctor import DoctorSettings, main
+
+    return main(simple(DoctorSettings, "doctor", argv))
+
+
 def bench(argv: list[str]) -> int:
     tools = {"loss": bench_loss, "step": bench_step, "data": bench_data}
     if not argv or argv[0] not in tools:
@@ -312,5 +318,6 @@ VERBS = {
     "report": Verb("draw a run: curves, results and retrieved images, on one page", report, usage.show_report),
     "export": Verb("a run's weights as a folder that open_clip loads", export, usage.show_export),
     "bench": Verb("`bench loss`, `step`, `data`: time and memory, beside other people's", bench, usage.show_bench),
+    "doctor": Verb("whether this machine is ready to train, found out by trying", doctor, usage.show_doctor),
     "completion": Verb("Tab completion for the shell", completion, usage.show_completion),
 }

@@ -26,6 +26,7 @@ SMALL = {
     "bench data": ("clipscale.bench.data", "DataBenchSettings"),
     "report": ("clipscale.cli", "ReportSettings"),
     "export": ("clipscale.export", "ExportSettings"),
+    "doctor": ("clipscale.doctor", "DoctorSettings"),
     "eval": EVAL,
 }
 """Where the keys of the other verbs are declared."""
@@ -159,6 +160,10 @@ def show_export(topics: Sequence[str]) -> None:
     show_small(
         "export", "clipscale export run=b32\nclipscale export run=b32 checkpoint=20000 dtype=float16 out=/models/b32"
     )
+
+
+def show_doctor(topics: Sequence[str]) -> None:
+    show_small("doctor", "clipscale doctor\nclipscale doctor run=/scratch/runs")
 
 
 BENCH_EXAMPLES = {

@@ -37,7 +37,7 @@ def test_the_overview_lists_the_verbs_that_exist(say: Say) -> None:
         status, out, err = say(*words)
         assert (status, err) == (0, "")
         assert set(VERBS) <= set(out.split())
-    assert set(VERBS) == {"train", "eval", "data", "report", "export", "bench", "completion"}
+    assert set(VERBS) == {"train", "eval", "data", "report", "export", "doctor", "bench", "completion"}
 
 
 def test_the_version_is_the_packages(say: Say) -> None:
@@ -63,7 +63,7 @@ def test_each_section_has_help_of_its_own(say: Say, section: str) -> None:
     assert f"  {section}." in out or f"  {section}=" in out
 
 
-@pytest.mark.parametrize("verb", ["eval", "data", "report", "export", "bench", "completion"])
+@pytest.mark.parametrize("verb", ["eval", "data", "report", "export", "doctor", "bench", "completion"])
 def test_every_verb_has_help(say: Say, verb: str) -> None:
     status, out, _ = say(verb, "--help")
     assert status == 0

@@ -1,0 +1,252 @@
+"""`clipscale doctor`: whether this machine is ready to train, found out by trying: devices, loss, processes, memory, decoding, folders.
+
+N: pairs, D: feature width.
+"""
+
+import io
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import psutil
+import torch
+from PIL import Image
+from rich.table import Table
+
+from clipscale import distributed
+from clipscale.data.config import DataConfig
+from clipscale.data.order import Draws
+from clipscale.data.room import free_memory
+from clipscale.data.stream import train_transform
+from clipscale.distributed import World
+from clipscale.loss.api import contrastive_loss
+from clipscale.loss.dense import dense_contrastive_loss
+from clipscale.models.towers import unit_rows
+from clipscale.report.environment import environment
+from clipscale.report.table import plain_console
+from clipscale.spelling import format_bytes
+
+PAIRS, WIDTH, SCALE = 96, 64, 20.0
+"""Of the loss that is tried, for each process."""
+ALLOWED = 1e-4
+"""Relative error of a float32 gradient that is still put down to rounding."""
+FILES = 1024
+"""Open files that a loader process with many lanes may need."""
+SIDE = 512
+EXTRAS = {
+    "s3fs": "s3:// addresses",
+    "gcsfs": "gs:// addresses",
+    "pyarrow": "Parquet tables",
+    "tensorboard": "log=tensorboard",
+}
+
+
+@dataclass
+class DoctorSettings:
+    """`clipscale doctor`: try what training needs on this machine; status 1 where something does not work."""
+
+    run: str = "runs"
+    """Folder that runs are to be written to."""
+    timeout_s: float = 120.0
+    """Seconds for the processes to find each other and compute one loss together."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """`level`: ok, note (works, but look at it), or problem."""
+
+    level: str
+    what: str
+    said: str
+
+
+def main(settings: DoctorSettings) -> int:
+    """Print what was found; 1 if there is a problem."""
+    console = plain_console()
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    problems = 0
+    for check in CHECKS:
+        with console.status(check.__name__):
+            findings = list(tried(check, settings))
+        for found in findings:
+            table.add_row(found.level, found.what, found.said)
+            problems += found.level == "problem"
+    console.print(table, markup=False)
+    return 1 if problems else 0
+
+
+def tried(check: Callable[[DoctorSettings], Iterator[Finding]], settings: DoctorSettings) -> Iterator[Finding]:
+    """A check's findings; one that itself fails is a problem found."""
+    try:
+        yield from check(settings)
+    except Exception as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        yield Finding("problem", check.__name__, f"{type(error).__name__}: {reason}")
+
+
+# -- what is tried -----------------------------------------------------------------------------------------------------
+
+
+def software(settings: DoctorSettings) -> Iterator[Finding]:
+    here = environment()
+    versions = ", ".join(f"{name} {version}" for name, version in here["versions"].items() if version)
+    yield Finding("ok", "software", f"Python {here['python']}, {versions}")
+    for package, use in EXTRAS.items():
+        if find_spec(package) is None:
+            yield Finding("note", "software", f"{package} is not installed: no {use}")
+
+
+def devices(settings: DoctorSettings) -> Iterator[Finding]:
+    if not torch.cuda.is_available():
+        driver = shutil.which("nvidia-smi") or Path("/proc/driver/nvidia/version").exists()
+        if not driver:
+            yield Finding("note", "devices", "no GPU: training runs on the CPU")
+        elif torch.version.cuda is None:
+            yield Finding("problem", "devices", "there is a GPU driver, but this torch is built without CUDA")
+        else:
+            yield Finding(
+                "problem",
+                "devices",
+                f"there is a GPU driver, but torch (CUDA {torch.version.cuda}) finds no device: the driver may be too old for it, or "
+                f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '')!r} hides it",
+            )
+    for number in range(torch.cuda.device_count()):
+        of = torch.cuda.get_device_properties(number)
+        free, total = torch.cuda.mem_get_info(number)
+        said = f"GPU {number}: {of.name}, {format_bytes(free)} of {format_bytes(total)} free"
+        if of.major < 8:
+            yield Finding("note", "devices", f"{said}; no bf16 arithmetic: use precision=fp16")
+        elif free < 0.9 * total:
+            yield Finding("note", "devices", f"{said}; another process is using it")
+        else:
+            yield Finding("ok", "devices", said)
+
+
+def loss(settings: DoctorSettings) -> Iterator[Finding]:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    yield judged("loss", f"the gradient on {device.type}", loss_error(World(0, 1, 0, device)))
+
+
+def processes(settings: DoctorSettings) -> Iterator[Finding]:
+    """One process a GPU (two on a CPU) start, find each other, and compute one loss around a ring."""
+    count = torch.cuda.device_count() or 2
+    if count == 1:
+        return
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
+    begun = time.monotonic()
+    try:
+        done = subprocess.run(
+            [*command, "-m", "clipscale.doctor"], capture_output=True, text=True, timeout=settings.timeout_s
+        )
+    except subprocess.TimeoutExpired:
+        yield Finding(
+            "problem",
+            "processes",
+            f"{count} processes did not compute a loss together in timeout_s={settings.timeout_s:g}; with NCCL_DEBUG=INFO they say "
+            "what they wait for",
+        )
+        return
+    errors = [line.partition("=")[2] for line in done.stdout.splitlines() if line.startswith("error=")]
+    if done.returncode or not errors:
+        last = [line for line in done.stderr.splitlines() if "Error" in line] or ["no answer"]
+        yield Finding("problem", "processes", f"{count} processes could not compute a loss together: {last[0].strip()}")
+        return
+    took = f"{count} processes on a ring, {time.monotonic() - begun:.0f} s with their start; their gradient"
+    yield judged("processes", took, float(errors[0]))
+
+
+def memory(settings: DoctorSettings) -> Iterator[Finding]:
+    total = psutil.virtual_memory().total
+    yield Finding("ok", "memory", f"{format_bytes(free_memory())} free for this process, of {format_bytes(total)}")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < FILES:
+        yield Finding(
+            "note",
+            "memory",
+            f"{soft} open files are allowed; data.lanes=64 may need more: ulimit -n {min(hard, 65536)}",
+        )
+
+
+def decoding(settings: DoctorSettings) -> Iterator[Finding]:
+    """A noisy picture, which is about as much work as a photograph, for half a second on one core."""
+    file = io.BytesIO()
+    Image.effect_noise((SIDE, SIDE), 60).convert("RGB").save(file, "JPEG", quality=80)
+    transform, out, count = train_transform(DataConfig(), 224), np.empty((3, 224, 224), np.uint8), 0
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        begun = time.perf_counter()
+        while (passed := time.perf_counter() - begun) < 0.5 or count < 10:
+            transform(file.getvalue(), Draws(count), out)
+            count += 1
+    finally:
+        torch.set_num_threads(threads)
+    cores = environment()["cpus"]
+    yield Finding(
+        "ok", "decoding", f"{count / passed:.0f} pictures of {SIDE} pixels a second on one core; {cores} cores"
+    )
+
+
+def folders(settings: DoctorSettings) -> Iterator[Finding]:
+    path = Path(settings.run).expanduser()
+    there = next(folder for folder in (path, *path.resolve().parents) if folder.is_dir())
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        yield Finding("problem", "folders", f"run={settings.run}: {there} cannot be written ({error.strerror})")
+        return
+    yield Finding("ok", "folders", f"{path}: {format_bytes(shutil.disk_usage(there).free)} free")
+
+
+CHECKS = (software, devices, loss, processes, memory, decoding, folders)
+
+
+# -- the loss against its definition -----------------------------------------------------------------------------------
+
+
+def judged(what: str, of: str, error: float) -> Finding:
+    """`not <=` also finds an error that is no number."""
+    said = f"{of} differs from float64's by {error:.0e}"
+    return Finding("ok", what, said) if error <= ALLOWED else Finding("problem", what, f"{said}: that is not rounding")
+
+
+def loss_error(world: World) -> float:
+    """Largest error of this process's share of the float32 gradient, relative to the largest entry of the dense float64 one."""
+    draws = torch.Generator().manual_seed(0)
+    u, v = (unit_rows(torch.randn(PAIRS * world.size, WIDTH, generator=draws, dtype=torch.float64)) for _ in range(2))
+    true = [x.clone().requires_grad_() for x in (u, v)]
+    dense_contrastive_loss(*true, torch.tensor(SCALE, dtype=torch.float64)).backward()
+    own = slice(PAIRS * world.rank, PAIRS * (world.rank + 1))
+    found = [x[own].float().to(world.device).requires_grad_() for x in (u, v)]
+    contrastive_loss(*found, torch.tensor(SCALE, device=world.device), fp32_precision="ieee").backward()
+    worst = 0.0
+    for ours, truth in zip(found, true):
+        assert ours.grad is not None and truth.grad is not None
+        difference = (ours.grad.double().cpu() - truth.grad[own]).abs().max() / truth.grad.abs().max()
+        worst = max(worst, difference.item()) if difference.isfinite() else float("inf")
+    return worst
+
+
+def rank() -> None:
+    """One of the processes that torchrun starts for `processes`."""
+    world = distributed.start("auto")
+    try:
+        errors = world.gather(loss_error(world))
+        if world.main:
+            print(f"error={max(errors)}", flush=True)
+    finally:
+        distributed.stop()
+
+
+if __name__ == "__main__":
+    rank()

@@ -1,0 +1,85 @@
+"""The doctor finds a healthy machine healthy, and what is broken broken."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from clipscale import doctor
+from clipscale.doctor import DoctorSettings, Finding, main
+
+
+def only(monkeypatch: pytest.MonkeyPatch, *checks: str) -> None:
+    monkeypatch.setattr(doctor, "CHECKS", tuple(getattr(doctor, name) for name in checks))
+
+
+def test_a_machine_that_works_has_no_problems(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Also that two processes compute a loss together."""
+    assert main(DoctorSettings(run=str(tmp_path / "runs/deep"))) == 0
+    out = capsys.readouterr().out
+    for said in (
+        "software",
+        "devices",
+        "loss",
+        "2 processes on a ring" if not torch.cuda.is_available() else "",
+        "free",
+        "pictures of 512",
+    ):
+        assert said in out, out
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_wrong_gradient_is_a_problem(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    only(monkeypatch, "loss")
+    right = doctor.contrastive_loss
+    monkeypatch.setattr(doctor, "contrastive_loss", lambda *args, **options: 1.001 * right(*args, **options))
+    assert main(DoctorSettings()) == 1
+    assert "that is not rounding" in capsys.readouterr().out
+    monkeypatch.setattr(doctor, "contrastive_loss", lambda *args, **options: float("nan") * right(*args, **options))
+    assert main(DoctorSettings()) == 1
+
+
+def test_processes_that_do_not_answer_in_time_are_a_problem(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    only(monkeypatch, "processes")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert main(DoctorSettings(timeout_s=0.05)) == 1
+    assert "timeout_s=0.05" in capsys.readouterr().out
+
+
+def test_a_folder_that_cannot_be_written_is_a_problem(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    only(monkeypatch, "folders")
+    assert main(DoctorSettings(run="/proc/runs")) == 1
+    assert "run=/proc/runs: /proc cannot be written" in capsys.readouterr().out
+
+
+def test_a_check_that_fails_is_a_problem_and_the_others_go_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(settings: DoctorSettings) -> Iterator[Finding]:
+        yield Finding("ok", "broken", "so far so good")
+        raise RuntimeError("no such thing\nand more")
+
+    monkeypatch.setattr(doctor, "CHECKS", (broken, doctor.memory))
+    assert main(DoctorSettings()) == 1
+    out = capsys.readouterr().out
+    assert "so far so good" in out and "RuntimeError: no such thing" in out and "and more" not in out
+    assert "free for this process" in out
+
+
+def test_a_driver_without_a_device_is_a_problem_and_no_driver_is_none(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    only(monkeypatch, "devices")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: "/usr/bin/nvidia-smi")
+    assert main(DoctorSettings()) == 1
+    assert "finds no device" in capsys.readouterr().out
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    if not Path("/proc/driver/nvidia/version").exists():
+        assert main(DoctorSettings()) == 0
