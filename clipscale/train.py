@@ -124,6 +124,7 @@ class Run:
             folder=self.config.offload_dir or str(self.folder),
             stored=self.learner.stored,
             free=free,
+            device=self.world.device,
         )
 
     def open_metrics(self) -> MetricLog:
@@ -274,7 +275,9 @@ class Run:
             **{f"mem_{name}_bytes": phases.extra_bytes(name) for name in phases.seconds},
             "host_rss_bytes": psutil.Process().memory_info().rss,
             "broken": sum(self.stream.broken.values()),
+            "broken_by": dict(self.stream.broken),
             "faults": sum(self.stream.seen.values()),
+            "faults_by": dict(self.stream.seen),
             "truncated": self.stream.truncated,
             "mfu": self.flops.utilisation(rate / self.world.size),
             **noise,

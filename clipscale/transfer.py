@@ -20,10 +20,10 @@ def copy_stream(device: torch.device) -> torch.cuda.Stream:
 class DeviceRows:
     """Input of one tower for `GradCache`: chunks of host rows as tensors on the device.
 
-    `rows(start, stop)` blocks until those rows have arrived from the loader. On a GPU copies run on a stream of their own, at most
-    `AHEAD` chunks beyond the computation, so that device memory does not grow with the batch. `resident` keeps every chunk there
-    for the second pass instead. `passing` rows are overwritten when rows have been asked for twice more: on a CPU, where nothing
-    copies them to a device, they are copied, since a kept graph may hold on to them.
+    `rows(start, stop)` blocks until those rows have arrived from the loader; rows that are decoded on the device are there already. On a
+    GPU copies run on a stream of their own, at most `AHEAD` chunks beyond the computation, so that device memory does not grow with the
+    batch. `resident` keeps every chunk there for the second pass instead. `passing` rows are overwritten when rows have been asked for
+    twice more: on a CPU, where nothing copies them to a device, they are copied, since a kept graph may hold on to them.
     """
 
     def __init__(
@@ -58,9 +58,9 @@ class DeviceRows:
         self.computed.append(compute.record_event())
         if len(self.computed) >= AHEAD:
             self.computed.popleft().synchronize()
-        host = self.rows(start, stop)
         with torch.cuda.stream(self.copies):
-            chunk = host.to(self.device, non_blocking=True)
+            # rows that are decoded on the device are made there, on this stream
+            chunk = self.rows(start, stop).to(self.device, non_blocking=True)
         compute.wait_stream(self.copies)
         # The memory belongs to the copy stream; without this it could be handed out again while the computation still reads it.
         chunk.record_stream(compute)

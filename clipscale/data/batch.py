@@ -25,8 +25,8 @@ log = logging.getLogger(__name__)
 PAGE = 4096
 BUFFERS = 3
 """Chunks in a window at once: the one computed on, the one being copied to the device, and the one being made ready."""
-RECIPE = 9
-"""Numbers noted of an encoded picture: where its bytes begin, how many, and the seven of its crop (decode.py)."""
+RECIPE = 11
+"""Numbers noted of an encoded picture: the four of tiers.Recipe, and the seven of its crop (decode.py)."""
 
 
 def sample_id(url: str, key: str) -> int:
@@ -61,17 +61,28 @@ class Layout:
     dtype: str = "uint8"
     """Of an image row."""
     tier: str = "host"
-    """Where image rows wait: `host` memory, `disk`, or `encoded` in host memory as the picture's bytes."""
+    """Where image rows wait: `host` memory, `disk`, `encoded` in host memory as the picture's bytes, or `device`: the same, to be decoded
+    on the device (data.decode=gpu)."""
     chunk: int = 1
     """disk, encoded: samples that are made ready in host memory at once."""
     pool: int = 0
-    """encoded: bytes that the pictures of one slot may take. Address space: memory is taken as it is written to."""
+    """encoded, device: bytes that the pictures of one slot may take. Address space: memory is taken as it is written to."""
     folder: str | None = None
     """disk: where the file lies; it has no name there. None: the system's folder for temporary files."""
 
     @property
     def row_bytes(self) -> int:
         return math.prod(self.row) * np.dtype(self.dtype).itemsize
+
+    @property
+    def encoded(self) -> bool:
+        """Whether pictures wait as their bytes."""
+        return self.tier in ("encoded", "device")
+
+    @property
+    def setting(self) -> str:
+        """The setting that has rows wait as they do."""
+        return "data.decode=gpu" if self.tier == "device" else f"offload={self.tier}"
 
     def slot_parts(self) -> dict[str, Part]:
         """The arrays of one slot in shared memory."""
@@ -81,19 +92,21 @@ class Layout:
         }
         if self.tier == "host":
             parts["rows"] = _part((self.samples, *self.row), self.dtype)
-        elif self.tier == "encoded":
+        elif self.encoded:
             parts["recipes"] = _part((self.samples, RECIPE), "int64")
             parts["pool"] = _part((self.pool,), "uint8")
         return parts
 
     def window_part(self) -> Part:
-        """The buffers in which chunks are made ready; none where rows wait in memory anyway."""
-        return _part((BUFFERS if self.tier != "host" else 0, min(self.chunk, self.samples), *self.row), self.dtype)
+        """The buffers in which chunks are made ready; none where rows wait in memory anyway, or become rows on the device."""
+        return _part(
+            (BUFFERS if self.tier in ("disk", "encoded") else 0, min(self.chunk, self.samples), *self.row), self.dtype
+        )
 
     def memory_bytes(self, picture_bytes: float | None = None) -> int:
-        """Host memory of the whole; for `encoded` with pictures of so many bytes on average (None: as many as the pool can hold)."""
+        """Host memory of the whole; where pictures wait, with pictures of so many bytes on average (None: as many as the pool can hold)."""
         total = self.slots * sum(part.size for part in self.slot_parts().values()) + self.window_part().size
-        if self.tier == "encoded" and picture_bytes is not None:
+        if self.encoded and picture_bytes is not None:
             total -= self.slots * max(0, self.pool - int(self.samples * picture_bytes))
         return total
 
@@ -148,6 +161,8 @@ class Arena:
 
     def pin(self) -> None:
         """Page-lock what is copied to the GPU, so that copies run beside computation. Needs CUDA."""
+        if self.layout.tier == "device":
+            return  # its decoder takes the bytes to the GPU by itself
         end = None if self.layout.tier == "host" else self.layout.window_part().size
         block = torch.frombuffer(self._memory, dtype=torch.uint8)[:end]
         failed = torch.cuda.cudart().cudaHostRegister(block.data_ptr(), block.numel(), 0)
@@ -200,26 +215,35 @@ def _reserved_file(folder: str | None, size: int) -> int:
 
 
 class HostBatch:
-    """One local batch, valid until the next is asked for. Rows may still be on their way: access blocks until they are there."""
+    """One local batch, valid until the next is asked for. Rows may still be on their way: access blocks until they are there.
+
+    `rows` makes image rows ready that do not wait in memory as they are.
+    """
 
     def __init__(
-        self, slot: Slot, size: int, wait: Callable[[int], None], rows: Callable[[int, int], Tensor] | None = None
+        self,
+        slot: Slot,
+        size: int,
+        wait: Callable[[int], None],
+        rows: Callable[[int, int], Tensor] | None = None,
+        *,
+        passing: bool = False,
     ) -> None:
         self._size, self._wait = size, wait
         self._tokens, self._ids = torch.from_numpy(slot["tokens"]), torch.from_numpy(slot["ids"])
         self._rows = rows
         self._images = None if rows else torch.from_numpy(slot["rows"])
+        self.passing = passing
+        """Whether what `pixels` returns is overwritten soon: it holds until pixels have been asked for twice more."""
 
     def __len__(self) -> int:
         return self._size
 
-    @property
-    def passing(self) -> bool:
-        """Whether what `pixels` returns is overwritten soon: it holds until pixels have been asked for twice more."""
-        return self._images is None
-
     def pixels(self, start: int, stop: int) -> Tensor:
-        """(stop - start, C, S, S) uint8, or stored features, a view of the batch's memory. Raises UserError if the workers cannot go on."""
+        """(stop - start, C, S, S) uint8, or stored features: a view of the batch's memory, or with data.decode=gpu on the device.
+
+        Raises UserError if the workers cannot go on.
+        """
         self._wait(stop)
         if self._images is not None:
             return self._images[start:stop]

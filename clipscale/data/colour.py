@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from clipscale.data.order import Draws
 
@@ -27,11 +28,14 @@ class Colour:
 
     def __call__(self, pixels: np.ndarray, draws: Draws) -> np.ndarray:
         """(C, S, S) uint8 to the same."""
+        return self.changed(torch.from_numpy(np.ascontiguousarray(pixels)), draws).numpy()
+
+    def changed(self, image: Tensor, draws: Draws) -> Tensor:
+        """(C, S, S) uint8, on any device, to the same."""
         from torchvision.transforms.v2 import (
             functional as F,
         )  # here, since workers that change no colours need not load it
 
-        image = torch.from_numpy(np.ascontiguousarray(pixels))
         if draws.uniform() < self.probability:
             steps = (F.adjust_brightness, F.adjust_contrast, F.adjust_saturation)
             for step, strength in zip(steps, self.strengths):
@@ -41,4 +45,4 @@ class Colour:
                 image = F.adjust_hue(image, draws.uniform(-hue, hue))
         if draws.uniform() < self.grey:
             image = F.rgb_to_grayscale(image, num_output_channels=3)
-        return image.numpy()
+        return image

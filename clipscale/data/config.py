@@ -30,7 +30,7 @@ class AugmentConfig:
         return Colour(self.jitter, self.jitter_probability if any(self.jitter) else 0.0, self.greyscale)
 
 
-DECODE = ("exact", "fast")
+DECODE = ("exact", "fast", "gpu")
 
 
 @dataclass
@@ -100,7 +100,8 @@ class DataConfig:
     filter: FilterConfig = field(default_factory=FilterConfig)
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     decode: str = "exact"
-    """`exact`: the pixels of open_clip's transform; `fast`: large JPEGs are decoded at 1/2, 1/4 or 1/8 of their size first."""
+    """`exact`: the pixels of open_clip's transform; `fast`: large JPEGs are decoded at 1/2, 1/4 or 1/8 of their size first; `gpu`: JPEGs
+    are decoded and resized on the GPU, with offload=encoded for each pass, with offload=none once."""
     max_pixels: int = 89_478_485
     """Larger images are skipped as broken (`huge_image`)."""
     allow_pipe: bool = False

@@ -24,6 +24,14 @@ Image.init()
 _FORMATS = tuple(name for name in ("JPEG", "PNG", "WEBP", "AVIF", "GIF", "BMP", "TIFF") if name in Image.OPEN)
 """The decoders Pillow may use: pictures only, none that runs a program (as EPS would)."""
 _ORIENTATION = 0x0112
+_RGB_IDS = (82, 71, 66)
+"""Names of a JPEG's components, as letters, by which libjpeg takes them for red, green and blue where no marker says what they are."""
+_TAIL = 64
+"""Bytes at a JPEG's end among which its last marker must be, or it counts as cut off."""
+MOST_DEVICE_PIXELS = 2**24
+"""Larger pictures would take too much of a device's memory at once: decoded and as numbers to resize."""
+MOST_SHRINK = 16
+"""CUDA's antialiased resizing holds the weights of a pixel in shared memory, which bounds how much smaller it can make a picture."""
 
 
 class BrokenSampleError(Exception):
@@ -103,8 +111,10 @@ class Picture:
                 raise BrokenSampleError("huge_image", f"{self.width} x {self.height} pixels")
             # Pillow itself turns TIFF
             turned = "exif" in self._image.info and self._image.format != "TIFF"
-            self._orientation = self._image.getexif().get(_ORIENTATION, 1) if turned else 1
-            if self._orientation in range(5, 9):
+            orientation = self._image.getexif().get(_ORIENTATION, 1) if turned else 1
+            self.orientation: int = orientation if orientation in range(1, 9) else 1
+            """EXIF's: how the picture as it is stored has to be turned."""
+            if self.orientation >= 5:
                 self.width, self.height = self.height, self.width
 
     def decode(self, reduce: int = 1) -> np.ndarray:
@@ -114,12 +124,22 @@ class Picture:
                 pixels = _decode_jpeg(self._data, self._image, reduce)
             else:
                 pixels = _decode_other(self._image)
-            return _upright(pixels, self._orientation)
+            return _upright(pixels, self.orientation)
 
     @property
     def is_jpeg(self) -> bool:
         """Whether it can be decoded at a smaller size."""
         return self._image.format == "JPEG" and self._image.mode in ("RGB", "L")
+
+    def fits_device(self, crop: "Crop", side: int) -> bool:
+        """Whether a GPU's decoder and resizing can be trusted with it: a JPEG that is not cut off, in YCbCr or grey, not too large."""
+        if not self.is_jpeg or self.width * self.height > MOST_DEVICE_PIXELS:
+            return False
+        if max(crop.right - crop.left, crop.bottom - crop.top) > MOST_SHRINK * side:
+            return False
+        ids = tuple(component[0] for component in getattr(self._image, "layer", ()))
+        coded_as_rgb = ids == _RGB_IDS or (len(ids) == 3 and self._image.info.get("adobe_transform") == 0)
+        return not coded_as_rgb and self._data.rfind(b"\xff\xd9", -_TAIL) >= 0
 
 
 @contextmanager
@@ -156,16 +176,17 @@ def _decode_other(image: Image.Image) -> np.ndarray:
 
 
 def _upright(pixels: np.ndarray, orientation: int) -> np.ndarray:
-    """Undo the camera's turn by the EXIF orientation's definition: 5 to 8 swap the axes, then some axes run backwards."""
-    if orientation not in range(2, 9):
-        return pixels
-    if orientation >= 5:
+    """(H, W, C) as stored to upright."""
+    swapped, down, across = turn(orientation)
+    if swapped:
         pixels = pixels.swapaxes(0, 1)
-    if orientation in (3, 4, 7, 8):
-        pixels = pixels[::-1]
-    if orientation in (2, 3, 6, 7):
-        pixels = pixels[:, ::-1]
-    return np.ascontiguousarray(pixels)
+    return np.ascontiguousarray(pixels[:: -1 if down else 1, :: -1 if across else 1])
+
+
+def turn(orientation: int) -> tuple[bool, bool, bool]:
+    """What makes a stored picture upright, by the EXIF orientation's definition: whether to swap its axes, and then, whether to reverse
+    its rows from top to bottom and its columns from left to right."""
+    return orientation >= 5, orientation in (3, 4, 7, 8), orientation in (2, 3, 6, 7)
 
 
 def resize(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
@@ -182,6 +203,17 @@ def resize(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
 
 Box = tuple[int, int, int, int]
 """Left, top, right, bottom, in source pixels."""
+
+
+def stored_box(box: Box, orientation: int, width: int, height: int) -> Box:
+    """Where a box of the upright picture, which has that width and height, lies in the picture as it is stored."""
+    left, top, right, bottom = box
+    swapped, down, across = turn(orientation)
+    if down:
+        top, bottom = height - bottom, height - top
+    if across:
+        left, right = width - right, width - left
+    return (top, left, bottom, right) if swapped else (left, top, right, bottom)
 
 
 def random_box(width: int, height: int, scale: tuple[float, float], ratio: tuple[float, float], draws: Draws) -> Box:

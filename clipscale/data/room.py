@@ -18,11 +18,15 @@ PEEK = 64
 """Samples of the first shard from which the size of encoded pictures is estimated."""
 MARGIN = 0.9
 """Share of the free memory that the pictures may take."""
+HEADROOM = 1.25
+"""For the device's decoder: how much more than their mean size the pictures of a batch may take before the loaders decode some."""
 REMEDIES = {
     "host": "offload=encoded (the pictures' own bytes), offload=disk, data.buffers=1, a smaller batch or more machines",
     "encoded": "offload=disk, data.buffers=1, a smaller batch or more machines",
+    "device": "data.decode=exact with offload=disk, data.buffers=1, a smaller batch or more machines",
     "disk": "a smaller batch or more machines",
 }
+JPEG = b"\xff\xd8\xff"
 _GROUP = Path("/sys/fs/cgroup")
 
 
@@ -36,10 +40,16 @@ def free_memory() -> int:
     return max(0, free)
 
 
-def picture_bytes(urls: Sequence[str], types: Sequence[str], row_bytes: int, access: Access) -> float | None:
-    """Mean bytes that `encoded` keeps of a picture, by the first samples of the first shard; None where it shows none."""
+def picture_bytes(urls: Sequence[str], types: Sequence[str], layout: Layout, access: Access) -> float | None:
+    """Mean bytes that are kept of a picture, by the first samples of the first shard; None where it shows none."""
+
+    def kept(data: bytes) -> int:
+        if layout.tier == "device":
+            return len(data) if data.startswith(JPEG) else layout.row_bytes
+        return min(len(data), layout.row_bytes)
+
     raws = read_shard(urls[0], ReadProblem(), lambda index: index < PEEK, types, store=Store(access))
-    sizes = [min(len(data), row_bytes) for raw in islice(raws, PEEK) for data in list(raw.members.values())[:1]]
+    sizes = [kept(data) for raw in islice(raws, PEEK) for data in list(raw.members.values())[:1]]
     raws.close()
     return sum(sizes) / len(sizes) if sizes else None
 
@@ -52,22 +62,23 @@ def fitted(layout: Layout, expected: float | None = None, free: int | None = Non
     """
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     share = (free_memory() if free is None else free) / processes
-    most = layout.samples * layout.row_bytes
-    if layout.tier == "encoded":
-        room = MARGIN * share - replace(layout, pool=0).memory_bytes()
-        layout = replace(layout, pool=max(0, min(most, int(room / layout.slots))))
+    if layout.encoded:
         picture = layout.row_bytes if expected is None else expected
-        need = replace(layout, pool=most).memory_bytes(picture)
+        most = layout.samples * max(layout.row_bytes, int(HEADROOM * picture) if layout.tier == "device" else 0)
+        room = MARGIN * share - replace(layout, pool=0).memory_bytes()
+        # pictures that are larger than their pixels can be kept as these
+        least = replace(layout, pool=most).memory_bytes(min(picture, layout.row_bytes))
+        layout = replace(layout, pool=max(0, min(most, int(room / layout.slots))))
+        need = max(least, layout.memory_bytes(picture))
     else:
-        need = layout.memory_bytes()
+        least = need = layout.memory_bytes()
     each = f"{layout.slots} x {layout.samples} samples need {format_bytes(need)} of host memory in each process"
-    if need > (MARGIN if layout.tier == "encoded" else 1) * share:
+    if least > (MARGIN if layout.encoded else 1) * share:
         raise UserError(
-            f"offload={layout.tier}: {each}, and {format_bytes(share)} are free for each of {processes}; "
-            f"take {REMEDIES[layout.tier]}"
+            f"{layout.setting}: {each}, and {format_bytes(share)} are free for each of {processes}; take {REMEDIES[layout.tier]}"
         )
-    said = f"batch memory: offload={layout.tier}, {each}, of {format_bytes(share)} free for each of {processes}"
-    if layout.tier == "encoded" and expected is not None:
+    said = f"batch memory: {layout.setting}, {each}, of {format_bytes(share)} free for each of {processes}"
+    if layout.encoded and expected is not None:
         said += f" ({expected / 1000:.0f} kB a picture; offload=host: {format_bytes(replace(layout, tier='host').memory_bytes())})"
     if layout.tier == "disk":
         said += f", and {format_bytes(layout.disk_bytes())} in {layout.folder}"

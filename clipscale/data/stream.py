@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -18,6 +19,7 @@ from clipscale.data.batch import Arena, HostBatch, Layout, Slot
 from clipscale.data.choose import choose_order, list_shards
 from clipscale.data.config import DataConfig, check
 from clipscale.data.decode import IMAGE_TYPES, TrainTransform
+from clipscale.data.device import DeviceDecoder, jpeg_decoder
 from clipscale.data.filters import selection
 from clipscale.data.lanes import TRUNCATED, LaneShare, Plan, Producer
 from clipscale.data.order import Epochs, fingerprint, lane_bounds
@@ -58,16 +60,20 @@ class TrainStream:
         folder: str | None = None,
         stored: StoredRows | None = None,
         free: int | None = None,
+        device: torch.device | None = None,
     ) -> None:
         """`batch` is the global batch, a multiple of `world`; `position` a record merged over ranks, to go on from.
 
         `sizes` says how large the i-th batch from here on is, where it is not always `batch`: it never shrinks, ends at `batch`, and every
         size is a multiple of `world` and of the lanes, so that all lanes come to the end of an epoch together. `tier` says where image rows
-        wait (tiers.py): in pieces of `chunk`, on disk in `folder`. With `stored`, image rows are features read from the shards.
+        wait (tiers.py): in pieces of `chunk`, on disk in `folder`. With `stored`, image rows are features read from the shards. With
+        data.decode=gpu, pictures wait as their bytes and `device` decodes them.
         `free` is the memory there was before any process of this machine took its share (None: what there is now).
         Raises UserError for settings or shards that cannot work.
         """
         check(config, batch, world)
+        if config.decode == "gpu" and not stored:
+            tier, decoder = "device", jpeg_decoder(device or torch.device("cpu"))
         chosen = selection(config.caption_key, config.captions, config.templates, config.filter)
         self._sizes = sizes or (lambda _: batch)
         urls, weights = list_shards(config)
@@ -94,7 +100,7 @@ class TrainStream:
             chunk=chunk,
             folder=folder,
         )
-        size = picture_bytes(urls, types, layout.row_bytes, access) if tier == "encoded" else None
+        size = picture_bytes(urls, types, layout, access) if layout.encoded else None
         layout, self.memory = fitted(layout, size, free)
         """A line that states the memory the batches take."""
         self._arena = Arena(layout)
@@ -142,7 +148,11 @@ class TrainStream:
         self._loaded: dict[int, list[int]] = {}
         self._ticket = 0
         self._threads: ThreadPoolExecutor | None = None
-        self._window = None if tier == "host" else self._open_window(transform)
+        self._window = self._open_window(transform) if tier in ("disk", "encoded") else None
+        self._device_rows: DeviceDecoder | None = None
+        if tier == "device":
+            assert isinstance(transform, TrainTransform)
+            self._device_rows = DeviceDecoder(transform, decoder, self.broken, self.seen)
 
     def _open_window(self, transform: Transform) -> Window:
         """What brings image rows back from where they wait: the workers for encoded pictures, else threads of this process."""
@@ -184,11 +194,15 @@ class TrainStream:
                 raise ValueError(f"row {stop} lies outside the local batch of {size}")
             self._wait(step, stop)
 
+        if self._device_rows:
+            return HostBatch(slot, size, wait, partial(self._device_rows, slot))
         window = self._window
         if window is None:
             return HostBatch(slot, size, wait)
         window.open(slot, size)
-        return HostBatch(slot, size, wait, lambda start, stop: window.rows(start, stop, self._arrived(step, size)))
+        return HostBatch(
+            slot, size, wait, lambda start, stop: window.rows(start, stop, self._arrived(step, size)), passing=True
+        )
 
     def position(self) -> dict[str, Any]:
         """Where this rank's lanes stand after the last batch handed out; plain and JSON-like. Blocks until that batch is complete."""

@@ -1,14 +1,15 @@
 """Where image rows wait between the two passes (offload=host|disk|encoded): how a sample is put there, and how it comes back.
 
 `host` keeps pixels. `disk` keeps pixels in a file, read back chunk by chunk. `encoded` keeps the picture's own bytes with the crop that was
-drawn, and decodes chunk by chunk, for each pass anew: the same bytes and the same crop give the same pixels.
+drawn, and decodes chunk by chunk, for each pass anew: the same bytes and the same crop give the same pixels. `device` keeps them too, and
+device.py decodes.
 
 C: channels, S: side in pixels.
 """
 
 import os
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -43,10 +44,9 @@ def tier_of(arena: Arena, transform: Transform, share: tuple[int, int]) -> Tier:
     """The arena's tier, for a process that fills its places share[0]..share[1], counted over all processes of the rank."""
     if arena.layout.tier == "disk":
         return DiskTier(arena, transform)
-    if arena.layout.tier == "encoded":
+    if arena.layout.encoded:
         assert isinstance(transform, TrainTransform)
-        first, stop = (part * arena.layout.pool // arena.layout.samples for part in share)
-        return EncodedTier(arena, transform, first, stop)
+        return (DeviceTier if arena.layout.tier == "device" else EncodedTier)(arena, transform, share)
     return HostTier(transform)
 
 
@@ -107,6 +107,23 @@ class DiskTier:
         )
 
 
+GREY = 128
+"""Of a picture that turned out to be broken when its place had been given."""
+
+
+class Recipe(NamedTuple):
+    """How a picture in the pool becomes an image row, its crop aside."""
+
+    begin: int
+    """Where its bytes, or its pixels, begin; -1: neither is of use, and the row is grey."""
+    size: int
+    """Bytes; 0: pixels."""
+    area: int = 0
+    """Pixels of the whole picture, where the device decodes it."""
+    orientation: int = 0
+    """How it has to be turned, where the device decodes it, else 0."""
+
+
 class EncodedTier:
     """Pictures as they came from the shard, one behind the other in this process's stretch of the slot's pool, and their crops.
 
@@ -114,10 +131,10 @@ class EncodedTier:
     the fullest batch has needed is ever memory.
     """
 
-    def __init__(self, arena: Arena, transform: TrainTransform, first: int, stop: int) -> None:
+    def __init__(self, arena: Arena, transform: TrainTransform, share: tuple[int, int]) -> None:
         self._layout, self._transform = arena.layout, transform
-        self._first, self._stop = first, stop
-        self._end = first
+        self._first, self._stop = (part * arena.layout.pool // arena.layout.samples for part in share)
+        self._end = self._first
         self._row = np.empty(arena.layout.row, arena.layout.dtype)
 
     def begin(self, slot: Slot) -> None:
@@ -128,28 +145,68 @@ class EncodedTier:
         picture = Picture(data, self._transform.max_pixels)
         crop = self._transform.crop(picture, draws)
         cut = self._transform.cut(picture, crop)
-        kept: np.ndarray = np.frombuffer(data, np.uint8)
-        size = len(data)
-        if size >= self._layout.row_bytes:
-            self._transform.render(cut, crop, self._row)
-            kept, size = self._row.reshape(-1), 0
+        if len(data) < self._layout.row_bytes:
+            self._keep(slot, place, data, Recipe(self._end, len(data)), crop)
+        else:
+            self._keep_pixels(slot, place, cut, crop)
+
+    def _keep_pixels(self, slot: Slot, place: int, cut: np.ndarray, crop: Crop) -> None:
+        self._transform.render(cut, crop, self._row)
+        self._keep(slot, place, self._row.data.cast("B"), Recipe(self._end, 0), crop)
+
+    def _keep(self, slot: Slot, place: int, kept: bytes | memoryview, recipe: Recipe, crop: Crop) -> None:
         if self._end + len(kept) > self._stop:
+            others = "offload=disk, " if self._layout.tier == "encoded" else ""
             raise UserError(
-                f"offload=encoded: the pictures of a batch are larger than foreseen and need more than the {self._layout.pool / 2**30:.2f} "
-                "GiB that are free for them; take offload=disk, data.buffers=1 or a smaller batch"
+                f"{self._layout.setting}: the pictures of a batch are larger than foreseen and need more than the "
+                f"{self._layout.pool / 2**30:.2f} GiB that are free for them; take {others}data.buffers=1 or a smaller batch"
             )
-        slot["pool"][self._end : self._end + len(kept)] = kept
-        slot["recipes"][place] = (self._end, size, *crop)
+        slot["pool"][self._end : self._end + len(kept)] = np.frombuffer(kept, np.uint8)
+        slot["recipes"][place] = (*recipe, *crop)
         self._end += len(kept)
 
     def load(self, slot: Slot, start: int, out: np.ndarray) -> None:
-        pool = slot["pool"]
-        for row, (begin, size, *crop) in zip(out, slot["recipes"][start : start + len(out)].tolist()):
-            if size:
-                picture, chosen = Picture(pool[begin : begin + size].tobytes(), self._transform.max_pixels), Crop(*crop)
-                self._transform.render(self._transform.cut(picture, chosen), chosen, row)
-            else:
-                row.reshape(-1)[:] = pool[begin : begin + self._layout.row_bytes]
+        for row, numbers in zip(out, slot["recipes"][start : start + len(out)].tolist()):
+            restore(slot, Recipe(*numbers[:4]), Crop(*numbers[4:]), self._transform, row)
+
+
+def restore(slot: Slot, recipe: Recipe, crop: Crop, transform: TrainTransform, row: np.ndarray) -> None:
+    """The image row, (C, S, S) uint8, of a picture that is kept in the slot. Raises BrokenSampleError before anything is written."""
+    kept = slot["pool"][recipe.begin : recipe.begin + (recipe.size or row.nbytes)]
+    if recipe.begin < 0:
+        row[:] = GREY
+    elif recipe.size:
+        picture = Picture(kept.tobytes(), transform.max_pixels)
+        transform.render(transform.cut(picture, crop), crop, row)
+    else:
+        row.reshape(-1)[:] = kept
+
+
+class DeviceTier(EncodedTier):
+    """The same for the device's decoder: here only the header is read and the crop drawn, and what the device cannot decode is decoded.
+
+    Bytes that are more than pixels are kept too, as long as there is room for the pixels of all places that are still to be filled.
+    """
+
+    def __init__(self, arena: Arena, transform: TrainTransform, share: tuple[int, int]) -> None:
+        super().__init__(arena, transform, share)
+        self._places = self._left = share[1] - share[0]
+
+    def begin(self, slot: Slot) -> None:
+        super().begin(slot)
+        self._left = self._places
+
+    def put(self, slot: Slot, place: int, data: bytes, draws: Draws) -> None:
+        picture = Picture(data, self._transform.max_pixels)
+        crop = self._transform.crop(picture, draws)
+        row = self._layout.row_bytes
+        room = self._stop - self._end - (self._left - 1) * row
+        if len(data) < max(row, room) and picture.fits_device(crop, self._transform.side):
+            recipe = Recipe(self._end, len(data), picture.width * picture.height, picture.orientation)
+            self._keep(slot, place, data, recipe, crop)
+        else:
+            self._keep_pixels(slot, place, self._transform.cut(picture, crop), crop)
+        self._left -= 1
 
 
 Begin = Callable[[Slot, int, int, int], Callable[[], None]]

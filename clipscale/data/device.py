@@ -1,0 +1,214 @@
+"""Pictures decoded on the device (data.decode=gpu), a chunk at a time, from the bytes that wait in host memory and the drawn crops.
+
+C = 3: channels, S: side in pixels.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import simplejpeg
+import torch
+from torch import Tensor
+
+from clipscale.data.batch import Slot
+from clipscale.data.decode import BrokenSampleError, Crop, TrainTransform, stored_box, turn
+from clipscale.data.order import Draws
+from clipscale.data.tiers import Recipe, restore
+from clipscale.errors import UserError
+
+MOST_BYTES = 2**29
+"""Device memory for what is decoded and resized at once; a single picture may take more."""
+REFUSED, GREY_IMAGE = "decoded_by_cpu", "grey_image"
+"""What pictures are counted as that the device's decoder refused, and those that no decoder could read."""
+
+
+class Decoder(Protocol):
+    """JPEGs to pixels on a device."""
+
+    device: torch.device
+
+    def __call__(self, files: list[Tensor]) -> list[Tensor]:
+        """(bytes,) uint8 in host memory each, to (C, H, W) uint8 RGB on the device. Raises RuntimeError for all if one is refused."""
+
+
+def jpeg_decoder(device: torch.device) -> Decoder:
+    """The decoder of that device, which has decoded a picture. Raises UserError where it has none."""
+    require_gpu(device)
+    sample = np.full((16, 24, 3), (200, 120, 40), np.uint8)
+    try:
+        decoder = Torchvision(device)
+        found = decoder([torch.frombuffer(bytearray(simplejpeg.encode_jpeg(sample)), dtype=torch.uint8)])[0]
+        if (
+            found.device.type != device.type
+            or (found.cpu().float() - torch.from_numpy(sample).permute(2, 0, 1)).abs().max() > 8
+        ):
+            raise RuntimeError("a picture came out as another")
+    except (ImportError, AttributeError, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"data.decode=gpu: torchvision cannot decode JPEGs on {device} ({reason}); take data.decode=fast, or a torchvision with nvJPEG"
+        ) from error
+    return decoder
+
+
+def require_gpu(device: torch.device) -> None:
+    """Raises UserError where the device is none that decodes pictures."""
+    if device.type != "cuda":
+        raise UserError(
+            f"data.decode=gpu: device={device.type} has no decoder of its own; take data.decode=fast, or exact"
+        )
+
+
+class Torchvision:
+    """torchvision's decoder: nvJPEG on a GPU, which blocks until all pictures are there."""
+
+    def __init__(self, device: torch.device) -> None:
+        from torchvision.io import ImageReadMode, decode_jpeg  # here, since the data workers have no use for it
+
+        self.device, self._decode, self._mode = device, decode_jpeg, ImageReadMode.RGB
+
+    def __call__(self, files: list[Tensor]) -> list[Tensor]:
+        if self.device.type == "cuda":
+            # It writes on a stream of its own, into memory that work of this stream may still be reading.
+            torch.cuda.current_stream(self.device).synchronize()
+        found: list[Tensor] = self._decode(files, mode=self._mode, device=self.device)
+        return found
+
+
+@dataclass
+class _Row:
+    """One picture of a chunk."""
+
+    number: int
+    """Its row in the chunk."""
+    place: int
+    recipe: Recipe
+    crop: Crop
+
+
+class DeviceDecoder:
+    """Image rows of a batch whose pictures wait as their bytes (tier `device`), decoded anew whenever they are asked for.
+
+    A picture that the decoder refuses is decoded on the CPU, and one that cannot be decoded there either is grey: it has its place in the
+    batch by then. Both are noted in the slot, so that the second pass does the same, and counted once: in `seen` and in `broken`.
+    """
+
+    def __init__(self, transform: TrainTransform, decoder: Decoder, broken: Counter[str], seen: Counter[str]) -> None:
+        self._transform, self._decoder, self._device = transform, decoder, decoder.device
+        self._broken, self._seen = broken, seen
+
+    def __call__(self, slot: Slot, start: int, stop: int) -> Tensor:
+        """Rows start..stop of the slot, (stop - start, C, S, S) uint8 on the device, written in the order of its current stream."""
+        side = self._transform.side
+        out = torch.empty((stop - start, 3, side, side), dtype=torch.uint8, device=self._device)
+        rows = [
+            _Row(number, start + number, Recipe(*numbers[:4]), Crop(*numbers[4:]))
+            for number, numbers in enumerate(slot["recipes"][start:stop].tolist())
+        ]
+        refused: list[_Row] = []
+        for group in self._groups([row for row in rows if row.recipe.orientation]):
+            pictures = self._decoded([self._bytes(slot, row.recipe) for row in group])
+            usable = [(row, picture) for row, picture in zip(group, pictures) if fits(picture, row.recipe)]
+            refused += [row for row, picture in zip(group, pictures) if not fits(picture, row.recipe)]
+            if usable:
+                numbers = self._numbers(row.number for row, _ in usable)
+                out[numbers] = self._rendered([row for row, _ in usable], [picture for _, picture in usable])
+        for row in refused:
+            self._seen[REFUSED] += 1
+            slot["recipes"][row.place] = (*row.recipe._replace(area=0, orientation=0), *row.crop)
+        others = [row for row in rows if not row.recipe.orientation] + refused
+        if others:
+            numbers = self._numbers(row.number for row in others)
+            out[numbers] = torch.from_numpy(self._restored(slot, others)).to(self._device, non_blocking=True)
+        return out
+
+    def _groups(self, rows: list[_Row]) -> Iterator[list[_Row]]:
+        """Rows that may be decoded at once: their pixels in bytes, and the resized ones twice as float32."""
+        group: list[_Row] = []
+        total = 0
+        for row in rows:
+            size = 3 * row.recipe.area + 24 * self._transform.side**2
+            if group and total + size > MOST_BYTES:
+                yield group
+                group, total = [], 0
+            group.append(row)
+            total += size
+        if group:
+            yield group
+
+    def _bytes(self, slot: Slot, recipe: Recipe) -> Tensor:
+        return torch.from_numpy(slot["pool"][recipe.begin : recipe.begin + recipe.size])
+
+    def _decoded(self, files: list[Tensor]) -> list[Tensor | None]:
+        """None for what is refused. The decoder refuses all of a call for one: so by halves, down to the one."""
+        try:
+            return list(self._decoder(files))
+        except (torch.OutOfMemoryError, torch.AcceleratorError):
+            raise  # not the picture's fault
+        except RuntimeError:
+            if len(files) == 1:
+                return [None]
+            half = len(files) // 2
+            return self._decoded(files[:half]) + self._decoded(files[half:])
+
+    def _rendered(self, rows: list[_Row], pictures: list[Tensor]) -> Tensor:
+        """Cut out, resized, upright, coloured and mirrored, as the CPU does it, but for the rounding between the two directions."""
+        pixels = torch.cat([self._resized(row, picture) for row, picture in zip(rows, pictures)])
+        pixels = pixels.round_().clamp_(0, 255).to(torch.uint8)
+        for orientation in {row.recipe.orientation for row in rows} - {1}:
+            turned = self._numbers(i for i, row in enumerate(rows) if row.recipe.orientation == orientation)
+            pixels[turned] = upright(pixels[turned], orientation)
+        if self._transform.colour:
+            for i, row in enumerate(rows):
+                if row.crop.colour:
+                    pixels[i] = self._transform.colour.changed(pixels[i], Draws(row.crop.colour))
+        if any(row.crop.flipped for row in rows):
+            flipped = self._numbers(i for i, row in enumerate(rows) if row.crop.flipped)
+            pixels[flipped] = pixels[flipped].flip(-1)
+        return pixels
+
+    def _resized(self, row: _Row, picture: Tensor) -> Tensor:
+        """(1, C, S, S) float32, of a picture as it is stored."""
+        recipe, crop, side = row.recipe, row.crop, self._transform.side
+        height, width = picture.shape[1:]
+        if recipe.orientation >= 5:
+            height, width = width, height
+        left, top, right, bottom = stored_box(crop[:4], recipe.orientation, width, height)
+        cut = picture[None, :, top:bottom, left:right].float()
+        if cut.shape[2:] == (side, side):
+            return cut
+        return torch.nn.functional.interpolate(cut, size=(side, side), mode="bicubic", antialias=True)
+
+    def _numbers(self, numbers: Iterator[int]) -> Tensor:
+        return torch.tensor(list(numbers)).to(self._device, non_blocking=True)
+
+    def _restored(self, slot: Slot, rows: list[_Row]) -> np.ndarray:
+        """(rows, C, S, S) uint8 of what is kept as pixels, and of what the device refuses."""
+        side = self._transform.side
+        out = np.empty((len(rows), 3, side, side), np.uint8)
+        for row, place in zip(rows, out):
+            recipe = Recipe(*slot["recipes"][row.place][:4].tolist())
+            try:
+                restore(slot, recipe, row.crop, self._transform, place)
+            except BrokenSampleError:
+                self._broken[GREY_IMAGE] += 1
+                recipe = Recipe(-1, 0)
+                slot["recipes"][row.place] = (*recipe, *row.crop)
+                restore(slot, recipe, row.crop, self._transform, place)
+        return out
+
+
+def fits(picture: Tensor | None, recipe: Recipe) -> bool:
+    """Whether there is a picture, and it is as large as its header said."""
+    return picture is not None and picture.shape[0] == 3 and picture.shape[1] * picture.shape[2] == recipe.area
+
+
+def upright(pixels: Tensor, orientation: int) -> Tensor:
+    """(n, C, S, S) as stored to upright."""
+    swapped, down, across = turn(orientation)
+    if swapped:
+        pixels = pixels.transpose(2, 3)
+    return pixels.flip([axis for axis, reverse in ((2, down), (3, across)) if reverse])
