@@ -224,10 +224,10 @@ def loss_error(world: World) -> float:
     """Largest error of this process's share of the float32 gradient, relative to the largest entry of the dense float64 one."""
     draws = torch.Generator().manual_seed(0)
     u, v = (unit_rows(torch.randn(PAIRS * world.size, WIDTH, generator=draws, dtype=torch.float64)) for _ in range(2))
-    true = [x.clone().requires_grad_() for x in (u, v)]
-    dense_contrastive_loss(*true, torch.tensor(SCALE, dtype=torch.float64)).backward()
+    true = u.clone().requires_grad_(), v.clone().requires_grad_()
+    dense_contrastive_loss(*true, SCALE).backward()
     own = slice(PAIRS * world.rank, PAIRS * (world.rank + 1))
-    found = [x[own].float().to(world.device).requires_grad_() for x in (u, v)]
+    found = tuple(x[own].float().to(world.device).requires_grad_() for x in (u, v))
     contrastive_loss(*found, torch.tensor(SCALE, device=world.device), fp32_precision="ieee").backward()
     worst = 0.0
     for ours, truth in zip(found, true):
