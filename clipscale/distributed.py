@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -70,6 +70,10 @@ class World:
                 for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
                     gradient.copy_(part.view_as(gradient))
 
+    def mesh(self) -> DeviceMesh:
+        """All ranks in a row, as FSDP2 wants them."""
+        return init_device_mesh(self.device.type, (self.size,))
+
     def wrap(self, tower: nn.Module, parallel: str = "ddp") -> nn.Module:
         """The tower under DDP or FSDP2, with gradients SUMMED over ranks: each rank's loss gradient is a share of the whole.
 
@@ -84,7 +88,7 @@ class World:
         if parallel == "none":
             return tower
         if parallel == "fsdp":
-            mesh = init_device_mesh(self.device.type, (self.size,))
+            mesh = self.mesh()
             for module in [*blocks(tower), tower]:
                 fully_shard(module, mesh=mesh)
             for module in tower.modules():
