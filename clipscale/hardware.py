@@ -1,0 +1,73 @@
+"""The one table of GPUs: memory, arithmetic and links, for MFU and for `clipscale plan`."""
+
+import re
+from dataclasses import dataclass
+
+from clipscale.errors import UserError
+from clipscale.spelling import nearest
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One kind of GPU. Rates are the vendors' data sheets': dense, without sparsity."""
+
+    words: tuple[str, ...]
+    """Words of the name by which the driver calls it; the first names the chip."""
+    capability: int
+    """Compute capability: 90 for 9.0."""
+    memory: float
+    """GiB that the driver shows as its total, rounded down to a half."""
+    half: float
+    """Peak of matrix products in bf16 (Volta: fp16), 1e12 operations a second."""
+    tf32: float
+    """The same in TF32; where there is none, in float32."""
+    fp32: float
+    """The same in IEEE float32."""
+    link: float
+    """GB/s that a GPU can send to its neighbours in the machine: NVLink, else PCIe."""
+
+    @property
+    def memory_bytes(self) -> int:
+        return int(self.memory * GIB)
+
+    def peak(self, precision: str, tf32: bool = True) -> float:
+        """Operations a second of matrix products in `fp32`, `bf16` or `fp16`."""
+        if precision != "fp32":
+            return 1e12 * self.half
+        return 1e12 * (self.tf32 if tf32 else self.fp32)
+
+
+HARDWARE = {
+    "a100-80g": Hardware(("A100", "80GB"), 80, 79.0, 312, 156, 19.5, 300),
+    "a100-40g": Hardware(("A100", "40GB"), 80, 39.0, 312, 156, 19.5, 300),
+    "a800-80g": Hardware(("A800", "80GB"), 80, 79.0, 312, 156, 19.5, 200),
+    "h100-80g": Hardware(("H100",), 90, 79.0, 989, 494, 67, 450),
+    "h800-80g": Hardware(("H800",), 90, 79.0, 989, 494, 67, 200),
+    "h200-141g": Hardware(("H200",), 90, 139.5, 989, 494, 67, 450),
+    "b200-180g": Hardware(("B200",), 100, 178.0, 2250, 1100, 75, 900),
+    "l40s-48g": Hardware(("L40S",), 89, 44.0, 362, 183, 91.6, 32),
+    "rtx4090-24g": Hardware(("4090",), 89, 23.5, 165, 82.6, 82.6, 32),
+    "v100-32g": Hardware(("V100", "32GB"), 70, 31.5, 125, 15.7, 15.7, 150),
+    "v100-16g": Hardware(("V100", "16GB"), 70, 15.5, 125, 15.7, 15.7, 150),
+}
+"""By the name that `hardware=` takes. H100: the SXM board."""
+
+
+def hardware(name: str) -> Hardware:
+    """The table's entry. Raises UserError, with the nearest names, where there is none."""
+    if name.lower() not in HARDWARE:
+        raise UserError(f"hardware={name}: unknown{nearest(name.lower(), HARDWARE)}; there is {', '.join(HARDWARE)}")
+    return HARDWARE[name.lower()]
+
+
+def hardware_of(device_name: str) -> str | None:
+    """The name, in the table, of the GPU that the driver calls so ("NVIDIA A100-SXM4-80GB"); None where the table lacks it.
+
+    Where the driver does not say how much memory it has, the first of its kind.
+    """
+    said = set(re.split(r"[\s-]+", device_name))
+    whole = [name for name, entry in HARDWARE.items() if set(entry.words) <= said]
+    kind = [name for name, entry in HARDWARE.items() if entry.words[0] in said]
+    return next(iter(whole + kind), None)

@@ -1,0 +1,39 @@
+"""The table of GPUs: names as the driver spells them."""
+
+import pytest
+
+from clipscale.errors import UserError
+from clipscale.hardware import HARDWARE, hardware, hardware_of
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "a100-80g"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40g"),
+        ("NVIDIA A100 80GB PCIe", "a100-80g"),
+        ("NVIDIA A800-SXM4-80GB", "a800-80g"),
+        ("NVIDIA H100 80GB HBM3", "h100-80g"),
+        ("NVIDIA H200", "h200-141g"),
+        ("NVIDIA B200", "b200-180g"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090-24g"),
+        ("Tesla V100-SXM2-16GB", "v100-16g"),
+        ("NVIDIA GH200 480GB", None),
+        ("NVIDIA A10", None),
+    ],
+)
+def test_a_gpu_is_found_by_the_drivers_name(device: str, name: str | None) -> None:
+    assert hardware_of(device) == name
+
+
+def test_a_mistyped_name_is_answered_with_the_nearest() -> None:
+    assert hardware("H100-80G") is HARDWARE["h100-80g"]
+    with pytest.raises(UserError, match="hardware=a100-81g: unknown; did you mean 'a100-80g'"):
+        hardware("a100-81g")
+
+
+def test_faster_arithmetic_is_no_slower() -> None:
+    for name, entry in HARDWARE.items():
+        assert entry.half >= entry.tf32 >= entry.fp32, name
+        assert entry.peak("bf16") == 1e12 * entry.half
+        assert entry.peak("fp32", tf32=False) == 1e12 * entry.fp32
