@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from clipscale import __version__, usage
-from clipscale.errors import UserError
+from clipscale.errors import StoppedError, UserError
 from clipscale.keys import keys
 from clipscale.spelling import nearest, run_folder
 from clipscale.usage import EVAL, FEATURES, TRAIN
@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         if os.environ.get("RANK", "0") == "0":  # the others' errors are in torchrun's report
             print(f"error: {error}", file=sys.stderr)
-        return 2
+        return 128 + signal.SIGTERM if isinstance(error, StoppedError) else 2
     except KeyboardInterrupt as error:
         number = getattr(error, "signum", signal.SIGINT)
         print(str(error) or "stopped by SIGINT", file=sys.stderr)

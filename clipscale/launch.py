@@ -21,7 +21,7 @@ from torch.distributed.launcher.api import elastic_launch
 
 from clipscale.compose import typed
 from clipscale.config import TrainConfig, check, doubts, normalise
-from clipscale.errors import UserError
+from clipscale.errors import StoppedError, UserError
 from clipscale.keys import keys
 
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -138,8 +138,9 @@ def first_failure(error: ChildFailedError) -> UserError | WorkerError:
     if isinstance(message, dict):
         details = message["extraInfo"]["py_callstack"]
         message = message["message"]
-        if message.startswith("UserError: "):
-            return UserError(message.removeprefix("UserError: "))
+        for kind in (UserError, StoppedError):
+            if message.startswith(f"{kind.__name__}: "):
+                return kind(message.removeprefix(f"{kind.__name__}: "))
     elif failure.exitcode < 0:
         name = failure.signal_name()
         hint = "; the machine may be out of memory" if name == "SIGKILL" else ""

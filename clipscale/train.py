@@ -20,7 +20,7 @@ from clipscale.data.ramp import BatchSizes
 from clipscale.data.room import free_memory
 from clipscale.data.stream import TrainStream, merge_positions
 from clipscale.distributed import World
-from clipscale.errors import UserError
+from clipscale.errors import StoppedError, UserError
 from clipscale.eval.run import check as check_sets
 from clipscale.eval.run import evaluate
 from clipscale.learner import Learner
@@ -199,7 +199,7 @@ class Run:
                     if self.save_due():
                         self.save()
                     if self.stopping:
-                        raise UserError(
+                        raise StoppedError(
                             f"stopped by a signal after step {self.step}; go on with run={config.run} resume=auto"
                         )
             if config.eval.sets:

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import torch
 
-from clipscale import checkpoint, launch
+from clipscale import checkpoint, cli, launch
 from clipscale.config import TrainConfig, check
 from clipscale.data.demo import paths, render_demo
 from clipscale.data.stream import DataConfig
 from clipscale.distributed import LaunchConfig, World
-from clipscale.errors import UserError
+from clipscale.errors import StoppedError, UserError
 from clipscale.eval.run import EvalConfig
 from clipscale.models.towers import ModelConfig
 from clipscale.optim import OptimConfig, ScheduleConfig
@@ -193,6 +193,17 @@ def test_a_termination_signal_saves_before_the_end(demo: Path, tmp_path: Path) -
     assert b"stopped by a signal after step" in errors
     step = len(curve(tmp_path / "run"))
     assert checkpoint.found(tmp_path / "run")[-1] == checkpoint.path_of(tmp_path / "run", step)
+
+
+def test_a_run_that_was_stopped_ends_with_the_signals_status(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stopped(argv: list[str]) -> int:
+        raise StoppedError("stopped by a signal after step 3; go on with run=a resume=auto")
+
+    monkeypatch.setattr(cli, "dispatch", stopped)
+    assert cli.main(["train"]) == 143
+    assert capsys.readouterr().err == "error: stopped by a signal after step 3; go on with run=a resume=auto\n"
 
 
 @pytest.mark.parametrize(("procs", "parallel", "workers"), [(2, "ddp", 2), (4, "ddp", 0)])
