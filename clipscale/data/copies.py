@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import IO
 
 from clipscale.data import index
-from clipscale.data.remote import LARGEST_BLOCK, RemoteFile, origin_of
+from clipscale.data.origins import origin_of
+from clipscale.data.remote import LARGEST_BLOCK, RemoteFile
 from clipscale.data.sources import Opened, SourceError, Store, leaf_of
 
 log = logging.getLogger(__name__)

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from clipscale.data.archive import BLOCK, Census, Metered, ReadProblem, read_shard, unpacked
-from clipscale.data.remote import FaultError, origin_of
+from clipscale.data.origins import FaultError, origin_of
 from clipscale.data.sources import DIRECT, Access, Opened, SourceError, Store, is_local, leaf_of, own_cache, scheme_of
 from clipscale.errors import UserError
 

@@ -6,10 +6,11 @@ C: channels, S: side in pixels, T: tokens.
 """
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Generator, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import islice, pairwise
 
 import numpy as np
 
@@ -44,13 +45,14 @@ class Lost:
 Tick = Callable[[], None]
 
 
-def segment_samples(
+def segment_windows(
     segment: Segment, url: str, window: int, seed: int, extensions: Container[str], store: Store
-) -> Iterator[RawSample | Lost]:
+) -> Iterator[list[RawSample | Lost] | None]:
     """The segment's places in emission order: the shard is read in windows of `window` samples, each in a random order.
 
-    Only places inside the segment are kept in memory or yielded. One item per place where the count is known (samples beyond it are not
-    part of the order, but noted in the tally); where it is not, a shard that ends badly yields one Lost more.
+    Yields None after every sample read, so that the caller may do something else meanwhile, and the items of every window when it is
+    complete. Only places inside the segment are kept in memory or yielded. One item per place where the count is known (samples beyond it
+    are not part of the order, but noted in the tally); where it is not, a shard that ends badly yields one Lost more.
     """
     problem = ReadProblem()
     begin = 0
@@ -74,18 +76,17 @@ def segment_samples(
             for raw in islice(reader, size):
                 store.tick()
                 raws.append(raw)
+                yield None
             if segment.count is None:
                 order = permutation(len(raws), seed, WINDOW, segment.turn, segment.shard, begin // window)
-            for place in order[first:last]:
-                yield (raws[place] if place < len(raws) else None) or Lost(
-                    problem.reason or "missing_from_shard", problem.detail or url
-                )
+            lost = Lost(problem.reason or "missing_from_shard", problem.detail or url)
+            yield [raws[place] if place < len(raws) else lost for place in order[first:last]]
             begin += len(raws) if segment.count is None else size
             if segment.count is None and len(raws) < size:
                 if begin == 0 and not problem.reason:
                     problem = ReadProblem("empty_shard", url)
                 if problem.reason and begin >= segment.start:
-                    yield Lost(problem.reason, problem.detail)
+                    yield [Lost(problem.reason, problem.detail)]
                 return
         if segment.stop == segment.count and (surplus := sum(1 for _ in reader)):
             store.tally["not_in_count"] += surplus
@@ -142,21 +143,49 @@ class LaneReader:
         self._visits: set[tuple[int, int]] = set()
         self._read = 0
 
-    def _walk(self) -> Iterator[tuple[Segment, RawSample | Lost]]:
-        plan = self._plan
+    def _segments(self) -> Iterator[tuple[int, Segment]]:
+        """What is to be read from here on, each with its turn."""
+        turn, index = self.turn, self.index
         while True:
-            for segment in plan.order.segments(self.lane, self.turn, self.index):
-                for item in segment_samples(
-                    segment,
-                    plan.urls[segment.shard],
-                    plan.window,
-                    plan.seed,
-                    self._extensions,
-                    self._store,
-                ):
+            for segment in self._plan.order.segments(self.lane, turn, index):
+                yield turn, segment
+            turn, index = turn + 1, 0
+
+    def _windows(self) -> Generator[tuple[int, Segment, list[RawSample | Lost]] | None, None, None]:
+        """Window after window, and None after every sample read on the way to the next."""
+        plan, store = self._plan, self._store
+        try:
+            for (turn, segment), (_, following) in pairwise(self._segments()):
+                url = plan.urls[segment.shard]
+                store.expect(plan.urls[following.shard])
+                for items in segment_windows(segment, url, plan.window, plan.seed, self._extensions, store):
+                    yield None if items is None else (turn, segment, items)
+        finally:
+            store.expect(None)
+
+    def _walk(self) -> Generator[tuple[Segment, RawSample | Lost], None, None]:
+        """Item after item. With each that is given a sample of the next window is read, so that the storage is asked evenly, not for a
+        window at a time, and what is in memory is still about one window."""
+        coming = None
+        with closing(self._windows()) as windows:
+            while True:
+                while coming is None:
+                    coming = next(windows)
+                turn, segment, items = coming
+                coming = None
+                items.reverse()
+                while items:
+                    if coming is None:
+                        coming = next(windows)
+                    if turn != self.turn:
+                        self.turn, self.index = turn, 0
                     self.index += 1
-                    yield segment, item
-            self.turn, self.index = self.turn + 1, 0
+                    yield segment, items.pop()
+
+    def close(self) -> None:
+        """Close the shard, and call off what was asked for ahead."""
+        self._samples.close()
+        self._store.settle()
 
     def take(self, put: Callable[[bytes, Draws], None]) -> tuple[str, int]:
         """Give the next usable sample's picture to `put`; returns its caption and its id. Raises UserError."""
@@ -230,3 +259,8 @@ class Producer:
     def positions(self) -> dict[int, tuple[int, int]]:
         """Lane -> (turn, index), after what has been filled so far."""
         return {reader.lane: (reader.turn, reader.index) for reader in self._lanes}
+
+    def close(self) -> None:
+        """Close the shards; nothing can be filled afterwards."""
+        for lane in self._lanes:
+            lane.close()

@@ -138,6 +138,7 @@ class TrainStream:
         self._done: dict[int, list[int]] = {}
         self._ends: dict[int, dict[int, tuple[int, int]]] = {}
         self._workers: Workers | None = None
+        self._producer: Producer | None = None
         self._reports: Iterator[Report] = iter(())
         if workers:
             self._workers = Workers(self._plans, self._arena, rank, config.timeout_s)
@@ -184,6 +185,7 @@ class TrainStream:
         step = self._step
         if not self._workers:
             self._allow(step)
+            assert self._producer
             self._reports = reports(self._producer, self._arena, step, self._sizes(step))
         slot, size = self._arena.slots[step % len(self._arena.slots)], self._sizes(step) // self._world
 
@@ -226,6 +228,8 @@ class TrainStream:
         if self._workers:
             self._workers.close()
             self._workers = None
+        if self._producer:
+            self._producer.close()
         if self._threads:
             self._threads.shutdown(cancel_futures=True)
         self._arena.close()

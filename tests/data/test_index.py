@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from clipscale.data import index
 from clipscale.data.archive import RawSample, ReadProblem, read_shard
-from clipscale.data.lanes import segment_samples
+from clipscale.data.lanes import segment_windows
 from clipscale.data.order import Segment
 from clipscale.data.shards import noted_counts
 from clipscale.data.sources import Opened, Store
@@ -232,14 +232,18 @@ def test_a_read_begins_where_it_is_wanted(tmp_path: Path) -> None:
     assert store.read_bytes == int(np.diff(entry_places(path))[48:].sum())
 
 
+def items_of(segment: Segment, url: str, **options: Any) -> list[Any]:
+    return [item for items in segment_windows(segment, url, **options) for item in items or ()]
+
+
 def test_a_resumed_lane_reads_nothing_again(tmp_path: Path) -> None:
     path = write_shards(tmp_path, [60], sized=False)[0]
     make([path])
     sizes = np.diff(entry_places(path))
     options: dict[str, Any] = {"window": 16, "seed": 3, "extensions": {"png", "txt", "json"}}
-    whole = list(segment_samples(Segment(0, 0, 0, 60, 60), str(path), store=Store(), **options))
+    whole = items_of(Segment(0, 0, 0, 60, 60), str(path), store=Store(), **options)
     store = CountingStore()
-    rest = list(segment_samples(Segment(0, 0, 37, 60, 60), str(path), store=store, **options))
+    rest = items_of(Segment(0, 0, 37, 60, 60), str(path), store=store, **options)
     assert rest == whole[37:]
     assert store.read_bytes == sum(int(sizes[raw.index]) for raw in rest if isinstance(raw, RawSample))
 
