@@ -8,6 +8,7 @@ import traceback
 import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
@@ -85,6 +86,19 @@ def _drained(producer: Producer) -> dict[str, int]:
     return broken
 
 
+class GoneError(Exception):
+    """The training process has closed the stream or is no more."""
+
+
+@contextmanager
+def _line() -> Iterator[None]:
+    """Around what a worker says and hears: only there do these errors mean that the other side is gone."""
+    try:
+        yield
+    except (EOFError, ConnectionError) as error:
+        raise GoneError from error
+
+
 class Worker:
     """A worker's life: fill the batches that it is told to, in their order. Image rows that a pass waits for come before all else."""
 
@@ -95,30 +109,39 @@ class Worker:
         self._producer = Producer(plan, arena, self._tick)
 
     def run(self) -> None:
-        """Work until the other side closes, which raises EOFError or ConnectionError."""
+        """Work until the other side closes, which raises GoneError."""
         while True:
             while not self._fills:
                 self._hear()
             fill = self._fills.popleft()
             for report in reports(self._producer, self._arena, fill.step, fill.batch):
-                self._connection.send(report)
+                self._say(report)
+
+    def _say(self, message: Report | Loaded) -> None:
+        with _line():
+            self._connection.send(message)
 
     def _hear(self) -> None:
-        message = self._connection.recv()
+        with _line():
+            message = self._connection.recv()
         if isinstance(message, Fill):
             self._fills.append(message)
             return
         out = self._arena.window[message.buffer, message.at : message.at + message.stop - message.start]
         self._producer.tier.load(self._arena.slots[message.slot], message.start, out)
-        self._connection.send(Loaded(message.ticket))
+        self._say(Loaded(message.ticket))
 
     def _tick(self) -> None:
-        while self._connection.poll():
+        while self._heard():
             self._hear()
         now = time.monotonic()
         if now - self._last > ALIVE_S:
             self._last = now
-            self._connection.send(Report(-1, 0, _drained(self._producer)))
+            self._say(Report(-1, 0, _drained(self._producer)))
+
+    def _heard(self) -> bool:
+        with _line():
+            return self._connection.poll()
 
 
 def work(connection: Connection, plan: Plan, arena: Arena) -> None:
@@ -133,14 +156,16 @@ def work(connection: Connection, plan: Plan, arena: Arena) -> None:
     try:
         try:
             Worker(connection, plan, arena).run()
-        except UserError as error:
-            connection.send(str(error))
-        except (EOFError, ConnectionError):
+        except GoneError:
             raise
+        except UserError as error:
+            with _line():
+                connection.send(str(error))
         except Exception:
-            connection.send(RuntimeError(f"a data worker failed:\n{traceback.format_exc()}"))
-    except (EOFError, ConnectionError):
-        return  # the training process has closed the stream or is gone
+            with _line():
+                connection.send(RuntimeError(f"a data worker failed:\n{traceback.format_exc()}"))
+    except GoneError:
+        return
 
 
 class Workers:

@@ -36,9 +36,12 @@ class Sleeper(Letters):
 class Faulty(Letters):
     """A tokenizer with a bug."""
 
+    def __init__(self, error: type[Exception]) -> None:
+        self.error = error
+
     def __call__(self, texts: list[str]) -> torch.Tensor:
         if len(texts) > 1:
-            raise KeyError("not in the vocabulary")
+            raise self.error("not in the vocabulary")
         return super().__call__(texts)
 
 
@@ -69,11 +72,15 @@ def test_a_killed_worker_is_named(tmp_path: Path) -> None:
         assert time.monotonic() - begun < 10
 
 
-def test_a_bug_in_a_worker_arrives_with_its_traceback(tmp_path: Path) -> None:
+@pytest.mark.parametrize("error", [KeyError, EOFError, ConnectionResetError])
+def test_a_bug_in_a_worker_arrives_with_its_traceback(tmp_path: Path, error: type[Exception]) -> None:
+    """Of errors, too, that would mean that the run is gone if they came from the pipe to it."""
     write_shards(tmp_path, [50])
     with (
-        open_stream(tmp_path, batch=4, workers=1, tokenizer=Faulty()) as stream,
-        pytest.raises(RuntimeError, match=r"not in the vocabulary"),
+        open_stream(tmp_path, batch=4, workers=1, tokenizer=Faulty(error)) as stream,
+        pytest.raises(
+            RuntimeError, match=rf"(?s)Traceback.*raise self\.error.*{error.__name__}.*not in the vocabulary"
+        ),
     ):
         contents(stream, 1)
 
