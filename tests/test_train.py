@@ -57,6 +57,10 @@ FIELDS = [
     "mem_replay_bytes",
     "mem_optim_bytes",
     "host_rss_bytes",
+    "broken",
+    "broken_by",
+    "faults",
+    "faults_by",
     "mfu",
 ]
 

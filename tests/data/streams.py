@@ -16,7 +16,7 @@ def open_stream(
     folder: Path | str, /, *, batch: int, rank: int = 0, world: int = 1, tokenizer: Any = None, **options: Any
 ) -> TrainStream:
     seed, position = options.pop("seed", 0), options.pop("position", None)
-    kept = {name: options.pop(name) for name in ("sizes", "tier", "chunk", "folder") if name in options}
+    kept = {name: options.pop(name) for name in ("sizes", "tier", "chunk", "folder", "device") if name in options}
     side = options.pop("side", SIDE)
     config = DataConfig(**{"train": [str(folder)], "workers": 0, "shuffle": 8, **options})
     return TrainStream(

@@ -55,6 +55,14 @@ def steps(run: Path) -> list[int]:
     return [r["step"] for r in read_metrics(run / "metrics.jsonl")]
 
 
+def test_reasons_are_kept_in_the_record_and_left_out_of_the_curves(tmp_path: Path) -> None:
+    reasons = {"unreadable_image": 3, "filter_min_side": 1}
+    with open_log(tmp_path / "run", LogConfig(tensorboard=True)) as log:
+        log.step(record(1, broken=4, broken_by=reasons))
+        assert "warning" not in printed(log) and "filter_min_side" not in printed(log), printed(log)
+    assert read_metrics(tmp_path / "run" / "metrics.jsonl")[0]["broken_by"] == reasons
+
+
 def test_one_line_a_step_and_the_files_beside_it(tmp_path: Path) -> None:
     with open_log(tmp_path / "run") as log:
         for step in range(1, 4):
