@@ -1,0 +1,1 @@
+"""Whether a run fits, before it is started: memory and time, without a GPU."""
