@@ -1,4 +1,4 @@
-"""On a CUDA device, at real sizes: every backend against the float64 oracle, bits, and memory.
+"""On a CUDA device, at real sizes: every backend against the float64 oracle, bits, and memory; tests/device.py: on the CPU, smaller.
 
 Letters: N pairs, D feature width.
 """
@@ -11,28 +11,35 @@ from torch import Tensor
 
 from clipscale import contrastive_loss
 from clipscale.loss.dense import dense_contrastive_loss
+from tests.device import DEVICE, on_device, only_on_cuda, sized, with_kernels
 from tests.loss.cases import Phi, assert_exact, errors, features, keys, oracle, results, token_features
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
-BACKENDS = ["dense", "tiled", "triton"]
+pytestmark = on_device
+BACKENDS = ["dense", "tiled", pytest.param("triton", marks=with_kernels)]
 
 
-def on_gpu(x: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.cuda() for name, tensor in x.items()}
+def moved(x: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.to(DEVICE) for name, tensor in x.items()}
+
+
+def rows(n: int, m: int, width: int, kind: str = "random") -> tuple[Tensor, Tensor]:
+    """Unit rows on the device, in float64."""
+    u, v = features(n, m, width, kind)
+    return u.to(DEVICE), v.to(DEVICE)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("extra", ["plain", "keys", "smoothing"])
 @pytest.mark.parametrize("objective", ["softmax", "softmax_image", "softmax_text", "sigmoid"])
 def test_float32_is_exact(objective: str, extra: str, backend: str) -> None:
-    n, m, width = 3001, 4100, 768
+    n, m, width = sized(3001, 4100, 768)
     options: dict[str, Any] = {"objective": objective}
     if extra == "keys":
-        options |= on_gpu(keys(n, m))
+        options |= moved(keys(n, m))
     if extra == "smoothing" and objective != "sigmoid":
         options["label_smoothing"] = 0.1
     for kind, scale in (("random", 14.3), ("aligned", 100.0), ("low", 100.0)):
-        u, v = (x.cuda() for x in features(n, m, width, kind))
+        u, v = rows(n, m, width, kind)
         true = oracle(u, v, scale, **options)
         found = results(contrastive_loss, u.float(), v.float(), scale, backend=backend, **options)
         assert_exact(found, true, scale, 1e-5, (kind, scale, objective, extra, backend))
@@ -44,18 +51,27 @@ def test_float32_is_exact(objective: str, extra: str, backend: str) -> None:
 def test_half_precision_is_no_further_from_the_truth_than_twice_plain_torch(
     objective: str, backend: str, dtype: torch.dtype
 ) -> None:
-    for width in (512, 1000):
-        u, v = (x.cuda().to(dtype) for x in features(4096, 5000, width, "aligned"))
-        true = oracle(u, v, 50.0, objective=objective)
-        plain = errors(results(dense_contrastive_loss, u, v, 50.0, objective=objective), true, 50.0)
-        found = errors(results(contrastive_loss, u, v, 50.0, objective=objective, backend=backend), true, 50.0)
+    for width, kind, scale in (
+        (512, "aligned", 14.3),
+        (1000, "random", 100.0),
+        (64, "aligned", 50.0),
+        (1280, "low", 100.0),
+    ):
+        u, v = (x.to(dtype) for x in rows(*sized(4096, 5000, smaller=8), *sized(width, smaller=4), kind))
+        true = oracle(u, v, scale, objective=objective)
+        plain = errors(results(dense_contrastive_loss, u, v, scale, objective=objective), true, scale)
+        found = errors(results(contrastive_loss, u, v, scale, objective=objective, backend=backend), true, scale)
         for name, ours in found.items():
-            assert ours <= 2 * plain[name] + 1e-6, f"{name} at D = {width}: {ours:.1e} against {plain[name]:.1e}"
+            # The scale's gradient is a sum over all score gradients, whose roundings need not cancel where these do: all cosines low.
+            rounding = {"scale": 2e-2 if kind == "low" else 2**-8}.get(name, 1e-6)
+            bar = 2 * plain[name] + rounding
+            assert ours <= bar, f"{name} at D = {width}, {kind} cosines, scale {scale:g}: {ours:.1e} > {bar:.1e}"
 
 
+@only_on_cuda
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_tf32_is_no_further_from_the_truth_than_twice_plain_torch_in_tf32(backend: str) -> None:
-    u, v = (x.cuda().float() for x in features(4096, 4096, 512, "aligned"))
+    u, v = (x.float() for x in rows(4096, 4096, 512, "aligned"))
     true = oracle(u, v, 50.0)
     matmul = torch.backends.cuda.matmul
     before, matmul.fp32_precision = matmul.fp32_precision, "tf32"
@@ -70,22 +86,22 @@ def test_tf32_is_no_further_from_the_truth_than_twice_plain_torch_in_tf32(backen
 
 
 def test_late_interaction_and_deep_similarity_are_exact() -> None:
-    tokens = on_gpu(token_features(40, 50, 9, 7, 32))
+    tokens = moved(token_features(40, 50, 9, 7, 32))
     u, v = tokens.pop("image_features"), tokens.pop("text_features")
     true = oracle(u, v, 14.3, similarity="late", **tokens)
     found = results(contrastive_loss, u.float(), v.float(), 14.3, similarity="late", tile=16, **tokens)
     assert_exact(found, true, 14.3, 1e-5, "late")
     torch.manual_seed(0)
-    u, v = (x.cuda() for x in features(40, 50, 32))
-    phi = Phi(32).cuda().double()
+    u, v = rows(40, 50, 32)
+    phi = Phi(32).to(DEVICE).double()
     true = oracle(u, v, 14.3, similarity=phi)
     assert_exact(results(contrastive_loss, u, v, 14.3, similarity=phi, tile=16), true, 14.3, 1e-10, "deep")
 
 
 def test_dropout_in_a_module_on_the_device_is_replayed() -> None:
     torch.manual_seed(0)
-    u, v = (x.cuda() for x in features(20, 22, 16))
-    phi = Phi(16, dropout=0.5).cuda().double()
+    u, v = rows(20, 22, 16)
+    phi = Phi(16, dropout=0.5).to(DEVICE).double()
 
     def seeded(loss: Any) -> Any:
         def call(*args: Tensor, **options: Any) -> Tensor:
@@ -101,12 +117,13 @@ def test_dropout_in_a_module_on_the_device_is_replayed() -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_same_inputs_give_the_same_bits_twice(backend: str) -> None:
-    u, v = (x.cuda().bfloat16() for x in features(5000, 6000, 768))
+    u, v = (x.bfloat16() for x in rows(*sized(5000, 6000, 768)))
     first, second = (results(contrastive_loss, u, v, 30.0, backend=backend) for _ in range(2))
     for a, b in zip(first, second):
         assert torch.equal(a, b), f"two runs differ by {float((a - b).abs().max())}"
 
 
+@only_on_cuda
 @pytest.mark.parametrize("backend", ["tiled", "triton"])
 def test_extra_memory_is_linear_in_the_batch(backend: str) -> None:
     """Beyond features and their gradients; a 64k x 64k matrix of bfloat16 would take 8 GiB."""
@@ -122,9 +139,9 @@ def test_extra_memory_is_linear_in_the_batch(backend: str) -> None:
     assert last < 2.5 * first + 2**28, f"it grows faster than the batch: {[x / 2**20 for x in extras]} MiB"
 
 
-def test_autocast_takes_the_triton_backend_in_bfloat16() -> None:
-    u, v = (x.cuda().float() for x in features(2048, 2048, 512, "aligned"))
-    with torch.autocast("cuda", torch.bfloat16):
+def test_autocast_takes_bfloat16_features() -> None:
+    u, v = (x.float() for x in rows(*sized(2048, 2048, 512), "aligned"))
+    with torch.autocast(DEVICE, torch.bfloat16):
         found = results(contrastive_loss, u, v, 30.0)
     plain = results(contrastive_loss, u.bfloat16(), v.bfloat16(), 30.0)
     assert torch.equal(found[0], plain[0]), f"{float(found[0])} under autocast, {float(plain[0])} in bfloat16"

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.loss.triton_truth import Block, distance, features
+from tests.loss.triton_truth import Block, distance, error_of, features
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
@@ -79,14 +79,6 @@ def softmax_gradients(b: Block, **options: Any) -> tuple[Tensor, Tensor]:
     r, s = log_sum_exps(b)
     add_softmax_gradient_block(b.u, b.v, b.scale, r, s, a, c, **b.options, d_u=d_u, d_v=d_v, **options)
     return d_u, d_v
-
-
-def error_of(b: Block, got: Tensor, truth: Tensor, *used: Tensor) -> float:
-    """Relative error of a gradient. Where training has converged the gradient itself is what is left of weights that cancel, so no
-    gradient counts as smaller than a hundredth of what the weights used would give by themselves."""
-    size = float(b.scale) * sum(float(w.double().norm()) for w in used)
-    error = float((got.double() - truth).norm() / truth.norm().clamp_min(size / 100))
-    return error if error == error else float("inf")
 
 
 def check_lse(b: Block) -> None:

@@ -118,3 +118,11 @@ def distance(got: Tensor, truth: Tensor) -> float:
     """Relative error in the Frobenius norm; NaN counts as infinite."""
     error = float((got.double() - truth).norm() / truth.norm().clamp_min(1e-300))
     return error if error == error else float("inf")
+
+
+def error_of(b: Block, got: Tensor, truth: Tensor, *used: Tensor) -> float:
+    """Relative error of a gradient. Where training has converged the gradient itself is what is left of weights that cancel, so no
+    gradient counts as smaller than a hundredth of what the weights used would give by themselves."""
+    size = float(b.scale) * sum(float(w.double().norm()) for w in used)
+    error = float((got.double() - truth).norm() / truth.norm().clamp_min(size / 100))
+    return error if error == error else float("inf")

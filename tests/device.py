@@ -1,0 +1,35 @@
+"""Where the tests marked gpu run: on a CUDA device, or, to see that the tests themselves are right, on the CPU at smaller sizes.
+
+pytest -m gpu                                                        on a machine with a CUDA device
+CLIPSCALE_TEST_DEVICE=cpu TRITON_INTERPRET=1 pytest -m gpu tests     anywhere; what only a device has is skipped
+"""
+
+import os
+
+import pytest
+import torch
+
+DEVICE = os.environ.get("CLIPSCALE_TEST_DEVICE", "cuda")
+CUDA = DEVICE == "cuda"
+KERNELS = CUDA or os.environ.get("TRITON_INTERPRET") == "1"
+"""Can the Triton kernels run."""
+SMALLER = 1 if CUDA else 16
+"""By what the sizes of problems are divided."""
+
+on_device = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(CUDA and not torch.cuda.is_available(), reason="no CUDA device"),
+]
+only_on_cuda = pytest.mark.skipif(not CUDA, reason="only a CUDA device has this")
+with_kernels = pytest.mark.skipif(not KERNELS, reason="needs a CUDA device or TRITON_INTERPRET=1")
+
+
+def sized(*sizes: int, smaller: int = SMALLER) -> tuple[int, ...]:
+    """The sizes of a problem, as they are on a CUDA device, else divided; ragged ones stay ragged."""
+    return sizes if CUDA else tuple(max(3, size // smaller + size % 2) for size in sizes)
+
+
+def largest_bytes() -> int:
+    """Peak of what torch has allocated on the device since it was last forgotten."""
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated()
