@@ -1,10 +1,9 @@
 """Steps and whole runs on a CUDA device: what the other tests show on the CPU, where copies, random numbers and memory are the device's.
 
-CLIPSCALE_TEST_DEVICE=cpu runs them without one, to see that the tests themselves are right.
+tests/device.py: they run without one too, to see that the tests themselves are right.
 """
 
 import math
-import os
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +13,21 @@ import torch
 from clipscale import checkpoint
 from clipscale.data.config import DataConfig
 from clipscale.data.demo import paths
+from clipscale.loss.dense import dense_contrastive_loss
 from clipscale.optim import OptimConfig, ScheduleConfig
 from clipscale.precision import PrecisionConfig
 from clipscale.step import CacheConfig, GradCache
 from clipscale.train import train
 from clipscale.transfer import DeviceRows
+from tests.device import CUDA, DEVICE, on_device
+from tests.test_exactness import Case, inputs_of, model_of
 from tests.test_offload import records
 from tests.test_step import assert_same, batch, gradients, models, one_graph
 from tests.test_train import curve, demo, settings
 
 __all__ = ["demo"]
 
-DEVICE = os.environ.get("CLIPSCALE_TEST_DEVICE", "cuda")
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(DEVICE == "cuda" and not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = on_device
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -53,7 +51,39 @@ def test_the_gradient_is_that_of_one_graph_with_the_devices_dropout(keep: float,
 
 
 def pinned(x: torch.Tensor) -> torch.Tensor:
-    return x.pin_memory() if DEVICE == "cuda" else x
+    return x.pin_memory() if CUDA else x
+
+
+def without_noise(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Gradients but for the key biases, which softmax makes zero up to rounding; in_proj_bias is query, key, value."""
+    return {k: torch.cat([g.chunk(3)[0], g.chunk(3)[2]]) if k.endswith("in_proj_bias") else g for k, g in found.items()}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("noise", ["dropout", "patch dropout"])
+def test_open_clips_towers_from_pinned_memory_have_the_gradient_of_one_graph(noise: str, compiled: bool) -> None:
+    """Chunks of 5 images and 3 texts, copied to the device while others are computed, half of their graphs kept."""
+    case = Case(1, "none", (5, 3), noise, "host", 60e3, "softmax", False, "float32")
+    pixels, tokens = inputs_of(case, 0)
+    found = []
+    for cached in (False, True):
+        model = model_of(case).to(DEVICE)
+        if compiled:
+            model.image.compile()
+            model.text.compile()
+
+        def loss(u: torch.Tensor, v: torch.Tensor, model: Any = model) -> torch.Tensor:
+            return dense_contrastive_loss(u, v, model.logit_scale.exp())
+
+        torch.manual_seed(5)
+        if cached:
+            device, hosts = torch.device(DEVICE), [pinned(pixels), pinned(tokens)]
+            rows = [DeviceRows(HostRows(x, passing=False), len(x), device, resident=False) for x in hosts]
+            GradCache([model.image, model.text], loss, chunks=case.chunks, keep_bytes=case.keep).step(*rows)
+        else:
+            one_graph([model.image, model.text], loss, (pixels.to(DEVICE), tokens.to(DEVICE)), [*case.chunks])
+        found.append(without_noise(gradients(model)))
+    assert_same(found[1], found[0], 1e-4)
 
 
 class HostRows:
@@ -61,7 +91,7 @@ class HostRows:
 
     def __init__(self, host: torch.Tensor, passing: bool) -> None:
         self.host, self.asked = pinned(host), 0
-        self.window = pinned(torch.empty(3, 2, host.shape[1], dtype=torch.uint8)) if passing else None
+        self.window = pinned(torch.empty(3, 2, host.shape[1], dtype=host.dtype)) if passing else None
 
     def __call__(self, start: int, stop: int) -> torch.Tensor:
         if self.window is None:
