@@ -107,7 +107,7 @@ def _hub(url: str, wait_s: float) -> "HttpOrigin":
         address = f"{constants.ENDPOINT}/buckets/{bucket[1]}/resolve/{quote(bucket[2])}"
     elif named := _HUB.match(url):
         kind, revision = named[1].removesuffix("s") if named[1] else None, unquote(named[3]) if named[3] else None
-        address = hf_hub_url(named[2], named[4], repo_type=kind, revision=revision, endpoint=constants.ENDPOINT)
+        address = hf_hub_url(named[2], named[4], repo_type=kind, revision=revision)
     else:
         raise SourceError("missing_shard", "not of the form hf://datasets/OWNER/NAME[@REVISION]/PATH")
     return HttpOrigin(address, wait_s, lambda headers: headers.update(build_hf_headers()))

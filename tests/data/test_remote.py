@@ -17,10 +17,9 @@ import pytest
 from clipscale.data import index, origins, remote
 from clipscale.data.archive import RawSample, ReadProblem, read_shard
 from clipscale.data.sources import SEEN, Access, SourceError, Store
-from clipscale.data.stream import TrainStream
 from tests.data.files import write_shards
 from tests.data.streams import all_ids, contents, flat, ids, open_stream
-from tests.data.web import FAULTS, Web, serving
+from tests.data.web import FAULTS, Web, finish, serving, settle
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -48,16 +47,6 @@ def called_off(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return count
 
 
-def finish(stream: TrainStream) -> int:
-    """Close the stream; the faults that it has counted until then, those of requests included that it had made ahead."""
-    stream.close()
-    producer = stream._producer
-    assert producer
-    for lane in producer._lanes:
-        settle(lane._store)
-    return stream.seen.total() + sum(n for reason, n in producer.broken.items() if reason.startswith(SEEN))
-
-
 @pytest.fixture
 def web(tmp_path: Path) -> Iterator[Web]:
     with serving(Web(tmp_path)) as served:
@@ -70,15 +59,6 @@ def read(url: str, **access: Any) -> tuple[list[RawSample], ReadProblem, Counter
     samples = list(read_shard(url, problem, store=store, places=index.places))
     settle(store)
     return samples, problem, tally
-
-
-def settle(store: Store) -> None:
-    """Let requests end that were made ahead and are not needed any more, and count what became of them."""
-    until = time.monotonic() + 10
-    while any(thread.name.endswith("-ahead") for thread in threading.enumerate()):
-        assert time.monotonic() < until, "a thread is left"
-        time.sleep(0.002)
-    store.settle()
 
 
 def members(samples: list[RawSample]) -> list[tuple[str, dict[str, bytes]]]:

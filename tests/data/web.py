@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import unquote
 
-from clipscale.data.sources import Access, Store
+from clipscale.data.sources import SEEN, Access, Store
+from clipscale.data.stream import TrainStream
 
 FAULTS = ("503", "drop", "cut", "slow", "short", "wrong_range")
 """What may happen to an answer: refused; ended after half of it, or before it; late; less than was asked for; another range."""
@@ -69,6 +70,25 @@ def fetch_often(url: str, cache: str, bound: int, times: int) -> None:
     assert len(contents) == 1, "copies differ"
 
 
+def settle(store: Store) -> None:
+    """Let requests end that were made ahead and are not needed any more, and count what became of them."""
+    until = time.monotonic() + 10
+    while any(thread.name.endswith("-ahead") for thread in threading.enumerate()):
+        assert time.monotonic() < until, "a thread is left"
+        time.sleep(0.002)
+    store.settle()
+
+
+def finish(stream: TrainStream) -> int:
+    """Close a stream without workers; the faults that it has counted, those of requests included that it had made ahead."""
+    stream.close()
+    producer = stream._producer
+    assert producer
+    for lane in producer._lanes:
+        settle(lane._store)
+    return stream.seen.total() + sum(n for reason, n in producer.broken.items() if reason.startswith(SEEN))
+
+
 @contextmanager
 def serving(web: Web) -> Iterator[Web]:
     """The server, on a free port of this machine."""
@@ -80,6 +100,10 @@ def serving(web: Web) -> Iterator[Web]:
 
         def do_HEAD(self) -> None:
             status, headers, _ = web.answer(self.path, "", "HEAD", self.headers)
+            web.requests.append((self.path, "HEAD"))
+            if web.faults(len(web.requests) - 1, self.path):
+                web.done["503"] += 1
+                status, headers = 503, {"Content-Length": "0"}
             self.send_response(status)
             for name, value in headers.items():
                 self.send_header(name, value)
