@@ -12,7 +12,7 @@ from clipscale import __version__, usage
 from clipscale.errors import StoppedError, UserError
 from clipscale.keys import keys
 from clipscale.spelling import nearest, run_folder
-from clipscale.usage import EVAL, FEATURES, TRAIN
+from clipscale.usage import EVAL, FEATURES, PLAN, TRAIN
 
 MULTIRUN = ("-m", "--multirun")
 
@@ -106,6 +106,35 @@ def evaluate(argv: list[str]) -> int:
     check_values(config)
     main(config)
     return 0
+
+
+# ---- plan ----
+
+
+def plan(argv: list[str]) -> int:
+    """Status 1 where the run does not fit."""
+    from clipscale import compose
+
+    if any(word in MULTIRUN for word in argv):
+        raise UserError("plan takes no -m; plan one run at a time")
+    if "RANK" in os.environ:
+        raise UserError(
+            "plan under torchrun would be made in every rank; leave torchrun out, and give gpus= and nodes="
+        )
+    values = compose.once("plan", PLAN, argv)
+    if values is None:
+        return 0
+    from clipscale.config import check_values, normalise
+    from clipscale.plan.config import PlanConfig
+    from clipscale.plan.verb import main
+
+    config = compose.typed(PlanConfig, normalise(PlanConfig, values), keys(*PLAN))
+    of_train = {key.name.partition(".")[0] for key in keys(*TRAIN)} - {"run"}
+    given = [word for word in argv if word.partition("=")[0].partition(".")[0].lstrip("+~") in of_train]
+    if config.run and given:
+        raise UserError(f"run={config.run}: the settings are that run's own; leave out {given[0]}")
+    check_values(config)
+    return main(config)
 
 
 # ---- the small verbs ----
@@ -310,6 +339,7 @@ class Verb:
 VERBS = {
     "train": Verb("train a model, or go on with a run", train, usage.show_train),
     "eval": Verb("zero-shot classification and retrieval with a run's checkpoint", evaluate, usage.show_eval),
+    "plan": Verb("whether a run fits, and its time, before it is started: no GPU needed", plan, usage.show_plan),
     "data": Verb(
         "`data demo`: a small set to try things on; `data index`, `check`, `stats`: look after shards; `data features`: a frozen tower's",
         data,

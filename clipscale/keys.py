@@ -35,10 +35,13 @@ class Key:
 
 @cache
 def keys(module: str, class_name: str, prefix: str = "") -> tuple[Key, ...]:
-    """All keys under a dataclass, nested ones flattened in the order of declaration."""
+    """All keys under a dataclass, nested ones flattened in the order of declaration; those of a class it extends come first."""
     found: list[Key] = []
     previous: ast.stmt | None = None
-    for node in _class(module, class_name).body:
+    declared = _class(module, class_name)
+    for base in declared.bases:
+        found += keys(*_home(module, ast.unparse(base)), prefix=prefix)
+    for node in declared.body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             name = prefix + node.target.id
             section = _nested(module, node.value)
@@ -69,7 +72,10 @@ def tree(module: str, class_name: str) -> dict[str, Any]:
 def meaning(module: str, class_name: str) -> dict[str, str]:
     """Section -> the first line of its dataclass's docstring."""
     found: dict[str, str] = {}
-    for node in _class(module, class_name).body:
+    declared = _class(module, class_name)
+    for base in declared.bases:
+        found |= meaning(*_home(module, ast.unparse(base)))
+    for node in declared.body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             section = _nested(module, node.value)
             if section:

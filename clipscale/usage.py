@@ -14,6 +14,7 @@ from clipscale.spelling import nearest
 
 TRAIN = ("clipscale.config", "TrainConfig")
 EVAL = ("clipscale.eval.verb", "EvalRunConfig")
+PLAN = ("clipscale.plan.config", "PlanConfig")
 FEATURES = ("clipscale.features", "FeaturesConfig")
 SMALL = {
     "data demo": ("clipscale.cli", "DemoSettings"),
@@ -125,6 +126,27 @@ def show_eval(topics: Sequence[str]) -> None:
         "clipscale eval run=b32 'eval.sets=[/data/imagenet1k,/data/mscoco_captions]' precision=bf16\n"
         "clipscale eval run=runs/b32 checkpoint=20000 eval.limit=1k",
     )
+
+
+PLAN_EXAMPLES = """\
+clipscale plan model=vit-l14 batch=4M hardware=a800-80g gpus=8
+clipscale plan experiment=infcl-vit-l14 batch=1M hardware=h100-80g gpus=8 nodes=4 host=1024G json=true
+clipscale plan run=b16                                                        # beside what that run has measured"""
+
+
+def show_plan(topics: Sequence[str]) -> None:
+    """The keys of the machine, or with `topics` those of a section of a run's settings."""
+    for topic in topics:
+        show_section(topic)
+    if topics:
+        return
+    shared = {key.name for key in keys(*TRAIN)} - {"batch", "run"}
+    print("Usage: clipscale plan [KEY=VALUE ...]\n")
+    columns((key.name, shown(key.default), spoken(key.doc)) for key in keys(*PLAN) if key.name not in shared)
+    print(
+        "\n  and every group and key of `clipscale train` (`clipscale train --help`); data.train is not needed. Status 1: does not fit."
+    )
+    examples(PLAN_EXAMPLES)
 
 
 DATA_EXAMPLES = {
@@ -270,8 +292,8 @@ def complete(line: str, verbs: Sequence[str]) -> list[str]:
     given = words[1:]
     if not given:
         return starting(word, [*verbs, "--help", "--version"])
-    if given[0] == "train":
-        return complete_train(word)
+    if given[0] in ("train", "plan"):
+        return complete_train(word, TRAIN if given[0] == "train" else PLAN)
     tools = [name.partition(" ")[2] for name in SMALL if name.startswith(given[0] + " ")]
     if tools and len(given) == 1:
         return starting(word, tools)
@@ -281,14 +303,14 @@ def complete(line: str, verbs: Sequence[str]) -> list[str]:
     return starting(word, [key.name + "=" for key in keys(*small)]) if small else []
 
 
-def complete_train(word: str) -> list[str]:
+def complete_train(word: str, settings: tuple[str, str]) -> list[str]:
     """Groups, keys and sections step by step; after `=`, a group's files or true and false."""
-    groups, declared = group_options(), keys(*TRAIN)
+    groups, declared = group_options(), keys(*settings)
     if word.startswith("-"):
         return starting(word, ["-m", "--multirun", "--cfg", "--config-dir", "--help", "--info"])
     name, equals, value = word.partition("=")
     if not equals:
-        sections = [] if "." in word else [section + "." for section in meaning(*TRAIN)]
+        sections = [] if "." in word else [section + "." for section in meaning(*settings)]
         flat = [key.name + "=" for key in declared if not key.section or "." in word]
         return starting(word, [*(group + "=" for group in groups), *flat, *sections])
     key = next((key for key in declared if key.name == name), None)

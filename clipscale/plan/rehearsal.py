@@ -12,15 +12,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._tools.fake_collectives  # collectives of tensors without memory  # noqa: F401
+import torch.distributed._tools.fake_collectives  # collectives of tensors without memory
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from clipscale.config import TrainConfig
 from clipscale.data.stored import StoredRows
-from clipscale.distributed import World, gradient_norm, synchronised
+from clipscale.distributed import World, synchronised
 from clipscale.learner import Learner
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.plan.live import LiveBytes, as_on_cuda, without_memory
@@ -28,7 +29,7 @@ from clipscale.transfer import DeviceRows
 
 CPU = torch.device("cpu")
 TOWERS = ("image", "text")
-STAGES = ("encode image", "encode text", "loss", "replay image", "replay text", "optim")
+PHASES = ("encode", "loss", "replay", "optim")
 
 
 @dataclass
@@ -124,9 +125,31 @@ class Rehearsal:
         self.context_length, self.image_size = model.context_length, model.image_size
         self.row = (self.learner.stored.width,) if self.learner.stored else (3, self.image_size, self.image_size)
         self.row_type = getattr(torch, self.learner.stored.dtype if self.learner.stored else "uint8")
+        with torch.no_grad():
+            self.width = model.text(torch.empty(1, self.context_length, dtype=torch.int32)).shape[1]
         self.step((1, 1), 1)  # the optimizer makes its state
         self.at_rest = memory.live
         """Bytes between steps."""
+
+    def fixed(self) -> dict[str, int]:
+        """Bytes that are there between steps, by what they are."""
+        states = [x for state in self.learner.optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
+        masters = [x for held in self.learner.masters.values() for x in held.copies.values()]
+        buckets = [
+            x
+            for tower in self.learner.cache.towers
+            if isinstance(tower.encoder, Buckets)
+            for x in tower.encoder.views.values()
+        ]
+        parts = {
+            name: sum(map(held_bytes, xs))
+            for name, xs in (("master weights", masters), ("optimizer state", states), ("DDP buckets", buckets))
+        }
+        return {"weights": self.at_rest - sum(parts.values())} | {name: size for name, size in parts.items() if size}
+
+    def gradient_bytes(self) -> int:
+        """Bytes of all gradients of the whole model."""
+        return sum(p.nbytes for group in self.learner.optimizer.param_groups for p in group["params"])
 
     def step(self, chunks: tuple[int, int], batch: int) -> Step:
         """One step as in `clipscale.train`, over `batch` samples of this rank, in chunks of so many for each tower."""
@@ -185,12 +208,7 @@ class Rehearsal:
     def loss(self, batch: int) -> int:
         """Bytes of the loss of `batch` samples of this rank, and of its gradients, beyond the features' own."""
         towers = self.learner.cache.towers
-        width = (
-            self.learner.model.image(torch.empty(1, *self.row, dtype=self.row_type)).shape[1]
-            if not self.learner.stored
-            else self.row[0]
-        )
-        features = [torch.empty(batch, width).requires_grad_(tower.trained) for tower in towers]
+        features = [torch.empty(batch, self.width).requires_grad_(tower.trained) for tower in towers]
         self.memory.since()
         before = self.memory.live
         self.learner.loss(*features).backward()
@@ -228,15 +246,6 @@ def rehearsed(config: TrainConfig, ranks: int, capability: int | None) -> Iterat
         yield Rehearsal(config, ranks, memory, folder, cuda=capability is not None)
 
 
-def optimizer_state(rehearsal: Rehearsal) -> int:
-    """Bytes of the optimizer's state."""
-    states = rehearsal.learner.optimizer.state.values()
-    return sum(x.nbytes for state in states for x in state.values() if isinstance(x, Tensor))
-
-
-def trained_bytes(rehearsal: Rehearsal) -> int:
-    """Bytes of the gradients of all parameters together."""
-    return sum(p.nbytes for group in rehearsal.learner.optimizer.param_groups for p in group["params"])
-
-
-__all__ = ["STAGES", "TOWERS", "Rehearsal", "Step", "gradient_norm", "optimizer_state", "rehearsed", "trained_bytes"]
+def held_bytes(x: Tensor) -> int:
+    """Of a sharded tensor, this rank's part."""
+    return x.to_local().nbytes if isinstance(x, DTensor) else x.nbytes
