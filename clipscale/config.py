@@ -142,10 +142,9 @@ def check(config: TrainConfig, *, now: datetime | None = None) -> TrainConfig:
         raise UserError(f"epochs={config.epochs:g} trains nothing; give a positive number")
     if not config.data.train:
         raise UserError("data.train is not set; give shards, data.train='/data/{00000..00099}.tar', or take data=demo")
-    if config.data.decode == "gpu" and config.offload not in ("encoded", "none"):
+    if config.data.decode == "gpu" and config.offload == "disk":
         raise UserError(
-            f"offload={config.offload}: with data.decode=gpu take offload=encoded (decoded for each pass) or offload=none (decoded once, "
-            "the batch's pixels stay on the device)"
+            "offload=disk is for pixels that the loaders decode; with data.decode=gpu take offload=encoded, or offload=host"
         )
     procs = config.launch.procs
     if procs and config.batch % procs:

@@ -67,6 +67,8 @@ class Layout:
     """disk, encoded: samples that are made ready in host memory at once."""
     pool: int = 0
     """encoded, device: bytes that the pictures of one slot may take. Address space: memory is taken as it is written to."""
+    decoded: bool = False
+    """device: image rows are kept in host memory besides, where the device puts them as soon as it has decoded them."""
     folder: str | None = None
     """disk: where the file lies; it has no name there. None: the system's folder for temporary files."""
 
@@ -98,10 +100,12 @@ class Layout:
         return parts
 
     def window_part(self) -> Part:
-        """The buffers in which chunks are made ready; none where rows wait in memory anyway, or become rows on the device."""
-        return _part(
-            (BUFFERS if self.tier in ("disk", "encoded") else 0, min(self.chunk, self.samples), *self.row), self.dtype
-        )
+        """The buffers in which chunks are made ready; none where rows wait in memory anyway, or become rows on the device. With `decoded`,
+        the rows of all slots."""
+        if self.tier == "device":
+            return _part((self.slots if self.decoded else 0, self.samples, *self.row), self.dtype)
+        buffers = 0 if self.tier == "host" else BUFFERS
+        return _part((buffers, min(self.chunk, self.samples), *self.row), self.dtype)
 
     def memory_bytes(self, picture_bytes: float | None = None) -> int:
         """Host memory of the whole; where pictures wait, with pictures of so many bytes on average (None: as many as the pool can hold)."""
@@ -161,9 +165,9 @@ class Arena:
 
     def pin(self) -> None:
         """Page-lock what is copied to the GPU, so that copies run beside computation. Needs CUDA."""
-        if self.layout.tier == "device":
-            return  # its decoder takes the bytes to the GPU by itself
         end = None if self.layout.tier == "host" else self.layout.window_part().size
+        if end == 0:
+            return  # the device's decoder takes pictures to the GPU by itself
         block = torch.frombuffer(self._memory, dtype=torch.uint8)[:end]
         failed = torch.cuda.cudart().cudaHostRegister(block.data_ptr(), block.numel(), 0)
         if int(failed):
@@ -240,7 +244,7 @@ class HostBatch:
         return self._size
 
     def pixels(self, start: int, stop: int) -> Tensor:
-        """(stop - start, C, S, S) uint8, or stored features: a view of the batch's memory, or with data.decode=gpu on the device.
+        """(stop - start, C, S, S) uint8, or stored features: a view of the batch's memory, or, decoded on the device anew, there.
 
         Raises UserError if the workers cannot go on.
         """

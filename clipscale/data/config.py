@@ -101,7 +101,7 @@ class DataConfig:
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     decode: str = "exact"
     """`exact`: the pixels of open_clip's transform; `fast`: large JPEGs are decoded at 1/2, 1/4 or 1/8 of their size first; `gpu`: JPEGs
-    are decoded and resized on the GPU, with offload=encoded for each pass, with offload=none once."""
+    are decoded and resized on the GPU, once, or with offload=encoded for each pass."""
     max_pixels: int = 89_478_485
     """Larger images are skipped as broken (`huge_image`)."""
     allow_pipe: bool = False

@@ -1,10 +1,13 @@
-"""Pictures decoded on the device (data.decode=gpu), a chunk at a time, from the bytes that wait in host memory and the drawn crops.
+"""Pictures decoded on the device (data.decode=gpu), from the bytes that wait in host memory and the crops that were drawn.
+
+Either once, by a thread beside training, as they arrive, into host memory from where both passes take them, or for each pass anew.
 
 C = 3: channels, S: side in pixels.
 """
 
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,8 +22,10 @@ from clipscale.data.order import Draws
 from clipscale.data.tiers import Recipe, restore
 from clipscale.errors import UserError
 
-MOST_BYTES = 2**29
+MOST_BYTES = 2**28
 """Device memory for what is decoded and resized at once; a single picture may take more."""
+AHEAD = 256
+"""Pictures that are given to the device at once as they arrive: several for each of its decoding engines."""
 REFUSED, GREY_IMAGE = "decoded_by_cpu", "grey_image"
 """What pictures are counted as that the device's decoder refused, and those that no decoder could read."""
 
@@ -97,13 +102,13 @@ class DeviceDecoder:
     """
 
     def __init__(self, transform: TrainTransform, decoder: Decoder, broken: Counter[str], seen: Counter[str]) -> None:
-        self._transform, self._decoder, self._device = transform, decoder, decoder.device
+        self._transform, self._decoder, self.device = transform, decoder, decoder.device
         self._broken, self._seen = broken, seen
 
     def __call__(self, slot: Slot, start: int, stop: int) -> Tensor:
         """Rows start..stop of the slot, (stop - start, C, S, S) uint8 on the device, written in the order of its current stream."""
         side = self._transform.side
-        out = torch.empty((stop - start, 3, side, side), dtype=torch.uint8, device=self._device)
+        out = torch.empty((stop - start, 3, side, side), dtype=torch.uint8, device=self.device)
         rows = [
             _Row(number, start + number, Recipe(*numbers[:4]), Crop(*numbers[4:]))
             for number, numbers in enumerate(slot["recipes"][start:stop].tolist())
@@ -122,7 +127,7 @@ class DeviceDecoder:
         others = [row for row in rows if not row.recipe.orientation] + refused
         if others:
             numbers = self._numbers(row.number for row in others)
-            out[numbers] = torch.from_numpy(self._restored(slot, others)).to(self._device, non_blocking=True)
+            out[numbers] = torch.from_numpy(self._restored(slot, others)).to(self.device, non_blocking=True)
         return out
 
     def _groups(self, rows: list[_Row]) -> Iterator[list[_Row]]:
@@ -183,7 +188,7 @@ class DeviceDecoder:
         return torch.nn.functional.interpolate(cut, size=(side, side), mode="bicubic", antialias=True)
 
     def _numbers(self, numbers: Iterator[int]) -> Tensor:
-        return torch.tensor(list(numbers)).to(self._device, non_blocking=True)
+        return torch.tensor(list(numbers)).to(self.device, non_blocking=True)
 
     def _restored(self, slot: Slot, rows: list[_Row]) -> np.ndarray:
         """(rows, C, S, S) uint8 of what is kept as pixels, and of what the device refuses."""
@@ -199,6 +204,66 @@ class DeviceDecoder:
                 slot["recipes"][row.place] = (*recipe, *row.crop)
                 restore(slot, recipe, row.crop, self._transform, place)
         return out
+
+
+@dataclass
+class _Piece:
+    """Rows that the device is given at once."""
+
+    start: int
+    stop: int
+    done: Future[None]
+
+
+class DecodedAhead:
+    """Image rows of the batches that workers fill, in host memory: a thread has the device decode them as they arrive, in their order.
+
+    The device decodes the next batch while it computes on this one; both passes take the same pixels.
+    """
+
+    def __init__(self, decode: DeviceDecoder, rows: np.ndarray) -> None:
+        """`rows`: (slots, N, C, S, S) uint8, page-locked where copies are to run beside computation."""
+        self._decode, self._rows = decode, torch.from_numpy(rows)
+        self._stream = torch.cuda.Stream(decode.device) if decode.device.type == "cuda" else None
+        self._thread = ThreadPoolExecutor(1, "decode")
+        self._begun: dict[int, tuple[Slot, list[_Piece]]] = {}
+
+    def arrived(self, step: int, slot: Slot, count: int, size: int) -> None:
+        """Rows 0..count of the batch's `size` are there: begin what is not begun yet, in whole pieces."""
+        _, begun = self._begun.setdefault(step, (slot, []))
+        while (ready := begun[-1].stop if begun else 0) < size and min(ready + AHEAD, size) <= count:
+            self._begin(step, min(ready + AHEAD, size))
+
+    def rows(self, step: int, start: int, stop: int) -> Tensor:
+        """(stop - start, C, S, S) uint8, a view: blocks until they are decoded. They must have arrived."""
+        slot, begun = self._begun[step]
+        while (ready := begun[-1].stop if begun else 0) < stop:
+            self._begin(step, min(ready + AHEAD, stop))
+        for piece in begun:
+            if start < piece.stop and piece.start < stop:
+                piece.done.result()
+        return self._rows[slot.number, start:stop]
+
+    def forget(self, step: int) -> None:
+        """The slot of that batch is about to be filled anew: wait until nobody reads it."""
+        _, begun = self._begun.pop(step, (None, []))
+        for piece in begun:
+            piece.done.result()
+
+    def close(self) -> None:
+        """End the thread, when it has decoded what it is at."""
+        self._thread.shutdown(cancel_futures=True)
+
+    def _begin(self, step: int, stop: int) -> None:
+        slot, begun = self._begun[step]
+        start = begun[-1].stop if begun else 0
+        begun.append(_Piece(start, stop, self._thread.submit(self._load, slot, start, stop)))
+
+    def _load(self, slot: Slot, start: int, stop: int) -> None:
+        with torch.cuda.stream(self._stream):
+            self._rows[slot.number, start:stop].copy_(self._decode(slot, start, stop), non_blocking=True)
+        if self._stream:
+            self._stream.synchronize()
 
 
 def fits(picture: Tensor | None, recipe: Recipe) -> bool:

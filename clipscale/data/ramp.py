@@ -65,3 +65,21 @@ class BatchSizes:
         if samples < self._ends[-1]:
             return bisect_right(self._ends, samples) - 1
         return len(self._sizes) + (samples - self._ends[-1]) // self.batch
+
+
+def check_ramp(size: int, batch: int, lanes: int, world: int) -> None:
+    """Every batch of a ramp must take the same from each lane, or the lanes would come to the end of an epoch at different times.
+
+    Raises UserError.
+    """
+    if size == batch or (size % lanes == 0 and batch % lanes == 0):
+        return
+    if size % world:
+        raise UserError(
+            f"ramp.start: a batch of {size} cannot be shared evenly by {world} processes; choose a multiple"
+        )
+    best = max(n for n in range(world, lanes + 1, world) if size % n == 0 and batch % n == 0)
+    raise UserError(
+        f"ramp.start: batches of {size} to {batch} are not all multiples of the {lanes} lanes in which the data is read; set "
+        f"data.lanes={best}, or choose another start"
+    )

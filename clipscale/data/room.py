@@ -23,7 +23,7 @@ HEADROOM = 1.25
 REMEDIES = {
     "host": "offload=encoded (the pictures' own bytes), offload=disk, data.buffers=1, a smaller batch or more machines",
     "encoded": "offload=disk, data.buffers=1, a smaller batch or more machines",
-    "device": "data.decode=exact with offload=disk, data.buffers=1, a smaller batch or more machines",
+    "device": "offload=encoded, data.decode=exact with offload=disk, data.buffers=1, a smaller batch or more machines",
     "disk": "a smaller batch or more machines",
 }
 JPEG = b"\xff\xd8\xff"

@@ -14,15 +14,17 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from clipscale.data.batch import Arena, HostBatch, Layout, Slot
 from clipscale.data.choose import choose_order, list_shards
 from clipscale.data.config import DataConfig, check
 from clipscale.data.decode import IMAGE_TYPES, TrainTransform
-from clipscale.data.device import DeviceDecoder, jpeg_decoder
+from clipscale.data.device import DecodedAhead, DeviceDecoder, jpeg_decoder
 from clipscale.data.filters import selection
 from clipscale.data.lanes import TRUNCATED, LaneShare, Plan, Producer
 from clipscale.data.order import Epochs, fingerprint, lane_bounds
+from clipscale.data.ramp import check_ramp
 from clipscale.data.room import fitted, picture_bytes
 from clipscale.data.sources import SEEN, Access
 from clipscale.data.stored import StoredRows
@@ -67,13 +69,12 @@ class TrainStream:
         `sizes` says how large the i-th batch from here on is, where it is not always `batch`: it never shrinks, ends at `batch`, and every
         size is a multiple of `world` and of the lanes, so that all lanes come to the end of an epoch together. `tier` says where image rows
         wait (tiers.py): in pieces of `chunk`, on disk in `folder`. With `stored`, image rows are features read from the shards. With
-        data.decode=gpu, pictures wait as their bytes and `device` decodes them.
+        data.decode=gpu, `device` decodes the pictures: as they arrive, or with `encoded` for each pass.
         `free` is the memory there was before any process of this machine took its share (None: what there is now).
         Raises UserError for settings or shards that cannot work.
         """
         check(config, batch, world)
-        if config.decode == "gpu" and not stored:
-            tier, decoder = "device", jpeg_decoder(device or torch.device("cpu"))
+        decoder = jpeg_decoder(device or torch.device("cpu")) if config.decode == "gpu" and not stored else None
         chosen = selection(config.caption_key, config.captions, config.templates, config.filter)
         self._sizes = sizes or (lambda _: batch)
         urls, weights = list_shards(config)
@@ -96,7 +97,8 @@ class TrainStream:
             row=(stored.width,) if stored else (3, image_size, image_size),
             dtype=stored.dtype if stored else "uint8",
             context_length=np.asarray(tokenizer(["a"])).shape[1],
-            tier=tier,
+            tier="device" if decoder else tier,
+            decoded=decoder is not None and tier != "encoded",
             chunk=chunk,
             folder=folder,
         )
@@ -149,11 +151,13 @@ class TrainStream:
         self._loaded: dict[int, list[int]] = {}
         self._ticket = 0
         self._threads: ThreadPoolExecutor | None = None
-        self._window = self._open_window(transform) if tier in ("disk", "encoded") else None
-        self._device_rows: DeviceDecoder | None = None
-        if tier == "device":
+        self._window = self._open_window(transform) if layout.tier in ("disk", "encoded") else None
+        self._decoder: DeviceDecoder | None = None
+        self._ahead: DecodedAhead | None = None
+        if decoder:
             assert isinstance(transform, TrainTransform)
-            self._device_rows = DeviceDecoder(transform, decoder, self.broken, self.seen)
+            self._decoder = DeviceDecoder(transform, decoder, self.broken, self.seen)
+            self._ahead = DecodedAhead(self._decoder, self._arena.window) if layout.decoded else None
 
     def _open_window(self, transform: Transform) -> Window:
         """What brings image rows back from where they wait: the workers for encoded pictures, else threads of this process."""
@@ -177,6 +181,8 @@ class TrainStream:
             self._window.drain()
         if self._step >= 0:
             self._finish(self._step)
+            if self._ahead:
+                self._ahead.forget(self._step)
             self._positions = self._ends.pop(self._step)
             del self._done[self._step], self._places[self._step]
             if self._workers:
@@ -195,9 +201,12 @@ class TrainStream:
             if not 0 <= stop <= size:
                 raise ValueError(f"row {stop} lies outside the local batch of {size}")
             self._wait(step, stop)
+            self._decode_arrived()
 
-        if self._device_rows:
-            return HostBatch(slot, size, wait, partial(self._device_rows, slot))
+        if self._ahead:
+            return HostBatch(slot, size, wait, partial(self._rows_ahead, step))
+        if self._decoder:
+            return HostBatch(slot, size, wait, partial(self._decoder, slot))
         window = self._window
         if window is None:
             return HostBatch(slot, size, wait)
@@ -232,6 +241,8 @@ class TrainStream:
             self._producer.close()
         if self._threads:
             self._threads.shutdown(cancel_futures=True)
+        if self._ahead:
+            self._ahead.close()
         self._arena.close()
 
     def __enter__(self) -> "TrainStream":
@@ -306,6 +317,20 @@ class TrainStream:
 
     # -- image rows that do not wait in memory as they are -------------------------------------------------------------
 
+    def _decode_arrived(self) -> None:
+        """Have the device decode what has come of this batch, and of those that the workers fill meanwhile."""
+        for step in sorted(self._done) if self._ahead else ():
+            size = self._sizes(step) // self._world
+            slot = self._arena.slots[step % len(self._arena.slots)]
+            self._ahead.arrived(step, slot, self._arrived(step, size), size)
+
+    def _rows_ahead(self, step: int, start: int, stop: int) -> Tensor:
+        begun = time.monotonic()
+        assert self._ahead
+        rows = self._ahead.rows(step, start, stop)
+        self._wait_s += time.monotonic() - begun
+        return rows
+
     def _load_in_workers(self, slot: Slot, start: int, stop: int, buffer: int) -> Callable[[], None]:
         assert self._workers
         self._ticket = ticket = self._ticket + 1
@@ -332,24 +357,6 @@ class TrainStream:
             self._wait_s += time.monotonic() - begun
 
         return wait
-
-
-def check_ramp(size: int, batch: int, lanes: int, world: int) -> None:
-    """Every batch of a ramp must take the same from each lane, or the lanes would come to the end of an epoch at different times.
-
-    Raises UserError.
-    """
-    if size == batch or (size % lanes == 0 and batch % lanes == 0):
-        return
-    if size % world:
-        raise UserError(
-            f"ramp.start: a batch of {size} cannot be shared evenly by {world} processes; choose a multiple"
-        )
-    best = max(n for n in range(world, lanes + 1, world) if size % n == 0 and batch % n == 0)
-    raise UserError(
-        f"ramp.start: batches of {size} to {batch} are not all multiples of the {lanes} lanes in which the data is read; set "
-        f"data.lanes={best}, or choose another start"
-    )
 
 
 def train_transform(config: DataConfig, side: int) -> TrainTransform:

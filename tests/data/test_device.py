@@ -8,7 +8,9 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -391,7 +393,7 @@ def test_the_pool_follows_the_mean_size_of_a_picture() -> None:
     assert f"need {large.memory_bytes(3.0 * ROW) / 2**20:.1f} MiB" in said, said
     tight, _ = fitted(layout, 3.0 * ROW, int(1.5 * 2 * 100 * ROW))
     assert 100 * ROW < tight.pool < large.pool, "less room than the pictures would take: some wait as pixels"
-    with pytest.raises(UserError, match=r"data\.decode=gpu: 2 x 100 samples need .*take data\.decode=exact"):
+    with pytest.raises(UserError, match=r"data\.decode=gpu: 2 x 100 samples need .*take offload=encoded, data"):
         fitted(layout, 3.0 * ROW, 2 * 100 * ROW)
 
 
@@ -417,14 +419,100 @@ def test_a_device_without_a_decoder_is_refused(monkeypatch: pytest.MonkeyPatch, 
         jpeg_decoder(torch.device("cpu"))
 
 
-@pytest.mark.parametrize(("offload", "fine"), [("host", False), ("disk", False), ("encoded", True), ("none", True)])
-def test_pixels_on_the_host_and_decoding_on_the_device_exclude_each_other(offload: str, fine: bool) -> None:
-    config = TrainConfig(samples=100, data=DataConfig(train=["x.tar"], decode="gpu"), offload=offload)
-    if fine:
-        check(config)
-    else:
-        with pytest.raises(UserError, match=rf"offload={offload}: with data.decode=gpu take offload=encoded"):
-            check(config)
+def test_pixels_on_disk_and_decoding_on_the_device_exclude_each_other() -> None:
+    config = TrainConfig(samples=100, data=DataConfig(train=["x.tar"], decode="gpu"))
+    for offload in ("none", "host", "encoded"):
+        check(replace(config, offload=offload))
+    with pytest.raises(UserError, match=r"offload=disk .*with data\.decode=gpu take offload=encoded, or offload=host"):
+        check(replace(config, offload="disk"))
+
+
+# -- decoded as they arrive --------------------------------------------------------------------------------------------
+
+
+class Gated:
+    """Stands for the decoder of rows: pixels are the rows' own numbers; each call waits until it is let through, and is noted."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, int, int]] = []
+        self.gate, self.error = threading.Semaphore(0), ""
+
+    def __call__(self, slot: Slot, start: int, stop: int) -> torch.Tensor:
+        assert self.gate.acquire(timeout=20), "never let through"
+        self.calls.append((slot.number, start, stop))
+        if self.error:
+            raise RuntimeError(self.error)
+        return torch.arange(start, stop, dtype=torch.uint8)[:, None] + 100 * slot.number
+
+    def let(self, count: int) -> None:
+        for _ in range(count):
+            self.gate.release()
+
+
+@pytest.fixture
+def ahead(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[on.DecodedAhead, Gated]]:
+    monkeypatch.setattr(on, "AHEAD", 4)
+    decode = Gated()
+    thread = on.DecodedAhead(decode, np.zeros((2, 20, 1), np.uint8))  # type: ignore[arg-type]
+    yield thread, decode
+    decode.let(50)
+    thread.close()
+
+
+def test_pieces_are_decoded_in_their_order_and_once(ahead: tuple[on.DecodedAhead, Gated]) -> None:
+    thread, decode = ahead
+    slots = Slot(0, {}), Slot(1, {})
+    decode.let(100)
+    for step in range(4):
+        decode.calls.clear()
+        thread.arrived(step, slots[step % 2], 6, 18)
+        thread.arrived(step + 1, slots[(step + 1) % 2], 3, 18)
+        assert thread.rows(step, 0, 3)[:, 0].tolist() == [100 * (step % 2) + i for i in range(3)]
+        assert thread.rows(step, 3, 6)[:, 0].tolist() == [100 * (step % 2) + i for i in range(3, 6)], "in mid-piece"
+        thread.arrived(step, slots[step % 2], 18, 18)
+        for start, stop in ((6, 18), (0, 18), (17, 18)):
+            assert thread.rows(step, start, stop)[:, 0].tolist() == [100 * (step % 2) + i for i in range(start, stop)]
+        spans = [(0, 4), (4, 6), (6, 10), (10, 14), (14, 18)]
+        assert decode.calls == [(step % 2, *span) for span in spans], decode.calls
+        thread.forget(step)
+
+
+def test_the_next_batch_is_decoded_while_this_one_is_used(ahead: tuple[on.DecodedAhead, Gated]) -> None:
+    thread, decode = ahead
+    decode.let(2)
+    thread.arrived(0, Slot(0, {}), 4, 4)
+    thread.arrived(1, Slot(1, {}), 8, 20)
+    assert thread.rows(0, 0, 4)[:, 0].tolist() == [0, 1, 2, 3]
+    deadline = time.monotonic() + 20
+    while len(decode.calls) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert decode.calls == [(0, 0, 4), (1, 0, 4)], "nobody has asked for the second"
+
+
+def test_a_slot_is_not_given_away_before_it_has_been_read(ahead: tuple[on.DecodedAhead, Gated]) -> None:
+    thread, decode = ahead
+    thread.arrived(0, Slot(0, {}), 8, 8)
+    free = threading.Thread(target=thread.forget, args=(0,))
+    free.start()
+    free.join(0.2)
+    assert free.is_alive(), "the thread is still reading the pictures"
+    decode.let(2)
+    free.join(20)
+    assert not free.is_alive() and len(decode.calls) == 2
+    thread.forget(7)  # nothing of it was begun
+
+
+def test_what_goes_wrong_on_the_device_is_raised_where_rows_are_asked_for(ahead: tuple[on.DecodedAhead, Gated]) -> None:
+    thread, decode = ahead
+    decode.let(10)
+    decode.error = "CUDA is gone"
+    thread.arrived(0, Slot(0, {}), 4, 8)
+    with pytest.raises(RuntimeError, match="CUDA is gone"):
+        thread.rows(0, 0, 2)
+    with pytest.raises(RuntimeError, match="CUDA is gone"):
+        thread.forget(0)
 
 
 # -- whole streams and runs --------------------------------------------------------------------------------------------
@@ -445,19 +533,20 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("tier", ["host", "encoded"])
 def test_a_stream_gives_the_same_samples_with_nearly_the_same_pixels(
-    device: torch.device, mixed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
+    device: torch.device, mixed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tier: str, workers: int
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     options: dict[str, Any] = {"batch": 32, "side": SIDE, "augment": AugmentConfig(scale=(0.3, 1.0), flip=0.5)}
     with open_stream(mixed, **options) as host:
         expected = [(b.ids().clone(), b.tokens(0, 32).clone(), b.pixels(0, 32).clone()) for b in batches(host, 6)]
-    with open_stream(mixed, **options, decode="gpu", device=device, workers=workers) as stream:
+    with open_stream(mixed, **options, decode="gpu", device=device, tier=tier, workers=workers) as stream:
         assert "data.decode=gpu" in stream.memory
         for batch, (ids, tokens, pixels) in zip(batches(stream, 6), expected):
             first = torch.cat([batch.pixels(i, i + 8) for i in range(0, 32, 8)])
             again = torch.cat([batch.pixels(i, i + 8) for i in range(0, 32, 8)])
-            assert first.device.type == device.type and not batch.passing
+            assert first.device.type == ("cpu" if tier == "host" else device.type) and not batch.passing
             assert torch.equal(first, again), "the passes saw other pixels"
             assert torch.equal(batch.ids()[:5], ids[:5]) and torch.equal(batch.tokens(0, 5), tokens[:5])
             if torch.equal(batch.ids(), ids):  # before the one whose place was given away
@@ -474,13 +563,24 @@ def test_nothing_is_left_open(cpu: torch.device, mixed: Path) -> None:
     def opened() -> tuple[int, int]:
         return len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
 
-    for workers in (0, 2):
-        for number in range(5):
-            with open_stream(mixed, batch=16, side=SIDE, decode="gpu", device=cpu, workers=workers) as stream:
-                stream.next_batch().pixels(0, 16)
+    for workers, tier in ((0, "encoded"), (0, "host"), (2, "host")):
+        for number in range(4):
+            options = {"decode": "gpu", "device": cpu, "workers": workers, "tier": tier}
+            with open_stream(mixed, batch=16, side=SIDE, **options) as stream:
+                stream.next_batch().pixels(0, 8)
             if not number:
                 before = opened()
         assert opened() == before, f"{workers} workers: files and threads {before} -> {opened()}"
+
+
+def test_the_memory_of_a_run_is_stated_with_its_pixels(cpu: torch.device, mixed: Path) -> None:
+    options = {"batch": 64, "side": SIDE, "decode": "gpu", "device": cpu, "workers": 1}
+    stated = {}
+    for tier in ("host", "encoded"):
+        with open_stream(mixed, **options, tier=tier) as stream:
+            stream.next_batch().pixels(0, 64)
+            stated[tier] = stream._arena.layout.memory_bytes(1000.0)
+    assert stated["host"] - stated["encoded"] == pytest.approx(2 * 64 * ROW, abs=4096), "two batches of pixels besides"
 
 
 def test_loaders_have_no_use_for_the_devices_decoder() -> None:
@@ -499,7 +599,10 @@ def augmented(demo: Path, run: Path, decode: str, **changes: Any) -> TrainConfig
     return settings(demo, run, data=data, **{"samples": 256, **changes})
 
 
-@pytest.mark.parametrize(("offload", "workers", "passes"), [("encoded", 0, 2), ("none", 0, 1)])
+@pytest.mark.parametrize(
+    ("offload", "workers", "passes"),
+    [("encoded", 0, 2), ("host", 0, 1), pytest.param("none", 2, 1, marks=pytest.mark.slow)],
+)
 def test_a_run_learns_as_with_the_exact_pixels(
     device: torch.device,
     demo: Path,
@@ -518,7 +621,7 @@ def test_a_run_learns_as_with_the_exact_pixels(
     exact, found = curve(tmp_path / "exact"), curve(tmp_path / "gpu")
     print(f"{device}: exact {exact}, gpu {found}")
     assert found == pytest.approx(exact, abs=0.01), "nearly the same pixels, another curve"
-    assert sum(decoded) == 256 * passes + 1, "every picture once in each pass, and one to try the decoder"
+    assert 0 <= sum(decoded) - 256 * passes - 1 <= 128, "every picture once in each pass, one to try, two batches ahead"
 
 
 def test_kept_graphs_and_passes_of_other_chunks_see_the_same_pixels(
