@@ -1,16 +1,15 @@
 """`clipscale bench step`: gradients of one batch, plain, with the cache, with kept graphs and with a frozen tower; time and memory.
 
-Time is compared with plain forward and backward of the same samples; memory is drawn against the batch at a fixed chunk.
+Time is compared with plain forward and backward, sample for sample; memory is drawn against the batch at a fixed chunk.
 """
 
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,46 +18,58 @@ from typing import Any
 
 import psutil
 import torch
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
 from clipscale.bench.machine import asked, machine
 from clipscale.bench.memory import HOW as MEMORY_HOW
 from clipscale.bench.processes import PLAIN_MALLOC, TORCHRUN
+from clipscale.bench.resume import earlier, write
 from clipscale.bench.step_draw import draw
+from clipscale.bench.step_table import legend, table
+from clipscale.bench.step_ways import Name
 from clipscale.bench.step_work import StepJob
 from clipscale.errors import UserError
 from clipscale.keys import group_options
 from clipscale.report.table import plain_console
-from clipscale.spelling import format_count, nearest, parse_count
+from clipscale.spelling import nearest, parse_count
 
 Row = dict[str, Any]
 
 METHODS = {
     "plain": "forward and backward of the whole batch in one graph",
     "cache": "the gradient cache: every chunk without a graph, the loss, every chunk again",
-    "keep-25": "the cache with room for a quarter of all graphs (keep-N: for N per cent)",
+    "keep-25": "the cache with room for a quarter of all graphs (keep-N: for N per cent; keep-NG: N GiB)",
     "keep-50": "the cache with room for half of them",
     "keep-75": "the cache with room for three quarters",
     "keep-100": "the cache with room for all: no second pass",
     "frozen-plain": "plain, with a frozen image tower that runs without a graph",
     "frozen": "the cache with a frozen image tower, which has no second pass",
     "frozen-keep-100": "the same with room for the text tower's graphs",
+    "compiled-plain": "plain, both towers under torch.compile",
+    "compiled": "the cache, both towers under torch.compile (also compiled-keep-N)",
     "open_clip": "open_clip's own training loop with accumulation over the chunks; it updates nothing here either",
+    "open_clip-plain": "the same loop without accumulation",
 }
 """Name -> what it is."""
+BY_DEFAULT = (*(name for name in METHODS if name.split("-")[0] not in ("compiled", "open_clip")), "open_clip")
 CURVES = ("plain", "cache", "open_clip")
 """Methods whose memory is drawn against the batch."""
 KEEP_MALLOC = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
 """glibc's malloc keeps what is freed, so that large blocks are not fetched from the system, page by page, in every step (mallopt(3))."""
 HOW = {
     "time": "wall clock with the device waited for, of forward, loss and backward; methods in turns, every second round backwards, after "
-    "a round that is not counted; medians, least and most",
-    "ratio": "to `plain` (`frozen-...`: to `frozen-plain`): median over rounds of the quotient within the round",
+    "a warm-up of two chunks; medians, least and most",
+    "ratio": "of seconds a sample to those of `plain` (`frozen-...`: `frozen-plain`, `compiled...`: `compiled-plain`) at the same batch, "
+    "else at plain's largest: median over rounds of the quotient within the round",
+    "samples": "a few chunks of random pixels and captions, which a larger batch comes back to; cached methods copy them from pinned host "
+    "memory, plain ones and open_clip's have them on the device",
+    "largest": "the largest batch is doubled until a step runs out of memory, beside the weights of all methods; then the gap is halved "
+    "to an eighth",
+    "mfu": "samples a second times 3 forward passes of every trained tower (1 of a frozen one) over the vendor's dense bf16 rate",
     "malloc": "keep: glibc keeps freed memory in the process while time is measured, which spares the plain step, whose blocks are large, "
     "the page faults; system: as glibc does by itself",
-    "memory": "growth of the peak during one step; weights, their gradients and the inputs are there before and not counted",
+    "memory": "growth of the peak during one step; weights and inputs are there before and not counted, nor, but for timed steps on "
+    "CUDA, are the weights' gradients",
 }
 MARGIN = 0.95
 """Part of the free memory that a process on the CPU may take."""
@@ -66,24 +77,29 @@ MARGIN = 0.95
 
 @dataclass
 class StepBenchSettings:
-    """`clipscale bench step`: the gradient cache beside plain forward and backward of the same samples."""
+    """`clipscale bench step`: the gradient cache beside plain forward and backward, sample for sample."""
 
     model: str = "tiny"
     """A preset of conf/model."""
     batch: str = "512"
-    """Pairs of one step."""
+    """Pairs of one step, for methods that do not name their own."""
     chunk: str = "128"
     """Samples per chunk of either tower."""
     memory: str = "128,256,512,1k"
-    """Batches at which memory is measured, separated by commas."""
+    """Batches at which memory is measured in processes apart, separated by commas; empty: none."""
     methods: str = "auto"
-    """plain, cache, keep-N (room for N per cent of all graphs), frozen, frozen-keep-N, open_clip; `auto`: all that can run here."""
+    """plain, cache, keep-N (room for N per cent of all graphs; keep-NG: N GiB), frozen, compiled, open_clip, and so on; METHOD@BATCH: at
+    that batch; METHOD@max: at the largest that fits; `auto`: all that can run here, but for compiled ones."""
     precision: str = "fp32"
     """`fp32` or `bf16` (autocast)."""
     device: str = "auto"
     """`auto` (CUDA where there is one), `cpu` or `cuda`."""
     repeats: int = 7
     """Rounds."""
+    seconds: float = 0.0
+    """Bound on the whole: a step that would not end within it is recorded as not run, with what it would take; 0: none."""
+    resume: bool = False
+    """Keep what an earlier, interrupted run with the same settings measured on this machine."""
     malloc: str = "keep"
     """On a CPU: `keep` freed memory in the process while time is measured (faster plain steps), or leave it to the `system`."""
     out: str = "runs/bench"
@@ -95,36 +111,49 @@ class Plan:
     """The settings, checked."""
 
     job: StepJob
-    methods: list[str]
+    cases: list[str]
+    """METHOD@BATCH or METHOD@max."""
     batches: list[int]
 
 
 def main(settings: StepBenchSettings, console: Console | None = None) -> list[Row]:
     """Measure, print and save. Raises UserError for settings that cannot be."""
+    start = time.monotonic()
     console = console or plain_console()
     found = plan(settings)
     out = Path(settings.out).expanduser()
     out.mkdir(parents=True, exist_ok=True)
     path = out / f"step-{found.job.device}.json"
+    names = dict.fromkeys(method_of(case) for case in found.cases)
     record: dict[str, Any] = {
         "benchmark": "step",
         "settings": asked(settings),
         "machine": machine("bench step", settings),
         "device": found.job.device,
         "how": HOW | {"memory_source": MEMORY_HOW[found.job.device]},
-        "methods": {name: METHODS.get(name, METHODS["keep-25"]) for name in found.methods},
+        "methods": {name: about(name) for name in names},
+        "threads": None,
+        "rows": [],
     }
+    kept = earlier(path, record) if settings.resume else []
+    todo = replace(found, cases=unmeasured(found.cases, kept))
+    answers: list[Row] = []
+
+    def tell(answer: Row) -> None:
+        """Everything known so far, into the record."""
+        record["threads"] = answer["threads"]
+        record["rows"] = [*(row for row in kept if row["case"] not in todo.cases), *rows_of(todo, [*answers, answer])]
+        write(path, record)
+
+    record["rows"] = kept
     with console.status("step") as status:
-        answers = []
-        for job in jobs(found):
-            names = ", ".join(job.timed or dict.fromkeys(name for name, _ in job.probed))
-            status.update(f"{'time' if job.timed else 'memory'} of {names}")
-            answers.append(run(job, environment(job, settings)))
-    record["rows"] = rows_of(found, answers)
-    record["threads"] = answers[-1]["threads"]
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(record | {"written": time.strftime("%Y-%m-%dT%H:%M:%S%z")}, indent=1) + "\n")
-    part.rename(path)
+        for job in jobs(todo) if todo.cases else []:
+            what = ", ".join(job.timed or dict.fromkeys(name for name, _ in job.probed))
+            status.update(f"{'time' if job.timed else 'memory'} of {what}")
+            if settings.seconds:
+                job = replace(job, seconds=max(1.0, settings.seconds - (time.monotonic() - start)))
+            answers.append(run(job, environment(job, settings), tell))
+    write(path, record)
     console.print(table(record))
     for line in legend(record):
         console.print(line)
@@ -152,12 +181,14 @@ def plan(settings: StepBenchSettings) -> Plan:
         raise UserError("device=cuda: torch finds no CUDA device; use device=cpu")
     if settings.repeats < 1:
         raise UserError(f"repeats={settings.repeats}: must be at least 1")
+    if settings.seconds < 0:
+        raise UserError(f"seconds={settings.seconds:g}: must not be negative; 0 means no bound")
     (batch,), (chunk,) = (counts(name, getattr(settings, name), only=True) for name in ("batch", "chunk"))
     if chunk > batch:
         raise UserError(f"chunk={chunk}: a batch={batch} has no chunk that large; choose 1 to {batch}")
-    methods = chosen(settings.methods, batch, chunk)
-    job = StepJob(settings.model, batch, chunk, settings.precision, "cuda" if cuda else "cpu", repeats=settings.repeats)
-    return Plan(job, methods, counts("memory", settings.memory))
+    cases = chosen(settings.methods, batch, chunk)
+    job = StepJob(settings.model, chunk, settings.precision, "cuda" if cuda else "cpu", repeats=settings.repeats)
+    return Plan(job, cases, counts("memory", settings.memory))
 
 
 def counts(name: str, text: str, *, only: bool = False) -> list[int]:
@@ -174,45 +205,73 @@ def counts(name: str, text: str, *, only: bool = False) -> list[int]:
 
 
 def chosen(text: str, batch: int, chunk: int) -> list[str]:
-    """The methods named, each with what it is compared with. Raises UserError."""
-    whole = batch % chunk == 0
+    """The cases named, each with what it is compared with. Raises UserError."""
     installed = find_spec("open_clip_train") is not None
-    names = [word.strip() for word in text.split(",") if word.strip()]
-    if names == ["auto"]:
-        return [name for name in METHODS if name != "open_clip" or (installed and whole)]
-    if not names:
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if words == ["auto"]:
+        words = [name for name in BY_DEFAULT if name != "open_clip" or (installed and batch % chunk == 0)]
+    if not words:
         raise UserError("methods is empty; give at least one")
-    for name in names:
-        keep = re.fullmatch(r"(?:frozen-)?keep-(\d+)", name)
-        if name not in METHODS and not (keep and 1 <= int(keep[1]) <= 100):
-            raise UserError(f"methods={name}: unknown{nearest(name, METHODS)}; there are {', '.join(METHODS)}")
-    if "open_clip" in names and not installed:
-        raise UserError("methods=open_clip: its training loop is not installed; pip install open_clip_torch")
-    if "open_clip" in names and not whole:
-        raise UserError(
-            f"methods=open_clip: its accumulation wants equal chunks; make batch={batch} a multiple of {chunk}"
-        )
-    baselines = [baseline(name) for name in names]
-    return list(dict.fromkeys([*(name for name in ("plain", "frozen-plain") if name in baselines), *names]))
+    cases = []
+    for word in words:
+        method, _, size = word.partition("@")
+        try:
+            name = Name.of(method)
+        except ValueError:
+            raise UserError(
+                f"methods={word}: unknown{nearest(method, METHODS)}; there are {', '.join(METHODS)}"
+            ) from None
+        if size == "max" and not name.whole:
+            raise UserError(f"methods={word}: only what holds a whole batch's graph has a largest batch; name a batch")
+        count = size if size == "max" else counts("methods", size, only=True)[0] if size else batch
+        if name.base.startswith("open_clip") and not installed:
+            raise UserError(f"methods={method}: its training loop is not installed; pip install open_clip_torch")
+        if name.base == "open_clip" and isinstance(count, int) and count % chunk:
+            raise UserError(
+                f"methods={word}: its accumulation wants equal chunks; make batch={count} a multiple of {chunk}"
+            )
+        cases.append(f"{method}@{count}")
+    plains = {method_of(case): case for case in cases}
+    added = [name.baseline for name in map(Name.of, plains) if name.baseline not in plains]
+    return list(dict.fromkeys([*(f"{name}@{batch}" for name in dict.fromkeys(added)), *cases]))
+
+
+def method_of(case: str) -> str:
+    return case.partition("@")[0]
 
 
 def baseline(name: str) -> str:
     """What a method's time is compared with."""
-    return "frozen-plain" if name.startswith("frozen") else "plain"
+    return Name.of(name).baseline
+
+
+def about(name: str) -> str:
+    """What a method is."""
+    return METHODS.get(name) or METHODS["keep-25"]
 
 
 # ---- measuring ----
 
 
+def unmeasured(cases: list[str], kept: Sequence[Row]) -> list[str]:
+    """The cases that an earlier run did not measure, with what they are compared with."""
+    done = {row["case"] for row in kept}
+    rest = [case for case in cases if case not in done]
+    wanted = {baseline(method_of(case)) for case in rest}
+    return [case for case in cases if case in rest or method_of(case) in wanted]
+
+
 def jobs(found: Plan) -> list[StepJob]:
     """Memory of each method in a process of its own, so that no peak is another's; then time of all, in turns, in one."""
     result = []
-    for name in found.methods:
-        batches = {found.job.batch, *(found.batches if name in CURVES else ())}
+    for name in dict.fromkeys(method_of(case) for case in found.cases) if found.batches else []:
+        sizes = {case.partition("@")[2] for case in found.cases if method_of(case) == name} - {"max"}
+        batches = {*map(int, sizes), *(found.batches if name in CURVES else ())}
         if name == "open_clip":
             batches = {batch for batch in batches if batch % found.job.chunk == 0}
-        result.append(replace(found.job, probed=[(name, batch) for batch in sorted(batches)], timed=[]))
-    return [*result, replace(found.job, timed=found.methods)]
+        if batches:
+            result.append(replace(found.job, probed=[(name, batch) for batch in sorted(batches)], timed=[]))
+    return [*result, replace(found.job, timed=found.cases)]
 
 
 def environment(job: StepJob, settings: StepBenchSettings) -> dict[str, str]:
@@ -224,83 +283,83 @@ def environment(job: StepJob, settings: StepBenchSettings) -> dict[str, str]:
     return own | (KEEP_MALLOC if settings.malloc == "keep" else {})
 
 
-def run(job: StepJob, variables: dict[str, str]) -> Row:
-    """The answer of a fresh process; for one that ended without, why every method failed there."""
-    if job.device == "cpu":
+def run(job: StepJob, variables: dict[str, str], tell: Callable[[Row], None] = lambda _: None) -> Row:
+    """The answer of a fresh process, told as it grows; for one that ended before its end, why what it lacks failed there."""
+    if job.device == "cpu" and job.memory is None:
         job = replace(job, memory=int(MARGIN * psutil.virtual_memory().available))
     with tempfile.TemporaryDirectory(prefix="clipscale-bench-") as name:
         folder = Path(name)
         (folder / "job.json").write_text(json.dumps(asdict(job)))
-        command = [sys.executable, "-m", "clipscale.bench.step_work", name]
-        ended = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
-        if (folder / "answer.json").exists():
-            answer: Row = json.loads((folder / "answer.json").read_text())
-            return answer
-    status = "out of memory" if ended.returncode == -9 else "failed"
-    last = ended.stderr.strip().splitlines()[-1:] or [""]
-    reason = f"the process ended with status {ended.returncode}: {last[0][:300]}"
-    wrong = {"status": status, "reason": reason, "traceback": ended.stderr[-5000:], "seconds": [], "memory": {}}
-    return {"methods": dict.fromkeys(job.timed or [name for name, _ in job.probed], wrong), "threads": None}
+        path, seen = folder / "answer.json", 0
+        with (folder / "said").open("wb") as said:
+            command = [sys.executable, "-m", "clipscale.bench.step_work", name]
+            process = subprocess.Popen(command, env=variables, stdout=said, stderr=said)
+            try:
+                while process.poll() is None:
+                    time.sleep(0.1)
+                    if path.exists() and path.stat().st_mtime_ns != seen:
+                        seen = path.stat().st_mtime_ns
+                        tell(json.loads(path.read_text()))
+            finally:
+                process.kill()
+                process.wait()
+        answer: Row = json.loads(path.read_text()) if path.exists() else {"methods": {}, "threads": None}
+        if not (folder / "done").exists():
+            answer["methods"] |= silent(job, answer["methods"], process.returncode, (folder / "said").read_text())
+        tell(answer)
+        return answer
+
+
+def silent(job: StepJob, methods: Row, status: int, said: str) -> Row:
+    """Records of what a process that ended before its end had not measured."""
+    last = said.strip().splitlines()[-1:] or [""]
+    reason = f"the process ended with status {status}: {last[0][:300]}"
+    wrong = {"status": "out of memory" if status == -9 else "failed", "reason": reason, "traceback": said[-5000:]}
+    names = job.timed or [name for name, _ in job.probed]
+    lacking = [n for n in names if n not in methods or not (methods[n]["seconds"] or methods[n]["memory"])]
+    return {name: {"seconds": [], "memory": {}} | methods.get(name, {}) | wrong for name in lacking}
 
 
 def rows_of(found: Plan, answers: Sequence[Row]) -> list[Row]:
-    """One row for each method from what the processes answered: the memory jobs, then the time job."""
+    """One row for each case from what the processes answered: the memory jobs, then the time job."""
     rows = []
-    times = answers[-1]["methods"]
-    for name in found.methods:
-        records = [answer["methods"][name] for answer in answers if name in answer["methods"]]
-        row: Row = {"method": name, "batch": found.job.batch, "chunk": found.job.chunk, "status": "ok"}
-        row["memory"] = {int(batch): size for record in records for batch, size in record["memory"].items()}
-        row["peak_bytes"] = row["memory"].get(found.job.batch)
-        seconds = times[name]["seconds"]
+    times = {case: record for answer in answers for case, record in answer["methods"].items() if "@" in case}
+    for case in found.cases:
+        name, _, size = case.partition("@")
+        probes = [answer["methods"][name] for answer in answers if name in answer["methods"]]
+        timed = times.get(
+            case, {"status": "not run", "reason": "its turn did not come", "traceback": "", "seconds": []}
+        )
+        batch = timed.get("batch", None if size == "max" else int(size))
+        row: Row = {"case": case, "method": name, "batch": batch, "chunk": found.job.chunk, "status": "ok"}
+        row |= {key: timed[key] for key in ("tried", "bound", "expected_s", "flops", "mfu", "parts") if key in timed}
+        memory = {key: value for record in [*probes, timed] for key, value in record.get("memory", {}).items()}
+        row["memory"] = {int(key): value for key, value in memory.items()}
+        row["peak_bytes"] = row["memory"].get(batch)
+        seconds = timed["seconds"]
         if seconds:
             row["step_s"] = {"median": median(seconds), "min": min(seconds), "max": max(seconds), "all": seconds}
-            row["samples_per_s"] = found.job.batch / row["step_s"]["median"]
-            against = times.get(baseline(name), {}).get("seconds", [])
-            ratios = [own / plain for own, plain in zip(seconds, against)]
-            row["ratio"] = {"median": median(ratios), "min": min(ratios), "max": max(ratios)} if ratios else None
-        wrong = next((record for record in records if record["status"] != "ok"), None)
+            row["samples_per_s"] = batch / row["step_s"]["median"]
+            if row.get("mfu") is not None:
+                row["mfu"] *= seconds[-1] / row["step_s"]["median"]
+            row["ratio"] = ratio(seconds, batch, against(name, batch, times))
+        wrong = next((record for record in [timed, *probes] if record["status"] != "ok"), None)
         if wrong:
             row |= {key: wrong[key] for key in ("status", "reason", "traceback")}
         rows.append(row)
     return rows
 
 
-# ---- telling ----
+def against(name: str, batch: int, times: Row) -> tuple[list[float], int] | None:
+    """Seconds of the steps that a method is compared with, and their batch: the same batch where there is one, else the largest."""
+    plains = [record for case, record in times.items() if method_of(case) == baseline(name) and record["seconds"]]
+    found = max(plains, key=lambda record: (record["batch"] == batch, record["batch"]), default=None)
+    return None if found is None else (found["seconds"], found["batch"])
 
 
-def table(record: dict[str, Any]) -> Table:
-    """One line for each method."""
-    settings, facts = record["settings"], record["machine"]
-    processor = facts["gpus"][0] if record["device"] == "cuda" else f"{facts['cpu']}, {record['threads']} threads"
-    title = (
-        f"step of {settings['batch']} pairs in chunks of {settings['chunk']}, model={settings['model']}, on {processor}"
-    )
-    result = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for head in ("method", "samples/s", "step ms", "min-max", "to plain", "peak MiB"):
-        result.add_column(head, justify="left" if head == "method" else "right", no_wrap=True)
-    for row in record["rows"]:
-        cells = [row["method"]]
-        if "step_s" in row:
-            times, ratio = row["step_s"], row["ratio"]
-            cells += [f"{row['samples_per_s']:,.0f}", f"{1e3 * times['median']:,.0f}"]
-            cells += [
-                f"{1e3 * times['min']:,.0f}-{1e3 * times['max']:,.0f}",
-                f"{ratio['median']:.2f}" if ratio else "-",
-            ]
-        else:
-            cells += [row["status"], "", "", ""]
-        cells.append("-" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**20:,.0f}")
-        result.add_row(*cells)
-    return result
-
-
-def legend(record: dict[str, Any]) -> list[str]:
-    """What the table does not say for itself."""
-    lines = [f"{name}: {about}" for name, about in record["methods"].items()]
-    lines += [f"{row['method']}: {row['status']}: {row['reason']}" for row in record["rows"] if row["status"] != "ok"]
-    sizes = ", ".join(format_count(count) for count in counts("memory", record["settings"]["memory"]))
-    lines.append(
-        f"To plain: frozen-... is compared with frozen-plain. Peak: growth during one step. The picture: peak at {sizes}."
-    )
-    return lines
+def ratio(seconds: list[float], batch: int, plain: tuple[list[float], int] | None) -> dict[str, float] | None:
+    """Of seconds a sample to those of `plain`, within each round."""
+    if plain is None:
+        return None
+    ratios = [own / batch / (other / plain[1]) for own, other in zip(seconds, plain[0])]
+    return {"median": median(ratios), "min": min(ratios), "max": max(ratios)}

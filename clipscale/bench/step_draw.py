@@ -9,7 +9,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter
 
 from clipscale.bench.draw import MARKS
 from clipscale.report.plots import COLOURS, STYLE
-from clipscale.spelling import format_count
+from clipscale.spelling import format_count, parse_count
 
 
 def draw(record: dict[str, Any], path: Path) -> Figure:
@@ -21,7 +21,7 @@ def draw(record: dict[str, Any], path: Path) -> Figure:
         timed = [row for row in rows if row.get("ratio")][::-1]
         values = [row["ratio"]["median"] for row in timed]
         spans = [[v - r["ratio"]["min"], r["ratio"]["max"] - v] for v, r in zip(values, timed, strict=True)]
-        times.barh([row["method"] for row in timed], values, color=COLOURS[0], height=0.6)
+        times.barh([label(row, settings) for row in timed], values, color=COLOURS[0], height=0.6)
         if timed:
             middles = range(len(timed))
             times.errorbar(
@@ -33,13 +33,14 @@ def draw(record: dict[str, Any], path: Path) -> Figure:
                 )
         times.axvline(1, color="#475569", linewidth=1)
         times.grid(axis="y", visible=False)
-        times.set_title(f"time relative to plain (batch {settings['batch']}, chunk {settings['chunk']})")
-        curves = [row for row in rows if len(row["memory"]) > 1]
-        sizes = sorted({int(batch) for row in curves for batch in row["memory"]})
-        for i, row in enumerate(curves):
-            points = sorted((int(batch), max(size, 2**16) / 2**20) for batch, size in row["memory"].items())
+        times.set_title(f"seconds a sample relative to plain (batch {settings['batch']}, chunk {settings['chunk']})")
+        curves = {name: memory_of(name, rows) for name in dict.fromkeys(row["method"] for row in rows)}
+        curves = {name: found for name, found in curves.items() if len(found) > 1}
+        sizes = sorted({batch for found in curves.values() for batch in found})
+        for i, (name, found) in enumerate(curves.items()):
+            points = sorted((batch, max(size, 2**16) / 2**20) for batch, size in found.items())
             look = {"color": COLOURS[i % len(COLOURS)], "marker": MARKS[i % len(MARKS)], "markersize": 4}
-            memory.plot(*zip(*points, strict=True), label=row["method"], **look)
+            memory.plot(*zip(*points, strict=True), label=name, **look)
         if curves:
             memory.legend()
             memory.set_xscale("log", base=2)
@@ -55,3 +56,14 @@ def draw(record: dict[str, Any], path: Path) -> Figure:
         figure.suptitle(title, x=0.01, ha="left", fontsize=10)
         figure.savefig(path, dpi=120, facecolor="white", format="png")
     return figure
+
+
+def label(row: dict[str, Any], settings: dict[str, Any]) -> str:
+    """The method, with its batch where that is one of its own."""
+    own = format_count(row["batch"])
+    return row["method"] if row["batch"] == parse_count(settings["batch"]) else f"{row['method']} at {own}"
+
+
+def memory_of(name: str, rows: list[dict[str, Any]]) -> dict[int, int]:
+    """Batch -> peak, of all rows of a method."""
+    return {int(batch): size for row in rows if row["method"] == name for batch, size in row["memory"].items()}

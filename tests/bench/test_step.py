@@ -2,22 +2,28 @@
 
 import io
 import json
+import os
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from matplotlib.image import imread
 from rich.console import Console
 from torch import Tensor
 
 from clipscale import cli
-from clipscale.bench.step import METHODS, StepBenchSettings, chosen, jobs, main, plan, rows_of, table
+from clipscale.bench.processes import PLAIN_MALLOC
+from clipscale.bench.resume import earlier
+from clipscale.bench.step import METHODS, Plan, StepBenchSettings, chosen, jobs, main, plan, rows_of, run, unmeasured
 from clipscale.bench.step_draw import draw
+from clipscale.bench.step_table import legend, table
 from clipscale.bench.step_work import StepJob, StepWork
 from clipscale.errors import UserError
 
-JOB = StepJob("tiny", batch=12, chunk=4, precision="fp32", device="cpu")
+JOB = StepJob("tiny", chunk=4, precision="fp32", device="cpu")
 
 
 @pytest.fixture(scope="module")
@@ -26,17 +32,18 @@ def work() -> StepWork:
 
 
 def gradients(work: StepWork, name: str) -> dict[str, Tensor]:
-    step = work.step(name)
-    for weights in work.weights:
-        weights.zero_grad()
-    step(*work.inputs(12))
-    owner = work.weights[-1] if name == "open_clip" else work.model(frozen=name.startswith("frozen"))
+    way = work.ways.way(name)
+    work.release()
+    way.step(way.inputs(12))
+    variant = name.split("-")[0] if name.startswith(("frozen", "compiled")) else ""
+    owner = work.ways.peer if name.startswith("open_clip") else work.ways.model(variant)
+    assert owner is not None
     found = {k: p.grad for k, p in owner.named_parameters() if p.grad is not None}
     # open_clip's model has no wrappers around its encoders
     return {k.replace("image.encoder.", "visual.").replace("text.encoder.", "text."): g for k, g in found.items()}
 
 
-@pytest.mark.parametrize("name", ["cache", "keep-50", "keep-100", "frozen", "frozen-keep-100"])
+@pytest.mark.parametrize("name", ["cache", "keep-50", "keep-100", "keep-1G", "frozen", "frozen-keep-100"])
 def test_every_method_leaves_the_gradient_of_plain(work: StepWork, name: str) -> None:
     wanted = gradients(work, "frozen-plain" if name.startswith("frozen") else "plain")
     found = gradients(work, name)
@@ -57,38 +64,99 @@ def test_open_clips_loop_does_the_same_work(work: StepWork) -> None:
 
 def test_kept_graphs_save_second_passes(work: StepWork) -> None:
     calls: list[int] = []
-    hook = work.model().image.register_forward_hook(lambda *_: calls.append(1))
+    hook = work.ways.model().image.register_forward_hook(lambda *_: calls.append(1))
     counts = []
     for name in ("cache", "keep-50", "keep-100"):
-        work.step(name)(*work.inputs(12))  # a first step measures
+        way = work.ways.way(name)
+        way.step(way.inputs(12))  # a first step measures
         calls.clear()
-        work.step(name)(*work.inputs(12))
+        way.step(way.inputs(12))
         counts.append(len(calls))
     hook.remove()
     assert counts[0] == 6 and counts[0] > counts[1] > counts[2] == 3, counts
 
 
-def test_time_is_recorded_and_a_failure_is_its_methods_own() -> None:
-    work = StepWork(replace(JOB, batch=4, timed=["cache"], repeats=2))
+def test_a_batch_beyond_the_pool_comes_back_to_its_samples(work: StepWork) -> None:
+    """4 chunks of distinct samples serve any batch, whichever way a method wants them."""
+    (rows, _), (whole, _) = work.ways.rows(23), work.ways.on_device(23)
+    chunks = torch.cat([rows.chunk(i, min(i + 4, 23)) for i in range(0, 23, 4)])
+    assert torch.equal(chunks, whole) and torch.equal(whole[:7], whole[16:])
+    inputs = work.ways.normalised(24, whole=False)
+    assert [len(pixels) for pixels, _ in inputs] == [4] * 6 and inputs[4] is inputs[0]
+    assert [len(pixels) for pixels, _ in work.ways.normalised(23, whole=True)] == [23]
+
+
+def test_time_is_recorded_as_it_goes_and_a_failure_is_its_methods_own(tmp_path: Path) -> None:
+    path = tmp_path / "answer.json"
+    work = StepWork(replace(JOB, timed=["cache@4", "plain@8"], repeats=2), path)
 
     def fail(_: str) -> None:
         raise RuntimeError("no such thing")
 
-    work.attempt("keep-50", fail)
+    work.attempt("keep-50@4", fail)
     found = work.do()["methods"]
-    assert found["cache"]["status"] == "ok" and len(found["cache"]["seconds"]) == 2
-    assert (found["keep-50"]["status"], found["keep-50"]["reason"]) == ("failed", "RuntimeError: no such thing")
+    assert json.loads(path.read_text())["methods"] == found
+    assert found["cache@4"]["status"] == "ok" and len(found["cache@4"]["seconds"]) == 2
+    assert set(found["cache@4"]["parts"]) == {"encode_s", "loss_s", "replay_s"}
+    assert found["plain@8"]["batch"] == 8 and found["plain@8"]["flops"] > 0
+    assert (found["keep-50@4"]["status"], found["keep-50@4"]["reason"]) == ("failed", "RuntimeError: no such thing")
+
+
+def test_the_largest_batch_is_found_between_one_that_fits_and_one_that_does_not(
+    work: StepWork, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With room for 1,500 samples: doubling stops at 2,048, and the gap above 1,024 is halved to an eighth of that."""
+    monkeypatch.setattr(work, "fits", lambda way, size: 1e-6 * size if size <= 1500 else None)
+    work.find_largest("plain@max", work.record("plain@max"))
+    record = work.found.pop("plain@max")
+    assert record["batch"] == 1408, record["tried"]
+    assert work.expected.pop("plain@max") == pytest.approx(1408e-6)
+    monkeypatch.setattr(work, "fits", lambda way, size: None)
+    work.attempt("plain@max", work.ready)
+    assert work.found.pop("plain@max")["status"] == "out of memory"
+
+
+def test_the_largest_batch_is_bounded_by_time_too(work: StepWork, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(work, "end", time.monotonic() + 100)
+    monkeypatch.setattr(work, "fits", lambda way, size: float(size))
+    work.find_largest("plain@max", work.record("plain@max"))
+    record = work.found.pop("plain@max")
+    work.expected.clear()
+    assert (record["batch"], record["bound"]) == (8, "time"), record
+
+
+def test_what_would_not_end_in_time_is_recorded_as_not_run(work: StepWork, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(work, "end", time.monotonic() + 30)
+    monkeypatch.setattr(work, "step", lambda way, batch: 0.1)
+    for case in ("cache@8", "cache@8192"):
+        work.attempt(case, work.ready)
+    assert work.found["cache@8"]["status"] == "ok"
+    late = work.found["cache@8192"]
+    assert late["status"] == "not run" and "a step would take about 102 s, and 30 s were left" in late["reason"], late
+    assert list(work.expected) == ["cache@8"]
+
+
+@pytest.mark.slow
+def test_memory_itself_bounds_the_largest_batch() -> None:
+    """In 600 MB beyond what torch takes, a process finds a batch that fits and one that does not."""
+    job = replace(JOB, chunk=32, timed=["plain@max"], repeats=1, memory=6 * 10**8)
+    found = run(job, os.environ | PLAIN_MALLOC)
+    record = found["methods"]["plain@max"]
+    assert record["status"] == "ok" and "out of memory" in record["tried"].values(), record
+    assert record["batch"] >= 64 and len(record["seconds"]) == 1
 
 
 def by_hand() -> dict[str, Any]:
     settings = StepBenchSettings(methods="cache,frozen", batch="8", chunk="4", memory="4,8", device="cpu")
     found = plan(settings)
-    assert found.methods == ["plain", "frozen-plain", "cache", "frozen"]
+    names = ["plain", "frozen-plain", "cache", "frozen"]
+    assert found.cases == [f"{name}@8" for name in names]
     ok = {"status": "ok", "seconds": [], "memory": {"4": 1 << 20, "8": 3 << 20}}
-    answers = [{"methods": {name: dict(ok)}} for name in found.methods]
+    answers = [{"methods": {name: dict(ok)}} for name in names]
     answers[3]["methods"]["frozen"] |= {"status": "out of memory", "reason": "no room", "traceback": ""}
     times = {"plain": [1.0, 2.0, 1.0], "frozen-plain": [0.5, 0.5, 0.5], "cache": [1.3, 2.8, 1.2], "frozen": []}
-    answers.append({"methods": {name: ok | {"seconds": seconds} for name, seconds in times.items()}})
+    timed = {"status": "ok", "batch": 8, "mfu": 0.5}
+    answers.append({"methods": {f"{name}@8": timed | {"seconds": seconds} for name, seconds in times.items()}})
     facts = {"gpus": [], "cpu": "a processor", "versions": {"torch": "2"}}
     shown = {"batch": "8", "chunk": "4", "model": "tiny", "precision": "fp32", "memory": "4,8"}
     return {
@@ -112,12 +180,43 @@ def test_ratios_are_taken_within_a_round() -> None:
 
 def test_the_table_and_the_picture_show_every_method(tmp_path: Path) -> None:
     record, printed = by_hand(), io.StringIO()
-    Console(file=printed, width=120).print(table(record))
-    for word in ("plain", "cache", "frozen", "out of memory", "1.30"):
+    Console(file=printed, width=120).print(table(record), *legend(record))
+    for word in ("plain", "cache", "frozen", "out of memory", "1.30", "50.0%"):
         assert word in printed.getvalue(), f"no {word} in\n{printed.getvalue()}"
     figure = draw(record, tmp_path / "x.png")
     assert imread(tmp_path / "x.png").shape[1] > 1000
     assert len(figure.axes[1].get_lines()) == 4, "one curve of memory for each method with several batches"
+
+
+def test_of_several_batches_a_method_is_compared_with_plain_at_the_same_or_the_largest() -> None:
+    found = Plan(JOB, ["plain@8", "cache@8", "cache@64", "plain@max"], [])
+    times = {"plain@8": (8, [1.0]), "cache@8": (8, [1.5]), "cache@64": (64, [8.0]), "plain@max": (16, [1.6])}
+    answers = [{"methods": {c: {"status": "ok", "batch": b, "seconds": s} for c, (b, s) in times.items()}}]
+    rows = {row["case"]: row for row in rows_of(found, answers)}
+    assert rows["cache@8"]["ratio"]["median"] == pytest.approx(1.5)
+    assert rows["cache@64"]["ratio"]["median"] == pytest.approx((8 / 64) / (1.6 / 16))
+    assert rows["plain@max"]["batch"] == 16 and rows["cache@64"]["samples_per_s"] == 8
+    unfinished = rows_of(found, [{"methods": {}}])
+    assert [row["status"] for row in unfinished] == ["not run"] * 4, "nothing asked for goes missing"
+
+
+def test_an_interrupted_run_is_taken_up(tmp_path: Path) -> None:
+    facts = {"cpu": "a processor", "gpus": [], "versions": {"torch": "2"}, "commit": None}
+    settings = {"model": "tiny", "chunk": "4", "seconds": 0.0}
+    rows = [
+        {"case": "plain@8", "status": "ok"},
+        {"case": "cache@8", "status": "ok"},
+        {"case": "x", "status": "not run"},
+    ]
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps({"machine": facts, "settings": settings, "rows": rows}))
+    again = {"machine": facts | {"time": "later"}, "settings": settings | {"seconds": 60.0}}
+    kept = earlier(path, again)
+    assert kept == rows[:2]
+    assert unmeasured(["plain@8", "cache@8"], kept) == []
+    assert unmeasured(["plain@8", "cache@8", "cache@16"], kept) == ["plain@8", "cache@16"], "with its baseline"
+    for other in ({"settings": settings | {"chunk": "8"}}, {"machine": facts | {"commit": "b"}}):
+        assert earlier(path, again | other) == [], "other settings, or another commit"
 
 
 def test_memory_is_measured_in_processes_apart_and_time_in_one() -> None:
@@ -128,12 +227,19 @@ def test_memory_is_measured_in_processes_apart_and_time_in_one() -> None:
         [("cache", 4), ("cache", 8), ("cache", 16)],
         [("keep-30", 8)],
     ]
-    assert last.timed == ["plain", "cache", "keep-30"] and not last.probed
+    assert last.timed == ["plain@8", "cache@8", "keep-30@8"] and not last.probed
+    (only,) = jobs(plan(replace(settings, memory="", methods="plain@max,cache@16,open_clip@8")))
+    assert only.timed == ["plain@max", "cache@16", "open_clip@8"], "no memory asked for"
 
 
 def test_auto_leaves_open_clip_out_where_its_chunks_would_be_ragged() -> None:
-    assert "open_clip" in chosen("auto", 8, 4)
-    assert "open_clip" not in chosen("auto", 9, 4)
+    assert "open_clip@8" in chosen("auto", 8, 4)
+    assert not [case for case in chosen("auto", 9, 4) if "open_clip" in case]
+
+
+def test_a_method_brings_what_it_is_compared_with_unless_that_is_named() -> None:
+    assert chosen("compiled@16,keep-2G", 8, 4) == ["compiled-plain@8", "plain@8", "compiled@16", "keep-2G@8"]
+    assert chosen("plain@max,cache@32k", 8, 4) == ["plain@max", "cache@32768"]
 
 
 @pytest.mark.parametrize(
@@ -144,6 +250,10 @@ def test_auto_leaves_open_clip_out_where_its_chunks_would_be_ragged() -> None:
         ({"batch": "1,2"}, "batch=1,2: give one count"),
         ({"memory": "0"}, "memory=0: must be at least 1"),
         ({"methods": "keep-0"}, "methods=keep-0: unknown"),
+        ({"methods": "compiled-open_clip"}, "methods=compiled-open_clip: unknown"),
+        ({"methods": "cache@max"}, "methods=cache@max: only what holds a whole batch's graph has a largest batch"),
+        ({"methods": "open_clip@9", "chunk": "4"}, "wants equal chunks"),
+        ({"seconds": -1.0}, "seconds=-1: must not be negative"),
         ({"methods": ""}, "methods is empty"),
         ({"methods": "open_clip", "chunk": "100"}, "wants equal chunks"),
         ({"precision": "fp16"}, "precision=fp16: give fp32 or bf16"),

@@ -1,0 +1,34 @@
+"""Records of benchmarks that are written as they go: what an interrupted run has measured already need not be measured again."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+
+FREE = ("seconds", "resume", "methods", "repeats", "memory", "n", "d", "dtype", "batch")
+"""Settings that may differ from run to run of one record: each row says for itself what it measured."""
+
+
+def write(path: Path, record: dict[str, Any]) -> None:
+    """Put the record at `path`, whole or not at all."""
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(record | {"written": time.strftime("%Y-%m-%dT%H:%M:%S%z")}, indent=1) + "\n")
+    part.rename(path)
+
+
+def earlier(path: Path, record: dict[str, Any]) -> list[Row]:
+    """Rows with figures of the record at `path`; none where settings, machine, versions or commit are not those of `record`."""
+    if not path.exists():
+        return []
+    found = json.loads(path.read_text())
+    if _marks(found) != _marks(record):
+        return []
+    return [row for row in found["rows"] if row["status"] == "ok"]
+
+
+def _marks(record: dict[str, Any]) -> dict[str, Any]:
+    facts = record["machine"]
+    marks = {key: facts[key] for key in ("cpu", "gpus", "versions", "commit")}
+    return marks | {key: value for key, value in record["settings"].items() if key not in FREE}

@@ -1,0 +1,48 @@
+"""The step benchmark's record as a table for the console, with a legend."""
+
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from clipscale.spelling import format_count
+
+
+def table(record: dict[str, Any]) -> Table:
+    """One line for each case."""
+    settings, facts = record["settings"], record["machine"]
+    processor = facts["gpus"][0] if record["device"] == "cuda" else f"{facts['cpu']}, {record['threads']} threads"
+    title = f"step in chunks of {settings['chunk']}, model={settings['model']}, {settings['precision']}, on {processor}"
+    result = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for head in ("method", "batch", "samples/s", "step ms", "min-max", "to plain", "MFU", "peak MiB"):
+        result.add_column(head, justify="left" if head == "method" else "right", no_wrap=True)
+    for row in record["rows"]:
+        cells = [row["method"], "max" if row["batch"] is None else format_count(row["batch"])]
+        if "step_s" in row:
+            times, relative = row["step_s"], row["ratio"]
+            cells += [f"{row['samples_per_s']:,.0f}", f"{1e3 * times['median']:,.0f}"]
+            cells += [
+                f"{1e3 * times['min']:,.0f}-{1e3 * times['max']:,.0f}",
+                f"{relative['median']:.2f}" if relative else "-",
+                f"{row['mfu']:.1%}" if row.get("mfu") is not None else "-",
+            ]
+        else:
+            cells += [row["status"], "", "", "", ""]
+        cells.append("-" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**20:,.0f}")
+        result.add_row(*cells)
+    return result
+
+
+def legend(record: dict[str, Any]) -> list[str]:
+    """What the table does not say for itself."""
+    lines = [f"{name}: {about}" for name, about in record["methods"].items()]
+    lines += [f"{row['case']}: {row['status']}: {row['reason']}" for row in record["rows"] if row["status"] != "ok"]
+    lines += [
+        f"{row['case']}: " + ", ".join(f"{size}: {found}" for size, found in row["tried"].items())
+        for row in record["rows"]
+        if "tried" in row
+    ]
+    lines.append(
+        "To plain: seconds a sample, against what the method's kind has without the cache. Peak: growth during one step."
+    )
+    return lines

@@ -1,0 +1,271 @@
+"""The ways to compute a step's gradients that the step benchmark compares: inputs, models and the step itself, by name.
+
+All compute the gradients of the same contrastive loss over the same samples with the same towers; none updates weights.
+"""
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor
+
+from clipscale.keys import conf_dir
+from clipscale.loss.api import contrastive_loss
+from clipscale.models.flops import Flops
+from clipscale.models.towers import ClipModel, ModelConfig, architecture, build_model
+from clipscale.precision import Precision, PrecisionConfig
+from clipscale.report.phases import Phases
+from clipscale.step import GradCache
+from clipscale.transfer import DeviceRows
+
+WORDS = 12
+"""Tokens of a caption; the rest of the context is padding, as in most captions."""
+POOL = 4
+"""Chunks of distinct samples in host memory; a larger batch comes back to them, so that its pixels need not all exist."""
+VARIANTS = ("frozen", "compiled")
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Name:
+    """`plain`, `cache`, `keep-50`, `keep-20G`, `open_clip`, `frozen-plain`, `frozen` (the cache), `compiled-keep-20G` and so on."""
+
+    variant: str
+    """`frozen` (image tower), `compiled` (both towers) or nothing."""
+    base: str
+
+    @classmethod
+    def of(cls, text: str) -> "Name":
+        """Raises ValueError for a name that is none."""
+        first, _, rest = text.partition("-")
+        variant, base = (first, rest or "cache") if first in VARIANTS else ("", text)
+        known = ("plain", "cache") if variant else ("plain", "cache", "open_clip", "open_clip-plain")
+        keep = re.fullmatch(r"keep-(\d+)(G?)", base)
+        if base not in known and not (keep and int(keep[1]) >= 1 and (keep[2] or int(keep[1]) <= 100)):
+            raise ValueError(text)
+        return cls(variant, base)
+
+    @property
+    def baseline(self) -> str:
+        """What its time is compared with."""
+        return f"{self.variant}-plain" if self.variant else "plain"
+
+    @property
+    def whole(self) -> bool:
+        """Does it hold the graph of the whole batch."""
+        return self.base.endswith("plain")
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to compute a step's gradients."""
+
+    inputs: Callable[[int], Any]
+    """Of a batch of so many samples, where the method wants them."""
+    step: Callable[[Any], Phases | None]
+    """Leaves gradients in the parameters; the seconds and the memory of its parts, where it has parts."""
+    flops: Flops
+
+
+def model_config(name: str) -> ModelConfig:
+    """A preset of conf/model."""
+    values = yaml.safe_load((conf_dir() / "model" / f"{name}.yaml").read_text(encoding="utf-8"))
+    return ModelConfig(**values)
+
+
+class Ways:
+    """All ways over one model, on one device, with one size of chunk."""
+
+    def __init__(self, model: str, chunk: int, precision: str, device: str) -> None:
+        self.chunk, self.device = chunk, torch.device(device)
+        self.config = model_config(model)
+        self.precision = Precision(PrecisionConfig(name=precision), self.device)
+        self.known: dict[str, Way] = {}
+        self.models: dict[str, ClipModel] = {}
+        self.peer: torch.nn.Module | None = None
+        self.weights: list[torch.nn.Module] = []
+        self.flops: dict[bool, Flops] = {}
+        self.pool: tuple[Tensor, Tensor] | None = None
+
+    def way(self, text: str) -> Way:
+        """The method of that name, built once."""
+        if text not in self.known:
+            name = Name.of(text)
+            if name.base.startswith("open_clip"):
+                step = self.open_clip_step()
+                whole = name.whole
+                self.known[text] = Way(lambda batch: self.normalised(batch, whole), step, self.flops_of(False))
+            else:
+                model, frozen = self.model(name.variant), name.variant == "frozen"
+                step = self.plain_step(model, frozen) if name.whole else self.cached_step(model, name.base)
+                self.known[text] = Way(self.on_device if name.whole else self.rows, step, self.flops_of(frozen))
+        return self.known[text]
+
+    def model(self, variant: str = "") -> ClipModel:
+        if variant not in self.models:
+            torch.manual_seed(0)
+            model = build_model(replace(self.config, freeze_image=variant == "frozen")).to(self.device)
+            if variant == "compiled":
+                model.image.compile()
+                model.text.compile()
+            self.models[variant] = model
+            self.weights.append(model)
+        return self.models[variant]
+
+    def flops_of(self, frozen: bool) -> Flops:
+        if frozen not in self.flops:
+            self.flops[frozen] = Flops(replace(self.config, freeze_image=frozen), self.device)
+        return self.flops[frozen]
+
+    # ---- inputs ----
+
+    def samples(self) -> tuple[Tensor, Tensor]:
+        """POOL chunks of random pixels and captions in host memory, pinned for a CUDA device."""
+        if self.pool is None:
+            model, generator = self.model(), torch.Generator().manual_seed(0)
+            count, side, words = POOL * self.chunk, model.image_size, min(WORDS, model.context_length - 1)
+            pixels = torch.randint(0, 256, (count, 3, side, side), dtype=torch.uint8, generator=generator)
+            tokens = torch.zeros(count, model.context_length, dtype=torch.int32)
+            tokens[:, :words] = torch.randint(1, 49406, (count, words), generator=generator, dtype=torch.int32)
+            tokens[:, words] = 49407
+            pinned = (lambda x: x.pin_memory()) if self.device.type == "cuda" else (lambda x: x)
+            self.pool = pinned(pixels), pinned(tokens)
+        return self.pool
+
+    def rows(self, batch: int) -> tuple[DeviceRows, DeviceRows]:
+        """Host rows, copied to the device chunk by chunk, as in training with offload=host."""
+        pixels, tokens = (DeviceRows(_Wrapped(x), batch, self.device, resident=False) for x in self.samples())
+        return pixels, tokens
+
+    def on_device(self, batch: int) -> tuple[Tensor, Tensor]:
+        """The same rows, all on the device."""
+        pixels, tokens = (_Wrapped(x)(0, batch).to(self.device) for x in self.samples())
+        return pixels, tokens
+
+    def normalised(self, batch: int, whole: bool) -> list[tuple[Tensor, Tensor]]:
+        """Chunks (or one) for open_clip's loop: float pixels on the device already, which spares it its copies; they come back too."""
+        size, tower = batch if whole else min(self.chunk, batch), self.model().image
+        distinct = (
+            [self.on_device(size)]
+            if whole
+            else list(zip(*(x.split(size) for x in self.on_device(min(batch, POOL * size)))))
+        )
+        chunks = [((pixels - tower.mean) / tower.std, tokens.long()) for pixels, tokens in distinct]
+        return [chunks[i % len(chunks)] for i in range(batch // size)]
+
+    # ---- steps ----
+
+    def loss_of(self, model: ClipModel) -> Callable[[Tensor, Tensor], Tensor]:
+        return lambda u, v: contrastive_loss(u, v, model.logit_scale.exp(), check=False)
+
+    def plain_step(self, model: ClipModel, frozen: bool) -> Callable[[Any], None]:
+        """One graph over the whole batch."""
+        loss = self.loss_of(model)
+
+        def step(inputs: tuple[Tensor, Tensor]) -> None:
+            with self.precision.autocast():
+                with torch.set_grad_enabled(not frozen):
+                    u = model.image(inputs[0])
+                v = model.text(inputs[1])
+            loss(u, v).backward()
+
+        return step
+
+    def cached_step(self, model: ClipModel, base: str) -> Callable[[Any], Phases]:
+        """The gradient cache; `keep-50`: with room for half of all graphs; `keep-20G`: with so many bytes for them."""
+        towers = [model.image, model.text]
+        cache = GradCache(towers, self.loss_of(model), chunks=self.chunk, autocast=self.precision.autocast)
+        room = base.removeprefix("keep-") if base.startswith("keep-") else "0"
+
+        def budget(inputs: tuple[DeviceRows, DeviceRows]) -> float:
+            if room.endswith("G"):
+                return int(room[:-1]) * GIB
+            share, trained = int(room) / 100, [tower for tower in cache.towers if tower.trained]
+            if share and not all(
+                tower.cost for tower in trained
+            ):  # the first time: one graph of each tower, to measure it
+                for tower in trained:
+                    cache.memory.budget = 1
+                    tower.encode(inputs[0] if tower is cache.towers[0] else inputs[1])
+            count = len(inputs[0])
+            return math.inf if share == 1 else share * sum(t.cost * count / min(t.size, count) for t in trained)
+
+        def step(inputs: tuple[DeviceRows, DeviceRows]) -> Phases:
+            cache.memory.budget = budget(inputs)
+            phases = Phases(self.device)
+            with phases("encode"):
+                representations = cache.encode(*inputs)
+            with phases("loss"):
+                cache.backward(cache.loss(*representations))
+            with phases("replay"):
+                cache.replay()
+            return phases
+
+        return step
+
+    def open_clip_step(self) -> Callable[[Any], None]:
+        """One step of open_clip's own training loop with accumulation over the chunks it is given."""
+        import open_clip
+        from open_clip.model import CustomTextCLIP
+        from open_clip_train.train import train_one_epoch
+
+        if self.peer is None:
+            torch.manual_seed(0)
+            self.peer = CustomTextCLIP(**architecture(self.config), output_dict=True).to(self.device)
+            self.weights.append(self.peer)
+        model, loss = self.peer, open_clip.ClipLoss()
+        precision = "amp_bf16" if self.precision.dtype == torch.bfloat16 else "fp32"
+
+        def step(inputs: list[tuple[Tensor, Tensor]]) -> None:
+            chunks = _Loader(inputs)
+            args = SimpleNamespace(
+                device=str(self.device), precision=precision, accum_freq=len(chunks), batch_size=len(inputs[0][0]), rank=0,
+                local_rank=0, world_size=1, distill=False, skip_scheduler=True, horovod=False, grad_clip_norm=None,
+                log_every_n_steps=1, wandb=False, log_local=False,
+            )  # fmt: skip
+            data = {"train": SimpleNamespace(dataloader=chunks, set_epoch=lambda _: None)}
+            train_one_epoch(model, data, loss, 0, _NoOptimizer(), None, None, None, args)
+
+        return step
+
+
+class _Wrapped:
+    """Rows of a pool, from its start again where it ends."""
+
+    def __init__(self, pool: Tensor) -> None:
+        self.pool = pool
+
+    def __call__(self, start: int, stop: int) -> Tensor:
+        first, size = start % len(self.pool), len(self.pool)
+        if first + stop - start <= size:
+            return self.pool[first : first + stop - start]
+        return self.pool[torch.arange(start, stop) % size]
+
+
+class _Loader(list[Any]):
+    """Chunks as open_clip's loop wants them."""
+
+    @property
+    def num_batches(self) -> int:
+        return len(self)
+
+    @property
+    def num_samples(self) -> int:
+        return sum(len(images) for images, _ in self)
+
+
+class _NoOptimizer:
+    """Leaves gradients and weights alone: only forward and backward are compared, and gradients are cleared between the steps."""
+
+    param_groups = ({"lr": 0.0},)
+
+    def zero_grad(self) -> None:
+        pass
+
+    def step(self) -> None:
+        pass
