@@ -1,6 +1,7 @@
 """`clipscale bench data`: pictures to pixels per core, and shards to batches through workers, beside open_clip's transform and loader.
 
-The pictures are made up, with the spectrum of photographs (amplitude falling as 1/frequency), since the time of a JPEG follows its content.
+Where there is a GPU: what its decoder gives, and what a model takes, so that it shows whether the data path feeds it. The pictures are made
+up, with the spectrum of photographs (amplitude falling as 1/frequency), since the time of a JPEG follows its content.
 """
 
 import io
@@ -21,6 +22,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from clipscale.bench import data_device
 from clipscale.bench.data_draw import draw
 from clipscale.bench.machine import asked, machine
 from clipscale.data.config import DECODE, DataConfig
@@ -35,12 +37,16 @@ Row = dict[str, Any]
 
 SCALE, RATIO = (0.9, 1.0), (3 / 4, 4 / 3)
 """open_clip's training crop, and ours by default."""
-PEER = "open_clip"
+PEER, GPU = "open_clip", "decode=gpu"
+ON_CPU = tuple(name for name in DECODE if name != "gpu")
 HOW = {
     "decode": "pictures a second of one core: JPEG bytes in memory to the pixels of a training sample (random resized crop, bicubic); CPU "
     "time of one thread, methods in turns, every second round backwards, after a round that is not counted",
     "stream": "samples a second from shards on disk through worker processes into whole batches, tokens included: wall clock from the end "
     "of the first batch on; methods in turns, each with workers of its own",
+    "loader": "pictures a second of one core that a loader prepares for data.decode=gpu: header read, crop drawn, bytes put into the batch",
+    "device": f"pictures a second of the GPU with data.decode=gpu: bytes in host memory to pixels there, {data_device.AHEAD} at once",
+    "step": f"samples a second that the gradient cache takes on the GPU in bf16, pixels at hand, chunks of {data_device.CHUNK} at most",
     "bytes": "what one sample takes of the memory through which workers hand it over, pixels and tokens",
     "pictures": "random, amplitude 1/frequency in every colour, JPEG quality 90",
 }
@@ -64,6 +70,10 @@ class DataBenchSettings:
     """Worker processes of the end-to-end measurement."""
     batch: int = 256
     """Samples of a batch of the end-to-end measurement."""
+    device: str = "auto"
+    """GPU whose decoder and model are measured: `auto` (where there is one), `cuda`, or `cpu`: none."""
+    model: str = "vit-b32"
+    """A preset of conf/model whose step on the GPU is measured; empty: none."""
     out: str = "runs/bench"
     """Folder for data.json and .png; earlier ones are replaced."""
 
@@ -75,6 +85,7 @@ def main(settings: DataBenchSettings, console: Console | None = None) -> list[Ro
     for name in ("image_size", "pictures", "repeats", "workers", "batch"):
         if getattr(settings, name) < 1:
             raise UserError(f"{name}={getattr(settings, name)}: must be at least 1")
+    device, why = data_device.usable(settings.device)
     out = Path(settings.out).expanduser()
     out.mkdir(parents=True, exist_ok=True)
     record: dict[str, Any] = {
@@ -83,6 +94,7 @@ def main(settings: DataBenchSettings, console: Console | None = None) -> list[Ro
         "machine": machine("bench data", settings),
         "how": HOW,
         "rows": [],
+        "skipped": {"decode=gpu": why} if why else {},
     }
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -90,15 +102,21 @@ def main(settings: DataBenchSettings, console: Console | None = None) -> list[Ro
         with console.status("data") as status:
             for side in sizes:
                 status.update(f"decode, {side} pixels")
-                record["rows"] += decode_rows(side, settings)
+                record["rows"] += decode_rows(side, settings) + device_rows(side, settings, device)
             for side in streamed:
                 status.update(f"stream, {side} pixels")
-                record["rows"] += stream_rows(side, settings)
+                record["rows"] += stream_rows(side, settings, device)
+            if device and settings.model:
+                status.update(f"step, {settings.model}")
+                rates = data_device.step_rates(settings.model, settings.batch, settings.repeats, device)
+                record["rows"].append(_row("step", settings.image_size, settings.model, rates))
     finally:
         torch.set_num_threads(threads)
     path = out / "data.json"
     path.write_text(json.dumps(record, indent=1) + "\n")
     console.print(table(record))
+    for line in verdicts(record):
+        console.print(line)
     draw(record, path.with_suffix(".png"))
     console.print(f"\n{path}\n{path.with_suffix('.png')}")
     return list(record["rows"])
@@ -141,7 +159,7 @@ def transforms(side: int) -> dict[str, Callable[[bytes, int], Any]]:
     def own(transform: TrainTransform) -> Callable[[bytes, int], Any]:
         return lambda data, number: transform(data, Draws(0, AUGMENT, number), out)
 
-    found = {f"decode={name}": own(TrainTransform(side, SCALE, RATIO, 0.0, 2**30, name == "fast")) for name in DECODE}
+    found = {f"decode={name}": own(TrainTransform(side, SCALE, RATIO, 0.0, 2**30, name == "fast")) for name in ON_CPU}
     return found | {PEER: lambda data, _: peer(Image.open(io.BytesIO(data)).convert("RGB"))}
 
 
@@ -161,10 +179,21 @@ def decode_rows(side: int, settings: DataBenchSettings) -> list[Row]:
     return with_ratios(rows) if rows else rows
 
 
+def device_rows(side: int, settings: DataBenchSettings, device: torch.device | None) -> list[Row]:
+    """Of data.decode=gpu: pictures a second that a core prepares, and that the device decodes where there is one."""
+    pictures = [photograph(side, seed) for seed in range(settings.pictures)]
+    transform = TrainTransform(settings.image_size, SCALE, RATIO, 0.0, 2**30)
+    rows = [_row("loader", side, GPU, data_device.loader_rates(pictures, transform, settings.repeats))]
+    if device:
+        rates = data_device.device_rates(pictures, transform, settings.repeats, device)
+        rows.append(_row("device", side, GPU, rates))
+    return rows
+
+
 # -- end to end --------------------------------------------------------------------------------------------------------
 
 
-def stream_rows(side: int, settings: DataBenchSettings) -> list[Row]:
+def stream_rows(side: int, settings: DataBenchSettings, device: torch.device | None) -> list[Row]:
     """Samples a second of the whole path from shards to batches, and bytes a sample that pass between processes."""
     import open_clip
 
@@ -173,10 +202,10 @@ def stream_rows(side: int, settings: DataBenchSettings) -> list[Row]:
     sizes: dict[str, int] = {}
     measured = 3  # batches, after the first
     with tempfile.TemporaryDirectory(prefix="clipscale-bench-") as name:
-        pattern = write_shards(Path(name), side, settings, batches=2 + measured + 2 * settings.workers)
+        pattern = write_shards(Path(name), side, settings, shards=2 * settings.workers, batches=2 + measured)
         loaders: dict[str, Callable[[], Iterator[int]]] = {
-            f"decode={decode}": lambda decode=decode: own_batches(pattern, decode, tokenizer, settings)  # type: ignore[misc]
-            for decode in DECODE
+            f"decode={decode}": lambda decode=decode: own_batches(pattern, decode, tokenizer, settings, device)  # type: ignore[misc]
+            for decode in (DECODE if device else ON_CPU)
         }
         loaders[PEER] = lambda: peer_batches(pattern, tokenizer, settings)
         for round_ in range(settings.repeats):
@@ -192,12 +221,12 @@ def stream_rows(side: int, settings: DataBenchSettings) -> list[Row]:
     return with_ratios(rows)
 
 
-def write_shards(folder: Path, side: int, settings: DataBenchSettings, batches: int) -> str:
-    """Shards of one batch each, with captions and img2dataset-like json members; returns their brace list."""
+def write_shards(folder: Path, side: int, settings: DataBenchSettings, shards: int, batches: int) -> str:
+    """Shards of so many batches together, with captions and img2dataset-like json members; returns their brace list."""
     pictures = [photograph(side, seed) for seed in range(settings.pictures)]
-    for shard in range(batches):
+    for shard in range(shards):
         with tarfile.open(folder / f"{shard:05d}.tar", "w") as archive:
-            for i in range(settings.batch):
+            for i in range(-(-batches * settings.batch // shards)):
                 key = f"{shard:05d}{i:04d}"
                 caption = f"a photograph of thing {i} on a table, number {shard}"
                 members = {
@@ -209,14 +238,17 @@ def write_shards(folder: Path, side: int, settings: DataBenchSettings, batches: 
                     header = tarfile.TarInfo(f"{key}.{extension}")
                     header.size = len(data)
                     archive.addfile(header, io.BytesIO(data))
-    return f"{folder}/{{00000..{batches - 1:05d}}}.tar"
+    return f"{folder}/{{00000..{shards - 1:05d}}}.tar"
 
 
-def own_batches(pattern: str, decode: str, tokenizer: Any, settings: DataBenchSettings) -> Iterator[int]:
-    """Whole batches of TrainStream; yields the bytes of a sample."""
+def own_batches(
+    pattern: str, decode: str, tokenizer: Any, settings: DataBenchSettings, device: torch.device | None = None
+) -> Iterator[int]:
+    """Whole batches of TrainStream in host memory; yields the bytes of a sample."""
     config = DataConfig(train=[pattern], workers=settings.workers, decode=decode, order="epochs")
     size, side = settings.batch, settings.image_size
-    with TrainStream(config, image_size=side, tokenizer=tokenizer, batch=size, rank=0, world=1, seed=0) as stream:
+    shared = {"image_size": side, "tokenizer": tokenizer, "batch": size, "rank": 0, "world": 1, "seed": 0}
+    with TrainStream(config, **shared, device=device, pin=device is not None) as stream:
         while True:
             batch = stream.next_batch()
             yield (batch.pixels(0, size).nbytes + batch.tokens(0, size).nbytes) // size
@@ -276,7 +308,22 @@ def table(record: dict[str, Any]) -> Table:
         rate = row["per_s"]
         between = f"{rate['min']:,.0f}-{rate['max']:,.0f}"
         size = f"{row['bytes']:,}" if "bytes" in row else "-"
-        result.add_row(
-            row["kind"], str(row["side"]), row["method"], f"{rate['median']:,.0f}", between, f"{row['ratio']:.2f}", size
-        )
+        ratio = f"{row['ratio']:.2f}" if "ratio" in row else "-"
+        result.add_row(row["kind"], str(row["side"]), row["method"], f"{rate['median']:,.0f}", between, ratio, size)
     return result
+
+
+def verdicts(record: dict[str, Any]) -> list[str]:
+    """What the table means: whether the data path gives as many samples as the model takes, and what was left out."""
+    lines = [f"{name} was not measured: {why}" for name, why in record["skipped"].items()]
+    taken = [row for row in record["rows"] if row["kind"] == "step"]
+    streams = [row for row in record["rows"] if row["kind"] == "stream" and row["method"] != PEER]
+    for step in taken:
+        need = step["per_s"]["median"]
+        for row in streams:
+            gives = row["per_s"]["median"]
+            share = f"{gives:,.0f} samples/s, {gives / need:.2f} of the {need:,.0f} that {step['method']} takes"
+            lines.append(
+                f"{row['side']}-pixel sources, {row['method']}, {record['settings']['workers']} workers: {share}"
+            )
+    return lines

@@ -5,10 +5,12 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image
 
-from clipscale.bench.data import PEER, DataBenchSettings, main, photograph, with_ratios
-from clipscale.data.config import DECODE
+from clipscale.bench import data_device
+from clipscale.bench.data import GPU, ON_CPU, PEER, DataBenchSettings, main, photograph, verdicts, with_ratios
+from clipscale.data import device as on
 from clipscale.errors import UserError
 
 
@@ -17,7 +19,15 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> dict:
     out = tmp_path_factory.mktemp("bench")
     main(
         DataBenchSettings(
-            sizes="40,80", image_size=32, pictures=2, repeats=2, stream="40", workers=1, batch=16, out=str(out)
+            sizes="40,80",
+            image_size=32,
+            pictures=2,
+            repeats=2,
+            stream="40",
+            workers=1,
+            batch=16,
+            device="cpu",
+            out=str(out),
         )
     )
     assert (out / "data.png").stat().st_size > 10_000
@@ -25,19 +35,43 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> dict:
 
 
 def test_every_method_is_measured_at_every_size(record: dict) -> None:
-    methods = [*(f"decode={name}" for name in DECODE), PEER]
-    assert [(r["kind"], r["side"], r["method"]) for r in record["rows"]] == [
-        *(("decode", side, method) for side in (40, 80) for method in methods),
-        *(("stream", 40, method) for method in methods),
-    ]
+    methods = [*(f"decode={name}" for name in ON_CPU), PEER]
+    expected = []
+    for side in (40, 80):
+        expected += [*(("decode", side, method) for method in methods), ("loader", side, GPU)]
+    expected += [("stream", 40, method) for method in methods]
+    assert [(r["kind"], r["side"], r["method"]) for r in record["rows"]] == expected
     for row in record["rows"]:
         rate = row["per_s"]
         assert 0 < rate["min"] <= rate["median"] <= rate["max"] and len(rate["all"]) == 2, row
         assert row["method"] != PEER or row["ratio"] == 1, row
 
 
+def test_without_a_gpu_its_decoder_is_left_out_and_why_is_said(record: dict) -> None:
+    assert record["skipped"] == {GPU: "asked for with device=cpu"}
+    assert verdicts(record) == ["decode=gpu was not measured: asked for with device=cpu"]
+
+
+def test_with_a_gpu_all_of_it_is_measured_and_the_question_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(on, "require_gpu", lambda device: None)
+    monkeypatch.setattr(data_device, "usable", lambda setting: (torch.device("cpu"), ""))
+    monkeypatch.setattr(data_device, "AHEAD", 8)
+    monkeypatch.setattr(on, "AHEAD", 8)
+    small = {"image_size": 32, "pictures": 2, "repeats": 1, "workers": 1, "batch": 16}
+    main(DataBenchSettings(sizes="40", stream="40", model="tiny", out=str(tmp_path), **small))
+    record = json.loads((tmp_path / "data.json").read_text())
+    found = [(r["kind"], r["method"]) for r in record["rows"]]
+    assert ("device", GPU) in found and ("stream", GPU) in found and found[-1] == ("step", "tiny"), found
+    assert (
+        len(verdicts(record)) == 3 and "1 workers" in verdicts(record)[2] and "that tiny takes" in verdicts(record)[2]
+    )
+
+
 def test_pixels_cross_as_bytes_and_the_peers_as_floats(record: dict) -> None:
-    own, peer = (next(r for r in record["rows"][::-1] if (r["method"] == PEER) == theirs) for theirs in (False, True))
+    rows = [r for r in record["rows"] if r["kind"] == "stream"]
+    own, peer = (next(r for r in rows if (r["method"] == PEER) == theirs) for theirs in (False, True))
     assert own["bytes"] == 3 * 32 * 32 + 77 * 4, own["bytes"]
     assert peer["bytes"] == 4 * 3 * 32 * 32 + 77 * 8, peer["bytes"]
 
@@ -58,7 +92,10 @@ def test_a_photograph_is_the_same_every_time_and_compresses_like_one() -> None:
     assert 1 < bits < 6, f"{bits:.2f} bits a pixel; photographs at quality 90 take about 2 to 4"
 
 
-@pytest.mark.parametrize(("changes", "message"), [({"sizes": "25x"}, "sizes=25x"), ({"workers": 0}, "workers=0")])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"sizes": "25x"}, "sizes=25x"), ({"workers": 0}, "workers=0"), ({"device": "tpu"}, "device=tpu")],
+)
 def test_mistakes_are_named(tmp_path: Path, changes: dict, message: str) -> None:
     with pytest.raises(UserError, match=message):
         main(DataBenchSettings(**changes, out=str(tmp_path)))

@@ -434,7 +434,7 @@ def test_settings_that_cannot_work_are_refused_in_one_line(
 def test_a_batch_beyond_the_machines_memory_is_refused(tmp_path: Path) -> None:
     write_shards(tmp_path, [25])
     config = DataConfig(train=[str(tmp_path)], workers=1)
-    with pytest.raises(UserError, match=r"offload=host: 2 x 1073741824 samples need 3\d{5}\.\d+ GiB .*offload=encoded"):
+    with pytest.raises(UserError, match=r"offload=host: 2 x 1073741824 samples need 29\d\.\d+ TiB .*offload=encoded"):
         TrainStream(config, image_size=224, tokenizer=Letters(), batch=2**30, rank=0, world=1, seed=0)
 
 
