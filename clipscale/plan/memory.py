@@ -63,7 +63,7 @@ class Memory:
 
 
 class Model:
-    """Peaks at any batch and chunk, from rehearsed steps of two and three chunks: every stage is a straight line in b and in c."""
+    """Peaks at any batch and chunk, from rehearsed steps of two or three chunks: every stage is a straight line in b and in c."""
 
     def __init__(self, rehearsal: Rehearsal) -> None:
         self.rehearsal = rehearsal
@@ -73,17 +73,37 @@ class Model:
     def at(self, batch: int, chunks: Chunks, keep: float = 0) -> Memory:
         """With `batch` samples on a rank and `keep` bytes for kept graphs."""
         whole = min(batch, max([c for c in chunks if c] or [64]))
-        if batch <= 3 * whole:
-            step = self._step(batch, chunks)
-            before, peak = dict(step.before), dict(step.peak)
-        else:
-            near, more = self._step(2 * whole, chunks), self._step(3 * whole, chunks)
-            steps = (batch - 2 * whole) / whole
-            before = {name: round(size + steps * (more.before[name] - size)) for name, size in near.before.items()}
-            peak = {name: round(size + steps * (more.peak[name] - size)) for name, size in near.peak.items()}
+        count = (
+            2 if self.rehearsal.ranks == 1 else 3
+        )  # the last chunk of several is another one: gradients are summed over the ranks there
+        near = self._step(min(batch, count * whole), chunks)
+        further = max(0, batch - count * whole)
+        slopes = self._per_sample
+        if further and None in chunks:
+            more = self._step((count + 1) * whole, chunks)
+            slopes = tuple(
+                {name: (b[name] - a[name]) / whole for name in a}
+                for a, b in ((near.before, more.before), (near.peak, more.peak))
+            )
+        before, peak = (
+            {name: size + round(further * slope.get(name, 0)) for name, size in sizes.items()}
+            for sizes, slope in zip((near.before, near.peak), slopes)
+        )
         peak["loss"] = before["loss"] + self.loss(batch)
         memory = Memory(self._fixed, before, peak)
         return self._with_kept(memory, batch, chunks, keep) if keep else memory
+
+    def estimate(self, batch: int, size: int, chunk: int) -> Memory:
+        """With chunks of `size` samples for both towers, by the straight line through chunks of `chunk` and of half as many."""
+        half = max(1, chunk // 2)
+        if size in (half, chunk) or half == chunk:
+            return self.at(batch, (size, size))
+        low, high = self.at(batch, (half, half)), self.at(batch, (chunk, chunk))
+        before, peak = (
+            {name: b[name] + round((size - chunk) * (b[name] - a[name]) / (chunk - half)) for name in b}
+            for a, b in ((low.before, high.before), (low.peak, high.peak))
+        )
+        return Memory(high.fixed, before, peak)
 
     def loss(self, batch: int) -> int:
         """Bytes that the loss and its gradients take beyond the features."""
@@ -97,6 +117,10 @@ class Model:
     @cached_property
     def _fixed(self) -> dict[str, int]:
         return self.rehearsal.fixed()
+
+    @cached_property
+    def _per_sample(self) -> tuple[dict[str, float], dict[str, float]]:
+        return self.rehearsal.per_sample()
 
     def _step(self, batch: int, chunks: Chunks) -> Step:
         image, text = (min(c or batch, batch) for c in chunks)

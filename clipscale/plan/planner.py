@@ -89,26 +89,26 @@ class Plan:
         if all(size != 0 for size in sizes.values()):
             return (sizes["image"], sizes["text"]), False
         self.keep = 0.0
-        size = min(AUTO_MOST, local) if self.gpu else min(CPU_CHUNK, local)
-        while True:
-            chunks = (sizes["image"] if sizes["image"] != 0 else size, sizes["text"] if sizes["text"] != 0 else size)
-            if size <= SMALLEST or self.total(self.model.at(local, chunks)) <= self.room:
-                return chunks, True
-            size //= 2
+        if self.gpu is None:
+            size = min(CPU_CHUNK, local)
+        else:
+            tried = min(AUTO_MOST // 2, local)
+            size = min(self.largest_chunk(tried) or SMALLEST, AUTO_MOST, local)
+        return (sizes["image"] if sizes["image"] != 0 else size, sizes["text"] if sizes["text"] != 0 else size), True
 
     def host(self, batch: int) -> Host:
         return host(self.config, self.rehearsal, batch, self.chunks[0] or batch, cuda=self.gpu is not None)
 
     # ---- what would fit ----
 
-    def largest_chunk(self) -> int | None:
-        """The largest power of two, for both towers, that fits at this batch; None where not even SMALLEST does."""
-        whole = self.chunks if None in self.chunks else None
+    def largest_chunk(self, known: int) -> int | None:
+        """The largest power of two, for both towers, that fits at this batch without kept graphs; None where not even SMALLEST does.
+
+        By a straight line through the chunk `known` and its half.
+        """
         best, size = None, SMALLEST
-        keep, self.keep = self.keep, 0.0
-        while size <= self.local and self.total(self.at(self.local, whole or (size, size))) <= self.room:
+        while size <= self.local and self.total(self.model.estimate(self.local, size, known)) <= self.room:
             best, size = size, 2 * size
-        self.keep = keep
         return best
 
     def largest_batch(self) -> tuple[int, str]:
@@ -141,6 +141,8 @@ class Plan:
         device_fits = self.total(memory) <= self.room
         host_fits = node.node <= config.host if config.host else None
         batch, bound = self.largest_batch() if self.gpu else (0, "")
+        cut = [c for c in self.chunks if c]
+        chunk = self.largest_chunk(max(cut)) if self.gpu and len(cut) == len(TOWERS) else None
         result: Result = {
             "settings": {
                 "model": config.model.name,
@@ -166,7 +168,7 @@ class Plan:
                 "disk_bytes": node.disk,
                 "fits": host_fits,
             },
-            "limits": {"chunk": self.largest_chunk(), "batch": batch, "batch_bound": bound} if self.gpu else None,
+            "limits": {"chunk": chunk, "batch": batch, "batch_bound": bound} if self.gpu else None,
             "time": self.time_record(),
             "notes": self.notes(),
             "fits": device_fits and host_fits is not False,

@@ -93,6 +93,17 @@ class Buckets(nn.Module):
             p.grad = self.views[p]  # type: ignore[index]
 
 
+class Idle(nn.Module):
+    """Features (n, D) of any rows, at no cost."""
+
+    def __init__(self, width: int, trained: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width), requires_grad=trained)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return rows.flatten(1)[:, :1].float() * self.weight
+
+
 class RehearsedLearner(Learner):
     """The learner with weights that nobody has drawn or loaded, and chunks to be set later."""
 
@@ -115,7 +126,7 @@ class Rehearsal:
     """A learner to run steps of; make it with `rehearsed`."""
 
     def __init__(self, config: TrainConfig, ranks: int, memory: LiveBytes, folder: Path, *, cuda: bool) -> None:
-        self.config, self.memory = config, memory
+        self.config, self.ranks, self.memory = config, ranks, memory
         self.learner = RehearsedLearner(config, RehearsedWorld(0, ranks, 0, CPU), folder, None)
         if cuda and type(self.learner.optimizer).__module__.startswith("torch.optim"):
             for group in self.learner.optimizer.param_groups:  # what torch chooses by itself on CUDA
@@ -127,9 +138,16 @@ class Rehearsal:
         self.row_type = getattr(torch, self.learner.stored.dtype if self.learner.stored else "uint8")
         with torch.no_grad():
             self.width = model.text(torch.empty(1, self.context_length, dtype=torch.int32)).shape[1]
-        self.step((1, 1), 1)  # the optimizer makes its state
+        self._make_optimizer_state()
         self.at_rest = memory.live
         """Bytes between steps."""
+
+    def _make_optimizer_state(self) -> None:
+        for group in self.learner.optimizer.param_groups:
+            for p in group["params"]:
+                p.grad = torch.empty_like(p)
+        self.learner.update()
+        self.learner.optimizer.zero_grad()
 
     def fixed(self) -> dict[str, int]:
         """Bytes that are there between steps, by what they are."""
@@ -153,6 +171,17 @@ class Rehearsal:
 
     def step(self, chunks: tuple[int, int], batch: int) -> Step:
         """One step as in `clipscale.train`, over `batch` samples of this rank, in chunks of so many for each tower."""
+        step = self.gradients(chunks, batch)
+        self.memory.since()
+        step.before["optim"] = self.memory.live
+        self.learner.gradient_norm()
+        self.learner.update()
+        step.peak["optim"] = self.memory.since()
+        self.learner.optimizer.zero_grad()
+        return step
+
+    def gradients(self, chunks: tuple[int, int], batch: int) -> Step:
+        """The step up to its gradients."""
         learner, memory = self.learner, self.memory
         for tower, size in zip(learner.cache.towers, chunks):
             tower.size = size
@@ -197,13 +226,28 @@ class Rehearsal:
         begin("replay")
         phase = "replay"
         learner.cache.replay()
-        begin("optim")
-        enter("optim")
-        learner.gradient_norm()
-        learner.update()
         enter("")
-        learner.optimizer.zero_grad()
         return step
+
+    def per_sample(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Bytes by which each sample of the batch adds to `Step.before` and `Step.peak`, whatever the towers: features, and what stays of
+        the input. From steps of three and of four chunks of towers that do next to nothing."""
+        towers, size = self.learner.cache.towers, 64
+        whole, steps = [tower.encoder for tower in towers], []
+        for count in (3, 4):
+            for tower, encoder in zip(towers, whole):
+                tower.encoder = encoder
+                tower.encoder = Idle(self.width, tower.trained)
+            steps.append(self.gradients((size, size), count * size))
+        for tower, encoder in zip(towers, whole):
+            tower.encoder = encoder
+        self.learner.optimizer.zero_grad()
+        three, four = steps
+        before, peak = (
+            {name: (b[name] - a[name]) / size for name in a}
+            for a, b in ((three.before, four.before), (three.peak, four.peak))
+        )
+        return before, peak
 
     def loss(self, batch: int) -> int:
         """Bytes of the loss of `batch` samples of this rank, and of its gradients, beyond the features' own."""
