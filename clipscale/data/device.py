@@ -5,6 +5,7 @@ Either once, by a thread beside training, as they arrive, into host memory from 
 C = 3: channels, S: side in pixels.
 """
 
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -74,6 +75,8 @@ class Torchvision:
         from torchvision.io import ImageReadMode, decode_jpeg  # here, since the data workers have no use for it
 
         self.device, self._decode, self._mode = device, decode_jpeg, ImageReadMode.RGB
+        # Later torchvisions leave this to TorchCodec; one that has it no more is refused at the start, with what to do.
+        warnings.filterwarnings("ignore", message="The image decoding and encoding", category=DeprecationWarning)
 
     def __call__(self, files: list[Tensor]) -> list[Tensor]:
         if self.device.type == "cuda":

@@ -47,10 +47,7 @@ from tests.test_train import curve, demo, settings
 
 __all__ = ["demo"]
 
-pytestmark = [
-    pytest.mark.timeout(60),
-    pytest.mark.filterwarnings("ignore:The image decoding and encoding capabilities:DeprecationWarning"),
-]
+pytestmark = pytest.mark.timeout(60)
 SIDE = 24
 SQUARE = TrainTransform(SIDE, (1.0, 1.0), (1.0, 1.0), 0.0, 10_000_000)
 CROPPED = replace(SQUARE, scale=(0.05, 1.0), ratio=(0.5, 2.0), flip=0.5)
