@@ -18,7 +18,7 @@ from clipscale.data.origins import FaultError, Origin
 from clipscale.data.sources import SourceError, Store
 
 FIRST_BLOCK, LARGEST_BLOCK = 1 << 20, 8 << 20
-"""Bytes asked for after a seek, and at most; doubled while the reading goes straight on."""
+"""Bytes asked for after a seek, and at most; four times as many while the reading goes straight on."""
 AHEAD_BYTES = 64 << 20
 """Bound on what all of a process's files together have asked for ahead of their readers."""
 LONGEST_WAIT_S = 30.0
@@ -168,7 +168,7 @@ class RemoteFile(io.RawIOBase):
     def _size_after(self, at: int) -> int:
         """Bytes of a block that begins there."""
         straight_on = self._block and at == self._start + len(self._block)
-        return min(self._size * 2, LARGEST_BLOCK) if straight_on else FIRST_BLOCK
+        return min(self._size * 4, LARGEST_BLOCK) if straight_on else FIRST_BLOCK
 
     def _load(self, needed: int) -> None:
         """Bring in a block that has the byte where we stand."""

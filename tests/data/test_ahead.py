@@ -1,0 +1,135 @@
+"""What is asked for ahead of its reader: the next block, the next shard; within a bound, in time, and nothing left of it."""
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clipscale.data import remote
+from clipscale.data.sources import SEEN, SourceError, Store
+from tests.data.files import write_shards
+from tests.data.streams import contents, open_stream
+from tests.data.web import Web, serving
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture
+def web(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Web]:
+    """With small blocks and short waits."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr(remote, "FIRST_BLOCK", 4096)
+    monkeypatch.setattr(remote, "LARGEST_BLOCK", 16384)
+    monkeypatch.setattr(remote, "LONGEST_WAIT_S", 0.002)
+    with serving(Web(tmp_path)) as served:
+        yield served
+
+
+def soon(true: Callable[[], object]) -> bool:
+    """Whether it comes true although nobody reads on."""
+    until = time.monotonic() + 5
+    while not true() and time.monotonic() < until:
+        time.sleep(0.002)
+    return bool(true())
+
+
+def test_the_next_block_is_asked_for_while_one_is_used(tmp_path: Path, web: Web) -> None:
+    data = random.Random(0).randbytes(200_000)
+    (tmp_path / "data").write_bytes(data)
+    file = Store().open(f"{web.url}/data").stream
+    assert file.read(1000) == data[:1000]
+    ranges = ["bytes=0-0", "bytes=0-4095", "bytes=4096-20479"]
+    assert soon(lambda: [asked for _, asked in web.requests] == ranges), web.requests
+    assert file.read() == data[1000:]
+    assert file.seek(100_000) and file.read(50) == data[100_000:100_050]
+    assert soon(lambda: web.requests[-1][1] == "bytes=104096-120479"), "from the first size on again"
+    file.close()
+    assert soon(lambda: remote._room._taken == 0) and soon(lambda: "read-ahead" not in str(threading.enumerate()))
+
+
+def test_fetching_overlaps_with_use(tmp_path: Path, web: Web, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forty blocks, 20 ms for each to come and 20 ms to use it."""
+    monkeypatch.setattr(remote, "LARGEST_BLOCK", 4096)
+    (tmp_path / "data").write_bytes(bytes(40 * 4096))
+    web.faults = lambda number, _: time.sleep(0.02)  # type: ignore[func-returns-value]
+    took = {}
+    for bound in (0, 1 << 20):
+        monkeypatch.setattr(remote, "AHEAD_BYTES", bound)
+        begun = time.monotonic()
+        with closing(Store().open(f"{web.url}/data").stream) as file:
+            while file.read(1024):
+                time.sleep(0.005)
+        took[bound] = time.monotonic() - begun
+    assert took[0] > 1.6 and took[1 << 20] < 0.75 * took[0], took
+
+
+def test_what_is_asked_for_ahead_is_bounded(tmp_path: Path, web: Web, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "AHEAD_BYTES", 3 * 16384)
+    data = random.Random(0).randbytes(100_000)
+    (tmp_path / "data").write_bytes(data)
+    files = [Store().open(f"{web.url}/data").stream for _ in range(12)]
+    most, got = 0, [b""] * len(files)
+    for _ in range(100):
+        for number, file in enumerate(files):
+            got[number] += file.read(1000)
+            most = max(most, remote._room._taken)
+    assert got == [data] * len(files)
+    assert 16384 < most <= 3 * 16384, most
+    assert remote._room._taken == 0
+
+
+def test_a_file_far_on_in_its_block_comes_before_one_that_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "AHEAD_BYTES", 100)
+    room = remote._Room()
+    assert room.take(40, 0.5) and not room.take(40, 0.7) and room.take(40, 0.9) and not room.take(40, 1.0)
+    room.give(40)
+    assert room.take(40, 1.0)
+
+
+def test_the_next_shard_is_opened_before_its_turn(tmp_path: Path, web: Web) -> None:
+    paths = write_shards(tmp_path, [60, 20])
+    urls = [f"{web.url}/{path.name}" for path in paths]
+    web.faults = lambda number, path: "503" if path == "/00001.tar" and number % 2 else None
+    store = Store()
+    store.expect(urls[1])
+    first = store.open(urls[0]).stream
+    half = first.length // 2
+    assert first.read(half) == paths[0].read_bytes()[:half]
+    time.sleep(0.05)
+    assert {path for path, _ in web.requests} == {"/00000.tar"}, "too early"
+    assert first.read() == paths[0].read_bytes()[half:]
+    assert soon(lambda: ("/00001.tar", "bytes=0-4095") in web.requests), web.requests
+    second = store.open(urls[1]).stream
+    assert second.read() == paths[1].read_bytes() and second.store is store
+    assert store.tally == {SEEN + "http_503": web.done["503"]} and web.done["503"] > 1
+    assert [path for path, asked in web.requests if asked == "bytes=0-0"].count("/00001.tar") <= 2
+    first.close()
+    second.close()
+
+
+def test_a_shard_that_is_missing_ahead_of_its_turn_is_missed_in_its_turn(tmp_path: Path, web: Web) -> None:
+    (path,) = write_shards(tmp_path, [3])
+    store = Store()
+    store.expect(f"{web.url}/none.tar")
+    with closing(store.open(f"{web.url}/00000.tar").stream) as file:
+        assert file.read() == path.read_bytes()
+    with pytest.raises(SourceError) as error:
+        store.open(f"{web.url}/none.tar")
+    assert error.value.reason == "missing_shard"
+
+
+def test_nothing_is_left_of_a_stream_that_is_closed(tmp_path: Path, web: Web) -> None:
+    write_shards(tmp_path, [80, 90, 70])
+    caches: list[dict[str, Any]] = [{}, {"cache": str(tmp_path / "copies")}]
+    for options in caches:
+        stream = open_stream(f"{web.url}/{{00000..00002}}.tar", batch=8, order="resampled", **options)
+        contents(stream, 3)
+        stream.close()
+        assert soon(lambda: "-ahead" not in str(threading.enumerate())), threading.enumerate()
+        assert remote._room._taken == 0
