@@ -118,9 +118,12 @@ class DeviceDecoder:
         ]
         refused: list[_Row] = []
         for group in self._groups([row for row in rows if row.recipe.orientation]):
-            pictures = self._decoded([self._bytes(slot, row.recipe) for row in group])
-            usable = [(row, picture) for row, picture in zip(group, pictures) if fits(picture, row.recipe)]
-            refused += [row for row, picture in zip(group, pictures) if not fits(picture, row.recipe)]
+            usable: list[tuple[_Row, Tensor]] = []
+            for row, picture in zip(group, self._decoded([self._bytes(slot, row.recipe) for row in group])):
+                if picture is not None and fits(picture, row.recipe):
+                    usable.append((row, picture))
+                else:
+                    refused.append(row)
             if usable:
                 numbers = self._numbers(row.number for row, _ in usable)
                 out[numbers] = self._rendered([row for row, _ in usable], [picture for _, picture in usable])
@@ -269,9 +272,9 @@ class DecodedAhead:
             self._stream.synchronize()
 
 
-def fits(picture: Tensor | None, recipe: Recipe) -> bool:
-    """Whether there is a picture, and it is as large as its header said."""
-    return picture is not None and picture.shape[0] == 3 and picture.shape[1] * picture.shape[2] == recipe.area
+def fits(picture: Tensor, recipe: Recipe) -> bool:
+    """Whether a picture has three channels and is as large as its header said."""
+    return picture.shape[0] == 3 and picture.shape[1] * picture.shape[2] == recipe.area
 
 
 def upright(pixels: Tensor, orientation: int) -> Tensor:

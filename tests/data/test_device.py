@@ -31,7 +31,7 @@ from clipscale.data import device as on
 from clipscale.data.batch import Arena, Layout, Slot
 from clipscale.data.colour import Colour
 from clipscale.data.config import AugmentConfig, DataConfig
-from clipscale.data.decode import Crop, Picture, TrainTransform, stored_box
+from clipscale.data.decode import Crop, Picture, TrainTransform, resize, stored_box
 from clipscale.data.demo import paths
 from clipscale.data.device import DeviceDecoder, Torchvision, jpeg_decoder
 from clipscale.data.order import Draws
@@ -155,6 +155,16 @@ def test_pixels_are_near_the_exact_ones_and_the_same_again_alone_and_together(de
         assert torch.equal(kept.rows(decoder), found), "the same bytes and crops, other pixels"
     alone = torch.cat([kept.rows(decoder, i, i + 1) for i in range(len(files))])
     assert torch.equal(alone, found), "a picture's pixels depend on what it is decoded with"
+
+
+@pytest.mark.parametrize(("side", "most"), [(256, 1.0), (512, 0.3)])
+def test_a_decoder_that_doubles_chroma_without_interpolation_is_near_enough(side: int, most: float) -> None:
+    """As GPUs' decoders do, and libjpeg when told so: what that alone changes, at half the chroma resolution and 224 pixels out."""
+    for data in portraits(3, side, subsampling=2):
+        fine, simple = (simplejpeg.decode_jpeg(data, fastupsample=fast) for fast in (False, True))
+        far = np.abs(resize(fine, 224, 224).astype(int) - resize(simple, 224, 224)).mean()
+        print(f"{side} pixels: {far:.2f}/255")
+        assert 0.05 < far < most
 
 
 @pytest.mark.parametrize("crops", [SQUARE, CROPPED], ids=["whole", "cropped"])
