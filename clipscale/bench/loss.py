@@ -3,11 +3,12 @@
 Letters: N pairs of all ranks (and as many columns: M = N), D feature width.
 """
 
-import json
+import math
 import os
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,6 +22,7 @@ from clipscale.bench.machine import asked, machine
 from clipscale.bench.memory import HOW as MEMORY_HOW
 from clipscale.bench.methods import DTYPES, Case, Method, chosen
 from clipscale.bench.processes import Answer, run
+from clipscale.bench.resume import earlier, write
 from clipscale.bench.table import legend, table
 from clipscale.bench.worker import Job, unit_flops
 from clipscale.errors import UserError
@@ -38,7 +40,8 @@ HOW = {
     "medians, least and most; of several ranks the slowest",
     "flops": f"{COUNTED_UNITS} units of 2 N M D FLOP for every method, whatever it computes; 'units' is what passes through torch's "
     "matmuls, all ranks together",
-    "gemm": "one torch.mm of square random matrices in each round, same dtype, all ranks at once",
+    "gemm": "in each round one torch.mm of square random matrices and one of (rows, D) by (D, rows), same dtype, all ranks at once; "
+    "'of GEMM' is of the square one's median",
     "memory": "forward: growth of the peak; backward: the same less the gradients of the features; the larger one; the most of any rank",
     "error": "largest relative distance of value and gradients from the float64 oracle on the same features",
     "sent": "bytes that a rank sends in one step, a collective counted as its ring algorithm",
@@ -65,6 +68,13 @@ class LossBenchSettings:
     """Measurements of each time."""
     scale: float = 100.0
     """Logit scale: 100 is where CLIP's training ends; the sigmoid preset keeps its own."""
+    seconds: float = 0.0
+    """Bound on the whole: smaller cases come first, and what would not end in time, judged by a smaller case, is recorded as not run; 0:
+    none."""
+    resume: bool = False
+    """Keep what an earlier, interrupted run with the same settings measured on this machine."""
+    profile: bool = False
+    """One more step of each method under torch's profiler: which kernels its time goes to."""
     reference: int = 4096
     """Largest batch whose error against the float64 oracle is measured; 0: none."""
     out: str = "runs/bench"
@@ -73,6 +83,7 @@ class LossBenchSettings:
 
 def main(settings: LossBenchSettings, console: Console | None = None) -> list[Row]:
     """Measure, print and save. Raises UserError for settings that cannot be."""
+    start = time.monotonic()
     console = console or plain_console()
     cases, methods = plan(settings)
     out = Path(settings.out).expanduser()
@@ -89,13 +100,27 @@ def main(settings: LossBenchSettings, console: Console | None = None) -> list[Ro
         "gemm": [],
         "rows": [],
     }
-    for case in cases:
-        answers = measured(case, methods, settings, console)
-        rows, gemm = rows_of(case, methods, answers)
-        record["rows"] += rows
+    before = earlier(path, record) if settings.resume else {}
+    kept: list[Row] = before.get("rows", [])
+    record["gemm"] = before.get("gemm", [])
+    end = start + settings.seconds if settings.seconds else math.inf
+    fresh: list[Row] = []
+    for case in sorted(cases, key=unit_flops):
+        done = {row["method"] for row in kept if is_of(row, case)}
+        todo = [method for method in methods if method.name not in done]
+        repeats, late = affordable(case, todo, [*kept, *fresh], end - time.monotonic(), settings.repeats)
+        timely = [method for method in todo if method.name not in late]
+        answers: list[list[Answer]] = []
+        rows, gemm = rows_of(case, todo, answers, late)
+        for answer in measured(case, timely, replace(settings, repeats=repeats), console):
+            answers.append(answer)
+            rows, gemm = rows_of(case, todo, answers, late)
+            record |= {"rows": ordered([*kept, *fresh, *rows], cases, methods), "load_average_after": _load()}
+            write(path, record | {"gemm": record["gemm"] + gemm})  # set by set: what is stopped has what is before
+        fresh += rows
         record["gemm"] += gemm
-        record["load_average_after"] = _load()
-        _write(path, record)  # case by case: what is stopped has the cases before
+    record["rows"] = ordered([*kept, *fresh], cases, methods)
+    write(path, record)
     console.print(table(record))
     for line in legend(record):
         console.print(line)
@@ -103,6 +128,44 @@ def main(settings: LossBenchSettings, console: Console | None = None) -> list[Ro
     draw(record, picture)
     console.print(f"\n{path}\n{picture}")
     return list(record["rows"])
+
+
+def is_of(row: Row, case: Case) -> bool:
+    return all(row[key] == getattr(case, key) for key in ("n", "d", "dtype"))
+
+
+def ordered(rows: list[Row], cases: list[Case], methods: Sequence[Method]) -> list[Row]:
+    """Case by case and method by method as they were asked for; rows of an earlier run that were not asked for again come first."""
+    places = {(case.n, case.d, case.dtype, m.name): i for i, (case, m) in enumerate(product(cases, methods))}
+    return sorted(rows, key=lambda row: places.get((row["n"], row["d"], row["dtype"], row["method"]), -1))
+
+
+def affordable(
+    case: Case, methods: Sequence[Method], rows: Sequence[Row], left: float, repeats: int
+) -> tuple[int, dict[str, str]]:
+    """How many rounds there is time for, at least one, and for which methods there is none: their reasons by name.
+
+    A step is expected to take what it took in the largest case of the same method and type so far, times the ratio of the work. A
+    case takes `repeats` + 3 steps of each (memory, matmuls or profile, a warm-up), and half of the time left at most, unless one round
+    needs more.
+    """
+    if math.isinf(left):
+        return repeats, {}
+    steps: dict[str, float] = {}
+    for method in methods:
+        known = [r for r in rows if (r["method"], r["dtype"], r["status"]) == (method.name, case.dtype, "ok")]
+        nearest_row = max(known, key=lambda r: r["counted_flops"], default=None)
+        if nearest_row is not None:
+            steps[method.name] = nearest_row["total_s"]["median"] * case_flops(case) / nearest_row["counted_flops"]
+    late: dict[str, str] = {}
+    for name, seconds in sorted(steps.items(), key=lambda entry: -entry[1]):
+        if 4 * sum(s for n, s in steps.items() if n not in late) > left:
+            late[name] = f"a step would take about {seconds:.3g} s, by a smaller case; {max(0.0, left):.0f} s were left"
+    if left <= 0:
+        late |= {method.name: "no time was left" for method in methods if method.name not in late}
+    whole = sum(seconds for name, seconds in steps.items() if name not in late)
+    rounds = repeats if not whole else max(1, min(repeats, int(left / 2 / whole) - 3))
+    return rounds, late
 
 
 def plan(settings: LossBenchSettings) -> tuple[list[Case], list[Method]]:
@@ -168,7 +231,7 @@ def measured(
     if not able:
         return
     apart = case.device == "cpu" or case.ranks > 1
-    common: dict[str, Any] = {"repeats": settings.repeats, "reference": settings.reference}
+    common: dict[str, Any] = {"repeats": settings.repeats, "reference": settings.reference, "profile": settings.profile}
     if case.device == "cpu":
         common["memory"] = int(MARGIN * psutil.virtual_memory().available / case.ranks)
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -188,9 +251,9 @@ def measured(
 
 
 def rows_of(
-    case: Case, methods: Sequence[Method], answers: Iterator[list[Answer]] | list[list[Answer]]
+    case: Case, methods: Sequence[Method], answers: list[list[Answer]], late: dict[str, str] | None = None
 ) -> tuple[list[Row], list[Row]]:
-    """One row for each method, and the GEMM measurement, from what the sets of processes answered."""
+    """One row for each method, and the GEMM measurement, from what the sets of processes answered; `late`: why some were not asked."""
     found: dict[str, Row] = {}
     gemm: list[Row] = []
     where = {key: value for key, value in asdict(case).items() if key != "seed"}
@@ -201,7 +264,17 @@ def rows_of(
         if seconds:
             side = one_set[0]["gemm"]["side"]
             rate = case.ranks * 2.0 * side**3 / median(seconds)
-            gemm.append(where | {"side": side, "seconds": seconds, "flops_per_s": rate})
+            found_gemm = where | {"side": side, "seconds": seconds, "flops_per_s": rate}
+            found_gemm["best_flops_per_s"] = rate * median(seconds) / min(seconds)
+            panel = one_set[0]["gemm"].get("panel")
+            if panel:
+                flop = case.ranks * 2.0 * panel["rows"] ** 2 * panel["width"]
+                rates = {
+                    "flops_per_s": flop / median(panel["seconds"]),
+                    "best_flops_per_s": flop / min(panel["seconds"]),
+                }
+                found_gemm["panel"] = panel | rates
+            gemm.append(found_gemm)
     rows = []
     for method in methods:
         row: Row = where | {"method": method.name, "scale": method.scale or case.scale}
@@ -210,14 +283,23 @@ def rows_of(
             row |= {"status": "not installed", "reason": f"install {method.package}"}
         elif obstacle:
             row |= {"status": "not supported", "reason": obstacle}
+        elif method.name in (late or {}):
+            row |= {"status": "not run", "reason": (late or {})[method.name]}
         else:
-            row |= found[method.name]
+            row |= found.get(method.name, {"status": "not run", "reason": "its turn did not come"})
+        if row["status"] == "ok" and "total_s" not in row:
+            row |= {"status": "not run", "reason": "its time was not measured: the run was stopped"}
         if row["status"] == "ok":
-            row["counted_flops"] = COUNTED_UNITS * unit_flops(case)
+            row["counted_flops"] = case_flops(case)
             row["flops_per_s"] = row["counted_flops"] / row["total_s"]["median"]
             row["gemm_fraction"] = row["flops_per_s"] / gemm[0]["flops_per_s"]
         rows.append(row)
     return rows, gemm
+
+
+def case_flops(case: Case) -> float:
+    """What every method is credited with."""
+    return COUNTED_UNITS * unit_flops(case)
 
 
 def _joined(ranks: list[Row], case: Case) -> Row:
@@ -243,6 +325,8 @@ def _joined(ranks: list[Row], case: Case) -> Row:
         joined["units"] = None if ranks[0]["units"] is None else sum(rank["units"] for rank in ranks)
         sent = joined["sent_bytes"]
         joined["sent_per_feature"] = None if sent is None else sent / (case.n * case.d)
+    if "profile" in ranks[0]:
+        joined["profile"] = ranks[0]["profile"]
     return joined
 
 
@@ -253,9 +337,3 @@ def _spread(times: list[float]) -> dict[str, Any]:
 def _load() -> float | None:
     """Processes that wanted a core, over the last minute."""
     return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
-
-
-def _write(path: Path, record: dict[str, Any]) -> None:
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(record | {"written": time.strftime("%Y-%m-%dT%H:%M:%S%z")}, indent=1) + "\n")
-    part.rename(path)

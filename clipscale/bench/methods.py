@@ -5,8 +5,10 @@ A method is known by its name; what it needs is imported where it is built, so t
 Letters: N images and as many texts of all ranks, n of one rank, D feature width.
 """
 
+import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import version
@@ -69,6 +71,8 @@ class Method:
     """Do its matmuls pass through torch, where they can be counted."""
     whole_warmup: bool = False
     """Is it made for one shape, so that only a step of that shape warms it up."""
+    setting: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """In force while it runs, forward and backward."""
 
     @property
     def installed(self) -> bool:
@@ -92,6 +96,46 @@ def preset(name: str) -> Method:
         bias=model.get("init_bias", 0.0),
         frozen_images=model.get("freeze_image", False),
     )
+
+
+TILES = re.compile(r"triton-tiles-(\d+)x(\d+)x(\d+)-(\d+)w-(\d+)s(?:-(\d+)r)?")
+PANEL = re.compile(r"triton-panel-(\d+)([MG])")
+
+
+def variant(name: str) -> Method | None:
+    """The Triton backend with one of its choices made otherwise; None for a name that is no variant.
+
+    triton-tiles-128x256x64-8w-3s[-128r]: rows x columns x depth of a tile, warps, stages, registers a thread, in both passes.
+    triton-panel-256M: bytes of score gradients at a time. A panel as large as the whole matrix is the design without panels.
+    """
+    from clipscale.loss import triton_block, triton_panels
+    from clipscale.loss.triton_config import Tiles
+
+    if found := TILES.fullmatch(name):
+        rows, cols, depth, warps, stages = map(int, found.groups()[:5])
+        tiles = Tiles(rows, cols, depth, warps, stages, int(found[6]) if found[6] else None)
+        about = f"backend=triton with tiles of {rows} x {cols} x {depth}, {warps} warps, {stages} stages"
+        return _own(
+            name, about, LossConfig(backend="triton"), setting=lambda: _with(triton_panels, tiles_on=lambda *_: tiles)
+        )
+    if found := PANEL.fullmatch(name):
+        size = int(found[1]) << {"M": 20, "G": 30}[found[2]]
+        about = f"backend=triton with {found[1]} {found[2]}iB of score gradients at a time"
+        return _own(name, about, LossConfig(backend="triton"), setting=lambda: _with(triton_block, PANEL_BYTES=size))
+    return None
+
+
+@contextmanager
+def _with(module: Any, **values: Any) -> Iterator[None]:
+    """The module with these names standing for something else."""
+    before = {name: getattr(module, name) for name in values}
+    for name, value in values.items():
+        setattr(module, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(module, name, value)
 
 
 def _own(name: str, about: str, config: LossConfig, **more: Any) -> Method:
@@ -202,14 +246,22 @@ def methods() -> dict[str, Method]:
     return {method.name: method for method in found}
 
 
+def find(names: list[str]) -> list[Method]:
+    """The methods of these names. Raises UserError for one that is none."""
+    known = methods()
+    found = {name: known.get(name) or variant(name) for name in names}
+    for name, method in found.items():
+        if method is None:
+            raise UserError(
+                f"methods={name}: unknown{nearest(name, known)}; there are {', '.join(known)}, triton-tiles-128x256x64-8w-3s and "
+                "triton-panel-256M"
+            )
+    return [method for method in found.values() if method is not None]
+
+
 def chosen(names: str, device: str, ranks: int) -> list[Method]:
     """The methods of a comma-separated list. Raises UserError for a name that is none."""
-    known = methods()
     if names == "auto":
         names = "clip,openclip,disco,ring,infcl" if ranks > 1 else "infcl,dense,open_clip,torch"
         names += ",inf_cl" if ranks == 1 and device == "cuda" else ""
-    found = [name.strip() for name in names.split(",") if name.strip()]
-    for name in found:
-        if name not in known:
-            raise UserError(f"methods={name}: unknown{nearest(name, known)}; there are {', '.join(known)}")
-    return [known[name] for name in dict.fromkeys(found)]
+    return find([name.strip() for name in names.split(",") if name.strip()])

@@ -18,14 +18,14 @@ def write(path: Path, record: dict[str, Any]) -> None:
     part.rename(path)
 
 
-def earlier(path: Path, record: dict[str, Any]) -> list[Row]:
-    """Rows with figures of the record at `path`; none where settings, machine, versions or commit are not those of `record`."""
+def earlier(path: Path, record: dict[str, Any]) -> dict[str, Any]:
+    """The record at `path` with its rows that have figures; nothing where settings, machine, versions or commit are not `record`'s."""
     if not path.exists():
-        return []
-    found = json.loads(path.read_text())
+        return {}
+    found: dict[str, Any] = json.loads(path.read_text())
     if _marks(found) != _marks(record):
-        return []
-    return [row for row in found["rows"] if row["status"] == "ok"]
+        return {}
+    return found | {"rows": [row for row in found["rows"] if row["status"] == "ok"]}
 
 
 def _marks(record: dict[str, Any]) -> dict[str, Any]:

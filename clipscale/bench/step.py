@@ -135,7 +135,7 @@ def main(settings: StepBenchSettings, console: Console | None = None) -> list[Ro
         "threads": None,
         "rows": [],
     }
-    kept = earlier(path, record) if settings.resume else []
+    kept: list[Row] = earlier(path, record).get("rows", []) if settings.resume else []
     todo = replace(found, cases=unmeasured(found.cases, kept))
     answers: list[Row] = []
 

@@ -76,6 +76,16 @@ def legend(record: dict[str, Any]) -> list[str]:
         f"{name}: {min(found):.3g} to {max(found):.3g} TFLOP/s, measured between the methods"
         for name, found in rates.items()
     ]
+    panels: dict[str, list[float]] = {}
+    for gemm in record["gemm"]:
+        if "panel" in gemm:
+            name = f"{gemm['dtype']} GEMM of ({gemm['panel']['rows']}, {gemm['d']}) by ({gemm['d']}, {gemm['panel']['rows']})"
+            panels.setdefault(name, []).append(gemm["panel"]["flops_per_s"] / 1e12)
+    lines += [f"{name}: {min(found):.3g} to {max(found):.3g} TFLOP/s" for name, found in panels.items()]
+    for row in record["rows"]:
+        if "profile" in row:
+            kinds = ", ".join(f"{name} {share:.0%}" for name, share in row["profile"]["kinds"].items())
+            lines.append(f"{row['method']} at N = {format_count(row['n'])}, D = {row['d']}, {row['dtype']}: {kinds}")
     lines.append(
         "TFLOP/s credits every method with 4 units of 2*N*N*D FLOP; units: the matmuls it really did, all ranks together."
     )

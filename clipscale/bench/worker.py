@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from clipscale.bench.memory import DeviceMemory, HostMemory, bound_memory, is_out_of_memory
-from clipscale.bench.methods import DTYPES, Case, LossFunction, Method, methods
+from clipscale.bench.methods import DTYPES, Case, LossFunction, Method, methods, variant
+from clipscale.bench.profile import profiled
 from clipscale.loss.dense import dense_contrastive_loss
 from clipscale.loss.exchange import Communicator
 
@@ -30,6 +31,8 @@ PAIR_COSINE = 0.2
 SMALL = 64
 """Pairs of a rank in the step that warms a method up."""
 GEMM_SIDE = {"cpu": 2048, "cuda": 8192}
+PANEL_SIDE = {"cpu": 2048, "cuda": 16384}
+"""Rows and columns of the matrix product that is of the loss's own shape: (rows, D) times (D, columns)."""
 
 
 @dataclass
@@ -48,6 +51,8 @@ class Job:
     """Bytes that a process on the CPU may take beyond what torch itself takes."""
     threads: int | None = None
     """Of a process; None: torch's choice."""
+    profile: bool = False
+    """One more step of each method under torch's profiler."""
 
 
 def main(folder: Path, rank: int) -> int:
@@ -84,10 +89,12 @@ class Work:
         if self.case.ranks > 1:
             backend = "nccl" if self.case.device == "cuda" else "gloo"
             dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=self.case.ranks)
-        self.known = methods()
+        variants = {name: variant(name) for name in (*job.probed, *job.timed)}
+        self.known = methods() | {name: method for name, method in variants.items() if method is not None}
         self.losses: dict[str, LossFunction] = {}
         self.found: dict[str, dict[str, Any]] = {}
         self.gemm_s: list[float] = []
+        self.panel_s: list[float] = []
 
     def do(self) -> bool:
         """The whole job; False where several ranks had to stop before its end."""
@@ -98,6 +105,9 @@ class Work:
                 self.attempt(name, self.probe)
             if self.job.timed:
                 self.rounds()
+            for name in self.job.timed if self.job.profile else []:
+                if self.found[name]["status"] == "ok":
+                    self.attempt(name, self.profile)
         except RankStoppedError:
             for record in self.found.values():
                 if record["status"] == "ok":
@@ -110,7 +120,8 @@ class Work:
         return True
 
     def answer(self) -> dict[str, Any]:
-        gemm = {"side": self.gemm_side, "seconds": self.gemm_s}
+        panel = {"rows": self.panel_side, "width": self.case.d, "seconds": self.panel_s}
+        gemm = {"side": self.gemm_side, "seconds": self.gemm_s, "panel": panel}
         return {"methods": self.found, "gemm": gemm, "threads": torch.get_num_threads()}
 
     def attempt(self, name: str, what: Callable[[Method], dict[str, Any]]) -> None:
@@ -135,9 +146,10 @@ class Work:
         inputs = self.inputs(method, case.n)
         memory = DeviceMemory(self.device) if self.device.type == "cuda" else HostMemory()
         sent = Communicator.bytes_sent
-        loss = self.loss_of(method)(*inputs)
-        forward = memory.growth()
-        grads = self.gradients(loss, inputs)
+        with method.setting():
+            loss = self.loss_of(method)(*inputs)
+            forward = memory.growth()
+            grads = self.gradients(loss, inputs)
         held = sum(grad.nbytes for grad in grads.values())
         backward = memory.growth()
         sent = Communicator.bytes_sent - sent
@@ -160,27 +172,38 @@ class Work:
         return found
 
     def rounds(self) -> None:
-        """Forward and backward seconds of every method in turns, and of one GEMM in each round.
+        """Forward and backward seconds of every method in turns, and of two GEMMs in each round.
 
-        A first round warms up and is not kept. Every second round goes backwards through the methods.
+        A first round warms up and is not kept; it is left out where the same process has probed every method over the whole batch.
+        Every second round goes backwards through the methods.
         """
         names = [name for name in self.job.timed if self.found.setdefault(name, {"status": "ok"})["status"] == "ok"]
-        gemm_operands = [torch.randn(self.gemm_side, self.gemm_side, device=self.device).to(self.dtype) for _ in "ab"]
+        square = [torch.randn(self.gemm_side, self.gemm_side, device=self.device).to(self.dtype) for _ in "ab"]
+        panel = [torch.randn(self.panel_side, self.case.d, device=self.device).to(self.dtype) for _ in "ab"]
+        torch.mm(*square), torch.mm(panel[0], panel[1].T)
         inputs = {name: self.inputs(self.known[name], self.case.n) for name in names}
-        for number in range(self.job.repeats + 1):
+        for number in range(int(set(names) <= set(self.job.probed)), self.job.repeats + 1):
             for name in names if number % 2 else reversed(names):
                 if self.found[name]["status"] == "ok":
                     self.attempt(name, partial(self.timed, inputs[name], number > 0))
             start = self.now(together=True)
-            torch.mm(*gemm_operands)
+            torch.mm(*square)
             self.gemm_s += [self.now() - start] if number else []
+            start = self.now(together=True)
+            torch.mm(panel[0], panel[1].T)
+            self.panel_s += [self.now() - start] if number else []
+
+    def profile(self, method: Method) -> dict[str, Any]:
+        inputs = self.inputs(method, self.case.n)
+        return {"profile": profiled(lambda: self.step(method, inputs), self.device)}
 
     def timed(self, inputs: Sequence[Tensor], keep: bool, method: Method) -> dict[str, Any]:
-        start = self.now(together=True)
-        loss = self.loss_of(method)(*inputs)
-        middle = self.now()
-        self.gradients(loss, inputs)
-        stop = self.now()
+        with method.setting():
+            start = self.now(together=True)
+            loss = self.loss_of(method)(*inputs)
+            middle = self.now()
+            self.gradients(loss, inputs)
+            stop = self.now()
         record = self.found[method.name]
         times = [(middle - start, stop - middle)] if keep else []
         return {
@@ -206,6 +229,10 @@ class Work:
     def gemm_side(self) -> int:
         return GEMM_SIDE[self.case.device]
 
+    @property
+    def panel_side(self) -> int:
+        return min(PANEL_SIDE[self.case.device], self.case.n)
+
     def loss_of(self, method: Method) -> LossFunction:
         if method.name not in self.losses:
             self.losses[method.name] = method.build(self.case, self.rank)
@@ -226,8 +253,9 @@ class Work:
         return dict(zip(wanted, torch.autograd.grad(loss, list(wanted.values()))))
 
     def step(self, method: Method, inputs: Sequence[Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        loss = self.loss_of(method)(*inputs)
-        return loss.detach(), self.gradients(loss, inputs)
+        with method.setting():
+            loss = self.loss_of(method)(*inputs)
+            return loss.detach(), self.gradients(loss, inputs)
 
     def errors(
         self, method: Method, value: Tensor, grads: dict[str, Tensor], inputs: Sequence[Tensor]

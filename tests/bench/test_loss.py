@@ -2,6 +2,8 @@
 
 import io
 import json
+import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,11 @@ from rich.console import Console
 
 from clipscale import cli
 from clipscale.bench.draw import draw
-from clipscale.bench.loss import HOW, LossBenchSettings, main, plan, rows_of
-from clipscale.bench.methods import Case, methods
+from clipscale.bench.loss import HOW, LossBenchSettings, affordable, main, plan, rows_of
+from clipscale.bench.methods import Case, find, methods
+from clipscale.bench.profile import kind
 from clipscale.bench.table import COLUMNS, RANKS, legend, table
+from clipscale.bench.worker import Job
 from clipscale.errors import UserError
 
 Record = dict[str, Any]
@@ -26,7 +30,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Record, str, Path]:
     out = tmp_path_factory.mktemp("bench")
     printed = io.StringIO()
     settings = LossBenchSettings(
-        n="128", d="32", methods="infcl,triton,open_clip,inf_cl", device="cpu", repeats=3, out=str(out)
+        n="128", d="32", methods="infcl,triton,open_clip,inf_cl", device="cpu", repeats=3, profile=True, out=str(out)
     )
     main(settings, Console(file=printed, width=160))
     return json.loads((out / "loss-cpu.json").read_text()), printed.getvalue(), out
@@ -55,6 +59,9 @@ def test_figures_are_positive_and_agree_with_each_other(small: tuple[Record, str
     (gemm,) = record["gemm"]
     assert len(gemm["seconds"]) == 3
     assert gemm["flops_per_s"] == pytest.approx(2 * gemm["side"] ** 3 / sorted(gemm["seconds"])[1])
+    assert gemm["best_flops_per_s"] == pytest.approx(2 * gemm["side"] ** 3 / min(gemm["seconds"]))
+    panel = gemm["panel"]
+    assert (panel["rows"], panel["width"]) == (128, 32) and panel["best_flops_per_s"] >= panel["flops_per_s"] > 0
     for row in record["rows"]:
         if row["status"] != "ok":
             continue
@@ -97,6 +104,79 @@ def assert_drawn(path: Path) -> None:
     assert pixels.shape[0] > 300 and pixels.shape[1] > 1000, pixels.shape
     coloured = float((np.ptp(pixels, axis=2) > 0.2).mean())
     assert 0.0003 < coloured < 0.5, f"{100 * coloured:.2f} % of the picture is coloured"
+
+
+def test_the_profile_says_where_the_time_goes(small: tuple[Record, str, Path]) -> None:
+    record, printed, _ = small
+    row = record["rows"][0]
+    assert sum(row["profile"]["kinds"].values()) == pytest.approx(1)
+    assert row["profile"]["kinds"]["matrix products"] > 0
+    assert row["profile"]["kernels"][0]["share"] >= row["profile"]["kernels"][-1]["share"] > 0
+    assert "matrix products" in printed and "infcl at N = 128" in printed
+
+
+@pytest.mark.parametrize(
+    ("kernel", "group"),
+    [
+        ("softmax_gradient_kernel", "score kernels"),
+        ("lse_kernel", "score kernels"),
+        ("nvjet_hsh_128x256_64x4_1x2_h_bz_coopB_NNT", "matrix products"),
+        ("sm90_xmma_gemm_bf16f32_bf16f32_f32_tn_n_tilesize128x128x64", "matrix products"),
+        ("merge_kernel", "reductions"),
+        ("Memcpy DtoD (Device -> Device)", "copies"),
+        ("void at::native::vectorized_elementwise_kernel<4, at::native::exp2_kernel_cuda>", "elementwise and other"),
+    ],
+)
+def test_kernels_are_told_apart(kernel: str, group: str) -> None:
+    assert kind(kernel) == group
+
+
+# ---- time that is bounded ----
+
+
+def timed(method: str, n: int, seconds: float) -> Record:
+    flops = 4 * 2.0 * n * n * 512
+    where = {"n": n, "d": 512, "dtype": "bf16", "method": method, "status": "ok"}
+    return where | {"counted_flops": flops, "total_s": {"median": seconds}}
+
+
+def test_what_there_is_no_time_for_is_named_with_what_it_would_take() -> None:
+    case = Case(65536, 512, "bf16", "cuda", 1, 100.0)
+    chosen = find(["infcl", "open_clip", "torch"])
+    rows = [timed("infcl", 16384, 0.01), timed("infcl", 32768, 0.02), timed("open_clip", 32768, 2.0)]
+    assert affordable(case, chosen, rows, math.inf, 5) == (5, {})
+    rounds, late = affordable(case, chosen, rows, 30.0, 5)
+    assert late == {"open_clip": "a step would take about 8 s, by a smaller case; 30 s were left"}
+    assert rounds == 5, "a step of infcl takes 0.08 s, by the larger of its cases"
+    assert affordable(case, chosen, rows, 100.0, 5) == (3, {}), (
+        "half of 100 s is 6 steps of 8.08 s, 3 of which are not rounds"
+    )
+    assert set(affordable(case, chosen, rows, 0.0, 5)[1]) == {"infcl", "open_clip", "torch"}
+    unbound, _ = rows_of(case, chosen, [], late)
+    assert [row["status"] for row in unbound] == ["not run"] * 3 and "8 s" in unbound[1]["reason"]
+
+
+def test_an_interrupted_run_measures_only_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked_for: list[tuple[int, str]] = []
+
+    def answer(job: Job) -> list[Record]:
+        asked_for.extend((job.case.n, name) for name in job.timed)
+        probe = {"growth_bytes": 0, "extra_bytes": 0, "sent_bytes": None, "units": 4.0, "error": None, "errors": None}
+        found = {"status": "ok", "forward_s": [0.1], "backward_s": [0.2]} | probe
+        gemm = {"side": 10, "seconds": [1.0], "panel": {"rows": 10, "width": 32, "seconds": [1.0]}}
+        return [{"methods": dict.fromkeys(dict.fromkeys(job.probed + job.timed), found), "gemm": gemm}]
+
+    monkeypatch.setattr("clipscale.bench.loss.run", answer)
+    settings = LossBenchSettings(n="64,128", d="32", methods="infcl", device="cpu", repeats=1, out=str(tmp_path))
+    main(settings, Console(file=io.StringIO()))
+    assert asked_for == [(64, "infcl"), (128, "infcl")]
+    asked_for.clear()
+    again = replace(settings, n="128,256", methods="torch,infcl", resume=True, seconds=100.0)
+    rows = main(again, Console(file=io.StringIO(), width=200))
+    assert asked_for == [(128, "torch"), (256, "torch"), (256, "infcl")]
+    assert [(row["n"], row["method"]) for row in rows] == [
+        (64, "infcl"), (128, "torch"), (128, "infcl"), (256, "torch"), (256, "infcl"),
+    ]  # fmt: skip
 
 
 # ---- records made by hand ----

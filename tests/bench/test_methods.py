@@ -3,8 +3,9 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
-from clipscale.bench.methods import Case, chosen, methods
+from clipscale.bench.methods import Case, chosen, find, methods
 from clipscale.errors import UserError
 from clipscale.keys import group_options
 
@@ -70,3 +71,19 @@ def test_matmuls_inside_kernels_are_not_counted_as_if_seen() -> None:
     assert seen["infcl"] == (True, False)
     assert seen["tiled"] == seen["clip"] == seen["open_clip"] == (True, True)
     assert seen["inf_cl"] == seen["compile"] == (False, False)
+
+
+def test_a_choice_of_the_kernels_made_otherwise_has_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    from clipscale.loss import triton_block, triton_panels
+    from clipscale.loss.triton_config import Tiles
+
+    before = triton_panels.tiles_on, triton_block.PANEL_BYTES
+    tiles, panel = find(["triton-tiles-128x256x64-8w-3s-168r", "triton-panel-64M"])
+    with tiles.setting():
+        assert triton_panels.tiles_on(torch.device("cpu"), "forward", "half") == Tiles(128, 256, 64, 8, 3, 168)
+    with panel.setting():
+        assert triton_block.PANEL_BYTES == 64 << 20
+    assert (triton_panels.tiles_on, triton_block.PANEL_BYTES) == before
+    assert not tiles.visible(CUDA) and "need CUDA" in str(panel.obstacle(CPU))
+    with pytest.raises(UserError, match="methods=triton-tiles-1: unknown"):
+        find(["triton-tiles-1"])

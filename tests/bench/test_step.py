@@ -211,12 +211,12 @@ def test_an_interrupted_run_is_taken_up(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     path.write_text(json.dumps({"machine": facts, "settings": settings, "rows": rows}))
     again = {"machine": facts | {"time": "later"}, "settings": settings | {"seconds": 60.0}}
-    kept = earlier(path, again)
+    kept = earlier(path, again)["rows"]
     assert kept == rows[:2]
     assert unmeasured(["plain@8", "cache@8"], kept) == []
     assert unmeasured(["plain@8", "cache@8", "cache@16"], kept) == ["plain@8", "cache@16"], "with its baseline"
     for other in ({"settings": settings | {"chunk": "8"}}, {"machine": facts | {"commit": "b"}}):
-        assert earlier(path, again | other) == [], "other settings, or another commit"
+        assert earlier(path, again | other) == {}, "other settings, or another commit"
 
 
 def test_memory_is_measured_in_processes_apart_and_time_in_one() -> None:
