@@ -319,7 +319,9 @@ class TrainStream:
 
     def _decode_arrived(self) -> None:
         """Have the device decode what has come of this batch, and of those that the workers fill meanwhile."""
-        for step in sorted(self._done) if self._ahead else ():
+        if not self._ahead:
+            return
+        for step in sorted(self._done):
             size = self._sizes(step) // self._world
             slot = self._arena.slots[step % len(self._arena.slots)]
             self._ahead.arrived(step, slot, self._arrived(step, size), size)
