@@ -182,15 +182,16 @@ def _compare(url: str, task: Task, sha256: str, found: Findings) -> None:
     """Note how the shard differs from its index."""
     if scheme_of(url) in index.NO_FILE:
         return
-    entry = index.known([url], task.index_cache).get(url)
+    entries = index.known([url], task.index_cache).get(url)
     try:
         found.size, stamp = index.stamp_of(url, task.access)
     except Exception as error:  # also noted as damaged by whoever read it
         found.damaged.setdefault(url, str(error))
         return
-    if entry is None:
+    entry = index.matching(entries or [], found.size, stamp)
+    if not entries:
         found.unindexed = 1
-    elif (entry.size, entry.stamp) != (found.size, stamp):
+    elif entry is None:
         found.mismatch[url] = "changed since it was indexed"
     elif entry.samples != found.samples:
         found.mismatch[url] = f"{found.samples} samples, {entry.samples} in the index"

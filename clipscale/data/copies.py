@@ -87,9 +87,9 @@ class Copies:
                         store.tick()
                     body.flush()
                     os.fsync(body.fileno())
-                entry = index.known([url], store.access.cache).get(url)
-                same = entry is not None and (entry.size, entry.stamp) == (remote.length, remote.version)
-                if entry is not None and same and entry.sha256 not in (None, digest.hexdigest()):
+                entries = index.known([url], store.access.cache).get(url, [])
+                entry = index.matching(entries, remote.length, remote.version)
+                if entry is not None and entry.sha256 not in (None, digest.hexdigest()):
                     raise SourceError("wrong_checksum", "what came is not what was indexed")
                 part.rename(path)
                 return True

@@ -121,44 +121,48 @@ def _entry(row: tuple[Any, ...], places: np.ndarray | None = None) -> Entry:
     return Entry(name, size, stamp, samples, sha256, members, reason, detail, places)
 
 
-def known(urls: Iterable[str], cache: str | None = None) -> dict[str, Entry]:
-    """What the indexes say of these shards, without places and whether or not it still holds; the nearest index wins."""
+def known(urls: Iterable[str], cache: str | None = None) -> dict[str, list[Entry]]:
+    """What the indexes say of these shards, without places and whether or not it still holds; the nearest index first."""
     wanted: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for url in urls:
         if scheme_of(url) not in NO_FILE:
             wanted[folder_of(url)][leaf_of(url)].append(url)
-    found: dict[str, Entry] = {}
+    found: dict[str, list[Entry]] = defaultdict(list)
     for folder, leaves in wanted.items():
-        for path in reversed(files_of(folder, cache)):
+        for path in files_of(folder, cache):
             question, names = f"SELECT {_COLUMNS} FROM shards", list(leaves) if len(leaves) < FEW else []
             if names:
                 question += f" WHERE name IN ({', '.join('?' * len(names))})"
             for row in _rows(path, question, names):
                 for url in leaves.get(row[0], ()):
-                    found[url] = _entry(row)
-    return found
+                    found[url].append(_entry(row))
+    return dict(found)
+
+
+def matching(entries: Sequence[Entry], size: int, stamp: str) -> Entry | None:
+    """The nearest index's entry of this very state of a shard. One beside shards that have changed must not hide a newer one elsewhere."""
+    return next((entry for entry in entries if (entry.size, entry.stamp) == (size, stamp)), None)
 
 
 def current(urls: Sequence[str], cache: str | None = None) -> tuple[dict[str, Entry], list[str]]:
-    """The entries that still hold, and the shards that have changed since theirs was made.
+    """The entries that still hold, and the shards that have changed since theirs were made.
 
     Remote shards are not asked for here, which would take a request each; whoever opens one compares (`places`).
     """
     entries = known(urls, cache)
 
-    def changed(url: str) -> bool:
+    def holds(url: str) -> Entry | None:
+        if not is_local(url):
+            return entries[url][0]
         try:
             about = Path(url).stat()
         except OSError:
-            return True
-        return (about.st_size, str(about.st_mtime_ns)) != (entries[url].size, entries[url].stamp)
+            return None
+        return matching(entries[url], about.st_size, str(about.st_mtime_ns))
 
-    local = [url for url in entries if is_local(url)]
     with ThreadPoolExecutor(16) as pool:  # waits on the file system, seldom on the processor
-        stale = [url for url, is_stale in zip(local, pool.map(changed, local)) if is_stale]
-    for url in stale:
-        del entries[url]
-    return entries, stale
+        found = dict(zip(entries, pool.map(holds, entries)))
+    return {url: entry for url, entry in found.items() if entry}, [url for url, entry in found.items() if not entry]
 
 
 def places(url: str, opened: Opened, cache: str | None = None) -> np.ndarray | None:

@@ -18,7 +18,7 @@ from clipscale.data import index
 from clipscale.data.archive import RawSample, ReadProblem, read_shard
 from clipscale.data.lanes import segment_windows
 from clipscale.data.order import Segment
-from clipscale.data.shards import noted_counts
+from clipscale.data.shards import noted_counts, scanned_counts
 from clipscale.data.sources import Opened, Store
 from tests.data.files import sample, write_shards, write_tar
 from tests.data.streams import contents, open_stream
@@ -36,7 +36,7 @@ def make(paths: list[Path], **options: Any) -> index.Tally:
 
 
 def entry(path: Path) -> index.Entry:
-    return index.known([str(path)])[str(path)]
+    return index.known([str(path)])[str(path)][0]
 
 
 def read(path: Path, **options: Any) -> tuple[list[RawSample], ReadProblem]:
@@ -216,6 +216,24 @@ def test_a_stale_entry_is_named_and_not_used(tmp_path: Path, caplog: pytest.LogC
     assert noted_counts([str(path) for path in paths]) == [None, 5]
     assert f"the index of 1 of 2 shards is out of date (first: {paths[0]})" in caplog.text
     assert [s.key for s in read(paths[0])[0]] == ["a", "b"]
+    assert open_stream(tmp_path, batch=4).samples_per_epoch == 7
+
+
+def test_a_stale_index_beside_the_shards_does_not_hide_a_newer_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on a folder that can only be read: its index is of before, the counts of now are remembered in the cache."""
+    paths = write_shards(tmp_path, [3, 5], sized=False)
+    make(paths)
+    write_tar(paths[0], [*sample("a"), *sample("b")])
+    monkeypatch.setattr(index.os, "access", lambda *_: False)
+    urls = [str(path) for path in paths]
+    assert noted_counts(urls) == [None, 5] and "out of date" in caplog.text
+    assert scanned_counts(urls[:1]) == [2]
+    assert noted_counts(urls) == [2, 5], "counted at every start"
+    assert [len(index.known(urls)[url]) for url in urls] == [2, 1]
+    assert index.current(urls) == ({url: index.known(urls)[url][-1] for url in urls}, [])
+    assert read(paths[0])[0][1].key == "b"
     assert open_stream(tmp_path, batch=4).samples_per_epoch == 7
 
 
