@@ -14,7 +14,7 @@ from braceexpand import braceexpand
 from clipscale.data import index
 from clipscale.data.archive import ReadProblem, read_shard
 from clipscale.data.config import TableConfig
-from clipscale.data.sources import is_local, own_cache, require, scheme_of
+from clipscale.data.sources import is_local, leaf_of, own_cache, require, scheme_of
 from clipscale.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -47,7 +47,8 @@ def expand(
     if source.startswith("file:"):
         source = re.sub(r"^file:(//)?", "", source)
     if not is_local(source):
-        return [url for address in _braces(source, setting) for url in _listed(address, setting)]
+        listed = [url for address in _braces(source, setting) for url in _listed(address, setting)]
+        return [url for name in listed for url in _parts(name, table, setting)]
     source = os.path.expanduser(source)  # noqa: PTH111 (a pattern, not yet a path)
     if Path(source).is_dir():
         found = sorted(str(p) for p in Path(source).glob("*.tar*") if p.is_file())
@@ -78,7 +79,7 @@ def expand(
 
 def _parts(name: str, table: TableConfig | None, setting: str) -> list[str]:
     """A shard itself, or a table's virtual shards."""
-    if not name.endswith(TABLES):
+    if scheme_of(name) == "table" or not leaf_of(name).endswith(TABLES):
         return [name]
     from clipscale.data import tables  # brings in what decodes pictures, for which listing tar files need not wait
 
@@ -97,10 +98,6 @@ def _braces(source: str, setting: str) -> list[str]:
 def _listed(url: str, setting: str) -> list[str]:
     """The objects that a remote pattern (`s3://bucket/*.tar`) or folder (`s3://bucket/set/`) names; another address is itself."""
     require(url, setting)
-    if url.endswith(TABLES):
-        raise UserError(
-            f"{setting}={url!r}: tables are read from local files; download it, its paths may stay addresses"
-        )
     if scheme_of(url) in ("http", "https", "pipe") or not (re.search(r"[*?\[]", url) or url.endswith("/")):
         return [url]
     from fsspec.core import url_to_fs

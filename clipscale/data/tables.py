@@ -7,11 +7,13 @@ where the rows begin, so a reader opens the table there; order, resuming and bro
 import csv
 import hashlib
 import importlib.util
+import io
 import json
 import os
 import re
 import tempfile
 from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from clipscale.data.archive import LARGEST_MEMBER, RawSample
 from clipscale.data.config import TableConfig
 from clipscale.data.decode import IMAGE_TYPES
 from clipscale.data.order import permutation
-from clipscale.data.sources import SourceError, Store, is_local, own_cache
+from clipscale.data.sources import SourceError, Store, is_local, leaf_of, own_cache, scheme_of
 from clipscale.errors import UserError
 
 IMAGE_COLUMNS = ("filepath", "image", "image_path", "path", "file", "file_name", "filename", "jpg")
@@ -70,18 +72,24 @@ def rows_of(url: str) -> int:
     return part.last - part.first
 
 
+def is_parquet(url: str) -> bool:
+    """Whether a table is a Parquet file."""
+    return leaf_of(url).endswith(".parquet")
+
+
 # -- from a setting to virtual shards ----------------------------------------------------------------------------------
 
 
 def shards_of(path: str, config: TableConfig, setting: str) -> list[str]:
     """The addresses of a table's virtual shards. Raises UserError for a table without the columns, or that cannot be read."""
+    path = os.path.abspath(path) if is_local(path) else path  # noqa: PTH100 (as it is named)
     try:
-        names, cuts = (_parquet_cuts if path.endswith(".parquet") else _text_cuts)(path, config.rows)
-    except (OSError, UnicodeDecodeError, csv.Error, ValueError) as error:
+        names, cuts = (_parquet_cuts if is_parquet(path) else _text_cuts)(path, config.rows)
+    except (OSError, UnicodeDecodeError, csv.Error, ValueError, SourceError) as error:
         raise UserError(f"{setting}={path!r}: the table cannot be read ({error})") from error
     image = _column(names, config.image, IMAGE_COLUMNS, "image", path)
     caption = _column(names, config.caption, CAPTION_COLUMNS, "caption", path)
-    part = Part(os.path.abspath(path), image, caption, "", 0, 0, "")  # noqa: PTH100 (as it is named)
+    part = Part(path, image, caption, "", 0, 0, "")
     return [replace(part, first=first, last=last, where=where).url for first, last, where in cuts]
 
 
@@ -110,20 +118,20 @@ class _Lines:
 
 def _rows(path: str, lines: _Lines) -> Iterator[list[str]]:
     csv.field_size_limit(LONGEST_FIELD)
-    return csv.reader(lines, delimiter="\t" if path.endswith(".tsv") else ",")
+    return csv.reader(lines, delimiter="\t" if leaf_of(path).endswith(".tsv") else ",")
 
 
 def _text_cuts(path: str, rows: int) -> tuple[list[str], list[tuple[int, int, str]]]:
     """Column names, and where every `rows`-th row begins; remembered until the table changes, since all of it must be read."""
-    about = Path(path).stat()
-    stamp = [os.path.abspath(path), about.st_size, about.st_mtime_ns, rows]  # noqa: PTH100
-    note = own_cache() / "tables" / f"{_digest(json.dumps(stamp))}.json"
-    if note.is_file():
-        found = json.loads(note.read_text())
-        return found["names"], [tuple(cut) for cut in found["cuts"]]
-    starts: list[int] = []
-    count = 0
-    with Path(path).open("rb") as file:
+    opened = Store().open(path)
+    with closing(_buffered(opened.stream)) as file:
+        stamp = [path, opened.size, opened.stamp, rows]
+        note = own_cache() / "tables" / f"{_digest(json.dumps(stamp))}.json"
+        if note.is_file():
+            found = json.loads(note.read_text())
+            return found["names"], [tuple(cut) for cut in found["cuts"]]
+        starts: list[int] = []
+        count = 0
         lines = _Lines(file)
         reader = _rows(path, lines)
         names = next(reader, [])
@@ -147,17 +155,29 @@ def _parquet() -> Any:
     return parquet
 
 
+@contextmanager
+def _parquet_file(path: str, store: Store) -> Iterator[Any]:
+    """A Parquet file; pyarrow reads local ones by itself, without asking Python for every stretch of bytes."""
+    parquet = _parquet()
+    if is_local(path):
+        with parquet.ParquetFile(path) as file:
+            yield file
+    else:
+        with closing(store.open(path).stream) as stream, parquet.ParquetFile(stream) as file:
+            yield file
+
+
 def _parquet_cuts(path: str, rows: int) -> tuple[list[str], list[tuple[int, int, str]]]:
-    file = _parquet().ParquetFile(path)
     cuts = []
     before = 0
-    for group in range(file.num_row_groups):
-        size = file.metadata.row_group(group).num_rows
-        cuts += [
-            (before + start, before + min(start + rows, size), f"{group}.{start}") for start in range(0, size, rows)
-        ]
-        before += size
-    return list(file.schema_arrow.names), cuts
+    with _parquet_file(path, Store()) as file:
+        for group in range(file.num_row_groups):
+            size = file.metadata.row_group(group).num_rows
+            cuts += [
+                (before + start, before + min(start + rows, size), f"{group}.{start}") for start in range(0, size, rows)
+            ]
+            before += size
+        return list(file.schema_arrow.names), cuts
 
 
 def shards_of_folder(folder: str, config: TableConfig, setting: str) -> list[str]:
@@ -224,7 +244,8 @@ def read(url: str, want: Callable[[int], bool], store: Store) -> Generator[RawSa
     A sample's key is its picture's path. One whose file is not there has the damage `missing_file`. Raises OSError, SourceError.
     """
     part = part_of(url)
-    rows = _parquet_rows(part) if part.path.endswith(".parquet") else _text_rows(part)
+    own = Store(store.access, store.tally, store.tick)  # the other may hash what it opens, and cannot seek then
+    rows = _parquet_rows(part, own) if is_parquet(part.path) else _text_rows(part, own)
     for index, row in enumerate(rows):
         image = row.get(part.image)
         name = str((image.get("path") or "") if isinstance(image, dict) else image if isinstance(image, str) else "")
@@ -247,8 +268,7 @@ def _members(part: Part, row: dict[str, Any], image: Any, name: str, store: Stor
     if isinstance(image, bytes):
         data = image
     elif name:
-        place = name if not is_local(name) else str(Path(part.path).parent / name)
-        data = _content(place, store)
+        data = _content(_beside(part.path, name), store)
     else:
         raise FileNotFoundError("no picture is named")
     extension = name.rpartition(".")[2].lower()
@@ -263,6 +283,21 @@ def _members(part: Part, row: dict[str, Any], image: Any, name: str, store: Stor
     return members
 
 
+def _beside(table: str, name: str) -> str:
+    """Where a picture is that a table names: at an address, at a path of this machine, or beside the table."""
+    if is_local(table):
+        return name if not is_local(name) else str(Path(table).parent / name)
+    if not is_local(name) or name.startswith("/"):
+        return name
+    folder = table.split("?", 1)[0].rsplit("/", 1)[0]
+    return f"{folder}/{quote(name) if scheme_of(table) in ('http', 'https') else name}"
+
+
+def _buffered(stream: Any) -> Any:
+    """As a stream with lines."""
+    return io.BufferedReader(stream, 1 << 16) if isinstance(stream, io.RawIOBase) else stream
+
+
 def _content(place: str, store: Store) -> bytes:
     stream = store.open(place).stream
     try:
@@ -272,9 +307,9 @@ def _content(place: str, store: Store) -> bytes:
     return data
 
 
-def _text_rows(part: Part) -> Iterator[dict[str, Any]]:
+def _text_rows(part: Part, store: Store) -> Iterator[dict[str, Any]]:
     try:
-        with Path(part.path).open("rb") as file:
+        with closing(_buffered(store.open(part.path).stream)) as file:
             names = next(_rows(part.path, _Lines(file)), [])
             left = part.last - part.first
             for row in _rows(part.path, _Lines(file, int(part.where))):
@@ -287,10 +322,12 @@ def _text_rows(part: Part) -> Iterator[dict[str, Any]]:
         raise SourceError("unreadable_shard", str(error)) from error
 
 
-def _parquet_rows(part: Part) -> Iterator[dict[str, Any]]:
+def _parquet_rows(part: Part, store: Store) -> Iterator[dict[str, Any]]:
     group, start = map(int, part.where.split("."))
     try:
-        table = _parquet().ParquetFile(part.path).read_row_group(group).slice(start, part.last - part.first)
+        with _parquet_file(part.path, store) as file:
+            # no threads: what a remote file does while it waits is for the reading thread only
+            table = file.read_row_group(group, use_threads=False).slice(start, part.last - part.first)
         for batch in table.to_batches(max_chunksize=256):
             yield from batch.to_pylist()
     except (ValueError, KeyError) as error:  # pyarrow's own errors are ValueErrors

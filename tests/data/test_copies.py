@@ -15,7 +15,7 @@ from clipscale.data import index, remote
 from clipscale.data.archive import ReadProblem, read_shard
 from clipscale.data.shards import expand
 from clipscale.data.sources import SEEN, Access, SourceError, Store
-from tests.data.files import write_shards
+from tests.data.files import picture, write_shards
 from tests.data.streams import contents, open_stream
 from tests.data.web import Web, fetch_often, finish, serving
 
@@ -214,6 +214,10 @@ def test_shards_are_read_from_s3(tmp_path: Path, s3: str) -> None:
     assert len(list(reader)) < 29 and problem.reason == "changed_shard"
     problem = ReadProblem()
     assert list(read_shard("s3://bucket/set/none.tar", problem)) == [] and problem.reason == "missing_shard"
+    client.put_object(Bucket="bucket", Key="table/a.csv", Body=b"filepath,title\nx/0.png,hello\n")
+    client.put_object(Bucket="bucket", Key="table/x/0.png", Body=picture(3))
+    (rows,) = [list(read_shard(url, ReadProblem())) for url in expand("s3://bucket/table/*.csv")]
+    assert [row.members["png"] for row in rows] == [picture(3)] and rows[0].members["txt"] == b"hello"
 
 
 @pytest.mark.parametrize("ahead", [False, True])

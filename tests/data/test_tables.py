@@ -3,8 +3,11 @@
 import csv
 import io
 import json
+import random
 import re
+import threading
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +16,15 @@ import pytest
 from PIL import Image
 
 from clipscale.cli import main
-from clipscale.data import tables
+from clipscale.data import remote, tables
 from clipscale.data.archive import RawSample, ReadProblem, read_shard
 from clipscale.data.batch import sample_id
 from clipscale.data.shards import expand, noted_counts
+from clipscale.data.sources import Access, Store
 from clipscale.errors import UserError
 from tests.data.files import Letters, picture
 from tests.data.streams import contents, flat, ids, open_stream
+from tests.data.web import Web, finish, serving
 
 ROWS = 25
 Config = tables.TableConfig
@@ -146,13 +151,72 @@ def test_tables_are_counted_and_not_fetched(tmp_path: Path, capsys: pytest.Captu
     assert f"{ROWS} samples" in capsys.readouterr().out
     assert main(["data", "check", str(path), f"out={tmp_path}/out", "table.rows=10", "workers=1"]) == 0
     assert re.search(rf"samples +{ROWS} +in 3 shards", capsys.readouterr().out)
-    with pytest.raises(UserError, match="tables are read from local files"):
-        expand("https://host/pairs.csv")
 
 
 def test_an_address_of_rows_survives_any_path() -> None:
     part = tables.Part("/a b/c?d#e/ü.csv", "i m", "c&=", "", 3, 9, "120")
     assert tables.part_of(part.url) == part
+
+
+# -- tables at an address ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def web(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Web]:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr(remote, "FIRST_BLOCK", 512)
+    monkeypatch.setattr(remote, "LARGEST_BLOCK", 1024)
+    monkeypatch.setattr(remote, "LONGEST_WAIT_S", 0.002)
+    with serving(Web(tmp_path)) as served:
+        yield served
+
+
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_a_table_at_an_address_is_that_of_the_file(tmp_path: Path, web: Web, kind: str, cached: bool) -> None:
+    """Over a bad network; the pictures beside it are found there, too."""
+    path = write_table(tmp_path, kind)
+    options: dict[str, Any] = {"table": Config(rows=7), "batch": 5, "lanes": 5}
+    local = open_stream(path, **options)
+    stream = open_stream(f"{web.url}/{path.name}", cache=str(tmp_path / "c") if cached else None, retries=20, **options)
+    assert stream.samples_per_epoch == ROWS
+    rng = random.Random(2)
+    web.faults = lambda number, path: rng.choice(("503", "drop", "short")) if rng.random() < 0.2 else None
+    assert [found[1:] for found in contents(stream, 10)] == [found[1:] for found in contents(local, 10)]
+    assert not stream.broken and finish(stream) > 5
+    assert {"/images/3.png", f"/{path.name}"} <= {path for path, _ in web.requests}
+    assert "-ahead" not in str(threading.enumerate())
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_a_table_that_stays_away_or_changes_costs_its_rows(tmp_path: Path, web: Web, kind: str) -> None:
+    path = write_table(tmp_path, kind)
+    url = expand(f"{web.url}/{path.name}")[0]
+    web.faults = lambda number, path: "503"
+    problem = ReadProblem()
+    assert list(read_shard(url, problem, store=Store(Access(retries=1)))) == []
+    assert problem.reason == "unreachable_shard"
+    count = len(web.requests)
+
+    def change(number: int, _: str) -> None:
+        if number == count + 2:
+            path.write_bytes(path.read_bytes())
+
+    web.faults = change  # type: ignore[assignment]
+    problem = ReadProblem()
+    assert len(list(read_shard(url, problem))) < ROWS and problem.reason == "changed_shard"
+    with pytest.raises(UserError, match=r"none\.csv.*cannot be read"):
+        expand(f"{web.url}/none.csv")
+
+
+def test_pictures_lie_beside_the_table_or_where_they_say() -> None:
+    beside = tables._beside
+    assert beside("https://host/a/t.csv?key=1", "b/0 1.png") == "https://host/a/b/0%201.png"
+    assert beside("s3://bucket/a/t.csv", "b/0 1.png") == "s3://bucket/a/b/0 1.png"
+    assert beside("s3://bucket/a/t.csv", "/data/0.png") == "/data/0.png"
+    assert (
+        beside("/a/t.csv", "https://host/0.png") == beside("s3://b/t.csv", "https://host/0.png") == "https://host/0.png"
+    )
 
 
 # -- folders of pictures -----------------------------------------------------------------------------------------------
