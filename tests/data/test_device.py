@@ -31,11 +31,12 @@ from clipscale.data import device as on
 from clipscale.data.batch import Arena, Layout, Slot
 from clipscale.data.colour import Colour
 from clipscale.data.config import AugmentConfig, DataConfig
-from clipscale.data.decode import Crop, Picture, TrainTransform, resize, stored_box
+from clipscale.data.decode import BrokenSampleError, Crop, Picture, TrainTransform, resize, stored_box
 from clipscale.data.demo import paths
 from clipscale.data.device import DeviceDecoder, Torchvision, jpeg_decoder
 from clipscale.data.order import Draws
 from clipscale.data.room import HEADROOM, fitted
+from clipscale.data.stream import merge_positions
 from clipscale.data.tiers import GREY, Recipe, tier_of
 from clipscale.errors import UserError
 from clipscale.step import CacheConfig
@@ -63,6 +64,11 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> t
 def cpu(monkeypatch: pytest.MonkeyPatch) -> torch.device:
     monkeypatch.setattr(on, "require_gpu", lambda device: None)
     return torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
 
 
 def jpeg(data: bytes, **options: Any) -> bytes:
@@ -336,6 +342,27 @@ def test_a_picture_that_nothing_can_decode_is_grey_and_counted_once(device: torc
         assert kept.broken == {on.GREY_IMAGE: 1} and kept.seen == {on.REFUSED: 1}
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning:PIL")
+@bounded(max_examples=150, deadline=None)
+@given(st.lists(st.tuples(st.floats(0, 1), st.integers(0, 255)), min_size=1, max_size=8), st.booleans())
+def test_damaged_pictures_are_refused_grey_or_pixels_and_harm_no_other(
+    hits: list[tuple[float, int]], progressive: bool
+) -> None:
+    good = jpeg(picture(1, (40, 30), "PNG"))
+    data = bytearray(jpeg(photograph(48, 1), progressive=progressive))
+    for where, value in hits:
+        data[int(where * (len(data) - 3))] = value
+    try:
+        kept = Kept([good, bytes(data), good], replace(SQUARE, max_pixels=100_000))
+    except BrokenSampleError as error:
+        assert error.reason in ("unreadable_image", "huge_image")
+        return
+    found = kept.rows(Torchvision(torch.device("cpu")))
+    assert torch.equal(found[[0, 2]], Kept([good] * 2, SQUARE).rows(Torchvision(torch.device("cpu"))))
+    assert kept.broken.total() == int((found[1] == GREY).all()) <= kept.seen.total() <= 1
+    assert torch.equal(kept.rows(Torchvision(torch.device("cpu"))), found)
+
+
 def test_a_picture_that_comes_out_in_another_size_is_not_believed(cpu: torch.device) -> None:
     class Wrong(Torchvision):
         def __call__(self, files: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -542,9 +569,8 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("tier", ["host", "encoded"])
 def test_a_stream_gives_the_same_samples_with_nearly_the_same_pixels(
-    device: torch.device, mixed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tier: str, workers: int
+    device: torch.device, mixed: Path, tier: str, workers: int
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     options: dict[str, Any] = {"batch": 32, "side": SIDE, "augment": AugmentConfig(scale=(0.3, 1.0), flip=0.5)}
     with open_stream(mixed, **options) as host:
         expected = [(b.ids().clone(), b.tokens(0, 32).clone(), b.pixels(0, 32).clone()) for b in batches(host, 6)]
@@ -564,6 +590,25 @@ def test_a_stream_gives_the_same_samples_with_nearly_the_same_pixels(
 
 def batches(stream: Any, count: int) -> Any:
     return (stream.next_batch() for _ in range(count))
+
+
+@pytest.mark.parametrize("tier", ["host", "encoded"])
+def test_a_growing_batch_and_a_resumed_stream_have_the_same_pixels(cpu: torch.device, mixed: Path, tier: str) -> None:
+    sizes = (16, 16, 32, 48, 64)
+    options: dict[str, Any] = {"batch": 64, "side": SIDE, "lanes": 16, "decode": "gpu", "device": cpu, "tier": tier}
+
+    def read(first: int, count: int, position: Any = None) -> tuple[list[torch.Tensor], Any]:
+        """Batches first..first + count, and where the stream stands after them."""
+        with open_stream(mixed, **options, sizes=lambda i: sizes[min(first + i, 4)], position=position) as stream:
+            found = [batch.pixels(0, len(batch)).clone() for batch in batches(stream, count)]
+            return found, merge_positions([stream.position()])
+
+    whole, _ = read(0, 6)
+    assert [len(pixels) for pixels in whole] == [16, 16, 32, 48, 64, 64]
+    start, position = read(0, 3)
+    rest, _ = read(3, 3, position)
+    for step, (ours, theirs) in enumerate(zip(start + rest, whole, strict=True)):
+        assert torch.equal(ours, theirs), f"batch {step}"
 
 
 def test_nothing_is_left_open(cpu: torch.device, mixed: Path) -> None:
