@@ -102,7 +102,7 @@ def main(settings: LossBenchSettings, console: Console | None = None) -> list[Ro
     }
     before = earlier(path, record) if settings.resume else {}
     kept: list[Row] = before.get("rows", [])
-    record["gemm"] = before.get("gemm", [])
+    record |= {"gemm": before.get("gemm", []), "methods": before.get("methods", {}) | record["methods"]}
     end = start + settings.seconds if settings.seconds else math.inf
     fresh: list[Row] = []
     for case in sorted(cases, key=unit_flops):

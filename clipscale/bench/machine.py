@@ -2,6 +2,8 @@
 
 import platform
 import shlex
+import shutil
+import subprocess
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,17 @@ def machine(verb: str, settings: Any) -> dict[str, Any]:
         "platform": f"{platform.system()} {platform.machine()}",
         "cpu": cpu_name(),
         "memory_bytes": psutil.virtual_memory().total,
+        "driver": driver(),
     }
+
+
+def driver() -> str | None:
+    """Version of the GPU's driver; None where there is none to ask."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    asked_for = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    said = subprocess.run(asked_for, capture_output=True, text=True, timeout=20, check=False).stdout.splitlines()
+    return said[0].strip() if said else None
 
 
 def asked(settings: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 Row = dict[str, Any]
 
-FREE = ("seconds", "resume", "methods", "repeats", "memory", "n", "d", "dtype", "batch")
+FREE = ("seconds", "resume", "profile", "methods", "repeats", "memory", "n", "d", "dtype", "batch")
 """Settings that may differ from run to run of one record: each row says for itself what it measured."""
 
 
@@ -30,5 +30,6 @@ def earlier(path: Path, record: dict[str, Any]) -> dict[str, Any]:
 
 def _marks(record: dict[str, Any]) -> dict[str, Any]:
     facts = record["machine"]
-    marks = {key: facts[key] for key in ("cpu", "gpus", "versions", "commit")}
+    marks = {key: facts[key] for key in ("cpu", "gpus", "versions")}
+    marks["commit"] = (facts["commit"] or "").rstrip("+")  # what is being written may itself be under version control
     return marks | {key: value for key, value in record["settings"].items() if key not in FREE}

@@ -135,14 +135,18 @@ def main(settings: StepBenchSettings, console: Console | None = None) -> list[Ro
         "threads": None,
         "rows": [],
     }
-    kept: list[Row] = earlier(path, record).get("rows", []) if settings.resume else []
+    before = earlier(path, record) if settings.resume else {}
+    kept: list[Row] = before.get("rows", [])
+    record["methods"] = before.get("methods", {}) | record["methods"]
     todo = replace(found, cases=unmeasured(found.cases, kept))
     answers: list[Row] = []
 
     def tell(answer: Row) -> None:
         """Everything known so far, into the record."""
         record["threads"] = answer["threads"]
-        record["rows"] = [*(row for row in kept if row["case"] not in todo.cases), *rows_of(todo, [*answers, answer])]
+        fresh = rows_of(todo, [*answers, answer])
+        rows = [*(row for row in kept if row["case"] not in todo.cases), *fresh]
+        record["rows"] = sorted(rows, key=lambda row: (*found.cases, row["case"]).index(row["case"]))
         write(path, record)
 
     record["rows"] = kept

@@ -38,11 +38,35 @@ def legend(record: dict[str, Any]) -> list[str]:
     lines = [f"{name}: {about}" for name, about in record["methods"].items()]
     lines += [f"{row['case']}: {row['status']}: {row['reason']}" for row in record["rows"] if row["status"] != "ok"]
     lines += [
-        f"{row['case']}: " + ", ".join(f"{size}: {found}" for size, found in row["tried"].items())
+        f"{row['case']}: "
+        + ", ".join(f"{size}: {found}" for size, found in row["tried"].items())
+        + (" (more would take too long)" if "bound" in row else "")
         for row in record["rows"]
         if "tried" in row
     ]
+    lines += flatness(record["rows"])
     lines.append(
         "To plain: seconds a sample, against what the method's kind has without the cache. Peak: growth during one step."
     )
+    return lines
+
+
+def flatness(rows: list[dict[str, Any]]) -> list[str]:
+    """Of every method measured on a device at several batches: what its passes take beyond the features, and the loss a pair."""
+    lines = []
+    for method in dict.fromkeys(row["method"] for row in rows):
+        found = [row for row in rows if row["method"] == method and "mem_encode_bytes" in row.get("parts", {})]
+        if len({row["batch"] for row in found}) < 2:
+            continue
+        parts = [row["parts"] for row in found]
+        encode = [part["mem_encode_bytes"] - part["features_bytes"] for part in parts]
+        replay = [part["mem_replay_bytes"] for part in parts]
+        said = [
+            f"{name} {min(sizes) / 2**20:,.0f} to {max(sizes) / 2**20:,.0f} MiB ({max(sizes) / min(sizes) - 1:.1%})"
+            for name, sizes in (("encode, less features,", encode), ("replay", replay))
+        ]
+        largest = max(found, key=lambda row: row["batch"])
+        a_pair = largest["parts"]["mem_loss_bytes"] / largest["batch"]
+        span = " to ".join(format_count(size) for size in (min(r["batch"] for r in found), largest["batch"]))
+        lines.append(f"{method} from {span} pairs: {', '.join(said)}; the loss {a_pair:,.0f} bytes a pair")
     return lines

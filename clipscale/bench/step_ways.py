@@ -122,6 +122,11 @@ class Ways:
             self.flops[frozen] = Flops(replace(self.config, freeze_image=frozen), self.device)
         return self.flops[frozen]
 
+    def features_bytes(self, batch: int) -> int:
+        """Of the float32 features of both towers; their gradients are as many again."""
+        width: int = architecture(self.config)["embed_dim"]
+        return 2 * 4 * width * batch
+
     # ---- inputs ----
 
     def samples(self) -> tuple[Tensor, Tensor]:

@@ -239,6 +239,7 @@ class StepWork:
         peak = None if memory is None else memory.growth()
         if phases is not None:
             record["parts"] = {f"{part}_s": s for part, s in phases.seconds.items()}
+            record["parts"]["features_bytes"] = self.ways.features_bytes(record["batch"])
             record["parts"] |= {f"mem_{part}_bytes": phases.extra_bytes(part) for part in phases.peak}
             if phases.peak:
                 peak = max(phases.peak.values()) - phases.before["encode"]

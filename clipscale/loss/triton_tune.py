@@ -8,6 +8,8 @@ is fixed rather than tuned at run time, so that two machines of a kind, and two 
 
 import argparse
 import itertools
+import math
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
@@ -44,14 +46,22 @@ def candidates(arithmetic: str) -> list[Tiles]:
 
 
 def measure(
-    problem: Problem, kernels: Iterable[str], shapes: Iterable[Tiles], clock: Callable[[Callable[[], object]], float]
+    problem: Problem,
+    kernels: Iterable[str],
+    shapes: Iterable[Tiles],
+    clock: Callable[[Callable[[], object]], float],
+    seconds: float = math.inf,
 ) -> list[Measurement]:
     """Time every kernel with every shape over the whole block as one panel, fastest first within a kernel.
 
-    `clock` runs a function and returns its seconds. A shape that does not compile or fit is reported, not skipped.
+    `clock` runs a function and returns its seconds. A shape that does not compile or fit is reported, not skipped, and so is what was
+    not begun within `seconds`; shapes are tried in their order, for all kernels each.
     """
-    found = []
-    for kernel, tiles in itertools.product(kernels, shapes):
+    found, end = [], time.monotonic() + seconds
+    for tiles, kernel in itertools.product(shapes, kernels):
+        if time.monotonic() > end:
+            found.append(Measurement(kernel, tiles, float("inf"), "not run: no time was left"))
+            continue
         run = _runner(kernel, replace(problem, tiles=tiles))
         try:
             found.append(Measurement(kernel, tiles, clock(run)))
@@ -124,6 +134,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--fp32-precision", choices=("ieee", "tf32"), default="tf32")
     parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=KERNELS)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="nothing is begun after so many")
     options = parser.parse_args()
     if not torch.cuda.is_available() or options.width % 64:
         parser.error("this needs a CUDA device and a width that is a multiple of 64")
@@ -141,7 +152,7 @@ def main() -> None:
     torch.backends.cuda.matmul.fp32_precision = options.fp32_precision
     library = clock(lambda: torch.mm(u, v.T))
     major, minor = torch.cuda.get_device_capability()
-    found = measure(problem, options.kernels, candidates(problem.arithmetic), clock)
+    found = measure(problem, options.kernels, candidates(problem.arithmetic), clock, options.seconds)
     print(torch.cuda.get_device_name())
     print(report(found, 2.0 * options.rows**2 * options.width, library, 10 * major + minor, problem.arithmetic))
 

@@ -19,7 +19,7 @@ from clipscale.bench.processes import PLAIN_MALLOC
 from clipscale.bench.resume import earlier
 from clipscale.bench.step import METHODS, Plan, StepBenchSettings, chosen, jobs, main, plan, rows_of, run, unmeasured
 from clipscale.bench.step_draw import draw
-from clipscale.bench.step_table import legend, table
+from clipscale.bench.step_table import flatness, legend, table
 from clipscale.bench.step_work import StepJob, StepWork
 from clipscale.errors import UserError
 
@@ -97,7 +97,7 @@ def test_time_is_recorded_as_it_goes_and_a_failure_is_its_methods_own(tmp_path: 
     found = work.do()["methods"]
     assert json.loads(path.read_text())["methods"] == found
     assert found["cache@4"]["status"] == "ok" and len(found["cache@4"]["seconds"]) == 2
-    assert set(found["cache@4"]["parts"]) == {"encode_s", "loss_s", "replay_s"}
+    assert set(found["cache@4"]["parts"]) == {"encode_s", "loss_s", "replay_s", "features_bytes"}
     assert found["plain@8"]["batch"] == 8 and found["plain@8"]["flops"] > 0
     assert (found["keep-50@4"]["status"], found["keep-50@4"]["reason"]) == ("failed", "RuntimeError: no such thing")
 
@@ -186,6 +186,18 @@ def test_the_table_and_the_picture_show_every_method(tmp_path: Path) -> None:
     figure = draw(record, tmp_path / "x.png")
     assert imread(tmp_path / "x.png").shape[1] > 1000
     assert len(figure.axes[1].get_lines()) == 4, "one curve of memory for each method with several batches"
+
+
+def test_it_says_whether_memory_is_flat_in_the_batch() -> None:
+    """Made-up figures of a device: encode grows with the features alone, replay by 1 %, the loss by 8 kB a pair."""
+    rows: list[dict[str, Any]] = []
+    for batch, replay in ((32768, 1000 << 20), (1 << 20, 1010 << 20)):
+        features = 4096 * batch
+        parts = {"features_bytes": features, "mem_encode_bytes": (300 << 20) + features, "mem_loss_bytes": 8192 * batch}
+        rows.append({"method": "cache", "batch": batch, "parts": parts | {"mem_replay_bytes": replay}})
+    (line,) = flatness([*rows, {"method": "plain", "batch": 64}])
+    assert line.startswith("cache from 32k to 1M pairs: encode, less features, 300 to 300 MiB (0.0%)"), line
+    assert "replay 1,000 to 1,010 MiB (1.0%)" in line and line.endswith("the loss 8,192 bytes a pair"), line
 
 
 def test_of_several_batches_a_method_is_compared_with_plain_at_the_same_or_the_largest() -> None:
