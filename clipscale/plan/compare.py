@@ -35,8 +35,8 @@ def compare(config: PlanConfig) -> dict[str, Any]:
         made = Plan(planned, gpu, rehearsal, found)
         record, node = made.device_record(), made.host(made.local)
     rss = node.process["process"] + node.process["batch"]
-    if gpu is None:
-        rss += made.memory.before["optim"]
+    if gpu is None:  # it is asked for right after the optimizer's step, whose memory malloc still holds
+        rss += made.memory.phase("optim")
     predicted = {name: record["phases"][name]["extra_bytes"] for name in PHASES}
     predicted |= {"peak": record["peak_bytes"], "host": rss}
     names = {name: f"mem_{name}_bytes" for name in (*PHASES, "peak")} | {"host": "host_rss_bytes"}

@@ -136,9 +136,11 @@ class Rehearsal:
         self.context_length, self.image_size = model.context_length, model.image_size
         self.row = (self.learner.stored.width,) if self.learner.stored else (3, self.image_size, self.image_size)
         self.row_type = getattr(torch, self.learner.stored.dtype if self.learner.stored else "uint8")
-        with torch.no_grad():
+        with torch.no_grad(), self.learner.precision.autocast():
             self.width = model.text(torch.empty(1, self.context_length, dtype=torch.int32)).shape[1]
         self._make_optimizer_state()
+        if config.launch.parallel == "fsdp" and ranks > 1:
+            self.step((1, 1), 1)  # FSDP2 arranges its memory in the first
         self.at_rest = memory.live
         """Bytes between steps."""
 

@@ -1,77 +1,101 @@
 """What steps take on the CPU, by torch's own allocator: its profiler sees every allocation, those inside kernels too."""
 
+import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from clipscale.config import TrainConfig
+from clipscale.compose import typed
+from clipscale.config import TrainConfig, normalise
 from clipscale.distributed import World
 from clipscale.learner import Learner
-from clipscale.plan.rehearsal import CPU, Rehearsal, Step, rehearsed
+from clipscale.plan.memory import PHASES, Memory
+from clipscale.plan.rehearsal import CPU
 from clipscale.transfer import DeviceRows
 
-PHASES = ("encode", "loss", "replay", "optim")
+ARCHITECTURE = {
+    "embed_dim": 64,
+    "vision_cfg": {"image_size": 24, "layers": 3, "width": 64, "head_width": 32, "patch_size": 6},
+    "text_cfg": {"context_length": 16, "vocab_size": 1000, "width": 64, "heads": 2, "layers": 2},
+}
+"""Few words, so that activations and not the embedding make the peaks."""
 
 
-def phase_peaks(step: Step) -> dict[str, int]:
-    """By phase instead of by stage."""
-    return {phase: max(v for k, v in step.peak.items() if k.split()[0] == phase) for phase in PHASES}
+def settings(batch: int = 64, chunk: int = 16, **changed: Any) -> TrainConfig:
+    """A small run; `changed` by dotted key with `__` for the dots."""
+    values: dict[str, Any] = {
+        "batch": batch,
+        "model": {"name": "small", "architecture": ARCHITECTURE},
+        "cache": {"chunk": str(chunk)},
+        "precision": {"name": "fp32"},
+    }
+    for key, value in changed.items():
+        *path, leaf = key.split("__")
+        node = values
+        for part in path:
+            node = node.setdefault(part, {})
+        node[leaf] = value
+    return typed(TrainConfig, normalise(TrainConfig, values))
 
 
-def predicted(config: TrainConfig, ranks: int = 1, **budget: float) -> Step:
-    """Of the second step of `config` on a CPU."""
-    chunk = int(config.cache.chunk)
-    with rehearsed(config, ranks, None) as rehearsal:
-        return rehearsal.step((chunk, chunk), config.batch // ranks)
-
-
-def measured(config: TrainConfig, folder: Path, ranks: int = 1, rank: int = 0, keep: float = 0) -> Step:
-    """Of the second step of `config`, run on the CPU. Counted from before the model was built."""
-    steps = 2
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        learner = Learner(config, World(rank, ranks, rank, CPU), folder, None)
-        learner.cache.memory.budget = keep
-        local, model = config.batch // ranks, learner.model
-        pixels = lambda n: torch.zeros(n, 3, model.image_size, model.image_size, dtype=torch.uint8)  # noqa: E731
-        tokens = lambda n: torch.ones(n, model.context_length, dtype=torch.int32)  # noqa: E731
-        for number in range(steps):
-            last = number == steps - 1
-            mark: Callable[[str], record_function | nullcontext[None]] = (
-                record_function if last else lambda _: nullcontext()
-            )
-            learner.optimizer.zero_grad()
-            images, texts = (
-                DeviceRows(lambda i, j, make=make: make(j - i), local, CPU, resident=config.offload == "none")
-                for make in (pixels, tokens)
-            )
-            with mark("encode"):
-                features = learner.cache.encode(images, texts)
-            with mark("loss"):
-                learner.cache.backward(learner.loss(*features))
-                del features
-            with mark("replay"):
-                learner.cache.replay()
-            with mark("optim"):
-                learner.gradient_norm()
-                learner.update()
-    result = profiler.profiler.kineto_results
-    changes = sorted((e.start_ns(), e.nbytes()) for e in result.events() if e.name() == "[memory]")
-    spans = {e.name(): (e.start_ns(), e.end_ns()) for e in result.events() if e.name() in PHASES}
-    step = Step({}, {})
-    for phase, (start, end) in spans.items():
-        live = 0
+def measured(config: TrainConfig, world: World | None = None) -> Memory:
+    """Of the second step of `config`, run on the CPU. Counted from before the model was built; stages are whole phases."""
+    world = world or World(0, 1, 0, CPU)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
+    ):
+        learner = Learner(config, world, Path(folder), None)
+        learner.cache.memory.budget = 0 if config.cache.keep == "none" else float(config.cache.keep)
+        model = learner.model
+        shapes = {torch.uint8: (3, model.image_size, model.image_size), torch.int32: (model.context_length,)}
+        for mark in (lambda _: nullcontext(), record_function):
+            one_step(learner, config.batch // world.size, shapes, mark, resident=config.offload == "none")
+    events = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    memory = Memory({}, {}, {})
+    for phase in PHASES:
+        start, end = next((e.start_ns(), e.end_ns()) for e in events if e.name() == phase)
+        memory.before[phase] = memory.peak[phase] = live = sum(change for at, change in changes if at <= start)
         for at, change in changes:
-            if at > end:
-                break
-            if at <= start:
-                step.before[phase] = step.peak[phase] = live + change
-            live += change
-            if at > start:
-                step.peak[phase] = max(step.peak[phase], live)
-    return step
+            if start < at <= end:
+                live += change
+                memory.peak[phase] = max(memory.peak[phase], live)
+    return memory
 
 
-__all__ = ["PHASES", "Rehearsal", "measured", "phase_peaks", "predicted"]
+def one_step(
+    learner: Learner,
+    local: int,
+    shapes: dict[torch.dtype, tuple[int, ...]],
+    mark: Callable[[str], Any],
+    *,
+    resident: bool,
+) -> None:
+    """As in clipscale.train."""
+
+    def rows(i: int, j: int, dtype: torch.dtype) -> Tensor:
+        return torch.ones(j - i, *shapes[dtype], dtype=dtype)
+
+    learner.optimizer.zero_grad()
+    images, texts = (DeviceRows(partial(rows, dtype=dtype), local, CPU, resident=resident) for dtype in shapes)
+    with mark("encode"):
+        features = learner.cache.encode(images, texts)
+    with mark("loss"):
+        learner.cache.backward(learner.loss(*features))
+        del features
+    with mark("replay"):
+        learner.cache.replay()
+    with mark("optim"):
+        learner.gradient_norm()
+        learner.update()
+
+
+def measured_on_a_rank(rank: int, world: int, changed: dict[str, Any]) -> Memory:
+    return measured(settings(**changed), World(rank, world, rank, CPU))
