@@ -86,7 +86,7 @@ def _session() -> requests.Session:
     return session
 
 
-Sign = Callable[[dict[str, str]], None]
+Sign = Callable[[Any], None]
 """Adds to a request's headers what permits it."""
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from clipscale.data import remote
+from clipscale.data import index, remote
 from clipscale.data.sources import SEEN, SourceError, Store
 from tests.data.files import write_shards
 from tests.data.streams import contents, open_stream
@@ -33,7 +33,7 @@ def web(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: p
 
 def soon(true: Callable[[], object]) -> bool:
     """Whether it comes true although nobody reads on."""
-    until = time.monotonic() + 5
+    until = time.monotonic() + 20
     while not true() and time.monotonic() < until:
         time.sleep(0.002)
     return bool(true())
@@ -133,3 +133,30 @@ def test_nothing_is_left_of_a_stream_that_is_closed(tmp_path: Path, web: Web) ->
         stream.close()
         assert soon(lambda: "-ahead" not in str(threading.enumerate())), threading.enumerate()
         assert remote._room._taken == 0
+
+
+def test_loader_processes_read_ahead(tmp_path: Path, web: Web) -> None:
+    """They end at once, too, although a server that does not answer holds their threads."""
+    write_shards(tmp_path, [80, 90, 70])
+    index.update([f"{web.url}/0000{n}.tar" for n in range(3)], place=lambda folder: index.place_for(folder, None))
+    local = open_stream(tmp_path, batch=16)
+    web.faults = lambda number, path: "503" if number % 7 == 0 else None
+    with open_stream(f"{web.url}/{{00000..00002}}.tar", batch=16, workers=2) as stream:
+        assert contents(stream, 30) == contents(local, 30)
+        assert stream.seen["http_503"] > 0 and not stream.broken
+    answering, held = threading.Event(), []
+
+    def hold(number: int, path: str) -> None:
+        if len(web.requests) > before + 8:
+            held.append(path)
+            answering.wait(20)
+
+    before, web.faults = len(web.requests), hold  # type: ignore[assignment]
+    stream = open_stream(f"{web.url}/{{00000..00002}}.tar", batch=160, workers=2)
+    assert stream._workers and soon(lambda: held)
+    processes = list(stream._workers._processes)
+    begun = time.monotonic()
+    stream.close()
+    took = time.monotonic() - begun
+    answering.set()
+    assert took < 4 and not any(process.is_alive() for process in processes), took
