@@ -54,6 +54,13 @@ def picture_bytes(urls: Sequence[str], types: Sequence[str], layout: Layout, acc
     return sum(sizes) / len(sizes) if sizes else None
 
 
+def largest_pool(layout: Layout, picture: float) -> int:
+    """Bytes that the pool of a slot never needs to exceed, for pictures of so many bytes on average; 0 where there is none."""
+    if not layout.encoded:
+        return 0
+    return layout.samples * max(layout.row_bytes, int(HEADROOM * picture) if layout.tier == "device" else 0)
+
+
 def fitted(layout: Layout, expected: float | None = None, free: int | None = None) -> tuple[Layout, str]:
     """The layout with the pool for encoded pictures that there is room for, and a line that states the memory.
 
@@ -64,7 +71,7 @@ def fitted(layout: Layout, expected: float | None = None, free: int | None = Non
     share = (free_memory() if free is None else free) / processes
     if layout.encoded:
         picture = layout.row_bytes if expected is None else expected
-        most = layout.samples * max(layout.row_bytes, int(HEADROOM * picture) if layout.tier == "device" else 0)
+        most = largest_pool(layout, picture)
         room = MARGIN * share - replace(layout, pool=0).memory_bytes()
         # pictures that are larger than their pixels can be kept as these
         least = replace(layout, pool=most).memory_bytes(min(picture, layout.row_bytes))

@@ -9,6 +9,7 @@ from functools import cached_property
 
 from clipscale.data.batch import Layout
 from clipscale.data.order import default_lanes
+from clipscale.data.room import largest_pool
 from clipscale.plan.config import PlanConfig
 from clipscale.plan.rehearsal import PHASES, Rehearsal, Step
 from clipscale.spelling import parse_count
@@ -203,20 +204,21 @@ def host(config: PlanConfig, rehearsal: Rehearsal, batch: int, chunk: int, *, cu
     lanes = data.lanes or default_lanes(config.batch, ranks, None)
     workers = min(data.workers, max(1, lanes // ranks))
     tier = config.offload if config.offload != "none" else "host"
+    on_device = data.decode == "gpu" and data.image_features is None
     layout = Layout(
         slots=data.buffers if workers else 1,
         samples=batch,
         row=rehearsal.row,
         context_length=rehearsal.context_length,
         dtype=str(rehearsal.row_type).removeprefix("torch."),
-        tier=tier,
+        tier="device" if on_device else tier,
+        decoded=on_device and tier != "encoded",
         chunk=chunk,
     )
-    if tier == "encoded":
-        layout = replace(layout, pool=batch * layout.row_bytes)
+    layout = replace(layout, pool=largest_pool(layout, config.picture))
     process = {
         "process": CUDA_PROCESS if cuda else PROCESS,
-        "batch": layout.memory_bytes(min(config.picture, layout.row_bytes)),
+        "batch": layout.memory_bytes(config.picture if on_device else min(config.picture, layout.row_bytes)),
         "shuffle windows": lanes // ranks * max(data.shuffle, 1) * config.picture,
         "loader workers": LOADER + workers * WORKER if workers else 0,
     }

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import matplotlib as mpl
@@ -39,6 +40,9 @@ from clipscale.data.room import HEADROOM, fitted
 from clipscale.data.stream import merge_positions
 from clipscale.data.tiers import GREY, Recipe, tier_of
 from clipscale.errors import UserError
+from clipscale.plan import memory
+from clipscale.plan.config import PlanConfig
+from clipscale.spelling import format_bytes
 from clipscale.step import CacheConfig
 from clipscale.train import train
 from tests.data.files import Members, picture, write_tar
@@ -429,6 +433,21 @@ def test_the_pool_follows_the_mean_size_of_a_picture() -> None:
     assert 100 * ROW < tight.pool < large.pool, "less room than the pictures would take: some wait as pixels"
     with pytest.raises(UserError, match=r"data\.decode=gpu: 2 x 100 samples need .*take offload=encoded, data"):
         fitted(layout, 3.0 * ROW, 2 * 100 * ROW)
+
+
+@pytest.mark.parametrize("offload", ["none", "host", "encoded"])
+def test_the_plan_counts_the_memory_that_a_run_states(
+    cpu: torch.device, mixed: Path, monkeypatch: pytest.MonkeyPatch, offload: str
+) -> None:
+    tier = "encoded" if offload == "encoded" else "host"
+    monkeypatch.setattr("clipscale.data.stream.picture_bytes", lambda *_: 2500.0)
+    with open_stream(mixed, batch=64, side=SIDE, decode="gpu", device=cpu, workers=1, tier=tier) as stream:
+        said = stream.memory
+    data = DataConfig(decode="gpu", workers=1)
+    config = PlanConfig(batch=64, data=data, offload=offload, gpus=1, picture=2500)
+    rehearsal: Any = SimpleNamespace(row=(3, SIDE, SIDE), row_type=torch.uint8, context_length=8)
+    planned = memory.host(config, rehearsal, 64, 32, cuda=False).process["batch"]
+    assert f"need {format_bytes(planned)} of" in said, said
 
 
 # -- settings ----------------------------------------------------------------------------------------------------------
