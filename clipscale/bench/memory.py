@@ -65,8 +65,8 @@ def bound_memory(size: int) -> None:
 def is_out_of_memory(error: Exception) -> bool:
     """Did an allocation fail, on either device. The last signs are the libraries' own: oneDNN's, and cuBLAS's and cuDNN's."""
     said = str(error)
-    signs = ("can't allocate memory", "not enough memory", "bad_alloc", "out of memory")
-    signs += ("could not create a primitive", "STATUS_ALLOC_FAILED")
+    signs = ["can't allocate memory", "not enough memory", "bad_alloc", "out of memory"]
+    signs += ["could not create a primitive", "STATUS_ALLOC_FAILED"]
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(sign in said for sign in signs)
 
 

@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -97,22 +98,25 @@ class Ways:
         if text not in self.known:
             name = Name.of(text)
             if name.base.startswith("open_clip"):
-                step = self.open_clip_step()
-                whole = name.whole
-                self.known[text] = Way(lambda batch: self.normalised(batch, whole), step, self.flops_of(False))
+                inputs = partial(self.normalised, whole=name.whole)
+                self.known[text] = Way(inputs, self.open_clip_step(), self.flops_of(False))
             else:
                 model, frozen = self.model(name.variant), name.variant == "frozen"
-                step = self.plain_step(model, frozen) if name.whole else self.cached_step(model, name.base)
-                self.known[text] = Way(self.on_device if name.whole else self.rows, step, self.flops_of(frozen))
+                flops = self.flops_of(frozen)
+                if name.whole:
+                    self.known[text] = Way(self.on_device, self.plain_step(model, frozen), flops)
+                else:
+                    self.known[text] = Way(self.rows, self.cached_step(model, name.base), flops)
         return self.known[text]
 
     def model(self, variant: str = "") -> ClipModel:
         if variant not in self.models:
             torch.manual_seed(0)
-            model = build_model(replace(self.config, freeze_image=variant == "frozen")).to(self.device)
+            with self.device:  # drawing a large model's weights on a CPU takes longer than timing it
+                model = build_model(replace(self.config, freeze_image=variant == "frozen")).to(self.device)
             if variant == "compiled":
-                model.image.compile()
-                model.text.compile()
+                model.image.compile(dynamic=False)
+                model.text.compile(dynamic=False)
             self.models[variant] = model
             self.weights.append(model)
         return self.models[variant]
@@ -221,7 +225,8 @@ class Ways:
 
         if self.peer is None:
             torch.manual_seed(0)
-            self.peer = CustomTextCLIP(**architecture(self.config), output_dict=True).to(self.device)
+            with self.device:
+                self.peer = CustomTextCLIP(**architecture(self.config), output_dict=True).to(self.device)
             self.weights.append(self.peer)
         model, loss = self.peer, open_clip.ClipLoss()
         precision = "amp_bf16" if self.precision.dtype == torch.bfloat16 else "fp32"
