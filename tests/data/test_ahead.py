@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from clipscale.data import index, remote
-from clipscale.data.sources import SEEN, SourceError, Store
+from clipscale.data.sources import SEEN, Access, SourceError, Store
 from tests.data.files import write_shards
 from tests.data.streams import contents, open_stream
 from tests.data.web import Web, serving
@@ -122,6 +122,23 @@ def test_a_shard_that_is_missing_ahead_of_its_turn_is_missed_in_its_turn(tmp_pat
     with pytest.raises(SourceError) as error:
         store.open(f"{web.url}/none.tar")
     assert error.value.reason == "missing_shard"
+
+
+def test_the_next_copy_is_made_while_a_shard_is_read(tmp_path: Path, web: Web) -> None:
+    paths = write_shards(tmp_path, [20, 30, 20])
+    urls = [f"{web.url}/{path.name}" for path in paths]
+    store = Store(Access(str(tmp_path / "copies")))
+    store.expect(urls[1])
+    first = store.open(urls[0]).stream
+    copies = tmp_path / "copies" / "shards"
+    assert soon(lambda: [path for path in copies.glob("*-00001.tar") if not path.name.startswith(".")])
+    assert first.read() == paths[0].read_bytes()
+    count = len(web.requests)
+    store.expect(urls[2])
+    assert store.open(urls[1]).stream.read() == paths[1].read_bytes()
+    assert not [path for path, _ in web.requests[count:] if path == "/00001.tar"], "asked for again"
+    store.expect(None)
+    assert soon(lambda: "-ahead" not in str(threading.enumerate())) and not list(copies.glob(".*.part"))
 
 
 def test_nothing_is_left_of_a_stream_that_is_closed(tmp_path: Path, web: Web) -> None:
