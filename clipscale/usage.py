@@ -193,7 +193,7 @@ BENCH_EXAMPLES = {
     "clipscale bench loss n=8k,64k,1M d=768 dtype=bf16 methods=infcl,open_clip,inf_cl device=cuda\n"
     "clipscale bench loss n=2k ranks=4 methods=clip,openclip,disco,ring,infcl",
     "step": "clipscale bench step\n"
-    "clipscale bench step model=vit-b16 precision=bf16 batch=32k chunk=256 memory= methods=plain@max,cache,cache@256k,open_clip-plain@max seconds=300\n"
+    "clipscale bench step model=vit-b16 precision=bf16 batch=32k chunk=256 memory= methods=plain@max,cache,cache@256k seconds=300\n"
     "clipscale bench step methods=cache,keep-30,frozen batch=1k chunk=256",
     "data": "clipscale bench data\nclipscale bench data sizes=512 stream=512 workers=8 batch=1k",
 }

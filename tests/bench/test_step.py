@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -132,7 +133,8 @@ def test_what_would_not_end_in_time_is_recorded_as_not_run(work: StepWork, monke
         work.attempt(case, work.ready)
     assert work.found["cache@8"]["status"] == "ok"
     late = work.found["cache@8192"]
-    assert late["status"] == "not run" and "a step would take about 102 s, and 30 s were left" in late["reason"], late
+    assert late["status"] == "not run", late
+    assert re.fullmatch(r"a step would take about 102 s, and (30|2\d) s were left", late["reason"]), late
     assert list(work.expected) == ["cache@8"]
 
 
