@@ -17,7 +17,8 @@ set -uo pipefail
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MASTER_ADDR MASTER_PORT=$((20000 + SLURM_JOB_ID % 40000)) WORLD_SIZE=$SLURM_NTASKS
 # The tasks' own environment says which of the processes each is. Slurm signals them directly: no launcher in between cuts the saving short.
-srun --kill-on-bad-exit=1 bash -c '
+# Once one has ended, for whatever reason, the others have two minutes: they end together, or wait for one that has failed.
+srun --kill-on-bad-exit=0 --wait=120 bash -c '
     export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID LOCAL_WORLD_SIZE=$SLURM_NTASKS_PER_NODE
     exec python -m clipscale train "$@"' clipscale "$@"
 status=$?
