@@ -83,11 +83,11 @@ gpu-step:
 # Is memory flat in the batch, and is it as predicted: steps with few chunks of distinct pixels, then short runs beside what plan says.
 TRAIN := $(CLIPSCALE) train device=cuda precision=bf16 data=demo eval.sets=[] eval.every=0 log.progress=false
 PREDICTED := $(RESULTS)/predicted.jsonl
-# $(1): name of the run, $(2): seconds it may take; its settings follow.
+# $(1): name of the run, $(2): seconds it may take, $(3): its settings. A run that is in the record already is not run again.
 define predicted
-	rm -rf runs/gpu-$(1)
-	-$(WITHIN) $(2) $(TRAIN) run=runs/gpu-$(1) $(3)
-	-$(CLIPSCALE) plan run=runs/gpu-$(1) json=true | $(RUN) -m json.tool --compact >> $(PREDICTED)
+	-grep -qs '"runs/gpu-$(1)"' $(PREDICTED) || { rm -rf runs/gpu-$(1); \
+	    $(WITHIN) $(2) $(TRAIN) run=runs/gpu-$(1) $(3) && tail -n 3 runs/gpu-$(1)/metrics.jsonl >> $(RESULTS)/runs.jsonl && \
+	    $(CLIPSCALE) plan run=runs/gpu-$(1) json=true | $(RUN) -m json.tool --compact >> $(PREDICTED); }
 endef
 gpu-memory:
 	$(call step,250) out=$(RESULTS)/flat model=vit-b32 chunk=512 batch=32k repeats=1 methods=plain@max,cache@32k,cache@128k,cache@1M
