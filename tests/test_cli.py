@@ -37,7 +37,7 @@ def test_the_overview_lists_the_verbs_that_exist(say: Say) -> None:
         status, out, err = say(*words)
         assert (status, err) == (0, "")
         assert set(VERBS) <= set(out.split())
-    assert set(VERBS) == {"train", "eval", "data", "report", "export", "doctor", "bench", "completion"}
+    assert set(VERBS) == {"train", "eval", "plan", "data", "report", "export", "doctor", "bench", "completion"}
 
 
 def test_the_version_is_the_packages(say: Say) -> None:
@@ -63,7 +63,7 @@ def test_each_section_has_help_of_its_own(say: Say, section: str) -> None:
     assert f"  {section}." in out or f"  {section}=" in out
 
 
-@pytest.mark.parametrize("verb", ["eval", "data", "report", "export", "doctor", "bench", "completion"])
+@pytest.mark.parametrize("verb", ["eval", "plan", "data", "report", "export", "doctor", "bench", "completion"])
 def test_every_verb_has_help(say: Say, verb: str) -> None:
     status, out, _ = say(verb, "--help")
     assert status == 0
@@ -95,6 +95,9 @@ def test_help_of_a_composed_verb_lists_its_groups_and_their_defaults(say: Say) -
         ("clipscale bench loss me", ["methods="]),
         ("clipscale eval ch", ["checkpoint="]),
         ("clipscale report r", ["run="]),
+        ("clipscale plan model=vit-l", ["model=vit-l14"]),
+        ("clipscale plan hard", ["hardware="]),
+        ("clipscale plan cache.ch", ["cache.chunk="]),
     ],
 )
 def test_the_last_word_is_completed(line: str, candidates: list[str]) -> None:
@@ -132,7 +135,7 @@ def test_bash_completes_with_the_script_that_completion_prints(
 # ---- mistakes ----
 
 MISTAKES = [
-    ("tran", "unknown verb 'tran'; did you mean 'train'?; there are train, eval, data, report, "),
+    ("tran", "unknown verb 'tran'; did you mean 'train'?; there are train, eval, plan, data, report, "),
     ("train model=vit-b33", "model=vit-b33: unknown; choose ... or vit-l14; did you mean 'vit-b32'"),
     ("train modle=vit-b32", "unknown key 'modle'; did you mean 'model'?"),
     ("train optim.lrr=1", "unknown key 'optim.lrr'; did you mean 'optim.lr'?"),
@@ -163,6 +166,22 @@ MISTAKES = [
     ("eval run=nowhere", "run=nowhere: there is no folder runs/nowhere"),
     ("eval -m run=a,b", "eval takes no -m"),
     ("eval rum=a", "unknown key 'rum'; did you mean 'run'?"),
+    ("plan", "hardware is not set; give the GPU, hardware=a100-80g, or run=NAME"),
+    ("plan hardware=h101-80g", "hardware=h101-80g: unknown; did you mean 'h100-80g'"),
+    ("plan hardware=h100-80g gpu=8", "unknown key 'gpu'; did you mean 'gpus'?"),
+    (
+        "plan hardware=h100-80g batch=100 gpus=8",
+        "batch=100 cannot be shared evenly by gpus=8 x nodes=1; choose a multiple of 8",
+    ),
+    ("plan hardware=h100-80g gpus=0", "gpus=0: give at least 1"),
+    ("plan hardware=h100-80g reserve=5", "reserve=5.0: give a share, 0 to 1"),
+    (
+        "plan hardware=cpu model=tiny gpus=4 cache.chunk=128",
+        "cache.chunk=128: one process holds 64 samples of the batch; choose 1 to 64",
+    ),
+    ("plan run=nowhere", "run=nowhere: there is no runs/nowhere/config.yaml; give the folder of a run that has begun"),
+    ("plan run=a batch=32", "run=a: the settings are that run's own; leave out batch=32"),
+    ("plan -m batch=1k,2k hardware=cpu", "plan takes no -m"),
     ("data", "data : unknown; there is demo"),
     ("data demo sead=1", "unknown key 'sead'; did you mean 'seed'?"),
     ("data demo 5000", "data demo 5000: give settings as KEY=VALUE; the keys are root, samples, seed, force"),

@@ -11,14 +11,15 @@ import pytest
 from clipscale.config import TrainConfig
 from clipscale.eval.verb import EvalRunConfig
 from clipscale.keys import group_options, keys, meaning, tree
-from clipscale.usage import EVAL, TRAIN
+from clipscale.plan.config import PlanConfig
+from clipscale.usage import EVAL, PLAN, TRAIN
 
 
 def plain(value: Any) -> Any:
     return json.loads(json.dumps(value))
 
 
-@pytest.mark.parametrize(("settings", "source"), [(TrainConfig, TRAIN), (EvalRunConfig, EVAL)])
+@pytest.mark.parametrize(("settings", "source"), [(TrainConfig, TRAIN), (EvalRunConfig, EVAL), (PlanConfig, PLAN)])
 def test_the_tree_read_from_source_is_the_dataclass_with_its_defaults(settings: type, source: tuple[str, str]) -> None:
     assert plain(tree(*source)) == plain(asdict(settings()))
 

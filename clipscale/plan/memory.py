@@ -22,8 +22,8 @@ NCCL = 600 * MIB
 WORKSPACES = {70: 2 * 8 * MIB, 80: 2 * 8 * MIB, 89: 2 * 8 * MIB, 90: 2 * 32 * MIB, 100: 2 * 32 * MIB}
 """cuBLAS's workspaces, which torch allocates: one for the thread that calls forward and one for autograd's (torch's documentation,
 CUBLAS_WORKSPACE_CONFIG: 4096 KiB x 2 + 16 KiB x 8, on Hopper 4096 KiB x 8)."""
-PROCESS, CUDA_PROCESS = 1000 * MIB, 3 * GIB
-"""Of the host: a training process, its tensors and its batch aside: on a CPU, measured (torch 2.15.0, four runs); with CUDA, assumed."""
+PROCESS, CUDA_PROCESS = 930 * MIB, 3 * GIB
+"""Of the host: a training process, its tensors and its batch aside: on a CPU, measured (torch 2.15.0, five runs); with CUDA, assumed."""
 LOADER, WORKER = 550 * MIB, 100 * MIB
 """Of the host: the process that loader workers are forked from, measured once its modules are there; what each worker adds, assumed."""
 KEEP_MARGIN = 0.9

@@ -19,15 +19,16 @@ MADE_OF = {
 }
 
 
-def table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """Numbers to the right, what is first and last in a row to the left."""
-    result = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0))
+def show_table(console: Console, title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Numbers to the right, words to the left."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0))
     for place, head in enumerate(heads):
-        left = place == 0 or not rows or not rows[0][place][:1].isdigit()
-        result.add_column(head, justify="left" if left else "right", no_wrap=True)
+        words = place == 0 or not rows or not rows[0][place][:1].isdigit()
+        table.add_column(head, justify="left" if words else "right", no_wrap=True)
     for row in rows:
-        result.add_row(*row)
-    return result
+        table.add_row(*row)
+    console.print(title)
+    console.print(table)
 
 
 def show_plan(result: Result, console: Console) -> None:
@@ -45,25 +46,25 @@ def show_plan(result: Result, console: Console) -> None:
         for name, key in (("cuBLAS workspace", "workspace_bytes"), ("outside of torch", "outside_bytes"))
         if device[key]
     ]
-    console.print(table("memory of one GPU, throughout", ("what", "bytes"), parts))
+    show_table(console, "memory of one GPU, throughout", ("what", "bytes"), parts)
     rows = [
         (name, *(format_bytes(phase[f"{key}_bytes"]) for key in ("before", "extra", "peak")), MADE_OF[name])
         for name, phase in device["phases"].items()
     ]
-    console.print(table("in a step, of torch's allocator", ("phase", "before", "beyond", "peak", "beyond: what"), rows))
+    show_table(console, "in a step, of torch's allocator", ("phase", "before", "beyond", "peak", "beyond: what"), rows)
     rows = [
         (name, format_bytes(size), format_bytes(size * node["processes"]))
         for name, size in node["process_bytes"].items()
     ]
     rows.append(("all", format_bytes(sum(node["process_bytes"].values())), format_bytes(node["node_bytes"])))
-    console.print(table("memory of the host", ("what", "a process", "a node"), rows))
+    show_table(console, "memory of the host", ("what", "a process", "a node"), rows)
     if node["disk_bytes"]:
         console.print(f"and {format_bytes(node['disk_bytes'])} on the disk of each node\n")
     if time:
         names = ("encode", "loss", "ring", "replay", "gradients", "step")
         cells = tuple(f"{time[f'{name}_s']:.3g}" for name in names) + (f"{time['samples_per_s']:,.0f}",)
         title = f"seconds of a step, if the GPU reaches {time['assumed_utilisation']:.0%} of its peak (assumed, not measured)"
-        console.print(table(title, (*names, "samples/s"), [cells]))
+        show_table(console, title, (*names, "samples/s"), [cells])
         if time["hours"]:
             console.print(f"{time['hours']:,.1f} hours for the run's samples, at that rate\n")
     limits = result["limits"]
@@ -88,6 +89,6 @@ def show_comparison(result: Result, console: Console) -> None:
         for name, entry in result["compared"].items()
     ]
     title = f"{result['run']}: {result['hardware']}, medians of {result['steps']} steps"
-    console.print(table(title, ("what", "predicted", "measured", "predicted / measured"), rows))
+    show_table(console, title, ("what", "predicted", "measured", "predicted / measured"), rows)
     for note in result["notes"]:
         console.print(note)

@@ -97,7 +97,7 @@ def test_kept_graphs(share: float) -> None:
     assert foreseen.kept[0] > 0
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("parallel", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_two_ranks(parallel: str) -> None:
     """A rank of two: DDP's buckets and the gradients beside them; FSDP2's shards. The ring's blocks travel."""
     changed = {"batch": 192, "chunk": 32, "launch__parallel": parallel}

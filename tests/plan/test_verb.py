@@ -1,0 +1,132 @@
+"""`clipscale plan`: the verdict, what would fit, JSON, and the comparison with a run."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from clipscale import compose
+from clipscale.cli import main
+from clipscale.config import normalise
+from clipscale.keys import conf_dir, keys
+from clipscale.plan.config import PlanConfig
+from clipscale.plan.planner import plan
+from clipscale.usage import PLAN
+from tests.conftest import TINY, Command
+
+
+def planned(*words: str) -> dict[str, Any]:
+    values = compose.once("plan", PLAN, words)
+    assert values is not None
+    return plan(compose.typed(PlanConfig, normalise(PlanConfig, values), keys(*PLAN)))
+
+
+def test_train_and_plan_have_the_same_defaults() -> None:
+    train, own = (yaml.safe_load((conf_dir() / f"{verb}.yaml").read_text()) for verb in ("train", "plan"))
+    assert train.pop("hydra")["output_subdir"] == own.pop("hydra")["output_subdir"]
+    assert train == own
+
+
+def test_a_large_batch_of_a_small_model_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    status = main(
+        ["plan", "model=tiny", "batch=1M", "hardware=A800-80G", "gpus=8", "cache.chunk=1k", "host=1024G", "samples=32M"]
+    )
+    out = capsys.readouterr().out
+    assert status == 0
+    assert "tiny, batch 1M: 131072 samples on each of 1 x 8 x A800-80G, in chunks of 1024" in out
+    assert out.splitlines()[-1].startswith("fits: ")
+    for word in (
+        "DDP buckets",
+        "optimizer state",
+        "encode",
+        "replay",
+        "shuffle windows",
+        "assumed, not measured",
+        "hours for the run",
+    ):
+        assert word in out, word
+
+
+def test_what_does_not_fit_is_said_with_what_would(capsys: pytest.CaptureFixture[str]) -> None:
+    status = main(
+        ["plan", "model=tiny", "batch=256k", "hardware=v100-16g", "cache.chunk=256k", "precision=fp32", "json=true"]
+    )
+    result = json.loads(capsys.readouterr().out)
+    assert (status, result["fits"]) == (1, False)
+    assert result["device"]["total_bytes"] > result["device"]["usable_bytes"]
+    chunk = result["limits"]["chunk"]
+    assert 256 <= chunk < 256 * 1024
+    assert f"try cache.chunk={chunk}" in result["verdict"]
+    assert planned("model=tiny", "batch=256k", "hardware=v100-16g", f"cache.chunk={chunk}", "precision=fp32")["fits"]
+
+
+def test_host_memory_bounds_the_batch() -> None:
+    words = ("model=tiny", "batch=1M", "hardware=h100-80g", "cache.chunk=1k")
+    result = planned(*words, "host=5G")
+    assert (result["fits"], result["host"]["fits"]) == (False, False)
+    assert result["host"]["process_bytes"]["batch"] > 2 * 2**20 * 3 * 30 * 30
+    assert "offload=encoded, offload=disk" in result["verdict"]
+    assert result["limits"]["batch_bound"] == "host memory"
+    assert result["limits"]["batch"] < 2**20
+    disk = planned(*words, "host=5G", "offload=disk")
+    assert disk["host"]["fits"]
+    assert disk["host"]["disk_bytes"] == 2 * 2**20 * 3 * 30 * 30
+
+
+def test_memory_hardly_grows_with_the_batch_and_the_loss_is_its_linear_part() -> None:
+    small, large = (
+        planned("model=tiny", f"batch={batch}", "hardware=h100-80g", "cache.chunk=4k") for batch in ("32k", "1M")
+    )
+    per_sample = 2 * 2 * 128 * 4  # features and their gradients
+    for phase in ("encode", "replay"):
+        grown = large["device"]["phases"][phase]["peak_bytes"] - small["device"]["phases"][phase]["peak_bytes"]
+        assert 0 < grown <= per_sample * (2**20 - 2**15), phase
+    assert large["device"]["phases"]["optim"] == small["device"]["phases"]["optim"]
+
+
+def test_an_automatic_chunk_is_assumed_and_said_to_be() -> None:
+    result = planned("model=tiny", "batch=64k", "hardware=h100-80g")
+    assert result["settings"]["chunk"] == {"image": 512, "text": 512}
+    assert result["settings"]["chunk_assumed"]
+    assert any("cache.chunk=auto: 512 assumed" in note for note in result["notes"])
+
+
+@pytest.mark.slow
+def test_batch_normalisation_takes_the_whole_batch_as_one_chunk() -> None:
+    small = {"embed_dim": 32, "vision_cfg": {"image_size": 64, "layers": [1, 1, 1, 1], "width": 16, "patch_size": None}}
+    small |= {"text_cfg": {"context_length": 8, "vocab_size": 500, "width": 32, "heads": 2, "layers": 1}}
+    config = PlanConfig(hardware="h100-80g", batch=8192)
+    config.model.architecture, config.cache.text_chunk = small, 256
+    result = plan(config)
+    assert result["settings"]["chunk"] == {"image": 8192, "text": 256}
+    config.batch = 4096
+    half = plan(config)["device"]["phases"]["replay"]["extra_bytes"]
+    assert half == pytest.approx(result["device"]["phases"]["replay"]["extra_bytes"] / 2, rel=0.05)
+
+
+def test_a_run_is_compared_with_its_prediction(command: Command, shards: str, tmp_path: Path) -> None:
+    """On the CPU the host's memory; and what a GPU would have measured, written into the same files."""
+    trained = command("train", *TINY, f"data.train={shards}", "samples=48", "run=small", "log.every=1")
+    assert trained.returncode == 0, trained.stderr
+    folder = tmp_path / "runs" / "small"
+    told = command("plan", "run=small", "json=true")
+    assert told.returncode == 0, told.stderr
+    compared = json.loads(told.stdout)["compared"]
+    assert compared["peak"]["measured_bytes"] is compared["peak"]["ratio"] is None
+    assert compared["host"]["ratio"] == pytest.approx(1, abs=0.15), compared["host"]
+
+    surroundings = json.loads((folder / "env.json").read_text()) | {"gpus": ["NVIDIA H100 80GB HBM3"]}
+    (folder / "env.json").write_text(json.dumps(surroundings))
+    settings = yaml.safe_load((folder / "config.yaml").read_text()) | {"device": "cuda"}
+    (folder / "config.yaml").write_text(yaml.safe_dump(settings))
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for record in records:
+        record |= {f"mem_{phase}_bytes": 10_000_000 for phase in ("encode", "loss", "replay", "optim", "peak")}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    result = json.loads(command("plan", f"run={folder}", "json=true").stdout)
+    assert (result["hardware"], result["gpus"], result["steps"]) == ("h100-80g", 1, 2)
+    ratios = {name: entry["ratio"] for name, entry in result["compared"].items() if name != "host"}
+    assert result["largest_error"] == pytest.approx(max(abs(ratio - 1) for ratio in ratios.values()))
+    assert ratios["peak"] == result["compared"]["peak"]["predicted_bytes"] / 10_000_000
