@@ -107,7 +107,7 @@ gpu-largest:
 
 # Do the cores, or the device's decoder, feed the model.
 gpu-data:
-	$(WITHIN) 560 $(CLIPSCALE) bench data workers=$(shell nproc) batch=4k out=$(RESULTS)
+	$(WITHIN) 560 $(CLIPSCALE) bench data workers=$(shell nproc) batch=4k repeats=3 out=$(RESULTS)
 
 install: $(INSTALLED)
 

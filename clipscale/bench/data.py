@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -96,30 +97,61 @@ def main(settings: DataBenchSettings, console: Console | None = None) -> list[Ro
         "rows": [],
         "skipped": {"decode=gpu": why} if why else {},
     }
+    path = out / "data.json"
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         with console.status("data") as status:
-            for side in sizes:
-                status.update(f"decode, {side} pixels")
-                record["rows"] += decode_rows(side, settings) + device_rows(side, settings, device)
-            for side in streamed:
-                status.update(f"stream, {side} pixels")
-                record["rows"] += stream_rows(side, settings, device)
-            if device and settings.model:
-                status.update(f"step, {settings.model}")
-                rates = data_device.step_rates(settings.model, settings.batch, settings.repeats, device)
-                record["rows"].append(_row("step", settings.image_size, settings.model, rates))
+            for part, rows in parts(sizes, streamed, settings, device, record["skipped"]):
+                status.update(part)
+                record["rows"] += rows()
+                path.write_text(json.dumps(record, indent=1) + "\n")  # what is there, should the rest be cut off
     finally:
         torch.set_num_threads(threads)
-    path = out / "data.json"
-    path.write_text(json.dumps(record, indent=1) + "\n")
     console.print(table(record))
     for line in verdicts(record):
         console.print(line)
     draw(record, path.with_suffix(".png"))
     console.print(f"\n{path}\n{path.with_suffix('.png')}")
     return list(record["rows"])
+
+
+def parts(
+    sizes: list[int],
+    streamed: list[int],
+    settings: DataBenchSettings,
+    device: torch.device | None,
+    skipped: dict[str, str],
+) -> Iterator[tuple[str, Callable[[], list[Row]]]]:
+    """What is measured: the name of each part, and what does it. Where the GPU fails, `skipped` says why, and the rest goes on."""
+
+    def on_gpu(kind: str, side: int, method: str, rates: Callable[[], list[float]]) -> list[Row]:
+        try:
+            return [_row(kind, side, method, rates())]
+        except RuntimeError as error:
+            skipped[f"{method}, {kind} {side}"] = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            return []
+
+    transform, repeats = TrainTransform(settings.image_size, SCALE, RATIO, 0.0, 2**30), settings.repeats
+    for side in sizes:
+        files = photographs(side, settings)
+        yield f"decode, {side} pixels", partial(decode_rows, side, files, settings)
+        rates = partial(data_device.loader_rates, files, transform, repeats)
+        yield f"loader, {side} pixels", lambda side=side, rates=rates: [_row("loader", side, GPU, rates())]  # type: ignore[misc]
+        if device:
+            rates = partial(data_device.device_rates, files, transform, repeats, device)
+            yield f"device, {side} pixels", partial(on_gpu, "device", side, GPU, rates)
+    if device and settings.model:
+        rates = partial(data_device.step_rates, settings.model, settings.batch, repeats, device)
+        yield f"step, {settings.model}", partial(on_gpu, "step", settings.image_size, settings.model, rates)
+    for side in streamed:
+        decoding = device if not any(name.startswith(GPU) for name in skipped) else None
+        yield f"stream, {side} pixels", partial(stream_rows, side, settings, decoding)
+
+
+def photographs(side: int, settings: DataBenchSettings) -> list[bytes]:
+    """The pictures of one size."""
+    return [photograph(side, seed) for seed in range(settings.pictures)]
 
 
 def _sides(name: str, text: str) -> list[int]:
@@ -163,9 +195,8 @@ def transforms(side: int) -> dict[str, Callable[[bytes, int], Any]]:
     return found | {PEER: lambda data, _: peer(Image.open(io.BytesIO(data)).convert("RGB"))}
 
 
-def decode_rows(side: int, settings: DataBenchSettings) -> list[Row]:
+def decode_rows(side: int, pictures: list[bytes], settings: DataBenchSettings) -> list[Row]:
     """Pictures a second and core of every transform on sources of one size."""
-    pictures = [photograph(side, seed) for seed in range(settings.pictures)]
     methods = transforms(settings.image_size)
     times: dict[str, list[float]] = {name: [] for name in methods}
     for round_ in range(settings.repeats + 1):
@@ -177,17 +208,6 @@ def decode_rows(side: int, settings: DataBenchSettings) -> list[Row]:
                 times[name].append(time.process_time() - begun)
     rows = [_row("decode", side, name, [len(pictures) / t for t in times[name]]) for name in methods]
     return with_ratios(rows) if rows else rows
-
-
-def device_rows(side: int, settings: DataBenchSettings, device: torch.device | None) -> list[Row]:
-    """Of data.decode=gpu: pictures a second that a core prepares, and that the device decodes where there is one."""
-    pictures = [photograph(side, seed) for seed in range(settings.pictures)]
-    transform = TrainTransform(settings.image_size, SCALE, RATIO, 0.0, 2**30)
-    rows = [_row("loader", side, GPU, data_device.loader_rates(pictures, transform, settings.repeats))]
-    if device:
-        rates = data_device.device_rates(pictures, transform, settings.repeats, device)
-        rows.append(_row("device", side, GPU, rates))
-    return rows
 
 
 # -- end to end --------------------------------------------------------------------------------------------------------
@@ -223,7 +243,7 @@ def stream_rows(side: int, settings: DataBenchSettings, device: torch.device | N
 
 def write_shards(folder: Path, side: int, settings: DataBenchSettings, shards: int, batches: int) -> str:
     """Shards of so many batches together, with captions and img2dataset-like json members; returns their brace list."""
-    pictures = [photograph(side, seed) for seed in range(settings.pictures)]
+    pictures = photographs(side, settings)
     for shard in range(shards):
         with tarfile.open(folder / f"{shard:05d}.tar", "w") as archive:
             for i in range(-(-batches * settings.batch // shards)):

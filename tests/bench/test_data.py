@@ -63,9 +63,24 @@ def test_with_a_gpu_all_of_it_is_measured_and_the_question_answered(
     main(DataBenchSettings(sizes="40", stream="40", model="tiny", out=str(tmp_path), **small))
     record = json.loads((tmp_path / "data.json").read_text())
     found = [(r["kind"], r["method"]) for r in record["rows"]]
-    assert ("device", GPU) in found and ("stream", GPU) in found and found[-1] == ("step", "tiny"), found
-    assert (
-        len(verdicts(record)) == 3 and "1 workers" in verdicts(record)[2] and "that tiny takes" in verdicts(record)[2]
+    assert {("device", GPU), ("stream", GPU), ("step", "tiny")} <= set(found), found
+    lines = verdicts(record)
+    assert len(lines) == 3 and "decode=gpu, 1 workers" in lines[2] and "that tiny takes" in lines[2], lines
+
+
+def test_a_gpu_that_fails_costs_its_own_figures_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: object) -> list[float]:
+        raise RuntimeError("the device refused\npictures")
+
+    monkeypatch.setattr(data_device, "usable", lambda setting: (torch.device("cpu"), ""))
+    monkeypatch.setattr(data_device, "device_rates", failing)
+    monkeypatch.setattr(data_device, "step_rates", failing)
+    small = {"image_size": 32, "pictures": 2, "repeats": 1, "workers": 1, "batch": 16}
+    main(DataBenchSettings(sizes="40", stream="", model="tiny", out=str(tmp_path), **small))
+    record = json.loads((tmp_path / "data.json").read_text())
+    assert [r["kind"] for r in record["rows"]] == ["decode"] * 3 + ["loader"]
+    assert record["skipped"] == dict.fromkeys(
+        ("decode=gpu, device 40", "tiny, step 32"), "RuntimeError: the device refused pictures"
     )
 
 
