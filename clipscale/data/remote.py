@@ -79,8 +79,12 @@ class _Ahead:
 
     def pieces(self, tick: Callable[[], None]) -> Iterator[bytes]:
         """Wait for it and give what has come; then raise what ended it early, if anything did."""
-        while not self._over.wait(TICK_S):
-            tick()
+        try:
+            while not self._over.wait(TICK_S):
+                tick()
+        except BaseException:  # whoever waited gives up
+            self.drop()
+            raise
         _room.give(self.stop - self.start)
         yield from self._pieces
         if self._error is not None:

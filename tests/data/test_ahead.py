@@ -84,6 +84,28 @@ def test_what_is_asked_for_ahead_is_bounded(tmp_path: Path, web: Web, monkeypatc
     assert remote._room._taken == 0
 
 
+def test_a_reader_that_gives_up_waiting_leaves_the_room(
+    tmp_path: Path, web: Web, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "data").write_bytes(bytes(50_000))
+    monkeypatch.setattr(remote, "TICK_S", 0.01)
+    answering = threading.Event()
+    web.faults = lambda number, _: answering.wait(10) if number > 1 else None  # type: ignore[assignment, return-value]
+    store = Store()
+    file = store.open(f"{web.url}/data").stream
+    file.read(4000)
+    assert remote._room._taken > 0
+
+    def enough() -> None:
+        raise InterruptedError
+
+    store.tick = enough
+    with pytest.raises(InterruptedError):
+        file.read(1000)
+    answering.set()
+    assert soon(lambda: remote._room._taken == 0)
+
+
 def test_a_file_far_on_in_its_block_comes_before_one_that_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "AHEAD_BYTES", 100)
     room = remote._Room()
