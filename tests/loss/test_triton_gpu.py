@@ -45,9 +45,10 @@ FORMS = {
 
 
 def problem(shape: tuple[int, int, int], form: str, scale: float, keys: bool = False, kind: str = "pairs") -> Block:
-    n, m, width = sized(*shape, smaller=1 if max(shape) < 600 else 128)
+    n, m, width = sized(*shape, smaller=1 if max(shape) < 600 else 16 if max(shape) < 2000 else 128)
     u, v = features(kind, n, m, width, FORMS[form][0], DEVICE)
-    ids = (torch.randint(0, max(2, n // 4), (size,), device=DEVICE) if keys else None for size in (n, m))
+    generator = torch.Generator().manual_seed(n + m)
+    ids = (torch.randint(0, n // 4, (size,), generator=generator).to(DEVICE) if keys else None for size in (n, m))
     return Block(u, v, torch.tensor(scale, device=DEVICE), 0, *ids)
 
 
