@@ -66,7 +66,8 @@ gpu-loss:
 
 # Which tiles are best, kernel by kernel: for the table in clipscale/loss/triton_config.py.
 gpu-tune:
-	$(WITHIN) 560 $(RUN) -m clipscale.loss.triton_tune --rows 32768 --width 768 --dtype bfloat16 --seconds 480 | tee $(RESULTS)/tune.txt
+	$(WITHIN) 560 $(RUN) -m clipscale.loss.triton_tune --rows 32768 --width 768 --dtype bfloat16 --seconds 480 \
+	    --kernels lse 'softmax gradient' | tee $(RESULTS)/tune.txt
 
 # Is the step fast: plain, cached, with kept graphs, frozen, compiled, beside open_clip's.
 step = -$(WITHIN) $$(($(1) + 60)) $(CLIPSCALE) bench step device=cuda precision=bf16 memory= resume=true seconds=$(1)

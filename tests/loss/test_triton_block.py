@@ -375,3 +375,5 @@ def test_the_tuner_times_every_kernel_with_every_shape_and_reports_what_does_not
     )
     report = triton_tune.report(found, 1e9, 1.0, 90, "ieee")
     assert len(report.splitlines()) == 13 and "power of 2" in report, report
+    late = triton_tune.measure(problem, triton_tune.KERNELS, [small], clock, seconds=-1)
+    assert [m.remark for m in late] == ["not run: no time was left"] * 4
