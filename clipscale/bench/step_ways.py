@@ -153,7 +153,7 @@ class Ways:
 
     def on_device(self, batch: int) -> tuple[Tensor, Tensor]:
         """The same rows, all on the device."""
-        pixels, tokens = (_Wrapped(x)(0, batch).to(self.device) for x in self.samples())
+        pixels, tokens = (_Wrapped(x.to(self.device))(0, batch) for x in self.samples())
         return pixels, tokens
 
     def normalised(self, batch: int, whole: bool) -> list[tuple[Tensor, Tensor]]:
@@ -254,7 +254,7 @@ class _Wrapped:
         first, size = start % len(self.pool), len(self.pool)
         if first + stop - start <= size:
             return self.pool[first : first + stop - start]
-        return self.pool[torch.arange(start, stop) % size]
+        return self.pool[torch.arange(start, stop, device=self.pool.device) % size]
 
 
 class _Loader(list[Any]):

@@ -26,6 +26,8 @@ HALVINGS = 3
 """How often the gap between a batch that fits and one that does not is halved: the largest is known to an eighth."""
 SEARCH = 0.1
 """Part of the time left that one trial may take."""
+COMPILING = 60.0
+"""Seconds that compiling two towers may take on a CUDA device."""
 WARM = 2
 """Chunks that warm a method up."""
 
@@ -68,14 +70,20 @@ class StepWork:
             self.attempt(name, partial(self.probe, batch=batch))
         for case in self.job.timed:  # all models first: the largest batch is one that fits beside their weights
             self.attempt(case, lambda case: self.way(case))
-        for case in self.job.timed:
-            self.attempt(case, self.ready)
-        for number in range(self.job.repeats):
-            cases = sorted(self.expected, key=lambda case: self.expected[case]) if number == 0 else self.job.timed
-            for case in cases if number % 2 == 0 else cases[::-1]:
-                if case in self.expected:
-                    self.attempt(case, self.time)
+        compiled = [case for case in self.job.timed if case.startswith("compiled")]
+        for cases in ([case for case in self.job.timed if case not in compiled], compiled):
+            for case in cases:  # what has to be compiled comes when the rest has been measured once
+                self.attempt(case, self.ready)
+            self.turns(sorted((case for case in cases if case in self.expected), key=lambda case: self.expected[case]))
+        for number in range(1, self.job.repeats):
+            self.turns(self.job.timed if number % 2 == 0 else self.job.timed[::-1])
         return self.answer()
+
+    def turns(self, cases: list[str]) -> None:
+        """One step of each case that is still to be measured."""
+        for case in cases:
+            if case in self.expected and self.job.repeats:
+                self.attempt(case, self.time)
 
     def answer(self) -> dict[str, Any]:
         return {"methods": self.found, "threads": torch.get_num_threads()}
@@ -139,6 +147,8 @@ class StepWork:
         """Find the batch where the largest is asked for, warm up, and learn from a few chunks how long a step will take."""
         name, _, size = case.partition("@")
         record = self.record(case)
+        if name.startswith("compiled") and self.device.type == "cuda" and not self.affords(case, COMPILING):
+            return
         if size == "max":
             self.find_largest(case, record)
             return
