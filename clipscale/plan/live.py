@@ -67,14 +67,14 @@ class LiveBytes(TorchDispatchMode):
     def __enter__(self) -> "LiveBytes":
         self._resize = torch.UntypedStorage.resize_
 
-        def resized(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+        def resized(storage: Any, size: int) -> Any:
             """FSDP2 gives memory back by emptying storages."""
             result = self._resize(storage, size)
             if id(storage) in self._sizes:
                 self._change(id(storage), storage.nbytes())
             return result
 
-        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign]
+        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign, assignment]
         super().__enter__()
         return self
 
@@ -108,8 +108,20 @@ class LiveBytes(TorchDispatchMode):
 
 @contextmanager
 def without_memory() -> Iterator[LiveBytes]:
-    """Tensors made within have shapes and types and no values; what they would take is counted."""
-    with FakeTensorMode(allow_non_fake_inputs=True), LiveBytes(unknown=True) as memory:
+    """Tensors made within have shapes and types and no values; what they would take is counted.
+
+    In the loss all tiles of a block, and all panels, have the same buffers: the first stands for the others.
+    """
+
+    def first_of(make: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
+        return lambda *args: itertools.islice(make(*args), 1)
+
+    with (
+        patch.object(tiled.TorchBackend, "_tiles", first_of(tiled.TorchBackend._tiles)),
+        patch.object(triton_panels.Problem, "panels", first_of(triton_panels.Problem.panels)),
+        FakeTensorMode(allow_non_fake_inputs=True),
+        LiveBytes(unknown=True) as memory,
+    ):
         yield memory
 
 
@@ -117,11 +129,8 @@ def without_memory() -> Iterator[LiveBytes]:
 def as_on_cuda(capability: int) -> Iterator[None]:
     """CPU tensors without values, treated as a GPU of that compute capability would: autocast's float32 operations, the loss's backend.
 
-    The Triton kernels are not run. All panels of a block have the same buffers, and so have all tiles: one stands for the others.
+    The Triton kernels are not run.
     """
-
-    def first_of(make: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
-        return lambda *args: itertools.islice(make(*args), 1)
 
     def backend(config: api.LossConfig, inputs: Any) -> str:
         usual = "triton" if config.similarity == "dot" and inputs.operands != torch.float64 else "tiled"
@@ -135,8 +144,6 @@ def as_on_cuda(capability: int) -> Iterator[None]:
         for place, name, stand_in in (
             (api, "_chosen_backend", backend),
             (api.Dot, "tile", lambda self, block: GPU_TILE),
-            (tiled.TorchBackend, "_tiles", first_of(tiled.TorchBackend._tiles)),
-            (triton_panels.Problem, "panels", first_of(triton_panels.Problem.panels)),
             (triton_panels, "tiles_on", lambda device, *asked: tiles_for(capability, *asked)),
             (triton_panels, "_aligned", aligned),
             (triton_panels, "_add_product", lambda out, a, b: None),

@@ -82,10 +82,9 @@ class Model:
         slopes = self._per_sample
         if further and None in chunks:
             more = self._step((count + 1) * whole, chunks)
-            slopes = tuple(
-                {name: (b[name] - a[name]) / whole for name in a}
-                for a, b in ((near.before, more.before), (near.peak, more.peak))
-            )
+            pairs = (near.before, more.before), (near.peak, more.peak)
+            before_slope, peak_slope = ({name: (b[name] - a[name]) / whole for name in a} for a, b in pairs)
+            slopes = before_slope, peak_slope
         before, peak = (
             {name: size + round(further * slope.get(name, 0)) for name, size in sizes.items()}
             for sizes, slope in zip((near.before, near.peak), slopes)

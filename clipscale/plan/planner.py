@@ -222,6 +222,8 @@ class Plan:
             )
         if config.model.compile:
             found.append("model.compile=true: predicted as if not compiled")
+        if config.data.decode == "gpu":
+            found.append("data.decode=gpu: the decoder's own memory on the GPU is not predicted")
         if config.cache.keep == "auto":
             found.append("cache.keep=auto fills what is free, by intention")
         if self.gpu:

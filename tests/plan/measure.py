@@ -57,7 +57,7 @@ def measured(config: TrainConfig, world: World | None = None) -> Memory:
         shapes = {torch.uint8: (3, model.image_size, model.image_size), torch.int32: (model.context_length,)}
         for mark in (lambda _: nullcontext(), record_function):
             one_step(learner, config.batch // world.size, shapes, mark, resident=config.offload == "none")
-    events = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
+    events = profiler.profiler.kineto_results.events()
     changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
     memory = Memory({}, {}, {})
     for phase in PHASES:

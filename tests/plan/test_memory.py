@@ -12,8 +12,8 @@ from tests.ranks import run_ranks
 
 BAR = 0.10
 """Of section 7 of the design; what is seen is below one per cent."""
-SMALL = 64 * 1024
-"""Bytes that a phase may be off by whatever its size: kernels' own scratch."""
+SMALL = 256 * 1024
+"""Bytes that a phase may be off by whatever its size: what a CPU's kernels take for themselves, such as packed operands of a product."""
 
 
 def predicted(config: TrainConfig, ranks: int = 1) -> Memory:
@@ -100,7 +100,7 @@ def test_kept_graphs(share: float) -> None:
 @pytest.mark.parametrize("parallel", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_two_ranks(parallel: str) -> None:
     """A rank of two: DDP's buckets and the gradients beside them; FSDP2's shards. The ring's blocks travel."""
-    changed = {"batch": 192, "chunk": 32, "launch__parallel": parallel}
+    changed: dict[str, Any] = {"batch": 192, "chunk": 32, "launch__parallel": parallel}
     seen, _ = run_ranks(measured_on_a_rank, 2, changed)
     foreseen = predicted(settings(**changed), ranks=2)
     assert_agree(foreseen, seen)

@@ -130,3 +130,22 @@ def test_a_run_is_compared_with_its_prediction(command: Command, shards: str, tm
     ratios = {name: entry["ratio"] for name, entry in result["compared"].items() if name != "host"}
     assert result["largest_error"] == pytest.approx(max(abs(ratio - 1) for ratio in ratios.values()))
     assert ratios["peak"] == result["compared"]["peak"]["predicted_bytes"] / 10_000_000
+
+
+@pytest.mark.parametrize(
+    ("words", "of_a_sample"),
+    [
+        (["offload=host"], 2 * 2700),
+        (["offload=encoded", "picture=2000"], 2 * 2000),
+        (["offload=disk"], 0),
+        (["data.buffers=1"], 2700),
+    ],
+    ids=lambda x: str(x),
+)
+def test_the_host_holds_what_the_tier_keeps(words: list[str], of_a_sample: int) -> None:
+    """Of each sample: its picture in every batch buffered, 28 tokens of 4 bytes, 8 of its name, and where its bytes lie."""
+    batch = planned("model=tiny", "batch=64k", "hardware=cpu", "cache.chunk=256", *words)["host"]["process_bytes"][
+        "batch"
+    ]
+    beside = batch / 2**16 - of_a_sample
+    assert 120 <= beside <= 2 * 240 + 40, beside
