@@ -22,13 +22,15 @@ from torch import Tensor, nn
 
 from clipscale import distributed
 from clipscale.data import stored
-from clipscale.data.archive import RawSample, ReadProblem, read_shard
+from clipscale.data.archive import ReadProblem, read_shard
 from clipscale.data.choose import list_shards
 from clipscale.data.config import DataConfig
 from clipscale.data.decode import IMAGE_TYPES, BrokenSampleError, EvalTransform, TrainTransform, image_bytes
 from clipscale.data.order import Draws
+from clipscale.data.sample import RawSample
 from clipscale.data.shards import count_samples
-from clipscale.data.sources import Access, Store
+from clipscale.data.sources import Access
+from clipscale.data.store import Store
 from clipscale.data.stored import StoredRows
 from clipscale.distributed import World
 from clipscale.errors import UserError

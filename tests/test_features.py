@@ -13,7 +13,8 @@ from clipscale.config import TrainConfig
 from clipscale.data.archive import ReadProblem, read_shard
 from clipscale.data.config import AugmentConfig, DataConfig
 from clipscale.data.demo import paths
-from clipscale.data.sources import Opened, SourceError, Store
+from clipscale.data.sources import Opened, SourceError
+from clipscale.data.store import Store
 from clipscale.errors import UserError
 from clipscale.eval.run import EvalConfig
 from clipscale.features import FeaturesConfig, main

@@ -18,11 +18,12 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from clipscale.data import index
-from clipscale.data.archive import RawSample, ReadProblem, read_shard
+from clipscale.data import index, indexing
+from clipscale.data.archive import ReadProblem, read_shard
 from clipscale.data.decode import IMAGE_TYPES, BrokenSampleError, decode_rgb, image_bytes, resize
 from clipscale.data.filters import Selection
 from clipscale.data.order import Draws, key
+from clipscale.data.sample import RawSample
 from clipscale.data.sources import Access, leaf_of, scheme_of
 
 EXAMPLES = 20
@@ -104,7 +105,7 @@ class Findings:
 def survey(url: str, task: Task) -> Findings:
     """Read one shard and every picture in it."""
     found = Findings(shards=1)
-    store, problem = index.HashingStore(task.access), ReadProblem()
+    store, problem = indexing.HashingStore(task.access), ReadProblem()
     keys: list[str] = []
     hashes: dict[str, list[int]] = {kind: [] for kind in ("key", "bytes", "look")[: 3 if task.near else 2]}
     leaf = leaf_of(url)

@@ -17,7 +17,7 @@ from typing import IO
 from clipscale.data import index
 from clipscale.data.origins import origin_of
 from clipscale.data.remote import LARGEST_BLOCK, RemoteFile
-from clipscale.data.sources import Opened, SourceError, Store, leaf_of
+from clipscale.data.sources import Opened, SourceError, Watch, leaf_of
 
 log = logging.getLogger(__name__)
 
@@ -30,14 +30,14 @@ class Copies:
     def __init__(self, folder: str, bound: int | None) -> None:
         self._folder, self._bound = Path(folder).expanduser() / "shards", bound
 
-    def open(self, url: str, store: Store) -> Opened:
+    def open(self, url: str, watch: Watch) -> Opened:
         """The shard's copy, made first if need be; the remote object itself where there is no room for a copy. Raises SourceError."""
         self._folder.mkdir(parents=True, exist_ok=True)
         try:
-            remote = RemoteFile(origin_of(url, store.access.wait_s), store)
+            remote = RemoteFile(origin_of(url, watch.access.wait_s), watch)
         except SourceError as error:
             if error.reason == "unreachable_shard" and (copy := self._last_used(url)):
-                store.see("copy_of_unreachable")
+                watch.see("copy_of_unreachable")
                 return Opened(copy, None, "")
             raise
         path = self._folder / f"{_digest(url)}-{_digest(f'{remote.length} {remote.version}')}-{leaf_of(url)[-80:]}"
@@ -48,7 +48,7 @@ class Copies:
                 return Opened(copy, remote.length, remote.version)
             except FileNotFoundError:  # not there yet, or evicted between the two lines
                 pass
-            if not self._make(url, path, remote, store):
+            if not self._make(url, path, remote, watch):
                 remote.seek(0)
                 return Opened(remote, remote.length, remote.version)
 
@@ -63,20 +63,20 @@ class Copies:
                 continue
         return None
 
-    def _make(self, url: str, path: Path, remote: RemoteFile, store: Store) -> bool:
+    def _make(self, url: str, path: Path, remote: RemoteFile, watch: Watch) -> bool:
         """Write the copy, or wait while another process does. False if there is no room for it.
 
         Raises SourceError `wrong_checksum` if it is not what was indexed under this version.
         """
         part = path.with_name("." + path.name + _PART)
         with part.open("ab") as out:
-            _lock(out, store.tick)
+            _lock(out, watch.tick)
             if path.exists() or not _still(out, part):
                 return True  # another process has finished, or failed and left
             try:
                 if not self._reserve(out, part, remote.length):
                     part.unlink()
-                    store.see("no_room_for_copy")
+                    watch.see("no_room_for_copy")
                     return False
                 remote.seek(0)
                 digest = hashlib.sha256()
@@ -84,10 +84,10 @@ class Copies:
                     while data := remote.read(LARGEST_BLOCK):
                         body.write(data)
                         digest.update(data)
-                        store.tick()
+                        watch.tick()
                     body.flush()
                     os.fsync(body.fileno())
-                entries = index.known([url], store.access.cache).get(url, [])
+                entries = index.known([url], watch.access.cache).get(url, [])
                 entry = index.matching(entries, remote.length, remote.version)
                 if entry is not None and entry.sha256 not in (None, digest.hexdigest()):
                     raise SourceError("wrong_checksum", "what came is not what was indexed")
@@ -98,7 +98,7 @@ class Copies:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                     raise
                 log.warning("data.cache=%s: %s; going on without a copy", self._folder.parent, error.strerror)
-                store.see("no_room_for_copy")
+                watch.see("no_room_for_copy")
                 return False
             except BaseException:
                 part.unlink(missing_ok=True)

@@ -19,10 +19,10 @@ import numpy as np
 import yaml
 from PIL import Image
 
-from clipscale.data.archive import RawSample
 from clipscale.data.config import FilterConfig
 from clipscale.data.decode import BrokenSampleError, caption_of, image_bytes
 from clipscale.data.order import Draws
+from clipscale.data.sample import RawSample
 from clipscale.data.sources import leaf_of
 from clipscale.errors import UserError
 

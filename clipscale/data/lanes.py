@@ -15,12 +15,14 @@ from itertools import islice, pairwise
 import numpy as np
 
 from clipscale.data import index
-from clipscale.data.archive import RawSample, ReadProblem, read_shard
+from clipscale.data.archive import ReadProblem, read_shard
 from clipscale.data.batch import Arena, Slot, sample_id
 from clipscale.data.decode import BrokenSampleError, image_bytes
 from clipscale.data.filters import Selection
 from clipscale.data.order import AUGMENT, CAPTION, WINDOW, Draws, Order, Segment, local_places, permutation
-from clipscale.data.sources import SEEN, Access, Store
+from clipscale.data.sample import RawSample
+from clipscale.data.sources import SEEN, Access
+from clipscale.data.store import Store
 from clipscale.data.tiers import Transform, tier_of
 from clipscale.errors import UserError
 

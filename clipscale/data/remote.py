@@ -15,7 +15,7 @@ from contextlib import closing
 from typing import Any
 
 from clipscale.data.origins import FaultError, Origin
-from clipscale.data.sources import SourceError, Store
+from clipscale.data.sources import SourceError, Watch
 
 FIRST_BLOCK, LARGEST_BLOCK = 1 << 20, 8 << 20
 """Bytes asked for after a seek, and at most; four times as many while the reading goes straight on."""
@@ -109,10 +109,10 @@ class RemoteFile(io.RawIOBase):
     Raises SourceError where it must be given up.
     """
 
-    def __init__(self, origin: Origin, store: Store) -> None:
+    def __init__(self, origin: Origin, watch: Watch) -> None:
         self._ahead: _Ahead | None = None
-        self._origin, self.store = origin, store
-        """`store` counts its faults, and is told when its end is near."""
+        self._origin, self.watch = origin, watch
+        """`watch` counts its faults, and is told when its end is near."""
         self._at, self._start, self._block = 0, 0, b""
         self._size = 0
         self.length, self.version = self._patiently()
@@ -157,7 +157,7 @@ class RemoteFile(io.RawIOBase):
         if self._ahead is not None or not self._origin.concurrent:
             return
         if end >= self.length:
-            self.store.near_end()
+            self.watch.near_end()
             return
         size = min(self._size_after(end), self.length - end)
         if _room.take(size, (self._at - self._start) / len(self._block) if self._block else 1.0):
@@ -167,7 +167,7 @@ class RemoteFile(io.RawIOBase):
         return lambda: self._origin.read(start, stop, self.version, self.length)
 
     def _see_later(self, fault: str) -> None:
-        self.store.see_later(fault)
+        self.watch.see_later(fault)
 
     def _size_after(self, at: int) -> int:
         """Bytes of a block that begins there."""
@@ -198,13 +198,13 @@ class RemoteFile(io.RawIOBase):
         got = failures = 0
         while got < stop - start:
             before = got
-            request = self._request(start + got, stop)() if ahead is None else ahead.pieces(self.store.tick)
+            request = self._request(start + got, stop)() if ahead is None else ahead.pieces(self.watch.tick)
             ahead = None
             try:
                 for piece in request:
                     pieces.append(piece)
                     got += len(piece)
-                    self.store.tick()
+                    self.watch.tick()
             except FaultError as fault:
                 failures = failures + 1 if got == before else 0
                 self._bear(fault, failures)
@@ -221,9 +221,9 @@ class RemoteFile(io.RawIOBase):
 
     def _bear(self, fault: FaultError, failures: int) -> None:
         """Count the fault and wait, longer after each without progress; a random share of it, so that readers do not return at once."""
-        self.store.see(fault.reason)
-        self.store.tick()
-        if failures > self.store.access.retries:
+        self.watch.see(fault.reason)
+        self.watch.tick()
+        if failures > self.watch.access.retries:
             raise SourceError("unreachable_shard", f"{failures} requests failed, the last: {fault}") from fault
         longest = min(0.25 * 2**failures, LONGEST_WAIT_S)
         time.sleep(max(random.uniform(0, longest), min(fault.wait_s, LONGEST_WAIT_S)))

@@ -10,7 +10,8 @@ import psutil
 
 from clipscale.data.archive import ReadProblem, read_shard
 from clipscale.data.batch import Layout
-from clipscale.data.sources import Access, Store
+from clipscale.data.sources import Access
+from clipscale.data.store import Store
 from clipscale.errors import UserError
 from clipscale.spelling import format_bytes
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from braceexpand import braceexpand
 
-from clipscale.data import index
+from clipscale.data import index, indexing
 from clipscale.data.archive import ReadProblem, read_shard
 from clipscale.data.config import TableConfig
 from clipscale.data.sources import is_local, leaf_of, own_cache, require, scheme_of
@@ -200,7 +200,9 @@ def scanned_counts(urls: Sequence[str], cache: str | None = None) -> list[int]:
     """
     found: dict[str, index.Entry] = {}
     try:
-        index.update(urls, place=lambda folder: index.place_for(folder, cache or str(own_cache())), checksum=False)
+        indexing.update(
+            urls, place=lambda folder: indexing.place_for(folder, cache or str(own_cache())), checksum=False
+        )
         found, _ = index.current(urls, cache)
     except UserError as error:
         log.warning("counts are not remembered: %s", error)

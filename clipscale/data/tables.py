@@ -19,11 +19,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, quote, unquote, urlencode
 
-from clipscale.data.archive import LARGEST_MEMBER, RawSample
 from clipscale.data.config import TableConfig
 from clipscale.data.decode import IMAGE_TYPES
 from clipscale.data.order import permutation
-from clipscale.data.sources import SourceError, Store, is_local, leaf_of, own_cache, scheme_of
+from clipscale.data.sample import RawSample
+from clipscale.data.sources import SourceError, is_local, leaf_of, own_cache, scheme_of
+from clipscale.data.store import Store
+from clipscale.data.tar import LARGEST_MEMBER
 from clipscale.errors import UserError
 
 IMAGE_COLUMNS = ("filepath", "image", "image_path", "path", "file", "file_name", "filename", "jpg")

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
-from clipscale.data import index, shards
+from clipscale.data import index, indexing, shards
 from clipscale.data.config import FilterConfig, TableConfig
 from clipscale.data.sources import Access, is_local, scheme_of
 from clipscale.errors import UserError
@@ -117,9 +117,9 @@ def make_index(sources: Sequence[str], settings: IndexSettings) -> int:
             if entry is not None and entry.reason:
                 damaged.append((url, entry))
 
-        tally = index.update(
+        tally = indexing.update(
             urls,
-            place=lambda folder: index.place_for(folder, settings.cache),
+            place=lambda folder: indexing.place_for(folder, settings.cache),
             access=Access(cache=None),
             checksum=settings.checksum,
             workers=settings.workers or cores(),
@@ -136,7 +136,7 @@ def make_index(sources: Sequence[str], settings: IndexSettings) -> int:
         print(f"{entry.reason} after {entry.samples} samples: {entry.detail or url}")
     for url, why in (tally.failed or {}).items():
         print(f"not indexed: {url}: {why}")
-    for place in sorted({str(index.place_for(index.folder_of(url), settings.cache)) for url in urls}):
+    for place in sorted({str(indexing.place_for(index.folder_of(url), settings.cache)) for url in urls}):
         print(f"  {place}")
     return 1 if damaged or tally.failed else 0
 

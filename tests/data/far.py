@@ -96,7 +96,7 @@ def rate(source: str, samples: int, lanes: int, cache: str) -> float:
 
 def main(words: list[str]) -> None:
     """Measure and print."""
-    from clipscale.data import index, remote
+    from clipscale.data import indexing, remote
 
     given = dict(word.split("=") for word in words)
     samples, lanes, times = (
@@ -119,7 +119,7 @@ def main(words: list[str]) -> None:
                 assert server.stdout
                 place = f"http://127.0.0.1:{server.stdout.readline().strip()}"
                 urls = [f"{place}/{number}.tar" for number in range(SHARDS)]
-                index.update(urls, place=lambda folder: index.place_for(folder, cache))
+                indexing.update(urls, place=lambda folder: indexing.place_for(folder, cache))
                 rates: dict[str, list[float]] = {name: [] for name in bounds}
                 for _ in range(times):
                     for name, bound in bounds.items():

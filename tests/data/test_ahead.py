@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from clipscale.data import index, remote
-from clipscale.data.sources import SEEN, Access, SourceError, Store
+from clipscale.data import indexing, remote
+from clipscale.data.sources import SEEN, Access, SourceError
+from clipscale.data.store import Store
 from tests.data.files import write_shards
 from tests.data.streams import contents, open_stream
 from tests.data.web import Web, serving
@@ -128,7 +129,7 @@ def test_the_next_shard_is_opened_before_its_turn(tmp_path: Path, web: Web) -> N
     assert first.read() == paths[0].read_bytes()[half:]
     assert soon(lambda: ("/00001.tar", "bytes=0-4095") in web.requests), web.requests
     second = store.open(urls[1]).stream
-    assert second.read() == paths[1].read_bytes() and second.store is store
+    assert second.read() == paths[1].read_bytes() and second.watch is store
     assert store.tally == {SEEN + "http_503": web.done["503"]} and web.done["503"] > 1
     assert [path for path, asked in web.requests if asked == "bytes=0-0"].count("/00001.tar") <= 2
     first.close()
@@ -177,7 +178,7 @@ def test_nothing_is_left_of_a_stream_that_is_closed(tmp_path: Path, web: Web) ->
 def test_loader_processes_read_ahead(tmp_path: Path, web: Web) -> None:
     """They end at once, too, although a server that does not answer holds their threads."""
     write_shards(tmp_path, [80, 90, 70])
-    index.update([f"{web.url}/0000{n}.tar" for n in range(3)], place=lambda folder: index.place_for(folder, None))
+    indexing.update([f"{web.url}/0000{n}.tar" for n in range(3)], place=lambda folder: indexing.place_for(folder, None))
     local = open_stream(tmp_path, batch=16)
     web.faults = lambda number, path: "503" if number % 7 == 0 else None
     with open_stream(f"{web.url}/{{00000..00002}}.tar", batch=16, workers=2) as stream:

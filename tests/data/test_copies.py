@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
-from clipscale.data import index, remote
+from clipscale.data import indexing, remote
 from clipscale.data.archive import ReadProblem, read_shard
 from clipscale.data.shards import expand
-from clipscale.data.sources import SEEN, Access, SourceError, Store
+from clipscale.data.sources import SEEN, Access, SourceError
+from clipscale.data.store import Store
 from tests.data.files import picture, write_shards
 from tests.data.streams import contents, open_stream
 from tests.data.web import Web, fetch_often, finish, serving
@@ -123,7 +124,7 @@ def test_a_copy_that_cannot_be_finished_leaves_nothing(tmp_path: Path, web: Web)
 def test_a_copy_is_compared_with_the_indexs_checksum(tmp_path: Path, web: Web) -> None:
     write_shards(tmp_path / "remote", [20])
     url = f"{web.url}/00000.tar"
-    index.update([url], place=lambda folder: index.place_for(folder, None))
+    indexing.update([url], place=lambda folder: indexing.place_for(folder, None))
     answer = web.answer
 
     def rotten(*asked: Any) -> tuple[int, dict[str, str], bytes]:
@@ -202,7 +203,7 @@ def test_shards_are_read_from_s3(tmp_path: Path, s3: str) -> None:
         client.put_object(Bucket="bucket", Key=f"set/{path.name}", Body=path.read_bytes())
     urls = expand("s3://bucket/set/*.tar")
     assert urls == [f"s3://bucket/set/{path.name}" for path in paths]
-    assert index.update(urls, place=lambda folder: index.place_for(folder, None)).read == 2
+    assert indexing.update(urls, place=lambda folder: indexing.place_for(folder, None)).read == 2
     stream = open_stream("s3://bucket/set/", batch=20)
     assert stream.samples_per_epoch == 47
     assert contents(stream, 5) == contents(open_stream(tmp_path / "set", batch=20), 5)
@@ -241,7 +242,7 @@ def test_an_epoch_from_s3_with_faults_loses_nothing(
         monkeypatch.setenv("AWS_ENDPOINT_URL", web.url)
         s3fs.S3FileSystem.clear_instance_cache()
         urls = expand("s3://bucket/faulty/*.tar")
-        index.update(urls, place=lambda folder: index.place_for(folder, None))
+        indexing.update(urls, place=lambda folder: indexing.place_for(folder, None))
         stream = open_stream("s3://bucket/faulty/", batch=20)
         web.faults = lambda number, path: rng.choice(("drop", "cut", "503")) if rng.random() < 0.2 else None
         assert contents(stream, 5) == contents(open_stream(tmp_path / "set", batch=20), 5)

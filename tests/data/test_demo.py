@@ -16,7 +16,8 @@ import pytest
 from PIL import Image
 
 from clipscale.data import demo, scenes
-from clipscale.data.archive import RawSample, ReadProblem, read_shard
+from clipscale.data.archive import ReadProblem, read_shard
+from clipscale.data.sample import RawSample
 from clipscale.data.shards import expand, noted_counts
 from clipscale.errors import UserError
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from clipscale.data.archive import RawSample
 from clipscale.data.config import FilterConfig
 from clipscale.data.decode import BrokenSampleError
 from clipscale.data.filters import Selection, caption_sources, condition, selection
 from clipscale.data.order import Draws
+from clipscale.data.sample import RawSample
 from clipscale.errors import UserError
 from tests.data.files import Members, picture, write_tar
 from tests.data.streams import contents, flat, ids, open_stream

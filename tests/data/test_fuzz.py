@@ -16,12 +16,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from clipscale.data import index
-from clipscale.data.archive import BLOCK, ReadProblem, read_shard
+from clipscale.data import indexing
+from clipscale.data.archive import ReadProblem, read_shard
 from clipscale.data.config import FilterConfig
 from clipscale.data.decode import IMAGE_TYPES, BrokenSampleError, TrainTransform, image_bytes
 from clipscale.data.filters import selection
 from clipscale.data.order import Draws
+from clipscale.data.tar import BLOCK
 from tests.data.files import Members, picture, write_tar
 
 SELECTION = selection("txt", ["txt", "json:alt"], ["{}", "a {}"], FilterConfig(min_side=2, fields=["alt!=x"]))
@@ -82,7 +83,7 @@ def survives(data: bytes, folder: Path) -> None:
     tracemalloc.start()
     try:
         found = use(path) + use(path, places=True)
-        entry = index.survey(str(path))
+        entry = indexing.survey(str(path))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

@@ -14,12 +14,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clipscale.data import index
-from clipscale.data.archive import RawSample, ReadProblem, read_shard
+from clipscale.data import index, indexing
+from clipscale.data.archive import ReadProblem, read_shard
 from clipscale.data.lanes import segment_windows
 from clipscale.data.order import Segment
+from clipscale.data.sample import RawSample
 from clipscale.data.shards import noted_counts, scanned_counts
-from clipscale.data.sources import Opened, Store
+from clipscale.data.sources import Opened
+from clipscale.data.store import Store
 from tests.data.files import sample, write_shards, write_tar
 from tests.data.streams import contents, open_stream
 
@@ -31,8 +33,10 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
     return cache
 
 
-def make(paths: list[Path], **options: Any) -> index.Tally:
-    return index.update([str(path) for path in paths], place=lambda folder: index.place_for(folder, None), **options)
+def make(paths: list[Path], **options: Any) -> indexing.Tally:
+    return indexing.update(
+        [str(path) for path in paths], place=lambda folder: indexing.place_for(folder, None), **options
+    )
 
 
 def entry(path: Path) -> index.Entry:
@@ -101,7 +105,7 @@ def test_reading_by_places_gives_what_reading_on_gives(
 ) -> None:
     path = write_tar(tmp_path_factory.getbasetemp() / "places.tar", members)
     plain = list(read_shard(str(path), ReadProblem()))
-    found = index.survey(str(path))
+    found = indexing.survey(str(path))
     assert found.samples == len(plain)
     by_places = list(read_shard(str(path), ReadProblem(), places=lambda url, opened: found.places))
     assert by_places == plain
@@ -131,7 +135,7 @@ def test_a_damaged_shard_is_noted_with_what_could_be_read(tmp_path: Path) -> Non
 def test_offsets_take_a_few_bytes_a_sample(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     offsets = np.cumsum(rng.integers(20, 200, 10_001)) * 512
-    packed = index._pack(offsets.tolist())
+    packed = index.pack(offsets.tolist())
     assert np.array_equal(index._unpack(packed), offsets)
     assert len(packed) < 2 * len(offsets), f"{len(packed)} bytes for {len(offsets)} samples"
 
@@ -143,10 +147,10 @@ def test_only_what_has_changed_is_read_again(tmp_path: Path) -> None:
     paths = write_shards(tmp_path, [3, 5], sized=False)
     make(paths)
     before = (tmp_path / index.FILE).stat().st_mtime_ns
-    assert make(paths) == index.Tally(read=0, kept=2, failed={})
+    assert make(paths) == indexing.Tally(read=0, kept=2, failed={})
     assert (tmp_path / index.FILE).stat().st_mtime_ns == before, "nothing to do, but the file was written"
     write_tar(paths[0], sample("a"))
-    assert make(paths) == index.Tally(read=1, kept=1, failed={})
+    assert make(paths) == indexing.Tally(read=1, kept=1, failed={})
     assert [entry(path).samples for path in paths] == [1, 5]
     assert make(paths, force=True).read == 2
 
@@ -175,14 +179,14 @@ def test_what_a_killed_run_had_done_is_taken_up(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         make(paths, done=die)
     assert index.known([str(path) for path in paths]) == {}, "a half-made index was put in place"
-    assert make(paths) == index.Tally(read=1, kept=2, failed={})
+    assert make(paths) == indexing.Tally(read=1, kept=2, failed={})
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted(
         [f".{index.FILE}.lock", *(p.name for p in paths), index.FILE]
     )
 
 
 def test_several_processes_share_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(index, "SERIAL_BYTES", 0)
+    monkeypatch.setattr(indexing, "SERIAL_BYTES", 0)
     paths = write_shards(tmp_path, [3, 5, 7], sized=False)
     assert make(paths, workers=2).read == 3
     assert [entry(path).samples for path in paths] == [3, 5, 7]
@@ -191,10 +195,10 @@ def test_several_processes_share_the_work(tmp_path: Path, monkeypatch: pytest.Mo
 def test_where_the_folder_cannot_be_written_it_lies_in_the_cache(tmp_path: Path, own_cache: Path) -> None:
     paths = write_shards(tmp_path / "data", [3], sized=False)
     given = tmp_path / "given"
-    index.update([str(paths[0])], place=lambda folder: index.place_for(folder, str(given)))
+    indexing.update([str(paths[0])], place=lambda folder: indexing.place_for(folder, str(given)))
     assert not (tmp_path / "data" / index.FILE).exists()
     assert noted_counts([str(paths[0])]) == [None] and noted_counts([str(paths[0])], str(given)) == [3]
-    remote = index.place_for("s3://bucket/set", None)
+    remote = indexing.place_for("s3://bucket/set", None)
     assert own_cache in remote.parents
 
 
@@ -226,7 +230,7 @@ def test_a_stale_index_beside_the_shards_does_not_hide_a_newer_one(
     paths = write_shards(tmp_path, [3, 5], sized=False)
     make(paths)
     write_tar(paths[0], [*sample("a"), *sample("b")])
-    monkeypatch.setattr(index.os, "access", lambda *_: False)
+    monkeypatch.setattr(indexing.os, "access", lambda *_: False)
     urls = [str(path) for path in paths]
     assert noted_counts(urls) == [None, 5] and "out of date" in caplog.text
     assert scanned_counts(urls[:1]) == [2]

@@ -10,10 +10,11 @@ from urllib.parse import parse_qs, unquote, urlsplit
 import fsspec
 import pytest
 
-from clipscale.data import index, origins, remote
+from clipscale.data import indexing, origins, remote
 from clipscale.data.archive import ReadProblem, read_shard
 from clipscale.data.shards import expand
-from clipscale.data.sources import SEEN, Access, SourceError, Store
+from clipscale.data.sources import SEEN, Access, SourceError
+from clipscale.data.store import Store
 from tests.data.files import write_shards
 from tests.data.streams import contents, open_stream
 from tests.data.web import Web, finish, serving
@@ -161,7 +162,7 @@ def test_shards_are_listed_indexed_and_read(tmp_path: Path, service: str, reques
     paths = write_shards(tmp_path / "set", [30, 17])
     urls = expand(f"{place}/*.tar")
     assert urls == [f"{place}/{path.name}" for path in paths]
-    assert index.update(urls, place=lambda folder: index.place_for(folder, None)).read == 2
+    assert indexing.update(urls, place=lambda folder: indexing.place_for(folder, None)).read == 2
     stream = open_stream(f"{place}/{{00000..00001}}.tar", batch=20)
     assert stream.samples_per_epoch == 47
     rng = random.Random(4)

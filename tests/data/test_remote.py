@@ -12,9 +12,11 @@ from typing import Any
 import fsspec
 import pytest
 
-from clipscale.data import index, origins, remote
-from clipscale.data.archive import RawSample, ReadProblem, read_shard
-from clipscale.data.sources import SEEN, Access, Store
+from clipscale.data import index, indexing, origins, remote
+from clipscale.data.archive import ReadProblem, read_shard
+from clipscale.data.sample import RawSample
+from clipscale.data.sources import SEEN, Access
+from clipscale.data.store import Store
 from tests.data.files import write_shards
 from tests.data.streams import all_ids, contents, flat, ids, open_stream
 from tests.data.web import FAULTS, Web, finish, serving, settle
@@ -173,7 +175,7 @@ def test_a_shard_that_is_not_there_is_not_asked_for_again(tmp_path: Path, web: W
 def test_only_wanted_samples_are_fetched_with_an_index(tmp_path: Path, web: Web) -> None:
     path = write_shards(tmp_path, [200])[0]
     url = f"{web.url}/00000.tar"
-    index.update([url], place=lambda folder: index.place_for(folder, None))
+    indexing.update([url], place=lambda folder: indexing.place_for(folder, None))
     web.requests.clear()
     problem = ReadProblem()
     raws = list(read_shard(url, problem, want=lambda i: i >= 195, places=index.places))
@@ -184,7 +186,7 @@ def test_only_wanted_samples_are_fetched_with_an_index(tmp_path: Path, web: Web)
 def test_an_index_of_another_version_is_not_used(tmp_path: Path, web: Web, caplog: pytest.LogCaptureFixture) -> None:
     path = write_shards(tmp_path, [20])[0]
     url = f"{web.url}/00000.tar"
-    index.update([url], place=lambda folder: index.place_for(folder, None))
+    indexing.update([url], place=lambda folder: indexing.place_for(folder, None))
     path.write_bytes(write_shards(tmp_path / "new", [9])[0].read_bytes())
     assert len(read(url)[0]) == 9
     assert f"{url} has changed since it was indexed" in caplog.text
@@ -248,7 +250,7 @@ def test_a_real_fsspec_file_system_is_read(tmp_path: Path) -> None:
 
 
 def indexed(urls: list[str]) -> None:
-    assert index.update(urls, place=lambda folder: index.place_for(folder, None)).failed == {}
+    assert indexing.update(urls, place=lambda folder: indexing.place_for(folder, None)).failed == {}
 
 
 @pytest.mark.parametrize("cached", [False, True])

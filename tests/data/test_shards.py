@@ -6,7 +6,7 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from clipscale.data import index, sources
+from clipscale.data import indexing, sources
 from clipscale.data.shards import (
     expand,
     noted_counts,
@@ -119,7 +119,7 @@ def test_scanned_counts_are_remembered_until_the_shard_changes(tmp_path: Path, m
     path = write_shards(tmp_path, [5], sized=False)[0]
     assert scanned_counts([str(path)]) == [5]
     with monkeypatch.context() as patch:
-        patch.setattr(index, "survey", lambda *_: pytest.fail("scanned again"))
+        patch.setattr(indexing, "survey", lambda *_: pytest.fail("scanned again"))
         assert scanned_counts([str(path)]) == [5]
     write_tar(path, sample("a") + sample("b"))
     assert scanned_counts([str(path)]) == [2]

@@ -17,10 +17,12 @@ from PIL import Image
 
 from clipscale.cli import main
 from clipscale.data import remote, tables
-from clipscale.data.archive import RawSample, ReadProblem, read_shard
+from clipscale.data.archive import ReadProblem, read_shard
 from clipscale.data.batch import sample_id
+from clipscale.data.sample import RawSample
 from clipscale.data.shards import expand, noted_counts
-from clipscale.data.sources import Access, Store
+from clipscale.data.sources import Access
+from clipscale.data.store import Store
 from clipscale.errors import UserError
 from tests.data.files import Letters, picture
 from tests.data.streams import contents, flat, ids, open_stream

@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import unquote
 
-from clipscale.data.sources import SEEN, Access, Store
+from clipscale.data.sources import SEEN, Access
+from clipscale.data.store import Store
 from clipscale.data.stream import TrainStream
 
 FAULTS = ("503", "drop", "cut", "slow", "short", "wrong_range")
