@@ -24,10 +24,12 @@ from rich.table import Table
 
 from clipscale import distributed
 from clipscale.data.config import DataConfig
+from clipscale.data.device import jpeg_decoder
 from clipscale.data.order import Draws
 from clipscale.data.room import free_memory
 from clipscale.data.stream import train_transform
 from clipscale.distributed import World
+from clipscale.errors import UserError
 from clipscale.loss.api import contrastive_loss
 from clipscale.loss.dense import dense_contrastive_loss
 from clipscale.models.towers import unit_rows
@@ -191,6 +193,12 @@ def decoding(settings: DoctorSettings) -> Iterator[Finding]:
     finally:
         torch.set_num_threads(threads)
     cores = environment()["cpus"]
+    if torch.cuda.is_available():
+        try:
+            jpeg_decoder(torch.device("cuda"))
+            yield Finding("ok", "decoding", "data.decode=gpu works")
+        except UserError as error:
+            yield Finding("note", "decoding", str(error))
     yield Finding(
         "ok", "decoding", f"{count / passed:.0f} pictures of {SIDE} pixels a second on one core; {cores} cores"
     )
