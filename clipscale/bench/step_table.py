@@ -42,7 +42,7 @@ def legend(record: dict[str, Any]) -> list[str]:
         + ", ".join(f"{size}: {found}" for size, found in row["tried"].items())
         + (" (more would take too long)" if "bound" in row else "")
         for row in record["rows"]
-        if "tried" in row
+        if row.get("tried")
     ]
     lines += flatness(record["rows"])
     lines.append(
