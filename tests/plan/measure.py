@@ -79,7 +79,7 @@ def one_step(
     *,
     resident: bool,
 ) -> None:
-    """As in clipscale.train; each part begins without what only waits to be collected (FSDP2's parameters lie in reference cycles)."""
+    """As in clipscale.train; each part begins without what only waits to be collected."""
 
     def rows(i: int, j: int, dtype: torch.dtype) -> Tensor:
         return torch.ones(j - i, *shapes[dtype], dtype=dtype)
