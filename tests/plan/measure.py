@@ -48,6 +48,7 @@ def settings(batch: int = 64, chunk: int = 16, **changed: Any) -> TrainConfig:
 def measured(config: TrainConfig, world: World | None = None) -> Memory:
     """Of the second step of `config`, run on the CPU. Counted from before the model was built; stages are whole phases."""
     world = world or World(0, 1, 0, CPU)
+    gc.collect()  # what earlier tests left would be seen to go
     with (
         tempfile.TemporaryDirectory() as folder,
         profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
