@@ -41,16 +41,20 @@ class Copies:
                 return Opened(copy, None, "")
             raise
         path = self._folder / f"{_digest(url)}-{_digest(f'{remote.length} {remote.version}')}-{leaf_of(url)[-80:]}"
-        while True:
-            try:
-                copy = path.open("rb", buffering=1 << 17)
-                os.utime(path)
-                return Opened(copy, remote.length, remote.version)
-            except FileNotFoundError:  # not there yet, or evicted between the two lines
-                pass
-            if not self._make(url, path, remote, watch):
-                remote.seek(0)
-                return Opened(remote, remote.length, remote.version)
+        try:
+            while True:
+                try:
+                    copy = path.open("rb", buffering=1 << 17)
+                    os.utime(path)
+                    return Opened(copy, remote.length, remote.version)
+                except FileNotFoundError:  # not there yet, or evicted between the two lines
+                    pass
+                if not self._make(url, path, remote, watch):
+                    remote.seek(0)
+                    return Opened(remote, remote.length, remote.version)
+        except BaseException:
+            remote.close()  # with what it has asked for ahead
+            raise
 
     def _last_used(self, url: str) -> IO[bytes] | None:
         """The copy that was opened last of all there are of this shard's versions: the newest that anyone has seen."""

@@ -159,7 +159,9 @@ class DeviceDecoder:
             return list(self._decoder(files))
         except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise  # not the picture's fault
-        except RuntimeError:
+        except RuntimeError as error:
+            if "out of memory" in str(error):  # torchvision makes it an error of its own
+                raise torch.OutOfMemoryError(str(error)) from error
             if len(files) == 1:
                 return [None]
             half = len(files) // 2

@@ -88,7 +88,7 @@ class _Opening:
     def __init__(self, url: str, store: Store) -> None:
         self.url = url
         self._store = Store(store.access, tick=self._still_wanted)
-        self._store.see = store.see_later  # type: ignore[method-assign]
+        self._store.see = self._store.see_later = store.see_later  # type: ignore[method-assign]
         self._opened: Opened | None = None
         self._error: Exception | None = None
         self._over, self._wanted, self._lock = threading.Event(), True, threading.Lock()
@@ -116,8 +116,12 @@ class _Opening:
 
     def take(self, store: Store) -> Opened:
         """Wait for it; from now on it is the store's. Raises what its opening raised."""
-        while not self._over.wait(0.1):
-            store.tick()
+        try:
+            while not self._over.wait(0.1):
+                store.tick()
+        except BaseException:  # whoever waited gives up
+            self.give_up()
+            raise
         store.settle()
         if self._error is not None:
             raise self._error

@@ -136,6 +136,34 @@ def test_the_next_shard_is_opened_before_its_turn(tmp_path: Path, web: Web) -> N
     second.close()
 
 
+def test_a_shard_that_changes_after_it_was_opened_ahead_is_given_up_in_its_turn(tmp_path: Path, web: Web) -> None:
+    paths = write_shards(tmp_path, [60, 60])
+    urls = [f"{web.url}/{path.name}" for path in paths]
+    store = Store()
+    store.expect(urls[1])
+    with closing(store.open(urls[0]).stream) as file:
+        file.read()
+    assert soon(lambda: ("/00001.tar", "bytes=0-4095") in web.requests and "-ahead" not in str(threading.enumerate()))
+    before = paths[1].read_bytes()
+    paths[1].write_bytes(bytes(len(before)))
+    with closing(store.open(urls[1]).stream) as file:
+        assert file.read(4096) == before[:4096], "what had come"
+        with pytest.raises(SourceError) as error:
+            file.read()
+    assert error.value.reason == "changed_shard"
+
+
+def test_another_shard_than_the_expected_one_is_that_other(tmp_path: Path, web: Web) -> None:
+    """Pictures that a table names are opened between shards."""
+    paths = write_shards(tmp_path, [60, 20, 30])
+    urls = [f"{web.url}/{path.name}" for path in paths]
+    store = Store()
+    store.expect(urls[1])
+    for number in (0, 2, 1):
+        with closing(store.open(urls[number]).stream) as file:
+            assert file.read() == paths[number].read_bytes(), number
+
+
 def test_a_shard_that_is_missing_ahead_of_its_turn_is_missed_in_its_turn(tmp_path: Path, web: Web) -> None:
     (path,) = write_shards(tmp_path, [3])
     store = Store()
@@ -162,6 +190,72 @@ def test_the_next_copy_is_made_while_a_shard_is_read(tmp_path: Path, web: Web) -
     assert not [path for path, _ in web.requests[count:] if path == "/00001.tar"], "asked for again"
     store.expect(None)
     assert soon(lambda: "-ahead" not in str(threading.enumerate())) and not list(copies.glob(".*.part"))
+
+
+def test_a_shard_that_is_not_waited_for_is_closed(tmp_path: Path, web: Web) -> None:
+    paths = write_shards(tmp_path, [60, 20])
+    urls = [f"{web.url}/{path.name}" for path in paths]
+    answering = threading.Event()
+
+    def hold(number: int, path: str) -> None:
+        if path == "/00001.tar":
+            answering.wait(10)
+
+    web.faults = hold
+    store = Store()
+    store.expect(urls[1])
+    with closing(store.open(urls[0]).stream) as file:
+        file.read()
+
+    def enough() -> None:
+        raise InterruptedError
+
+    store.tick = enough
+    with pytest.raises(InterruptedError) as kept:
+        store.open(urls[1])
+    answering.set()
+    assert soon(lambda: "-ahead" not in str(threading.enumerate()))
+    assert remote._room._taken == 0, kept
+
+
+def test_faults_of_a_shard_that_was_opened_in_vain_are_counted(tmp_path: Path, web: Web) -> None:
+    paths = write_shards(tmp_path, [60, 20])
+    urls = [f"{web.url}/{path.name}" for path in paths]
+    web.faults = lambda number, path: "503" if web.requests[number] == ("/00001.tar", "bytes=0-4095") else None
+    store = Store()
+    store.expect(urls[1])
+    with closing(store.open(urls[0]).stream) as file:
+        file.read()
+    assert soon(lambda: "-ahead" not in str(threading.enumerate())) and web.done["503"] == 1
+    store.expect(None)
+    assert store.tally == {SEEN + "http_503": 1} and remote._room._taken == 0
+
+
+def test_a_shard_that_nobody_will_read_is_asked_for_no_more(tmp_path: Path, web: Web) -> None:
+    paths = write_shards(tmp_path, [60, 20])
+    urls = [f"{web.url}/{path.name}" for path in paths]
+    web.faults = lambda number, path: "503" if path == "/00001.tar" else None
+    store = Store(Access(retries=1_000_000))
+    store.expect(urls[1])
+    with closing(store.open(urls[0]).stream) as file:
+        file.read()
+    assert soon(lambda: web.done["503"] > 3), "asked for again and again"
+    store.expect(None)
+    assert soon(lambda: "-ahead" not in str(threading.enumerate())) and len(web.requests) < 1000
+
+
+def test_a_copy_that_is_called_off_leaves_the_room(tmp_path: Path, web: Web, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("clipscale.data.copies.LARGEST_BLOCK", 4096)
+    (path,) = write_shards(tmp_path, [200])
+
+    def enough() -> None:
+        if remote._room._taken:
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError) as kept:
+        Store(Access(str(tmp_path / "copies")), tick=enough).open(f"{web.url}/{path.name}")
+    assert soon(lambda: "-ahead" not in str(threading.enumerate()))
+    assert remote._room._taken == 0, kept
 
 
 def test_nothing_is_left_of_a_stream_that_is_closed(tmp_path: Path, web: Web) -> None:

@@ -264,6 +264,26 @@ def batches(stream: Any, count: int) -> Any:
     return (stream.next_batch() for _ in range(count))
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_slot_is_not_filled_anew_while_the_device_reads_it(cpu: torch.device, mixed: Path, workers: int) -> None:
+    """Although nobody has asked for its pixels."""
+    same = []
+    with open_stream(mixed, batch=16, side=SIDE, decode="gpu", device=cpu, workers=workers) as stream:
+        assert stream._ahead
+        decode = stream._ahead._decode
+
+        def slowly(slot: Slot, start: int, stop: int) -> torch.Tensor:
+            before = slot["recipes"][start:stop].copy()
+            time.sleep(0.1)
+            same.append(np.array_equal(slot["recipes"][start:stop], before))
+            return decode(slot, start, stop)
+
+        stream._ahead._decode = slowly  # type: ignore[assignment]
+        for batch in batches(stream, 6):
+            batch.ids()
+    assert len(same) >= 5 and all(same), same
+
+
 @pytest.mark.parametrize("tier", ["host", "encoded"])
 def test_a_growing_batch_and_a_resumed_stream_have_the_same_pixels(cpu: torch.device, mixed: Path, tier: str) -> None:
     sizes = (16, 16, 32, 48, 64)

@@ -21,12 +21,12 @@ from clipscale.data.archive import ReadProblem, read_shard
 from clipscale.data.batch import sample_id
 from clipscale.data.sample import RawSample
 from clipscale.data.shards import expand, noted_counts
-from clipscale.data.sources import Access
+from clipscale.data.sources import SEEN, Access
 from clipscale.data.store import Store
 from clipscale.errors import UserError
 from tests.data.files import Letters, picture
 from tests.data.streams import contents, flat, ids, open_stream
-from tests.data.web import Web, finish, serving
+from tests.data.web import Web, finish, serving, settle
 
 ROWS = 25
 Config = tables.TableConfig
@@ -188,6 +188,17 @@ def test_a_table_at_an_address_is_that_of_the_file(tmp_path: Path, web: Web, kin
     assert not stream.broken and finish(stream) > 5
     assert {"/images/3.png", f"/{path.name}"} <= {path for path, _ in web.requests}
     assert "-ahead" not in str(threading.enumerate())
+
+
+def test_faults_beyond_the_rows_that_are_read_are_counted(tmp_path: Path, web: Web) -> None:
+    lines = [f"{i}.png,{'word ' * 2000}" for i in range(ROWS)]
+    (tmp_path / "pairs.csv").write_text("\n".join(["filepath,title", *lines]))
+    url = tables.shards_of(f"{web.url}/pairs.csv", Config(rows=2), "data.train")[0]
+    web.faults = lambda number, _: "503" if int(web.requests[number][1][6:].split("-")[0]) >= 1 << 16 else None
+    store, problem = Store(), ReadProblem()
+    assert len(list(read_shard(url, problem, want=lambda _: False, store=store))) == 2 and not problem.reason
+    settle(store)
+    assert store.tally == {SEEN + "http_503": 1} == {SEEN + "http_503": web.done["503"]}
 
 
 @pytest.mark.parametrize("kind", ["csv", "parquet"])
