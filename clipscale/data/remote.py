@@ -225,5 +225,5 @@ class RemoteFile(io.RawIOBase):
         self.watch.tick()
         if failures > self.watch.access.retries:
             raise SourceError("unreachable_shard", f"{failures} requests failed, the last: {fault}") from fault
-        longest = min(0.25 * 2**failures, LONGEST_WAIT_S)
+        longest = min(0.25 * 2 ** min(failures, 30), LONGEST_WAIT_S)  # 2**1026 is no float
         time.sleep(max(random.uniform(0, longest), min(fault.wait_s, LONGEST_WAIT_S)))

@@ -165,6 +165,16 @@ def test_a_shard_that_stays_away_is_given_up(tmp_path: Path, web: Web) -> None:
     assert tally == {SEEN + "http_503": 4}
 
 
+def test_a_server_may_stay_away_for_as_long_as_data_retries_says(
+    tmp_path: Path, web: Web, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "LONGEST_WAIT_S", 0.0)
+    write_shards(tmp_path, [3])
+    web.faults = lambda number, _: "503" if number < 1100 else None
+    samples, problem, tally = read(f"{web.url}/00000.tar", retries=2000)
+    assert len(samples) == 3 and problem.reason is None and tally == {SEEN + "http_503": 1100}
+
+
 def test_a_shard_that_is_not_there_is_not_asked_for_again(tmp_path: Path, web: Web) -> None:
     assert read(f"{web.url}/none.tar")[1].reason == "missing_shard"
     assert len(web.requests) == 1
