@@ -32,6 +32,9 @@ MOST_FRUITLESS = 200
 bad shard of ten thousand must not end a run, and a lane of a small set may hold a single sample an epoch."""
 
 
+MOST_AWAY = 3
+"""A lane gives up when so many shards on end stayed away for all of `data.retries`: the storage is gone, not a shard."""
+
 TRUNCATED = "truncated_caption"
 """What captions are counted as whose tokens fill the whole context: cut, or exactly as long."""
 
@@ -143,6 +146,7 @@ class LaneReader:
         self._samples = self._walk()
         self._row: Counter[str] = Counter()
         self._visits: set[tuple[int, int]] = set()
+        self._away: set[tuple[int, int]] = set()
         self._read = 0
 
     def _segments(self) -> Iterator[tuple[int, Segment]]:
@@ -210,6 +214,7 @@ class LaneReader:
             if self._row:
                 self._row.clear()
                 self._visits.clear()
+                self._away.clear()
                 self._read = 0
             return caption, sample_id(item.url, item.key)
 
@@ -218,6 +223,15 @@ class LaneReader:
         self._row[error.reason] += 1
         self._visits.add((segment.turn, segment.shard))
         self._read += isinstance(item, RawSample)
+        if isinstance(item, RawSample):
+            self._away.clear()
+        elif error.reason == "unreachable_shard":
+            self._away.add((segment.turn, segment.shard))
+            if len(self._away) >= MOST_AWAY:
+                raise UserError(
+                    f"data.train: {MOST_AWAY} shards in a row cannot be reached, each asked for data.retries={self._plan.access.retries} "
+                    f"times more (the last: {error}); go on with resume=auto when the storage is back, or raise data.retries"
+                )
         if len(self._visits) > MOST_FRUITLESS or self._read > MOST_BROKEN:
             reasons = ", ".join(f"{reason} {n}" for reason, n in self._row.most_common())
             example = f"{item.url} {item.key}: {error}" if isinstance(item, RawSample) else str(error)

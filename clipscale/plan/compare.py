@@ -50,6 +50,9 @@ def compare(config: PlanConfig) -> dict[str, Any]:
             "ratio": predicted[name] / measured if measured else None,
         }
     ratios = [entry["ratio"] for name, entry in compared.items() if name != "host" and entry["ratio"]]
+    notes = made.notes()
+    if not ratios:
+        notes.append("the run was on a CPU, which has no allocator to ask: only the host's memory was measured")
     return {
         "run": str(folder),
         "hardware": planned.hardware,
@@ -59,7 +62,7 @@ def compare(config: PlanConfig) -> dict[str, Any]:
         "steps": len(records),
         "compared": compared,
         "largest_error": max(abs(ratio - 1) for ratio in ratios) if ratios else None,
-        "notes": made.notes(),
+        "notes": notes,
     }
 
 

@@ -37,8 +37,9 @@ def machine(config: PlanConfig) -> Hardware | None:
     for name in ("reserve", "utilisation"):
         if not 0 <= getattr(config, name) <= 1:
             raise UserError(f"{name}={getattr(config, name)}: give a share, 0 to 1")
-    if not config.utilisation or config.network <= 0:
-        raise UserError(f"utilisation={config.utilisation:g} network={config.network:g}: give more than 0")
+    for name in ("utilisation", "network"):
+        if getattr(config, name) <= 0:
+            raise UserError(f"{name}={getattr(config, name):g}: give more than 0")
     if not config.hardware:
         raise UserError("hardware is not set; give the GPU, hardware=a100-80g, or run=NAME to compare with a run")
     gpu = None if config.hardware == "cpu" else hardware(config.hardware)

@@ -42,6 +42,7 @@ CONSOLE_FIELDS = {
     "step_s": ".3f",
     "mem_peak_bytes": "d",
     "broken": "d",
+    "faults": "d",
 }
 """Fields of the greppable line, in order, and their formats. A field that a record lacks is left out."""
 

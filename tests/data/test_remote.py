@@ -17,6 +17,7 @@ from clipscale.data.archive import ReadProblem, read_shard
 from clipscale.data.sample import RawSample
 from clipscale.data.sources import SEEN, Access
 from clipscale.data.store import Store
+from clipscale.errors import UserError
 from tests.data.files import write_shards
 from tests.data.streams import all_ids, contents, flat, ids, open_stream
 from tests.data.web import FAULTS, Web, finish, serving, settle
@@ -297,6 +298,19 @@ def test_a_shard_given_up_costs_its_samples_and_says_why(tmp_path: Path, web: We
     assert Counter(epoch) == all_ids(paths[:1], [30])
     ids(stream, 1)
     assert stream.broken["unreachable_shard"] >= 30 and stream.seen["http_503"] >= 2
+
+
+def test_a_storage_that_stays_away_ends_the_run_soon(tmp_path: Path, web: Web) -> None:
+    """And not after hours of asking every shard of the set for every lane."""
+    paths = write_shards(tmp_path, [30] * 5)
+    indexed([f"{web.url}/{path.name}" for path in paths])
+    with open_stream(f"{web.url}/{{00000..00004}}.tar", batch=10, lanes=1, shuffle=2, retries=1) as stream:
+        ids(stream, 1)
+        web.faults = lambda number, path: "503"
+        asked = len(web.requests)
+        with pytest.raises(UserError, match=r"3 shards in a row cannot be reached.*data.retries=1.*resume=auto"):
+            ids(stream, 50)
+    assert len(web.requests) - asked <= 12, web.requests[asked:]
 
 
 # -- with nginx --------------------------------------------------------------------------------------------------------
