@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import simplejpeg
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import settings as bounded
 from hypothesis import strategies as st
 
@@ -243,6 +243,7 @@ def test_a_picture_that_nothing_can_decode_is_grey_and_counted_once(device: torc
 
 @pytest.mark.filterwarnings("ignore::UserWarning:PIL")
 @bounded(max_examples=150, deadline=None)
+@example([(0.072265625, 178)], False)
 @given(st.lists(st.tuples(st.floats(0, 1), st.integers(0, 255)), min_size=1, max_size=8), st.booleans())
 def test_damaged_pictures_are_refused_grey_or_pixels_and_harm_no_other(
     hits: list[tuple[float, int]], progressive: bool
@@ -258,7 +259,8 @@ def test_damaged_pictures_are_refused_grey_or_pixels_and_harm_no_other(
         return
     found = kept.rows(Torchvision(torch.device("cpu")))
     assert torch.equal(found[[0, 2]], Kept([good] * 2, SQUARE).rows(Torchvision(torch.device("cpu"))))
-    assert kept.broken.total() == int((found[1] == GREY).all()) <= kept.seen.total() <= 1
+    assert kept.broken.total() <= kept.seen.total() <= 1
+    assert not kept.broken or (found[1] == GREY).all()  # damage may also make a grey picture that can be decoded
     assert torch.equal(kept.rows(Torchvision(torch.device("cpu"))), found)
 
 
