@@ -248,6 +248,7 @@ def test_an_epoch_from_s3_with_faults_loses_nothing(
         assert contents(stream, 5) == contents(open_stream(tmp_path / "set", batch=20), 5)
         assert not stream.broken
         faults, seen = web.done["503"] + web.done["drop"], finish(stream)
-        assert 5 < faults <= seen <= faults + web.done["cut"] // 2, (stream.seen, web.done)
+        called_off = 2 if ahead else 0  # at the end, for the next epoch: nobody hears of what goes wrong with them
+        assert 2 < faults - called_off <= seen <= faults + web.done["cut"] // 2, (stream.seen, web.done)
         assert set(stream.seen) == {"failed_request"}
     s3fs.S3FileSystem.clear_instance_cache()
