@@ -94,12 +94,17 @@ class Watch:
     """What one reader counts, and whom it answers while it waits."""
 
     def __init__(
-        self, access: Access = DIRECT, tally: Counter[str] | None = None, tick: Callable[[], None] = lambda: None
+        self,
+        access: Access = DIRECT,
+        tally: Counter[str] | None = None,
+        tick: Callable[[], None] = lambda: None,
+        late: deque[str] | None = None,
     ) -> None:
-        """`tally` counts retries and the like, by names that begin with SEEN; `tick` is called while waiting."""
+        """`tally` counts retries and the like, by names that begin with SEEN; `tick` is called while waiting; `late` holds what is
+        still to be counted, by whichever of those who share it settles."""
         self.access, self.tick = access, tick
         self.tally: Counter[str] = Counter() if tally is None else tally
-        self._late: deque[str] = deque()
+        self.late: deque[str] = deque() if late is None else late
 
     def see(self, event: str) -> None:
         """Count an event that costs no sample."""
@@ -107,12 +112,12 @@ class Watch:
 
     def see_later(self, event: str) -> None:
         """The same, from any thread; counted by `settle`."""
-        self._late.append(event)
+        self.late.append(event)
 
     def settle(self) -> None:
         """Count what other threads have seen."""
-        while self._late:
-            self.see(self._late.popleft())
+        while self.late:
+            self.see(self.late.popleft())
 
     def near_end(self) -> None:
         """The end of what is being read is near."""

@@ -5,7 +5,7 @@ Everything that reads shards goes through a `Store`.
 
 import os
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 
 from clipscale.data.copies import Copies
@@ -18,9 +18,13 @@ class Store(Watch):
     """Opens shards for one reader."""
 
     def __init__(
-        self, access: Access = DIRECT, tally: Counter[str] | None = None, tick: Callable[[], None] = lambda: None
+        self,
+        access: Access = DIRECT,
+        tally: Counter[str] | None = None,
+        tick: Callable[[], None] = lambda: None,
+        late: deque[str] | None = None,
     ) -> None:
-        super().__init__(access, tally, tick)
+        super().__init__(access, tally, tick, late)
         self._expected: str | None = None
         self._opening: _Opening | None = None
 
@@ -82,13 +86,22 @@ class _GivenUpError(Exception):
     """Raised in a thread whose result nobody wants any more."""
 
 
+class _Aside(Store):
+    """A store in a thread of its own: all that it sees is counted by the one whose `late` it shares."""
+
+    def see(self, event: str) -> None:
+        self.see_later(event)
+
+    def settle(self) -> None:
+        """Left to the other."""
+
+
 class _Opening:
     """A shard that is opened by a thread."""
 
     def __init__(self, url: str, store: Store) -> None:
         self.url = url
-        self._store = Store(store.access, tick=self._still_wanted)
-        self._store.see = self._store.see_later = store.see_later  # type: ignore[method-assign]
+        self._store = _Aside(store.access, tick=self._still_wanted, late=store.late)
         self._opened: Opened | None = None
         self._error: Exception | None = None
         self._over, self._wanted, self._lock = threading.Event(), True, threading.Lock()

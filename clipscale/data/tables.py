@@ -246,9 +246,8 @@ def read(url: str, want: Callable[[int], bool], store: Store) -> Generator[RawSa
     A sample's key is its picture's path. One whose file is not there has the damage `missing_file`. Raises OSError, SourceError.
     """
     part = part_of(url)
-    own = Store(store.access, store.tally, store.tick)  # the other may hash what it opens, and cannot seek then
-    # what its threads see is counted by the other, which is settled when all is closed
-    own.see_later = store.see_later  # type: ignore[method-assign]
+    # The other may hash what it opens, and cannot seek then. What this one's threads see it counts when all is closed.
+    own = Store(store.access, store.tally, store.tick, store.late)
     rows = _parquet_rows(part, own) if is_parquet(part.path) else _text_rows(part, own)
     for index, row in enumerate(rows):
         image = row.get(part.image)
