@@ -26,7 +26,7 @@ from clipscale.eval.run import evaluate
 from clipscale.learner import Learner
 from clipscale.models.flops import Flops
 from clipscale.optim import LR_SCALING, Schedule, peak_lr
-from clipscale.probe import Retention
+from clipscale.probe import CHUNKS, Retention
 from clipscale.report.metrics import MetricLog
 from clipscale.report.phases import Phases
 from clipscale.report.plots import write_report
@@ -47,7 +47,13 @@ def train(config: TrainConfig) -> dict[str, Any]:
     """
     world = distributed.start(config.device, config.launch.threads)
     try:
-        return Run(config, world).go()
+        try:
+            run = Run(config, world)
+        except UserError:
+            if world.main:
+                discard_unbegun(Path(config.run))
+            raise
+        return run.go()
     finally:
         distributed.stop()
 
@@ -379,6 +385,15 @@ def check_same_start(steps: Sequence[int | None], run: str) -> None:
             f"run={run}: the processes found different checkpoints ({found}); the folder must be one that all nodes share, and hold the "
             "same for each of them"
         )
+
+
+def discard_unbegun(folder: Path) -> None:
+    """Remove the folder of a run that was refused before it began, if it holds nothing but what making it and finding chunks left."""
+    held = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    if held in ({"checkpoints"}, {"checkpoints", CHUNKS}) and not any((folder / "checkpoints").iterdir()):
+        (folder / CHUNKS).unlink(missing_ok=True)
+        (folder / "checkpoints").rmdir()
+        folder.rmdir()
 
 
 def open_folder(path: Path, world: World) -> Path:

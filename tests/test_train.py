@@ -132,6 +132,17 @@ def test_a_run_learns_and_leaves_its_record(finished: Path) -> None:
     assert [p.name for p in checkpoint.found(finished)] == ["step_00000010.pt"]
 
 
+def test_a_refused_start_leaves_no_folder_and_takes_nothing_away(demo: Path, finished: Path, tmp_path: Path) -> None:
+    nothing = DataConfig(train=[str(tmp_path / "none-*.tar")], workers=0)
+    with pytest.raises(UserError, match="matches no shard"):
+        train(settings(demo, tmp_path / "runs/new", data=nothing))
+    assert not (tmp_path / "runs/new").exists()
+    before = sorted(path for path in finished.rglob("*") if path.is_file())
+    with pytest.raises(UserError, match="matches no shard"):
+        train(settings(demo, finished, data=nothing))
+    assert sorted(path for path in finished.rglob("*") if path.is_file()) == before
+
+
 def test_resuming_a_finished_run_says_so_and_trains_no_further(
     demo: Path, finished: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
