@@ -46,12 +46,14 @@ def train(config: TrainConfig) -> dict[str, Any]:
     Raises UserError for whatever the user can mend.
     """
     world = distributed.start(config.device, config.launch.threads)
+    folder = Path(config.run)
+    own = world.main and not folder.exists()  # a sweep makes its jobs' folders, and keeps them
     try:
         try:
             run = Run(config, world)
         except UserError:
-            if world.main:
-                discard_unbegun(Path(config.run))
+            if own:
+                discard_unbegun(folder)
             raise
         return run.go()
     finally:
