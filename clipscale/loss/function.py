@@ -24,6 +24,7 @@ class Backend(Protocol):
     """What works on a block; see TorchBackend for what the two functions have to do."""
 
     splits: bool  # may it be given a block's rows in several parts
+    sums_scale_grad: bool  # does it add up the scale's gradient; otherwise that follows from a side's, scale dL/dscale = sum_i <u_i, dU_i>
 
     def merge(self, block: Block) -> None: ...
 
@@ -98,7 +99,7 @@ class ContrastiveLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         loss: Loss = ctx.loss
-        exchange, homogeneous = loss.exchange, loss.similarity.homogeneous
+        exchange, summed = loss.exchange, loss.backend.sums_scale_grad
         count, row_names, col_names = ctx.names
         image_features, text_features, *rest = ctx.saved_tensors
         (scale, bias, *parameters), rest = rest[:count], rest[count:]
@@ -107,15 +108,15 @@ class ContrastiveLoss(torch.autograd.Function):
         shared = Shared(
             scale,
             bias,
-            scale_grad=torch.zeros_like(scale) if for_scale and not homogeneous else None,
-            bias_grad=torch.zeros_like(bias) if for_bias else None,
+            scale_grad=scale.new_zeros((), dtype=torch.float64) if for_scale and summed else None,
+            bias_grad=bias.new_zeros((), dtype=torch.float64) if for_bias else None,
             parameter_grads=tuple(
                 widened(torch.zeros_like(p)) if wanted else None for p, wanted in zip(parameters, for_parameters)
             ),
         )
         factor = grad_output / ctx.count
-        # The scale's gradient follows from one side's. Take the images', unless only the texts' is computed anyway.
-        through_images = for_images or (for_scale and homogeneous and not for_texts)
+        # Where the scale's gradient follows from a side's, take the images', unless only the texts' is computed anyway.
+        through_images = for_images or (for_scale and not summed and not for_texts)
         once = exchange.visits == 1 and loss.backend.splits
         images = RowGradient(rows, image_features.dtype, factor, once) if through_images else None
 
@@ -132,18 +133,22 @@ class ContrastiveLoss(torch.autograd.Function):
                 own = exchange.own_cols(cols.features), exchange.own_cols(text_sums)
                 text_grad, text_products = _finished(*own, text_features.dtype, factor)
                 products = text_products if products is None else products
-        scale_grad = None
-        if products is not None and for_scale and homogeneous:
+        replicated = (
+            (scale, shared.scale_grad),
+            (bias, shared.bias_grad),
+            *zip(parameters, shared.parameter_grads),
+        )
+        scale_grad, *others = (
+            None if grad is None else (grad * factor * exchange.share).to(x.dtype) for x, grad in replicated
+        )
+        if products is not None and for_scale and not summed:
             scale_grad = (products.sum() / scale).to(scale.dtype)
-        elif shared.scale_grad is not None:
-            scale_grad = shared.scale_grad * factor * exchange.share
-        replicated = ((bias, shared.bias_grad), *zip(parameters, shared.parameter_grads))
         return (
             None,
             image_grad if for_images else None,
             text_grad,
             scale_grad,
-            *(None if grad is None else (grad * factor * exchange.share).to(x.dtype) for x, grad in replicated),
+            *others,
         )
 
 

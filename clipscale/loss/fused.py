@@ -23,6 +23,7 @@ class TritonBackend:
     """The dot product on CUDA (or in Triton's interpreter); see TorchBackend for what the two functions have to do."""
 
     splits = True
+    sums_scale_grad = True
 
     def __init__(self, objective: Objective, fp32_precision: str) -> None:
         self.objective, self.precision = objective, fp32_precision
@@ -45,13 +46,17 @@ class TritonBackend:
         rows, cols, shared = block.rows, block.cols, block.shared
         options = self._options(block) | {"d_u": rows.grad, "d_v": cols.grad}
         if isinstance(self.objective, Sigmoid):
-            total = add_sigmoid_gradient_block(rows.features, cols.features, shared.scale, shared.bias, 1.0, **options)
+            bias_grad, scale_grad = add_sigmoid_gradient_block(
+                rows.features, cols.features, shared.scale, shared.bias, 1.0, **options
+            )
             if shared.bias_grad is not None:
-                shared.bias_grad += total
+                shared.bias_grad += bias_grad
+            if shared.scale_grad is not None:
+                shared.scale_grad += scale_grad
             return
         epsilon = self.objective.smoothing
         options["smoothing"] = (epsilon / self.objective.total_cols, epsilon / self.objective.total_rows)
-        add_softmax_gradient_block(
+        scale_grad = add_softmax_gradient_block(
             rows.features,
             cols.features,
             shared.scale,
@@ -62,6 +67,8 @@ class TritonBackend:
             epsilon=epsilon,
             **options,
         )
+        if shared.scale_grad is not None:
+            shared.scale_grad += scale_grad
 
     def _options(self, block: Block) -> dict[str, Any]:
         keys = {"row_keys": block.rows.keys, "col_keys": block.cols.keys}

@@ -26,6 +26,7 @@ class TorchBackend:
         self.objective, self.similarity, self.side = objective, similarity, tile
         # A module's tiles must be the same in both passes, or its random numbers go astray.
         self.splits = tile != 0 and similarity.homogeneous
+        self.sums_scale_grad = not similarity.homogeneous
         self.keep = keep and tile == 0 and isinstance(similarity, Dot)
         self._kept: Tensor | None = None
         self._buffers: list[Tensor] = []

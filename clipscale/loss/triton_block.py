@@ -87,8 +87,9 @@ def add_softmax_gradient_block(
     d_u: Tensor | None,
     d_v: Tensor | None,
     fp32_precision: str = "ieee",
-) -> None:
-    """Add scale * G V to d_u (n, D) and scale * G' U to d_v (m, D), float32, in place; a side that is None is not computed.
+) -> Tensor:
+    """Add scale * G V to d_u (n, D) and scale * G' U to d_v (m, D), float32, in place, where not None; return the gradient of the
+    scale, sum_ij G_ij <u_i, v_j>, 0-d float64.
 
         G_ij = a_i exp(x_ij - r_i) + b_j exp(x_ij - c_j) - a_i row_constant - b_j col_constant - (1 - epsilon) (a_i + b_j) [j positive of i]
 
@@ -100,21 +101,26 @@ def add_softmax_gradient_block(
     row_weight, col_weight = (
         None if lse is None else weight for lse, weight in ((row_lse, row_weight), (col_lse, col_weight))
     )
-    if (row_weight is None and col_weight is None) or (d_u is None and d_v is None) or not len(u) or not len(v):
-        return
+    total = torch.zeros((), dtype=torch.float64, device=u.device)
+    if (row_weight is None and col_weight is None) or not len(u) or not len(v):
+        return total
     block = Problem.of(u, v, scale, positive, (row_keys, col_keys), fp32_precision, backward=True)
     rows, cols = in_units(row_lse, row_weight, block.units), in_units(col_lse, col_weight, block.units)
+    store = d_u is not None or d_v is not None
     scores = _score_gradients(block)
     with accumulating(block, scale * (_largest(row_weight) + _largest(col_weight)), d_u, d_v) as gain:
         for panel in block.panels(*scores.shape):
             r, row_share, a = (None if x is None else x[panel.rows] for x in rows)
             c, col_share, b = (None if x is None else x[panel.cols] for x in cols)
+            sums = torch.empty(block.grid(panel), device=u.device)
             block.launch(
-                softmax_gradient_kernel, panel, panel.u, panel.v, block.factor, gain, r, c, row_share, col_share, a, b, *panel.keys, scores,
+                softmax_gradient_kernel, panel, panel.u, panel.v, block.factor, gain, r, c, row_share, col_share, a, b, *panel.keys, scores, sums,
                 *panel.sizes, scores.stride(0), panel.positive, 1.0 - epsilon, *smoothing,
-                ROWS=r is not None, COLS=c is not None, SMOOTH=any(smoothing),
+                ROWS=r is not None, COLS=c is not None, SMOOTH=any(smoothing), STORE=store,
             )  # fmt: skip
             add_products(block, panel, scores, d_u, d_v)
+            total += sums.sum(dtype=torch.float64)
+        return total / gain.double()
 
 
 def sigmoid_loss_block(
@@ -156,27 +162,29 @@ def add_sigmoid_gradient_block(
     d_u: Tensor | None,
     d_v: Tensor | None,
     fp32_precision: str = "ieee",
-) -> Tensor:
-    """Add scale * G V to d_u (n, D) and scale * G' U to d_v (m, D), float32, in place, where not None; return sum_ij G_ij, 0-d float32.
+) -> tuple[Tensor, Tensor]:
+    """Add scale * G V to d_u (n, D) and scale * G' U to d_v (m, D), float32, in place, where not None; return the gradients of the bias,
+    sum_ij G_ij, and of the scale, sum_ij G_ij <u_i, v_j>, 0-d float64.
 
     G_ij = weight * sigmoid(x_ij + bias), at positives -weight * sigmoid(-(x_ij + bias)), 0 for a pair left out.
     """
     block = Problem.of(u, v, scale, positive, (row_keys, col_keys), fp32_precision, backward=True)
-    total = torch.zeros((), dtype=torch.float64, device=u.device)
+    totals = torch.zeros(2, dtype=torch.float64, device=u.device)
     store = d_u is not None or d_v is not None
     scores = _score_gradients(block)
     with accumulating(block, scale * abs(weight), d_u, d_v) as gain:
         gain = gain * weight
         for panel in block.panels(*scores.shape):
-            sums = torch.empty(block.grid(panel), device=u.device)
+            sums = torch.empty(2, block.grid(panel), device=u.device)
             block.launch(
-                sigmoid_gradient_kernel, panel, panel.u, panel.v, scale, bias, gain, *panel.keys, scores, sums,
+                sigmoid_gradient_kernel, panel, panel.u, panel.v, scale, bias, gain, *panel.keys, scores, *sums,
                 *panel.sizes, scores.stride(0), panel.positive,
                 STORE=store,
             )  # fmt: skip
             add_products(block, panel, scores, d_u, d_v)
-            total += sums.sum(dtype=torch.float64)
-    return (total * weight).float()
+            totals += sums.sum(1, dtype=torch.float64)
+    bias_grad, scale_grad = totals * weight
+    return bias_grad, scale_grad
 
 
 def _score_gradients(block: Problem) -> Tensor:

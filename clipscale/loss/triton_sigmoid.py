@@ -59,27 +59,32 @@ def _log1p(x):
 
 @triton.jit(do_not_specialize=["n", "m", "positive"])
 def sigmoid_gradient_kernel(
-    u, v, scale, bias, gain, row_keys, col_keys, panel, sums, n, m, depth, stride_u, stride_v, stride_panel, positive,
+    u, v, scale, bias, gain, row_keys, col_keys, panel, sums, products, n, m, depth, stride_u, stride_v, stride_panel, positive,
     STORE: tl.constexpr, KEYS: tl.constexpr,
     PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """gain * d softplus / d logit of one tile into panel (N, M rounded up to whole tiles), and its plain sum into sums[program].
+    """gain * d softplus / d logit of one tile into panel (N, M rounded up to whole tiles), zero past the end; the derivatives'
+    plain sum into sums[program], and that of their products with <u_i, v_j> into products[program].
 
-    The derivative is sigmoid(l), and -sigmoid(l) at the positives (where l is negated): nothing cancels. What lies past the end of
-    the panel is meaningless. With STORE false only the sum is wanted.
+    The derivative is sigmoid(l), and -sigmoid(l) at the positives (where l is negated): nothing cancels. With STORE false only the
+    sums are wanted.
     """
     tile_row, tile_col = tile_position(n, m, BM, BN, GROUP)
     dots = tile_dots(u, v, tile_row, tile_col, n, m, depth, stride_u, stride_v, PRECISION, BM, BN, BK)
     scale_, bias_, gain_ = tl.load(scale), tl.load(bias), tl.load(gain)
     WIDTH: tl.constexpr = BN // 4
     parts = quarters(dots)
-    total = 0.0
+    sum_ = tl.zeros((BM,), dtype=tl.float32)
+    product = tl.zeros((BM,), dtype=tl.float32)
     for part in tl.static_range(4):
-        total += _sigmoid_gradient_part(
+        part_sum, part_product = _sigmoid_gradient_part(
             parts[part], scale_, bias_, gain_, tile_row * BM, tile_col * BN + part * WIDTH,
             row_keys, col_keys, panel, n, m, stride_panel, positive, STORE, KEYS,
         )  # fmt: skip
-    tl.store(sums + tl.program_id(0), total)
+        sum_ += part_sum
+        product += part_product
+    tl.store(sums + tl.program_id(0), tl.sum(sum_, axis=0))
+    tl.store(products + tl.program_id(0), tl.sum(product, axis=0))
 
 
 @triton.jit
@@ -87,6 +92,7 @@ def _sigmoid_gradient_part(
     dots, scale, bias, gain, first_row, first_col, row_keys, col_keys, panel, n, m, stride_panel, positive,
     STORE: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
+    """Stores the part of the panel; returns the sums over its columns of the derivative and of its product with <u_i, v_j>, (HEIGHT,)."""
     HEIGHT: tl.constexpr = dots.shape[0]
     WIDTH: tl.constexpr = dots.shape[1]
     rows = first_row + tl.arange(0, HEIGHT)
@@ -105,4 +111,4 @@ def _sigmoid_gradient_part(
     if STORE:
         at = panel + rows.to(tl.int64)[:, None] * stride_panel + cols[None, :]
         tl.store(at, (g * gain).to(panel.dtype.element_ty))
-    return tl.sum(tl.sum(g, axis=1), axis=0)
+    return tl.sum(g, axis=1), tl.sum(g * dots, axis=1)

@@ -108,12 +108,13 @@ def merge_kernel(references, totals, reference, total, lines, length, LINES: tl.
 
 @triton.jit(do_not_specialize=["n", "m", "positive"])
 def softmax_gradient_kernel(
-    u, v, factor, gain, row_lse, col_lse, row_share, col_share, row_weight, col_weight, row_keys, col_keys, panel,
+    u, v, factor, gain, row_lse, col_lse, row_share, col_share, row_weight, col_weight, row_keys, col_keys, panel, sums,
     n, m, depth, stride_u, stride_v, stride_panel, positive, kept, row_constant, col_constant,
-    ROWS: tl.constexpr, COLS: tl.constexpr, SMOOTH: tl.constexpr, KEYS: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, SMOOTH: tl.constexpr, STORE: tl.constexpr, KEYS: tl.constexpr,
     PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """gain * G of one tile, recomputing its scores, into panel (N, M rounded up to whole tiles; what lies past the end is meaningless).
+    """gain * G of one tile, recomputing its scores, into panel (N, M rounded up to whole tiles), zero past the end; and its sum of
+    gain * G_ij <u_i, v_j>, which the panel's precision has not rounded, into sums[program]. With STORE false only the sum is wanted.
 
         G_ij = a'_i 2^(y_ij - r_i) + b'_j 2^(y_ij - c_j) - a_i (row_constant + kept [j = positive + i]) - b_j (col_constant + kept [...])
 
@@ -144,20 +145,23 @@ def softmax_gradient_kernel(
         narrow = highest - lowest <= WIDEST_SPREAD
     WIDTH: tl.constexpr = BN // 4
     parts = quarters(dots)
+    products = none
     for part in tl.static_range(4):
-        _softmax_gradient_part(
+        products += _softmax_gradient_part(
             parts[part], factor_, gain_, tile_row * BM, tile_col * BN + part * WIDTH, r, share, weight, reference, narrow,
             col_lse, col_share, col_weight, row_keys, col_keys, panel, n, m, stride_panel, positive, kept, row_constant, col_constant,
-            ROWS, COLS, SMOOTH, KEYS,
+            ROWS, COLS, SMOOTH, STORE, KEYS,
         )  # fmt: skip
+    tl.store(sums + tl.program_id(0), tl.sum(products, axis=0))
 
 
 @triton.jit
 def _softmax_gradient_part(
     dots, factor, gain, first_row, first_col, r, row_share, row_weight, reference, narrow,
     col_lse, col_share, col_weight, row_keys, col_keys, panel, n, m, stride_panel, positive, kept, row_constant, col_constant,
-    ROWS: tl.constexpr, COLS: tl.constexpr, SMOOTH: tl.constexpr, KEYS: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, SMOOTH: tl.constexpr, STORE: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
+    """Stores the part of the panel; returns the sum over its columns of gain * G_ij <u_i, v_j>, (HEIGHT,)."""
     HEIGHT: tl.constexpr = dots.shape[0]
     WIDTH: tl.constexpr = dots.shape[1]
     rows = first_row + tl.arange(0, HEIGHT)
@@ -188,5 +192,9 @@ def _softmax_gradient_part(
         g -= (row_weight * row_constant)[:, None] + (col_weight_ * col_constant)[None, :]
     if KEYS:
         g = tl.where(left_out(rows, cols, n, m, row_keys, col_keys, positive), 0.0, g)
-    at = panel + rows.to(tl.int64)[:, None] * stride_panel + cols[None, :]
-    tl.store(at, g.to(panel.dtype.element_ty))
+    if (first_row + HEIGHT > n) | (first_col + WIDTH > m):
+        g = tl.where((rows < n)[:, None] & (cols < m)[None, :], g, 0.0)
+    if STORE:
+        at = panel + rows.to(tl.int64)[:, None] * stride_panel + cols[None, :]
+        tl.store(at, g.to(panel.dtype.element_ty))
+    return tl.sum(g * dots, axis=1)

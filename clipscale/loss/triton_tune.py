@@ -89,8 +89,8 @@ def _runner(kernel: str, problem: Problem) -> Callable[[], None]:
         )
     scores = torch.empty(high * t.rows, wide * t.cols, dtype=problem.dtype, device=device)
     last = (*panel.sizes, scores.stride(0), panel.positive)
+    sums, products = (torch.empty(high * wide, device=device) for _ in range(2))
     if kernel == "sigmoid gradient":
-        sums = torch.empty(high * wide, device=device)
         return lambda: problem.launch(
             sigmoid_gradient_kernel,
             panel,
@@ -103,14 +103,15 @@ def _runner(kernel: str, problem: Problem) -> Callable[[], None]:
             None,
             scores,
             sums,
+            products,
             *last,
             STORE=True,
         )
     lse, weight = torch.full((max(n, m),), 20.0, device=device), torch.full((max(n, m),), 1.0, device=device)
     sides = (lse, lse, weight, weight, weight, weight)
     return lambda: problem.launch(
-        softmax_gradient_kernel, panel, panel.u, panel.v, problem.factor, scale, *sides, None, None, scores, *last, 1.0, 0.0, 0.0,
-        ROWS=True, COLS=True, SMOOTH=False,
+        softmax_gradient_kernel, panel, panel.u, panel.v, problem.factor, scale, *sides, None, None, scores, products, *last, 1.0, 0.0, 0.0,
+        ROWS=True, COLS=True, SMOOTH=False, STORE=True,
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.loss.triton_truth import Block, distance, error_of, features
+from tests.loss.triton_truth import Block, distance, error_of, features, scale_error_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
@@ -72,13 +72,13 @@ def log_sum_exps(b: Block) -> tuple[Tensor, Tensor]:
     return r, c
 
 
-def softmax_gradients(b: Block, **options: Any) -> tuple[Tensor, Tensor]:
-    """The two gradients of the symmetric loss, from the log-sum-exps of the forward kernels: what both round alike cancels."""
+def softmax_gradients(b: Block, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """The features' and the scale's gradients of the symmetric loss, from the log-sum-exps of the forward kernels: what both round alike cancels."""
     a, c = weights(b)
     d_u, d_v = (torch.zeros(x.shape, device=DEVICE) for x in (b.u, b.v))
     r, s = log_sum_exps(b)
-    add_softmax_gradient_block(b.u, b.v, b.scale, r, s, a, c, **b.options, d_u=d_u, d_v=d_v, **options)
-    return d_u, d_v
+    d_scale = add_softmax_gradient_block(b.u, b.v, b.scale, r, s, a, c, **b.options, d_u=d_u, d_v=d_v, **options)
+    return d_u, d_v, d_scale
 
 
 def check_lse(b: Block) -> None:
@@ -90,11 +90,11 @@ def check_lse(b: Block) -> None:
 
 
 def check_softmax(b: Block, **options: Any) -> None:
-    truth = b.softmax_gradients(*weights(b), **options)
+    truth, got = b.softmax_gradients(*weights(b), **options), softmax_gradients(b, **options)
     tolerance = 1e-5 + 2.5e-7 * float(b.scale)  # what the scores themselves are off by
-    for name, got, want in zip(("d_u", "d_v"), softmax_gradients(b, **options), truth):
-        error = error_of(b, got, want, *weights(b))
-        assert error <= tolerance, f"{name} is off by {error:.2e}, its norm being {float(want.norm()):.2e}"
+    errors = [error_of(b, *pair, *weights(b)) for pair in list(zip(got, truth))[:2]]
+    errors.append(scale_error_of(got[2], truth[2], *weights(b)))
+    assert max(errors) <= tolerance, f"d_u, d_v, d_scale off by {errors}, the norms {[float(x.norm()) for x in truth]}"
 
 
 @pytest.mark.parametrize("kind", ["random", "equal", "pairs"])
@@ -190,9 +190,11 @@ def test_a_frozen_side_is_not_computed_and_changes_nothing_for_the_other() -> No
     both = softmax_gradients(b)
     for side in (0, 1):
         grads = [torch.zeros(x.shape, device=DEVICE) if side == k else None for k, x in enumerate((b.u, b.v))]
-        add_softmax_gradient_block(b.u, b.v, b.scale, r, c, a, w, **b.options, d_u=grads[0], d_v=grads[1])
+        d_scale = add_softmax_gradient_block(b.u, b.v, b.scale, r, c, a, w, **b.options, d_u=grads[0], d_v=grads[1])
         wanted = grads[side]
-        assert wanted is not None and torch.equal(wanted, both[side])
+        assert wanted is not None and torch.equal(wanted, both[side]) and torch.equal(d_scale, both[2])
+    d_scale = add_softmax_gradient_block(b.u, b.v, b.scale, r, c, a, w, **b.options, d_u=None, d_v=None)
+    assert torch.equal(d_scale, both[2])
 
 
 @pytest.mark.parametrize("keys", [0, 3])
@@ -200,15 +202,15 @@ def test_a_frozen_side_is_not_computed_and_changes_nothing_for_the_other() -> No
 def test_sigmoid_equals_float64(scale: float, bias: float, keys: int) -> None:
     for kind in ("pairs", "equal"):
         b = block(35, 66, 40, scale, kind, keys=keys)
-        loss, total, *grads = b.sigmoid(bias, 0.25)
+        loss, *truth = b.sigmoid(bias, 0.25)
         shift = torch.tensor(bias, device=DEVICE)
         d_u, d_v = torch.zeros(b.u.shape, device=DEVICE), torch.zeros(b.v.shape, device=DEVICE)
         got = sigmoid_loss_block(b.u, b.v, b.scale, shift, **b.options)
-        got_total = add_sigmoid_gradient_block(b.u, b.v, b.scale, shift, 0.25, **b.options, d_u=d_u, d_v=d_v)
-        errors = [distance(x, t) for x, t in ((got, loss), (got_total, total), (d_u, grads[0]), (d_v, grads[1]))]
-        assert max(errors) <= 1e-5, f"{kind}: loss, sum, d_u, d_v off by {errors}"
+        sums = add_sigmoid_gradient_block(b.u, b.v, b.scale, shift, 0.25, **b.options, d_u=d_u, d_v=d_v)
+        errors = [distance(x, t) for x, t in zip((got, *sums, d_u, d_v), (loss, *truth))]
+        assert max(errors) <= 1e-5, f"{kind}: loss, bias, scale, d_u, d_v off by {errors}"
         alone = add_sigmoid_gradient_block(b.u, b.v, b.scale, shift, 0.25, **b.options, d_u=None, d_v=None)
-        assert torch.equal(alone, got_total)
+        assert all(map(torch.equal, alone, sums))
 
 
 def test_tiny_sigmoid_terms_keep_their_precision() -> None:
@@ -234,7 +236,9 @@ def test_half_precision_is_no_further_from_float64_than_twice_plain_torch(
     truth = b.softmax_gradients(even, even)
     got = [torch.zeros(b.u.shape, device=DEVICE), torch.zeros(b.v.shape, device=DEVICE)]
     r, c = log_sum_exps(b)
-    add_softmax_gradient_block(b.u, b.v, b.scale, r, c, even, even, **b.options, d_u=got[0], d_v=got[1])
+    d_scale = add_softmax_gradient_block(b.u, b.v, b.scale, r, c, even, even, **b.options, d_u=got[0], d_v=got[1])
+    off = scale_error_of(d_scale, truth[2], even, even)
+    assert off <= 1e-5 + 2.5e-7 * scale, f"the scale's gradient, which no rounding of score gradients reaches, is off by {off:.2e}"
     for ours, plain, true in zip(got, (u.grad, v.grad), truth):
         assert plain is not None
         errors = [error_of(b, x, true, even, even) for x in (ours, plain)]
@@ -253,9 +257,9 @@ def test_float16_gradients_keep_their_precision_at_any_weight(weight: float) -> 
     assert max(errors) <= 1e-3, errors
     shift = torch.zeros((), device=DEVICE)
     d_u.zero_()
-    total = add_sigmoid_gradient_block(b.u, b.v, b.scale, shift, weight, **b.options, d_u=d_u, d_v=None)
-    _, true_total, true_u, _ = b.sigmoid(0.0, weight)
-    errors = [distance(total, true_total), distance(d_u, true_u)]
+    sums = add_sigmoid_gradient_block(b.u, b.v, b.scale, shift, weight, **b.options, d_u=d_u, d_v=None)
+    _, *truth, _ = b.sigmoid(0.0, weight)
+    errors = [distance(x, t) for x, t in zip((*sums, d_u), truth, strict=True)]
     assert max(errors) <= 1e-3, errors
 
 
@@ -312,7 +316,8 @@ def test_an_empty_block_adds_nothing() -> None:
     d_v = torch.ones(4, 8, device=DEVICE)
     add_softmax_gradient_block(empty, b.v, b.scale, r, c, r, c, positive=0, d_u=None, d_v=d_v)
     assert float(sigmoid_loss_block(empty, b.v, b.scale, b.scale, positive=0)) == 0
-    assert float(add_sigmoid_gradient_block(empty, b.v, b.scale, b.scale, 1.0, positive=0, d_u=None, d_v=d_v)) == 0
+    sums = add_sigmoid_gradient_block(empty, b.v, b.scale, b.scale, 1.0, positive=0, d_u=None, d_v=d_v)
+    assert [float(x) for x in sums] == [0, 0]
     assert d_v.tolist() == [[1.0] * 8] * 4
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tests.device import CUDA, DEVICE, on_device, only_on_cuda, sized, with_kernels
-from tests.loss.triton_truth import Block, distance, error_of, features
+from tests.loss.triton_truth import Block, distance, error_of, features, scale_error_of
 
 pytestmark = [*on_device, with_kernels]
 
@@ -66,9 +66,13 @@ def test_softmax_at_real_sizes(shape: tuple[int, int, int], form: str) -> None:
     a, w = torch.full((n,), 1 / n, device=DEVICE), torch.full((m,), 1 / n, device=DEVICE)
     w[n:] = 0
     d_u, d_v = torch.zeros(b.u.shape, device=DEVICE), torch.zeros(b.v.shape, device=DEVICE)
-    add_softmax_gradient_block(b.u, b.v, b.scale, r, c, a, w, **b.options, d_u=d_u, d_v=d_v, fp32_precision=precision)
-    errors = [error_of(b, got, t, a, w) for got, t in zip((d_u, d_v), b.softmax_gradients(a, w))]
+    options = b.options | {"fp32_precision": precision, "d_u": d_u, "d_v": d_v}
+    d_scale = add_softmax_gradient_block(b.u, b.v, b.scale, r, c, a, w, **options)
+    truth = b.softmax_gradients(a, w)
+    errors = [error_of(b, got, t, a, w) for got, t in zip((d_u, d_v), truth)]
     assert max(errors) <= tolerance, f"gradients off by {errors}"
+    error = scale_error_of(d_scale, truth[2], a, w)
+    assert error <= (1e-4 if form != "tf32" else tolerance), f"the scale's gradient is off by {error:.1e}"
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -78,15 +82,15 @@ def test_sigmoid_at_real_sizes(shape: tuple[int, int, int], form: str) -> None:
     b = problem(shape, form, 10.0, keys=shape[0] % 1000 == 0)
     bias = torch.tensor(-10.0, device=DEVICE)
     weight = 1 / len(b.u)
-    loss, total, *truth = b.sigmoid(-10.0, weight)
+    loss, *truth = b.sigmoid(-10.0, weight)
     got = sigmoid_loss_block(b.u, b.v, b.scale, bias, **b.options, fp32_precision=precision)
     d_u, d_v = torch.zeros(b.u.shape, device=DEVICE), torch.zeros(b.v.shape, device=DEVICE)
     options = b.options | {"fp32_precision": precision, "d_u": d_u, "d_v": d_v}
-    got_total = add_sigmoid_gradient_block(b.u, b.v, b.scale, bias, weight, **options)
+    sums = add_sigmoid_gradient_block(b.u, b.v, b.scale, bias, weight, **options)
     exact = 1e-5 if form != "tf32" else 5e-3
-    errors = [distance(got, loss), distance(got_total, total)]
-    assert max(errors) <= exact, f"loss and sum of gradients off by {errors}"
-    errors = [distance(x, t) for x, t in zip((d_u, d_v), truth)]
+    errors = [distance(x, t) for x, t in zip((got, *sums), (loss, *truth[:2]))]
+    assert max(errors) <= exact, f"loss, bias, scale off by {errors}"
+    errors = [distance(x, t) for x, t in zip((d_u, d_v), truth[2:])]
     assert max(errors) <= tolerance, f"gradients off by {errors}"
 
 

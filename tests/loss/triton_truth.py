@@ -54,9 +54,10 @@ class Block:
 
     def softmax_gradients(
         self, a: Tensor | None, b: Tensor | None, smoothing: tuple[float, float] = (0.0, 0.0), epsilon: float = 0.0
-    ) -> tuple[Tensor, Tensor]:
-        """scale G V and scale G' U; a direction whose weights are None takes no part."""
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """scale G V, scale G' U and the scale's gradient; a direction whose weights are None takes no part."""
         r, c = self.log_sum_exps()
+        d_scale = torch.zeros((), dtype=torch.float64, device=self.u.device)
         d_u, d_v = [], torch.zeros_like(self.v, dtype=torch.float64)
         for rows, x, positives, left_out in self.slabs():
             g = torch.zeros_like(x)
@@ -66,24 +67,27 @@ class Block:
             if b is not None:
                 w = b.double()[None, :]
                 g += w * ((x - c[None, :]).exp() - smoothing[1] - (1 - epsilon) * positives)
-            g = g.masked_fill(left_out, 0) * self.scale.double()
+            g = g.masked_fill(left_out, 0)
+            d_scale += (g * x).sum() / self.scale.double()
+            g *= self.scale.double()
             d_u.append(g @ self.v.double())
             d_v += g.T @ self.u[rows].double()
-        return torch.cat(d_u), d_v
+        return torch.cat(d_u), d_v, d_scale
 
-    def sigmoid(self, bias: float, weight: float = 1.0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The loss (unweighted), sum of G, scale G V, scale G' U."""
+    def sigmoid(self, bias: float, weight: float = 1.0) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """The loss (unweighted), the gradients of the bias and of the scale, scale G V, scale G' U."""
         zero = torch.zeros((), dtype=torch.float64, device=self.u.device)
-        loss, total, d_u, d_v = zero, zero, [], torch.zeros_like(self.v, dtype=torch.float64)
+        loss, d_bias, d_scale, d_u, d_v = zero, zero, zero, [], torch.zeros_like(self.v, dtype=torch.float64)
         for rows, x, positives, left_out in self.slabs():
             z = 1 - 2 * positives.double()
             logits = z * (x + bias)
             loss = loss + softplus(logits).masked_fill(left_out, 0).sum()
             g = (weight * z * logits.sigmoid()).masked_fill(left_out, 0)
-            total = total + g.sum()
+            d_bias = d_bias + g.sum()
+            d_scale = d_scale + (g * x).sum() / self.scale.double()
             d_u.append(self.scale.double() * g @ self.v.double())
             d_v += self.scale.double() * g.T @ self.u[rows].double()
-        return loss, total, torch.cat(d_u), d_v
+        return loss, d_bias, d_scale, torch.cat(d_u), d_v
 
 
 def features(kind: str, n: int, m: int, width: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
@@ -117,6 +121,12 @@ def features(kind: str, n: int, m: int, width: int, dtype: torch.dtype, device: 
 def distance(got: Tensor, truth: Tensor) -> float:
     """Relative error in the Frobenius norm; NaN counts as infinite."""
     error = float((got.double() - truth).norm() / truth.norm().clamp_min(1e-300))
+    return error if error == error else float("inf")
+
+
+def scale_error_of(got: Tensor, truth: Tensor, *used: Tensor) -> float:
+    """Error of the scale's gradient, which never counts as smaller than a hundredth of the weights used: it, too, is what is left of them."""
+    error = float((got.double() - truth).abs() / truth.abs().clamp_min(sum(float(w.sum()) for w in used) / 100))
     return error if error == error else float("inf")
 
 
