@@ -256,6 +256,12 @@ def test_captions_and_conditions_are_taken_literally(say: Say, typed: str, compo
     assert composed in out
 
 
+def test_hydras_own_settings_resolve(say: Say) -> None:
+    status, out, err = say("train", "--cfg", "hydra", "--resolve", "data.train=x")
+    assert (status, err) == (0, "")
+    assert "name: train" in out
+
+
 def test_one_length_given_takes_the_place_of_the_other(say: Say) -> None:
     assert "samples: 5k\nepochs: null\n" in say("train", "samples=5k", "--cfg", "job")[1]
     assert "samples: null\nepochs: 3\n" in say("train", "experiment=demo", "epochs=3", "--cfg", "job")[1]
