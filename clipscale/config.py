@@ -4,7 +4,6 @@ Knows nothing of Hydra: the command line hands in plain values and takes back pl
 """
 
 import re
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, is_dataclass
 from datetime import datetime
 from pathlib import Path
@@ -20,6 +19,7 @@ from clipscale.data.stream import DataConfig
 from clipscale.distributed import LaunchConfig
 from clipscale.errors import UserError
 from clipscale.eval.run import EvalConfig
+from clipscale.keys import flat
 from clipscale.loss.api import BACKENDS, EXCHANGES, OBJECTIVES, PRECISIONS, SIMILARITIES, LossConfig
 from clipscale.models.towers import ModelConfig
 from clipscale.optim import LR_SCALING, OptimConfig, ScheduleConfig
@@ -208,15 +208,6 @@ def normalise(settings: type, values: dict[str, Any], prefix: str = "") -> dict[
         elif get_origin(kind) is list and value is not None and not isinstance(value, list):
             result[name] = [value]
     return result
-
-
-def flat(tree: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
-    """Dotted key and value of every leaf; lists and free-form dictionaries inside are descended into alike."""
-    for name, value in tree.items():
-        if isinstance(value, dict) and value:
-            yield from flat(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value
 
 
 def to_yaml(config: Any) -> str:

@@ -5,6 +5,7 @@ source instead keeps `--help`, Tab completion and the answer to a mistyped key i
 """
 
 import ast
+from collections.abc import Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache
@@ -67,6 +68,15 @@ def tree(module: str, class_name: str) -> dict[str, Any]:
             node = node.setdefault(part, {})
         node[leaf] = copy(key.default)
     return root
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted key and value of every leaf; free-form dictionaries are descended into too, lists and empty dictionaries are leaves."""
+    for name, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from flat(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
 
 
 def meaning(module: str, class_name: str) -> dict[str, str]:

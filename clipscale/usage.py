@@ -3,13 +3,14 @@
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import yaml
 
 from clipscale.errors import UserError
-from clipscale.keys import conf_dir, group_options, keys, meaning
+from clipscale.keys import Key, conf_dir, flat, group_options, keys, meaning
 from clipscale.spelling import nearest
 
 TRAIN = ("clipscale.config", "TrainConfig")
@@ -95,7 +96,7 @@ def show_train(topics: Sequence[str]) -> None:
     print(f"{bold('clipscale train')}: train a model, or go on with a run\n")
     print("Usage: clipscale train [KEY=VALUE ...] [-m] [--cfg job] [--config-dir DIR]\n")
     print(f"{bold('Main keys')}, their defaults and what they mean")
-    columns((key.name, shown(values.get(key.name, key.default)), spoken(key.doc)) for key in declared)
+    describe(declared, values)
     print("  Counts are binary: 32k = 32,768, 1M = 1,048,576; a plain integer is itself.\n")
     show_groups(choices)
     print(f"\n{bold('Sections')}: `clipscale train --help SECTION` lists their keys")
@@ -114,7 +115,7 @@ def show_section(name: str) -> None:
         known = [*sections, *(group for group in groups if group not in sections)]
         raise UserError(f"train --help {name}: no such section{nearest(name, known)}; there are {', '.join(known)}")
     print(f"{bold(name)}: {sections.get(name, 'whole sets of settings')}")
-    columns((key.name, shown(key.default), spoken(key.doc)) for key in keys(*TRAIN) if key.section == name)
+    describe((key for key in keys(*TRAIN) if key.section == name), composed_defaults()[1])
     columns((f"{name}={option}", about(name, option)) for option in groups.get(name, []))
     print()
 
@@ -142,7 +143,7 @@ def show_plan(topics: Sequence[str]) -> None:
         return
     shared = {key.name for key in keys(*TRAIN)} - {"batch", "run"}
     print("Usage: clipscale plan [KEY=VALUE ...]\n")
-    columns((key.name, shown(key.default), spoken(key.doc)) for key in keys(*PLAN) if key.name not in shared)
+    describe(key for key in keys(*PLAN) if key.name not in shared)
     print(
         "\n  and every group and key of `clipscale train` (`clipscale train --help`); data.train is not needed. Status 1: does not fit."
     )
@@ -210,12 +211,19 @@ def show_completion(topics: Sequence[str]) -> None:
 def show_small(verb: str, example: str, words: str = "") -> None:
     """The keys of a verb, and the groups of one that is composed from a file of its name in conf/."""
     print(f"Usage: clipscale {verb}{words} [KEY=VALUE ...]\n")
-    columns((key.name, shown(key.default), spoken(key.doc)) for key in keys(*SMALL[verb]))
     name = verb.rpartition(" ")[2]
-    if (conf_dir() / f"{name}.yaml").is_file():
+    composed = (conf_dir() / f"{name}.yaml").is_file()
+    choices, values = composed_defaults(name) if composed else ({}, {})
+    describe(keys(*SMALL[verb]), values)
+    if composed:
         print()
-        show_groups(composed_defaults(name)[0], everywhere=False)
+        show_groups(choices, everywhere=False)
     examples(example)
+
+
+def describe(declared: Iterable[Key], values: Mapping[str, Any] = MappingProxyType({})) -> None:
+    """Keys with their defaults, those of conf/ (`values`) before the dataclasses', and their meanings."""
+    columns((key.name, shown(values.get(key.name, key.default)), spoken(key.doc)) for key in declared)
 
 
 def show_groups(choices: dict[str, str], *, everywhere: bool = True) -> None:
@@ -226,13 +234,15 @@ def show_groups(choices: dict[str, str], *, everywhere: bool = True) -> None:
 
 
 def composed_defaults(name: str = "train") -> tuple[dict[str, str], dict[str, Any]]:
-    """conf/`name`.yaml: the group choices it makes and the values it sets."""
+    """The group choices that conf/`name`.yaml makes, and by dotted key what these set and, over them, the file itself."""
     file: dict[str, Any] = yaml.safe_load((conf_dir() / f"{name}.yaml").read_text(encoding="utf-8"))
-    choices: dict[str, str] = {}
-    for entry in file.pop("defaults"):
-        if isinstance(entry, dict):
-            choices |= entry
-    return choices, file
+    entries = [entry for entry in file.pop("defaults") if isinstance(entry, dict)]
+    choices = {g: option for entry in entries for g, option in entry.items() if option and not g.startswith("override")}
+    values: dict[str, Any] = {}
+    for group, option in choices.items():
+        text = (conf_dir() / group / f"{option}.yaml").read_text(encoding="utf-8")
+        values |= flat(yaml.safe_load(text), "" if text.startswith("# @package _global_") else group + ".")
+    return choices, values | dict(flat(file))
 
 
 def about(group: str, option: str) -> str:

@@ -1,15 +1,21 @@
 """The command line: help, completion, and one clear line for every mistake."""
 
+import re
 import subprocess
 from collections.abc import Callable
+from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from clipscale import __version__
 from clipscale.cli import VERBS, main
-from clipscale.keys import group_options, meaning
-from clipscale.usage import TRAIN, complete
+from clipscale.compose import once, typed
+from clipscale.config import normalise
+from clipscale.keys import group_options, keys, meaning
+from clipscale.usage import PLAN, SMALL, TRAIN, complete, composed_defaults, shown
 from tests.conftest import TINY, Command
 from tests.eval.sets import classification_set
 
@@ -73,6 +79,28 @@ def test_every_verb_has_help(say: Say, verb: str) -> None:
 def test_help_of_a_composed_verb_lists_its_groups_and_their_defaults(say: Say) -> None:
     _, out, _ = say("data", "--help", "features")
     assert "model=" in out and "vit-b32*" in out and "optim=" not in out, out
+
+
+@pytest.mark.parametrize("verb", ["train", "plan", "eval", "data features"])
+def test_the_defaults_that_help_shows_are_those_of_a_run(verb: str) -> None:
+    module, name = settings = TRAIN if verb == "train" else PLAN if verb == "plan" else SMALL[verb]
+    file = verb.rpartition(" ")[2]
+    cls = getattr(import_module(module), name)
+    values = once(file, settings, [])
+    assert values is not None
+    composed = asdict(typed(cls, normalise(cls, values)))
+    of_files = composed_defaults(file)[1]
+    assert of_files["precision.name"] == ("fp32" if verb in ("eval", "data features") else "bf16")
+    for key in keys(*settings):
+        value: Any = composed
+        for part in key.name.split("."):
+            value = value[part]
+        assert shown(of_files.get(key.name, key.default)) == shown(value), key.name
+
+
+def test_help_of_a_section_shows_the_defaults_of_a_run(say: Say) -> None:
+    assert re.search(r"schedule.warmup +5% ", say("train", "--help", "schedule")[1])
+    assert re.search(r"precision.name +bf16 ", say("plan", "--help", "precision")[1])
 
 
 # ---- completion ----
