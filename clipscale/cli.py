@@ -6,12 +6,13 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 from clipscale import __version__, usage
 from clipscale.errors import StoppedError, UserError
 from clipscale.keys import keys
-from clipscale.spelling import nearest, run_folder
+from clipscale.spelling import nearest, run_folder, split
 from clipscale.usage import EVAL, FEATURES, PLAN, TRAIN
 
 MULTIRUN = ("-m", "--multirun")
@@ -92,19 +93,11 @@ def train(argv: list[str]) -> int:
 
 def evaluate(argv: list[str]) -> int:
     """A run's checkpoint on evaluation sets; under torchrun, this process's share."""
-    from clipscale import compose
+    config = composed("eval", EVAL, argv)
+    if config is not None:
+        from clipscale.eval.verb import main
 
-    if any(word in MULTIRUN for word in argv):
-        raise UserError("eval takes no -m; evaluate one run at a time")
-    values = compose.once("eval", EVAL, argv)
-    if values is None:
-        return 0
-    from clipscale.config import check_values, normalise
-    from clipscale.eval.verb import EvalRunConfig, main
-
-    config = compose.typed(EvalRunConfig, normalise(EvalRunConfig, values), keys(*EVAL))
-    check_values(config)
-    main(config)
+        main(config)
     return 0
 
 
@@ -113,27 +106,19 @@ def evaluate(argv: list[str]) -> int:
 
 def plan(argv: list[str]) -> int:
     """Status 1 where the run does not fit."""
-    from clipscale import compose
-
-    if any(word in MULTIRUN for word in argv):
-        raise UserError("plan takes no -m; plan one run at a time")
     if "RANK" in os.environ:
         raise UserError(
             "plan under torchrun would be made in every rank; leave torchrun out, and give gpus= and nodes="
         )
-    values = compose.once("plan", PLAN, argv)
-    if values is None:
+    config = composed("plan", PLAN, argv)
+    if config is None:
         return 0
-    from clipscale.config import check_values, normalise
-    from clipscale.plan.config import PlanConfig
-    from clipscale.plan.verb import main
-
-    config = compose.typed(PlanConfig, normalise(PlanConfig, values), keys(*PLAN))
     of_train = {key.name.partition(".")[0] for key in keys(*TRAIN)} - {"run"}
     given = [word for word in argv if word.partition("=")[0].partition(".")[0].lstrip("+~") in of_train]
     if config.run and given:
         raise UserError(f"run={config.run}: the settings are that run's own; leave out {given[0]}")
-    check_values(config)
+    from clipscale.plan.verb import main
+
     return main(config)
 
 
@@ -178,19 +163,11 @@ def data_check(argv: list[str]) -> int:
 
 def data_features(argv: list[str]) -> int:
     """Under torchrun, this process's share."""
-    from clipscale import compose
+    config = composed("data features", FEATURES, argv)
+    if config is not None:
+        from clipscale.features import main
 
-    if any(word in MULTIRUN for word in argv):
-        raise UserError("data features takes no -m; give one model")
-    values = compose.once("features", FEATURES, argv)
-    if values is None:
-        return 0
-    from clipscale.config import check_values, normalise
-    from clipscale.features import FeaturesConfig, main
-
-    config = compose.typed(FeaturesConfig, normalise(FeaturesConfig, values), keys(*FEATURES))
-    check_values(config)
-    main(config)
+        main(config)
     return 0
 
 
@@ -284,10 +261,27 @@ def bench_data(argv: list[str]) -> int:
     return 0
 
 
+def composed(verb: str, settings: tuple[str, str], argv: list[str]) -> Any | None:
+    """The settings of a verb that has a file of its name in conf/, composed and checked; None where Hydra only printed something."""
+    if any(word in MULTIRUN for word in argv):
+        raise UserError(f"{verb} takes no -m; give one value for each setting")
+    from clipscale import compose
+
+    values = compose.once(verb.rpartition(" ")[2], settings, argv)
+    if values is None:
+        return None
+    from clipscale.config import check_values
+    from clipscale.settings import typed
+
+    module, name = settings
+    config = typed(getattr(import_module(module), name), values)
+    check_values(config)
+    return config
+
+
 def simple(settings: type[Any], verb: str, argv: list[str]) -> Any:
     """KEY=VALUE arguments as the dataclass `settings`, for verbs too small to need groups and files."""
-    from clipscale.compose import split, typed
-    from clipscale.spelling import parse_count
+    from clipscale.settings import typed
 
     values: dict[str, Any] = {}
     declared = keys(settings.__module__, settings.__name__)
@@ -299,22 +293,16 @@ def simple(settings: type[Any], verb: str, argv: list[str]) -> Any:
                 f"{verb} {word}: give settings as KEY=VALUE; the keys are {', '.join(k.name for k in declared)}"
             )
         value: Any = text
-        kind = kinds.get(name, "")
-        if kind.startswith("list"):
-            value = split(text[1:-1]) if text.startswith("[") and text.endswith("]") else [text]
-        elif text == "null" and kind.endswith("None"):
+        if kinds.get(name, "").startswith("list") and text.startswith("[") and text.endswith("]"):
+            value = split(text[1:-1])
+        elif text == "null" and kinds.get(name, "").endswith("None"):
             value = None
-        elif kind in ("int", "int | None"):
-            try:
-                value = parse_count(text)
-            except ValueError as error:
-                raise UserError(f"{name}={text}: {error}") from error
         *path, leaf = name.split(".")
         node = values
         for part in path:
             node = node.setdefault(part, {})
         node[leaf] = value
-    return typed(settings, values, declared)
+    return typed(settings, values)
 
 
 def completion(argv: list[str]) -> int:

@@ -1,4 +1,4 @@
-"""Hydra and OmegaConf, and nothing else of the program: arguments in, plain values or dataclasses out.
+"""Hydra, and nothing else of the program: arguments in, plain values out.
 
 Every mistake comes out as a UserError of one line; Hydra's own stack traces and advice are never shown.
 """
@@ -8,21 +8,20 @@ import re
 import sys
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import is_dataclass
-from typing import Any, TypeVar, get_origin, get_type_hints
+from typing import Any
 
 import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
+from omegaconf.errors import OmegaConfBaseException
 
 from clipscale.errors import UserError
 from clipscale.keys import Key, conf_dir, group_options, keys, tree
-from clipscale.spelling import nearest, one_of
+from clipscale.settings import explained
+from clipscale.spelling import nearest, one_of, split
 
-T = TypeVar("T")
 Settings = tuple[str, str]
 """The module and the name of the dataclass that declares a verb's keys."""
 
@@ -110,23 +109,6 @@ def literal(key: str, value: str, *, sweep: bool) -> str:
     return ",".join(map(quoted, parts))
 
 
-def split(text: str) -> list[str]:
-    """Split at commas outside braces, brackets and quotes."""
-    parts, depth, quote = [""], 0, ""
-    for character in text:
-        if quote:
-            quote = "" if character == quote else quote
-        elif character in "'\"":
-            quote = character
-        else:
-            depth += (character in "{[(") - (character in "}])")
-        if character == "," and depth == 0 and not quote:
-            parts.append("")
-        else:
-            parts[-1] += character
-    return [part.strip() for part in parts if part.strip()]
-
-
 def quoted(text: str) -> str:
     if text[0] in "'\"" or text == "null":
         return text
@@ -208,30 +190,6 @@ OmegaConf.register_new_resolver("job_dir", job_dir, replace=True)
 OmegaConf.register_new_resolver("demo", demo_path, replace=True)
 
 
-# ---- out of Hydra ----
-
-
-def typed(settings: type[T], values: dict[str, Any], names: Sequence[Key] = ()) -> T:
-    """Plain values as the dataclass `settings`. Raises UserError for an unknown key or a value of the wrong type."""
-    try:
-        result = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(settings), values))
-    except OmegaConfBaseException as error:
-        raise explain(error, names) from error
-    assert isinstance(result, settings)
-    return with_tuples(result)
-
-
-def with_tuples(settings: T) -> T:
-    """The same object; OmegaConf leaves lists where the dataclasses declare tuples."""
-    for name, hint in get_type_hints(type(settings)).items():
-        value = getattr(settings, name)
-        if get_origin(hint) is tuple:
-            setattr(settings, name, tuple(value))
-        elif is_dataclass(value):
-            with_tuples(value)
-    return settings
-
-
 def plain(config: DictConfig) -> dict[str, Any]:
     """A composed configuration with its interpolations resolved."""
     values = OmegaConf.to_container(config, resolve=True)
@@ -269,16 +227,4 @@ def _explain_one(error: BaseException, names: list[str]) -> str | None:
     if unknown := re.search(r"Could not (?:override|delete|append to config)[^']*'([^']+)'", text):
         names = [name for name in names if name != unknown[1]]  # a group of another verb
         return f"unknown key '{unknown[1]}'{nearest(unknown[1], names)}"
-    if isinstance(error, ConfigKeyError | ConfigAttributeError) and error.full_key:
-        return f"unknown key '{error.full_key}'{nearest(str(error.full_key), names)}"
-    if isinstance(error, ValidationError) and error.full_key:
-        wanted = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false", "String": "a text"}
-        match = re.search(r"Value '(.*)' of type '.*?' could not be converted to (\w+)", text)
-        if match and match[2] in wanted:
-            return f"{error.full_key}={match[1]}: give {wanted[match[2]]}"
-        if not_bool := re.search(r"Value '(.*)' is not a valid bool", text):
-            return f"{error.full_key}={not_bool[1]}: give true or false"
-        if "is not a ListConfig" in text:
-            return f"{error.full_key}: give a list, {error.full_key}=[...]"
-        return f"{error.full_key}: {str(error).splitlines()[0]}"
-    return None
+    return explained(error, names)

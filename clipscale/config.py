@@ -1,14 +1,13 @@
 """The whole configuration of a run: every part's dataclass in one tree, and the checks that need no machine and no data.
 
-Knows nothing of Hydra: the command line hands in plain values and takes back plain dataclasses.
+Knows nothing of Hydra: plain values become these plain dataclasses in clipscale.settings.
 """
 
 import re
-from dataclasses import asdict, dataclass, field, is_dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any
 
 import yaml
 
@@ -25,7 +24,7 @@ from clipscale.models.towers import ModelConfig
 from clipscale.optim import LR_SCALING, OptimConfig, ScheduleConfig
 from clipscale.precision import DTYPES, PrecisionConfig
 from clipscale.report.metrics import LogConfig
-from clipscale.spelling import format_count, nearest, one_of, parse_count, run_folder, unused
+from clipscale.spelling import format_count, nearest, one_of, run_folder, unused
 from clipscale.step import CacheConfig
 
 
@@ -186,28 +185,6 @@ def default_name(config: TrainConfig, now: datetime | None = None) -> str:
     """A readable name for a run: time, model, batch."""
     model = re.sub(r"[^A-Za-z0-9.-]+", "-", config.model.name).lower()
     return f"{now or datetime.now():%Y%m%d-%H%M%S}-{model}-{format_count(config.batch)}"
-
-
-def normalise(settings: type, values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Counts to integers and a single value to a list, wherever the dataclass `settings` wants one. Raises UserError."""
-    result = dict(values)
-    for name, hint in get_type_hints(settings).items():
-        if name not in values:
-            continue
-        value, key = values[name], prefix + name
-        kind = hint
-        if isinstance(hint, UnionType):  # `int | None` and the like
-            kind = next(member for member in get_args(hint) if member is not NoneType)
-        if isinstance(kind, type) and is_dataclass(kind) and isinstance(value, dict):
-            result[name] = normalise(kind, value, key + ".")
-        elif kind is int and isinstance(value, str | float):
-            try:
-                result[name] = parse_count(str(value) if isinstance(value, str) else f"{value:f}")
-            except ValueError as error:
-                raise UserError(f"{key}={value}: {error}") from error
-        elif get_origin(kind) is list and value is not None and not isinstance(value, list):
-            result[name] = [value]
-    return result
 
 
 def to_yaml(config: Any) -> str:

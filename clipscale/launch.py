@@ -19,10 +19,9 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, r
 from torch.distributed.launcher.api import LaunchConfig as ElasticConfig
 from torch.distributed.launcher.api import elastic_launch
 
-from clipscale.compose import typed
-from clipscale.config import TrainConfig, check, doubts, normalise
+from clipscale.config import TrainConfig, check, doubts
 from clipscale.errors import StoppedError, UserError
-from clipscale.keys import keys
+from clipscale.settings import typed
 
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
@@ -45,7 +44,7 @@ class Interrupted(KeyboardInterrupt):
 
 def checked(values: dict[str, Any]) -> TrainConfig:
     """Composed values as a configuration ready to run. Raises UserError for the first mistake."""
-    config = typed(TrainConfig, normalise(TrainConfig, values), keys("clipscale.config", "TrainConfig"))
+    config = typed(TrainConfig, values)
     named = bool(config.run)
     config = check(config)
     if under_torchrun() and not named:

@@ -47,6 +47,23 @@ def format_bytes(count: float) -> str:
     return f"{count:.2f} TiB"
 
 
+def split(text: str) -> list[str]:
+    """Split at commas outside braces, brackets and quotes."""
+    parts, depth, quote = [""], 0, ""
+    for character in text:
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in "'\"":
+            quote = character
+        else:
+            depth += (character in "{[(") - (character in "}])")
+        if character == "," and depth == 0 and not quote:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return [part.strip() for part in parts if part.strip()]
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """`; did you mean 'optim.lr'?`, or nothing where no known name is close.
 

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from clipscale import compose, launch
 from clipscale.errors import UserError
-from clipscale.spelling import run_folder, unused
+from clipscale.spelling import run_folder, split, unused
 
 TRAIN = ("clipscale.config", "TrainConfig")
 RESULT = "result.json"
@@ -44,7 +44,7 @@ def sweep_folder(argv: Sequence[str]) -> tuple[Path, list[str]]:
     names = [word.partition("=")[2] for word in argv if word.startswith("run=")]
     if any(word.startswith("hydra.sweep.") for word in argv):
         raise UserError("hydra.sweep: name the sweep's folder with run=NAME")
-    if names and len(compose.split(names[-1])) == 1:
+    if names and len(split(names[-1])) == 1:
         return run_folder(names[-1].strip("'\"")), [word for word in argv if not word.startswith("run=")]
     return unused(Path("runs") / f"{datetime.now():sweep-%Y%m%d-%H%M%S}"), list(argv)
 

@@ -12,9 +12,9 @@ import pytest
 
 from clipscale import __version__
 from clipscale.cli import VERBS, main
-from clipscale.compose import once, typed
-from clipscale.config import normalise
+from clipscale.compose import once
 from clipscale.keys import group_options, keys, meaning
+from clipscale.settings import typed
 from clipscale.usage import PLAN, SMALL, TRAIN, complete, composed_defaults, shown
 from tests.conftest import TINY, Command
 from tests.eval.sets import classification_set
@@ -88,7 +88,7 @@ def test_the_defaults_that_help_shows_are_those_of_a_run(verb: str) -> None:
     cls = getattr(import_module(module), name)
     values = once(file, settings, [])
     assert values is not None
-    composed = asdict(typed(cls, normalise(cls, values)))
+    composed = asdict(typed(cls, values))
     of_files = composed_defaults(file)[1]
     assert of_files["precision.name"] == ("fp32" if verb in ("eval", "data features") else "bf16")
     for key in keys(*settings):

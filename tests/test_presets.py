@@ -3,11 +3,12 @@
 import pytest
 import torch
 
-from clipscale.compose import once, typed
-from clipscale.config import TrainConfig, check, normalise
-from clipscale.keys import group_options, keys
+from clipscale.compose import once
+from clipscale.config import TrainConfig, check
+from clipscale.keys import group_options
 from clipscale.models.towers import build_model
 from clipscale.optim import build_optimizer
+from clipscale.settings import typed
 from clipscale.usage import TRAIN
 
 OPTIONS = group_options()
@@ -16,7 +17,7 @@ OPTIONS = group_options()
 def composed(*overrides: str) -> TrainConfig:
     values = once("train", TRAIN, [*overrides, "data.train=x.tar"])
     assert values is not None
-    return check(typed(TrainConfig, normalise(TrainConfig, values), keys(*TRAIN)))
+    return check(typed(TrainConfig, values))
 
 
 @pytest.mark.parametrize("name", OPTIONS["experiment"])

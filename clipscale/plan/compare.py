@@ -8,16 +8,15 @@ from typing import Any
 
 import yaml
 
-from clipscale.compose import typed
-from clipscale.config import TrainConfig, normalise
+from clipscale.config import TrainConfig
 from clipscale.errors import UserError
 from clipscale.hardware import hardware, hardware_of
-from clipscale.keys import keys
 from clipscale.plan.config import PlanConfig
 from clipscale.plan.memory import PHASES
 from clipscale.plan.planner import Plan
 from clipscale.plan.rehearsal import TOWERS, rehearsed
 from clipscale.probe import remembered
+from clipscale.settings import typed
 from clipscale.spelling import run_folder
 
 FIRST = 2
@@ -72,7 +71,7 @@ def settings_of(config: PlanConfig, folder: Path) -> PlanConfig:
         if not (folder / name).is_file():
             raise UserError(f"run={config.run}: there is no {folder / name}; give the folder of a run that has begun")
     values = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
-    trained = typed(TrainConfig, normalise(TrainConfig, values), keys("clipscale.config", "TrainConfig"))
+    trained = typed(TrainConfig, values)
     surroundings = json.loads((folder / "env.json").read_text(encoding="utf-8"))
     processes, gpus = surroundings["processes"], surroundings["gpus"]
     on_gpu = bool(gpus) and trained.device != "cpu"

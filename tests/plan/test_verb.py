@@ -9,10 +9,10 @@ import yaml
 
 from clipscale import compose
 from clipscale.cli import main
-from clipscale.config import normalise
-from clipscale.keys import conf_dir, keys
+from clipscale.keys import conf_dir
 from clipscale.plan.config import PlanConfig
 from clipscale.plan.planner import plan
+from clipscale.settings import typed
 from clipscale.usage import PLAN
 from tests.conftest import TINY, Command
 
@@ -20,7 +20,7 @@ from tests.conftest import TINY, Command
 def planned(*words: str) -> dict[str, Any]:
     values = compose.once("plan", PLAN, words)
     assert values is not None
-    return plan(compose.typed(PlanConfig, normalise(PlanConfig, values), keys(*PLAN)))
+    return plan(typed(PlanConfig, values))
 
 
 def test_train_and_plan_have_the_same_defaults() -> None:
