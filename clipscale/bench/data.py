@@ -5,7 +5,6 @@ up, with the spectrum of photographs (amplitude falling as 1/frequency), since t
 """
 
 import io
-import json
 import tarfile
 import tempfile
 import time
@@ -26,6 +25,7 @@ from rich.table import Table
 from clipscale.bench import data_device
 from clipscale.bench.data_draw import draw
 from clipscale.bench.machine import asked, machine
+from clipscale.bench.resume import write
 from clipscale.data.config import DECODE, DataConfig
 from clipscale.data.decode import TrainTransform
 from clipscale.data.order import AUGMENT, Draws
@@ -105,11 +105,13 @@ def main(settings: DataBenchSettings, console: Console | None = None) -> list[Ro
             for part, rows in parts(sizes, streamed, settings, device, record["skipped"]):
                 status.update(part)
                 record["rows"] += rows()
-                path.write_text(json.dumps(record, indent=1) + "\n")  # what is there, should the rest be cut off
+                write(path, record)  # what is there, should the rest be cut off
     finally:
         torch.set_num_threads(threads)
+    record["verdicts"] = verdicts(record)
+    write(path, record)
     console.print(table(record))
-    for line in verdicts(record):
+    for line in record["verdicts"]:
         console.print(line)
     draw(record, path.with_suffix(".png"))
     console.print(f"\n{path}\n{path.with_suffix('.png')}")

@@ -24,6 +24,7 @@ from clipscale.bench.methods import DTYPES, Case, Method, chosen
 from clipscale.bench.processes import Answer, run
 from clipscale.bench.resume import earlier, write
 from clipscale.bench.table import legend, table
+from clipscale.bench.verdicts import of_loss
 from clipscale.bench.worker import Job, unit_flops
 from clipscale.errors import UserError
 from clipscale.report.table import plain_console
@@ -120,9 +121,10 @@ def main(settings: LossBenchSettings, console: Console | None = None) -> list[Ro
         fresh += rows
         record["gemm"] += gemm
     record["rows"] = ordered([*kept, *fresh], cases, methods)
+    record["verdicts"] = of_loss(record["rows"])
     write(path, record)
     console.print(table(record))
-    for line in legend(record):
+    for line in [*legend(record), *record["verdicts"]]:
         console.print(line)
     picture = path.with_suffix(".png")
     draw(record, picture)

@@ -28,6 +28,7 @@ from clipscale.bench.step_draw import draw
 from clipscale.bench.step_table import legend, table
 from clipscale.bench.step_ways import Name
 from clipscale.bench.step_work import StepJob
+from clipscale.bench.verdicts import of_step
 from clipscale.errors import UserError
 from clipscale.keys import group_options
 from clipscale.report.table import plain_console
@@ -157,9 +158,10 @@ def main(settings: StepBenchSettings, console: Console | None = None) -> list[Ro
             if settings.seconds:
                 job = replace(job, seconds=max(1.0, settings.seconds - (time.monotonic() - start)))
             answers.append(run(job, environment(job, settings), tell))
+    record["verdicts"] = of_step(record["rows"], settings.model, found.job.device)
     write(path, record)
     console.print(table(record))
-    for line in legend(record):
+    for line in [*legend(record), *record["verdicts"]]:
         console.print(line)
     draw(record, path.with_suffix(".png"))
     console.print(f"\n{path}\n{path.with_suffix('.png')}")

@@ -5,6 +5,7 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from clipscale.bench.verdicts import growths
 from clipscale.spelling import format_count
 
 
@@ -54,19 +55,12 @@ def legend(record: dict[str, Any]) -> list[str]:
 def flatness(rows: list[dict[str, Any]]) -> list[str]:
     """Of every method measured on a device at several batches: what its passes take beyond the features, and the loss a pair."""
     lines = []
-    for method in dict.fromkeys(row["method"] for row in rows):
-        found = [row for row in rows if row["method"] == method and "mem_encode_bytes" in row.get("parts", {})]
-        if len({row["batch"] for row in found}) < 2:
-            continue
-        parts = [row["parts"] for row in found]
-        encode = [part["mem_encode_bytes"] - part["features_bytes"] for part in parts]
-        replay = [part["mem_replay_bytes"] for part in parts]
+    for method, least, most, passes in growths(rows):
         said = [
             f"{name} {min(sizes) / 2**20:,.0f} to {max(sizes) / 2**20:,.0f} MiB ({max(sizes) / min(sizes) - 1:.1%})"
-            for name, sizes in (("encode, less features,", encode), ("replay", replay))
+            for name, sizes in passes.items()
         ]
-        largest = max(found, key=lambda row: row["batch"])
-        a_pair = largest["parts"]["mem_loss_bytes"] / largest["batch"]
-        span = " to ".join(format_count(size) for size in (min(r["batch"] for r in found), largest["batch"]))
+        a_pair = most["parts"]["mem_loss_bytes"] / most["batch"]
+        span = " to ".join(format_count(row["batch"]) for row in (least, most))
         lines.append(f"{method} from {span} pairs: {', '.join(said)}; the loss {a_pair:,.0f} bytes a pair")
     return lines

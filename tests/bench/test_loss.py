@@ -81,7 +81,7 @@ def test_figures_are_positive_and_agree_with_each_other(small: tuple[Record, str
 
 
 def test_the_record_says_what_it_ran_on_and_how_it_measured(small: tuple[Record, str, Path]) -> None:
-    record, _, out = small
+    record, printed, out = small
     facts = record["machine"]
     assert facts["command"].startswith("clipscale bench loss n=128 d=32 methods=infcl,triton,open_clip,inf_cl")
     assert str(out) not in json.dumps(facts)
@@ -92,6 +92,11 @@ def test_the_record_says_what_it_ran_on_and_how_it_measured(small: tuple[Record,
     assert record["settings"]["scale"] == 100.0
     assert record["load_average_after"] is not None
     assert set(record["methods"]) == {"infcl", "triton", "open_clip", "inf_cl"}
+    assert [line[:46] for line in record["verdicts"]] == [
+        "not measured: at least 1.5 times as fast as Cl",
+        "not measured: at most a twentieth of ClipLoss'",
+    ]
+    assert record["verdicts"][0] in printed
 
 
 def test_the_picture_is_drawn(small: tuple[Record, str, Path]) -> None:
