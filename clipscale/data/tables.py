@@ -21,6 +21,7 @@ from urllib.parse import parse_qsl, quote, unquote, urlencode
 
 from clipscale.data.config import TableConfig
 from clipscale.data.decode import IMAGE_TYPES
+from clipscale.data.index import NO_FILE
 from clipscale.data.order import permutation
 from clipscale.data.sample import RawSample
 from clipscale.data.sources import SourceError, is_local, leaf_of, own_cache, scheme_of
@@ -302,6 +303,8 @@ def _buffered(stream: Any) -> Any:
 
 
 def _content(place: str, store: Store) -> bytes:
+    if scheme_of(place) in NO_FILE:
+        raise SourceError("refused_file", f"{place}: a table names files, not commands")
     stream = store.open(place).stream
     try:
         data: bytes = stream.read(LARGEST_MEMBER)

@@ -114,6 +114,15 @@ def test_rows_that_are_not_wanted_are_not_opened(tmp_path: Path) -> None:
     assert set(stream.broken) == {"missing_file"}
 
 
+def test_a_table_runs_no_command(tmp_path: Path) -> None:
+    """Whoever wrote the rows is not the one who may allow `pipe:`, not even where that is allowed."""
+    names = [f"pipe:touch {tmp_path}/ran", f"PIPE:touch {tmp_path}/ran", "table:/x.csv?image=a&caption=b#0-1@0"]
+    path = tmp_path / "pairs.csv"
+    path.write_text("filepath,title\n" + "".join(f"{name},a caption\n" for name in names))
+    found = samples(expand(str(path), allow_pipe=True))
+    assert [raw.damage for raw in found] == ["refused_file"] * 3 and not (tmp_path / "ran").exists()
+
+
 def test_pictures_may_lie_in_the_table_itself(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
