@@ -62,8 +62,8 @@ HOW = {
     "a warm-up of two chunks; medians, least and most",
     "ratio": "of seconds a sample to those of `plain` (`frozen-...`: `frozen-plain`, `compiled...`: `compiled-plain`) at the same batch, "
     "else at plain's largest: median over rounds of the quotient within the round",
-    "samples": "a few chunks of random pixels and captions, which a larger batch comes back to; cached methods copy them from pinned host "
-    "memory, plain ones and open_clip's have them on the device",
+    "samples": "a few chunks of random pixels and captions, which a larger batch comes back to; cached methods copy them from a training "
+    "batch's arena in host memory, pinned for CUDA, plain ones and open_clip's have them on the device",
     "largest": "the largest batch is doubled until a step runs out of memory, beside the weights of all methods; then the gap is halved "
     "to an eighth",
     "mfu": "samples a second times 3 forward passes of every trained tower (1 of a frozen one) over the vendor's dense bf16 rate",
@@ -134,6 +134,7 @@ def main(settings: StepBenchSettings, console: Console | None = None) -> list[Ro
         "how": HOW | {"memory_source": MEMORY_HOW[found.job.device]},
         "methods": {name: about(name) for name in names},
         "threads": None,
+        "pinned": None,
         "rows": [],
     }
     before = earlier(path, record) if settings.resume else {}
@@ -144,7 +145,7 @@ def main(settings: StepBenchSettings, console: Console | None = None) -> list[Ro
 
     def tell(answer: Row) -> None:
         """Everything known so far, into the record."""
-        record["threads"] = answer["threads"]
+        record.update({key: answer[key] for key in ("threads", "pinned")})
         fresh = rows_of(todo, [*answers, answer])
         rows = [*(row for row in kept if row["case"] not in todo.cases), *fresh]
         record["rows"] = sorted(rows, key=lambda row: (*found.cases, row["case"]).index(row["case"]))
@@ -309,7 +310,9 @@ def run(job: StepJob, variables: dict[str, str], tell: Callable[[Row], None] = l
             finally:
                 process.kill()
                 process.wait()
-        answer: Row = json.loads(path.read_text()) if path.exists() else {"methods": {}, "threads": None}
+        answer: Row = (
+            json.loads(path.read_text()) if path.exists() else {"methods": {}, "threads": None, "pinned": None}
+        )
         if not (folder / "done").exists():
             answer["methods"] |= silent(job, answer["methods"], process.returncode, (folder / "said").read_text())
         tell(answer)

@@ -46,6 +46,10 @@ def legend(record: dict[str, Any]) -> list[str]:
         if row.get("tried")
     ]
     lines += flatness(record["rows"])
+    if record["pinned"] is False:
+        lines.append(
+            "The samples' host memory could not be page-locked: copies to the device were slower than they are in training."
+        )
     lines.append(
         "To plain: seconds a sample, against what the method's kind has without the cache. Peak: growth during one step."
     )

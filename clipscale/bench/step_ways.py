@@ -11,10 +11,12 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 import yaml
 from torch import Tensor
 
+from clipscale.data.batch import Arena, HostBatch, Layout
 from clipscale.keys import conf_dir
 from clipscale.loss.api import contrastive_loss
 from clipscale.models.flops import Flops
@@ -91,7 +93,10 @@ class Ways:
         self.peer: torch.nn.Module | None = None
         self.weights: list[torch.nn.Module] = []
         self.flops: dict[bool, Flops] = {}
-        self.pool: tuple[Tensor, Tensor] | None = None
+        self.arena: Arena | None = None
+        self.pool: HostBatch | None = None
+        self.pinned: bool | None = None
+        """On CUDA: could the pool be page-locked, which copies that run beside computation need."""
 
     def way(self, text: str) -> Way:
         """The method of that name, built once."""
@@ -133,27 +138,37 @@ class Ways:
 
     # ---- inputs ----
 
-    def samples(self) -> tuple[Tensor, Tensor]:
-        """POOL chunks of random pixels and captions in host memory, pinned for a CUDA device."""
+    def samples(self) -> HostBatch:
+        """POOL chunks of random pixels and captions in a training batch's arena in host memory, pinned for a CUDA device."""
         if self.pool is None:
-            model, generator = self.model(), torch.Generator().manual_seed(0)
+            model, random = self.model(), np.random.default_rng(0)
             count, side, words = POOL * self.chunk, model.image_size, min(WORDS, model.context_length - 1)
-            pixels = torch.randint(0, 256, (count, 3, side, side), dtype=torch.uint8, generator=generator)
-            tokens = torch.zeros(count, model.context_length, dtype=torch.int32)
-            tokens[:, :words] = torch.randint(1, 49406, (count, words), generator=generator, dtype=torch.int32)
-            tokens[:, words] = 49407
-            pinned = (lambda x: x.pin_memory()) if self.device.type == "cuda" else (lambda x: x)
-            self.pool = pinned(pixels), pinned(tokens)
+            arena = Arena(Layout(1, count, (3, side, side), model.context_length))
+            (slot,) = arena.slots
+            for row in slot["rows"]:
+                row[:] = random.integers(0, 256, row.shape, np.uint8)
+            slot["tokens"][:, :words] = random.integers(1, 49406, (count, words))
+            slot["tokens"][:, words] = 49407
+            if self.device.type == "cuda":
+                arena.pin()
+                self.pinned = torch.from_numpy(slot["rows"]).is_pinned()
+            self.arena, self.pool = arena, HostBatch(slot, count, lambda _: None)
         return self.pool
 
     def rows(self, batch: int) -> tuple[DeviceRows, DeviceRows]:
         """Host rows, copied to the device chunk by chunk, as in training with offload=host."""
-        pixels, tokens = (DeviceRows(_Wrapped(x), batch, self.device, resident=False) for x in self.samples())
+        pool = self.samples()
+        pixels, tokens = (
+            DeviceRows(_Around(rows, len(pool)), batch, self.device, resident=False)
+            for rows in (pool.pixels, pool.tokens)
+        )
         return pixels, tokens
 
     def on_device(self, batch: int) -> tuple[Tensor, Tensor]:
         """The same rows, all on the device."""
-        pixels, tokens = (_Wrapped(x.to(self.device))(0, batch) for x in self.samples())
+        pool = self.samples()
+        distinct = [rows(0, len(pool)).to(self.device) for rows in (pool.pixels, pool.tokens)]
+        pixels, tokens = (_Around(lambda start, stop, x=x: x[start:stop], len(pool))(0, batch) for x in distinct)  # type: ignore[misc]
         return pixels, tokens
 
     def normalised(self, batch: int, whole: bool) -> list[tuple[Tensor, Tensor]]:
@@ -244,17 +259,18 @@ class Ways:
         return step
 
 
-class _Wrapped:
-    """Rows of a pool, from its start again where it ends."""
+class _Around:
+    """Rows of a pool of so many, from its start again where it ends."""
 
-    def __init__(self, pool: Tensor) -> None:
-        self.pool = pool
+    def __init__(self, rows: Callable[[int, int], Tensor], size: int) -> None:
+        self.rows, self.size = rows, size
 
     def __call__(self, start: int, stop: int) -> Tensor:
-        first, size = start % len(self.pool), len(self.pool)
-        if first + stop - start <= size:
-            return self.pool[first : first + stop - start]
-        return self.pool[torch.arange(start, stop, device=self.pool.device) % size]
+        first = start % self.size
+        if first + stop - start <= self.size:
+            return self.rows(first, first + stop - start)
+        pool = self.rows(0, self.size)
+        return pool[torch.arange(start, stop, device=pool.device) % self.size]
 
 
 class _Loader(list[Any]):

@@ -86,7 +86,7 @@ class StepWork:
                 self.attempt(case, self.time)
 
     def answer(self) -> dict[str, Any]:
-        return {"methods": self.found, "threads": torch.get_num_threads()}
+        return {"methods": self.found, "threads": torch.get_num_threads(), "pinned": self.ways.pinned}
 
     def record(self, name: str) -> dict[str, Any]:
         return self.found.setdefault(name, {"status": "ok", "seconds": [], "memory": {}})

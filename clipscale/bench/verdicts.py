@@ -129,12 +129,16 @@ def _beside_open_clip(rows: Sequence[Row]) -> list[Found]:
     for row in rows:
         name = Name.of(row["method"])
         peer = "open_clip-plain" if name.whole else "open_clip"
+        if name.variant == "frozen" or name.base.startswith("open_clip"):
+            continue
         theirs = [other for other in rows if other["method"] == peer and other["status"] == "ok"]
-        if theirs and name.variant != "frozen" and not name.base.startswith("open_clip"):
+        if row["status"] != "ok":
+            found.append((row["case"], row["status"]))
+        elif not theirs:
+            found.append((row["case"], f"({peer}: no figure)"))
+        else:
             other = max(theirs, key=lambda other: (other["batch"] == row["batch"], other["batch"]))
-            own = figure(row, lambda row: row["samples_per_s"])
-            speed = own if isinstance(own, str) else own / other["samples_per_s"]
-            found.append((f"{row['case']} to {other['case']}", speed))
+            found.append((f"{row['case']} to {other['case']}", row["samples_per_s"] / other["samples_per_s"]))
     return found
 
 

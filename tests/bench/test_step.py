@@ -21,7 +21,9 @@ from clipscale.bench.resume import earlier
 from clipscale.bench.step import METHODS, Plan, StepBenchSettings, chosen, jobs, main, plan, rows_of, run, unmeasured
 from clipscale.bench.step_draw import draw
 from clipscale.bench.step_table import flatness, legend, table
+from clipscale.bench.step_ways import Ways
 from clipscale.bench.step_work import StepJob, StepWork
+from clipscale.data.batch import Arena
 from clipscale.errors import UserError
 
 JOB = StepJob("tiny", chunk=4, precision="fp32", device="cpu")
@@ -138,6 +140,25 @@ def test_what_would_not_end_in_time_is_recorded_as_not_run(work: StepWork, monke
     assert list(work.expected) == ["cache@8"]
 
 
+def test_samples_wait_in_a_training_batchs_arena_which_is_pinned_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is copied to the device is a view of the arena's own block, as in training with offload=host."""
+    ways, pinned = Ways("tiny", 4, "fp32", "cpu"), []
+    monkeypatch.setattr(Arena, "pin", lambda arena: pinned.append(arena))
+    ways.model()
+    ways.device = torch.device("cuda")
+    ways.samples()
+    ways.device = torch.device("cpu")
+    arena = ways.arena
+    assert arena is not None and pinned == [arena] and ways.pinned is False, (
+        "pinned is what torch says, not what was asked"
+    )
+    (rows, tokens), (slot,) = ways.rows(1 << 20), arena.slots
+    row = rows.chunk(1 << 19, (1 << 19) + 4)
+    assert row.data_ptr() == slot["rows"].ctypes.data and row.shape == (4, *slot["rows"].shape[1:])
+    assert tokens.chunk(4, 8).data_ptr() == slot["tokens"][4:].ctypes.data
+    assert slot["rows"].min() == 0 and slot["rows"].max() == 255 and 127 < slot["rows"].mean() < 128
+
+
 @pytest.mark.slow
 def test_memory_itself_bounds_the_largest_batch() -> None:
     """In 600 MB beyond what torch takes, a process finds a batch that fits and one that does not."""
@@ -166,6 +187,7 @@ def by_hand() -> dict[str, Any]:
         "settings": shown,
         "machine": facts,
         "threads": 2,
+        "pinned": None,
         "rows": rows_of(found, answers),
         "methods": METHODS,
     }
