@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -18,17 +19,19 @@ import torch
 from rich.console import Console
 
 from clipscale.bench.draw import draw
+from clipscale.bench.figures import counts, spread
 from clipscale.bench.machine import asked, machine
 from clipscale.bench.memory import HOW as MEMORY_HOW
 from clipscale.bench.methods import DTYPES, Case, Method, chosen
 from clipscale.bench.processes import Answer, run
-from clipscale.bench.resume import earlier, write
+from clipscale.bench.resume import earlier, settled, write
+from clipscale.bench.sheet import publish
 from clipscale.bench.table import legend, table
 from clipscale.bench.verdicts import of_loss
 from clipscale.bench.worker import Job, unit_flops
 from clipscale.errors import UserError
 from clipscale.report.table import plain_console
-from clipscale.spelling import format_count, nearest, parse_count
+from clipscale.spelling import format_count, nearest
 
 Row = dict[str, Any]
 
@@ -79,7 +82,7 @@ class LossBenchSettings:
     reference: int = 4096
     """Largest batch whose error against the float64 oracle is measured; 0: none."""
     out: str = "runs/bench"
-    """Folder for loss-DEVICE.json and .png (loss-DEVICE-Pranks with several ranks); earlier ones are replaced."""
+    """Folder for loss-DEVICE.json, .md and .png (loss-DEVICE-Pranks with several ranks); earlier ones are replaced."""
 
 
 def main(settings: LossBenchSettings, console: Console | None = None) -> list[Row]:
@@ -107,8 +110,10 @@ def main(settings: LossBenchSettings, console: Console | None = None) -> list[Ro
     end = start + settings.seconds if settings.seconds else math.inf
     fresh: list[Row] = []
     for case in sorted(cases, key=unit_flops):
-        done = {row["method"] for row in kept if is_of(row, case)}
+        done = {row["method"] for row in kept if is_of(row, case) and settled(row)}
         todo = [method for method in methods if method.name not in done]
+        again = {method.name for method in todo}
+        kept = [row for row in kept if not (is_of(row, case) and row["method"] in again)]
         repeats, late = affordable(case, todo, [*kept, *fresh], end - time.monotonic(), settings.repeats)
         timely = [method for method in todo if method.name not in late]
         answers: list[list[Answer]] = []
@@ -123,12 +128,8 @@ def main(settings: LossBenchSettings, console: Console | None = None) -> list[Ro
     record["rows"] = ordered([*kept, *fresh], cases, methods)
     record["verdicts"] = of_loss(record["rows"])
     write(path, record)
-    console.print(table(record))
-    for line in [*legend(record), *record["verdicts"]]:
-        console.print(line)
-    picture = path.with_suffix(".png")
-    draw(record, picture)
-    console.print(f"\n{path}\n{picture}")
+    lines = [*legend(record), *record["verdicts"]]
+    publish(table(record), lines, path, partial(draw, record), console)
     return list(record["rows"])
 
 
@@ -194,7 +195,7 @@ def plan(settings: LossBenchSettings) -> tuple[list[Case], list[Method]]:
             raise UserError(f"dtype={dtype}: unknown{nearest(dtype, DTYPES)}; there are {', '.join(DTYPES)}")
     if "tf32" in dtypes and device == "cpu":
         raise UserError("dtype=tf32: only CUDA devices have it; use dtype=fp32")
-    sizes, widths = _counts("n", settings.n), _counts("d", settings.d)
+    sizes, widths = counts("n", settings.n), counts("d", settings.d)
     for n in sizes:
         if n % settings.ranks:
             raise UserError(f"n={n}: does not divide among {settings.ranks} ranks; choose a multiple")
@@ -206,16 +207,6 @@ def plan(settings: LossBenchSettings) -> tuple[list[Case], list[Method]]:
         Case(n, d, dtype, device, settings.ranks, settings.scale) for dtype in dtypes for d in widths for n in sizes
     ]
     return cases, methods
-
-
-def _counts(name: str, text: str) -> list[int]:
-    try:
-        counts = [parse_count(word) for word in text.split(",") if word.strip()]
-    except ValueError as error:
-        raise UserError(f"{name}={text}: {error}") from error
-    if 0 in counts:
-        raise UserError(f"{name}={text}: must be at least 1")
-    return counts
 
 
 # ---- measuring ----
@@ -316,7 +307,7 @@ def _joined(ranks: list[Row], case: Case) -> Row:
         }
         whole = [[f + b for f, b in zip(rank["forward_s"], rank["backward_s"])] for rank in ranks]
         passes["total_s"] = [max(times) for times in zip(*whole)]
-        joined |= {name: _spread(times) for name, times in passes.items()}
+        joined |= {name: spread(times) for name, times in passes.items()}
     if "extra_bytes" in ranks[0]:
         for name in ("growth_bytes", "extra_bytes", "sent_bytes", "error"):
             known = [rank[name] for rank in ranks if rank[name] is not None]
@@ -330,10 +321,6 @@ def _joined(ranks: list[Row], case: Case) -> Row:
     if "profile" in ranks[0]:
         joined["profile"] = ranks[0]["profile"]
     return joined
-
-
-def _spread(times: list[float]) -> dict[str, Any]:
-    return {"median": median(times), "min": min(times), "max": max(times), "all": times}
 
 
 def _load() -> float | None:

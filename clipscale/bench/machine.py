@@ -1,9 +1,11 @@
-"""What a benchmark ran on, for its record."""
+"""What a benchmark ran on, for its record. `python -m clipscale.bench.machine COMMAND` prints it, as the head of what COMMAND prints."""
 
+import json
 import platform
 import shlex
 import shutil
 import subprocess
+import sys
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -14,13 +16,18 @@ from clipscale.report.environment import environment
 
 
 def machine(verb: str, settings: Any) -> dict[str, Any]:
-    """The surroundings of this process, less names and paths of the host; the command as one would type it."""
-    found = environment()
-    del found["hostname"]
+    """`facts`, with the command as one would type it."""
     defaults = {field.name: field.default for field in fields(settings)}
     given = [f"{key}={value}" for key, value in asked(settings).items() if value != defaults[key]]
+    return facts(shlex.join(["clipscale", *verb.split(), *given]))
+
+
+def facts(command: str) -> dict[str, Any]:
+    """The surroundings of this process, less names and paths of the host."""
+    found = environment()
+    del found["hostname"]
     return found | {
-        "command": shlex.join(["clipscale", *verb.split(), *given]),
+        "command": command,
         "platform": f"{platform.system()} {platform.machine()}",
         "cpu": cpu_name(),
         "memory_bytes": psutil.virtual_memory().total,
@@ -48,3 +55,7 @@ def cpu_name() -> str:
     lines = source.read_text().splitlines() if source.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
+
+
+if __name__ == "__main__":
+    print(json.dumps(facts(" ".join(sys.argv[1:]))))

@@ -59,13 +59,24 @@ def bound_memory(size: int) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     limit = data + size
     resource.setrlimit(resource.RLIMIT_DATA, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
-    Path("/proc/self/oom_score_adj").write_text("1000")
+    name_first()
+
+
+def name_first() -> None:
+    """Where the system must end a process for want of memory, let it be this one, or one that it starts (proc(5))."""
+    if STATUS.exists():
+        Path("/proc/self/oom_score_adj").write_text("1000")
+
+
+def address_space() -> int:
+    """Bytes that this process has mapped. Linux alone."""
+    return _status("VmSize")
 
 
 def is_out_of_memory(error: Exception) -> bool:
     """Did an allocation fail, on either device. The last signs are the libraries' own: oneDNN's, and cuBLAS's and cuDNN's."""
     said = str(error)
-    signs = ["can't allocate memory", "not enough memory", "bad_alloc", "out of memory"]
+    signs = ["can't allocate memory", "Cannot allocate memory", "not enough memory", "bad_alloc", "out of memory"]
     signs += ["could not create a primitive", "STATUS_ALLOC_FAILED"]
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(sign in said for sign in signs)
 

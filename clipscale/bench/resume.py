@@ -9,27 +9,41 @@ Row = dict[str, Any]
 
 FREE = ("seconds", "resume", "profile", "methods", "repeats", "memory", "n", "d", "dtype", "batch")
 """Settings that may differ from run to run of one record: each row says for itself what it measured."""
+SETTLED = ("ok", "out of memory", "not supported")
+"""What a row may say that is not to be tried again."""
 
 
 def write(path: Path, record: dict[str, Any]) -> None:
-    """Put the record at `path`, whole or not at all."""
+    """Put the record at `path`, whole or not at all; rows that lack it are given the command that measured them."""
+    for row in [*record["rows"], *record.get("gemm", [])]:
+        row.setdefault("command", record["machine"]["command"])
     part = path.with_suffix(".part")
     part.write_text(json.dumps(record | {"written": time.strftime("%Y-%m-%dT%H:%M:%S%z")}, indent=1) + "\n")
     part.rename(path)
 
 
 def earlier(path: Path, record: dict[str, Any]) -> dict[str, Any]:
-    """The record at `path` with its rows that have figures; nothing where settings, machine, versions or commit are not `record`'s."""
+    """The record at `path`, to go on with; nothing where settings, machine, versions or code are not `record`'s.
+
+    Such a record is kept beside it: loss-cuda.json as loss-cuda-WHEN.json, by the time it was written.
+    """
     if not path.exists():
         return {}
     found: dict[str, Any] = json.loads(path.read_text())
     if _marks(found) != _marks(record):
+        when = "".join(c for c in found.get("written", "before")[:19] if c.isalnum())
+        names = (f"{path.stem}-{when}{again}{path.suffix}" for again in ("", *(f"-{n}" for n in range(2, 100))))
+        path.rename(next(there for name in names if not (there := path.with_name(name)).exists()))
         return {}
-    return found | {"rows": [row for row in found["rows"] if row["status"] == "ok"]}
+    return found
+
+
+def settled(row: Row) -> bool:
+    """Is there nothing to be gained from measuring it again."""
+    return row["status"] in SETTLED
 
 
 def _marks(record: dict[str, Any]) -> dict[str, Any]:
     facts = record["machine"]
-    marks = {key: facts[key] for key in ("cpu", "gpus", "versions")}
-    marks["commit"] = (facts["commit"] or "").rstrip("+")  # what is being written may itself be under version control
+    marks = {key: facts.get(key) for key in ("cpu", "gpus", "driver", "versions", "code")}
     return marks | {key: value for key, value in record["settings"].items() if key not in FREE}

@@ -11,19 +11,21 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import psutil
 import torch
 from rich.console import Console
 
+from clipscale.bench.figures import counts, spread
 from clipscale.bench.machine import asked, machine
 from clipscale.bench.memory import HOW as MEMORY_HOW
 from clipscale.bench.processes import PLAIN_MALLOC, TORCHRUN
-from clipscale.bench.resume import earlier, write
+from clipscale.bench.resume import earlier, settled, write
+from clipscale.bench.sheet import publish
 from clipscale.bench.step_draw import draw
 from clipscale.bench.step_table import legend, table
 from clipscale.bench.step_ways import Name
@@ -32,7 +34,7 @@ from clipscale.bench.verdicts import of_step
 from clipscale.errors import UserError
 from clipscale.keys import group_options
 from clipscale.report.table import plain_console
-from clipscale.spelling import nearest, parse_count
+from clipscale.spelling import nearest
 
 Row = dict[str, Any]
 
@@ -104,7 +106,7 @@ class StepBenchSettings:
     malloc: str = "keep"
     """On a CPU: `keep` freed memory in the process while time is measured (faster plain steps), or leave it to the `system`."""
     out: str = "runs/bench"
-    """Folder for step-DEVICE.json and .png; earlier ones are replaced."""
+    """Folder for step-DEVICE.json, .md and .png; earlier ones are replaced."""
 
 
 @dataclass(frozen=True)
@@ -161,11 +163,8 @@ def main(settings: StepBenchSettings, console: Console | None = None) -> list[Ro
             answers.append(run(job, environment(job, settings), tell))
     record["verdicts"] = of_step(record["rows"], settings.model, found.job.device)
     write(path, record)
-    console.print(table(record))
-    for line in [*legend(record), *record["verdicts"]]:
-        console.print(line)
-    draw(record, path.with_suffix(".png"))
-    console.print(f"\n{path}\n{path.with_suffix('.png')}")
+    lines = [*legend(record), *record["verdicts"]]
+    publish(table(record), lines, path, partial(draw, record), console)
     return list(record["rows"])
 
 
@@ -190,25 +189,20 @@ def plan(settings: StepBenchSettings) -> Plan:
         raise UserError(f"repeats={settings.repeats}: must be at least 1")
     if settings.seconds < 0:
         raise UserError(f"seconds={settings.seconds:g}: must not be negative; 0 means no bound")
-    (batch,), (chunk,) = (counts(name, getattr(settings, name), only=True) for name in ("batch", "chunk"))
+    batch, chunk = (count(name, getattr(settings, name)) for name in ("batch", "chunk"))
     if chunk > batch:
         raise UserError(f"chunk={chunk}: a batch={batch} has no chunk that large; choose 1 to {batch}")
     cases = chosen(settings.methods, batch, chunk)
     job = StepJob(settings.model, chunk, settings.precision, "cuda" if cuda else "cpu", repeats=settings.repeats)
-    return Plan(job, cases, counts("memory", settings.memory))
+    return Plan(job, cases, sorted(set(counts("memory", settings.memory))))
 
 
-def counts(name: str, text: str, *, only: bool = False) -> list[int]:
-    """`1k,2k` as integers; `only`: exactly one."""
-    try:
-        found = [parse_count(word) for word in text.split(",") if word.strip()]
-    except ValueError as error:
-        raise UserError(f"{name}={text}: {error}") from error
-    if 0 in found:
-        raise UserError(f"{name}={text}: must be at least 1")
-    if only and len(found) != 1:
+def count(name: str, text: str) -> int:
+    """Exactly one."""
+    found = counts(name, text)
+    if len(found) != 1:
         raise UserError(f"{name}={text}: give one count")
-    return sorted(set(found))
+    return found[0]
 
 
 def chosen(text: str, batch: int, chunk: int) -> list[str]:
@@ -230,14 +224,14 @@ def chosen(text: str, batch: int, chunk: int) -> list[str]:
             ) from None
         if size == "max" and not name.whole:
             raise UserError(f"methods={word}: only what holds a whole batch's graph has a largest batch; name a batch")
-        count = size if size == "max" else counts("methods", size, only=True)[0] if size else batch
+        pairs = size if size == "max" else count("methods", size) if size else batch
         if name.base.startswith("open_clip") and not installed:
             raise UserError(f"methods={method}: its training loop is not installed; pip install open_clip_torch")
-        if name.base == "open_clip" and isinstance(count, int) and count % chunk:
+        if name.base == "open_clip" and isinstance(pairs, int) and pairs % chunk:
             raise UserError(
-                f"methods={word}: its accumulation wants equal chunks; make batch={count} a multiple of {chunk}"
+                f"methods={word}: its accumulation wants equal chunks; make batch={pairs} a multiple of {chunk}"
             )
-        cases.append(f"{method}@{count}")
+        cases.append(f"{method}@{pairs}")
     plains = {method_of(case): case for case in cases}
     added = [name.baseline for name in map(Name.of, plains) if name.baseline not in plains]
     return list(dict.fromkeys([*(f"{name}@{batch}" for name in dict.fromkeys(added)), *cases]))
@@ -262,7 +256,7 @@ def about(name: str) -> str:
 
 def unmeasured(cases: list[str], kept: Sequence[Row]) -> list[str]:
     """The cases that an earlier run did not measure, with what they are compared with."""
-    done = {row["case"] for row in kept}
+    done = {row["case"] for row in kept if settled(row)}
     rest = [case for case in cases if case not in done]
     wanted = {baseline(method_of(case)) for case in rest}
     return [case for case in cases if case in rest or method_of(case) in wanted]
@@ -347,7 +341,7 @@ def rows_of(found: Plan, answers: Sequence[Row]) -> list[Row]:
         row["peak_bytes"] = row["memory"].get(batch)
         seconds = timed["seconds"]
         if seconds:
-            row["step_s"] = {"median": median(seconds), "min": min(seconds), "max": max(seconds), "all": seconds}
+            row["step_s"] = spread(seconds)
             row["samples_per_s"] = batch / row["step_s"]["median"]
             if row.get("mfu") is not None:
                 row["mfu"] *= seconds[-1] / row["step_s"]["median"]
@@ -366,9 +360,8 @@ def against(name: str, batch: int, times: Row) -> tuple[list[float], int] | None
     return None if found is None else (found["seconds"], found["batch"])
 
 
-def ratio(seconds: list[float], batch: int, plain: tuple[list[float], int] | None) -> dict[str, float] | None:
+def ratio(seconds: list[float], batch: int, plain: tuple[list[float], int] | None) -> dict[str, Any] | None:
     """Of seconds a sample to those of `plain`, within each round."""
     if plain is None:
         return None
-    ratios = [own / batch / (other / plain[1]) for own, other in zip(seconds, plain[0])]
-    return {"median": median(ratios), "min": min(ratios), "max": max(ratios)}
+    return spread([own / batch / (other / plain[1]) for own, other in zip(seconds, plain[0])])

@@ -1,5 +1,6 @@
 """What a run ran on: versions, machine, command, and the commit of the code."""
 
+import hashlib
 import os
 import platform
 import subprocess
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 
 import clipscale
+from clipscale.keys import conf_dir
 
 PACKAGES = (
     "torch",
@@ -37,6 +39,7 @@ def environment(world: int = 1) -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": {"clipscale": clipscale.__version__} | {name: _version(name) for name in PACKAGES},
         "commit": _commit(),
+        "code": {"clipscale": tree_id(Path(clipscale.__file__).parent), "conf": tree_id(conf_dir())},
         "processes": world,
         "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
@@ -66,6 +69,26 @@ def _commit() -> str | None:
         return head + ("+" if _git(here, "status", "--porcelain", "--untracked-files=no") else "")
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+def tree_id(folder: Path) -> str:
+    """What git calls this tree: `git rev-parse COMMIT:clipscale` says the same of the commit that it is from, where there is no .git here.
+
+    Bytecode is passed over, and the settings that an installed package holds, which have an id of their own.
+    """
+    entries = {}
+    for path in folder.iterdir():
+        if path.is_dir() and path.name not in ("__pycache__", "conf"):
+            entries[path.name + "/"] = f"40000 {path.name}\0".encode() + bytes.fromhex(tree_id(path))
+        elif path.is_file() and path.suffix != ".pyc":
+            mode = "100755" if path.stat().st_mode & 0o100 else "100644"
+            blob = _object("blob", path.read_bytes())
+            entries[path.name] = f"{mode} {path.name}\0".encode() + bytes.fromhex(blob)
+    return _object("tree", b"".join(entries[name] for name in sorted(entries, key=str.encode)))
+
+
+def _object(kind: str, content: bytes) -> str:
+    return hashlib.sha1(f"{kind} {len(content)}\0".encode() + content, usedforsecurity=False).hexdigest()
 
 
 def _git(folder: Path, *arguments: str) -> str:

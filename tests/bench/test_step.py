@@ -17,8 +17,7 @@ from torch import Tensor
 
 from clipscale import cli
 from clipscale.bench.processes import PLAIN_MALLOC
-from clipscale.bench.resume import earlier
-from clipscale.bench.step import METHODS, Plan, StepBenchSettings, chosen, jobs, main, plan, rows_of, run, unmeasured
+from clipscale.bench.step import METHODS, Plan, StepBenchSettings, chosen, jobs, main, plan, rows_of, run
 from clipscale.bench.step_draw import draw
 from clipscale.bench.step_table import flatness, legend, table
 from clipscale.bench.step_ways import Ways
@@ -234,25 +233,6 @@ def test_of_several_batches_a_method_is_compared_with_plain_at_the_same_or_the_l
     assert rows["plain@max"]["batch"] == 16 and rows["cache@64"]["samples_per_s"] == 8
     unfinished = rows_of(found, [{"methods": {}}])
     assert [row["status"] for row in unfinished] == ["not run"] * 4, "nothing asked for goes missing"
-
-
-def test_an_interrupted_run_is_taken_up(tmp_path: Path) -> None:
-    facts = {"cpu": "a processor", "gpus": [], "versions": {"torch": "2"}, "commit": None}
-    settings = {"model": "tiny", "chunk": "4", "seconds": 0.0}
-    rows = [
-        {"case": "plain@8", "status": "ok"},
-        {"case": "cache@8", "status": "ok"},
-        {"case": "x", "status": "not run"},
-    ]
-    path = tmp_path / "x.json"
-    path.write_text(json.dumps({"machine": facts, "settings": settings, "rows": rows}))
-    again = {"machine": facts | {"time": "later"}, "settings": settings | {"seconds": 60.0}}
-    kept = earlier(path, again)["rows"]
-    assert kept == rows[:2]
-    assert unmeasured(["plain@8", "cache@8"], kept) == []
-    assert unmeasured(["plain@8", "cache@8", "cache@16"], kept) == ["plain@8", "cache@16"], "with its baseline"
-    for other in ({"settings": settings | {"chunk": "8"}}, {"machine": facts | {"commit": "b"}}):
-        assert earlier(path, again | other) == {}, "other settings, or another commit"
 
 
 def test_memory_is_measured_in_processes_apart_and_time_in_one() -> None:

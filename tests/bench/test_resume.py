@@ -1,0 +1,50 @@
+"""Records that are taken up again, and those that belong to something else."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clipscale.bench.resume import earlier, settled, write
+from clipscale.bench.step import unmeasured
+
+FACTS = {"cpu": "a processor", "gpus": [], "versions": {"torch": "2"}, "driver": None, "code": {"clipscale": "a"}}
+ROWS = [
+    {"case": "plain@8", "status": "ok"},
+    {"case": "cache@8", "status": "out of memory"},
+    {"case": "x", "status": "not run"},
+]
+
+
+def record(**changes: Any) -> dict[str, Any]:
+    facts = FACTS | {"commit": "1", "command": "clipscale bench step"}
+    return {"machine": facts, "settings": {"model": "tiny", "chunk": "4", "seconds": 0.0}, "rows": []} | changes
+
+
+def test_an_interrupted_run_is_taken_up_with_all_its_rows(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    assert earlier(path, record()) == {}
+    write(path, record(rows=[dict(row) for row in ROWS]))
+    facts = FACTS | {"time": "later", "commit": "2", "command": "clipscale bench step seconds=60"}
+    again = record(machine=facts, settings=record()["settings"] | {"seconds": 60.0})
+    kept = earlier(path, again)["rows"]
+    assert [{"case": row["case"], "status": row["status"]} for row in kept] == ROWS
+    assert [settled(row) for row in kept] == [True, True, False], "what had no time is tried again"
+    assert unmeasured(["plain@8", "cache@8"], kept) == []
+    assert unmeasured(["plain@8", "cache@8", "cache@16"], kept) == ["plain@8", "cache@16"], "with its baseline"
+    write(path, again | {"rows": [*kept, {"case": "cache@16", "status": "ok"}]})
+    commands = [row["command"] for row in json.loads(path.read_text())["rows"]]
+    assert commands == ["clipscale bench step"] * 3 + ["clipscale bench step seconds=60"], "each row its own"
+
+
+@pytest.mark.parametrize("other", [{"settings": {"chunk": "8"}}, {"machine": FACTS | {"code": {"clipscale": "b"}}}])
+def test_a_record_of_something_else_is_moved_aside(tmp_path: Path, other: dict[str, Any]) -> None:
+    path = tmp_path / "x.json"
+    for number in range(3):
+        write(path, record(rows=[{"case": str(number), "status": "ok"}]))
+        assert earlier(path, record(**other)) == {}
+        assert not path.exists()
+    kept = sorted(tmp_path.iterdir())
+    assert sorted(json.loads(file.read_text())["rows"][0]["case"] for file in kept) == ["0", "1", "2"]
+    assert all(file.name.startswith("x-20") and file.suffix == ".json" for file in kept), kept
