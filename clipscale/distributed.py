@@ -38,7 +38,6 @@ class World:
 
     rank: int
     size: int
-    local_rank: int
     device: torch.device
 
     @property
@@ -259,7 +258,7 @@ def start(device: str, threads: int | None = None) -> World:
     if size > 1 and not dist.is_initialized():
         backend = "nccl" if chosen.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(minutes=30))
-    return World(rank, size, local_rank, chosen)
+    return World(rank, size, chosen)
 
 
 def stop() -> None:

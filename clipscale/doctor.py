@@ -135,7 +135,7 @@ def devices(settings: DoctorSettings) -> Iterator[Finding]:
 
 def loss(settings: DoctorSettings) -> Iterator[Finding]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    yield judged("loss", f"the gradient on {device.type}", loss_error(World(0, 1, 0, device)))
+    yield judged("loss", f"the gradient on {device.type}", loss_error(World(0, 1, device)))
 
 
 def processes(settings: DoctorSettings) -> Iterator[Finding]:

@@ -95,7 +95,7 @@ def stored_rows(data: DataConfig, config: ModelConfig, model: ClipModel) -> Stor
     if member != note["member"]:
         raise UserError(f"data.image_features={member}: the shards hold them as {note['member']!r}")
     for what, theirs, ours in (
-        ("width", note["width"], width_of(model)),
+        ("width", note["width"], model.width),
         ("image size", note["image_size"], data.image_size or model.image_size),
         ("pixel mean and deviation", [note["mean"], note["std"]], [list(config.mean), list(config.std)]),
         ("weights", note["weights"], weights_hash(model)),
@@ -106,13 +106,6 @@ def stored_rows(data: DataConfig, config: ModelConfig, model: ClipModel) -> Stor
                 "same model and weights (model.pretrained_image=PATH), or compute them anew with `clipscale data features`"
             )
     return StoredRows(member, note["width"], note["dtype"])
-
-
-def width_of(model: ClipModel) -> int:
-    """The width of the model's features."""
-    with torch.no_grad():
-        pixels = torch.zeros(1, 3, model.image_size, model.image_size, dtype=torch.uint8)
-        return int(model.image(pixels.to(model.image.mean.device)).shape[1])
 
 
 def weights_hash(model: ClipModel) -> str:
@@ -168,7 +161,7 @@ def _write(config: FeaturesConfig, urls: Sequence[str], world: World) -> Path:
     kind = {
         "model": config.model.name,
         "weights": weights_hash(model),
-        "width": width_of(model),
+        "width": model.width,
         "dtype": config.dtype,
         "member": stored.MEMBER,
         "image_size": config.data.image_size or model.image_size,

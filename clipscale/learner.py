@@ -152,12 +152,12 @@ class Learner:
             ]
             return torch.stack(parts).sum()
 
-    def gradient_norm(self) -> float:
-        """Sum over ranks what no wrapper has summed, undo the scaler's factor, and take the global norm."""
+    def gradient_norm(self) -> Tensor:
+        """Sum over ranks what no wrapper has summed, undo the scaler's factor, and take the global norm, 0-d."""
         self.world.sum_gradients(self.unwrapped)
         if self.precision.scaler:
             self.precision.scaler.unscale_(self.optimizer)
-        return distributed.gradient_norm(self.all_trained()).item()
+        return distributed.gradient_norm(self.all_trained())
 
     def all_trained(self) -> list[nn.Parameter]:
         return [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
@@ -167,12 +167,11 @@ class Learner:
         norms = [distributed.gradient_norm(self.trained(name)) for name in self.towers]
         return self.noise.estimate(self.world, batch, scaled, norms)
 
-    def update(self) -> None:
-        """Clip, step (which the scaler leaves out after an overflow, on every rank alike), clamp the logit scale."""
+    def update(self, norm: Tensor) -> None:
+        """Clip by the gradients' `norm`, step (after an overflow the scaler leaves it out, on all ranks alike), clamp the logit scale."""
         config, scaler = self.config.optim, self.precision.scaler
         if config.clip_norm:
-            parameters = self.all_trained()
-            torch.nn.utils.clip_grads_with_norm_(parameters, config.clip_norm, distributed.gradient_norm(parameters))
+            torch.nn.utils.clip_grads_with_norm_(self.all_trained(), config.clip_norm, norm)
         if scaler:
             scaler.step(self.optimizer)
             scaler.update()

@@ -11,13 +11,15 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from clipscale.errors import UserError
+from clipscale.randomness import RandomState
 from clipscale.report.phases import Phases
 from clipscale.spelling import parse_count
-from clipscale.step import CacheConfig, GraphMemory, RandomState
+from clipscale.step import CacheConfig, GraphMemory
 
 CPU_CHUNK = 256
 """Samples per chunk on a CPU, where larger ones are neither faster nor refused."""
-SMALLEST = 16
+SMALLEST, LARGEST = 16, 2**15
+"""Samples per chunk that a trial on a GPU starts and ends with; beyond the largest, attention kernels run out of grid."""
 CHUNKS = "chunks.json"
 GOOD_ENOUGH = 0.95
 """The smallest chunk with this share of the best speed is taken: what it leaves free can keep graphs."""
@@ -73,15 +75,15 @@ def find_chunk(tower: nn.Module, sample: Callable[[int], Tensor], local_batch: i
         return min(CPU_CHUNK, local_batch)
     rates: dict[int, float] = {}
     size = min(SMALLEST, local_batch)
-    with RandomState.preserved():
+    with RandomState.now().preserved():
         while True:
             try:
                 rates[size] = speed(tower, sample(size))
             except torch.OutOfMemoryError:
                 break
-            if size == local_batch or rates[size] < GOOD_ENOUGH * max(rates.values()):
+            if size in (local_batch, LARGEST) or rates[size] < GOOD_ENOUGH * max(rates.values()):
                 break
-            size = min(2 * size, local_batch)
+            size = min(2 * size, local_batch, LARGEST)
     torch.cuda.empty_cache()
     if not rates:
         raise UserError(f"cache.chunk=auto: not even {size} samples fit the device; set model.grad_checkpointing=true")

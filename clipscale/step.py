@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves, tree_map
 
+from clipscale.randomness import RandomState
+
 
 @dataclass
 class CacheConfig:
@@ -180,7 +182,7 @@ class _Tower:
     representations: Tensor = field(default_factory=lambda: torch.empty(0))
     inputs: Any = None
     spans: list[tuple[int, int]] = field(default_factory=list)
-    random_states: list["RandomState"] = field(default_factory=list)
+    random_states: list[RandomState] = field(default_factory=list)
     kept: list[Tensor] = field(default_factory=list)
 
     @property
@@ -223,7 +225,9 @@ class _Tower:
         try:
             with graph_bytes() as size:
                 out = self.run(start, stop)
-        except torch.OutOfMemoryError:  # memory in fragments: this chunk and later steps make do with what fitted
+        except torch.OutOfMemoryError:
+            out = None  # the second try comes after this block: as long as the error lives, so does the graph it broke off
+        if out is None:  # memory in fragments: this chunk and later steps make do with what fitted
             self.memory.limit = self.memory.used
             self.random_states[-1].restore()
             return self.run_without_graph(start, stop)
@@ -259,7 +263,7 @@ class _Tower:
                 torch.autograd.backward(self.kept, kept_rows)
             self.kept = []
             yield sum(len(rows) for rows in kept_rows)
-        with unchanged_buffers(self.encoder), RandomState.preserved():
+        with unchanged_buffers(self.encoder), RandomState.now().preserved():
             for i, (start, stop) in enumerate(again):
                 self.random_states[len(self.spans) - len(again) + i].restore()
                 with gradient_sync(self.encoder, self.last and stop == self.spans[-1][1]):
@@ -303,33 +307,6 @@ class _Rows:
 
     def chunk(self, start: int, stop: int) -> Any:
         return tree_map(lambda leaf: leaf[start:stop] if isinstance(leaf, Tensor) else leaf, self.tree)
-
-
-@dataclass
-class RandomState:
-    """The default generators of the CPU and of the current GPU: what dropout, and torch.compile's own seeds, draw from."""
-
-    cpu: Tensor
-    cuda: Tensor | None
-
-    @staticmethod
-    def now() -> "RandomState":
-        cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
-        return RandomState(torch.get_rng_state(), cuda)
-
-    def restore(self) -> None:
-        torch.set_rng_state(self.cpu)
-        if self.cuda is not None:
-            torch.cuda.set_rng_state(self.cuda)
-
-    @staticmethod
-    @contextmanager
-    def preserved() -> Iterator[None]:
-        state = RandomState.now()
-        try:
-            yield
-        finally:
-            state.restore()
 
 
 @contextmanager

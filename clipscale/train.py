@@ -27,6 +27,7 @@ from clipscale.learner import Learner
 from clipscale.models.flops import Flops
 from clipscale.optim import LR_SCALING, Schedule, peak_lr
 from clipscale.probe import CHUNKS, Retention
+from clipscale.randomness import RandomState
 from clipscale.report.metrics import MetricLog
 from clipscale.report.phases import Phases
 from clipscale.report.plots import write_report
@@ -166,7 +167,7 @@ class Run:
             raise UserError(
                 f"resume: the checkpoint was trained with batch={state['batch']}, this run asks for {self.config.batch}"
             )
-        seen = state.get("samples", state["step"] * state["batch"])
+        seen = state["samples"]
         if seen != self.sizes.before(state["step"]):
             raise UserError(
                 f"resume: the checkpoint has seen {seen} samples in {state['step']} steps, which these ramp.start, ramp.samples and "
@@ -179,9 +180,7 @@ class Run:
         self.last_loss = state["loss"]
         if len(state["random"]) == self.world.size:
             own = state["random"][self.world.rank]
-            torch.set_rng_state(own["cpu"])
-            if own["cuda"] is not None and self.world.device.type == "cuda":
-                torch.cuda.set_rng_state(own["cuda"])
+            RandomState(own["cpu"], own["cuda"] if self.world.device.type == "cuda" else None).restore()
         else:  # another number of ranks: the old states belong to nobody; a fresh one, different at every resume
             torch.manual_seed(self.config.seed + 1 + self.world.rank + self.step * self.world.size)
 
@@ -251,7 +250,8 @@ class Run:
             learner.cache.replay()
         with phases("optim"):
             scaled = learner.precision.scaler.get_scale() if learner.precision.scaler else 1.0
-            grad_norm = learner.gradient_norm()
+            norm = learner.gradient_norm()
+            grad_norm = norm.item()
             noise = learner.noise_scale(size, scaled) if measured else {}
             finite = value.isfinite().item() and math.isfinite(grad_norm)
             scaler = learner.precision.scaler
@@ -260,11 +260,9 @@ class Run:
             if diverged and self.config.optim.on_divergence == "stop":
                 self.stop_diverged(value.item(), grad_norm, batch.ids())
             elif finite or scaler:
-                learner.update()
+                learner.update(norm)
         self.retention.after_step(phases)
         self.last_loss = value.item()
-        wait = self.stream.take_wait()
-        rate = size / phases.total
         return {
             "step": self.step + 1,
             "samples": seen,
@@ -274,6 +272,15 @@ class Run:
             "lr": lr,
             "grad_norm": grad_norm if finite else None,
             "skipped": not finite,
+            **self.figures(size, phases),
+            **noise,
+        }
+
+    def figures(self, size: int, phases: Phases) -> dict[str, Any]:
+        """What `metrics.jsonl` holds of a step of `size` samples besides the training itself: speed, memory, data."""
+        wait = self.stream.take_wait()
+        rate = size / phases.total
+        return {
             "samples_per_s": rate,
             "samples_per_s_per_gpu": rate / self.world.size,
             "data_wait_frac": wait / phases.total,
@@ -288,7 +295,6 @@ class Run:
             "faults_by": dict(self.stream.seen),
             "truncated": self.stream.truncated,
             "mfu": self.flops.utilisation(rate / self.world.size),
-            **noise,
         }
 
     def stop_diverged(self, loss: float, grad_norm: float, ids: Tensor) -> None:
@@ -336,8 +342,8 @@ class Run:
         return due
 
     def save(self) -> None:
-        cuda = torch.cuda.get_rng_state() if self.world.device.type == "cuda" else None
-        random = self.world.gather({"cpu": torch.get_rng_state(), "cuda": cuda})
+        now = RandomState.now(self.world.device)
+        random = self.world.gather({"cpu": now.cpu, "cuda": now.cuda})
         positions = self.world.gather(self.stream.position())
         model, optimizer = self.learner.weights(), distributed.whole(self.learner.optimizer.state_dict())
         failure = None

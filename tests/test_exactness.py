@@ -151,7 +151,7 @@ def one_graph(case: Case) -> tuple[dict[str, Tensor], float]:
 
 def cut_up(case: Case, rank: int) -> tuple[dict[str, Tensor], float, float]:
     """The same step by the cache, on this rank."""
-    model, world = model_of(case), World(rank, case.ranks, rank, torch.device("cpu"))
+    model, world = model_of(case), World(rank, case.ranks, torch.device("cpu"))
     towers = [world.wrap(tower, case.parallel) if world.size > 1 else tower for tower in (model.image, model.text)]
 
     def loss(u: Tensor, v: Tensor) -> Tensor:

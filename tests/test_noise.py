@@ -17,7 +17,7 @@ from clipscale.step import CacheConfig, GradCache
 from clipscale.train import train
 from tests.test_train import settings
 
-ALONE = World(0, 1, 0, torch.device("cpu"))
+ALONE = World(0, 1, torch.device("cpu"))
 WIDTH, MEAN, SPREAD = 20, 0.5, 2.0
 TRACE, SIGNAL = WIDTH * SPREAD**2, WIDTH * MEAN**2  # of the samples' gradients, which here are the samples
 
@@ -93,7 +93,7 @@ def test_ranks_add_up_on_their_device_where_a_tower_is_frozen(monkeypatch: pytes
     noise.scatter, noise.groups = [0.0, 1.0], [0, 2]
     norms = [gradient_norm(noise.towers[0]), torch.zeros((), device="meta")]
     with pytest.raises(StopIteration):
-        noise.estimate(World(0, 2, 0, torch.device("meta")), 8, 1.0, norms)
+        noise.estimate(World(0, 2, torch.device("meta")), 8, 1.0, norms)
     assert devices == ["meta"]
 
 

@@ -123,7 +123,7 @@ def test_a_run_with_master_weights_resumes_bit_for_bit_and_keeps_the_masters(sha
 
 
 def _run(rank: int, world: int, config: TrainConfig) -> tuple[dict[str, torch.Tensor], list[float]]:
-    run = Run(config, World(rank, world, rank, CPU))
+    run = Run(config, World(rank, world, CPU))
     norms = [run.optimizer_step()["grad_norm"]]
     weights = {name: p.detach().clone() for name, p in run.learner.model.named_parameters()}
     run.stream.close()

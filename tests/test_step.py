@@ -3,6 +3,7 @@
 import copy
 import math
 import re
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import clipscale
 from clipscale.distributed import World, gradient_norm
-from clipscale.step import GradCache, RandomState, graph_bytes
+from clipscale.randomness import RandomState
+from clipscale.step import GradCache, graph_bytes
 from tests.ranks import run_ranks
 
 
@@ -225,6 +227,30 @@ def test_as_many_graphs_are_kept_as_fit(graphs: float, calls_wanted: int) -> Non
     assert len(calls) == calls_wanted, f"{len(calls)} forward passes of three chunks with room for {graphs} graphs"
 
 
+def test_a_graph_that_does_not_fit_the_device_is_gone_before_its_chunk_is_tried_again() -> None:
+    """The gradient is the same, with dropout's random numbers, and no more graphs are tried for."""
+    wanted, found = models(0.4), models(0.4)
+    torch.manual_seed(5)
+    one_graph([wanted["image"], wanted["text"]], wanted["head"], batch(12), [4, 4])
+    broken_off: list[weakref.ref[Tensor]] = []
+
+    def runs_out(module: nn.Module, args: tuple[Tensor], out: Tensor) -> None:
+        assert all(activation() is None for activation in broken_off), "the graph that did not fit is still held"
+        if torch.is_grad_enabled() and not broken_off:
+            broken_off.append(weakref.ref(out))
+            raise torch.OutOfMemoryError("no more")
+
+    handle = found["image"].net[2].register_forward_hook(runs_out)
+    torch.manual_seed(5)
+    cache = GradCache([found["image"], found["text"]], found["head"], chunks=4, keep_bytes=math.inf)
+    features = cache.encode(*batch(12))
+    handle.remove()
+    assert len(broken_off) == 1 and cache.memory.limit == 0
+    cache.backward(found["head"](*features))
+    cache.replay()
+    assert_same(gradients(found), gradients(wanted), 1e-10)
+
+
 def test_buffers_are_updated_once() -> None:
     m = models()
     m["image"].net[1] = nn.BatchNorm1d(12).double()
@@ -303,7 +329,7 @@ def normalising(kind: type[nn.Module]) -> nn.ModuleDict:
 
 def _batch_norm(rank: int, world: int) -> tuple[dict[str, Tensor], dict[str, Tensor], str]:
     """Statistics over both ranks in training; what is said without synchronisation; frozen, any chunks are right."""
-    peers = World(rank, world, rank, torch.device("cpu"))
+    peers = World(rank, world, torch.device("cpu"))
     x, y = (part[rank * 6 : (rank + 1) * 6] for part in batch(12))
 
     def loss(u: Tensor, v: Tensor) -> Tensor:
@@ -380,7 +406,7 @@ def _data_parallel(
 ) -> tuple[dict[str, Tensor], int, float]:
     """The cache under data parallelism, with a gather loss written out here: shares whose sum over ranks is the gradient."""
     m = models(dropout)
-    peers = World(rank, world, rank, torch.device("cpu"))
+    peers = World(rank, world, torch.device("cpu"))
     n = 12 // world
     x, y = (part[rank * n : (rank + 1) * n] for part in batch(12))
 

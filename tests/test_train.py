@@ -388,7 +388,7 @@ class Beside(World):
 
 
 def beside(answer: Callable[[Any], Any]) -> Beside:
-    world = Beside(0, 1, 0, torch.device("cpu"))
+    world = Beside(0, 1, torch.device("cpu"))
     vars(world)["answer"] = answer
     return world
 

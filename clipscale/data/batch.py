@@ -3,6 +3,7 @@
 N: samples of the local batch, C: channels, S: side in pixels, T: tokens.
 """
 
+import contextlib
 import hashlib
 import logging
 import math
@@ -171,6 +172,8 @@ class Arena:
         block = torch.frombuffer(self._memory, dtype=torch.uint8)[:end]
         failed = torch.cuda.cudart().cudaHostRegister(block.data_ptr(), block.numel(), 0)
         if int(failed):
+            with contextlib.suppress(RuntimeError):  # CUDA's last error, which would be taken for that of the next kernel
+                torch.zeros(1, device="cuda").add_(1)
             log.warning(
                 "the host batch could not be page-locked (CUDA error %s); copies to the GPU will be slower", failed
             )

@@ -137,7 +137,7 @@ def contrastive_loss(
         fp32_precision,
         tile,
     )
-    comm = None if exchange == "none" else _communicator(group)
+    comm = None if exchange == "none" else Communicator.of(group)
     try:
         _check_options(config, SIMILARITIES if not is_module else ("module",))
         inputs = checked_inputs(
@@ -216,15 +216,6 @@ def _check_options(config: LossConfig, similarities: tuple[str, ...]) -> None:
         raise ValueError(f"label_smoothing={config.label_smoothing} is for the softmax; the sigmoid has no such target")
     if config.tile is not None and config.tile < 1:
         raise ValueError(f"tile={config.tile} must be at least 1")
-
-
-def _communicator(group: dist.ProcessGroup | None) -> Communicator | None:
-    """The group's transfers; None where there is only this process."""
-    if not dist.is_available() or not dist.is_initialized():
-        return None
-    if dist.get_rank(group) < 0:
-        raise ValueError("this rank does not belong to the group that contrastive_loss was given")
-    return Communicator(group) if dist.get_world_size(group) > 1 else None
 
 
 def _exchange(config: LossConfig, comm: Communicator | None) -> Single:

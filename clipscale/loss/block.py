@@ -62,7 +62,9 @@ class Shared:
 
     scale: Tensor  # 0-d, the multiplier, accumulation dtype
     bias: Tensor  # 0-d, added to the logits of the sigmoid objective
-    scale_grad: Tensor | None = None  # 0-d float64, as the bias's; only for a backend that sums it (Backend.sums_scale_grad)
+    scale_grad: Tensor | None = (
+        None  # 0-d float64, as the bias's; only for a backend that sums it (Backend.sums_scale_grad)
+    )
     bias_grad: Tensor | None = None
     parameter_grads: tuple[Tensor | None, ...] = ()  # of a custom similarity's parameters
 

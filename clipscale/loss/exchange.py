@@ -40,6 +40,15 @@ class Communicator:
 
     bytes_sent: ClassVar[int] = 0
 
+    @classmethod
+    def of(cls, group: dist.ProcessGroup | None) -> "Communicator | None":
+        """The group's transfers; None where there is only this process. Raises ValueError on a rank outside of the group."""
+        if not dist.is_available() or not dist.is_initialized():
+            return None
+        if dist.get_rank(group) < 0:
+            raise ValueError("this rank does not belong to the group that contrastive_loss was given")
+        return cls(group) if dist.get_world_size(group) > 1 else None
+
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group: dist.ProcessGroup = dist.distributed_c10d._get_default_group() if group is None else group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)

@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from clipscale.loss.block import Block, Shared, Side
 from clipscale.loss.exchange import Single
 from clipscale.loss.similarity import Similarity, row_products, widened
+from clipscale.randomness import RandomState
 
 SLAB = 2**15  # rows whose float32 gradient is held at a time, where it has to be rounded to half precision afterwards
 
@@ -69,7 +70,7 @@ class ContrastiveLoss(torch.autograd.Function):
     def forward(ctx: Any, loss: Loss, image_features: Tensor, text_features: Tensor, *numbers: Tensor) -> Tensor:
         scale, bias, *_ = numbers
         device, exchange = image_features.device, loss.exchange
-        ctx.loss, ctx.random = loss, None if loss.similarity.homogeneous else _random_state(device)
+        ctx.loss, ctx.random = loss, None if loss.similarity.homogeneous else RandomState.now(device)
         shared = Shared(scale, bias)
 
         def merge(cols: Side, positive: int | None) -> None:
@@ -99,26 +100,26 @@ class ContrastiveLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         loss: Loss = ctx.loss
-        exchange, summed = loss.exchange, loss.backend.sums_scale_grad
+        exchange = loss.exchange
         count, row_names, col_names = ctx.names
         image_features, text_features, *rest = ctx.saved_tensors
         (scale, bias, *parameters), rest = rest[:count], rest[count:]
         rows, cols = Side(**dict(zip(row_names, rest))), Side(**dict(zip(col_names, rest[len(row_names) :])))
         _, for_images, for_texts, for_scale, for_bias, *for_parameters = ctx.needs_input_grad
+        follows = for_scale and not loss.backend.sums_scale_grad  # the scale's gradient, from a side's
         shared = Shared(
             scale,
             bias,
-            scale_grad=scale.new_zeros((), dtype=torch.float64) if for_scale and summed else None,
+            scale_grad=scale.new_zeros((), dtype=torch.float64) if for_scale and not follows else None,
             bias_grad=bias.new_zeros((), dtype=torch.float64) if for_bias else None,
             parameter_grads=tuple(
                 widened(torch.zeros_like(p)) if wanted else None for p, wanted in zip(parameters, for_parameters)
             ),
         )
         factor = grad_output / ctx.count
-        # Where the scale's gradient follows from a side's, take the images', unless only the texts' is computed anyway.
-        through_images = for_images or (for_scale and not summed and not for_texts)
+        through_images = for_images or (follows and not for_texts)
         once = exchange.visits == 1 and loss.backend.splits
-        images = RowGradient(rows, image_features.dtype, factor, once) if through_images else None
+        images = RowGradient(rows, image_features.dtype, factor, once, follows) if through_images else None
 
         def add_gradients(cols: Side, positive: int | None) -> None:
             for start, part in images.parts() if images else [(0, rows)]:
@@ -128,10 +129,10 @@ class ContrastiveLoss(torch.autograd.Function):
             text_sums = exchange.sweep(cols, "grad", _no_gradient if for_texts else lambda _: None, add_gradients)
             image_grad = text_grad = products = None
             if images:
-                image_grad, products = (exchange.own(x) for x in images.result())
+                image_grad, products = (None if x is None else exchange.own(x) for x in images.result())
             if text_sums is not None:
                 own = exchange.own_cols(cols.features), exchange.own_cols(text_sums)
-                text_grad, text_products = _finished(*own, text_features.dtype, factor)
+                text_grad, text_products = _finished(*own, text_features.dtype, factor, follows and products is None)
                 products = text_products if products is None else products
         replicated = (
             (scale, shared.scale_grad),
@@ -141,7 +142,7 @@ class ContrastiveLoss(torch.autograd.Function):
         scale_grad, *others = (
             None if grad is None else (grad * factor * exchange.share).to(x.dtype) for x, grad in replicated
         )
-        if products is not None and for_scale and not summed:
+        if products is not None:
             scale_grad = (products.sum() / scale).to(scale.dtype)
         return (
             None,
@@ -153,19 +154,19 @@ class ContrastiveLoss(torch.autograd.Function):
 
 
 class RowGradient:
-    """dU and the rows' <u_i, dU_i>: summed in float32 (float64), returned in the type of what they are the gradient of.
+    """dU and, where `products`, the rows' <u_i, dU_i>: summed in float32 (float64), dU returned in the type of what it is the gradient of.
 
     Where that is half precision and the rows are visited only once, they are worked through in slabs: dU never exists as a whole in
     float32.
     """
 
-    def __init__(self, rows: Side, dtype: torch.dtype, factor: Tensor, once: bool) -> None:
-        self._rows, self._dtype, self._factor = rows, dtype, factor
-        self._done: tuple[Tensor, Tensor] | None = None
+    def __init__(self, rows: Side, dtype: torch.dtype, factor: Tensor, once: bool, products: bool) -> None:
+        self._rows, self._how = rows, (dtype, factor, products)
+        self._done: tuple[Tensor, Tensor | None] | None = None
         if once and dtype.itemsize < 4 and len(rows) > SLAB:
             self._done = (
                 torch.empty_like(rows.features, dtype=dtype),
-                torch.empty_like(rows.features[:, 0], dtype=torch.float64),
+                torch.empty_like(rows.features[:, 0], dtype=torch.float64) if products else None,
             )
         else:
             rows.grad = _no_gradient(rows)
@@ -179,15 +180,16 @@ class RowGradient:
             part = self._rows.narrow(start, start + SLAB)
             part.grad = _no_gradient(part)
             yield start, part
-            for whole, piece in zip(self._done, _finished(part.features, part.grad, self._dtype, self._factor)):
-                whole[start : start + SLAB] = piece
+            for whole, piece in zip(self._done, _finished(part.features, part.grad, *self._how)):
+                if whole is not None:
+                    whole[start : start + SLAB] = piece
 
-    def result(self) -> tuple[Tensor, Tensor]:
-        """dU and, in float64, <u_i, dU_i>; both times the factor."""
+    def result(self) -> tuple[Tensor, Tensor | None]:
+        """dU and, in float64, <u_i, dU_i> where wanted; both times the factor."""
         if self._done is not None:
             return self._done
         assert self._rows.grad is not None
-        return _finished(self._rows.features, self._rows.grad, self._dtype, self._factor)
+        return _finished(self._rows.features, self._rows.grad, *self._how)
 
 
 def _no_terms(side: Side) -> Tensor | None:
@@ -199,20 +201,22 @@ def _no_gradient(side: Side) -> Tensor:
     return widened(torch.zeros_like(side.features))
 
 
-def _finished(features: Tensor, grad: Tensor, dtype: torch.dtype, factor: Tensor) -> tuple[Tensor, Tensor]:
-    """(grad * factor in the type wanted, <row of features, row of it> in float64). Takes over grad's memory.
+def _finished(
+    features: Tensor, grad: Tensor, dtype: torch.dtype, factor: Tensor, products: bool
+) -> tuple[Tensor, Tensor | None]:
+    """(grad * factor in the type wanted; where `products`, <row of features, row of it> in float64). Takes over grad's memory.
 
     Rounding to half precision takes place where grad lies: a second copy of a million rows is what the loss means to do without.
     """
     grad.mul_(factor)
-    products = row_products(features, grad)
+    found = row_products(features, grad) if products else None
     if dtype.itemsize >= grad.dtype.itemsize:
-        return grad.to(dtype), products
+        return grad.to(dtype), found
     rounded = grad.view(-1).view(dtype)[: grad.numel()].view(grad.shape)
     step = max(1, SLAB // 4)
     for start in range(0, len(grad), step):  # row i goes to where row i/2 was, hence never onto one still to come
         rounded[start : start + step] = grad[start : start + step].to(dtype)
-    return rounded, products
+    return rounded, found
 
 
 @contextlib.contextmanager
@@ -229,21 +233,14 @@ def _arithmetic(device: torch.device, loss: Loss) -> Iterator[None]:
         yield
 
 
-def _random_state(device: torch.device) -> tuple[torch.device, Tensor, Tensor | None]:
-    return device, torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-
-
 @contextlib.contextmanager
-def _replayed(state: tuple[torch.device, Tensor, Tensor | None] | None) -> Iterator[None]:
+def _replayed(state: RandomState | None) -> Iterator[None]:
     """Random numbers as from `state` on; afterwards they go on as if none had been drawn. Tiles must come in the same order."""
     if state is None:
         yield
         return
-    device, cpu, cuda = state
-    with torch.random.fork_rng([] if cuda is None else [device]):
-        torch.set_rng_state(cpu)
-        if cuda is not None:
-            torch.cuda.set_rng_state(cuda, device)
+    with RandomState.now(state.device).preserved():
+        state.restore()
         yield
 
 

@@ -47,7 +47,7 @@ class TritonBackend:
         options = self._options(block) | {"d_u": rows.grad, "d_v": cols.grad}
         if isinstance(self.objective, Sigmoid):
             bias_grad, scale_grad = add_sigmoid_gradient_block(
-                rows.features, cols.features, shared.scale, shared.bias, 1.0, **options
+                rows.features, cols.features, shared.scale, shared.bias, **options
             )
             if shared.bias_grad is not None:
                 shared.bias_grad += bias_grad

@@ -33,10 +33,13 @@ def product(a: Tensor, b: Tensor, out: Tensor, alpha: float, beta: float = 0.0) 
 def row_products(x: Tensor, y: Tensor) -> Tensor:
     """<x_i, y_i> in float64, for x and y of shape (n, ...); slab by slab, since their product is as large as they are."""
     found = torch.empty(len(x), dtype=torch.float64, device=x.device)
-    step = max(1, 2**20 // max(1, x[0].numel()))
+    step = max(1, (2**24 if x.is_cuda else 2**20) // max(1, x[0].numel()))
     for a, b, place in zip(x.split(step), y.split(step), found.split(step)):
         place.copy_((widened(a) * b).reshape(len(a), -1).sum(1, dtype=torch.float64))
     return found
+
+
+CUDA_TILE, CPU_TILE = (4096, 8192), (1024, 2048)  # rows and columns of the dot product's tiles
 
 
 def widened(x: Tensor) -> Tensor:
@@ -52,7 +55,7 @@ class Dot:
 
     def tile(self, block: Block) -> tuple[int, int]:
         """Rows and columns of a tile: small beside the block, large enough for matmul."""
-        return (4096, 8192) if block.rows.features.is_cuda else (1024, 2048)
+        return CUDA_TILE if block.rows.features.is_cuda else CPU_TILE
 
     def bound(self, block: Block) -> float | None:
         """The largest |score| that the block can hold, by Cauchy-Schwarz."""

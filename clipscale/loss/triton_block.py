@@ -114,8 +114,8 @@ def add_softmax_gradient_block(
             c, col_share, b = (None if x is None else x[panel.cols] for x in cols)
             sums = torch.empty(block.grid(panel), device=u.device)
             block.launch(
-                softmax_gradient_kernel, panel, panel.u, panel.v, block.factor, gain, r, c, row_share, col_share, a, b, *panel.keys, scores, sums,
-                *panel.sizes, scores.stride(0), panel.positive, 1.0 - epsilon, *smoothing,
+                softmax_gradient_kernel, panel, panel.u, panel.v, block.factor, gain, r, c, row_share, col_share, a, b, *panel.keys, scores,
+                sums, *panel.sizes, scores.stride(0), panel.positive, 1.0 - epsilon, *smoothing,
                 ROWS=r is not None, COLS=c is not None, SMOOTH=any(smoothing), STORE=store,
             )  # fmt: skip
             add_products(block, panel, scores, d_u, d_v)
@@ -154,7 +154,6 @@ def add_sigmoid_gradient_block(
     v: Tensor,
     scale: Tensor,
     bias: Tensor,
-    weight: float,
     *,
     positive: int | None,
     row_keys: Tensor | None = None,
@@ -166,14 +165,13 @@ def add_sigmoid_gradient_block(
     """Add scale * G V to d_u (n, D) and scale * G' U to d_v (m, D), float32, in place, where not None; return the gradients of the bias,
     sum_ij G_ij, and of the scale, sum_ij G_ij <u_i, v_j>, 0-d float64.
 
-    G_ij = weight * sigmoid(x_ij + bias), at positives -weight * sigmoid(-(x_ij + bias)), 0 for a pair left out.
+    G_ij = sigmoid(x_ij + bias), at positives -sigmoid(-(x_ij + bias)), 0 for a pair left out.
     """
     block = Problem.of(u, v, scale, positive, (row_keys, col_keys), fp32_precision, backward=True)
     totals = torch.zeros(2, dtype=torch.float64, device=u.device)
     store = d_u is not None or d_v is not None
     scores = _score_gradients(block)
-    with accumulating(block, scale * abs(weight), d_u, d_v) as gain:
-        gain = gain * weight
+    with accumulating(block, scale, d_u, d_v) as gain:
         for panel in block.panels(*scores.shape):
             sums = torch.empty(2, block.grid(panel), device=u.device)
             block.launch(
@@ -183,7 +181,7 @@ def add_sigmoid_gradient_block(
             )  # fmt: skip
             add_products(block, panel, scores, d_u, d_v)
             totals += sums.sum(1, dtype=torch.float64)
-    bias_grad, scale_grad = totals * weight
+    bias_grad, scale_grad = totals
     return bias_grad, scale_grad
 
 

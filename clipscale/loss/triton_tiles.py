@@ -1,7 +1,7 @@
 """What the Triton kernels share: which tile a program works on, its dot products, and its four quarters.
 
 Letters: N rows (images) and M columns (texts) of the panel a launch covers, D feature width; BM x BN the tile, BK the step along D.
-All kernels keep scores in units of log 2, so that an exponential is the one instruction the hardware has for it.
+Exponentials are taken in base 2, the one instruction the hardware has for them.
 """
 
 # mypy: disable-error-code="no-untyped-def"

@@ -96,8 +96,11 @@ class ClipModel(nn.Module):
 
     logit_bias: nn.Parameter | None
 
-    def __init__(self, encoders: CustomTextCLIP, config: ModelConfig, tokenizer: Callable[[list[str]], Tensor]) -> None:
+    def __init__(
+        self, encoders: CustomTextCLIP, width: int, config: ModelConfig, tokenizer: Callable[[list[str]], Tensor]
+    ) -> None:
         super().__init__()
+        self.width = width
         self.image = ImageTower(encoders.visual, config.mean, config.std)
         self.text = TextTower(encoders.text)
         self.logit_scale = encoders.logit_scale
@@ -179,7 +182,7 @@ def build_model(config: ModelConfig) -> ClipModel:
         load_weights(encoders.visual, config.pretrained_image, "model.pretrained_image", load_tower)
     if config.grad_checkpointing:
         encoders.set_grad_checkpointing(True)
-    model = ClipModel(encoders, config, tokenizer(config, description))
+    model = ClipModel(encoders, description["embed_dim"], config, tokenizer(config, description))
     model.freeze(image=config.freeze_image, text=config.freeze_text)
     return model.train()
 

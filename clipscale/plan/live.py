@@ -19,12 +19,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from clipscale.loss import api, tiled, triton_panels
+from clipscale.loss.similarity import CUDA_TILE
 from clipscale.loss.triton_config import tiles_for
 
 ROUND = 512
 """torch's CUDA allocator hands out multiples of it (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize)."""
-GPU_TILE = (4096, 8192)
-"""The torch backend's tile on CUDA (loss/similarity.py)."""
+
+
 WIDENED = (
     torch.nn.functional.layer_norm, torch.layer_norm, torch.group_norm, torch.softmax, torch.log_softmax, torch.sum, torch.cumsum,
     torch.prod, torch.norm, torch.exp, torch.log, torch.pow, torch.rsqrt, torch.reciprocal, torch.nn.functional.softmax,
@@ -143,7 +144,7 @@ def as_on_cuda(capability: int) -> Iterator[None]:
     with ExitStack() as stack:
         for place, name, stand_in in (
             (api, "_chosen_backend", backend),
-            (api.Dot, "tile", lambda self, block: GPU_TILE),
+            (api.Dot, "tile", lambda self, block: CUDA_TILE),
             (triton_panels, "tiles_on", lambda device, *asked: tiles_for(capability, *asked)),
             (triton_panels, "_aligned", aligned),
             (triton_panels, "_add_product", lambda out, a, b: None),

@@ -12,6 +12,7 @@ from clipscale.data.order import default_lanes
 from clipscale.data.room import largest_pool
 from clipscale.plan.config import PlanConfig
 from clipscale.plan.rehearsal import PHASES, Rehearsal, Step
+from clipscale.probe import MARGIN
 from clipscale.spelling import parse_count
 
 MIB, GIB = 2**20, 2**30
@@ -26,8 +27,6 @@ PROCESS, CUDA_PROCESS = 930 * MIB, 3 * GIB
 """Of the host: a training process, its tensors and its batch aside: on a CPU, measured (torch 2.15.0, five runs); with CUDA, assumed."""
 LOADER, WORKER = 550 * MIB, 100 * MIB
 """Of the host: the process that loader workers are forked from, measured once its modules are there; what each worker adds, assumed."""
-KEEP_MARGIN = 0.9
-"""Share of the free memory that cache.keep=auto counts on (probe.py)."""
 LINEAR_FROM = 2**18
 """Samples from which on the loss's memory is a straight line."""
 
@@ -166,7 +165,7 @@ def keep_bytes(setting: str, memory: Memory, room: float) -> float:
     if setting != "auto":
         return float(parse_count(setting))
     start = memory.before["encode"]
-    return max(0.0, KEEP_MARGIN * (room - start) - (memory.highest - start))
+    return max(0.0, MARGIN * (room - start) - (memory.highest - start))
 
 
 def workspace(capability: int) -> int:

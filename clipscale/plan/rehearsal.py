@@ -113,10 +113,7 @@ class RehearsedLearner(Learner):
     def stored_rows(self) -> StoredRows | None:
         if (self.config.data.image_features or "false").lower() == "false":
             return None
-        pixels = torch.empty(1, 3, self.model.image_size, self.model.image_size, dtype=torch.uint8)
-        with torch.no_grad():
-            width = self.model.image(pixels).shape[1]
-        return StoredRows(self.config.data.image_features or "", width, "float16")
+        return StoredRows(self.config.data.image_features or "", self.model.width, "float16")
 
     def chunks(self) -> list[int]:
         return [1, 1]
@@ -127,7 +124,7 @@ class Rehearsal:
 
     def __init__(self, config: TrainConfig, ranks: int, memory: LiveBytes, folder: Path, *, cuda: bool) -> None:
         self.config, self.ranks, self.memory = config, ranks, memory
-        self.learner = RehearsedLearner(config, RehearsedWorld(0, ranks, 0, CPU), folder, None)
+        self.learner = RehearsedLearner(config, RehearsedWorld(0, ranks, CPU), folder, None)
         if cuda and type(self.learner.optimizer).__module__.startswith("torch.optim"):
             for group in self.learner.optimizer.param_groups:  # what torch chooses by itself on CUDA
                 group["foreach"] = True if group.get("foreach", False) is None else group.get("foreach", False)
@@ -136,8 +133,7 @@ class Rehearsal:
         self.context_length, self.image_size = model.context_length, model.image_size
         self.row = (self.learner.stored.width,) if self.learner.stored else (3, self.image_size, self.image_size)
         self.row_type = getattr(torch, self.learner.stored.dtype if self.learner.stored else "uint8")
-        with torch.no_grad(), self.learner.precision.autocast():
-            self.width = model.text(torch.empty(1, self.context_length, dtype=torch.int32)).shape[1]
+        self.width = model.width
         self._make_optimizer_state()
         if config.launch.parallel == "fsdp" and ranks > 1:
             self.step((1, 1), 1)  # FSDP2 arranges its memory in the first
@@ -148,7 +144,7 @@ class Rehearsal:
         for group in self.learner.optimizer.param_groups:
             for p in group["params"]:
                 p.grad = torch.empty_like(p)
-        self.learner.update()
+        self.learner.update(self.learner.gradient_norm())
         self.learner.optimizer.zero_grad()
 
     def fixed(self) -> dict[str, int]:
@@ -176,8 +172,7 @@ class Rehearsal:
         step = self.gradients(chunks, batch)
         self.memory.since()
         step.before["optim"] = self.memory.live
-        self.learner.gradient_norm()
-        self.learner.update()
+        self.learner.update(self.learner.gradient_norm())
         step.peak["optim"] = self.memory.since()
         self.learner.optimizer.zero_grad()
         return step

@@ -62,7 +62,7 @@ def test_half_precision_is_no_further_from_the_truth_than_twice_plain_torch(
         plain = errors(results(dense_contrastive_loss, u, v, scale, objective=objective), true, scale)
         found = errors(results(contrastive_loss, u, v, scale, objective=objective, backend=backend), true, scale)
         for name, ours in found.items():
-            bar = 2 * plain[name] + 1e-6
+            bar = 2 * plain[name] + 5e-6
             assert ours <= bar, f"{name} at D = {width}, {kind} cosines, scale {scale:g}: {ours:.1e} > {bar:.1e}"
 
 

@@ -61,8 +61,8 @@ def weights(b: Block) -> tuple[Tensor, Tensor]:
 
 
 def lse_tolerance(b: Block) -> float:
-    """A float32 dot product of unit vectors is off by a few 2^-24, times the scale."""
-    return 1e-6 + 2.5e-7 * float(b.scale)
+    """A float32 dot product of unit vectors, summed up in one chain as a GPU does it, is off by a few 2^-24 and more with its width."""
+    return 1e-6 + (5e-7 + 5e-9 * b.u.shape[1]) * float(b.scale)
 
 
 def log_sum_exps(b: Block) -> tuple[Tensor, Tensor]:
@@ -73,7 +73,7 @@ def log_sum_exps(b: Block) -> tuple[Tensor, Tensor]:
 
 
 def softmax_gradients(b: Block, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """The features' and the scale's gradients of the symmetric loss, from the log-sum-exps of the forward kernels: what both round alike cancels."""
+    """The features' and the scale's gradients of the symmetric loss, from the forward kernels' sums: what both round alike cancels."""
     a, c = weights(b)
     d_u, d_v = (torch.zeros(x.shape, device=DEVICE) for x in (b.u, b.v))
     r, s = log_sum_exps(b)
@@ -91,7 +91,7 @@ def check_lse(b: Block) -> None:
 
 def check_softmax(b: Block, **options: Any) -> None:
     truth, got = b.softmax_gradients(*weights(b), **options), softmax_gradients(b, **options)
-    tolerance = 1e-5 + 2.5e-7 * float(b.scale)  # what the scores themselves are off by
+    tolerance = 1e-5 + lse_tolerance(b)  # what the scores themselves are off by
     errors = [error_of(b, *pair, *weights(b)) for pair in list(zip(got, truth))[:2]]
     errors.append(scale_error_of(got[2], truth[2], *weights(b)))
     assert max(errors) <= tolerance, f"d_u, d_v, d_scale off by {errors}, the norms {[float(x.norm()) for x in truth]}"
@@ -202,14 +202,14 @@ def test_a_frozen_side_is_not_computed_and_changes_nothing_for_the_other() -> No
 def test_sigmoid_equals_float64(scale: float, bias: float, keys: int) -> None:
     for kind in ("pairs", "equal"):
         b = block(35, 66, 40, scale, kind, keys=keys)
-        loss, *truth = b.sigmoid(bias, 0.25)
+        loss, *truth = b.sigmoid(bias)
         shift = torch.tensor(bias, device=DEVICE)
         d_u, d_v = torch.zeros(b.u.shape, device=DEVICE), torch.zeros(b.v.shape, device=DEVICE)
         got = sigmoid_loss_block(b.u, b.v, b.scale, shift, **b.options)
-        sums = add_sigmoid_gradient_block(b.u, b.v, b.scale, shift, 0.25, **b.options, d_u=d_u, d_v=d_v)
+        sums = add_sigmoid_gradient_block(b.u, b.v, b.scale, shift, **b.options, d_u=d_u, d_v=d_v)
         errors = [distance(x, t) for x, t in zip((got, *sums, d_u, d_v), (loss, *truth))]
         assert max(errors) <= 1e-5, f"{kind}: loss, bias, scale, d_u, d_v off by {errors}"
-        alone = add_sigmoid_gradient_block(b.u, b.v, b.scale, shift, 0.25, **b.options, d_u=None, d_v=None)
+        alone = add_sigmoid_gradient_block(b.u, b.v, b.scale, shift, **b.options, d_u=None, d_v=None)
         assert all(map(torch.equal, alone, sums))
 
 
@@ -238,7 +238,9 @@ def test_half_precision_is_no_further_from_float64_than_twice_plain_torch(
     r, c = log_sum_exps(b)
     d_scale = add_softmax_gradient_block(b.u, b.v, b.scale, r, c, even, even, **b.options, d_u=got[0], d_v=got[1])
     off = scale_error_of(d_scale, truth[2], even, even)
-    assert off <= 1e-5 + 2.5e-7 * scale, f"the scale's gradient, which no rounding of score gradients reaches, is off by {off:.2e}"
+    assert off <= 1e-5 + 2.5e-7 * scale, (
+        f"the scale's gradient, which no rounding of score gradients reaches, is off by {off:.2e}"
+    )
     for ours, plain, true in zip(got, (u.grad, v.grad), truth):
         assert plain is not None
         errors = [error_of(b, x, true, even, even) for x in (ours, plain)]
@@ -257,8 +259,8 @@ def test_float16_gradients_keep_their_precision_at_any_weight(weight: float) -> 
     assert max(errors) <= 1e-3, errors
     shift = torch.zeros((), device=DEVICE)
     d_u.zero_()
-    sums = add_sigmoid_gradient_block(b.u, b.v, b.scale, shift, weight, **b.options, d_u=d_u, d_v=None)
-    _, *truth, _ = b.sigmoid(0.0, weight)
+    sums = add_sigmoid_gradient_block(b.u, b.v, b.scale, shift, **b.options, d_u=d_u, d_v=None)
+    _, *truth, _ = b.sigmoid(0.0)
     errors = [distance(x, t) for x, t in zip((*sums, d_u), truth, strict=True)]
     assert max(errors) <= 1e-3, errors
 
@@ -316,7 +318,7 @@ def test_an_empty_block_adds_nothing() -> None:
     d_v = torch.ones(4, 8, device=DEVICE)
     add_softmax_gradient_block(empty, b.v, b.scale, r, c, r, c, positive=0, d_u=None, d_v=d_v)
     assert float(sigmoid_loss_block(empty, b.v, b.scale, b.scale, positive=0)) == 0
-    sums = add_sigmoid_gradient_block(empty, b.v, b.scale, b.scale, 1.0, positive=0, d_u=None, d_v=d_v)
+    sums = add_sigmoid_gradient_block(empty, b.v, b.scale, b.scale, positive=0, d_u=None, d_v=d_v)
     assert [float(x) for x in sums] == [0, 0]
     assert d_v.tolist() == [[1.0] * 8] * 4
 
@@ -345,7 +347,7 @@ def test_gradients_into_the_wrong_precision_are_refused() -> None:
     b = block(4, 4, 8, 1.0)
     wrong = torch.zeros(4, 8, dtype=torch.bfloat16, device=DEVICE)
     with pytest.raises(ValueError, match=r"\(4, 8\) float32"):
-        add_sigmoid_gradient_block(b.u, b.v, b.scale, b.scale, 1.0, positive=0, d_u=wrong, d_v=None)
+        add_sigmoid_gradient_block(b.u, b.v, b.scale, b.scale, positive=0, d_u=wrong, d_v=None)
 
 
 def test_a_kernel_that_fails_says_which_and_why(monkeypatch: pytest.MonkeyPatch) -> None:

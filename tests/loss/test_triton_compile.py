@@ -44,9 +44,14 @@ MATRIX_INSTRUCTION = {80: "mma.sync.aligned", 90: "wgmma.mma_async", 100: "tcgen
 ELEMENT = {"bf16": "half", "fp16": "half", "tf32": "tf32", "ieee": "ieee"}
 
 SOFTMAX = {"ROWS": True, "COLS": True}
+PLAIN_GRADIENT = {"SMOOTH": False, "STORE": True, "KEYS": False}
 PLAIN = {
     "lse": (lse_kernel, "forward", SOFTMAX | {"KEYS": False}),
-    "softmax gradient": (softmax_gradient_kernel, "backward", SOFTMAX | {"SMOOTH": False, "STORE": True, "KEYS": False}),
+    "softmax gradient": (
+        softmax_gradient_kernel,
+        "backward",
+        SOFTMAX | PLAIN_GRADIENT,
+    ),
     "sigmoid loss": (sigmoid_loss_kernel, "forward", {"KEYS": False}),
     "sigmoid gradient": (sigmoid_gradient_kernel, "backward", {"STORE": True, "KEYS": False}),
 }
@@ -60,10 +65,10 @@ LOADED = {
 }
 REST = {
     "lse, rows": (lse_kernel, "forward", {"ROWS": True, "COLS": False, "KEYS": False}),
-    "softmax gradient, rows": (softmax_gradient_kernel, "backward", {"ROWS": True, "COLS": False, "SMOOTH": False, "STORE": True, "KEYS": False}),
-    "softmax gradient, columns": (softmax_gradient_kernel, "backward", {"ROWS": False, "COLS": True, "SMOOTH": False, "STORE": True, "KEYS": False}),
+    "softmax gradient, rows": (softmax_gradient_kernel, "backward", PLAIN_GRADIENT | {"ROWS": True, "COLS": False}),
+    "softmax gradient, columns": (softmax_gradient_kernel, "backward", PLAIN_GRADIENT | {"ROWS": False, "COLS": True}),
     "sigmoid loss, keys": (sigmoid_loss_kernel, "forward with keys", {"KEYS": True}),
-    "softmax gradient, smoothing": (softmax_gradient_kernel, "backward", SOFTMAX | {"SMOOTH": True, "STORE": True, "KEYS": False}),
+    "softmax gradient, smoothing": (softmax_gradient_kernel, "backward", SOFTMAX | PLAIN_GRADIENT | {"SMOOTH": True}),
     "sigmoid gradient, keys": (sigmoid_gradient_kernel, "backward with keys", {"STORE": True, "KEYS": True}),
 }  # fmt: skip
 KERNELS: dict[str, Any] = PLAIN | LOADED | REST
@@ -218,7 +223,7 @@ def test_the_launches_bind_and_compile_as_the_host_makes_them(monkeypatch: pytes
         sigmoid_loss_block(u, v, scale, scale, positive=positive)
         grads: Any = {"d_u": out[:n], "d_v": out[:m].clone()}
         add_softmax_gradient_block(u, v, scale, r, c, a, b, positive=positive, **grads)
-        add_sigmoid_gradient_block(u, v, scale, scale, 0.5, positive=positive, **grads)
+        add_sigmoid_gradient_block(u, v, scale, scale, positive=positive, **grads)
     names = ("lse_kernel", "merge_kernel", "softmax_gradient_kernel", "sigmoid_loss_kernel", "sigmoid_gradient_kernel")
     assert {name: len(variants) for name, variants in compiled.items()} == dict.fromkeys(names, 1)
 

@@ -74,15 +74,15 @@ class Block:
             d_v += g.T @ self.u[rows].double()
         return torch.cat(d_u), d_v, d_scale
 
-    def sigmoid(self, bias: float, weight: float = 1.0) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """The loss (unweighted), the gradients of the bias and of the scale, scale G V, scale G' U."""
+    def sigmoid(self, bias: float) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """The loss, the gradients of the bias and of the scale, scale G V, scale G' U."""
         zero = torch.zeros((), dtype=torch.float64, device=self.u.device)
         loss, d_bias, d_scale, d_u, d_v = zero, zero, zero, [], torch.zeros_like(self.v, dtype=torch.float64)
         for rows, x, positives, left_out in self.slabs():
             z = 1 - 2 * positives.double()
             logits = z * (x + bias)
             loss = loss + softplus(logits).masked_fill(left_out, 0).sum()
-            g = (weight * z * logits.sigmoid()).masked_fill(left_out, 0)
+            g = (z * logits.sigmoid()).masked_fill(left_out, 0)
             d_bias = d_bias + g.sum()
             d_scale = d_scale + (g * x).sum() / self.scale.double()
             d_u.append(self.scale.double() * g @ self.v.double())
@@ -125,7 +125,7 @@ def distance(got: Tensor, truth: Tensor) -> float:
 
 
 def scale_error_of(got: Tensor, truth: Tensor, *used: Tensor) -> float:
-    """Error of the scale's gradient, which never counts as smaller than a hundredth of the weights used: it, too, is what is left of them."""
+    """Error of the scale's gradient, what is left of weights that cancel, counted against a hundredth of them at least."""
     error = float((got.double() - truth).abs() / truth.abs().clamp_min(sum(float(w.sum()) for w in used) / 100))
     return error if error == error else float("inf")
 

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from clipscale.compose import typed
-from clipscale.config import TrainConfig, normalise
+from clipscale.config import TrainConfig
 from clipscale.distributed import World
 from clipscale.learner import Learner
 from clipscale.plan.memory import PHASES, Memory
 from clipscale.plan.rehearsal import CPU
+from clipscale.settings import typed
 from clipscale.transfer import DeviceRows
 
 ARCHITECTURE = {
@@ -42,12 +42,12 @@ def settings(batch: int = 64, chunk: int = 16, **changed: Any) -> TrainConfig:
         for part in path:
             node = node.setdefault(part, {})
         node[leaf] = value
-    return typed(TrainConfig, normalise(TrainConfig, values))
+    return typed(TrainConfig, values)
 
 
 def measured(config: TrainConfig, world: World | None = None) -> Memory:
     """Of the second step of `config`, run on the CPU. Counted from before the model was built; stages are whole phases."""
-    world = world or World(0, 1, 0, CPU)
+    world = world or World(0, 1, CPU)
     gc.collect()  # what earlier tests left would be seen to go
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -99,9 +99,8 @@ def one_step(
         learner.cache.replay()
     gc.collect()
     with mark("optim"):
-        learner.gradient_norm()
-        learner.update()
+        learner.update(learner.gradient_norm())
 
 
 def measured_on_a_rank(rank: int, world: int, changed: dict[str, Any]) -> Memory:
-    return measured(settings(**changed), World(rank, world, rank, CPU))
+    return measured(settings(**changed), World(rank, world, CPU))
