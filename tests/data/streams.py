@@ -1,14 +1,20 @@
 """Opening a stream over test shards and reading what it gives."""
 
-from collections import Counter
-from collections.abc import Iterable
+import json
+import random
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-from clipscale.data.batch import sample_id
+from clipscale.data.batch import Arena, sample_id
 from clipscale.data.config import DataConfig
-from clipscale.data.stream import TrainStream
+from clipscale.data.lanes import Plan, Producer
+from clipscale.data.stream import TrainStream, merge_positions
+from clipscale.data.workers import Fill, Report, reports
 from tests.data.files import SIDE, Letters
 
 
@@ -52,3 +58,54 @@ def flat(batches: Iterable[list[int]]) -> list[int]:
 
 def all_ids(paths: list[Path], sizes: list[int]) -> Counter[int]:
     return Counter(sample_id(str(path), f"{path.stem}{i:04d}") for path, size in zip(paths, sizes) for i in range(size))
+
+
+def positions(streams: list[TrainStream]) -> dict[str, Any]:
+    """What a checkpoint would hold."""
+    return json.loads(json.dumps(merge_positions([stream.position() for stream in streams])))
+
+
+class Inline:
+    """In the place of worker processes: their work, piece by piece, in this one, by whichever worker a random number says is next."""
+
+    def __init__(self, random: random.Random, plans: Sequence[Plan], arena: Arena, *_: object) -> None:
+        self._random, self._arena = random, arena
+        self._producers = [Producer(plan, arena, lambda: None) for plan in plans]
+        self._fills: list[deque[Fill]] = [deque() for _ in plans]
+        self._at: list[Iterator[Report]] = [iter(()) for _ in plans]
+
+    def __len__(self) -> int:
+        return len(self._producers)
+
+    def fill(self, fill: Fill) -> None:
+        for fills in self._fills:
+            fills.append(fill)
+
+    def receive(self, needed: Sequence[int]) -> list[tuple[int, Report]]:
+        """Some reports, of workers that may be ahead of what is needed or behind it."""
+        found: list[tuple[int, Report]] = []
+        while not found:
+            number = self._random.randrange(len(self))
+            report = next(self._at[number], None)
+            if report is None and self._fills[number]:
+                fill = self._fills[number].popleft()
+                self._at[number] = reports(self._producers[number], self._arena, fill.step, fill.batch)
+                report = next(self._at[number])
+            assert report or any(self._fills[n] or n != number for n in needed), "nobody has anything left to say"
+            found += [(number, report)] if report else []
+        return found
+
+    def heard(self) -> list[tuple[int, Report]]:
+        return []
+
+    def close(self) -> None:
+        for producer in self._producers:
+            producer.close()
+
+
+@contextmanager
+def inline_workers(seed: int) -> Iterator[None]:
+    """Streams that are opened here have no processes, but their workers' division of the work."""
+    chosen = random.Random(seed)
+    with mock.patch("clipscale.data.stream.Workers", lambda *given: Inline(chosen, *given)):
+        yield

@@ -4,9 +4,6 @@ import errno
 import io
 import os
 import resource
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -236,28 +233,6 @@ def test_a_containers_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 # -- disk --------------------------------------------------------------------------------------------------------------
-
-CHILD = """
-import sys, time
-from tests.data.streams import open_stream
-if __name__ == "__main__":
-    stream = open_stream(sys.argv[1], batch=50, side=64, workers=1, tier="disk", chunk=12, folder=sys.argv[2])
-    stream.next_batch().pixels(0, 50)
-    print("running", flush=True)
-    time.sleep(60)
-"""
-
-
-def test_a_killed_run_leaves_nothing_on_the_disk(mixed: Path, tmp_path: Path) -> None:
-    script, folder = tmp_path / "child.py", tmp_path / "fast"
-    script.write_text(CHILD)
-    folder.mkdir()
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    command = [sys.executable, str(script), str(mixed), str(folder)]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdout and child.stdout.readline() == "running\n"
-        child.send_signal(signal.SIGKILL)
-    assert list(folder.iterdir()) == []
 
 
 def test_the_disks_room_is_taken_before_the_run(mixed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,17 +97,6 @@ def test_closing_ends_the_workers_even_in_the_midst_of_work(tmp_path: Path) -> N
     assert not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids)
 
 
-CHILD = """
-import sys, time
-from tests.data.streams import open_stream
-if __name__ == "__main__":
-    stream = open_stream(sys.argv[1], batch=8, workers=2)
-    stream.next_batch().pixels(0, 8)
-    print(*[process.pid for process in stream._workers._processes], flush=True)
-    time.sleep(60)
-"""
-
-
 def test_a_schedulers_warning_to_all_processes_leaves_the_workers_at_work(tmp_path: Path) -> None:
     """The run saves at SIGTERM, for which it must finish its step: with samples, that is."""
     write_shards(tmp_path, [50])
@@ -145,24 +134,6 @@ def test_a_program_ends_that_has_not_closed_its_stream(tmp_path: Path) -> None:
         [sys.executable, script, tmp_path], env=environment, capture_output=True, timeout=40, check=True
     )
     assert not psutil.pid_exists(int(done.stdout)), done.stderr.decode()
-
-
-def test_workers_do_not_outlive_a_killed_run(tmp_path: Path) -> None:
-    write_shards(tmp_path / "set", [50])
-    script = tmp_path / "child.py"
-    script.write_text(CHILD)
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    with subprocess.Popen(
-        [sys.executable, str(script), str(tmp_path / "set")], env=environment, stdout=subprocess.PIPE, text=True
-    ) as child:
-        assert child.stdout
-        pids = [int(pid) for pid in child.stdout.readline().split()]
-        assert len(pids) == 2 and all(map(psutil.pid_exists, pids))
-        child.kill()
-    until = time.monotonic() + 10
-    while any(map(psutil.pid_exists, pids)) and time.monotonic() < until:
-        time.sleep(0.05)
-    assert not any(map(psutil.pid_exists, pids)), "orphaned workers"
 
 
 # -- the batch ---------------------------------------------------------------------------------------------------------
