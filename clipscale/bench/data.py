@@ -18,21 +18,20 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
 from clipscale.bench import data_device
 from clipscale.bench.data_draw import draw
+from clipscale.bench.figures import counts, processor, spread
 from clipscale.bench.machine import asked, machine
 from clipscale.bench.resume import write
+from clipscale.bench.sheet import Sheet, grouped, publish
 from clipscale.data.config import DECODE, DataConfig
 from clipscale.data.decode import TrainTransform
 from clipscale.data.order import AUGMENT, Draws
 from clipscale.data.stream import TrainStream
 from clipscale.errors import UserError
 from clipscale.report.table import plain_console
-from clipscale.spelling import parse_count
 
 Row = dict[str, Any]
 
@@ -76,13 +75,13 @@ class DataBenchSettings:
     model: str = "vit-b32"
     """A preset of conf/model whose step on the GPU is measured; empty: none."""
     out: str = "runs/bench"
-    """Folder for data.json and .png; earlier ones are replaced."""
+    """Folder for data.json, .md and .png; earlier ones are replaced."""
 
 
 def main(settings: DataBenchSettings, console: Console | None = None) -> list[Row]:
     """Measure, print and save. Raises UserError for settings that cannot be."""
     console = console or plain_console()
-    sizes, streamed = (_sides(name, getattr(settings, name)) for name in ("sizes", "stream"))
+    sizes, streamed = (counts(name, getattr(settings, name)) for name in ("sizes", "stream"))
     for name in ("image_size", "pictures", "repeats", "workers", "batch"):
         if getattr(settings, name) < 1:
             raise UserError(f"{name}={getattr(settings, name)}: must be at least 1")
@@ -110,11 +109,7 @@ def main(settings: DataBenchSettings, console: Console | None = None) -> list[Ro
         torch.set_num_threads(threads)
     record["verdicts"] = verdicts(record)
     write(path, record)
-    console.print(table(record))
-    for line in record["verdicts"]:
-        console.print(line)
-    draw(record, path.with_suffix(".png"))
-    console.print(f"\n{path}\n{path.with_suffix('.png')}")
+    publish(table(record), record["verdicts"], path, partial(draw, record), console)
     return list(record["rows"])
 
 
@@ -154,13 +149,6 @@ def parts(
 def photographs(side: int, settings: DataBenchSettings) -> list[bytes]:
     """The pictures of one size."""
     return [photograph(side, seed) for seed in range(settings.pictures)]
-
-
-def _sides(name: str, text: str) -> list[int]:
-    try:
-        return [parse_count(word) for word in text.split(",") if word.strip()]
-    except ValueError as error:
-        raise UserError(f"{name}={text}: {error}") from error
 
 
 def photograph(side: int, seed: int) -> bytes:
@@ -208,8 +196,7 @@ def decode_rows(side: int, pictures: list[bytes], settings: DataBenchSettings) -
                 methods[name](data, round_ * len(pictures) + number)
             if round_:
                 times[name].append(time.process_time() - begun)
-    rows = [_row("decode", side, name, [len(pictures) / t for t in times[name]]) for name in methods]
-    return with_ratios(rows) if rows else rows
+    return with_ratios([_row("decode", side, name, [len(pictures) / t for t in times[name]]) for name in methods])
 
 
 # -- end to end --------------------------------------------------------------------------------------------------------
@@ -301,8 +288,7 @@ def peer_batches(pattern: str, tokenizer: Any, settings: DataBenchSettings) -> I
 
 
 def _row(kind: str, side: int, method: str, rates: list[float]) -> Row:
-    figures = {"median": median(rates), "min": min(rates), "max": max(rates), "all": rates}
-    return {"kind": kind, "side": side, "method": method, "per_s": figures}
+    return {"kind": kind, "side": side, "method": method, "per_s": spread(rates)}
 
 
 def with_ratios(rows: list[Row]) -> list[Row]:
@@ -311,28 +297,20 @@ def with_ratios(rows: list[Row]) -> list[Row]:
     return [row | {"ratio": median(a / b for a, b in zip(row["per_s"]["all"], peer))} for row in rows]
 
 
-def table(record: dict[str, Any]) -> Table:
+def table(record: dict[str, Any]) -> Sheet:
     """One line for each rate."""
-    facts = record["machine"]
-    result = Table(
-        title=f"data path on {facts['cpu']}, {facts['cpus']} cores: samples a second (decode: of one core)",
-        title_justify="left",
-        box=SIMPLE_HEAD,
-    )
-    for head in ("", "source", "method", "samples/s", "min-max", f"to {PEER}", "bytes a sample"):
-        result.add_column(head, justify="left" if head in ("", "method") else "right", no_wrap=True)
-    before = None
-    for row in record["rows"]:
-        case = (row["kind"], row["side"])
-        if before not in (None, case):
-            result.add_section()
-        before = case
-        rate = row["per_s"]
-        between = f"{rate['min']:,.0f}-{rate['max']:,.0f}"
-        size = f"{row['bytes']:,}" if "bytes" in row else "-"
-        ratio = f"{row['ratio']:.2f}" if "ratio" in row else "-"
-        result.add_row(row["kind"], str(row["side"]), row["method"], f"{rate['median']:,.0f}", between, ratio, size)
-    return result
+    title = f"data path on {processor(record['machine'])}: samples a second (decode: of one core)"
+    heads = ("what", "source", "method", "samples/s", "min-max", f"to {PEER}", "bytes a sample")
+    groups = [[cells(row) for row in group] for group in grouped(record["rows"], "kind", "side")]
+    return Sheet(title, heads, ("what", "method"), groups)
+
+
+def cells(row: Row) -> list[str]:
+    rate = row["per_s"]
+    between = f"{rate['min']:,.0f}-{rate['max']:,.0f}"
+    size = f"{row['bytes']:,}" if "bytes" in row else "-"
+    ratio = f"{row['ratio']:.2f}" if "ratio" in row else "-"
+    return [row["kind"], str(row["side"]), row["method"], f"{rate['median']:,.0f}", between, ratio, size]
 
 
 def verdicts(record: dict[str, Any]) -> list[str]:

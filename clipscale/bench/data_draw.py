@@ -6,6 +6,7 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
+from clipscale.bench.figures import processor
 from clipscale.report.plots import COLOURS, STYLE
 
 TITLES = {"decode": "pictures to pixels, one core", "stream": "shards to batches"}
@@ -38,6 +39,6 @@ def draw(record: dict[str, Any], path: Path) -> Figure:
             axes.grid(axis="x", visible=False)
             axes.legend()
         side = record["settings"]["image_size"]
-        figure.suptitle(f"{facts['cpu']}, {facts['cpus']} cores, {side} pixels out", x=0.01, ha="left", fontsize=10)
+        figure.suptitle(f"{processor(facts)}, {side} pixels out", x=0.01, ha="left", fontsize=10)
         figure.savefig(path, dpi=120, facecolor="white", format="png")
     return figure

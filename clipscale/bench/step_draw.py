@@ -8,6 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter
 
 from clipscale.bench.draw import MARKS
+from clipscale.bench.figures import processor
 from clipscale.report.plots import COLOURS, STYLE
 from clipscale.spelling import format_count, parse_count
 
@@ -51,8 +52,8 @@ def draw(record: dict[str, Any], path: Path) -> Figure:
             memory.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
         memory.set_xlabel("batch, pairs")
         memory.set_title(f"peak memory of a step, MiB (chunk {settings['chunk']})")
-        processor = facts["gpus"][0] if record["device"] == "cuda" else f"{facts['cpu']}, {record['threads']} threads"
-        title = f"model={settings['model']}, {settings['precision']}, {processor}, torch {facts['versions']['torch']}"
+        where = processor(facts, record["device"], record["threads"])
+        title = f"model={settings['model']}, {settings['precision']}, {where}, torch {facts['versions']['torch']}"
         figure.suptitle(title, x=0.01, ha="left", fontsize=10)
         figure.savefig(path, dpi=120, facecolor="white", format="png")
     return figure

@@ -1,37 +1,35 @@
-"""The step benchmark's record as a table for the console, with a legend."""
+"""The step benchmark's record as a table, with a legend."""
 
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
-
+from clipscale.bench.figures import processor
+from clipscale.bench.sheet import Sheet
 from clipscale.bench.verdicts import growths
 from clipscale.spelling import format_count
 
+HEADS = ("method", "batch", "samples/s", "step ms", "min-max", "to plain", "MFU", "peak MiB")
 
-def table(record: dict[str, Any]) -> Table:
+
+def table(record: dict[str, Any]) -> Sheet:
     """One line for each case."""
-    settings, facts = record["settings"], record["machine"]
-    processor = facts["gpus"][0] if record["device"] == "cuda" else f"{facts['cpu']}, {record['threads']} threads"
-    title = f"step in chunks of {settings['chunk']}, model={settings['model']}, {settings['precision']}, on {processor}"
-    result = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for head in ("method", "batch", "samples/s", "step ms", "min-max", "to plain", "MFU", "peak MiB"):
-        result.add_column(head, justify="left" if head == "method" else "right", no_wrap=True)
-    for row in record["rows"]:
-        cells = [row["method"], "max" if row["batch"] is None else format_count(row["batch"])]
-        if "step_s" in row:
-            times, relative = row["step_s"], row["ratio"]
-            cells += [f"{row['samples_per_s']:,.0f}", f"{1e3 * times['median']:,.0f}"]
-            cells += [
-                f"{1e3 * times['min']:,.0f}-{1e3 * times['max']:,.0f}",
-                f"{relative['median']:.2f}" if relative else "-",
-                f"{row['mfu']:.1%}" if row.get("mfu") is not None else "-",
-            ]
-        else:
-            cells += [row["status"], "", "", "", ""]
-        cells.append("-" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**20:,.0f}")
-        result.add_row(*cells)
-    return result
+    settings, where = record["settings"], processor(record["machine"], record["device"], record["threads"])
+    title = f"step in chunks of {settings['chunk']}, model={settings['model']}, {settings['precision']}, on {where}"
+    return Sheet(title, HEADS, ("method",), [[cells(row) for row in record["rows"]]])
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    found = [row["method"], "max" if row["batch"] is None else format_count(row["batch"])]
+    if "step_s" in row:
+        times, relative = row["step_s"], row["ratio"]
+        found += [f"{row['samples_per_s']:,.0f}", f"{1e3 * times['median']:,.0f}"]
+        found += [
+            f"{1e3 * times['min']:,.0f}-{1e3 * times['max']:,.0f}",
+            f"{relative['median']:.2f}" if relative else "-",
+            f"{row['mfu']:.1%}" if row.get("mfu") is not None else "-",
+        ]
+    else:
+        found += [row["status"], "", "", "", ""]
+    return [*found, "-" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**20:,.0f}"]
 
 
 def legend(record: dict[str, Any]) -> list[str]:

@@ -1,11 +1,10 @@
-"""The loss benchmark's record as a table for the console, with a legend."""
+"""The loss benchmark's record as a table, with a legend."""
 
 from collections.abc import Callable
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
-
+from clipscale.bench.figures import processor
+from clipscale.bench.sheet import Sheet, grouped
 from clipscale.spelling import format_count
 
 Row = dict[str, Any]
@@ -32,31 +31,22 @@ RANKS: dict[str, Callable[[Row], str]] = {
     "per B*D": lambda row: "-" if row["sent_per_feature"] is None else f"{row['sent_per_feature']:.2f}",
 }
 """More columns where there are several ranks."""
-LEFT = ("N", "D", "dtype", "method")
+CASE = ("N", "D", "dtype", "method")
 
 
-def table(record: dict[str, Any]) -> Table:
+def table(record: dict[str, Any]) -> Sheet:
     """One line for each row; for a method that gave no figures, why."""
     ranks = record["settings"]["ranks"]
     columns = COLUMNS | (RANKS if ranks > 1 else {})
-    facts = record["machine"]
-    processor = facts["gpus"][0] if record["rows"][0]["device"] == "cuda" else f"{facts['cpu']}, {facts['cpus']} cores"
-    title = f"contrastive loss, forward and backward, on {processor}" + (f", {ranks} ranks" if ranks > 1 else "")
-    result = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for head in columns:
-        result.add_column(head, justify="left" if head == "method" else "right", no_wrap=True)
-    before = None
-    for row in record["rows"]:
-        case = (row["n"], row["d"], row["dtype"])
-        if before not in (None, case):
-            result.add_section()
-        before = case
+
+    def cells(row: Row) -> list[str]:
         if row["status"] == "ok":
-            result.add_row(*(cell(row) for cell in columns.values()))
-        else:
-            known = [columns[head](row) for head in LEFT]
-            result.add_row(*known, row["status"])
-    return result
+            return [cell(row) for cell in columns.values()]
+        return [*(columns[head](row) for head in CASE), row["status"]]
+
+    where = processor(record["machine"], record["rows"][0]["device"]) + (f", {ranks} ranks" if ranks > 1 else "")
+    groups = [[cells(row) for row in group] for group in grouped(record["rows"], "n", "d", "dtype")]
+    return Sheet(f"contrastive loss, forward and backward, on {where}", list(columns), ("method",), groups)
 
 
 def legend(record: dict[str, Any]) -> list[str]:

@@ -31,6 +31,7 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> dict:
         )
     )
     assert (out / "data.png").stat().st_size > 10_000
+    assert "| decode | 40 | decode=exact |" in (out / "data.md").read_text()
     return json.loads((out / "data.json").read_text())
 
 

@@ -51,7 +51,13 @@ def test_the_table_has_a_line_for_each_method_and_says_why_one_has_no_figures(sm
     status = {row["method"]: row["status"] for row in record["rows"]}
     assert (status["infcl"], status["open_clip"], status["triton"]) == ("ok", "ok", "not supported")
     assert status["inf_cl"] in ("not installed", "not supported")
-    assert str(out / "loss-cpu.json") in printed and str(out / "loss-cpu.png") in printed
+    for suffix in ("json", "md", "png"):
+        assert str(out / f"loss-cpu.{suffix}") in printed and (out / f"loss-cpu.{suffix}").stat().st_size
+    lines = (out / "loss-cpu.md").read_text().splitlines()
+    head, rule, first = (line for line in lines[2:5])
+    assert head == "| " + " | ".join(COLUMNS) + " |" and rule.startswith("| --: | --: | --: | --- |")
+    assert first.startswith("| 128 | 32 | fp32 | infcl | ") and {line.count("|") for line in lines[2:8]} == {14}
+    assert lines[-1].startswith("- not measured: at most a twentieth")
 
 
 def test_figures_are_positive_and_agree_with_each_other(small: tuple[Record, str, Path]) -> None:
@@ -246,6 +252,9 @@ def test_a_method_out_of_memory_or_missing_is_a_line_that_says_so() -> None:
 def test_the_picture_marks_what_ran_out_of_memory(tmp_path: Path) -> None:
     figure = draw(by_hand(), tmp_path / "x.png")
     assert_drawn(tmp_path / "x.png")
+    titles = [axes.get_title(loc="left").split(",")[0] for axes in figure.axes]
+    assert titles == ["forward + backward", "extra memory", "forward", "backward"]
+    assert [float(axes.get_lines()[0].get_ydata()[0]) for axes in figure.axes] == [2000.0, 3.0, 500.0, 1500.0]
     legends = [axes.get_legend() for axes in figure.axes]
     shown = [text.get_text() for found in legends if found for text in found.get_texts()]
     assert shown == ["infcl", "clip: out of memory"]
