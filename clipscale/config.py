@@ -101,6 +101,7 @@ LEAST = {
     "data.buffers": 1,
     "data.image_size": 1,
     "data.max_pixels": 1,
+    "data.max_bytes": 1,
     "data.cache_bytes": 0,
     "data.retries": 0,
     "data.table.rows": 1,

@@ -23,7 +23,7 @@ from clipscale.data.archive import ReadProblem, read_shard
 from clipscale.data.decode import IMAGE_TYPES, BrokenSampleError, decode_rgb, image_bytes, resize
 from clipscale.data.filters import Selection
 from clipscale.data.order import Draws, key
-from clipscale.data.sample import RawSample
+from clipscale.data.sample import RawSample, limits
 from clipscale.data.sources import Access, leaf_of, scheme_of
 
 EXAMPLES = 20
@@ -39,6 +39,7 @@ class Task:
 
     selection: Selection
     max_pixels: int
+    max_bytes: int
     pictures: int
     seed: int
     near: bool
@@ -109,7 +110,9 @@ def survey(url: str, task: Task) -> Findings:
     keys: list[str] = []
     hashes: dict[str, list[int]] = {kind: [] for kind in ("key", "bytes", "look")[: 3 if task.near else 2]}
     leaf = leaf_of(url)
-    for sample in read_shard(url, problem, store=store, extensions={*IMAGE_TYPES, *task.selection.members()}):
+    for sample in read_shard(
+        url, problem, kinds=limits(IMAGE_TYPES, task.selection.members(), task.max_bytes), store=store
+    ):
         found.samples += 1
         keys.append(sample.key)
         hashes["key"].append(_hash(sample.key.encode("utf-8", "surrogatepass")))
@@ -138,6 +141,8 @@ def survey(url: str, task: Task) -> Findings:
 
 def _look(sample: RawSample, task: Task, found: Findings) -> tuple[np.ndarray, bytes]:
     """Use a sample as training would; its pixels and the picture's bytes. Raises BrokenSampleError."""
+    if sample.damage:
+        raise BrokenSampleError(sample.damage, sample.detail)
     rank = key(task.seed, _hash(f"{leaf_of(sample.url)}/{sample.key}".encode("utf-8", "surrogatepass")), sample.index)
     caption = task.selection.caption(sample.members, Draws(rank))
     data = image_bytes(sample.members)

@@ -104,6 +104,8 @@ class DataConfig:
     are decoded and resized on the GPU, once, or with offload=encoded for each pass."""
     max_pixels: int = 89_478_485
     """Larger images are skipped as broken (`huge_image`)."""
+    max_bytes: int = 67_108_864
+    """Pictures of more bytes, as they lie in the shard, are not read but skipped as broken (`too_large`), as captions beyond 1 MiB are."""
     allow_pipe: bool = False
     """Permit `pipe:` shard addresses, which run a shell command."""
     cache: str | None = None
@@ -120,7 +122,14 @@ def check(config: DataConfig, batch: int, world: int) -> None:
     """Raise UserError for settings that cannot work with any data."""
     if batch < 1 or batch % world:
         raise UserError(f"batch={batch} is not a multiple of the {world} processes; take a multiple")
-    for name, least in (("workers", 0), ("shuffle", 0), ("buffers", 1), ("max_pixels", 1), ("retries", 0)):
+    for name, least in (
+        ("workers", 0),
+        ("shuffle", 0),
+        ("buffers", 1),
+        ("max_pixels", 1),
+        ("max_bytes", 1),
+        ("retries", 0),
+    ):
         if getattr(config, name) < least:
             raise UserError(f"data.{name}={getattr(config, name)}: must be at least {least}")
     if config.timeout_s <= 0:

@@ -6,7 +6,7 @@ C: channels, S: side in pixels, T: tokens.
 """
 
 from collections import Counter
-from collections.abc import Callable, Container, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +20,7 @@ from clipscale.data.batch import Arena, Slot, sample_id
 from clipscale.data.decode import BrokenSampleError, image_bytes
 from clipscale.data.filters import Selection
 from clipscale.data.order import AUGMENT, CAPTION, WINDOW, Draws, Order, Segment, local_places, permutation
-from clipscale.data.sample import RawSample
+from clipscale.data.sample import RawSample, limits
 from clipscale.data.sources import SEEN, Access
 from clipscale.data.store import Store
 from clipscale.data.tiers import Transform, tier_of
@@ -31,6 +31,10 @@ MOST_FRUITLESS = 200
 """A lane gives up after so many broken samples, or so many visits to shards, without a usable sample between them. Generous, since one
 bad shard of ten thousand must not end a run, and a lane of a small set may hold a single sample an epoch."""
 
+
+WINDOW_BYTES = 128 << 20
+"""Of a shard's samples in a window of the shuffle, which is full then, however few they are. Ordinary data does not come to it: that would
+take half a megabyte a sample in windows of 256. About as much is what a lane has in memory at most, this window and the next together."""
 
 MOST_AWAY = 3
 """A lane gives up when so many shards on end stayed away for all of `data.retries`: the storage is gone, not a shard."""
@@ -48,46 +52,62 @@ class Lost:
 
 
 Tick = Callable[[], None]
+_Window = tuple[int, Segment, list[RawSample | Lost]]
+"""Turn, segment and items."""
 
 
 def segment_windows(
-    segment: Segment, url: str, window: int, seed: int, extensions: Container[str], store: Store
-) -> Iterator[list[RawSample | Lost] | None]:
+    segment: Segment, url: str, window: int, seed: int, kinds: Mapping[str, int], store: Store
+) -> Iterator[list[RawSample | Lost] | int]:
     """The segment's places in emission order: the shard is read in windows of `window` samples, each in a random order.
 
-    Yields None after every sample read, so that the caller may do something else meanwhile, and the items of every window when it is
-    complete. Only places inside the segment are kept in memory or yielded. One item per place where the count is known (samples beyond it
-    are not part of the order, but noted in the tally); where it is not, a shard that ends badly yields one Lost more.
+    A window is full earlier when its samples lie over WINDOW_BYTES of the shard: those of all its samples, whether they are part of the
+    segment or not and whatever is wanted of them, so that windows are the same whoever reads, from wherever, with an index or without.
+
+    Yields the bytes kept after every sample read, so that the caller may do something else meanwhile, and the items of every window when
+    it is complete. Only places inside the segment are kept in memory or yielded. One item per place where the count is known (samples
+    beyond it are not part of the order, but noted in the tally); where it is not, a shard that ends badly yields one Lost more.
     """
     problem = ReadProblem()
-    begin = 0
+    begin = number = 0
     wanted: set[int] | None = None
 
     def want(index: int) -> bool:
         # without a count the order within the window is not known yet, but windows before the segment are
         return begin + window > segment.start if wanted is None else index - begin in wanted
 
-    places = partial(index.places, cache=store.access.cache)
-    reader = read_shard(url, problem, want, extensions, store=store, places=places)
+    def opened() -> Generator[RawSample, None, None]:
+        places = partial(index.places, cache=store.access.cache)
+        return read_shard(url, problem, want, kinds, later=True, store=store, places=places)
+
+    def chosen(size: int) -> np.ndarray:
+        """The window's samples that are part of the segment, in their order, if it has so many."""
+        last = size if segment.stop is None else min(segment.stop - begin, size)
+        order = permutation(size, seed, WINDOW, segment.turn, segment.shard, number)
+        return order[max(segment.start - begin, 0) : last]
+
+    reader = opened()
     try:
         while segment.stop is None or begin < segment.stop:
             size = window if segment.count is None else min(window, segment.count - begin)
-            first = max(segment.start - begin, 0)
-            last = size if segment.stop is None else min(segment.stop - begin, size)
-            if segment.count is not None:
-                order = permutation(size, seed, WINDOW, segment.turn, segment.shard, begin // window)
-                wanted = set(order[first:last].tolist())
-            raws: list[RawSample] = []
-            for raw in islice(reader, size):
-                store.tick()
-                raws.append(raw)
-                yield None
-            if segment.count is None:
-                order = permutation(len(raws), seed, WINDOW, segment.turn, segment.shard, begin // window)
+            places = chosen(size)
+            wanted = None if segment.count is None else set(places.tolist())
+            raws, full = yield from _next_window(reader, size, store)
+            if full or segment.count is None:
+                others = wanted is not None and 0 < len(wanted) < size
+                size = len(raws)
+                places = chosen(size)
+                if others:  # had it been known that the window has fewer samples, others of them would have been read
+                    reader.close()
+                    reader, wanted, raws = opened(), set(places.tolist()), []
+                    for _ in islice(reader, begin):
+                        store.tick()
+                        yield 0
+                    raws, _ = yield from _next_window(reader, size, store)
             lost = Lost(problem.reason or "missing_from_shard", problem.detail or url)
-            yield [raws[place] if place < len(raws) else lost for place in order[first:last]]
-            begin += len(raws) if segment.count is None else size
-            if segment.count is None and len(raws) < size:
+            yield [raws[place] if place < len(raws) else lost for place in places]
+            begin, number = begin + size, number + 1
+            if segment.count is None and size < window and not full:
                 if begin == 0 and not problem.reason:
                     problem = ReadProblem("empty_shard", url)
                 if problem.reason and begin >= segment.start:
@@ -97,6 +117,29 @@ def segment_windows(
             store.tally["not_in_count"] += surplus
     finally:
         reader.close()
+
+
+def _next_window(
+    reader: Iterator[RawSample], size: int, store: Store
+) -> Generator[int, None, tuple[list[RawSample], bool]]:
+    """The next samples of a shard, `size` or what there is of them, and whether their bytes have made the window full before that.
+
+    Yields what each takes in memory."""
+    raws: list[RawSample] = []
+    extent = 0
+    for raw in islice(reader, size):
+        store.tick()
+        raws.append(raw)
+        extent += raw.extent
+        yield kept(raw)
+        if extent > WINDOW_BYTES:
+            return raws, len(raws) < size
+    return raws, False
+
+
+def kept(item: RawSample | Lost) -> int:
+    """Bytes that a sample takes in memory, at most."""
+    return item.extent if isinstance(item, RawSample) and (item.members or item.later) else 0
 
 
 @dataclass(frozen=True)
@@ -119,6 +162,8 @@ class Plan:
     transform: Transform
     image_types: tuple[str, ...]
     """Members of a sample of which the first there is goes to `transform`."""
+    most: int
+    """Bytes that such a member may have."""
     tokenizer: Callable[[list[str]], object]
     selection: Selection
     access: Access
@@ -141,7 +186,7 @@ class LaneReader:
     def __init__(self, plan: Plan, share: LaneShare, broken: Counter[str], tick: Tick) -> None:
         self._plan, self.lane, self._broken = plan, share.lane, broken
         self._store = Store(plan.access, broken, tick)
-        self._extensions = {*plan.image_types, *plan.selection.members()}
+        self._kinds = limits(plan.image_types, plan.selection.members(), plan.most)
         self.turn, self.index = share.turn, share.index
         self._samples = self._walk()
         self._row: Counter[str] = Counter()
@@ -157,36 +202,39 @@ class LaneReader:
                 yield turn, segment
             turn, index = turn + 1, 0
 
-    def _windows(self) -> Generator[tuple[int, Segment, list[RawSample | Lost]] | None, None, None]:
-        """Window after window, and None after every sample read on the way to the next."""
+    def _windows(self) -> Generator[_Window | int, None, None]:
+        """Window after window, and the bytes of every sample read on the way to the next."""
         plan, store = self._plan, self._store
         try:
             for (turn, segment), (_, following) in pairwise(self._segments()):
                 url = plan.urls[segment.shard]
                 store.expect(plan.urls[following.shard])
-                for items in segment_windows(segment, url, plan.window, plan.seed, self._extensions, store):
-                    yield None if items is None else (turn, segment, items)
+                for items in segment_windows(segment, url, plan.window, plan.seed, self._kinds, store):
+                    yield items if isinstance(items, int) else (turn, segment, items)
         finally:
             store.expect(None)
 
     def _walk(self) -> Generator[tuple[Segment, RawSample | Lost], None, None]:
         """Item after item. With each that is given a sample of the next window is read, so that the storage is asked evenly, not for a
-        window at a time, and what is in memory is still about one window."""
-        coming = None
+        window at a time, and what is in memory is still about one window; none while that is WINDOW_BYTES."""
+        coming: _Window | None = None
+        held = read = 0
         with closing(self._windows()) as windows:
             while True:
                 while coming is None:
-                    coming = next(windows)
+                    coming, read = _one_more(windows, read)
                 turn, segment, items = coming
-                coming = None
+                coming, held, read = None, sum(map(kept, items)), 0
                 items.reverse()
                 while items:
-                    if coming is None:
-                        coming = next(windows)
+                    if coming is None and held + read <= WINDOW_BYTES:
+                        coming, read = _one_more(windows, read)
                     if turn != self.turn:
                         self.turn, self.index = turn, 0
                     self.index += 1
-                    yield segment, items.pop()
+                    item = items.pop()
+                    held -= kept(item)
+                    yield segment, item
 
     def close(self) -> None:
         """Close the shard, and call off what was asked for ahead."""
@@ -201,6 +249,7 @@ class LaneReader:
             try:
                 if isinstance(item, Lost):
                     raise BrokenSampleError(item.reason, item.detail)
+                item.fill()
                 if item.damage:
                     raise BrokenSampleError(item.damage, item.detail)
                 place = segment.turn, segment.shard, item.index
@@ -239,6 +288,12 @@ class LaneReader:
                 f"data.train: no usable sample among the last {self._row.total()} of one lane ({reasons}; the last: {example}); "
                 "look at the shards, and at data.caption_key, data.filter and data.image_features"
             )
+
+
+def _one_more(windows: Iterator[_Window | int], read: int) -> tuple[_Window | None, int]:
+    """Read one sample on: the window that is complete with it or None, and how many bytes have been read for it."""
+    found = next(windows)
+    return (None, read + found) if isinstance(found, int) else (found, read)
 
 
 class Producer:

@@ -10,6 +10,7 @@ import psutil
 
 from clipscale.data.archive import ReadProblem, read_shard
 from clipscale.data.batch import Layout
+from clipscale.data.sample import limits
 from clipscale.data.sources import Access
 from clipscale.data.store import Store
 from clipscale.errors import UserError
@@ -49,7 +50,7 @@ def picture_bytes(urls: Sequence[str], types: Sequence[str], layout: Layout, acc
             return len(data) if data.startswith(JPEG) else layout.row_bytes
         return min(len(data), layout.row_bytes)
 
-    raws = read_shard(urls[0], ReadProblem(), lambda index: index < PEEK, types, store=Store(access))
+    raws = read_shard(urls[0], ReadProblem(), lambda index: index < PEEK, limits(types), store=Store(access))
     sizes = [kept(data) for raw in islice(raws, PEEK) for data in list(raw.members.values())[:1]]
     raws.close()
     return sum(sizes) / len(sizes) if sizes else None

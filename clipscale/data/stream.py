@@ -117,6 +117,7 @@ class TrainStream:
                 seed=seed,
                 transform=transform,
                 image_types=types,
+                most=config.max_bytes,
                 tokenizer=tokenizer,
                 selection=chosen,
                 access=access,

@@ -12,9 +12,11 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, quote, unquote, urlencode
@@ -23,10 +25,9 @@ from clipscale.data.config import TableConfig
 from clipscale.data.decode import IMAGE_TYPES
 from clipscale.data.index import NO_FILE
 from clipscale.data.order import permutation
-from clipscale.data.sample import RawSample
+from clipscale.data.sample import MOST_BYTES, RawSample
 from clipscale.data.sources import SourceError, is_local, leaf_of, own_cache, scheme_of
 from clipscale.data.store import Store
-from clipscale.data.tar import LARGEST_MEMBER
 from clipscale.errors import UserError
 
 IMAGE_COLUMNS = ("filepath", "image", "image_path", "path", "file", "file_name", "filename", "jpg")
@@ -241,10 +242,13 @@ def _digest(text: str) -> str:
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-def read(url: str, want: Callable[[int], bool], store: Store) -> Generator[RawSample, None, None]:
+def read(
+    url: str, want: Callable[[int], bool], kinds: Mapping[str, int] | None, store: Store
+) -> Generator[RawSample, None, None]:
     """The rows of a virtual shard as samples: the picture under its extension, the caption as `txt`, the whole row as `json`.
 
-    A sample's key is its picture's path. One whose file is not there has the damage `missing_file`. Raises OSError, SourceError.
+    A sample's key is its picture's path. Its members (`kinds` of them, as for `read_shard`) are read when it is filled; then one whose file
+    is not there has the damage `missing_file`. Raises OSError, SourceError.
     """
     part = part_of(url)
     # The other may hash what it opens, and cannot seek then. What this one's threads see it counts when all is closed.
@@ -254,37 +258,62 @@ def read(url: str, want: Callable[[int], bool], store: Store) -> Generator[RawSa
         image = row.get(part.image)
         name = str((image.get("path") or "") if isinstance(image, dict) else image if isinstance(image, str) else "")
         key = name or f"row {part.first + index}"
-        if not want(index):
-            yield RawSample(url, key, index, {})
-            continue
-        try:
-            yield RawSample(url, key, index, _members(part, row, image, name, store))
-        except FileNotFoundError as error:
-            yield RawSample(url, key, index, {}, "missing_file", str(error))
-        except SourceError as error:
-            yield RawSample(url, key, index, {}, error.reason.replace("_shard", "_file"), str(error))
+        raw = RawSample(url, key, index, {}, extent=_extent(row))
+        if want(index):
+            raw.later = partial(_fill, raw, part, row, name, kinds, store)
+        yield raw
 
 
-def _members(part: Part, row: dict[str, Any], image: Any, name: str, store: Store) -> dict[str, bytes]:
-    members: dict[str, bytes] = {}
+def _extent(value: Any) -> int:
+    """Bytes of what a row says by itself, about."""
+    if isinstance(value, dict):
+        return sum(map(_extent, value.values()))
+    return len(value) if isinstance(value, bytes | str) else 8
+
+
+def _fill(
+    raw: RawSample, part: Part, row: dict[str, Any], name: str, kinds: Mapping[str, int] | None, store: Store
+) -> None:
+    try:
+        _read_members(raw, part, row, name, kinds, store)
+    except FileNotFoundError as error:
+        raw.damage, raw.detail = "missing_file", str(error)
+    except SourceError as error:
+        raw.damage, raw.detail = error.reason.replace("_shard", "_file"), str(error)
+    except (OSError, ValueError) as error:  # a folder, a file of somebody else's, a name that no file can have
+        raw.damage, raw.detail = "unreadable_file", str(error)
+    if raw.damage:
+        raw.members = {}
+
+
+def _read_members(
+    raw: RawSample, part: Part, row: dict[str, Any], name: str, kinds: Mapping[str, int] | None, store: Store
+) -> None:
+    def keep(extension: str, content: Callable[[int], bytes]) -> None:
+        """Where it is wanted; `content` gives up to so many bytes of it."""
+        if kinds is None or extension in kinds:
+            data = content(1 + (MOST_BYTES if kinds is None else kinds[extension]))
+            if raw.admits(f"{raw.key}, {extension}", extension, len(data), kinds):
+                raw.members[extension] = data
+
+    image = row.get(part.image)
     if isinstance(image, dict):  # as Hugging Face's datasets hold pictures
         image = image.get("bytes")
+    extension = name.rpartition(".")[2].lower()
+    extension = extension if extension in IMAGE_TYPES else "jpg"
     if isinstance(image, bytes):
-        data = image
+        keep(extension, lambda _: image)
     elif name:
-        data = _content(_beside(part.path, name), store)
+        keep(extension, partial(_content, _beside(part.path, name), store))
     else:
         raise FileNotFoundError("no picture is named")
-    extension = name.rpartition(".")[2].lower()
-    members[extension if extension in IMAGE_TYPES else "jpg"] = data
     caption = row.get(part.caption)
     if part.sidecar and row.get(part.sidecar):
-        members["txt"] = _content(row[part.sidecar], store)
+        keep("txt", partial(_content, row[part.sidecar], store))
     elif caption is not None:
-        members["txt"] = str(caption).encode("utf-8", "surrogatepass")
+        keep("txt", lambda _: str(caption).encode("utf-8", "surrogatepass"))
     plain = {column: value for column, value in row.items() if not isinstance(value, bytes | dict)}
-    members["json"] = json.dumps(plain, default=str).encode()
-    return members
+    keep("json", lambda _: json.dumps(plain, default=str).encode())
 
 
 def _beside(table: str, name: str) -> str:
@@ -302,12 +331,12 @@ def _buffered(stream: Any) -> Any:
     return io.BufferedReader(stream, 1 << 16) if isinstance(stream, io.RawIOBase) else stream
 
 
-def _content(place: str, store: Store) -> bytes:
+def _content(place: str, store: Store, most: int) -> bytes:
     if scheme_of(place) in NO_FILE:
         raise SourceError("refused_file", f"{place}: a table names files, not commands")
     stream = store.open(place).stream
     try:
-        data: bytes = stream.read(LARGEST_MEMBER)
+        data: bytes = stream.read(most)
     finally:
         stream.close()
     return data
@@ -333,8 +362,16 @@ def _parquet_rows(part: Part, store: Store) -> Iterator[dict[str, Any]]:
     try:
         with _parquet_file(part.path, store) as file:
             # no threads: what a remote file does while it waits is for the reading thread only
-            table = file.read_row_group(group, use_threads=False).slice(start, part.last - part.first)
-        for batch in table.to_batches(max_chunksize=256):
-            yield from batch.to_pylist()
+            rows = 1 if _holds_pictures(file, part.image) else 256
+            batches = file.iter_batches(rows, row_groups=[group], use_threads=False)
+            yield from islice(
+                (row for batch in batches for row in batch.to_pylist()), start, start + part.last - part.first
+            )
     except (ValueError, KeyError) as error:  # pyarrow's own errors are ValueErrors
         raise SourceError("unreadable_shard", str(error)) from error
+
+
+def _holds_pictures(file: Any, column: str) -> bool:
+    """Whether a Parquet column has pictures, not their names: rows that are read one by one, since they may be large."""
+    kind = str(file.schema_arrow.field(column).type)
+    return "binary" in kind or kind.startswith("struct")

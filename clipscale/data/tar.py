@@ -18,6 +18,8 @@ LARGEST_MEMBER = 1 << 28
 """A header that claims more than this many bytes is taken for damage; nothing of that size is a picture."""
 
 LARGEST_HEADER = 1 << 20
+XZ_MEMORY = 128 << 20
+"""What unpacking xz may take; `xz -9` asks for 65 MiB."""
 
 
 def next_member(stream: Any) -> tuple[str, int] | None:
@@ -72,13 +74,15 @@ def _text(field: bytes) -> str:
 def _pax(content: bytes) -> dict[str, str]:
     """Records of the form `LENGTH KEY=VALUE\\n`."""
     fields = {}
-    while content:
-        length = int(content.split(b" ", 1)[0])
-        if not 0 < length <= len(content):
+    at = 0
+    while at < len(content):
+        space = content.find(b" ", at, at + 20)
+        length = int(content[at:space]) if space >= 0 else 0
+        if not space - at < length <= len(content) - at:
             raise tarfile.ReadError("bad record in an extended header")
-        key, _, value = content[:length].split(b" ", 1)[1][:-1].partition(b"=")
+        key, _, value = content[space + 1 : at + length - 1].partition(b"=")
         fields[_text(key)] = value.decode("utf-8", "surrogateescape")
-        content = content[length:]
+        at += length
     return fields
 
 
@@ -140,6 +144,50 @@ def seekable(stream: Any) -> bool:
     return hasattr(stream, "seekable") and bool(stream.seekable())
 
 
+class Stretch:
+    """Bytes start..stop of a stream that can seek, as a stream."""
+
+    def __init__(self, source: Any, start: int, stop: int) -> None:
+        self._source, self._at, self._stop = source, start, stop
+
+    def read(self, size: int) -> bytes:
+        self._source.seek(self._at)
+        data: bytes = self._source.read(max(0, min(size, self._stop - self._at)))
+        self._at += len(data)
+        return data
+
+    def seek(self, offset: int, whence: int) -> None:
+        assert whence == os.SEEK_CUR, "from here only"
+        self._at += offset
+
+
+class _Unxz(io.RawIOBase):
+    """What an xz stream unpacks to. As lzma.LZMAFile, whose dictionary may be as large as the file likes."""
+
+    def __init__(self, source: Any) -> None:
+        self._source, self._packed, self._decoder = source, b"", lzma.LZMADecompressor(memlimit=XZ_MEMORY)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while True:
+            if self._decoder.eof:  # another stream may follow, or padding
+                self._packed = (self._decoder.unused_data or self._source.read(1 << 16)).lstrip(b"\0")
+                if not self._packed:
+                    return 0
+                self._decoder = lzma.LZMADecompressor(memlimit=XZ_MEMORY)
+            if self._decoder.needs_input and not self._packed:
+                self._packed = self._source.read(1 << 16)
+                if not self._packed:
+                    raise EOFError("ends within a packed stream")
+            data = self._decoder.decompress(self._packed, len(buffer))
+            self._packed = b""
+            if data:
+                buffer[: len(data)] = data
+                return len(data)
+
+
 class _Rejoined(io.RawIOBase):
     """A stream whose first bytes have been looked at."""
 
@@ -159,7 +207,7 @@ class _Rejoined(io.RawIOBase):
 _MAGICS: tuple[tuple[bytes, Callable[[Any], Any]], ...] = (
     (b"\x1f\x8b", lambda stream: gzip.GzipFile(fileobj=stream)),
     (b"BZh", bz2.BZ2File),
-    (b"\xfd7zXZ\0", lzma.LZMAFile),
+    (b"\xfd7zXZ\0", lambda stream: io.BufferedReader(_Unxz(stream), 1 << 16)),
 )
 
 

@@ -63,6 +63,8 @@ class CheckSettings:
     """Folder where the index lies if not beside the shards."""
     max_pixels: int = 89_478_485
     """As `data.max_pixels` in training."""
+    max_bytes: int = 67_108_864
+    """As `data.max_bytes` in training."""
     caption_key: str = "txt"
     """As `data.caption_key` in training."""
     captions: list[str] = field(default_factory=list)
@@ -154,7 +156,14 @@ def check_shards(sources: Sequence[str], settings: CheckSettings) -> int:
     except OSError as error:
         raise UserError(f"out={settings.out}: cannot be written ({error.strerror}); choose another folder") from error
     task = check.Task(
-        chosen, settings.max_pixels, settings.pictures, settings.seed, settings.near, Access(), settings.cache
+        chosen,
+        settings.max_pixels,
+        settings.max_bytes,
+        settings.pictures,
+        settings.seed,
+        settings.near,
+        Access(),
+        settings.cache,
     )
     found = check.Findings()
     with progress(Console(stderr=True)) as bar:

@@ -149,6 +149,6 @@ def test_damage_within_a_packed_shard_is_found(tmp_path: Path, pack: object) -> 
 
 def test_only_what_is_wanted_is_read(tmp_path: Path) -> None:
     path = write_shards(tmp_path, [6])[0]
-    samples = list(read_shard(str(path), ReadProblem(), want=lambda i: i % 2 == 1, extensions={"txt"}))
+    samples = list(read_shard(str(path), ReadProblem(), want=lambda i: i % 2 == 1, kinds={"txt": 99}))
     assert [s.index for s in samples] == list(range(6))
     assert [sorted(s.members) for s in samples] == [[], ["txt"]] * 3

@@ -4,6 +4,8 @@ import bz2
 import gzip
 import lzma
 import os
+import subprocess
+import sys
 import tarfile
 import time
 import tracemalloc
@@ -22,6 +24,7 @@ from clipscale.data.config import FilterConfig
 from clipscale.data.decode import IMAGE_TYPES, BrokenSampleError, TrainTransform, image_bytes
 from clipscale.data.filters import selection
 from clipscale.data.order import Draws
+from clipscale.data.sample import limits
 from clipscale.data.tar import BLOCK
 from tests.data.files import Members, picture, write_tar
 
@@ -51,8 +54,8 @@ def use(path: Path, places: bool = False) -> Counter[str]:
     out = np.zeros((3, 16, 16), np.uint8)
     # an index of other bytes, as if it had not been noticed that they changed
     offsets = (lambda url, opened: np.arange(0, 40) * 3 * BLOCK) if places else None
-    wanted = {*IMAGE_TYPES, *SELECTION.members()}
-    for sample in read_shard(str(path), problem, extensions=wanted, places=offsets):
+    kinds = limits(IMAGE_TYPES, SELECTION.members())
+    for sample in read_shard(str(path), problem, kinds=kinds, places=offsets):
         try:
             if sample.damage:
                 raise BrokenSampleError(sample.damage)
@@ -179,6 +182,38 @@ def test_a_packed_bomb_is_read_in_bounded_memory(folder: Path, pack: object) -> 
     info = tarfile.TarInfo("a.bin")
     info.size = 100 << 20
     survives(pack(info.tobuf() + bytes(info.size)), folder)  # type: ignore[operator]
+
+
+CHILD = """
+import re, sys
+from pathlib import Path
+from clipscale.data.lanes import segment_windows
+from clipscale.data.order import Segment
+from clipscale.data.sample import limits
+from clipscale.data.store import Store
+def peak(): return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])  # not a parent's, as ru_maxrss is
+before = peak()
+windows = segment_windows(Segment(0, 0, 0, None, None), sys.argv[1], 256, 0, limits(["jpg"]), Store())
+sizes = [len(items) for items in windows if isinstance(items, list)]
+print(sum(sizes), len(sizes), peak() - before)
+"""
+
+
+def test_a_bomb_of_wanted_members_is_read_in_bounded_memory(folder: Path) -> None:
+    """24 pictures of 24 MiB in 0.6 MB: more than a window may hold. The peak of a process of its own is looked at."""
+    path = folder / "wanted.tar.gz"
+    with gzip.open(path, "wb", compresslevel=1) as out:
+        for number in range(24):
+            info = tarfile.TarInfo(f"{number}.jpg")
+            info.size = 24 << 20
+            out.write(info.tobuf() + bytes(info.size))
+    out = subprocess.run(
+        [sys.executable, "-c", CHILD, str(path)], capture_output=True, text=True, check=True, timeout=120
+    )
+    samples, windows, grown = map(int, out.stdout.split())
+    print(f"{samples} samples in {windows} windows, {grown / 1024:.0f} MiB more than before")
+    assert samples == 24 and windows > 2
+    assert grown < 400 << 10, f"{grown} KiB more: two windows and a sample at most"
 
 
 @pytest.mark.parametrize("kind", [b"x", b"L", b"K"])

@@ -5,6 +5,7 @@ import hashlib
 import io
 import os
 import sqlite3
+import tracemalloc
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clipscale.data import index, indexing
+from clipscale.data import index, indexing, lanes
 from clipscale.data.archive import ReadProblem, read_shard
 from clipscale.data.lanes import segment_windows
 from clipscale.data.order import Segment
-from clipscale.data.sample import RawSample
+from clipscale.data.sample import RawSample, limits
 from clipscale.data.shards import noted_counts, scanned_counts
 from clipscale.data.sources import Opened
 from clipscale.data.store import Store
@@ -255,14 +256,14 @@ def test_a_read_begins_where_it_is_wanted(tmp_path: Path) -> None:
 
 
 def items_of(segment: Segment, url: str, **options: Any) -> list[Any]:
-    return [item for items in segment_windows(segment, url, **options) for item in items or ()]
+    return [item for items in segment_windows(segment, url, **options) if isinstance(items, list) for item in items]
 
 
 def test_a_resumed_lane_reads_nothing_again(tmp_path: Path) -> None:
     path = write_shards(tmp_path, [60], sized=False)[0]
     make([path])
     sizes = np.diff(entry_places(path))
-    options: dict[str, Any] = {"window": 16, "seed": 3, "extensions": {"png", "txt", "json"}}
+    options: dict[str, Any] = {"window": 16, "seed": 3, "kinds": limits(["png"], ["txt", "json"])}
     whole = items_of(Segment(0, 0, 0, 60, 60), str(path), store=Store(), **options)
     store = CountingStore()
     rest = items_of(Segment(0, 0, 37, 60, 60), str(path), store=store, **options)
@@ -311,3 +312,67 @@ def test_the_file_is_plain_sqlite(tmp_path: Path) -> None:
     make(write_shards(tmp_path, [3], sized=False))
     with sqlite3.connect(tmp_path / index.FILE) as base:
         assert base.execute("SELECT name, samples FROM shards").fetchall() == [("00000.tar", 3)]
+
+
+# -- windows that are full by their bytes ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("counted", [True, False])
+@pytest.mark.parametrize("kind", ["plain", "indexed", "packed"])
+def test_a_window_full_by_bytes_is_the_same_from_any_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, counted: bool
+) -> None:
+    members = [(f"{i:02d}.png", bytes(1000 * (1 + i * 7 % 13))) for i in range(40)]
+    path = write_tar(tmp_path / "x.tar", members)
+    count = 40 if counted else None
+    options: dict[str, Any] = {"window": 16, "seed": 3, "kinds": limits(["png"])}
+
+    def keys(start: int, stop: int | None) -> list[str]:
+        return [raw.key for raw in items_of(Segment(0, 0, start, stop, count), str(path), store=Store(), **options)]
+
+    ordinary = keys(0, count)
+    monkeypatch.setattr(lanes, "WINDOW_BYTES", 50_000)
+    plain = keys(0, count)
+    assert sorted(plain) == sorted(ordinary) and plain != ordinary
+    if kind == "indexed":
+        make([path])
+    elif kind == "packed":
+        path.write_bytes(gzip.compress(path.read_bytes()))
+    for start in (0, 1, 3, 9, 17, 31, 39):
+        assert keys(start, count) == plain[start:], f"from {start} on"
+        if counted:
+            assert [keys(start, stop) for stop in (start + 1, 40)] == [plain[start : start + 1], plain[start:]]
+
+
+def test_a_lane_holds_about_one_window_of_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Samples of all sizes: what is in memory at once is bounded by bytes, not only by how many they are."""
+    size = 200_000
+    noise = np.random.default_rng(0)
+    members = [(f"{i:03d}.png", noise.bytes(size if i % 3 else 500)) for i in range(90)]
+    path = write_tar(tmp_path / "x.tar", members)
+    monkeypatch.setattr(lanes, "WINDOW_BYTES", 5 * size)
+    tracemalloc.start()
+    items_in_memory = 0
+    windows = segment_windows(Segment(0, 0, 0, 90, 90), str(path), 64, 0, limits(["png"]), Store())
+    for items in windows:
+        if isinstance(items, list):
+            items_in_memory = max(items_in_memory, sum(map(lanes.kept, items)))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert 5 * size < items_in_memory < 6.2 * size, items_in_memory
+    assert peak < 14 * size, f"{peak} bytes for windows of {5 * size}: two of them and a sample at most"
+
+
+@pytest.mark.parametrize("indexed", [False, True])
+def test_what_is_too_large_is_broken_and_not_read(tmp_path: Path, indexed: bool) -> None:
+    large = ("b.png", bytes(9 << 20))
+    path = write_tar(
+        tmp_path / "x.tar", [*sample("a"), large, ("b.txt", b"x"), ("c.txt", bytes(2 << 20)), *sample("d")]
+    )
+    if indexed:
+        make([path])
+    store = CountingStore()
+    raws, problem = read(path, store=store, kinds=limits(["png"], ["txt"], 8 << 20))
+    assert [(raw.key, raw.damage) for raw in raws] == [("a", ""), ("b", "too_large"), ("c", "too_large"), ("d", "")]
+    assert not raws[1].members and problem.reason is None and raws[1].detail == f"b.png: {9 << 20} bytes"
+    assert store.read_bytes < 3 << 20, store.read_bytes
