@@ -423,7 +423,7 @@ def test_a_rank_judges_the_memory_before_others_take_theirs(
             events.append("waited")
             return [value]
 
-    run = Run(settings(demo, tmp_path / "run"), Waits(0, 1, 0, torch.device("cpu")))
+    run = Run(settings(demo, tmp_path / "run"), Waits(0, 1, torch.device("cpu")))
     run.stream.close()
     assert events[events.index("looked") + 1] == "waited"
     assert "of 1.00 GiB free" in run.stream.memory
