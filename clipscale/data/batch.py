@@ -172,7 +172,8 @@ class Arena:
         block = torch.frombuffer(self._memory, dtype=torch.uint8)[:end]
         failed = torch.cuda.cudart().cudaHostRegister(block.data_ptr(), block.numel(), 0)
         if int(failed):
-            with contextlib.suppress(RuntimeError):  # CUDA's last error, which would be taken for that of the next kernel
+            # CUDA's last error would be taken for that of the next kernel: let it be this one's.
+            with contextlib.suppress(RuntimeError):
                 torch.zeros(1, device="cuda").add_(1)
             log.warning(
                 "the host batch could not be page-locked (CUDA error %s); copies to the GPU will be slower", failed
