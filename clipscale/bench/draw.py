@@ -69,7 +69,8 @@ def curves(axes: Axes, rows: list[Row], value: Callable[[Row], tuple[float, ...]
             y, *extent = zip(*map(value, found))
             axes.plot(x, y, label=name, **look)
             if extent:
-                axes.fill_between(x, *extent, color=look["color"], alpha=0.15, linewidth=0)
+                low, high = extent
+                axes.fill_between(x, low, high, color=look["color"], alpha=0.15, linewidth=0)
         full = [row["n"] for row in rows if row["method"] == name and row["status"] == "out of memory"]
         if full:
             axes.plot(

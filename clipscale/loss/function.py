@@ -181,7 +181,7 @@ class RowGradient:
             part.grad = _no_gradient(part)
             yield start, part
             for whole, piece in zip(self._done, _finished(part.features, part.grad, *self._how)):
-                if whole is not None:
+                if whole is not None and piece is not None:
                     whole[start : start + SLAB] = piece
 
     def result(self) -> tuple[Tensor, Tensor | None]:
