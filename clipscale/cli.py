@@ -4,16 +4,15 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
 from clipscale import __version__, usage
 from clipscale.errors import StoppedError, UserError
 from clipscale.keys import keys
-from clipscale.spelling import nearest, run_folder, split
-from clipscale.usage import EVAL, FEATURES, PLAN, TRAIN
+from clipscale.spelling import nearest, split
+from clipscale.verbs import TOOLS, VERBS, tools_of
 
 MULTIRUN = ("-m", "--multirun")
 
@@ -40,22 +39,37 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def dispatch(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help", "help"):
-        usage.show_overview({name: verb.summary for name, verb in VERBS.items()})
+        usage.show_overview()
         return 0
     if argv[0] in ("-V", "--version", "version"):
         print(f"clipscale {__version__}")
         return 0
     name, *rest = argv
     if name not in VERBS:
-        listed = ", ".join(VERBS)
-        raise UserError(f"unknown verb '{name}'{nearest(name, VERBS)}; there are {listed}")
+        raise UserError(f"unknown verb '{name}'{nearest(name, VERBS)}; there are {', '.join(VERBS)}")
     if any(word in ("-h", "--help") for word in rest):
-        VERBS[name].show_help([word for word in rest if word not in ("-h", "--help")])
+        usage.show_help(name, [word for word in rest if word not in ("-h", "--help")])
         return 0
-    return VERBS[name].run(rest)
+    if tools := tools_of(name):
+        tool, *rest = rest or [""]
+        if tool not in tools:
+            example = TOOLS[f"{name} {tools[0]}"].examples.partition("\n")[0]
+            raise UserError(
+                f"{name} {tool}: unknown{nearest(tool, tools) if tool else ''}; there is {', '.join(tools)}, as in: {example}"
+            )
+        name = f"{name} {tool}"
+    match name:
+        case "train":
+            return train(rest)
+        case "plan":
+            return plan(rest)
+        case "completion":
+            return completion(rest)
+        case _:
+            return work(name, rest)
 
 
-# ---- train ----
+# ---- verbs with ways of their own ----
 
 
 def train(argv: list[str]) -> int:
@@ -72,7 +86,7 @@ def train(argv: list[str]) -> int:
         from clipscale import sweep
 
         return sweep.main(argv)
-    values = compose.once("train", TRAIN, argv)
+    values = compose.once("train", argv)
     if values is None:
         return 0
     from clipscale import launch
@@ -88,254 +102,105 @@ def train(argv: list[str]) -> int:
     return 0
 
 
-# ---- eval ----
-
-
-def evaluate(argv: list[str]) -> int:
-    """A run's checkpoint on evaluation sets; under torchrun, this process's share."""
-    config = composed("eval", EVAL, argv)
-    if config is not None:
-        from clipscale.eval.verb import main
-
-        main(config)
-    return 0
-
-
-# ---- plan ----
-
-
 def plan(argv: list[str]) -> int:
-    """Status 1 where the run does not fit."""
+    """What makes no sense is refused before anything is composed."""
     if "RANK" in os.environ:
         raise UserError(
             "plan under torchrun would be made in every rank; leave torchrun out, and give gpus= and nodes="
         )
-    config = composed("plan", PLAN, argv)
-    if config is None:
-        return 0
-    of_train = {key.name.partition(".")[0] for key in keys(*TRAIN)} - {"run"}
+    run = next((word for word in argv if word.startswith("run=") and word != "run="), None)
+    of_train = {key.name.partition(".")[0] for key in keys(*TOOLS["train"].settings)} - {"run"}
     given = [word for word in argv if word.partition("=")[0].partition(".")[0].lstrip("+~") in of_train]
-    if config.run and given:
-        raise UserError(f"run={config.run}: the settings are that run's own; leave out {given[0]}")
-    from clipscale.plan.verb import main
-
-    return main(config)
-
-
-# ---- the small verbs ----
-
-
-@dataclass
-class DemoSettings:
-    """`clipscale data demo`: render the demo set."""
-
-    root: str | None = None
-    """Folder to write; the user's cache folder if not given."""
-    samples: int = 20_000
-    """Training pairs."""
-    seed: int = 0
-    """The same seed renders the same bytes."""
-    force: bool = False
-    """Render anew even if the same set is already there."""
-
-
-def data(argv: list[str]) -> int:
-    tools = {"demo": demo, "index": data_index, "check": data_check, "stats": data_stats, "features": data_features}
-    if not argv or argv[0] not in tools:
-        word = argv[0] if argv else ""
-        raise UserError(f"data {word}: unknown; there is {', '.join(tools)}, as in: clipscale data demo")
-    return tools[argv[0]](argv[1:])
-
-
-def data_index(argv: list[str]) -> int:
-    from clipscale.data.tools import IndexSettings, make_index
-
-    words, given = apart(IndexSettings, argv)
-    return make_index(words, simple(IndexSettings, "data index", given))
-
-
-def data_check(argv: list[str]) -> int:
-    from clipscale.data.tools import CheckSettings, check_shards
-
-    words, given = apart(CheckSettings, argv)
-    return check_shards(words, simple(CheckSettings, "data check", given))
-
-
-def data_features(argv: list[str]) -> int:
-    """Under torchrun, this process's share."""
-    config = composed("data features", FEATURES, argv)
-    if config is not None:
-        from clipscale.features import main
-
-        main(config)
-    return 0
-
-
-def data_stats(argv: list[str]) -> int:
-    from clipscale.data.tools import StatsSettings, show_stats
-
-    words, given = apart(StatsSettings, argv)
-    return show_stats(words, simple(StatsSettings, "data stats", given))
-
-
-def apart(settings: type[Any], argv: list[str]) -> tuple[list[str], list[str]]:
-    """Plain words, such as shards, and KEY=VALUE settings. What looks like a key but is none is left to `simple` to refuse."""
-    declared = {key.name.partition(".")[0] for key in keys(settings.__module__, settings.__name__)}
-    given = [
-        word
-        for word in argv
-        if (key := word.partition("=")[0]) != word
-        and (key.partition(".")[0] in declared or (key.isidentifier() and not os.path.exists(word)))  # noqa: PTH110
-    ]
-    return [word for word in argv if word not in given], given
-
-
-def demo(argv: list[str]) -> int:
-    settings = simple(DemoSettings, "data demo", argv)
-    from clipscale.data.demo import main as render
-
-    render(settings.root, seed=settings.seed, samples=settings.samples, force=settings.force)
-    return 0
-
-
-@dataclass
-class ReportSettings:
-    """`clipscale report`: a page and a picture of a run, made from its folder."""
-
-    run: str = ""
-    """NAME of the run's folder under runs/, or its path."""
-
-
-def report(argv: list[str]) -> int:
-    settings = simple(ReportSettings, "report", argv)
-    if not settings.run:
-        raise UserError("report needs run=NAME or run=PATH")
-    from clipscale.report.plots import write_report
-
-    page = write_report(run_folder(settings.run))
-    print(f"{page}\n{page.with_suffix('.png')}")
-    return 0
-
-
-def export(argv: list[str]) -> int:
-    from clipscale.export import ExportSettings, main
-
-    main(simple(ExportSettings, "export", argv))
-    return 0
-
-
-def doctor(argv: list[str]) -> int:
-    from clipscale.doctor import DoctorSettings, main
-
-    return main(simple(DoctorSettings, "doctor", argv))
-
-
-def bench(argv: list[str]) -> int:
-    tools = {"loss": bench_loss, "step": bench_step, "data": bench_data}
-    if not argv or argv[0] not in tools:
-        word = argv[0] if argv else ""
-        raise UserError(f"bench {word}: unknown; there is {', '.join(tools)}, as in: clipscale bench loss n=4k")
-    return tools[argv[0]](argv[1:])
-
-
-def bench_loss(argv: list[str]) -> int:
-    """Status 1 where a method failed for a reason other than memory or a known limit."""
-    from clipscale.bench.loss import LossBenchSettings, main
-
-    rows = main(simple(LossBenchSettings, "bench loss", argv))
-    return 1 if any(row["status"] == "failed" for row in rows) else 0
-
-
-def bench_step(argv: list[str]) -> int:
-    """Status 1 where a method failed for a reason other than memory."""
-    from clipscale.bench.step import StepBenchSettings, main
-
-    rows = main(simple(StepBenchSettings, "bench step", argv))
-    return 1 if any(row["status"] == "failed" for row in rows) else 0
-
-
-def bench_data(argv: list[str]) -> int:
-    from clipscale.bench.data import DataBenchSettings, main
-
-    main(simple(DataBenchSettings, "bench data", argv))
-    return 0
-
-
-def composed(verb: str, settings: tuple[str, str], argv: list[str]) -> Any | None:
-    """The settings of a verb that has a file of its name in conf/, composed and checked; None where Hydra only printed something."""
-    if any(word in MULTIRUN for word in argv):
-        raise UserError(f"{verb} takes no -m; give one value for each setting")
-    from clipscale import compose
-
-    values = compose.once(verb.rpartition(" ")[2], settings, argv)
-    if values is None:
-        return None
-    from clipscale.config import check_values
-    from clipscale.settings import typed
-
-    module, name = settings
-    config = typed(getattr(import_module(module), name), values)
-    check_values(config)
-    return config
-
-
-def simple(settings: type[Any], verb: str, argv: list[str]) -> Any:
-    """KEY=VALUE arguments as the dataclass `settings`, for verbs too small to need groups and files."""
-    from clipscale.settings import typed
-
-    values: dict[str, Any] = {}
-    declared = keys(settings.__module__, settings.__name__)
-    kinds = {key.name: key.type for key in declared}
-    for word in argv:
-        name, equals, text = word.partition("=")
-        if not equals:
-            raise UserError(
-                f"{verb} {word}: give settings as KEY=VALUE; the keys are {', '.join(k.name for k in declared)}"
-            )
-        value: Any = text
-        if kinds.get(name, "").startswith("list") and text.startswith("[") and text.endswith("]"):
-            value = split(text[1:-1])
-        elif text == "null" and kinds.get(name, "").endswith("None"):
-            value = None
-        *path, leaf = name.split(".")
-        node = values
-        for part in path:
-            node = node.setdefault(part, {})
-        node[leaf] = value
-    return typed(settings, values)
+    if run and given:
+        raise UserError(f"{run}: the settings are that run's own; leave out {given[0]}")
+    return work("plan", argv)
 
 
 def completion(argv: list[str]) -> int:
     """`completion bash` prints what a shell needs; the shell then asks with `completion query LINE`."""
+    from clipscale.completion import BASH, complete
+
     match argv:
         case ["bash"]:
-            print(usage.BASH)
+            print(BASH)
         case ["query", line]:
-            print("\n".join(usage.complete(line, list(VERBS))))
+            print("\n".join(complete(line)))
         case _:
             raise UserError('completion: only bash is known; put  eval "$(clipscale completion bash)"  into ~/.bashrc')
     return 0
 
 
-@dataclass(frozen=True)
-class Verb:
-    summary: str
-    run: Callable[[list[str]], int]
-    show_help: Callable[[list[str]], None]
+# ---- every other ----
 
 
-VERBS = {
-    "train": Verb("train a model, or go on with a run", train, usage.show_train),
-    "eval": Verb("zero-shot classification and retrieval with a run's checkpoint", evaluate, usage.show_eval),
-    "plan": Verb("whether a run fits, and its time, before it is started: no GPU needed", plan, usage.show_plan),
-    "data": Verb(
-        "`data demo`: a small set to try things on; `data index`, `check`, `stats`: look after shards; `data features`: a frozen tower's",
-        data,
-        usage.show_data,
-    ),
-    "report": Verb("draw a run: curves, results and retrieved images, on one page", report, usage.show_report),
-    "export": Verb("a run's weights as a folder that open_clip loads", export, usage.show_export),
-    "bench": Verb("`bench loss`, `step`, `data`: time and memory, beside other people's", bench, usage.show_bench),
-    "doctor": Verb("whether this machine is ready to train, found out by trying", doctor, usage.show_doctor),
-    "completion": Verb("Tab completion for the shell", completion, usage.show_completion),
-}
+def work(name: str, argv: list[str]) -> int:
+    """A tool of the table: its settings made from `argv`, and its `main` called with them. Under torchrun, this process's share."""
+    tool = TOOLS[name]
+    words, settings = ([], composed(name, argv)) if tool.file else simple(name, argv)
+    if settings is None:
+        return 0
+    module, function = tool.function
+    main = getattr(import_module(module), function)
+    result = main(words, settings) if tool.words else main(settings)
+    if isinstance(
+        result, list
+    ):  # a benchmark's rows: a method may fail for want of memory or by a known limit, but not otherwise
+        return int(any(row.get("status") == "failed" for row in result))
+    return result if isinstance(result, int) else 0
+
+
+def composed(name: str, argv: list[str]) -> Any | None:
+    """The settings of a tool that has a file in conf/, composed and checked; None where Hydra only printed something."""
+    if any(word in MULTIRUN for word in argv):
+        raise UserError(f"{name} takes no -m; give one value for each setting")
+    from clipscale import compose
+
+    values = compose.once(name, argv)
+    if values is None:
+        return None
+    from clipscale.config import check_values
+    from clipscale.settings import typed
+
+    config = typed(declared_class(name), values)
+    check_values(config)
+    return config
+
+
+def simple(name: str, argv: list[str]) -> tuple[list[str], Any]:
+    """The plain words, such as shards, where a tool takes any, and its settings from KEY=VALUE, without groups and files.
+
+    Raises UserError for a word that is neither. What looks like a key and is no file is taken for a key.
+    """
+    from clipscale.settings import typed
+
+    tool = TOOLS[name]
+    kinds = {key.name: key.type for key in keys(*tool.settings)}
+    sections = {key.partition(".")[0] for key in kinds}
+    words: list[str] = []
+    values: dict[str, Any] = {}
+    for word in argv:
+        key, equals, text = word.partition("=")
+        known = key.partition(".")[0] in sections or (key.isidentifier() and not os.path.exists(word))  # noqa: PTH110
+        if tool.words and not (equals and known):
+            words.append(word)
+            continue
+        if not equals:
+            raise UserError(f"{name} {word}: give settings as KEY=VALUE; the keys are {', '.join(kinds)}")
+        value: Any = text
+        if kinds.get(key, "").startswith("list") and text.startswith("[") and text.endswith("]"):
+            value = split(text[1:-1])
+        elif text == "null" and kinds.get(key, "").endswith("None"):
+            value = None
+        *path, leaf = key.split(".")
+        node = values
+        for part in path:
+            node = node.setdefault(part, {})
+        node[leaf] = value
+    return words, typed(declared_class(name), values)
+
+
+def declared_class(name: str) -> type[Any]:
+    """The dataclass of a tool's settings; importing it brings in its part."""
+    module, settings = TOOLS[name].settings
+    found: type[Any] = getattr(import_module(module), settings)
+    return found

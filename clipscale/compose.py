@@ -21,9 +21,7 @@ from clipscale.errors import UserError
 from clipscale.keys import Key, conf_dir, group_options, keys, tree
 from clipscale.settings import explained
 from clipscale.spelling import nearest, one_of, split
-
-Settings = tuple[str, str]
-"""The module and the name of the dataclass that declares a verb's keys."""
+from clipscale.verbs import TOOLS
 
 PATHS = (
     "data.train",
@@ -119,27 +117,27 @@ def quoted(text: str) -> str:
 
 
 def run(
-    verb: str,
-    settings: Settings,
+    name: str,
     argv: Sequence[str],
     job: Callable[[DictConfig], Any],
     *,
     sweep_dir: str | None = None,
 ) -> None:
-    """Compose conf/VERB.yaml with the overrides in `argv` and call `job` on it: once, or under -m for every combination.
+    """Compose the file of the tool `name` with the overrides in `argv` and call `job` on it: once, or under -m for every combination.
 
     With `sweep_dir`, that is where the jobs' folders go. Raises UserError for whatever Hydra refuses.
     """
-    declared = keys(*settings)
+    tool = TOOLS[name]
+    declared = keys(*tool.settings)
     flags, overrides = prepare(argv, declared)
     if sweep_dir is not None:
         overrides += sweep_overrides(overrides, sweep_dir)
-    ConfigStore.instance().store(name="settings", node=tree(*settings))
+    ConfigStore.instance().store(name="settings", node=tree(*tool.settings))
     before = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
-    sys.argv = [f"clipscale {verb}", *flags, *overrides]
+    sys.argv = [f"clipscale {name}", *flags, *overrides]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing and leaving
     try:
-        hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=verb)(job)()
+        hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=tool.file)(job)()
     except (HydraException, OmegaConfBaseException) as error:
         raise explain(error, declared) from error
     finally:
@@ -148,14 +146,14 @@ def run(
             os.environ.pop("HYDRA_FULL_ERROR", None)
 
 
-def once(verb: str, settings: Settings, argv: Sequence[str]) -> dict[str, Any] | None:
+def once(name: str, argv: Sequence[str]) -> dict[str, Any] | None:
     """The composed configuration as plain values; None where Hydra only printed something (--cfg, --info)."""
     composed: list[dict[str, Any]] = []
 
     def keep(config: DictConfig) -> None:
         composed.append(plain(config))
 
-    run(verb, settings, argv, keep)
+    run(name, argv, keep)
     return composed[0] if composed else None
 
 

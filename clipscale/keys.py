@@ -12,6 +12,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from clipscale.errors import UserError
 
 PACKAGE = Path(__file__).resolve().parent
@@ -89,8 +91,43 @@ def meaning(module: str, class_name: str) -> dict[str, str]:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             section = _nested(module, node.value)
             if section:
-                found[node.target.id] = (ast.get_docstring(_class(*section)) or "").partition("\n")[0]
+                found[node.target.id] = docstring(*section)
     return found
+
+
+def docstring(module: str, class_name: str) -> str:
+    """The first line of a dataclass's docstring."""
+    return (ast.get_docstring(_class(module, class_name)) or "").partition("\n")[0]
+
+
+def choices() -> dict[str, tuple[str, ...]]:
+    """`clipscale.config.CHOICES`: dotted key -> what a text setting may say."""
+    table = _value("clipscale.config", "CHOICES")[1]
+    assert isinstance(table, ast.Dict)
+    return {
+        ast.literal_eval(key): _names("clipscale.config", value) for key, value in zip(table.keys, table.values) if key
+    }
+
+
+def _names(module: str, value: ast.expr) -> tuple[str, ...]:
+    """A tuple of texts, or a dictionary's keys, written out or behind a name or `tuple(NAME)`."""
+    if isinstance(value, ast.Call):
+        return _names(module, value.args[0])
+    if isinstance(value, ast.Name):
+        return _names(*_value(module, value.id))
+    listed = value.keys if isinstance(value, ast.Dict) else value.elts if isinstance(value, ast.Tuple) else []
+    return tuple(ast.literal_eval(item) for item in listed if item)
+
+
+def _value(module: str, name: str) -> tuple[str, ast.expr]:
+    """The expression that a name is bound to, and the module where."""
+    module, name = _home(module, name)
+    for node in _source(module).body:
+        if isinstance(node, ast.Assign) and name in (ast.unparse(target) for target in node.targets):
+            return module, node.value
+        if isinstance(node, ast.AnnAssign) and node.value and name == ast.unparse(node.target):
+            return module, node.value
+    raise LookupError(f"{module} has no {name}")
 
 
 @cache
@@ -138,6 +175,21 @@ def conf_dir() -> Path:
         if candidate.is_dir():
             return candidate
     raise UserError(f"no conf folder in {PACKAGE} or beside it; install clipscale again")
+
+
+def composed_defaults(name: str) -> tuple[dict[str, str | None], dict[str, Any]]:
+    """The group choices that conf/`name`.yaml makes, and by dotted key what these set and, over them, the file itself."""
+    file: dict[str, Any] = yaml.safe_load((conf_dir() / f"{name}.yaml").read_text(encoding="utf-8"))
+    entries = [entry for entry in file.pop("defaults") if isinstance(entry, dict)]
+    choices = {
+        group: option for entry in entries for group, option in entry.items() if not group.startswith("override")
+    }
+    values: dict[str, Any] = {}
+    for group, option in choices.items():
+        if option is not None:
+            text = (conf_dir() / group / f"{option}.yaml").read_text(encoding="utf-8")
+            values |= flat(yaml.safe_load(text), "" if text.startswith("# @package _global_") else group + ".")
+    return choices, values | dict(flat(file))
 
 
 def group_options() -> dict[str, list[str]]:

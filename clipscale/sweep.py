@@ -19,7 +19,6 @@ from clipscale import compose, launch
 from clipscale.errors import UserError
 from clipscale.spelling import run_folder, split, unused
 
-TRAIN = ("clipscale.config", "TrainConfig")
 RESULT = "result.json"
 
 
@@ -28,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
     folder, rest = sweep_folder(argv)
     started = time.time()
     try:
-        compose.run("train", TRAIN, rest, job, sweep_dir=str(folder))
+        compose.run("train", rest, job, sweep_dir=str(folder))
     finally:
         results = finished(folder, started)
         if results:

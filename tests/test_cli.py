@@ -1,21 +1,20 @@
 """The command line: help, completion, and one clear line for every mistake."""
 
 import re
-import subprocess
 from collections.abc import Callable
 from dataclasses import asdict
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from clipscale import __version__
-from clipscale.cli import VERBS, main
+from clipscale.cli import declared_class, main
 from clipscale.compose import once
-from clipscale.keys import group_options, keys, meaning
+from clipscale.keys import composed_defaults, group_options, keys, meaning
 from clipscale.settings import typed
-from clipscale.usage import PLAN, SMALL, TRAIN, complete, composed_defaults, shown
+from clipscale.usage import shown
+from clipscale.verbs import TOOLS, VERBS, tools_of
 from tests.conftest import TINY, Command
 from tests.eval.sets import classification_set
 
@@ -62,18 +61,39 @@ def test_trains_help_shows_main_keys_group_choices_and_examples(say: Say) -> Non
     assert max(map(len, out.splitlines())) <= 120
 
 
-@pytest.mark.parametrize("section", [*meaning(*TRAIN), "experiment"])
-def test_each_section_has_help_of_its_own(say: Say, section: str) -> None:
-    status, out, _ = say("train", "--help", section)
+@pytest.mark.parametrize("tool", TOOLS)
+def test_help_lists_every_declared_key(say: Say, tool: str) -> None:
+    """In a tool's own help or, where there are many, in that of a section."""
+    settings = TOOLS[tool].settings
+    status, out, _ = say(*tool.split(), "--help")
     assert status == 0
-    assert f"  {section}." in out or f"  {section}=" in out
+    assert f"Usage: clipscale {tool}" in out and TOOLS[tool].examples.splitlines()[0] in out
+    for section in meaning(*settings):
+        status, own, _ = say(*tool.split(), section, "--help")
+        assert status == 0
+        assert f"\n  {section}." in own
+        out += own
+    missing = [key.name for key in keys(*settings) if f"\n  {key.name} " not in out]
+    assert not missing, missing
 
 
-@pytest.mark.parametrize("verb", ["eval", "plan", "data", "report", "export", "doctor", "bench", "completion"])
-def test_every_verb_has_help(say: Say, verb: str) -> None:
+def test_help_of_a_group_says_what_each_file_is_for(say: Say) -> None:
+    out = say("train", "--help", "experiment")[1]
+    assert all(f"  experiment={name} " in out for name in group_options()["experiment"])
+
+
+@pytest.mark.parametrize("verb", ["data", "bench"])
+def test_help_of_a_verb_with_tools_is_short_and_names_them_and_their_keys(say: Say, verb: str) -> None:
     status, out, _ = say(verb, "--help")
     assert status == 0
-    assert "clipscale" in out
+    assert len(out.splitlines()) < 30
+    for tool in tools_of(verb):
+        assert f"\n  {tool} " in out
+        assert all(key.section or key.name in out for key in keys(*TOOLS[f"{verb} {tool}"].settings))
+
+
+def test_completion_has_help(say: Say) -> None:
+    assert say("completion", "--help")[0] == 0
 
 
 def test_help_of_a_composed_verb_lists_its_groups_and_their_defaults(say: Say) -> None:
@@ -81,17 +101,14 @@ def test_help_of_a_composed_verb_lists_its_groups_and_their_defaults(say: Say) -
     assert "model=" in out and "vit-b32*" in out and "optim=" not in out, out
 
 
-@pytest.mark.parametrize("verb", ["train", "plan", "eval", "data features"])
-def test_the_defaults_that_help_shows_are_those_of_a_run(verb: str) -> None:
-    module, name = settings = TRAIN if verb == "train" else PLAN if verb == "plan" else SMALL[verb]
-    file = verb.rpartition(" ")[2]
-    cls = getattr(import_module(module), name)
-    values = once(file, settings, [])
+@pytest.mark.parametrize("tool", [name for name, tool in TOOLS.items() if tool.file])
+def test_the_defaults_that_help_shows_are_those_of_a_run(tool: str) -> None:
+    values = once(tool, [])
     assert values is not None
-    composed = asdict(typed(cls, values))
-    of_files = composed_defaults(file)[1]
-    assert of_files["precision.name"] == ("fp32" if verb in ("eval", "data features") else "bf16")
-    for key in keys(*settings):
+    composed = asdict(typed(declared_class(tool), values))
+    of_files = composed_defaults(TOOLS[tool].file)[1]
+    assert of_files["precision.name"] == ("bf16" if tool in ("train", "plan") else "fp32")
+    for key in keys(*TOOLS[tool].settings):
         value: Any = composed
         for part in key.name.split("."):
             value = value[part]
@@ -101,63 +118,6 @@ def test_the_defaults_that_help_shows_are_those_of_a_run(verb: str) -> None:
 def test_help_of_a_section_shows_the_defaults_of_a_run(say: Say) -> None:
     assert re.search(r"schedule.warmup +5% ", say("train", "--help", "schedule")[1])
     assert re.search(r"precision.name +bf16 ", say("plan", "--help", "precision")[1])
-
-
-# ---- completion ----
-
-
-@pytest.mark.parametrize(
-    ("line", "candidates"),
-    [
-        ("clipscale tr", ["train"]),
-        ("clipscale train mod", ["model.", "model="]),
-        ("clipscale train model=vit-b", ["model=vit-b16", "model=vit-b32"]),
-        ("clipscale train -m model=tiny,vit-l", ["model=tiny,vit-l14"]),
-        ("clipscale train batch=1M optim.l", ["optim.lr=", "optim.lr_scaling="]),
-        ("clipscale train model.compile=t", ["model.compile=true"]),
-        ("clipscale train data.train=/tm", []),
-        ("clipscale train --multi", ["--multirun"]),
-        ("clipscale data ", ["check", "demo", "features", "index", "stats"]),
-        ("clipscale data demo se", ["seed="]),
-        ("clipscale bench ", ["data", "loss", "step"]),
-        ("clipscale bench loss me", ["methods="]),
-        ("clipscale eval ch", ["checkpoint="]),
-        ("clipscale report r", ["run="]),
-        ("clipscale plan model=vit-l", ["model=vit-l14"]),
-        ("clipscale plan hard", ["hardware="]),
-        ("clipscale plan cache.ch", ["cache.chunk="]),
-    ],
-)
-def test_the_last_word_is_completed(line: str, candidates: list[str]) -> None:
-    assert complete(line, list(VERBS)) == candidates
-
-
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        ("clipscale tra", ["train"]),
-        ("clipscale train model=rn", ["rn50"]),
-        ("clipscale train model=", group_options()["model"]),
-        ("clipscale train data.train=/usr/sh", []),
-    ],
-)
-def test_bash_completes_with_the_script_that_completion_prints(
-    environment: dict[str, str], line: str, expected: list[str]
-) -> None:
-    """Bash splits the words as readline does, at spaces and around `=`, and shows what COMPREPLY holds."""
-    program = f"""
-        eval "$(clipscale completion bash)"
-        complete -p clipscale >/dev/null || exit 3
-        compopt() {{ :; }}
-        COMP_LINE={line!r}; COMP_POINT=${{#COMP_LINE}}
-        read -ra COMP_WORDS <<< "${{COMP_LINE//=/ = }}"
-        COMP_CWORD=$(( ${{#COMP_WORDS[@]}} - 1 ))
-        _clipscale
-        printf '%s:' "${{#COMPREPLY[@]}}" "${{COMPREPLY[@]}}"
-    """
-    done = subprocess.run(["bash", "-c", program], env=environment, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.split(":")[:-1] == [str(len(expected)), *expected]
 
 
 # ---- mistakes ----
@@ -210,7 +170,10 @@ MISTAKES = [
     ("plan run=nowhere", "run=nowhere: there is no runs/nowhere/config.yaml; give the folder of a run that has begun"),
     ("plan run=a batch=32", "run=a: the settings are that run's own; leave out batch=32"),
     ("plan -m batch=1k,2k hardware=cpu", "plan takes no -m"),
-    ("data", "data : unknown; there is demo"),
+    ("data", "data : unknown; there is demo, index, check, stats, features, as in: clipscale data demo"),
+    ("data chekc a.tar", "data chekc: unknown; did you mean 'check'?; there is demo"),
+    ("data --help chekc", "data chekc: unknown; did you mean 'check'?; there is demo"),
+    ("report --help run", "report --help run: no such section; there are none"),
     ("data demo sead=1", "unknown key 'sead'; did you mean 'seed'?"),
     ("data demo 5000", "data demo 5000: give settings as KEY=VALUE; the keys are root, samples, seed, force"),
     ("data demo samples=many", "samples=many: 'many' is not a count"),

@@ -19,7 +19,7 @@ from clipscale.models.towers import ModelConfig
 from clipscale.optim import OptimConfig
 from clipscale.precision import PrecisionConfig
 from clipscale.settings import typed
-from clipscale.usage import TRAIN
+from clipscale.verbs import TOOLS
 
 
 def config(**changes: Any) -> TrainConfig:
@@ -49,7 +49,7 @@ def test_each_mistake_is_one_line_that_names_the_setting_and_the_remedy(changes:
 
 
 def test_the_limits_name_keys_that_exist() -> None:
-    types = {key.name: key.type for key in keys(*TRAIN)}
+    types = {key.name: key.type for key in keys(*TOOLS["train"].settings)}
     assert not {key: types.get(key) for key in CHOICES if types.get(key) != "str"}
     assert not {key: types.get(key) for key in LEAST if types.get(key, "").split()[0] not in ("int", "float")}
 

@@ -8,32 +8,38 @@ from typing import Any
 
 import pytest
 
-from clipscale.config import TrainConfig
-from clipscale.eval.verb import EvalRunConfig
-from clipscale.keys import group_options, keys, meaning, tree
-from clipscale.plan.config import PlanConfig
-from clipscale.usage import EVAL, PLAN, TRAIN
+from clipscale.cli import declared_class
+from clipscale.config import CHOICES
+from clipscale.keys import choices, group_options, keys, meaning, tree
+from clipscale.verbs import TOOLS
 
 
 def plain(value: Any) -> Any:
     return json.loads(json.dumps(value))
 
 
-@pytest.mark.parametrize(("settings", "source"), [(TrainConfig, TRAIN), (EvalRunConfig, EVAL), (PlanConfig, PLAN)])
-def test_the_tree_read_from_source_is_the_dataclass_with_its_defaults(settings: type, source: tuple[str, str]) -> None:
-    assert plain(tree(*source)) == plain(asdict(settings()))
+@pytest.mark.parametrize("tool", TOOLS)
+def test_the_tree_read_from_source_is_the_dataclass_with_its_defaults(tool: str) -> None:
+    assert plain(tree(*TOOLS[tool].settings)) == plain(asdict(declared_class(tool)()))
 
 
-def test_every_key_and_section_says_what_it_means() -> None:
-    silent = [key.name for key in keys(*TRAIN) if not key.doc]
-    silent += [section for section, text in meaning(*TRAIN).items() if not text]
+def test_the_choices_read_from_source_are_the_ones_that_are_checked() -> None:
+    assert choices() == CHOICES
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_every_key_and_section_says_what_it_means(tool: str) -> None:
+    settings = TOOLS[tool].settings
+    silent = [key.name for key in keys(*settings) if not key.doc]
+    silent += [section for section, text in meaning(*settings).items() if not text]
     assert not silent, f"without a docstring: {silent}"
 
 
-def test_reading_the_keys_imports_nothing_heavy() -> None:
-    code = (
-        "import sys, clipscale.usage as u; u.show_train([]); print({'torch', 'hydra', 'open_clip'} & set(sys.modules))"
-    )
+@pytest.mark.parametrize(
+    "words", [["train", "--help"], ["completion", "query", "clipscale train optim.on_divergence="]]
+)
+def test_help_and_completion_import_nothing_heavy(words: list[str]) -> None:
+    code = f"import sys, clipscale.cli as c; c.main({words}); print({{'torch', 'hydra', 'omegaconf', 'open_clip'}} & set(sys.modules))"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert shown.rstrip().endswith("set()"), shown[-200:]
 

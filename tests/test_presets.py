@@ -9,13 +9,12 @@ from clipscale.keys import group_options
 from clipscale.models.towers import build_model
 from clipscale.optim import build_optimizer
 from clipscale.settings import typed
-from clipscale.usage import TRAIN
 
 OPTIONS = group_options()
 
 
 def composed(*overrides: str) -> TrainConfig:
-    values = once("train", TRAIN, [*overrides, "data.train=x.tar"])
+    values = once("train", [*overrides, "data.train=x.tar"])
     assert values is not None
     return check(typed(TrainConfig, values))
 

@@ -63,5 +63,6 @@ def test_only_the_command_line_knows_hydra() -> None:
     above = {"clipscale.compose", "clipscale.sweep"}
     assert who("hydra") == above
     assert who("omegaconf") == {*above, "clipscale.settings"}
-    assert who(*above) == {"clipscale.cli", "clipscale.sweep"}
-    assert who("clipscale.cli") == {"clipscale.__main__"}
+    programs = {"clipscale.bench.largest", "clipscale.bench.runs"}  # command lines of their own
+    assert who(*above) - programs == {"clipscale.cli", "clipscale.sweep"}
+    assert who("clipscale.cli") - programs == {"clipscale.__main__"}

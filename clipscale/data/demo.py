@@ -38,6 +38,20 @@ CAPTIONS_PER_IMAGE = 5
 TEST_SETS = ("objects", "unseen", "retrieval")
 
 
+@dataclass
+class DemoSettings:
+    """`clipscale data demo`: render a small set to try things on."""
+
+    root: str | None = None
+    """Folder to write; the user's cache folder if not given."""
+    samples: int = 20_000
+    """Training pairs."""
+    seed: int = 0
+    """The same seed renders the same bytes."""
+    force: bool = False
+    """Render anew even if the same set is already there."""
+
+
 @dataclass(frozen=True)
 class DemoPaths:
     """Where a rendered demo set lies: `train` is a shard list as `data.train` takes it, `tests` are folders for `eval.sets`."""
@@ -60,15 +74,15 @@ def paths(root: Path | None = None) -> DemoPaths:
     )
 
 
-def main(root: str | None, seed: int, samples: int, force: bool) -> Path:
-    """`clipscale data demo`: render (or find) the set and say where it is. Returns its folder."""
-    place = Path(root).expanduser() if root else default_root()
+def main(settings: DemoSettings) -> Path:
+    """Render (or find) the set and say where it is. Returns its folder."""
+    place = Path(settings.root).expanduser() if settings.root else default_root()
     begun = time.monotonic()
-    fresh = render_demo(place, seed=seed, train_samples=samples, force=force)
+    fresh = render_demo(place, seed=settings.seed, train_samples=settings.samples, force=settings.force)
     found = paths(place)
     verb = f"written in {time.monotonic() - begun:.1f} s" if fresh else "already there"
     print(f"demo set {verb}: {place}")
-    print(f"  train      {samples:6d} pairs   {found.train}")
+    print(f"  train      {settings.samples:6d} pairs   {found.train}")
     sizes = {
         "objects": len(scenes.SEEN) * OBJECTS_PER_CLASS,
         "unseen": len(scenes.UNSEEN) * UNSEEN_PER_CLASS,

@@ -5,6 +5,7 @@ import math
 import re
 import textwrap
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 from clipscale.errors import UserError
 from clipscale.report.metrics import read_metrics
 from clipscale.report.page import page
+from clipscale.spelling import run_folder
 
 Record = dict[str, Any]
 
@@ -43,6 +45,23 @@ PLOTTED = {"top1": "top-1", "image_to_text_r1": "image→text R@1", "text_to_ima
 """The metrics drawn over steps; the rest is in the tables."""
 POINTS = 4000
 """Most points drawn of one curve."""
+
+
+@dataclass
+class ReportSettings:
+    """`clipscale report`: a page and a picture of a run, made from its folder."""
+
+    run: str = ""
+    """NAME of the run's folder under runs/, or its path."""
+
+
+def main(settings: ReportSettings) -> Path:
+    """Write the report and say where it is. Returns the page's path. Raises UserError."""
+    if not settings.run:
+        raise UserError("report needs run=NAME or run=PATH")
+    page = write_report(run_folder(settings.run))
+    print(f"{page}\n{page.with_suffix('.png')}")
+    return page
 
 
 def write_report(run_dir: Path) -> Path:

@@ -170,7 +170,7 @@ def _inside(scene: scenes.Scene) -> np.ndarray:
 
 def test_a_set_is_reused_replaced_or_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     place = tmp_path / "set"
-    assert demo.main(str(place), 0, 64, False) == place
+    assert demo.main(demo.DemoSettings(str(place), samples=64)) == place
     out = capsys.readouterr().out
     assert "written in" in out and str(place) in out and "64 pairs" in out
     before = (place / "recipe.json").stat().st_mtime_ns

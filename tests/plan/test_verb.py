@@ -13,12 +13,11 @@ from clipscale.keys import conf_dir
 from clipscale.plan.config import PlanConfig
 from clipscale.plan.planner import plan
 from clipscale.settings import typed
-from clipscale.usage import PLAN
 from tests.conftest import TINY, Command
 
 
 def planned(*words: str) -> dict[str, Any]:
-    values = compose.once("plan", PLAN, words)
+    values = compose.once("plan", words)
     assert values is not None
     return plan(typed(PlanConfig, values))
 
