@@ -14,7 +14,8 @@ SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -c
 
 GPU := gpu-right gpu-loss gpu-step gpu-memory gpu-largest gpu-data
-.PHONY: demo test lint clean install gpu gpu-tune $(GPU)
+MORE := gpu-loss-widths gpu-loss-types gpu-step-b32 gpu-step-b16 gpu-step-b16-large gpu-step-l14 gpu-largest-encoded gpu-tune
+.PHONY: demo test lint clean install wheels gpu gpu-more $(GPU) $(MORE)
 
 demo: $(INSTALLED)
 	$(CLIPSCALE) data demo
@@ -32,15 +33,19 @@ lint: $(INSTALLED)
 
 # ---- what only a CUDA device can show: one target a question, each within ten minutes on one H200 (docs/benchmarks/README.md has the
 # arithmetic). Records are written measurement by measurement, and what they hold already is not measured again, so that a target that was
-# cut off is taken up by calling it again. A line that starts with - may fail without those after it being left out.
+# cut off is taken up by calling it again. A line that starts with - may fail without those after it being left out. In each target, what
+# matters most comes first.
 
 RESULTS := docs/benchmarks/gpu
 # An interrupt, so that the processes that measure end too.
 WITHIN := timeout --signal=INT --kill-after=20
+CORES := $(shell nproc)
 
 gpu: $(GPU)
 
-$(GPU) gpu-tune: $(INSTALLED) | $(RESULTS)
+gpu-more: $(MORE)
+
+$(GPU) $(MORE): $(INSTALLED) | $(RESULTS)
 
 $(RESULTS):
 	mkdir -p $@
@@ -49,47 +54,73 @@ $(RESULTS):
 JOBS := 8
 GPU_TESTS := tests/test_gpu.py tests/loss/test_gpu.py tests/loss/test_triton_gpu.py tests/loss/test_triton_block.py tests/data/test_device.py
 gpu-right:
-	$(WITHIN) 540 $(RUN) -m pytest -n $(JOBS) -rA --durations=20 $(GPU_TESTS) 2>&1 | tee $(RESULTS)/right.txt
+	$(RUN) -m clipscale.bench.machine make $@ > $(RESULTS)/right.txt
+	$(WITHIN) 540 $(RUN) -m pytest -n $(JOBS) -rA --durations=20 $(GPU_TESTS) 2>&1 | tee -a $(RESULTS)/right.txt
 
-# Is the loss fast: by batch, width and type, beside others; then where its time goes, and its choices made otherwise.
+# Is the loss fast: by batch at D = 768, beside others, with a profile; then its choices made otherwise. Other widths and types: more.
 loss = -$(WITHIN) $$(($(1) + 60)) $(CLIPSCALE) bench loss device=cuda resume=true out=$(RESULTS) seconds=$(1)
 TILES := $(patsubst %,triton-tiles-%,128x128x64-4w-3s 128x128x64-8w-4s 128x256x64-8w-3s 256x128x64-8w-3s)
 PANELS := $(patsubst %,triton-panel-%,64M 256M 2G 8G)
 comma := ,
 listed = $(subst $(eval ) ,$(comma),$(strip $(1)))
+PEERS := infcl,open_clip,inf_cl,compile
 gpu-loss:
-	$(call loss,90) n=8k,32k,64k d=768 dtype=bf16 methods=infcl,open_clip,inf_cl,compile
-	$(call loss,130) n=128k,256k,1M d=768 dtype=bf16 methods=infcl,open_clip,inf_cl
-	$(call loss,110) n=64k,256k,1M d=512,1024 dtype=bf16 methods=infcl,inf_cl
-	$(call loss,60) n=64k,256k d=768 dtype=fp16,tf32 methods=infcl,inf_cl
+	$(call loss,70) n=64k d=768 dtype=bf16 profile=true methods=$(PEERS)
+	$(call loss,100) n=1M d=768 dtype=bf16 repeats=2 methods=infcl
+	$(call loss,180) n=8k,16k,32k,128k,256k,512k d=768 dtype=bf16 methods=$(PEERS)
 	$(call loss,110) n=64k d=768 dtype=bf16 profile=true methods=triton,$(call listed,$(PANELS) $(TILES))
+
+gpu-loss-widths:
+	$(call loss,90) n=64k d=512,1024 dtype=bf16 methods=$(PEERS)
+	$(call loss,170) n=1M d=512,1024 dtype=bf16 repeats=2 methods=infcl
+	$(call loss,280) n=8k,16k,32k,128k,256k,512k d=512,1024 dtype=bf16 methods=$(PEERS)
+
+gpu-loss-types:
+	$(call loss,150) n=64k d=768,512,1024 dtype=fp16,tf32 methods=$(PEERS)
+	$(call loss,390) n=8k,256k d=768,512,1024 dtype=fp16,tf32 methods=$(PEERS)
 
 # Which tiles are best, kernel by kernel: for the table in clipscale/loss/triton_config.py.
 gpu-tune:
-	$(WITHIN) 560 $(RUN) -m clipscale.loss.triton_tune --rows 32768 --width 768 --dtype bfloat16 --seconds 480 \
-	    --kernels lse 'softmax gradient' | tee $(RESULTS)/tune.txt
+	$(RUN) -m clipscale.bench.machine make $@ > $(RESULTS)/tune.txt
+	$(WITHIN) 540 $(RUN) -m clipscale.loss.triton_tune --rows 32768 --width 768 --dtype bfloat16 --seconds 480 \
+	    --kernels lse 'softmax gradient' | tee -a $(RESULTS)/tune.txt
 
-# Is the step fast: plain, cached, with kept graphs, frozen, compiled, beside open_clip's.
+# Is the step fast: three models, plain and cached, with kept graphs, compiled, beside open_clip's. The rest of each model: more.
 step = -$(WITHIN) $$(($(1) + 60)) $(CLIPSCALE) bench step device=cuda precision=bf16 memory= resume=true seconds=$(1)
-PLAIN := plain@max open_clip-plain@max frozen-plain@max
-CACHED := cache keep-80G frozen open_clip
+B32 := out=$(RESULTS)/vit-b32 model=vit-b32 chunk=512
+B16 := out=$(RESULTS)/vit-b16 model=vit-b16 chunk=256
+L14 := out=$(RESULTS)/vit-l14 model=vit-l14 chunk=128
+MAIN := plain@max open_clip-plain@max cache keep-80G open_clip compiled-plain@max compiled
+REST := plain@max frozen-plain@max compiled-plain@max frozen keep-40G
+# The ways at the batches $(1), with what they are compared with.
+at = $(call listed,plain@max frozen-plain@max compiled-plain@max $(foreach way,$(2),$(foreach batch,$(1),$(way)@$(batch))))
 gpu-step:
-	$(call step,170) out=$(RESULTS)/vit-b32 model=vit-b32 chunk=512 batch=32k repeats=3 \
-	    methods=$(call listed,$(PLAIN) $(CACHED) keep-40G compiled-plain@max compiled cache@256k)
-	$(call step,150) out=$(RESULTS)/vit-b16 model=vit-b16 chunk=256 batch=32k repeats=3 \
-	    methods=$(call listed,$(PLAIN) $(CACHED) compiled-plain@max)
-	$(call step,200) out=$(RESULTS)/vit-l14 model=vit-l14 chunk=128 batch=8k repeats=3 \
-	    methods=$(call listed,$(PLAIN) $(CACHED) compiled-plain@max cache@32k)
+	$(call step,170) $(L14) batch=8k repeats=3 methods=$(call listed,$(MAIN))
+	$(call step,170) $(B16) batch=32k repeats=3 methods=$(call listed,$(MAIN))
+	$(call step,160) $(B32) batch=32k repeats=3 methods=$(call listed,$(MAIN))
+
+gpu-step-b32:
+	$(call step,120) $(B32) batch=32k repeats=3 methods=$(call listed,$(REST))
+	$(call step,210) $(B32) batch=32k repeats=1 methods=$(call at,64k 128k,cache keep-80G keep-40G frozen compiled open_clip)
+	$(call step,210) $(B32) batch=32k repeats=1 methods=$(call at,256k,cache keep-80G frozen compiled)
+
+gpu-step-b16:
+	$(call step,110) $(B16) batch=32k repeats=2 methods=$(call listed,$(REST))
+	$(call step,250) $(B16) batch=32k repeats=1 methods=$(call at,64k,cache keep-80G keep-40G frozen compiled open_clip)
+	$(call step,180) $(B16) batch=32k repeats=1 methods=$(call at,128k,cache keep-80G)
+
+gpu-step-b16-large:
+	$(call step,270) $(B16) batch=32k repeats=1 methods=$(call at,256k,cache keep-80G)
+	$(call step,270) $(B16) batch=32k repeats=1 methods=$(call at,128k,frozen compiled open_clip)
+
+gpu-step-l14:
+	$(call step,160) $(L14) batch=8k repeats=2 methods=$(call listed,$(REST))
+	$(call step,380) $(L14) batch=8k repeats=1 methods=$(call at,32k,cache keep-80G compiled keep-40G frozen open_clip)
 
 # Is memory flat in the batch, and is it as predicted: steps with few chunks of distinct pixels, then short runs beside what plan says.
-TRAIN := $(CLIPSCALE) train device=cuda precision=bf16 data=demo eval.sets=[] eval.every=0 log.progress=false
-PREDICTED := $(RESULTS)/predicted.jsonl
-# $(1): name of the run, $(2): seconds it may take, $(3): its settings. A run that is in the record already is not run again.
-define predicted
-	-grep -qs '"runs/gpu-$(1)"' $(PREDICTED) || { rm -rf runs/gpu-$(1); \
-	    $(WITHIN) $(2) $(TRAIN) run=runs/gpu-$(1) $(3) && tail -n 3 runs/gpu-$(1)/metrics.jsonl >> $(RESULTS)/runs.jsonl && \
-	    $(CLIPSCALE) plan run=runs/gpu-$(1) json=true | $(RUN) -m json.tool --compact >> $(PREDICTED); }
-endef
+SETTINGS := device=cuda precision=bf16 data=demo data.workers=$(CORES) eval.sets=[] eval.every=0 log.progress=false
+# $(1): name of the run, $(2): seconds it may take, $(3): its settings.
+predicted = -$(RUN) -m clipscale.bench.runs --record $(RESULTS)/runs.jsonl --run runs/gpu-$(1) --seconds $(2) $(SETTINGS) $(3)
 gpu-memory:
 	$(call step,250) out=$(RESULTS)/flat model=vit-b32 chunk=512 batch=32k repeats=1 methods=plain@max,cache@32k,cache@128k,cache@1M
 	$(CLIPSCALE) data demo
@@ -98,17 +129,35 @@ gpu-memory:
 	$(call predicted,b32-device,60,model=vit-b32 batch=16k samples=48k cache.chunk=1k offload=none)
 	$(call predicted,l14,60,model=vit-l14 batch=2k samples=6k cache.chunk=128)
 
-# The largest batch of one GPU and a host of 128 GiB, one whole step of it: raw pixels in host memory, then encoded pictures.
-LARGEST := 704k
-LARGEST_ENCODED := 1M
+# The largest batch of one GPU and its host, searched for from what plan predicts, and one whole step of it: raw pixels in host memory;
+# and encoded pictures, where time is the bound.
+largest = -$(RUN) -m clipscale.bench.largest --record $(RESULTS)/$(1).json --run runs/gpu-$(1) --seconds 540 $(2) \
+	    $(SETTINGS) model=vit-b32 cache.chunk=512 data.buffers=1
 gpu-largest:
 	$(CLIPSCALE) data demo
-	$(call predicted,largest,280,model=vit-b32 batch=$(LARGEST) samples=$(LARGEST) cache.chunk=512 data.buffers=1 offload=host)
-	$(call predicted,largest-encoded,280,model=vit-b32 batch=$(LARGEST_ENCODED) samples=$(LARGEST_ENCODED) cache.chunk=512 offload=encoded)
+	$(call largest,largest,--grain 4k) offload=host
+
+gpu-largest-encoded:
+	$(CLIPSCALE) data demo
+	$(call largest,largest-encoded,--grain 64k --first 1M) offload=encoded
 
 # Do the cores, or the device's decoder, feed the model.
 gpu-data:
-	$(WITHIN) 560 $(CLIPSCALE) bench data workers=$(shell nproc) batch=4k repeats=3 out=$(RESULTS)
+	$(WITHIN) 560 $(CLIPSCALE) bench data workers=$(CORES) batch=4k repeats=3 out=$(RESULTS)
+
+# What an image with PyTorch, torchvision, timm, matplotlib and pytest lacks, as wheels for a machine that reaches no registry. There:
+# python3 -m pip install --no-index --no-deps --target SITE build/wheels/*.whl; PYTHONPATH=SITE make gpu-right INSTALLED= RUN=python3
+PYTHON_VERSION ?= 3.12
+WHEELS ?= build/wheels
+LACKING := braceexpand ftfy hydra-core inf-cl omegaconf open-clip-torch platformdirs simplejpeg wcwidth webdataset
+PLATFORMS := $(foreach n,28 27 24 17,--platform manylinux_2_$(n)_x86_64) --platform manylinux2014_x86_64 --platform manylinux1_x86_64
+PIP := -m pip --quiet --disable-pip-version-check
+wheels:
+	rm -rf $(WHEELS)
+	$(PYTHON) $(PIP) wheel --no-deps --constraint constraints.txt --wheel-dir $(WHEELS) antlr4-python3-runtime
+	$(PYTHON) $(PIP) download --no-deps --only-binary=:all: --python-version $(PYTHON_VERSION) --implementation cp $(PLATFORMS) \
+	    --constraint constraints.txt --dest $(WHEELS) $(LACKING)
+	du -sh $(WHEELS)
 
 install: $(INSTALLED)
 
@@ -116,7 +165,7 @@ install: $(INSTALLED)
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,bench]'
 	@touch $@
 
 # Keeps runs/ and the demo set.

@@ -289,6 +289,7 @@ class Run:
             "mem_peak_bytes": phases.peak_bytes(),
             **{f"mem_{name}_bytes": phases.extra_bytes(name) for name in phases.seconds},
             "host_rss_bytes": psutil.Process().memory_info().rss,
+            "host_pinned": self.stream.pinned,
             "broken": sum(self.stream.broken.values()),
             "broken_by": dict(self.stream.broken),
             "faults": sum(self.stream.seen.values()),

@@ -4,6 +4,7 @@ tests/device.py: they run without one too, to see that the tests themselves are 
 """
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from clipscale import checkpoint
+from clipscale.data.batch import Arena, Layout
 from clipscale.data.config import DataConfig
 from clipscale.data.demo import paths
 from clipscale.loss.dense import dense_contrastive_loss
@@ -148,15 +150,52 @@ def test_half_precision_follows_the_curve(demo: Path, plain: list[float], tmp_pa
     assert found == pytest.approx(plain, rel=0.1), f"{precision}: {found}"
 
 
-def test_an_overflow_leaves_the_step_out_and_lowers_the_loss_scale(demo: Path, tmp_path: Path) -> None:
-    """The first loss scale of 65,536 is too large for a logit scale of 100 at its start, or is lowered by nobody."""
-    optim = OptimConfig(lr=1e-3)
-    run(demo, tmp_path / "run", precision=PrecisionConfig("fp16"), optim=optim, schedule=ScheduleConfig(warmup="0"))
+def test_an_overflow_leaves_the_step_out_and_lowers_the_loss_scale(
+    demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From a loss scale of 2^40, where gradients in fp16 are infinite; half of it after each step that is left out."""
+    first = 2.0**40
+    monkeypatch.setattr(torch.amp, "GradScaler", partial(torch.amp.GradScaler, init_scale=first))
+    data = {"precision": PrecisionConfig("fp16"), "schedule": ScheduleConfig(warmup="0"), "samples": 64 * 40}
+    run(demo, tmp_path / "run", optim=OptimConfig(lr=1e-3), **data)
     lines = records(tmp_path / "run")
     skipped = [line["step"] for line in lines if line["skipped"]]
+    assert skipped == list(range(1, len(skipped) + 1)) and 1 <= len(skipped) < len(lines), skipped
     state = checkpoint.to_resume(tmp_path / "run", "auto")
-    assert state is not None and state["scaler"]["scale"] == 65536 * 0.5 ** len(skipped), (skipped, state["scaler"])
-    assert all(math.isfinite(line["loss"]) for line in lines)
+    assert state is not None and state["scaler"]["scale"] == first * 0.5 ** len(skipped), (skipped, state["scaler"])
+    losses = [line["loss"] for line in lines]
+    assert all(math.isfinite(loss) for loss in losses)
+    assert losses[-1] < losses[0], f"nothing learnt after {len(skipped)} of {len(lines)} steps were left out"
+
+
+@pytest.mark.parametrize("offload", ["host", "encoded"])
+def test_what_is_copied_to_the_device_is_page_locked(demo: Path, tmp_path: Path, offload: str) -> None:
+    run(demo, tmp_path / "run", offload=offload, samples=64)
+    assert [line["host_pinned"] for line in records(tmp_path / "run")] == [CUDA]
+
+
+def test_a_run_goes_on_where_host_memory_cannot_be_page_locked(
+    demo: Path, plain: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An address that is none makes the real call fail, with CUDA's error left for the next kernel to find."""
+    known = torch.cuda.cudart if CUDA else None
+
+    class Refusing:
+        @staticmethod
+        def cudaHostRegister(address: int, size: int, flags: int) -> int:  # noqa: N802
+            return int(known().cudaHostRegister(0, size, flags)) if known else 1
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: Refusing)
+    if not CUDA:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        layout = Layout(1, 4, (3, 4, 4), 8)
+        arena = Arena(layout)
+        arena.pin()
+        assert not arena.pinned and arena.pin_failure
+    else:
+        assert run(demo, tmp_path / "run", samples=640) == pytest.approx(plain, rel=1e-4)
+        assert not any(line["host_pinned"] for line in records(tmp_path / "run"))
+    assert "could not be page-locked" in caplog.text
 
 
 def test_a_resumed_run_goes_on_as_the_uninterrupted_one(demo: Path, plain: list[float], tmp_path: Path) -> None:

@@ -57,6 +57,7 @@ FIELDS = [
     "mem_replay_bytes",
     "mem_optim_bytes",
     "host_rss_bytes",
+    "host_pinned",
     "broken",
     "broken_by",
     "faults",

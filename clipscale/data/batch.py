@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from clipscale.errors import UserError
+from clipscale.spelling import format_bytes
 
 log = logging.getLogger(__name__)
 
@@ -160,6 +161,13 @@ class Arena:
         self.window = view(window) if window.size else np.empty(window.shape, window.dtype)
         self.slots = [Slot(n, {name: view(part) for name, part in parts.items()}) for n in range(layout.slots)]
         self._pinned: Tensor | None = None
+        self.pin_failure: str | None = None
+        """Why what is copied to the GPU could not be page-locked, where that was tried."""
+
+    @property
+    def pinned(self) -> bool:
+        """Is what is copied to the GPU page-locked."""
+        return self._pinned is not None
 
     def __reduce__(self) -> tuple[Callable[..., "Arena"], tuple[Any, ...]]:
         return _mapped, (self.layout, DupFd(self._fd), DupFd(self.file) if self.file >= 0 else None)
@@ -175,9 +183,11 @@ class Arena:
             # CUDA's last error would be taken for that of the next kernel: let it be this one's.
             with contextlib.suppress(RuntimeError):
                 torch.zeros(1, device="cuda").add_(1)
-            log.warning(
-                "the host batch could not be page-locked (CUDA error %s); copies to the GPU will be slower", failed
+            self.pin_failure = (
+                f"the host batch, {format_bytes(block.numel())}, could not be page-locked (CUDA error {failed}); copies to the GPU will be "
+                "slower: a smaller batch, or offload=encoded, has less to lock"
             )
+            log.warning("%s", self.pin_failure)
         self._pinned = None if int(failed) else block
 
     def close(self) -> None:

@@ -108,6 +108,10 @@ class TrainStream:
         self._arena = Arena(layout)
         if pin and torch.cuda.is_available():
             self._arena.pin()
+        self.pinned = self._arena.pinned
+        """Whether what is copied to the GPU is page-locked."""
+        if self._arena.pin_failure:
+            self.memory += f"; {self._arena.pin_failure}"
         stripes = striped(shares, max(workers, 1))
         self._plans = [
             Plan(
