@@ -35,12 +35,19 @@ bad shard of ten thousand must not end a run, and a lane of a small set may hold
 WINDOW_BYTES = 128 << 20
 """Of a shard's samples in a window of the shuffle, which is full then, however few they are. Ordinary data does not come to it: that would
 take half a megabyte a sample in windows of 256. About as much is what a lane has in memory at most, this window and the next together."""
+ORDER_VERSION = 1
+"""Of what this file and order.py make of the settings: to be raised by a change that gives any sample another place."""
 
 MOST_AWAY = 3
 """A lane gives up when so many shards on end stayed away for all of `data.retries`: the storage is gone, not a shard."""
 
 TRUNCATED = "truncated_caption"
 """What captions are counted as whose tokens fill the whole context: cut, or exactly as long."""
+
+
+def windows() -> str:
+    """What the order within a shard depends on besides the settings; a checkpoint notes it."""
+    return f"{ORDER_VERSION}:{WINDOW_BYTES}"
 
 
 @dataclass(frozen=True)

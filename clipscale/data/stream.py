@@ -22,7 +22,7 @@ from clipscale.data.config import DataConfig, check
 from clipscale.data.decode import IMAGE_TYPES, TrainTransform
 from clipscale.data.device import DecodedAhead, DeviceDecoder, jpeg_decoder
 from clipscale.data.filters import selection
-from clipscale.data.lanes import TRUNCATED, LaneShare, Plan, Producer
+from clipscale.data.lanes import TRUNCATED, LaneShare, Plan, Producer, windows
 from clipscale.data.order import Epochs, fingerprint, lane_bounds
 from clipscale.data.ramp import check_ramp
 from clipscale.data.room import fitted, picture_bytes
@@ -228,6 +228,7 @@ class TrainStream:
             positions = self._ends[self._step]
         return {
             "order": self._fingerprint,
+            "windows": windows(),
             "lanes": self._order.lanes,
             "at": {str(lane): list(place) for lane, place in sorted(positions.items())},
         }
@@ -262,6 +263,11 @@ class TrainStream:
         lanes = self._order.lanes
         own = range(rank * lanes // world, (rank + 1) * lanes // world)
         if position is not None and position["order"] == self._fingerprint:
+            if position.get("windows") != windows():
+                log.warning(
+                    "the checkpoint is of a version of clipscale that may shuffle otherwise within a shard: its place in the data is kept, "
+                    "but of the shards it was in, some samples may come twice or not at all"
+                )
             return {lane: tuple(position["at"][str(lane)]) for lane in own}
         if position is not None:
             log.warning(
@@ -399,11 +405,12 @@ def merge_positions(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     Raises UserError if the ranks read different shards.
     """
     first = records[0]
-    if any((record["order"], record["lanes"]) != (first["order"], first["lanes"]) for record in records):
+    common = {name: first[name] for name in ("order", "windows", "lanes")}
+    if any({name: record[name] for name in common} != common for record in records):
         raise UserError(
-            "data.train: the processes see different shards; every node must have the same list and the same counts"
+            "data.train: the processes see different shards; every node must have the same list, the same counts and the same clipscale"
         )
     merged = {lane: place for record in records for lane, place in record["at"].items()}
     if len(merged) != first["lanes"]:
         raise ValueError(f"positions of {len(merged)} lanes, of {first['lanes']}: pass the record of every rank")
-    return {"order": first["order"], "lanes": first["lanes"], "at": merged}
+    return {**common, "at": merged}

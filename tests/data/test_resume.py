@@ -20,6 +20,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from clipscale.data import lanes
 from clipscale.data.batch import sample_id
 from clipscale.data.config import AugmentConfig
 from clipscale.data.decode import TrainTransform
@@ -156,6 +157,26 @@ def test_other_data_starts_from_its_beginning(tmp_path: Path, caplog: pytest.Log
     (tmp_path / "a").rename(moved)
     assert ids(open_stream(moved, batch=8, position=position), 2) == ids(stream, 2) if moved == tmp_path / "a" else True
     assert open_stream(moved, batch=8, position=position).position() == position, "the folder's name does not matter"
+
+
+def test_another_version_s_order_within_shards_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another bound on the windows, another version, or none noted: the place in the data is kept, and a line says what that means."""
+    write_shards(tmp_path, [20, 20])
+    position = positions([open_stream(tmp_path, batch=8)])
+    ours = position["windows"]
+    older = {name: value for name, value in position.items() if name != "windows"}
+    for of_another in (older, position | {"windows": "0:" + ours.partition(":")[2]}, position | {"windows": "1:1"}):
+        caplog.clear()
+        resumed = open_stream(tmp_path, batch=8, position=of_another).position()
+        assert resumed == position, "the new checkpoint notes the order that is read from here on"
+        assert len(caplog.records) == 1 and "some samples may come twice" in caplog.text
+    caplog.clear()
+    monkeypatch.setattr(lanes, "WINDOW_BYTES", 1000)
+    assert lanes.windows() != ours
+    open_stream(tmp_path, batch=8, position=position)
+    assert "some samples may come twice" in caplog.text
 
 
 def test_positions_of_different_shards_do_not_merge(tmp_path: Path) -> None:
