@@ -5,13 +5,20 @@ import os
 import tempfile
 import traceback
 from collections.abc import Callable
+from multiprocessing import get_context, set_forkserver_preload
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+
+
+def forks() -> ForkServerContext:
+    """Starts processes as forks of one that has imported, once for all tests, what takes seconds; and that runs nothing else."""
+    set_forkserver_preload(["clipscale.train", "tests.ranks"])
+    return get_context("forkserver")
 
 
 def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout_s: float = 120) -> list[Any]:
@@ -19,7 +26,7 @@ def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout_s: f
 
     Fails with the first failing rank's traceback. Functions and arguments must be importable from the test's module.
     """
-    context = mp.get_context("spawn")
+    context = forks()
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(world):

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from clipscale import contrastive_loss
 from tests.loss.cases import assert_exact, features, oracle, results
+from tests.ranks import forks
 
 TIMEOUT_S = 120.0
 
@@ -48,7 +49,7 @@ class Workers:
 @contextmanager
 def workers(world: int, **environment: str) -> Iterator[Workers]:
     """The processes, for as long as the context lasts."""
-    context = mp.get_context("spawn")
+    context = mp.get_context("spawn") if environment else forks()
     with tempfile.TemporaryDirectory() as folder:
         ends = [context.Pipe() for _ in range(world)]
         processes = [
