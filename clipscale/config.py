@@ -12,9 +12,8 @@ from typing import Any
 import yaml
 
 from clipscale.checkpoint import CheckpointConfig
-from clipscale.data.config import DECODE
+from clipscale.data.config import DECODE, DataConfig
 from clipscale.data.ramp import RULES, RampConfig
-from clipscale.data.stream import DataConfig
 from clipscale.distributed import LaunchConfig
 from clipscale.errors import UserError
 from clipscale.eval.run import EvalConfig
@@ -142,7 +141,7 @@ def check(config: TrainConfig, *, now: datetime | None = None) -> TrainConfig:
         raise UserError(f"epochs={config.epochs:g} trains nothing; give a positive number")
     if not config.data.train:
         raise UserError("data.train is not set; give shards, data.train='/data/{00000..00099}.tar', or take data=demo")
-    if config.data.decode == "gpu" and config.offload == "disk":
+    if config.data.on_device and config.offload == "disk":
         raise UserError(
             "offload=disk is for pixels that the loaders decode; with data.decode=gpu take offload=encoded, or offload=host"
         )

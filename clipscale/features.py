@@ -24,7 +24,7 @@ from clipscale import distributed
 from clipscale.data import stored
 from clipscale.data.archive import ReadProblem, read_shard
 from clipscale.data.choose import list_shards
-from clipscale.data.config import DataConfig
+from clipscale.data.config import FEATURES, DataConfig
 from clipscale.data.decode import IMAGE_TYPES, BrokenSampleError, EvalTransform, TrainTransform, image_bytes
 from clipscale.data.order import Draws
 from clipscale.data.sample import RawSample
@@ -83,15 +83,14 @@ def stored_rows(data: DataConfig, config: ModelConfig, model: ClipModel) -> Stor
 
     Raises UserError where they are not those of this model's frozen image tower.
     """
-    if (data.image_features or "false").lower() == "false":
+    member = data.stored_member
+    if member is None:
         return None
-    assert data.image_features
     if not config.freeze_image:
         raise UserError(
             "data.image_features: stored features cannot train the image tower; set model.freeze_image=true, or read pictures"
         )
     note = stored.read_note(list_shards(data)[0])["features"]
-    member = stored.MEMBER if data.image_features.lower() == "true" else data.image_features
     if member != note["member"]:
         raise UserError(f"data.image_features={member}: the shards hold them as {note['member']!r}")
     for what, theirs, ours in (
@@ -163,7 +162,7 @@ def _write(config: FeaturesConfig, urls: Sequence[str], world: World) -> Path:
         "weights": weights_hash(model),
         "width": model.width,
         "dtype": config.dtype,
-        "member": stored.MEMBER,
+        "member": FEATURES,
         "image_size": config.data.image_size or model.image_size,
         "mean": list(config.model.mean),
         "std": list(config.model.std),
@@ -290,9 +289,9 @@ class _Writer:
 
 def _add(tar: tarfile.TarFile, raw: RawSample, row: np.ndarray | None) -> None:
     """The sample's members but for pictures, and its features."""
-    members = {name: data for name, data in raw.members.items() if name not in IMAGE_TYPES and name != stored.MEMBER}
+    members = {name: data for name, data in raw.members.items() if name not in IMAGE_TYPES and name != FEATURES}
     if row is not None:
-        members[stored.MEMBER] = stored.encoded_row(row)
+        members[FEATURES] = stored.encoded_row(row)
     elif not members:
         members["missing"] = b""  # the sample keeps its place in the order
     for name, data in members.items():

@@ -49,7 +49,7 @@ def checked(values: dict[str, Any]) -> TrainConfig:
     config = check(config)
     if under_torchrun() and not named:
         config.run = shared(config.run)
-    if config.data.decode == "gpu" and (config.device == "cpu" or not torch.cuda.is_available()):
+    if config.data.on_device and (config.device == "cpu" or not torch.cuda.is_available()):
         raise UserError("data.decode=gpu needs a GPU, and this run has none; take data.decode=fast, or exact")
     if os.environ.get("RANK", "0") == "0":
         for doubt in doubts(config):

@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from clipscale.config import CHOICES, LEAST, TrainConfig, check, doubts, to_yaml
+from clipscale.data.config import DataConfig
 from clipscale.data.ramp import RampConfig
-from clipscale.data.stream import DataConfig
 from clipscale.distributed import LaunchConfig
 from clipscale.errors import UserError
 from clipscale.keys import keys

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from clipscale.data.stream import DataConfig
+from clipscale.data.config import DataConfig
 from clipscale.distributed import LaunchConfig, World, gradient_norm
 from clipscale.errors import UserError
 from clipscale.noise import NoiseScale

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from clipscale.data.config import DataConfig
 from clipscale.data.ramp import RampConfig
-from clipscale.data.stream import DataConfig
 from clipscale.errors import UserError
 from clipscale.optim import OptimConfig, Schedule, ScheduleConfig, build_optimizer, parse_steps, peak_lr
 from clipscale.step import CacheConfig

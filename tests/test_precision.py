@@ -11,7 +11,7 @@ import torch
 
 from clipscale import checkpoint
 from clipscale.config import TrainConfig
-from clipscale.data.stream import DataConfig
+from clipscale.data.config import DataConfig
 from clipscale.distributed import LaunchConfig, World
 from clipscale.errors import UserError
 from clipscale.models.towers import ModelConfig, build_model

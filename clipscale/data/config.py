@@ -31,6 +31,8 @@ class AugmentConfig:
 
 
 DECODE = ("exact", "fast", "gpu")
+FEATURES = "npy"
+"""The member that `data.image_features=true` stands for."""
 
 
 @dataclass
@@ -116,6 +118,17 @@ class DataConfig:
     """Requests in a row that may fail before a remote shard is given up; each waits longer than the one before."""
     timeout_s: float = 300.0
     """A worker silent for this long ends the run with its name."""
+
+    @property
+    def stored_member(self) -> str | None:
+        """The member of each sample that holds features in the place of a picture; None where pictures are read."""
+        setting = self.image_features or "false"
+        return {"false": None, "true": FEATURES}.get(setting.lower(), setting)
+
+    @property
+    def on_device(self) -> bool:
+        """Whether the GPU decodes: only where there are pictures."""
+        return self.decode == "gpu" and self.stored_member is None
 
 
 def check(config: DataConfig, batch: int, world: int) -> None:

@@ -17,8 +17,6 @@ from clipscale.errors import UserError
 
 NOTE = "features.json"
 """Lies beside the shards and says where the features come from."""
-MEMBER = "npy"
-"""What `data.image_features=true` stands for."""
 DTYPES = ("float16", "float32")
 
 

@@ -74,7 +74,7 @@ class TrainStream:
         Raises UserError for settings or shards that cannot work.
         """
         check(config, batch, world)
-        decoder = jpeg_decoder(device or torch.device("cpu")) if config.decode == "gpu" and not stored else None
+        decoder = jpeg_decoder(device or torch.device("cpu")) if config.on_device else None
         chosen = selection(config.caption_key, config.captions, config.templates, config.filter)
         self._sizes = sizes or (lambda _: batch)
         urls, weights = list_shards(config)

@@ -1,6 +1,7 @@
 """A prediction beside what a run has measured: RUN/config.yaml, env.json and metrics.jsonl."""
 
 import json
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from statistics import median
@@ -13,7 +14,7 @@ from clipscale.errors import UserError
 from clipscale.hardware import hardware, hardware_of
 from clipscale.plan.config import PlanConfig
 from clipscale.plan.memory import PHASES
-from clipscale.plan.planner import Plan
+from clipscale.plan.planner import Plan, rehearsing
 from clipscale.plan.rehearsal import TOWERS, rehearsed
 from clipscale.probe import remembered
 from clipscale.settings import typed
@@ -23,13 +24,14 @@ FIRST = 2
 """The first step makes the optimizer's state and DDP's buckets anew; steps count from here on, if there are any."""
 
 
-def compare(config: PlanConfig) -> dict[str, Any]:
-    """What `run=NAME json=true` prints (docs/plan.md). Raises UserError where the folder is not that of a run."""
+def compare(config: PlanConfig, say: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
+    """What `run=NAME json=true` prints (docs/plan.md); `say` as `plan` has it. Raises UserError where the folder is not that of a run."""
     folder = run_folder(config.run)
     planned, records = settings_of(config, folder), metrics_of(folder)
     gpu = None if planned.hardware == "cpu" else hardware(planned.hardware)
     found = {name: size for name in TOWERS if (size := remembered(folder, name))}
     ranks = planned.gpus * planned.nodes
+    say(rehearsing(planned))
     with rehearsed(planned, ranks, gpu.capability if gpu else None) as rehearsal:
         made = Plan(planned, gpu, rehearsal, found)
         record, node = made.device_record(), made.host(made.local)

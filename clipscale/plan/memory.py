@@ -202,21 +202,20 @@ def host(config: PlanConfig, rehearsal: Rehearsal, batch: int, chunk: int, *, cu
     lanes = data.lanes or default_lanes(config.batch, ranks, None)
     workers = min(data.workers, max(1, lanes // ranks))
     tier = config.offload if config.offload != "none" else "host"
-    on_device = data.decode == "gpu" and data.image_features is None
     layout = Layout(
         slots=data.buffers if workers else 1,
         samples=batch,
         row=rehearsal.row,
         context_length=rehearsal.context_length,
         dtype=str(rehearsal.row_type).removeprefix("torch."),
-        tier="device" if on_device else tier,
-        decoded=on_device and tier != "encoded",
+        tier="device" if data.on_device else tier,
+        decoded=data.on_device and tier != "encoded",
         chunk=chunk,
     )
     layout = replace(layout, pool=largest_pool(layout, config.picture))
     process = {
         "process": CUDA_PROCESS if cuda else PROCESS,
-        "batch": layout.memory_bytes(config.picture if on_device else min(config.picture, layout.row_bytes)),
+        "batch": layout.memory_bytes(config.picture if data.on_device else min(config.picture, layout.row_bytes)),
         "shuffle windows": lanes // ranks * max(data.shuffle, 1) * config.picture,
         "loader workers": LOADER + workers * WORKER if workers else 0,
     }

@@ -1,6 +1,7 @@
 """A run on a machine that it has not seen yet: chunks, memory, time, and what would fit."""
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -21,12 +22,23 @@ LARGEST_BATCH = 2**28
 Result = dict[str, Any]
 
 
-def plan(config: PlanConfig) -> Result:
-    """What `json=true` prints (docs/plan.md). Raises UserError."""
+def plan(config: PlanConfig, say: Callable[[str], None] = lambda line: None) -> Result:
+    """What `json=true` prints (docs/plan.md). `say` is told, once the settings have been checked, what takes its time.
+
+    Raises UserError.
+    """
     gpu = machine(config)
     ranks = config.gpus * config.nodes
+    chunk_sizes(config.cache, config.batch // ranks)
+    say(rehearsing(config))
     with rehearsed(config, ranks, gpu.capability if gpu else None) as rehearsal:
         return Plan(config, gpu, rehearsal).result()
+
+
+def rehearsing(config: PlanConfig) -> str:
+    """What is done, as a line for whoever waits for it."""
+    where = f"{config.gpus * config.nodes} x {config.hardware}"
+    return f"rehearsing steps of {config.model.name} on {where}, without memory or data: usually some 10 to 60 seconds"
 
 
 def machine(config: PlanConfig) -> Hardware | None:
@@ -223,7 +235,7 @@ class Plan:
             )
         if config.model.compile:
             found.append("model.compile=true: predicted as if not compiled")
-        if config.data.decode == "gpu":
+        if config.data.on_device:
             found.append("data.decode=gpu: the decoder's own memory on the GPU is not predicted")
         if config.cache.keep == "auto":
             found.append("cache.keep=auto fills what is free, by intention")

@@ -111,9 +111,8 @@ class RehearsedLearner(Learner):
         return build_model(replace(self.config.model, pretrained=None, pretrained_image=None))
 
     def stored_rows(self) -> StoredRows | None:
-        if (self.config.data.image_features or "false").lower() == "false":
-            return None
-        return StoredRows(self.config.data.image_features or "", self.model.width, "float16")
+        member = self.config.data.stored_member
+        return StoredRows(member, self.model.width, "float16") if member else None
 
     def chunks(self) -> list[int]:
         return [1, 1]

@@ -1,6 +1,7 @@
 """`clipscale plan`: whether a run fits, before it is started, and how long a step may take."""
 
 import json
+import sys
 
 from rich.console import Console
 
@@ -14,10 +15,7 @@ from clipscale.report.table import plain_console
 def main(config: PlanConfig, console: Console | None = None) -> int:
     """Plan, or with `run` compare, and print; returns the exit status: 1 where the run does not fit. Raises UserError."""
     console = console or plain_console()
-    if config.run:
-        result = compare(config)
-    else:
-        result = plan(config)
+    result = (compare if config.run else plan)(config, lambda line: print(line, file=sys.stderr))
     if config.json:
         console.print(json.dumps(result, indent=1), soft_wrap=True)
     else:

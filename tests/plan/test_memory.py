@@ -1,11 +1,14 @@
 """Predicted memory is measured memory: every phase of real steps on the CPU, by torch's allocator."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from clipscale.config import TrainConfig
-from clipscale.plan.memory import PHASES, Memory, Model
+from clipscale.plan.config import PlanConfig
+from clipscale.plan.memory import PHASES, Memory, Model, host
 from clipscale.plan.rehearsal import rehearsed
 from tests.plan.measure import measured, measured_on_a_rank, settings
 from tests.ranks import run_ranks
@@ -128,3 +131,18 @@ def test_of_a_frozen_tower_there_is_no_second_pass_and_no_graph() -> None:
         memory = Model(rehearsal).at(1024, (16, 16), keep=1e12)
     assert "replay image" not in memory.peak
     assert memory.kept == (0, 64)
+
+
+def test_features_in_the_place_of_pictures_are_not_decoded_by_the_gpu() -> None:
+    """Whatever data.decode says; and data.image_features=false is as if it were not set."""
+    of_pictures: Any = SimpleNamespace(row=(3, 30, 30), row_type=torch.uint8, context_length=28)
+    of_features: Any = SimpleNamespace(row=(128,), row_type=torch.float16, context_length=28)
+
+    def batch(decode: str, features: str | None) -> int:
+        config = PlanConfig(hardware="h100-80g", batch=64)
+        config.data.decode, config.data.image_features = decode, features
+        read = of_features if config.data.stored_member else of_pictures
+        return host(config, read, 64, 64, cuda=True).process["batch"]
+
+    assert batch("gpu", "false") == batch("gpu", None) != batch("exact", None)
+    assert batch("gpu", "true") == batch("gpu", "emb") == batch("exact", "true") < batch("exact", None)

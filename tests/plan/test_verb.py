@@ -32,8 +32,9 @@ def test_a_large_batch_of_a_small_model_fits(capsys: pytest.CaptureFixture[str])
     status = main(
         ["plan", "model=tiny", "batch=1M", "hardware=A800-80G", "gpus=8", "cache.chunk=1k", "host=1024G", "samples=32M"]
     )
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
     assert status == 0
+    assert err.startswith("rehearsing steps of tiny on 8 x A800-80G") and err.count("\n") == 1
     assert "tiny, batch 1M: 131072 samples on each of 1 x 8 x A800-80G, in chunks of 1024" in out
     assert out.splitlines()[-1].startswith("fits: ")
     for word in (
