@@ -6,8 +6,11 @@ counted, the libraries' own retries are turned off.
 
 import os
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from functools import partial
 from typing import Any, Protocol
 from urllib.parse import quote, unquote
 
@@ -18,6 +21,8 @@ from clipscale.data.sources import SourceError, scheme_of
 
 SLOWEST = 1024
 """Bytes a second; an answer that comes more slowly for a time-out's length is ended and asked for again."""
+SLOWEST_WHOLE = 64 << 10
+"""The same of answers that come as a whole: how much longer than a time-out they may take."""
 _AGAIN = {408, 425, 429, 500, 502, 503, 504}
 """HTTP statuses that may pass."""
 _RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)$")
@@ -58,7 +63,7 @@ def origin_of(url: str, wait_s: float) -> Origin:
         case "hf":
             return _hub(url, wait_s)
         case _:
-            return FsspecOrigin(url)
+            return FsspecOrigin(url, wait_s)
 
 
 def is_concurrent(url: str) -> bool:
@@ -213,19 +218,19 @@ class HttpOrigin:
 class FsspecOrigin:
     """An object of S3, or of anything else that fsspec knows.
 
-    Credentials, endpoints and the like come from each library's own environment variables and files, or from fsspec's.
+    Credentials, endpoints and the like come from each library's own environment variables and files, or from fsspec's. Time-outs are ours:
+    most file systems have none. One that knows no asyncio is asked by a thread, which is left behind, and its connection with it, where no
+    answer comes.
     """
 
-    def __init__(self, url: str) -> None:
-        from fsspec.core import url_to_fs
-
-        self._fs, self._path = url_to_fs(url, use_listings_cache=False, **_settings(scheme_of(url)))
-        if scheme_of(url) in ("s3", "s3a"):
-            self._fs.retries = 1
-        self.concurrent = bool(getattr(self._fs, "async_impl", False))
+    def __init__(self, url: str, wait_s: float) -> None:
+        self._url, self._wait_s = url, wait_s
+        self._fs: Any = None
+        self._path = ""
+        self.concurrent = is_concurrent(url)
 
     def about(self) -> tuple[int, str]:
-        info = self._ask(lambda: self._fs.info(self._path))
+        info = self._ask("info")
         version = [
             str(info[name])
             for name in ("ETag", "etag", "generation", "mtime", "LastModified", "updated", "created")
@@ -236,7 +241,7 @@ class FsspecOrigin:
         return int(info["size"]), version[0] if version else ""
 
     def read(self, start: int, stop: int, version: str, size: int) -> Iterator[bytes]:
-        data = self._ask(lambda: self._fs.cat_file(self._path, start=start, end=stop))
+        data = self._ask("cat_file", start=start, end=stop)
         # asked after reading: what still has the first version then had it while it was read
         if self.about() != (size, version):
             raise SourceError("changed_shard", "it changed on the server while it was read")
@@ -246,23 +251,52 @@ class FsspecOrigin:
         if len(data) < stop - start:
             raise FaultError("short_answer", f"{stop - start - len(data)} bytes missing")
 
-    @staticmethod
-    def _ask(question: Any) -> Any:
+    def _ask(self, method: str, start: int = 0, end: int = 0) -> Any:
+        """What the file system's method says of the object, or of those of its bytes."""
+        limit_s = self._wait_s + (end - start) / SLOWEST_WHOLE
+        span = {"start": start, "end": end} if end else {}
         try:
-            return question()
+            if self._fs is None:
+                self._fs, self._path = _file_system(self._url, self._wait_s)
+            if getattr(self._fs, "async_impl", False):
+                from fsspec.asyn import sync
+
+                return sync(self._fs.loop, getattr(self._fs, f"_{method}"), self._path, timeout=limit_s, **span)
+            return _within(limit_s, partial(getattr(self._fs, method), self._path, **span))
         except (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError) as error:
             raise SourceError("missing_shard", f"{type(error).__name__}: {error}") from error
-        except (
-            Exception
-        ) as error:  # each library behind fsspec has its own; all are asked again, a bounded number of times
+        except TimeoutError as error:
+            if self._fs is not None and not self.concurrent:
+                type(self._fs).clear_instance_cache()  # its one connection still waits
+                self._fs = None
+            raise FaultError("no_answer", f"none within {limit_s:.0f} s") from error
+        except Exception as error:  # each library has its own; all are asked again, a bounded number of times
             raise FaultError("failed_request", f"{type(error).__name__}: {error}") from error
 
 
-def _settings(scheme: str) -> dict[str, Any]:
-    """What a file system is opened with, so that it asks once: botocore would ask five times, and s3fs as often again."""
-    if scheme not in ("s3", "s3a"):
-        return {}
-    from fsspec.config import conf
+def _within(limit_s: float, question: Callable[[], Any]) -> Any:
+    """The answer of what may never come back. Raises TimeoutError, and what the question raises."""
+    answer: Future[Any] = Future()
 
+    def ask() -> None:
+        try:
+            answer.set_result(question())
+        except Exception as error:  # raised where the answer is awaited
+            answer.set_exception(error)
+
+    threading.Thread(target=ask, name="ask", daemon=True).start()
+    return answer.result(limit_s)
+
+
+def _file_system(url: str, wait_s: float) -> tuple[Any, str]:
+    """What reads an address, and the object's path there. S3's is to ask once: botocore would ask five times, and s3fs as often again."""
+    from fsspec.config import conf
+    from fsspec.core import url_to_fs
+
+    if scheme_of(url) not in ("s3", "s3a"):
+        return url_to_fs(url, use_listings_cache=False)
     own = conf.get("s3", {}).get("config_kwargs", {})
-    return {"config_kwargs": {**own, "retries": {"total_max_attempts": 1}}}
+    ours = {"retries": {"total_max_attempts": 1}, "read_timeout": wait_s, "connect_timeout": wait_s}
+    system, path = url_to_fs(url, use_listings_cache=False, config_kwargs={**own, **ours})
+    system.retries = 1
+    return system, path

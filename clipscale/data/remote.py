@@ -3,6 +3,8 @@
 Requests are short and bounded, so that a reader that is slow to come back (its window is being decoded) holds no connection open. While a
 block is used the next is fetched by a thread of its own. A request that fails is made again from the byte reached, after a growing random
 wait; what has changed meanwhile is given up, never mixed.
+
+What the collector may do (a file that nobody holds any more closes itself) takes no lock: it may come while this very thread holds one.
 """
 
 import io
@@ -10,6 +12,7 @@ import os
 import random
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import Any
@@ -30,20 +33,31 @@ class _Room:
     """What may be asked for ahead by all of a process's threads."""
 
     def __init__(self) -> None:
-        self._lock, self._taken = threading.Lock(), 0
+        self._lock, self._reserved = threading.Lock(), 0
+        self._given: deque[int] = deque()
+
+    @property
+    def taken(self) -> int:
+        """Bytes that are reserved now."""
+        with self._lock:
+            return self._settled()
+
+    def _settled(self) -> int:
+        while self._given:
+            self._reserved -= self._given.popleft()
+        return self._reserved
 
     def take(self, size: int, need: float) -> bool:
         """Reserve so many bytes. The room is for the neediest: the larger `need` (0 to 1), the more of it may be in use afterwards."""
         with self._lock:
-            if self._taken + size > AHEAD_BYTES * need:
+            if self._settled() + size > AHEAD_BYTES * need:
                 return False
-            self._taken += size
+            self._reserved += size
             return True
 
     def give(self, size: int) -> None:
         """Free them."""
-        with self._lock:
-            self._taken -= size
+        self._given.append(size)
 
 
 _room = _Room()
@@ -59,7 +73,7 @@ class _Ahead:
         self.start, self.stop, self._see = start, stop, see
         self._pieces: list[bytes] = []
         self._error: Exception | None = None
-        self._over, self._unwanted, self._lock = threading.Event(), False, threading.Lock()
+        self._over, self._unwanted, self._held = threading.Event(), False, [stop - start]
         threading.Thread(target=self._run, args=(request,), name="read-ahead", daemon=True).start()
 
     def _run(self, request: Callable[[], Iterator[bytes]]) -> None:
@@ -72,10 +86,9 @@ class _Ahead:
         except Exception as error:  # raised where the bytes are asked for
             self._error = error
         finally:
-            with self._lock:
-                self._over.set()
-                if self._unwanted:
-                    self._end()
+            self._over.set()
+            if self._unwanted:
+                self._end()
 
     def pieces(self, tick: Callable[[], None]) -> Iterator[bytes]:
         """Wait for it and give what has come; then raise what ended it early, if anything did."""
@@ -85,20 +98,24 @@ class _Ahead:
         except BaseException:  # whoever waited gives up
             self.drop()
             raise
-        _room.give(self.stop - self.start)
+        _room.give(self._held.pop())
         yield from self._pieces
         if self._error is not None:
             raise self._error
 
     def drop(self) -> None:
         """Nobody will ask for it."""
-        with self._lock:
-            self._unwanted = True
-            if self._over.is_set():
-                self._end()
+        self._unwanted = True
+        if self._over.is_set():
+            self._end()
 
     def _end(self) -> None:
-        _room.give(self.stop - self.start)
+        """After each has told the other: both may come here, or only one."""
+        try:
+            size = self._held.pop()
+        except IndexError:
+            return
+        _room.give(size)
         if isinstance(self._error, FaultError):
             self._see(self._error.reason)
 
@@ -189,9 +206,9 @@ class RemoteFile(io.RawIOBase):
         self._block, self._start = self._fetch(start, stop, ahead), start
 
     def _drop(self) -> None:
-        if self._ahead is not None:
-            self._ahead.drop()
-            self._ahead = None
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            ahead.drop()
 
     def _fetch(self, start: int, stop: int, ahead: _Ahead | None) -> bytes:
         pieces: list[bytes] = []
@@ -201,10 +218,11 @@ class RemoteFile(io.RawIOBase):
             request = self._request(start + got, stop)() if ahead is None else ahead.pieces(self.watch.tick)
             ahead = None
             try:
-                for piece in request:
-                    pieces.append(piece)
-                    got += len(piece)
-                    self.watch.tick()
+                with closing(request):  # type: ignore[type-var]  (the collector might while this thread has the connections' lock)
+                    for piece in request:
+                        pieces.append(piece)
+                        got += len(piece)
+                        self.watch.tick()
             except FaultError as fault:
                 failures = failures + 1 if got == before else 0
                 self._bear(fault, failures)

@@ -104,7 +104,7 @@ class _Opening:
         self._store = _Aside(store.access, tick=self._still_wanted, late=store.late)
         self._opened: Opened | None = None
         self._error: Exception | None = None
-        self._over, self._wanted, self._lock = threading.Event(), True, threading.Lock()
+        self._over, self._wanted = threading.Event(), True
         threading.Thread(target=self._run, name="open-ahead", daemon=True).start()
 
     def _still_wanted(self) -> None:
@@ -118,12 +118,13 @@ class _Opening:
                 self._opened.stream.look_ahead()
         except Exception as error:  # raised where the shard is taken
             self._error = error
-        with self._lock:
+        finally:
             self._over.set()
             if not self._wanted:
                 self._close()
 
     def _close(self) -> None:
+        """Perhaps twice, by the thread and by whoever gives up."""
         if self._opened is not None:
             self._opened.stream.close()
 
@@ -145,7 +146,6 @@ class _Opening:
 
     def give_up(self) -> None:
         """Nobody will read it."""
-        with self._lock:
-            self._wanted = False
-            if self._over.is_set():
-                self._close()
+        self._wanted = False
+        if self._over.is_set():
+            self._close()

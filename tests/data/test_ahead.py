@@ -1,5 +1,6 @@
 """What is asked for ahead of its reader: the next block, the next shard; within a bound, in time, and nothing left of it."""
 
+import gc
 import random
 import threading
 import time
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from clipscale.data import indexing, remote
-from clipscale.data.sources import SEEN, Access, SourceError
+from clipscale.data.sources import SEEN, Access, SourceError, Watch
 from clipscale.data.store import Store
 from tests.data.files import write_shards
 from tests.data.streams import contents, open_stream
@@ -51,7 +52,7 @@ def test_the_next_block_is_asked_for_while_one_is_used(tmp_path: Path, web: Web)
     assert file.seek(100_000) and file.read(50) == data[100_000:100_050]
     assert soon(lambda: web.requests[-1][1] == "bytes=104096-120479"), "from the first size on again"
     file.close()
-    assert soon(lambda: remote._room._taken == 0) and soon(lambda: "read-ahead" not in str(threading.enumerate()))
+    assert soon(lambda: remote._room.taken == 0) and soon(lambda: "read-ahead" not in str(threading.enumerate()))
 
 
 def test_fetching_overlaps_with_use(tmp_path: Path, web: Web, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,10 +80,10 @@ def test_what_is_asked_for_ahead_is_bounded(tmp_path: Path, web: Web, monkeypatc
     for _ in range(100):
         for number, file in enumerate(files):
             got[number] += file.read(1000)
-            most = max(most, remote._room._taken)
+            most = max(most, remote._room.taken)
     assert got == [data] * len(files)
     assert 16384 < most <= 3 * 16384, most
-    assert remote._room._taken == 0
+    assert remote._room.taken == 0
 
 
 def test_a_reader_that_gives_up_waiting_leaves_the_room(
@@ -95,7 +96,7 @@ def test_a_reader_that_gives_up_waiting_leaves_the_room(
     store = Store()
     file = store.open(f"{web.url}/data").stream
     file.read(4000)
-    assert remote._room._taken > 0
+    assert remote._room.taken > 0
 
     def enough() -> None:
         raise InterruptedError
@@ -104,7 +105,44 @@ def test_a_reader_that_gives_up_waiting_leaves_the_room(
     with pytest.raises(InterruptedError):
         file.read(1000)
     answering.set()
-    assert soon(lambda: remote._room._taken == 0)
+    assert soon(lambda: remote._room.taken == 0)
+
+
+class Letters:
+    """An object of letters whose every request notes that it was closed."""
+
+    concurrent = True
+    closed = 0
+
+    def about(self) -> tuple[int, str]:
+        return 40_000, ""
+
+    def read(self, start: int, stop: int, version: str, size: int) -> Iterator[bytes]:
+        try:
+            for _ in range(start, stop):
+                yield b"x"
+        finally:
+            self.closed += 1
+
+
+def test_a_file_that_the_collector_closes_waits_for_no_lock(web: Web) -> None:
+    """Which this very thread may hold. A request that is given up is not left to the collector: its connection goes back to a queue."""
+    origin = Letters()
+    file = remote.RemoteFile(origin, Store())
+    file.read(4096)
+    assert file._ahead and soon(file._ahead._over.is_set)
+    file.itself = file
+    del file
+    with remote._room._lock:
+        gc.collect()
+    assert remote._room.taken == 0 and origin.closed == 2
+
+    def enough() -> None:
+        raise InterruptedError
+
+    with pytest.raises(InterruptedError) as kept:
+        remote.RemoteFile(origin, Watch(tick=enough)).read(1)
+    assert origin.closed == 3, kept
 
 
 def test_a_file_far_on_in_its_block_comes_before_one_that_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,7 +253,7 @@ def test_a_shard_that_is_not_waited_for_is_closed(tmp_path: Path, web: Web) -> N
         store.open(urls[1])
     answering.set()
     assert soon(lambda: "-ahead" not in str(threading.enumerate()))
-    assert remote._room._taken == 0, kept
+    assert remote._room.taken == 0, kept
 
 
 def test_faults_of_a_shard_that_was_opened_in_vain_are_counted(tmp_path: Path, web: Web) -> None:
@@ -228,7 +266,7 @@ def test_faults_of_a_shard_that_was_opened_in_vain_are_counted(tmp_path: Path, w
         file.read()
     assert soon(lambda: "-ahead" not in str(threading.enumerate())) and web.done["503"] == 1
     store.expect(None)
-    assert store.tally == {SEEN + "http_503": 1} and remote._room._taken == 0
+    assert store.tally == {SEEN + "http_503": 1} and remote._room.taken == 0
 
 
 def test_a_shard_that_nobody_will_read_is_asked_for_no_more(tmp_path: Path, web: Web) -> None:
@@ -249,13 +287,13 @@ def test_a_copy_that_is_called_off_leaves_the_room(tmp_path: Path, web: Web, mon
     (path,) = write_shards(tmp_path, [200])
 
     def enough() -> None:
-        if remote._room._taken:
+        if remote._room.taken:
             raise InterruptedError
 
     with pytest.raises(InterruptedError) as kept:
         Store(Access(str(tmp_path / "copies")), tick=enough).open(f"{web.url}/{path.name}")
     assert soon(lambda: "-ahead" not in str(threading.enumerate()))
-    assert remote._room._taken == 0, kept
+    assert remote._room.taken == 0, kept
 
 
 def test_nothing_is_left_of_a_stream_that_is_closed(tmp_path: Path, web: Web) -> None:
@@ -266,7 +304,7 @@ def test_nothing_is_left_of_a_stream_that_is_closed(tmp_path: Path, web: Web) ->
         contents(stream, 3)
         stream.close()
         assert soon(lambda: "-ahead" not in str(threading.enumerate())), threading.enumerate()
-        assert remote._room._taken == 0
+        assert remote._room.taken == 0
 
 
 def test_loader_processes_read_ahead(tmp_path: Path, web: Web) -> None:

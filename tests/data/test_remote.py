@@ -2,12 +2,15 @@
 
 import random
 import shutil
+import socket
 import subprocess
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import fsspec
 import pytest
@@ -250,6 +253,75 @@ def test_an_object_that_changes_is_given_up(tmp_path: Path, monkeypatch: pytest.
     assert members(samples) == before[: len(samples)]
 
 
+class Mute(fsspec.AbstractFileSystem):
+    """A file system without asyncio or time-outs, whose first connection gets stuck after a few answers."""
+
+    protocol = "mute"
+    data = b""
+    answers: ClassVar[list[int]] = []
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.left = self.answers.pop(0)
+
+    def info(self, path: str, **_: Any) -> dict[str, Any]:
+        return {"size": len(self.data)}
+
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
+        self.left -= 1
+        if self.left < 0:
+            threading.Event().wait(20)
+        return self.data[start:end]
+
+
+def test_a_file_system_that_falls_silent_gets_another_connection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_shards(tmp_path, [30])[0]
+    fsspec.register_implementation("mute", Mute, clobber=True)
+    monkeypatch.setattr(Mute, "data", path.read_bytes())
+    monkeypatch.setattr(Mute, "answers", answers := [4, 1000])
+    samples, problem, tally = read("mute://remote/00000.tar", wait_s=0.2)
+    assert members(samples) == members(read(str(path))[0]) and problem.reason is None
+    assert tally == {SEEN + "no_answer": 1} and answers == []
+    Mute.clear_instance_cache()
+
+
+@pytest.mark.parametrize("trickles", [False, True])
+def test_a_silent_s3_server_is_given_up_in_time(trickles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that accepts connections and says nothing, or a letter now and then."""
+    s3fs = pytest.importorskip("s3fs")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "x")
+    connections: list[socket.socket] = []
+    over = threading.Event()
+
+    def serve(server: socket.socket) -> None:
+        while not over.wait(0.02):
+            with suppress(BlockingIOError):
+                connections.append(server.accept()[0])
+                connections[-1].sendall(b"HTTP/1.1 200 OK\r\nX: " if trickles else b"")
+            for connection in connections if trickles else ():
+                with suppress(OSError):  # the client has gone away
+                    connection.sendall(b"x")
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.setblocking(False)
+        thread = threading.Thread(target=serve, args=(server,))
+        thread.start()
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
+        begun = time.monotonic()
+        samples, problem, tally = read("s3://bucket/00000.tar", wait_s=0.5, retries=1)
+        took = time.monotonic() - begun
+        over.set()
+        thread.join()
+    for connection in connections:
+        connection.close()
+    s3fs.S3FileSystem.clear_instance_cache()
+    assert not samples and problem.reason == "unreachable_shard", problem
+    assert tally.total() == 2 and connections and 1 < took < 6, (tally, len(connections), took)
+
+
 def test_a_real_fsspec_file_system_is_read(tmp_path: Path) -> None:
     path = write_shards(tmp_path, [12])[0]
     fsspec.filesystem("memory").pipe("/remote/00000.tar", path.read_bytes())
@@ -322,8 +394,6 @@ def nginx(tmp_path: Path) -> Iterator[Web]:
     program = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
     if program is None:
         pytest.skip("nginx is not installed")
-    import socket
-
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
