@@ -78,7 +78,7 @@ def _pax(content: bytes) -> dict[str, str]:
     while at < len(content):
         space = content.find(b" ", at, at + 20)
         length = int(content[at:space]) if space >= 0 else 0
-        if not space - at < length <= len(content) - at:
+        if length <= 0 or not space < at + length <= len(content):
             raise tarfile.ReadError("bad record in an extended header")
         key, _, value = content[space + 1 : at + length - 1].partition(b"=")
         fields[_text(key)] = value.decode("utf-8", "surrogateescape")

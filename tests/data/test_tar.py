@@ -1,8 +1,9 @@
-"""The tar format: what the standard library wrote is read."""
+"""The tar format: what the standard library wrote is read, and what nobody writes is refused."""
 
 import io
 import tarfile
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -37,3 +38,42 @@ def test_members_are_what_tarfile_wrote(members: list[tuple[str, bytes]], form: 
         found.append((name, out.read(size)))
         out.read(-size % BLOCK)
     assert found == members
+
+
+def extended(content: bytes) -> io.BytesIO:
+    """A pax header of that content, and a file `a` of no bytes."""
+    header, file = tarfile.TarInfo("x"), tarfile.TarInfo("a")
+    header.type, header.size = tarfile.XHDTYPE, len(content)
+    return io.BytesIO(header.tobuf() + content + bytes(-len(content) % BLOCK) + file.tobuf())
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"no space" * 9,
+        b"no-space-within-the-first-twenty-bytes 1=2\n",
+        b" 5 a=b\n",
+        b"0 path=b\n",
+        b"-9 path=b\n",
+        b"2 path=b\n",
+        b"99 path=b\n",
+        b"10 path=b\n" + b"8",
+        b"x path=b\n",
+    ],
+)
+def test_records_that_do_not_add_up_are_damage(content: bytes) -> None:
+    with pytest.raises((tarfile.TarError, ValueError)):
+        next_member(extended(content))
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(
+        st.one_of(st.sampled_from([b"10 path=b\n", b"9 size=4\n", b"6 a=b\n"]), st.binary(max_size=30)), max_size=4
+    )
+)
+def test_an_extended_header_is_read_to_its_end_whatever_it_holds(parts: list[bytes]) -> None:
+    try:
+        assert next_member(extended(b"".join(parts))) is not None
+    except (tarfile.TarError, ValueError):
+        pass
