@@ -60,7 +60,8 @@ def _entry(
     try:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
         answer = (True, function(rank, world, *args))
-        dist.destroy_process_group()
+        if dist.is_initialized():  # a whole run leaves it by itself
+            dist.destroy_process_group()
     except BaseException:
         answer = (False, traceback.format_exc())
     # As bytes: a pipe would pass tensors as handles to this process's memory, which ends with it.

@@ -2,13 +2,11 @@
 
 import json
 import math
-import os
-import signal
-import subprocess
-import sys
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import replace
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +28,7 @@ from clipscale.report.metrics import LogConfig
 from clipscale.step import CacheConfig
 from clipscale.train import Run, train
 from clipscale.transfer import DeviceRows, copy_stream
+from tests.ranks import forks, run_ranks
 
 ARCHITECTURE = {
     "embed_dim": 32,
@@ -160,53 +159,53 @@ def test_the_trained_model_is_loaded_as_it_was_saved(finished: Path) -> None:
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
 
 
-COMMAND = """import sys; from pathlib import Path; from tests.test_train import *
-model = ModelConfig(name="test", architecture=ARCHITECTURE, patch_dropout=0.3)
-train(settings(Path(sys.argv[1]), Path(sys.argv[2]), model=model, checkpoint=checkpoint.CheckpointConfig(every=3)))"""
+def live(demo: Path, run: Path) -> None:
+    """A whole run, with patch dropout, so that the random state is part of what must come back."""
+    model = ModelConfig(name="test", architecture=ARCHITECTURE, patch_dropout=0.3)
+    try:
+        train(settings(demo, run, model=model, checkpoint=checkpoint.CheckpointConfig(every=3)))
+    except BaseException:
+        (run / "error").write_text(traceback.format_exc())
+        raise
 
 
-def start(demo: Path, run: Path) -> subprocess.Popen[bytes]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [sys.executable, "-c", COMMAND, str(demo), str(run)],
-        env=environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-    )
+def start(demo: Path, run: Path) -> ForkServerProcess:
+    process = forks().Process(target=live, args=(demo, run))
+    process.start()
+    return process
 
 
-def wait_for_lines(process: subprocess.Popen[bytes], path: Path, lines: int) -> None:
+def wait_for_lines(process: ForkServerProcess, path: Path, lines: int) -> None:
     deadline = time.monotonic() + 120
     while not path.exists() or len(path.read_text().splitlines()) < lines:
-        assert process.poll() is None, f"ended early: {process.stderr.read().decode()[-500:]}"  # type: ignore[union-attr]
+        assert process.is_alive(), f"ended early: {(path.parent / 'error').read_text()}"
         assert time.monotonic() < deadline, "no progress within 120 s"
         time.sleep(0.005)
 
 
 def test_a_killed_run_resumes_to_the_same_losses_bit_for_bit(demo: Path, tmp_path: Path) -> None:
-    """With patch dropout, so that the random state is part of what must come back."""
     whole = start(demo, tmp_path / "whole")
     killed = start(demo, tmp_path / "killed")
     wait_for_lines(killed, tmp_path / "killed/metrics.jsonl", 5)
     killed.kill()
-    killed.wait()
+    killed.join()
     assert len(checkpoint.found(tmp_path / "killed")) >= 1
     done = len((tmp_path / "killed/metrics.jsonl").read_text().splitlines())
     assert done < 10, "the run must be killed before its end for this to test anything"
     again = start(demo, tmp_path / "killed")
     for process in (whole, again):
-        _, errors = process.communicate(timeout=180)
-        assert process.returncode == 0, errors.decode()[-1000:]
+        process.join(180)
+        assert process.exitcode == 0, process
     assert curve(tmp_path / "killed") == curve(tmp_path / "whole")
 
 
 def test_a_termination_signal_saves_before_the_end(demo: Path, tmp_path: Path) -> None:
     process = start(demo, tmp_path / "run")
     wait_for_lines(process, tmp_path / "run/metrics.jsonl", 1)
-    process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode != 0
-    assert b"stopped by a signal after step" in errors
+    process.terminate()
+    process.join(120)
+    assert process.exitcode != 0
+    assert "stopped by a signal after step" in (tmp_path / "run/error").read_text()
     step = len(curve(tmp_path / "run"))
     assert checkpoint.found(tmp_path / "run")[-1] == checkpoint.path_of(tmp_path / "run", step)
 
@@ -222,18 +221,20 @@ def test_a_run_that_was_stopped_ends_with_the_signals_status(
     assert capsys.readouterr().err == "error: stopped by a signal after step 3; go on with run=a resume=auto\n"
 
 
-@pytest.mark.parametrize(("procs", "parallel", "workers"), [(2, "ddp", 2), (4, "ddp", 0)])
+def on_a_rank(rank: int, world: int, config: TrainConfig) -> None:
+    train(config)
+
+
+@pytest.mark.parametrize("procs", [2, 4])
 def test_the_number_of_processes_does_not_change_the_curve(
-    demo: Path, finished: Path, tmp_path: Path, procs: int, parallel: str, workers: int
+    demo: Path, finished: Path, tmp_path: Path, procs: int
 ) -> None:
-    config = settings(
-        demo,
-        tmp_path / "run",
-        data=DataConfig(train=[paths(demo).train], workers=workers),
-        cache=CacheConfig(chunk="12"),
-        launch=LaunchConfig(procs=procs, threads=1, parallel=parallel),
-    )
-    launch.run(config)
+    config = settings(demo, tmp_path / "run", cache=CacheConfig(chunk="12"))
+    if procs == 2:  # as users start them, each with loader processes
+        data = DataConfig(train=[paths(demo).train], workers=2)
+        launch.run(replace(config, data=data, launch=LaunchConfig(procs=procs, threads=1)))
+    else:
+        run_ranks(on_a_rank, procs, config)
     one, several = curve(finished), curve(tmp_path / "run")
     worst = max(abs(a - b) / a for a, b in zip(one, several, strict=True))
     assert worst < 1e-4, f"{procs} processes: {several} instead of {one}"
@@ -243,7 +244,7 @@ def test_a_run_goes_on_with_another_number_of_processes_and_another_parallelism(
     constant = ScheduleConfig(name="constant", warmup="0")
     for samples, procs in ((320, 2), (640, 1)):
         config = settings(demo, tmp_path / "run", samples=samples, schedule=constant)
-        launch.run(replace(config, launch=LaunchConfig(procs=procs, threads=1, parallel="fsdp")))
+        run_ranks(on_a_rank, procs, replace(config, launch=LaunchConfig(threads=1, parallel="fsdp")))
     train(settings(demo, tmp_path / "whole", schedule=constant))
     worst = max(abs(a - b) / a for a, b in zip(curve(tmp_path / "run"), curve(tmp_path / "whole"), strict=True))
     assert worst < 1e-4, f"{curve(tmp_path / 'run')} instead of {curve(tmp_path / 'whole')}"
