@@ -120,7 +120,7 @@ gpu-step-l14:
 # Is memory flat in the batch, and is it as predicted: steps with few chunks of distinct pixels, then short runs beside what plan says.
 SETTINGS := device=cuda precision=bf16 data=demo data.workers=$(CORES) eval.sets=[] eval.every=0 log.progress=false
 # $(1): name of the run, $(2): seconds it may take, $(3): its settings.
-predicted = -$(RUN) -m clipscale.bench.runs --record $(RESULTS)/runs.jsonl --run runs/gpu-$(1) --seconds $(2) $(SETTINGS) $(3)
+predicted = -$(RUN) -m clipscale.bench.runs --record $(RESULTS)/runs.json --run runs/gpu-$(1) --seconds $(2) $(SETTINGS) $(3)
 gpu-memory:
 	$(call step,250) out=$(RESULTS)/flat model=vit-b32 chunk=512 batch=32k repeats=1 methods=plain@max,cache@32k,cache@128k,cache@1M
 	$(CLIPSCALE) data demo

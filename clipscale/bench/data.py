@@ -24,7 +24,7 @@ from clipscale.bench import data_device
 from clipscale.bench.data_draw import draw
 from clipscale.bench.figures import counts, processor, spread
 from clipscale.bench.machine import asked, machine
-from clipscale.bench.resume import write
+from clipscale.bench.records import write
 from clipscale.bench.sheet import Sheet, grouped, publish
 from clipscale.data.config import DECODE, DataConfig
 from clipscale.data.decode import TrainTransform
@@ -109,8 +109,13 @@ def main(settings: DataBenchSettings, console: Console | None = None) -> list[Ro
         torch.set_num_threads(threads)
     record["verdicts"] = verdicts(record)
     write(path, record)
-    publish(table(record), record["verdicts"], path, partial(draw, record), console)
+    present(record, path, console)
     return list(record["rows"])
+
+
+def present(record: Row, path: Path, console: Console) -> None:
+    """Table and picture of the record at `path`, printed and beside it."""
+    publish(table(record), record["verdicts"], path, partial(draw, record), console)
 
 
 def parts(

@@ -7,6 +7,7 @@ from itertools import cycle, islice
 
 import torch
 
+from clipscale.bench.figures import device_of
 from clipscale.data.batch import Arena, Layout
 from clipscale.data.decode import TrainTransform
 from clipscale.data.device import AHEAD, DecodedAhead, DeviceDecoder, jpeg_decoder
@@ -22,11 +23,7 @@ CHUNK = 1024
 
 def usable(setting: str) -> tuple[torch.device | None, str]:
     """The device that decodes, by `auto`, `cuda` or `cpu`; or None, and why there is none. Raises UserError for `cuda` without one."""
-    if setting not in ("auto", "cuda", "cpu"):
-        raise UserError(f"device={setting}: give auto, cuda or cpu")
-    if setting == "cpu" or not torch.cuda.is_available():
-        if setting == "cuda":
-            raise UserError("device=cuda: torch finds no CUDA device; use device=cpu")
+    if device_of(setting) == "cpu":
         return None, "asked for with device=cpu" if setting == "cpu" else "torch finds no CUDA device"
     device = torch.device("cuda", torch.cuda.current_device())
     try:

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
+import torch
+
 from clipscale.errors import UserError
 from clipscale.spelling import parse_count
 
@@ -17,6 +19,15 @@ def counts(name: str, text: str) -> list[int]:
     if 0 in found:
         raise UserError(f"{name}={text}: must be at least 1")
     return found
+
+
+def device_of(setting: str) -> str:
+    """`cuda` or `cpu`, by device=`auto` (CUDA where there is one), `cuda` or `cpu`. Raises UserError."""
+    if setting not in ("auto", "cpu", "cuda"):
+        raise UserError(f"device={setting}: give auto, cpu or cuda")
+    if setting == "cuda" and not torch.cuda.is_available():
+        raise UserError("device=cuda: torch finds no CUDA device; use device=cpu")
+    return "cuda" if setting != "cpu" and torch.cuda.is_available() else "cpu"
 
 
 def spread(values: Sequence[float]) -> dict[str, Any]:

@@ -8,19 +8,26 @@ the same command, code, machine and versions, is not made again.
 """
 
 import argparse
-import json
 import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 
+from clipscale.bench import runs_table
+from clipscale.bench.figures import device_of
+from clipscale.bench.largest_draw import draw
 from clipscale.bench.machine import facts
-from clipscale.bench.runs import Attempt, attempt, line_of, marks
+from clipscale.bench.records import earlier, write
+from clipscale.bench.runs import HOW, Attempt, attempt, row_of
+from clipscale.bench.sheet import Sheet, publish
+from clipscale.bench.verdicts import of_plan
 from clipscale.cli import composed
 from clipscale.data.room import free_memory
 from clipscale.errors import UserError
@@ -29,7 +36,8 @@ from clipscale.plan.config import PlanConfig
 from clipscale.plan.memory import PROCESS
 from clipscale.plan.planner import Plan, machine
 from clipscale.plan.rehearsal import rehearsed
-from clipscale.spelling import parse_count, unused
+from clipscale.report.table import plain_console
+from clipscale.spelling import format_bytes, parse_count
 
 Row = dict[str, Any]
 
@@ -156,22 +164,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Search, telling each try, and keep the record. Returns 1 where nothing was found to fit."""
     given = arguments(argv)
     start = time.monotonic()
-    device = "cuda" if torch.cuda.is_available() and "device=cpu" not in given.words else "cpu"
+    device = device_of("cpu" if "device=cpu" in given.words else "auto")
     if given.memory and device == "cuda":
         raise UserError(
             "--memory bounds a process's address space, of which CUDA reserves far more than it uses; leave it out"
         )
-    command = shlex.join(["python", "-m", "clipscale.bench.largest", *(sys.argv[1:] if argv is None else argv)])
-    record: Row = {"benchmark": "largest", "words": given.words, "machine": facts(command), "tries": []}
-    before = json.loads(given.record.read_text()) if given.record.exists() else None
-    if (
-        before
-        and all(before[k] == record[k] for k in ("words",))
-        and marks(before["machine"]) == marks(record["machine"])
-    ):
-        record["tries"] = before["tries"]
-    elif before:
-        given.record.rename(unused(given.record.with_name(given.record.name + ".before")))
+    words = sys.argv[1:] if argv is None else argv
+    record: Row = {
+        "benchmark": "largest",
+        "settings": {"words": given.words},
+        "machine": facts(shlex.join(["python", "-m", "clipscale.bench.largest", *words])),
+        "how": HOW,
+        "rows": [],
+    }
+    given.record.parent.mkdir(parents=True, exist_ok=True)
+    before = earlier(given.record, record)
+    record |= {key: before[key] for key in ("rows", "fits") if key in before}
     prediction = Prediction(given.words, given.grain, device)
     free = free_memory() if given.memory is None else given.memory + PROCESS
     first, bound = prediction.largest((1 - RESERVE) * free)
@@ -186,37 +194,58 @@ def main(argv: Sequence[str] | None = None) -> int:
     def attempted(batch: int, seconds: float) -> Attempt:
         _, on_host = prediction.of(batch)
         if given.memory is None and on_host > free - LEFT:
-            return Attempt(
-                "refused",
-                f"not tried: {on_host:.4g} of {free:.4g} bytes of host memory, by plan; {LEFT:.3g} stay free",
-                0.0,
-            )
+            reason = f"not tried: {on_host:.4g} of {free:.4g} bytes of host memory, by plan; {LEFT:.3g} stay free"
+            return Attempt("refused", reason, 0.0)
         words = [*given.words, f"batch={batch}", f"samples={batch}", "launch.procs=1", "log.progress=false"]
         found = attempt(given.run, words, seconds, given.memory)
         if found.status == FITS:
-            record["fits"] = line_of(given.run, words, shlex.join(["clipscale", "train", f"run={given.run}", *words]))
+            command = shlex.join(["clipscale", "train", f"run={given.run}", *words])
+            record["fits"] = row_of(given.run, words) | {"status": FITS, "reason": "", "command": command}
         return found
 
     def tell(one: Try) -> None:
         print(f"{one.batch} samples: {one.status} {one.reason} ({one.seconds:.0f} s)", flush=True)
-        record["tries"].append(asdict(one))
-        save()
+        record["rows"].append(asdict(one))
+        write(given.record, record)
 
-    def save() -> None:
-        part = given.record.with_suffix(".part")
-        part.write_text(json.dumps(record, indent=1) + "\n")
-        part.rename(given.record)
-
-    given.record.parent.mkdir(parents=True, exist_ok=True)
-    if before and "fits" in before and record["tries"]:
-        record["fits"] = before["fits"]
-    tries = [Try(**one) for one in record["tries"]]
+    tries = [Try(**{key: one[key] for key in ("batch", "status", "reason", "seconds")}) for one in record["rows"]]
     left = given.seconds - (time.monotonic() - start)
     record["ended"] = search(tries, given.first or first, given.grain, left, attempted, tell)
-    record["largest"] = max((one["batch"] for one in record["tries"] if one["status"] == FITS), default=None)
-    save()
-    print(f"largest: {record['largest']}; ended: {record['ended']}\n{given.record}")
+    record["largest"] = max((one["batch"] for one in record["rows"] if one["status"] == FITS), default=None)
+    record["verdicts"] = of_plan([record["fits"]] if "fits" in record else [])
+    write(given.record, record)
+    present(record, given.record, plain_console())
     return 0 if record["largest"] else 1
+
+
+def present(record: Row, path: Path, console: Console) -> None:
+    """Table and picture of the record at `path`, printed and beside it."""
+    publish(table(record), [*legend(record), *record["verdicts"]], path, partial(draw, record), console)
+
+
+def table(record: Row) -> Sheet:
+    """A line for each try, smallest first."""
+    title = f"whole steps of one process on {runs_table.where(record)}"
+    heads = ("samples", "what came of it", "seconds", "why")
+    rows = sorted(record["rows"], key=lambda row: int(row["batch"]))
+    lines = [[f"{row['batch']:,}", row["status"], f"{row['seconds']:.0f}", row["reason"]] for row in rows]
+    return Sheet(title, heads, ("what came of it", "why"), [lines])
+
+
+def legend(record: Row) -> list[str]:
+    """What was foreseen, what was found, and the memory of the largest step beside its prediction."""
+    foreseen, largest = record["predicted"], record["largest"]
+    rooms = {"the host": foreseen["host_free_bytes"], "the device": foreseen["device_room_bytes"]}
+    room = " and ".join(f"{format_bytes(size)} of {name}" for name, size in rooms.items() if size is not None)
+    lines = [
+        f"settings: {' '.join(record['settings']['words'])}",
+        f"clipscale plan foresaw {foreseen['batch']:,} samples in {room}, bound by {foreseen['bound']}",
+        f"the largest that ran a whole step: {'none' if largest is None else f'{largest:,}'} (ended: {record['ended']})",
+    ]
+    if "fits" in record:
+        for _, phase, *sizes, ratio, _ in runs_table.lines(record["fits"]):
+            lines.append(f"its memory, {phase}: predicted {sizes[0]}, measured {sizes[1]} MiB, ratio {ratio}")
+    return lines
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:

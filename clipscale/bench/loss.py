@@ -18,17 +18,18 @@ import psutil
 import torch
 from rich.console import Console
 
-from clipscale.bench.draw import draw
-from clipscale.bench.figures import counts, spread
+from clipscale.bench import processes
+from clipscale.bench.figures import counts, device_of, spread
+from clipscale.bench.loss_draw import draw
+from clipscale.bench.loss_methods import DTYPES, Case, Method, chosen
+from clipscale.bench.loss_table import legend, table
+from clipscale.bench.loss_work import Job, unit_flops
 from clipscale.bench.machine import asked, machine
 from clipscale.bench.memory import HOW as MEMORY_HOW
-from clipscale.bench.methods import DTYPES, Case, Method, chosen
-from clipscale.bench.processes import Answer, run
-from clipscale.bench.resume import earlier, settled, write
+from clipscale.bench.processes import RETURNING_MALLOC, Answer, Ended
+from clipscale.bench.records import earlier, settled, write
 from clipscale.bench.sheet import publish
-from clipscale.bench.table import legend, table
 from clipscale.bench.verdicts import of_loss
-from clipscale.bench.worker import Job, unit_flops
 from clipscale.errors import UserError
 from clipscale.report.table import plain_console
 from clipscale.spelling import format_count, nearest
@@ -44,8 +45,8 @@ HOW = {
     "medians, least and most; of several ranks the slowest",
     "flops": f"{COUNTED_UNITS} units of 2 N M D FLOP for every method, whatever it computes; 'units' is what passes through torch's "
     "matmuls, all ranks together",
-    "gemm": "in each round one torch.mm of square random matrices and one of (rows, D) by (D, rows), same dtype, all ranks at once; "
-    "'of GEMM' is of the square one's median",
+    "gemm": "after each timed step a burst of torch.mm of square random matrices, `products` of them back to back, and one of (rows, D) by "
+    "(D, rows), same dtype, all ranks at once; 'of GEMM' is of the median over the square bursts",
     "memory": "forward: growth of the peak; backward: the same less the gradients of the features; the larger one; the most of any rank",
     "error": "largest relative distance of value and gradients from the float64 oracle on the same features",
     "sent": "bytes that a rank sends in one step, a collective counted as its ring algorithm",
@@ -128,9 +129,13 @@ def main(settings: LossBenchSettings, console: Console | None = None) -> list[Ro
     record["rows"] = ordered([*kept, *fresh], cases, methods)
     record["verdicts"] = of_loss(record["rows"])
     write(path, record)
-    lines = [*legend(record), *record["verdicts"]]
-    publish(table(record), lines, path, partial(draw, record), console)
+    present(record, path, console)
     return list(record["rows"])
+
+
+def present(record: Row, path: Path, console: Console) -> None:
+    """Table and picture of the record at `path`, printed and beside it."""
+    publish(table(record), [*legend(record), *record["verdicts"]], path, partial(draw, record), console)
 
 
 def is_of(row: Row, case: Case) -> bool:
@@ -173,15 +178,7 @@ def affordable(
 
 def plan(settings: LossBenchSettings) -> tuple[list[Case], list[Method]]:
     """The cases and the methods of the settings. Raises UserError."""
-    device = settings.device
-    if device not in ("auto", "cpu", "cuda"):
-        raise UserError(f"device={device}: give auto, cpu or cuda")
-    if device != "cpu" and torch.cuda.is_available():
-        device = "cuda"
-    elif device == "cuda":
-        raise UserError("device=cuda: torch finds no CUDA device; use device=cpu")
-    else:
-        device = "cpu"
+    device = device_of(settings.device)
     for name, least in (("ranks", 1), ("repeats", 1), ("reference", 0)):
         if getattr(settings, name) < least:
             raise UserError(f"{name}={getattr(settings, name)}: must be at least {least}")
@@ -243,31 +240,38 @@ def measured(
             yield run(Job(case, probed=[] if apart else able, timed=timed, **common))
 
 
+def run(job: Job) -> list[Answer]:
+    """The answers of all ranks that gave one, in rank order; for a process that ended without one, why every method failed there."""
+    variables = RETURNING_MALLOC if job.probed and job.case.device == "cpu" else {}
+    ended = processes.run("clipscale.bench.loss_work", asdict(job), ranks=job.case.ranks, variables=variables)
+    return [one.answer or silent(job, one) for one in ended if one.answer or one.status is not None]
+
+
+def silent(job: Job, ended: Ended) -> Answer:
+    """The answer of a process that left none."""
+    status, reason = ended.cause
+    found = {"status": status, "reason": reason, "traceback": ended.said[-5000:]}
+    return {"methods": {name: dict(found) for name in dict.fromkeys(job.probed + job.timed)}}
+
+
 def rows_of(
     case: Case, methods: Sequence[Method], answers: list[list[Answer]], late: dict[str, str] | None = None
 ) -> tuple[list[Row], list[Row]]:
     """One row for each method, and the GEMM measurement, from what the sets of processes answered; `late`: why some were not asked."""
     found: dict[str, Row] = {}
     gemm: list[Row] = []
-    where = {key: value for key, value in asdict(case).items() if key != "seed"}
+    where = asdict(case)
     for one_set in answers:
         for name in one_set[0]["methods"]:
             found[name] = found.get(name, {}) | _joined([answer["methods"][name] for answer in one_set], case)
         seconds = [max(times) for times in zip(*(answer.get("gemm", {}).get("seconds", []) for answer in one_set))]
         if seconds:
-            side = one_set[0]["gemm"]["side"]
-            rate = case.ranks * 2.0 * side**3 / median(seconds)
-            found_gemm = where | {"side": side, "seconds": seconds, "flops_per_s": rate}
-            found_gemm["best_flops_per_s"] = rate * median(seconds) / min(seconds)
-            panel = one_set[0]["gemm"].get("panel")
-            if panel:
-                flop = case.ranks * 2.0 * panel["rows"] ** 2 * panel["width"]
-                rates = {
-                    "flops_per_s": flop / median(panel["seconds"]),
-                    "best_flops_per_s": flop / min(panel["seconds"]),
-                }
-                found_gemm["panel"] = panel | rates
-            gemm.append(found_gemm)
+            burst = one_set[0]["gemm"]
+            flop, panel = case.ranks * burst["products"] * 2.0, burst["panel"]
+            square = {"side": burst["side"], "products": burst["products"], "seconds": seconds}
+            square |= rates(flop * burst["side"] ** 3, seconds)
+            panel |= rates(flop * panel["rows"] ** 2 * panel["width"], panel["seconds"])
+            gemm.append(where | square | {"panel": panel})
     rows = []
     for method in methods:
         row: Row = where | {"method": method.name, "scale": method.scale or case.scale}
@@ -288,6 +292,11 @@ def rows_of(
             row["gemm_fraction"] = row["flops_per_s"] / gemm[0]["flops_per_s"]
         rows.append(row)
     return rows, gemm
+
+
+def rates(flop: float, seconds: list[float]) -> Row:
+    """Of bursts of so many operations."""
+    return {"flops_per_s": flop / median(seconds), "best_flops_per_s": flop / min(seconds)}
 
 
 def case_flops(case: Case) -> float:

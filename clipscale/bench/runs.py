@@ -2,29 +2,33 @@
 
     python -m clipscale.bench.runs --record FILE --run runs/NAME --seconds 60 KEY=VALUE ...
 
-appends a line to FILE: the command of `clipscale train`, the machine, the last steps, prediction and measurement. A run that FILE holds
-already, of the same command, code, machine and versions, is not run again.
+puts a row into FILE (JSON): the command of `clipscale train`, the commit, the last steps, what was evaluated, prediction and measurement;
+and the table (.md) and the picture (.png) of all rows beside it. A run that FILE holds already, of the same command, code, machine and
+versions, is not run again.
 """
 
 import argparse
 import json
-import resource
+import shlex
 import shutil
-import signal
-import subprocess
 import sys
-import tempfile
 import time
-import traceback
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from importlib import import_module
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
+from clipscale.bench import processes
 from clipscale.bench.machine import facts
-from clipscale.bench.memory import address_space, is_out_of_memory, name_first
-from clipscale.errors import UserError
+from clipscale.bench.records import earlier, settled, write
+from clipscale.bench.runs_draw import draw
+from clipscale.bench.runs_table import legend, table
+from clipscale.bench.sheet import publish
+from clipscale.bench.verdicts import of_plan
+from clipscale.report.table import plain_console
 
 Row = dict[str, Any]
 
@@ -32,8 +36,12 @@ STEPS = 3
 """Steps at the end of a run that are kept."""
 GRACE = 20.0
 """Seconds that a run that is told to end has for it."""
-NO_ROOM = ("are free for each of", "larger than foreseen", "was killed by SIGKILL", "samples fit the device")
-"""What the program's own refusals for want of memory say (data/room.py, tiers.py, workers.py, probe.py)."""
+HOW = {
+    "predicted": "clipscale plan run=RUN: the step rehearsed without memory, for the settings and the machine of the run",
+    "measured": "medians over the steps from the second on; encode, loss, replay, optim: peak of torch's CUDA allocator in that part of "
+    "the step beyond what was there when it began; peak: of the whole step; host: resident memory of rank 0",
+    "ratio": "predicted over measured; a CPU has no allocator to ask, so of a run on one the host's alone is measured",
+}
 
 
 @dataclass(frozen=True)
@@ -57,133 +65,66 @@ def attempt(run: Path, words: Sequence[str], seconds: float, memory: int | None 
     """
     shutil.rmtree(run, ignore_errors=True)
     start = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="clipscale-bench-") as name:
-        folder = Path(name)
-        (folder / "job.json").write_text(json.dumps({"words": [f"run={run}", *words], "memory": memory}))
-        with (folder / "said").open("wb") as said:
-            command = [sys.executable, "-m", "clipscale.bench.runs", "--job", name]
-            process = subprocess.Popen(command, stdout=said, stderr=said)
-            try:
-                process.wait(max(1.0, seconds))
-                late = False
-            except subprocess.TimeoutExpired:
-                late = True
-            finally:
-                end(process)
-        outcome = folder / "outcome.json"
-        if late:
-            status, reason = "no time", f"not done within {seconds:.0f} s"
-        elif outcome.exists():
-            status, reason = json.loads(outcome.read_text())
-        else:
-            status, reason = died(process.returncode, (folder / "said").read_text(errors="replace"))
+    job = {"words": [f"run={run}", *words], "memory": memory}
+    (ended,) = processes.run("clipscale.bench.runs_work", job, seconds=max(1.0, seconds), grace=GRACE)
+    if ended.status is None:
+        status, reason = "no time", f"not done within {seconds:.0f} s"
+    elif ended.answer:
+        status, reason = ended.answer["status"], ended.answer["reason"]
+    else:
+        status, reason = ended.cause
     return Attempt(status, reason, time.monotonic() - start)
 
 
-def end(process: subprocess.Popen[bytes]) -> None:
-    """Interrupt it, so that it ends its workers, and if that does not help, kill it."""
-    if process.poll() is None:
-        process.send_signal(signal.SIGINT)
-        try:
-            process.wait(GRACE)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-def died(status: int, said: str) -> tuple[str, str]:
-    """Of a process that left no word of its own."""
-    if status == -signal.SIGKILL:
-        return "out of memory", "the system ended the process (SIGKILL)"
-    last = next((line.strip() for line in reversed(said.splitlines()) if line.strip()), "")
-    return "failed", f"the process ended with status {status}: {last[:300]}"
-
-
-def judged(error: Exception) -> tuple[str, str]:
-    """Status and reason of a run that raised."""
-    reason = " ".join(str(error).split())[:300]
-    if isinstance(error, UserError):
-        return ("refused" if any(sign in reason for sign in NO_ROOM) else "failed"), reason
-    return ("out of memory" if is_out_of_memory(error) else "failed"), f"{type(error).__name__}: {reason}"
-
-
-def job(folder: Path) -> int:
-    """What the fresh process does: the run, and how it ended, in outcome.json."""
-    from clipscale import cli
-
-    asked = json.loads((folder / "job.json").read_text())
-    name_first()
-    if asked["memory"] is not None:
-        import_module("clipscale.train")  # it is the program itself, which does not count
-        _, hard = resource.getrlimit(resource.RLIMIT_AS)
-        resource.setrlimit(resource.RLIMIT_AS, (address_space() + asked["memory"], hard))
-    try:
-        status = cli.dispatch(["train", *asked["words"]])
-        outcome = ("ok", "") if status == 0 else ("failed", f"status {status}")
-    except Exception as error:
-        traceback.print_exc()
-        outcome = judged(error)
-    (folder / "outcome.json").write_text(json.dumps(outcome))
-    return 0
-
-
-# ---- records ----
-
-
-def line_of(run: Path, words: Sequence[str], command: str) -> Row:
-    """A line of a record: what was run, on what, its last steps, and prediction beside measurement."""
+def row_of(run: Path, words: Sequence[str]) -> Row:
+    """What a run that has ended well leaves in a record: its last steps, its newest evaluation, and prediction beside measurement."""
     from clipscale.plan.compare import compare
     from clipscale.plan.config import PlanConfig
 
     steps = [json.loads(text) for text in (run / "metrics.jsonl").read_text().splitlines()]
+    evaluated = max((run / "eval").glob("step_*.json"), default=None)
     return {
         "run": run.name,
         "settings": list(words),
-        "machine": facts(command),
         "steps": steps[-STEPS:],
+        "evaluated": None if evaluated is None else json.loads(evaluated.read_text()),
         "predicted": compare(PlanConfig(run=str(run))),
     }
 
 
-def recorded(record: Path, run: Path, words: Sequence[str]) -> bool:
-    """Is there a line of this very run, of the same code, machine and versions."""
-    now = marks(facts(""))
-    lines = record.read_text().splitlines() if record.exists() else []
-    return any(
-        row["run"] == run.name and row["settings"] == list(words) and marks(row["machine"]) == now
-        for row in map(json.loads, lines)
-    )
-
-
-def marks(machine: Row) -> Row:
-    """What has to be the same for two measurements to be of the same thing."""
-    return {key: machine[key] for key in ("code", "cpu", "gpus", "versions")}
+def present(record: Row, path: Path, console: Console) -> None:
+    """Table and picture of the record at `path`, printed and beside it."""
+    publish(table(record), [*legend(record), *record["verdicts"]], path, partial(draw, record), console)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Returns 1 where the run did not end well; the record says why."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--record", type=Path, help="the file, a JSON object a line")
-    parser.add_argument("--run", type=Path, help="the run's folder; what is there is removed")
+    parser.add_argument("--record", type=Path, required=True, help="the JSON file to write, or to add to")
+    parser.add_argument("--run", type=Path, required=True, help="the run's folder; what is there is removed")
     parser.add_argument("--seconds", type=float, default=60.0, help="the run may take")
-    parser.add_argument("--job", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("words", nargs="*", metavar="KEY=VALUE", help="settings of clipscale train")
     given = parser.parse_args(argv)
-    if given.job:
-        return job(given.job)
-    if not (given.record and given.run):
-        parser.error("give --record and --run")
-    if recorded(given.record, given.run, given.words):
+    record: Row = {
+        "benchmark": "runs",
+        "settings": {},
+        "machine": facts(shlex.join(["clipscale", "train", f"run={given.run}", *given.words])),
+        "how": HOW,
+    }
+    given.record.parent.mkdir(parents=True, exist_ok=True)
+    rows: list[Row] = earlier(given.record, record).get("rows", [])
+    same = [row for row in rows if row["run"] == given.run.name]
+    if any(settled(row) and row["settings"] == given.words for row in same):
         print(f"{given.run.name}: recorded already")
         return 0
     found = attempt(given.run, given.words, given.seconds)
-    print(json.dumps({"run": given.run.name} | asdict(found)))
-    if found.status != "ok":
-        return 1
-    command = f"clipscale train run={given.run} {' '.join(given.words)}"
-    given.record.parent.mkdir(parents=True, exist_ok=True)
-    with given.record.open("a") as file:
-        file.write(json.dumps(line_of(given.run, given.words, command)) + "\n")
-    return 0
+    row = row_of(given.run, given.words) if found.status == "ok" else {"run": given.run.name, "settings": given.words}
+    row |= {"status": found.status, "reason": found.reason, "seconds": found.seconds}
+    record["rows"] = [*(other for other in rows if other not in same), row]
+    record["verdicts"] = of_plan(record["rows"])
+    write(given.record, record)
+    present(record, given.record, plain_console())
+    return 0 if found.status == "ok" else 1
 
 
 if __name__ == "__main__":

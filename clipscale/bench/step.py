@@ -3,13 +3,8 @@
 Time is compared with plain forward and backward, sample for sample; memory is drawn against the batch at a fixed chunk.
 """
 
-import json
-import os
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -17,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
 from rich.console import Console
 
-from clipscale.bench.figures import counts, spread
+from clipscale.bench import processes
+from clipscale.bench.figures import counts, device_of, spread
 from clipscale.bench.machine import asked, machine
 from clipscale.bench.memory import HOW as MEMORY_HOW
-from clipscale.bench.processes import PLAIN_MALLOC, TORCHRUN
-from clipscale.bench.resume import earlier, settled, write
+from clipscale.bench.processes import KEEPING_MALLOC, RETURNING_MALLOC, Ended
+from clipscale.bench.records import earlier, settled, write
 from clipscale.bench.sheet import publish
 from clipscale.bench.step_draw import draw
 from clipscale.bench.step_table import legend, table
@@ -57,8 +52,6 @@ METHODS = {
 BY_DEFAULT = (*(name for name in METHODS if name.split("-")[0] not in ("compiled", "open_clip")), "open_clip")
 CURVES = ("plain", "cache", "open_clip")
 """Methods whose memory is drawn against the batch."""
-KEEP_MALLOC = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
-"""glibc's malloc keeps what is freed, so that large blocks are not fetched from the system, page by page, in every step (mallopt(3))."""
 HOW = {
     "time": "wall clock with the device waited for, of forward, loss and backward; methods in turns, every second round backwards, after "
     "a warm-up of two chunks; medians, least and most",
@@ -160,12 +153,16 @@ def main(settings: StepBenchSettings, console: Console | None = None) -> list[Ro
             status.update(f"{'time' if job.timed else 'memory'} of {what}")
             if settings.seconds:
                 job = replace(job, seconds=max(1.0, settings.seconds - (time.monotonic() - start)))
-            answers.append(run(job, environment(job, settings), tell))
+            answers.append(run(job, malloc(job, settings.malloc), tell))
     record["verdicts"] = of_step(record["rows"], settings.model, found.job.device)
     write(path, record)
-    lines = [*legend(record), *record["verdicts"]]
-    publish(table(record), lines, path, partial(draw, record), console)
+    present(record, path, console)
     return list(record["rows"])
+
+
+def present(record: Row, path: Path, console: Console) -> None:
+    """Table and picture of the record at `path`, printed and beside it."""
+    publish(table(record), [*legend(record), *record["verdicts"]], path, partial(draw, record), console)
 
 
 def plan(settings: StepBenchSettings) -> Plan:
@@ -177,14 +174,11 @@ def plan(settings: StepBenchSettings) -> Plan:
         )
     for name, value, choices in (
         ("precision", settings.precision, ("fp32", "bf16")),
-        ("device", settings.device, ("auto", "cpu", "cuda")),
         ("malloc", settings.malloc, ("keep", "system")),
     ):
         if value not in choices:
             raise UserError(f"{name}={value}: give {', '.join(choices[:-1])} or {choices[-1]}")
-    cuda = settings.device != "cpu" and torch.cuda.is_available()
-    if settings.device == "cuda" and not cuda:
-        raise UserError("device=cuda: torch finds no CUDA device; use device=cpu")
+    device = device_of(settings.device)
     if settings.repeats < 1:
         raise UserError(f"repeats={settings.repeats}: must be at least 1")
     if settings.seconds < 0:
@@ -193,7 +187,7 @@ def plan(settings: StepBenchSettings) -> Plan:
     if chunk > batch:
         raise UserError(f"chunk={chunk}: a batch={batch} has no chunk that large; choose 1 to {batch}")
     cases = chosen(settings.methods, batch, chunk)
-    job = StepJob(settings.model, chunk, settings.precision, "cuda" if cuda else "cpu", repeats=settings.repeats)
+    job = StepJob(settings.model, chunk, settings.precision, device, repeats=settings.repeats)
     return Plan(job, cases, sorted(set(counts("memory", settings.memory))))
 
 
@@ -275,49 +269,31 @@ def jobs(found: Plan) -> list[StepJob]:
     return [*result, replace(found.job, timed=found.cases)]
 
 
-def environment(job: StepJob, settings: StepBenchSettings) -> dict[str, str]:
-    own = {key: value for key, value in os.environ.items() if key not in TORCHRUN}
+def malloc(job: StepJob, setting: str) -> dict[str, str]:
+    """Variables that say what the C library does with freed memory while a job is done."""
     if job.device != "cpu":
-        return own
+        return {}
     if job.probed:
-        return own | PLAIN_MALLOC
-    return own | (KEEP_MALLOC if settings.malloc == "keep" else {})
+        return RETURNING_MALLOC
+    return KEEPING_MALLOC if setting == "keep" else {}
 
 
-def run(job: StepJob, variables: dict[str, str], tell: Callable[[Row], None] = lambda _: None) -> Row:
+def run(job: StepJob, variables: Mapping[str, str], tell: Callable[[Row], object] = lambda _: None) -> Row:
     """The answer of a fresh process, told as it grows; for one that ended before its end, why what it lacks failed there."""
     if job.device == "cpu" and job.memory is None:
         job = replace(job, memory=int(MARGIN * psutil.virtual_memory().available))
-    with tempfile.TemporaryDirectory(prefix="clipscale-bench-") as name:
-        folder = Path(name)
-        (folder / "job.json").write_text(json.dumps(asdict(job)))
-        path, seen = folder / "answer.json", 0
-        with (folder / "said").open("wb") as said:
-            command = [sys.executable, "-m", "clipscale.bench.step_work", name]
-            process = subprocess.Popen(command, env=variables, stdout=said, stderr=said)
-            try:
-                while process.poll() is None:
-                    time.sleep(0.1)
-                    if path.exists() and path.stat().st_mtime_ns != seen:
-                        seen = path.stat().st_mtime_ns
-                        tell(json.loads(path.read_text()))
-            finally:
-                process.kill()
-                process.wait()
-        answer: Row = (
-            json.loads(path.read_text()) if path.exists() else {"methods": {}, "threads": None, "pinned": None}
-        )
-        if not (folder / "done").exists():
-            answer["methods"] |= silent(job, answer["methods"], process.returncode, (folder / "said").read_text())
-        tell(answer)
-        return answer
+    (ended,) = processes.run("clipscale.bench.step_work", asdict(job), variables=variables, tell=tell)
+    answer = ended.answer or {"methods": {}, "threads": None, "pinned": None, "complete": False}
+    if not answer["complete"]:
+        answer["methods"] |= silent(job, answer["methods"], ended)
+    tell(answer)
+    return answer
 
 
-def silent(job: StepJob, methods: Row, status: int, said: str) -> Row:
+def silent(job: StepJob, methods: Row, ended: Ended) -> Row:
     """Records of what a process that ended before its end had not measured."""
-    last = said.strip().splitlines()[-1:] or [""]
-    reason = f"the process ended with status {status}: {last[0][:300]}"
-    wrong = {"status": "out of memory" if status == -9 else "failed", "reason": reason, "traceback": said[-5000:]}
+    status, reason = ended.cause
+    wrong = {"status": status, "reason": reason, "traceback": ended.said[-5000:]}
     names = job.timed or [name for name, _ in job.probed]
     lacking = [n for n in names if n not in methods or not (methods[n]["seconds"] or methods[n]["memory"])]
     return {name: {"seconds": [], "memory": {}} | methods.get(name, {}) | wrong for name in lacking}

@@ -7,8 +7,8 @@ import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter
 
-from clipscale.bench.draw import MARKS
 from clipscale.bench.figures import processor
+from clipscale.bench.loss_draw import MARKS
 from clipscale.report.plots import COLOURS, STYLE
 from clipscale.spelling import format_count, parse_count
 

@@ -1,10 +1,9 @@
-"""What the step benchmark measures, in a fresh process: `python -m clipscale.bench.step_work FOLDER` does the job in FOLDER.
+"""What the step benchmark measures, in a fresh process: `python -m clipscale.bench.step_work FOLDER RANK` does the job in FOLDER.
 
 The answer is written anew after every measurement, so that a job cut off leaves what it has.
 """
 
 import gc
-import json
 import math
 import sys
 import time
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 
 from clipscale.bench.memory import DeviceMemory, HostMemory, bound_memory, is_out_of_memory
+from clipscale.bench.processes import job_in, leave
 from clipscale.bench.step_ways import Name, Way, Ways
 
 FIRST = 64
@@ -54,8 +54,8 @@ class StepJob:
 class StepWork:
     """A job in its process."""
 
-    def __init__(self, job: StepJob, answer: Path | None = None) -> None:
-        self.job, self.path = job, answer
+    def __init__(self, job: StepJob, folder: Path | None = None) -> None:
+        self.job, self.folder, self.complete = job, folder, False
         self.end = time.monotonic() + (math.inf if job.seconds is None else job.seconds)
         self.ways = Ways(job.model, job.chunk, job.precision, job.device)
         self.device = self.ways.device
@@ -77,6 +77,8 @@ class StepWork:
             self.turns(sorted((case for case in cases if case in self.expected), key=lambda case: self.expected[case]))
         for number in range(1, self.job.repeats):
             self.turns(self.job.timed if number % 2 == 0 else self.job.timed[::-1])
+        self.complete = True
+        self.leave()
         return self.answer()
 
     def turns(self, cases: list[str]) -> None:
@@ -86,7 +88,12 @@ class StepWork:
                 self.attempt(case, self.time)
 
     def answer(self) -> dict[str, Any]:
-        return {"methods": self.found, "threads": torch.get_num_threads(), "pinned": self.ways.pinned}
+        how = {"threads": torch.get_num_threads(), "pinned": self.ways.pinned}
+        return {"methods": self.found, "complete": self.complete} | how
+
+    def leave(self) -> None:
+        if self.folder is not None:
+            leave(self.folder, self.answer())
 
     def record(self, name: str) -> dict[str, Any]:
         return self.found.setdefault(name, {"status": "ok", "seconds": [], "memory": {}})
@@ -104,10 +111,7 @@ class StepWork:
             record |= {"status": status, "reason": reason, "traceback": traceback.format_exc()}
             self.expected.pop(name, None)
         self.release()
-        if self.path is not None:
-            part = self.path.with_suffix(".part")
-            part.write_text(json.dumps(self.answer()))
-            part.rename(self.path)
+        self.leave()
 
     def release(self) -> None:
         """Hand back what a step left: gradients, and with a full device the allocator's blocks."""
@@ -262,10 +266,9 @@ class StepWork:
 
 
 def main(folder: Path) -> int:
-    record = json.loads((folder / "job.json").read_text())
+    record = job_in(folder)
     job = StepJob(**record | {"probed": [tuple(pair) for pair in record["probed"]]})
-    StepWork(job, folder / "answer.json").do()
-    (folder / "done").touch()
+    StepWork(job, folder).do()
     return 0
 
 

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from clipscale.bench import largest, runs
+from clipscale.bench import largest
 from clipscale.bench.largest import Prediction, Try, search
+from clipscale.bench.processes import Ended
 from clipscale.bench.runs import Attempt
+from clipscale.bench.runs_work import judged
 from clipscale.data.batch import Layout
 from clipscale.data.demo import render_demo
 from clipscale.data.room import fitted
@@ -78,12 +80,12 @@ def test_the_programs_refusals_are_known_as_want_of_memory() -> None:
     layout = Layout(slots=1, samples=2**30, row=(3, 224, 224), context_length=77)
     with pytest.raises(UserError) as refusal:
         fitted(layout, free=2**30)
-    assert runs.judged(refusal.value)[0] == "refused", refusal.value
-    assert runs.judged(UserError("model.name=x: unknown"))[0] == "failed"
-    assert runs.judged(OSError(12, "Cannot allocate memory"))[0] == "out of memory"
-    assert runs.judged(ValueError("x")) == ("failed", "ValueError: x")
-    assert runs.died(-signal.SIGKILL, "")[0] == "out of memory"
-    assert runs.died(1, "one\nlast\n") == ("failed", "the process ended with status 1: last")
+    assert judged(refusal.value)[0] == "refused", refusal.value
+    assert judged(UserError("model.name=x: unknown"))[0] == "failed"
+    assert judged(OSError(12, "Cannot allocate memory"))[0] == "out of memory"
+    assert judged(ValueError("x")) == ("failed", "ValueError: x")
+    assert Ended(None, -signal.SIGKILL, "").cause[0] == "out of memory"
+    assert Ended(None, 1, "one\nlast\n").cause == ("failed", "the process ended with status 1: last")
 
 
 @pytest.mark.slow
@@ -95,11 +97,11 @@ def test_a_whole_search_on_a_cpu_with_bounded_memory(tmp_path: Path) -> None:
     command = ["--record", str(record), "--run", str(run), "--grain", "128"]
     assert largest.main([*command, "--first", "1G", "--seconds", "40", "--memory", "2G", *words]) == 1
     found = json.loads(record.read_text())
-    assert {one["status"] for one in found["tries"]} <= {"refused", "out of memory", "no time"}, found["tries"]
+    assert {one["status"] for one in found["rows"]} <= {"refused", "out of memory", "no time"}, found["rows"]
     record.unlink()
     largest.main([*command, "--first", "128", "--seconds", "45", "--memory", "4G", *words])
     found = json.loads(record.read_text())
-    assert found["tries"][0]["status"] == "ok" and found["largest"] >= 128, found
+    assert found["rows"][0]["status"] == "ok" and found["largest"] >= 128, found
     assert found["fits"]["steps"][-1]["batch"] == found["largest"] and found["fits"]["predicted"]["compared"]["host"]
     assert found["machine"]["code"]["clipscale"] and found["machine"]["command"].startswith(
         "python -m clipscale.bench.largest"

@@ -5,6 +5,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -13,12 +14,12 @@ from matplotlib.image import imread
 from rich.console import Console
 
 from clipscale import cli
-from clipscale.bench.draw import draw
 from clipscale.bench.loss import HOW, LossBenchSettings, affordable, main, plan, rows_of
-from clipscale.bench.methods import Case, find, methods
-from clipscale.bench.profile import kind
-from clipscale.bench.table import COLUMNS, RANKS, legend, table
-from clipscale.bench.worker import Job
+from clipscale.bench.loss_draw import draw
+from clipscale.bench.loss_methods import Case, find, methods
+from clipscale.bench.loss_profile import kind
+from clipscale.bench.loss_table import COLUMNS, RANKS, legend, table
+from clipscale.bench.loss_work import Job, Work
 from clipscale.errors import UserError
 
 Record = dict[str, Any]
@@ -26,13 +27,22 @@ Record = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Record, str, Path]:
-    """A real run: the record it saved, what it printed, and the folder."""
+    """A real run, done in this process: the record it saved, what it printed, and the folder."""
     out = tmp_path_factory.mktemp("bench")
     printed = io.StringIO()
     settings = LossBenchSettings(
         n="128", d="32", methods="infcl,triton,open_clip,inf_cl", device="cpu", repeats=3, profile=True, out=str(out)
     )
-    main(settings, Console(file=printed, width=160))
+
+    def here(job: Job) -> list[Record]:
+        work = Work(replace(job, memory=None, threads=None), 0, out)
+        assert work.do()
+        return [work.answer()]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("clipscale.bench.loss.run", here)
+        patch.setattr("clipscale.bench.loss_work.GEMM_SIDE", {"cpu": 256})
+        main(settings, Console(file=printed, width=160))
     return json.loads((out / "loss-cpu.json").read_text()), printed.getvalue(), out
 
 
@@ -63,9 +73,10 @@ def test_the_table_has_a_line_for_each_method_and_says_why_one_has_no_figures(sm
 def test_figures_are_positive_and_agree_with_each_other(small: tuple[Record, str, Path]) -> None:
     record, _, _ = small
     (gemm,) = record["gemm"]
-    assert len(gemm["seconds"]) == 3
-    assert gemm["flops_per_s"] == pytest.approx(2 * gemm["side"] ** 3 / sorted(gemm["seconds"])[1])
-    assert gemm["best_flops_per_s"] == pytest.approx(2 * gemm["side"] ** 3 / min(gemm["seconds"]))
+    flop = gemm["products"] * 2 * gemm["side"] ** 3
+    assert len(gemm["seconds"]) == 6 and gemm["products"] > 1, "a burst after each of two methods in three rounds"
+    assert gemm["flops_per_s"] == pytest.approx(flop / median(gemm["seconds"]))
+    assert gemm["best_flops_per_s"] == pytest.approx(flop / min(gemm["seconds"]))
     panel = gemm["panel"]
     assert (panel["rows"], panel["width"]) == (128, 32) and panel["best_flops_per_s"] >= panel["flops_per_s"] > 0
     for row in record["rows"]:
@@ -174,7 +185,7 @@ def test_an_interrupted_run_measures_only_what_it_lacks(tmp_path: Path, monkeypa
         asked_for.extend((job.case.n, name) for name in job.timed)
         probe = {"growth_bytes": 0, "extra_bytes": 0, "sent_bytes": None, "units": 4.0, "error": None, "errors": None}
         found = {"status": "ok", "forward_s": [0.1], "backward_s": [0.2]} | probe
-        gemm = {"side": 10, "seconds": [1.0], "panel": {"rows": 10, "width": 32, "seconds": [1.0]}}
+        gemm = {"side": 10, "products": 2, "seconds": [1.0], "panel": {"rows": 10, "width": 32, "seconds": [1.0]}}
         return [{"methods": dict.fromkeys(dict.fromkeys(job.probed + job.timed), found), "gemm": gemm}]
 
     monkeypatch.setattr("clipscale.bench.loss.run", answer)
@@ -207,7 +218,8 @@ def by_hand(ranks: int = 1) -> Record:
         {"methods": {"infcl": {"status": "ok", "forward_s": [0.6, 0.4, 0.5], "backward_s": [1.5, 1.5, 1.5]}}},
     ][:ranks]
     for answer in times:
-        answer["gemm"] = {"side": 1000, "seconds": [1.0, 2.0, 4.0]}
+        panel = {"rows": 1000, "width": 512, "seconds": [1.0, 2.0, 4.0]}
+        answer["gemm"] = {"side": 1000, "products": 3, "seconds": [3.0, 6.0, 12.0], "panel": panel}
     rows, gemm = rows_of(case, chosen, [memory, [{"methods": {"clip": full}}], times])
     facts = {"gpus": [], "cpu": "a processor", "cpus": 2, "versions": {"torch": "2"}}
     about = {method.name: method.about for method in chosen}
@@ -222,7 +234,9 @@ def test_rates_by_hand() -> None:
     assert row["total_s"]["median"] == 2.0
     assert row["counted_flops"] == 4294967296  # 4 * 2 * 1024 * 1024 * 512
     assert row["flops_per_s"] == 2147483648
-    assert record["gemm"][0]["flops_per_s"] == 1e9  # 2 * 1000^3 in 2 s
+    assert record["gemm"][0]["flops_per_s"] == 1e9  # 3 times 2 * 1000^3 in 6 s
+    (said,) = [line for line in legend(record) if line.startswith("fp32 GEMM of side 1000")]
+    assert "bursts of 3 products back to back (3,000 to 12,000 ms a burst)" in said, said
     assert row["gemm_fraction"] == pytest.approx(2.147483648)
 
 

@@ -2,7 +2,6 @@
 
 import io
 import json
-import os
 import re
 import time
 from dataclasses import replace
@@ -16,8 +15,8 @@ from rich.console import Console
 from torch import Tensor
 
 from clipscale import cli
-from clipscale.bench.processes import PLAIN_MALLOC
-from clipscale.bench.step import METHODS, Plan, StepBenchSettings, chosen, jobs, main, plan, rows_of, run
+from clipscale.bench.processes import RETURNING_MALLOC, Ended
+from clipscale.bench.step import METHODS, Plan, StepBenchSettings, chosen, jobs, plan, rows_of, run, silent
 from clipscale.bench.step_draw import draw
 from clipscale.bench.step_table import flatness, legend, table
 from clipscale.bench.step_ways import Ways
@@ -89,15 +88,15 @@ def test_a_batch_beyond_the_pool_comes_back_to_its_samples(work: StepWork) -> No
 
 
 def test_time_is_recorded_as_it_goes_and_a_failure_is_its_methods_own(tmp_path: Path) -> None:
-    path = tmp_path / "answer.json"
-    work = StepWork(replace(JOB, timed=["cache@4", "plain@8"], repeats=2), path)
+    work = StepWork(replace(JOB, timed=["cache@4", "plain@8"], repeats=2), tmp_path)
 
     def fail(_: str) -> None:
         raise RuntimeError("no such thing")
 
     work.attempt("keep-50@4", fail)
     found = work.do()["methods"]
-    assert json.loads(path.read_text())["methods"] == found
+    answer = json.loads((tmp_path / "answer-0.json").read_text())
+    assert answer["methods"] == found and answer["complete"]
     assert found["cache@4"]["status"] == "ok" and len(found["cache@4"]["seconds"]) == 2
     assert set(found["cache@4"]["parts"]) == {"encode_s", "loss_s", "replay_s", "features_bytes"}
     assert found["plain@8"]["batch"] == 8 and found["plain@8"]["flops"] > 0
@@ -162,7 +161,7 @@ def test_samples_wait_in_a_training_batchs_arena_which_is_pinned_for_cuda(monkey
 def test_memory_itself_bounds_the_largest_batch() -> None:
     """In 600 MB beyond what torch takes, a process finds a batch that fits and one that does not."""
     job = replace(JOB, chunk=32, timed=["plain@max"], repeats=1, memory=6 * 10**8)
-    found = run(job, os.environ | PLAIN_MALLOC)
+    found = run(job, RETURNING_MALLOC)
     record = found["methods"]["plain@max"]
     assert record["status"] == "ok" and "out of memory" in record["tried"].values(), record
     assert record["batch"] >= 64 and len(record["seconds"]) == 1
@@ -297,9 +296,29 @@ def test_the_whole_verb(tmp_path: Path) -> None:
     assert (tmp_path / "step-cpu.png").stat().st_size > 10_000
 
 
-def test_main_is_the_verb(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-    monkeypatch.setattr("clipscale.bench.step.main", lambda settings: seen.append(settings) or [])
-    assert cli.main(["bench", "step", "batch=1k", "repeats=3"]) == 0
-    assert seen == [StepBenchSettings(batch="1k", repeats=3)]
-    assert callable(main)
+def test_the_command_line_measures_with_its_settings_and_keeps_the_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked_for: list[StepJob] = []
+
+    def answer(job: StepJob, variables: Any, tell: Any) -> dict[str, Any]:
+        asked_for.append(job)
+        timed = {case: {"status": "ok", "batch": 8, "seconds": [0.5, 1.0], "memory": {}} for case in job.timed}
+        tell(found := {"methods": timed, "threads": 1, "pinned": None, "complete": True})
+        return found
+
+    monkeypatch.setattr("clipscale.bench.step.run", answer)
+    words = ["batch=8", "chunk=4", "memory=", "methods=cache", "repeats=2", "device=cpu", f"out={tmp_path}"]
+    assert cli.main(["bench", "step", *words]) == 0
+    assert asked_for == [replace(JOB, timed=["plain@8", "cache@8"], repeats=2)]
+    record = json.loads((tmp_path / "step-cpu.json").read_text())
+    assert [row["samples_per_s"] for row in record["rows"]] == [8 / 0.75] * 2
+    assert all(row["commit"] == record["machine"]["commit"] and row["code"] for row in record["rows"])
+    assert "| cache | 8 | 11 |" in (tmp_path / "step-cpu.md").read_text()
+
+
+def test_a_process_that_ended_early_costs_only_what_it_had_not_measured() -> None:
+    job = replace(JOB, timed=["plain@8", "cache@8"])
+    had = {"plain@8": {"status": "ok", "seconds": [1.0], "memory": {}, "batch": 8}}
+    found = silent(job, had, Ended(None, -9, "half a line"))
+    assert set(found) == {"cache@8"} and found["cache@8"]["status"] == "out of memory", found

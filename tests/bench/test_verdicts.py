@@ -112,10 +112,15 @@ def test_what_a_step_lacks_is_not_measured() -> None:
     assert short.startswith("not measured") and short.endswith("cache was measured from 32k to 64k only"), short
 
 
+def run_row(run: str, **ratios: float | None) -> Row:
+    return {"run": run, "status": "ok", "predicted": {"compared": {name: {"ratio": r} for name, r in ratios.items()}}}
+
+
 def test_the_plan_is_held_to_a_tenth() -> None:
-    runs = [{"run": "a", "largest_error": 0.03}, {"run": "b", "largest_error": 0.1}]
+    runs = [run_row("a", encode=0.97, peak=1.01), run_row("b", encode=1.0, loss=1.099, host=2.0)]
     (line,) = of_plan(runs)
-    assert line == "reached: memory predicted within 10 % of measured in every phase: a 3.0%, b 10.0%"
-    assert of_plan([*runs, {"run": "c", "largest_error": 0.11}])[0].startswith("missed")
-    assert of_plan([{"run": "c", "largest_error": None}])[0].startswith("not measured")
+    assert line == "reached: memory predicted within 10% of measured in every phase: a (encode) 3.0%, b (loss) 9.9%"
+    assert of_plan([*runs, run_row("c", replay=0.89)])[0].startswith("missed")
+    assert of_plan([*runs, {"run": "c", "status": "failed"}])[0].startswith("missed")
+    assert of_plan([run_row("c", encode=None, host=1.0)])[0].startswith("not measured"), "on a CPU the host alone is"
     assert of_plan([])[0].endswith("there are no such rows")

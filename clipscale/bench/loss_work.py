@@ -1,9 +1,8 @@
-"""A fresh process that measures: `python -m clipscale.bench.worker FOLDER RANK` does the job in FOLDER and leaves its answer there.
+"""What the loss benchmark measures, in fresh processes: `python -m clipscale.bench.loss_work FOLDER RANK` does the job in FOLDER.
 
 Letters: N pairs of all ranks, n of this rank, D feature width.
 """
 
-import json
 import os
 import sys
 import time
@@ -20,9 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from clipscale.bench.loss_methods import DTYPES, Case, LossFunction, Method, methods, variant
+from clipscale.bench.loss_profile import profiled
 from clipscale.bench.memory import DeviceMemory, HostMemory, bound_memory, is_out_of_memory
-from clipscale.bench.methods import DTYPES, Case, LossFunction, Method, methods, variant
-from clipscale.bench.profile import profiled
+from clipscale.bench.processes import job_in, leave
 from clipscale.loss.dense import dense_contrastive_loss
 from clipscale.loss.exchange import Communicator
 
@@ -31,6 +31,8 @@ PAIR_COSINE = 0.2
 SMALL = 64
 """Pairs of a rank in the step that warms a method up."""
 GEMM_SIDE = {"cpu": 2048, "cuda": 8192}
+PRODUCTS = {"cpu": 4, "cuda": 32}
+"""Matrix products of a burst, back to back: a device that lowers its clock under load has lowered it for them too."""
 PANEL_SIDE = {"cpu": 2048, "cuda": 16384}
 """Rows and columns of the matrix product that is of the loss's own shape: (rows, D) times (D, columns)."""
 
@@ -56,13 +58,11 @@ class Job:
 
 
 def main(folder: Path, rank: int) -> int:
-    record = json.loads((folder / "job.json").read_text())
+    record = job_in(folder)
     job = Job(**record | {"case": Case(**record["case"])})
     work = Work(job, rank, folder / "store")
     complete = work.do()
-    part = folder / f"answer-{rank}.part"
-    part.write_text(json.dumps(work.answer()))
-    part.rename(part.with_suffix(".json"))
+    leave(folder, work.answer(), rank)
     if not complete:
         os._exit(1)  # without a farewell: the other ranks are waiting for this one
     if dist.is_initialized():
@@ -94,7 +94,9 @@ class Work:
         self.losses: dict[str, LossFunction] = {}
         self.found: dict[str, dict[str, Any]] = {}
         self.gemm_s: list[float] = []
+        """Seconds of bursts of square products, one after each step that was timed."""
         self.panel_s: list[float] = []
+        """The same of products of the loss's own shape."""
 
     def do(self) -> bool:
         """The whole job; False where several ranks had to stop before its end."""
@@ -121,7 +123,7 @@ class Work:
 
     def answer(self) -> dict[str, Any]:
         panel = {"rows": self.panel_side, "width": self.case.d, "seconds": self.panel_s}
-        gemm = {"side": self.gemm_side, "seconds": self.gemm_s, "panel": panel}
+        gemm = {"side": self.gemm_side, "products": self.products, "seconds": self.gemm_s, "panel": panel}
         return {"methods": self.found, "gemm": gemm, "threads": torch.get_num_threads()}
 
     def attempt(self, name: str, what: Callable[[Method], dict[str, Any]]) -> None:
@@ -172,7 +174,7 @@ class Work:
         return found
 
     def rounds(self) -> None:
-        """Forward and backward seconds of every method in turns, and of two GEMMs in each round.
+        """Forward and backward seconds of every method in turns, and after each of a burst of square products and one of panels.
 
         A first round warms up and is not kept; it is left out where the same process has probed every method over the whole batch.
         Every second round goes backwards through the methods.
@@ -180,18 +182,23 @@ class Work:
         names = [name for name in self.job.timed if self.found.setdefault(name, {"status": "ok"})["status"] == "ok"]
         square = [torch.randn(self.gemm_side, self.gemm_side, device=self.device).to(self.dtype) for _ in "ab"]
         panel = [torch.randn(self.panel_side, self.case.d, device=self.device).to(self.dtype) for _ in "ab"]
-        torch.mm(*square), torch.mm(panel[0], panel[1].T)
+        self.burst(*square), self.burst(panel[0], panel[1].T)
         inputs = {name: self.inputs(self.known[name], self.case.n) for name in names}
         for number in range(int(set(names) <= set(self.job.probed)), self.job.repeats + 1):
             for name in names if number % 2 else reversed(names):
                 if self.found[name]["status"] == "ok":
                     self.attempt(name, partial(self.timed, inputs[name], number > 0))
-            start = self.now(together=True)
-            torch.mm(*square)
-            self.gemm_s += [self.now() - start] if number else []
-            start = self.now(together=True)
-            torch.mm(panel[0], panel[1].T)
-            self.panel_s += [self.now() - start] if number else []
+                if number:
+                    self.gemm_s.append(self.burst(*square))
+                    self.panel_s.append(self.burst(panel[0], panel[1].T))
+
+    def burst(self, a: Tensor, b: Tensor) -> float:
+        """Seconds of `products` products of two matrices, begun by all ranks at once."""
+        out = torch.empty(len(a), b.shape[1], dtype=a.dtype, device=self.device)
+        start = self.now(together=True)
+        for _ in range(self.products):
+            torch.mm(a, b, out=out)
+        return self.now() - start
 
     def profile(self, method: Method) -> dict[str, Any]:
         inputs = self.inputs(method, self.case.n)
@@ -228,6 +235,10 @@ class Work:
     @property
     def gemm_side(self) -> int:
         return GEMM_SIDE[self.case.device]
+
+    @property
+    def products(self) -> int:
+        return PRODUCTS[self.case.device]
 
     @property
     def panel_side(self) -> int:
@@ -305,7 +316,7 @@ def unit_flops(case: Case) -> float:
 
 def unit_pairs(pairs: int, case: Case, device: torch.device) -> tuple[Tensor, Tensor]:
     """Unit rows u and v (pairs, D), float32, the same on every rank, with <u_i, v_i> near PAIR_COSINE and the rest unrelated."""
-    generator = torch.Generator(device).manual_seed(case.seed)
+    generator = torch.Generator(device).manual_seed(0)
     u, v = (F.normalize(torch.randn(pairs, case.d, generator=generator, device=device), dim=1) for _ in range(2))
     v = F.normalize(PAIR_COSINE * u + (1 - PAIR_COSINE**2) ** 0.5 * v, dim=1)
     return u, v

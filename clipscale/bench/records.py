@@ -14,9 +14,12 @@ SETTLED = ("ok", "out of memory", "not supported")
 
 
 def write(path: Path, record: dict[str, Any]) -> None:
-    """Put the record at `path`, whole or not at all; rows that lack it are given the command that measured them."""
+    """Put the record at `path`, whole or not at all. Rows are given the command, the commit and the code that measured them."""
+    facts = record["machine"]
     for row in [*record["rows"], *record.get("gemm", [])]:
-        row.setdefault("command", record["machine"]["command"])
+        row.setdefault("command", facts["command"])
+        row.setdefault("commit", facts["commit"])
+        row.setdefault("code", facts["code"]["clipscale"])
     part = path.with_suffix(".part")
     part.write_text(json.dumps(record | {"written": time.strftime("%Y-%m-%dT%H:%M:%S%z")}, indent=1) + "\n")
     part.rename(path)

@@ -7,13 +7,14 @@ Letters: N images and as many texts of all ranks, n of one rank, D feature width
 
 import re
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any, cast
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -41,7 +42,6 @@ class Case:
     device: str
     ranks: int
     scale: float
-    seed: int = 0
 
 
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -115,27 +115,14 @@ def variant(name: str) -> Method | None:
         rows, cols, depth, warps, stages = map(int, found.groups()[:5])
         tiles = Tiles(rows, cols, depth, warps, stages, int(found[6]) if found[6] else None)
         about = f"backend=triton with tiles of {rows} x {cols} x {depth}, {warps} warps, {stages} stages"
-        return _own(
-            name, about, LossConfig(backend="triton"), setting=lambda: _with(triton_panels, tiles_on=lambda *_: tiles)
-        )
+        setting = partial(patch.multiple, triton_panels, tiles_on=lambda *_: tiles)
+        return _own(name, about, LossConfig(backend="triton"), setting=setting)
     if found := PANEL.fullmatch(name):
         size = int(found[1]) << {"M": 20, "G": 30}[found[2]]
         about = f"backend=triton with {found[1]} {found[2]}iB of score gradients at a time"
-        return _own(name, about, LossConfig(backend="triton"), setting=lambda: _with(triton_block, PANEL_BYTES=size))
+        setting = partial(patch.multiple, triton_block, PANEL_BYTES=size)
+        return _own(name, about, LossConfig(backend="triton"), setting=setting)
     return None
-
-
-@contextmanager
-def _with(module: Any, **values: Any) -> Iterator[None]:
-    """The module with these names standing for something else."""
-    before = {name: getattr(module, name) for name in values}
-    for name, value in values.items():
-        setattr(module, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(module, name, value)
 
 
 def _own(name: str, about: str, config: LossConfig, **more: Any) -> Method:

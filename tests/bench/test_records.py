@@ -6,10 +6,17 @@ from typing import Any
 
 import pytest
 
-from clipscale.bench.resume import earlier, settled, write
+from clipscale.bench.records import earlier, settled, write
 from clipscale.bench.step import unmeasured
 
-FACTS = {"cpu": "a processor", "gpus": [], "versions": {"torch": "2"}, "driver": None, "code": {"clipscale": "a"}}
+FACTS = {
+    "cpu": "a processor",
+    "gpus": [],
+    "versions": {"torch": "2"},
+    "driver": None,
+    "code": {"clipscale": "a"},
+    "commit": "1",
+}
 ROWS = [
     {"case": "plain@8", "status": "ok"},
     {"case": "cache@8", "status": "out of memory"},
@@ -18,7 +25,7 @@ ROWS = [
 
 
 def record(**changes: Any) -> dict[str, Any]:
-    facts = FACTS | {"commit": "1", "command": "clipscale bench step"}
+    facts = FACTS | {"command": "clipscale bench step"}
     return {"machine": facts, "settings": {"model": "tiny", "chunk": "4", "seconds": 0.0}, "rows": []} | changes
 
 
@@ -34,11 +41,15 @@ def test_an_interrupted_run_is_taken_up_with_all_its_rows(tmp_path: Path) -> Non
     assert unmeasured(["plain@8", "cache@8"], kept) == []
     assert unmeasured(["plain@8", "cache@8", "cache@16"], kept) == ["plain@8", "cache@16"], "with its baseline"
     write(path, again | {"rows": [*kept, {"case": "cache@16", "status": "ok"}]})
-    commands = [row["command"] for row in json.loads(path.read_text())["rows"]]
-    assert commands == ["clipscale bench step"] * 3 + ["clipscale bench step seconds=60"], "each row its own"
+    rows = json.loads(path.read_text())["rows"]
+    commands = ["clipscale bench step"] * 3 + ["clipscale bench step seconds=60"]
+    assert [row["command"] for row in rows] == commands, "each row its own"
+    assert [row["commit"] for row in rows] == ["1", "1", "1", "2"] and {row["code"] for row in rows} == {"a"}
 
 
-@pytest.mark.parametrize("other", [{"settings": {"chunk": "8"}}, {"machine": FACTS | {"code": {"clipscale": "b"}}}])
+@pytest.mark.parametrize(
+    "other", [{"settings": {"chunk": "8"}}, {"machine": FACTS | {"code": {"clipscale": "b"}, "command": "x"}}]
+)
 def test_a_record_of_something_else_is_moved_aside(tmp_path: Path, other: dict[str, Any]) -> None:
     path = tmp_path / "x.json"
     for number in range(3):

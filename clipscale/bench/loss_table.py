@@ -59,19 +59,21 @@ def legend(record: dict[str, Any]) -> list[str]:
         f"{method}: {status} (first at N = {format_count(n)}): {reason}"
         for (method, status, reason), n in reversed(reasons.items())
     ]
-    rates: dict[str, list[float]] = {}
+    bursts: dict[str, list[Row]] = {}
     for gemm in record["gemm"]:
-        rates.setdefault(f"{gemm['dtype']} GEMM of side {gemm['side']}", []).append(gemm["flops_per_s"] / 1e12)
-    lines += [
-        f"{name}: {min(found):.3g} to {max(found):.3g} TFLOP/s, measured between the methods"
-        for name, found in rates.items()
-    ]
-    panels: dict[str, list[float]] = {}
-    for gemm in record["gemm"]:
+        bursts.setdefault(f"{gemm['dtype']} GEMM of side {gemm['side']}", []).append(gemm)
         if "panel" in gemm:
-            name = f"{gemm['dtype']} GEMM of ({gemm['panel']['rows']}, {gemm['d']}) by ({gemm['d']}, {gemm['panel']['rows']})"
-            panels.setdefault(name, []).append(gemm["panel"]["flops_per_s"] / 1e12)
-    lines += [f"{name}: {min(found):.3g} to {max(found):.3g} TFLOP/s" for name, found in panels.items()]
+            rows, d = gemm["panel"]["rows"], gemm["d"]
+            panel = gemm["panel"] | {"products": gemm.get("products", 1)}
+            bursts.setdefault(f"{gemm['dtype']} GEMM of ({rows}, {d}) by ({d}, {rows})", []).append(panel)
+    for name, found in bursts.items():
+        speeds = [gemm["flops_per_s"] / 1e12 for gemm in found]
+        seconds = [s for gemm in found for s in gemm["seconds"]]
+        products = "/".join(map(str, sorted({gemm.get("products", 1) for gemm in found})))
+        lines.append(
+            f"{name}: {min(speeds):.3g} to {max(speeds):.3g} TFLOP/s by case, each the median of bursts of {products} products back to "
+            f"back ({_ms(min(seconds))} to {_ms(max(seconds))} ms a burst), one after each step that was timed"
+        )
     for row in record["rows"]:
         if "profile" in row:
             kinds = ", ".join(f"{name} {share:.0%}" for name, share in row["profile"]["kinds"].items())

@@ -7,17 +7,32 @@ from pathlib import Path
 import pytest
 import torch
 
+from clipscale.bench.loss import run, silent
+from clipscale.bench.loss_methods import Case, Method, cross_entropy
+from clipscale.bench.loss_work import PAIR_COSINE, Job, Work, unit_flops, unit_pairs
 from clipscale.bench.memory import HostMemory, is_out_of_memory
-from clipscale.bench.methods import Case, Method, cross_entropy
-from clipscale.bench.processes import run, silent
-from clipscale.bench.worker import PAIR_COSINE, Job, Work, unit_flops, unit_pairs
+from clipscale.bench.processes import Ended
 
 CASE = Case(96, 32, "fp32", "cpu", 1, 100.0)
 
 
 @pytest.fixture(autouse=True)
 def small_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("clipscale.bench.worker.GEMM_SIDE", {"cpu": 64})
+    monkeypatch.setattr("clipscale.bench.loss_work.GEMM_SIDE", {"cpu": 64})
+
+
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Rows, inner side and columns of every matrix product that the yardstick makes."""
+    made: list[tuple[int, ...]] = []
+    multiply = torch.mm
+
+    def mm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        made.append((*a.shape, b.shape[1]))
+        return multiply(a, b, out=out)
+
+    monkeypatch.setattr(torch, "mm", mm)
+    return made
 
 
 def worked(job: Job, **more: Method) -> Work:
@@ -63,7 +78,7 @@ def test_an_oracle_that_does_not_fit_is_no_failure_of_the_method(monkeypatch: py
     def full(*_: object, **__: object) -> torch.Tensor:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
 
-    monkeypatch.setattr("clipscale.bench.worker.dense_contrastive_loss", full)
+    monkeypatch.setattr("clipscale.bench.loss_work.dense_contrastive_loss", full)
     record = worked(Job(CASE, probed=["torch"], reference=96)).found["torch"]
     assert (record["status"], record["error"], record["errors"]) == ("ok", None, {})
 
@@ -85,8 +100,27 @@ def test_methods_take_turns_and_a_warm_up_round_is_not_kept() -> None:
     work = worked(Job(CASE, timed=["a", "b"], repeats=3), a=noting("a"), b=noting("b"))
     assert "".join(order) in ("baabbaab", "abbaabba")
     for record in work.found.values():
-        assert len(record["forward_s"]) == len(record["backward_s"]) == len(work.gemm_s) == 3
-        assert all(seconds > 0 for seconds in record["forward_s"] + record["backward_s"] + work.gemm_s)
+        assert len(record["forward_s"]) == len(record["backward_s"]) == 3
+        assert all(seconds > 0 for seconds in record["forward_s"] + record["backward_s"])
+
+
+def test_the_yardstick_is_bursts_of_products_after_every_step_that_is_timed(
+    products: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("clipscale.bench.loss_work.PRODUCTS", {"cpu": 5})
+    events: list[str] = []
+
+    def loss(u: torch.Tensor, v: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        events.append(f"{len(products)} products before")
+        return cross_entropy(u, v, scale)
+
+    work = worked(Job(CASE, timed=["a", "b"], repeats=2), **{n: Method(n, "", lambda *_: loss) for n in "ab"})
+    pair = [(64, 64, 64)] * 5 + [(96, 32, 96)] * 5  # the panel is N rows of D, up to a bound
+    assert products == pair * 5, "one burst of each to warm up, then one of each after two methods in two rounds"
+    assert events == [f"{count} products before" for count in (10, 10, 10, 20, 30, 40)], events
+    gemm = work.answer()["gemm"]
+    assert (gemm["products"], len(gemm["seconds"]), len(gemm["panel"]["seconds"])) == (5, 4, 4)
+    assert all(seconds > 0 for seconds in gemm["seconds"] + gemm["panel"]["seconds"])
 
 
 def test_a_method_that_fails_is_a_record_with_the_reason_and_the_others_go_on() -> None:
@@ -168,7 +202,7 @@ def test_failed_allocations_are_recognised(error: Exception, expected: bool) -> 
 def test_a_process_that_says_nothing_has_its_end_as_the_reason(
     status: int, said: str, expected: str, reason: str
 ) -> None:
-    found = silent(Job(CASE, probed=["a"], timed=["a", "b"]), status, said)["methods"]
+    found = silent(Job(CASE, probed=["a"], timed=["a", "b"]), Ended(None, status, said))["methods"]
     assert set(found) == {"a", "b"}
     assert found["b"]["status"] == expected
     assert reason in found["b"]["reason"]

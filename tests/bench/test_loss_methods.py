@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from clipscale.bench.methods import Case, chosen, find, methods
+from clipscale.bench.loss_methods import Case, chosen, find, methods
 from clipscale.errors import UserError
 from clipscale.keys import group_options
 
