@@ -54,9 +54,9 @@ def start(tmp_path: Path, environment: dict[str, str]) -> Iterator[Start]:
 Running = tuple[subprocess.Popen[str], list[psutil.Process], list[psutil.Process]]
 
 
-def training(start: Start, shards: str, folder: Path) -> Running:
+def training(start: Start, shards: str, folder: Path, *words: str) -> Running:
     """A run under way, its two workers, and all processes below the first."""
-    process = start(sys.executable, "-m", "clipscale", "train", *LONG, f"data.train={shards}", "run=long")
+    process = start(sys.executable, "-m", "clipscale", "train", *LONG, f"data.train={shards}", "run=long", *words)
     metrics, deadline = folder / "runs/long/metrics.jsonl", time.monotonic() + 180
     while not (metrics.is_file() and metrics.stat().st_size):
         assert process.poll() is None, process.communicate()[1]
@@ -82,7 +82,7 @@ def test_a_workers_mistake_is_shown_once_as_if_made_here(command: Command) -> No
 def test_a_killed_worker_ends_the_run_with_its_name_and_takes_the_others_along(
     start: Start, shards: str, tmp_path: Path
 ) -> None:
-    process, workers, everyone = training(start, shards, tmp_path)
+    process, workers, everyone = training(start, shards, tmp_path, "data.workers=0")
     workers[1].kill()
     _, errors = process.communicate(timeout=240)
     assert process.returncode == 1
@@ -115,22 +115,30 @@ def test_workers_do_not_outlive_a_killed_parent(start: Start, shards: str, tmp_p
     assert gone(everyone, 30), [left.cmdline() for left in everyone if left.is_running()]
 
 
-def test_under_torchrun_all_ranks_share_one_default_run(start: Start, shards: str, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_under_torchrun_all_ranks_share_one_run(start: Start, shards: str, tmp_path: Path) -> None:
     script = PACKAGE.parent / "launch/torchrun-single.sh"
     process = start(str(script), *TINY, f"data.train={shards}", PROCS="2")
     out, errors = process.communicate(timeout=240)
     assert process.returncode == 0, errors
-    runs = list((tmp_path / "runs").iterdir())
-    assert len(runs) == 1, runs
-    assert out.count(f"done: runs/{runs[0].name} (step 2") == 1
-    assert len((runs[0] / "metrics.jsonl").read_text().splitlines()) == 2
+    assert_one_run(tmp_path, out)
 
 
 def test_two_agents_meet_and_train_one_run(start: Start, shards: str, tmp_path: Path, free_port: int) -> None:
+    """Whose name neither was given."""
     script = PACKAGE.parent / "launch/torchrun-multi.sh"
     variables = {"NODES": "2", "PROCS": "1", "HEAD": f"localhost:{free_port}", "JOB": tmp_path.name}
-    agents = [start(str(script), *TINY, f"data.train={shards}", "run=nodes", **variables) for _ in range(2)]
+    agents = [start(str(script), *TINY, f"data.train={shards}", **variables) for _ in range(2)]
+    said = ""
     for agent in agents:
-        _, errors = agent.communicate(timeout=240)
+        out, errors = agent.communicate(timeout=240)
         assert agent.returncode == 0, errors
-    assert len((tmp_path / "runs/nodes/metrics.jsonl").read_text().splitlines()) == 2
+        said += out
+    assert_one_run(tmp_path, said)
+
+
+def assert_one_run(folder: Path, said: str) -> None:
+    runs = list((folder / "runs").iterdir())
+    assert len(runs) == 1, runs
+    assert said.count(f"done: runs/{runs[0].name} (step 2") == 1
+    assert len((runs[0] / "metrics.jsonl").read_text().splitlines()) == 2
