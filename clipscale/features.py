@@ -234,7 +234,7 @@ class _Writer:
             return count_samples(str(path))
         problem = ReadProblem()
         data = self.config.data
-        store = Store(Access(data.cache, data.cache_bytes, data.retries))
+        store = Store(Access(data.cache, data.cache_bytes, data.retries, data.wait_s))
         part = path.with_name(path.name + ".part")
         written = 0
         try:

@@ -116,6 +116,8 @@ class DataConfig:
     """Bound on the copies in `cache`, the least recently used go first (`500G`); 0: no copies, None: as much as the disk has."""
     retries: int = 8
     """Requests in a row that may fail before a remote shard is given up; each waits longer than the one before."""
+    wait_s: float = 30.0
+    """A remote server silent for this long is asked again."""
     timeout_s: float = 300.0
     """A worker silent for this long ends the run with its name."""
 
@@ -145,8 +147,9 @@ def check(config: DataConfig, batch: int, world: int) -> None:
     ):
         if getattr(config, name) < least:
             raise UserError(f"data.{name}={getattr(config, name)}: must be at least {least}")
-    if config.timeout_s <= 0:
-        raise UserError(f"data.timeout_s={config.timeout_s}: must be positive")
+    for name in ("wait_s", "timeout_s"):
+        if not getattr(config, name) > 0:
+            raise UserError(f"data.{name}={getattr(config, name)}: must be positive")
     if config.order not in ("auto", "epochs", "resampled"):
         raise UserError(f"data.order={config.order}: must be auto, epochs or resampled")
     longest = config.filter.max_caption

@@ -303,6 +303,15 @@ def _one_more(windows: Iterator[_Window | int], read: int) -> tuple[_Window | No
     return (None, read + found) if isinstance(found, int) else (found, read)
 
 
+def last_place(tokenizer: Callable[[list[str]], object], length: int) -> tuple[int, int]:
+    """The last of a row's `length` places that tells a caption that fills the context from shorter ones, and these ones' padding there.
+
+    Not the last of all where each row ends with the same token: with a class token, or with an end that is also the padding (SigLIP's)."""
+    short, full = (np.asarray(tokenizer([text]))[0] for text in ("a", "aa " * length))
+    place = max(np.flatnonzero(short != full), default=length - 1)
+    return int(place), int(short[place])
+
+
 class Producer:
     """Fills one worker's places of every local batch, in the order of its lanes."""
 
@@ -311,7 +320,7 @@ class Producer:
         """Reason -> count since the caller last cleared it; what begins with SEEN cost no sample."""
         self.tier = tier_of(arena, plan.transform, plan.room)
         self._plan, self._tick = plan, tick
-        self._padding = np.asarray(plan.tokenizer(["a"]))[0, -1]
+        self._last, self._padding = last_place(plan.tokenizer, arena.layout.context_length)
         self._lanes = [LaneReader(plan, share, self.broken, tick) for share in plan.shares]
 
     def fill(self, slot: Slot, batch: int) -> Iterator[int]:
@@ -329,7 +338,7 @@ class Producer:
                 caption, slot["ids"][place] = lane.take(partial(self.tier.put, slot, place))
                 captions.append(caption)
             tokens = np.asarray(self._plan.tokenizer(captions))
-            if full := int((tokens[:, -1] != self._padding).sum()):
+            if full := int((tokens[:, self._last] != self._padding).sum()):
                 self.broken[SEEN + TRUNCATED] += full
             slot["tokens"][[place for _, place in piece]] = tokens
             yield start + len(piece)

@@ -8,7 +8,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, Protocol
@@ -32,6 +32,11 @@ MOST_CONNECTIONS = 32
 """Kept open to one server by one process."""
 
 
+Pieces = Generator[bytes, None, None]
+"""An answer as it comes. To be closed by whoever gives it up: left to the collector, it might be while this thread holds a lock of the
+connections'."""
+
+
 class FaultError(Exception):
     """A request that failed in a way that may pass. `reason` names it among the faults counted."""
 
@@ -49,7 +54,7 @@ class Origin(Protocol):
     def about(self) -> tuple[int, str]:
         """Its size and its version (ETag, generation, time of change: whatever the server has). Raises FaultError, SourceError."""
 
-    def read(self, start: int, stop: int, version: str, size: int) -> Iterator[bytes]:
+    def read(self, start: int, stop: int, version: str, size: int) -> Pieces:
         """Bytes start..stop in pieces; SourceError `changed_shard` before any that belong to another version."""
 
 
@@ -134,7 +139,7 @@ class HttpOrigin:
                 answer.raw.read(decode_content=False)  # what is read to its end leaves the connection open for the next
             return found
 
-    def read(self, start: int, stop: int, version: str, size: int) -> Iterator[bytes]:
+    def read(self, start: int, stop: int, version: str, size: int) -> Pieces:
         with self._get(start, stop) as answer:
             if self._version(answer) != version or self._size(answer, start) != size:
                 raise SourceError("changed_shard", "it changed on the server while it was read")
@@ -240,7 +245,7 @@ class FsspecOrigin:
             raise SourceError("unknown_length", "the server does not say how long it is")
         return int(info["size"]), version[0] if version else ""
 
-    def read(self, start: int, stop: int, version: str, size: int) -> Iterator[bytes]:
+    def read(self, start: int, stop: int, version: str, size: int) -> Pieces:
         data = self._ask("cat_file", start=start, end=stop)
         # asked after reading: what still has the first version then had it while it was read
         if self.about() != (size, version):

@@ -13,11 +13,11 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from typing import Any
 
-from clipscale.data.origins import FaultError, Origin
+from clipscale.data.origins import FaultError, Origin, Pieces
 from clipscale.data.sources import SourceError, Watch
 
 FIRST_BLOCK, LARGEST_BLOCK = 1 << 20, 8 << 20
@@ -66,9 +66,7 @@ _room = _Room()
 class _Ahead:
     """A request made before its reader gets there: the bytes that have come of it, and what ended it."""
 
-    def __init__(
-        self, start: int, stop: int, request: Callable[[], Iterator[bytes]], see: Callable[[str], None]
-    ) -> None:
+    def __init__(self, start: int, stop: int, request: Callable[[], Pieces], see: Callable[[str], None]) -> None:
         """`request` asks for bytes start..stop, for which there is room; `see` is told what went wrong with them if nobody asks."""
         self.start, self.stop, self._see = start, stop, see
         self._pieces: list[bytes] = []
@@ -76,9 +74,9 @@ class _Ahead:
         self._over, self._unwanted, self._held = threading.Event(), False, [stop - start]
         threading.Thread(target=self._run, args=(request,), name="read-ahead", daemon=True).start()
 
-    def _run(self, request: Callable[[], Iterator[bytes]]) -> None:
+    def _run(self, request: Callable[[], Pieces]) -> None:
         try:
-            with closing(request()) as pieces:  # type: ignore[type-var]
+            with closing(request()) as pieces:
                 for piece in pieces:
                     if self._unwanted:
                         return
@@ -90,7 +88,7 @@ class _Ahead:
             if self._unwanted:
                 self._end()
 
-    def pieces(self, tick: Callable[[], None]) -> Iterator[bytes]:
+    def pieces(self, tick: Callable[[], None]) -> Pieces:
         """Wait for it and give what has come; then raise what ended it early, if anything did."""
         try:
             while not self._over.wait(TICK_S):
@@ -180,7 +178,7 @@ class RemoteFile(io.RawIOBase):
         if _room.take(size, (self._at - self._start) / len(self._block) if self._block else 1.0):
             self._ahead = _Ahead(end, end + size, self._request(end, end + size), self._see_later)
 
-    def _request(self, start: int, stop: int) -> Callable[[], Iterator[bytes]]:
+    def _request(self, start: int, stop: int) -> Callable[[], Pieces]:
         return lambda: self._origin.read(start, stop, self.version, self.length)
 
     def _see_later(self, fault: str) -> None:
@@ -218,7 +216,7 @@ class RemoteFile(io.RawIOBase):
             request = self._request(start + got, stop)() if ahead is None else ahead.pieces(self.watch.tick)
             ahead = None
             try:
-                with closing(request):  # type: ignore[type-var]  (the collector might while this thread has the connections' lock)
+                with closing(request):
                     for piece in request:
                         pieces.append(piece)
                         got += len(piece)

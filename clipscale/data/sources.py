@@ -43,7 +43,7 @@ class Access:
     retries: int = 8
     """Requests in a row that may fail without a byte gained before a shard is given up."""
     wait_s: float = 30.0
-    """A server silent for so long is asked again."""
+    """Seconds; a server silent for so long is asked again."""
 
 
 DIRECT = Access()

@@ -90,7 +90,7 @@ class TrainStream:
             log.warning(message, config.workers, len(shares), workers)
         transform: Transform = stored or train_transform(config, image_size)
         types = (stored.member,) if stored else IMAGE_TYPES
-        access = Access(config.cache, config.cache_bytes, config.retries)
+        access = Access(config.cache, config.cache_bytes, config.retries, config.wait_s)
         layout = Layout(
             slots=config.buffers if workers else 1,
             samples=batch // world,

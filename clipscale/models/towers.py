@@ -188,15 +188,25 @@ def build_model(config: ModelConfig) -> ClipModel:
 
 
 def tokenizer(config: ModelConfig, description: dict[str, Any]) -> Callable[[list[str]], Tensor]:
-    """open_clip's tokenizer for the model: captions -> int64 tokens (N, T)."""
-    length = description["text_cfg"].get("context_length", open_clip.tokenizer.DEFAULT_CONTEXT_LENGTH)
-    if config.architecture:
-        return open_clip.SimpleTokenizer(context_length=length)
+    """open_clip's tokenizer for the model: captions -> int64 tokens (N, T).
+
+    An architecture of one's own names a tokenizer of transformers, or a folder that has its files, in `text_cfg.hf_tokenizer_name`, as
+    open_clip's do. Raises UserError.
+    """
+    text = description["text_cfg"]
+    length = text.get("context_length", open_clip.tokenizer.DEFAULT_CONTEXT_LENGTH)
+    options = text.get("tokenizer_kwargs") or {}
+    source = text.get("hf_tokenizer_name") or ""
     try:
-        return open_clip.get_tokenizer(config.name.replace("/", "-"), context_length=length)
-    except (ImportError, OSError) as error:
+        if not config.architecture:
+            return open_clip.get_tokenizer(config.name.replace("/", "-"), context_length=length)
+        if source:
+            return open_clip.tokenizer.HFTokenizer(source, length, tokenizer_mode=text.get("tokenizer_mode"), **options)
+        return open_clip.SimpleTokenizer(context_length=length, **options)
+    except (ImportError, OSError, ValueError) as error:
+        lacks = "; pip install 'clipscale[hf]'" if isinstance(error, ImportError) else ""
         raise UserError(
-            f"model.name={config.name!r}: its tokenizer cannot be loaded ({str(error).splitlines()[0]})"
+            f"model.name={config.name!r}: its tokenizer {source} cannot be loaded ({str(error).splitlines()[0]}){lacks}"
         ) from error
 
 
