@@ -25,13 +25,16 @@ def draw(record: Row, path: Path) -> Figure:
     rows = [row for row in record["rows"] if row["status"] == "ok"]
     lines = -(-len(rows) // MOST) or 1
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(11, 2.9 * lines + 3.4), layout="constrained")
+        figure = Figure(figsize=(11, 2.6 * lines + 3.4), layout="constrained")
         grid = figure.add_gridspec(lines + 1, min(MOST, max(1, len(rows))))
+        first: Axes | None = None
         for number, row in enumerate(rows):
-            axes = figure.add_subplot(grid[number // MOST, number % MOST])
+            axes = figure.add_subplot(grid[number // MOST, number % MOST], sharex=first, sharey=first)
             sizes(axes, row)
-            if not number:
-                axes.legend(loc="upper left", bbox_to_anchor=(0, -0.12), ncols=2)
+            axes.tick_params(labelleft=number % MOST == 0)
+            first = first or axes
+        if first:
+            figure.legend(*first.get_legend_handles_labels(), loc="upper right", ncols=2)
         ratios(figure.add_subplot(grid[lines, :]), rows)
         title = f"memory of a step, {where(record)}, torch {record['machine']['versions']['torch']}"
         figure.suptitle(title, x=0.01, ha="left", fontsize=10)
@@ -40,17 +43,23 @@ def draw(record: Row, path: Path) -> Figure:
 
 
 def sizes(axes: Axes, row: Row) -> None:
-    """Two bars for every phase of a run."""
+    """Two bars for every phase of a run, and what the predicted is of the measured."""
     compared = row["predicted"]["compared"]
     for side, (key, (name, colour)) in enumerate(SIDES.items()):
         places = [i + 0.4 * (side - 0.5) for i, found in enumerate(compared.values()) if found[key]]
-        heights = [found[key] / 2**20 for found in compared.values() if found[key]]
-        axes.bar(places, heights, 0.4, color=colour, label=name)
-    axes.set_yscale("log")
-    axes.set_xticks(range(len(compared)), list(compared))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda size, _: f"{size:,.0f}" if size >= 1 else f"{size:g}"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.grid(axis="x", visible=False)
+        lengths = [found[key] / 2**20 for found in compared.values() if found[key]]
+        axes.barh(places, lengths, 0.4, color=colour, label=name)
+    for place, found in enumerate(compared.values()):
+        end = max(found["predicted_bytes"], found["measured_bytes"] or 0) / 2**20
+        said = "not measured" if found["ratio"] is None else f"{found['ratio']:.2f}"
+        axes.annotate(said, (end, place), xytext=(3, 0), textcoords="offset points", va="center", fontsize=7.5)
+    axes.set_xscale("log")
+    axes.margins(x=0.25)
+    axes.set_yticks(range(len(compared)), list(compared))
+    axes.set_ylim(len(compared) - 0.5, -0.5)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda size, _: f"{size:,.0f}" if size >= 1 else f"{size:g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.grid(axis="y", visible=False)
     axes.set_title(f"{row['run']}, MiB")
 
 
@@ -69,6 +78,7 @@ def ratios(axes: Axes, rows: list[Row]) -> None:
         most = max([most, *(1.1 * abs(ratio - 1) for ratio in found.values())])
     axes.set_ylim(1 - min(most, 1), 1 + most)
     axes.set_xticks(range(len(phases)), phases)
+    axes.set_xlim(-0.5, len(phases) - 0.5)
     axes.grid(axis="x", visible=False)
     axes.set_title(f"predicted over measured (green: the bar, within {TENTH:.0%})")
     if rows:
