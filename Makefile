@@ -36,10 +36,10 @@ lint: $(INSTALLED)
 # cut off is taken up by calling it again. A line that starts with - may fail without those after it being left out. In each target, what
 # matters most comes first.
 
-RESULTS := docs/benchmarks/gpu
+RESULTS ?= docs/benchmarks/gpu
 # An interrupt, so that the processes that measure end too.
 WITHIN := timeout --signal=INT --kill-after=20
-CORES := $(shell nproc)
+CORES ?= $(shell nproc)
 
 gpu: $(GPU)
 
@@ -143,7 +143,7 @@ gpu-largest-encoded:
 
 # Do the cores, or the device's decoder, feed the model.
 gpu-data:
-	$(WITHIN) 560 $(CLIPSCALE) bench data workers=$(CORES) batch=4k repeats=3 out=$(RESULTS)
+	$(WITHIN) 560 $(CLIPSCALE) bench data workers=$(CORES) batch=4k repeats=3 resume=true out=$(RESULTS)
 
 # What an image with PyTorch, torchvision, timm, matplotlib and pytest lacks, as wheels for a machine that reaches no registry. There:
 # python3 -m pip install --no-index --no-deps --target SITE build/wheels/*.whl; PYTHONPATH=SITE make gpu-right INSTALLED= RUN=python3

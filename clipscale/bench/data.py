@@ -24,7 +24,7 @@ from clipscale.bench import data_device
 from clipscale.bench.data_draw import draw
 from clipscale.bench.figures import counts, processor, spread
 from clipscale.bench.machine import asked, machine
-from clipscale.bench.records import write
+from clipscale.bench.records import earlier, write
 from clipscale.bench.sheet import Sheet, grouped, publish
 from clipscale.data.config import DECODE, DataConfig
 from clipscale.data.decode import TrainTransform
@@ -39,6 +39,8 @@ SCALE, RATIO = (0.9, 1.0), (3 / 4, 4 / 3)
 """open_clip's training crop, and ours by default."""
 PEER, GPU = "open_clip", "decode=gpu"
 ON_CPU = tuple(name for name in DECODE if name != "gpu")
+KINDS = ("decode", "loader", "device", "step", "stream")
+"""What is measured, in the order of the record."""
 HOW = {
     "decode": "pictures a second of one core: JPEG bytes in memory to the pixels of a training sample (random resized crop, bicubic); CPU "
     "time of one thread, methods in turns, every second round backwards, after a round that is not counted",
@@ -72,6 +74,8 @@ class DataBenchSettings:
     """Samples of a batch of the end-to-end measurement."""
     device: str = "auto"
     """GPU whose decoder and model are measured: `auto` (where there is one), `cuda`, or `cpu`: none."""
+    resume: bool = False
+    """Keep what an earlier, interrupted run with the same settings measured on this machine."""
     model: str = "vit-b32"
     """A preset of conf/model whose step on the GPU is measured; empty: none."""
     out: str = "runs/bench"
@@ -97,13 +101,19 @@ def main(settings: DataBenchSettings, console: Console | None = None) -> list[Ro
         "skipped": {"decode=gpu": why} if why else {},
     }
     path = out / "data.json"
+    before = earlier(path, record) if settings.resume else {}
+    record["rows"] = before.get("rows", [])
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         with console.status("data") as status:
-            for part, rows in parts(sizes, streamed, settings, device, record["skipped"]):
-                status.update(part)
-                record["rows"] += rows()
+            for kind, side, rows in parts(sizes, streamed, settings, device, record["skipped"]):
+                if any((row["kind"], row["side"]) == (kind, side) for row in record["rows"]):
+                    continue
+                status.update(f"{kind}, {side} pixels")
+                record["rows"] = sorted(
+                    [*record["rows"], *rows()], key=lambda row: (KINDS.index(row["kind"]), row["side"])
+                )
                 write(path, record)  # what is there, should the rest be cut off
     finally:
         torch.set_num_threads(threads)
@@ -124,8 +134,8 @@ def parts(
     settings: DataBenchSettings,
     device: torch.device | None,
     skipped: dict[str, str],
-) -> Iterator[tuple[str, Callable[[], list[Row]]]]:
-    """What is measured: the name of each part, and what does it. Where the GPU fails, `skipped` says why, and the rest goes on."""
+) -> Iterator[tuple[str, int, Callable[[], list[Row]]]]:
+    """What is measured: kind and side of each part, and what does it. Where the GPU fails, `skipped` says why, and the rest goes on."""
 
     def on_gpu(kind: str, side: int, method: str, rates: Callable[[], list[float]]) -> list[Row]:
         try:
@@ -137,18 +147,18 @@ def parts(
     transform, repeats = TrainTransform(settings.image_size, SCALE, RATIO, 0.0, 2**30), settings.repeats
     for side in sizes:
         files = photographs(side, settings)
-        yield f"decode, {side} pixels", partial(decode_rows, side, files, settings)
+        yield "decode", side, partial(decode_rows, side, files, settings)
         rates = partial(data_device.loader_rates, files, transform, repeats)
-        yield f"loader, {side} pixels", lambda side=side, rates=rates: [_row("loader", side, GPU, rates())]  # type: ignore[misc]
+        yield "loader", side, lambda side=side, rates=rates: [_row("loader", side, GPU, rates())]  # type: ignore[misc]
         if device:
             rates = partial(data_device.device_rates, files, transform, repeats, device)
-            yield f"device, {side} pixels", partial(on_gpu, "device", side, GPU, rates)
+            yield "device", side, partial(on_gpu, "device", side, GPU, rates)
     if device and settings.model:
         rates = partial(data_device.step_rates, settings.model, settings.batch, repeats, device)
-        yield f"step, {settings.model}", partial(on_gpu, "step", settings.image_size, settings.model, rates)
+        yield "step", settings.image_size, partial(on_gpu, "step", settings.image_size, settings.model, rates)
     for side in streamed:
         decoding = device if not any(name.startswith(GPU) for name in skipped) else None
-        yield f"stream, {side} pixels", partial(stream_rows, side, settings, decoding)
+        yield "stream", side, partial(stream_rows, side, settings, decoding)
 
 
 def photographs(side: int, settings: DataBenchSettings) -> list[bytes]:

@@ -5,7 +5,6 @@ from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
 
 from clipscale.bench.runs_draw import sizes
 from clipscale.bench.runs_table import where
@@ -27,11 +26,12 @@ def draw(record: dict[str, Any], path: Path) -> Figure:
             places, seconds = [row["batch"] for row in own], [row["seconds"] for row in own]
             tries.plot(places, seconds, marker, color=colour, label=status)
         tries.axvline(record["predicted"]["batch"], color="#475569", linewidth=1, linestyle="--", label="foreseen")
-        tries.xaxis.set_major_formatter(FuncFormatter(lambda n, _: format_count(round(n / 1024) * 1024)))
+        batches = sorted({row["batch"] for row in record["rows"]})
+        tries.set_xticks(batches, [format_count(batch) for batch in batches], rotation=45)
         tries.set_ylim(bottom=0)
         tries.set_xlabel("batch, pairs")
         tries.set_title("whole steps tried, seconds")
-        tries.legend(loc="upper left")
+        tries.legend(loc="lower right")
         if "fits" in record:
             sizes(memory, record["fits"])
             memory.set_title(f"memory at {format_count(record['fits']['steps'][-1]['batch'])} pairs, MiB")

@@ -29,8 +29,9 @@ from clipscale.bench.memory import HOW as MEMORY_HOW
 from clipscale.bench.processes import RETURNING_MALLOC, Answer, Ended
 from clipscale.bench.records import earlier, settled, write
 from clipscale.bench.sheet import publish
-from clipscale.bench.verdicts import of_loss
+from clipscale.bench.verdicts import of_choices, of_loss
 from clipscale.errors import UserError
+from clipscale.hardware import cores
 from clipscale.report.table import plain_console
 from clipscale.spelling import format_count, nearest
 
@@ -127,7 +128,7 @@ def main(settings: LossBenchSettings, console: Console | None = None) -> list[Ro
         fresh += rows
         record["gemm"] += gemm
     record["rows"] = ordered([*kept, *fresh], cases, methods)
-    record["verdicts"] = of_loss(record["rows"])
+    record["verdicts"] = [*of_loss(record["rows"]), *of_choices(record["rows"])]
     write(path, record)
     present(record, path, console)
     return list(record["rows"])
@@ -224,8 +225,7 @@ def measured(
     common: dict[str, Any] = {"repeats": settings.repeats, "reference": settings.reference, "profile": settings.profile}
     if case.device == "cpu":
         common["memory"] = int(MARGIN * psutil.virtual_memory().available / case.ranks)
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        common["threads"] = max(1, cores // case.ranks) if case.ranks > 1 else None
+        common["threads"] = max(1, cores() // case.ranks) if case.ranks > 1 else None
     where = f"N={format_count(case.n)} D={case.d} {case.dtype}"
     with console.status(where) as status:
         failed = set()

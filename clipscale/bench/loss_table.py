@@ -71,13 +71,14 @@ def legend(record: dict[str, Any]) -> list[str]:
         seconds = [s for gemm in found for s in gemm["seconds"]]
         products = "/".join(map(str, sorted({gemm.get("products", 1) for gemm in found})))
         lines.append(
-            f"{name}: {min(speeds):.3g} to {max(speeds):.3g} TFLOP/s by case, each the median of bursts of {products} products back to "
-            f"back ({_ms(min(seconds))} to {_ms(max(seconds))} ms a burst), one after each step that was timed"
+            f"{name}: {min(speeds):.3g} to {max(speeds):.3g} TFLOP/s by case, medians of bursts of {products} back to back "
+            f"({_ms(min(seconds))} to {_ms(max(seconds))} ms a burst)"
         )
     for row in record["rows"]:
         if "profile" in row:
             kinds = ", ".join(f"{name} {share:.0%}" for name, share in row["profile"]["kinds"].items())
-            lines.append(f"{row['method']} at N = {format_count(row['n'])}, D = {row['d']}, {row['dtype']}: {kinds}")
+            where = f"{row['method']} at N = {format_count(row['n'])}, D = {row['d']}, {row['dtype']}"
+            lines.append(f"{where}: {kinds}{limits(row)}")
     lines.append(
         "TFLOP/s credits every method with 4 units of 2*N*N*D FLOP; units: the matmuls it really did, all ranks together."
     )
@@ -86,6 +87,23 @@ def legend(record: dict[str, Any]) -> list[str]:
     )
     lines.append("gradients from float64. How each is measured stands in the JSON.")
     return lines
+
+
+def limits(row: Row) -> str:
+    """How near to the GEMM rate each half of our kernels' work comes, and what the device idled: what there is to be gained where.
+
+    Of the four units, two are in the score kernels (forward, and again backward) and two in the library's products (two gradients).
+    """
+    profile = row["profile"]
+    if "score kernels" not in profile["kinds"] or "gemm_fraction" not in row:
+        return ""
+    rate = row["flops_per_s"] / row["gemm_fraction"]
+    halves = [
+        f"{name} at {row['counted_flops'] / 2 / (share * profile['total_s']) / rate:.0%}"
+        for name in ("score kernels", "matrix products")
+        if (share := profile["kinds"].get(name))
+    ]
+    return f"; {', '.join(halves)} of the GEMM rate; idle {1e3 * profile.get('idle_s', 0.0):.2g} ms"
 
 
 def _ms(seconds: float) -> str:

@@ -86,7 +86,7 @@ class Work:
             self.device = torch.device("cuda", rank)
             torch.cuda.set_device(self.device)
             torch.backends.cuda.matmul.fp32_precision = "tf32" if self.case.dtype == "tf32" else "ieee"
-        if self.case.ranks > 1:
+        if self.case.ranks > 1 and not dist.is_initialized():
             backend = "nccl" if self.case.device == "cuda" else "gloo"
             dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=self.case.ranks)
         variants = {name: variant(name) for name in (*job.probed, *job.timed)}

@@ -7,8 +7,10 @@ from typing import Any
 
 Row = dict[str, Any]
 
-FREE = ("seconds", "resume", "profile", "methods", "repeats", "memory", "n", "d", "dtype", "batch")
+FREE = ("seconds", "resume", "profile", "methods", "repeats", "memory", "n", "d", "dtype", "sizes", "stream")
 """Settings that may differ from run to run of one record: each row says for itself what it measured."""
+OF_ROWS = {"step": ("batch",)}
+"""More of them, by benchmark."""
 SETTLED = ("ok", "out of memory", "not supported")
 """What a row may say that is not to be tried again."""
 
@@ -49,4 +51,5 @@ def settled(row: Row) -> bool:
 def _marks(record: dict[str, Any]) -> dict[str, Any]:
     facts = record["machine"]
     marks = {key: facts.get(key) for key in ("cpu", "gpus", "driver", "versions", "code")}
-    return marks | {key: value for key, value in record["settings"].items() if key not in FREE}
+    free = (*FREE, *OF_ROWS.get(record["benchmark"], ()))
+    return marks | {key: value for key, value in record["settings"].items() if key not in free}

@@ -37,16 +37,29 @@ def lines(row: Row) -> list[list[str]]:
 
 
 def legend(record: Row) -> list[str]:
-    """What each run was."""
+    """What each run was, and how well it did where it was evaluated."""
     said = []
     for row in record["rows"]:
         what = " ".join(row["settings"])
         said.append(f"{row['run']}: {what}" + (f": {row['status']}: {row['reason']}" if row["status"] != "ok" else ""))
-    said.append(
-        "Encode to optim: the peak of that part of the step beyond what was there before it. Peak: of the whole step. Host:"
-    )
-    said.append("resident memory of the process, which the bar leaves out. How each is measured stands in the JSON.")
-    return said
+    said += [f"{row['run']}: {figures}" for row in record["rows"] for figures in evaluated(row)]
+    return [
+        *said,
+        "Encode to optim: the peak of that part of the step beyond what was there before it. Peak: of the whole step. Host:",
+        "resident memory of the process, which the bar leaves out. How each is measured stands in the JSON.",
+    ]
+
+
+def evaluated(row: Row) -> list[str]:
+    """Of each evaluation set of the newest evaluation, the shares in per cent."""
+    found = row.get("evaluated") or {"results": {}}
+    sets = {
+        name: {k: v for k, v in shares.items() if isinstance(v, float)} for name, shares in found["results"].items()
+    }
+    return [
+        f"{name} at step {found['step']:,}: " + ", ".join(f"{key} {value:.1%}" for key, value in shares.items())
+        for name, shares in sets.items()
+    ]
 
 
 def _mib(size: int | None) -> str:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from clipscale.bench.loss_methods import FORESEEN
 from clipscale.bench.step_ways import Name
 from clipscale.spelling import format_count
 
@@ -71,6 +72,19 @@ def of_loss(rows: Sequence[Row]) -> list[str]:
             verdict(f"at least 1.5 times as fast as ClipLoss ({where})", speeds, lambda x: x >= 1.5),
             verdict(f"at most a twentieth of ClipLoss's extra memory ({where})", shares, lambda x: x >= 20, "1/{:.0f}"),
         ]
+    return lines
+
+
+def of_choices(rows: Sequence[Row]) -> list[str]:
+    """What each choice of the kernels made otherwise gains beside `triton` as it is, and what was foreseen of it."""
+    plain = {_case(row): row for row in rows if row["method"] == "triton" and row["status"] == "ok"}
+    lines = []
+    for row in rows:
+        if row["method"].startswith("triton-") and row["status"] == "ok" and _case(row) in plain:
+            longer = _seconds(row) / _seconds(plain[_case(row)]) - 1
+            said = f"{abs(longer):.1%} {'slower' if longer > 0 else 'faster'} than triton as it is"
+            foreseen = FORESEEN.get(row["method"])
+            lines.append(f"{row['method']} at {_case(row)}: {said}" + (f" (foreseen: {foreseen})" if foreseen else ""))
     return lines
 
 

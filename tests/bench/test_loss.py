@@ -18,7 +18,7 @@ from clipscale.bench.loss import HOW, LossBenchSettings, affordable, main, plan,
 from clipscale.bench.loss_draw import draw
 from clipscale.bench.loss_methods import Case, find, methods
 from clipscale.bench.loss_profile import kind
-from clipscale.bench.loss_table import COLUMNS, RANKS, legend, table
+from clipscale.bench.loss_table import COLUMNS, RANKS, legend, limits, table
 from clipscale.bench.loss_work import Job, Work
 from clipscale.errors import UserError
 
@@ -137,6 +137,16 @@ def test_the_profile_says_where_the_time_goes(small: tuple[Record, str, Path]) -
     assert "matrix products" in printed and "infcl at N = 128" in printed
 
 
+def test_the_profile_says_how_near_each_half_of_the_work_comes_to_the_gemm_rate() -> None:
+    """By hand: of 8 units of work a second at the GEMM rate, two take 0.4 s in the score kernels, two 0.25 s in the library's."""
+    kinds = {"score kernels": 0.4 / 0.7, "matrix products": 0.25 / 0.7, "copies": 0.05 / 0.7}
+    row = {"flops_per_s": 4 / 0.71, "gemm_fraction": 4 / 0.71 / 8, "counted_flops": 4.0}
+    row["profile"] = {"kinds": kinds, "total_s": 0.7, "idle_s": 0.01}
+    assert limits(row) == "; score kernels at 62%, matrix products at 100% of the GEMM rate; idle 10 ms"
+    row["profile"]["kinds"].pop("score kernels")
+    assert limits(row) == "", "torch's own kernels are not told apart so"
+
+
 @pytest.mark.parametrize(
     ("kernel", "group"),
     [
@@ -236,7 +246,7 @@ def test_rates_by_hand() -> None:
     assert row["flops_per_s"] == 2147483648
     assert record["gemm"][0]["flops_per_s"] == 1e9  # 3 times 2 * 1000^3 in 6 s
     (said,) = [line for line in legend(record) if line.startswith("fp32 GEMM of side 1000")]
-    assert "bursts of 3 products back to back (3,000 to 12,000 ms a burst)" in said, said
+    assert "bursts of 3 back to back (3,000 to 12,000 ms a burst)" in said, said
     assert row["gemm_fraction"] == pytest.approx(2.147483648)
 
 

@@ -26,7 +26,12 @@ ROWS = [
 
 def record(**changes: Any) -> dict[str, Any]:
     facts = FACTS | {"command": "clipscale bench step"}
-    return {"machine": facts, "settings": {"model": "tiny", "chunk": "4", "seconds": 0.0}, "rows": []} | changes
+    return {
+        "benchmark": "step",
+        "machine": facts,
+        "settings": {"model": "tiny", "chunk": "4", "seconds": 0.0},
+        "rows": [],
+    } | changes
 
 
 def test_an_interrupted_run_is_taken_up_with_all_its_rows(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from clipscale.bench import largest_draw, runs, runs_draw, show
 from clipscale.bench.runs import Attempt
-from clipscale.bench.runs_table import table
+from clipscale.bench.runs_table import legend, table
 
 Row = dict[str, Any]
 
@@ -63,6 +63,13 @@ def test_the_table_has_a_line_for_each_phase_and_the_bar(record: Path) -> None:
     record.with_suffix(".md").unlink()
     show.main([str(record)])
     assert record.with_suffix(".md").read_text().splitlines() == lines, "from the record alone"
+
+
+def test_what_was_evaluated_is_said(record: Path) -> None:
+    found = json.loads(record.read_text())
+    results = {"objects": {"top1": 0.525, "images": 800}, "pairs": {"text_to_image_r1": 0.25}}
+    found["rows"][0]["evaluated"] = {"step": 560, "seconds": 1.0, "results": results}
+    assert legend(found)[3:5] == ["a: objects at step 560: top1 52.5%", "a: pairs at step 560: text_to_image_r1 25.0%"]
 
 
 def test_what_was_not_measured_is_not_drawn_as_if_it_were(record: Path, tmp_path: Path) -> None:

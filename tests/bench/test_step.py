@@ -87,8 +87,9 @@ def test_a_batch_beyond_the_pool_comes_back_to_its_samples(work: StepWork) -> No
     assert [len(pixels) for pixels, _ in work.ways.normalised(23, whole=True)] == [23]
 
 
-def test_time_is_recorded_as_it_goes_and_a_failure_is_its_methods_own(tmp_path: Path) -> None:
-    work = StepWork(replace(JOB, timed=["cache@4", "plain@8"], repeats=2), tmp_path)
+def test_time_is_recorded_as_it_goes_and_a_failure_is_its_methods_own(work: StepWork, tmp_path: Path) -> None:
+    built, work = work.ways, StepWork(replace(JOB, timed=["cache@4", "plain@8"], repeats=2), tmp_path)
+    work.ways = built
 
     def fail(_: str) -> None:
         raise RuntimeError("no such thing")

@@ -12,6 +12,7 @@ import torch
 
 from clipscale import cli, compose, launch
 from clipscale.bench import data, largest, loss, runs, step
+from clipscale.bench.loss_methods import FORESEEN
 from clipscale.data import demo
 from clipscale.loss import triton_tune
 
@@ -118,6 +119,11 @@ def test_a_slip_would_be_seen(line: str, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises((AssertionError, cli.UserError)):
         check(shlex.split(line), monkeypatch)
+
+
+def test_every_choice_that_is_tried_has_a_prediction() -> None:
+    words = next(word for words in commands("gpu-loss") for word in words if word.startswith("methods=triton,"))
+    assert sorted(words.removeprefix("methods=").split(",")) == sorted(["triton", *FORESEEN])
 
 
 def test_every_target_for_a_gpu_is_known_here() -> None:

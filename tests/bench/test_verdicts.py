@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from clipscale.bench.verdicts import of_loss, of_plan, of_step
+from clipscale.bench.verdicts import of_choices, of_loss, of_plan, of_step
 
 Row = dict[str, Any]
 
@@ -36,6 +36,21 @@ def test_the_loss_on_cuda_is_held_to_the_gemm_rate_to_inf_cl_and_to_two_gibibyte
     lacking = of_loss([row for row in rows if row["n"] == 32768])
     assert [line.split(":")[0] for line in lacking] == ["not measured"] * 3
     assert lacking[0].endswith("there are no such rows")
+
+
+def test_a_choice_made_otherwise_is_held_to_what_was_foreseen() -> None:
+    rows = [
+        loss_row("triton", 65536, 0.050),
+        loss_row("triton-panel-64M", 65536, 0.055),
+        loss_row("triton-tiles-64x64x64-4w-2s", 65536, 0.049),
+        loss_row("triton-panel-64M", 131072, 0.2),
+        loss_row("triton-panel-2G", 65536, 0.1, status="failed"),
+    ]
+    assert of_choices(rows) == [
+        "triton-panel-64M at 64k x 768 bf16: 10.0% slower than triton as it is (foreseen: 10 to 25 % slower: too few tiles for "
+        "the multiprocessors)",
+        "triton-tiles-64x64x64-4w-2s at 64k x 768 bf16: 2.0% faster than triton as it is",
+    ]
 
 
 def test_the_loss_on_a_cpu_is_held_to_clip_loss() -> None:
