@@ -1,11 +1,13 @@
 """The command line: takes the verb off, composes the configuration, starts the work, and turns every mistake into one line."""
 
 import os
+import re
 import signal
 import sys
 import traceback
 from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from clipscale import __version__, usage
@@ -171,7 +173,7 @@ def simple(name: str, argv: list[str]) -> tuple[list[str], Any]:
 
     Raises UserError for a word that is neither. What looks like a key and is no file is taken for a key.
     """
-    from clipscale.settings import typed
+    from clipscale.settings import misnamed, typed
 
     tool = TOOLS[name]
     kinds = {key.name: key.type for key in keys(*tool.settings)}
@@ -180,16 +182,19 @@ def simple(name: str, argv: list[str]) -> tuple[list[str], Any]:
     values: dict[str, Any] = {}
     for word in argv:
         key, equals, text = word.partition("=")
-        known = key.partition(".")[0] in sections or (key.isidentifier() and not os.path.exists(word))  # noqa: PTH110
+        like_a_key = re.fullmatch(r"[A-Za-z_][\w.]*", key) is not None
+        known = key.partition(".")[0] in sections or (like_a_key and not Path(word).exists())
         if tool.words and not (equals and known):
             words.append(word)
             continue
         if not equals:
             raise UserError(f"{name} {word}: give settings as KEY=VALUE; the keys are {', '.join(kinds)}")
+        if key not in kinds:
+            raise UserError(misnamed(key, kinds))
         value: Any = text
-        if kinds.get(key, "").startswith("list") and text.startswith("[") and text.endswith("]"):
+        if kinds[key].startswith("list") and text.startswith("[") and text.endswith("]"):
             value = split(text[1:-1])
-        elif text == "null" and kinds.get(key, "").endswith("None"):
+        elif text == "null" and kinds[key].endswith("None"):
             value = None
         *path, leaf = key.split(".")
         node = values

@@ -8,6 +8,7 @@ import re
 import sys
 import zlib
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import hydra
@@ -19,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from clipscale.errors import UserError
 from clipscale.keys import Key, conf_dir, group_options, keys, tree
-from clipscale.settings import explained
+from clipscale.settings import explained, misnamed
 from clipscale.spelling import nearest, one_of, split
 from clipscale.verbs import TOOLS
 
@@ -43,6 +44,10 @@ PATHS = (
 SWITCHES = ("-m", "--multirun", "--resolve", "--hydra-help", "--info", "-i")
 VALUED = ("--cfg", "-c", "--package", "-p", "--config-dir", "-cd", "--config-name", "-cn")
 """The flags of Hydra's that are passed on, without and with a value."""
+CFG = ("job", "hydra", "all")
+"""What Hydra prints of the composed configuration for `--cfg`."""
+NO_NAME = re.compile(r"[\d.eE+-]+|true|false", re.IGNORECASE)
+"""What Hydra's grammar takes for a number or a truth value."""
 
 
 # ---- arguments ----
@@ -56,14 +61,18 @@ def prepare(argv: Sequence[str], declared: Sequence[Key]) -> tuple[list[str], li
     flags, overrides = separate(argv)
     sweep = "-m" in flags or "--multirun" in flags
     open_sections = tuple(key.name + "." for key in declared if key.type.startswith("dict"))
-    result, given = [], set()
+    result, given, groups = [], set(), group_options()
     for word in overrides:
         key, equals, value = word.partition("=")
-        bare = key.lstrip("+")
+        bare = key.lstrip("+~")
+        if word.startswith("~") and any(bare == one.name for one in declared):
+            raise UserError(f"{word}: a setting cannot be taken away; give it another value")
         given.add(bare)
+        if bare in groups:  # Hydra takes a number for something else than the name of a file
+            value = ",".join(quoted(part) if NO_NAME.fullmatch(part) else part for part in value.split(","))
         if bare in PATHS and equals:
             value = literal(bare, value, sweep=sweep)
-        if key.startswith(open_sections):
+        if f"{key}.".startswith(open_sections):
             key = "++" + key
         result.append(f"{key}{equals}{value}")
     for one, other in (("samples", "epochs"), ("epochs", "samples")):
@@ -84,12 +93,15 @@ def separate(argv: Sequence[str]) -> tuple[list[str], list[str]]:
             if name not in SWITCHES + VALUED:
                 raise UserError(f"{word}: unknown flag{nearest(name, SWITCHES + VALUED)}")
             flags.append(word)
-        elif "=" in word or word.startswith("~"):
+        elif word.partition("=")[0] and ("=" in word or word.startswith("~")):
             overrides.append(word)
         else:
             raise UserError(f"{word}: give settings as KEY=VALUE")
     if flags and flags[-1] in VALUED:
         raise UserError(f"{flags[-1]} needs a value")
+    for flag, value in pairwise(flag for word in flags for flag in word.split("=", 1)):
+        if flag in ("--cfg", "-c") and value not in CFG:
+            raise UserError(f"{flag} {value}: choose {one_of(CFG)}")
     return flags, overrides
 
 
@@ -222,7 +234,9 @@ def _explain_one(error: BaseException, names: list[str]) -> str | None:
         return (
             f"{key}={value}: several values; add -m to run them one after another, or write {key}=[{value}] for a list"
         )
+    if twice := re.search(r"Multiple values for (\S+)\. ", text):
+        return f"+{twice[1]}: it has a value already; leave out the +"
     if unknown := re.search(r"Could not (?:override|delete|append to config)[^']*'([^']+)'", text):
         names = [name for name in names if name != unknown[1]]  # a group of another verb
-        return f"unknown key '{unknown[1]}'{nearest(unknown[1], names)}"
+        return misnamed(unknown[1], names)
     return explained(error, names)

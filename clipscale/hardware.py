@@ -1,12 +1,24 @@
-"""The one table of GPUs: memory, arithmetic and links, for MFU and for `clipscale plan`."""
+"""The one table of GPUs: memory, arithmetic and links, for MFU and for `clipscale plan`; and the cores of this machine."""
 
+import math
+import os
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 from clipscale.errors import UserError
 from clipscale.spelling import nearest
 
 GIB = 2**30
+CPU_SHARE = Path("/sys/fs/cgroup/cpu.max")
+"""What a control group (container) may use of the CPU: microseconds, or `max`, and of how many."""
+
+
+def cores() -> int:
+    """Cores that this process may use: those it may run on, or as many as its control group has the time of."""
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota, period = CPU_SHARE.read_text().split() if CPU_SHARE.is_file() else ("max", "1")
+    return count if quota == "max" else max(1, min(count, math.ceil(int(quota) / int(period))))
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from torch.distributed.launcher.api import elastic_launch
 
 from clipscale.config import TrainConfig, check, doubts
 from clipscale.errors import StoppedError, UserError
+from clipscale.hardware import cores
 from clipscale.settings import typed
 
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -102,7 +103,7 @@ def run(config: TrainConfig, *, isolated: bool = False) -> dict[str, Any]:
         return work(config)
     if multiprocessing.get_start_method(allow_none=True) not in (None, *multiprocessing.get_all_start_methods()):
         multiprocessing.set_start_method("spawn", force=True)  # a Hydra launcher's own method is unknown to our workers
-    threads = config.launch.threads or max(1, (os.cpu_count() or 1) // count)
+    threads = config.launch.threads or max(1, cores() // count)
     with tempfile.TemporaryDirectory(prefix="clipscale-") as folder, _quiet(threads):
         elastic = ElasticConfig(
             min_nodes=1,

@@ -102,8 +102,10 @@ def build_optimizer(
         return timm.optim.create_optimizer_v2(
             groups, opt=config.name, lr=config.lr, momentum=config.betas[0], **options
         )
-    except TypeError as error:
-        raise UserError(f"optim.options={config.options!r} do not fit {config.name}: {error}") from error
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"optim: {config.name} refuses its settings ({error}); look at optim.betas, eps, lr and options"
+        ) from error
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -129,17 +131,21 @@ def parse_steps(text: str, setting: str, *, total: int, per_epoch: float | None)
 
     Raises UserError for anything else, and for epochs where their length is not known.
     """
+    if text.endswith("ep") and per_epoch is None:
+        raise UserError(
+            f"{setting}={text}: the number of samples an epoch is not known here; give steps or a percentage"
+        )
     try:
         if text.endswith("%"):
-            return round(float(text[:-1]) / 100 * total)
-        if text.endswith("ep"):
-            if per_epoch is None:
-                raise UserError(
-                    f"{setting}={text}: the number of samples an epoch is not known here; give steps or a percentage"
-                )
-            return round(float(text[:-2]) * per_epoch)
-        return int(text)
-    except ValueError as error:
+            steps = round(float(text[:-1]) / 100 * total)
+        elif text.endswith("ep"):
+            steps = round(float(text[:-2]) * (per_epoch or 0))
+        else:
+            steps = int(text)
+        if steps < 0:
+            raise ValueError(text)
+        return steps
+    except (ValueError, OverflowError) as error:
         raise UserError(f"{setting}={text!r}: give steps (2000), a share (5%) or epochs (0.5ep)") from error
 
 

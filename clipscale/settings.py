@@ -4,7 +4,8 @@ Every mistake comes out as a UserError of one line that names the setting.
 """
 
 import re
-from dataclasses import is_dataclass
+from collections.abc import Iterable
+from dataclasses import fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
@@ -33,7 +34,10 @@ def typed(settings: type[T], values: dict[str, Any]) -> T:
 
 
 def normalise(settings: type, values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Counts to integers and a single value to a list, wherever the dataclass `settings` wants one. Raises UserError."""
+    """Counts to integers and a single value to a list, wherever the dataclass `settings` wants one.
+
+    Raises UserError for a value where there are keys, and for a list of the wrong length.
+    """
     result = dict(values)
     for name, hint in get_type_hints(settings).items():
         if name not in values:
@@ -42,8 +46,13 @@ def normalise(settings: type, values: dict[str, Any], prefix: str = "") -> dict[
         kind = hint
         if isinstance(hint, UnionType):  # `int | None` and the like
             kind = next(member for member in get_args(hint) if member is not NoneType)
-        if isinstance(kind, type) and is_dataclass(kind) and isinstance(value, dict):
+        if isinstance(kind, type) and is_dataclass(kind):
+            if not isinstance(value, dict):
+                raise UserError(misnamed(key, [f"{key}.{inside.name}" for inside in fields(kind)]))
             result[name] = normalise(kind, value, key + ".")
+        elif get_origin(kind) is tuple:
+            if not isinstance(value, list | tuple) or len(value) != len(get_args(kind)):
+                raise UserError(f"{key}={spelt(value)}: give {len(get_args(kind))} numbers, {key}=[...]")
         elif kind is int and isinstance(value, str | float):
             try:
                 result[name] = parse_count(str(value) if isinstance(value, str) else f"{value:f}")
@@ -65,10 +74,27 @@ def with_tuples(settings: T) -> T:
     return settings
 
 
+def misnamed(key: str, names: Iterable[str]) -> str:
+    """What is wrong with a key that is none of `names`: it is a section of them, or there is none like it."""
+    names = list(names)
+    if inside := [name for name in names if name.startswith(key + ".")]:
+        return f"{key} is a section of settings; give one of its keys: {', '.join(inside[:3])}{', ...' * (len(inside) > 3)}"
+    sections = {name.rpartition(".")[0] for name in names}
+    single = [name for name in names if key.startswith(name + ".") and name not in sections]
+    return f"unknown key '{key}'{nearest(single[0] if single else key, names)}"
+
+
+def spelt(value: object) -> str:
+    """A value as one would type it."""
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(spelt, value))}]"
+    return "null" if value is None else str(value)
+
+
 def explained(error: BaseException, names: list[str]) -> str | None:
     """One line for what OmegaConf refused: the setting, and the nearest of `names`; None for what is not known."""
     if isinstance(error, ConfigKeyError | ConfigAttributeError) and error.full_key:
-        return f"unknown key '{error.full_key}'{nearest(str(error.full_key), names)}"
+        return misnamed(str(error.full_key), names)
     if isinstance(error, ValidationError) and error.full_key:
         text = " ".join(str(error).split())
         wanted = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false", "String": "a text"}
@@ -79,5 +105,11 @@ def explained(error: BaseException, names: list[str]) -> str | None:
             return f"{error.full_key}={not_bool[1]}: give true or false"
         if "is not a ListConfig" in text:
             return f"{error.full_key}: give a list, {error.full_key}=[...]"
+        if "Incompatible value 'None'" in text:
+            return f"{error.full_key}=null: give a value"
+        if listed := re.search(r"Cannot convert '(ListConfig|DictConfig)' to string: '(.*)'", text):
+            return f"{error.full_key}={listed[2]}: give one text"
+        if "to Dict" in text:
+            return f"{error.full_key}: give names and values, {error.full_key}.NAME=VALUE"
         return f"{error.full_key}: {str(error).splitlines()[0]}"
     return None

@@ -75,7 +75,7 @@ def test_frozen_parameters_are_left_out() -> None:
     ("config", "message"),
     [
         (OptimConfig(name="adamv"), "optim.name='adamv'.*did you mean .*adam"),
-        (OptimConfig(options={"colour": 1}), "optim.options=.*do not fit adamw"),
+        (OptimConfig(options={"colour": 1}), "optim: adamw refuses its settings .*optim.betas, eps, lr and options"),
     ],
 )
 def test_unknown_optimizers_and_options_are_refused(config: OptimConfig, message: str) -> None:

@@ -63,6 +63,6 @@ def test_only_the_command_line_knows_hydra() -> None:
     above = {"clipscale.compose", "clipscale.sweep"}
     assert who("hydra") == above
     assert who("omegaconf") == {*above, "clipscale.settings"}
-    programs = {"clipscale.bench.largest", "clipscale.bench.runs"}  # command lines of their own
+    programs = {f"clipscale.bench.{name}" for name in ("largest", "runs", "runs_work")}  # command lines of their own
     assert who(*above) - programs == {"clipscale.cli", "clipscale.sweep"}
     assert who("clipscale.cli") - programs == {"clipscale.__main__"}

@@ -4,12 +4,14 @@ C = 3: channels, S: side in pixels.
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from clipscale.data.order import Draws
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -28,9 +30,11 @@ class Colour:
 
     def __call__(self, pixels: np.ndarray, draws: Draws) -> np.ndarray:
         """(C, S, S) uint8 to the same."""
+        import torch
+
         return self.changed(torch.from_numpy(np.ascontiguousarray(pixels)), draws).numpy()
 
-    def changed(self, image: Tensor, draws: Draws) -> Tensor:
+    def changed(self, image: "Tensor", draws: Draws) -> "Tensor":
         """(C, S, S) uint8, on any device, to the same."""
         from torchvision.transforms.v2 import (
             functional as F,

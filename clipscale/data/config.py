@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, field
 
-from clipscale.data.colour import Colour
 from clipscale.errors import UserError
 
 
@@ -22,12 +21,6 @@ class AugmentConfig:
     """Probability that a picture's colours are changed by `jitter` at all."""
     greyscale: float = 0.0
     """Probability of a greyscale picture."""
-
-    def colour(self) -> Colour | None:
-        """The changes of colour; None where there are none."""
-        if not (any(self.jitter) or self.greyscale):
-            return None
-        return Colour(self.jitter, self.jitter_probability if any(self.jitter) else 0.0, self.greyscale)
 
 
 DECODE = ("exact", "fast", "gpu")

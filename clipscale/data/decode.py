@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import numpy as np
 import simplejpeg
-import torch
 from PIL import Image
 
 from clipscale.data.colour import Colour
@@ -195,6 +194,8 @@ def resize(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
     torch's uint8 kernel has vectorised loops and takes a quarter of the time of Pillow's resize or less. The two differ by 1/255 at some
     pixels, by 2/255 at few.
     """
+    import torch  # here, since what only looks at pictures need not load it
+
     image = torch.from_numpy(pixels).permute(2, 0, 1)
     if pixels.shape[:2] != (height, width):
         image = torch.nn.functional.interpolate(image[None], size=(height, width), mode="bicubic", antialias=True)[0]

@@ -7,7 +7,6 @@ import io
 import json
 import logging
 import multiprocessing
-import os
 import shutil
 import tarfile
 import tempfile
@@ -21,6 +20,7 @@ import platformdirs
 
 from clipscale.data import scenes
 from clipscale.errors import UserError
+from clipscale.hardware import cores
 
 log = logging.getLogger(__name__)
 
@@ -152,7 +152,7 @@ def _write_all(root: Path, seed: int, train_samples: int) -> None:
     for name in TEST_SETS:
         jobs.append((name, 0, 0, 0, seed))
         _describe(root / name)
-    processes = min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, 8)
+    processes = min(cores(), 8)
     # spawn: the caller may hold threads and locks, and the fork server is the loader workers', with what they need imported
     with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
         for _ in pool.map(_write_shard, [str(root)] * len(jobs), *zip(*jobs)):

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from clipscale.data.batch import Arena, HostBatch, Layout, Slot
 from clipscale.data.choose import choose_order, list_shards
+from clipscale.data.colour import Colour
 from clipscale.data.config import DataConfig, check
 from clipscale.data.decode import IMAGE_TYPES, TrainTransform
 from clipscale.data.device import DecodedAhead, DeviceDecoder, jpeg_decoder
@@ -376,6 +377,9 @@ def train_transform(config: DataConfig, side: int) -> TrainTransform:
     """From picture bytes to `side` pixels as the settings ask."""
     augment = config.augment
     (least, most), (narrow, wide) = augment.scale, augment.ratio
+    colour = None
+    if any(augment.jitter) or augment.greyscale:
+        colour = Colour(augment.jitter, augment.jitter_probability if any(augment.jitter) else 0.0, augment.greyscale)
     return TrainTransform(
         side,
         (least, most),
@@ -383,7 +387,7 @@ def train_transform(config: DataConfig, side: int) -> TrainTransform:
         augment.flip,
         config.max_pixels,
         fast=config.decode == "fast",
-        colour=augment.colour(),
+        colour=colour,
     )
 
 

@@ -16,6 +16,7 @@ from clipscale.data import index, indexing, shards
 from clipscale.data.config import FilterConfig, TableConfig
 from clipscale.data.sources import Access, is_local, scheme_of
 from clipscale.errors import UserError
+from clipscale.hardware import cores
 from clipscale.spelling import format_bytes
 
 
@@ -86,11 +87,6 @@ def named(sources: Sequence[str], allow_pipe: bool = False, table: TableConfig |
     )
 
 
-def cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def progress(console: Console) -> Progress:
     """A bar that counts bytes and names shards."""
     return Progress(
@@ -145,7 +141,7 @@ def make_index(sources: Sequence[str], settings: IndexSettings) -> int:
 
 def check_shards(sources: Sequence[str], settings: CheckSettings) -> int:
     """Read everything; status 1 where something is broken."""
-    # here and not above: what decodes brings in torch, for which `data index` need not wait
+    # here and not above: what decodes pictures, for which `data index` need not wait
     from clipscale.data import check, checkpage, filters
 
     urls = named(sources, settings.allow_pipe, settings.table)

@@ -28,6 +28,7 @@ from clipscale.errors import UserError
 from clipscale.eval import datasets, retrieval, zero_shot
 from clipscale.eval.datasets import EvalSet
 from clipscale.eval.examples import save_examples
+from clipscale.hardware import cores
 
 log = logging.getLogger(__name__)
 
@@ -246,8 +247,7 @@ class _Encoder:
 
 
 def _threads(workers: int) -> int:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return workers or max(1, min(8, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    return workers or max(1, min(8, cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
 def _world() -> tuple[int, int]:

@@ -31,8 +31,8 @@ def compare(config: PlanConfig, say: Callable[[str], None] = lambda line: None) 
     gpu = None if planned.hardware == "cpu" else hardware(planned.hardware)
     found = {name: size for name in TOWERS if (size := remembered(folder, name))}
     ranks = planned.gpus * planned.nodes
-    say(rehearsing(planned))
     with rehearsed(planned, ranks, gpu.capability if gpu else None) as rehearsal:
+        say(rehearsing(planned))
         made = Plan(planned, gpu, rehearsal, found)
         record, node = made.device_record(), made.host(made.local)
     rss = node.process["process"] + node.process["batch"]

@@ -30,8 +30,8 @@ def plan(config: PlanConfig, say: Callable[[str], None] = lambda line: None) -> 
     gpu = machine(config)
     ranks = config.gpus * config.nodes
     chunk_sizes(config.cache, config.batch // ranks)
-    say(rehearsing(config))
     with rehearsed(config, ranks, gpu.capability if gpu else None) as rehearsal:
+        say(rehearsing(config))
         return Plan(config, gpu, rehearsal).result()
 
 

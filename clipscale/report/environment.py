@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 import clipscale
+from clipscale.hardware import cores
 from clipscale.keys import conf_dir
 
 PACKAGES = (
@@ -41,7 +42,7 @@ def environment(world: int = 1) -> dict[str, Any]:
         "commit": _commit(),
         "code": {"clipscale": tree_id(Path(clipscale.__file__).parent), "conf": tree_id(conf_dir())},
         "processes": world,
-        "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cpus": cores(),
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "cuda": torch.version.cuda,
         "variables": {

@@ -1,6 +1,8 @@
 """The verbs that look after shards, as typed."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -30,6 +32,19 @@ def test_index_takes_brace_lists_globs_folders_and_lists(tmp_path: Path, capsys:
         assert main(["data", "index", *words]) == 0
         assert "12 samples in 3 shards" in capsys.readouterr().out
     assert (tmp_path / index.FILE).is_file()
+
+
+def test_looking_after_shards_loads_no_torch(tmp_path: Path) -> None:
+    """It takes seconds. In a process of its own, since this one may have it."""
+    shards = [str(path) for path in write_shards(tmp_path, [3, 4], sized=False)]
+    code = (
+        "import sys; from clipscale.cli import main\n"
+        f"done = [main(['data', tool, *{shards}]) for tool in ('index', 'stats')]\n"
+        f"done.append(main(['data', 'check', *{shards}, 'workers=1', 'out={tmp_path}/out']))\n"
+        "print(done, sorted({'torch', 'torchvision', 'open_clip', 'timm'} & set(sys.modules)))"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert ran.stdout.splitlines()[-1] == "[0, 0, 0] []", ran.stdout[-500:] + ran.stderr[-500:]
 
 
 def test_index_goes_where_it_is_told(tmp_path: Path, capsys: Captured) -> None:
