@@ -10,14 +10,13 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
 from clipscale.data import index
 from clipscale.data.origins import origin_of
 from clipscale.data.remote import LARGEST_BLOCK, RemoteFile
-from clipscale.data.sources import Opened, SourceError, Watch, leaf_of
+from clipscale.data.sources import Opened, SourceError, Watch, digest, leaf_of
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +39,7 @@ class Copies:
                 watch.see("copy_of_unreachable")
                 return Opened(copy, None, "")
             raise
-        path = self._folder / f"{_digest(url)}-{_digest(f'{remote.length} {remote.version}')}-{leaf_of(url)[-80:]}"
+        path = self._folder / f"{digest(url)}-{digest(f'{remote.length} {remote.version}')}-{leaf_of(url)[-80:]}"
         try:
             while True:
                 try:
@@ -58,8 +57,8 @@ class Copies:
 
     def _last_used(self, url: str) -> IO[bytes] | None:
         """The copy that was opened last of all there are of this shard's versions: the newest that anyone has seen."""
-        digest = _digest(url)
-        copies = [(used, path) for path, _, used in self._list() if path.name.startswith(f"{digest}-")]
+        own = digest(url) + "-"
+        copies = [(used, path) for path, _, used in self._list() if path.name.startswith(own)]
         for _, path in sorted(copies, reverse=True):
             try:
                 return path.open("rb")
@@ -83,17 +82,17 @@ class Copies:
                     watch.see("no_room_for_copy")
                     return False
                 remote.seek(0)
-                digest = hashlib.sha256()
+                checksum = hashlib.sha256()
                 with part.open("r+b") as body:
                     while data := remote.read(LARGEST_BLOCK):
                         body.write(data)
-                        digest.update(data)
+                        checksum.update(data)
                         watch.tick()
                     body.flush()
                     os.fsync(body.fileno())
                 entries = index.known([url], watch.access.cache).get(url, [])
                 entry = index.matching(entries, remote.length, remote.version)
-                if entry is not None and entry.sha256 not in (None, digest.hexdigest()):
+                if entry is not None and entry.sha256 not in (None, checksum.hexdigest()):
                     raise SourceError("wrong_checksum", "what came is not what was indexed")
                 part.rename(path)
                 return True
@@ -143,10 +142,6 @@ class Copies:
                 yield path, about.st_size, about.st_mtime_ns
 
 
-def _digest(text: str) -> str:
-    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
-
-
 def _lock(file: IO[bytes], tick: Callable[[], None]) -> None:
     while True:
         try:
@@ -167,24 +162,14 @@ def _still(file: IO[bytes], path: Path) -> bool:
 
 def _orphan(part: Path) -> bool:
     """Delete a half-made copy whose maker is gone."""
-    with open_or_none(part) as file:
-        if file is None:
-            return True
+    try:
+        file = part.open("rb")
+    except FileNotFoundError:
+        return True
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
         part.unlink(missing_ok=True)
         return True
-
-
-@contextmanager
-def open_or_none(path: Path) -> Iterator[IO[bytes] | None]:
-    """The file, or None if it is gone."""
-    try:
-        file = path.open("rb")
-    except FileNotFoundError:
-        yield None
-        return
-    with file:
-        yield file

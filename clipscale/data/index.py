@@ -6,7 +6,6 @@ sample. An entry counts only for the very file it was made from: size and time o
 (ETag) for remote ones.
 """
 
-import hashlib
 import json
 import logging
 import os
@@ -24,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from clipscale.data.origins import FaultError, origin_of
-from clipscale.data.sources import Access, Opened, SourceError, is_local, leaf_of, own_cache, scheme_of
+from clipscale.data.sources import Access, Opened, SourceError, digest, is_local, leaf_of, own_cache, scheme_of
 from clipscale.data.tar import BLOCK
 
 log = logging.getLogger(__name__)
@@ -72,7 +71,7 @@ def folder_of(url: str) -> str:
 
 def files_of(folder: str, cache: str | None) -> list[Path]:
     """Where a folder's index may lie, the nearest first: beside the shards, in `cache`, in the user's cache folder."""
-    name = hashlib.blake2b(folder.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest() + ".sqlite"
+    name = digest(folder) + ".sqlite"
     beside = [Path(folder) / FILE] if is_local(folder) else []
     given = [Path(cache).expanduser() / "index" / name] if cache else []
     return [*beside, *given, own_cache() / "index" / name]

@@ -1,5 +1,6 @@
 """What shards are named by, how they may be reached, and what is counted on the way without costing a sample."""
 
+import hashlib
 import importlib.util
 import os
 import re
@@ -146,6 +147,11 @@ class Pipe:
         if self._process.poll() is None:
             self._process.terminate()
         self._process.wait()
+
+
+def digest(text: str) -> str:
+    """Sixteen hexadecimal digits for any text, a path that is no UTF-8 included."""
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
 
 def own_cache() -> Path:

@@ -5,7 +5,6 @@ where the rows begin, so a reader opens the table there; order, resuming and bro
 """
 
 import csv
-import hashlib
 import importlib.util
 import io
 import json
@@ -26,7 +25,7 @@ from clipscale.data.decode import IMAGE_TYPES
 from clipscale.data.index import NO_FILE
 from clipscale.data.order import permutation
 from clipscale.data.sample import MOST_BYTES, RawSample
-from clipscale.data.sources import SourceError, is_local, leaf_of, own_cache, scheme_of
+from clipscale.data.sources import SourceError, digest, is_local, leaf_of, own_cache, scheme_of
 from clipscale.data.store import Store
 from clipscale.errors import UserError
 
@@ -130,7 +129,7 @@ def _text_cuts(path: str, rows: int) -> tuple[list[str], list[tuple[int, int, st
     opened = Store().open(path)
     with closing(_buffered(opened.stream)) as file:
         stamp = [path, opened.size, opened.stamp, rows]
-        note = own_cache() / "tables" / f"{_digest(json.dumps(stamp))}.json"
+        note = own_cache() / "tables" / f"{digest(json.dumps(stamp))}.json"
         if note.is_file():
             found = json.loads(note.read_text())
             return found["names"], [tuple(cut) for cut in found["cuts"]]
@@ -210,7 +209,7 @@ def shards_of_folder(folder: str, config: TableConfig, setting: str) -> list[str
         writer.writerow(found[at])
     text = "".join(lines)
     # by its content too: a run that reads the list must not have it changed when another finds more pictures in the folder
-    path = own_cache() / "tables" / f"{_digest(folder)}-{_digest(text)}.csv"
+    path = own_cache() / "tables" / f"{digest(folder)}-{digest(text)}.csv"
     try:
         if not path.is_file() or path.stat().st_size != len(text.encode("utf-8", "surrogateescape")):
             _write(path, text)
@@ -233,10 +232,6 @@ def _write(path: Path, text: str) -> None:
     with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, errors="surrogateescape") as out:
         out.write(text)
     Path(out.name).replace(path)
-
-
-def _digest(text: str) -> str:
-    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
