@@ -232,7 +232,8 @@ def test_an_epoch_from_s3_with_faults_loses_nothing(
 
     if not ahead:
         monkeypatch.setattr(remote, "AHEAD_BYTES", 0)
-
+    monkeypatch.setattr(remote, "LARGEST_BLOCK", 32768)
+    monkeypatch.setattr(remote, "FIRST_BLOCK", 8192)
     paths = write_shards(tmp_path / "set", [30, 17])
     client = boto3.client("s3", endpoint_url=s3)
     for path in paths:
@@ -245,10 +246,11 @@ def test_an_epoch_from_s3_with_faults_loses_nothing(
         indexing.update(urls, place=lambda folder: indexing.place_for(folder, None))
         stream = open_stream("s3://bucket/faulty/", batch=20)
         web.faults = lambda number, path: rng.choice(("drop", "cut", "503")) if rng.random() < 0.2 else None
-        assert contents(stream, 5) == contents(open_stream(tmp_path / "set", batch=20), 5)
+        assert contents(stream, 3) == contents(open_stream(tmp_path / "set", batch=20), 3), "more than an epoch"
         assert not stream.broken
         faults, seen = web.done["503"] + web.done["drop"], finish(stream)
         called_off = 2 if ahead else 0  # at the end, for the next epoch: nobody hears of what goes wrong with them
         assert 2 < faults - called_off <= seen <= faults + web.done["cut"] // 2, (stream.seen, web.done)
         assert set(stream.seen) == {"failed_request"}
+        print(len(web.requests), web.done, seen)
     s3fs.S3FileSystem.clear_instance_cache()

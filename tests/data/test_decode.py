@@ -42,7 +42,7 @@ def encode(image: Image.Image, kind: str = "PNG", **options: object) -> bytes:
 # -- the pixels of open_clip -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "AVIF"])
 @pytest.mark.parametrize("size", [(64, 64), (301, 97), (97, 301), (640, 480), (31, 33), (20, 300)])
 def test_evaluation_pixels_are_open_clips(size: tuple[int, int], kind: str) -> None:
     data = picture(1, size, kind)
@@ -54,10 +54,31 @@ def test_evaluation_pixels_are_open_clips(size: tuple[int, int], kind: str) -> N
     assert difference.max() < 0.01, f"largest difference {difference.max()}/255"
 
 
+@pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
+@pytest.mark.parametrize("size", [(64, 64), (48, 64), (301, 97), (97, 301), (640, 480), (31, 33)])
+def test_training_pixels_of_whole_jpegs_are_open_clips(size: tuple[int, int], mode: str) -> None:
+    """Of a scale of 1, where nothing of open_clip's transform is random: the whole picture, or its middle where it is too long."""
+    width, height = size
+    source = Image.open(io.BytesIO(photograph(640, width))).crop((0, 0, width, height)).convert(mode)
+    options = {"is_train": True, "mean": (0.0,) * 3, "std": (1.0,) * 3, "aug_cfg": {"scale": (1.0, 1.0)}}
+    transform = open_clip.image_transform(64, **options)
+    for quality, sampling in ((75, "4:2:0"), (95, "4:4:4")):
+        data = encode(source, "JPEG", quality=quality, **({} if mode == "L" else {"subsampling": sampling}))
+        theirs = transform(Image.open(io.BytesIO(data))).numpy() * 255
+        out = np.zeros((3, 64, 64), np.uint8)
+        TrainTransform(64, (1.0, 1.0), (3 / 4, 4 / 3), 0.0, MOST)(data, Draws(0), out)
+        difference = np.abs(out - theirs)
+        said = f"quality {quality}: {difference.mean():.3f}/255 on average, {difference.max():.1f} at most"
+        print(said)
+        assert difference.mean() < 0.35 and difference.max() < 4, said
+
+
 @settings(max_examples=40, deadline=None)
-@given(st.integers(8, 200), st.integers(8, 200), st.integers(0, 2**32))
-def test_training_pixels_are_torchvisions_for_the_same_crop(width: int, height: int, seed: int) -> None:
-    data = picture(seed, (width, height))
+@given(
+    st.integers(8, 200), st.integers(8, 200), st.integers(0, 2**32), st.sampled_from(["PNG", "JPEG", "WEBP", "AVIF"])
+)
+def test_training_pixels_are_torchvisions_for_the_same_crop(width: int, height: int, seed: int, kind: str) -> None:
+    data = picture(seed, (width, height), kind)
     out = np.zeros((3, 32, 32), dtype=np.uint8)
     TrainTransform(32, (0.3, 1.0), (0.75, 4 / 3), 0.0, MOST)(data, Draws(seed), out)
     left, top, right, bottom = random_box(width, height, (0.3, 1.0), (0.75, 4 / 3), Draws(seed))
@@ -128,7 +149,23 @@ def test_sixteen_bits_are_scaled_not_clipped(kind: str) -> None:
     assert np.array_equal(grey[:, :, 0], grey[:, :, 2])
 
 
-@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
+COLOURS = [(255, 0, 0, 255), (0, 255, 0, 128), (0, 0, 255, 0), (200, 120, 40, 255)]
+
+
+@pytest.mark.parametrize("kind", ["PNG", "WEBP", "AVIF", "TIFF"])
+@pytest.mark.parametrize("mode", ["RGB", "RGBA"])
+def test_known_colours_come_back_and_transparency_is_dropped(kind: str, mode: str) -> None:
+    image = Image.new("RGBA", (64, 48))
+    for number, colour in enumerate(COLOURS):
+        image.paste(colour, (16 * number, 0, 16 * number + 16, 48))
+    options = {"exact": True, "lossless": True} if kind == "WEBP" else {"quality": 95} if kind == "AVIF" else {}
+    data = encode(image.convert(mode), kind, **options)
+    assert (Image.open(io.BytesIO(data)).mode, decode_rgb(data, MOST).shape) == (mode, (48, 64, 3))
+    found = decode_rgb(data, MOST)[24, 8::16].astype(int)
+    assert np.abs(found - np.array(COLOURS)[:, :3]).max() <= 3, found
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF", "AVIF"])
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_the_camera_orientation_is_undone(orientation: int, kind: str) -> None:
     exif = Image.Exif()
@@ -196,7 +233,7 @@ def test_unreadable_pictures_say_so(data: bytes) -> None:
 @pytest.mark.filterwarnings("ignore::UserWarning:PIL")
 @settings(max_examples=200, deadline=None)
 @given(
-    st.sampled_from(["JPEG", "PNG", "WEBP", "GIF", "TIFF", "BMP"]),
+    st.sampled_from(["JPEG", "PNG", "WEBP", "GIF", "TIFF", "BMP", "AVIF"]),
     st.lists(st.tuples(st.floats(0, 1), st.integers(0, 255)), min_size=1, max_size=10),
     st.floats(0, 1),
 )
@@ -293,6 +330,35 @@ def test_colours_change_at_their_rates_and_by_the_draws_alone() -> None:
     same = sum(np.array_equal(x, pixels) for x in found)
     assert 70 < grey < 130 and 110 < same < 190, (grey, same)
     assert np.array_equal(found[3], jitter(pixels, Draws(3)))
+
+
+STEPS = (tv.adjust_brightness, tv.adjust_contrast, tv.adjust_saturation, tv.adjust_hue)
+
+
+@pytest.mark.parametrize("changed", [(0,), (1,), (2,), (3,), (0, 1, 2, 3)])
+def test_colours_are_those_of_torchvision_for_the_same_factors(changed: tuple[int, ...]) -> None:
+    """Of its operations on Pillow's pictures, which open_clip jitters: these round after each, and hold a hue in a byte."""
+    strengths = tuple(strength if step in changed else 0.0 for step, strength in enumerate((0.6, 0.5, 1.5, 0.5)))
+    image = Image.open(io.BytesIO(photograph(64, 1)))
+    pixels = np.asarray(image).transpose(2, 0, 1)
+    for seed in range(12):
+        ours = Colour(strengths, 1.0, 0.0)(pixels, Draws(seed)).astype(int)  # type: ignore[arg-type]
+        draws, theirs = Draws(seed), image
+        draws.uniform()
+        for step in changed:
+            low, high = (-0.5, 0.5) if step == 3 else (max(0.0, 1 - strengths[step]), 1 + strengths[step])
+            theirs = STEPS[step](theirs, draws.uniform(low, high))
+        difference = np.abs(ours - np.asarray(theirs).transpose(2, 0, 1))
+        moved = np.abs(ours - pixels).mean()
+        print(f"{changed} {seed}: mean {difference.mean():.2f}, at most {difference.max()}, moved {moved:.1f}")
+        assert difference.mean() < 1.5 and difference.max() <= (12 if 3 in changed else 2), seed
+
+
+def test_grey_is_that_of_torchvision() -> None:
+    image = Image.open(io.BytesIO(photograph(64, 1)))
+    ours = Colour((0.4, 0.4, 0.4, 0.1), 0.0, 1.0)(np.asarray(image).transpose(2, 0, 1), Draws(0))
+    theirs = np.asarray(tv.rgb_to_grayscale(image, 3)).transpose(2, 0, 1)
+    assert np.abs(ours.astype(int) - theirs).max() <= 1 and np.ptp(ours, axis=0).max() == 0
 
 
 def test_a_crop_and_the_bytes_give_the_same_colours_again() -> None:

@@ -1,17 +1,24 @@
-"""Hostile shards: whatever the bytes say, reading ends, in bounded memory, with reasons instead of exceptions, and writes nothing."""
+"""Hostile shards: whatever the bytes say, reading ends, in bounded memory, with reasons instead of exceptions; it writes nothing, starts no
+program and asks no other machine."""
 
 import bz2
 import gzip
+import io
 import lzma
 import os
+import socket
 import subprocess
 import sys
 import tarfile
+import threading
 import time
 import tracemalloc
 import zlib
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,12 +32,13 @@ from clipscale.data.decode import IMAGE_TYPES, BrokenSampleError, TrainTransform
 from clipscale.data.filters import selection
 from clipscale.data.order import Draws
 from clipscale.data.sample import limits
-from clipscale.data.tar import BLOCK
+from clipscale.data.shards import expand
+from clipscale.data.tar import BLOCK, LARGEST_HEADER, next_member
 from tests.data.files import Members, picture, write_tar
 
 SELECTION = selection("txt", ["txt", "json:alt"], ["{}", "a {}"], FilterConfig(min_side=2, fields=["alt!=x"]))
 TRANSFORM = TrainTransform(16, (0.5, 1.0), (0.75, 4 / 3), 0.5, 100_000)
-KINDS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+KINDS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
 BOUND = 64 << 20
 """Bytes that Python and numpy may allocate for a shard of 30 KB."""
 
@@ -76,8 +84,59 @@ REASONS = {
 }  # fmt: skip
 
 
-def survives(data: bytes, folder: Path) -> None:
-    """Use, index and reread the bytes as a shard; fail where that takes long or much memory, or leaves a file."""
+class Watch:
+    """What this thread does to the world, by the interpreter's audit events, which no code in Python gets round."""
+
+    HARMLESS = ("os.listdir", "os.scandir", "os.walk", "os.fwalk", "os.getxattr", "os.listxattr")
+    WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+
+    def __init__(self) -> None:
+        self.thread = 0
+        self.seen: list[str] = []
+        sys.addaudithook(self.hook)  # for good: there is no taking it away
+
+    def hook(self, event: str, given: tuple[Any, ...]) -> None:
+        if not self.thread or self.thread != threading.get_ident():
+            return
+        writes = event == "open" and isinstance(given[2], int) and given[2] & self.WRITING
+        acts = event.startswith(("os.", "shutil.", "subprocess.", "socket.", "tempfile.", "ctypes.dlopen", "pty."))
+        if writes or (acts and event not in self.HARMLESS):
+            self.seen.append(f"{event} {given}")
+
+    @contextmanager
+    def on(self) -> Iterator[list[str]]:
+        """Gives the list of what is seen meanwhile."""
+        self.seen, self.thread = [], threading.get_ident()
+        try:
+            yield self.seen
+        finally:
+            self.thread = 0
+
+
+@pytest.fixture(scope="module")
+def watch() -> Watch:
+    return Watch()
+
+
+def test_the_watch_sees_what_it_is_to_see(watch: Watch, tmp_path: Path) -> None:
+    here = tmp_path / "here"
+    with socket.socket() as closed, watch.on() as seen:
+        here.write_bytes(b"")
+        os.close(os.open(here, os.O_RDWR))
+        here.rename(tmp_path / "there")
+        (tmp_path / "folder").mkdir()
+        (tmp_path / "there").unlink()
+        (tmp_path / "link").symlink_to("/etc/passwd")
+        subprocess.run(["true"], check=True)
+        os.system("true")
+        closed.connect_ex(("127.0.0.1", 1))
+    events = [line.split()[0] for line in seen]
+    acts = ["open", "open", "os.rename", "os.mkdir", "os.remove", "os.symlink", "subprocess.Popen", "os.system"]
+    assert [event for event in events if event in acts] == acts and "socket.connect" in events, seen
+
+
+def survives(data: bytes, folder: Path, watch: Watch) -> None:
+    """Use, index and reread the bytes as a shard; fail where that takes long or much memory, leaves a file or does anything but read it."""
     work = folder / "work"
     work.mkdir(exist_ok=True)
     path = work / "x.tar"
@@ -85,8 +144,9 @@ def survives(data: bytes, folder: Path) -> None:
     begun = time.monotonic()
     tracemalloc.start()
     try:
-        found = use(path) + use(path, places=True)
-        entry = indexing.survey(str(path))
+        with watch.on() as seen:
+            found = use(path) + use(path, places=True)
+            entry = indexing.survey(str(path))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -95,11 +155,16 @@ def survives(data: bytes, folder: Path) -> None:
     assert peak < BOUND, f"{peak} bytes for {len(data)}"
     assert time.monotonic() - begun < 20
     assert os.listdir(work) == ["x.tar"]  # noqa: PTH208 (names only)
+    assert not seen, seen
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("fuzz")
+    folder = tmp_path_factory.mktemp("fuzz")
+    shard(folder)
+    found = use(folder / "whole.tar")  # imports what is imported late, which may write byte code
+    assert found["usable"] == 2 * len(KINDS), found
+    return folder
 
 
 hits = st.lists(st.tuples(st.floats(0, 1), st.binary(min_size=1, max_size=8)), max_size=10)
@@ -150,20 +215,20 @@ def rounds(examples: int) -> settings:
 
 @rounds(40)
 @given(hits, st.floats(0, 1))
-def test_damaged_shards(folder: Path, where: list[tuple[float, bytes]], cut: float) -> None:
-    survives(damaged(shard(folder), where, cut), folder)
+def test_damaged_shards(folder: Path, watch: Watch, where: list[tuple[float, bytes]], cut: float) -> None:
+    survives(damaged(shard(folder), where, cut), folder, watch)
 
 
 @rounds(40)
 @given(edits)
-def test_lying_headers(folder: Path, changes: list[tuple[int, str, bytes]]) -> None:
-    survives(reheaded(shard(folder), changes), folder)
+def test_lying_headers(folder: Path, watch: Watch, changes: list[tuple[int, str, bytes]]) -> None:
+    survives(reheaded(shard(folder), changes), folder, watch)
 
 
 @rounds(15)
 @given(st.binary(max_size=4000))
-def test_noise(folder: Path, data: bytes) -> None:
-    survives(data, folder)
+def test_noise(folder: Path, watch: Watch, data: bytes) -> None:
+    survives(data, folder, watch)
 
 
 @pytest.mark.slow
@@ -171,17 +236,17 @@ def test_noise(folder: Path, data: bytes) -> None:
 @rounds(3000)
 @given(hits, st.floats(0, 1), edits)
 def test_thousands_of_damaged_shards(
-    folder: Path, where: list[tuple[float, bytes]], cut: float, changes: list[tuple[int, str, bytes]]
+    folder: Path, watch: Watch, where: list[tuple[float, bytes]], cut: float, changes: list[tuple[int, str, bytes]]
 ) -> None:
-    survives(damaged(reheaded(shard(folder), changes), where, cut), folder)
+    survives(damaged(reheaded(shard(folder), changes), where, cut), folder, watch)
 
 
 @pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress])
-def test_a_packed_bomb_is_read_in_bounded_memory(folder: Path, pack: object) -> None:
+def test_a_packed_bomb_is_read_in_bounded_memory(folder: Path, watch: Watch, pack: object) -> None:
     """A member that training does not ask for is passed over, however large it unpacks."""
     info = tarfile.TarInfo("a.bin")
-    info.size = 100 << 20
-    survives(pack(info.tobuf() + bytes(info.size)), folder)  # type: ignore[operator]
+    info.size = BOUND + (8 << 20)
+    survives(pack(info.tobuf() + bytes(info.size)), folder, watch)  # type: ignore[operator]
 
 
 CHILD = """
@@ -202,11 +267,12 @@ print(sum(sizes), len(sizes), peak() - before)
 def test_a_bomb_of_wanted_members_is_read_in_bounded_memory(folder: Path) -> None:
     """24 pictures of 24 MiB in 0.6 MB: more than a window may hold. The peak of a process of its own is looked at."""
     path = folder / "wanted.tar.gz"
-    with gzip.open(path, "wb", compresslevel=1) as out:
+    zeros = gzip.compress(bytes(24 << 20), 1)
+    with path.open("wb") as out:
         for number in range(24):
             info = tarfile.TarInfo(f"{number}.jpg")
             info.size = 24 << 20
-            out.write(info.tobuf() + bytes(info.size))
+            out.write(gzip.compress(info.tobuf()) + zeros)
     out = subprocess.run(
         [sys.executable, "-c", CHILD, str(path)], capture_output=True, text=True, check=True, timeout=120
     )
@@ -217,10 +283,71 @@ def test_a_bomb_of_wanted_members_is_read_in_bounded_memory(folder: Path) -> Non
 
 
 @pytest.mark.parametrize("kind", [b"x", b"L", b"K"])
-def test_a_long_extended_header_is_refused(folder: Path, kind: bytes) -> None:
+def test_a_long_extended_header_is_refused(folder: Path, watch: Watch, kind: bytes) -> None:
     info = tarfile.TarInfo("a.txt")
     info.size, info.type = 300 << 20, kind
-    survives(gzip.compress(info.tobuf() + bytes(2 << 20)), folder)
+    survives(gzip.compress(info.tobuf() + bytes(2 << 20)), folder, watch)
+
+
+def test_an_xz_stream_asks_for_a_dictionary_in_vain(folder: Path) -> None:
+    """One of 1.5 GiB, which whoever writes the header may choose freely; `xz -9`'s of 64 MiB is unpacked."""
+    path = folder / "dictionary.tar.xz"
+    whole = lzma.compress(shard(folder), preset=9)
+    at = 12  # past the stream's header: the block's, its size in words first, its checksum last
+    size = 4 * (whole[at] + 1)
+    header = bytearray(whole[at : at + size - 4])
+    assert header[2:4] == b"\x21\x01", "the filter LZMA2, with one byte of properties: the dictionary's size"
+    found = []
+    for dictionary in (header[4], 37):
+        header[4] = dictionary
+        path.write_bytes(whole[:at] + header + zlib.crc32(header).to_bytes(4, "little") + whole[at + size :])
+        problem = ReadProblem()
+        found.append((len(list(read_shard(str(path), problem))), problem.reason))
+    assert found == [(2 * len(KINDS) + 1, None), (0, "unreadable_shard")] and "emory" in problem.detail, problem
+
+
+def test_a_long_extended_header_of_many_records_is_read_in_no_time() -> None:
+    """A quarter of a million records in a megabyte: whoever copied the rest for each would take a minute."""
+    record = b"4 =\n"
+    info = tarfile.TarInfo("x")
+    info.type, info.size = tarfile.XHDTYPE, LARGEST_HEADER
+    stream = io.BytesIO(info.tobuf() + record * (LARGEST_HEADER // len(record)) + tarfile.TarInfo("a.txt").tobuf())
+    begun = time.process_time()
+    assert next_member(stream) == ("a.txt", 0)
+    took = time.process_time() - begun
+    assert took < 3, f"{took:.1f} s"
+
+
+def test_a_table_that_unpacks_to_much_is_read_in_bounded_memory(folder: Path) -> None:
+    """Sixteen pictures of 24 MiB in a few kilobytes of Parquet, and one of 96 MiB: row by row, and what is too large is not kept."""
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    def column(values: list[Any], kind: Any, rows: list[int]) -> Any:
+        return pyarrow.DictionaryArray.from_arrays(pyarrow.array(rows, pyarrow.int32()), pyarrow.array(values, kind))
+
+    path = folder / "bomb.parquet"
+    with parquet.ParquetWriter(
+        path, pyarrow.schema({"jpg": pyarrow.dictionary(pyarrow.int32(), pyarrow.binary()), "txt": pyarrow.string()}),
+        compression="zstd", store_schema=False,
+    ) as out:  # fmt: skip
+        for size, rows in ((24 << 20, 16), (96 << 20, 1)):
+            pictures = column([bytes(size)], pyarrow.binary(), [0] * rows)
+            out.write_table(pyarrow.table({"jpg": pictures, "txt": ["a caption"] * rows}, schema=out.schema))
+    assert path.stat().st_size < 100_000
+    pool = pyarrow.proxy_memory_pool(pyarrow.default_memory_pool())
+    before = pyarrow.default_memory_pool()
+    pyarrow.set_memory_pool(pool)
+    try:
+        found: Counter[str] = Counter()
+        for url in expand(str(path)):
+            for raw in read_shard(url, ReadProblem(), kinds=limits(["jpg"], ["txt"])):
+                found[raw.damage] += 1
+    finally:
+        pyarrow.set_memory_pool(before)
+    print(f"{pool.max_memory() / 2**20:.0f} MiB at most")
+    assert found == {"": 16, "too_large": 1}
+    assert pool.max_memory() < 300 << 20, pool.max_memory()
 
 
 @pytest.mark.parametrize("side", [20_000, 60_000])

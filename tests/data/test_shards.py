@@ -1,9 +1,11 @@
 """Which shards a setting names, and how many samples they hold."""
 
 import json
+from contextlib import closing
 from pathlib import Path
 
 import fsspec
+import psutil
 import pytest
 
 from clipscale.data import indexing, sources
@@ -12,8 +14,10 @@ from clipscale.data.shards import (
     noted_counts,
     scanned_counts,
 )
+from clipscale.data.store import Store
 from clipscale.errors import UserError
 from tests.data.files import sample, write_shards, write_tar
+from tests.data.streams import contents, open_stream
 
 
 @pytest.fixture(autouse=True)
@@ -93,6 +97,24 @@ def test_pipes_run_only_when_allowed(source: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="allow_pipe"):
         expand(f"@{tmp_path}/list")
     assert "pipe:cat x.tar" in expand(source, allow_pipe=True)
+
+
+def test_an_allowed_command_is_read_to_its_end_and_ended_early(tmp_path: Path) -> None:
+    """As the file is that it prints. What goes wrong with it is said, and one that nobody reads on is ended."""
+    (path,) = write_shards(tmp_path / "set", [60])
+    options = {"batch": 20, "lanes": 1, "order": "resampled", "shuffle": 8}
+    with pytest.raises(UserError, match="allow_pipe"):
+        open_stream(f"pipe:cat {path}", **options)
+    found = {}
+    for source in (str(path), f"pipe:cat {path}", f"pipe:cat {path} && exit 3"):
+        with open_stream(source, allow_pipe=True, **options) as stream:
+            found[source] = [(pixels, tokens) for _, pixels, tokens in contents(stream, 6)]
+            assert set(stream.broken) == ({"failed_pipe"} if "exit" in source else set()), stream.broken
+    file, pipe, failing = found.values()
+    assert pipe == file and failing[:2] == file[:2]
+    with closing(Store().open(f"pipe:echo $$ > {tmp_path}/pid; exec cat {path} /dev/zero").stream) as endless:
+        assert endless.read(1000) == path.read_bytes()[:1000]
+    assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
 
 
 # -- how many samples --------------------------------------------------------------------------------------------------

@@ -9,11 +9,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
 from clipscale.data.sources import SEEN, Access
 from clipscale.data.store import Store
-from clipscale.data.stream import TrainStream
+
+if TYPE_CHECKING:  # processes that only fetch need not load it
+    from clipscale.data.stream import TrainStream
 
 FAULTS = ("503", "drop", "cut", "slow", "short", "wrong_range")
 """What may happen to an answer: refused; ended after half of it, or before it; late; less than was asked for; another range."""
@@ -80,7 +83,7 @@ def settle(store: Store) -> None:
     store.settle()
 
 
-def finish(stream: TrainStream) -> int:
+def finish(stream: "TrainStream") -> int:
     """Close a stream without workers; the faults that it has counted, those of requests included that it had made ahead."""
     stream.close()
     producer = stream._producer
