@@ -12,18 +12,20 @@ from typing import Any
 import yaml
 
 from clipscale.checkpoint import CheckpointConfig
-from clipscale.data.config import DECODE, DataConfig
+from clipscale.checks import at_least, choice, shared
+from clipscale.data.config import DECODE, ORDERS, DataConfig
+from clipscale.data.config import LEAST as DATA_LEAST
 from clipscale.data.ramp import RULES, RampConfig
-from clipscale.distributed import LaunchConfig
+from clipscale.distributed import DEVICES, PARALLEL, LaunchConfig
 from clipscale.errors import UserError
 from clipscale.eval.run import EvalConfig
 from clipscale.keys import flat
 from clipscale.loss.api import BACKENDS, EXCHANGES, OBJECTIVES, PRECISIONS, SIMILARITIES, LossConfig
 from clipscale.models.towers import ModelConfig
-from clipscale.optim import LR_SCALING, OptimConfig, ScheduleConfig
+from clipscale.optim import LR_SCALING, SCHEDULES, OptimConfig, ScheduleConfig
 from clipscale.precision import DTYPES, PrecisionConfig
-from clipscale.report.metrics import LogConfig
-from clipscale.spelling import format_count, nearest, one_of, run_folder, unused
+from clipscale.report.metrics import WANDB, LogConfig
+from clipscale.spelling import format_count, run_folder, unused
 from clipscale.step import CacheConfig
 
 
@@ -66,7 +68,7 @@ class TrainConfig:
 
 # What a text setting may say, and the least a number may be. Names that a library knows (model.name, optim.name) are checked there.
 CHOICES = {
-    "device": ("auto", "cpu", "cuda"),
+    "device": DEVICES,
     "offload": ("none", "host", "disk", "encoded"),
     "ramp.rule": RULES,
     "cache.negatives": ("batch", "chunk"),
@@ -80,11 +82,11 @@ CHOICES = {
     "loss.fp32_precision": PRECISIONS,
     "optim.on_divergence": ("stop", "skip"),
     "optim.lr_scaling": tuple(LR_SCALING),
-    "schedule.name": ("cosine", "constant"),
+    "schedule.name": SCHEDULES,
     "data.decode": DECODE,
-    "data.order": ("auto", "epochs", "resampled"),
-    "launch.parallel": ("ddp", "fsdp"),
-    "log.wandb": ("disabled", "offline", "online"),
+    "data.order": ORDERS,
+    "launch.parallel": PARALLEL,
+    "log.wandb": WANDB,
 }
 LEAST = {
     "batch": 1,
@@ -94,20 +96,7 @@ LEAST = {
     "seed": 0,
     "cache.image_chunk": 1,
     "cache.text_chunk": 1,
-    "data.workers": 0,
-    "data.shuffle": 0,
-    "data.lanes": 1,
-    "data.buffers": 1,
-    "data.image_size": 1,
-    "data.max_pixels": 1,
-    "data.max_bytes": 1,
-    "data.cache_bytes": 0,
-    "data.retries": 0,
-    "data.table.rows": 1,
-    "data.filter.min_side": 0,
-    "data.filter.max_aspect": 1,
-    "data.filter.min_caption": 0,
-    "data.filter.max_caption": 1,
+    **{f"data.{name}": least for name, least in DATA_LEAST.items()},
     "loss.tile": 1,
     "loss.ranks_per_node": 1,
     "loss.label_smoothing": 0,
@@ -146,10 +135,7 @@ def check(config: TrainConfig, *, now: datetime | None = None) -> TrainConfig:
             "offload=disk is for pixels that the loaders decode; with data.decode=gpu take offload=encoded, or offload=host"
         )
     procs = config.launch.procs
-    if procs and config.batch % procs:
-        raise UserError(
-            f"batch={config.batch} cannot be shared evenly by launch.procs={procs} processes; choose a multiple of {procs}"
-        )
+    shared(config.batch, procs or 1, f"launch.procs={procs} processes")
     config.run = str(run_folder(config.run) if config.run else unused(Path("runs") / default_name(config, now)))
     return config
 
@@ -175,10 +161,10 @@ def doubts(config: TrainConfig) -> list[str]:
 def check_values(config: Any) -> None:
     """Refuse a value that none of CHOICES or LEAST allows. Raises UserError naming the setting and what it may be."""
     for key, value in flat(asdict(config)):
-        if key in CHOICES and value not in CHOICES[key]:
-            raise UserError(f"{key}={value}: choose {one_of(CHOICES[key])}{nearest(str(value), CHOICES[key])}")
-        if key in LEAST and value is not None and not value >= LEAST[key]:
-            raise UserError(f"{key}={value}: give at least {LEAST[key]}")
+        if key in CHOICES:
+            choice(key, value, CHOICES[key])
+        if key in LEAST:
+            at_least(key, value, LEAST[key])
 
 
 def default_name(config: TrainConfig, now: datetime | None = None) -> str:

@@ -17,7 +17,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
+from clipscale.checks import choice
 from clipscale.errors import UserError
+
+PARALLEL = ("ddp", "fsdp")
+DEVICES = ("auto", "cpu", "cuda")
 
 
 @dataclass
@@ -79,8 +83,7 @@ class World:
         Frozen towers are left alone; `none` leaves the sum to `sum_gradients`. Batch normalisation is synchronised. FSDP2 changes the
         module in place and shards block by block.
         """
-        if parallel not in ("ddp", "fsdp", "none"):
-            raise UserError(f"launch.parallel={parallel!r}: choose ddp or fsdp")
+        choice("launch.parallel", parallel, (*PARALLEL, "none"))
         if self.size == 1 or not any(p.requires_grad for p in tower.parameters()):
             return tower
         tower = synchronised(tower)
@@ -240,8 +243,7 @@ def start(device: str, threads: int | None = None) -> World:
     size, rank, local_rank = (
         int(os.environ.get(k, d)) for k, d in (("WORLD_SIZE", "1"), ("RANK", "0"), ("LOCAL_RANK", "0"))
     )
-    if device not in ("auto", "cpu", "cuda"):
-        raise UserError(f"device={device!r}: choose auto, cpu or cuda")
+    choice("device", device, DEVICES)
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("device=cuda: torch sees no CUDA device here; use device=cpu or mend the driver")
     if device == "cpu" or not torch.cuda.is_available():

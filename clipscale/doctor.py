@@ -48,7 +48,6 @@ EXTRAS = {
     "s3fs": "s3:// addresses",
     "gcsfs": "gs:// addresses",
     "pyarrow": "Parquet tables",
-    "tensorboard": "log=tensorboard",
 }
 
 

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from clipscale.checkpoint import load_model
+from clipscale.checks import choice
 from clipscale.errors import UserError
 from clipscale.models.towers import ClipModel, ModelConfig, architecture
 from clipscale.spelling import run_folder
@@ -35,8 +36,7 @@ def main(settings: ExportSettings) -> Path:
     """Write the folder and return it. Raises UserError for a run without a readable checkpoint, and a folder that cannot be written."""
     if not settings.run:
         raise UserError("export needs run=NAME or run=PATH")
-    if settings.dtype not in ("float32", "bfloat16", "float16"):
-        raise UserError(f"dtype={settings.dtype}: give float32, bfloat16 or float16")
+    choice("dtype", settings.dtype, ("float32", "bfloat16", "float16"))
     folder = run_folder(settings.run)
     if not folder.is_dir():
         raise UserError(f"run={settings.run}: there is no folder {folder}")

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from clipscale import distributed
+from clipscale.checks import at_least, choice
 from clipscale.data import stored
 from clipscale.data.archive import ReadProblem, read_shard
 from clipscale.data.choose import list_shards
@@ -123,11 +124,10 @@ def main(config: FeaturesConfig) -> Path:
     """`clipscale data features`. Under torchrun every process takes its share of the shards. Raises UserError."""
     if not config.out:
         raise UserError("data features needs out=DIR")
-    for name, value, known in (("dtype", config.dtype, stored.DTYPES), ("transform", config.transform, TRANSFORMS)):
-        if value not in known:
-            raise UserError(f"{name}={value}: choose {' or '.join(known)}")
-    if config.batch < 1 or config.threads < 1:
-        raise UserError(f"batch={config.batch} threads={config.threads}: give at least 1")
+    choice("dtype", config.dtype, stored.DTYPES)
+    choice("transform", config.transform, TRANSFORMS)
+    at_least("batch", config.batch, 1)
+    at_least("threads", config.threads, 1)
     urls, _ = list_shards(config.data)
     twice = [name for name, count in Counter(map(leaf, urls)).items() if count > 1]
     if twice:

@@ -19,6 +19,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, r
 from torch.distributed.launcher.api import LaunchConfig as ElasticConfig
 from torch.distributed.launcher.api import elastic_launch
 
+from clipscale import checks
 from clipscale.config import TrainConfig, check, doubts
 from clipscale.errors import StoppedError, UserError
 from clipscale.hardware import cores
@@ -84,11 +85,7 @@ def workers(config: TrainConfig) -> int:
     count = config.launch.procs
     if count is None:
         count = 1 if config.device == "cpu" else max(1, torch.cuda.device_count())
-    if config.batch % count:
-        raise UserError(
-            f"batch={config.batch} cannot be shared evenly by {count} processes (one per GPU); choose a multiple of {count}, "
-            "or fewer processes with launch.procs=N"
-        )
+    checks.shared(config.batch, count, f"{count} processes (one per GPU)", ", or fewer processes with launch.procs=N")
     return count
 
 

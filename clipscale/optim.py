@@ -9,8 +9,9 @@ import timm.optim
 import torch
 from torch import nn
 
+from clipscale.checks import choice
 from clipscale.errors import UserError
-from clipscale.spelling import nearest, one_of
+from clipscale.spelling import nearest
 
 LR_SCALING = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
 """Rule -> power of the batch."""
@@ -44,6 +45,9 @@ class OptimConfig:
     """Further keyword arguments of timm's factory."""
 
 
+SCHEDULES = ("cosine", "constant")
+
+
 @dataclass
 class ScheduleConfig:
     """The learning rate over the run."""
@@ -64,8 +68,7 @@ def peak_lr(config: OptimConfig, batch: int) -> float:
     Linear: Goyal et al. 2017 (arXiv 1706.02677), for SGD below the noise scale; square root: Krizhevsky 2014 (arXiv 1404.5997), the usual
     choice for Adam and its kin. Raises UserError for another rule, and for a rule without a reference.
     """
-    if config.lr_scaling not in LR_SCALING:
-        raise UserError(f"optim.lr_scaling={config.lr_scaling}: choose {one_of(LR_SCALING)}")
+    choice("optim.lr_scaling", config.lr_scaling, LR_SCALING)
     if config.lr_scaling == "none":
         return config.lr
     if config.reference_batch is None:
@@ -162,8 +165,7 @@ class Schedule:
 
     @staticmethod
     def build(config: ScheduleConfig, *, peak: float, total: int, per_epoch: float | None) -> "Schedule":
-        if config.name not in ("cosine", "constant"):
-            raise UserError(f"schedule.name={config.name!r}: choose cosine or constant")
+        choice("schedule.name", config.name, SCHEDULES)
         warmup = parse_steps(config.warmup, "schedule.warmup", total=total, per_epoch=per_epoch)
         cooldown = parse_steps(config.cooldown, "schedule.cooldown", total=total, per_epoch=per_epoch)
         return Schedule(peak, total, min(warmup, total), min(cooldown, total), config.final, config.name == "cosine")

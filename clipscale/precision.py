@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from clipscale.checks import choice
 from clipscale.errors import UserError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -33,8 +34,7 @@ class Precision:
     """
 
     def __init__(self, config: PrecisionConfig, device: torch.device) -> None:
-        if config.name not in DTYPES:
-            raise UserError(f"precision.name={config.name!r}: choose one of {', '.join(DTYPES)}")
+        choice("precision.name", config.name, DTYPES)
         if config.weights != "fp32" and (config.weights, config.name) != ("bf16", "bf16"):
             raise UserError(
                 f"precision.weights={config.weights} with precision.name={config.name}: bf16 weights go with precision=bf16; "

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from clipscale import checkpoint, distributed
+from clipscale.checks import shared
 from clipscale.config import TrainConfig, to_yaml
 from clipscale.data.ramp import BatchSizes
 from clipscale.data.room import free_memory
@@ -66,10 +67,7 @@ class Run:
 
     def __init__(self, config: TrainConfig, world: World) -> None:
         self.config, self.world = config, world
-        if config.batch % world.size:
-            raise UserError(
-                f"batch={config.batch} cannot be shared evenly by {world.size} processes; choose a multiple of {world.size}"
-            )
+        shared(config.batch, world.size, f"{world.size} processes")
         self.sizes = BatchSizes(config.batch, config.ramp)
         self.folder = open_folder(Path(config.run), world)
         state = checkpoint.to_resume(self.folder, config.resume)

@@ -226,7 +226,7 @@ MISTAKES = [
     ("doctor timeout_s=soon", "timeout_s=soon: give a number"),
     ("export", "export needs run=NAME"),
     ("export run=none-such", "run=none-such: there is no folder runs/none-such"),
-    ("export run=x dtype=int8", "dtype=int8: give float32, bfloat16 or float16"),
+    ("export run=x dtype=int8", "dtype=int8: choose float32, bfloat16 or float16"),
     ("completion fish", "completion: only bash is known"),
 ]
 

@@ -1,8 +1,10 @@
 """Settings of the training data, and what can be said of them before any shard is looked at."""
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
+from clipscale.checks import at_least, choice, shared
 from clipscale.errors import UserError
+from clipscale.keys import flat
 
 
 @dataclass
@@ -24,6 +26,24 @@ class AugmentConfig:
 
 
 DECODE = ("exact", "fast", "gpu")
+ORDERS = ("auto", "epochs", "resampled")
+LEAST = {
+    "workers": 0,
+    "shuffle": 0,
+    "lanes": 1,
+    "buffers": 1,
+    "image_size": 1,
+    "max_pixels": 1,
+    "max_bytes": 1,
+    "cache_bytes": 0,
+    "retries": 0,
+    "table.rows": 1,
+    "filter.min_side": 0,
+    "filter.max_aspect": 1,
+    "filter.min_caption": 0,
+    "filter.max_caption": 1,
+}
+"""The least that a number may be."""
 FEATURES = "npy"
 """The member that `data.image_features=true` stands for."""
 
@@ -128,32 +148,21 @@ class DataConfig:
 
 def check(config: DataConfig, batch: int, world: int) -> None:
     """Raise UserError for settings that cannot work with any data."""
-    if batch < 1 or batch % world:
-        raise UserError(f"batch={batch} is not a multiple of the {world} processes; take a multiple")
-    for name, least in (
-        ("workers", 0),
-        ("shuffle", 0),
-        ("buffers", 1),
-        ("max_pixels", 1),
-        ("max_bytes", 1),
-        ("retries", 0),
-    ):
-        if getattr(config, name) < least:
-            raise UserError(f"data.{name}={getattr(config, name)}: must be at least {least}")
-    for name in ("wait_s", "timeout_s"):
-        if not getattr(config, name) > 0:
-            raise UserError(f"data.{name}={getattr(config, name)}: must be positive")
-    if config.order not in ("auto", "epochs", "resampled"):
-        raise UserError(f"data.order={config.order}: must be auto, epochs or resampled")
+    at_least("batch", batch, 1)
+    shared(batch, world, f"{world} processes")
+    for name, value in flat(asdict(config)):
+        if name in LEAST:
+            at_least(f"data.{name}", value, LEAST[name])
+    if config.timeout_s <= 0:
+        raise UserError(f"data.timeout_s={config.timeout_s}: must be positive")
+    choice("data.order", config.order, ORDERS)
+    choice("data.decode", config.decode, DECODE)
     longest = config.filter.max_caption
     if longest is not None and longest < config.filter.min_caption:
         raise UserError(
             f"data.filter.max_caption={longest} is below data.filter.min_caption={config.filter.min_caption}; no caption passes both"
         )
     augment = config.augment
-    for name, count in (("scale", 2), ("ratio", 2), ("jitter", 4)):
-        if len(getattr(augment, name)) != count:
-            raise UserError(f"data.augment.{name}={list(getattr(augment, name))}: give {count} numbers")
     if not 0 < augment.scale[0] <= augment.scale[1] <= 1:
         raise UserError(f"data.augment.scale={list(augment.scale)}: must be two shares, 0 < low <= high <= 1")
     if not 0 < augment.ratio[0] <= augment.ratio[1]:

@@ -12,6 +12,7 @@ from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
+from clipscale.checks import at_least
 from clipscale.errors import UserError
 from clipscale.eval.zero_shot import Template
 
@@ -75,8 +76,7 @@ def load_sets(paths: Sequence[str], limit: int | None = None) -> list[EvalSet]:
 
     Raises UserError for a set that is missing, empty or inconsistent. Indexes are kept, so that a second call costs nothing.
     """
-    if limit is not None and limit < 1:
-        raise UserError(f"eval.limit={limit}: give a positive number of images, or null for all")
+    at_least("eval.limit", limit, 1)
     resolved = [Path(path).expanduser().absolute() for path in paths]
     if len(set(resolved)) < len(resolved):
         raise UserError(f"eval.sets names a set twice: {', '.join(sorted(map(str, paths)))}; keep one of them")

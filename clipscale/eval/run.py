@@ -23,6 +23,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from clipscale.checks import at_least
 from clipscale.data.decode import BrokenSampleError, EvalTransform
 from clipscale.errors import UserError
 from clipscale.eval import datasets, retrieval, zero_shot
@@ -75,8 +76,7 @@ def check(config: EvalConfig) -> list[EvalSet]:
     """
     sets, problem = [], ""
     try:
-        if config.batch < 1:
-            raise UserError(f"eval.batch={config.batch}: give a positive number")
+        at_least("eval.batch", config.batch, 1)
         sets = datasets.load_sets(config.sets, config.limit)
     except UserError as error:
         problem = str(error)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
+from clipscale.checks import at_least, shared
 from clipscale.errors import UserError
 from clipscale.hardware import Hardware, hardware
 from clipscale.plan.config import PlanConfig
@@ -44,8 +45,7 @@ def rehearsing(config: PlanConfig) -> str:
 def machine(config: PlanConfig) -> Hardware | None:
     """The GPU; None for `cpu`. Raises UserError for what cannot be."""
     for name in ("gpus", "nodes", "picture"):
-        if getattr(config, name) < 1:
-            raise UserError(f"{name}={getattr(config, name)}: give at least 1")
+        at_least(name, getattr(config, name), 1)
     for name in ("reserve", "utilisation"):
         if not 0 <= getattr(config, name) <= 1:
             raise UserError(f"{name}={getattr(config, name)}: give a share, 0 to 1")
@@ -56,10 +56,7 @@ def machine(config: PlanConfig) -> Hardware | None:
         raise UserError("hardware is not set; give the GPU, hardware=a100-80g, or run=NAME to compare with a run")
     gpu = None if config.hardware == "cpu" else hardware(config.hardware)
     ranks = config.gpus * config.nodes
-    if config.batch % ranks:
-        raise UserError(
-            f"batch={config.batch} cannot be shared evenly by gpus={config.gpus} x nodes={config.nodes}; choose a multiple of {ranks}"
-        )
+    shared(config.batch, ranks, f"gpus={config.gpus} x nodes={config.nodes}")
     return gpu
 
 

@@ -25,6 +25,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from clipscale.checks import at_least, choice
 from clipscale.errors import UserError
 from clipscale.report.environment import environment
 
@@ -48,6 +49,9 @@ CONSOLE_FIELDS = {
 
 SLOW_SINK_S = 5.0
 """A sink call that takes longer is reported once: it holds up training."""
+
+
+WANDB = ("disabled", "offline", "online")
 
 
 @dataclass
@@ -104,10 +108,8 @@ class MetricLog:
         world: int = 1,
         console: Console | None = None,
     ) -> None:
-        if config.wandb not in ("online", "offline", "disabled"):
-            raise UserError(f"log.wandb={config.wandb!r}: choose online, offline or disabled")
-        if config.every < 1:
-            raise UserError(f"log.every={config.every}: give a positive number of steps")
+        choice("log.wandb", config.wandb, WANDB)
+        at_least("log.every", config.every, 1)
         self.config = config
         # Highlighting and wrapping would put control codes and line breaks into lines that are meant for grep.
         self.console = console or Console(highlight=False, soft_wrap=True, emoji=False)

@@ -160,7 +160,7 @@ def test_progress_bar_only_on_a_terminal(tmp_path: Path) -> None:
 
 
 def test_settings_that_make_no_sense(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"log\.wandb='on'"):
+    with pytest.raises(UserError, match=r"log\.wandb=on: choose disabled, offline or online"):
         open_log(tmp_path, LogConfig(wandb="on"))
     with pytest.raises(UserError, match=r"log\.every=0"):
         open_log(tmp_path, LogConfig(every=0))

@@ -1,0 +1,24 @@
+"""What several parts ask of their settings, each with one message. Imports nothing heavy."""
+
+from collections.abc import Collection
+
+from clipscale.errors import UserError
+from clipscale.spelling import nearest, one_of
+
+
+def choice(key: str, value: object, known: Collection[str]) -> None:
+    """Raise UserError where a setting is none of what it may be."""
+    if value not in known:
+        raise UserError(f"{key}={value}: choose {one_of(known)}{nearest(str(value), known)}")
+
+
+def at_least(key: str, value: float | None, least: float) -> None:
+    """Raise UserError where a number is smaller, or not a number; None, for a setting that may be left unset, is not looked at."""
+    if value is not None and not value >= least:
+        raise UserError(f"{key}={value}: give at least {least}")
+
+
+def shared(batch: int, count: int, whom: str, remedy: str = "") -> None:
+    """Raise UserError where a batch has no equal part for each of `count` processes."""
+    if batch % count:
+        raise UserError(f"batch={batch} cannot be shared evenly by {whom}; choose a multiple of {count}{remedy}")
