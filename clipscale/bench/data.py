@@ -49,6 +49,7 @@ HOW = {
     "loader": "pictures a second of one core that a loader prepares for data.decode=gpu: header read, crop drawn, bytes put into the batch",
     "device": f"pictures a second of the GPU with data.decode=gpu: bytes in host memory to pixels there, {data_device.AHEAD} at once",
     "step": f"samples a second that the gradient cache takes on the GPU in bf16, pixels at hand, chunks of {data_device.CHUNK} at most",
+    "difference": "mean difference of decode=fast from decode=exact on the same crops, in parts of 255",
     "bytes": "what one sample takes of the memory through which workers hand it over, pixels and tokens",
     "pictures": "random, amplitude 1/frequency in every colour, JPEG quality 90",
 }
@@ -211,7 +212,21 @@ def decode_rows(side: int, pictures: list[bytes], settings: DataBenchSettings) -
                 methods[name](data, round_ * len(pictures) + number)
             if round_:
                 times[name].append(time.process_time() - begun)
-    return with_ratios([_row("decode", side, name, [len(pictures) / t for t in times[name]]) for name in methods])
+    rows = [_row("decode", side, name, [len(pictures) / t for t in times[name]]) for name in methods]
+    rows[ON_CPU.index("fast")]["difference"] = difference(settings.image_size, pictures)
+    return with_ratios(rows)
+
+
+def difference(side: int, pictures: list[bytes]) -> float:
+    """Of `fast` pixels from `exact` ones of the same crops, mean of the absolute values, in parts of 255."""
+    exact, fast = (TrainTransform(side, SCALE, RATIO, 0.0, 2**30, name == "fast") for name in ("exact", "fast"))
+    means = []
+    for number, data in enumerate(pictures):
+        found = np.zeros((2, 3, side, side), np.uint8)
+        exact(data, Draws(0, AUGMENT, number), found[0])
+        fast(data, Draws(0, AUGMENT, number), found[1])
+        means.append(np.abs(found[0].astype(np.int16) - found[1]).mean())
+    return float(np.mean(means))
 
 
 # -- end to end --------------------------------------------------------------------------------------------------------
@@ -315,7 +330,7 @@ def with_ratios(rows: list[Row]) -> list[Row]:
 def table(record: dict[str, Any]) -> Sheet:
     """One line for each rate."""
     title = f"data path on {processor(record['machine'])}: samples a second (decode: of one core)"
-    heads = ("what", "source", "method", "samples/s", "min-max", f"to {PEER}", "bytes a sample")
+    heads = ("what", "source", "method", "samples/s", "min-max", f"to {PEER}", "bytes a sample", "off exact, /255")
     groups = [[cells(row) for row in group] for group in grouped(record["rows"], "kind", "side")]
     return Sheet(title, heads, ("what", "method"), groups)
 
@@ -325,7 +340,8 @@ def cells(row: Row) -> list[str]:
     between = f"{rate['min']:,.0f}-{rate['max']:,.0f}"
     size = f"{row['bytes']:,}" if "bytes" in row else "-"
     ratio = f"{row['ratio']:.2f}" if "ratio" in row else "-"
-    return [row["kind"], str(row["side"]), row["method"], f"{rate['median']:,.0f}", between, ratio, size]
+    off = f"{row['difference']:.1f}" if "difference" in row else "-"
+    return [row["kind"], str(row["side"]), row["method"], f"{rate['median']:,.0f}", between, ratio, size, off]
 
 
 def verdicts(record: dict[str, Any]) -> list[str]:

@@ -47,6 +47,8 @@ def test_every_method_is_measured_at_every_size(record: dict) -> None:
         rate = row["per_s"]
         assert 0 < rate["min"] <= rate["median"] <= rate["max"] and len(rate["all"]) == 1, row
         assert row["method"] != PEER or row["ratio"] == 1, row
+    off = {row["side"]: row["difference"] for row in record["rows"] if "difference" in row}
+    assert off[40] == 0 < off[80] < 10, f"{off}: 40 pixels cannot be halved for 32, 80 can"
 
 
 def test_without_a_gpu_its_decoder_is_left_out_and_why_is_said(record: dict) -> None:
