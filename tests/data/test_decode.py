@@ -55,9 +55,9 @@ def test_evaluation_pixels_are_open_clips(size: tuple[int, int], kind: str) -> N
 
 
 @pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
-@pytest.mark.parametrize("size", [(64, 64), (48, 64), (301, 97), (97, 301), (640, 480), (31, 33)])
+@pytest.mark.parametrize("size", [(64, 64), (301, 97), (97, 301), (640, 400), (33, 33)])
 def test_training_pixels_of_whole_jpegs_are_open_clips(size: tuple[int, int], mode: str) -> None:
-    """Of a scale of 1, where nothing of open_clip's transform is random: the whole picture, or its middle where it is too long."""
+    """Of a scale of 1, where nothing of open_clip's transform is random: the whole of a square picture, the middle of a long one."""
     width, height = size
     source = Image.open(io.BytesIO(photograph(640, width))).crop((0, 0, width, height)).convert(mode)
     options = {"is_train": True, "mean": (0.0,) * 3, "std": (1.0,) * 3, "aug_cfg": {"scale": (1.0, 1.0)}}

@@ -312,6 +312,9 @@ def test_a_silent_s3_server_is_given_up_in_time(trickles: bool, monkeypatch: pyt
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
         begun = time.monotonic()
         samples, problem, tally = read("s3://bucket/00000.tar", wait_s=0.5, retries=1)
+        if not trickles:  # however long an answer of so many bytes may take
+            with pytest.raises(origins.FaultError, match=r"[tT]imeout"):
+                next(origins.origin_of("s3://bucket/00000.tar", 0.5).read(0, 8 << 20, "", 1 << 30))
         took = time.monotonic() - begun
         over.set()
         thread.join()
