@@ -72,7 +72,7 @@ def ratios(axes: Axes, rows: list[Row]) -> None:
     for number, row in enumerate(rows):
         found = {p: f["ratio"] for p, f in row["predicted"]["compared"].items() if f["ratio"] is not None}
         shift = 0.5 * ((number + 0.5) / len(rows) - 0.5)
-        look = {"color": COLOURS[number % len(COLOURS)], "marker": MARKS[number % len(MARKS)]}
+        look: dict[str, Any] = {"color": COLOURS[number % len(COLOURS)], "marker": MARKS[number % len(MARKS)]}
         places = [phases.index(phase) + shift for phase in found]
         axes.plot(places, list(found.values()), linestyle="none", label=row["run"], **look)
         most = max([most, *(1.1 * abs(ratio - 1) for ratio in found.values())])
