@@ -12,7 +12,9 @@ from unittest import mock
 
 from clipscale.data.batch import Arena, sample_id
 from clipscale.data.config import DataConfig
-from clipscale.data.lanes import Plan, Producer
+from clipscale.data.lanes import Plan, Producer, segment_windows
+from clipscale.data.order import Segment
+from clipscale.data.store import Store
 from clipscale.data.stream import TrainStream, merge_positions
 from clipscale.data.workers import Fill, Report, reports
 from tests.data.files import SIDE, Letters
@@ -63,6 +65,19 @@ def all_ids(paths: list[Path], sizes: list[int]) -> Counter[int]:
 def positions(streams: list[TrainStream]) -> dict[str, Any]:
     """What a checkpoint would hold."""
     return json.loads(json.dumps(merge_positions([stream.position() for stream in streams])))
+
+
+def read_in_windows(url: str, kinds: dict[str, int]) -> tuple[int, int, int]:
+    """Samples, windows, and the KiB by which reading a shard has raised this process's peak: its own, not a parent's, as ru_maxrss is."""
+
+    def peak() -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+
+    before = peak()
+    windows = segment_windows(Segment(0, 0, 0, None, None), url, 256, 0, kinds, Store())
+    sizes = [len(items) for items in windows if isinstance(items, list)]
+    return sum(sizes), len(sizes), peak() - before
 
 
 class Inline:

@@ -35,6 +35,8 @@ from clipscale.data.sample import limits
 from clipscale.data.shards import expand
 from clipscale.data.tar import BLOCK, LARGEST_HEADER, next_member
 from tests.data.files import Members, picture, write_tar
+from tests.data.streams import read_in_windows
+from tests.ranks import forks
 
 SELECTION = selection("txt", ["txt", "json:alt"], ["{}", "a {}"], FilterConfig(min_side=2, fields=["alt!=x"]))
 TRANSFORM = TrainTransform(16, (0.5, 1.0), (0.75, 4 / 3), 0.5, 100_000)
@@ -249,21 +251,6 @@ def test_a_packed_bomb_is_read_in_bounded_memory(folder: Path, watch: Watch, pac
     survives(pack(info.tobuf() + bytes(info.size)), folder, watch)  # type: ignore[operator]
 
 
-CHILD = """
-import re, sys
-from pathlib import Path
-from clipscale.data.lanes import segment_windows
-from clipscale.data.order import Segment
-from clipscale.data.sample import limits
-from clipscale.data.store import Store
-def peak(): return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])  # not a parent's, as ru_maxrss is
-before = peak()
-windows = segment_windows(Segment(0, 0, 0, None, None), sys.argv[1], 256, 0, limits(["jpg"]), Store())
-sizes = [len(items) for items in windows if isinstance(items, list)]
-print(sum(sizes), len(sizes), peak() - before)
-"""
-
-
 def test_a_bomb_of_wanted_members_is_read_in_bounded_memory(folder: Path) -> None:
     """24 pictures of 24 MiB in 0.6 MB: more than a window may hold. The peak of a process of its own is looked at."""
     path = folder / "wanted.tar.gz"
@@ -273,10 +260,8 @@ def test_a_bomb_of_wanted_members_is_read_in_bounded_memory(folder: Path) -> Non
             info = tarfile.TarInfo(f"{number}.jpg")
             info.size = 24 << 20
             out.write(gzip.compress(info.tobuf()) + zeros)
-    out = subprocess.run(
-        [sys.executable, "-c", CHILD, str(path)], capture_output=True, text=True, check=True, timeout=120
-    )
-    samples, windows, grown = map(int, out.stdout.split())
+    with forks().Pool(1) as pool:
+        samples, windows, grown = pool.apply(read_in_windows, (str(path), limits(["jpg"])))
     print(f"{samples} samples in {windows} windows, {grown / 1024:.0f} MiB more than before")
     assert samples == 24 and windows > 2
     assert grown < 400 << 10, f"{grown} KiB more: two windows and a sample at most"
