@@ -10,9 +10,8 @@ import io
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, field
-from multiprocessing import get_context
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -207,25 +206,10 @@ def _compare(url: str, task: Task, sha256: str, found: Findings) -> None:
 
 def surveyed(urls: Sequence[str], task: Task, workers: int) -> Iterator[tuple[str, Findings]]:
     """Every shard's findings, as they come."""
-    if workers < 2 or len(urls) < 2:
-        for url in urls:
-            yield url, _signed(survey(url, task))
-        return
-    # spawn: the caller may hold threads and locks
-    with ProcessPoolExecutor(min(workers, len(urls)), mp_context=get_context("spawn")) as pool:
-        waiting = {pool.submit(survey, url, task): url for url in urls}
-        try:
-            for future in as_completed(waiting):
-                yield waiting.pop(future), _signed(future.result())
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
-
-
-def _signed(found: Findings) -> Findings:
-    """With the pictures' ranks as they were meant."""
-    found.pictures = [Picture(-p.rank, p.name, p.caption, p.width, p.height, p.jpeg) for p in found.pictures]
-    return found
+    for url, found in indexing.as_they_come(partial(survey, task=task), urls, workers):
+        # the ranks as they were meant
+        found.pictures = [replace(picture, rank=-picture.rank) for picture in found.pictures]
+        yield url, found
 
 
 # -- duplicates --------------------------------------------------------------------------------------------------------

@@ -9,13 +9,13 @@ import shutil
 import sqlite3
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -27,6 +27,7 @@ from clipscale.data.tar import Metered, unpacked
 from clipscale.errors import UserError
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 SERIAL_BYTES = 256 << 20
 """Shards of less than this together are read by one process; starting others would take longer."""
@@ -136,7 +137,10 @@ def update(
                 for url in [url for url, now in todo.items() if _holds(held.get(leaf_of(url)), now, checksum)]:
                     tally.kept += 1
                     done(url, todo.pop(url)[0], None)
-            for url, size, entry in _surveyed([(url, now[0]) for url, now in todo.items()], access, checksum, workers):
+            work = partial(_survey_or_error, access=access, checksum=checksum)
+            few = sum(size for size, _ in todo.values()) < SERIAL_BYTES
+            for url, entry in as_they_come(work, list(todo), 1 if few else workers):
+                size = todo[url][0]
                 if isinstance(entry, str):
                     tally.failed[url] = entry
                     done(url, size, None)
@@ -189,21 +193,17 @@ def _survey_or_error(url: str, access: Access, checksum: bool) -> Entry | str:
         return str(error)
 
 
-def _surveyed(
-    todo: Sequence[tuple[str, int]], access: Access, checksum: bool, workers: int
-) -> Iterator[tuple[str, int, Entry | str]]:
-    if workers < 2 or len(todo) < 2 or sum(size for _, size in todo) < SERIAL_BYTES:
-        for url, size in todo:
-            yield url, size, _survey_or_error(url, access, checksum)
+def as_they_come(work: Callable[[str], T], urls: Sequence[str], workers: int) -> Iterator[tuple[str, T]]:
+    """Each shard and what `work` makes of it, by so many processes, the first to be ready first; a single one is this process."""
+    if workers < 2 or len(urls) < 2:
+        yield from ((url, work(url)) for url in urls)
         return
     # spawn: the caller may hold threads and locks
-    with ProcessPoolExecutor(min(workers, len(todo)), mp_context=get_context("spawn")) as pool:
-        waiting: dict[Future[Entry | str], tuple[str, int]] = {
-            pool.submit(_survey_or_error, url, access, checksum): (url, size) for url, size in todo
-        }
+    with ProcessPoolExecutor(min(workers, len(urls)), mp_context=get_context("spawn")) as pool:
+        waiting = {pool.submit(work, url): url for url in urls}
         try:
             for future in as_completed(waiting):
-                yield *waiting[future], future.result()
+                yield waiting.pop(future), future.result()
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
