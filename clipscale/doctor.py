@@ -1,7 +1,4 @@
-"""`clipscale doctor`: whether this machine is ready to train, found out by trying: devices, loss, processes, memory, decoding, folders.
-
-N: pairs, D: feature width.
-"""
+"""`clipscale doctor`: whether this machine is ready to train, found out by trying: devices, loss, processes, memory, decoding, folders."""
 
 import io
 import os
@@ -22,7 +19,6 @@ import torch
 from PIL import Image
 from rich.table import Table
 
-from clipscale import distributed
 from clipscale.data.config import DataConfig
 from clipscale.data.device import jpeg_decoder
 from clipscale.data.order import Draws
@@ -30,15 +26,11 @@ from clipscale.data.room import free_memory
 from clipscale.data.stream import train_transform
 from clipscale.distributed import World
 from clipscale.errors import UserError
-from clipscale.loss.api import contrastive_loss
-from clipscale.loss.dense import dense_contrastive_loss
-from clipscale.models.towers import unit_rows
 from clipscale.report.environment import environment
 from clipscale.report.table import plain_console
 from clipscale.spelling import format_bytes
+from clipscale.trial import loss_error
 
-PAIRS, WIDTH, SCALE = 96, 64, 20.0
-"""Of the loss that is tried, for each process."""
 ALLOWED = 1e-4
 """Relative error of a float32 gradient that is still put down to rounding."""
 FILES = 1024
@@ -146,7 +138,7 @@ def processes(settings: DoctorSettings) -> Iterator[Finding]:
     begun = time.monotonic()
     try:
         done = subprocess.run(
-            [*command, "-m", "clipscale.doctor"], capture_output=True, text=True, timeout=settings.timeout_s
+            [*command, "-m", "clipscale.trial"], capture_output=True, text=True, timeout=settings.timeout_s
         )
     except subprocess.TimeoutExpired:
         yield Finding(
@@ -218,42 +210,7 @@ def folders(settings: DoctorSettings) -> Iterator[Finding]:
 CHECKS = (software, devices, loss, processes, memory, decoding, folders)
 
 
-# -- the loss against its definition -----------------------------------------------------------------------------------
-
-
 def judged(what: str, of: str, error: float) -> Finding:
     """`not <=` also finds an error that is no number."""
     said = f"{of} differs from float64's by {error:.0e}"
     return Finding("ok", what, said) if error <= ALLOWED else Finding("problem", what, f"{said}: that is not rounding")
-
-
-def loss_error(world: World) -> float:
-    """Largest error of this process's share of the float32 gradient, relative to the largest entry of the dense float64 one."""
-    draws = torch.Generator().manual_seed(0)
-    u, v = (unit_rows(torch.randn(PAIRS * world.size, WIDTH, generator=draws, dtype=torch.float64)) for _ in range(2))
-    true = u.clone().requires_grad_(), v.clone().requires_grad_()
-    dense_contrastive_loss(*true, SCALE).backward()
-    own = slice(PAIRS * world.rank, PAIRS * (world.rank + 1))
-    found = tuple(x[own].float().to(world.device).requires_grad_() for x in (u, v))
-    contrastive_loss(*found, torch.tensor(SCALE, device=world.device), fp32_precision="ieee").backward()
-    worst = 0.0
-    for ours, truth in zip(found, true):
-        assert ours.grad is not None and truth.grad is not None
-        difference = (ours.grad.double().cpu() - truth.grad[own]).abs().max() / truth.grad.abs().max()
-        worst = max(worst, difference.item()) if difference.isfinite() else float("inf")
-    return worst
-
-
-def rank() -> None:
-    """One of the processes that torchrun starts for `processes`."""
-    world = distributed.start("auto")
-    try:
-        errors = world.gather(loss_error(world))
-        if world.main:
-            print(f"error={max(errors)}", flush=True)
-    finally:
-        distributed.stop()
-
-
-if __name__ == "__main__":
-    rank()

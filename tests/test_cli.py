@@ -1,5 +1,6 @@
 """The command line: help, completion, and one clear line for every mistake."""
 
+import json
 import re
 from collections.abc import Callable
 from dataclasses import asdict
@@ -327,7 +328,9 @@ def test_nothing_is_written_by_composing(say: Say, tmp_path: Path) -> None:
 # ---- a run ----
 
 
-def test_train_eval_and_report_work_one_after_another(command: Command, shards: str, tmp_path: Path) -> None:
+def test_train_eval_plan_and_report_work_one_after_another(
+    command: Command, say: Say, shards: str, tmp_path: Path
+) -> None:
     done = command("train", *TINY, f"data.train={shards}", "run=first", "launch.procs=1")
     assert done.returncode == 0, done.stderr[-2000:]
     assert "done: runs/first (step 2, loss " in done.stdout
@@ -335,20 +338,25 @@ def test_train_eval_and_report_work_one_after_another(command: Command, shards: 
     assert len((tmp_path / "runs/first/metrics.jsonl").read_text().splitlines()) == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["runs"]
 
-    done = command("eval", "run=first", f"eval.sets={classification_set(tmp_path / 'colours')}", "device=cpu")
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "colours" in done.stdout
+    status, out, err = say("eval", "run=first", f"eval.sets={classification_set(tmp_path / 'colours')}", "device=cpu")
+    assert status == 0, err
+    assert "colours" in out
     assert (tmp_path / "runs/first/eval").is_dir()
 
-    done = command("report", "run=first")
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert [Path(line).name for line in done.stdout.splitlines()] == ["report.html", "report.png"]
-    assert all((tmp_path / line).stat().st_size for line in done.stdout.splitlines())
+    status, out, err = say("plan", "run=first", "json=true")
+    assert status == 0, err
+    host = json.loads(out)["compared"]["host"]
+    assert host["ratio"] == pytest.approx(1, abs=0.15), host  # of a process that did nothing but train
+
+    status, out, err = say("report", "run=first")
+    assert status == 0, err
+    assert [Path(line).name for line in out.splitlines()] == ["report.html", "report.png"]
+    assert all((tmp_path / line).stat().st_size for line in out.splitlines())
 
 
-def test_an_unwritable_run_folder_ends_the_run_with_one_line(command: Command, shards: str, tmp_path: Path) -> None:
+def test_an_unwritable_run_folder_ends_the_run_with_one_line(say: Say, shards: str, tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("a file, not a folder")
-    done = command("train", *TINY, f"data.train={shards}", "run=./taken/run")
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: run=taken/run cannot be written"), done.stderr
-    assert done.stderr.count("\n") == 1
+    status, _, err = say("train", *TINY, f"data.train={shards}", "run=./taken/run", "launch.procs=1")
+    assert status == 2
+    assert err.startswith("error: run=taken/run cannot be written"), err
+    assert err.count("\n") == 1

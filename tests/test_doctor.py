@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from clipscale import doctor
+from clipscale import doctor, trial
 from clipscale.doctor import DoctorSettings, Finding, main
 
 
@@ -32,11 +32,11 @@ def test_a_machine_that_works_has_no_problems(capsys: pytest.CaptureFixture[str]
 
 def test_a_wrong_gradient_is_a_problem(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     only(monkeypatch, "loss")
-    right = doctor.contrastive_loss
-    monkeypatch.setattr(doctor, "contrastive_loss", lambda *args, **options: 1.001 * right(*args, **options))
+    right = trial.contrastive_loss
+    monkeypatch.setattr(trial, "contrastive_loss", lambda *args, **options: 1.001 * right(*args, **options))
     assert main(DoctorSettings()) == 1
     assert "that is not rounding" in capsys.readouterr().out
-    monkeypatch.setattr(doctor, "contrastive_loss", lambda *args, **options: float("nan") * right(*args, **options))
+    monkeypatch.setattr(trial, "contrastive_loss", lambda *args, **options: float("nan") * right(*args, **options))
     assert main(DoctorSettings()) == 1
 
 

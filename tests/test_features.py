@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from clipscale.cli import main as cli
 from clipscale.config import TrainConfig
 from clipscale.data.archive import ReadProblem, read_shard
 from clipscale.data.config import AugmentConfig, DataConfig
@@ -20,7 +21,6 @@ from clipscale.eval.run import EvalConfig
 from clipscale.features import FeaturesConfig, main
 from clipscale.models.towers import ModelConfig
 from clipscale.train import train
-from tests.conftest import Command
 from tests.data.files import sample, write_tar
 from tests.test_train import ARCHITECTURE, curve, demo, settings
 
@@ -170,10 +170,16 @@ def test_shards_of_pictures_are_no_features(demo: Path, stored: dict[str, Path],
         train(locked(demo, tmp_path / "run", data=from_features(stored["float16"], image_features="emb")))
 
 
-def test_the_verb(command: Command, shards: str, tmp_path: Path) -> None:
-    done = command("data", "features", "model=tiny", f"data.train={shards}", "out=features", "device=cpu")
-    assert done.returncode == 0, done.stderr
-    assert "features of 48 samples" in done.stdout and "features of random weights" in done.stderr
+def test_the_verb(
+    shards: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli(["data", "features", "model=tiny", f"data.train={shards}", "out=features", "device=cpu"]) == 0
+    assert "features of 48 samples" in capsys.readouterr().out and "features of random weights" in caplog.text
     note = json.loads((tmp_path / "features/features.json").read_text())["features"]
     first = next(read_shard(str(next((tmp_path / "features").glob("*.tar"))), ReadProblem()))
     row = np.load(io.BytesIO(first.members["npy"]))
