@@ -23,7 +23,7 @@ from clipscale.data.config import DataConfig
 from clipscale.data.device import jpeg_decoder
 from clipscale.data.order import Draws
 from clipscale.data.room import free_memory
-from clipscale.data.stream import train_transform
+from clipscale.data.rows import train_transform
 from clipscale.distributed import World
 from clipscale.errors import UserError
 from clipscale.report.environment import environment

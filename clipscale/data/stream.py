@@ -4,10 +4,8 @@ Lanes (order.py) fix the order; worker processes (workers.py) read and decode; t
 """
 
 import logging
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
@@ -16,20 +14,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from clipscale.data.batch import Arena, HostBatch, Layout, Slot
+from clipscale.data.batch import HostBatch, Layout
 from clipscale.data.choose import choose_order, list_shards
-from clipscale.data.colour import Colour
 from clipscale.data.config import DataConfig, check
-from clipscale.data.decode import IMAGE_TYPES, TrainTransform
+from clipscale.data.decode import TrainTransform
 from clipscale.data.device import DecodedAhead, DeviceDecoder, jpeg_decoder
 from clipscale.data.filters import selection
 from clipscale.data.lanes import TRUNCATED, LaneShare, Plan, Producer, windows
 from clipscale.data.order import Epochs, fingerprint, lane_bounds
 from clipscale.data.ramp import check_ramp
-from clipscale.data.room import fitted, picture_bytes
+from clipscale.data.rows import Returning, Stopwatch, arena_for, row_kind
 from clipscale.data.sources import SEEN, Access
 from clipscale.data.stored import StoredRows
-from clipscale.data.tiers import Transform, Window, tier_of
 from clipscale.data.workers import Fill, Loaded, Report, Workers, reports
 from clipscale.errors import UserError
 
@@ -38,8 +34,6 @@ log = logging.getLogger(__name__)
 PIECE, PIECES = 64, 64
 """Samples that a worker delivers at once: enough to tokenise together, few enough for the first chunk to start early. Large batches come
 in so many pieces a worker; more reports of them could fill a pipe while nobody waits for samples."""
-LOADERS = 4
-"""Threads that decode the chunks of offload=encoded where there are no worker processes to do it."""
 
 
 class TrainStream:
@@ -77,51 +71,38 @@ class TrainStream:
         check(config, batch, world)
         decoder = jpeg_decoder(device or torch.device("cpu")) if config.on_device else None
         chosen = selection(config.caption_key, config.captions, config.templates, config.filter)
-        self._sizes = sizes or (lambda _: batch)
+        kind = row_kind(config, image_size, stored)
+        access = Access(config.cache, config.cache_bytes, config.retries, config.wait_s)
+        self._sizes, self._world = sizes or (lambda _: batch), world
         urls, weights = list_shards(config)
         self._order = choose_order(config, urls, weights, self._sizes(0), world, seed, position)
         check_ramp(self._sizes(0), batch, self._order.lanes, world)
         self._fingerprint = fingerprint(self._order, [url.rsplit("/", 1)[-1] for url in urls], max(config.shuffle, 1))
         self._positions = self._starts(position, rank, world)
-        shares = [LaneShare(lane, turn, index) for lane, (turn, index) in sorted(self._positions.items())]
-        self._world = world
-        workers = min(config.workers, len(shares))
-        if workers < config.workers:
-            message = "data.workers=%d: this rank has only %d lanes, so %d workers; raise data.lanes"
-            log.warning(message, config.workers, len(shares), workers)
-        transform: Transform = stored or train_transform(config, image_size)
-        types = (stored.member,) if stored else IMAGE_TYPES
-        access = Access(config.cache, config.cache_bytes, config.retries, config.wait_s)
+        stripes = self._stripes(config.workers)
         layout = Layout(
-            slots=config.buffers if workers else 1,
+            slots=config.buffers if config.workers else 1,
             samples=batch // world,
-            row=(stored.width,) if stored else (3, image_size, image_size),
-            dtype=stored.dtype if stored else "uint8",
+            row=kind.shape,
+            dtype=kind.dtype,
             context_length=np.asarray(tokenizer(["a"])).shape[1],
             tier="device" if decoder else tier,
             decoded=decoder is not None and tier != "encoded",
             chunk=chunk,
             folder=folder,
         )
-        size = picture_bytes(urls, types, layout, access) if layout.encoded else None
-        layout, self.memory = fitted(layout, size, free)
-        """A line that states the memory the batches take."""
-        self._arena = Arena(layout)
-        if pin and torch.cuda.is_available():
-            self._arena.pin()
+        self._arena, self.memory = arena_for(layout, urls, kind.members, access, free=free, pin=pin)
+        """Besides, a line that states the memory the batches take."""
         self.pinned = self._arena.pinned
         """Whether what is copied to the GPU is page-locked."""
-        if self._arena.pin_failure:
-            self.memory += f"; {self._arena.pin_failure}"
-        stripes = striped(shares, max(workers, 1))
         self._plans = [
             Plan(
                 urls=tuple(urls),
                 order=self._order,
                 window=max(config.shuffle, 1),
                 seed=seed,
-                transform=transform,
-                image_types=types,
+                transform=kind.transform,
+                image_types=kind.members,
                 most=config.max_bytes,
                 tokenizer=tokenizer,
                 selection=chosen,
@@ -140,7 +121,7 @@ class TrainStream:
         """What went wrong so far without costing a sample: requests made again and the like."""
         self.truncated = 0
         """Captions so far that filled the whole context: cut, or exactly as long."""
-        self._wait_s = 0.0
+        self._waited = Stopwatch()
         self._step = -1
         self._places: dict[int, list[np.ndarray]] = {}
         self._done: dict[int, list[int]] = {}
@@ -148,31 +129,21 @@ class TrainStream:
         self._workers: Workers | None = None
         self._producer: Producer | None = None
         self._reports: Iterator[Report] = iter(())
-        if workers:
+        if config.workers:
             self._workers = Workers(self._plans, self._arena, rank, config.timeout_s)
             for step in range(layout.slots):
                 self._allow(step)
         else:
             self._producer = Producer(self._plans[0], self._arena, lambda: None)
-        self._loaded: dict[int, list[int]] = {}
-        self._ticket = 0
-        self._threads: ThreadPoolExecutor | None = None
-        self._window = self._open_window(transform) if layout.tier in ("disk", "encoded") else None
+        self._returning: Returning | None = None
+        if layout.tier in ("disk", "encoded"):
+            self._returning = Returning(self._arena, kind.transform, self._workers, self._pump, self._waited)
         self._decoder: DeviceDecoder | None = None
         self._ahead: DecodedAhead | None = None
         if decoder:
-            assert isinstance(transform, TrainTransform)
-            self._decoder = DeviceDecoder(transform, decoder, self.broken, self.seen)
+            assert isinstance(kind.transform, TrainTransform)
+            self._decoder = DeviceDecoder(kind.transform, decoder, self.broken, self.seen)
             self._ahead = DecodedAhead(self._decoder, self._arena.window) if layout.decoded else None
-
-    def _open_window(self, transform: Transform) -> Window:
-        """What brings image rows back from where they wait: the workers for encoded pictures, else threads of this process."""
-        layout = self._arena.layout
-        if layout.tier == "encoded" and self._workers:
-            return Window(self._arena.window, self._load_in_workers)
-        self._threads = ThreadPoolExecutor(1 if layout.tier == "disk" else LOADERS, "load")
-        self._tier = tier_of(self._arena, transform, (0, layout.samples))
-        return Window(self._arena.window, self._load_in_threads)
 
     # -- the public face -----------------------------------------------------------------------------------------------
 
@@ -183,8 +154,8 @@ class TrainStream:
 
     def next_batch(self) -> HostBatch:
         """The next local batch; the one before is no longer valid. Returns at once; its rows block until they have arrived."""
-        if self._window:
-            self._window.drain()
+        if self._returning:
+            self._returning.window.drain()
         if self._step >= 0:
             self._finish(self._step)
             if self._ahead:
@@ -213,9 +184,9 @@ class TrainStream:
             return HostBatch(slot, size, wait, partial(self._rows_ahead, step))
         if self._decoder:
             return HostBatch(slot, size, wait, partial(self._decoder, slot))
-        window = self._window
-        if window is None:
+        if self._returning is None:
             return HostBatch(slot, size, wait)
+        window = self._returning.window
         window.open(slot, size)
         return HostBatch(
             slot, size, wait, lambda start, stop: window.rows(start, stop, self._arrived(step, size)), passing=True
@@ -236,8 +207,7 @@ class TrainStream:
 
     def take_wait(self) -> float:
         """Seconds spent waiting for samples since the last call."""
-        waited, self._wait_s = self._wait_s, 0.0
-        return waited
+        return self._waited.take()
 
     def close(self) -> None:
         """End the workers and release the memory."""
@@ -246,8 +216,8 @@ class TrainStream:
             self._workers = None
         if self._producer:
             self._producer.close()
-        if self._threads:
-            self._threads.shutdown(cancel_futures=True)
+        if self._returning:
+            self._returning.close()
         if self._ahead:
             self._ahead.close()
         self._arena.close()
@@ -276,6 +246,15 @@ class TrainStream:
             )
         return dict.fromkeys(own, (0, 0))
 
+    def _stripes(self, workers: int) -> list[tuple[LaneShare, ...]]:
+        """Each worker's lanes: every so many-th, so that the batch fills from its first rows on, by all workers at once."""
+        shares = [LaneShare(lane, turn, index) for lane, (turn, index) in sorted(self._positions.items())]
+        count = min(workers, len(shares))
+        if count < workers:
+            message = "data.workers=%d: this rank has only %d lanes, so %d workers; raise data.lanes"
+            log.warning(message, workers, len(shares), count)
+        return [tuple(shares[number :: max(count, 1)]) for number in range(max(count, 1))]
+
     # -- arrival -------------------------------------------------------------------------------------------------------
 
     def _allow(self, step: int) -> None:
@@ -303,18 +282,18 @@ class TrainStream:
         self._pump(lambda: [n for n, plan in enumerate(self._plans) if plan.shares[0].lane not in self._ends[step]])
 
     def _pump(self, missing: Callable[[], list[int]]) -> None:
-        begun = time.monotonic()
-        while late := missing():
-            if self._workers:
-                for number, report in self._workers.receive(late):
-                    self._note(number, report)
-            else:
-                self._note(0, next(self._reports))
-        self._wait_s += time.monotonic() - begun
+        with self._waited:
+            while late := missing():
+                if self._workers:
+                    for number, report in self._workers.receive(late):
+                        self._note(number, report)
+                else:
+                    self._note(0, next(self._reports))
 
     def _note(self, number: int, report: Report | Loaded) -> None:
         if isinstance(report, Loaded):
-            self._loaded[report.ticket].remove(number)
+            assert self._returning
+            self._returning.note(number, report)
             return
         for reason, count in report.broken.items():
             if reason == SEEN + TRUNCATED:
@@ -327,7 +306,7 @@ class TrainStream:
         elif report.step >= 0:
             self._done[report.step][number] = report.done
 
-    # -- image rows that do not wait in memory as they are -------------------------------------------------------------
+    # -- image rows that the device decodes ----------------------------------------------------------------------------
 
     def _decode_arrived(self) -> None:
         """Have the device decode what has come of this batch, and of those that the workers fill meanwhile."""
@@ -339,61 +318,9 @@ class TrainStream:
             self._ahead.arrived(step, slot, self._arrived(step, size), size)
 
     def _rows_ahead(self, step: int, start: int, stop: int) -> Tensor:
-        begun = time.monotonic()
         assert self._ahead
-        rows = self._ahead.rows(step, start, stop)
-        self._wait_s += time.monotonic() - begun
-        return rows
-
-    def _load_in_workers(self, slot: Slot, start: int, stop: int, buffer: int) -> Callable[[], None]:
-        assert self._workers
-        self._ticket = ticket = self._ticket + 1
-        self._loaded[ticket] = list(range(len(self._workers)))
-        self._workers.load(ticket, slot.number, start, stop, buffer)
-
-        def wait() -> None:
-            self._pump(lambda: self._loaded[ticket])
-            del self._loaded[ticket]
-
-        return wait
-
-    def _load_in_threads(self, slot: Slot, start: int, stop: int, buffer: int) -> Callable[[], None]:
-        assert self._threads
-        rows = self._arena.window[buffer, : stop - start]
-        parts = [part for part in np.array_split(rows, self._threads._max_workers) if len(part)]
-        firsts = accumulate((len(part) for part in parts), initial=start)
-        futures = [self._threads.submit(self._tier.load, slot, first, part) for first, part in zip(firsts, parts)]
-
-        def wait() -> None:
-            begun = time.monotonic()
-            for future in futures:
-                future.result()
-            self._wait_s += time.monotonic() - begun
-
-        return wait
-
-
-def train_transform(config: DataConfig, side: int) -> TrainTransform:
-    """From picture bytes to `side` pixels as the settings ask."""
-    augment = config.augment
-    (least, most), (narrow, wide) = augment.scale, augment.ratio
-    colour = None
-    if any(augment.jitter) or augment.greyscale:
-        colour = Colour(augment.jitter, augment.jitter_probability if any(augment.jitter) else 0.0, augment.greyscale)
-    return TrainTransform(
-        side,
-        (least, most),
-        (narrow, wide),
-        augment.flip,
-        config.max_pixels,
-        fast=config.decode == "fast",
-        colour=colour,
-    )
-
-
-def striped(shares: Sequence[LaneShare], workers: int) -> list[tuple[LaneShare, ...]]:
-    """Each worker's lanes: every so many-th, so that the batch fills from its first rows on, by all workers at once."""
-    return [tuple(shares[number::workers]) for number in range(workers)]
+        with self._waited:
+            return self._ahead.rows(step, start, stop)
 
 
 def rooms(stripes: Sequence[Sequence[LaneShare]], batch: int, lanes: int) -> list[tuple[int, int]]:

@@ -93,7 +93,7 @@ def test_the_plan_counts_the_memory_that_a_run_states(
     cpu: torch.device, mixed: Path, monkeypatch: pytest.MonkeyPatch, offload: str
 ) -> None:
     tier = "encoded" if offload == "encoded" else "host"
-    monkeypatch.setattr("clipscale.data.stream.picture_bytes", lambda *_: 2500.0)
+    monkeypatch.setattr("clipscale.data.rows.picture_bytes", lambda *_: 2500.0)
     with open_stream(mixed, batch=64, side=SIDE, decode="gpu", device=cpu, workers=1, tier=tier) as stream:
         said = stream.memory
     data = DataConfig(decode="gpu", workers=1)
