@@ -40,6 +40,7 @@ EXTRAS = {
     "s3fs": "s3:// addresses",
     "gcsfs": "gs:// addresses",
     "pyarrow": "Parquet tables",
+    "transformers": "tokenizers of transformers (SigLIP's, multilingual ones)",
 }
 
 

@@ -1,7 +1,10 @@
-"""The table of GPUs: names as the driver spells them."""
+"""The table of GPUs: names as the driver spells them; and the cores of this machine."""
+
+from pathlib import Path
 
 import pytest
 
+from clipscale import hardware as machine
 from clipscale.errors import UserError
 from clipscale.hardware import HARDWARE, hardware, hardware_of
 
@@ -37,3 +40,13 @@ def test_faster_arithmetic_is_no_slower() -> None:
         assert entry.half >= entry.tf32 >= entry.fp32, name
         assert entry.peak("bf16") == 1e12 * entry.half
         assert entry.peak("fp32", tf32=False) == 1e12 * entry.fp32
+
+
+@pytest.mark.parametrize(("share", "most"), [("max 100000", 1000), ("150000 100000", 2), ("10000 100000", 1)])
+def test_cores_are_those_that_the_container_has_the_time_of(
+    share: str, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "CPU_SHARE", tmp_path / "cpu.max")
+    unlimited = machine.cores()
+    (tmp_path / "cpu.max").write_text(share + "\n")
+    assert machine.cores() == min(unlimited, most)
