@@ -87,7 +87,8 @@ def run(
 
 
 def job_in(folder: Path) -> Answer:
-    """What a process that measures is to do."""
+    """What a process that measures is to do. From here on it heeds interrupts, which a shell's background jobs are born without."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     found: Answer = json.loads((folder / "job.json").read_text())
     return found
 

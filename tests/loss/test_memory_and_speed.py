@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from clipscale.bench.processes import PLAIN_MALLOC
+from clipscale.bench.processes import RETURNING_MALLOC
 
 # Prints by how many bytes the peak of a forward and a backward pass exceeds what the process holds before them. The process is a fresh
 # one, and its peak is reset first (proc(5), clear_refs).
@@ -46,7 +46,7 @@ print(step(n))
 def peak_growth(method: str, n: int, width: int, **options: object) -> int:
     """Bytes by which the peak grows during one forward and backward pass, the features' gradients included."""
     command = [sys.executable, "-c", PEAK, method, str(n), str(width), json.dumps(options)]
-    environment = os.environ | PLAIN_MALLOC
+    environment = os.environ | RETURNING_MALLOC
     return int(
         subprocess.run(command, capture_output=True, text=True, check=True, timeout=2400, env=environment).stdout
     )
