@@ -2,6 +2,7 @@
 
 import logging
 import multiprocessing
+import os
 import signal
 import time
 import traceback
@@ -153,6 +154,7 @@ def work(connection: Connection, plan: Plan, arena: Arena) -> None:
         "ignore", module=r"PIL\."
     )  # damaged pictures are counted, sizes are judged by data.max_pixels
     torch.set_num_threads(1)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # those of transformers would start a thread a core, too
     try:
         try:
             Worker(connection, plan, arena).run()

@@ -110,6 +110,24 @@ def test_a_schedulers_warning_to_all_processes_leaves_the_workers_at_work(tmp_pa
     assert not worker.is_running()
 
 
+class Told(Letters):
+    """A tokenizer that writes down what those of transformers are told in its process."""
+
+    def __init__(self, note: Path) -> None:
+        self.note = note
+
+    def __call__(self, texts: list[str]) -> torch.Tensor:
+        self.note.write_text(os.environ.get("TOKENIZERS_PARALLELISM", "nothing"))
+        return super().__call__(texts)
+
+
+def test_tokenizers_start_no_threads_in_loaders(tmp_path: Path) -> None:
+    write_shards(tmp_path / "set", [8])
+    with open_stream(tmp_path / "set", batch=8, workers=1, tokenizer=Told(tmp_path / "note")) as stream:
+        contents(stream, 1)
+    assert (tmp_path / "note").read_text() == "false"
+
+
 UNCLOSED = """
 from tests.data.streams import open_stream
 import sys
