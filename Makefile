@@ -131,7 +131,7 @@ gpu-memory:
 
 # The largest batch of one GPU and its host, searched for from what plan predicts, and one whole step of it: raw pixels in host memory;
 # and encoded pictures, where time is the bound.
-largest = -$(RUN) -m clipscale.bench.largest --record $(RESULTS)/$(1).json --run runs/gpu-$(1) --seconds 540 $(2) \
+largest = -$(RUN) -m clipscale.bench.largest --record $(RESULTS)/$(1).json --run runs/gpu-$(1) --seconds 520 $(2) \
 	    $(SETTINGS) model=vit-b32 cache.chunk=512 data.buffers=1
 gpu-largest:
 	$(CLIPSCALE) data demo

@@ -64,3 +64,13 @@ def test_a_record_of_something_else_is_moved_aside(tmp_path: Path, other: dict[s
     kept = sorted(tmp_path.iterdir())
     assert sorted(json.loads(file.read_text())["rows"][0]["case"] for file in kept) == ["0", "1", "2"]
     assert all(file.name.startswith("x-20") and file.suffix == ".json" for file in kept), kept
+
+
+@pytest.mark.parametrize(
+    "path", sorted((Path(__file__).parents[2] / "docs" / "benchmarks").rglob("*.json")), ids=lambda p: p.name
+)
+def test_what_the_documents_quote_says_how_it_was_measured(path: Path) -> None:
+    found = json.loads(path.read_text())
+    assert found["machine"]["cpu"] and found["machine"]["versions"]["torch"]
+    assert found["rows"] and all(row["command"] and row["commit"] for row in found["rows"])
+    assert path.with_suffix(".md").read_text().count("|") > 20, "no table beside it"
