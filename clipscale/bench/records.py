@@ -30,7 +30,7 @@ def write(path: Path, record: dict[str, Any]) -> None:
 def earlier(path: Path, record: dict[str, Any]) -> dict[str, Any]:
     """The record at `path`, to go on with; nothing where settings, machine, versions or code are not `record`'s.
 
-    Such a record is kept beside it: loss-cuda.json as loss-cuda-WHEN.json, by the time it was written.
+    Such a record is kept beside it with its table and picture: loss-cuda.json as loss-cuda-WHEN.json, by the time it was written.
     """
     if not path.exists():
         return {}
@@ -38,7 +38,10 @@ def earlier(path: Path, record: dict[str, Any]) -> dict[str, Any]:
     if _marks(found) != _marks(record):
         when = "".join(c for c in found.get("written", "before")[:19] if c.isalnum())
         names = (f"{path.stem}-{when}{again}{path.suffix}" for again in ("", *(f"-{n}" for n in range(2, 100))))
-        path.rename(next(there for name in names if not (there := path.with_name(name)).exists()))
+        aside = next(there for name in names if not (there := path.with_name(name)).exists())
+        for suffix in (path.suffix, ".md", ".png"):
+            if path.with_suffix(suffix).exists():
+                path.with_suffix(suffix).rename(aside.with_suffix(suffix))
         return {}
     return found
 

@@ -59,9 +59,11 @@ def test_a_record_of_something_else_is_moved_aside(tmp_path: Path, other: dict[s
     path = tmp_path / "x.json"
     for number in range(3):
         write(path, record(rows=[{"case": str(number), "status": "ok"}]))
+        path.with_suffix(".md").write_text(str(number))
         assert earlier(path, record(**other)) == {}
         assert not path.exists()
-    kept = sorted(tmp_path.iterdir())
+    tables, kept = (sorted(tmp_path.glob(f"*.{suffix}")) for suffix in ("md", "json"))
+    assert [p.stem for p in tables] == [p.stem for p in kept] and len({p.read_text() for p in tables}) == 3
     assert sorted(json.loads(file.read_text())["rows"][0]["case"] for file in kept) == ["0", "1", "2"]
     assert all(file.name.startswith("x-20") and file.suffix == ".json" for file in kept), kept
 

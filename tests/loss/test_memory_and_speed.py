@@ -15,7 +15,7 @@ from clipscale.bench.processes import RETURNING_MALLOC
 
 # Prints by how many bytes the peak of a forward and a backward pass exceeds what the process holds before them. The process is a fresh
 # one, and its peak is reset first (proc(5), clear_refs).
-PEAK = """
+PROGRAM = """
 import json, sys
 import torch, torch.nn.functional as F
 from clipscale import contrastive_loss
@@ -45,7 +45,7 @@ print(step(n))
 
 def peak_growth(method: str, n: int, width: int, **options: object) -> int:
     """Bytes by which the peak grows during one forward and backward pass, the features' gradients included."""
-    command = [sys.executable, "-c", PEAK, method, str(n), str(width), json.dumps(options)]
+    command = [sys.executable, "-c", PROGRAM, method, str(n), str(width), json.dumps(options)]
     environment = os.environ | RETURNING_MALLOC
     return int(
         subprocess.run(command, capture_output=True, text=True, check=True, timeout=2400, env=environment).stdout
