@@ -18,7 +18,7 @@ SETTLED = ("ok", "out of memory", "not supported")
 def write(path: Path, record: dict[str, Any]) -> None:
     """Put the record at `path`, whole or not at all. Rows are given the command, the commit and the code that measured them."""
     facts = record["machine"]
-    for row in [*record["rows"], *record.get("gemm", [])]:
+    for row in [*record["rows"], *record.get("gemm", []), *([record["fits"]] if "fits" in record else [])]:
         row.setdefault("command", facts["command"])
         row.setdefault("commit", facts["commit"])
         row.setdefault("code", facts["code"]["clipscale"])

@@ -103,6 +103,7 @@ def test_a_whole_search_on_a_cpu_with_bounded_memory(tmp_path: Path) -> None:
     found = json.loads(record.read_text())
     assert found["rows"][0]["status"] == "ok" and found["largest"] >= 128, found
     assert found["fits"]["steps"][-1]["batch"] == found["largest"] and found["fits"]["predicted"]["compared"]["host"]
+    assert found["fits"]["code"] == found["machine"]["code"]["clipscale"] == found["rows"][0]["code"]
     assert found["machine"]["code"]["clipscale"] and found["machine"]["command"].startswith(
         "python -m clipscale.bench.largest"
     )
