@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 _HOME = {"contrastive_loss": "clipscale.loss.api", "GradCache": "clipscale.step"}
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def __getattr__(name: str) -> Any:
     if name in _HOME:
         return getattr(import_module(_HOME[name]), name)

@@ -117,7 +117,7 @@ def to_resume(run: Path, resume: str) -> dict[str, Any] | None:
             log.warning("%s; trying the one before", error)
     if candidates:
         raise UserError(
-            f"resume=auto: none of the {len(candidates)} checkpoints in {run} can be read; start afresh with resume=none"
+            f"resume=auto: none of the {len(candidates)} checkpoints in {run} can be read; start afresh with another run=NAME"
         )
     return None
 
@@ -131,7 +131,7 @@ def check_same_model(state: dict[str, Any], config: ModelConfig) -> None:
         key = differing[0]
         raise UserError(
             f"resume: the checkpoint holds model.{key}={saved.get(key)!r}, this run asks for {wanted[key]!r}; "
-            "give the same model, another run=NAME, or resume=none"
+            "give the same model, or another run=NAME"
         )
 
 

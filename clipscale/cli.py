@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         if os.environ.get("RANK", "0") == "0":  # the others' errors are in torchrun's report
             print(f"error: {error}", file=sys.stderr)
-        return 128 + signal.SIGTERM if isinstance(error, StoppedError) else 2
+        return 128 + error.number if isinstance(error, StoppedError) else 2
     except KeyboardInterrupt as error:
         number = getattr(error, "signum", signal.SIGINT)
         print(str(error) or "stopped by SIGINT", file=sys.stderr)
@@ -56,9 +56,8 @@ def dispatch(argv: list[str]) -> int:
         tool, *rest = rest or [""]
         if tool not in tools:
             example = TOOLS[f"{name} {tools[0]}"].examples.partition("\n")[0]
-            raise UserError(
-                f"{name} {tool}: unknown{nearest(tool, tools) if tool else ''}; there is {', '.join(tools)}, as in: {example}"
-            )
+            wrong = f"{name} {tool}: unknown{nearest(tool, tools)}" if tool else f"{name}: of what"
+            raise UserError(f"{wrong}; there is {', '.join(tools)}, as in: {example}")
         name = f"{name} {tool}"
     match name:
         case "train":

@@ -42,7 +42,7 @@ class TrainConfig:
     run: str = ""
     """NAME of the run's folder under runs/, or a path; empty: named after the time, the model and the batch."""
     resume: str = "auto"
-    """`auto`: go on from the run folder's newest checkpoint if there is one; `none`: start afresh; or a checkpoint's path."""
+    """`auto`: go on from the run folder's newest checkpoint, if any; `none`: refuse a folder that holds one; or a checkpoint's path."""
     seed: int = 0
     """Of weights, sample order, crops and dropout."""
     device: str = "auto"
@@ -102,6 +102,7 @@ LEAST = {
     "loss.label_smoothing": 0,
     "model.patch_dropout": 0,
     "optim.lr": 0,
+    "optim.clip_norm": 0,
     "optim.reference_batch": 1,
     "optim.weight_decay": 0,
     "optim.max_logit_scale": 1,
@@ -128,6 +129,14 @@ def check(config: TrainConfig, *, now: datetime | None = None) -> TrainConfig:
         raise UserError("neither samples nor epochs is set; give the length of the run with one of them")
     if config.epochs is not None and config.epochs <= 0:
         raise UserError(f"epochs={config.epochs:g} trains nothing; give a positive number")
+    if not config.model.patch_dropout < 1:
+        raise UserError(f"model.patch_dropout={config.model.patch_dropout:g}: a share of the patches; give less than 1")
+    if not config.loss.label_smoothing < 1:
+        raise UserError(
+            f"loss.label_smoothing={config.loss.label_smoothing:g}: a share of the target; give less than 1"
+        )
+    if config.model.init_scale is not None and not config.model.init_scale > 0:
+        raise UserError(f"model.init_scale={config.model.init_scale:g}: the factor of the scores; give more than 0")
     if not config.data.train:
         raise UserError("data.train is not set; give shards, data.train='/data/{00000..00099}.tar', or take data=demo")
     if config.data.on_device and config.offload == "disk":
@@ -171,6 +180,14 @@ def default_name(config: TrainConfig, now: datetime | None = None) -> str:
     """A readable name for a run: time, model, batch."""
     model = re.sub(r"[^A-Za-z0-9.-]+", "-", config.model.name).lower()
     return f"{now or datetime.now():%Y%m%d-%H%M%S}-{model}-{format_count(config.batch)}"
+
+
+def changes(before: str, config: "TrainConfig") -> list[str]:
+    """Settings that `to_yaml` wrote differently before, as `key old -> new`; where the run lies and how it is resumed aside."""
+    old = dict(flat(yaml.safe_load(before) or {}))
+    new = dict(flat(yaml.safe_load(to_yaml(config))))
+    differing = [key for key in {**old, **new} if key not in ("run", "resume") and old.get(key) != new.get(key)]
+    return [f"{key} {old.get(key)} -> {new.get(key)}" for key in differing]
 
 
 def to_yaml(config: Any) -> str:

@@ -1,5 +1,7 @@
 """The exceptions whose message is all that a user needs to see."""
 
+import signal
+
 
 class UserError(Exception):
     """A mistake in the settings, the data or the machine that the user can mend.
@@ -10,4 +12,6 @@ class UserError(Exception):
 
 
 class StoppedError(UserError):
-    """The run was told to stop by SIGTERM; it has ended its step and saved. The command line exits with status 143, as after the signal."""
+    """The run was told to stop by a signal; it has ended its step and saved. The command line exits with 128 + `number`, as after it."""
+
+    number: int = signal.SIGTERM

@@ -36,7 +36,7 @@ class OptimConfig:
     eps: float | None = 1e-6
     """None: the optimizer's own default."""
     clip_norm: float | None = None
-    """Largest global gradient norm; None: no clipping."""
+    """Largest global gradient norm; None or 0: no clipping."""
     max_logit_scale: float = 100.0
     """The logit scale is clamped to at most this after each step."""
     on_divergence: str = "stop"

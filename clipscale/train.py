@@ -2,6 +2,7 @@
 
 import logging
 import math
+import os
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from clipscale import checkpoint, distributed
 from clipscale.checks import shared
-from clipscale.config import TrainConfig, to_yaml
+from clipscale.config import TrainConfig, changes, to_yaml
 from clipscale.data.ramp import BatchSizes
 from clipscale.data.room import free_memory
 from clipscale.data.stream import TrainStream, merge_positions
@@ -37,6 +38,8 @@ from clipscale.transfer import DeviceRows
 
 log = logging.getLogger(__name__)
 
+AGAIN_S = 1.0
+"""A Ctrl-C that comes sooner is the same one: a terminal sends it to the launcher and its workers, and the launcher passes it on."""
 LEAST_LOSS_SCALE = 1.0
 """Below it fp16 has no room left that a smaller loss scale could give."""
 
@@ -76,6 +79,10 @@ class Run:
             raise UserError(
                 f"run={config.run} already holds checkpoints; go on with resume=auto, or choose another run=NAME"
             )
+        if state is not None and state["batch"] != config.batch:
+            raise UserError(
+                f"batch={config.batch}: the checkpoint was trained with batch={state['batch']}; go on with that, or choose another run=NAME"
+            )
 
         check_sets(config.eval)
         self.learner = Learner(config, world, self.folder, state)
@@ -99,11 +106,13 @@ class Run:
         self.last_loss = math.nan
         if state is not None:
             self.restore(state)
+            if self.world.main:
+                self.tell_resumed()
         self.metrics = self.open_metrics() if world.main else None
         if self.metrics:
             self.metrics.console.print(self.stream.memory, markup=False)
         self.saved_at = time.monotonic()
-        self.signalled = False  # this rank has been told to end
+        self.signalled = 0  # the signal by which this rank has been told to end
         self.stopping = False  # all ranks have agreed to
 
     # ---- build ----
@@ -134,6 +143,13 @@ class Run:
             device=self.world.device,
         )
 
+    def tell_resumed(self) -> None:
+        """Say from where the run goes on, and what is not as it was when it stopped."""
+        file = self.folder / "config.yaml"
+        found = changes(file.read_text(encoding="utf-8"), self.config) if file.exists() else []
+        told = "; changed: " + ", ".join(found) if found else ""
+        print(f"run={self.config.run}: going on after step {self.step} of {self.total}{told}")
+
     def open_metrics(self) -> MetricLog:
         return MetricLog(
             self.folder,
@@ -161,10 +177,6 @@ class Run:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on where the checkpoint stopped: step, optimizer, scaler and random state (the data stream is already there)."""
-        if state["batch"] != self.config.batch:
-            raise UserError(
-                f"resume: the checkpoint was trained with batch={state['batch']}, this run asks for {self.config.batch}"
-            )
         seen = state["samples"]
         if seen != self.sizes.before(state["step"]):
             raise UserError(
@@ -204,9 +216,11 @@ class Run:
                     if self.save_due():
                         self.save()
                     if self.stopping:
-                        raise StoppedError(
+                        stopped = StoppedError(
                             f"stopped by a signal after step {self.step}; go on with run={config.run} resume=auto"
                         )
+                        stopped.number = self.signalled or signal.SIGTERM
+                        raise stopped
             if config.eval.sets:
                 results = self.evaluate()
         finally:
@@ -336,8 +350,8 @@ class Run:
         c = self.config.checkpoint
         due = self.step == self.total or (c.every > 0 and self.step % c.every == 0)
         if self.world.main:
-            due = due or self.signalled or (c.minutes > 0 and time.monotonic() - self.saved_at > 60 * c.minutes)
-        due, self.stopping = self.world.broadcast((due, self.signalled))
+            due = due or bool(self.signalled) or (c.minutes > 0 and time.monotonic() - self.saved_at > 60 * c.minutes)
+        due, self.stopping = self.world.broadcast((due, bool(self.signalled)))
         return due
 
     def save(self) -> None:
@@ -370,16 +384,24 @@ class Run:
 
     @contextmanager
     def until_signalled(self) -> Iterator[None]:
-        """SIGTERM (a scheduler's warning) finishes the step, saves, and ends the run."""
+        """SIGTERM (a scheduler's warning) and Ctrl-C finish the step, save, and end the run; a later Ctrl-C ends it at once."""
+        first = math.inf
 
-        def request(*_: object) -> None:
-            self.signalled = True
+        def request(number: int, _: object) -> None:
+            nonlocal first
+            now = time.monotonic()
+            if number == signal.SIGINT and now - first > AGAIN_S:
+                raise KeyboardInterrupt
+            if not self.signalled and number == signal.SIGINT and self.world.main:
+                os.write(2, b"\nfinishing the step and saving; Ctrl-C again ends the run at once\n")
+            self.signalled, first = number, min(first, now)
 
-        before = signal.signal(signal.SIGTERM, request)
+        before = {number: signal.signal(number, request) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
             yield
         finally:
-            signal.signal(signal.SIGTERM, before)
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 def check_same_start(steps: Sequence[int | None], run: str) -> None:

@@ -197,7 +197,7 @@ MISTAKES = [
     ("plan run=nowhere", "run=nowhere: there is no runs/nowhere/config.yaml; give the folder of a run that has begun"),
     ("plan run=a batch=32", "run=a: the settings are that run's own; leave out batch=32"),
     ("plan -m batch=1k,2k hardware=cpu", "plan takes no -m"),
-    ("data", "data : unknown; there is demo, index, check, stats, features, as in: clipscale data demo"),
+    ("data", "data: of what; there is demo, index, check, stats, features, as in: clipscale data demo"),
     ("data chekc a.tar", "data chekc: unknown; did you mean 'check'?; there is demo"),
     ("data --help chekc", "data chekc: unknown; did you mean 'check'?; there is demo"),
     ("report --help run", "report --help run: no such section; there are none"),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from clipscale.config import CHOICES, LEAST, TrainConfig, check, doubts, to_yaml
+from clipscale.config import CHOICES, LEAST, TrainConfig, changes, check, doubts, to_yaml
 from clipscale.data.config import DataConfig
 from clipscale.data.ramp import RampConfig
 from clipscale.distributed import LaunchConfig
@@ -40,6 +40,10 @@ def config(**changes: Any) -> TrainConfig:
         ({"offload": "hots"}, "offload=hots: choose none, host, disk or encoded; did you mean 'host'?"),
         ({"loss": LossConfig(exchange="rign")}, "loss.exchange=rign: choose .*; did you mean 'ring'?"),
         ({"optim": OptimConfig(lr=-1.0)}, "optim.lr=-1.0: give at least 0"),
+        ({"optim": OptimConfig(clip_norm=-1.0)}, "optim.clip_norm=-1.0: give at least 0"),
+        ({"model": ModelConfig(patch_dropout=1.0)}, "model.patch_dropout=1: .*; give less than 1"),
+        ({"model": ModelConfig(init_scale=-5.0)}, "model.init_scale=-5: .*; give more than 0"),
+        ({"loss": LossConfig(label_smoothing=3.0)}, "loss.label_smoothing=3: .*; give less than 1"),
     ],
 )
 def test_each_mistake_is_one_line_that_names_the_setting_and_the_remedy(changes: dict[str, Any], message: str) -> None:
@@ -94,3 +98,18 @@ def test_the_written_configuration_reads_back_as_itself() -> None:
     back = typed(TrainConfig, values)
     assert to_yaml(back) == to_yaml(original)
     assert back == original
+
+
+def test_what_a_resumed_run_changes_is_told_by_key() -> None:
+    before = TrainConfig(batch=64, samples=640, run="a")
+    after = replace(
+        before, samples=1280, run="b", resume="x.pt", optim=OptimConfig(lr=0.1), data=DataConfig(train=["b"])
+    )
+    lr = before.optim.lr
+    assert changes(to_yaml(before), before) == []
+    assert changes(to_yaml(before), after) == [
+        "samples 640 -> 1280",
+        "data.train None -> ['b']",
+        f"optim.lr {lr} -> 0.1",
+    ]
+    assert changes("", before)[0] == "batch None -> 64", "a file that says nothing"

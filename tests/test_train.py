@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import signal
 import time
 import traceback
 from collections.abc import Callable
@@ -148,7 +150,9 @@ def test_resuming_a_finished_run_says_so_and_trains_no_further(
 ) -> None:
     before = curve(finished)
     assert train(settings(demo, finished))["step"] == 10
-    assert "is complete at step 10: nothing is left to train" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "going on after step 10 of 10; changed: eval.every 5 -> 0, eval.sets [" in said, said
+    assert "is complete at step 10: nothing is left to train" in said
     assert curve(finished) == before
 
 
@@ -199,15 +203,34 @@ def test_a_killed_run_resumes_to_the_same_losses_bit_for_bit(demo: Path, tmp_pat
     assert curve(tmp_path / "killed") == curve(tmp_path / "whole")
 
 
-def test_a_termination_signal_saves_before_the_end(demo: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_before_the_end(demo: Path, tmp_path: Path, number: signal.Signals) -> None:
     process = start(demo, tmp_path / "run")
     wait_for_lines(process, tmp_path / "run/metrics.jsonl", 1)
-    process.terminate()
+    assert process.pid
+    os.kill(process.pid, number)
     process.join(120)
     assert process.exitcode != 0
     assert "stopped by a signal after step" in (tmp_path / "run/error").read_text()
     step = len(curve(tmp_path / "run"))
     assert checkpoint.found(tmp_path / "run")[-1] == checkpoint.path_of(tmp_path / "run", step)
+
+
+def test_one_ctrl_c_saves_and_a_later_one_ends_at_once(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = object.__new__(Run)
+    run.signalled, run.world = 0, World(0, 1, torch.device("cpu"))
+    before = signal.getsignal(signal.SIGINT)
+    with run.until_signalled():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)  # the same, by way of the launcher
+        assert run.signalled == signal.SIGINT
+        assert capfd.readouterr().err.count("Ctrl-C again") == 1
+        monkeypatch.setattr("clipscale.train.AGAIN_S", -1.0)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_a_run_that_was_stopped_ends_with_the_signals_status(
@@ -365,7 +388,7 @@ def test_what_does_not_fit_a_checkpoint_is_named(demo: Path, finished: Path) -> 
     for changes, message in (
         ({"model": ModelConfig(name="test", architecture=other)}, "model.architecture"),
         ({"resume": "none"}, "already holds checkpoints"),
-        ({"batch": 128, "cache": CacheConfig(chunk="64")}, "trained with batch=64, this run asks for 128"),
+        ({"batch": 128, "cache": CacheConfig(chunk="64")}, "trained with batch=64; go on with that"),
         ({"optim": OptimConfig(name="lamb")}, "optimizer is adamw, not optim.name=lamb"),
         (
             {"model": ModelConfig(name="test", architecture=ARCHITECTURE, freeze_image=True)},

@@ -5,7 +5,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -159,6 +159,7 @@ def noted_counts(urls: Sequence[str], cache: str | None = None) -> list[int | No
             len(urls),
             stale[0],
         )
+    _tell_damaged(entries, len(urls))
     sizes: dict[str, dict[str, int]] = {}
     for folder in {os.path.split(url)[0] for url in urls if is_local(url)}:
         path = Path(folder) / "sizes.json"
@@ -184,6 +185,17 @@ def noted_counts(urls: Sequence[str], cache: str | None = None) -> list[int | No
         return list(pool.map(noted, urls))
 
 
+def _tell_damaged(entries: Mapping[str, index.Entry], count: int) -> None:
+    damaged = [(url, entry.reason) for url, entry in entries.items() if entry.reason]
+    if damaged:
+        log.warning(
+            "%d of %d shards are damaged (first: %s, %s): what lies behind the damage is left out; `clipscale data check` shows it all",
+            len(damaged),
+            count,
+            *damaged[0],
+        )
+
+
 def _json(path: Path) -> dict[str, int]:
     try:
         value = json.loads(path.read_text())
@@ -204,6 +216,7 @@ def scanned_counts(urls: Sequence[str], cache: str | None = None) -> list[int]:
             urls, place=lambda folder: indexing.place_for(folder, cache or str(own_cache())), checksum=False
         )
         found, _ = index.current(urls, cache)
+        _tell_damaged(found, len(urls))
     except UserError as error:
         log.warning("counts are not remembered: %s", error)
     return [found[url].samples if url in found else count_samples(url) for url in urls]

@@ -4,6 +4,7 @@ N: samples, H, W: pixels, T: tokens, D: feature width.
 """
 
 import math
+import pickle
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -216,8 +217,12 @@ def load_weights(module: nn.Module, path: str, setting: str, load: Callable[[nn.
         raise UserError(f"{setting}={path!r} is not a file")
     try:
         load(module, path)
+    except pickle.UnpicklingError as error:
+        raise UserError(f"{setting}={path!r} is damaged or not a checkpoint") from error
     except (RuntimeError, KeyError, AttributeError, EOFError) as error:
-        raise UserError(f"{setting}={path!r} does not fit this architecture: {str(error).splitlines()[0]}") from error
+        raise UserError(
+            f"{setting}={path!r} does not fit this architecture: {str(error).splitlines()[0].split('. ')[0]}"
+        ) from error
 
 
 def load_tower(module: nn.Module, path: str) -> None:

@@ -61,7 +61,9 @@ def test_no_process_grows(tmp_path: Path, tier: str, order: str) -> None:
         half = len(sizes) // 2
         # the least of each half: what is in use, whatever the allocator holds back between collections
         grown = min(sizes[half:]) - min(sizes[:half])
-        told = f"{name} {sizes[0] / 2**20:.1f} MiB, {grown / 2**20:+.2f} MiB in the second half; {files[name][-1]} files"
+        told = (
+            f"{name} {sizes[0] / 2**20:.1f} MiB, {grown / 2**20:+.2f} MiB in the second half; {files[name][-1]} files"
+        )
         print(f"{tier}, {order}, {samples} samples: {told}")
         assert grown < ALLOWED, f"{name}: {grown / 2**20:.1f} MiB more in the second half of {samples} samples"
         assert max(files[name]) < files[name][0] + 10, f"{name}: open files {files[name]}"

@@ -96,6 +96,16 @@ def test_weights_of_another_shape_are_refused(tmp_path: Path) -> None:
         build_model(small(pretrained=str(tmp_path / "w.pt")))
 
 
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [(b"no checkpoint", "is damaged or not a checkpoint$"), (b"PK\x03\x04 none", "not a ZIP archive$")],
+)
+def test_a_file_that_is_no_checkpoint_is_refused(tmp_path: Path, data: bytes, said: str) -> None:
+    (tmp_path / "w.pt").write_bytes(data)
+    with pytest.raises(UserError, match=rf"^model.pretrained='.*w.pt' .*{said}"):
+        build_model(small(pretrained=str(tmp_path / "w.pt")))
+
+
 def test_flops_are_the_published_ones() -> None:
     """OpenCLIP's model profile gives 4.41 and 2.98 GMACs for the towers of ViT-B/32: twice that in FLOPs."""
     image, text = forward_flops(ModelConfig(name="ViT-B-32"))
