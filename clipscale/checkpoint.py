@@ -108,6 +108,8 @@ def to_resume(run: Path, resume: str) -> dict[str, Any] | None:
             if not candidates:
                 raise UserError(f"resume={resume}: no checkpoint in {path / 'checkpoints'}")
             path = candidates[-1]
+        elif not path.exists():
+            raise UserError(f"resume={resume}: there is no such file or run folder")
         return load(path)
     candidates = found(run)
     for path in reversed(candidates):

@@ -1,9 +1,10 @@
 """What several parts ask of their settings, each with one message. Imports nothing heavy."""
 
 from collections.abc import Collection
+from pathlib import Path
 
 from clipscale.errors import UserError
-from clipscale.spelling import nearest, one_of
+from clipscale.spelling import nearest, one_of, run_folder
 
 
 def choice(key: str, value: object, known: Collection[str]) -> None:
@@ -22,3 +23,14 @@ def shared(batch: int, count: int, whom: str, remedy: str = "") -> None:
     """Raise UserError where a batch has no equal part for each of `count` processes."""
     if batch % count:
         raise UserError(f"batch={batch} cannot be shared evenly by {whom}; choose a multiple of {count}{remedy}")
+
+
+def existing_run(run: str) -> Path:
+    """The folder of a run that is there. Raises UserError, for a sweep with the name of one of its runs."""
+    folder = run_folder(run)
+    if not folder.is_dir():
+        raise UserError(f"run={run}: there is no folder {folder}")
+    jobs = sorted(path.parent for path in folder.glob("*/config.yaml"))
+    if jobs and not (folder / "config.yaml").exists():
+        raise UserError(f"run={run}: a sweep of {len(jobs)} runs; give one of them, as in run={jobs[0]}")
+    return folder

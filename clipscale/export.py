@@ -12,10 +12,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from clipscale.checkpoint import load_model
-from clipscale.checks import choice
+from clipscale.checks import choice, existing_run
 from clipscale.errors import UserError
 from clipscale.models.towers import ClipModel, ModelConfig, architecture
-from clipscale.spelling import run_folder
 
 
 @dataclass
@@ -37,9 +36,7 @@ def main(settings: ExportSettings) -> Path:
     if not settings.run:
         raise UserError("export needs run=NAME or run=PATH")
     choice("dtype", settings.dtype, ("float32", "bfloat16", "float16"))
-    folder = run_folder(settings.run)
-    if not folder.is_dir():
-        raise UserError(f"run={settings.run}: there is no folder {folder}")
+    folder = existing_run(settings.run)
     model, config, step = load_model(folder, settings.checkpoint)
     out = Path(settings.out).expanduser() if settings.out else folder / "export"
     try:

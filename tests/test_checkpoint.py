@@ -82,7 +82,7 @@ def test_resume_reads_a_path_or_a_run_folder(tmp_path: Path) -> None:
     assert checkpoint.to_resume(tmp_path / "a", "none") is None
     with pytest.raises(UserError, match="no checkpoint in"):
         checkpoint.to_resume(tmp_path / "a", str(tmp_path))
-    with pytest.raises(UserError, match="does not exist"):
+    with pytest.raises(UserError, match="there is no such file or run folder"):
         checkpoint.to_resume(tmp_path / "a", str(tmp_path / "nothing.pt"))
 
 

@@ -375,7 +375,7 @@ def test_steps_that_are_not_finite_can_be_skipped(demo: Path, tmp_path: Path) ->
         ({"samples": 32}, "samples=32 is less than one batch=64"),
         ({"data": DataConfig(train=["/nowhere/*.tar"], workers=0)}, "/nowhere"),
         ({"run": "/proc/run"}, "run=/proc/run cannot be written"),
-        ({"resume": "/nowhere.pt"}, "nowhere.pt does not exist"),
+        ({"resume": "/nowhere.pt"}, "resume=/nowhere.pt: there is no such file or run folder"),
     ],
 )
 def test_mistakes_are_named(demo: Path, tmp_path: Path, changes: dict[str, Any], message: str) -> None:

@@ -7,11 +7,11 @@ import yaml
 
 from clipscale import distributed
 from clipscale.checkpoint import load_model
+from clipscale.checks import existing_run
 from clipscale.errors import UserError
 from clipscale.eval.run import EvalConfig, Results, check, evaluate
 from clipscale.precision import Precision, PrecisionConfig
 from clipscale.report.table import print_results
-from clipscale.spelling import run_folder
 
 
 @dataclass
@@ -32,9 +32,7 @@ def main(config: EvalRunConfig) -> Results:
     """Evaluate and print a table; without `eval.sets`, the sets of the run's own settings. Raises UserError."""
     if not config.run:
         raise UserError("eval needs run=NAME or run=PATH")
-    folder = run_folder(config.run)
-    if not folder.is_dir():
-        raise UserError(f"run={config.run}: there is no folder {folder}")
+    folder = existing_run(config.run)
     if not config.eval.sets:
         config.eval.sets = _sets_of(folder / "config.yaml")
     world = distributed.start(config.device)

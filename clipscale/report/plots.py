@@ -17,10 +17,10 @@ from matplotlib.image import imread
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
+from clipscale.checks import existing_run
 from clipscale.errors import UserError
 from clipscale.report.metrics import read_metrics
 from clipscale.report.page import page
-from clipscale.spelling import run_folder
 
 Record = dict[str, Any]
 
@@ -59,7 +59,7 @@ def main(settings: ReportSettings) -> Path:
     """Write the report and say where it is. Returns the page's path. Raises UserError."""
     if not settings.run:
         raise UserError("report needs run=NAME or run=PATH")
-    page = write_report(run_folder(settings.run))
+    page = write_report(existing_run(settings.run))
     print(f"{page}\n{page.with_suffix('.png')}")
     return page
 
