@@ -148,6 +148,8 @@ def _read_on(
             yield raw
         if census is not None:
             census.starts.append(start)
+            if stream.at == start:  # no block of zeros; where contents are seeked over, this is all that shows a cut
+                raise _InsideError("ends without the zeros that end an archive: it may have been cut off")
 
 
 def _read_places(

@@ -149,17 +149,19 @@ def test_scanned_counts_are_remembered_until_the_shard_changes(tmp_path: Path, m
     assert scanned_counts([str(path)]) == [2]
 
 
-def test_damage_that_counting_finds_is_told_at_every_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    whole, cut, noise = write_shards(tmp_path, [5, 8, 5], sized=False)
-    cut.write_bytes(cut.read_bytes()[: 2 * 3072 + 100])  # within the third header
-    noise.write_bytes(b"noise" * 999)
-    urls = [str(path) for path in (whole, cut, noise)]
+@pytest.mark.parametrize("cut", [100, 600, 3072], ids=["within a header", "within a picture", "between samples"])
+def test_damage_that_counting_finds_is_told_at_every_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, cut: int
+) -> None:
+    paths = write_shards(tmp_path, [5, 8, 5], sized=False)
+    paths[1].write_bytes(paths[1].read_bytes()[: 3072 + cut])
+    paths[2].write_bytes(b"noise" * 999)
+    urls = [str(path) for path in paths]
     for start in range(2):  # the second finds it noted
         caplog.clear()
-        config = DataConfig(train=urls)
-        choose_order(config, urls, None, 1, 1, 0, None)
+        choose_order(DataConfig(train=urls), urls, None, 1, 1, 0, None)
         (told,) = [r.getMessage() for r in caplog.records if "damaged" in r.getMessage()]
-        assert told.startswith(f"2 of 3 shards are damaged (first: {cut}, truncated_shard)"), (start, told)
+        assert told.startswith(f"2 of 3 shards are damaged (first: {urls[1]}, truncated_shard)"), (start, told)
 
 
 def test_counting_works_without_a_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
