@@ -25,6 +25,8 @@ from clipscale.errors import StoppedError, UserError
 from clipscale.hardware import cores
 from clipscale.settings import typed
 
+GRACE_S = 300
+"""Seconds that workers get to end their step and save when the launcher is told to stop; torch 2.11 gives them 30, whatever it is told."""
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -151,14 +153,16 @@ def first_failure(error: ChildFailedError) -> UserError | WorkerError:
 
 @contextmanager
 def _quiet(threads: int) -> Iterator[None]:
-    """The launcher without its own log lines, with the workers' thread count set and our signal handlers back afterwards."""
+    """The launcher without its own log lines, with the workers' variables set and our signal handlers back afterwards."""
     loggers = [logging.getLogger(name) for name in ("torch.distributed.elastic", "torch.multiprocessing")]
     levels = [logger.level for logger in loggers]
     handlers = {number: signal.getsignal(number) for number in HANDLED}
-    before = os.environ.get("OMP_NUM_THREADS")
+    grace = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(GRACE_S))
+    variables = {"OMP_NUM_THREADS": str(threads), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": grace}
+    before = {name: os.environ.get(name) for name in variables}
     for logger in loggers:
         logger.setLevel(logging.CRITICAL)
-    os.environ["OMP_NUM_THREADS"] = str(threads)
+    os.environ.update(variables)
     try:
         yield
     finally:
@@ -166,7 +170,8 @@ def _quiet(threads: int) -> Iterator[None]:
             logger.setLevel(level)
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        if before is None:
-            del os.environ["OMP_NUM_THREADS"]
-        else:
-            os.environ["OMP_NUM_THREADS"] = before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

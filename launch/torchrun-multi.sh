@@ -7,5 +7,6 @@
 # with resume=auto from the newest checkpoint. The run folder must lie on storage that all machines share.
 set -euo pipefail
 : "${NODES:?set NODES to the number of machines}" "${HEAD:?set HEAD=ADDRESS:PORT, one of the machines}"
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300}"  # seconds to end the step and save
 exec torchrun --nnodes "$NODES" --nproc-per-node "${PROCS:-gpu}" --max-restarts "${RESTARTS:-0}" \
     --rdzv-backend c10d --rdzv-endpoint "$HEAD" --rdzv-id "${JOB:-clipscale}" -m clipscale train "$@"

@@ -5,4 +5,5 @@
 #
 # `clipscale train` alone does the same; this is for those who want torchrun's own options (RESTARTS=N, say).
 set -euo pipefail
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300}"  # seconds to end the step and save
 exec torchrun --standalone --nproc-per-node "${PROCS:-gpu}" --max-restarts "${RESTARTS:-0}" -m clipscale train "$@"

@@ -7,10 +7,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
+from clipscale import launch
+from clipscale.config import TrainConfig
+from clipscale.distributed import LaunchConfig
 from clipscale.keys import PACKAGE
 from tests.conftest import TINY, Command
 
@@ -106,6 +110,25 @@ def test_a_signal_stops_the_workers_too(start: Start, shards: str, tmp_path: Pat
     assert errors.splitlines()[-1] == f"stopped by {number.name}; go on with run=runs/long resume=auto"
     assert "Traceback" not in errors
     assert gone(everyone, 15)
+
+
+def test_workers_get_time_to_save(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    made: list[Any] = []
+    before = dict(os.environ)
+
+    def elastic_launch(config: Any, _: Any) -> Callable[[TrainConfig], dict[int, Any]]:
+        made.append(config)
+        return lambda _: {0: {}}
+
+    monkeypatch.setattr(launch, "elastic_launch", elastic_launch)
+    config = TrainConfig(batch=16, samples=16, run=str(tmp_path), launch=LaunchConfig(procs=2))
+    launch.run(config)
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "7")
+    launch.run(config)
+    if not hasattr(made[0], "shutdown_timeout"):
+        pytest.skip("this torch waits 30 s, whatever it is told")
+    assert [config.shutdown_timeout for config in made] == [launch.GRACE_S, 7]
+    assert dict(os.environ) == before | {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "7"}
 
 
 @pytest.mark.slow
