@@ -121,12 +121,18 @@ class Run:
         """The data, from its start or from where a checkpoint stands."""
         if self.learner.stored and self.config.offload == "encoded":
             raise UserError("offload=encoded is for pictures; with data.image_features take offload=host, or disk")
+        side, own = self.config.data.image_size, self.learner.model.image_size
+        if side and side != own and not (self.learner.model.any_size or self.learner.stored):
+            raise UserError(
+                f"data.image_size={side}: model.name={self.config.model.name} has learned positions for {own} pixels; leave it unset, or "
+                "take an architecture for that size"
+            )
         first = 0 if state is None else state["step"]
         free = free_memory()
         self.world.gather(None)  # all ranks have looked before the first takes its share
         return TrainStream(
             self.config.data,
-            image_size=self.config.data.image_size or self.learner.model.image_size,
+            image_size=side or own,
             tokenizer=self.learner.model.tokenizer,
             batch=self.config.batch,
             rank=self.world.rank,

@@ -297,6 +297,13 @@ def test_negatives_from_the_chunk_alone_are_those_of_plain_accumulation(demo: Pa
         )
 
 
+def test_pictures_of_another_size_are_for_towers_without_positions(demo: Path, tmp_path: Path) -> None:
+    data = DataConfig(train=[paths(demo).train], workers=0, image_size=20)
+    with pytest.raises(UserError, match=r"^data.image_size=20: model.name=test has learned positions for 30 pixels"):
+        train(settings(demo, tmp_path / "vit", data=data))
+    assert not (tmp_path / "vit").exists()
+
+
 def test_a_frozen_tower_does_not_change(demo: Path, tmp_path: Path) -> None:
     train(
         settings(demo, tmp_path / "run", model=ModelConfig(name="test", architecture=ARCHITECTURE, freeze_image=True))

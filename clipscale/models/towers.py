@@ -108,6 +108,9 @@ class ClipModel(nn.Module):
         self.logit_bias = encoders.logit_bias
         size = encoders.visual.image_size
         self.image_size: int = size[0] if isinstance(size, tuple) else size
+        names = [name for name, _ in encoders.visual.named_parameters()]
+        self.any_size = not any(word in name for name in names for word in ("position", "pos_embed"))
+        """Whether the image tower takes other sizes too: it has learned no positions."""
         self.context_length: int = encoders.context_length
         self.tokenizer = tokenizer
         self.batch_norm_frozen = config.batch_norm == "frozen"

@@ -127,3 +127,9 @@ def test_normalisation_matches_the_definition() -> None:
     model.image(torch.full((1, 3, 12, 12), 255, dtype=torch.uint8))
     mean, std = torch.tensor(open_clip.OPENAI_DATASET_MEAN), torch.tensor(open_clip.OPENAI_DATASET_STD)
     assert torch.allclose(seen[0][0, :, 0, 0], (1 - mean) / std, atol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "any_size"), [("ViT-B-32", False), ("RN50", False), ("convnext_base", True)])
+def test_towers_with_learned_positions_take_one_size(name: str, any_size: bool) -> None:
+    with torch.device("meta"):
+        assert build_model(ModelConfig(name=name)).any_size is any_size
