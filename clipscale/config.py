@@ -183,8 +183,17 @@ def default_name(config: TrainConfig, now: datetime | None = None) -> str:
 
 
 def changes(before: str, config: "TrainConfig") -> list[str]:
-    """Settings that `to_yaml` wrote differently before, as `key old -> new`; where the run lies and how it is resumed aside."""
-    old = dict(flat(yaml.safe_load(before) or {}))
+    """Settings that `to_yaml` wrote differently before, as `key old -> new`; where the run lies and how it is resumed aside.
+
+    None of a file that is damaged: it is a record, and no reason not to go on.
+    """
+    try:
+        tree = yaml.safe_load(before)
+    except yaml.YAMLError:
+        tree = None
+    if not isinstance(tree, dict):
+        return []
+    old = dict(flat(tree))
     new = dict(flat(yaml.safe_load(to_yaml(config))))
     differing = [key for key in {**old, **new} if key not in ("run", "resume") and old.get(key) != new.get(key)]
     return [f"{key} {old.get(key)} -> {new.get(key)}" for key in differing]

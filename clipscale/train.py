@@ -2,11 +2,10 @@
 
 import logging
 import math
-import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -34,12 +33,11 @@ from clipscale.report.metrics import MetricLog
 from clipscale.report.phases import Phases
 from clipscale.report.plots import write_report
 from clipscale.report.table import print_results
+from clipscale.stopping import Stop
 from clipscale.transfer import DeviceRows
 
 log = logging.getLogger(__name__)
 
-AGAIN_S = 1.0
-"""A Ctrl-C that comes sooner is the same one: a terminal sends it to the launcher and its workers, and the launcher passes it on."""
 LEAST_LOSS_SCALE = 1.0
 """Below it fp16 has no room left that a smaller loss scale could give."""
 
@@ -112,7 +110,7 @@ class Run:
         if self.metrics:
             self.metrics.console.print(self.stream.memory, markup=False)
         self.saved_at = time.monotonic()
-        self.signalled = 0  # the signal by which this rank has been told to end
+        self.stop = Stop(tells=world.main)  # what this rank has been told
         self.stopping = False  # all ranks have agreed to
 
     # ---- build ----
@@ -211,7 +209,7 @@ class Run:
                 f"run={config.run} is complete at step {self.step}: nothing is left to train; more samples= go on with it"
             )
         try:
-            with self.until_signalled():
+            with self.stop:
                 while self.step < self.total:
                     record = self.optimizer_step()
                     self.step += 1
@@ -225,7 +223,7 @@ class Run:
                         stopped = StoppedError(
                             f"stopped by a signal after step {self.step}; go on with run={config.run} resume=auto"
                         )
-                        stopped.number = self.signalled or signal.SIGTERM
+                        stopped.number = self.stop.number or signal.SIGTERM
                         raise stopped
             if config.eval.sets:
                 results = self.evaluate()
@@ -356,8 +354,8 @@ class Run:
         c = self.config.checkpoint
         due = self.step == self.total or (c.every > 0 and self.step % c.every == 0)
         if self.world.main:
-            due = due or bool(self.signalled) or (c.minutes > 0 and time.monotonic() - self.saved_at > 60 * c.minutes)
-        due, self.stopping = self.world.broadcast((due, bool(self.signalled)))
+            due = due or bool(self.stop.number) or (c.minutes > 0 and time.monotonic() - self.saved_at > 60 * c.minutes)
+        due, self.stopping = self.world.broadcast((due, bool(self.stop.number)))
         return due
 
     def save(self) -> None:
@@ -387,27 +385,6 @@ class Run:
         if failure:
             raise UserError(failure)
         self.saved_at = time.monotonic()
-
-    @contextmanager
-    def until_signalled(self) -> Iterator[None]:
-        """SIGTERM (a scheduler's warning) and Ctrl-C finish the step, save, and end the run; a later Ctrl-C ends it at once."""
-        first = math.inf
-
-        def request(number: int, _: object) -> None:
-            nonlocal first
-            now = time.monotonic()
-            if number == signal.SIGINT and now - first > AGAIN_S:
-                raise KeyboardInterrupt
-            if not self.signalled and number == signal.SIGINT and self.world.main:
-                os.write(2, b"\nfinishing the step and saving; Ctrl-C again ends the run at once\n")
-            self.signalled, first = number, min(first, now)
-
-        before = {number: signal.signal(number, request) for number in (signal.SIGTERM, signal.SIGINT)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
 
 def check_same_start(steps: Sequence[int | None], run: str) -> None:

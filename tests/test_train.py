@@ -216,23 +216,6 @@ def test_a_signal_saves_before_the_end(demo: Path, tmp_path: Path, number: signa
     assert checkpoint.found(tmp_path / "run")[-1] == checkpoint.path_of(tmp_path / "run", step)
 
 
-def test_one_ctrl_c_saves_and_a_later_one_ends_at_once(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    run = object.__new__(Run)
-    run.signalled, run.world = 0, World(0, 1, torch.device("cpu"))
-    before = signal.getsignal(signal.SIGINT)
-    with run.until_signalled():
-        signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGINT)  # the same, by way of the launcher
-        assert run.signalled == signal.SIGINT
-        assert capfd.readouterr().err.count("Ctrl-C again") == 1
-        monkeypatch.setattr("clipscale.train.AGAIN_S", -1.0)
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is before
-
-
 def test_a_run_that_was_stopped_ends_with_the_signals_status(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
