@@ -118,8 +118,8 @@ class MetricLog:
             run_dir.mkdir(parents=True, exist_ok=True)
             self._file = _open_from(run_dir / "metrics.jsonl", resume_step)
             env = json.dumps(environment(world) | {"resume_step": resume_step}, indent=1)
-            (run_dir / "env.json").write_text(env + "\n")
-            (run_dir / "config.yaml").write_text(resolved_config)
+            _replace(run_dir / "env.json", env + "\n")
+            _replace(run_dir / "config.yaml", resolved_config)
         except OSError as error:
             raise UserError(f"run={run_dir}: cannot write there ({error.strerror}); choose another folder") from error
         self._sinks: dict[str, Sink] = {}
@@ -332,7 +332,12 @@ def _open_from(path: Path, resume_step: int) -> FileIO:
     kept = (
         [line for line, record in _complete_lines(path) if record.get("step", 0) <= resume_step] if resume_step else []
     )
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(kept), encoding="utf-8")
-    temporary.replace(path)
+    _replace(path, "".join(kept))
     return path.open("ab", buffering=0)
+
+
+def _replace(path: Path, text: str) -> None:
+    """The new text as a whole, or the old one: the disk may be full."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)

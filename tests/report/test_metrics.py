@@ -179,6 +179,19 @@ def test_a_full_disk_ends_the_run_in_one_line(tmp_path: Path) -> None:
         log.step(record(1))
 
 
+@pytest.mark.parametrize("name", ["metrics", "env", "config"])
+def test_a_disk_that_is_full_at_a_resumption_loses_nothing(tmp_path: Path, name: str) -> None:
+    with open_log(tmp_path) as log:
+        log.step(record(1))
+    config = (tmp_path / "config.yaml").read_text()
+    (tmp_path / f"{name}.tmp").symlink_to("/dev/full")
+    with pytest.raises(UserError, match=r"cannot write there \(No space left on device\)"):
+        open_log(tmp_path, resume_step=1)
+    assert (tmp_path / "config.yaml").read_text() == config
+    assert json.loads((tmp_path / "env.json").read_text())
+    assert steps(tmp_path) == [1]
+
+
 def test_tensorboard_holds_the_same_numbers(tmp_path: Path) -> None:
     with open_log(tmp_path, LogConfig(tensorboard=True)) as log:
         for step in range(1, 6):
