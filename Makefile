@@ -52,7 +52,7 @@ $(RESULTS):
 
 # Is it right: kernels, step, offload, fp16, whole runs.
 JOBS := 8
-GPU_TESTS := tests/test_gpu.py tests/loss/test_gpu.py tests/loss/test_triton_gpu.py tests/loss/test_triton_block.py tests/data/test_device.py
+GPU_TESTS := tests/test_gpu.py tests/loss/test_gpu.py tests/loss/triton/test_gpu.py tests/loss/triton/test_backend.py tests/data/loader/test_gpu_decode.py
 gpu-right:
 	$(RUN) -m clipscale.bench.machine make $@ > $(RESULTS)/right.txt
 	$(WITHIN) 540 $(RUN) -m pytest -n $(JOBS) -rA --durations=20 $(GPU_TESTS) 2>&1 | tee -a $(RESULTS)/right.txt
@@ -79,10 +79,10 @@ gpu-loss-types:
 	$(call loss,150) n=64k d=768,512,1024 dtype=fp16,tf32 methods=$(PEERS)
 	$(call loss,390) n=8k,256k d=768,512,1024 dtype=fp16,tf32 methods=$(PEERS)
 
-# Which tiles are best, kernel by kernel: for the table in clipscale/loss/triton_config.py.
+# Which tiles are best, kernel by kernel: for the table in clipscale/loss/triton/tuning.py.
 gpu-tune:
 	$(RUN) -m clipscale.bench.machine make $@ > $(RESULTS)/tune.txt
-	$(WITHIN) 540 $(RUN) -m clipscale.loss.triton_tune --rows 32768 --width 768 --dtype bfloat16 --seconds 480 \
+	$(WITHIN) 540 $(RUN) -m clipscale.loss.triton.tune --rows 32768 --width 768 --dtype bfloat16 --seconds 480 \
 	    --kernels lse 'softmax gradient' | tee -a $(RESULTS)/tune.txt
 
 # Is the step fast: three models, plain and cached, with kept graphs, compiled, beside open_clip's. The rest of each model: more.

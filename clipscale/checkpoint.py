@@ -3,32 +3,21 @@
 import logging
 import os
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
 import torch
 
+from clipscale.config.sections import ModelConfig
 from clipscale.errors import UserError
-from clipscale.models.towers import ClipModel, ModelConfig, build_model
+from clipscale.models.towers import ClipModel, build_model
 
 log = logging.getLogger(__name__)
 
 FORMAT = 1
 LOAD_ERRORS = (RuntimeError, EOFError, OSError, UnpicklingError, KeyError)
-
-
-@dataclass
-class CheckpointConfig:
-    """When checkpoints are written and how many are kept."""
-
-    every: int = 0
-    """Steps between checkpoints; 0: none by steps."""
-    minutes: float = 30.0
-    """Minutes between checkpoints; 0: none by time. The end of a run always writes one."""
-    keep: int = 2
-    """Newest checkpoints kept; 0: all."""
 
 
 def path_of(run: Path, step: int) -> Path:

@@ -17,23 +17,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
-from clipscale.checks import choice
+from clipscale.config.checks import choice
+from clipscale.config.sections import DEVICES, PARALLEL
 from clipscale.errors import UserError
-
-PARALLEL = ("ddp", "fsdp")
-DEVICES = ("auto", "cpu", "cuda")
-
-
-@dataclass
-class LaunchConfig:
-    """How many worker processes `clipscale train` starts on this machine when it is not run under torchrun."""
-
-    procs: int | None = None
-    """None: one per visible GPU, or one on a machine without."""
-    threads: int | None = None
-    """CPU threads per worker; None: an even share of the cores."""
-    parallel: str = "ddp"
-    """`ddp` (every rank holds the model) or `fsdp` (FSDP2: parameters, gradients and optimizer state are sharded over the ranks)."""
 
 
 @dataclass(frozen=True)

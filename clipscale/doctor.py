@@ -19,17 +19,18 @@ import torch
 from PIL import Image
 from rich.table import Table
 
-from clipscale.data.config import DataConfig
-from clipscale.data.device import jpeg_decoder
+from clipscale.config.data import DataConfig
+from clipscale.config.tools import DoctorSettings
+from clipscale.data.loader.gpu_decode import jpeg_decoder
+from clipscale.data.loader.memory import free_memory
+from clipscale.data.loader.rows import train_transform
 from clipscale.data.order import Draws
-from clipscale.data.room import free_memory
-from clipscale.data.rows import train_transform
 from clipscale.distributed import World
 from clipscale.errors import UserError
 from clipscale.report.environment import environment
 from clipscale.report.table import plain_console
-from clipscale.spelling import format_bytes
 from clipscale.trial import loss_error
+from clipscale.units import format_bytes
 
 ALLOWED = 1e-4
 """Relative error of a float32 gradient that is still put down to rounding."""
@@ -42,16 +43,6 @@ EXTRAS = {
     "pyarrow": "Parquet tables",
     "transformers": "tokenizers of transformers (SigLIP's, multilingual ones)",
 }
-
-
-@dataclass
-class DoctorSettings:
-    """`clipscale doctor`: try what training needs on this machine; status 1 where something does not work."""
-
-    run: str = "runs"
-    """Folder that runs are to be written to."""
-    timeout_s: float = 120.0
-    """Seconds for the processes to find each other and compute one loss together."""
 
 
 @dataclass(frozen=True)

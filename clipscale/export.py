@@ -1,7 +1,6 @@
 """`clipscale export`: a run's weights as a folder that open_clip, and whatever builds on it, loads by itself."""
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,23 +11,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from clipscale.checkpoint import load_model
-from clipscale.checks import choice, existing_run
+from clipscale.config.checks import choice, existing_run
+from clipscale.config.sections import ModelConfig
+from clipscale.config.tools import ExportSettings
 from clipscale.errors import UserError
-from clipscale.models.towers import ClipModel, ModelConfig, architecture
-
-
-@dataclass
-class ExportSettings:
-    """`clipscale export`: a run's weights for open_clip, as `local-dir:FOLDER`, or to be put on the Hugging Face hub as they are."""
-
-    run: str = ""
-    """NAME of the run's folder under runs/, or its path."""
-    checkpoint: str = "latest"
-    """`latest`, the number of a step, or a checkpoint's path."""
-    out: str | None = None
-    """Folder to write; RUN/export if not given."""
-    dtype: str = "float32"
-    """Of the matrices: `float32`, `bfloat16` or `float16`; vectors and the scale stay float32."""
+from clipscale.models.towers import ClipModel, architecture
 
 
 def main(settings: ExportSettings) -> Path:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clipscale.errors import UserError
-from clipscale.spelling import nearest
+from clipscale.units import nearest
 
 GIB = 2**30
 CPU_SHARE = Path("/sys/fs/cgroup/cpu.max")

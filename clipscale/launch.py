@@ -19,11 +19,11 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, r
 from torch.distributed.launcher.api import LaunchConfig as ElasticConfig
 from torch.distributed.launcher.api import elastic_launch
 
-from clipscale import checks
-from clipscale.config import TrainConfig, check, doubts
+from clipscale.config import checks
+from clipscale.config.parse import typed
+from clipscale.config.train import TrainConfig, check, doubts
 from clipscale.errors import StoppedError, UserError
 from clipscale.hardware import cores
-from clipscale.settings import typed
 
 GRACE_S = 300
 """Seconds that workers get to end their step and save when the launcher is told to stop; torch 2.11 gives them 30, whatever it is told."""

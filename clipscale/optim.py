@@ -2,64 +2,17 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import timm.optim
 import torch
 from torch import nn
 
-from clipscale.checks import choice
+from clipscale.config.checks import choice
+from clipscale.config.sections import LR_SCALING, SCHEDULES, OptimConfig, ScheduleConfig
 from clipscale.errors import UserError
-from clipscale.spelling import nearest
-
-LR_SCALING = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
-"""Rule -> power of the batch."""
-
-
-@dataclass
-class OptimConfig:
-    """The optimizer, by timm's name."""
-
-    name: str = "adamw"
-    """Any of timm's optimizers: adamw, adafactorbv, lion, lamb, muon, ..."""
-    lr: float = 5e-4
-    """The schedule's peak; with `lr_scaling`, at a batch of `reference_batch`."""
-    lr_scaling: str = "none"
-    """How the peak follows the batch: `none`; `sqrt` or `linear`, of batch / reference_batch."""
-    reference_batch: int | None = None
-    """The batch that `lr` is meant for."""
-    weight_decay: float = 0.2
-    """Applied to matrices only: gains, biases and the logit scale are never decayed."""
-    betas: tuple[float, float] = (0.9, 0.98)
-    """Decay rates of the first and second moment (adafactorbv: momentum, and the cap of the second)."""
-    eps: float | None = 1e-6
-    """None: the optimizer's own default."""
-    clip_norm: float | None = None
-    """Largest global gradient norm; None or 0: no clipping."""
-    max_logit_scale: float = 100.0
-    """The logit scale is clamped to at most this after each step."""
-    on_divergence: str = "stop"
-    """A loss or gradient that is not finite: `stop` the run, leaving what is needed to look into it, or `skip` the step."""
-    options: dict[str, Any] = field(default_factory=dict)
-    """Further keyword arguments of timm's factory."""
-
-
-SCHEDULES = ("cosine", "constant")
-
-
-@dataclass
-class ScheduleConfig:
-    """The learning rate over the run."""
-
-    name: str = "cosine"
-    """`cosine`, or `constant` with an optional linear cooldown at the end."""
-    warmup: str = "2000"
-    """Linear warm-up: steps (`2000`), a share of the run (`5%`) or epochs (`0.5ep`)."""
-    cooldown: str = "0"
-    """Linear cooldown at the end of a constant schedule, in the same forms."""
-    final: float = 0.0
-    """Learning rate at the end, as a share of the peak."""
+from clipscale.units import nearest
 
 
 def peak_lr(config: OptimConfig, batch: int) -> float:

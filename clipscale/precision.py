@@ -1,30 +1,16 @@
 """Number formats of a run: what autocast computes in, what weights are held in, and whether losses are scaled."""
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from clipscale.checks import choice
+from clipscale.config.checks import choice
+from clipscale.config.sections import PrecisionConfig
 from clipscale.errors import UserError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-@dataclass
-class PrecisionConfig:
-    """Precision of the encoders' arithmetic and weights."""
-
-    name: str = "fp32"
-    """`fp32`, `bf16` (autocast) or `fp16` (autocast with a gradient scaler). A frozen tower's matrices are held in it."""
-    weights: str = "fp32"
-    """Of trained towers: `fp32`, or `bf16` with precision=bf16: no casts in every chunk."""
-    master: bool = True
-    """With bf16 weights: gradients are added up, and the optimizer works, on float32 copies, which checkpoints keep."""
-    tf32: bool = True
-    """Allow TF32 in float32 matrix products on GPUs that have it."""
 
 
 class Precision:

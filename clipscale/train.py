@@ -15,26 +15,27 @@ import torch
 from torch import Tensor
 
 from clipscale import checkpoint, distributed
-from clipscale.checks import shared
-from clipscale.config import TrainConfig, changes, to_yaml
-from clipscale.data.ramp import BatchSizes
-from clipscale.data.room import free_memory
-from clipscale.data.stream import TrainStream, merge_positions
+from clipscale.autotune import CHUNKS, Retention
+from clipscale.config.checks import shared
+from clipscale.config.sections import LR_SCALING
+from clipscale.config.train import TrainConfig, changes, to_yaml
+from clipscale.data.loader.memory import free_memory
+from clipscale.data.loader.ramp import BatchSizes
+from clipscale.data.loader.stream import TrainStream, merge_positions
+from clipscale.data.loader.to_device import DeviceRows
 from clipscale.distributed import World
 from clipscale.errors import StoppedError, UserError
 from clipscale.eval.run import check as check_sets
 from clipscale.eval.run import evaluate
-from clipscale.learner import Learner
 from clipscale.models.flops import Flops
-from clipscale.optim import LR_SCALING, Schedule, peak_lr
-from clipscale.probe import CHUNKS, Retention
-from clipscale.randomness import RandomState
+from clipscale.optim import Schedule, peak_lr
+from clipscale.phases import Phases
 from clipscale.report.metrics import MetricLog
-from clipscale.report.phases import Phases
 from clipscale.report.plots import write_report
 from clipscale.report.table import print_results
+from clipscale.rng import RandomState
 from clipscale.stopping import Stop
-from clipscale.transfer import DeviceRows
+from clipscale.train_state import Learner
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from clipscale import distributed
 from clipscale.distributed import World
 from clipscale.loss.api import contrastive_loss
-from clipscale.loss.dense import dense_contrastive_loss
+from clipscale.loss.reference import dense_contrastive_loss
 
 PAIRS, WIDTH, SCALE = 96, 64, 20.0
 """N of each process, D, and the logit scale."""

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from clipscale import checkpoint
+from clipscale.config.sections import ModelConfig
 from clipscale.errors import UserError
-from clipscale.models.towers import ModelConfig
 
 
 def some_state(value: float = 1.0) -> dict:

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from clipscale import doctor, trial
-from clipscale.doctor import DoctorSettings, Finding, main
+from clipscale.config.tools import DoctorSettings
+from clipscale.doctor import Finding, main
 
 
 def only(monkeypatch: pytest.MonkeyPatch, *checks: str) -> None:

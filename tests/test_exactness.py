@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from clipscale.config.sections import ModelConfig
+from clipscale.data.loader.to_device import DeviceRows
 from clipscale.distributed import World, gradient_norm
+from clipscale.grad_cache import GradCache
 from clipscale.loss.api import contrastive_loss
-from clipscale.loss.dense import dense_contrastive_loss
-from clipscale.models.towers import ClipModel, ModelConfig, build_model
-from clipscale.step import GradCache
-from clipscale.transfer import DeviceRows
+from clipscale.loss.reference import dense_contrastive_loss
+from clipscale.models.towers import ClipModel, build_model
 from tests.ranks import run_ranks
 
 BATCH = 12

@@ -11,10 +11,12 @@ from PIL import Image
 from safetensors import safe_open
 
 from clipscale import checkpoint
+from clipscale.config.sections import ModelConfig
+from clipscale.config.tools import ExportSettings
 from clipscale.data.decode import EvalTransform
 from clipscale.errors import UserError
-from clipscale.export import ExportSettings, main
-from clipscale.models.towers import ClipModel, ModelConfig, build_model
+from clipscale.export import main
+from clipscale.models.towers import ClipModel, build_model
 
 ARCHITECTURE = {
     "embed_dim": 16,

@@ -12,19 +12,18 @@ import pytest
 import torch
 
 from clipscale import checkpoint
-from clipscale.data.batch import Arena, Layout
-from clipscale.data.config import DataConfig
+from clipscale.config.data import DataConfig
+from clipscale.config.sections import CacheConfig, OptimConfig, PrecisionConfig, ScheduleConfig
 from clipscale.data.demo import paths
-from clipscale.loss.dense import dense_contrastive_loss
-from clipscale.optim import OptimConfig, ScheduleConfig
-from clipscale.precision import PrecisionConfig
-from clipscale.step import CacheConfig, GradCache
+from clipscale.data.loader.host_batch import Arena, Layout
+from clipscale.data.loader.to_device import DeviceRows
+from clipscale.grad_cache import GradCache
+from clipscale.loss.reference import dense_contrastive_loss
 from clipscale.train import train
-from clipscale.transfer import DeviceRows
+from tests.data.loader.test_offload_runs import records
 from tests.device import CUDA, DEVICE, on_device
 from tests.test_exactness import Case, inputs_of, model_of
-from tests.test_offload import records
-from tests.test_step import assert_same, batch, gradients, models, one_graph
+from tests.test_grad_cache import assert_same, batch, gradients, models, one_graph
 from tests.test_train import curve, demo, settings
 
 __all__ = ["demo"]

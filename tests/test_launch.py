@@ -13,9 +13,9 @@ import psutil
 import pytest
 
 from clipscale import launch
-from clipscale.config import TrainConfig
-from clipscale.distributed import LaunchConfig
-from clipscale.keys import PACKAGE
+from clipscale.config.keys import PACKAGE
+from clipscale.config.sections import LaunchConfig
+from clipscale.config.train import TrainConfig
 from tests.conftest import TINY, Command
 
 LONG = (

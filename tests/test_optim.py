@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from clipscale.data.config import DataConfig
-from clipscale.data.ramp import RampConfig
+from clipscale.config.data import DataConfig
+from clipscale.config.sections import CacheConfig, OptimConfig, RampConfig, ScheduleConfig
 from clipscale.errors import UserError
-from clipscale.optim import OptimConfig, Schedule, ScheduleConfig, build_optimizer, parse_steps, peak_lr
-from clipscale.step import CacheConfig
+from clipscale.optim import Schedule, build_optimizer, parse_steps, peak_lr
 from clipscale.train import train
 from tests.test_train import settings
 

@@ -10,15 +10,13 @@ import pytest
 import torch
 
 from clipscale import checkpoint
-from clipscale.config import TrainConfig
-from clipscale.data.config import DataConfig
-from clipscale.distributed import LaunchConfig, World
+from clipscale.config.data import DataConfig
+from clipscale.config.sections import CacheConfig, LaunchConfig, LogConfig, ModelConfig, OptimConfig, PrecisionConfig
+from clipscale.config.train import TrainConfig
+from clipscale.distributed import World
 from clipscale.errors import UserError
-from clipscale.models.towers import ModelConfig, build_model
-from clipscale.optim import OptimConfig
-from clipscale.precision import Precision, PrecisionConfig
-from clipscale.report.metrics import LogConfig
-from clipscale.step import CacheConfig
+from clipscale.models.towers import build_model
+from clipscale.precision import Precision
 from clipscale.train import Run, train
 from tests.ranks import run_ranks
 from tests.test_train import ARCHITECTURE, settings

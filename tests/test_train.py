@@ -15,21 +15,26 @@ from typing import Any
 import pytest
 import torch
 
-from clipscale import checkpoint, cli, launch
-from clipscale.config import TrainConfig, check
+from clipscale import checkpoint, launch
+from clipscale.autotune import CHUNKS, remember, remembered
+from clipscale.cli import main as cli
+from clipscale.config.sections import (
+    CacheConfig,
+    EvalConfig,
+    LaunchConfig,
+    LogConfig,
+    ModelConfig,
+    OptimConfig,
+    PrecisionConfig,
+    ScheduleConfig,
+)
+from clipscale.config.train import TrainConfig, check
 from clipscale.data.demo import paths, render_demo
-from clipscale.data.stream import DataConfig
-from clipscale.distributed import LaunchConfig, World
+from clipscale.data.loader.stream import DataConfig
+from clipscale.data.loader.to_device import DeviceRows, copy_stream
+from clipscale.distributed import World
 from clipscale.errors import StoppedError, UserError
-from clipscale.eval.run import EvalConfig
-from clipscale.models.towers import ModelConfig
-from clipscale.optim import OptimConfig, ScheduleConfig
-from clipscale.precision import PrecisionConfig
-from clipscale.probe import CHUNKS, remember, remembered
-from clipscale.report.metrics import LogConfig
-from clipscale.step import CacheConfig
 from clipscale.train import Run, train
-from clipscale.transfer import DeviceRows, copy_stream
 from tests.ranks import forks, run_ranks
 
 ARCHITECTURE = {
@@ -431,7 +436,7 @@ def test_a_rank_judges_the_memory_before_others_take_theirs(
         return 2**30
 
     monkeypatch.setattr("clipscale.train.free_memory", look)
-    monkeypatch.setattr("clipscale.data.room.free_memory", lambda: 0)  # the others have been quicker
+    monkeypatch.setattr("clipscale.data.loader.memory.free_memory", lambda: 0)  # the others have been quicker
 
     class Waits(World):
         def gather(self, value: Any) -> list[Any]:

@@ -9,7 +9,6 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -26,10 +25,11 @@ from clipscale.bench.figures import counts, processor, spread
 from clipscale.bench.machine import asked, machine
 from clipscale.bench.records import earlier, write
 from clipscale.bench.sheet import Sheet, grouped, publish
-from clipscale.data.config import DECODE, DataConfig
+from clipscale.config.data import DECODE, DataConfig
+from clipscale.config.tools import DataBenchSettings
 from clipscale.data.decode import TrainTransform
+from clipscale.data.loader.stream import TrainStream
 from clipscale.data.order import AUGMENT, Draws
-from clipscale.data.stream import TrainStream
 from clipscale.errors import UserError
 from clipscale.report.table import plain_console
 
@@ -53,34 +53,6 @@ HOW = {
     "bytes": "what one sample takes of the memory through which workers hand it over, pixels and tokens",
     "pictures": "random, amplitude 1/frequency in every colour, JPEG quality 90",
 }
-
-
-@dataclass
-class DataBenchSettings:
-    """`clipscale bench data`: decoding and the whole data path, beside open_clip's."""
-
-    sizes: str = "256,384,512,1024"
-    """Sides of the source pictures in pixels, separated by commas."""
-    image_size: int = 224
-    """Side of the training pixels."""
-    pictures: int = 48
-    """Pictures of each size."""
-    repeats: int = 5
-    """Measurements of each rate."""
-    stream: str = "256,512"
-    """Source sizes measured end to end; empty: none."""
-    workers: int = 2
-    """Worker processes of the end-to-end measurement."""
-    batch: int = 256
-    """Samples of a batch of the end-to-end measurement."""
-    device: str = "auto"
-    """GPU whose decoder and model are measured: `auto` (where there is one), `cuda`, or `cpu`: none."""
-    resume: bool = False
-    """Keep what an earlier, interrupted run with the same settings measured on this machine."""
-    model: str = "vit-b32"
-    """A preset of conf/model whose step on the GPU is measured; empty: none."""
-    out: str = "runs/bench"
-    """Folder for data.json, .md and .png; earlier ones are replaced."""
 
 
 def main(settings: DataBenchSettings, console: Console | None = None) -> list[Row]:

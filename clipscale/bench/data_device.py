@@ -8,11 +8,11 @@ from itertools import cycle, islice
 import torch
 
 from clipscale.bench.figures import device_of
-from clipscale.data.batch import Arena, Layout
 from clipscale.data.decode import TrainTransform
-from clipscale.data.device import AHEAD, DecodedAhead, DeviceDecoder, jpeg_decoder
+from clipscale.data.loader.gpu_decode import AHEAD, DecodedAhead, DeviceDecoder, jpeg_decoder
+from clipscale.data.loader.host_batch import Arena, Layout
+from clipscale.data.loader.offload import tier_of
 from clipscale.data.order import AUGMENT, Draws
-from clipscale.data.tiers import tier_of
 from clipscale.errors import UserError
 
 WAYS = 4
@@ -98,10 +98,11 @@ def device_rates(files: list[bytes], transform: TrainTransform, repeats: int, de
 def step_rates(model: str, batch: int, repeats: int, device: torch.device) -> list[float]:
     """Samples a second that the gradient cache takes with that preset in bf16, pixels and tokens on the device; no update of weights."""
     from clipscale.bench.step_ways import model_config
+    from clipscale.config.sections import PrecisionConfig
+    from clipscale.grad_cache import GradCache
     from clipscale.loss.api import contrastive_loss
     from clipscale.models.towers import build_model
-    from clipscale.precision import Precision, PrecisionConfig
-    from clipscale.step import GradCache
+    from clipscale.precision import Precision
 
     built = build_model(model_config(model)).to(device)
     cache = GradCache(

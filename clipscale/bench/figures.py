@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from clipscale.errors import UserError
-from clipscale.spelling import parse_count
+from clipscale.units import parse_count
 
 
 def counts(name: str, text: str) -> list[int]:

@@ -28,16 +28,16 @@ from clipscale.bench.records import earlier, write
 from clipscale.bench.runs import HOW, Attempt, attempt, row_of
 from clipscale.bench.sheet import Sheet, publish
 from clipscale.bench.verdicts import of_plan
-from clipscale.cli import composed
-from clipscale.data.room import free_memory
+from clipscale.cli.main import composed
+from clipscale.config.tools import PlanConfig
+from clipscale.data.loader.memory import free_memory
 from clipscale.errors import UserError
 from clipscale.hardware import hardware_of
-from clipscale.plan.config import PlanConfig
 from clipscale.plan.memory import PROCESS
 from clipscale.plan.planner import Plan, machine
 from clipscale.plan.rehearsal import rehearsed
 from clipscale.report.table import plain_console
-from clipscale.spelling import format_bytes, parse_count
+from clipscale.units import format_bytes, parse_count
 
 Row = dict[str, Any]
 

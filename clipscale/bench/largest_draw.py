@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from clipscale.bench.runs_draw import sizes
 from clipscale.bench.runs_table import where
 from clipscale.report.plots import STYLE
-from clipscale.spelling import format_count
+from clipscale.units import format_count
 
 LOOKS = {"ok": ("o", "#16a34a"), "refused": ("x", "#be123c"), "out of memory": ("X", "#be123c")}
 OTHER = "s", "#9ca3af"

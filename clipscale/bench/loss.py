@@ -7,7 +7,7 @@ import math
 import os
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -30,10 +30,11 @@ from clipscale.bench.processes import RETURNING_MALLOC, Answer, Ended
 from clipscale.bench.records import earlier, settled, write
 from clipscale.bench.sheet import publish
 from clipscale.bench.verdicts import of_choices, of_loss
+from clipscale.config.tools import LossBenchSettings
 from clipscale.errors import UserError
 from clipscale.hardware import cores
 from clipscale.report.table import plain_console
-from clipscale.spelling import format_count, nearest
+from clipscale.units import format_count, nearest
 
 Row = dict[str, Any]
 
@@ -52,39 +53,6 @@ HOW = {
     "error": "largest relative distance of value and gradients from the float64 oracle on the same features",
     "sent": "bytes that a rank sends in one step, a collective counted as its ring algorithm",
 }
-
-
-@dataclass
-class LossBenchSettings:
-    """`clipscale bench loss`: the contrastive loss of clipscale and others, side by side."""
-
-    n: str = "1k,2k,4k,8k"
-    """Batches (pairs of all ranks), separated by commas."""
-    d: str = "512"
-    """Feature widths."""
-    methods: str = "auto"
-    """Presets (infcl, clip, ...), backends (tiled, dense, triton) and peers (open_clip, inf_cl, torch, compile)."""
-    dtype: str = "fp32"
-    """`fp32`, `bf16`, `fp16`, `tf32`."""
-    device: str = "auto"
-    """`auto` (CUDA where there is one), `cpu` or `cuda`."""
-    ranks: int = 1
-    """Processes that share the batch; with several, bytes on the wire are counted too."""
-    repeats: int = 5
-    """Measurements of each time."""
-    scale: float = 100.0
-    """Logit scale: 100 is where CLIP's training ends; the sigmoid preset keeps its own."""
-    seconds: float = 0.0
-    """Bound on the whole: smaller cases come first, and what would not end in time, judged by a smaller case, is recorded as not run; 0:
-    none."""
-    resume: bool = False
-    """Keep what an earlier, interrupted run with the same settings measured on this machine."""
-    profile: bool = False
-    """One more step of each method under torch's profiler: which kernels its time goes to."""
-    reference: int = 4096
-    """Largest batch whose error against the float64 oracle is measured; 0: none."""
-    out: str = "runs/bench"
-    """Folder for loss-DEVICE.json, .md and .png (loss-DEVICE-Pranks with several ranks); earlier ones are replaced."""
 
 
 def main(settings: LossBenchSettings, console: Console | None = None) -> list[Row]:

@@ -11,7 +11,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter
 
 from clipscale.bench.figures import processor
 from clipscale.report.plots import COLOURS, STYLE
-from clipscale.spelling import format_count
+from clipscale.units import format_count
 
 Row = dict[str, Any]
 

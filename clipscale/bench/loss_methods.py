@@ -21,10 +21,11 @@ import torch.nn.functional as F
 import yaml
 from torch import Tensor
 
+from clipscale.config.keys import conf_dir, group_options
+from clipscale.config.sections import LossConfig
 from clipscale.errors import UserError
-from clipscale.keys import conf_dir, group_options
-from clipscale.loss.api import LossConfig, contrastive_loss
-from clipscale.spelling import nearest
+from clipscale.loss.api import contrastive_loss
+from clipscale.units import nearest
 
 LossFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(image features (n, D), text features (n, D), logit scale ()) -> loss ()."""
@@ -121,8 +122,9 @@ def variant(name: str) -> Method | None:
     triton-tiles-128x256x64-8w-3s[-128r]: rows x columns x depth of a tile, warps, stages, registers a thread, in both passes.
     triton-panel-256M: bytes of score gradients at a time. A panel as large as the whole matrix is the design without panels.
     """
-    from clipscale.loss import triton_block, triton_panels
-    from clipscale.loss.triton_config import Tiles
+    from clipscale.loss.triton import backend as triton_block
+    from clipscale.loss.triton import panels as triton_panels
+    from clipscale.loss.triton.tuning import Tiles
 
     if found := TILES.fullmatch(name):
         rows, cols, depth, warps, stages = map(int, found.groups()[:5])

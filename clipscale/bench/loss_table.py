@@ -5,7 +5,7 @@ from typing import Any
 
 from clipscale.bench.figures import processor
 from clipscale.bench.sheet import Sheet, grouped
-from clipscale.spelling import format_count
+from clipscale.units import format_count
 
 Row = dict[str, Any]
 

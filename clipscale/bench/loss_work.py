@@ -23,8 +23,8 @@ from clipscale.bench.loss_methods import DTYPES, Case, LossFunction, Method, met
 from clipscale.bench.loss_profile import profiled
 from clipscale.bench.memory import DeviceMemory, HostMemory, bound_memory, is_out_of_memory
 from clipscale.bench.processes import job_in, leave
-from clipscale.loss.dense import dense_contrastive_loss
 from clipscale.loss.exchange import Communicator
+from clipscale.loss.reference import dense_contrastive_loss
 
 PAIR_COSINE = 0.2
 """Of an image and its text: with scale 100 and D = 512 a loss of about one at N = 16k."""

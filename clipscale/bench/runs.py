@@ -78,8 +78,8 @@ def attempt(run: Path, words: Sequence[str], seconds: float, memory: int | None 
 
 def row_of(run: Path, words: Sequence[str]) -> Row:
     """What a run that has ended well leaves in a record: its last steps, its newest evaluation, and prediction beside measurement."""
+    from clipscale.config.tools import PlanConfig
     from clipscale.plan.compare import compare
-    from clipscale.plan.config import PlanConfig
 
     steps = [json.loads(text) for text in (run / "metrics.jsonl").read_text().splitlines()]
     evaluated = max((run / "eval").glob("step_*.json"), default=None)

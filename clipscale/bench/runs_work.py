@@ -16,7 +16,7 @@ NO_ROOM = ("are free for each of", "larger than foreseen", "was killed by SIGKIL
 
 def main(folder: Path) -> int:
     """The run, and how it ended, as status and reason."""
-    from clipscale import cli
+    from clipscale.cli import main as cli
 
     asked = job_in(folder)
     name_first()

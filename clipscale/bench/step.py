@@ -26,10 +26,11 @@ from clipscale.bench.step_table import legend, table
 from clipscale.bench.step_ways import Name
 from clipscale.bench.step_work import StepJob
 from clipscale.bench.verdicts import of_step
+from clipscale.config.keys import group_options
+from clipscale.config.tools import StepBenchSettings
 from clipscale.errors import UserError
-from clipscale.keys import group_options
 from clipscale.report.table import plain_console
-from clipscale.spelling import nearest
+from clipscale.units import nearest
 
 Row = dict[str, Any]
 
@@ -69,37 +70,6 @@ HOW = {
 }
 MARGIN = 0.95
 """Part of the free memory that a process on the CPU may take."""
-
-
-@dataclass
-class StepBenchSettings:
-    """`clipscale bench step`: the gradient cache beside plain forward and backward, sample for sample."""
-
-    model: str = "tiny"
-    """A preset of conf/model."""
-    batch: str = "512"
-    """Pairs of one step, for methods that do not name their own."""
-    chunk: str = "128"
-    """Samples per chunk of either tower."""
-    memory: str = "128,256,512,1k"
-    """Batches at which memory is measured in processes apart, separated by commas; empty: none."""
-    methods: str = "auto"
-    """plain, cache, keep-N (room for N per cent of all graphs; keep-NG: N GiB), frozen, compiled, open_clip, and so on; METHOD@BATCH: at
-    that batch; METHOD@max: at the largest that fits; `auto`: all that can run here, but for compiled ones."""
-    precision: str = "fp32"
-    """`fp32` or `bf16` (autocast)."""
-    device: str = "auto"
-    """`auto` (CUDA where there is one), `cpu` or `cuda`."""
-    repeats: int = 7
-    """Rounds."""
-    seconds: float = 0.0
-    """Bound on the whole: a step that would not end within it is recorded as not run, with what it would take; 0: none."""
-    resume: bool = False
-    """Keep what an earlier, interrupted run with the same settings measured on this machine."""
-    malloc: str = "keep"
-    """On a CPU: `keep` freed memory in the process while time is measured (faster plain steps), or leave it to the `system`."""
-    out: str = "runs/bench"
-    """Folder for step-DEVICE.json, .md and .png; earlier ones are replaced."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter
 from clipscale.bench.figures import processor
 from clipscale.bench.loss_draw import MARKS
 from clipscale.report.plots import COLOURS, STYLE
-from clipscale.spelling import format_count, parse_count
+from clipscale.units import format_count, parse_count
 
 
 def draw(record: dict[str, Any], path: Path) -> Figure:

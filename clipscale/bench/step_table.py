@@ -5,7 +5,7 @@ from typing import Any
 from clipscale.bench.figures import processor
 from clipscale.bench.sheet import Sheet
 from clipscale.bench.verdicts import growths
-from clipscale.spelling import format_count
+from clipscale.units import format_count
 
 HEADS = ("method", "batch", "samples/s", "step ms", "min-max", "to plain", "MFU", "peak MiB")
 

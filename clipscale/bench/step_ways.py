@@ -16,15 +16,16 @@ import torch
 import yaml
 from torch import Tensor
 
-from clipscale.data.batch import Arena, HostBatch, Layout
-from clipscale.keys import conf_dir
+from clipscale.config.keys import conf_dir
+from clipscale.config.sections import ModelConfig, PrecisionConfig
+from clipscale.data.loader.host_batch import Arena, HostBatch, Layout
+from clipscale.data.loader.to_device import DeviceRows
+from clipscale.grad_cache import GradCache
 from clipscale.loss.api import contrastive_loss
 from clipscale.models.flops import Flops
-from clipscale.models.towers import ClipModel, ModelConfig, architecture, build_model
-from clipscale.precision import Precision, PrecisionConfig
-from clipscale.report.phases import Phases
-from clipscale.step import GradCache
-from clipscale.transfer import DeviceRows
+from clipscale.models.towers import ClipModel, architecture, build_model
+from clipscale.phases import Phases
+from clipscale.precision import Precision
 
 WORDS = 12
 """Tokens of a caption; the rest of the context is padding, as in most captions."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from clipscale.bench.loss_methods import FORESEEN
 from clipscale.bench.step_ways import Name
-from clipscale.spelling import format_count
+from clipscale.units import format_count
 
 Row = dict[str, Any]
 Found = tuple[str, float | str]

@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from clipscale.data import index, indexing
-from clipscale.data.archive import ReadProblem, read_shard
 from clipscale.data.decode import IMAGE_TYPES, BrokenSampleError, decode_rgb, image_bytes, resize
 from clipscale.data.filters import Selection
 from clipscale.data.order import Draws, key
 from clipscale.data.sample import RawSample, limits
-from clipscale.data.sources import Access, leaf_of, scheme_of
+from clipscale.data.shards import index, indexing
+from clipscale.data.shards.access import Access, leaf_of, scheme_of
+from clipscale.data.shards.reader import ReadProblem, read_shard
 
 EXAMPLES = 20
 """Names kept of the samples broken for one reason, per shard."""

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from clipscale.data.check import Findings, data_url
-from clipscale.spelling import format_bytes
+from clipscale.units import format_bytes
 
 STYLE = """body{font:15px/1.5 system-ui,sans-serif;margin:2em auto;max-width:1100px;padding:0 1em;color:#222;background:#fff}
 h1{font-size:1.4em}h2{font-size:1.1em;margin-top:2em}table{border-collapse:collapse}td,th{padding:.15em .9em .15em 0;text-align:left;

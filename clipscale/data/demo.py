@@ -18,6 +18,7 @@ from random import Random
 
 import platformdirs
 
+from clipscale.config.tools import DemoSettings
 from clipscale.data import scenes
 from clipscale.errors import UserError
 from clipscale.hardware import cores
@@ -36,20 +37,6 @@ UNSEEN_PER_CLASS = 60
 RETRIEVAL_IMAGES = 500
 CAPTIONS_PER_IMAGE = 5
 TEST_SETS = ("objects", "unseen", "retrieval")
-
-
-@dataclass
-class DemoSettings:
-    """`clipscale data demo`: render a small set to try things on."""
-
-    root: str | None = None
-    """Folder to write; the user's cache folder if not given."""
-    samples: int = 20_000
-    """Training pairs."""
-    seed: int = 0
-    """The same seed renders the same bytes."""
-    force: bool = False
-    """Render anew even if the same set is already there."""
 
 
 @dataclass(frozen=True)

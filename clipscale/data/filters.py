@@ -19,11 +19,11 @@ import numpy as np
 import yaml
 from PIL import Image
 
-from clipscale.data.config import FilterConfig
+from clipscale.config.data import FilterConfig
 from clipscale.data.decode import BrokenSampleError, caption_of, image_bytes
 from clipscale.data.order import Draws
 from clipscale.data.sample import RawSample
-from clipscale.data.sources import leaf_of
+from clipscale.data.shards.access import leaf_of
 from clipscale.errors import UserError
 
 _COMPARE: dict[str, Callable[[Any, Any], bool]] = {

@@ -4,7 +4,6 @@ import json
 import os
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,68 +11,14 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
-from clipscale.data import index, indexing, shards
-from clipscale.data.config import FilterConfig, TableConfig
-from clipscale.data.sources import Access, is_local, scheme_of
+from clipscale.config.data import TableConfig
+from clipscale.config.tools import CheckSettings, IndexSettings, StatsSettings
+from clipscale.data.shards import index, indexing
+from clipscale.data.shards import listing as shards
+from clipscale.data.shards.access import Access, is_local, scheme_of
 from clipscale.errors import UserError
 from clipscale.hardware import cores
-from clipscale.spelling import format_bytes
-
-
-@dataclass
-class IndexSettings:
-    """`clipscale data index SHARD...`: note counts, places, sizes and checksums beside the shards."""
-
-    cache: str | None = None
-    """Folder for the index instead of the shards' own; where those cannot be written or are remote, the user's cache folder is taken."""
-    checksum: bool = True
-    """Read everything, for a checksum; false: the headers alone."""
-    workers: int | None = None
-    """Processes; null: one a core."""
-    force: bool = False
-    """Read the unchanged shards again too."""
-    allow_pipe: bool = False
-    """Permit `pipe:` addresses, which run a shell command."""
-
-
-@dataclass
-class StatsSettings:
-    """`clipscale data stats SHARD...`: samples and bytes, from the index."""
-
-    cache: str | None = None
-    """Folder where the index lies if not beside the shards."""
-    json: bool = False
-    """Print JSON."""
-
-
-@dataclass
-class CheckSettings:
-    """`clipscale data check SHARD...`: read everything and say what is broken, and why."""
-
-    out: str = "data-check"
-    """Folder for check.json, check.html and duplicates.txt."""
-    workers: int | None = None
-    """Processes; null: one a core."""
-    pictures: int = 64
-    """Thumbnails on the page."""
-    near: bool = False
-    """Also look for pictures that look alike (a 64-bit difference hash)."""
-    seed: int = 0
-    """Of the thumbnails' choice."""
-    cache: str | None = None
-    """Folder where the index lies if not beside the shards."""
-    max_pixels: int = 89_478_485
-    """As `data.max_pixels` in training."""
-    max_bytes: int = 67_108_864
-    """As `data.max_bytes` in training."""
-    caption_key: str = "txt"
-    """As `data.caption_key` in training."""
-    captions: list[str] = field(default_factory=list)
-    """As `data.captions` in training."""
-    allow_pipe: bool = False
-    """Permit `pipe:` addresses, which run a shell command."""
-    table: TableConfig = field(default_factory=TableConfig)
-    filter: FilterConfig = field(default_factory=FilterConfig)
+from clipscale.units import format_bytes
 
 
 def named(sources: Sequence[str], allow_pipe: bool = False, table: TableConfig | None = None) -> list[str]:

@@ -12,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-from clipscale.checks import at_least
+from clipscale.config.checks import at_least
 from clipscale.errors import UserError
 from clipscale.eval.zero_shot import Template
 

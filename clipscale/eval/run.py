@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,7 +23,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from clipscale.checks import at_least
+from clipscale.config.checks import at_least
+from clipscale.config.sections import EvalConfig
 from clipscale.data.decode import BrokenSampleError, EvalTransform
 from clipscale.errors import UserError
 from clipscale.eval import datasets, retrieval, zero_shot
@@ -35,22 +36,6 @@ log = logging.getLogger(__name__)
 
 Results = dict[str, dict[str, float]]
 """Set name -> metric name -> value; the metrics are shares in [0, 1], besides the counts `images`, `captions` and `broken`."""
-
-
-@dataclass
-class EvalConfig:
-    """What is evaluated, and when."""
-
-    every: int = 0
-    """Steps between evaluations during training; 0: never. The end of a run evaluates whenever there are sets."""
-    sets: list[str] = field(default_factory=list)
-    """Folders in CLIP_benchmark's webdataset layout, folders of class folders, or caption JSONs; the kind is read from the folder."""
-    batch: int = 256
-    """Images or captions encoded at once."""
-    workers: int = 0
-    """Decoding threads per process; 0: one per core, at most 8."""
-    limit: int | None = None
-    """At most so many images of each set, evenly spaced over it."""
 
 
 class Model(Protocol):

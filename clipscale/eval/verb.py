@@ -1,31 +1,17 @@
 """The `eval` verb: a run's checkpoint on evaluation sets. Under torchrun every rank does its share."""
 
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import yaml
 
 from clipscale import distributed
 from clipscale.checkpoint import load_model
-from clipscale.checks import existing_run
+from clipscale.config.checks import existing_run
+from clipscale.config.tools import EvalRunConfig
 from clipscale.errors import UserError
-from clipscale.eval.run import EvalConfig, Results, check, evaluate
-from clipscale.precision import Precision, PrecisionConfig
+from clipscale.eval.run import Results, check, evaluate
+from clipscale.precision import Precision
 from clipscale.report.table import print_results
-
-
-@dataclass
-class EvalRunConfig:
-    """`clipscale eval`: zero-shot and retrieval figures of a run's checkpoint, as a table and in RUN/eval/step_N.json."""
-
-    run: str = ""
-    """NAME of the run's folder under runs/, or its path."""
-    checkpoint: str = "latest"
-    """`latest`, the number of a step, or a checkpoint's path."""
-    device: str = "auto"
-    """`auto` (CUDA where there is one), `cpu` or `cuda`."""
-    eval: EvalConfig = field(default_factory=EvalConfig)
-    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
 
 
 def main(config: EvalRunConfig) -> Results:

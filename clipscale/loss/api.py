@@ -5,7 +5,6 @@ Letters: n rows (images) and m columns (texts) of this rank, D feature width, T 
 
 import logging
 import os
-from dataclasses import dataclass
 from functools import cache
 from typing import cast
 
@@ -13,18 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from clipscale.config.sections import BACKENDS, EXCHANGES, OBJECTIVES, PRECISIONS, SIMILARITIES, LossConfig
+from clipscale.loss.autograd import Backend, ContrastiveLoss, Loss
 from clipscale.loss.exchange import Communicator, Gather, Replicated, Ring, Single, agree
-from clipscale.loss.function import Backend, ContrastiveLoss, Loss
 from clipscale.loss.inputs import FACTS, Inputs, checked_inputs
 from clipscale.loss.objective import Objective, Sigmoid, Softmax
 from clipscale.loss.similarity import Deep, Dot, Late, Similarity
-from clipscale.loss.tiled import TorchBackend
+from clipscale.loss.torch_backend import TorchBackend
 
-OBJECTIVES = ("softmax", "softmax_image", "softmax_text", "sigmoid")
-SIMILARITIES = ("dot", "late")
-EXCHANGES = ("auto", "none", "replicated", "local", "gather", "ring")
-BACKENDS = ("auto", "dense", "tiled", "triton")
-PRECISIONS = ("ieee", "tf32")
 # N times the weights of the image-to-text and the text-to-image direction
 WEIGHTS: dict[str, tuple[float | None, float | None]] = {
     "softmax": (0.5, 0.5),
@@ -35,28 +30,6 @@ WEIGHTS: dict[str, tuple[float | None, float | None]] = {
 NAMES = (*FACTS, "objective", "exchange")  # what the ranks compare
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass
-class LossConfig:
-    """Which contrastive loss, and how it is computed; the fields are keyword arguments of `contrastive_loss`."""
-
-    objective: str = "softmax"
-    """`softmax` (CLIP), `softmax_image` or `softmax_text` (one direction), `sigmoid` (SigLIP)."""
-    similarity: str = "dot"
-    """`dot`, or `late` interaction over tokens."""
-    exchange: str = "auto"
-    """How ranks meet: `none`, `replicated`, `local`, `gather`, `ring`; `auto`: the ring where there are several."""
-    backend: str = "auto"
-    """`dense` blocks of scores, `tiled` torch, `triton` kernels; `auto`: the best for the device."""
-    label_smoothing: float = 0.0
-    """Share of the target spread evenly over all candidates."""
-    ranks_per_node: int | None = None
-    """Makes the ring a two-level one: inside a node, then between nodes."""
-    fp32_precision: str = "ieee"
-    """`ieee` or `tf32`, for matmuls of float32 features on CUDA."""
-    tile: int | None = None
-    """Side of the torch backend's tiles; None: chosen."""
 
 
 @torch.compiler.disable(
@@ -192,7 +165,7 @@ def _loss(
         objective = Softmax(config.label_smoothing, exchange.size * len(inputs.rows), exchange.size * len(inputs.cols))
     backend: Backend
     if config.backend == "triton":
-        from clipscale.loss.fused import TritonBackend  # the only way to Triton, taken only where it is used
+        from clipscale.loss.triton.fused import TritonBackend  # the only way to Triton, taken only where it is used
 
         backend = TritonBackend(objective, config.fp32_precision)
     else:

@@ -2,8 +2,9 @@
 
 import torch
 
+from clipscale.config.sections import ModelConfig
 from clipscale.hardware import HARDWARE, hardware_of
-from clipscale.models.towers import ModelConfig, forward_flops
+from clipscale.models.towers import forward_flops
 
 
 class Flops:

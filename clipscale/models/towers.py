@@ -7,7 +7,6 @@ import math
 import pickle
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,43 +18,9 @@ from open_clip.model import CustomTextCLIP
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from clipscale.config.sections import ModelConfig
 from clipscale.errors import UserError
-from clipscale.spelling import nearest
-
-
-@dataclass
-class ModelConfig:
-    """Which encoders are trained, and what of them is frozen."""
-
-    name: str = "ViT-B-32"
-    """An open_clip architecture, or any name when `architecture` spells one out."""
-    architecture: dict[str, Any] = field(default_factory=dict)
-    """open_clip's own model description (embed_dim, vision_cfg, text_cfg); empty: the one registered under `name`."""
-    pretrained: str | None = None
-    """A local checkpoint of the whole model to start from."""
-    pretrained_image: str | None = None
-    """A local checkpoint of the image tower to start from (LiT)."""
-    freeze_image: bool = False
-    """Lock the image tower (LiT): no gradient, no second pass."""
-    freeze_text: bool = False
-    """Lock the text tower."""
-    grad_checkpointing: bool = False
-    """Recompute each block's activations in the backward pass."""
-    batch_norm: str = "sync"
-    """Batch normalisation, where a tower has it (RN50): `sync`, statistics of the whole batch, each process's share of which is then one
-    chunk; `frozen`, the running statistics as they are (for pretrained weights)."""
-    patch_dropout: float = 0.0
-    """Share of image patches dropped in training."""
-    compile: bool = False
-    """torch.compile the towers."""
-    init_scale: float | None = None
-    """Initial logit scale (the multiplier); None: the architecture's, 1/0.07 for CLIP's."""
-    init_bias: float | None = None
-    """Initial logit bias; None: the architecture's, none for CLIP's (-10 is usual for the sigmoid loss)."""
-    mean: tuple[float, float, float] = (0.48145466, 0.4578275, 0.40821073)
-    """Per-channel mean of the pixels, of values in [0, 1]; the default is CLIP's."""
-    std: tuple[float, float, float] = (0.26862954, 0.26130258, 0.27577711)
-    """Per-channel standard deviation likewise."""
+from clipscale.units import nearest
 
 
 class ImageTower(nn.Module):

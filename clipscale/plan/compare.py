@@ -9,16 +9,16 @@ from typing import Any
 
 import yaml
 
-from clipscale.config import TrainConfig
+from clipscale.autotune import remembered
+from clipscale.config.parse import typed
+from clipscale.config.tools import PlanConfig
+from clipscale.config.train import TrainConfig
 from clipscale.errors import UserError
 from clipscale.hardware import hardware, hardware_of
-from clipscale.plan.config import PlanConfig
 from clipscale.plan.memory import PHASES
 from clipscale.plan.planner import Plan, rehearsing
 from clipscale.plan.rehearsal import TOWERS, rehearsed
-from clipscale.probe import remembered
-from clipscale.settings import typed
-from clipscale.spelling import run_folder
+from clipscale.units import run_folder
 
 FIRST = 2
 """The first step makes the optimizer's state and DDP's buckets anew; steps count from here on, if there are any."""

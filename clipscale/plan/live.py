@@ -18,9 +18,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from clipscale.loss import api, tiled, triton_panels
+from clipscale.loss import api
+from clipscale.loss import torch_backend as tiled
 from clipscale.loss.similarity import CUDA_TILE
-from clipscale.loss.triton_config import tiles_for
+from clipscale.loss.triton import panels as triton_panels
+from clipscale.loss.triton.tuning import tiles_for
 
 ROUND = 512
 """torch's CUDA allocator hands out multiples of it (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize)."""

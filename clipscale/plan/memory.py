@@ -7,13 +7,13 @@ import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from clipscale.data.batch import Layout
+from clipscale.autotune import MARGIN
+from clipscale.config.tools import PlanConfig
+from clipscale.data.loader.host_batch import Layout
+from clipscale.data.loader.memory import largest_pool
 from clipscale.data.order import default_lanes
-from clipscale.data.room import largest_pool
-from clipscale.plan.config import PlanConfig
 from clipscale.plan.rehearsal import PHASES, Rehearsal, Step
-from clipscale.probe import MARGIN
-from clipscale.spelling import parse_count
+from clipscale.units import parse_count
 
 MIB, GIB = 2**20, 2**30
 CONTEXT = 600 * MIB

@@ -5,15 +5,15 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from clipscale.checks import at_least, shared
+from clipscale.autotune import CPU_CHUNK, SMALLEST, chunk_sizes, uncut
+from clipscale.config.checks import at_least, shared
+from clipscale.config.tools import PlanConfig
 from clipscale.errors import UserError
 from clipscale.hardware import Hardware, hardware
-from clipscale.plan.config import PlanConfig
 from clipscale.plan.memory import PHASES, Chunks, Host, Memory, Model, host, keep_bytes, outside, workspace
 from clipscale.plan.rehearsal import TOWERS, Rehearsal, rehearsed
 from clipscale.plan.time import seconds
-from clipscale.probe import CPU_CHUNK, SMALLEST, chunk_sizes, uncut
-from clipscale.spelling import format_bytes
+from clipscale.units import format_bytes
 
 AUTO_MOST = 512
 """Samples to which cache.chunk=auto is assumed to come at most: larger chunks are hardly faster on a GPU, and it takes the smallest of the

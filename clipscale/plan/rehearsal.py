@@ -19,13 +19,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from clipscale.config import TrainConfig
+from clipscale.config.train import TrainConfig
+from clipscale.data.loader.to_device import DeviceRows
 from clipscale.data.stored import StoredRows
 from clipscale.distributed import World, synchronised
-from clipscale.learner import Learner
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.plan.live import LiveBytes, as_on_cuda, without_memory
-from clipscale.transfer import DeviceRows
+from clipscale.train_state import Learner
 
 CPU = torch.device("cpu")
 TOWERS = ("image", "text")

@@ -7,7 +7,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from clipscale.spelling import format_bytes, format_count
+from clipscale.units import format_bytes, format_count
 
 Result = dict[str, Any]
 

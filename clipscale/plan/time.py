@@ -5,9 +5,9 @@ b: samples of one rank, P: ranks, D: feature width.
 
 from dataclasses import dataclass
 
+from clipscale.config.tools import PlanConfig
 from clipscale.hardware import Hardware
 from clipscale.models.towers import forward_flops
-from clipscale.plan.config import PlanConfig
 from clipscale.plan.rehearsal import Rehearsal
 
 RING_BYTES = 8

@@ -5,8 +5,8 @@ import sys
 
 from rich.console import Console
 
+from clipscale.config.tools import PlanConfig
 from clipscale.plan.compare import compare
-from clipscale.plan.config import PlanConfig
 from clipscale.plan.planner import plan
 from clipscale.plan.show import show_comparison, show_plan
 from clipscale.report.table import plain_console

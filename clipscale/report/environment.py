@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 import clipscale
+from clipscale.config.keys import conf_dir
 from clipscale.hardware import cores
-from clipscale.keys import conf_dir
 
 PACKAGES = (
     "torch",

@@ -8,7 +8,6 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,7 +24,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from clipscale.checks import at_least, choice
+from clipscale.config.checks import at_least, choice
+from clipscale.config.sections import WANDB, LogConfig
 from clipscale.errors import UserError
 from clipscale.report.environment import environment
 
@@ -49,29 +49,6 @@ CONSOLE_FIELDS = {
 
 SLOW_SINK_S = 5.0
 """A sink call that takes longer is reported once: it holds up training."""
-
-
-WANDB = ("disabled", "offline", "online")
-
-
-@dataclass
-class LogConfig:
-    """Sinks of the metrics besides `metrics.jsonl`, which is always written."""
-
-    every: int = 1
-    """Steps between console lines."""
-    progress: bool = True
-    """A live progress bar where the console is a terminal."""
-    wandb: str = "disabled"
-    """`online`, `offline` or `disabled`."""
-    wandb_project: str = "clipscale"
-    """Project on Weights & Biases."""
-    wandb_entity: str | None = None
-    """Team or user there; None: the account's default."""
-    noise_scale: int = 0
-    """Steps between estimates of the gradient noise scale (the batch beyond which larger ones pay less); 0: none."""
-    tensorboard: bool = False
-    """Event files in RUN/tensorboard."""
 
 
 class Sink(Protocol):

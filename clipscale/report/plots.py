@@ -5,7 +5,6 @@ import math
 import re
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,8 @@ from matplotlib.image import imread
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-from clipscale.checks import existing_run
+from clipscale.config.checks import existing_run
+from clipscale.config.tools import ReportSettings
 from clipscale.errors import UserError
 from clipscale.report.metrics import read_metrics
 from clipscale.report.page import page
@@ -45,14 +45,6 @@ PLOTTED = {"top1": "top-1", "image_to_text_r1": "image→text R@1", "text_to_ima
 """The metrics drawn over steps; the rest is in the tables."""
 POINTS = 4000
 """Most points drawn of one curve."""
-
-
-@dataclass
-class ReportSettings:
-    """`clipscale report`: a page and a picture of a run, made from its folder."""
-
-    run: str = ""
-    """NAME of the run's folder under runs/, or its path."""
 
 
 def main(settings: ReportSettings) -> Path:

@@ -9,8 +9,9 @@ import torch
 from PIL import Image
 
 from clipscale.bench import data_device
-from clipscale.bench.data import GPU, ON_CPU, PEER, DataBenchSettings, main, photograph, verdicts, with_ratios
-from clipscale.data import device as on
+from clipscale.bench.data import GPU, ON_CPU, PEER, main, photograph, verdicts, with_ratios
+from clipscale.config.tools import DataBenchSettings
+from clipscale.data.loader import gpu_decode as on
 from clipscale.errors import UserError
 
 

@@ -12,9 +12,9 @@ from clipscale.bench.largest import Prediction, Try, search
 from clipscale.bench.processes import Ended
 from clipscale.bench.runs import Attempt
 from clipscale.bench.runs_work import judged
-from clipscale.data.batch import Layout
 from clipscale.data.demo import render_demo
-from clipscale.data.room import fitted
+from clipscale.data.loader.host_batch import Layout
+from clipscale.data.loader.memory import fitted
 from clipscale.errors import UserError
 
 SMALL = [

@@ -13,13 +13,14 @@ import pytest
 from matplotlib.image import imread
 from rich.console import Console
 
-from clipscale import cli
-from clipscale.bench.loss import HOW, LossBenchSettings, affordable, main, plan, rows_of
+from clipscale.bench.loss import HOW, affordable, main, plan, rows_of
 from clipscale.bench.loss_draw import draw
 from clipscale.bench.loss_methods import Case, find, methods
 from clipscale.bench.loss_profile import kind
 from clipscale.bench.loss_table import COLUMNS, RANKS, legend, limits, table
 from clipscale.bench.loss_work import Job, Work
+from clipscale.cli import main as cli
+from clipscale.config.tools import LossBenchSettings
 from clipscale.errors import UserError
 
 Record = dict[str, Any]

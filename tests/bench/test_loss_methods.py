@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from clipscale.bench.loss_methods import Case, chosen, find, methods
+from clipscale.config.keys import group_options
 from clipscale.errors import UserError
-from clipscale.keys import group_options
 
 CPU = Case(64, 512, "fp32", "cpu", 1, 100.0)
 CUDA = replace(CPU, device="cuda", dtype="bf16")
@@ -74,8 +74,9 @@ def test_matmuls_inside_kernels_are_not_counted_as_if_seen() -> None:
 
 
 def test_a_choice_of_the_kernels_made_otherwise_has_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    from clipscale.loss import triton_block, triton_panels
-    from clipscale.loss.triton_config import Tiles
+    from clipscale.loss.triton import backend as triton_block
+    from clipscale.loss.triton import panels as triton_panels
+    from clipscale.loss.triton.tuning import Tiles
 
     before = triton_panels.tiles_on, triton_block.PANEL_BYTES
     tiles, panel = find(["triton-tiles-128x256x64-8w-3s-168r", "triton-panel-64M"])

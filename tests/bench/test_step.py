@@ -14,14 +14,15 @@ from matplotlib.image import imread
 from rich.console import Console
 from torch import Tensor
 
-from clipscale import cli
 from clipscale.bench.processes import RETURNING_MALLOC, Ended
-from clipscale.bench.step import METHODS, Plan, StepBenchSettings, chosen, jobs, plan, rows_of, run, silent
+from clipscale.bench.step import METHODS, Plan, chosen, jobs, plan, rows_of, run, silent
 from clipscale.bench.step_draw import draw
 from clipscale.bench.step_table import flatness, legend, table
 from clipscale.bench.step_ways import Ways
 from clipscale.bench.step_work import StepJob, StepWork
-from clipscale.data.batch import Arena
+from clipscale.cli import main as cli
+from clipscale.config.tools import StepBenchSettings
+from clipscale.data.loader.host_batch import Arena
 from clipscale.errors import UserError
 
 JOB = StepJob("tiny", chunk=4, precision="fp32", device="cpu")

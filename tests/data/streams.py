@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from clipscale.data.batch import Arena, sample_id
-from clipscale.data.config import DataConfig
-from clipscale.data.lanes import Plan, Producer, segment_windows
+from clipscale.config.data import DataConfig
+from clipscale.data.loader.host_batch import Arena, sample_id
+from clipscale.data.loader.shard_stream import Plan, Producer, segment_windows
+from clipscale.data.loader.stream import TrainStream, merge_positions
+from clipscale.data.loader.workers import Fill, Report, reports
 from clipscale.data.order import Segment
-from clipscale.data.store import Store
-from clipscale.data.stream import TrainStream, merge_positions
-from clipscale.data.workers import Fill, Report, reports
+from clipscale.data.shards.store import Store
 from tests.data.files import SIDE, Letters
 
 
@@ -122,5 +122,5 @@ class Inline:
 def inline_workers(seed: int) -> Iterator[None]:
     """Streams that are opened here have no processes, but their workers' division of the work."""
     chosen = random.Random(seed)
-    with mock.patch("clipscale.data.stream.Workers", lambda *given: Inline(chosen, *given)):
+    with mock.patch("clipscale.data.loader.stream.Workers", lambda *given: Inline(chosen, *given)):
         yield

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from clipscale.cli import main
+from clipscale.cli.main import main
 from clipscale.data import check
 from tests.data.files import Members, picture, sample, write_shards, write_tar
 from tests.data.streams import ids, open_stream

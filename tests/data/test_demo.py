@@ -16,9 +16,9 @@ import pytest
 from PIL import Image
 
 from clipscale.data import demo, scenes
-from clipscale.data.archive import ReadProblem, read_shard
 from clipscale.data.sample import RawSample
-from clipscale.data.shards import expand, noted_counts
+from clipscale.data.shards.listing import expand, noted_counts
+from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.errors import UserError
 
 SAMPLES = 800

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from clipscale.data.config import FilterConfig
+from clipscale.config.data import FilterConfig
 from clipscale.data.decode import BrokenSampleError
 from clipscale.data.filters import Selection, caption_sources, condition, selection
 from clipscale.data.order import Draws

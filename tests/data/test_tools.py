@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from clipscale.cli import main
-from clipscale.data import index
+from clipscale.cli.main import main
+from clipscale.data.shards import index
 from tests.data.files import write_shards
 
 Captured = pytest.CaptureFixture[str]
@@ -38,7 +38,7 @@ def test_looking_after_shards_loads_no_torch(tmp_path: Path) -> None:
     """It takes seconds. In a process of its own, since this one may have it."""
     shards = [str(path) for path in write_shards(tmp_path, [3, 4], sized=False)]
     code = (
-        "import sys; from clipscale.cli import main\n"
+        "import sys; from clipscale.cli.main import main\n"
         f"done = [main(['data', tool, *{shards}]) for tool in ('index', 'stats')]\n"
         f"done.append(main(['data', 'check', *{shards}, 'workers=1', 'out={tmp_path}/out']))\n"
         "print(done, sorted({'torch', 'torchvision', 'open_clip', 'timm'} & set(sys.modules)))"

@@ -8,8 +8,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from clipscale.config.sections import EvalConfig
 from clipscale.errors import UserError
-from clipscale.eval.run import EvalConfig, check, evaluate, save_results
+from clipscale.eval.run import check, evaluate, save_results
 from tests.eval.sets import (
     NAMES,
     TEMPLATES,

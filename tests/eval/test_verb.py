@@ -9,11 +9,13 @@ import torch
 import torch.nn.functional as F
 
 from clipscale import checkpoint
+from clipscale.config.sections import EvalConfig, ModelConfig
+from clipscale.config.tools import EvalRunConfig
 from clipscale.errors import UserError
-from clipscale.eval.run import EvalConfig, evaluate
-from clipscale.eval.verb import EvalRunConfig, main
+from clipscale.eval.run import evaluate
+from clipscale.eval.verb import main
 from clipscale.eval.zero_shot import class_embeddings
-from clipscale.models.towers import ClipModel, ModelConfig, build_model
+from clipscale.models.towers import ClipModel, build_model
 from tests.eval.sets import classification_set, retrieval_set
 
 TINY = ModelConfig(

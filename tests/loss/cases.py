@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from clipscale.loss.dense import dense_contrastive_loss
+from clipscale.loss.reference import dense_contrastive_loss
 
 LossFunction = Callable[..., Tensor]
 

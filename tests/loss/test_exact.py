@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from clipscale import contrastive_loss
-from clipscale.loss.api import OBJECTIVES
-from clipscale.loss.dense import dense_contrastive_loss
+from clipscale.config.sections import OBJECTIVES
+from clipscale.loss.reference import dense_contrastive_loss
 from tests.loss.cases import Phi, assert_exact, error, errors, features, keys, oracle, results, token_features
 
 BARS = {torch.float64: 1e-10, torch.float32: 1e-5}
@@ -194,7 +194,7 @@ def test_half_precision_is_no_further_from_the_truth_than_twice_plain_torch(
 def test_gradients_rounded_slab_by_slab_are_those_rounded_at_once(slab: int, monkeypatch: pytest.MonkeyPatch) -> None:
     u, v = (x.bfloat16() for x in features(90, 95, 32))
     whole = results(contrastive_loss, u, v, 20.0, tile=16)
-    monkeypatch.setattr("clipscale.loss.function.SLAB", 4 * slab)
+    monkeypatch.setattr("clipscale.loss.autograd.SLAB", 4 * slab)
     parts = results(contrastive_loss, u, v, 20.0, tile=16)
     for name, a, b in zip(("value", "images", "texts", "scale"), parts, whole):
         bar = 1e-5 if name in ("value", "scale") else 2**-8  # the tiles differ, and so may the last bit of bfloat16

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from clipscale import contrastive_loss
-from clipscale.loss.api import OBJECTIVES
+from clipscale.config.sections import OBJECTIVES
 from clipscale.loss.exchange import Communicator, ring_hops
 from tests.loss.cases import Phi, assert_exact, keys, oracle, results, token_features
 from tests.loss.workers import Workers, check, stacked, stacked_again, workers

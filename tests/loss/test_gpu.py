@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from clipscale import contrastive_loss
-from clipscale.loss.dense import dense_contrastive_loss
+from clipscale.loss.reference import dense_contrastive_loss
 from tests.device import DEVICE, on_device, only_on_cuda, sized, with_kernels
 from tests.loss.cases import Phi, assert_exact, errors, features, keys, oracle, results, token_features
 

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clipscale import contrastive_loss
+from clipscale.config.sections import LossConfig
 from clipscale.loss import api
-from clipscale.loss.api import LossConfig
 from tests.loss.cases import Phi, assert_exact, error, features, oracle, results
 
 U, V = (x.float() for x in features(6, 8, 4))

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clipscale import contrastive_loss
-from clipscale.loss.api import OBJECTIVES
+from clipscale.config.sections import OBJECTIVES
 from tests.loss.cases import error, features, results
 
 BATCH = {

@@ -9,9 +9,10 @@ import open_clip
 import pytest
 import torch
 
-from clipscale.data.lanes import last_place
+from clipscale.config.sections import ModelConfig
+from clipscale.data.loader.shard_stream import last_place
 from clipscale.errors import UserError
-from clipscale.models.towers import ModelConfig, build_model
+from clipscale.models.towers import build_model
 from tests.data.files import write_shards
 from tests.data.streams import contents, open_stream
 from tests.models.test_towers import SMALL

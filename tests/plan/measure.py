@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from clipscale.config import TrainConfig
+from clipscale.config.parse import typed
+from clipscale.config.train import TrainConfig
+from clipscale.data.loader.to_device import DeviceRows
 from clipscale.distributed import World
-from clipscale.learner import Learner
 from clipscale.plan.memory import PHASES, Memory
 from clipscale.plan.rehearsal import CPU
-from clipscale.settings import typed
-from clipscale.transfer import DeviceRows
+from clipscale.train_state import Learner
 
 ARCHITECTURE = {
     "embed_dim": 64,

@@ -4,9 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from clipscale.loss import triton_block, triton_panels
 from clipscale.loss.api import contrastive_loss
-from clipscale.loss.triton_config import INTERPRETER
+from clipscale.loss.triton import backend as triton_block
+from clipscale.loss.triton import panels as triton_panels
+from clipscale.loss.triton.tuning import INTERPRETER
 from clipscale.plan import live
 from clipscale.plan.live import LiveBytes, as_on_cuda, without_memory
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from clipscale.config import TrainConfig
-from clipscale.plan.config import PlanConfig
+from clipscale.config.tools import PlanConfig
+from clipscale.config.train import TrainConfig
 from clipscale.plan.memory import PHASES, Memory, Model, host
 from clipscale.plan.rehearsal import rehearsed
 from tests.plan.measure import measured, measured_on_a_rank, settings

@@ -12,13 +12,13 @@ import pytest
 import torch
 import yaml
 
-from clipscale import compose
-from clipscale.cli import main
-from clipscale.keys import conf_dir
-from clipscale.plan.config import PlanConfig
+from clipscale.cli import compose
+from clipscale.cli.main import main
+from clipscale.config.keys import conf_dir
+from clipscale.config.parse import typed
+from clipscale.config.tools import PlanConfig
 from clipscale.plan.memory import host
 from clipscale.plan.planner import plan
-from clipscale.settings import typed
 from tests.conftest import TINY
 from tests.ranks import forks
 
@@ -144,7 +144,7 @@ def test_a_run_is_compared_with_its_prediction(
     compared = json.loads(capsys.readouterr().out)["compared"]
     assert compared["peak"]["measured_bytes"] is compared["peak"]["ratio"] is None
     assert compared["host"]["ratio"] > 1, (
-        "a fork shares what it was forked from; tests/test_cli.py has a process of its own"
+        "a fork shares what it was forked from; tests/cli/test_main.py has a process of its own"
     )
 
     surroundings = json.loads((folder / "env.json").read_text()) | {"gpus": ["NVIDIA H100 80GB HBM3"]}

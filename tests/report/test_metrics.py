@@ -12,9 +12,10 @@ import yaml
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from clipscale.config.sections import LogConfig
 from clipscale.errors import UserError
 from clipscale.report import metrics
-from clipscale.report.metrics import LogConfig, MetricLog, console_line, read_metrics
+from clipscale.report.metrics import MetricLog, console_line, read_metrics
 
 SETTINGS = "batch: 256\nmodel:\n  name: ViT-B-32\n"
 

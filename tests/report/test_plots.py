@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from clipscale.config.sections import LogConfig
 from clipscale.errors import UserError
-from clipscale.report.metrics import LogConfig, MetricLog
+from clipscale.report.metrics import MetricLog
 from clipscale.report.plots import smoothed, write_report
 from clipscale.report.table import print_results, result_rows
 

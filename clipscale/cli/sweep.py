@@ -1,0 +1,112 @@
+"""`clipscale train -m ...`: one run after another (or as a Hydra launcher plugin does it), each in its own folder; then one table."""
+
+import json
+import math
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+from rich.console import Console
+from rich.table import Table
+
+from clipscale import launch
+from clipscale.cli import compose
+from clipscale.errors import UserError
+from clipscale.units import run_folder, split, unused
+
+RESULT = "result.json"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the sweep; the exit status is 1 if any job failed."""
+    folder, rest = sweep_folder(argv)
+    started = time.time()
+    try:
+        compose.run("train", rest, job, sweep_dir=str(folder))
+    finally:
+        results = finished(folder, started)
+        if results:
+            Console(highlight=False).print(table(results, folder))
+    failed = sum("error" in result for result in results)
+    if failed:
+        print(f"error: {failed} of {len(results)} jobs failed", file=sys.stderr)
+    return 1 if failed or not results else 0
+
+
+def sweep_folder(argv: Sequence[str]) -> tuple[Path, list[str]]:
+    """runs/RUN where `run=RUN` names the sweep, and the arguments without it. Raises UserError if Hydra's own key is used for that."""
+    names = [word.partition("=")[2] for word in argv if word.startswith("run=")]
+    if any(word.startswith("hydra.sweep.") for word in argv):
+        raise UserError("hydra.sweep: name the sweep's folder with run=NAME")
+    if names and len(split(names[-1])) == 1:
+        return run_folder(names[-1].strip("'\"")), [word for word in argv if not word.startswith("run=")]
+    return unused(Path("runs") / f"{datetime.now():sweep-%Y%m%d-%H%M%S}"), list(argv)
+
+
+def job(values: DictConfig) -> float:
+    """One job: trains in processes of its own, so that whatever happens to them the next job starts afresh.
+
+    Leaves RESULT in its folder and returns the last loss, NaN for a failure (which Hydra's optimising sweepers understand).
+    """
+    hydra = HydraConfig.get()
+    folder = Path(hydra.runtime.output_dir)
+    record: dict[str, Any] = {"job": int(hydra.job.num), "name": folder.name}
+    print(f"\njob {record['job'] + 1}: {folder.name}", flush=True)
+    try:
+        plain = compose.plain(values)
+        plain["run"] = plain["run"] or str(folder)
+        record |= launch.run(launch.checked(plain), isolated=True)
+    except UserError as error:
+        record["error"] = str(error)
+    except launch.WorkerError as error:
+        print(error.details, end="", file=sys.stderr)
+        record["error"] = str(error)
+    except Exception as error:
+        traceback.print_exc()
+        record["error"] = f"{type(error).__name__}: {error}"
+    if "error" in record:
+        print(f"error: {record['error']}", file=sys.stderr)
+    temporary = folder / (RESULT + ".tmp")
+    temporary.write_text(json.dumps(record) + "\n")
+    temporary.replace(folder / RESULT)
+    return float(record.get("loss", math.nan))
+
+
+def finished(folder: Path, since: float) -> list[dict[str, Any]]:
+    """The results of this sweep's jobs, in order; those of an earlier sweep of the same name are older than `since`."""
+    files = [path for path in folder.glob(f"*/{RESULT}") if path.stat().st_mtime >= since]
+    return sorted((json.loads(path.read_text()) for path in files), key=lambda record: record["job"])
+
+
+def table(results: Sequence[dict[str, Any]], folder: Path) -> Table:
+    """One row a job: steps, last loss, the main figure of every evaluation set, and what went wrong."""
+    figures = list(dict.fromkeys(name for result in results for name in headline(result)))
+    out = Table(title=f"{folder}: {len(results)} jobs", title_justify="left")
+    out.add_column("job", overflow="fold")
+    for name in ("steps", "loss", *figures):
+        out.add_column(name, justify="right")
+    out.add_column("outcome", overflow="fold")
+    for result in results:
+        shown = headline(result)
+        out.add_row(
+            result["name"],
+            str(result.get("step", "")),
+            f"{result['loss']:.4f}" if "loss" in result else "",
+            *(f"{100 * shown[name]:.1f}" if name in shown else "" for name in figures),
+            result.get("error", "done"),
+        )
+    return out
+
+
+def headline(result: dict[str, Any]) -> dict[str, float]:
+    """`SET METRIC` -> value, for the metrics by which sets are usually compared."""
+    wanted = ("top1", "image_to_text_r1", "text_to_image_r1")
+    return {
+        f"{name} {m}": metrics[m] for name, metrics in result.get("eval", {}).items() for m in wanted if m in metrics
+    }

@@ -1,0 +1,287 @@
+"""Pictures decoded on the device (data.decode=gpu), from the bytes that wait in host memory and the crops that were drawn.
+
+Either once, by a thread beside training, as they arrive, into host memory from where both passes take them, or for each pass anew.
+
+C = 3: channels, S: side in pixels.
+"""
+
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import simplejpeg
+import torch
+from torch import Tensor
+
+from clipscale.data.decode import BrokenSampleError, Crop, TrainTransform, stored_box, turn
+from clipscale.data.loader.host_batch import Slot
+from clipscale.data.loader.offload import Recipe, restore
+from clipscale.data.order import Draws
+from clipscale.errors import UserError
+
+MOST_BYTES = 2**28
+"""Device memory for what is decoded and resized at once; a single picture may take more."""
+AHEAD = 256
+"""Pictures that are given to the device at once as they arrive: several for each of its decoding engines."""
+REFUSED, GREY_IMAGE = "decoded_by_cpu", "grey_image"
+"""What pictures are counted as that the device's decoder refused, and those that no decoder could read."""
+
+
+class Decoder(Protocol):
+    """JPEGs to pixels on a device."""
+
+    device: torch.device
+
+    def __call__(self, files: list[Tensor]) -> list[Tensor]:
+        """(bytes,) uint8 in host memory each, to (C, H, W) uint8 RGB on the device. Raises RuntimeError for all if one is refused."""
+
+
+def jpeg_decoder(device: torch.device) -> Decoder:
+    """The decoder of that device, which has decoded a picture. Raises UserError where it has none."""
+    require_gpu(device)
+    sample = np.full((16, 24, 3), (200, 120, 40), np.uint8)
+    try:
+        decoder = Torchvision(device)
+        found = decoder([torch.frombuffer(bytearray(simplejpeg.encode_jpeg(sample)), dtype=torch.uint8)])[0]
+        if (
+            found.device.type != device.type
+            or (found.cpu().float() - torch.from_numpy(sample).permute(2, 0, 1)).abs().max() > 8
+        ):
+            raise RuntimeError("a picture came out as another")
+    except (ImportError, AttributeError, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"data.decode=gpu: torchvision cannot decode JPEGs on {device} ({reason}); take data.decode=fast, or a torchvision with nvJPEG"
+        ) from error
+    return decoder
+
+
+def require_gpu(device: torch.device) -> None:
+    """Raises UserError where the device is none that decodes pictures."""
+    if device.type != "cuda":
+        raise UserError(
+            f"data.decode=gpu: device={device.type} has no decoder of its own; take data.decode=fast, or exact"
+        )
+
+
+class Torchvision:
+    """torchvision's decoder: nvJPEG on a GPU, which blocks until all pictures are there."""
+
+    def __init__(self, device: torch.device) -> None:
+        from torchvision.io import ImageReadMode, decode_jpeg  # here, since the data workers have no use for it
+
+        self.device, self._decode, self._mode = device, decode_jpeg, ImageReadMode.RGB
+        # Later torchvisions leave this to TorchCodec; one that has it no more is refused at the start, with what to do.
+        warnings.filterwarnings("ignore", message="The image decoding and encoding", category=DeprecationWarning)
+
+    def __call__(self, files: list[Tensor]) -> list[Tensor]:
+        if self.device.type == "cuda":
+            # It writes on a stream of its own, into memory that work of this stream may still be reading.
+            torch.cuda.current_stream(self.device).synchronize()
+        found: list[Tensor] = self._decode(files, mode=self._mode, device=self.device)
+        return found
+
+
+@dataclass
+class _Row:
+    """One picture of a chunk."""
+
+    number: int
+    """Its row in the chunk."""
+    place: int
+    recipe: Recipe
+    crop: Crop
+
+
+class DeviceDecoder:
+    """Image rows of a batch whose pictures wait as their bytes (tier `device`), decoded anew whenever they are asked for.
+
+    A picture that the decoder refuses is decoded on the CPU, and one that cannot be decoded there either is grey: it has its place in the
+    batch by then. Both are noted in the slot, so that the second pass does the same, and counted once: in `seen` and in `broken`.
+    """
+
+    def __init__(self, transform: TrainTransform, decoder: Decoder, broken: Counter[str], seen: Counter[str]) -> None:
+        self._transform, self._decoder, self.device = transform, decoder, decoder.device
+        self._broken, self._seen = broken, seen
+
+    def __call__(self, slot: Slot, start: int, stop: int) -> Tensor:
+        """Rows start..stop of the slot, (stop - start, C, S, S) uint8 on the device, written in the order of its current stream."""
+        side = self._transform.side
+        out = torch.empty((stop - start, 3, side, side), dtype=torch.uint8, device=self.device)
+        rows = [
+            _Row(number, start + number, Recipe(*numbers[:4]), Crop(*numbers[4:]))
+            for number, numbers in enumerate(slot["recipes"][start:stop].tolist())
+        ]
+        refused: list[_Row] = []
+        for group in self._groups([row for row in rows if row.recipe.orientation]):
+            usable: list[tuple[_Row, Tensor]] = []
+            for row, picture in zip(group, self._decoded([self._bytes(slot, row.recipe) for row in group])):
+                if picture is not None and fits(picture, row.recipe):
+                    usable.append((row, picture))
+                else:
+                    refused.append(row)
+            if usable:
+                numbers = self._numbers(row.number for row, _ in usable)
+                out[numbers] = self._rendered([row for row, _ in usable], [picture for _, picture in usable])
+        for row in refused:
+            self._seen[REFUSED] += 1
+            slot["recipes"][row.place] = (*row.recipe._replace(area=0, orientation=0), *row.crop)
+        others = [row for row in rows if not row.recipe.orientation] + refused
+        if others:
+            numbers = self._numbers(row.number for row in others)
+            out[numbers] = torch.from_numpy(self._restored(slot, others)).to(self.device, non_blocking=True)
+        return out
+
+    def _groups(self, rows: list[_Row]) -> Iterator[list[_Row]]:
+        """Rows that may be decoded at once: their pixels in bytes, and the resized ones twice as float32."""
+        group: list[_Row] = []
+        total = 0
+        for row in rows:
+            size = 3 * row.recipe.area + 24 * self._transform.side**2
+            if group and total + size > MOST_BYTES:
+                yield group
+                group, total = [], 0
+            group.append(row)
+            total += size
+        if group:
+            yield group
+
+    def _bytes(self, slot: Slot, recipe: Recipe) -> Tensor:
+        return torch.from_numpy(slot["pool"][recipe.begin : recipe.begin + recipe.size])
+
+    def _decoded(self, files: list[Tensor]) -> list[Tensor | None]:
+        """None for what is refused. The decoder refuses all of a call for one: so by halves, down to the one."""
+        try:
+            return list(self._decoder(files))
+        except (torch.OutOfMemoryError, torch.AcceleratorError):
+            raise  # not the picture's fault
+        except RuntimeError as error:
+            if "out of memory" in str(error):  # torchvision makes it an error of its own
+                raise torch.OutOfMemoryError(str(error)) from error
+            if len(files) == 1:
+                return [None]
+            half = len(files) // 2
+            return self._decoded(files[:half]) + self._decoded(files[half:])
+
+    def _rendered(self, rows: list[_Row], pictures: list[Tensor]) -> Tensor:
+        """Cut out, resized, upright, coloured and mirrored, as the CPU does it, but for the rounding between the two directions."""
+        pixels = torch.cat([self._resized(row, picture) for row, picture in zip(rows, pictures)])
+        pixels = pixels.round_().clamp_(0, 255).to(torch.uint8)
+        for orientation in {row.recipe.orientation for row in rows} - {1}:
+            turned = self._numbers(i for i, row in enumerate(rows) if row.recipe.orientation == orientation)
+            pixels[turned] = upright(pixels[turned], orientation)
+        if self._transform.colour:
+            for i, row in enumerate(rows):
+                if row.crop.colour:
+                    pixels[i] = self._transform.colour.changed(pixels[i], Draws(row.crop.colour))
+        if any(row.crop.flipped for row in rows):
+            flipped = self._numbers(i for i, row in enumerate(rows) if row.crop.flipped)
+            pixels[flipped] = pixels[flipped].flip(-1)
+        return pixels
+
+    def _resized(self, row: _Row, picture: Tensor) -> Tensor:
+        """(1, C, S, S) float32, of a picture as it is stored."""
+        recipe, crop, side = row.recipe, row.crop, self._transform.side
+        height, width = picture.shape[1:]
+        if recipe.orientation >= 5:
+            height, width = width, height
+        left, top, right, bottom = stored_box(crop[:4], recipe.orientation, width, height)
+        cut = picture[None, :, top:bottom, left:right].float()
+        if cut.shape[2:] == (side, side):
+            return cut
+        return torch.nn.functional.interpolate(cut, size=(side, side), mode="bicubic", antialias=True)
+
+    def _numbers(self, numbers: Iterator[int]) -> Tensor:
+        return torch.tensor(list(numbers)).to(self.device, non_blocking=True)
+
+    def _restored(self, slot: Slot, rows: list[_Row]) -> np.ndarray:
+        """(rows, C, S, S) uint8 of what is kept as pixels, and of what the device refuses."""
+        side = self._transform.side
+        out = np.empty((len(rows), 3, side, side), np.uint8)
+        for row, place in zip(rows, out):
+            recipe = Recipe(*slot["recipes"][row.place][:4].tolist())
+            try:
+                restore(slot, recipe, row.crop, self._transform, place)
+            except BrokenSampleError:
+                self._broken[GREY_IMAGE] += 1
+                recipe = Recipe(-1, 0)
+                slot["recipes"][row.place] = (*recipe, *row.crop)
+                restore(slot, recipe, row.crop, self._transform, place)
+        return out
+
+
+@dataclass
+class _Piece:
+    """Rows that the device is given at once."""
+
+    start: int
+    stop: int
+    done: Future[None]
+
+
+class DecodedAhead:
+    """Image rows of the batches that workers fill, in host memory: a thread has the device decode them as they arrive, in their order.
+
+    The device decodes the next batch while it computes on this one; both passes take the same pixels.
+    """
+
+    def __init__(self, decode: DeviceDecoder, rows: np.ndarray) -> None:
+        """`rows`: (slots, N, C, S, S) uint8, page-locked where copies are to run beside computation."""
+        self._decode, self._rows = decode, torch.from_numpy(rows)
+        self._stream = torch.cuda.Stream(decode.device) if decode.device.type == "cuda" else None
+        self._thread = ThreadPoolExecutor(1, "decode")
+        self._begun: dict[int, tuple[Slot, list[_Piece]]] = {}
+
+    def arrived(self, step: int, slot: Slot, count: int, size: int) -> None:
+        """Rows 0..count of the batch's `size` are there: begin what is not begun yet, in whole pieces."""
+        _, begun = self._begun.setdefault(step, (slot, []))
+        while (ready := begun[-1].stop if begun else 0) < size and min(ready + AHEAD, size) <= count:
+            self._begin(step, min(ready + AHEAD, size))
+
+    def rows(self, step: int, start: int, stop: int) -> Tensor:
+        """(stop - start, C, S, S) uint8, a view: blocks until they are decoded. They must have arrived."""
+        slot, begun = self._begun[step]
+        while (ready := begun[-1].stop if begun else 0) < stop:
+            self._begin(step, min(ready + AHEAD, stop))
+        for piece in begun:
+            if start < piece.stop and piece.start < stop:
+                piece.done.result()
+        return self._rows[slot.number, start:stop]
+
+    def forget(self, step: int) -> None:
+        """The slot of that batch is about to be filled anew: wait until nobody reads it."""
+        _, begun = self._begun.pop(step, (None, []))
+        for piece in begun:
+            piece.done.result()
+
+    def close(self) -> None:
+        """End the thread, when it has decoded what it is at."""
+        self._thread.shutdown(cancel_futures=True)
+
+    def _begin(self, step: int, stop: int) -> None:
+        slot, begun = self._begun[step]
+        start = begun[-1].stop if begun else 0
+        begun.append(_Piece(start, stop, self._thread.submit(self._load, slot, start, stop)))
+
+    def _load(self, slot: Slot, start: int, stop: int) -> None:
+        with torch.cuda.stream(self._stream):
+            self._rows[slot.number, start:stop].copy_(self._decode(slot, start, stop), non_blocking=True)
+        if self._stream:
+            self._stream.synchronize()
+
+
+def fits(picture: Tensor, recipe: Recipe) -> bool:
+    """Whether a picture has three channels and is as large as its header said."""
+    return picture.shape[0] == 3 and picture.shape[1] * picture.shape[2] == recipe.area
+
+
+def upright(pixels: Tensor, orientation: int) -> Tensor:
+    """(n, C, S, S) as stored to upright."""
+    swapped, down, across = turn(orientation)
+    if swapped:
+        pixels = pixels.transpose(2, 3)
+    return pixels.flip([axis for axis, reverse in ((2, down), (3, across)) if reverse])

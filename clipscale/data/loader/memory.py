@@ -1,0 +1,94 @@
+"""Whether a rank's batches fit this machine's memory: stated before the run, and refused where they do not."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+import psutil
+
+from clipscale.data.loader.host_batch import Layout
+from clipscale.data.sample import limits
+from clipscale.data.shards.access import Access
+from clipscale.data.shards.reader import ReadProblem, read_shard
+from clipscale.data.shards.store import Store
+from clipscale.errors import UserError
+from clipscale.units import format_bytes
+
+PEEK = 64
+"""Samples of the first shard from which the size of encoded pictures is estimated."""
+MARGIN = 0.9
+"""Share of the free memory that the pictures may take."""
+HEADROOM = 1.25
+"""For the device's decoder: how much more than their mean size the pictures of a batch may take before the loaders decode some."""
+REMEDIES = {
+    "host": "offload=encoded (the pictures' own bytes), offload=disk, data.buffers=1, a smaller batch or more machines",
+    "encoded": "offload=disk, data.buffers=1, a smaller batch or more machines",
+    "device": "offload=encoded, data.decode=exact with offload=disk, data.buffers=1, a smaller batch or more machines",
+    "disk": "a smaller batch or more machines",
+}
+JPEG = b"\xff\xd8\xff"
+_GROUP = Path("/sys/fs/cgroup")
+
+
+def free_memory() -> int:
+    """Bytes that this machine, and the control group (container) this process is in, still have."""
+    free = int(psutil.virtual_memory().available)
+    limit, stat = _GROUP / "memory.max", _GROUP / "memory.stat"
+    if limit.is_file() and stat.is_file() and (text := limit.read_text().strip()).isdigit():
+        used = dict(line.split() for line in stat.read_text().splitlines())
+        free = min(free, int(text) - int(used.get("anon", 0)) - int(used.get("shmem", 0)))
+    return max(0, free)
+
+
+def picture_bytes(urls: Sequence[str], types: Sequence[str], layout: Layout, access: Access) -> float | None:
+    """Mean bytes that are kept of a picture, by the first samples of the first shard; None where it shows none."""
+
+    def kept(data: bytes) -> int:
+        if layout.tier == "device":
+            return len(data) if data.startswith(JPEG) else layout.row_bytes
+        return min(len(data), layout.row_bytes)
+
+    raws = read_shard(urls[0], ReadProblem(), lambda index: index < PEEK, limits(types), store=Store(access))
+    sizes = [kept(data) for raw in islice(raws, PEEK) for data in list(raw.members.values())[:1]]
+    raws.close()
+    return sum(sizes) / len(sizes) if sizes else None
+
+
+def largest_pool(layout: Layout, picture: float) -> int:
+    """Bytes that the pool of a slot never needs to exceed, for pictures of so many bytes on average; 0 where there is none."""
+    if not layout.encoded:
+        return 0
+    return layout.samples * max(layout.row_bytes, int(HEADROOM * picture) if layout.tier == "device" else 0)
+
+
+def fitted(layout: Layout, expected: float | None = None, free: int | None = None) -> tuple[Layout, str]:
+    """The layout with the pool for encoded pictures that there is room for, and a line that states the memory.
+
+    `expected` is the mean size of an encoded picture (None: not known), `free` what `free_memory` said before any process of this machine
+    took its share (None: it is asked now). Raises UserError where this machine's processes cannot all have as much.
+    """
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    share = (free_memory() if free is None else free) / processes
+    if layout.encoded:
+        picture = layout.row_bytes if expected is None else expected
+        most = largest_pool(layout, picture)
+        room = MARGIN * share - replace(layout, pool=0).memory_bytes()
+        # pictures that are larger than their pixels can be kept as these
+        least = replace(layout, pool=most).memory_bytes(min(picture, layout.row_bytes))
+        layout = replace(layout, pool=max(0, min(most, int(room / layout.slots))))
+        need = max(least, layout.memory_bytes(picture))
+    else:
+        least = need = layout.memory_bytes()
+    each = f"{layout.slots} x {layout.samples} samples need {format_bytes(need)} of host memory in each process"
+    if least > (MARGIN if layout.encoded else 1) * share:
+        raise UserError(
+            f"{layout.setting}: {each}, and {format_bytes(share)} are free for each of {processes}; take {REMEDIES[layout.tier]}"
+        )
+    said = f"batch memory: {layout.setting}, {each}, of {format_bytes(share)} free for each of {processes}"
+    if layout.encoded and expected is not None:
+        said += f" ({expected / 1000:.0f} kB a picture; offload=host: {format_bytes(replace(layout, tier='host').memory_bytes())})"
+    if layout.tier == "disk":
+        said += f", and {format_bytes(layout.disk_bytes())} in {layout.folder}"
+    return layout, said

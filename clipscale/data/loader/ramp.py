@@ -1,0 +1,71 @@
+"""How large the batch of each step is: always the same, or growing over the first samples of a run."""
+
+from bisect import bisect_right
+from itertools import accumulate
+
+from clipscale.config.sections import RampConfig
+from clipscale.errors import UserError
+
+
+class BatchSizes:
+    """The global batch of every step, a pure function of the settings, so that a resumed run needs no state.
+
+    Raises UserError for a ramp that cannot end at `batch`.
+    """
+
+    def __init__(self, batch: int, ramp: RampConfig | None = None) -> None:
+        ramp = ramp or RampConfig()
+        self.batch = batch
+        self.unit = ramp.start or batch
+        """Divides every batch."""
+        if batch % self.unit:
+            raise UserError(
+                f"ramp.start={self.unit}: batch={batch} is no multiple of it; choose a divisor of the batch"
+            )
+        if ramp.start and ramp.start < batch and not ramp.samples:
+            raise UserError(f"ramp.start={ramp.start}: give ramp.samples=N, over which the batch grows to {batch}")
+        stages = []
+        factor = 1
+        while self.unit * factor < batch:
+            stages.append(self.unit * factor)
+            factor = 2 * factor if ramp.rule == "double" else factor + 1
+        sizes: list[int] = []
+        seen = 0
+        while stages and seen < ramp.samples:
+            sizes.append(stages[seen * len(stages) // ramp.samples])
+            seen += sizes[-1]
+        self._sizes = sizes
+        self._ends = list(accumulate(sizes, initial=0))
+
+    def at(self, step: int) -> int:
+        """Samples in the batch of step 0, 1, ..."""
+        return self._sizes[step] if step < len(self._sizes) else self.batch
+
+    def before(self, step: int) -> int:
+        """Samples in all batches before that step."""
+        ramped = min(step, len(self._sizes))
+        return self._ends[ramped] + (step - ramped) * self.batch
+
+    def steps(self, samples: int) -> int:
+        """How many whole batches `samples` make."""
+        if samples < self._ends[-1]:
+            return bisect_right(self._ends, samples) - 1
+        return len(self._sizes) + (samples - self._ends[-1]) // self.batch
+
+
+def check_ramp(size: int, batch: int, lanes: int, world: int) -> None:
+    """Every batch of a ramp must take the same from each lane, or the lanes would come to the end of an epoch at different times.
+
+    Raises UserError.
+    """
+    if size == batch or (size % lanes == 0 and batch % lanes == 0):
+        return
+    if size % world:
+        raise UserError(
+            f"ramp.start: a batch of {size} cannot be shared evenly by {world} processes; choose a multiple"
+        )
+    best = max(n for n in range(world, lanes + 1, world) if size % n == 0 and batch % n == 0)
+    raise UserError(
+        f"ramp.start: batches of {size} to {batch} are not all multiples of the {lanes} lanes in which the data is read; set "
+        f"data.lanes={best}, or choose another start"
+    )

@@ -1,0 +1,175 @@
+"""Local copies of remote shards, shared by all processes of a machine, with a bound on their bytes: the least recently used go first.
+
+A copy is written under another name and renamed when it is complete. Locks are flock's, so those of a process that dies are gone with it.
+"""
+
+import errno
+import fcntl
+import hashlib
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO
+
+from clipscale.data.shards import index
+from clipscale.data.shards.access import Opened, SourceError, Watch, digest, leaf_of
+from clipscale.data.shards.origins import origin_of
+from clipscale.data.shards.remote import LARGEST_BLOCK, RemoteFile
+
+log = logging.getLogger(__name__)
+
+_PART = ".part"
+
+
+class Copies:
+    """The copies in one folder."""
+
+    def __init__(self, folder: str, bound: int | None) -> None:
+        self._folder, self._bound = Path(folder).expanduser() / "shards", bound
+
+    def open(self, url: str, watch: Watch) -> Opened:
+        """The shard's copy, made first if need be; the remote object itself where there is no room for a copy. Raises SourceError."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        try:
+            remote = RemoteFile(origin_of(url, watch.access.wait_s), watch)
+        except SourceError as error:
+            if error.reason == "unreachable_shard" and (copy := self._last_used(url)):
+                watch.see("copy_of_unreachable")
+                return Opened(copy, None, "")
+            raise
+        path = self._folder / f"{digest(url)}-{digest(f'{remote.length} {remote.version}')}-{leaf_of(url)[-80:]}"
+        try:
+            while True:
+                try:
+                    copy = path.open("rb", buffering=1 << 17)
+                    os.utime(path)
+                    return Opened(copy, remote.length, remote.version)
+                except FileNotFoundError:  # not there yet, or evicted between the two lines
+                    pass
+                if not self._make(url, path, remote, watch):
+                    remote.seek(0)
+                    return Opened(remote, remote.length, remote.version)
+        except BaseException:
+            remote.close()  # with what it has asked for ahead
+            raise
+
+    def _last_used(self, url: str) -> IO[bytes] | None:
+        """The copy that was opened last of all there are of this shard's versions: the newest that anyone has seen."""
+        own = digest(url) + "-"
+        copies = [(used, path) for path, _, used in self._list() if path.name.startswith(own)]
+        for _, path in sorted(copies, reverse=True):
+            try:
+                return path.open("rb")
+            except FileNotFoundError:  # evicted meanwhile
+                continue
+        return None
+
+    def _make(self, url: str, path: Path, remote: RemoteFile, watch: Watch) -> bool:
+        """Write the copy, or wait while another process does. False if there is no room for it.
+
+        Raises SourceError `wrong_checksum` if it is not what was indexed under this version.
+        """
+        part = path.with_name("." + path.name + _PART)
+        with part.open("ab") as out:
+            _lock(out, watch.tick)
+            if path.exists() or not _still(out, part):
+                return True  # another process has finished, or failed and left
+            try:
+                if not self._reserve(out, part, remote.length):
+                    part.unlink()
+                    watch.see("no_room_for_copy")
+                    return False
+                remote.seek(0)
+                checksum = hashlib.sha256()
+                with part.open("r+b") as body:
+                    while data := remote.read(LARGEST_BLOCK):
+                        body.write(data)
+                        checksum.update(data)
+                        watch.tick()
+                    body.flush()
+                    os.fsync(body.fileno())
+                entries = index.known([url], watch.access.cache).get(url, [])
+                entry = index.matching(entries, remote.length, remote.version)
+                if entry is not None and entry.sha256 not in (None, checksum.hexdigest()):
+                    raise SourceError("wrong_checksum", "what came is not what was indexed")
+                part.rename(path)
+                return True
+            except OSError as error:
+                part.unlink(missing_ok=True)
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                log.warning("data.cache=%s: %s; going on without a copy", self._folder.parent, error.strerror)
+                watch.see("no_room_for_copy")
+                return False
+            except BaseException:
+                part.unlink(missing_ok=True)
+                raise
+
+    def _reserve(self, out: IO[bytes], part: Path, size: int) -> bool:
+        """Make room within the bound and take it: the empty copy has its final length from the start, so others count it."""
+        with (self._folder / ".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if self._bound is not None:
+                copies = []
+                total = size
+                for path, length, used in self._list():
+                    if path == part:
+                        continue
+                    if path.name.endswith(_PART) and _orphan(path):
+                        continue
+                    total += length
+                    if not path.name.endswith(_PART):
+                        copies.append((used, length, path))
+                for _, length, path in sorted(copies):
+                    if total <= self._bound:
+                        break
+                    path.unlink(missing_ok=True)  # who reads it keeps it until he closes it
+                    total -= length
+                if total > self._bound:
+                    return False
+            os.truncate(part, size)
+            return True
+
+    def _list(self) -> Iterator[tuple[Path, int, int]]:
+        for path in self._folder.iterdir():
+            if path.name != ".lock":
+                try:
+                    about = path.stat()
+                except FileNotFoundError:
+                    continue
+                yield path, about.st_size, about.st_mtime_ns
+
+
+def _lock(file: IO[bytes], tick: Callable[[], None]) -> None:
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            tick()
+            time.sleep(0.1)
+
+
+def _still(file: IO[bytes], path: Path) -> bool:
+    """Whether the open file is the one that its name leads to."""
+    try:
+        return os.fstat(file.fileno()).st_ino == path.stat().st_ino
+    except FileNotFoundError:
+        return False
+
+
+def _orphan(part: Path) -> bool:
+    """Delete a half-made copy whose maker is gone."""
+    try:
+        file = part.open("rb")
+    except FileNotFoundError:
+        return True
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        part.unlink(missing_ok=True)
+        return True

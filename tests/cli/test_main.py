@@ -1,0 +1,362 @@
+"""The command line: help, completion, and one clear line for every mistake."""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clipscale import __version__
+from clipscale.cli.compose import once
+from clipscale.cli.help import shown
+from clipscale.cli.main import declared_class, main
+from clipscale.cli.verbs import TOOLS, VERBS, tools_of
+from clipscale.config.keys import composed_defaults, group_options, keys, meaning
+from clipscale.config.parse import typed
+from tests.conftest import TINY, Command
+from tests.eval.sets import classification_set
+
+Say = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def say(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Say:
+    """`say("train", ...)`: exit status, output and errors of a command, in this process and an empty folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words: str) -> tuple[int, str, str]:
+        status = main(words)
+        out, err = capsys.readouterr()
+        return status, out, err
+
+    return run
+
+
+# ---- help ----
+
+
+def test_the_overview_lists_the_verbs_that_exist(say: Say) -> None:
+    for words in ((), ("--help",), ("-h",), ("help",)):
+        status, out, err = say(*words)
+        assert (status, err) == (0, "")
+        assert set(VERBS) <= set(out.split())
+    assert set(VERBS) == {"train", "eval", "plan", "data", "report", "export", "doctor", "bench", "completion"}
+
+
+def test_the_version_is_the_packages(say: Say) -> None:
+    assert say("--version") == (0, f"clipscale {__version__}\n", "")
+
+
+def test_trains_help_shows_main_keys_group_choices_and_examples(say: Say) -> None:
+    status, out, _ = say("train", "--help")
+    assert status == 0
+    for word in ("batch", "samples", "epochs", "run", "resume", "data.train", "model.name", "launch.procs"):
+        assert f"\n  {word} " in out, f"{word} is not listed"
+    for group, choices in group_options().items():
+        assert f"{group}=" in out
+        assert all(choice in out for choice in choices)
+    assert "clipscale train model=vit-l14 batch=1M data.train='/data/laion/{00000..41455}.tar'" in out
+    assert max(map(len, out.splitlines())) <= 120
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_help_lists_every_declared_key(say: Say, tool: str) -> None:
+    """In a tool's own help or, where there are many, in that of a section."""
+    settings = TOOLS[tool].settings
+    status, out, _ = say(*tool.split(), "--help")
+    assert status == 0
+    assert f"Usage: clipscale {tool}" in out and TOOLS[tool].examples.splitlines()[0] in out
+    for section in meaning(*settings):
+        status, own, _ = say(*tool.split(), section, "--help")
+        assert status == 0
+        assert f"\n  {section}." in own
+        out += own
+    missing = [key.name for key in keys(*settings) if f"\n  {key.name} " not in out]
+    assert not missing, missing
+
+
+def test_help_of_a_group_says_what_each_file_is_for(say: Say) -> None:
+    out = say("train", "--help", "experiment")[1]
+    assert all(f"  experiment={name} " in out for name in group_options()["experiment"])
+
+
+@pytest.mark.parametrize("verb", ["data", "bench"])
+def test_help_of_a_verb_with_tools_is_short_and_names_them_and_their_keys(say: Say, verb: str) -> None:
+    status, out, _ = say(verb, "--help")
+    assert status == 0
+    assert len(out.splitlines()) < 30
+    for tool in tools_of(verb):
+        assert f"\n  {tool} " in out
+        assert all(key.section or key.name in out for key in keys(*TOOLS[f"{verb} {tool}"].settings))
+
+
+def test_completion_has_help(say: Say) -> None:
+    assert say("completion", "--help")[0] == 0
+
+
+def test_help_of_a_composed_verb_lists_its_groups_and_their_defaults(say: Say) -> None:
+    _, out, _ = say("data", "--help", "features")
+    assert "model=" in out and "vit-b32*" in out and "optim=" not in out, out
+
+
+@pytest.mark.parametrize("tool", [name for name, tool in TOOLS.items() if tool.file])
+def test_the_defaults_that_help_shows_are_those_of_a_run(tool: str) -> None:
+    values = once(tool, [])
+    assert values is not None
+    composed = asdict(typed(declared_class(tool), values))
+    of_files = composed_defaults(TOOLS[tool].file)[1]
+    assert of_files["precision.name"] == ("bf16" if tool in ("train", "plan") else "fp32")
+    for key in keys(*TOOLS[tool].settings):
+        value: Any = composed
+        for part in key.name.split("."):
+            value = value[part]
+        assert shown(of_files.get(key.name, key.default)) == shown(value), key.name
+
+
+def test_help_of_a_section_shows_the_defaults_of_a_run(say: Say) -> None:
+    assert re.search(r"schedule.warmup +5% ", say("train", "--help", "schedule")[1])
+    assert re.search(r"precision.name +bf16 ", say("plan", "--help", "precision")[1])
+
+
+# ---- mistakes ----
+
+MISTAKES = [
+    ("tran", "unknown verb 'tran'; did you mean 'train'?; there are train, eval, plan, data, report, "),
+    ("train model=vit-b33", "model=vit-b33: unknown; choose ... or vit-l14; did you mean 'vit-b32'"),
+    ("train modle=vit-b32", "unknown key 'modle'; did you mean 'model'?"),
+    ("train optim.lrr=1", "unknown key 'optim.lrr'; did you mean 'optim.lr'?"),
+    ("train lr=1", "unknown key 'lr'; did you mean 'optim.lr'?"),
+    ("train +optim.lrr=1", "unknown key 'optim.lrr'; did you mean 'optim.lr'?"),
+    ("train ~optim.lrr", "unknown key 'optim.lrr'"),
+    ("train experiment=openclip", "experiment=openclip: unknown; ...; did you mean 'openclip-vit-b32-laion400m'?"),
+    ("train precision=bf17", "precision=bf17: unknown; choose bf16, fp16 or fp32; did you mean 'bf16'?"),
+    ("train batch=32k,64k", "batch=32k,64k: several values; add -m"),
+    ("train data.train=a.tar,b.tar", "data.train=a.tar,b.tar: several values; add -m"),
+    ("train batch=[1", "batch=[1: cannot be read"),
+    ("train batch 64", "batch: give settings as KEY=VALUE"),
+    ("train --multi batch=1k", "--multi: unknown flag; did you mean '--multirun'?"),
+    ("train data=demo --cfg", "--cfg needs a value"),
+    ("train batch=many data=demo", "batch=many: 'many' is not a count such as 100000, 768k or 1.5M"),
+    ("train batch=1.5 data=demo", "batch=1.5: '1.500000' is not a whole number"),
+    ("train batch=-4 data=demo", "batch=-4: give at least 1"),
+    ("train batch=10 launch.procs=4 data=demo", "batch=10 cannot be shared evenly by launch.procs=4 processes"),
+    ("train optim.lr=fast data=demo", "optim.lr=fast: give a number"),
+    ("train data.augment.jitter=0.4 data=demo", "data.augment.jitter=0.4: give 4 numbers, data.augment.jitter=[...]"),
+    ("train data.augment.scale=[1,2,3] data.train=x", "data.augment.scale=[1,2,3]: give 2 numbers"),
+    ("train data.augment.scale=[a,b] data.train=x", "data.augment.scale[0]=a: give a number"),
+    ("train batch=[1,2] data=demo", "batch=[1, 2]: give a whole number"),
+    ("train seed=null data=demo", "seed=null: give a value"),
+    ("train data=3", "data=3: unknown; choose default or demo"),
+    ("train model=true", "model=true: unknown; choose rn50,"),
+    ("train +model=tiny", "+model: it has a value already; leave out the +"),
+    ("train eval=3 data=demo", "eval is a section of settings; give one of its keys: eval."),
+    (
+        "train data.filter=3 data.train=x",
+        "data.filter is a section of settings; give one of its keys: data.filter.min_side, ",
+    ),
+    (
+        "train model.architecture=3 data=demo",
+        "model.architecture: give names and values, model.architecture.NAME=VALUE",
+    ),
+    ("train ~data.train", "~data.train: a setting cannot be taken away; give it another value"),
+    ("train =3", "=3: give settings as KEY=VALUE"),
+    ("train --cfg=nope data=demo", "--cfg nope: choose job, hydra or all"),
+    ("train samples=1k epochs=2 data=demo", "samples=1024 and epochs=2 both set the length"),
+    ("train offload=hots data=demo", "offload=hots: choose none, host, disk or encoded; did you mean 'host'?"),
+    ("train model=tiny", "data.train is not set; give shards"),
+    ("train --help modell", "train --help modell: no such section; did you mean 'model'?"),
+    ("train -m run=a hydra.sweep.dir=b", "hydra.sweep: name the sweep's folder with run=NAME"),
+    ("train -m model=vit-b32,vit-b33", "model=vit-b33: unknown"),
+    ("eval", "eval needs run=NAME"),
+    ("eval run=nowhere", "run=nowhere: there is no folder runs/nowhere"),
+    ("eval -m run=a,b", "eval takes no -m"),
+    ("eval rum=a", "unknown key 'rum'; did you mean 'run'?"),
+    ("plan", "hardware is not set; give the GPU, hardware=a100-80g, or run=NAME"),
+    ("plan hardware=h101-80g", "hardware=h101-80g: unknown; did you mean 'h100-80g'"),
+    ("plan hardware=h100-80g gpu=8", "unknown key 'gpu'; did you mean 'gpus'?"),
+    (
+        "plan hardware=h100-80g batch=100 gpus=8",
+        "batch=100 cannot be shared evenly by gpus=8 x nodes=1; choose a multiple of 8",
+    ),
+    ("plan hardware=h100-80g gpus=0", "gpus=0: give at least 1"),
+    ("plan hardware=h100-80g reserve=5", "reserve=5.0: give a share, 0 to 1"),
+    (
+        "plan hardware=cpu model=tiny gpus=4 cache.chunk=128",
+        "cache.chunk=128: one process holds 64 samples of the batch; choose 1 to 64",
+    ),
+    ("plan hardware=[a]", "hardware=['a']: give one text"),
+    ("plan hardware=cpu model=tiny host=lots", "host=lots: 'lots' is not a count"),
+    ("plan hardware=cpu model=tiny optim.name=nosuch", "optim.name='nosuch' is not one of timm's optimizers"),
+    (
+        "plan hardware=cpu model=tiny optim.betas=[1,2]",
+        "optim: adamw refuses its settings (Invalid beta parameter at index 0: 1.0)",
+    ),
+    ("plan run=nowhere", "run=nowhere: there is no runs/nowhere/config.yaml; give the folder of a run that has begun"),
+    ("plan run=a batch=32", "run=a: the settings are that run's own; leave out batch=32"),
+    ("plan -m batch=1k,2k hardware=cpu", "plan takes no -m"),
+    ("data", "data: of what; there is demo, index, check, stats, features, as in: clipscale data demo"),
+    ("data chekc a.tar", "data chekc: unknown; did you mean 'check'?; there is demo"),
+    ("data --help chekc", "data chekc: unknown; did you mean 'check'?; there is demo"),
+    ("report --help run", "report --help run: no such section; there are none"),
+    (
+        "data check a.tar filter=3 filter.min_side=4",
+        "filter is a section of settings; give one of its keys: filter.min_side",
+    ),
+    (
+        "data check a.tar filter.min_side=4 filter=3",
+        "filter is a section of settings; give one of its keys: filter.min_side",
+    ),
+    ("data check a.tar filter.min_side=[1,2]", "filter.min_side=[1,2]: '[1,2]' is not a count"),
+    ("data check a.tar filter.min_side.x=3", "unknown key 'filter.min_side.x'; did you mean 'filter.min_side'?"),
+    ("data check a.tar filtre.min_side=3", "unknown key 'filtre.min_side'; did you mean 'filter.min_side'?"),
+    ("data check a.tar near=perhaps", "near=perhaps: give true or false"),
+    ("data index a.tar cache.x=3", "unknown key 'cache.x'; did you mean 'cache'?"),
+    ("data stats nowhere.tar", "shards='nowhere.tar' matches no shard; give a tar file, "),
+    ("data features model=3", "model=3: unknown; choose rn50, "),
+    ("data demo sead=1", "unknown key 'sead'; did you mean 'seed'?"),
+    ("data demo 5000", "data demo 5000: give settings as KEY=VALUE; the keys are root, samples, seed, force"),
+    ("data demo samples=many", "samples=many: 'many' is not a count"),
+    ("report", "report needs run=NAME"),
+    ("report run.x=3", "unknown key 'run.x'; did you mean 'run'?"),
+    ("bench loss n.x=3", "unknown key 'n.x'; did you mean 'n'?"),
+    ("bench step model.name=3", "unknown key 'model.name'; did you mean 'model'?"),
+    ("doctor run.x=3", "unknown key 'run.x'; did you mean 'run'?"),
+    ("doctor timeout_s=soon", "timeout_s=soon: give a number"),
+    ("export", "export needs run=NAME"),
+    ("export run=none-such", "run=none-such: there is no folder runs/none-such"),
+    ("export run=x dtype=int8", "dtype=int8: choose float32, bfloat16 or float16"),
+    ("completion fish", "completion: only bash is known"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), MISTAKES, ids=[words for words, _ in MISTAKES])
+def test_a_mistake_is_answered_in_one_line_and_with_status_2(say: Say, words: str, message: str) -> None:
+    status, out, err = say(*words.split())
+    assert status == 2
+    assert out == ""
+    assert err.count("\n") == 1, err
+    assert err.startswith("error: ")
+    start, *parts = message.split("...")  # "..." stands for anything
+    assert err.startswith(f"error: {start}"), err
+    assert all(part in err for part in parts), err
+
+
+def test_under_torchrun_a_sweep_is_refused(say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    status, _, err = say("train", "-m", "batch=32k,64k")
+    assert status == 2
+    assert err.startswith("error: -m under torchrun would start the whole sweep in every rank; leave torchrun out")
+
+
+# ---- composing ----
+
+
+def test_the_readmes_first_run_composes_as_typed(say: Say) -> None:
+    status, out, err = say(
+        "train", "model=vit-l14", "batch=1M", "data.train=/data/laion/{00000..41455}.tar", "--cfg", "job"
+    )
+    assert (status, err) == (0, "")
+    assert "train: /data/laion/{00000..41455}.tar" in out
+    assert "name: ViT-L-14" in out
+
+
+@pytest.mark.parametrize(
+    ("typed", "composed"),
+    [
+        ("[/a/{0..9}.tar,/b/*.tar]", "  train:\n  - /a/{0..9}.tar\n  - /b/*.tar\n"),
+        ("/a b/it's:{1,2}.tar", "  train: /a b/it's:{1,2}.tar\n"),
+        ("'/a,b.tar'", "  train: /a,b.tar\n"),
+        ("null", "  train: null\n"),
+    ],
+)
+def test_shard_addresses_are_taken_literally(say: Say, typed: str, composed: str) -> None:
+    status, out, err = say("train", f"data.train={typed}", "--cfg", "job")
+    assert (status, err) == (0, "")
+    assert composed in out
+
+
+@pytest.mark.parametrize(
+    ("typed", "composed"),
+    [
+        ("data.captions={txt: 0.5, 'json:caption': 0.5}", "captions: '{txt: 0.5, ''json:caption'': 0.5}'\n"),
+        ("data.captions=[txt=0.5,json:caption=0.5]", "captions:\n  - txt=0.5\n  - json:caption=0.5\n"),
+        ("data.filter.fields=[similarity>=0.3,LANGUAGE=en|de]", "    - similarity>=0.3\n    - LANGUAGE=en|de\n"),
+        ("data.templates=[a photo of a {}.]", "templates:\n  - a photo of a {}.\n"),
+    ],
+)
+def test_captions_and_conditions_are_taken_literally(say: Say, typed: str, composed: str) -> None:
+    status, out, err = say("train", typed, "--cfg", "job")
+    assert (status, err) == (0, "")
+    assert composed in out
+
+
+def test_hydras_own_settings_resolve(say: Say) -> None:
+    status, out, err = say("train", "--cfg", "hydra", "--resolve", "data.train=x")
+    assert (status, err) == (0, "")
+    assert "name: train" in out
+
+
+def test_one_length_given_takes_the_place_of_the_other(say: Say) -> None:
+    assert "samples: 5k\nepochs: null\n" in say("train", "samples=5k", "--cfg", "job")[1]
+    assert "samples: null\nepochs: 3\n" in say("train", "experiment=demo", "epochs=3", "--cfg", "job")[1]
+
+
+def test_free_form_options_take_new_keys_without_a_plus(say: Say) -> None:
+    assert "options:\n  foreach: true\n" in say("train", "optim.options.foreach=true", "--cfg", "job", "-p", "optim")[1]
+
+
+def test_a_folder_of_ones_own_adds_experiments(say: Say, tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\nbatch: 4k\n")
+    out = say("train", "--config-dir", str(tmp_path), "experiment=mine", "--cfg", "job")[1]
+    assert out.startswith("batch: 4k\n")
+    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\noptim:\n  lrr: 1\n")
+    status, _, err = say("train", "--config-dir", str(tmp_path), "experiment=mine", "data.train=x.tar")
+    assert (status, err) == (2, "error: unknown key 'optim.lrr'; did you mean 'optim.lr'?\n")
+
+
+def test_nothing_is_written_by_composing(say: Say, tmp_path: Path) -> None:
+    say("train", "data=demo", "--cfg", "job")
+    say("train", "model=vit-b33")
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- a run ----
+
+
+def test_train_eval_plan_and_report_work_one_after_another(
+    command: Command, say: Say, shards: str, tmp_path: Path
+) -> None:
+    done = command("train", *TINY, f"data.train={shards}", "run=first", "launch.procs=1")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "done: runs/first (step 2, loss " in done.stdout
+    assert (tmp_path / "runs/first/config.yaml").is_file()
+    assert len((tmp_path / "runs/first/metrics.jsonl").read_text().splitlines()) == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["runs"]
+
+    status, out, err = say("eval", "run=first", f"eval.sets={classification_set(tmp_path / 'colours')}", "device=cpu")
+    assert status == 0, err
+    assert "colours" in out
+    assert (tmp_path / "runs/first/eval").is_dir()
+
+    status, out, err = say("plan", "run=first", "json=true")
+    assert status == 0, err
+    host = json.loads(out)["compared"]["host"]
+    assert host["ratio"] == pytest.approx(1, abs=0.15), host  # of a process that did nothing but train
+
+    status, out, err = say("report", "run=first")
+    assert status == 0, err
+    assert [Path(line).name for line in out.splitlines()] == ["report.html", "report.png"]
+    assert all((tmp_path / line).stat().st_size for line in out.splitlines())
+
+
+def test_an_unwritable_run_folder_ends_the_run_with_one_line(say: Say, shards: str, tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("a file, not a folder")
+    status, _, err = say("train", *TINY, f"data.train={shards}", "run=./taken/run", "launch.procs=1")
+    assert status == 2
+    assert err.startswith("error: run=taken/run cannot be written"), err
+    assert err.count("\n") == 1

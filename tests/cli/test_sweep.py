@@ -1,0 +1,77 @@
+"""Sweeps: every combination in its own folder, a failure that ends nothing, one table."""
+
+import json
+import math
+import os
+import re
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from clipscale.cli.compose import job_dir
+from clipscale.cli.sweep import finished, sweep_folder, table
+from clipscale.errors import UserError
+from tests.conftest import TINY, Command
+
+
+def test_each_job_has_a_folder_a_failed_one_ends_nothing_and_a_table_closes(
+    command: Command, shards: str, tmp_path: Path
+) -> None:
+    words = [word for word in TINY if not word.startswith("batch")]
+    done = command("train", "-m", *words, f"data.train={shards}", "batch=16,64", "run=sizes", COLUMNS="200")
+    folder = tmp_path / "runs/sizes"
+    assert done.returncode == 1, done.stderr[-2000:]
+    assert {path.name for path in folder.iterdir() if path.is_dir()} == {"batch=16", "batch=64"}
+    assert len((folder / "batch=16/metrics.jsonl").read_text().splitlines()) == 2
+    good, bad = (json.loads((folder / f"batch={n}/result.json").read_text()) for n in (16, 64))
+    assert (good["step"], math.isfinite(good["loss"]), "error" in good) == (2, True, False)
+    assert "samples=32 is less than one batch" in bad["error"]
+    assert "error: samples=32 is less than one batch" in done.stderr
+    assert done.stderr.rstrip().endswith("error: 1 of 2 jobs failed")
+    rows = [line for line in done.stdout.splitlines() if re.search(r"batch=(16|64) .*│", line)]
+    assert len(rows) == 2, done.stdout
+    assert "done" in rows[0]
+    assert "samples=32 is less" in rows[1]
+
+
+def test_the_table_shows_loss_and_the_main_figure_of_every_set() -> None:
+    results = [
+        {"job": 0, "name": "a", "step": 5, "loss": 1.25, "eval": {"birds": {"top1": 0.5, "top5": 0.9}}},
+        {"job": 1, "name": "b", "error": "went wrong"},
+    ]
+    console = Console(width=120, file=open(os.devnull, "w"), record=True)  # noqa: SIM115, PTH123
+    console.print(table(results, Path("runs/x")))
+    text = console.export_text()
+    assert "birds top1" in text
+    assert "1.2500" in text
+    assert "50.0" in text
+    assert "went wrong" in text
+
+
+def test_results_of_an_earlier_sweep_are_left_out(tmp_path: Path) -> None:
+    for name, number, age in (("new", 1, 0), ("other", 0, 0), ("old", 0, 1000)):
+        (tmp_path / name).mkdir()
+        file = tmp_path / name / "result.json"
+        file.write_text(json.dumps({"job": number, "name": name}))
+        os.utime(file, (file.stat().st_mtime - age,) * 2)
+    since = (tmp_path / "new/result.json").stat().st_mtime - 10
+    assert [record["name"] for record in finished(tmp_path, since)] == ["other", "new"]
+
+
+def test_a_jobs_folder_is_named_after_its_values_and_safe() -> None:
+    assert job_dir("model=vit-b32,batch=64k", 3) == "model=vit-b32,batch=64k"
+    assert job_dir("data.train=/a/{0..9}.tar", 3) == "data.train=-a-0..9-.tar"
+    assert job_dir("", 3) == "3"
+    long = ",".join(f"key{i}=value" for i in range(50))
+    assert len(job_dir(long, 0)) <= 100
+    assert job_dir(long, 0) != job_dir(long + "x", 0)
+
+
+def test_run_names_the_sweep_unless_it_varies() -> None:
+    assert sweep_folder(["-m", "run=a", "batch=1,2"]) == (Path("runs/a"), ["-m", "batch=1,2"])
+    folder, rest = sweep_folder(["-m", "run=a,b"])
+    assert folder.name.startswith("sweep-")
+    assert rest == ["-m", "run=a,b"]
+    with pytest.raises(UserError, match="name the sweep's folder with run=NAME"):
+        sweep_folder(["-m", "hydra.sweep.subdir=x"])

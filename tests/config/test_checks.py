@@ -1,0 +1,33 @@
+"""One message for what several parts ask of their settings."""
+
+from pathlib import Path
+
+import pytest
+
+from clipscale.config.checks import at_least, choice, existing_run, shared
+from clipscale.errors import UserError
+
+
+def test_a_run_is_there_and_is_no_sweep(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=rf"^run={tmp_path}/none: there is no folder {tmp_path}/none$"):
+        existing_run(f"{tmp_path}/none")
+    for job in ("batch=64", "batch=128"):
+        (tmp_path / "sizes" / job).mkdir(parents=True)
+        (tmp_path / "sizes" / job / "config.yaml").write_text("")
+    with pytest.raises(
+        UserError, match=rf"^run={tmp_path}/sizes: a sweep of 2 runs; .* run={tmp_path}/sizes/batch=128$"
+    ):
+        existing_run(f"{tmp_path}/sizes")
+    assert existing_run(f"{tmp_path}/sizes/batch=64") == tmp_path / "sizes/batch=64"
+
+
+def test_the_messages_name_setting_value_and_remedy() -> None:
+    with pytest.raises(UserError, match=r"^device=cdua: choose cpu or cuda; did you mean 'cuda'\?$"):
+        choice("device", "cdua", ("cpu", "cuda"))
+    with pytest.raises(UserError, match=r"^x=nan: give at least 1$"):
+        at_least("x", float("nan"), 1)
+    with pytest.raises(UserError, match=r"^batch=10 cannot be shared evenly by 4 processes; choose a multiple of 4$"):
+        shared(10, 4, "4 processes")
+    choice("device", "cpu", ("cpu", "cuda"))
+    at_least("x", None, 1)
+    shared(8, 4, "4 processes")

@@ -1,0 +1,68 @@
+"""Plain values in, dataclasses out; and only the command line knows Hydra."""
+
+import ast
+
+import pytest
+
+from clipscale.config.keys import PACKAGE
+from clipscale.config.parse import normalise, typed
+from clipscale.config.train import TrainConfig
+from clipscale.errors import UserError
+
+
+def test_counts_become_integers_at_any_depth_and_one_value_becomes_a_list() -> None:
+    values = {
+        "batch": "1M",
+        "samples": "2k",
+        "epochs": None,
+        "cache": {"text_chunk": "1k"},
+        "data": {"train": "a.tar", "shuffle": "4k"},
+    }
+    built = typed(TrainConfig, values)
+    assert (built.batch, built.samples, built.cache.text_chunk) == (2**20, 2048, 1024)
+    assert (built.data.train, built.data.shuffle) == (["a.tar"], 4096)
+
+
+def test_whole_floats_are_counts_and_broken_ones_are_refused() -> None:
+    assert normalise(TrainConfig, {"samples": 1e6})["samples"] == 1_000_000
+    with pytest.raises(UserError, match=r"^batch=1.5k5: "):
+        normalise(TrainConfig, {"batch": "1.5k5"})
+
+
+def test_values_of_the_wrong_type_are_refused_in_one_line() -> None:
+    for values, message in (
+        ({"optim": {"lr": "fast"}}, "optim.lr=fast: give a number"),
+        ({"model": {"compile": "perhaps"}}, "model.compile=perhaps: give true or false"),
+        ({"optim": {"lrr": 1}}, "unknown key 'optim.lrr'; did you mean 'optim.lr'?"),
+    ):
+        with pytest.raises(UserError) as caught:
+            typed(TrainConfig, values)
+        assert str(caught.value) == message
+
+
+def test_tuples_and_free_form_options_survive() -> None:
+    built = typed(TrainConfig, {"optim": {"betas": [0.8, 0.9], "options": {"foreach": True}}})
+    assert tuple(built.optim.betas) == (0.8, 0.9)
+    assert built.optim.options == {"foreach": True}
+
+
+def test_only_the_command_line_knows_hydra() -> None:
+    """Whoever imports it, or what does, wherever in a file; OmegaConf is for these and for the settings."""
+    imports: dict[str, set[str]] = {}
+    for path in PACKAGE.rglob("*.py"):
+        found = imports.setdefault(".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts), set())
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+
+    def who(*names: str) -> set[str]:
+        return {m for m, found in imports.items() if any(f == n or f.startswith(n + ".") for f in found for n in names)}
+
+    above = {"clipscale.cli.compose", "clipscale.cli.sweep"}
+    assert who("hydra") == above
+    assert who("omegaconf") == {*above, "clipscale.config.parse"}
+    programs = {f"clipscale.bench.{name}" for name in ("largest", "runs", "runs_work")}  # command lines of their own
+    assert who(*above) - programs == {"clipscale.cli.main", "clipscale.cli.sweep"}
+    assert who("clipscale.cli.main") - programs == {"clipscale.__main__"}

@@ -1,0 +1,111 @@
+"""Plain values in, a checked configuration out."""
+
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from clipscale.cli.verbs import TOOLS
+from clipscale.config.data import DataConfig
+from clipscale.config.keys import keys
+from clipscale.config.parse import typed
+from clipscale.config.sections import LaunchConfig, LossConfig, ModelConfig, OptimConfig, PrecisionConfig, RampConfig
+from clipscale.config.train import CHOICES, LEAST, TrainConfig, changes, check, doubts, to_yaml
+from clipscale.errors import UserError
+
+
+def config(**changes: Any) -> TrainConfig:
+    """A valid configuration with these changes."""
+    return replace(TrainConfig(samples=1000, data=DataConfig(train=["x.tar"])), **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"epochs": 2.0}, "samples=1000 and epochs=2 both"),
+        ({"samples": None}, "neither samples nor epochs"),
+        ({"samples": None, "epochs": 0.0}, "epochs=0 trains nothing"),
+        ({"samples": 0}, "samples=0: give at least 1"),
+        ({"batch": 0}, "batch=0: give at least 1"),
+        ({"data": DataConfig()}, "data.train is not set"),
+        ({"batch": 10, "launch": LaunchConfig(procs=4)}, "batch=10 cannot be shared evenly by launch.procs=4"),
+        ({"offload": "hots"}, "offload=hots: choose none, host, disk or encoded; did you mean 'host'?"),
+        ({"loss": LossConfig(exchange="rign")}, "loss.exchange=rign: choose .*; did you mean 'ring'?"),
+        ({"optim": OptimConfig(lr=-1.0)}, "optim.lr=-1.0: give at least 0"),
+        ({"optim": OptimConfig(clip_norm=-1.0)}, "optim.clip_norm=-1.0: give at least 0"),
+        ({"model": ModelConfig(patch_dropout=1.0)}, "model.patch_dropout=1: .*; give less than 1"),
+        ({"model": ModelConfig(init_scale=-5.0)}, "model.init_scale=-5: .*; give more than 0"),
+        ({"loss": LossConfig(label_smoothing=3.0)}, "loss.label_smoothing=3: .*; give less than 1"),
+    ],
+)
+def test_each_mistake_is_one_line_that_names_the_setting_and_the_remedy(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        check(config(**changes))
+    assert "\n" not in str(caught.value)
+
+
+def test_the_limits_name_keys_that_exist() -> None:
+    types = {key.name: key.type for key in keys(*TOOLS["train"].settings)}
+    assert not {key: types.get(key) for key in CHOICES if types.get(key) != "str"}
+    assert not {key: types.get(key) for key in LEAST if types.get(key, "").split()[0] not in ("int", "float")}
+
+
+def test_a_locked_tower_of_random_weights_is_doubted() -> None:
+    assert doubts(config()) == []
+    assert doubts(config(model=ModelConfig(freeze_image=True, pretrained_image="vit.pt"))) == []
+    [line] = doubts(config(model=ModelConfig(freeze_image=True)))
+    assert "model.pretrained_image=PATH" in line
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"ramp": RampConfig(samples=1000)}, "ramp.start"),
+        ({"optim": OptimConfig(reference_batch=1024)}, "optim.lr_scaling=none"),
+        ({"precision": PrecisionConfig(master=False)}, "precision.weights=bf16"),
+    ],
+)
+def test_settings_without_effect_are_doubted(changes: dict[str, Any], said: str) -> None:
+    [line] = doubts(config(**changes))
+    assert said in line and "no effect" in line
+
+
+def test_a_run_is_named_after_the_time_the_model_and_the_batch() -> None:
+    now = datetime(2030, 1, 2, 3, 4, 5)
+    assert check(config(batch=2**20), now=now).run == "runs/20300102-030405-vit-b-32-1M"
+    assert check(config(run="mine"), now=now).run == "runs/mine"
+    assert check(config(run="/scratch/mine"), now=now).run == "/scratch/mine"
+
+
+def test_a_default_name_that_is_taken_gets_a_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    now = datetime(2030, 1, 2, 3, 4, 5)
+    Path("runs/20300102-030405-vit-b-32-256").mkdir(parents=True)
+    assert check(config(batch=256), now=now).run.endswith("-256-2")
+
+
+def test_the_written_configuration_reads_back_as_itself() -> None:
+    original = check(config(run="mine", optim=OptimConfig(options={"foreach": True})))
+    values = yaml.safe_load(to_yaml(original))
+    back = typed(TrainConfig, values)
+    assert to_yaml(back) == to_yaml(original)
+    assert back == original
+
+
+def test_what_a_resumed_run_changes_is_told_by_key() -> None:
+    before = TrainConfig(batch=64, samples=640, run="a")
+    after = replace(
+        before, samples=1280, run="b", resume="x.pt", optim=OptimConfig(lr=0.1), data=DataConfig(train=["b"])
+    )
+    lr = before.optim.lr
+    assert changes(to_yaml(before), before) == []
+    assert changes(to_yaml(before), after) == [
+        "samples 640 -> 1280",
+        "data.train None -> ['b']",
+        f"optim.lr {lr} -> 0.1",
+    ]
+    for damaged in ("", "batch", "optim: {lr: [", "\0"):
+        assert changes(damaged, after) == [], "what cannot be read is not compared"

@@ -1,0 +1,117 @@
+"""Pictures as they wait for the device's decoder, and the devices on which its tests run: the CPU, and a CUDA device where there is one."""
+
+import io
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from clipscale.bench.data import photograph
+from clipscale.data.decode import TrainTransform
+from clipscale.data.loader import gpu_decode as on
+from clipscale.data.loader.gpu_decode import DeviceDecoder
+from clipscale.data.loader.host_batch import Arena, Layout, Slot
+from clipscale.data.loader.offload import Recipe, tier_of
+from clipscale.data.order import Draws
+from tests.device import DEVICE, on_device
+
+SIDE = 24
+SQUARE = TrainTransform(SIDE, (1.0, 1.0), (1.0, 1.0), 0.0, 10_000_000)
+ROW = 3 * SIDE**2
+"""Bytes of the pixels of one picture."""
+CROPPED = replace(SQUARE, scale=(0.05, 1.0), ratio=(0.5, 2.0), flip=0.5)
+
+
+@pytest.fixture(params=["cpu", pytest.param(DEVICE, marks=on_device, id="device")])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    monkeypatch.setattr(on, "require_gpu", lambda device: None)
+    return torch.device(request.param)
+
+
+@pytest.fixture
+def cpu(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    monkeypatch.setattr(on, "require_gpu", lambda device: None)
+    return torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+
+
+def jpeg(data: bytes, **options: Any) -> bytes:
+    """The picture again, as another JPEG."""
+    out = io.BytesIO()
+    Image.open(io.BytesIO(data)).save(out, "JPEG", **{"quality": 92, **options})
+    return out.getvalue()
+
+
+def turned(data: bytes, orientation: int) -> bytes:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    return jpeg(data, exif=exif)
+
+
+class Kept:
+    """Pictures in a slot, as a loader leaves them."""
+
+    def __init__(self, files: list[bytes], transform: TrainTransform, *, pool: int | None = None) -> None:
+        self.files, self.transform = files, transform
+        side = transform.side
+        room = sum(map(len, files)) + len(files) * 3 * side**2 if pool is None else pool
+        self.arena = Arena(Layout(1, len(files), (3, side, side), 8, tier="device", pool=room))
+        self.slot: Slot = self.arena.slots[0]
+        tier = tier_of(self.arena, transform, (0, len(files)))
+        tier.begin(self.slot)
+        for place, data in enumerate(files):
+            tier.put(self.slot, place, data, Draws(place))
+        self.broken, self.seen = Counter[str](), Counter[str]()
+
+    def recipes(self) -> list[Recipe]:
+        return [Recipe(*numbers[:4]) for numbers in self.slot["recipes"].tolist()]
+
+    def rows(self, decoder: Any, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        decode = DeviceDecoder(self.transform, decoder, self.broken, self.seen)
+        return decode(self.slot, start, len(self.files) if stop is None else stop).cpu()
+
+    def exact(self) -> torch.Tensor:
+        """The pixels of data.decode=exact."""
+        out = np.empty((len(self.files), 3, self.transform.side, self.transform.side), np.uint8)
+        for place, data in enumerate(self.files):
+            self.transform(data, Draws(place), out[place])
+        return torch.from_numpy(out)
+
+
+def distance(a: torch.Tensor, b: torch.Tensor) -> list[float]:
+    """Mean difference of each picture, in 1/255."""
+    return (a.float() - b.float()).abs().mean((1, 2, 3)).tolist()
+
+
+def photographs(count: int, side: int = 160) -> list[bytes]:
+    """Made up, with the spectrum of photographs."""
+    return [photograph(side, seed) for seed in range(count)]
+
+
+def portraits(count: int, side: int, **options: Any) -> list[bytes]:
+    """Stretches of the photograph that comes with matplotlib: its colours are as smooth as those of a camera's pictures are."""
+    with Image.open(Path(mpl.get_data_path()) / "sample_data/grace_hopper.jpg") as image:
+        whole = image.convert("RGB")
+    found = []
+    for i in range(count):
+        out = io.BytesIO()
+        cut = whole.crop((0, 4 * i, 512, 4 * i + 512)).resize((side, side), Image.Resampling.LANCZOS)
+        cut.save(out, "JPEG", **{"quality": 92, **options})
+        found.append(out.getvalue())
+    return found
+
+
+def damaged(data: bytes) -> bytes:
+    """A JPEG with its header and its end, whose tables for decoding are void."""
+    start = data.index(b"\xff\xc4")
+    return data[: start + 5] + bytes([255]) * 16 + data[start + 21 :]

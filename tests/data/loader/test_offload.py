@@ -1,0 +1,327 @@
+"""Where image rows wait between the passes: the same pixels wherever it is, in the memory that was stated, and an error when it fails."""
+
+import errno
+import io
+import os
+import resource
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+import psutil
+import pytest
+import torch
+from PIL import Image
+
+from clipscale.config.data import AugmentConfig
+from clipscale.data.loader import memory as room
+from clipscale.data.loader.host_batch import Layout, Slot
+from clipscale.data.loader.offload import Window
+from clipscale.errors import UserError
+from tests.data.files import Members, picture, sample, write_tar
+from tests.data.streams import open_stream
+
+pytestmark = pytest.mark.timeout(60)
+SIDE, BATCH, CHUNK = 16, 50, 12
+TIERS = ["disk", "encoded"]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Pictures whose bytes are fewer and more than their pixels, and broken ones between them."""
+    members: Members = []
+    for i in range(120):
+        if i % 9 == 4:
+            members += [(f"{i}.jpg", picture(i, (40, 40), "JPEG")[:-300]), (f"{i}.txt", b"words")]
+        elif i % 3:
+            members += [(f"{i}.png", picture(i, (60, 37))), (f"{i}.txt", f"large {i}".encode())]
+        else:
+            members += sample(str(i), i)
+    return write_tar(tmp_path_factory.mktemp("mixed") / "0.tar", members)
+
+
+def passes(stream: Any, steps: int, again: int = 0) -> list[Any]:
+    """As training asks: the chunks of a batch once, then once more from row `again` on."""
+    found = []
+    for _ in range(steps):
+        batch = stream.next_batch()
+        spans = [(start, min(start + CHUNK, len(batch))) for start in range(0, len(batch), CHUNK)]
+        first = [batch.pixels(*span).clone() for span in spans]
+        second = [batch.pixels(*span).clone() for span in spans if span[0] >= again]
+        assert all(torch.equal(a, b) for a, b in zip(first[-len(second) :], second)), "the passes saw other pixels"
+        found.append((torch.cat(first), batch.tokens(0, len(batch)).clone(), batch.ids().clone()))
+    return found
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("tier", TIERS)
+def test_pixels_are_those_of_host_in_both_passes(mixed: Path, tmp_path: Path, tier: str, workers: int) -> None:
+    options: dict[str, Any] = {"batch": BATCH, "side": SIDE, "augment": AugmentConfig(scale=(0.3, 1.0), flip=0.5)}
+    with open_stream(mixed, **options) as host:
+        expected = passes(host, 6)
+    kept = {"tier": tier, "chunk": CHUNK, "folder": str(tmp_path), "workers": workers}
+    for again in (0, 2 * CHUNK, BATCH):
+        with open_stream(mixed, **options, **kept) as stream:
+            for step, (ours, theirs) in enumerate(zip(passes(stream, 6, again), expected)):
+                for name, a, b in zip(("pixels", "tokens", "ids"), ours, theirs):
+                    assert torch.equal(a, b), f"step {step}, {name}"
+            assert stream.broken["unreadable_image"] >= host.broken["unreadable_image"] > 20
+    with open_stream(mixed, **options, **kept) as stream:
+        assert torch.equal(stream.next_batch().pixels(0, BATCH), expected[0][0]), "in one piece larger than a chunk"
+
+
+# -- made ready ahead --------------------------------------------------------------------------------------------------
+
+
+def recorded() -> tuple[Window, list[tuple[str, int, int]]]:
+    """A window whose rows are their own numbers, and the order in which they are begun and waited for."""
+    buffers = np.zeros((3, 10, 1), np.uint8)
+    events: list[tuple[str, int, int]] = []
+
+    def begin(slot: Slot, start: int, stop: int, buffer: int) -> Callable[[], None]:
+        events.append(("begin", start, stop))
+
+        def wait() -> None:
+            buffers[buffer, : stop - start, 0] = range(start, stop)
+            events.append(("wait", start, stop))
+
+        return wait
+
+    return Window(buffers, begin), events
+
+
+def test_the_next_chunk_is_begun_before_it_is_asked_for_and_none_twice() -> None:
+    window, events = recorded()
+    spans = [(0, 10), (10, 20), (20, 30), (30, 35)]
+    for step in range(3):
+        window.open(Slot(0, {}), 35)
+        events.clear()
+        held: list[tuple[torch.Tensor, list[int]]] = []
+        for start, stop in [*spans, *spans[1:]]:  # the first chunk is kept, so the second pass sets in behind it
+            rows = window.rows(start, stop, 35)
+            held.append((rows, list(range(start, stop))))
+            for tensor, values in held[-2:]:
+                assert tensor[:, 0].tolist() == values, "overwritten too early"
+        begun = [event[1:] for event in events if event[0] == "begin"]
+        # the first batch does not know yet where the second pass sets in, and guesses wrong once
+        assert begun.count((0, 10)) == (2 if step == 0 else 1), f"step {step}: {begun}"
+        assert all(1 <= begun.count(span) <= 2 for span in spans), f"step {step}: {begun}"
+        for span in spans[1:]:
+            before = spans[spans.index(span) - 1]
+            assert events.index(("begin", *span)) <= events.index(("wait", *before)) + 1, (
+                "begun as soon as the one before is there"
+            )
+
+
+def test_a_frozen_tower_needs_no_second_pass_and_gets_none() -> None:
+    window, events = recorded()
+    for _ in range(3):
+        window.open(Slot(0, {}), 20)
+        events.clear()
+        for span in ((0, 10), (10, 20)):
+            window.rows(*span, 20)
+    assert [event for event in events if event[0] == "begin"] == [("begin", 0, 10), ("begin", 10, 20)]
+
+
+def test_rows_that_have_not_arrived_are_not_begun() -> None:
+    window, events = recorded()
+    window.open(Slot(0, {}), 30)
+    window.rows(0, 10, 15)
+    assert ("begin", 10, 20) not in events
+    window.rows(10, 20, 30)
+    assert ("begin", 20, 30) in events
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def photographs(folder: Path, side: int, quality: int, count: int) -> Path:
+    """Shards of a photograph that comes with matplotlib, at that size."""
+    with Image.open(Path(mpl.get_data_path()) / "sample_data/grace_hopper.jpg") as image:
+        square = image.convert("RGB").crop((0, 0, 512, 512)).resize((side, side), Image.Resampling.LANCZOS)
+    out = io.BytesIO()
+    square.save(out, "JPEG", quality=quality)
+    members = [m for i in range(count) for m in ((f"{i}.jpg", out.getvalue()), (f"{i}.txt", b"a photograph"))]
+    return write_tar(folder / f"{side}-{quality}.tar", members)
+
+
+def taken(stream: Any) -> int:
+    """Bytes of memory behind the stream's arena."""
+    return int(os.fstat(stream._arena._fd).st_blocks * 512)
+
+
+@pytest.mark.parametrize(("side", "quality", "most"), [(256, 90, 0.25), (512, 75, 0.45), (512, 95, 0.80)])
+def test_encoded_pictures_take_their_bytes_and_no_more(tmp_path: Path, side: int, quality: int, most: float) -> None:
+    path = photographs(tmp_path, side, quality, 64)
+    size: dict[str, list[int]] = {}
+    for tier in ("host", "encoded"):
+        with open_stream(path, batch=64, side=224, tier=tier, chunk=1) as stream:
+            stated = stream.memory
+            for _ in range(3):
+                stream.next_batch().pixels(0, 64)
+                size.setdefault(tier, []).append(taken(stream))
+        assert size[tier][0] == size[tier][1] == size[tier][2], f"{tier}: {size[tier]} bytes, batch after batch"
+    share = size["encoded"][0] / size["host"][0]
+    print(
+        f"{side} pixels, quality {quality}: {size['encoded'][0] / 64e3:.1f} kB a sample, {share:.3f} of host; {stated}"
+    )
+    assert share < most, f"{share:.3f} of host"
+    need = float(stated.split("need ")[1].split(" MiB")[0]) * 2**20
+    assert size["encoded"][0] == pytest.approx(need, rel=0.1), "as stated beforehand"
+
+
+@pytest.mark.parametrize(("tier", "workers"), [("host", 0), *((tier, 2) for tier in ("host", *TIERS))])
+def test_memory_does_not_grow_over_steps(mixed: Path, tmp_path: Path, tier: str, workers: int) -> None:
+    options = {"tier": tier, "chunk": CHUNK, "folder": str(tmp_path), "workers": workers}
+    with open_stream(mixed, batch=BATCH, side=64, **options) as stream:
+
+        def resident() -> int:
+            ours = psutil.Process()
+            loaders = stream._workers._processes if stream._workers else []
+            return sum(p.memory_info().rss for p in [ours, *(psutil.Process(w.pid) for w in loaders)])
+
+        for step in range(50):
+            passes(stream, 1)
+            if step == 9:
+                before = resident()
+        grown = resident() - before
+    print(f"{tier}, {workers} workers: {grown / 2**20:+.2f} MiB over 40 steps")
+    assert grown < 5 * 2**20, f"{grown / 2**20:.1f} MiB over 40 steps of {BATCH * 3 * 64 * 64 / 2**20:.2f} MiB each"
+
+
+def test_what_does_not_fit_is_refused_with_what_to_do(mixed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "free_memory", lambda: 100_000)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    for tier, remedy in (
+        ("host", "take offload=encoded"),
+        ("encoded", "take offload=disk"),
+        ("disk", "take a smaller"),
+    ):
+        with pytest.raises(UserError, match=rf"offload={tier}: 1 x 50 samples need .*free for each of 4; {remedy}"):
+            open_stream(mixed, batch=BATCH, side=64, tier=tier, chunk=CHUNK)
+
+
+def test_pictures_larger_than_foreseen_end_the_run_instead_of_the_machine(tmp_path: Path, monkeypatch: Any) -> None:
+    members: Members = []
+    for i in range(64 * 4):  # the first ones are small
+        data = picture(0, (8, 8)) if i < 64 else picture(i, (60, 60))
+        members += [(f"{i}.png", data), (f"{i}.txt", b"words")]
+    path = write_tar(tmp_path / "0.tar", members)
+    layout = Layout(1, 256, (3, 64, 64), 8, tier="encoded", chunk=CHUNK)
+    monkeypatch.setattr(room, "free_memory", lambda: int((layout.memory_bytes() + 256 * 1000) / room.MARGIN))
+    stream = open_stream(path, batch=256, side=64, tier="encoded", chunk=CHUNK, shuffle=0, lanes=1)
+    with pytest.raises(UserError, match=r"offload=encoded: the pictures of a batch are larger .* take offload=disk"):
+        stream.next_batch().ids()
+
+
+def test_a_containers_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "memory.max").write_text("5000000\n")
+    (tmp_path / "memory.stat").write_text("anon 1000000\nfile 90000000\nshmem 500000\n")
+    monkeypatch.setattr(room, "_GROUP", tmp_path)
+    assert room.free_memory() == 3_500_000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert room.free_memory() == pytest.approx(psutil.virtual_memory().available, rel=0.2)
+
+
+# -- disk --------------------------------------------------------------------------------------------------------------
+
+
+def test_the_disks_room_is_taken_before_the_run(mixed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_stream(mixed, batch=BATCH, side=64, tier="disk", folder=str(tmp_path)) as stream:
+        assert os.fstat(stream._arena.file).st_blocks * 512 >= BATCH * 3 * 64 * 64
+        assert f"in {tmp_path}" in stream.memory
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(
+        UserError, match=rf"offload_dir={tmp_path}: 0\.0 GiB .*No space left on device.*offload=encoded"
+    ):
+        open_stream(mixed, batch=BATCH, side=64, tier="disk", folder=str(tmp_path))
+    with pytest.raises(UserError, match=r"offload_dir=/nowhere: .*No such file"):
+        open_stream(mixed, batch=BATCH, side=64, tier="disk", folder="/nowhere")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_disk_that_fails_in_mid_run_ends_it_with_its_name(mixed: Path, tmp_path: Path, workers: int) -> None:
+    message = rf"offload_dir={tmp_path}: the batch cannot be written there \(.*\); checkpoints are intact"
+    with open_stream(mixed, batch=BATCH, side=64, tier="disk", folder=str(tmp_path), workers=workers) as stream:
+        passes(stream, 1)
+        pid = stream._workers._processes[0].pid if stream._workers else os.getpid()
+        before = resource.prlimit(pid, resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+        try:
+            with pytest.raises(UserError, match=message):
+                passes(stream, 4)
+        finally:
+            if not workers:
+                resource.prlimit(pid, resource.RLIMIT_FSIZE, before)
+
+
+def test_a_file_that_has_been_cut_is_an_error(mixed: Path, tmp_path: Path) -> None:
+    with open_stream(mixed, batch=BATCH, side=64, tier="disk", chunk=CHUNK, folder=str(tmp_path)) as stream:
+        batch = stream.next_batch()
+        batch.ids()
+        os.ftruncate(stream._arena.file, 1000)
+        with pytest.raises(UserError, match=r"cannot be read there \(the file ends early"):
+            batch.pixels(0, CHUNK)
+
+
+# -- overlap -----------------------------------------------------------------------------------------------------------
+
+
+class Gated:
+    """A tokenizer that stops before its second piece of the first batch until the first chunk has been encoded."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.calls = folder, 0
+
+    def __call__(self, texts: list[str]) -> torch.Tensor:
+        if len(texts) > 1:
+            self.calls += 1
+            (self.folder / f"piece {self.calls} begun").touch()
+            if self.calls == 2:
+                until(self.folder / "first chunk encoded")
+        return torch.zeros(len(texts), 8, dtype=torch.int64)
+
+
+def until(path: Path) -> None:
+    deadline = time.monotonic() + 40
+    while not path.exists():
+        assert time.monotonic() < deadline, f"waited in vain: {path.name}"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("tier", ["host", *TIERS])
+def test_encoding_begins_before_the_batch_is_complete_and_loading_goes_on_under_the_second_pass(
+    mixed: Path, tmp_path: Path, tier: str
+) -> None:
+    """Each side waits for the other at the point where they must overlap: without the overlap this comes to no end."""
+    from clipscale.data.loader.to_device import DeviceRows
+    from clipscale.grad_cache import GradCache
+
+    (tmp_path / "events").mkdir()
+    events = tmp_path / "events"
+    encoder = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * SIDE * SIDE, 4))
+
+    def encode(pixels: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled():
+            until(events / "piece 4 begun")  # of the next batch
+        out = encoder(pixels / 255)
+        (events / "first chunk encoded").touch()
+        return out
+
+    options = {"tier": tier, "chunk": 32, "folder": str(tmp_path), "workers": 1, "lanes": 1, "timeout_s": 50.0}
+    with open_stream(mixed, batch=128, side=SIDE, tokenizer=Gated(events), **options) as stream:
+        batch = stream.next_batch()
+        rows = DeviceRows(batch.pixels, len(batch), torch.device("cpu"), resident=False, passing=batch.passing)
+        cache = GradCache([encode], lambda features: features.square().sum(), chunks=32)
+        assert torch.isfinite(cache.step(rows))

@@ -1,0 +1,375 @@
+"""Resuming: the same samples follow, whoever reads them, wherever the run was cut off, and little is read twice."""
+
+import gzip
+import hashlib
+import json
+import multiprocessing
+import os
+import random
+import signal
+import time
+import traceback
+from collections import Counter, defaultdict
+from itertools import groupby
+from multiprocessing import forkserver
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from clipscale.config.data import AugmentConfig
+from clipscale.data.decode import TrainTransform
+from clipscale.data.loader import shard_stream as lanes
+from clipscale.data.loader.host_batch import sample_id
+from clipscale.data.loader.stream import TrainStream, merge_positions
+from clipscale.data.loader.workers import warm_up
+from clipscale.data.shards.access import Opened
+from clipscale.data.shards.store import Store
+from clipscale.errors import UserError
+from tests.data.files import Letters, sample, write_shards, write_tar
+from tests.data.streams import contents, flat, ids, inline_workers, open_stream, positions
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+
+
+# -- the same samples follow -------------------------------------------------------------------------------------------
+
+SPREADS = [(1, 0), (1, 1), (1, 3), (2, 0), (2, 2), (2, 3), (4, 1), (4, 2), (8, 1)]
+"""Ranks, and workers of each."""
+
+
+@pytest.fixture(scope="module")
+def dirty(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four shards, one of them with broken samples."""
+    folder = tmp_path_factory.mktemp("dirty")
+    members = [m for i in range(30) for m in ([(f"{i}.txt", b"x")] if i % 6 == 0 else sample(str(i), i % 7))]
+    write_shards(folder, [21, 13, 34], sized=False)
+    write_tar(folder / "dirty.tar", members)
+    return folder
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.sampled_from(["epochs", "resampled"]),
+    st.sampled_from(SPREADS),
+    st.sampled_from(SPREADS),
+    st.integers(0, 14),
+    st.integers(0, 2**32),
+)
+def test_a_resumed_run_sees_what_an_uninterrupted_one_would(
+    dirty: Path, order: str, before: tuple[int, int], after: tuple[int, int], stop: int, seed: int
+) -> None:
+    """With other ranks and other numbers of workers, which get on at different speeds."""
+
+    def opened(world: int, workers: int, position: Any = None) -> list[TrainStream]:
+        options = {"order": order, "workers": workers, "position": position}
+        return [open_stream(dirty, batch=16, rank=r, world=world, **options) for r in range(world)]
+
+    def read(streams: list[TrainStream], steps: int) -> list[Any]:
+        parts = [contents(stream, steps) for stream in streams]
+        return [
+            tuple(flat(p[step][0] for p in parts)) + tuple(b"".join(p[step][k] for p in parts) for k in (1, 2))
+            for step in range(steps)
+        ]
+
+    with inline_workers(seed):
+        whole = read(opened(1, 0), stop + 5)
+        first = opened(*before)
+        assert read(first, stop) == whole[:stop]
+        assert read(opened(*after, positions(first)), 5) == whole[stop:]
+
+
+def test_resuming_seeks_without_decoding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_shards(tmp_path, [60, 60])
+    stream = open_stream(tmp_path, batch=8)
+    expected = ids(stream, 12)
+    stream = open_stream(tmp_path, batch=8)
+    ids(stream, 10)
+    position = positions([stream])
+    decoded = 0
+    plain = TrainTransform.__call__
+
+    def counting(self: TrainTransform, *args: Any) -> None:
+        nonlocal decoded
+        decoded += 1
+        plain(self, *args)
+
+    monkeypatch.setattr(TrainTransform, "__call__", counting)
+    assert ids(open_stream(tmp_path, batch=8, position=position), 2) == expected[10:]
+    assert decoded == 16
+
+
+def test_workers_and_their_number_may_change_at_a_resumption(tmp_path: Path) -> None:
+    write_shards(tmp_path, [50, 50])
+    whole = ids(open_stream(tmp_path, batch=100), 6)
+    with open_stream(tmp_path, batch=100, workers=2) as first:
+        assert ids(first, 3) == whole[:3]
+        position = positions([first])
+        assert first.position() == first.position(), "asking does not move"
+    with open_stream(tmp_path, batch=100, workers=1, position=position) as second:
+        assert second.position() == position
+        assert ids(second, 3) == whole[3:]
+
+
+def test_the_position_is_that_of_the_last_batch_handed_out(tmp_path: Path) -> None:
+    """Workers are ahead of the training; what they have prepared and nobody has seen is read again."""
+    write_shards(tmp_path, [50])
+    with open_stream(tmp_path, batch=10, workers=1, lanes=2) as stream:
+        start = stream.position()
+        assert set(map(tuple, start["at"].values())) == {(0, 0)}
+        stream.next_batch()
+        assert stream.position()["at"] == {"0": [0, 5], "1": [0, 5]}
+
+
+def test_lanes_of_the_checkpoint_win(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_shards(tmp_path, [50, 50])
+    first = open_stream(tmp_path, batch=12, lanes=6)
+    ids(first, 2)
+    rest = ids(first, 2)
+    stream = open_stream(tmp_path, batch=12, lanes=6)
+    ids(stream, 2)
+    position = positions([stream])
+    assert ids(open_stream(tmp_path, batch=12, position=position), 2) == rest, "another data.lanes does not matter"
+    with pytest.raises(UserError, match=r"6 lanes, which 4 processes.*divides 6"):
+        open_stream(tmp_path, batch=12, world=4, position=position)
+    assert not caplog.records
+
+
+def test_other_data_starts_from_its_beginning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_shards(tmp_path / "a", [20, 20])
+    write_shards(tmp_path / "b", [20, 21])
+    stream = open_stream(tmp_path / "a", batch=8)
+    ids(stream, 2)
+    position = positions([stream])
+    assert ids(open_stream(tmp_path / "b", batch=8, position=position), 2) == ids(
+        open_stream(tmp_path / "b", batch=8), 2
+    )
+    assert "from its first sample" in caplog.text
+    following, moved = ids(stream, 2), tmp_path / "elsewhere"
+    (tmp_path / "a").rename(moved)
+    assert ids(open_stream(moved, batch=8, position=position), 2) == following, "the folder's name does not matter"
+    assert open_stream(moved, batch=8, position=position).position() == position
+
+
+def test_another_version_s_order_within_shards_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another bound on the windows, another version, or none noted: the place in the data is kept, and a line says what that means."""
+    write_shards(tmp_path, [20, 20])
+    position = positions([open_stream(tmp_path, batch=8)])
+    ours = position["windows"]
+    older = {name: value for name, value in position.items() if name != "windows"}
+    for of_another in (older, position | {"windows": "0:" + ours.partition(":")[2]}, position | {"windows": "1:1"}):
+        caplog.clear()
+        resumed = open_stream(tmp_path, batch=8, position=of_another).position()
+        assert resumed == position, "the new checkpoint notes the order that is read from here on"
+        assert len(caplog.records) == 1 and "some samples may come twice" in caplog.text
+    caplog.clear()
+    monkeypatch.setattr(lanes, "WINDOW_BYTES", 1000)
+    assert lanes.windows() != ours
+    open_stream(tmp_path, batch=8, position=position)
+    assert "some samples may come twice" in caplog.text
+
+
+def test_positions_of_different_shards_do_not_merge(tmp_path: Path) -> None:
+    write_shards(tmp_path / "a", [20])
+    write_shards(tmp_path / "b", [21])
+    records = [open_stream(tmp_path / name, batch=8, rank=r, world=2).position() for r, name in enumerate("ab")]
+    with pytest.raises(UserError, match="different shards"):
+        merge_positions(records)
+    with pytest.raises(ValueError, match="every rank"):
+        merge_positions(records[:1])
+
+
+# -- killed at any moment ----------------------------------------------------------------------------------------------
+
+EVERY, BATCH = 4, 24
+
+
+def replace(path: Path, text: str) -> None:
+    """As a checkpoint is written: there as a whole, or not."""
+    path.with_suffix(".new").write_text(text)
+    path.with_suffix(".new").replace(path)
+
+
+def live(source: Path, home: Path, workers: int, steps: int) -> None:
+    """What a training process does with its samples: it notes every step's, and every few steps the place from which to go on."""
+    place, notes = home / "place.json", home / "steps.jsonl"
+    done, position = json.loads(place.read_text()) if place.exists() else (0, None)
+    kept = notes.read_text().splitlines(keepends=True)[:done] if notes.exists() else []
+    replace(notes, "".join(kept))
+    (home / "disk").mkdir(exist_ok=True)
+    options = {"augment": AugmentConfig(scale=(0.3, 1.0), flip=0.5), "tier": "disk", "chunk": 8}
+    with (
+        open_stream(
+            source, batch=BATCH, workers=workers, position=position, folder=str(home / "disk"), **options
+        ) as stream,
+        notes.open("a") as out,
+    ):
+        for step in range(done, steps):
+            ((keys, pixels, tokens),) = contents(stream, 1)
+            out.write(json.dumps([step, keys, hashlib.sha256(pixels + tokens).hexdigest()]) + "\n")
+            out.flush()
+            if (step + 1) % EVERY == 0:
+                replace(place, json.dumps([step + 1, stream.position()]))
+
+
+def begin(source: Path, home: Path, workers: int, steps: int) -> int:
+    """`live` in a process of its own, a fork of this one: what it costs to import torch is paid once. Its loader processes are forked
+    by the server that this process has started."""
+    child = os.fork()
+    if child:
+        return child
+    status = 1
+    try:
+        forkserver.ensure_running = forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]
+        live(source, home, workers, steps)
+        status = 0
+    except BaseException:
+        (home / "error").write_text(traceback.format_exc())
+    finally:
+        os._exit(status)
+
+
+def loaders() -> list[psutil.Process]:
+    return psutil.Process(forkserver._forkserver._forkserver_pid).children()  # type: ignore[attr-defined]
+
+
+def ended(child: int, home: Path) -> None:
+    _, status = os.waitpid(child, 0)
+    assert status == 0, (home / "error").read_text()
+
+
+@pytest.fixture
+def server() -> None:
+    """The process from which loaders are forked, ready: the first fork waits for what it imports."""
+    warm_up(Letters.__module__)
+    process = multiprocessing.get_context("forkserver").Process()
+    process.start()
+    process.join()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("kills", [3, pytest.param(30, marks=pytest.mark.slow)])
+def test_killed_at_any_moment_the_same_samples_follow(tmp_path: Path, kills: int, server: None) -> None:
+    """SIGKILL after random delays, with other numbers of loader processes each time. What is compared is every step's samples, by key,
+    and their pixels and tokens."""
+    write_shards(tmp_path / "set", [70, 41, 90, 7])
+    steps, seed = 20 * kills, random.randrange(2**32)
+    chosen = random.Random(seed)
+    whole, home = tmp_path / "whole", tmp_path / "killed"
+    whole.mkdir()
+    home.mkdir()
+    others = set(loaders())
+    begun = time.monotonic()
+    ended(begin(tmp_path / "set", whole, 2, steps), whole)
+    lasts = time.monotonic() - begun
+    notes = home / "steps.jsonl"
+
+    def lines() -> int:
+        return len(notes.read_text().splitlines()) if notes.exists() else 0
+
+    struck = []
+    for kill in range(kills):
+        child = begin(tmp_path / "set", home, chosen.choice([1, 2, 3]), steps)
+        if kill % 3 == 0:  # while it opens its shards and starts its loaders
+            time.sleep(chosen.uniform(0, lasts / 3))
+        else:  # in mid-run: some moments after it has got further than ever
+            most = max(struck, default=0)
+            while most < steps and lines() <= most:
+                assert not (home / "error").exists(), (home / "error").read_text()
+                time.sleep(0.001)
+            time.sleep(chosen.uniform(0, lasts / kills))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        struck.append(lines())
+        until = time.monotonic() + 10
+        while left := set(loaders()) - others:
+            assert time.monotonic() < until, f"loader processes outlive the killed one: {left}"
+            time.sleep(0.005)
+        assert list((home / "disk").iterdir()) == [] if (home / "disk").exists() else True
+    print(f"seed {seed}: {steps} steps in {lasts:.2f} s uninterrupted; killed after {struck}")
+    assert any(0 < last < steps for last in struck), f"seed {seed}: no kill in mid-run, {struck} of {steps}"
+    ended(begin(tmp_path / "set", home, 2, steps), home)
+    assert notes.read_text() == (whole / "steps.jsonl").read_text(), f"seed {seed}, killed after {struck} steps"
+    keys = [json.loads(line)[1] for line in notes.read_text().splitlines()]
+    assert keys == ids(open_stream(tmp_path / "set", batch=BATCH), steps), "and the order is that of a single process"
+
+
+# -- what is read again ------------------------------------------------------------------------------------------------
+
+
+def count_reading(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[int, list[str]], Counter[tuple[int, str]]]:
+    """What every store (a lane's) opens from here on, and the bytes that it reads of it."""
+    opened: dict[int, list[str]] = defaultdict(list)
+    read: Counter[tuple[int, str]] = Counter()
+    plain = Store.open
+
+    class Stream:
+        def __init__(self, stream: Any, at: tuple[int, str]) -> None:
+            self.stream, self.at = stream, at
+
+        def read(self, size: int = -1) -> bytes:
+            data: bytes = self.stream.read(size)
+            read[self.at] += len(data)
+            return data
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.stream, name)
+
+    def opening(store: Store, url: str) -> Opened:
+        opened[id(store)].append(url)
+        found = plain(store, url)
+        return found._replace(stream=Stream(found.stream, (id(store), url)))
+
+    monkeypatch.setattr(Store, "open", opening)
+    return opened, read
+
+
+def runs(items: list[str]) -> list[str]:
+    """Without what equals the one before."""
+    return [name for name, _ in groupby(items)]
+
+
+@pytest.mark.parametrize("order", ["epochs", "resampled"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_without_an_index_each_lane_reads_at_most_one_shard_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: str, packed: bool
+) -> None:
+    """The one in which it stands; so a loader as many as it has lanes. What it can seek over it does not read (packed shards: all)."""
+    shards = write_shards(tmp_path, [40] * 6, sized=order == "epochs")
+    if packed:
+        for path in shards:
+            path.with_suffix(".tar.gz").write_bytes(gzip.compress(path.read_bytes()))
+            path.unlink()
+        shards = [path.with_suffix(".tar.gz") for path in shards]
+        sizes = json.loads((tmp_path / "sizes.json").read_text()) if order == "epochs" else {}
+        (tmp_path / "sizes.json").write_text(json.dumps({f"{name}.gz": count for name, count in sizes.items()}))
+    lies_in = {sample_id(str(path), f"{path.name[:5]}{i:04d}"): str(path) for path in shards for i in range(40)}
+    options: dict[str, Any] = {"batch": 24, "lanes": 8, "order": order, "workers": 2}
+    with inline_workers(1):
+        stream = open_stream(tmp_path, **options)
+        contents(stream, 18)
+        opened, read = count_reading(monkeypatch)
+        resumed = open_stream(tmp_path, position=positions([stream]), **options)
+        batches = ids(resumed, 3)
+        lanes = [lane for producer in resumed._workers._producers for lane in producer._lanes]  # type: ignore
+    shares = []
+    for lane in lanes:
+        given = [lies_in[key] for batch in batches for key in batch[3 * lane.lane : 3 * lane.lane + 3]]
+        asked = opened[id(lane._store)]
+        assert runs(asked)[: len(runs(given))] == runs(given), f"lane {lane.lane} gave of {given}, having read {asked}"
+        assert len(asked) <= len(runs(given)) + 1, f"lane {lane.lane} gave of {given}, having read {asked}"
+        shares.append(read[id(lane._store), given[0]] / Path(given[0]).stat().st_size)
+    assert len(lanes) == 8 and max(shares) < (1.01 if packed else 0.9), f"read of the shard it stood in: {shares}"
+    print(
+        f"{order}, packed {packed}: a lane reads {sum(shares) / 8:.2f} of the shard in which it stands, {max(shares):.2f} at most"
+    )

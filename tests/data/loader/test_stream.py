@@ -1,0 +1,325 @@
+"""The stream: the same batches for any number of ranks and workers, exact epochs, exact resumption, and an error instead of a hang."""
+
+import io
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from clipscale.config.data import AugmentConfig, DataConfig, FilterConfig
+from clipscale.data.loader.host_batch import sample_id
+from clipscale.data.loader.stream import TrainStream
+from clipscale.data.order import Epochs, lane_bounds
+from clipscale.errors import UserError
+from tests.data.files import Letters, Members, picture, sample, write_shards, write_tar
+from tests.data.streams import all_ids, contents, flat, ids, inline_workers, open_stream
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+
+
+# -- the same batches whoever reads them ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ["epochs", "resampled"])
+def test_global_batches_do_not_depend_on_ranks(tmp_path: Path, order: str) -> None:
+    write_shards(tmp_path, [30, 20, 50, 11])
+    alone = ids(open_stream(tmp_path, batch=24, order=order), 12)
+    for world in (2, 4, 8):
+        parts = [ids(open_stream(tmp_path, batch=24, rank=r, world=world, order=order), 12) for r in range(world)]
+        together = [flat(part[step] for part in parts) for step in range(12)]
+        assert together == alone, f"{world} ranks"
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_batches_do_not_depend_on_workers(tmp_path: Path, workers: int) -> None:
+    write_shards(tmp_path, [30, 20, 50])
+    options = {"batch": 200, "augment": AugmentConfig(scale=(0.3, 1.0), flip=0.5)}
+    with open_stream(tmp_path, **options) as alone, open_stream(tmp_path, workers=workers, **options) as shared:
+        for step in range(6):
+            assert contents(shared, 1) == contents(alone, 1), f"step {step}"
+            assert shared.position() == alone.position()
+        assert shared.broken == alone.broken
+
+
+def test_rows_carry_what_the_shard_holds(tmp_path: Path) -> None:
+    paths = write_shards(tmp_path, [20])
+    stream = open_stream(tmp_path, batch=10, augment=AugmentConfig(scale=(1.0, 1.0), ratio=(1.0, 1.0)))
+    batch = stream.next_batch()
+    keys = {sample_id(str(paths[0]), f"00000{i:04d}"): i for i in range(20)}
+    for row, name in enumerate(batch.ids().tolist()):
+        index = keys[name]
+        pixels = np.asarray(Image.open(io.BytesIO(picture(index % 7)))).transpose(2, 0, 1)
+        assert np.array_equal(batch.pixels(row, row + 1)[0].numpy(), pixels)
+        assert torch.equal(batch.tokens(row, row + 1), Letters()([f"caption 00000{index:04d}"]).int())
+
+
+# -- exact epochs ------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(st.integers(0, 25), min_size=1, max_size=6),
+    st.sampled_from([1, 2, 4]),
+    st.integers(1, 9),
+    st.integers(0, 12),
+    st.integers(0, 3),
+    st.integers(0, 2**32),
+)
+def test_every_lane_gives_its_share_of_an_epoch_once_whoever_reads_it(
+    tmp_path_factory: pytest.TempPathFactory,
+    sizes: list[int],
+    world: int,
+    per_rank: int,
+    shuffle: int,
+    workers: int,
+    seed: int,
+) -> None:
+    folder = tmp_path_factory.mktemp("shards")
+    paths = write_shards(folder, sizes)
+    batch, total = world * per_rank, sum(sizes)
+    if total < world:
+        with pytest.raises(UserError):
+            open_stream(folder, batch=batch, world=world, shuffle=shuffle)
+        return
+    epochs = 2
+    given_by: Counter[int] = Counter()
+    for rank in range(world):
+        with inline_workers(seed):
+            stream = open_stream(
+                folder, batch=batch, rank=rank, world=world, shuffle=shuffle, seed=seed, workers=workers
+            )
+        order = stream._order
+        assert isinstance(order, Epochs) and stream.samples_per_epoch == total
+        bounds = lane_bounds(batch, order.lanes)
+        lanes = range(rank * order.lanes // world, (rank + 1) * order.lanes // world)
+        steps = max(
+            -(-epochs * (b - a) // int(bounds[lane + 1] - bounds[lane]))
+            for lane in lanes
+            for a, b in [order.reach(lane)]
+        )
+        rows = np.array(ids(stream, steps)).reshape(steps, batch // world)
+        for lane in lanes:
+            own = rows[:, bounds[lane] - rank * per_rank : bounds[lane + 1] - rank * per_rank].ravel()
+            first, last = order.reach(lane)
+            given_by.update(own[: epochs * (last - first)].tolist())
+    assert given_by == Counter({name: epochs * n for name, n in all_ids(paths, sizes).items()})
+
+
+def test_an_epoch_that_the_batch_divides_is_exact_in_global_batches(tmp_path: Path) -> None:
+    sizes = [40, 17, 39]
+    paths = write_shards(tmp_path, sizes)
+    stream = open_stream(tmp_path, batch=32)
+    epochs = [flat(ids(stream, 3)) for _ in range(3)]
+    for epoch in epochs:
+        assert Counter(epoch) == all_ids(paths, sizes)
+    assert epochs[0] != epochs[1] != epochs[2], "each epoch has an order of its own"
+    assert ids(open_stream(tmp_path, batch=32, seed=1), 3) != [epochs[0][i : i + 32] for i in (0, 32, 64)], (
+        "each seed too"
+    )
+
+
+def test_broken_samples_cost_an_epoch_only_themselves(tmp_path: Path) -> None:
+    members: Members = []
+    for i in range(60):
+        members += [(f"{i}.txt", b"no picture")] if i % 5 == 0 else sample(str(i))
+    path = write_tar(tmp_path / "x.tar", members)
+    stream = open_stream(path, batch=12, lanes=1)
+    seen = Counter(flat(ids(stream, 4)))
+    assert seen == Counter(sample_id(str(path), str(i)) for i in range(60) if i % 5)
+    assert stream.broken["no_image"] in (11, 12)
+
+
+def test_shuffling_mixes_within_the_window_and_zero_keeps_the_order(tmp_path: Path) -> None:
+    path = write_shards(tmp_path, [40])[0]
+    keys = {sample_id(str(path), f"00000{i:04d}"): i for i in range(40)}
+    plain, windowed = (
+        [keys[i] for i in ids(open_stream(tmp_path, batch=40, lanes=1, shuffle=n), 1)[0]] for n in (0, 10)
+    )
+    assert plain == list(range(40))
+    assert windowed != plain
+    assert [sorted(windowed[i : i + 10]) for i in range(0, 40, 10)] == [
+        list(range(i, i + 10)) for i in range(0, 40, 10)
+    ]
+
+
+def test_augmentation_differs_between_epochs_but_not_between_runs(tmp_path: Path) -> None:
+    write_shards(tmp_path, [8])
+    options = {"batch": 8, "augment": AugmentConfig(scale=(0.2, 0.6))}
+    first, second = (contents(open_stream(tmp_path, **options), 2) for _ in range(2))
+    assert first == second
+    assert sorted(first[0][0]) == sorted(first[1][0])
+    assert first[0][1] != first[1][1]
+
+
+# -- which order -------------------------------------------------------------------------------------------------------
+
+
+def test_uncounted_local_shards_are_scanned_when_few(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_shards(tmp_path, [3, 4, 5], sized=False)
+    with monkeypatch.context() as patch:
+        patch.setattr("clipscale.data.shards.listing.SCAN_AT_MOST", 2)
+        assert open_stream(tmp_path, batch=4).samples_per_epoch is None
+    assert "drawn with replacement" in caplog.text
+    assert open_stream(tmp_path, batch=4).samples_per_epoch == 12
+
+
+def test_sources_are_drawn_by_their_weights(tmp_path: Path) -> None:
+    rare, often = write_shards(tmp_path / "a", [2, 2, 2]), write_shards(tmp_path / "b", [2])
+    config = {"train": [str(tmp_path / "a"), str(tmp_path / "b")], "weights": [1.0, 3.0], "batch": 128}
+    stream = open_stream("", **config)
+    assert stream.samples_per_epoch is None
+    keys = Counter(flat(ids(stream, 40)))
+    # both sets name a shard 00000.tar alike, so count by those that only the first set holds: two thirds of its quarter
+    alone = all_ids(rare[1:], [2, 2])
+    share = sum(n for name, n in keys.items() if name in alone) / keys.total()
+    assert share == pytest.approx(1 / 6, abs=0.05), share
+    assert often
+
+
+def test_resampling_draws_within_a_shard_without_replacement(tmp_path: Path) -> None:
+    sizes = [16, 16]
+    paths = write_shards(tmp_path, sizes, sized=False)
+    stream = open_stream(tmp_path, batch=16, lanes=1, order="resampled", shuffle=5)
+    batches = ids(stream, 12)
+    shards = [all_ids([path], [16]) for path in paths]
+    # keys hold the shard's number, so the second shard's samples are 00001xxxx
+    assert all(Counter(batch) in shards for batch in batches)
+    assert len({tuple(batch) for batch in batches}) > 6, "each visit has an order of its own"
+
+
+# -- dirty data --------------------------------------------------------------------------------------------------------
+
+BROKEN: dict[str, Members] = {
+    "no_image": [("k.txt", b"words")],
+    "no_caption": [("k.png", picture())],
+    "empty_caption": [("k.png", picture()), ("k.txt", b"  ")],
+    "caption_not_utf8": [("k.png", picture()), ("k.txt", b"\xff\xfe\xe9")],
+    "empty_image": [("k.png", b""), ("k.txt", b"words")],
+    "unreadable_image": [("k.jpg", picture(0, (40, 40), "JPEG")[:-200]), ("k.txt", b"words")],
+    "huge_image": [("k.png", picture(0, (200, 200))), ("k.txt", b"words")],
+}
+
+
+@pytest.mark.parametrize("reason", BROKEN)
+def test_broken_samples_are_counted_by_reason_and_passed_over(tmp_path: Path, reason: str) -> None:
+    members = [(f"{i:03d}{name[1:]}", data) for i in range(3) for name, data in BROKEN[reason]]
+    path = write_tar(tmp_path / "x.tar", [*sample("a"), *members, *sample("b")])
+    stream = open_stream(path, batch=2, lanes=1, max_pixels=10_000)
+    assert Counter(ids(stream, 1)[0]) == Counter([sample_id(str(path), "a"), sample_id(str(path), "b")])
+    ids(stream, 1)
+    assert set(stream.broken) == {reason} and 3 <= stream.broken[reason] <= 6, stream.broken
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("order", ["epochs", "resampled"])
+@pytest.mark.parametrize("reason", ["no_caption", "unreadable_image"])
+def test_data_without_a_usable_sample_ends_with_the_reason(
+    tmp_path: Path, reason: str, order: str, workers: int
+) -> None:
+    members = [(f"{i:03d}{name[1:]}", data) for i in range(8) for name, data in BROKEN[reason]]
+    write_tar(tmp_path / "x.tar", members)
+    with open_stream(tmp_path, batch=2, order=order, workers=workers) as stream:
+        batch = stream.next_batch()
+        with pytest.raises(UserError, match=rf"no usable sample.*{reason} \d+.*caption_key") as error:
+            batch.pixels(0, 1)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"no tar" * 500, None], ids=["empty", "noise", "members without samples"])
+@pytest.mark.parametrize("sized", [True, False])
+def test_shards_without_samples_end_the_run(tmp_path: Path, content: bytes | None, sized: bool) -> None:
+    for i in range(3):
+        if content is None:
+            write_tar(tmp_path / f"{i}.tar", [("README", b"x")])
+        else:
+            (tmp_path / f"{i}.tar").write_bytes(content)
+    if sized:
+        (tmp_path / "sizes.json").write_text(json.dumps({f"{i}.tar": 5 for i in range(3)}))
+    for order in ("epochs", "resampled"):
+        with pytest.raises(UserError, match=r"no usable sample|hold no sample"):
+            open_stream(tmp_path, batch=2, order=order).next_batch().pixels(0, 1)
+
+
+def test_a_truncated_shard_loses_only_its_rest(tmp_path: Path) -> None:
+    paths = write_shards(tmp_path, [20, 20])
+    paths[0].write_bytes(paths[0].read_bytes()[: paths[0].stat().st_size // 2])
+    stream = open_stream(tmp_path, batch=4, lanes=2)
+    names = Counter(flat(ids(stream, 12)))
+    lost = stream.broken["truncated_shard"] + stream.broken["missing_from_shard"]
+    assert lost >= 8
+    assert set(stream.broken) <= {"truncated_shard", "missing_from_shard", "no_caption"}
+    assert len(names) >= 28
+
+
+def test_counts_that_are_too_low_leave_a_trace(tmp_path: Path) -> None:
+    write_shards(tmp_path, [20])
+    (tmp_path / "sizes.json").write_text(json.dumps({"00000.tar": 12}))
+    stream = open_stream(tmp_path, batch=4, lanes=1)
+    assert len(set(flat(ids(stream, 3)))) == 12
+    ids(stream, 1)
+    assert stream.broken["not_in_count"] == 8
+
+
+# -- settings ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch": 9, "world": 2}, r"batch=9 .*by 2 processes; choose a multiple of 2"),
+        ({"lanes": 3, "world": 2}, r"data\.lanes=3 .*multiple"),
+        ({"lanes": 16}, r"data\.lanes=16: too many for the batch of 8"),
+        ({"batch": 100, "lanes": 60}, r"data\.lanes=60: too many for the 50 samples"),
+        ({"train": []}, r"data\.train is not set"),
+        ({"train": ["/nowhere/{0..3}.tar"]}, r"data\.train='/nowhere/\{0\.\.3\}\.tar' matches no shard"),
+        ({"train": ["pipe:cat /etc/passwd"]}, "allow_pipe"),
+        ({"weights": [1.0, 2.0]}, r"data\.weights=.*2 weights for 1 source"),
+        ({"weights": [-1.0]}, r"data\.weights="),
+        ({"weights": [1.0], "order": "epochs"}, r"data\.weights and data\.order=epochs"),
+        ({"order": "random"}, r"data\.order=random"),
+        ({"workers": -1}, r"data\.workers=-1"),
+        ({"buffers": 0}, r"data\.buffers=0"),
+        ({"timeout_s": 0.0}, r"data\.timeout_s=0"),
+        ({"augment": AugmentConfig(scale=(0.9, 0.1))}, r"data\.augment\.scale"),
+        ({"augment": AugmentConfig(ratio=(0.0, 1.0))}, r"data\.augment\.ratio"),
+        ({"augment": AugmentConfig(flip=2.0)}, r"data\.augment\.flip"),
+        ({"filter": FilterConfig(min_caption=9, max_caption=3)}, r"max_caption=3 is below data\.filter\.min_caption=9"),
+        ({"augment": AugmentConfig(jitter=(0.4, 0.4, 0.4, 0.6))}, r"data\.augment\.jitter=.*the hue's at most 0\.5"),
+        ({"train": ["https://host/{0..9}.tar"], "order": "epochs"}, r"data\.order=epochs: .*0\.tar"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_in_one_line(
+    tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    write_shards(tmp_path, [25, 25])
+    with pytest.raises(UserError, match=message) as error:
+        open_stream(tmp_path, **{"batch": 8, **options})
+    assert "\n" not in str(error.value)
+
+
+def test_a_batch_beyond_the_machines_memory_is_refused(tmp_path: Path) -> None:
+    write_shards(tmp_path, [25])
+    config = DataConfig(train=[str(tmp_path)], workers=1)
+    with pytest.raises(UserError, match=r"offload=host: 2 x 1073741824 samples need 29\d\.\d+ TiB .*offload=encoded"):
+        TrainStream(config, image_size=224, tokenizer=Letters(), batch=2**30, rank=0, world=1, seed=0)
+
+
+def test_more_workers_than_lanes_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_shards(tmp_path, [25])
+    with open_stream(tmp_path, batch=8, lanes=1, workers=3) as stream:
+        contents(stream, 1)
+    assert "only 1 lanes" in caplog.text

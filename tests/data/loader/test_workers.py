@@ -1,0 +1,199 @@
+"""Worker processes: an error instead of a hang, nothing left behind, and the batch memory they write to."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from clipscale.errors import UserError
+from tests.data.files import SIDE, Letters, write_shards
+from tests.data.streams import contents, open_stream
+
+pytestmark = pytest.mark.timeout(60)
+
+
+# -- workers that fail -------------------------------------------------------------------------------------------------
+
+
+class Sleeper(Letters):
+    """A tokenizer that gets stuck on the second batch."""
+
+    calls = 0
+
+    def __call__(self, texts: list[str]) -> torch.Tensor:
+        Sleeper.calls += len(texts) > 1
+        if Sleeper.calls > 1 and len(texts) > 1:
+            time.sleep(60)
+        return super().__call__(texts)
+
+
+class Faulty(Letters):
+    """A tokenizer with a bug."""
+
+    def __init__(self, error: type[Exception]) -> None:
+        self.error = error
+
+    def __call__(self, texts: list[str]) -> torch.Tensor:
+        if len(texts) > 1:
+            raise self.error("not in the vocabulary")
+        return super().__call__(texts)
+
+
+def test_a_silent_worker_is_named(tmp_path: Path) -> None:
+    write_shards(tmp_path, [50])
+    with open_stream(tmp_path, batch=4, workers=1, tokenizer=Sleeper(), timeout_s=30.0) as stream:
+        stream.next_batch().pixels(0, 4)
+        assert stream._workers
+        stream._workers._timeout_s = 1.0  # not from the start: importing torch can take as long on a busy machine
+        pid = stream._workers._processes[0].pid
+        begun = time.monotonic()
+        with pytest.raises(UserError, match=rf"timeout_s=1.*worker 0 \(process {pid}\) of rank 0"):
+            stream.next_batch().pixels(0, 4)
+        assert 1 <= time.monotonic() - begun < 5
+    assert not psutil.pid_exists(pid)
+
+
+def test_a_killed_worker_is_named(tmp_path: Path) -> None:
+    write_shards(tmp_path, [50])
+    with open_stream(tmp_path, batch=40, workers=2) as stream:
+        contents(stream, 1)
+        assert stream._workers
+        victim = stream._workers._processes[1]
+        os.kill(victim.pid, signal.SIGKILL)
+        begun = time.monotonic()
+        with pytest.raises(UserError, match=rf"worker 1 \(process {victim.pid}\) of rank 0 was killed by SIGKILL"):
+            contents(stream, 5)
+        assert time.monotonic() - begun < 10
+
+
+@pytest.mark.parametrize("error", [KeyError, EOFError, ConnectionResetError])
+def test_a_bug_in_a_worker_arrives_with_its_traceback(tmp_path: Path, error: type[Exception]) -> None:
+    """Of errors, too, that would mean that the run is gone if they came from the pipe to it."""
+    write_shards(tmp_path, [50])
+    with (
+        open_stream(tmp_path, batch=4, workers=1, tokenizer=Faulty(error)) as stream,
+        pytest.raises(
+            RuntimeError, match=rf"(?s)Traceback.*raise self\.error.*{error.__name__}.*not in the vocabulary"
+        ),
+    ):
+        contents(stream, 1)
+
+
+def test_closing_ends_the_workers_even_in_the_midst_of_work(tmp_path: Path) -> None:
+    write_shards(tmp_path, [50])
+    stream = open_stream(tmp_path, batch=400, workers=2)
+    stream.next_batch()
+    assert stream._workers
+    pids = [process.pid for process in stream._workers._processes]
+    begun = time.monotonic()
+    stream.close()
+    assert time.monotonic() - begun < 5
+    assert not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids)
+
+
+def test_a_schedulers_warning_to_all_processes_leaves_the_workers_at_work(tmp_path: Path) -> None:
+    """The run saves at SIGTERM, for which it must finish its step: with samples, that is."""
+    write_shards(tmp_path, [50])
+    with open_stream(tmp_path, batch=4, workers=1) as stream:
+        stream.next_batch().ids()
+        assert stream._workers
+        worker = psutil.Process(stream._workers._processes[0].pid)
+        worker.send_signal(signal.SIGTERM)
+        for _ in range(5):
+            stream.next_batch().ids()
+    assert not worker.is_running()
+
+
+class Told(Letters):
+    """A tokenizer that writes down what those of transformers are told in its process."""
+
+    def __init__(self, note: Path) -> None:
+        self.note = note
+
+    def __call__(self, texts: list[str]) -> torch.Tensor:
+        self.note.write_text(os.environ.get("TOKENIZERS_PARALLELISM", "nothing"))
+        return super().__call__(texts)
+
+
+def test_tokenizers_start_no_threads_in_loaders(tmp_path: Path) -> None:
+    write_shards(tmp_path / "set", [8])
+    with open_stream(tmp_path / "set", batch=8, workers=1, tokenizer=Told(tmp_path / "note")) as stream:
+        contents(stream, 1)
+    assert (tmp_path / "note").read_text() == "false"
+
+
+UNCLOSED = """
+from tests.data.streams import open_stream
+import sys
+
+def unclosed(folder):
+    global stream
+    stream = open_stream(folder, batch=4, workers=1)
+    stream.next_batch().ids()
+    print(stream._workers._processes[0].pid, flush=True)
+
+if __name__ == "__main__":
+    unclosed(sys.argv[1])
+"""
+
+
+def test_a_program_ends_that_has_not_closed_its_stream(tmp_path: Path) -> None:
+    write_shards(tmp_path, [50])
+    script = tmp_path / "script.py"
+    script.write_text(UNCLOSED)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    done = subprocess.run(
+        [sys.executable, script, tmp_path], env=environment, capture_output=True, timeout=40, check=True
+    )
+    assert not psutil.pid_exists(int(done.stdout)), done.stderr.decode()
+
+
+# -- the batch ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_old_batch_is_refused_and_bad_rows_too(tmp_path: Path, workers: int) -> None:
+    write_shards(tmp_path, [50])
+    with open_stream(tmp_path, batch=8, workers=workers) as stream:
+        old = stream.next_batch()
+        assert len(old) == 8 and old.pixels(2, 5).shape == (3, 3, SIDE, SIDE) and old.pixels(0, 8).dtype == torch.uint8
+        assert old.tokens(0, 8).shape == (8, 8) and old.tokens(0, 8).dtype == torch.int32
+        with pytest.raises(ValueError, match="outside"):
+            old.pixels(0, 9)
+        stream.next_batch()
+        with pytest.raises(RuntimeError, match="no longer valid"):
+            old.pixels(0, 1)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_batch_memory_is_allocated_once(tmp_path: Path, workers: int) -> None:
+    write_shards(tmp_path, [50])
+    with open_stream(tmp_path, batch=8, workers=workers) as stream:
+        places = [stream.next_batch().pixels(0, 8).data_ptr() for _ in range(8)]
+    assert len(set(places)) == (2 if workers else 1)
+
+
+def test_a_held_batch_keeps_its_pixels_while_the_next_is_prepared(tmp_path: Path) -> None:
+    write_shards(tmp_path, [50])
+    for buffers in (1, 2, 3):
+        with open_stream(tmp_path, batch=8, workers=2, buffers=buffers) as stream:
+            for _ in range(4):
+                batch = stream.next_batch()
+                before = batch.pixels(0, 8).clone()
+                time.sleep(0.02)
+                assert torch.equal(batch.pixels(0, 8), before)
+
+
+def test_waiting_is_measured(tmp_path: Path) -> None:
+    write_shards(tmp_path, [50])
+    stream = open_stream(tmp_path, batch=8)
+    begun = time.monotonic()
+    contents(stream, 3)
+    assert 0 < stream.take_wait() <= time.monotonic() - begun
+    assert stream.take_wait() == 0

@@ -1,0 +1,334 @@
+"""What is asked for ahead of its reader: the next block, the next shard; within a bound, in time, and nothing left of it."""
+
+import gc
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clipscale.data.shards import indexing, remote
+from clipscale.data.shards.access import SEEN, Access, SourceError, Watch
+from clipscale.data.shards.store import Store
+from tests.data.files import write_shards
+from tests.data.shards.web import Web, serving
+from tests.data.streams import contents, open_stream
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture
+def web(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Web]:
+    """With small blocks and short waits."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr(remote, "FIRST_BLOCK", 4096)
+    monkeypatch.setattr(remote, "LARGEST_BLOCK", 16384)
+    monkeypatch.setattr(remote, "LONGEST_WAIT_S", 0.002)
+    with serving(Web(tmp_path)) as served:
+        yield served
+
+
+def soon(true: Callable[[], object]) -> bool:
+    """Whether it comes true although nobody reads on."""
+    until = time.monotonic() + 20
+    while not true() and time.monotonic() < until:
+        time.sleep(0.002)
+    return bool(true())
+
+
+def test_the_next_block_is_asked_for_while_one_is_used(tmp_path: Path, web: Web) -> None:
+    data = random.Random(0).randbytes(200_000)
+    (tmp_path / "data").write_bytes(data)
+    file = Store().open(f"{web.url}/data").stream
+    assert file.read(1000) == data[:1000]
+    ranges = ["bytes=0-0", "bytes=0-4095", "bytes=4096-20479"]
+    assert soon(lambda: [asked for _, asked in web.requests] == ranges), web.requests
+    assert file.read() == data[1000:]
+    assert file.seek(100_000) and file.read(50) == data[100_000:100_050]
+    assert soon(lambda: web.requests[-1][1] == "bytes=104096-120479"), "from the first size on again"
+    file.close()
+    assert soon(lambda: remote._room.taken == 0) and soon(lambda: "read-ahead" not in str(threading.enumerate()))
+
+
+def test_fetching_overlaps_with_use(tmp_path: Path, web: Web, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twenty blocks, 20 ms for each to come and 20 ms to use it."""
+    monkeypatch.setattr(remote, "LARGEST_BLOCK", 4096)
+    (tmp_path / "data").write_bytes(bytes(20 * 4096))
+    web.faults = lambda number, _: time.sleep(0.02)  # type: ignore[func-returns-value]
+    took = {}
+    for bound in (0, 1 << 20):
+        monkeypatch.setattr(remote, "AHEAD_BYTES", bound)
+        begun = time.monotonic()
+        with closing(Store().open(f"{web.url}/data").stream) as file:
+            while file.read(1024):
+                time.sleep(0.005)
+        took[bound] = time.monotonic() - begun
+    assert took[0] > 0.8 and took[1 << 20] < 0.75 * took[0], took
+
+
+def test_what_is_asked_for_ahead_is_bounded(tmp_path: Path, web: Web, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "AHEAD_BYTES", 3 * 16384)
+    data = random.Random(0).randbytes(100_000)
+    (tmp_path / "data").write_bytes(data)
+    files = [Store().open(f"{web.url}/data").stream for _ in range(12)]
+    most, got = 0, [b""] * len(files)
+    for _ in range(100):
+        for number, file in enumerate(files):
+            got[number] += file.read(1000)
+            most = max(most, remote._room.taken)
+    assert got == [data] * len(files)
+    assert 16384 < most <= 3 * 16384, most
+    assert remote._room.taken == 0
+
+
+def test_a_reader_that_gives_up_waiting_leaves_the_room(
+    tmp_path: Path, web: Web, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "data").write_bytes(bytes(50_000))
+    monkeypatch.setattr(remote, "TICK_S", 0.01)
+    answering = threading.Event()
+    web.faults = lambda number, _: answering.wait(10) if number > 1 else None  # type: ignore[assignment, return-value]
+    store = Store()
+    file = store.open(f"{web.url}/data").stream
+    file.read(4000)
+    assert remote._room.taken > 0
+
+    def enough() -> None:
+        raise InterruptedError
+
+    store.tick = enough
+    with pytest.raises(InterruptedError):
+        file.read(1000)
+    answering.set()
+    assert soon(lambda: remote._room.taken == 0)
+
+
+class Letters:
+    """An object of letters whose every request notes that it was closed."""
+
+    concurrent = True
+    closed = 0
+
+    def about(self) -> tuple[int, str]:
+        return 40_000, ""
+
+    def read(self, start: int, stop: int, version: str, size: int) -> Iterator[bytes]:
+        try:
+            for _ in range(start, stop):
+                yield b"x"
+        finally:
+            self.closed += 1
+
+
+def test_a_file_that_the_collector_closes_waits_for_no_lock(web: Web) -> None:
+    """Which this very thread may hold. A request that is given up is not left to the collector: its connection goes back to a queue."""
+    origin = Letters()
+    file = remote.RemoteFile(origin, Store())
+    file.read(4096)
+    assert file._ahead and soon(file._ahead._over.is_set)
+    file.itself = file
+    del file
+    with remote._room._lock:
+        gc.collect()
+    assert remote._room.taken == 0 and origin.closed == 2
+
+    def enough() -> None:
+        raise InterruptedError
+
+    with pytest.raises(InterruptedError) as kept:
+        remote.RemoteFile(origin, Watch(tick=enough)).read(1)
+    assert origin.closed == 3, kept
+
+
+def test_a_file_far_on_in_its_block_comes_before_one_that_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "AHEAD_BYTES", 100)
+    room = remote._Room()
+    assert room.take(40, 0.5) and not room.take(40, 0.7) and room.take(40, 0.9) and not room.take(40, 1.0)
+    room.give(40)
+    assert room.take(40, 1.0)
+
+
+def test_the_next_shard_is_opened_before_its_turn(tmp_path: Path, web: Web) -> None:
+    paths = write_shards(tmp_path, [60, 20])
+    urls = [f"{web.url}/{path.name}" for path in paths]
+    web.faults = lambda number, path: "503" if path == "/00001.tar" and number % 2 else None
+    store = Store()
+    store.expect(urls[1])
+    first = store.open(urls[0]).stream
+    half = first.length // 2
+    assert first.read(half) == paths[0].read_bytes()[:half]
+    time.sleep(0.05)
+    assert {path for path, _ in web.requests} == {"/00000.tar"}, "too early"
+    assert first.read() == paths[0].read_bytes()[half:]
+    assert soon(lambda: ("/00001.tar", "bytes=0-4095") in web.requests), web.requests
+    second = store.open(urls[1]).stream
+    assert second.read() == paths[1].read_bytes() and second.watch is store
+    assert store.tally == {SEEN + "http_503": web.done["503"]} and web.done["503"] > 1
+    assert [path for path, asked in web.requests if asked == "bytes=0-0"].count("/00001.tar") <= 2
+    first.close()
+    second.close()
+
+
+def test_a_shard_that_changes_after_it_was_opened_ahead_is_given_up_in_its_turn(tmp_path: Path, web: Web) -> None:
+    paths = write_shards(tmp_path, [60, 60])
+    urls = [f"{web.url}/{path.name}" for path in paths]
+    store = Store()
+    store.expect(urls[1])
+    with closing(store.open(urls[0]).stream) as file:
+        file.read()
+    assert soon(lambda: ("/00001.tar", "bytes=0-4095") in web.requests and "-ahead" not in str(threading.enumerate()))
+    before = paths[1].read_bytes()
+    paths[1].write_bytes(bytes(len(before)))
+    with closing(store.open(urls[1]).stream) as file:
+        assert file.read(4096) == before[:4096], "what had come"
+        with pytest.raises(SourceError) as error:
+            file.read()
+    assert error.value.reason == "changed_shard"
+
+
+def test_another_shard_than_the_expected_one_is_that_other(tmp_path: Path, web: Web) -> None:
+    """Pictures that a table names are opened between shards."""
+    paths = write_shards(tmp_path, [60, 20, 30])
+    urls = [f"{web.url}/{path.name}" for path in paths]
+    store = Store()
+    store.expect(urls[1])
+    for number in (0, 2, 1):
+        with closing(store.open(urls[number]).stream) as file:
+            assert file.read() == paths[number].read_bytes(), number
+
+
+def test_a_shard_that_is_missing_ahead_of_its_turn_is_missed_in_its_turn(tmp_path: Path, web: Web) -> None:
+    (path,) = write_shards(tmp_path, [3])
+    store = Store()
+    store.expect(f"{web.url}/none.tar")
+    with closing(store.open(f"{web.url}/00000.tar").stream) as file:
+        assert file.read() == path.read_bytes()
+    with pytest.raises(SourceError) as error:
+        store.open(f"{web.url}/none.tar")
+    assert error.value.reason == "missing_shard"
+
+
+def test_the_next_copy_is_made_while_a_shard_is_read(tmp_path: Path, web: Web) -> None:
+    paths = write_shards(tmp_path, [20, 30, 20])
+    urls = [f"{web.url}/{path.name}" for path in paths]
+    store = Store(Access(str(tmp_path / "copies")))
+    store.expect(urls[1])
+    first = store.open(urls[0]).stream
+    copies = tmp_path / "copies" / "shards"
+    assert soon(lambda: [path for path in copies.glob("*-00001.tar") if not path.name.startswith(".")])
+    assert first.read() == paths[0].read_bytes()
+    count = len(web.requests)
+    store.expect(urls[2])
+    assert store.open(urls[1]).stream.read() == paths[1].read_bytes()
+    assert not [path for path, _ in web.requests[count:] if path == "/00001.tar"], "asked for again"
+    store.expect(None)
+    assert soon(lambda: "-ahead" not in str(threading.enumerate())) and not list(copies.glob(".*.part"))
+
+
+def test_a_shard_that_is_not_waited_for_is_closed(tmp_path: Path, web: Web) -> None:
+    paths = write_shards(tmp_path, [60, 20])
+    urls = [f"{web.url}/{path.name}" for path in paths]
+    answering = threading.Event()
+
+    def hold(number: int, path: str) -> None:
+        if path == "/00001.tar":
+            answering.wait(10)
+
+    web.faults = hold
+    store = Store()
+    store.expect(urls[1])
+    with closing(store.open(urls[0]).stream) as file:
+        file.read()
+
+    def enough() -> None:
+        raise InterruptedError
+
+    store.tick = enough
+    with pytest.raises(InterruptedError) as kept:
+        store.open(urls[1])
+    answering.set()
+    assert soon(lambda: "-ahead" not in str(threading.enumerate()))
+    assert remote._room.taken == 0, kept
+
+
+def test_faults_of_a_shard_that_was_opened_in_vain_are_counted(tmp_path: Path, web: Web) -> None:
+    paths = write_shards(tmp_path, [60, 20])
+    urls = [f"{web.url}/{path.name}" for path in paths]
+    web.faults = lambda number, path: "503" if web.requests[number] == ("/00001.tar", "bytes=0-4095") else None
+    store = Store()
+    store.expect(urls[1])
+    with closing(store.open(urls[0]).stream) as file:
+        file.read()
+    assert soon(lambda: "-ahead" not in str(threading.enumerate())) and web.done["503"] == 1
+    store.expect(None)
+    assert store.tally == {SEEN + "http_503": 1} and remote._room.taken == 0
+
+
+def test_a_shard_that_nobody_will_read_is_asked_for_no_more(tmp_path: Path, web: Web) -> None:
+    paths = write_shards(tmp_path, [60, 20])
+    urls = [f"{web.url}/{path.name}" for path in paths]
+    web.faults = lambda number, path: "503" if path == "/00001.tar" else None
+    store = Store(Access(retries=1_000_000))
+    store.expect(urls[1])
+    with closing(store.open(urls[0]).stream) as file:
+        file.read()
+    assert soon(lambda: web.done["503"] > 3), "asked for again and again"
+    store.expect(None)
+    assert soon(lambda: "-ahead" not in str(threading.enumerate())) and len(web.requests) < 1000
+
+
+def test_a_copy_that_is_called_off_leaves_the_room(tmp_path: Path, web: Web, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("clipscale.data.shards.cache.LARGEST_BLOCK", 4096)
+    (path,) = write_shards(tmp_path, [200])
+
+    def enough() -> None:
+        if remote._room.taken:
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError) as kept:
+        Store(Access(str(tmp_path / "copies")), tick=enough).open(f"{web.url}/{path.name}")
+    assert soon(lambda: "-ahead" not in str(threading.enumerate()))
+    assert remote._room.taken == 0, kept
+
+
+def test_nothing_is_left_of_a_stream_that_is_closed(tmp_path: Path, web: Web) -> None:
+    write_shards(tmp_path, [80, 90, 70])
+    caches: list[dict[str, Any]] = [{}, {"cache": str(tmp_path / "copies")}]
+    for options in caches:
+        stream = open_stream(f"{web.url}/{{00000..00002}}.tar", batch=8, order="resampled", **options)
+        contents(stream, 3)
+        stream.close()
+        assert soon(lambda: "-ahead" not in str(threading.enumerate())), threading.enumerate()
+        assert remote._room.taken == 0
+
+
+def test_loader_processes_read_ahead(tmp_path: Path, web: Web) -> None:
+    """They end at once, too, although a server that does not answer holds their threads."""
+    write_shards(tmp_path, [80, 90, 70])
+    indexing.update([f"{web.url}/0000{n}.tar" for n in range(3)], place=lambda folder: indexing.place_for(folder, None))
+    local = open_stream(tmp_path, batch=16)
+    web.faults = lambda number, path: "503" if number % 7 == 0 else None
+    with open_stream(f"{web.url}/{{00000..00002}}.tar", batch=16, workers=2) as stream:
+        assert contents(stream, 16) == contents(local, 16), "more than an epoch"
+        assert stream.seen["http_503"] > 0 and not stream.broken
+    answering, held = threading.Event(), []
+
+    def hold(number: int, path: str) -> None:
+        if len(web.requests) > before + 8:
+            held.append(path)
+            answering.wait(20)
+
+    before, web.faults = len(web.requests), hold  # type: ignore[assignment]
+    stream = open_stream(f"{web.url}/{{00000..00002}}.tar", batch=160, workers=2)
+    assert stream._workers and soon(lambda: held)
+    processes = list(stream._workers._processes)
+    begun = time.monotonic()
+    stream.close()
+    took = time.monotonic() - begun
+    answering.set()
+    assert took < 4 and not any(process.is_alive() for process in processes), took

@@ -1,0 +1,358 @@
+"""Hostile shards: whatever the bytes say, reading ends, in bounded memory, with reasons instead of exceptions; it writes nothing, starts no
+program and asks no other machine."""
+
+import bz2
+import gzip
+import io
+import lzma
+import os
+import socket
+import subprocess
+import sys
+import tarfile
+import threading
+import time
+import tracemalloc
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from clipscale.config.data import FilterConfig
+from clipscale.data.decode import IMAGE_TYPES, BrokenSampleError, TrainTransform, image_bytes
+from clipscale.data.filters import selection
+from clipscale.data.order import Draws
+from clipscale.data.sample import limits
+from clipscale.data.shards import indexing
+from clipscale.data.shards.listing import expand
+from clipscale.data.shards.reader import ReadProblem, read_shard
+from clipscale.data.shards.tar import BLOCK, LARGEST_HEADER, next_member
+from tests.data.files import Members, picture, write_tar
+from tests.data.streams import read_in_windows
+from tests.ranks import forks
+
+SELECTION = selection("txt", ["txt", "json:alt"], ["{}", "a {}"], FilterConfig(min_side=2, fields=["alt!=x"]))
+TRANSFORM = TrainTransform(16, (0.5, 1.0), (0.75, 4 / 3), 0.5, 100_000)
+KINDS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
+BOUND = 64 << 20
+"""Bytes that Python and numpy may allocate for a shard of 30 KB."""
+
+
+def shard(folder: Path) -> bytes:
+    path = folder / "whole.tar"
+    if not path.exists():
+        members: Members = []
+        for number, kind in enumerate(KINDS * 2):
+            name = "jpg" if kind == "JPEG" else kind.lower()
+            members += [(f"{number}.{name}", picture(number, (24, 17), kind)), (f"{number}.txt", b"a caption")]
+            members += [(f"{number}.json", b'{"alt": "other", "n": [1, {"x": null}]}')]
+        members.append(("x" * 130 + ".txt", b"a long name"))
+        write_tar(path, members)
+    return path.read_bytes()
+
+
+def use(path: Path, places: bool = False) -> Counter[str]:
+    """Read a shard as training does; reasons and how often."""
+    problem, found = ReadProblem(), Counter[str]()
+    out = np.zeros((3, 16, 16), np.uint8)
+    # an index of other bytes, as if it had not been noticed that they changed
+    offsets = (lambda url, opened: np.arange(0, 40) * 3 * BLOCK) if places else None
+    kinds = limits(IMAGE_TYPES, SELECTION.members())
+    for sample in read_shard(str(path), problem, kinds=kinds, places=offsets):
+        try:
+            if sample.damage:
+                raise BrokenSampleError(sample.damage)
+            caption = SELECTION.caption(sample.members, Draws(1))
+            SELECTION.check(sample, caption)
+            TRANSFORM(image_bytes(sample.members), Draws(2), out)
+            found["usable"] += 1
+        except BrokenSampleError as error:
+            found[error.reason] += 1
+    if problem.reason:
+        found[problem.reason] += 1
+    return found
+
+
+REASONS = {
+    "usable", "no_image", "empty_image", "huge_image", "unreadable_image", "no_caption", "empty_caption", "caption_not_utf8", "bad_json",
+    "filter_min_side", "filter_alt", "filter_no_alt", "truncated_shard", "unreadable_shard", "damaged_sample",
+}  # fmt: skip
+
+
+class Watch:
+    """What this thread does to the world, by the interpreter's audit events, which no code in Python gets round."""
+
+    HARMLESS = ("os.listdir", "os.scandir", "os.walk", "os.fwalk", "os.getxattr", "os.listxattr")
+    WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+
+    def __init__(self) -> None:
+        self.thread = 0
+        self.seen: list[str] = []
+        sys.addaudithook(self.hook)  # for good: there is no taking it away
+
+    def hook(self, event: str, given: tuple[Any, ...]) -> None:
+        if not self.thread or self.thread != threading.get_ident():
+            return
+        writes = event == "open" and isinstance(given[2], int) and given[2] & self.WRITING
+        acts = event.startswith(("os.", "shutil.", "subprocess.", "socket.", "tempfile.", "ctypes.dlopen", "pty."))
+        if writes or (acts and event not in self.HARMLESS):
+            self.seen.append(f"{event} {given}")
+
+    @contextmanager
+    def on(self) -> Iterator[list[str]]:
+        """Gives the list of what is seen meanwhile."""
+        self.seen, self.thread = [], threading.get_ident()
+        try:
+            yield self.seen
+        finally:
+            self.thread = 0
+
+
+@pytest.fixture(scope="module")
+def watch() -> Watch:
+    return Watch()
+
+
+def test_the_watch_sees_what_it_is_to_see(watch: Watch, tmp_path: Path) -> None:
+    here = tmp_path / "here"
+    with socket.socket() as closed, watch.on() as seen:
+        here.write_bytes(b"")
+        os.close(os.open(here, os.O_RDWR))
+        here.rename(tmp_path / "there")
+        (tmp_path / "folder").mkdir()
+        (tmp_path / "there").unlink()
+        (tmp_path / "link").symlink_to("/etc/passwd")
+        subprocess.run(["true"], check=True)
+        os.system("true")
+        closed.connect_ex(("127.0.0.1", 1))
+    events = [line.split()[0] for line in seen]
+    acts = ["open", "open", "os.rename", "os.mkdir", "os.remove", "os.symlink", "subprocess.Popen", "os.system"]
+    assert [event for event in events if event in acts] == acts and "socket.connect" in events, seen
+
+
+def survives(data: bytes, folder: Path, watch: Watch) -> None:
+    """Use, index and reread the bytes as a shard; fail where that takes long or much memory, leaves a file or does anything but read it."""
+    work = folder / "work"
+    work.mkdir(exist_ok=True)
+    path = work / "x.tar"
+    path.write_bytes(data)
+    begun = time.monotonic()
+    tracemalloc.start()
+    try:
+        with watch.on() as seen:
+            found = use(path) + use(path, places=True)
+            entry = indexing.survey(str(path))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert set(found) <= REASONS, found
+    assert entry.samples <= len(data) // BLOCK + 1
+    assert peak < BOUND, f"{peak} bytes for {len(data)}"
+    assert time.monotonic() - begun < 20
+    assert os.listdir(work) == ["x.tar"]  # noqa: PTH208 (names only)
+    assert not seen, seen
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("fuzz")
+    shard(folder)
+    found = use(folder / "whole.tar")  # imports what is imported late, which may write byte code
+    assert found["usable"] == 2 * len(KINDS), found
+    return folder
+
+
+hits = st.lists(st.tuples(st.floats(0, 1), st.binary(min_size=1, max_size=8)), max_size=10)
+FIELDS = {
+    "name": (0, 100),
+    "size": (124, 136),
+    "kind": (156, 157),
+    "link": (157, 257),
+    "magic": (257, 265),
+    "prefix": (345, 500),
+}
+
+
+def damaged(data: bytes, where: list[tuple[float, bytes]], cut: float) -> bytes:
+    out = bytearray(data)
+    for at, new in where:
+        start = int(at * (len(out) - len(new)))
+        out[start : start + len(new)] = new
+    return bytes(out[: int(len(out) * (1 - cut**3))])
+
+
+def reheaded(data: bytes, edits: list[tuple[int, str, bytes]]) -> bytes:
+    """With fields of headers replaced and their checksums made right again, so that they are believed."""
+    out = bytearray(data)
+    headers = [at for at in range(0, len(out), BLOCK) if out[at + 257 : at + 262] == b"ustar"]
+    for number, name, value in edits:
+        at = headers[number % len(headers)]
+        first, last = FIELDS[name]
+        out[at + first : at + last] = value[: last - first].ljust(last - first, b"\0")
+        out[at + 148 : at + 156] = b" " * 8
+        out[at + 148 : at + 156] = b"%06o\0 " % sum(out[at : at + BLOCK])
+    return bytes(out)
+
+
+LIES = [b"-1", b"7" * 11, b"\x80" + b"\xff" * 11, b"\xff" * 12, b"../../x.txt", b"/etc/x.png", b"L", b"x", b"g", b"K"]
+edits = st.lists(
+    st.tuples(
+        st.integers(0, 60), st.sampled_from(sorted(FIELDS)), st.one_of(st.binary(max_size=16), st.sampled_from(LIES))
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+def rounds(examples: int) -> settings:
+    return settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@rounds(40)
+@given(hits, st.floats(0, 1))
+def test_damaged_shards(folder: Path, watch: Watch, where: list[tuple[float, bytes]], cut: float) -> None:
+    survives(damaged(shard(folder), where, cut), folder, watch)
+
+
+@rounds(40)
+@given(edits)
+def test_lying_headers(folder: Path, watch: Watch, changes: list[tuple[int, str, bytes]]) -> None:
+    survives(reheaded(shard(folder), changes), folder, watch)
+
+
+@rounds(15)
+@given(st.binary(max_size=4000))
+def test_noise(folder: Path, watch: Watch, data: bytes) -> None:
+    survives(data, folder, watch)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@rounds(3000)
+@given(hits, st.floats(0, 1), edits)
+def test_thousands_of_damaged_shards(
+    folder: Path, watch: Watch, where: list[tuple[float, bytes]], cut: float, changes: list[tuple[int, str, bytes]]
+) -> None:
+    survives(damaged(reheaded(shard(folder), changes), where, cut), folder, watch)
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress])
+def test_a_packed_bomb_is_read_in_bounded_memory(folder: Path, watch: Watch, pack: object) -> None:
+    """A member that training does not ask for is passed over, however large it unpacks."""
+    info = tarfile.TarInfo("a.bin")
+    info.size = BOUND + (8 << 20)
+    survives(pack(info.tobuf() + bytes(info.size)), folder, watch)  # type: ignore[operator]
+
+
+def test_a_bomb_of_wanted_members_is_read_in_bounded_memory(folder: Path) -> None:
+    """24 pictures of 24 MiB in 0.6 MB: more than a window may hold. The peak of a process of its own is looked at."""
+    path = folder / "wanted.tar.gz"
+    zeros = gzip.compress(bytes(24 << 20), 1)
+    with path.open("wb") as out:
+        for number in range(24):
+            info = tarfile.TarInfo(f"{number}.jpg")
+            info.size = 24 << 20
+            out.write(gzip.compress(info.tobuf()) + zeros)
+    with forks().Pool(1) as pool:
+        samples, windows, grown = pool.apply(read_in_windows, (str(path), limits(["jpg"])))
+    print(f"{samples} samples in {windows} windows, {grown / 1024:.0f} MiB more than before")
+    assert samples == 24 and windows > 2
+    assert grown < 400 << 10, f"{grown} KiB more: two windows and a sample at most"
+
+
+@pytest.mark.parametrize("kind", [b"x", b"L", b"K"])
+def test_a_long_extended_header_is_refused(folder: Path, watch: Watch, kind: bytes) -> None:
+    info = tarfile.TarInfo("a.txt")
+    info.size, info.type = 300 << 20, kind
+    survives(gzip.compress(info.tobuf() + bytes(2 << 20)), folder, watch)
+
+
+def test_an_xz_stream_asks_for_a_dictionary_in_vain(folder: Path) -> None:
+    """One of 1.5 GiB, which whoever writes the header may choose freely; `xz -9`'s of 64 MiB is unpacked."""
+    path = folder / "dictionary.tar.xz"
+    whole = lzma.compress(shard(folder), preset=9)
+    at = 12  # past the stream's header: the block's, its size in words first, its checksum last
+    size = 4 * (whole[at] + 1)
+    header = bytearray(whole[at : at + size - 4])
+    assert header[2:4] == b"\x21\x01", "the filter LZMA2, with one byte of properties: the dictionary's size"
+    found = []
+    for dictionary in (header[4], 37):
+        header[4] = dictionary
+        path.write_bytes(whole[:at] + header + zlib.crc32(header).to_bytes(4, "little") + whole[at + size :])
+        problem = ReadProblem()
+        found.append((len(list(read_shard(str(path), problem))), problem.reason))
+    assert found == [(2 * len(KINDS) + 1, None), (0, "unreadable_shard")] and "emory" in problem.detail, problem
+
+
+def test_a_long_extended_header_of_many_records_is_read_in_linear_time() -> None:
+    """A quarter of a million records in a megabyte: whoever copied the rest for each would take 64 times as long as for an eighth."""
+
+    def seconds(size: int) -> float:
+        info = tarfile.TarInfo("x")
+        info.type, info.size = tarfile.XHDTYPE, size
+        stream = io.BytesIO(info.tobuf() + b"4 =\n" * (size // 4) + tarfile.TarInfo("a.txt").tobuf())
+        begun = time.process_time()
+        assert next_member(stream) == ("a.txt", 0)
+        return time.process_time() - begun
+
+    eighth, whole = (min(seconds(size) for _ in range(3)) for size in (LARGEST_HEADER // 8, LARGEST_HEADER))
+    assert whole < 20 * eighth, (eighth, whole)
+
+
+def test_a_table_that_unpacks_to_much_is_read_in_bounded_memory(folder: Path) -> None:
+    """Twelve pictures of 24 MiB in a few kilobytes of Parquet, and one of 72 MiB: row by row, and what is too large is not kept."""
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    def column(values: list[Any], kind: Any, rows: list[int]) -> Any:
+        return pyarrow.DictionaryArray.from_arrays(pyarrow.array(rows, pyarrow.int32()), pyarrow.array(values, kind))
+
+    path = folder / "bomb.parquet"
+    with parquet.ParquetWriter(
+        path, pyarrow.schema({"jpg": pyarrow.dictionary(pyarrow.int32(), pyarrow.binary()), "txt": pyarrow.string()}),
+        compression="zstd", store_schema=False,
+    ) as out:  # fmt: skip
+        for size, rows in ((24 << 20, 12), (72 << 20, 1)):
+            pictures = column([bytes(size)], pyarrow.binary(), [0] * rows)
+            out.write_table(pyarrow.table({"jpg": pictures, "txt": ["a caption"] * rows}, schema=out.schema))
+    assert path.stat().st_size < 100_000
+    pool = pyarrow.proxy_memory_pool(pyarrow.default_memory_pool())
+    before = pyarrow.default_memory_pool()
+    pyarrow.set_memory_pool(pool)
+    try:
+        found: Counter[str] = Counter()
+        for url in expand(str(path)):
+            for raw in read_shard(url, ReadProblem(), kinds=limits(["jpg"], ["txt"])):
+                found[raw.damage] += 1
+    finally:
+        pyarrow.set_memory_pool(before)
+    print(f"{pool.max_memory() / 2**20:.0f} MiB at most")
+    assert found == {"": 12, "too_large": 1}
+    assert pool.max_memory() < 220 << 20, pool.max_memory()
+
+
+@pytest.mark.parametrize("side", [20_000, 60_000])
+def test_a_bomb_of_pixels_is_refused_before_it_is_decoded(folder: Path, side: int) -> None:
+    header = side.to_bytes(4, "big") * 2 + b"\x08\x00\x00\x00\x00"
+    chunks = [(b"IHDR", header), (b"IDAT", zlib.compress(bytes(1 << 16))), (b"IEND", b"")]
+    body = b"".join(len(d).to_bytes(4, "big") + n + d + zlib.crc32(n + d).to_bytes(4, "big") for n, d in chunks)
+    path = write_tar(folder / "bomb.tar", [("a.png", b"\x89PNG\r\n\x1a\n" + body), ("a.txt", b"x"), ("a.json", b"{}")])
+    tracemalloc.start()
+    begun = time.monotonic()
+    found = use(path)
+    seconds, peak = time.monotonic() - begun, tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert set(found) <= {"huge_image", "filter_no_alt"} and peak < 4 << 20 and seconds < 1, (found, peak, seconds)
+
+
+def test_deep_json_is_a_broken_sample(folder: Path) -> None:
+    deep = b'{"alt": ' + b"[" * 200_000 + b"]" * 200_000 + b"}"
+    path = write_tar(folder / "deep.tar", [("a.png", picture()), ("a.json", deep), ("a.txt", b"x")])
+    assert set(use(path)) <= {"bad_json", "filter_no_alt", "usable"}

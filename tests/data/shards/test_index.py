@@ -1,0 +1,379 @@
+"""The index: what it says of shards, that it is made once, replaced as a whole, never believed of another file, and what reading gains."""
+
+import gzip
+import hashlib
+import io
+import os
+import sqlite3
+import tracemalloc
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from clipscale.data.loader import shard_stream as lanes
+from clipscale.data.loader.shard_stream import segment_windows
+from clipscale.data.order import Segment
+from clipscale.data.sample import RawSample, limits
+from clipscale.data.shards import index, indexing
+from clipscale.data.shards.access import Opened
+from clipscale.data.shards.listing import noted_counts, scanned_counts
+from clipscale.data.shards.reader import ReadProblem, read_shard
+from clipscale.data.shards.store import Store
+from tests.data.files import sample, write_shards, write_tar
+from tests.data.streams import contents, open_stream
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    cache = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    return cache
+
+
+def make(paths: list[Path], **options: Any) -> indexing.Tally:
+    return indexing.update(
+        [str(path) for path in paths], place=lambda folder: indexing.place_for(folder, None), **options
+    )
+
+
+def entry(path: Path) -> index.Entry:
+    return index.known([str(path)])[str(path)][0]
+
+
+def read(path: Path, **options: Any) -> tuple[list[RawSample], ReadProblem]:
+    problem = ReadProblem()
+    return list(read_shard(str(path), problem, places=index.places, **options)), problem
+
+
+class CountingStore(Store):
+    """Counts the bytes and the calls of reading."""
+
+    reads, read_bytes = 0, 0
+
+    def open(self, url: str) -> Opened:
+        opened = super().open(url)
+        store, stream = self, opened.stream
+
+        class Counting(io.RawIOBase):
+            def read(self, size: int = -1) -> bytes:
+                data: bytes = stream.read(size)
+                store.reads, store.read_bytes = store.reads + 1, store.read_bytes + len(data)
+                return data
+
+            def seek(self, offset: int, whence: int = 0) -> int:
+                return int(stream.seek(offset, whence))
+
+            def seekable(self) -> bool:
+                return True
+
+        return opened._replace(stream=Counting())
+
+
+# -- what it says ------------------------------------------------------------------------------------------------------
+
+
+def test_it_says_what_the_shards_hold(tmp_path: Path) -> None:
+    paths = write_shards(tmp_path, [3, 5], sized=False)
+    tally = make(paths)
+    assert (tally.read, tally.kept, tally.failed) == (2, 0, {})
+    for path, samples in zip(paths, [3, 5]):
+        found = entry(path)
+        data = path.read_bytes()
+        assert (found.samples, found.size, found.reason) == (samples, len(data), None)
+        assert found.sha256 == hashlib.sha256(data).hexdigest()
+        members = [m for s in read(path)[0] for m in s.members.items()]
+        assert found.totals == {
+            kind: (samples, sum(len(d) for k, d in members if k == kind)) for kind in ("json", "png", "txt")
+        }
+    assert noted_counts([str(path) for path in paths]) == [3, 5]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["a.png", "a.txt", "b.png", "c/d.x.json", "n", "__m__", "e.txt", "x" * 120 + ".txt"]))
+        .map(lambda names: names[0])
+        .flatmap(lambda name: st.tuples(st.just(name), st.binary(max_size=1200))),
+        max_size=12,
+    )
+)
+def test_reading_by_places_gives_what_reading_on_gives(
+    tmp_path_factory: pytest.TempPathFactory, members: list[tuple[str, bytes]]
+) -> None:
+    path = write_tar(tmp_path_factory.getbasetemp() / "places.tar", members)
+    plain = list(read_shard(str(path), ReadProblem()))
+    found = indexing.survey(str(path))
+    assert found.samples == len(plain)
+    by_places = list(read_shard(str(path), ReadProblem(), places=lambda url, opened: found.places))
+    assert by_places == plain
+    assert found.places is None or len(found.places) == len(plain) + 1
+
+
+def test_a_packed_shard_is_counted_but_has_no_places(tmp_path: Path) -> None:
+    path = write_shards(tmp_path, [4], sized=False)[0]
+    packed = tmp_path / "p.tar.gz"
+    packed.write_bytes(gzip.compress(path.read_bytes()))
+    make([packed])
+    found = entry(packed)
+    assert (found.samples, found.sha256) == (4, hashlib.sha256(packed.read_bytes()).hexdigest())
+    assert [s.key for s in read(packed)[0]] == [s.key for s in read(path)[0]]
+
+
+def test_a_damaged_shard_is_noted_with_what_could_be_read(tmp_path: Path) -> None:
+    path = write_shards(tmp_path, [10], sized=False)[0]
+    path.write_bytes(path.read_bytes()[: 512 * 25 + 100])
+    make([path])
+    found = entry(path)
+    assert found.reason == "truncated_shard" and 0 < found.samples < 10
+    assert found.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert [s.key for s in read(path)[0]] == [s.key for s in read_shard(str(path), ReadProblem())]
+
+
+def test_offsets_take_a_few_bytes_a_sample(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    offsets = np.cumsum(rng.integers(20, 200, 10_001)) * 512
+    packed = index.pack(offsets.tolist())
+    assert np.array_equal(index._unpack(packed), offsets)
+    assert len(packed) < 2 * len(offsets), f"{len(packed)} bytes for {len(offsets)} samples"
+
+
+# -- making it ---------------------------------------------------------------------------------------------------------
+
+
+def test_only_what_has_changed_is_read_again(tmp_path: Path) -> None:
+    paths = write_shards(tmp_path, [3, 5], sized=False)
+    make(paths)
+    before = (tmp_path / index.FILE).stat().st_mtime_ns
+    assert make(paths) == indexing.Tally(read=0, kept=2, failed={})
+    assert (tmp_path / index.FILE).stat().st_mtime_ns == before, "nothing to do, but the file was written"
+    write_tar(paths[0], sample("a"))
+    assert make(paths) == indexing.Tally(read=1, kept=1, failed={})
+    assert [entry(path).samples for path in paths] == [1, 5]
+    assert make(paths, force=True).read == 2
+
+
+def test_headers_alone_are_enough_until_a_checksum_is_asked_for(tmp_path: Path) -> None:
+    paths = write_shards(tmp_path, [3], sized=False)
+    make(paths, checksum=False)
+    assert entry(paths[0]).sha256 is None
+    assert make(paths, checksum=False).kept == 1
+    assert make(paths).read == 1 and entry(paths[0]).sha256
+
+
+def test_an_unreachable_shard_does_not_stop_the_others(tmp_path: Path) -> None:
+    paths = write_shards(tmp_path, [3], sized=False)
+    tally = make([tmp_path / "none.tar", *paths])
+    assert tally.read == 1 and list(tally.failed or {}) == [str(tmp_path / "none.tar")]
+
+
+def test_what_a_killed_run_had_done_is_taken_up(tmp_path: Path) -> None:
+    paths = write_shards(tmp_path, [3, 5, 7], sized=False)
+
+    def die(url: str, size: int, found: index.Entry | None) -> None:
+        if url == str(paths[1]):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        make(paths, done=die)
+    assert index.known([str(path) for path in paths]) == {}, "a half-made index was put in place"
+    assert make(paths) == indexing.Tally(read=1, kept=2, failed={})
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(
+        [f".{index.FILE}.lock", *(p.name for p in paths), index.FILE]
+    )
+
+
+def test_several_processes_share_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(indexing, "SERIAL_BYTES", 0)
+    paths = write_shards(tmp_path, [3, 5, 7], sized=False)
+    assert make(paths, workers=2).read == 3
+    assert [entry(path).samples for path in paths] == [3, 5, 7]
+
+
+def test_where_the_folder_cannot_be_written_it_lies_in_the_cache(tmp_path: Path, own_cache: Path) -> None:
+    paths = write_shards(tmp_path / "data", [3], sized=False)
+    given = tmp_path / "given"
+    indexing.update([str(paths[0])], place=lambda folder: indexing.place_for(folder, str(given)))
+    assert not (tmp_path / "data" / index.FILE).exists()
+    assert noted_counts([str(paths[0])]) == [None] and noted_counts([str(paths[0])], str(given)) == [3]
+    remote = indexing.place_for("s3://bucket/set", None)
+    assert own_cache in remote.parents
+
+
+def test_a_damaged_index_is_said_to_be_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    paths = write_shards(tmp_path, [3], sized=False)
+    (tmp_path / index.FILE).write_bytes(b"SQLite format 3\0" + b"x" * 5000)
+    assert noted_counts([str(paths[0])]) == [None] and "cannot be read" in caplog.text
+    make(paths)
+    assert "indexing anew" in caplog.text and entry(paths[0]).samples == 3
+
+
+# -- an index of another file ------------------------------------------------------------------------------------------
+
+
+def test_a_stale_entry_is_named_and_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    paths = write_shards(tmp_path, [3, 5], sized=False)
+    make(paths)
+    write_tar(paths[0], [*sample("a"), *sample("b")])
+    assert noted_counts([str(path) for path in paths]) == [None, 5]
+    assert f"the index of 1 of 2 shards is out of date (first: {paths[0]})" in caplog.text
+    assert [s.key for s in read(paths[0])[0]] == ["a", "b"]
+    assert open_stream(tmp_path, batch=4).samples_per_epoch == 7
+
+
+def test_a_stale_index_beside_the_shards_does_not_hide_a_newer_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on a folder that can only be read: its index is of before, the counts of now are remembered in the cache."""
+    paths = write_shards(tmp_path, [3, 5], sized=False)
+    make(paths)
+    write_tar(paths[0], [*sample("a"), *sample("b")])
+    monkeypatch.setattr(indexing.os, "access", lambda *_: False)
+    urls = [str(path) for path in paths]
+    assert noted_counts(urls) == [None, 5] and "out of date" in caplog.text
+    assert scanned_counts(urls[:1]) == [2]
+    assert noted_counts(urls) == [2, 5], "counted at every start"
+    assert [len(index.known(urls)[url]) for url in urls] == [2, 1]
+    assert index.current(urls) == ({url: index.known(urls)[url][-1] for url in urls}, [])
+    assert read(paths[0])[0][1].key == "b"
+    assert open_stream(tmp_path, batch=4).samples_per_epoch == 7
+
+
+# -- what reading gains ------------------------------------------------------------------------------------------------
+
+
+def test_a_read_begins_where_it_is_wanted(tmp_path: Path) -> None:
+    path = write_shards(tmp_path, [50], sized=False)[0]
+    make([path])
+    store = CountingStore()
+    raws, _ = read(path, store=store, want=lambda i: i >= 48)
+    assert [raw.key for raw in raws[48:]] == ["000000048", "000000049"] and not any(r.members for r in raws[:48])
+    assert store.reads == 2, f"{store.reads} reads for two samples"
+    assert store.read_bytes == int(np.diff(entry_places(path))[48:].sum())
+
+
+def items_of(segment: Segment, url: str, **options: Any) -> list[Any]:
+    return [item for items in segment_windows(segment, url, **options) if isinstance(items, list) for item in items]
+
+
+def test_a_resumed_lane_reads_nothing_again(tmp_path: Path) -> None:
+    path = write_shards(tmp_path, [60], sized=False)[0]
+    make([path])
+    sizes = np.diff(entry_places(path))
+    options: dict[str, Any] = {"window": 16, "seed": 3, "kinds": limits(["png"], ["txt", "json"])}
+    whole = items_of(Segment(0, 0, 0, 60, 60), str(path), store=Store(), **options)
+    store = CountingStore()
+    rest = items_of(Segment(0, 0, 37, 60, 60), str(path), store=store, **options)
+    assert rest == whole[37:]
+    assert store.read_bytes == sum(int(sizes[raw.index]) for raw in rest if isinstance(raw, RawSample))
+
+
+def entry_places(path: Path) -> np.ndarray:
+    with Store().open(str(path)).stream:
+        found = index.places(str(path), Store().open(str(path)))
+    assert found is not None
+    return found
+
+
+def test_damage_costs_only_its_sample(tmp_path: Path) -> None:
+    path = write_shards(tmp_path, [10], sized=False)[0]
+    make([path])
+    about, places = path.stat(), entry_places(path)
+    data = bytearray(path.read_bytes())
+    data[places[4] + 10] ^= 1
+    path.write_bytes(data)
+    os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns))  # rot leaves the time of change alone
+    raws, problem = read(path)
+    assert problem.reason is None and [raw.index for raw in raws if raw.damage] == [4]
+    assert raws[4].damage == "damaged_sample" and "checksum" in raws[4].detail
+    stream = open_stream(tmp_path, batch=9)
+    contents(stream, 1)
+    assert stream.samples_per_epoch == 10 and stream.broken <= Counter(damaged_sample=1)
+
+
+@pytest.mark.parametrize("order", ["epochs", "resampled"])
+def test_the_stream_is_the_same_with_and_without(tmp_path: Path, order: str) -> None:
+    paths = write_shards(tmp_path, [30, 21, 47])
+    plain = open_stream(tmp_path, batch=16, order=order)
+    before = contents(plain, 9)
+    make(paths)
+    indexed = open_stream(tmp_path, batch=16, order=order)
+    assert contents(indexed, 9) == before
+    assert indexed.position() == plain.position()
+    position = indexed.position()
+    resumed = open_stream(tmp_path, batch=16, order=order, position=position)
+    assert contents(resumed, 3) == contents(indexed, 3)
+
+
+def test_the_file_is_plain_sqlite(tmp_path: Path) -> None:
+    make(write_shards(tmp_path, [3], sized=False))
+    with sqlite3.connect(tmp_path / index.FILE) as base:
+        assert base.execute("SELECT name, samples FROM shards").fetchall() == [("00000.tar", 3)]
+
+
+# -- windows that are full by their bytes ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("counted", [True, False])
+@pytest.mark.parametrize("kind", ["plain", "indexed", "packed"])
+def test_a_window_full_by_bytes_is_the_same_from_any_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, counted: bool
+) -> None:
+    members = [(f"{i:02d}.png", bytes(1000 * (1 + i * 7 % 13))) for i in range(40)]
+    path = write_tar(tmp_path / "x.tar", members)
+    count = 40 if counted else None
+    options: dict[str, Any] = {"window": 16, "seed": 3, "kinds": limits(["png"])}
+
+    def keys(start: int, stop: int | None) -> list[str]:
+        return [raw.key for raw in items_of(Segment(0, 0, start, stop, count), str(path), store=Store(), **options)]
+
+    ordinary = keys(0, count)
+    monkeypatch.setattr(lanes, "WINDOW_BYTES", 50_000)
+    plain = keys(0, count)
+    assert sorted(plain) == sorted(ordinary) and plain != ordinary
+    if kind == "indexed":
+        make([path])
+    elif kind == "packed":
+        path.write_bytes(gzip.compress(path.read_bytes()))
+    for start in (0, 1, 3, 9, 17, 31, 39):
+        assert keys(start, count) == plain[start:], f"from {start} on"
+        if counted:
+            assert [keys(start, stop) for stop in (start + 1, 40)] == [plain[start : start + 1], plain[start:]]
+
+
+def test_a_lane_holds_about_one_window_of_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Samples of all sizes: what is in memory at once is bounded by bytes, not only by how many they are."""
+    size = 200_000
+    noise = np.random.default_rng(0)
+    members = [(f"{i:03d}.png", noise.bytes(size if i % 3 else 500)) for i in range(90)]
+    path = write_tar(tmp_path / "x.tar", members)
+    monkeypatch.setattr(lanes, "WINDOW_BYTES", 5 * size)
+    tracemalloc.start()
+    items_in_memory = 0
+    windows = segment_windows(Segment(0, 0, 0, 90, 90), str(path), 64, 0, limits(["png"]), Store())
+    for items in windows:
+        if isinstance(items, list):
+            items_in_memory = max(items_in_memory, sum(map(lanes.kept, items)))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert 5 * size < items_in_memory < 6.2 * size, items_in_memory
+    assert peak < 14 * size, f"{peak} bytes for windows of {5 * size}: two of them and a sample at most"
+
+
+@pytest.mark.parametrize("indexed", [False, True])
+def test_what_is_too_large_is_broken_and_not_read(tmp_path: Path, indexed: bool) -> None:
+    large = ("b.png", bytes(9 << 20))
+    path = write_tar(
+        tmp_path / "x.tar", [*sample("a"), large, ("b.txt", b"x"), ("c.txt", bytes(2 << 20)), *sample("d")]
+    )
+    if indexed:
+        make([path])
+    store = CountingStore()
+    raws, problem = read(path, store=store, kinds=limits(["png"], ["txt"], 8 << 20))
+    assert [(raw.key, raw.damage) for raw in raws] == [("a", ""), ("b", "too_large"), ("c", "too_large"), ("d", "")]
+    assert not raws[1].members and problem.reason is None and raws[1].detail == f"b.png: {9 << 20} bytes"
+    assert store.read_bytes < 3 << 20, store.read_bytes

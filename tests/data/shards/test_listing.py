@@ -1,0 +1,172 @@
+"""Which shards a setting names, and how many samples they hold."""
+
+import json
+from contextlib import closing
+from pathlib import Path
+
+import fsspec
+import psutil
+import pytest
+
+from clipscale.config.data import DataConfig
+from clipscale.data.shards import access as sources
+from clipscale.data.shards import indexing
+from clipscale.data.shards.choose import choose_order
+from clipscale.data.shards.listing import (
+    expand,
+    noted_counts,
+    scanned_counts,
+)
+from clipscale.data.shards.store import Store
+from clipscale.errors import UserError
+from tests.data.files import sample, write_shards, write_tar
+from tests.data.streams import contents, open_stream
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+
+
+# -- which shards ------------------------------------------------------------------------------------------------------
+
+
+def test_braces_globs_folders_and_lists_name_the_same_shards(tmp_path: Path) -> None:
+    paths = [str(path) for path in write_shards(tmp_path / "set", [1, 1, 1])]
+    (tmp_path / "list").write_text(f"# three shards\n{paths[0]}\n\n{tmp_path}/set/{{00001..00002}}.tar\n")
+    folder = tmp_path / "set"
+    for source in (
+        f"{folder}/{{00000..00002}}.tar",
+        f"{folder}/*.tar",
+        str(folder),
+        f"@{tmp_path}/list",
+        f"file:{folder}/*.tar",
+    ):
+        assert expand(source) == paths, source
+
+
+def test_gaps_in_a_brace_list_are_left_out_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    paths = write_shards(tmp_path, [1, 1, 1])
+    paths[1].unlink()
+    assert expand(f"{tmp_path}/{{00000..00002}}.tar") == [str(paths[0]), str(paths[2])]
+    assert "1 of 3 shards do not exist" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "pattern", ["{folder}/none-{{0..3}}.tar", "{folder}/*.tar", "{folder}", "@{folder}/none", "@{folder}/empty"]
+)
+def test_a_source_without_shards_is_named(tmp_path: Path, pattern: str) -> None:
+    (tmp_path / "empty").write_text("\n")
+    source = pattern.format(folder=tmp_path)
+    with pytest.raises(UserError, match=r"data\.train=") as error:
+        expand(source)
+    assert str(tmp_path) in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("source", ["/data/{0..3.tar", "/data/${NOWHERE}/0.tar"])
+def test_patterns_that_cannot_be_expanded_are_refused(source: str) -> None:
+    with pytest.raises(UserError, match=r"data\.train="):
+        expand(source)
+
+
+def test_addresses_are_expanded_but_not_looked_up() -> None:
+    assert expand("https://host/{0..2}.tar") == [f"https://host/{i}.tar" for i in range(3)]
+    assert expand("s3://a/0.tar::s3://b/1.tar") == ["s3://a/0.tar", "s3://b/1.tar"]
+    with pytest.raises(UserError, match=r"no reader for gopher: addresses; there are .*https:.* and local paths"):
+        expand("gopher://host/{0..2}.tar")
+
+
+def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources.importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(UserError, match=r"s3: addresses need the package s3fs; pip install 'clipscale\[s3\]'"):
+        expand("s3://bucket/{0..2}.tar")
+
+
+def test_remote_patterns_and_folders_are_listed() -> None:
+    system = fsspec.filesystem("memory")
+    for name in ("b.tar", "a.tar", "notes.txt"):
+        system.pipe(f"/listed/{name}", b"x")
+    expected = ["memory:///listed/a.tar", "memory:///listed/b.tar"]
+    assert expand("memory://listed/*.tar") == expand("memory://listed/") == expected
+    with pytest.raises(UserError, match="matches no shard"):
+        expand("memory://listed/*.zip")
+
+
+@pytest.mark.parametrize("source", ["pipe:cat x.tar", "https://host/0.tar::pipe:cat x.tar"])
+def test_pipes_run_only_when_allowed(source: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="allow_pipe"):
+        expand(source)
+    (tmp_path / "list").write_text(f"{source}\n")
+    with pytest.raises(UserError, match="allow_pipe"):
+        expand(f"@{tmp_path}/list")
+    assert "pipe:cat x.tar" in expand(source, allow_pipe=True)
+
+
+def test_an_allowed_command_is_read_to_its_end_and_ended_early(tmp_path: Path) -> None:
+    """As the file is that it prints. What goes wrong with it is said, and one that nobody reads on is ended."""
+    (path,) = write_shards(tmp_path / "set", [60])
+    options = {"batch": 20, "lanes": 1, "order": "resampled", "shuffle": 8}
+    with pytest.raises(UserError, match="allow_pipe"):
+        open_stream(f"pipe:cat {path}", **options)
+    found = {}
+    for source in (str(path), f"pipe:cat {path}", f"pipe:cat {path} && exit 3"):
+        with open_stream(source, allow_pipe=True, **options) as stream:
+            found[source] = [(pixels, tokens) for _, pixels, tokens in contents(stream, 6)]
+            assert set(stream.broken) == ({"failed_pipe"} if "exit" in source else set()), stream.broken
+    file, pipe, failing = found.values()
+    assert pipe == file and failing[:2] == file[:2]
+    with closing(Store().open(f"pipe:echo $$ > {tmp_path}/pid; cat {path}; exec sleep 60").stream) as endless:
+        assert endless.read(1000) == path.read_bytes()[:1000]
+    assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
+
+
+# -- how many samples --------------------------------------------------------------------------------------------------
+
+
+def test_counts_are_found_beside_the_shards(tmp_path: Path) -> None:
+    paths = [str(path) for path in write_shards(tmp_path, [3, 2, 4], sized=False)]
+    assert noted_counts(paths) == [None, None, None]
+    (tmp_path / "00001_stats.json").write_text(json.dumps({"count": 9, "successes": 2}))
+    assert noted_counts(paths) == [None, 2, None]
+    (tmp_path / "sizes.json").write_text(json.dumps({"00000.tar": 3, "00002.tar": 4}))
+    assert noted_counts(paths) == [3, 2, 4]
+    assert noted_counts(["https://host/00000.tar"]) == [None]
+
+
+def test_a_damaged_note_counts_as_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    paths = [str(path) for path in write_shards(tmp_path, [3], sized=False)]
+    (tmp_path / "sizes.json").write_text("{")
+    assert noted_counts(paths) == [None]
+    assert "sizes.json cannot be read" in caplog.text
+
+
+def test_scanned_counts_are_remembered_until_the_shard_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_shards(tmp_path, [5], sized=False)[0]
+    assert scanned_counts([str(path)]) == [5]
+    with monkeypatch.context() as patch:
+        patch.setattr(indexing, "survey", lambda *_: pytest.fail("scanned again"))
+        assert scanned_counts([str(path)]) == [5]
+    write_tar(path, sample("a") + sample("b"))
+    assert scanned_counts([str(path)]) == [2]
+
+
+@pytest.mark.parametrize("cut", [100, 600, 3072], ids=["within a header", "within a picture", "between samples"])
+def test_damage_that_counting_finds_is_told_at_every_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, cut: int
+) -> None:
+    paths = write_shards(tmp_path, [5, 8, 5], sized=False)
+    paths[1].write_bytes(paths[1].read_bytes()[: 3072 + cut])
+    paths[2].write_bytes(b"noise" * 999)
+    urls = [str(path) for path in paths]
+    for start in range(2):  # the second finds it noted
+        caplog.clear()
+        choose_order(DataConfig(train=urls), urls, None, 1, 1, 0, None)
+        (told,) = [r.getMessage() for r in caplog.records if "damaged" in r.getMessage()]
+        assert told.startswith(f"2 of 3 shards are damaged (first: {urls[1]}, truncated_shard)"), (start, told)
+
+
+def test_counting_works_without_a_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_shards(tmp_path, [5], sized=False)[0]
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert scanned_counts([str(path)]) == [5]

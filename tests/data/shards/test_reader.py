@@ -1,0 +1,154 @@
+"""What a shard gives: samples as webdataset groups them, members as tarfile reads them, and a reason where it is damaged."""
+
+import bz2
+import gzip
+import lzma
+import os
+import tarfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from webdataset.tariterators import tarfile_samples
+
+from clipscale.data.sample import RawSample
+from clipscale.data.shards.listing import count_samples
+from clipscale.data.shards.reader import ReadProblem, read_shard
+from tests.data.files import sample, write_shards, write_tar
+
+
+def read(path: Path | str) -> tuple[list[RawSample], ReadProblem]:
+    problem = ReadProblem()
+    return list(read_shard(str(path), problem)), problem
+
+
+def test_a_size_beyond_reason_is_damage(tmp_path: Path) -> None:
+    info = tarfile.TarInfo("a.png")
+    info.size = 1 << 60
+    path = tmp_path / "x.tar"
+    path.write_bytes(info.tobuf(tarfile.GNU_FORMAT) + b"x" * 2000)
+    assert read(path)[1].reason == "unreadable_shard"
+
+
+def test_samples_are_what_webdataset_groups(tmp_path: Path) -> None:
+    path = write_tar(
+        tmp_path / "x.tar",
+        [
+            *sample("a"),
+            ("b.seg.png", b"1"),
+            ("b.TXT", b"2"),
+            ("d.x/c.png", b"3"),
+            ("__meta__", b""),
+            ("d.x/c.txt", b"4"),
+            ("e", b"5"),
+        ],
+    )
+    theirs = [
+        (s["__key__"], {k: v for k, v in s.items() if not k.startswith("__")})
+        for s in tarfile_samples([{"url": str(path)}])
+    ]
+    assert [(s.key, s.members) for s in read(path)[0]] == theirs
+
+
+def test_scanning_counts_what_reading_groups(tmp_path: Path) -> None:
+    members = [
+        *sample("a"),
+        ("b.txt", b"no picture"),
+        ("../../etc/c.png", b"x"),
+        ("../../etc/c.txt", b"y"),
+        ("no-extension", b"z"),
+        ("__meta__/d.txt", b"skipped"),
+        ("D/e.PNG", b"x"),
+        ("D/e.TXT", b"y"),
+        *sample("a"),
+    ]
+    path = write_tar(tmp_path / "x.tar", members)
+    samples, problem = read(path)
+    assert [s.key for s in samples] == ["a", "b", "../../etc/c", "D/e", "a"]
+    assert sorted(samples[3].members) == ["png", "txt"]
+    assert count_samples(str(path)) == 5
+    assert problem.reason is None
+
+
+def test_a_gzipped_shard_is_read(tmp_path: Path) -> None:
+    path = write_shards(tmp_path, [3])[0]
+    packed = tmp_path / "x.tar.gz"
+    packed.write_bytes(gzip.compress(path.read_bytes()))
+    assert len(read(packed)[0]) == count_samples(str(packed)) == 3
+
+
+def test_a_truncated_shard_gives_what_comes_before_the_damage(tmp_path: Path) -> None:
+    path = write_shards(tmp_path, [10])[0]
+    whole = read(path)[0]
+    path.write_bytes(path.read_bytes()[: 512 * 25 + 100])
+    got, problem = read(path)
+    assert 0 < len(got) < 10
+    assert [s.key for s in got] == [s.key for s in whole[: len(got)]]
+    assert problem.reason == "truncated_shard" and str(path) in problem.detail
+
+
+@pytest.mark.parametrize("content", [b"", b"not a tar" * 1000, None])
+def test_an_unreadable_shard_says_so(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "x.tar"
+    if content is not None:
+        path.write_bytes(content)
+        assert count_samples(str(path)) == 0
+    got, problem = read(path)
+    assert got == [] and problem.reason == "unreadable_shard"
+
+
+def test_a_repeated_member_is_ignored(tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "x.tar", [*sample("a"), ("a.txt", b"second"), *sample("b")])
+    samples, problem = read(path)
+    assert [s.key for s in samples] == ["a", "b"] and problem.reason is None
+    assert samples[0].members["txt"] == b"caption a"
+
+
+def test_nothing_is_written_by_member_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    work = tmp_path / "a" / "b"
+    work.mkdir(parents=True)
+    path = write_tar(tmp_path / "x.tar", [("../up.txt", b"x"), ("/tmp/abs.txt", b"x"), ("down/../../side.txt", b"x")])
+    monkeypatch.chdir(work)
+    before = sorted(os.walk(tmp_path))
+    assert len(read(path)[0]) == 3
+    assert sorted(os.walk(tmp_path)) == before
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.tuples(st.floats(0, 1), st.integers(0, 255)), max_size=12), st.floats(0, 1))
+def test_damaged_bytes_end_a_shard_but_not_the_reader(
+    tmp_path_factory: pytest.TempPathFactory, hits: list[tuple[float, int]], cut: float
+) -> None:
+    folder = tmp_path_factory.getbasetemp() / "fuzz"
+    if not folder.exists():
+        write_shards(folder, [6])
+    data = bytearray((folder / "00000.tar").read_bytes())
+    for where, value in hits:
+        data[int(where * (len(data) - 1))] = value
+    path = folder / "damaged.tar"
+    path.write_bytes(data[: int(len(data) * (1 - cut * cut))])
+    samples, problem = read(path)
+    assert len(samples) <= 40
+    assert problem.reason in (None, "truncated_shard", "unreadable_shard")
+    count_samples(str(path))
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress])
+def test_damage_within_a_packed_shard_is_found(tmp_path: Path, pack: object) -> None:
+    data = bytearray(pack(write_shards(tmp_path, [30])[0].read_bytes()))  # type: ignore[operator]
+    data[len(data) // 2 :] = os.urandom(len(data) // 2)
+    path = tmp_path / "x.tar.packed"
+    path.write_bytes(data)
+    samples, problem = read(path)
+    assert len(samples) < 30 and problem.reason in ("truncated_shard", "unreadable_shard")
+
+
+# -- what is read of it ------------------------------------------------------------------------------------------------
+
+
+def test_only_what_is_wanted_is_read(tmp_path: Path) -> None:
+    path = write_shards(tmp_path, [6])[0]
+    samples = list(read_shard(str(path), ReadProblem(), want=lambda i: i % 2 == 1, kinds={"txt": 99}))
+    assert [s.index for s in samples] == list(range(6))
+    assert [sorted(s.members) for s in samples] == [[], ["txt"]] * 3

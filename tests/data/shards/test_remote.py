@@ -1,0 +1,443 @@
+"""Remote shards: nothing lost and nothing twice whatever the network does, every fault counted, versions never mixed."""
+
+import random
+import shutil
+import socket
+import subprocess
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, ClassVar
+
+import fsspec
+import pytest
+
+from clipscale.data.sample import RawSample
+from clipscale.data.shards import index, indexing, origins, remote
+from clipscale.data.shards.access import SEEN, Access
+from clipscale.data.shards.reader import ReadProblem, read_shard
+from clipscale.data.shards.store import Store
+from clipscale.errors import UserError
+from tests.data.files import write_shards
+from tests.data.shards.web import FAULTS, Web, finish, serving, settle
+from tests.data.streams import all_ids, contents, flat, ids, open_stream
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture(autouse=True)
+def quick(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small blocks, so that small shards take many requests; short waits; a cache folder of our own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr(remote, "FIRST_BLOCK", 4096)
+    monkeypatch.setattr(remote, "LARGEST_BLOCK", 16384)
+    monkeypatch.setattr(remote, "LONGEST_WAIT_S", 0.002)
+
+
+@pytest.fixture
+def called_off(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many requests were ended before their answer was complete: what goes wrong with those is nobody's concern."""
+    drop, count = remote._Ahead.drop, [0]
+
+    def counted(ahead: remote._Ahead) -> None:
+        count[0] += not ahead._over.is_set()
+        drop(ahead)
+
+    monkeypatch.setattr(remote._Ahead, "drop", counted)
+    return count
+
+
+@pytest.fixture
+def web(tmp_path: Path) -> Iterator[Web]:
+    with serving(Web(tmp_path)) as served:
+        yield served
+
+
+def read(url: str, **access: Any) -> tuple[list[RawSample], ReadProblem, Counter[str]]:
+    problem, tally = ReadProblem(), Counter[str]()
+    store = Store(Access(**access), tally)
+    samples = list(read_shard(url, problem, store=store, places=index.places))
+    settle(store)
+    return samples, problem, tally
+
+
+def members(samples: list[RawSample]) -> list[tuple[str, dict[str, bytes]]]:
+    return [(sample.key, sample.members) for sample in samples]
+
+
+# -- one shard ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_shard_is_what_it_is_locally(tmp_path: Path, web: Web) -> None:
+    path = write_shards(tmp_path, [30])[0]
+    samples, problem, tally = read(f"{web.url}/00000.tar")
+    assert members(samples) == members(read(str(path))[0])
+    assert problem.reason is None and not tally
+    asked = [range_ for _, range_ in web.requests]
+    assert len(asked) == len(set(asked)) > 3, "a range was asked for twice"
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("ahead", [True, False])
+def test_what_passes_is_borne_and_counted(
+    tmp_path: Path, web: Web, fault: str, ahead: bool, called_off: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not ahead:
+        monkeypatch.setattr(remote, "AHEAD_BYTES", 0)
+    path = write_shards(tmp_path, [30])[0]
+    web.faults = lambda number, _: fault if number % 2 else None
+    samples, problem, tally = read(f"{web.url}/00000.tar")
+    assert members(samples) == members(read(str(path))[0]), fault
+    assert problem.reason is None
+    names = {"503": "http_503", "drop": "dropped_connection", "cut": "no_connection", "short": "short_answer"}
+    assert set(tally) == ({SEEN + names.get(fault, fault)} if fault != "slow" else set())
+    if fault != "slow":
+        assert web.done[fault] - called_off[0] <= tally.total() <= web.done[fault], (tally, web.done, called_off)
+    assert web.done[fault] > 2
+
+
+def test_reading_goes_on_from_the_byte_reached(tmp_path: Path, web: Web, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "FIRST_BLOCK", 1 << 20)
+    monkeypatch.setattr(remote, "LARGEST_BLOCK", 1 << 20)
+    path = write_shards(tmp_path, [100])[0]
+    size = path.stat().st_size
+    web.faults = lambda number, _: "drop" if number == 1 else None
+    assert len(read(f"{web.url}/00000.tar")[0]) == 100
+    assert web.requests[1][1] == f"bytes=0-{size - 1}"
+    assert web.requests[2][1] == f"bytes={size // 2}-{size - 1}"
+
+
+def test_a_server_without_ranges_is_read_too(tmp_path: Path, web: Web) -> None:
+    path = write_shards(tmp_path, [10])[0]
+    web.ranges = False
+    web.faults = lambda number, _: "drop" if number == 3 else None
+    assert members(read(f"{web.url}/00000.tar")[0]) == members(read(str(path))[0])
+
+
+def test_a_silent_server_is_asked_again(tmp_path: Path, web: Web) -> None:
+    write_shards(tmp_path, [3])
+    answer = web.answer
+
+    def slow_answer(path: str, asked: str, *rest: Any) -> tuple[int, dict[str, str], bytes]:
+        if len(web.requests) == 2:
+            time.sleep(0.6)
+        return answer(path, asked)
+
+    web.answer = slow_answer  # type: ignore[method-assign]
+    samples, problem, tally = read(f"{web.url}/00000.tar", wait_s=0.2)
+    assert len(samples) == 3 and problem.reason is None
+    assert tally == {SEEN + "no_connection": 1}
+
+
+def test_an_answer_that_trickles_is_ended_and_asked_for_again(
+    tmp_path: Path, web: Web, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_shards(tmp_path, [10])[0]
+    monkeypatch.setattr(origins, "SLOWEST", 1 << 20)
+    web.faults = lambda number, _: "trickle" if number == 1 else None
+    samples, problem, tally = read(f"{web.url}/00000.tar", wait_s=0.3)
+    assert members(samples) == members(read(str(path))[0]) and problem.reason is None
+    assert tally == {SEEN + "slow_answer": 1}
+
+
+@pytest.mark.parametrize("longer", [True, False])
+def test_a_shard_that_changes_is_given_up_and_never_mixed(tmp_path: Path, web: Web, longer: bool) -> None:
+    path = write_shards(tmp_path, [30])[0]
+    before = members(read(str(path))[0])
+    other = write_shards(tmp_path / "other", [40 if longer else 30])[0]
+    at = 6
+
+    def change(number: int, _: str) -> None:
+        if number == at:
+            path.write_bytes(other.read_bytes())
+
+    web.faults = change  # type: ignore[assignment]
+    samples, problem, _ = read(f"{web.url}/00000.tar")
+    assert problem.reason == "changed_shard"
+    assert 0 < len(samples) < 30 and members(samples) == before[: len(samples)]
+
+
+def test_a_shard_that_stays_away_is_given_up(tmp_path: Path, web: Web) -> None:
+    write_shards(tmp_path, [30])
+    web.faults = lambda number, _: "503" if number > 4 else None
+    samples, problem, tally = read(f"{web.url}/00000.tar", retries=3)
+    assert problem.reason == "unreachable_shard" and 0 < len(samples) < 30
+    assert tally == {SEEN + "http_503": 4}
+
+
+def test_a_server_may_stay_away_for_as_long_as_data_retries_says(
+    tmp_path: Path, web: Web, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "LONGEST_WAIT_S", 0.0)
+    write_shards(tmp_path, [3])
+    web.faults = lambda number, _: "503" if number < 1100 else None
+    samples, problem, tally = read(f"{web.url}/00000.tar", retries=2000)
+    assert len(samples) == 3 and problem.reason is None and tally == {SEEN + "http_503": 1100}
+
+
+def test_a_shard_that_is_not_there_is_not_asked_for_again(tmp_path: Path, web: Web) -> None:
+    assert read(f"{web.url}/none.tar")[1].reason == "missing_shard"
+    assert len(web.requests) == 1
+    (tmp_path / "empty.tar").write_bytes(b"")
+    assert read(f"{web.url}/empty.tar")[1].reason == "unreadable_shard"
+
+
+def test_only_wanted_samples_are_fetched_with_an_index(tmp_path: Path, web: Web) -> None:
+    path = write_shards(tmp_path, [200])[0]
+    url = f"{web.url}/00000.tar"
+    indexing.update([url], place=lambda folder: indexing.place_for(folder, None))
+    web.requests.clear()
+    problem = ReadProblem()
+    raws = list(read_shard(url, problem, want=lambda i: i >= 195, places=index.places))
+    assert members(raws[195:]) == members(read(str(path))[0][195:])
+    assert len(web.requests) <= 4, web.requests
+
+
+def test_an_index_of_another_version_is_not_used(tmp_path: Path, web: Web, caplog: pytest.LogCaptureFixture) -> None:
+    path = write_shards(tmp_path, [20])[0]
+    url = f"{web.url}/00000.tar"
+    indexing.update([url], place=lambda folder: indexing.place_for(folder, None))
+    path.write_bytes(write_shards(tmp_path / "new", [9])[0].read_bytes())
+    assert len(read(url)[0]) == 9
+    assert f"{url} has changed since it was indexed" in caplog.text
+
+
+# -- through fsspec ----------------------------------------------------------------------------------------------------
+
+
+class Shaky:
+    """What a file system of fsspec may do: fail, give too little, and change."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data, self.calls, self.etag = data, 0, "a"
+        self.misbehave: Callable[[int], str | None] = lambda call: None
+
+    def info(self, path: str) -> dict[str, Any]:
+        return {"size": len(self.data), "ETag": self.etag}
+
+    def cat_file(self, path: str, start: int, end: int) -> bytes:
+        self.calls += 1
+        match self.misbehave(self.calls):
+            case "fail":
+                raise ConnectionError("reset")
+            case "short":
+                return self.data[start : (start + end) // 2]
+            case "change":
+                self.data, self.etag = bytes(len(self.data)), "b"
+        return self.data[start:end]
+
+
+@pytest.mark.parametrize("fault", ["fail", "short"])
+def test_fsspec_faults_are_borne(tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_shards(tmp_path, [30])[0]
+    shaky = Shaky(path.read_bytes())
+    shaky.misbehave = lambda call: fault if call % 3 == 0 else None
+    monkeypatch.setattr("fsspec.core.url_to_fs", lambda url, **_: (shaky, url))
+    samples, problem, tally = read("s3://bucket/00000.tar")
+    assert members(samples) == members(read(str(path))[0]) and problem.reason is None
+    assert tally == {SEEN + {"fail": "failed_request", "short": "short_answer"}[fault]: shaky.calls // 3}
+
+
+def test_an_object_that_changes_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_shards(tmp_path, [30])[0]
+    before = members(read(str(path))[0])
+    shaky = Shaky(path.read_bytes())
+    shaky.misbehave = lambda call: "change" if call == 4 else None
+    monkeypatch.setattr("fsspec.core.url_to_fs", lambda url, **_: (shaky, url))
+    samples, problem, _ = read("s3://bucket/00000.tar")
+    assert problem.reason == "changed_shard" and 0 < len(samples) < 30
+    assert members(samples) == before[: len(samples)]
+
+
+class Mute(fsspec.AbstractFileSystem):
+    """A file system without asyncio or time-outs, whose first connection gets stuck after a few answers."""
+
+    protocol = "mute"
+    data = b""
+    answers: ClassVar[list[int]] = []
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.left = self.answers.pop(0)
+
+    def info(self, path: str, **_: Any) -> dict[str, Any]:
+        return {"size": len(self.data)}
+
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
+        self.left -= 1
+        if self.left < 0:
+            threading.Event().wait(20)
+        return self.data[start:end]
+
+
+def test_a_file_system_that_falls_silent_gets_another_connection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_shards(tmp_path, [30])[0]
+    fsspec.register_implementation("mute", Mute, clobber=True)
+    monkeypatch.setattr(Mute, "data", path.read_bytes())
+    monkeypatch.setattr(Mute, "answers", answers := [4, 1000])
+    samples, problem, tally = read("mute://remote/00000.tar", wait_s=0.2)
+    assert members(samples) == members(read(str(path))[0]) and problem.reason is None
+    assert tally == {SEEN + "no_answer": 1} and answers == []
+    Mute.clear_instance_cache()
+
+
+@pytest.mark.parametrize("trickles", [False, True])
+def test_a_silent_s3_server_is_given_up_in_time(trickles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that accepts connections and says nothing, or a letter now and then."""
+    s3fs = pytest.importorskip("s3fs")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "x")
+    connections: list[socket.socket] = []
+    over = threading.Event()
+
+    def serve(server: socket.socket) -> None:
+        while not over.wait(0.02):
+            with suppress(BlockingIOError):
+                connections.append(server.accept()[0])
+                connections[-1].sendall(b"HTTP/1.1 200 OK\r\nX: " if trickles else b"")
+            for connection in connections if trickles else ():
+                with suppress(OSError):  # the client has gone away
+                    connection.sendall(b"x")
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.setblocking(False)
+        thread = threading.Thread(target=serve, args=(server,))
+        thread.start()
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
+        begun = time.monotonic()
+        samples, problem, tally = read("s3://bucket/00000.tar", wait_s=0.5, retries=1)
+        if not trickles:  # however long an answer of so many bytes may take
+            with pytest.raises(origins.FaultError, match=r"[tT]imeout"):
+                next(origins.origin_of("s3://bucket/00000.tar", 0.5).read(0, 8 << 20, "", 1 << 30))
+        took = time.monotonic() - begun
+        over.set()
+        thread.join()
+    for connection in connections:
+        connection.close()
+    s3fs.S3FileSystem.clear_instance_cache()
+    assert not samples and problem.reason == "unreachable_shard", problem
+    assert tally.total() == 2 and connections and 1 < took < 6, (tally, len(connections), took)
+
+
+def test_a_real_fsspec_file_system_is_read(tmp_path: Path) -> None:
+    path = write_shards(tmp_path, [12])[0]
+    fsspec.filesystem("memory").pipe("/remote/00000.tar", path.read_bytes())
+    assert members(read("memory://remote/00000.tar")[0]) == members(read(str(path))[0])
+    assert read("memory://remote/none.tar")[1].reason == "missing_shard"
+
+
+# -- a whole stream ----------------------------------------------------------------------------------------------------
+
+
+def indexed(urls: list[str]) -> None:
+    assert indexing.update(urls, place=lambda folder: indexing.place_for(folder, None)).failed == {}
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_an_epoch_over_a_bad_network_loses_nothing(
+    tmp_path: Path, web: Web, cached: bool, called_off: list[int]
+) -> None:
+    sizes = [30, 17, 41]
+    paths = write_shards(tmp_path, sizes)
+    urls = [f"{web.url}/{path.name}" for path in paths]
+    indexed(urls)
+    rng = random.Random(3)
+    web.faults = lambda number, path: rng.choice(FAULTS) if rng.random() < 0.3 else None
+    local = open_stream(tmp_path, batch=22)
+    options = {"cache": str(tmp_path / "copies")} if cached else {}
+    stream = open_stream(f"{web.url}/{{00000..00002}}.tar", batch=22, retries=20, **options)
+    assert stream.samples_per_epoch == sum(sizes)
+    assert contents(stream, 12) == contents(local, 12), "three epochs"
+    assert not stream.broken
+    if cached:
+        count = len(web.requests)
+        contents(stream, 4)
+        assert all(asked == "bytes=0-0" for _, asked in web.requests[count:]), "read over the network again"
+    faults, seen = web.done.total() - web.done["slow"], finish(stream)
+    assert 0 < faults - called_off[0] <= seen <= faults, (stream.seen, web.done, called_off)
+
+
+def test_a_shard_given_up_costs_its_samples_and_says_why(tmp_path: Path, web: Web) -> None:
+    sizes = [30, 30]
+    paths = write_shards(tmp_path, sizes)
+    indexed([f"{web.url}/{path.name}" for path in paths])
+    web.faults = lambda number, path: "503" if path.endswith("1.tar") else None
+    stream = open_stream(f"{web.url}/{{00000..00001}}.tar", batch=30, lanes=1, retries=1)
+    epoch = flat(ids(stream, 1))
+    assert Counter(epoch) == all_ids(paths[:1], [30])
+    ids(stream, 1)
+    assert stream.broken["unreachable_shard"] >= 30 and stream.seen["http_503"] >= 2
+
+
+def test_a_storage_that_stays_away_ends_the_run_soon(tmp_path: Path, web: Web) -> None:
+    """And not after hours of asking every shard of the set for every lane."""
+    paths = write_shards(tmp_path, [30] * 5)
+    indexed([f"{web.url}/{path.name}" for path in paths])
+    with open_stream(f"{web.url}/{{00000..00004}}.tar", batch=10, lanes=1, shuffle=2, retries=1) as stream:
+        ids(stream, 1)
+        web.faults = lambda number, path: "503"
+        asked = len(web.requests)
+        with pytest.raises(UserError, match=r"3 shards in a row cannot be reached.*data.retries=1.*resume=auto"):
+            ids(stream, 50)
+    assert len(web.requests) - asked <= 12, web.requests[asked:]
+
+
+# -- with nginx --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def nginx(tmp_path: Path) -> Iterator[Web]:
+    """The fault-injecting server in front of a real nginx that serves tmp_path."""
+    program = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
+    if program is None:
+        pytest.skip("nginx is not installed")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    home = tmp_path / "nginx"
+    home.mkdir()
+    (home / "nginx.conf").write_text(
+        f"daemon off; pid {home}/pid; error_log {home}/error.log; worker_processes 1; user root;\n"
+        f"events {{ worker_connections 64; }}\n"
+        f"http {{ access_log off; client_body_temp_path {home}/a; proxy_temp_path {home}/b; fastcgi_temp_path {home}/c;\n"
+        f"uwsgi_temp_path {home}/d; scgi_temp_path {home}/e; server {{ listen 127.0.0.1:{port}; root {tmp_path}; }} }}\n"
+    )
+    tmp_path.chmod(0o755)
+    process = subprocess.Popen([program, "-c", f"{home}/nginx.conf", "-p", str(home)], stderr=subprocess.DEVNULL)
+    try:
+        for _ in range(100):
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            time.sleep(0.05)
+        with serving(Web(upstream=port)) as served:
+            yield served
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def test_an_epoch_from_nginx_with_faults_loses_nothing(tmp_path: Path, nginx: Web, called_off: list[int]) -> None:
+    sizes = [60, 45]
+    paths = write_shards(tmp_path / "set", sizes)
+    indexed([f"{nginx.url}/set/{path.name}" for path in paths])
+    rng = random.Random(5)
+    nginx.faults = lambda number, path: rng.choice(FAULTS) if rng.random() < 0.3 else None
+    stream = open_stream(f"{nginx.url}/set/{{00000..00001}}.tar", batch=21, retries=20)
+    assert stream.samples_per_epoch == sum(sizes)
+    assert contents(stream, 10) == contents(open_stream(tmp_path / "set", batch=21), 10)
+    faults, seen = nginx.done.total() - nginx.done["slow"], finish(stream)
+    assert not stream.broken and 5 < faults - called_off[0] <= seen <= faults, (stream.seen, nginx.done, called_off)
+    nginx.faults = lambda number, path: None
+    paths[0].write_bytes(paths[1].read_bytes())
+    problem = ReadProblem()
+    reader = read_shard(f"{nginx.url}/set/00000.tar", problem)
+    next(reader)
+    paths[0].write_bytes(write_shards(tmp_path / "other", [50])[0].read_bytes())
+    assert len(list(reader)) < 45 and problem.reason == "changed_shard"

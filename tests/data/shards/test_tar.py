@@ -1,0 +1,78 @@
+"""The tar format: what the standard library wrote is read, and what nobody writes is refused."""
+
+import io
+import tarfile
+from contextlib import suppress
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from clipscale.data.shards.tar import BLOCK, next_member
+
+names = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=300).filter(
+    lambda n: not n.endswith("/")
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.tuples(names, st.binary(max_size=1500)), max_size=6),
+    st.sampled_from([tarfile.GNU_FORMAT, tarfile.PAX_FORMAT]),
+)
+@example([("d" * 90 + "/" + "f" * 60, b"x" * 512)], tarfile.USTAR_FORMAT)
+def test_members_are_what_tarfile_wrote(members: list[tuple[str, bytes]], form: int) -> None:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w", format=form) as tar:
+        for number, (name, data) in enumerate(members):
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+            folder, link = tarfile.TarInfo(f"folder{number}"), tarfile.TarInfo(f"link{number}.txt")
+            folder.type, link.type, link.linkname = tarfile.DIRTYPE, tarfile.SYMTYPE, "/etc/passwd"
+            tar.addfile(folder)
+            tar.addfile(link)
+    out.seek(0)
+    found = []
+    while (header := next_member(out)) is not None:
+        name, size = header
+        found.append((name, out.read(size)))
+        out.read(-size % BLOCK)
+    assert found == members
+
+
+def extended(content: bytes) -> io.BytesIO:
+    """A pax header of that content, and a file `a` of no bytes."""
+    header, file = tarfile.TarInfo("x"), tarfile.TarInfo("a")
+    header.type, header.size = tarfile.XHDTYPE, len(content)
+    return io.BytesIO(header.tobuf() + content + bytes(-len(content) % BLOCK) + file.tobuf())
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"no space" * 9,
+        b"no-space-within-the-first-twenty-bytes 1=2\n",
+        b" 5 a=b\n",
+        b"0 path=b\n",
+        b"-9 path=b\n",
+        b"2 path=b\n",
+        b"99 path=b\n",
+        b"10 path=b\n" + b"8",
+        b"x path=b\n",
+    ],
+)
+def test_records_that_do_not_add_up_are_damage(content: bytes) -> None:
+    with pytest.raises((tarfile.TarError, ValueError)):
+        next_member(extended(content))
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(
+        st.one_of(st.sampled_from([b"10 path=b\n", b"9 size=4\n", b"6 a=b\n"]), st.binary(max_size=30)), max_size=4
+    )
+)
+def test_an_extended_header_is_read_to_its_end_whatever_it_holds(parts: list[bytes]) -> None:
+    with suppress(tarfile.TarError, ValueError):
+        assert next_member(extended(b"".join(parts))) is not None

@@ -1,0 +1,235 @@
+"""The Triton kernels compiled ahead of time, without a GPU, for every entry of the tile table: what the binaries use.
+
+Speeds are not known from this; that nothing spills, that the tiles fit and that the tensor cores are used is.
+"""
+
+import os
+import re
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("kernels that are interpreted cannot be compiled", allow_module_level=True)
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.driver import driver
+
+from clipscale.loss.triton import panels as triton_panels
+from clipscale.loss.triton.backend import (
+    add_sigmoid_gradient_block,
+    add_softmax_gradient_block,
+    lse_block,
+    sigmoid_loss_block,
+)
+from clipscale.loss.triton.panels import MERGED_LINES, MERGED_WIDTH
+from clipscale.loss.triton.sigmoid import sigmoid_gradient_kernel, sigmoid_loss_kernel
+from clipscale.loss.triton.softmax import lse_kernel, merge_kernel, softmax_gradient_kernel
+from clipscale.loss.triton.tuning import AMPERE, TABLE, Tiles, tiles_for
+
+SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # a program may have, of the multiprocessor's
+SMALLEST_SHARED = 99 * 1024  # sm_86, sm_89, sm_120, which take the default entries
+# Bytes a thread. Triton 3.6 keeps a few load addresses of the forward kernel on the stack, written and read once a tile.
+SPILLED = 0 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9) else 64
+SPILLED_ON_BLACKWELL = 160  # by what training seldom uses there (one direction alone, TF32), read back once a tile
+REGISTERS = 64 * 1024  # of a multiprocessor
+MATRIX_INSTRUCTION = {80: "mma.sync.aligned", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
+ELEMENT = {"bf16": "half", "fp16": "half", "tf32": "tf32", "ieee": "ieee"}
+
+SOFTMAX = {"ROWS": True, "COLS": True}
+PLAIN_GRADIENT = {"SMOOTH": False, "STORE": True, "KEYS": False}
+PLAIN = {
+    "lse": (lse_kernel, "forward", SOFTMAX | {"KEYS": False}),
+    "softmax gradient": (
+        softmax_gradient_kernel,
+        "backward",
+        SOFTMAX | PLAIN_GRADIENT,
+    ),
+    "sigmoid loss": (sigmoid_loss_kernel, "forward", {"KEYS": False}),
+    "sigmoid gradient": (sigmoid_gradient_kernel, "backward", {"STORE": True, "KEYS": False}),
+}
+LOADED = {
+    "lse, keys": (lse_kernel, "forward with keys", SOFTMAX | {"KEYS": True}),
+    "softmax gradient, keys, smoothing": (
+        softmax_gradient_kernel,
+        "backward with keys",
+        SOFTMAX | {"SMOOTH": True, "STORE": True, "KEYS": True},
+    ),
+}
+REST = {
+    "lse, rows": (lse_kernel, "forward", {"ROWS": True, "COLS": False, "KEYS": False}),
+    "softmax gradient, rows": (softmax_gradient_kernel, "backward", PLAIN_GRADIENT | {"ROWS": True, "COLS": False}),
+    "softmax gradient, columns": (softmax_gradient_kernel, "backward", PLAIN_GRADIENT | {"ROWS": False, "COLS": True}),
+    "sigmoid loss, keys": (sigmoid_loss_kernel, "forward with keys", {"KEYS": True}),
+    "softmax gradient, smoothing": (softmax_gradient_kernel, "backward", SOFTMAX | PLAIN_GRADIENT | {"SMOOTH": True}),
+    "sigmoid gradient, keys": (sigmoid_gradient_kernel, "backward with keys", {"STORE": True, "KEYS": True}),
+}  # fmt: skip
+KERNELS: dict[str, Any] = PLAIN | LOADED | REST
+COMMON = [("bf16", name) for name in PLAIN | LOADED] + [
+    (form, name) for form in ("tf32", "ieee") for name in list(PLAIN)[:2]
+]
+OTHERS = [(form, name) for form in ELEMENT for name in KERNELS if (form, name) not in COMMON]
+
+
+class Binary(NamedTuple):
+    """What a compiled kernel needs and contains."""
+
+    registers: int
+    stack: int  # bytes a thread spills
+    shared: int  # bytes a program
+    ptx: str
+    tiles: Tiles
+
+
+def compiled(kernel: Any, capability: int, tiles: Tiles, dtype: str, constants: dict[str, Any]) -> Binary:
+    """The kernel for aligned operands, as the launches have them."""
+    signature, aligned = {}, {}
+    for index, name in enumerate(kernel.arg_names):
+        if name in constants:
+            signature[name] = "constexpr"
+            continue
+        if name in ("u", "v", "panel"):
+            signature[name] = f"*{dtype}"
+        elif name.endswith("_keys"):
+            signature[name] = "*i64"
+        elif name in ("kept", "row_constant", "col_constant"):
+            signature[name] = "fp32"
+        elif name in ("n", "m", "depth", "positive", "lines", "length") or name.startswith("stride"):
+            signature[name] = "i32"
+        else:
+            signature[name] = "*fp32"
+        if signature[name].startswith("*") or name == "depth" or name.startswith("stride"):
+            aligned[(index,)] = [["tt.divisibility", 16]]
+    options = {
+        "num_warps": tiles.warps,
+        "num_stages": tiles.stages,
+        "maxnreg": tiles.registers,
+        "enable_fp_fusion": True,
+    }
+    source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
+    built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    return Binary(*resources(built.asm["cubin"]), built.metadata.shared, built.asm["ptx"], tiles)
+
+
+def resources(cubin: bytes) -> tuple[int, int]:
+    """Registers and stack bytes a thread, as the binary says."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(cubin)
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", said)
+    assert found, said
+    return int(found[1]), int(found[2])
+
+
+@cache
+def entry(capability: int, form: str, name: str) -> Binary:
+    """A kernel in its entry of the table."""
+    kernel, kernel_pass, flags = KERNELS[name]
+    tiles = tiles_for(capability, kernel_pass, ELEMENT[form])
+    shape = {"BM": tiles.rows, "BN": tiles.cols, "BK": tiles.depth, "GROUP": tiles.group}
+    precision = {"PRECISION": "tf32" if form == "tf32" else "ieee"}
+    dtype = form if ELEMENT[form] == "half" else "fp32"
+    return compiled(kernel, capability, tiles, dtype, flags | precision | shape)
+
+
+def check(capability: int, form: str, name: str) -> None:
+    binary = entry(capability, form, name)
+    seen = f"{name} in {form} on sm_{capability} with {binary.tiles}: {binary.registers} registers, {binary.stack} bytes of stack"
+    rare = capability == 100 and (form, name) not in COMMON
+    assert binary.stack <= (SPILLED_ON_BLACKWELL if rare else SPILLED), f"spills: {seen}"
+    assert binary.shared <= SHARED_BYTES[capability], f"{binary.shared} bytes of shared memory: {seen}"
+    if binary.tiles in AMPERE.values() or form == "ieee":
+        assert binary.shared <= SMALLEST_SHARED, (
+            f"{binary.shared} bytes of shared memory, and this is the default entry: {seen}"
+        )
+    if form != "ieee":
+        assert MATRIX_INSTRUCTION[capability] in binary.ptx, f"no {MATRIX_INSTRUCTION[capability]}: {seen}"
+    copies = re.findall(r"cp\.async\.\S+ .*?, 0x(\w+)", binary.ptx)
+    assert copies and set(copies) == {"10"}, f"operands are not copied 16 bytes at a time but {set(copies)}: {seen}"
+    if name.startswith(("softmax gradient", "sigmoid gradient")):
+        assert "st.global.v4.b32" in binary.ptx, f"the gradient is not stored 16 bytes at a time: {seen}"
+        assert "st.global.b16" not in binary.ptx, f"the gradient is stored 2 bytes at a time: {seen}"
+
+
+@pytest.mark.parametrize(("form", "name"), COMMON)
+@pytest.mark.parametrize("capability", sorted(SHARED_BYTES))
+def test_the_kernel_fits_spills_nothing_and_uses_the_tensor_cores(capability: int, form: str, name: str) -> None:
+    check(capability, form, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("form", "name"), OTHERS)
+@pytest.mark.parametrize("capability", sorted(SHARED_BYTES))
+def test_so_do_the_rarer_variants(capability: int, form: str, name: str) -> None:
+    check(capability, form, name)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_two_programs_share_a_hopper_multiprocessor(name: str) -> None:
+    """One's exponentials then overlap the other's matmul: what the entries' register limit is for."""
+    binary = entry(90, "bf16", name)
+    threads = 32 * binary.tiles.warps
+    assert 2 * threads * binary.registers <= REGISTERS, f"{binary.registers} registers of {threads} threads"
+    assert 2 * (binary.shared + 1024) <= 228 * 1024, f"{binary.shared} bytes of shared memory"
+
+
+def test_the_merge_kernel_compiles_everywhere() -> None:
+    for capability in SHARED_BYTES:
+        constants = {"LINES": MERGED_LINES, "WIDTH": MERGED_WIDTH}
+        binary = compiled(merge_kernel, capability, Tiles(0, 0, 0, warps=4, stages=2), "fp32", constants)
+        assert binary.stack == 0, f"spills {binary.stack} bytes on sm_{capability}"
+
+
+class NoDevice:
+    """A driver that knows what to compile for and runs nothing."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+def test_the_launches_bind_and_compile_as_the_host_makes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arguments in the kernels' order, alignment seen by Triton, few variants: sizes and positions do not make new ones."""
+    compiled: dict[str, set[str]] = {}
+
+    def launch(kernel: Any, grid: int, device: torch.device, tiles: Tiles, *arguments: Any, **constants: Any) -> None:
+        options = {"num_warps": tiles.warps, "num_stages": tiles.stages, "maxnreg": tiles.registers}
+        built = kernel.run(*arguments, grid=(grid,), warmup=True, **constants, **options, enable_fp_fusion=True)
+        compiled.setdefault(kernel.__name__, set()).add(built.hash)
+        if kernel is not merge_kernel:
+            assert set(re.findall(r"cp\.async\.\S+ .*?, 0x(\w+)", built.asm["ptx"])) == {"10"}, kernel.__name__
+
+    monkeypatch.setattr(triton_panels, "launch", launch)
+    monkeypatch.setattr(triton_panels, "tiles_on", lambda device, *choice: tiles_for(90, *choice))
+    scale, out = torch.tensor(10.0), torch.zeros(501, 123)
+    monkeypatch.setattr(driver, "_active", NoDevice())
+    for n, m, positive in ((501, 300, 0), (1, 501, -16), (501, 16, None)):
+        u, v = (torch.zeros(size, 123, dtype=torch.float16) for size in (n, m))
+        r, c, a, b = (torch.zeros(size) for size in (n, m, n, m))
+        lse_block(u, v, scale, positive=positive)
+        sigmoid_loss_block(u, v, scale, scale, positive=positive)
+        grads: Any = {"d_u": out[:n], "d_v": out[:m].clone()}
+        add_softmax_gradient_block(u, v, scale, r, c, a, b, positive=positive, **grads)
+        add_sigmoid_gradient_block(u, v, scale, scale, positive=positive, **grads)
+    names = ("lse_kernel", "merge_kernel", "softmax_gradient_kernel", "sigmoid_loss_kernel", "sigmoid_gradient_kernel")
+    assert {name: len(variants) for name, variants in compiled.items()} == dict.fromkeys(names, 1)
+
+
+def test_every_architecture_has_an_entry_for_every_pass() -> None:
+    for capability in (*TABLE, 75, 86, 89, 120):
+        for kernel_pass in ("forward", "forward with keys", "backward", "backward with keys"):
+            for arithmetic in ("half", "tf32", "ieee"):
+                assert tiles_for(capability, kernel_pass, arithmetic).rows

@@ -1,0 +1,24 @@
+"""The Triton kernels in the ordinary suite: test_triton_block.py in a process where Triton interprets its kernels on the CPU.
+
+Triton decides that when it is imported, and by then other tests have imported it.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="test_triton_block.py runs on the CUDA device")
+def test_the_kernels_in_the_interpreter() -> None:
+    pytest_options = ["-o", "addopts=", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", *pytest_options, "tests/loss/triton/test_backend.py"]
+    env = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout and "skipped" not in done.stdout, done.stdout[-500:]
