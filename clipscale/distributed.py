@@ -42,6 +42,14 @@ class World:
         dist.all_gather_object(values, value)
         return values
 
+    def gather_rows(self, rows: Tensor) -> Tensor:
+        """Equally many rows of every rank, joined in rank order, on every rank."""
+        if self.size == 1:
+            return rows
+        parts = [torch.empty_like(rows) for _ in range(self.size)]
+        dist.all_gather(parts, rows.contiguous())
+        return torch.cat(parts)
+
     def broadcast(self, value: Any) -> Any:
         """Rank 0's `value` on every rank."""
         if self.size == 1:

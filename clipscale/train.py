@@ -27,7 +27,7 @@ from clipscale.distributed import World
 from clipscale.errors import StoppedError, UserError
 from clipscale.eval.run import check as check_sets
 from clipscale.eval.run import evaluate
-from clipscale.models.flops import Flops
+from clipscale.models.towers import Flops
 from clipscale.optim import Schedule, peak_lr
 from clipscale.phases import Phases
 from clipscale.report.metrics import MetricLog
@@ -83,7 +83,7 @@ class Run:
                 f"batch={config.batch}: the checkpoint was trained with batch={state['batch']}; go on with that, or choose another run=NAME"
             )
 
-        check_sets(config.eval)
+        check_sets(config.eval, world)
         self.learner = Learner(config, world, self.folder, state)
         self.retention = Retention(config.cache.keep, world.device)
         self.flops = Flops(config.model, world.device, stored_images=self.learner.stored is not None)
@@ -337,7 +337,7 @@ class Run:
         results = evaluate(
             self.learner.model,
             self.config.eval,
-            device=self.world.device,
+            self.world,
             autocast=self.learner.precision.autocast,
             run_dir=self.folder,
             step=self.step,

@@ -22,8 +22,7 @@ from clipscale.data.loader.host_batch import Arena, HostBatch, Layout
 from clipscale.data.loader.to_device import DeviceRows
 from clipscale.grad_cache import GradCache
 from clipscale.loss.api import contrastive_loss
-from clipscale.models.flops import Flops
-from clipscale.models.towers import ClipModel, architecture, build_model
+from clipscale.models.towers import ClipModel, Flops, architecture, build_model
 from clipscale.phases import Phases
 from clipscale.precision import Precision
 

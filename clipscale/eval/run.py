@@ -1,7 +1,7 @@
-"""Evaluate a model on zero-shot classification and retrieval sets, during training and by the `eval` verb.
+"""Evaluates a model on zero-shot classification and retrieval sets, during training and by the `eval` verb.
 
-Every rank takes an equal, contiguous share of the images and texts (the last share is padded), so that all ranks make the same
-number of forward passes: towers that communicate in their forward pass (FSDP2) are evaluated as they stand, and no rank waits idle.
+Every rank takes an equal, contiguous share of the images and texts (the last share is padded), so all ranks make the same number of
+forward passes. FSDP2's towers, which communicate in their forward pass, can thus be evaluated as they are.
 
 N: images, M: captions, n: one rank's share, C: classes, D: feature width, S: pixels.
 """
@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from clipscale.config.checks import at_least
 from clipscale.config.sections import EvalConfig
 from clipscale.data.decode import BrokenSampleError, EvalTransform
+from clipscale.distributed import World
 from clipscale.errors import UserError
 from clipscale.eval import datasets, retrieval, zero_shot
 from clipscale.eval.datasets import EvalSet
@@ -35,7 +35,7 @@ from clipscale.hardware import cores
 log = logging.getLogger(__name__)
 
 Results = dict[str, dict[str, float]]
-"""Set name -> metric name -> value; the metrics are shares in [0, 1], besides the counts `images`, `captions` and `broken`."""
+"""Set name -> metric name -> value; the metrics are shares in [0, 1], except the counts `images`, `captions` and `broken`."""
 
 
 class Model(Protocol):
@@ -54,10 +54,10 @@ class Model(Protocol):
     def train(self, mode: bool = True) -> Any: ...
 
 
-def check(config: EvalConfig) -> list[EvalSet]:
-    """The sets of `config`, indexed. Called before training starts, it finds a mistyped path in the first minute.
+def check(config: EvalConfig, world: World) -> list[EvalSet]:
+    """The sets of `config`, indexed. Training calls it at its start, so a mistyped path is found in the first minute.
 
-    Under a process group every rank must call it; a mistake seen by any rank is raised on all of them. Raises UserError.
+    A collective: every rank calls it, and a mistake that one rank finds is raised on all. Raises UserError.
     """
     sets, problem = [], ""
     try:
@@ -66,10 +66,7 @@ def check(config: EvalConfig) -> list[EvalSet]:
     except UserError as error:
         problem = str(error)
     view = (problem, [(s.name, len(s), len(s.captions)) for s in sets])
-    views: list[Any] = [view]
-    if _world()[1] > 1:
-        views = [None] * _world()[1]
-        dist.all_gather_object(views, view)
+    views = world.gather(view)
     problems = [problem for problem, _ in views if problem]
     if problems:
         raise UserError(problems[0])
@@ -81,21 +78,21 @@ def check(config: EvalConfig) -> list[EvalSet]:
 def evaluate(
     model: Model,
     config: EvalConfig,
+    world: World,
     *,
-    device: torch.device,
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     run_dir: Path | None = None,
     step: int | None = None,
 ) -> Results:
-    """Metrics of every set, the same on every rank; every rank of the process group must call it.
+    """Metrics of every set, the same on every rank. A collective: every rank calls it.
 
-    Broken images count as misses, so that the number of images behind a metric never depends on what could be read; how many there
-    were is the metric `broken`. With `run_dir`, rank 0 writes `eval/step_N.json` and the retrieved examples there.
-    The model is put into evaluation mode and back. Raises UserError for sets that cannot be used.
+    Broken images count as misses, so every metric covers all images of its set; the metric `broken` counts them. With `run_dir`, rank 0
+    writes `eval/step_N.json` and the retrieved examples there. The model is in evaluation mode meanwhile, and put back afterwards.
+    Raises UserError for sets that cannot be used.
     """
     started = time.perf_counter()
-    sets = check(config)
-    encoder = _Encoder(model, device, autocast, config.batch, _threads(config.workers))
+    sets = check(config, world)
+    encoder = _Encoder(model, world, autocast, config.batch, _threads(config.workers))
     results: Results = {}
     with _evaluation_mode(model), torch.no_grad():
         for item in sets:
@@ -103,7 +100,7 @@ def evaluate(
                 results[item.name] = _retrieval(encoder, item, run_dir, step)
             else:
                 results[item.name] = _classification(encoder, item)
-    if run_dir is not None and _world()[0] == 0 and sets:
+    if run_dir is not None and world.main and sets:
         save_results(run_dir, step, results, seconds=time.perf_counter() - started)
     return results
 
@@ -121,46 +118,45 @@ def save_results(run_dir: Path, step: int | None, results: Results, *, seconds: 
 
 
 def _classification(encoder: "_Encoder", item: EvalSet) -> dict[str, float]:
-    C = len(item.classnames)
-    names = [item.classnames[i if i is not None else 0] for i in _share(C)]
-    classes_CD = _gather(
+    world, device, C = encoder.world, encoder.world.device, len(item.classnames)
+    names = [item.classnames[i or 0] for i in _share(C, world)]
+    classes_CD = world.gather_rows(
         zero_shot.class_embeddings(encoder.text, encoder.model.tokenizer, names, item.templates, batch=encoder.batch)
     )[:C]
-    counts_3C = torch.zeros(3, C, dtype=torch.int64, device=encoder.device)
-    broken = torch.zeros((), dtype=torch.int64, device=encoder.device)
+    counts_3C = torch.zeros(3, C, dtype=torch.int64, device=device)
+    broken = torch.zeros((), dtype=torch.int64, device=device)
     for indices, features_nD, usable_n in encoder.images(item):
-        real = torch.tensor([i is not None for i in indices], device=encoder.device)
-        targets = torch.tensor([item.labels[i] if i is not None else 0 for i in indices], device=encoder.device)
+        real = torch.tensor([i is not None for i in indices], device=device)
+        targets = torch.tensor([item.labels[i] if i is not None else 0 for i in indices], device=device)
         ranks = zero_shot.target_ranks(features_nD @ classes_CD.T, targets).masked_fill(~usable_n, C + 5)
         counts_3C += zero_shot.accuracy_counts(ranks[real], targets[real], C)
         broken += (real & ~usable_n).sum()
-    if _world()[1] > 1:
-        dist.all_reduce(counts_3C)
-        dist.all_reduce(broken)
-    _refuse_all_broken(item, int(broken))
-    return zero_shot.accuracy_metrics(counts_3C) | {"images": len(item), "broken": int(broken)}
+    counts_3C, total_broken = world.gather_rows(counts_3C[None]).sum(0), int(world.gather_rows(broken[None]).sum())
+    _refuse_all_broken(item, total_broken)
+    return zero_shot.accuracy_metrics(counts_3C) | {"images": len(item), "broken": total_broken}
 
 
 def _retrieval(encoder: "_Encoder", item: EvalSet, run_dir: Path | None, step: int | None) -> dict[str, float]:
+    world = encoder.world
     batches = list(encoder.images(item))
-    images_ND = _gather(torch.cat([features for _, features, _ in batches]))[: len(item)]
-    usable_N = _gather(torch.cat([usable for _, _, usable in batches]).byte())[: len(item)].bool()
+    images_ND = world.gather_rows(torch.cat([features for _, features, _ in batches]))[: len(item)]
+    usable_N = world.gather_rows(torch.cat([usable for _, _, usable in batches]).byte())[: len(item)].bool()
     broken = int((~usable_N).sum())
     _refuse_all_broken(item, broken)
     captions_MD = encoder.texts(item.captions)
 
-    # A broken image is neither a query nor in the gallery, nor do its captions stand in anyone's way; all of them are misses.
-    owner_M = torch.tensor(item.owner, device=encoder.device)
+    # A broken image and its captions are misses. The other queries are ranked without them.
+    owner_M = torch.tensor(item.owner, device=world.device)
     kept_M = usable_N[owner_M]
     new_index_N = usable_N.long().cumsum(0) - 1
     image_ranks, caption_ranks = retrieval.retrieval_ranks(
         images_ND[usable_N], captions_MD[kept_M], new_index_N[owner_M[kept_M]]
     )
-    misses = torch.full((max(len(usable_N), len(owner_M)),), retrieval.UNREACHABLE, device=encoder.device)
+    misses = torch.full((max(len(usable_N), len(owner_M)),), retrieval.UNREACHABLE, device=world.device)
     metrics = retrieval.retrieval_metrics(
         torch.cat([image_ranks, misses[:broken]]), torch.cat([caption_ranks, misses[: int((~kept_M).sum())]])
     )
-    if run_dir is not None and _world()[0] == 0:
+    if run_dir is not None and world.main:
         save_examples(run_dir, step, item, images_ND, captions_MD, usable_N)
     return metrics | {"images": len(item), "captions": len(item.captions), "broken": broken}
 
@@ -172,26 +168,26 @@ def _refuse_all_broken(item: EvalSet, broken: int) -> None:
 
 @dataclass
 class _Encoder:
-    """Features of this rank's share of images and texts."""
+    """Encodes this rank's share of images and texts."""
 
     model: Model
-    device: torch.device
+    world: World
     autocast: Callable[[], AbstractContextManager[Any]]
     batch: int
     threads: int
 
     def text(self, tokens_nT: Tensor) -> Tensor:
         with self.autocast():
-            return self.model.text(tokens_nT.to(self.device))
+            return self.model.text(tokens_nT.to(self.world.device))
 
     def texts(self, texts: Sequence[str]) -> Tensor:
         """Unit features (M, D) of all texts, on every rank."""
-        mine = [texts[i if i is not None else 0] for i in _share(len(texts))]
+        mine = [texts[i or 0] for i in _share(len(texts), self.world)]
         parts = [
             F.normalize(self.text(self.model.tokenizer(mine[a : a + self.batch])).float(), dim=-1)
             for a in range(0, len(mine), self.batch)
         ]
-        return _gather(torch.cat(parts))[: len(texts)]
+        return self.world.gather_rows(torch.cat(parts))[: len(texts)]
 
     def images(self, item: EvalSet) -> Iterator[tuple[list[int | None], Tensor, Tensor]]:
         """Indices (None: padding), unit features (n, D) and whether each image could be decoded, batch after batch.
@@ -212,7 +208,7 @@ class _Encoder:
                 broken["unreadable_file"] += 1
             return None
 
-        share = _share(len(item))
+        device, share = self.world.device, _share(len(item), self.world)
         spans = [share[a : a + self.batch] for a in range(0, len(share), self.batch)]
         with ThreadPoolExecutor(self.threads) as pool:
             waiting = [pool.submit(pixels_of, i) for i in spans[0]]
@@ -220,9 +216,9 @@ class _Encoder:
                 decoded = [future.result() for future in waiting]
                 if number + 1 < len(spans):
                     waiting = [pool.submit(pixels_of, i) for i in spans[number + 1]]
-                usable = torch.tensor([pixels is not None for pixels in decoded], device=self.device)
+                usable = torch.tensor([pixels is not None for pixels in decoded], device=device)
                 blank = torch.zeros(3, self.model.image_size, self.model.image_size, dtype=torch.uint8)
-                pixels = torch.stack([blank if p is None else p for p in decoded]).to(self.device)
+                pixels = torch.stack([blank if p is None else p for p in decoded]).to(device)
                 with self.autocast():
                     features = self.model.image(pixels)
                 yield indices, F.normalize(features.float(), dim=-1), usable
@@ -235,26 +231,10 @@ def _threads(workers: int) -> int:
     return workers or max(1, min(8, cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
-def _world() -> tuple[int, int]:
-    """Rank and number of processes."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-
-
-def _share(count: int) -> list[int | None]:
+def _share(count: int, world: World) -> list[int | None]:
     """This rank's contiguous share of 0..count-1, padded with None to the same length on every rank."""
-    rank, size = _world()
-    each = -(-count // size)
-    return [i if i < count else None for i in range(rank * each, (rank + 1) * each)]
-
-
-def _gather(local: Tensor) -> Tensor:
-    """Equal shares of all ranks, joined in rank order."""
-    size = _world()[1]
-    if size == 1:
-        return local
-    parts = [torch.empty_like(local) for _ in range(size)]
-    dist.all_gather(parts, local.contiguous())
-    return torch.cat(parts)
+    each = -(-count // world.size)
+    return [i if i < count else None for i in range(world.rank * each, (world.rank + 1) * each)]
 
 
 @contextmanager

@@ -23,13 +23,13 @@ def main(config: EvalRunConfig) -> Results:
         config.eval.sets = _sets_of(folder / "config.yaml")
     world = distributed.start(config.device)
     try:
-        check(config.eval)  # before the model is loaded: a mistyped path is answered at once
+        check(config.eval, world)  # before the model is loaded: a mistyped path is reported at once
         precision = Precision(config.precision, world.device)
         model, _, step = load_model(folder, config.checkpoint)
         results = evaluate(
             model.to(world.device),
             config.eval,
-            device=world.device,
+            world,
             autocast=precision.autocast,
             run_dir=folder,
             step=step,

@@ -9,6 +9,7 @@ from PIL import Image
 from torch import Tensor
 
 from clipscale.config.sections import EvalConfig
+from clipscale.distributed import World
 from clipscale.errors import UserError
 from clipscale.eval.run import check, evaluate, save_results
 from tests.eval.sets import (
@@ -23,11 +24,12 @@ from tests.eval.sets import (
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
+ALONE = World(0, 1, CPU)
 
 
 def test_perfect_model_is_perfect(tmp_path: Path) -> None:
     sets = [classification_set(tmp_path / "classes"), retrieval_set(tmp_path / "captions")]
-    results = evaluate(ColourModel(), EvalConfig(sets=[str(s) for s in sets]), device=CPU)
+    results = evaluate(ColourModel(), EvalConfig(sets=[str(s) for s in sets]), ALONE)
     assert results["classes"] == {"top1": 1, "top5": 1, "mean_per_class_recall": 1, "images": 6, "broken": 0}
     shares = {k: v for k, v in results["captions"].items() if "_r" in k}
     assert len(shares) == 6 and set(shares.values()) == {1.0}
@@ -36,7 +38,7 @@ def test_perfect_model_is_perfect(tmp_path: Path) -> None:
 
 def test_wrong_answers_are_counted(tmp_path: Path) -> None:
     root = classification_set(tmp_path / "set", ["red"] * 3 + ["green"], wrong=[0, 1])
-    result = evaluate(ColourModel(), EvalConfig(sets=[str(root)]), device=CPU)["set"]
+    result = evaluate(ColourModel(), EvalConfig(sets=[str(root)]), ALONE)["set"]
     assert result["top1"] == 2 / 4 and result["mean_per_class_recall"] == pytest.approx((1 / 3 + 1) / 2)
 
 
@@ -44,13 +46,13 @@ def test_wrong_answers_are_counted(tmp_path: Path) -> None:
 def test_batch_size_changes_nothing(tmp_path: Path, batch: int) -> None:
     sets = [str(classification_set(tmp_path / "classes", wrong=[2])), str(retrieval_set(tmp_path / "captions"))]
     config = EvalConfig(sets=sets, batch=batch, workers=2)
-    results = evaluate(ColourModel(), config, device=CPU)
+    results = evaluate(ColourModel(), config, ALONE)
     assert results["classes"]["top1"] == 5 / 6 and results["captions"]["text_to_image_r1"] == 1
 
 
 def test_model_is_evaluated_in_evaluation_mode_and_put_back(tmp_path: Path) -> None:
     model = ColourModel().train()
-    evaluate(model, EvalConfig(sets=[str(classification_set(tmp_path / "set"))]), device=CPU)
+    evaluate(model, EvalConfig(sets=[str(classification_set(tmp_path / "set"))]), ALONE)
     assert model.modes == {False} and model.training
 
 
@@ -71,9 +73,7 @@ def test_broken_images_are_misses_and_counted(tmp_path: Path, caplog: pytest.Log
     members[2] = ("1.png", b"")
     captions = write_shards(tmp_path / "captions", [members], {"dataset_type.txt": "retrieval"})
 
-    results = evaluate(
-        ColourModel(), EvalConfig(sets=[str(classes), str(captions)]), device=CPU, run_dir=tmp_path / "run"
-    )
+    results = evaluate(ColourModel(), EvalConfig(sets=[str(classes), str(captions)]), ALONE, run_dir=tmp_path / "run")
     assert results["classes"]["top1"] == 5 / 6 and results["classes"]["top5"] == 5 / 6
     assert results["classes"]["images"] == 6 and results["classes"]["broken"] == 1
     assert {v for k, v in results["captions"].items() if "_r" in k} == {5 / 6}, results["captions"]
@@ -84,7 +84,7 @@ def test_broken_images_are_misses_and_counted(tmp_path: Path, caplog: pytest.Log
 def test_a_set_without_one_good_image_is_refused(tmp_path: Path) -> None:
     root = write_shards(tmp_path / "set", [[("0.png", b"x"), ("0.cls", b"0")]], {"classnames.txt": "red"})
     with pytest.raises(UserError, match="none of the 1 images"):
-        evaluate(ColourModel(), EvalConfig(sets=[str(root)]), device=CPU)
+        evaluate(ColourModel(), EvalConfig(sets=[str(root)]), ALONE)
 
 
 def test_a_collapsed_or_diverged_model_scores_zero(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_a_collapsed_or_diverged_model_scores_zero(tmp_path: Path) -> None:
             def image(self, pixels: Tensor, value: float = value) -> Tensor:
                 return torch.full((len(pixels), 3), value)
 
-        results = evaluate(Constant(), EvalConfig(sets=sets), device=CPU)
+        results = evaluate(Constant(), EvalConfig(sets=sets), ALONE)
         assert results["classes"]["top1"] <= 1 / 6, f"features all {value}: {results['classes']}"
         assert results["captions"]["text_to_image_r1"] == 0, f"features all {value}: {results['captions']}"
 
@@ -103,7 +103,7 @@ def test_a_collapsed_or_diverged_model_scores_zero(tmp_path: Path) -> None:
 def test_results_and_examples_are_saved(tmp_path: Path) -> None:
     sets = [str(classification_set(tmp_path / "classes")), str(retrieval_set(tmp_path / "captions"))]
     run = tmp_path / "run"
-    results = evaluate(ColourModel(), EvalConfig(sets=sets), device=CPU, run_dir=run, step=12)
+    results = evaluate(ColourModel(), EvalConfig(sets=sets), ALONE, run_dir=run, step=12)
     record = json.loads((run / "eval" / "step_00000012.json").read_text())
     assert record["step"] == 12 and record["results"] == results
     examples = json.loads((run / "eval" / "retrieved" / "captions.json").read_text())
@@ -123,7 +123,9 @@ def test_later_results_join_earlier_ones(tmp_path: Path) -> None:
 
 def evaluate_on_rank(rank: int, world: int, sets: list[str], run: str) -> tuple[dict[str, dict[str, float]], int]:
     model = ColourModel()
-    results = evaluate(model, EvalConfig(sets=sets, batch=2, workers=1), device=CPU, run_dir=Path(run), step=1)
+    results = evaluate(
+        model, EvalConfig(sets=sets, batch=2, workers=1), World(rank, world, CPU), run_dir=Path(run), step=1
+    )
     return results, model.passes
 
 
@@ -132,7 +134,7 @@ def test_ranks_share_the_work_and_agree(tmp_path: Path) -> None:
         str(classification_set(tmp_path / "classes", [*NAMES, "red"], wrong=[1, 4])),
         str(retrieval_set(tmp_path / "captions")),
     ]
-    alone = evaluate(ColourModel(), EvalConfig(sets=sets, batch=2), device=CPU)
+    alone = evaluate(ColourModel(), EvalConfig(sets=sets, batch=2), ALONE)
     answers = run_ranks(evaluate_on_rank, 3, sets, str(tmp_path / "run"))
     assert all(results == alone for results, _ in answers), f"{answers} instead of {alone}"
     assert len({passes for _, passes in answers}) == 1, "towers that communicate need equally many passes on every rank"
@@ -143,7 +145,7 @@ def check_on_rank(rank: int, world: int, *paths: list[str]) -> list[str]:
     messages = []
     for choices in paths:
         try:
-            check(EvalConfig(sets=[choices[rank]]))
+            check(EvalConfig(sets=[choices[rank]]), World(rank, world, CPU))
         except UserError as error:
             messages.append(str(error))
     return messages
@@ -159,4 +161,4 @@ def test_a_mistake_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
 
 def test_batch_must_be_positive(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"eval\.batch=0"):
-        check(EvalConfig(batch=0))
+        check(EvalConfig(batch=0), ALONE)

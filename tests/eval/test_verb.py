@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from clipscale import checkpoint
 from clipscale.config.sections import EvalConfig, ModelConfig
 from clipscale.config.tools import EvalRunConfig
+from clipscale.distributed import World
 from clipscale.errors import UserError
 from clipscale.eval.run import evaluate
 from clipscale.eval.verb import main
@@ -44,7 +45,7 @@ def test_the_verb_evaluates_the_checkpoint_it_is_asked_for(
     sets = [str(classification_set(tmp_path / "classes")), str(retrieval_set(tmp_path / "captions"))]
     run = tmp_path / "run"
     save(run, model, 7)
-    wanted = evaluate(model, EvalConfig(sets=sets), device=torch.device("cpu"))
+    wanted = evaluate(model, EvalConfig(sets=sets), World(0, 1, torch.device("cpu")))
     torch.manual_seed(1)
     save(run, build_model(TINY), 9)
 

@@ -8,8 +8,7 @@ import torch
 
 from clipscale.config.sections import ModelConfig
 from clipscale.errors import UserError
-from clipscale.models.flops import Flops
-from clipscale.models.towers import build_model, forward_flops
+from clipscale.models.towers import Flops, build_model, forward_flops
 
 SMALL = {
     "embed_dim": 16,
