@@ -157,7 +157,7 @@ def memory(settings: DoctorSettings) -> Iterator[Finding]:
         yield Finding(
             "note",
             "memory",
-            f"{soft} open files are allowed; data.lanes=64 may need more: ulimit -n {min(hard, 65536)}",
+            f"{soft} open files are allowed; data.shard_streams=64 may need more: ulimit -n {min(hard, 65536)}",
         )
 
 

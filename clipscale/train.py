@@ -85,7 +85,7 @@ class Run:
 
         check_sets(config.eval, world)
         self.learner = Learner(config, world, self.folder, state)
-        self.retention = Retention(config.cache.keep, world.device)
+        self.retention = Retention(config.cache.activation_budget, world.device)
         self.flops = Flops(config.model, world.device, stored_images=self.learner.stored is not None)
         self.stream = self.open_stream(state)
         merge_positions(world.gather(self.stream.position()))  # refuses shards that differ between the ranks

@@ -133,7 +133,7 @@ def test_under_a_ramp_the_scaled_peak_follows_the_batch(shards: str, tmp_path: P
         settings(
             tmp_path,
             tmp_path / "run",
-            data=DataConfig(train=[shards], workers=0, lanes=2),
+            data=DataConfig(train=[shards], workers=0, shard_streams=2),
             batch=24,
             samples=60,
             ramp=RampConfig(start=6, samples=12, rule="double"),

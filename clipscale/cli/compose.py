@@ -21,6 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from clipscale.cli.verbs import TOOLS
 from clipscale.config.keys import Key, conf_dir, group_options, keys, tree
 from clipscale.config.parse import explained, misnamed
+from clipscale.config.renamed import current
 from clipscale.errors import UserError
 from clipscale.units import nearest, one_of, split
 
@@ -65,6 +66,8 @@ def prepare(argv: Sequence[str], declared: Sequence[Key]) -> tuple[list[str], li
     for word in overrides:
         key, equals, value = word.partition("=")
         bare = key.lstrip("+~")
+        if (renamed := current(bare, {one.name for one in declared})) != bare:
+            key, bare = key.removesuffix(bare) + renamed, renamed
         if word.startswith("~") and any(bare == one.name for one in declared):
             raise UserError(f"{word}: a setting cannot be taken away; give it another value")
         given.add(bare)

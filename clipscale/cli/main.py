@@ -174,6 +174,7 @@ def simple(name: str, argv: list[str]) -> tuple[list[str], Any]:
     Raises UserError for a word that is neither. What looks like a key and is no file is taken for a key.
     """
     from clipscale.config.parse import misnamed, typed
+    from clipscale.config.renamed import current
 
     tool = TOOLS[name]
     kinds = {key.name: key.type for key in keys(*tool.settings)}
@@ -182,6 +183,7 @@ def simple(name: str, argv: list[str]) -> tuple[list[str], Any]:
     values: dict[str, Any] = {}
     for word in argv:
         key, equals, text = word.partition("=")
+        key = current(key, kinds)
         like_a_key = re.fullmatch(r"[A-Za-z_][\w.]*", key) is not None
         known = key.partition(".")[0] in sections or (like_a_key and not Path(word).exists())
         if tool.words and not (equals and known):

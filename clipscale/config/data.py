@@ -30,7 +30,7 @@ ORDERS = ("auto", "epochs", "resampled")
 LEAST = {
     "workers": 0,
     "shuffle": 0,
-    "lanes": 1,
+    "shard_streams": 1,
     "buffers": 1,
     "image_size": 1,
     "max_pixels": 1,
@@ -94,7 +94,7 @@ class DataConfig:
     """`epochs`: each sample exactly once an epoch; `resampled`: shards drawn with replacement; `auto`: epochs where counts are known."""
     workers: int = 2
     """Loader processes per rank; 0 decodes in the training process."""
-    lanes: int | None = None
+    shard_streams: int | None = None
     """Independent ordered streams whose union is the global order; None: 64, or what the batch and the ranks need."""
     shuffle: int = 256
     """Samples in each lane's shuffle window; 0: shard order. Every lane holds a window of undecoded samples in memory."""

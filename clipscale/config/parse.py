@@ -12,7 +12,8 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
 
-from clipscale.config.keys import group_options, keys
+from clipscale.config.keys import group_options, keys, tree
+from clipscale.config.renamed import with_current_names
 from clipscale.errors import UserError
 from clipscale.units import nearest, parse_count
 
@@ -24,6 +25,7 @@ def typed(settings: type[T], values: dict[str, Any]) -> T:
 
     Raises UserError for an unknown key or a value of the wrong type.
     """
+    values = with_current_names(values, tree(settings.__module__, settings.__name__))
     try:
         result = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(settings), normalise(settings, values)))
     except OmegaConfBaseException as error:

@@ -107,7 +107,7 @@ class CacheConfig:
     """Samples per image chunk; None: `chunk`."""
     text_chunk: int | None = None
     """Samples per text chunk; None: `chunk`."""
-    keep: str = "none"
+    activation_budget: str = "none"
     """Memory for graphs kept from the first pass, whose chunks need no second one: `none`, bytes (`20G`), or `auto` (what is free)."""
     negatives: str = "batch"
     """Whom a pair is told apart from: the whole `batch`, or its own `chunk`, as plain gradient accumulation has it (for comparison)."""

@@ -103,7 +103,7 @@ class CheckSettings:
     """Processes; null: one a core."""
     pictures: int = 64
     """Thumbnails on the page."""
-    near: bool = False
+    near_duplicates: bool = False
     """Also look for pictures that look alike (a 64-bit difference hash)."""
     seed: int = 0
     """Of the thumbnails' choice."""
@@ -249,9 +249,9 @@ class PlanConfig(TrainConfig):
     """GPUs of a node; one process each."""
     nodes: int = 1
     """Machines."""
-    host: int | None = None
+    host_memory: int | None = None
     """Memory of a node in bytes (`1024G`); null: not compared."""
-    picture: int = 40_000
+    image_bytes: int = 40_000
     """Mean bytes of a picture in the shards."""
     reserve: float = 0.05
     """Share of a GPU's memory to leave free: fragments, and what is not foreseen."""

@@ -15,6 +15,7 @@ from clipscale.config.checks import at_least, choice, shared
 from clipscale.config.data import DECODE, ORDERS, DataConfig
 from clipscale.config.data import LEAST as DATA_LEAST
 from clipscale.config.keys import flat
+from clipscale.config.renamed import RENAMED
 from clipscale.config.sections import (
     BACKENDS,
     DEVICES,
@@ -207,7 +208,7 @@ def changes(before: str, config: "TrainConfig") -> list[str]:
         tree = None
     if not isinstance(tree, dict):
         return []
-    old = dict(flat(tree))
+    old = {RENAMED.get(key, key): value for key, value in flat(tree)}
     new = dict(flat(yaml.safe_load(to_yaml(config))))
     differing = [key for key in {**old, **new} if key not in ("run", "resume") and old.get(key) != new.get(key)]
     return [f"{key} {old.get(key)} -> {new.get(key)}" for key in differing]

@@ -102,7 +102,7 @@ def check_shards(sources: Sequence[str], settings: CheckSettings) -> int:
         settings.max_bytes,
         settings.pictures,
         settings.seed,
-        settings.near,
+        settings.near_duplicates,
         Access(),
         settings.cache,
     )

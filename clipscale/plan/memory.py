@@ -159,7 +159,7 @@ class Model:
 
 
 def keep_bytes(setting: str, memory: Memory, room: float) -> float:
-    """`cache.keep` in bytes; `auto`: what a step without kept graphs leaves of `room`, less a margin, as probe.Retention has it."""
+    """`cache.activation_budget` in bytes; `auto`: what a step without kept graphs leaves of `room`, less a margin, as in a run."""
     if setting == "none":
         return 0.0
     if setting != "auto":
@@ -199,7 +199,7 @@ class Host:
 def host(config: PlanConfig, rehearsal: Rehearsal, batch: int, chunk: int, *, cuda: bool) -> Host:
     """Of a node. `batch`: samples of one rank; `chunk`: of the image tower."""
     data, ranks = config.data, config.gpus * config.nodes
-    lanes = data.lanes or default_lanes(config.batch, ranks, None)
+    lanes = data.shard_streams or default_lanes(config.batch, ranks, None)
     workers = min(data.workers, max(1, lanes // ranks))
     tier = config.offload if config.offload != "none" else "host"
     layout = Layout(
@@ -212,11 +212,13 @@ def host(config: PlanConfig, rehearsal: Rehearsal, batch: int, chunk: int, *, cu
         decoded=data.on_device and tier != "encoded",
         chunk=chunk,
     )
-    layout = replace(layout, pool=largest_pool(layout, config.picture))
+    layout = replace(layout, pool=largest_pool(layout, config.image_bytes))
     process = {
         "process": CUDA_PROCESS if cuda else PROCESS,
-        "batch": layout.memory_bytes(config.picture if data.on_device else min(config.picture, layout.row_bytes)),
-        "shuffle windows": lanes // ranks * max(data.shuffle, 1) * config.picture,
+        "batch": layout.memory_bytes(
+            config.image_bytes if data.on_device else min(config.image_bytes, layout.row_bytes)
+        ),
+        "shuffle windows": lanes // ranks * max(data.shuffle, 1) * config.image_bytes,
         "loader workers": LOADER + workers * WORKER if workers else 0,
     }
     return Host(process, config.gpus, config.gpus * layout.disk_bytes())

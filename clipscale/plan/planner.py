@@ -44,7 +44,7 @@ def rehearsing(config: PlanConfig) -> str:
 
 def machine(config: PlanConfig) -> Hardware | None:
     """The GPU; None for `cpu`. Raises UserError for what cannot be."""
-    for name in ("gpus", "nodes", "picture"):
+    for name in ("gpus", "nodes", "image_bytes"):
         at_least(name, getattr(config, name), 1)
     for name in ("reserve", "utilisation"):
         if not 0 <= getattr(config, name) <= 1:
@@ -76,7 +76,7 @@ class Plan:
         self.room = math.inf if gpu is None else gpu.memory_bytes * (1 - config.reserve)
         self.chunks, self.assumed = self.choose(found or {})
         plain = self.model.at(self.local, self.chunks)
-        self.keep = keep_bytes(config.cache.keep, plain, self.room - self.inside - self.outside)
+        self.keep = keep_bytes(config.cache.activation_budget, plain, self.room - self.inside - self.outside)
         self.memory = self.at(self.local, self.chunks)
 
     def at(self, batch: int, chunks: Chunks) -> Memory:
@@ -129,7 +129,7 @@ class Plan:
         def bounded(size: int) -> str:
             if self.total(self.at(size, self.chunks)) > self.room:
                 return "GPU memory"
-            return "host memory" if self.config.host and self.host(size).node > self.config.host else ""
+            return "host memory" if self.config.host_memory and self.host(size).node > self.config.host_memory else ""
 
         if not (bound := bounded(local)):
             size = 2 ** math.floor(math.log2(batch))
@@ -149,7 +149,7 @@ class Plan:
     def result(self) -> Result:
         config, memory, node = self.config, self.memory, self.host(self.local)
         device_fits = self.total(memory) <= self.room
-        host_fits = node.node <= config.host if config.host else None
+        host_fits = node.node <= config.host_memory if config.host_memory else None
         batch, bound = self.largest_batch() if self.gpu else (0, "")
         cut = [c for c in self.chunks if c]
         chunk = self.largest_chunk(max(cut)) if self.gpu and len(cut) == len(TOWERS) else None
@@ -174,7 +174,7 @@ class Plan:
                 "process_bytes": node.process,
                 "processes": node.processes,
                 "node_bytes": node.node,
-                "memory_bytes": config.host,
+                "memory_bytes": config.host_memory,
                 "disk_bytes": node.disk,
                 "fits": host_fits,
             },
@@ -234,15 +234,15 @@ class Plan:
             found.append("model.compile=true: predicted as if not compiled")
         if config.data.on_device:
             found.append("data.decode=gpu: the decoder's own memory on the GPU is not predicted")
-        if config.cache.keep == "auto":
-            found.append("cache.keep=auto fills what is free, by intention")
+        if config.cache.activation_budget == "auto":
+            found.append("cache.activation_budget=auto fills what is free, by intention")
         if self.gpu:
             found.append(
                 f"assumed: {format_bytes(self.outside)} outside of torch's allocator (context, NCCL), {format_bytes(self.inside)} of "
                 f"cuBLAS workspace, {config.reserve:.0%} left free"
             )
         found.append(
-            f"assumed: {config.picture / 1000:g} kB a picture in the shards, and what processes take on the host"
+            f"assumed: {config.image_bytes / 1000:g} kB a picture in the shards, and what processes take on the host"
         )
         return found
 

@@ -188,7 +188,7 @@ MISTAKES = [
         "cache.chunk=128: one process holds 64 samples of the batch; choose 1 to 64",
     ),
     ("plan hardware=[a]", "hardware=['a']: give one text"),
-    ("plan hardware=cpu model=tiny host=lots", "host=lots: 'lots' is not a count"),
+    ("plan hardware=cpu model=tiny host_memory=lots", "host_memory=lots: 'lots' is not a count"),
     ("plan hardware=cpu model=tiny optim.name=nosuch", "optim.name='nosuch' is not one of timm's optimizers"),
     (
         "plan hardware=cpu model=tiny optim.betas=[1,2]",
@@ -212,7 +212,7 @@ MISTAKES = [
     ("data check a.tar filter.min_side=[1,2]", "filter.min_side=[1,2]: '[1,2]' is not a count"),
     ("data check a.tar filter.min_side.x=3", "unknown key 'filter.min_side.x'; did you mean 'filter.min_side'?"),
     ("data check a.tar filtre.min_side=3", "unknown key 'filtre.min_side'; did you mean 'filter.min_side'?"),
-    ("data check a.tar near=perhaps", "near=perhaps: give true or false"),
+    ("data check a.tar near_duplicates=perhaps", "near_duplicates=perhaps: give true or false"),
     ("data index a.tar cache.x=3", "unknown key 'cache.x'; did you mean 'cache'?"),
     ("data stats nowhere.tar", "shards='nowhere.tar' matches no shard; give a tar file, "),
     ("data features model=3", "model=3: unknown; choose rn50, "),

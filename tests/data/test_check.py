@@ -89,7 +89,7 @@ def test_duplicates_are_found_and_can_be_blocked(tmp_path: Path) -> None:
     folder.mkdir()
     write_tar(folder / "0.tar", [*sample("a", 1), *sample("b", 2), *sample("c", 1)])
     write_tar(folder / "1.tar", [*sample("b", 3)])
-    status, found, _ = run(tmp_path, "near=true")
+    status, found, _ = run(tmp_path, "near_duplicates=true")
     assert status == 0, "duplicates are no damage"
     assert found["duplicates"]["key"]["examples"] == [["0.tar/b", "1.tar/b"]]
     assert found["duplicates"]["bytes"]["examples"] == [["0.tar/a", "0.tar/c"]]

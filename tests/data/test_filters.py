@@ -104,12 +104,12 @@ def test_a_stream_drops_by_reason_and_keeps_the_rest_exact(tmp_path: Path) -> No
         members += [(f"k{i:02d}.json", json.dumps({"similarity": i / 40}).encode())]
     write_tar(tmp_path / "00000.tar", members)
     config = FilterConfig(min_caption=2, fields=["similarity>=0.5"])
-    stream = open_stream(tmp_path, batch=15, lanes=1, filter=config)
+    stream = open_stream(tmp_path, batch=15, shard_streams=1, filter=config)
     epoch = flat(ids(stream, 1))
     assert len(set(epoch)) == 15
     assert stream.broken["filter_short_caption"] + stream.broken["filter_similarity"] <= 25
     position = stream.position()
-    again = open_stream(tmp_path, batch=15, lanes=1, filter=config, position=position)
+    again = open_stream(tmp_path, batch=15, shard_streams=1, filter=config, position=position)
     assert contents(again, 2) == contents(stream, 2)
 
 
@@ -148,7 +148,7 @@ def test_captions_that_fill_the_context_are_counted(tmp_path: Path) -> None:
     for i in range(10):
         members += [(f"{i}.png", picture(i)), (f"{i}.txt", b"x" * (7 if i < 6 else 9))]  # Letters keeps eight
     write_tar(tmp_path / "00000.tar", members)
-    stream = open_stream(tmp_path, batch=10, lanes=1)
+    stream = open_stream(tmp_path, batch=10, shard_streams=1)
     ids(stream, 3)
     assert stream.truncated == 12 and not stream.seen and not stream.broken
 

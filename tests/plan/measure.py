@@ -55,7 +55,9 @@ def measured(config: TrainConfig, world: World | None = None) -> Memory:
         profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
     ):
         learner = Learner(config, world, Path(folder), None)
-        learner.cache.memory.budget = 0 if config.cache.keep == "none" else float(config.cache.keep)
+        learner.cache.memory.budget = (
+            0 if config.cache.activation_budget == "none" else float(config.cache.activation_budget)
+        )
         model = learner.model
         shapes = {torch.uint8: (3, model.image_size, model.image_size), torch.int32: (model.context_length,)}
         for mark in (lambda _: nullcontext(), record_function):

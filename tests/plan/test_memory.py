@@ -21,7 +21,7 @@ SMALL = 256 * 1024
 
 def predicted(config: TrainConfig, ranks: int = 1) -> Memory:
     chunk = int(config.cache.chunk)
-    keep = 0 if config.cache.keep == "none" else float(config.cache.keep)
+    keep = 0 if config.cache.activation_budget == "none" else float(config.cache.activation_budget)
     with rehearsed(config, ranks, None) as rehearsal:
         return Model(rehearsal).at(config.batch // ranks, (chunk, chunk), keep)
 
@@ -93,7 +93,7 @@ def test_kept_graphs(share: float) -> None:
     config = settings(batch=96)
     with rehearsed(config, 1, None) as rehearsal:
         graphs = [rehearsal.graph(tower, 16) for tower in (0, 1)]
-    config.cache.keep = str(int(share * 6 * sum(graphs)))
+    config.cache.activation_budget = str(int(share * 6 * sum(graphs)))
     foreseen = predicted(config)
     assert_agree(foreseen, measured(config), growth=False)
     assert foreseen.kept == ((6, 6) if share > 1 else foreseen.kept)

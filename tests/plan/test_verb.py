@@ -51,7 +51,16 @@ def test_train_and_plan_have_the_same_defaults() -> None:
 
 def test_a_large_batch_of_a_small_model_fits(capsys: pytest.CaptureFixture[str]) -> None:
     status = main(
-        ["plan", "model=tiny", "batch=1M", "hardware=A800-80G", "gpus=8", "cache.chunk=1k", "host=1024G", "samples=32M"]
+        [
+            "plan",
+            "model=tiny",
+            "batch=1M",
+            "hardware=A800-80G",
+            "gpus=8",
+            "cache.chunk=1k",
+            "host_memory=1024G",
+            "samples=32M",
+        ]
     )
     out, err = capsys.readouterr()
     assert status == 0
@@ -85,7 +94,7 @@ def test_what_does_not_fit_is_said_with_what_would(capsys: pytest.CaptureFixture
 
 def test_host_memory_bounds_the_batch() -> None:
     words = ("model=tiny", "batch=1M", "hardware=h100-80g", "cache.chunk=1k")
-    result = planned(*words, "host=5G")
+    result = planned(*words, "host_memory=5G")
     disk = host(replace(settled(*words), offload="disk"), PICTURES, 2**20, 1024, cuda=True)
     assert (result["fits"], result["host"]["fits"]) == (False, False)
     assert result["host"]["process_bytes"]["batch"] > 2 * 2**20 * 3 * 30 * 30
@@ -167,7 +176,7 @@ def test_a_run_is_compared_with_its_prediction(
     ("words", "of_a_sample"),
     [
         (["offload=host"], 2 * 2700),
-        (["offload=encoded", "picture=2000"], 2 * 2000),
+        (["offload=encoded", "image_bytes=2000"], 2 * 2000),
         (["offload=disk"], 0),
         (["data.buffers=1"], 2700),
     ],

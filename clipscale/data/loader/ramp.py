@@ -67,5 +67,5 @@ def check_ramp(size: int, batch: int, lanes: int, world: int) -> None:
     best = max(n for n in range(world, lanes + 1, world) if size % n == 0 and batch % n == 0)
     raise UserError(
         f"ramp.start: batches of {size} to {batch} are not all multiples of the {lanes} lanes in which the data is read; set "
-        f"data.lanes={best}, or choose another start"
+        f"data.shard_streams={best}, or choose another start"
     )

@@ -251,7 +251,9 @@ class TrainStream:
         shares = [LaneShare(lane, turn, index) for lane, (turn, index) in sorted(self._positions.items())]
         count = min(workers, len(shares))
         if count < workers:
-            message = "data.workers=%d: this rank has only %d lanes, so %d workers; take so many, or raise data.lanes"
+            message = (
+                "data.workers=%d: this rank has only %d lanes, so %d workers; take so many, or raise data.shard_streams"
+            )
             log.warning(message, workers, len(shares), count)
         return [tuple(shares[number :: max(count, 1)]) for number in range(max(count, 1))]
 

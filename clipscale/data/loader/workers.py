@@ -266,7 +266,7 @@ class Workers:
         )
         raise UserError(
             f"data worker {number} (process {process.pid}) of rank {self._rank} {how}; if the machine ran out of memory, lower "
-            "data.workers, data.lanes or data.shuffle"
+            "data.workers, data.shard_streams or data.shuffle"
         ) from cause
 
 

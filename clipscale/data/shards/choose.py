@@ -89,10 +89,12 @@ def _lanes(config: DataConfig, batch: int, world: int, total: int | None, positi
         if lanes_fit(lanes, batch, total):
             return lanes
         log.warning("the checkpoint's %d lanes do not fit this batch and data; its data position is given up", lanes)
-    lanes = config.lanes or default_lanes(batch, world, total)
+    lanes = config.shard_streams or default_lanes(batch, world, total)
     if lanes % world:
-        raise UserError(f"data.lanes={lanes} is not a multiple of the {world} processes; take a multiple")
+        raise UserError(f"data.shard_streams={lanes} is not a multiple of the {world} processes; take a multiple")
     if not lanes_fit(lanes, batch, total):
         size = f"the batch of {batch}" if lanes > batch else f"the {total} samples in data.train"
-        raise UserError(f"data.lanes={lanes}: too many for {size}; take fewer lanes, fewer processes or more data")
+        raise UserError(
+            f"data.shard_streams={lanes}: too many for {size}; take fewer lanes, fewer processes or more data"
+        )
     return lanes

@@ -97,7 +97,7 @@ def test_the_plan_counts_the_memory_that_a_run_states(
     with open_stream(mixed, batch=64, side=SIDE, decode="gpu", device=cpu, workers=1, tier=tier) as stream:
         said = stream.memory
     data = DataConfig(decode="gpu", workers=1)
-    config = PlanConfig(batch=64, data=data, offload=offload, gpus=1, picture=2500)
+    config = PlanConfig(batch=64, data=data, offload=offload, gpus=1, image_bytes=2500)
     rehearsal: Any = SimpleNamespace(row=(3, SIDE, SIDE), row_type=torch.uint8, context_length=8)
     planned = memory.host(config, rehearsal, 64, 32, cuda=False).process["batch"]
     assert f"need {format_bytes(planned)} of" in said, said
@@ -287,7 +287,14 @@ def test_a_slot_is_not_filled_anew_while_the_device_reads_it(cpu: torch.device, 
 @pytest.mark.parametrize("tier", ["host", "encoded"])
 def test_a_growing_batch_and_a_resumed_stream_have_the_same_pixels(cpu: torch.device, mixed: Path, tier: str) -> None:
     sizes = (16, 16, 32, 48, 64)
-    options: dict[str, Any] = {"batch": 64, "side": SIDE, "lanes": 16, "decode": "gpu", "device": cpu, "tier": tier}
+    options: dict[str, Any] = {
+        "batch": 64,
+        "side": SIDE,
+        "shard_streams": 16,
+        "decode": "gpu",
+        "device": cpu,
+        "tier": tier,
+    }
 
     def read(first: int, count: int, position: Any = None) -> tuple[list[torch.Tensor], Any]:
         """Batches first..first + count, and where the stream stands after them."""
@@ -371,7 +378,10 @@ def test_kept_graphs_and_passes_of_other_chunks_see_the_same_pixels(
     cpu: torch.device, demo: Path, tmp_path: Path
 ) -> None:
     losses = []
-    for name, cache in (("a", CacheConfig(image_chunk=24, text_chunk=32, keep="2M")), ("b", CacheConfig(chunk="64"))):
+    for name, cache in (
+        ("a", CacheConfig(image_chunk=24, text_chunk=32, activation_budget="2M")),
+        ("b", CacheConfig(chunk="64")),
+    ):
         train(augmented(demo, tmp_path / name, "gpu", offload="encoded", cache=cache, samples=192))
         losses.append(curve(tmp_path / name))
     assert losses[0] == pytest.approx(losses[1], rel=1e-5), losses

@@ -217,7 +217,7 @@ def test_pictures_larger_than_foreseen_end_the_run_instead_of_the_machine(tmp_pa
     path = write_tar(tmp_path / "0.tar", members)
     layout = Layout(1, 256, (3, 64, 64), 8, tier="encoded", chunk=CHUNK)
     monkeypatch.setattr(room, "free_memory", lambda: int((layout.memory_bytes() + 256 * 1000) / room.MARGIN))
-    stream = open_stream(path, batch=256, side=64, tier="encoded", chunk=CHUNK, shuffle=0, lanes=1)
+    stream = open_stream(path, batch=256, side=64, tier="encoded", chunk=CHUNK, shuffle=0, shard_streams=1)
     with pytest.raises(UserError, match=r"offload=encoded: the pictures of a batch are larger .* take offload=disk"):
         stream.next_batch().ids()
 
@@ -319,7 +319,7 @@ def test_encoding_begins_before_the_batch_is_complete_and_loading_goes_on_under_
         (events / "first chunk encoded").touch()
         return out
 
-    options = {"tier": tier, "chunk": 32, "folder": str(tmp_path), "workers": 1, "lanes": 1, "timeout_s": 50.0}
+    options = {"tier": tier, "chunk": 32, "folder": str(tmp_path), "workers": 1, "shard_streams": 1, "timeout_s": 50.0}
     with open_stream(mixed, batch=128, side=SIDE, tokenizer=Gated(events), **options) as stream:
         batch = stream.next_batch()
         rows = DeviceRows(batch.pixels, len(batch), torch.device("cpu"), resident=False, passing=batch.passing)

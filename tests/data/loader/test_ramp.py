@@ -83,8 +83,8 @@ def test_every_sample_comes_once_an_epoch_while_the_batch_grows(tmp_path: Path, 
     counts = [40, 17, 71]
     paths = write_shards(tmp_path, counts)
     sizes = ramped(64, 16, 4 * 128, rule)
-    given_out = flat(read(opened(tmp_path, sizes, lanes=lanes), 24))
-    assert [len(batch) for batch in read(opened(tmp_path, sizes, lanes=lanes), 24)] == [
+    given_out = flat(read(opened(tmp_path, sizes, shard_streams=lanes), 24))
+    assert [len(batch) for batch in read(opened(tmp_path, sizes, shard_streams=lanes), 24)] == [
         sizes.at(step) for step in range(24)
     ]
     ends = [sizes.before(step) for step in range(1, 25) if sizes.before(step) % 128 == 0]
@@ -102,9 +102,9 @@ def test_a_resumed_ramp_sees_what_an_uninterrupted_one_would(
     folder = tmp_path_factory.mktemp("shards")
     write_shards(folder, [21, 13, 34])
     sizes = ramped(48, 8, 200, rule)
-    whole = read(opened(folder, sizes, lanes=8), 18)
+    whole = read(opened(folder, sizes, shard_streams=8), 18)
     before, after = worlds
-    streams = opened(folder, sizes, world=before, lanes=8)
+    streams = opened(folder, sizes, world=before, shard_streams=8)
     assert read(streams, stop) == whole[:stop]
     position = merge_positions([stream.position() for stream in streams])
     assert read(opened(folder, sizes, stop, after, position), 18 - stop) == whole[stop:]
@@ -113,9 +113,9 @@ def test_a_resumed_ramp_sees_what_an_uninterrupted_one_would(
 def test_workers_follow_the_ramp_in_memory_that_is_allocated_once(tmp_path: Path) -> None:
     write_shards(tmp_path, [60])
     sizes = ramped(64, 16, 300)
-    expected = read(opened(tmp_path, sizes, lanes=16), 12)
+    expected = read(opened(tmp_path, sizes, shard_streams=16), 12)
     for tier in ("host", "disk", "encoded"):
-        (stream,) = opened(tmp_path, sizes, lanes=16, workers=2, tier=tier, chunk=24, folder=str(tmp_path))
+        (stream,) = opened(tmp_path, sizes, shard_streams=16, workers=2, tier=tier, chunk=24, folder=str(tmp_path))
         with stream:
             places = set()
             for batch_ids in expected:
@@ -128,6 +128,8 @@ def test_workers_follow_the_ramp_in_memory_that_is_allocated_once(tmp_path: Path
 
 def test_a_start_that_the_lanes_do_not_divide_is_refused_with_a_number_that_they_do(tmp_path: Path) -> None:
     write_shards(tmp_path, [100, 100])
-    with pytest.raises(UserError, match=r"ramp\.start: batches of 12 to 24 .* the 8 lanes .*; set data\.lanes=6"):
-        opened(tmp_path, ramped(24, 12, 100), lanes=8)
-    assert read(opened(tmp_path, ramped(24, 12, 100), lanes=6), 2)
+    with pytest.raises(
+        UserError, match=r"ramp\.start: batches of 12 to 24 .* the 8 lanes .*; set data\.shard_streams=6"
+    ):
+        opened(tmp_path, ramped(24, 12, 100), shard_streams=8)
+    assert read(opened(tmp_path, ramped(24, 12, 100), shard_streams=6), 2)

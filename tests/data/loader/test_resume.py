@@ -122,7 +122,7 @@ def test_workers_and_their_number_may_change_at_a_resumption(tmp_path: Path) -> 
 def test_the_position_is_that_of_the_last_batch_handed_out(tmp_path: Path) -> None:
     """Workers are ahead of the training; what they have prepared and nobody has seen is read again."""
     write_shards(tmp_path, [50])
-    with open_stream(tmp_path, batch=10, workers=1, lanes=2) as stream:
+    with open_stream(tmp_path, batch=10, workers=1, shard_streams=2) as stream:
         start = stream.position()
         assert set(map(tuple, start["at"].values())) == {(0, 0)}
         stream.next_batch()
@@ -131,13 +131,15 @@ def test_the_position_is_that_of_the_last_batch_handed_out(tmp_path: Path) -> No
 
 def test_lanes_of_the_checkpoint_win(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_shards(tmp_path, [50, 50])
-    first = open_stream(tmp_path, batch=12, lanes=6)
+    first = open_stream(tmp_path, batch=12, shard_streams=6)
     ids(first, 2)
     rest = ids(first, 2)
-    stream = open_stream(tmp_path, batch=12, lanes=6)
+    stream = open_stream(tmp_path, batch=12, shard_streams=6)
     ids(stream, 2)
     position = positions([stream])
-    assert ids(open_stream(tmp_path, batch=12, position=position), 2) == rest, "another data.lanes does not matter"
+    assert ids(open_stream(tmp_path, batch=12, position=position), 2) == rest, (
+        "another data.shard_streams does not matter"
+    )
     with pytest.raises(UserError, match=r"6 lanes, which 4 processes.*divides 6"):
         open_stream(tmp_path, batch=12, world=4, position=position)
     assert not caplog.records
@@ -354,7 +356,7 @@ def test_without_an_index_each_lane_reads_at_most_one_shard_again(
         sizes = json.loads((tmp_path / "sizes.json").read_text()) if order == "epochs" else {}
         (tmp_path / "sizes.json").write_text(json.dumps({f"{name}.gz": count for name, count in sizes.items()}))
     lies_in = {sample_id(str(path), f"{path.name[:5]}{i:04d}"): str(path) for path in shards for i in range(40)}
-    options: dict[str, Any] = {"batch": 24, "lanes": 8, "order": order, "workers": 2}
+    options: dict[str, Any] = {"batch": 24, "shard_streams": 8, "order": order, "workers": 2}
     with inline_workers(1):
         stream = open_stream(tmp_path, **options)
         contents(stream, 18)

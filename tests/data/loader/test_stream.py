@@ -135,7 +135,7 @@ def test_broken_samples_cost_an_epoch_only_themselves(tmp_path: Path) -> None:
     for i in range(60):
         members += [(f"{i}.txt", b"no picture")] if i % 5 == 0 else sample(str(i))
     path = write_tar(tmp_path / "x.tar", members)
-    stream = open_stream(path, batch=12, lanes=1)
+    stream = open_stream(path, batch=12, shard_streams=1)
     seen = Counter(flat(ids(stream, 4)))
     assert seen == Counter(sample_id(str(path), str(i)) for i in range(60) if i % 5)
     assert stream.broken["no_image"] in (11, 12)
@@ -145,7 +145,7 @@ def test_shuffling_mixes_within_the_window_and_zero_keeps_the_order(tmp_path: Pa
     path = write_shards(tmp_path, [40])[0]
     keys = {sample_id(str(path), f"00000{i:04d}"): i for i in range(40)}
     plain, windowed = (
-        [keys[i] for i in ids(open_stream(tmp_path, batch=40, lanes=1, shuffle=n), 1)[0]] for n in (0, 10)
+        [keys[i] for i in ids(open_stream(tmp_path, batch=40, shard_streams=1, shuffle=n), 1)[0]] for n in (0, 10)
     )
     assert plain == list(range(40))
     assert windowed != plain
@@ -193,7 +193,7 @@ def test_sources_are_drawn_by_their_weights(tmp_path: Path) -> None:
 def test_resampling_draws_within_a_shard_without_replacement(tmp_path: Path) -> None:
     sizes = [16, 16]
     paths = write_shards(tmp_path, sizes, sized=False)
-    stream = open_stream(tmp_path, batch=16, lanes=1, order="resampled", shuffle=5)
+    stream = open_stream(tmp_path, batch=16, shard_streams=1, order="resampled", shuffle=5)
     batches = ids(stream, 12)
     shards = [all_ids([path], [16]) for path in paths]
     # keys hold the shard's number, so the second shard's samples are 00001xxxx
@@ -218,7 +218,7 @@ BROKEN: dict[str, Members] = {
 def test_broken_samples_are_counted_by_reason_and_passed_over(tmp_path: Path, reason: str) -> None:
     members = [(f"{i:03d}{name[1:]}", data) for i in range(3) for name, data in BROKEN[reason]]
     path = write_tar(tmp_path / "x.tar", [*sample("a"), *members, *sample("b")])
-    stream = open_stream(path, batch=2, lanes=1, max_pixels=10_000)
+    stream = open_stream(path, batch=2, shard_streams=1, max_pixels=10_000)
     assert Counter(ids(stream, 1)[0]) == Counter([sample_id(str(path), "a"), sample_id(str(path), "b")])
     ids(stream, 1)
     assert set(stream.broken) == {reason} and 3 <= stream.broken[reason] <= 6, stream.broken
@@ -257,7 +257,7 @@ def test_shards_without_samples_end_the_run(tmp_path: Path, content: bytes | Non
 def test_a_truncated_shard_loses_only_its_rest(tmp_path: Path) -> None:
     paths = write_shards(tmp_path, [20, 20])
     paths[0].write_bytes(paths[0].read_bytes()[: paths[0].stat().st_size // 2])
-    stream = open_stream(tmp_path, batch=4, lanes=2)
+    stream = open_stream(tmp_path, batch=4, shard_streams=2)
     names = Counter(flat(ids(stream, 12)))
     lost = stream.broken["truncated_shard"] + stream.broken["missing_from_shard"]
     assert lost >= 8
@@ -268,7 +268,7 @@ def test_a_truncated_shard_loses_only_its_rest(tmp_path: Path) -> None:
 def test_counts_that_are_too_low_leave_a_trace(tmp_path: Path) -> None:
     write_shards(tmp_path, [20])
     (tmp_path / "sizes.json").write_text(json.dumps({"00000.tar": 12}))
-    stream = open_stream(tmp_path, batch=4, lanes=1)
+    stream = open_stream(tmp_path, batch=4, shard_streams=1)
     assert len(set(flat(ids(stream, 3)))) == 12
     ids(stream, 1)
     assert stream.broken["not_in_count"] == 8
@@ -281,9 +281,9 @@ def test_counts_that_are_too_low_leave_a_trace(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"batch": 9, "world": 2}, r"batch=9 .*by 2 processes; choose a multiple of 2"),
-        ({"lanes": 3, "world": 2}, r"data\.lanes=3 .*multiple"),
-        ({"lanes": 16}, r"data\.lanes=16: too many for the batch of 8"),
-        ({"batch": 100, "lanes": 60}, r"data\.lanes=60: too many for the 50 samples"),
+        ({"shard_streams": 3, "world": 2}, r"data\.shard_streams=3 .*multiple"),
+        ({"shard_streams": 16}, r"data\.shard_streams=16: too many for the batch of 8"),
+        ({"batch": 100, "shard_streams": 60}, r"data\.shard_streams=60: too many for the 50 samples"),
         ({"train": []}, r"data\.train is not set"),
         ({"train": ["/nowhere/{0..3}.tar"]}, r"data\.train='/nowhere/\{0\.\.3\}\.tar' matches no shard"),
         ({"train": ["pipe:cat /etc/passwd"]}, "allow_pipe"),
@@ -320,6 +320,6 @@ def test_a_batch_beyond_the_machines_memory_is_refused(tmp_path: Path) -> None:
 
 def test_more_workers_than_lanes_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_shards(tmp_path, [25])
-    with open_stream(tmp_path, batch=8, lanes=1, workers=3) as stream:
+    with open_stream(tmp_path, batch=8, shard_streams=1, workers=3) as stream:
         contents(stream, 1)
     assert "only 1 lanes" in caplog.text

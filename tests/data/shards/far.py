@@ -1,6 +1,6 @@
 """What reading ahead gains: samples/s of one loader from a web server that answers late and slowly, with and without, run in turns.
 
-    python -m tests.data.shards.far [samples=4096 latencies=0.05,0.2 bandwidth=40 lanes=4 times=3]
+    python -m tests.data.shards.far [samples=4096 latencies=0.05,0.2 bandwidth=40 shard_streams=4 times=3]
 
 The server is a process of its own on this machine; every request waits `latency` seconds, every answer comes with `bandwidth` MB/s.
 """
@@ -82,7 +82,7 @@ def rate(source: str, samples: int, lanes: int, cache: str) -> float:
     """Samples a second of one loader over an epoch, the first batch not counted."""
     from tests.data.streams import open_stream
 
-    stream = open_stream(source, batch=BATCH, side=224, lanes=lanes, shuffle=256, cache=cache, cache_bytes=0)
+    stream = open_stream(source, batch=BATCH, side=224, shard_streams=lanes, shuffle=256, cache=cache, cache_bytes=0)
     stream.next_batch().ids()
     begun = time.perf_counter()
     steps = samples // BATCH - 1
@@ -100,7 +100,7 @@ def main(words: list[str]) -> None:
 
     given = dict(word.split("=") for word in words)
     samples, lanes, times = (
-        int(given.get(name, usual)) for name, usual in (("samples", 4096), ("lanes", 4), ("times", 3))
+        int(given.get(name, usual)) for name, usual in (("samples", 4096), ("shard_streams", 4), ("times", 3))
     )
     bandwidth = float(given.get("bandwidth", 40)) * 1e6
     bounds = {"without": 0, "with": getattr(remote, "AHEAD_BYTES", 0)}

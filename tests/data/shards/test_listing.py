@@ -105,7 +105,7 @@ def test_pipes_run_only_when_allowed(source: str, tmp_path: Path) -> None:
 def test_an_allowed_command_is_read_to_its_end_and_ended_early(tmp_path: Path) -> None:
     """As the file is that it prints. What goes wrong with it is said, and one that nobody reads on is ended."""
     (path,) = write_shards(tmp_path / "set", [60])
-    options = {"batch": 20, "lanes": 1, "order": "resampled", "shuffle": 8}
+    options = {"batch": 20, "shard_streams": 1, "order": "resampled", "shuffle": 8}
     with pytest.raises(UserError, match="allow_pipe"):
         open_stream(f"pipe:cat {path}", **options)
     found = {}

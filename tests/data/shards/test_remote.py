@@ -368,7 +368,7 @@ def test_a_shard_given_up_costs_its_samples_and_says_why(tmp_path: Path, web: We
     paths = write_shards(tmp_path, sizes)
     indexed([f"{web.url}/{path.name}" for path in paths])
     web.faults = lambda number, path: "503" if path.endswith("1.tar") else None
-    stream = open_stream(f"{web.url}/{{00000..00001}}.tar", batch=30, lanes=1, retries=1)
+    stream = open_stream(f"{web.url}/{{00000..00001}}.tar", batch=30, shard_streams=1, retries=1)
     epoch = flat(ids(stream, 1))
     assert Counter(epoch) == all_ids(paths[:1], [30])
     ids(stream, 1)
@@ -379,7 +379,7 @@ def test_a_storage_that_stays_away_ends_the_run_soon(tmp_path: Path, web: Web) -
     """And not after hours of asking every shard of the set for every lane."""
     paths = write_shards(tmp_path, [30] * 5)
     indexed([f"{web.url}/{path.name}" for path in paths])
-    with open_stream(f"{web.url}/{{00000..00004}}.tar", batch=10, lanes=1, shuffle=2, retries=1) as stream:
+    with open_stream(f"{web.url}/{{00000..00004}}.tar", batch=10, shard_streams=1, shuffle=2, retries=1) as stream:
         ids(stream, 1)
         web.faults = lambda number, path: "503"
         asked = len(web.requests)

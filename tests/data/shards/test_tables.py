@@ -90,7 +90,7 @@ def test_a_table_is_cut_into_shards_of_rows(tmp_path: Path, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["csv", "parquet"])
 def test_epochs_over_a_table_are_exact_and_resume(tmp_path: Path, kind: str) -> None:
     path = write_table(tmp_path, kind)
-    options: dict[str, Any] = {"table": Config(rows=7), "batch": 5, "lanes": 5}
+    options: dict[str, Any] = {"table": Config(rows=7), "batch": 5, "shard_streams": 5}
     stream = open_stream(path, **options)
     assert stream.samples_per_epoch == ROWS
     urls = expand(str(path), table=Config(rows=7))
@@ -108,7 +108,7 @@ def test_rows_that_are_not_wanted_are_not_opened(tmp_path: Path) -> None:
     assert not any(raw.damage for raw in read_shard(url, ReadProblem(), want=lambda i: i != 3))
     lost = list(read_shard(url, ReadProblem()))[3]
     assert lost.damage == "missing_file"
-    stream = open_stream(path, batch=24, lanes=1)
+    stream = open_stream(path, batch=24, shard_streams=1)
     ids(stream, 1)
     ids(stream, 1)
     assert set(stream.broken) == {"missing_file"}
@@ -187,7 +187,7 @@ def web(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Web]:
 def test_a_table_at_an_address_is_that_of_the_file(tmp_path: Path, web: Web, kind: str, cached: bool) -> None:
     """Over a bad network; the pictures beside it are found there, too."""
     path = write_table(tmp_path, kind)
-    options: dict[str, Any] = {"table": Config(rows=7), "batch": 5, "lanes": 5}
+    options: dict[str, Any] = {"table": Config(rows=7), "batch": 5, "shard_streams": 5}
     local = open_stream(path, **options)
     stream = open_stream(f"{web.url}/{path.name}", cache=str(tmp_path / "c") if cached else None, retries=20, **options)
     assert stream.samples_per_epoch == ROWS
