@@ -31,7 +31,7 @@ from clipscale.models.towers import Flops
 from clipscale.optim import Schedule, peak_lr
 from clipscale.phases import Phases
 from clipscale.report.metrics import MetricLog
-from clipscale.report.plots import write_report
+from clipscale.report.page import write_report
 from clipscale.report.table import print_results
 from clipscale.rng import RandomState
 from clipscale.stopping import Stop

@@ -129,7 +129,7 @@ clipscale train model=vit-b16 model.pretrained_image=b16.pt model.freeze_image=t
         file="features",
         often=("model.pretrained_image", "data.train"),
     ),
-    "report": Tool("clipscale.config.tools:ReportSettings", "clipscale.report.plots:main", "clipscale report run=demo"),
+    "report": Tool("clipscale.config.tools:ReportSettings", "clipscale.report.page:main", "clipscale report run=demo"),
     "export": Tool(
         "clipscale.config.tools:ExportSettings",
         "clipscale.export:main",

@@ -1,1 +1,1 @@
-"""Metric sinks, tables and plots."""
+"""A run's metrics, tables, plots and report page."""

@@ -1,4 +1,4 @@
-"""What a run ran on: versions, machine, command, and the commit of the code."""
+"""What a run ran on: software versions, machine, command, and the identity of the code."""
 
 import hashlib
 import os
@@ -17,21 +17,14 @@ from clipscale.config.keys import conf_dir
 from clipscale.hardware import cores
 
 PACKAGES = (
-    "torch",
-    "triton",
-    "torchvision",
-    "open_clip_torch",
-    "timm",
-    "webdataset",
-    "numpy",
-    "pillow",
-    "hydra-core",
-    "wandb",
-)
+    "torch", "triton", "torchvision", "open_clip_torch", "timm", "webdataset", "numpy", "pillow", "hydra-core", "wandb",
+)  # fmt: skip
+VARIABLES = ("NCCL_", "OMP_NUM", "CUDA_VISIBLE", "SLURM_JOB_ID")
+"""Beginnings of the environment variables that affect a run."""
 
 
 def environment(world: int = 1) -> dict[str, Any]:
-    """A JSON-like record of this process's surroundings; nothing in it is secret (of the variables, only those that steer speed)."""
+    """A JSON-like record of this process's environment. It holds no secrets: the only variables in it are those that affect speed."""
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": sys.argv,
@@ -45,11 +38,7 @@ def environment(world: int = 1) -> dict[str, Any]:
         "cpus": cores(),
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "cuda": torch.version.cuda,
-        "variables": {
-            k: v
-            for k, v in sorted(os.environ.items())
-            if k.startswith(("NCCL_", "OMP_NUM", "CUDA_VISIBLE", "SLURM_JOB_ID"))
-        },
+        "variables": {name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)},
     }
 
 
@@ -61,7 +50,7 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """The commit this code was checked out at, `+` where files differ from it; None for an installed package."""
+    """The commit of this checkout, with `+` if tracked files differ from it; None for an installed package."""
     here = Path(__file__).resolve().parents[2]
     if not (here / ".git").exists():
         return None
@@ -73,9 +62,9 @@ def _commit() -> str | None:
 
 
 def tree_id(folder: Path) -> str:
-    """What git calls this tree: `git rev-parse COMMIT:clipscale` says the same of the commit that it is from, where there is no .git here.
+    """The git tree hash of a folder, as `git rev-parse COMMIT:clipscale` prints it; computed here because an installed package has no .git.
 
-    Bytecode is passed over, and the settings that an installed package holds, which have an id of their own.
+    Leaves out bytecode, and the `conf` folder inside an installed package, which has a hash of its own.
     """
     entries = {}
     for path in folder.iterdir():

@@ -1,6 +1,6 @@
-"""Where a run's numbers go: JSON lines first, everything else derived from them.
+"""The metric log of a run: one JSON object per step in `metrics.jsonl`, which is the record that everything else derives from.
 
-`metrics.jsonl` holds one object a step and is the truth. The console, wandb and TensorBoard are sinks that may fail without harm.
+The console, wandb and TensorBoard are sinks. A sink that fails does not stop the run.
 """
 
 import json
@@ -8,6 +8,7 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from io import FileIO
 from pathlib import Path
 from typing import Any, Protocol
@@ -45,14 +46,14 @@ CONSOLE_FIELDS = {
     "broken": "d",
     "faults": "d",
 }
-"""Fields of the greppable line, in order, and their formats. A field that a record lacks is left out."""
+"""Fields of the console line, in order, with their formats. Fields that a record lacks are left out."""
 
 SLOW_SINK_S = 5.0
-"""A sink call that takes longer is reported once: it holds up training."""
+"""The log warns once about a sink that takes longer than this for a record, because it holds up training."""
 
 
 class Sink(Protocol):
-    """Something that wants every record; `values` holds numbers alone."""
+    """Receives every record. `values` holds only numbers."""
 
     def write(self, step: int, values: dict[str, float]) -> None: ...
 
@@ -64,14 +65,14 @@ class MetricLog:
 
     Args:
         run_dir: the run folder; `metrics.jsonl`, `env.json` and `config.yaml` are written there.
-        config: the sinks wanted.
-        resolved_config: the run's settings as YAML, written to `config.yaml` and told to wandb.
-        resume_step: the step the run goes on from; lines of later steps, left by the interrupted run, are cut off. 0: a new run.
+        config: which sinks to open.
+        resolved_config: the run's settings as YAML, written to `config.yaml` and sent to wandb.
+        resume_step: the step the run resumes from; later lines, left by the interrupted run, are removed. 0: a new run.
         total_steps: length of the run, for the progress bar; None: unknown.
         world: number of processes, for `env.json`.
 
-    Raises UserError for a bad setting or a folder that cannot be written. A full disk under `metrics.jsonl` raises as well: a run whose
-    record is lost had better stop. wandb and TensorBoard are dropped with a warning when they fail.
+    Raises UserError for a bad setting, for a folder that cannot be written, and for a full disk under `metrics.jsonl`: a run must not
+    go on without its record. A failure of wandb or TensorBoard prints a warning and closes that sink.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class MetricLog:
         choice("log.wandb", config.wandb, WANDB)
         at_least("log.every", config.every, 1)
         self.config = config
-        # Highlighting and wrapping would put control codes and line breaks into lines that are meant for grep.
+        # No highlighting and no wrapping: they put control codes and line breaks into lines that are meant for grep.
         self.console = console or Console(highlight=False, soft_wrap=True, emoji=False)
         self._unprinted: Record | None = None
         try:
@@ -102,18 +103,18 @@ class MetricLog:
         self._sinks: dict[str, Sink] = {}
         self._slow: set[str] = set()
         if config.tensorboard:
-            self._open_sink("tensorboard", lambda: _TensorBoard(run_dir, resume_step))
+            self._open("tensorboard", lambda: _TensorBoard(run_dir, resume_step))
         if config.wandb != "disabled":
-            self._open_sink("wandb", lambda: _Wandb(run_dir, config, yaml.safe_load(resolved_config)))
+            self._open("wandb", lambda: _Wandb(run_dir, config, yaml.safe_load(resolved_config)))
         self._progress = self._start_progress(resume_step, total_steps) if config.progress else None
 
     def step(self, record: Record) -> None:
-        """One optimizer step: `record["step"]` (counted from 1) and whatever was measured. Tensors are not numbers here."""
+        """Log one optimizer step: `record["step"]` (counted from 1) and the measured values, which are no tensors."""
         self._append(json.dumps(_encodable(record), allow_nan=False) + "\n")
         step = int(record["step"])
+        self._unprinted = record
         if step % self.config.every == 0:
-            self.console.print(console_line(record), markup=False)
-        self._unprinted = None if step % self.config.every == 0 else record
+            self._print_record()
         if self._progress is not None:
             progress, task = self._progress
             rate = f"{record['samples_per_s']:,.0f}/s" if "samples_per_s" in record else ""
@@ -121,40 +122,42 @@ class MetricLog:
         self._to_sinks(step, {k: float(v) for k, v in record.items() if isinstance(v, int | float)})
 
     def _append(self, line: str) -> None:
-        data = line.encode()
+        data, name = line.encode(), self._file.name
         try:
             written = self._file.write(data)
         except OSError as error:
             raise UserError(
-                f"{self._file.name} cannot be written ({error.strerror}); make room, and resume the run"
+                f"{name} cannot be written ({error.strerror}); free some space, and resume the run"
             ) from error
         if written != len(data):
-            raise UserError(
-                f"{self._file.name} cannot be written to the end (disk full?); make room, and resume the run"
-            )
+            raise UserError(f"{name} cannot be written to the end (disk full?); free some space, and resume the run")
+
+    def _print_record(self) -> None:
+        """Print the newest record, unless it has been printed."""
+        if self._unprinted is not None:
+            self.message(console_line(self._unprinted))
+            self._unprinted = None
 
     def eval(self, step: int, results: Mapping[str, Mapping[str, float]]) -> None:
-        """Evaluation results at `step`: one console line a set, and `eval/SET/METRIC` for the sinks."""
+        """Log evaluation results: one console line for each set, and `eval/SET/METRIC` for the sinks."""
         for name, metrics in results.items():
             values = " ".join(f"{k}={v:d}" if isinstance(v, int) else f"{k}={v:.4f}" for k, v in metrics.items())
-            self.console.print(f"eval step={step} set={name} {values}", markup=False)
+            self.message(f"eval step={step} set={name} {values}")
         self._to_sinks(step, {f"eval/{n}/{k}": float(v) for n, m in results.items() for k, v in m.items()})
 
     def message(self, text: str) -> None:
-        """A line for the reader of the console."""
+        """Print a line on the console."""
         self.console.print(text, markup=False)
 
     def close(self) -> None:
         """Flush and close every sink. Safe to call twice."""
-        if self._unprinted is not None:
-            self.console.print(console_line(self._unprinted), markup=False)
-            self._unprinted = None
+        self._print_record()
         if self._progress is not None:
             self._progress[0].stop()
             self._progress = None
         for name in list(self._sinks):
             sink = self._sinks.pop(name)
-            self._guard(name, sink.close, slow_s=math.inf)
+            self._call(name, sink.close, slow_s=math.inf)
         self._file.close()
 
     def __enter__(self) -> "MetricLog":
@@ -179,18 +182,15 @@ class MetricLog:
         progress.start()
         return progress, task
 
-    def _open_sink(self, name: str, make: Callable[[], Sink]) -> None:
-        def opened() -> None:
-            self._sinks[name] = make()
-
-        self._guard(name, opened, slow_s=math.inf)
+    def _open(self, name: str, make: Callable[[], Sink]) -> None:
+        self._call(name, lambda: self._sinks.update({name: make()}), slow_s=math.inf)
 
     def _to_sinks(self, step: int, values: dict[str, float]) -> None:
         for name, sink in list(self._sinks.items()):
-            self._guard(name, lambda sink=sink: sink.write(step, values))  # type: ignore[misc]
+            self._call(name, partial(sink.write, step, values), SLOW_SINK_S)
 
-    def _guard(self, name: str, call: Callable[[], None], slow_s: float | None = None) -> None:
-        """A sink's failure costs the run one warning and that sink, whatever went wrong in it; `metrics.jsonl` goes on."""
+    def _call(self, name: str, call: Callable[[], None], slow_s: float) -> None:
+        """Call a sink. Whatever fails in it prints one warning and closes that sink; `metrics.jsonl` is not affected."""
         started = time.perf_counter()
         try:
             call()
@@ -200,7 +200,7 @@ class MetricLog:
             self.message(f"warning: {name} failed and is off from here on ({reason})")
             return
         taken = time.perf_counter() - started
-        if taken > (SLOW_SINK_S if slow_s is None else slow_s) and name not in self._slow:
+        if taken > slow_s and name not in self._slow:
             self._slow.add(name)
             self.message(f"warning: {name} took {taken:.1f} s for one record and holds up training")
 
@@ -209,7 +209,7 @@ class _TensorBoard:
     def __init__(self, run_dir: Path, resume_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # purge_step hides what the interrupted run wrote beyond the resumed step.
+        # purge_step hides what the interrupted run wrote after the resumed step.
         self.writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=resume_step + 1 if resume_step else None)
 
     def write(self, step: int, values: dict[str, float]) -> None:
@@ -222,7 +222,7 @@ class _TensorBoard:
 
 
 class _Wandb:
-    """One wandb run per run folder: its id lies in the folder, so that a resumed run goes on with the same curves."""
+    """One wandb run per run folder. Its id is kept in the folder, so that a resumed run continues the same curves."""
 
     def __init__(self, run_dir: Path, config: LogConfig, settings: Mapping[str, Any]) -> None:
         import wandb
@@ -242,7 +242,7 @@ class _Wandb:
             mode=config.wandb,  # type: ignore[arg-type]
             settings=wandb.Settings(silent=True, init_timeout=60),
         )
-        # wandb's own step counter cannot go back, which a resumed run does; ours is the x axis instead.
+        # wandb's own step counter cannot go back when a run is resumed; our step is the x axis instead.
         self.run.define_metric("*", step_metric="step")
 
     def write(self, step: int, values: dict[str, float]) -> None:
@@ -263,9 +263,9 @@ def console_line(record: Record) -> str:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a `metrics.jsonl`, in order; a torn last line is left out. Not-a-number and infinity are floats again.
+    """The records of a `metrics.jsonl`, in order, without an incomplete last line. NaN and infinity are floats again.
 
-    Raises UserError for a file that is damaged elsewhere.
+    Raises UserError for any other damage.
     """
     return [{k: _decoded(v) for k, v in record.items()} for _, record in _complete_lines(path)]
 
@@ -274,7 +274,7 @@ _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def _encodable(record: Record) -> dict[str, Any]:
-    """Strict JSON has no NaN and no infinity: they become the strings that `float()` and protobuf's JSON know."""
+    """Replaces NaN and infinity, which strict JSON lacks, by the strings that `float()` and protobuf's JSON accept."""
 
     def encode(value: Any) -> Any:
         if isinstance(value, float) and not math.isfinite(value):
@@ -289,7 +289,7 @@ def _decoded(value: Any) -> Any:
 
 
 def _complete_lines(path: Path) -> list[tuple[str, dict[str, Any]]]:
-    """Text and object of every whole line."""
+    """Text and object of every complete line."""
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True) if path.is_file() else []
     records = []
     for number, line in enumerate(lines, 1):
@@ -305,16 +305,14 @@ def _complete_lines(path: Path) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _open_from(path: Path, resume_step: int) -> FileIO:
-    """Open for appending with the lines of steps up to `resume_step` alone; unbuffered, so that a killed run loses none."""
-    kept = (
-        [line for line, record in _complete_lines(path) if record.get("step", 0) <= resume_step] if resume_step else []
-    )
-    _replace(path, "".join(kept))
+    """Open for appending, without the lines of steps after `resume_step`. Unbuffered: a killed run loses no line."""
+    lines = _complete_lines(path) if resume_step else []
+    _replace(path, "".join(line for line, record in lines if record.get("step", 0) <= resume_step))
     return path.open("ab", buffering=0)
 
 
 def _replace(path: Path, text: str) -> None:
-    """The new text as a whole, or the old one: the disk may be full."""
+    """Replace the file as a whole, so that a full disk leaves the old text."""
     temporary = path.with_suffix(".tmp")
     temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)

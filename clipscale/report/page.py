@@ -1,16 +1,23 @@
-"""`report.html`: one self-contained page with the picture, the results, the settings and the machine."""
+"""`clipscale report`: writes a run's `report.png` and `report.html`, one self-contained page with results, settings and machine."""
 
 import base64
 import json
+import re
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import matplotlib
 import yaml
 
-from clipscale.report.table import result_rows
+from clipscale.config.checks import existing_run
+from clipscale.config.tools import ReportSettings
+from clipscale.errors import UserError
+from clipscale.report.metrics import read_metrics
+from clipscale.report.plots import STYLE, draw
+from clipscale.report.table import TextTable, result_tables
 
 CSS = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1f2937; max-width: 1100px; margin: 2rem auto; padding: 0 1rem; }
@@ -21,12 +28,43 @@ th { font-weight: 600; text-align: right; } td { text-align: right; font-variant
 th:first-child, td:first-child, table.plain td { text-align: left; }
 table.plain td { font-family: ui-monospace, monospace; font-size: 13px; } summary { cursor: pointer; font-weight: 600; }
 """
+Record = dict[str, Any]
 
 
-def page(
-    run_dir: Path, records: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[str, Any]], picture: bytes
-) -> str:
-    """The page as text; everything that comes from files is escaped."""
+def main(settings: ReportSettings) -> Path:
+    """Write the report and print its paths. Returns the page's path. Raises UserError."""
+    if not settings.run:
+        raise UserError("report needs run=NAME or run=PATH")
+    html = write_report(existing_run(settings.run))
+    print(f"{html}\n{html.with_suffix('.png')}")
+    return html
+
+
+def write_report(run_dir: Path) -> Path:
+    """Write `report.png` and `report.html` into the run folder and return the page's path.
+
+    Raises UserError for a folder without steps in `metrics.jsonl`.
+    """
+    records = read_metrics(run_dir / "metrics.jsonl")
+    if not records:
+        raise UserError(f"run={run_dir}: {run_dir / 'metrics.jsonl'} holds no step to report on")
+    evaluations = [e for e in read_evaluations(run_dir) if e["step"] <= records[-1]["step"]]
+    picture = run_dir / "report.png"
+    with matplotlib.rc_context(STYLE):
+        draw(run_dir, records, evaluations).savefig(picture, dpi=120, facecolor="white")
+    html = run_dir / "report.html"
+    html.write_text(page(run_dir, records, evaluations, picture.read_bytes()), encoding="utf-8")
+    return html
+
+
+def read_evaluations(run_dir: Path) -> list[Record]:
+    """The contents of `eval/step_N.json`, by step."""
+    files = [f for f in (run_dir / "eval").glob("step_*.json") if re.fullmatch(r"step_\d+\.json", f.name)]
+    return sorted((json.loads(file.read_text()) for file in files), key=lambda record: record["step"])
+
+
+def page(run_dir: Path, records: Sequence[Record], evaluations: Sequence[Record], picture: bytes) -> str:
+    """The page as text. Everything that comes from files is escaped."""
     name = escape(run_dir.resolve().name)
     image = base64.b64encode(picture).decode()
     newest: dict[str, tuple[int, Mapping[str, float]]] = {}
@@ -36,7 +74,7 @@ def page(
     parts = [
         f"<!doctype html><html lang='en'><head><meta charset='utf-8'><title>{name}</title><style>{CSS}</style></head><body>",
         f"<h1>{name}</h1><p>{escape(summary(records))}</p>",
-        *(_table(head, rows) for head, rows in result_rows(results)),
+        *map(_table, result_tables(results)),
         f"<p><img alt='curves and retrieved images' src='data:image/png;base64,{image}'></p>",
         _details("Settings", _flat(_load(run_dir / "config.yaml"))),
         _details("Machine", _flat(_load(run_dir / "env.json"))),
@@ -45,8 +83,8 @@ def page(
     return "\n".join(parts) + "\n"
 
 
-def summary(records: Sequence[Mapping[str, Any]]) -> str:
-    """Length, last loss and typical speed of the run in a sentence."""
+def summary(records: Sequence[Record]) -> str:
+    """Steps, samples, last loss and median throughput, in one sentence."""
     last = records[-1]
     text = f"{last['step']:,} steps"
     if "samples" in last:
@@ -66,19 +104,20 @@ def _load(file: Path) -> Any:
 
 
 def _flat(value: Any, prefix: str = "") -> list[list[str]]:
-    """Nested settings as dotted names and values."""
+    """Nested settings as rows of dotted name and value."""
     if isinstance(value, dict) and value:
         return [row for key, inner in value.items() for row in _flat(inner, f"{prefix}.{key}" if prefix else str(key))]
     return [[prefix, str(value)]] if prefix else []
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]], css: str = "") -> str:
+def _table(table: TextTable, css: str = "") -> str:
     def line(tag: str, cells: Sequence[str]) -> str:
         return "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) + "</tr>"
 
-    body = "\n".join(line("td", row) for row in rows)
-    return f"<table class='{css}'>{line('th', head) if head else ''}\n{body}</table>"
+    body = "\n".join(line("td", row) for group in table.groups for row in group)
+    return f"<table class='{css}'>{line('th', table.heads) if any(table.heads) else ''}\n{body}</table>"
 
 
 def _details(title: str, rows: Sequence[Sequence[str]]) -> str:
-    return f"<details><summary>{title}</summary>{_table((), rows, 'plain')}</details>" if rows else ""
+    table = TextTable(("", ""), [rows])
+    return f"<details><summary>{title}</summary>{_table(table, 'plain')}</details>" if rows else ""

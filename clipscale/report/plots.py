@@ -1,14 +1,12 @@
-"""A run at a glance: `report.png` (curves and retrieved images) and `report.html` (the same with tables), from the run folder alone."""
+"""The report's picture: curves of loss, evaluation, throughput and memory, and the images retrieved for a few captions."""
 
 import json
 import math
-import re
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -16,14 +14,9 @@ from matplotlib.image import imread
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-from clipscale.config.checks import existing_run
-from clipscale.config.tools import ReportSettings
-from clipscale.errors import UserError
-from clipscale.report.metrics import read_metrics
-from clipscale.report.page import page
-
 Record = dict[str, Any]
 
+GIB = 2**30
 COLOURS = ("#2563eb", "#ea580c", "#16a34a", "#9333ea", "#0891b2", "#be123c", "#ca8a04", "#475569")
 RIGHT, WRONG = "#16a34a", "#d1d5db"
 STYLE: Any = {
@@ -42,48 +35,15 @@ STYLE: Any = {
     "lines.linewidth": 1.6,
 }
 PLOTTED = {"top1": "top-1", "image_to_text_r1": "image→text R@1", "text_to_image_r1": "text→image R@1"}
-"""The metrics drawn over steps; the rest is in the tables."""
+"""Evaluation metrics that have a curve; the page's tables show all of them."""
 POINTS = 4000
-"""Most points drawn of one curve."""
-
-
-def main(settings: ReportSettings) -> Path:
-    """Write the report and say where it is. Returns the page's path. Raises UserError."""
-    if not settings.run:
-        raise UserError("report needs run=NAME or run=PATH")
-    page = write_report(existing_run(settings.run))
-    print(f"{page}\n{page.with_suffix('.png')}")
-    return page
-
-
-def write_report(run_dir: Path) -> Path:
-    """Write `report.png` and `report.html` into the run folder and return the page's path.
-
-    Raises UserError for a folder without steps in `metrics.jsonl`.
-    """
-    records = read_metrics(run_dir / "metrics.jsonl")
-    if not records:
-        raise UserError(f"run={run_dir}: {run_dir / 'metrics.jsonl'} holds no step to report on")
-    evaluations = [e for e in read_evaluations(run_dir) if e["step"] <= records[-1]["step"]]
-    picture = run_dir / "report.png"
-    with matplotlib.rc_context(STYLE):
-        figure = draw(run_dir, records, evaluations)
-        figure.savefig(picture, dpi=120, facecolor="white")
-    html = run_dir / "report.html"
-    html.write_text(page(run_dir, records, evaluations, picture.read_bytes()), encoding="utf-8")
-    return html
-
-
-def read_evaluations(run_dir: Path) -> list[Record]:
-    """The contents of `eval/step_N.json`, by step."""
-    files = [f for f in (run_dir / "eval").glob("step_*.json") if re.fullmatch(r"step_\d+\.json", f.name)]
-    return sorted((json.loads(file.read_text()) for file in files), key=lambda record: record["step"])
+"""Points drawn of one curve at most: three for each pixel of its width."""
 
 
 def draw(run_dir: Path, records: Sequence[Record], evaluations: Sequence[Record]) -> Figure:
-    """Four curves above, and below them, for each retrieval set (two at most), captions with the images found for them."""
-    sheets = sorted((run_dir / "eval" / "retrieved").glob("*.json"))[:2]
-    galleries = [(json.loads(sheet.read_text()), imread(sheet.with_suffix(".png"))) for sheet in sheets]
+    """Four plots, and below them a gallery of retrieved images for each retrieval set (two at most)."""
+    files = sorted((run_dir / "eval" / "retrieved").glob("*.json"))[:2]
+    galleries = [(json.loads(file.read_text()), imread(file.with_suffix(".png"))) for file in files]
     heights = [2.9, 2.9, *(0.5 + 1.14 * math.ceil(len(record["rows"]) / 2) for record, _ in galleries)]
     figure = Figure(figsize=(11, sum(heights) + 0.6), layout="constrained")
     parts = figure.subfigures(len(heights) - 1, 1, height_ratios=[sum(heights[:2]), *heights[2:]], squeeze=False)[:, 0]
@@ -93,8 +53,8 @@ def draw(run_dir: Path, records: Sequence[Record], evaluations: Sequence[Record]
     draw_quality(quality, evaluations, records[-1]["step"])
     draw_speed(speed, records)
     draw_memory(memory, records)
-    for part, (record, sheet) in zip(parts[1:], galleries):
-        draw_gallery(part, record, sheet)
+    for part, (record, images) in zip(parts[1:], galleries):
+        draw_gallery(part, record, images)
     return figure
 
 
@@ -102,7 +62,7 @@ def draw(run_dir: Path, records: Sequence[Record], evaluations: Sequence[Record]
 
 
 def smoothed(values: np.ndarray, window: int) -> np.ndarray:
-    """Mean over the `window` values around each one, of fewer at the ends; values that are not finite are passed over."""
+    """Mean of the `window` values around each one, of fewer at the ends. Ignores values that are not finite."""
     width = min(2 * (window // 2) + 1, 2 * len(values) - 1)
     finite = np.isfinite(values)
     total = np.cumsum(np.concatenate([[0.0], np.where(finite, values, 0.0)]))
@@ -114,7 +74,7 @@ def smoothed(values: np.ndarray, window: int) -> np.ndarray:
 
 
 def curve(records: Sequence[Record], name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Steps and values of a field, where it was measured."""
+    """Steps and values of a field, from the records that have it."""
     found = [(r["step"], r[name]) for r in records if isinstance(r.get(name), int | float)]
     steps, values = np.array(found, dtype=float).reshape(-1, 2).T
     return steps, values
@@ -125,47 +85,47 @@ def thinned(*arrays: np.ndarray) -> list[np.ndarray]:
     return [array[::stride] for array in arrays]
 
 
+def draw_smooth(axes: Axes, steps: np.ndarray, values: np.ndarray, colour: str) -> np.ndarray:
+    """A pale curve of all values and a strong one of their running mean over a fortieth of the run, which is returned."""
+    smooth = smoothed(values, len(values) // 40)
+    axes.plot(*thinned(steps, values), color=colour, alpha=0.25, linewidth=0.8)
+    axes.plot(*thinned(steps, smooth), color=colour)
+    return smooth
+
+
 def draw_loss(axes: Axes, records: Sequence[Record]) -> None:
     steps, values = curve(records, "loss")
-    smooth = smoothed(values, len(values) // 40)
-    raw_steps, raw = thinned(steps, values)
-    axes.plot(raw_steps, raw, color=COLOURS[0], alpha=0.25, linewidth=0.8)
-    axes.plot(*thinned(steps, smooth), color=COLOURS[0])
+    smooth = draw_smooth(axes, steps, values, COLOURS[0])
     if len(values):
-        axes.annotate(
-            f"{smooth[-1]:.3f}", (steps[-1], smooth[-1]), xytext=(4, 0), textcoords="offset points", color=COLOURS[0]
-        )
-    positive = values[np.isfinite(values)]
-    if len(positive) and positive.min() > 0 and positive.max() / positive.min() > 3:
+        end = (steps[-1], smooth[-1])
+        axes.annotate(f"{smooth[-1]:.3f}", end, xytext=(4, 0), textcoords="offset points", color=COLOURS[0])
+    finite = values[np.isfinite(values)]
+    if len(finite) and finite.min() > 0 and finite.max() / finite.min() > 3:
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
         axes.yaxis.set_minor_formatter(NullFormatter())
-    _finish(axes, "loss", "step")
+    _finish(axes, "loss")
 
 
 def draw_quality(axes: Axes, evaluations: Sequence[Record], steps: int) -> None:
     curves: dict[tuple[str, str], list[tuple[int, float]]] = {}
     for evaluation in evaluations:
         for name, metrics in evaluation["results"].items():
-            for metric in PLOTTED:
-                if metric in metrics:
-                    curves.setdefault((name, metric), []).append((evaluation["step"], 100 * metrics[metric]))
+            for metric in [m for m in PLOTTED if m in metrics]:
+                curves.setdefault((name, metric), []).append((evaluation["step"], 100 * metrics[metric]))
     for colour, ((name, metric), points) in zip(COLOURS, curves.items()):
         label = f"{name}: {PLOTTED[metric]} {points[-1][1]:.1f} %"
         axes.plot(*zip(*points), color=colour, marker="o", markersize=4, label=label)
     best = max((value for points in curves.values() for _, value in points), default=100)
     axes.set_ylim(0, min(102, max(5, 1.25 * best)))
     axes.set_xlim(0, 1.03 * steps)
-    _finish(axes, "evaluation, %", "step", nothing="" if curves else "no evaluation")
-    if curves:
-        axes.legend(loc="best")
+    _finish(axes, "evaluation, %", legend=True, empty="no evaluation")
 
 
 def draw_speed(axes: Axes, records: Sequence[Record]) -> None:
     steps, values = curve(records, "samples_per_s")
-    axes.plot(*thinned(steps, values), color=COLOURS[2], alpha=0.3, linewidth=0.8)
-    axes.plot(*thinned(steps, smoothed(values, len(values) // 40)), color=COLOURS[2], label="samples/s")
+    draw_smooth(axes, steps, values, COLOURS[2])
     axes.set_ylim(0, 1.15 * np.nanmax(values) if len(values) else 1)
     wait_steps, waits = curve(records, "data_wait_frac")
     if len(waits):
@@ -174,7 +134,7 @@ def draw_speed(axes: Axes, records: Sequence[Record]) -> None:
         share.set_ylim(0, 100)
         share.grid(False)
         share.set_ylabel("waiting for data, %", color=COLOURS[1])
-    _finish(axes, "throughput, samples/s", "step", nothing="" if len(values) else "not measured")
+    _finish(axes, "throughput, samples/s")
 
 
 def draw_memory(axes: Axes, records: Sequence[Record]) -> None:
@@ -183,21 +143,23 @@ def draw_memory(axes: Axes, records: Sequence[Record]) -> None:
     for colour, (name, label) in zip(COLOURS[3:], fields):
         steps, values = curve(records, name)
         if len(values):
-            highest = max(highest, values.max() / 2**30)
-            axes.plot(*thinned(steps, values / 2**30), color=colour, label=f"{label} {values[-1] / 2**30:.2f}")
+            values = values / GIB
+            highest = max(highest, values.max())
+            axes.plot(*thinned(steps, values), color=colour, label=f"{label} {values[-1]:.2f}")
     axes.set_ylim(0, 1.25 * highest or 1)
-    _finish(axes, "memory, GiB", "step", nothing="" if highest else "not measured")
-    if highest:
-        axes.legend(loc="best")
+    _finish(axes, "memory, GiB", legend=True)
 
 
-def _finish(axes: Axes, title: str, x: str, *, nothing: str = "") -> None:
+def _finish(axes: Axes, title: str, *, legend: bool = False, empty: str = "not measured") -> None:
+    """Title, step axis and legend; `empty` is written into a plot without a curve."""
     axes.set_title(title)
-    axes.set_xlabel(x)
+    axes.set_xlabel("step")
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes.xaxis.set_major_formatter(FuncFormatter(_short))
-    if nothing:
-        axes.text(0.5, 0.5, nothing, transform=axes.transAxes, ha="center", color="#6b7280")
+    if not any(len(line.get_xdata()) for line in axes.lines):  # type: ignore[arg-type]
+        axes.text(0.5, 0.5, empty, transform=axes.transAxes, ha="center", color="#6b7280")
+    elif legend:
+        axes.legend(loc="best")
 
 
 def _short(value: float, _: int) -> str:
@@ -211,26 +173,25 @@ def _short(value: float, _: int) -> str:
 # ---- retrieved images ----
 
 
-def draw_gallery(part: Any, record: Record, sheet: np.ndarray) -> None:
-    """Captions in two columns, each with the nearest images from left to right; the right one framed, or set apart at the end."""
+def draw_gallery(part: Any, record: Record, images: np.ndarray) -> None:
+    """Captions in two columns, each above its nearest images. The correct image is framed, or set apart at the end if it was not found."""
     tile, columns, rows = record["tile"], record["columns"], record["rows"]
     step = f", step {record['step']}" if record["step"] is not None else ""
     part.suptitle(f"retrieved images: {record['set']}{step}", x=0.01, ha="left", fontsize=10, fontweight="bold")
-    part.text(0.995, 0.995, "framed: the right one; dashed: not found", ha="right", va="top", fontsize=8, color=RIGHT)
+    part.text(0.995, 0.995, "framed: the correct one; dashed: not found", ha="right", va="top", fontsize=8, color=RIGHT)
     grid = part.subplots(math.ceil(len(rows) / 2), 2, squeeze=False)
     for axes in grid.flat:
         axes.axis("off")
     for axes, (y, row) in zip(grid.flat, enumerate(rows)):
-        strip = sheet[y * tile : (y + 1) * tile]
-        # The right image stands apart, after a gap, only where it is not among the nearest.
+        strip = images[y * tile : (y + 1) * tile]
+        # The correct image follows after a gap if it is not among the nearest.
         places = [(x, x * 1.06) for x in range(columns)]
         places += [] if row["hit"] is not None else [(columns, columns * 1.06 + 0.35)]
         for x, left in places:
-            right = x in (row["hit"], columns)
+            correct = x in (row["hit"], columns)
             axes.imshow(strip[:, x * tile : (x + 1) * tile], extent=(left, left + 1, 0, 1), interpolation="none")
-            frame = Rectangle(
-                (left, 0), 1, 1, fill=False, edgecolor=RIGHT if right else WRONG, linewidth=2.5 if right else 0.6
-            )
+            colour, width = (RIGHT, 2.5) if correct else (WRONG, 0.6)
+            frame = Rectangle((left, 0), 1, 1, fill=False, edgecolor=colour, linewidth=width)
             frame.set_linestyle("--" if x == columns else "-")
             axes.add_patch(frame)
         axes.set_xlim(-0.03, (columns + 1) * 1.06 + 0.4)

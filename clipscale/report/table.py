@@ -1,10 +1,12 @@
-"""Evaluation results as tables: one for classification sets, one for retrieval sets, since their metrics differ."""
+"""Tables of text for the console and for Markdown, and evaluation results in that form. Every table of the program is made here."""
 
-from collections.abc import Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 Results = Mapping[str, Mapping[str, float]]
 
@@ -22,53 +24,71 @@ TITLES = {
     "text_to_image_r5": "R@5",
     "text_to_image_r10": "R@10",
 }
-"""Column heads in their order; a metric without one is shown under its own name, last."""
+"""Column heads of evaluation metrics, in order. Other metrics come last, under their own names."""
 COUNTS = ("images", "captions", "broken")
 
 
-def result_rows(results: Results) -> list[tuple[list[str], list[list[str]]]]:
-    """Tables as text: the head and the rows of each group of sets that share their metrics. Shares are in per cent."""
-    groups: dict[tuple[str, ...], list[str]] = {}
-    for name, metrics in results.items():
-        order = sorted(metrics, key=lambda m: list(TITLES).index(m) if m in TITLES else len(TITLES))
-        groups.setdefault(tuple(order), []).append(name)
-    tables = []
-    for columns, names in groups.items():
-        # Broken images are the exception: a column of zeros says nothing.
-        shown = [c for c in columns if c != "broken" or any(results[name][c] for name in names)]
-        rows = [[name, *(_cell(column, results[name][column]) for column in shown)] for name in names]
-        tables.append((["set", *(TITLES.get(column, column) for column in shown)], rows))
-    return tables
+@dataclass(frozen=True)
+class TextTable:
+    """A table whose cells are text. Markup in cells is printed as it is."""
 
+    heads: Sequence[str]
+    """Empty strings: no header line."""
+    groups: Sequence[Sequence[Sequence[str]]]
+    """Rows, in groups that are set apart on the console. A row may end early."""
+    title: str = ""
+    left: Container[str] = ()
+    """Heads of further text columns. Like the first column they are flush left; figures are flush right."""
 
-def result_tables(results: Results, title: str = "") -> list[Table]:
-    """The same for the console."""
-    tables = []
-    for number, (head, rows) in enumerate(result_rows(results)):
-        table = Table(
-            title=title if number == 0 else None,
-            title_justify="left",
-            box=SIMPLE_HEAD,
-            pad_edge=False,
-            padding=(0, 1, 0, 0),
-        )
-        for position, column in enumerate(head):
-            table.add_column(column, justify="left" if position == 0 else "right", no_wrap=position == 0)
-        for row in rows:
-            table.add_row(*row)
-        tables.append(table)
-    return tables
+    def is_text(self, column: int) -> bool:
+        return column == 0 or self.heads[column] in self.left
+
+    def __rich_console__(self, *_: object) -> Iterator[Text | Table]:
+        if self.title:
+            yield Text(self.title)
+        titled = any(self.heads)
+        table = Table(box=SIMPLE_HEAD if titled else None, show_header=titled, pad_edge=False, padding=(0, 1, 0, 0))
+        for column, head in enumerate(self.heads):
+            justify = "left" if self.is_text(column) else "right"
+            table.add_column(Text(head), justify=justify, no_wrap=column == 0)  # type: ignore[arg-type]
+        for group in self.groups:
+            for row in group:
+                table.add_row(*map(Text, row))
+            table.add_section()
+        yield table
+
+    def markdown(self) -> str:
+        rows = [[*row, *[""] * (len(self.heads) - len(row))] for group in self.groups for row in group]
+        rules = ["---" if self.is_text(column) else "--:" for column in range(len(self.heads))]
+        return "\n".join("| " + " | ".join(cells) + " |" for cells in (self.heads, rules, *rows))
 
 
 def plain_console() -> Console:
-    """What tables are printed to: the terminal in its width, or a file, where nothing is cut to fit."""
+    """The console for tables: a terminal at its own width, or a file, wide enough that nothing is cut."""
     console = Console(highlight=False, emoji=False, markup=False)
     if not console.is_terminal:
         console.width = max(console.width, 160)
     return console
 
 
+def result_tables(results: Results, title: str = "") -> list[TextTable]:
+    """One table for each group of evaluation sets that share their metrics; fractions in per cent."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name, metrics in results.items():
+        order = sorted(metrics, key=lambda m: list(TITLES).index(m) if m in TITLES else len(TITLES))
+        groups.setdefault(tuple(order), []).append(name)
+    tables: list[TextTable] = []
+    for columns, names in groups.items():
+        # Broken images are rare: a column of zeros is left out.
+        shown = [c for c in columns if c != "broken" or any(results[name][c] for name in names)]
+        rows = [[name, *(_cell(column, results[name][column]) for column in shown)] for name in names]
+        heads = ["set", *(TITLES.get(column, column) for column in shown)]
+        tables.append(TextTable(heads, [rows], "" if tables else title))
+    return tables
+
+
 def print_results(results: Results, title: str = "", console: Console | None = None) -> None:
+    """Print evaluation results as tables."""
     console = console or plain_console()
     for table in result_tables(results, title):
         console.print(table)

@@ -1,0 +1,99 @@
+"""The report of a run: its picture shows the data, and its page is self-contained."""
+
+import json
+import math
+import re
+from base64 import b64decode
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from clipscale.config.sections import LogConfig
+from clipscale.errors import UserError
+from clipscale.report.metrics import MetricLog
+from clipscale.report.page import write_report
+
+
+def make_run(run: Path, steps: int, **extra: float | None) -> Path:
+    with MetricLog(run, LogConfig(every=10**6), resolved_config="model: {name: '<tiny>'}\nbatch: 256\n") as log:
+        for step in range(1, steps + 1):
+            log.step({"step": step, "samples": 256 * step, "loss": 5 / step, "samples_per_s": 400.0, **extra})
+    return run
+
+
+def add_evaluation(run: Path, step: int, top1: float) -> None:
+    (run / "eval").mkdir(exist_ok=True)
+    results = {"objects": {"top1": top1, "images": 10, "broken": 0}}
+    (run / "eval" / f"step_{step:08d}.json").write_text(json.dumps({"step": step, "seconds": 1, "results": results}))
+
+
+def add_gallery(run: Path, rows: int, tile: int = 16) -> None:
+    folder = run / "eval" / "retrieved"
+    folder.mkdir(parents=True)
+    Image.new("RGB", (6 * tile, rows * tile), (200, 30, 160)).save(folder / "captions.png")
+    listed = [{"caption": f"costs $5 or $6, number {i}", "hit": None if i % 2 else i % 5} for i in range(rows)]
+    record = {"set": "captions", "step": 3, "tile": tile, "columns": 5, "rows": listed}
+    (folder / "captions.json").write_text(json.dumps(record))
+
+
+def pixels(run: Path) -> np.ndarray:
+    with Image.open(run / "report.png") as image:
+        return np.asarray(image.convert("RGB")).astype(int)
+
+
+def test_picture_has_the_expected_size_and_content(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", 30, host_rss_bytes=2**30, data_wait_frac=0.1)
+    add_evaluation(run, 10, 0.2)
+    add_evaluation(run, 30, 0.8)
+    write_report(run)
+    plain = pixels(run)
+    assert plain.shape[1] == 1320 and 700 < plain.shape[0] < 900, plain.shape
+
+    add_gallery(run, 5)
+    write_report(run)
+    rich = pixels(run)
+    magenta = (abs(rich - [200, 30, 160]).max(-1) < 3).sum()
+    assert rich.shape[1] == 1320 and rich.shape[0] > plain.shape[0] + 300, (plain.shape, rich.shape)
+    # Five captions of five images, plus the correct one where it was not found, about 80 pixels a side.
+    assert magenta > 27 * 70 * 70, f"{magenta} pixels of retrieved images"
+    green = (abs(rich - [0x16, 0xA3, 0x4A]).max(-1) < 3).sum()
+    assert green > 500, f"{green} pixels of frames around the correct images"
+
+
+def test_curves_are_drawn(tmp_path: Path) -> None:
+    write_report(make_run(tmp_path / "run", 40))
+    blue = (abs(pixels(tmp_path / "run") - [0x25, 0x63, 0xEB]).max(-1) < 40).sum()
+    assert blue > 500, f"{blue} pixels of the loss curve"
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5000])
+def test_any_length_of_run(tmp_path: Path, steps: int) -> None:
+    run = make_run(tmp_path / "run", steps, mem_peak_bytes=None, grad_norm=math.inf)
+    assert write_report(run) == run / "report.html"
+
+
+def test_odd_losses_are_drawn_too(tmp_path: Path) -> None:
+    with MetricLog(tmp_path, LogConfig(), resolved_config="{}") as log:
+        for step, loss in enumerate([math.nan, 3.0, math.inf, -1.0, 0.0], 1):
+            log.step({"step": step, "loss": loss})
+    assert write_report(tmp_path).is_file()
+
+
+def test_page_is_self_contained_and_escaped(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", 30)
+    add_evaluation(run, 30, 0.875)
+    add_evaluation(run, 60, 0.999)  # left by an interrupted run that got further
+    text = write_report(run).read_text()
+    assert not re.search(r"(src|href)=['\"](?!data:)", text)
+    assert ">87.5<" in text and ">99.9<" not in text
+    assert "&lt;tiny&gt;" in text and "<tiny>" not in text
+    assert "30 steps, 7,680 samples" in text
+    (embedded,) = re.findall(r"data:image/png;base64,([^']+)'", text)
+    assert b64decode(embedded) == (run / "report.png").read_bytes()
+
+
+def test_a_run_without_steps_has_no_report(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="holds no step"):
+        write_report(tmp_path)
