@@ -24,7 +24,7 @@ from clipscale.config.tools import DoctorSettings
 from clipscale.data.loader.gpu_decode import jpeg_decoder
 from clipscale.data.loader.memory import free_memory
 from clipscale.data.loader.rows import train_transform
-from clipscale.data.order import Draws
+from clipscale.data.order import CounterRNG
 from clipscale.distributed import World
 from clipscale.errors import UserError
 from clipscale.report.environment import environment
@@ -171,7 +171,7 @@ def decoding(settings: DoctorSettings) -> Iterator[Finding]:
     try:
         begun = time.perf_counter()
         while (passed := time.perf_counter() - begun) < 0.5 or count < 10:
-            transform(file.getvalue(), Draws(count), out)
+            transform(file.getvalue(), CounterRNG(count), out)
             count += 1
     finally:
         torch.set_num_threads(threads)

@@ -22,7 +22,7 @@ from clipscale.config.train import TrainConfig, changes, to_yaml
 from clipscale.data.loader.memory import free_memory
 from clipscale.data.loader.ramp import BatchSizes
 from clipscale.data.loader.stream import TrainStream, merge_positions
-from clipscale.data.loader.to_device import DeviceRows
+from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.distributed import World
 from clipscale.errors import StoppedError, UserError
 from clipscale.eval.run import check as check_sets
@@ -254,7 +254,7 @@ class Run:
         lr = self.schedule.apply(learner.optimizer, seen / self.config.batch - 1, factor)
         batch = self.stream.next_batch()
         images, texts = (
-            DeviceRows(rows, len(batch), self.world.device, resident=self.config.offload == "none", passing=passing)
+            ChunkLoader(rows, len(batch), self.world.device, resident=self.config.offload == "none", passing=passing)
             for rows, passing in ((batch.pixels, batch.passing), (batch.tokens, False))
         )
         with phases("encode"):

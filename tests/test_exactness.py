@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from clipscale.config.sections import ModelConfig
-from clipscale.data.loader.to_device import DeviceRows
+from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.distributed import World, gradient_norm
 from clipscale.grad_cache import GradCache
 from clipscale.loss.api import contrastive_loss
@@ -167,9 +167,9 @@ def cut_up(case: Case, rank: int) -> tuple[dict[str, Tensor], float, float]:
     return gradients(model), value.item(), gradient_norm(model.parameters()).item()
 
 
-def rows_of(tensor: Tensor, case: Case) -> DeviceRows:
+def rows_of(tensor: Tensor, case: Case) -> ChunkLoader:
     resident = case.offload == "none"
-    return DeviceRows(lambda start, stop: tensor[start:stop], len(tensor), torch.device("cpu"), resident=resident)
+    return ChunkLoader(lambda start, stop: tensor[start:stop], len(tensor), torch.device("cpu"), resident=resident)
 
 
 def all_cut_up(rank: int, ranks: int, cases: Iterable[dict[str, Any]]) -> list[tuple[dict[str, Tensor], float, float]]:

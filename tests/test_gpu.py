@@ -16,7 +16,7 @@ from clipscale.config.data import DataConfig
 from clipscale.config.sections import CacheConfig, OptimConfig, PrecisionConfig, ScheduleConfig
 from clipscale.data.demo import paths
 from clipscale.data.loader.host_batch import Arena, Layout
-from clipscale.data.loader.to_device import DeviceRows
+from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.grad_cache import GradCache
 from clipscale.loss.reference import dense_contrastive_loss
 from clipscale.train import train
@@ -79,7 +79,7 @@ def test_open_clips_towers_from_pinned_memory_have_the_gradient_of_one_graph(noi
         torch.manual_seed(5)
         if cached:
             device, hosts = torch.device(DEVICE), [pinned(pixels), pinned(tokens)]
-            rows = [DeviceRows(HostRows(x, passing=False), len(x), device, resident=False) for x in hosts]
+            rows = [ChunkLoader(HostRows(x, passing=False), len(x), device, resident=False) for x in hosts]
             GradCache([model.image, model.text], loss, chunks=case.chunks, keep_bytes=case.keep).step(*rows)
         else:
             one_graph([model.image, model.text], loss, (pixels.to(DEVICE), tokens.to(DEVICE)), [*case.chunks])
@@ -108,7 +108,7 @@ def test_chunks_arrive_whole_and_device_memory_does_not_grow_with_them(resident:
     peaks = []
     for count in (8, 64):
         host = torch.arange(count, dtype=torch.int64)[:, None].expand(count, side).to(torch.uint8).contiguous()
-        source = DeviceRows(HostRows(host, passing), count, device, resident=resident, passing=passing)
+        source = ChunkLoader(HostRows(host, passing), count, device, resident=resident, passing=passing)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated() if device.type == "cuda" else 0

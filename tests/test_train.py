@@ -31,7 +31,7 @@ from clipscale.config.sections import (
 from clipscale.config.train import TrainConfig, check
 from clipscale.data.demo import paths, render_demo
 from clipscale.data.loader.stream import DataConfig
-from clipscale.data.loader.to_device import DeviceRows, copy_stream
+from clipscale.data.loader.to_device import ChunkLoader, copy_stream
 from clipscale.distributed import World
 from clipscale.errors import StoppedError, UserError
 from clipscale.train import Run, train
@@ -464,7 +464,7 @@ def test_batches_share_one_stream_for_copies(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: object())
     device = torch.device("cuda", 0)
     try:
-        streams = [DeviceRows(lambda a, b: torch.empty(0), 1, device, resident=False).copies for _ in range(3)]
+        streams = [ChunkLoader(lambda a, b: torch.empty(0), 1, device, resident=False).copies for _ in range(3)]
     finally:
         copy_stream.cache_clear()
     assert len({id(stream) for stream in streams}) == 1

@@ -29,7 +29,7 @@ from clipscale.config.data import DECODE, DataConfig
 from clipscale.config.tools import DataBenchSettings
 from clipscale.data.decode import TrainTransform
 from clipscale.data.loader.stream import TrainStream
-from clipscale.data.order import AUGMENT, Draws
+from clipscale.data.order import AUGMENT, CounterRNG
 from clipscale.errors import UserError
 from clipscale.report.table import plain_console
 
@@ -167,7 +167,7 @@ def transforms(side: int) -> dict[str, Callable[[bytes, int], Any]]:
     peer = image_transform(side, is_train=True)
 
     def own(transform: TrainTransform) -> Callable[[bytes, int], Any]:
-        return lambda data, number: transform(data, Draws(0, AUGMENT, number), out)
+        return lambda data, number: transform(data, CounterRNG(0, AUGMENT, number), out)
 
     found = {f"decode={name}": own(TrainTransform(side, SCALE, RATIO, 0.0, 2**30, name == "fast")) for name in ON_CPU}
     return found | {PEER: lambda data, _: peer(Image.open(io.BytesIO(data)).convert("RGB"))}
@@ -195,8 +195,8 @@ def difference(side: int, pictures: list[bytes]) -> float:
     means = []
     for number, data in enumerate(pictures):
         found = np.zeros((2, 3, side, side), np.uint8)
-        exact(data, Draws(0, AUGMENT, number), found[0])
-        fast(data, Draws(0, AUGMENT, number), found[1])
+        exact(data, CounterRNG(0, AUGMENT, number), found[0])
+        fast(data, CounterRNG(0, AUGMENT, number), found[1])
         means.append(np.abs(found[0].astype(np.int16) - found[1]).mean())
     return float(np.mean(means))
 

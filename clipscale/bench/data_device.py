@@ -12,7 +12,7 @@ from clipscale.data.decode import TrainTransform
 from clipscale.data.loader.gpu_decode import AHEAD, DecodedAhead, DeviceDecoder, jpeg_decoder
 from clipscale.data.loader.host_batch import Arena, Layout
 from clipscale.data.loader.offload import tier_of
-from clipscale.data.order import AUGMENT, Draws
+from clipscale.data.order import AUGMENT, CounterRNG
 from clipscale.errors import UserError
 
 WAYS = 4
@@ -57,7 +57,7 @@ class Batch:
         """Put every picture into its place: what a loader does. `number` makes the crops others."""
         self._tier.begin(self.slot)
         for place, data in enumerate(self.files):
-            self._tier.put(self.slot, place, data, Draws(0, AUGMENT, number + place))
+            self._tier.put(self.slot, place, data, CounterRNG(0, AUGMENT, number + place))
 
 
 def loader_rates(files: list[bytes], transform: TrainTransform, repeats: int) -> list[float]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from clipscale.config.keys import conf_dir
 from clipscale.config.sections import ModelConfig, PrecisionConfig
 from clipscale.data.loader.host_batch import Arena, HostBatch, Layout
-from clipscale.data.loader.to_device import DeviceRows
+from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.grad_cache import GradCache
 from clipscale.loss.api import contrastive_loss
 from clipscale.models.towers import ClipModel, Flops, architecture, build_model
@@ -155,11 +155,11 @@ class Ways:
             self.arena, self.pool = arena, HostBatch(slot, count, lambda _: None)
         return self.pool
 
-    def rows(self, batch: int) -> tuple[DeviceRows, DeviceRows]:
+    def rows(self, batch: int) -> tuple[ChunkLoader, ChunkLoader]:
         """Host rows, copied to the device chunk by chunk, as in training with offload=host."""
         pool = self.samples()
         pixels, tokens = (
-            DeviceRows(_Around(rows, len(pool)), batch, self.device, resident=False)
+            ChunkLoader(_Around(rows, len(pool)), batch, self.device, resident=False)
             for rows in (pool.pixels, pool.tokens)
         )
         return pixels, tokens
@@ -206,7 +206,7 @@ class Ways:
         cache = GradCache(towers, self.loss_of(model), chunks=self.chunk, autocast=self.precision.autocast)
         room = base.removeprefix("keep-") if base.startswith("keep-") else "0"
 
-        def budget(inputs: tuple[DeviceRows, DeviceRows]) -> float:
+        def budget(inputs: tuple[ChunkLoader, ChunkLoader]) -> float:
             if room.endswith("G"):
                 return int(room[:-1]) * GIB
             share, trained = int(room) / 100, [tower for tower in cache.towers if tower.trained]
@@ -219,7 +219,7 @@ class Ways:
             count = len(inputs[0])
             return math.inf if share == 1 else share * sum(t.cost * count / min(t.size, count) for t in trained)
 
-        def step(inputs: tuple[DeviceRows, DeviceRows]) -> Phases:
+        def step(inputs: tuple[ChunkLoader, ChunkLoader]) -> Phases:
             cache.memory.budget = budget(inputs)
             phases = Phases(self.device)
             with phases("encode"):

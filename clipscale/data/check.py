@@ -19,7 +19,7 @@ from PIL import Image
 
 from clipscale.data.decode import IMAGE_TYPES, BrokenSampleError, decode_rgb, image_bytes, resize
 from clipscale.data.filters import Selection
-from clipscale.data.order import Draws, key
+from clipscale.data.order import CounterRNG, key
 from clipscale.data.sample import RawSample, limits
 from clipscale.data.shards import index, indexing
 from clipscale.data.shards.access import Access, leaf_of, scheme_of
@@ -143,7 +143,7 @@ def _look(sample: RawSample, task: Task, found: Findings) -> tuple[np.ndarray, b
     if sample.damage:
         raise BrokenSampleError(sample.damage, sample.detail)
     rank = key(task.seed, _hash(f"{leaf_of(sample.url)}/{sample.key}".encode("utf-8", "surrogatepass")), sample.index)
-    caption = task.selection.caption(sample.members, Draws(rank))
+    caption = task.selection.caption(sample.members, CounterRNG(rank))
     data = image_bytes(sample.members)
     pixels = decode_rgb(data, task.max_pixels)
     height, width = pixels.shape[:2]

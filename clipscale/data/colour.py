@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from clipscale.data.order import Draws
+from clipscale.data.order import CounterRNG
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,25 +28,25 @@ class Colour:
     grey: float
     """Probability of a greyscale picture."""
 
-    def __call__(self, pixels: np.ndarray, draws: Draws) -> np.ndarray:
+    def __call__(self, pixels: np.ndarray, rng: CounterRNG) -> np.ndarray:
         """(C, S, S) uint8 to the same."""
         import torch
 
-        return self.changed(torch.from_numpy(np.ascontiguousarray(pixels)), draws).numpy()
+        return self.changed(torch.from_numpy(np.ascontiguousarray(pixels)), rng).numpy()
 
-    def changed(self, image: "Tensor", draws: Draws) -> "Tensor":
+    def changed(self, image: "Tensor", rng: CounterRNG) -> "Tensor":
         """(C, S, S) uint8, on any device, to the same."""
         from torchvision.transforms.v2 import (
             functional as F,
         )  # here, since workers that change no colours need not load it
 
-        if draws.uniform() < self.probability:
+        if rng.uniform() < self.probability:
             steps = (F.adjust_brightness, F.adjust_contrast, F.adjust_saturation)
             for step, strength in zip(steps, self.strengths):
                 if strength:
-                    image = step(image, draws.uniform(max(0.0, 1 - strength), 1 + strength))
+                    image = step(image, rng.uniform(max(0.0, 1 - strength), 1 + strength))
             if hue := self.strengths[3]:
-                image = F.adjust_hue(image, draws.uniform(-hue, hue))
-        if draws.uniform() < self.grey:
+                image = F.adjust_hue(image, rng.uniform(-hue, hue))
+        if rng.uniform() < self.grey:
             image = F.rgb_to_grayscale(image, num_output_channels=3)
         return image

@@ -16,7 +16,7 @@ import simplejpeg
 from PIL import Image
 
 from clipscale.data.colour import Colour
-from clipscale.data.order import Draws
+from clipscale.data.order import CounterRNG
 
 IMAGE_TYPES = ("jpg", "jpeg", "png", "webp", "avif", "gif", "bmp", "tif", "tiff")
 Image.init()
@@ -217,16 +217,16 @@ def stored_box(box: Box, orientation: int, width: int, height: int) -> Box:
     return (top, left, bottom, right) if swapped else (left, top, right, bottom)
 
 
-def random_box(width: int, height: int, scale: tuple[float, float], ratio: tuple[float, float], draws: Draws) -> Box:
+def random_box(width: int, height: int, scale: tuple[float, float], ratio: tuple[float, float], rng: CounterRNG) -> Box:
     """A random crop by the rule of torchvision's RandomResizedCrop: area share uniform in `scale`, aspect log-uniform in `ratio`,
     ten attempts, else the largest central crop whose aspect lies in `ratio`."""
     area = width * height
     low, high = math.log(ratio[0]), math.log(ratio[1])
     for _ in range(10):
-        target, aspect = area * draws.uniform(*scale), math.exp(draws.uniform(low, high))
+        target, aspect = area * rng.uniform(*scale), math.exp(rng.uniform(low, high))
         w, h = round(math.sqrt(target * aspect)), round(math.sqrt(target / aspect))
         if 0 < w <= width and 0 < h <= height:
-            left, top = draws.integer(width - w + 1), draws.integer(height - h + 1)
+            left, top = rng.integer(width - w + 1), rng.integer(height - h + 1)
             return left, top, left + w, top + h
     w, h = width, height
     if width / height < ratio[0]:
@@ -266,20 +266,20 @@ class TrainTransform:
     fast: bool = False
     colour: Colour | None = None
 
-    def __call__(self, data: bytes, draws: Draws, out: np.ndarray) -> None:
+    def __call__(self, data: bytes, rng: CounterRNG, out: np.ndarray) -> None:
         """Write the pixels to `out`, (C, S, S) uint8. Raises BrokenSampleError before anything is written."""
         picture = Picture(data, self.max_pixels)
-        crop = self.crop(picture, draws)
+        crop = self.crop(picture, rng)
         self.render(self.cut(picture, crop), crop, out)
 
-    def crop(self, picture: Picture, draws: Draws) -> Crop:
+    def crop(self, picture: Picture, rng: CounterRNG) -> Crop:
         """What to cut out of a picture, in pixels of its full size, whether to mirror it, and how to change its colours."""
-        box = random_box(picture.width, picture.height, self.scale, self.ratio, draws)
+        box = random_box(picture.width, picture.height, self.scale, self.ratio, rng)
         reduce = self._reduce(picture, box)
         # edges that fall between the pixels of the smaller picture would shift what is seen
         left, top, right, bottom = (reduce * (edge // reduce) for edge in box)
-        flipped = self.flip > 0 and draws.uniform() < self.flip
-        return Crop(left, top, right, bottom, reduce, flipped, 1 + draws.integer(2**62) if self.colour else 0)
+        flipped = self.flip > 0 and rng.uniform() < self.flip
+        return Crop(left, top, right, bottom, reduce, flipped, 1 + rng.integer(2**62) if self.colour else 0)
 
     def _reduce(self, picture: Picture, box: Box) -> int:
         left, top, right, bottom = box
@@ -300,7 +300,7 @@ class TrainTransform:
         """Write what was cut out to `out`, (C, S, S) uint8: resized, mirrored and coloured as the crop says."""
         resized = resize(cut, self.side, self.side)
         if self.colour and crop.colour:
-            resized = self.colour(resized, Draws(crop.colour))
+            resized = self.colour(resized, CounterRNG(crop.colour))
         np.copyto(out, resized[:, :, ::-1] if crop.flipped else resized)
 
 

@@ -26,7 +26,7 @@ from clipscale.config.sections import ModelConfig
 from clipscale.config.tools import FeaturesConfig
 from clipscale.data import stored
 from clipscale.data.decode import IMAGE_TYPES, BrokenSampleError, EvalTransform, TrainTransform, image_bytes
-from clipscale.data.order import Draws
+from clipscale.data.order import CounterRNG
 from clipscale.data.sample import RawSample
 from clipscale.data.shards.access import Access
 from clipscale.data.shards.choose import list_shards
@@ -247,7 +247,7 @@ class _Writer:
             if self.config.transform == "eval":
                 return self.central(data)
             out = np.empty((3, self.side, self.side), np.uint8)
-            self.whole(data, Draws(0), out)
+            self.whole(data, CounterRNG(0), out)
         except BrokenSampleError as error:
             log.info("%s %s: %s", raw.url, raw.key, error)
             return None

@@ -21,7 +21,7 @@ from PIL import Image
 
 from clipscale.config.data import FilterConfig
 from clipscale.data.decode import BrokenSampleError, caption_of, image_bytes
-from clipscale.data.order import Draws
+from clipscale.data.order import CounterRNG
 from clipscale.data.sample import RawSample
 from clipscale.data.shards.access import leaf_of
 from clipscale.errors import UserError
@@ -121,7 +121,7 @@ class Selection:
         found = {source.partition(":")[0] for source, _ in self.captions}
         return found | {"json"} if self.conditions or self.block_urls else found
 
-    def caption(self, members: dict[str, bytes], draws: Draws) -> str:
+    def caption(self, members: dict[str, bytes], rng: CounterRNG) -> str:
         """The sample's caption. Of several sources one is drawn by weight among those that have a text.
 
         Raises BrokenSampleError with the first source's reason if none has.
@@ -129,12 +129,12 @@ class Selection:
         if len(self.captions) == 1:
             text = caption_of(members, self.captions[0][0])
         else:
-            text = self._drawn(members, draws)
+            text = self._drawn(members, rng)
         if self.templates:
-            text = self.templates[draws.integer(len(self.templates))].replace("{}", text)
+            text = self.templates[rng.integer(len(self.templates))].replace("{}", text)
         return text
 
-    def _drawn(self, members: dict[str, bytes], draws: Draws) -> str:
+    def _drawn(self, members: dict[str, bytes], rng: CounterRNG) -> str:
         texts: list[tuple[str, float]] = []
         first: BrokenSampleError | None = None
         for source, weight in self.captions:
@@ -148,7 +148,7 @@ class Selection:
             raise first
         if not total:  # only sources of weight 0, there to stand in
             return texts[0][0]
-        at = draws.uniform() * total
+        at = rng.uniform() * total
         for text, weight in texts:
             at -= weight
             if at < 0:

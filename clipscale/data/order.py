@@ -1,10 +1,10 @@
-"""Which sample comes when, as a pure function of (seed, lane, turn): nothing here opens a file.
+"""The order of the samples, a pure function of (seed, shard stream, epoch): nothing here opens a file.
 
-The global order is the union of L independent lanes. Lane l gives bounds[l+1] - bounds[l] samples to every global batch, where
-bounds[l] = l * B // L, so a global batch is the same set of samples for any number of ranks and workers. A lane's turns are the epochs
-(its share of each, exact) or its draws of shards with replacement (resampled).
+The global order is the union of L independent shard streams. Stream l fills bounds[l+1] - bounds[l] places of every global batch, where
+bounds[l] = l * B // L, so a global batch holds the same samples for any number of ranks and workers. In each epoch a stream reads its
+exact share of all samples, or, where shards are drawn with replacement, one drawn shard.
 
-B: global batch, L: lanes, P: ranks, S: samples in an epoch.
+B: global batch, L: shard streams, P: ranks, S: samples in an epoch.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ import numpy as np
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 
-# What a random number is for; part of every key, so that no two uses share a sequence.
+# The use of a random number. It is part of every key, so that no two uses share a sequence.
 SHARDS, WINDOW, DRAW, AUGMENT, CAPTION = 1, 2, 3, 4, 5
 
 
@@ -31,7 +31,7 @@ def _finish(z: np.ndarray) -> np.ndarray:
 
 
 def key(*parts: int) -> int:
-    """A 64-bit key from integers; own arithmetic, so that an order outlives changes in library generators."""
+    """A 64-bit key from integers. The arithmetic is our own, so that a library's new generator does not change an order."""
     state = len(parts)
     for part in parts:
         z = (state + _GOLDEN + (part & _MASK) * 0xD1342543DE82EF95) & _MASK
@@ -47,8 +47,8 @@ def permutation(n: int, *parts: int) -> np.ndarray:
     return np.argsort(_finish(steps), kind="stable")
 
 
-class Draws:
-    """Uniform random numbers from a key: SplitMix64, cheap to make for every sample."""
+class CounterRNG:
+    """A counter-based generator of uniform random numbers (SplitMix64), cheap enough to make one for every sample."""
 
     def __init__(self, *parts: int) -> None:
         self._state = key(*parts)
@@ -66,65 +66,65 @@ class Draws:
         return min(int(self.uniform() * n), n - 1)
 
 
-def lane_bounds(batch: int, lanes: int) -> np.ndarray:
-    """(L+1,): lane l fills places bounds[l]..bounds[l+1] of the global batch; exact multiples of B/P at every L/P lanes."""
-    return np.arange(lanes + 1, dtype=np.int64) * batch // lanes
+def stream_bounds(batch: int, streams: int) -> np.ndarray:
+    """(L+1,): stream l fills places bounds[l]..bounds[l+1] of the global batch. Every L/P-th bound is a multiple of B/P."""
+    return np.arange(streams + 1, dtype=np.int64) * batch // streams
 
 
-def local_places(lane: int, lanes: int, batch: int, rank: int, world: int) -> range:
-    """The places of rank's part of the global batch that a lane fills."""
-    bounds, origin = lane_bounds(batch, lanes), rank * (batch // world)
-    return range(int(bounds[lane]) - origin, int(bounds[lane + 1]) - origin)
+def local_places(stream: int, streams: int, batch: int, rank: int, world: int) -> range:
+    """The places that a stream fills, counted from the start of the rank's part of the global batch."""
+    bounds, origin = stream_bounds(batch, streams), rank * (batch // world)
+    return range(int(bounds[stream]) - origin, int(bounds[stream + 1]) - origin)
 
 
-def default_lanes(batch: int, world: int, samples: int | None) -> int:
-    """How many lanes when nobody says: 64, and 8 a rank beyond 8 ranks; halved while the batch or the data set is too small for them.
+def default_streams(batch: int, world: int, samples: int | None) -> int:
+    """The usual number of shard streams: 64, or 8 a rank beyond 8 ranks; halved while the batch or the data set is too small.
 
     The same for 1, 2, 4 and 8 ranks, so that their runs see the same batches. Always a multiple of `world`.
     """
-    lanes = math.lcm(64, 8 * world)
-    while lanes % (2 * world) == 0 and not lanes_fit(lanes, batch, samples):
-        lanes //= 2
-    return lanes if lanes_fit(lanes, batch, samples) else world
+    streams = math.lcm(64, 8 * world)
+    while streams % (2 * world) == 0 and not streams_fit(streams, batch, samples):
+        streams //= 2
+    return streams if streams_fit(streams, batch, samples) else world
 
 
-def lanes_fit(lanes: int, batch: int, samples: int | None) -> bool:
-    """Whether every lane has a place in the batch and, in an epoch, at least one sample."""
-    return lanes <= batch and (samples is None or (batch // lanes) * samples >= batch)
+def streams_fit(streams: int, batch: int, samples: int | None) -> bool:
+    """Whether every stream has a place in the batch and, in an epoch, at least one sample."""
+    return streams <= batch and (samples is None or (batch // streams) * samples >= batch)
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A stretch of one shard's shuffled order that a lane reads without a break.
-
-    Places start..stop of the shard's emission order (stop None: to the end, wherever that is); `count` samples in the shard where known;
-    `turn` distinguishes the shuffles of different visits.
-    """
+    """A stretch of one shard's shuffled order that a stream reads without a break."""
 
     shard: int
-    turn: int
+    epoch: int
+    """Part of the shuffle's key: each visit to a shard has an order of its own."""
     start: int
+    """The first place, in the shard's shuffled order."""
     stop: int | None
+    """The place after the last; None: the shard's end, wherever that is."""
     count: int | None
+    """Samples in the shard, where known."""
 
 
 @dataclass(frozen=True)
 class Epochs:
     """Each sample exactly once an epoch.
 
-    Epoch e puts the shards in a random order; lane l takes the stretch [bounds[l] S / B, bounds[l+1] S / B) of their concatenation,
-    so that all lanes come to the end of an epoch together whatever B mod L is.
+    Every epoch puts the shards in a random order. Stream l reads the stretch [bounds[l] S / B, bounds[l+1] S / B) of their concatenation,
+    so all streams reach the end of an epoch together, whatever B mod L is.
     """
 
     counts: tuple[int, ...]
     batch: int
-    lanes: int
+    streams: int
     seed: int
 
-    def segments(self, lane: int, turn: int, skip: int = 0) -> Iterator[Segment]:
-        """What `lane` reads in epoch `turn` after its first `skip` samples."""
-        shards, ends = _epoch(self.counts, self.seed, turn)
-        first, last = self.reach(lane)
+    def segments(self, stream: int, epoch: int, skip: int = 0) -> Iterator[Segment]:
+        """The segments that a stream reads in an epoch, after its first `skip` samples."""
+        shards, ends = _shard_order(self.counts, self.seed, epoch)
+        first, last = self.reach(stream)
         first += skip
         at = int(np.searchsorted(ends, first, side="right"))
         while first < last:
@@ -132,43 +132,44 @@ class Epochs:
             begin = int(ends[at]) - self.counts[shard]
             stop = min(last, int(ends[at]))
             if stop > first:
-                yield Segment(shard, turn, first - begin, stop - begin, self.counts[shard])
+                yield Segment(shard, epoch, first - begin, stop - begin, self.counts[shard])
             first, at = stop, at + 1
 
-    def reach(self, lane: int) -> tuple[int, int]:
-        """The lane's stretch of the epoch's concatenated shards."""
-        total, bounds = sum(self.counts), lane_bounds(self.batch, self.lanes)
-        return int(bounds[lane]) * total // self.batch, int(bounds[lane + 1]) * total // self.batch
+    def reach(self, stream: int) -> tuple[int, int]:
+        """The stream's stretch of the epoch's concatenated shards."""
+        total, bounds = sum(self.counts), stream_bounds(self.batch, self.streams)
+        return int(bounds[stream]) * total // self.batch, int(bounds[stream + 1]) * total // self.batch
 
     def description(self) -> list[object]:
-        """What, besides the shards, the order depends on."""
-        return ["epochs", self.seed, [self.reach(lane)[0] for lane in range(self.lanes)]]
+        """Everything that the order depends on, apart from the shards."""
+        return ["epochs", self.seed, [self.reach(stream)[0] for stream in range(self.streams)]]
 
 
 @lru_cache(maxsize=4)
-def _epoch(counts: tuple[int, ...], seed: int, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-    """The epoch's order of shards and the end of each in their concatenation."""
+def _shard_order(counts: tuple[int, ...], seed: int, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+    """An epoch's order of the shards, and the end of each in their concatenation."""
     shards = permutation(len(counts), seed, SHARDS, epoch)
     return shards, np.cumsum(np.asarray(counts, dtype=np.int64)[shards])
 
 
 @dataclass(frozen=True)
 class Resampled:
-    """Shards drawn with replacement: turn k of a lane is its k-th draw. `cumulative` is the running sum of the shards' weights."""
+    """Shards drawn with replacement. "Epoch" k of a stream is its k-th draw, of one shard."""
 
     cumulative: tuple[float, ...]
+    """The running sum of the shards' weights."""
     counts: tuple[int | None, ...]
-    lanes: int
+    streams: int
     seed: int
 
-    def segments(self, lane: int, turn: int, skip: int = 0) -> Iterator[Segment]:
-        """The one shard of draw `turn`, after its first `skip` samples."""
-        where = Draws(self.seed, DRAW, lane, turn).uniform() * self.cumulative[-1]
+    def segments(self, stream: int, epoch: int, skip: int = 0) -> Iterator[Segment]:
+        """The one shard of draw `epoch`, after its first `skip` samples."""
+        where = CounterRNG(self.seed, DRAW, stream, epoch).uniform() * self.cumulative[-1]
         shard = min(int(np.searchsorted(self.cumulative, where, side="right")), len(self.cumulative) - 1)
-        yield Segment(shard, key(lane, turn), skip, self.counts[shard], self.counts[shard])
+        yield Segment(shard, key(stream, epoch), skip, self.counts[shard], self.counts[shard])
 
     def description(self) -> list[object]:
-        """What, besides the shards, the order depends on."""
+        """Everything that the order depends on, apart from the shards."""
         return ["resampled", self.seed, [w / self.cumulative[-1] for w in self.cumulative]]
 
 
@@ -176,6 +177,6 @@ Order = Epochs | Resampled
 
 
 def fingerprint(order: Order, names: Sequence[str], window: int) -> str:
-    """A short digest of everything a position refers to: the shards' names and counts, the seed, the lanes, the shuffle window."""
+    """A short digest of everything a position refers to: the shards' names and counts, the seed, the streams, the shuffle window."""
     text = json.dumps([order.description(), list(names), list(order.counts), window])
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from clipscale.data.decode import BrokenSampleError
-from clipscale.data.order import Draws
+from clipscale.data.order import CounterRNG
 from clipscale.errors import UserError
 
 NOTE = "features.json"
@@ -28,7 +28,7 @@ class StoredRows:
     width: int
     dtype: str
 
-    def __call__(self, data: bytes, draws: Draws, out: np.ndarray) -> None:
+    def __call__(self, data: bytes, rng: CounterRNG, out: np.ndarray) -> None:
         """Write the row to `out`, (D,). Raises BrokenSampleError (`bad_features`) before anything is written."""
         try:
             row = np.load(io.BytesIO(data), allow_pickle=False)

@@ -11,7 +11,7 @@ from clipscale.autotune import MARGIN
 from clipscale.config.tools import PlanConfig
 from clipscale.data.loader.host_batch import Layout
 from clipscale.data.loader.memory import largest_pool
-from clipscale.data.order import default_lanes
+from clipscale.data.order import default_streams
 from clipscale.plan.rehearsal import PHASES, Rehearsal, Step
 from clipscale.units import parse_count
 
@@ -199,7 +199,7 @@ class Host:
 def host(config: PlanConfig, rehearsal: Rehearsal, batch: int, chunk: int, *, cuda: bool) -> Host:
     """Of a node. `batch`: samples of one rank; `chunk`: of the image tower."""
     data, ranks = config.data, config.gpus * config.nodes
-    lanes = data.shard_streams or default_lanes(config.batch, ranks, None)
+    lanes = data.shard_streams or default_streams(config.batch, ranks, None)
     workers = min(data.workers, max(1, lanes // ranks))
     tier = config.offload if config.offload != "none" else "host"
     layout = Layout(

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from clipscale.config.train import TrainConfig
-from clipscale.data.loader.to_device import DeviceRows
+from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.data.stored import StoredRows
 from clipscale.distributed import World, synchronised
 from clipscale.models.towers import ClipModel, build_model
@@ -195,7 +195,7 @@ class Rehearsal:
             enter("")
             step.before[phase] = memory.live
 
-        class Rows(DeviceRows):
+        class Rows(ChunkLoader):
             """Rows out of nowhere; the first of a pass that are asked for begin a stage."""
 
             tower = ""

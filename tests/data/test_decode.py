@@ -27,7 +27,7 @@ from clipscale.data.decode import (
     image_bytes,
     random_box,
 )
-from clipscale.data.order import Draws
+from clipscale.data.order import CounterRNG
 from tests.data.files import picture
 
 MOST = 10_000_000
@@ -66,7 +66,7 @@ def test_training_pixels_of_whole_jpegs_are_open_clips(size: tuple[int, int], mo
         data = encode(source, "JPEG", quality=quality, **({} if mode == "L" else {"subsampling": sampling}))
         theirs = transform(Image.open(io.BytesIO(data))).numpy() * 255
         out = np.zeros((3, 64, 64), np.uint8)
-        TrainTransform(64, (1.0, 1.0), (3 / 4, 4 / 3), 0.0, MOST)(data, Draws(0), out)
+        TrainTransform(64, (1.0, 1.0), (3 / 4, 4 / 3), 0.0, MOST)(data, CounterRNG(0), out)
         difference = np.abs(out - theirs)
         said = f"quality {quality}: {difference.mean():.3f}/255 on average, {difference.max():.1f} at most"
         print(said)
@@ -80,8 +80,8 @@ def test_training_pixels_of_whole_jpegs_are_open_clips(size: tuple[int, int], mo
 def test_training_pixels_are_torchvisions_for_the_same_crop(width: int, height: int, seed: int, kind: str) -> None:
     data = picture(seed, (width, height), kind)
     out = np.zeros((3, 32, 32), dtype=np.uint8)
-    TrainTransform(32, (0.3, 1.0), (0.75, 4 / 3), 0.0, MOST)(data, Draws(seed), out)
-    left, top, right, bottom = random_box(width, height, (0.3, 1.0), (0.75, 4 / 3), Draws(seed))
+    TrainTransform(32, (0.3, 1.0), (0.75, 4 / 3), 0.0, MOST)(data, CounterRNG(seed), out)
+    left, top, right, bottom = random_box(width, height, (0.3, 1.0), (0.75, 4 / 3), CounterRNG(seed))
     image = Image.open(io.BytesIO(data))
     theirs = tv.resized_crop(image, top, left, bottom - top, right - left, [32, 32], InterpolationMode.BICUBIC)
     difference = np.abs(out.astype(int) - np.asarray(theirs).transpose(2, 0, 1))
@@ -93,7 +93,7 @@ def test_training_pixels_are_torchvisions_for_the_same_crop(width: int, height: 
 def test_crops_are_distributed_as_torchvisions(size: tuple[int, int]) -> None:
     width, height = size
     scale, ratio, number = (0.08, 1.0), (0.75, 4 / 3), 4000
-    boxes = np.array([random_box(width, height, scale, ratio, Draws(i)) for i in range(number)])
+    boxes = np.array([random_box(width, height, scale, ratio, CounterRNG(i)) for i in range(number)])
     assert boxes.min() >= 0 and boxes[:, 2].max() <= width and boxes[:, 3].max() <= height
     torch.manual_seed(0)
     blank = torch.zeros(3, height, width)
@@ -111,10 +111,10 @@ def test_crops_are_distributed_as_torchvisions(size: tuple[int, int]) -> None:
 def test_flips_come_at_their_rate_and_mirror_the_picture() -> None:
     data = picture(3, (16, 16))
     plain, out = np.empty((2, 3, 16, 16), dtype=np.uint8)
-    TrainTransform(16, (1.0, 1.0), (1.0, 1.0), 0.0, MOST)(data, Draws(0), plain)
+    TrainTransform(16, (1.0, 1.0), (1.0, 1.0), 0.0, MOST)(data, CounterRNG(0), plain)
     flipped = 0
     for i in range(400):
-        TrainTransform(16, (1.0, 1.0), (1.0, 1.0), 0.25, MOST)(data, Draws(i), out)
+        TrainTransform(16, (1.0, 1.0), (1.0, 1.0), 0.25, MOST)(data, CounterRNG(i), out)
         if not np.array_equal(out, plain):
             assert np.array_equal(out, plain[:, :, ::-1])
             flipped += 1
@@ -244,7 +244,7 @@ def test_damaged_pictures_are_decoded_or_counted(kind: str, hits: list[tuple[flo
     out = np.zeros((3, 16, 16), dtype=np.uint8)
     try:
         TrainTransform(16, (0.5, 1.0), (0.75, 1.33), 0.5, 100_000)(
-            bytes(data[: int(len(data) * (1 - cut**4))]), Draws(1), out
+            bytes(data[: int(len(data) * (1 - cut**4))]), CounterRNG(1), out
         )
     except BrokenSampleError as error:
         assert error.reason in ("unreadable_image", "huge_image")
@@ -297,7 +297,7 @@ def test_fast_pixels_are_near_the_exact_ones(side: int, orientation: int) -> Non
     picture = Picture(data, MOST)
     reduced = 0
     for seed in range(8):
-        crop = transform.crop(picture, Draws(seed))
+        crop = transform.crop(picture, CounterRNG(seed))
         fast, exact = np.empty((2, 3, side, side), np.uint8)
         transform.render(transform.cut(picture, crop), crop, fast)
         transform.render(transform.cut(picture, crop._replace(reduce=1)), crop, exact)
@@ -315,7 +315,7 @@ def test_a_jpeg_is_decoded_no_smaller_than_the_crop_needs(monkeypatch: pytest.Mo
     monkeypatch.setattr(Picture, "decode", lambda self, reduce=1: asked.append(reduce) or plain(self, reduce))
     out = np.empty((3, 32, 32), np.uint8)
     for side, kind in ((63, "JPEG"), (64, "JPEG"), (129, "JPEG"), (900, "JPEG"), (256, "PNG")):
-        TrainTransform(32, (1.0, 1.0), (1.0, 1.0), 0.0, MOST, True)(picture(1, (side, side), kind), Draws(0), out)
+        TrainTransform(32, (1.0, 1.0), (1.0, 1.0), 0.0, MOST, True)(picture(1, (side, side), kind), CounterRNG(0), out)
     assert asked == [1, 2, 4, 8, 1], asked
 
 
@@ -325,11 +325,11 @@ def test_a_jpeg_is_decoded_no_smaller_than_the_crop_needs(monkeypatch: pytest.Mo
 def test_colours_change_at_their_rates_and_by_the_draws_alone() -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (3, 8, 8), np.uint8)
     jitter = Colour((0.4, 0.4, 0.4, 0.1), 0.5, 0.25)
-    found = [jitter(pixels, Draws(i)) for i in range(400)]
+    found = [jitter(pixels, CounterRNG(i)) for i in range(400)]
     grey = sum(bool((x[0] == x[1]).all() and (x[0] == x[2]).all()) for x in found)
     same = sum(np.array_equal(x, pixels) for x in found)
     assert 70 < grey < 130 and 110 < same < 190, (grey, same)
-    assert np.array_equal(found[3], jitter(pixels, Draws(3)))
+    assert np.array_equal(found[3], jitter(pixels, CounterRNG(3)))
 
 
 STEPS = (tv.adjust_brightness, tv.adjust_contrast, tv.adjust_saturation, tv.adjust_hue)
@@ -342,12 +342,12 @@ def test_colours_are_those_of_torchvision_for_the_same_factors(changed: tuple[in
     image = Image.open(io.BytesIO(photograph(64, 1)))
     pixels = np.asarray(image).transpose(2, 0, 1)
     for seed in range(12):
-        ours = Colour(strengths, 1.0, 0.0)(pixels, Draws(seed)).astype(int)  # type: ignore[arg-type]
-        draws, theirs = Draws(seed), image
-        draws.uniform()
+        ours = Colour(strengths, 1.0, 0.0)(pixels, CounterRNG(seed)).astype(int)  # type: ignore[arg-type]
+        rng, theirs = CounterRNG(seed), image
+        rng.uniform()
         for step in changed:
             low, high = (-0.5, 0.5) if step == 3 else (max(0.0, 1 - strengths[step]), 1 + strengths[step])
-            theirs = STEPS[step](theirs, draws.uniform(low, high))
+            theirs = STEPS[step](theirs, rng.uniform(low, high))
         difference = np.abs(ours - np.asarray(theirs).transpose(2, 0, 1))
         moved = np.abs(ours - pixels).mean()
         print(f"{changed} {seed}: mean {difference.mean():.2f}, at most {difference.max()}, moved {moved:.1f}")
@@ -356,7 +356,7 @@ def test_colours_are_those_of_torchvision_for_the_same_factors(changed: tuple[in
 
 def test_grey_is_that_of_torchvision() -> None:
     image = Image.open(io.BytesIO(photograph(64, 1)))
-    ours = Colour((0.4, 0.4, 0.4, 0.1), 0.0, 1.0)(np.asarray(image).transpose(2, 0, 1), Draws(0))
+    ours = Colour((0.4, 0.4, 0.4, 0.1), 0.0, 1.0)(np.asarray(image).transpose(2, 0, 1), CounterRNG(0))
     theirs = np.asarray(tv.rgb_to_grayscale(image, 3)).transpose(2, 0, 1)
     assert np.abs(ours.astype(int) - theirs).max() <= 1 and np.ptp(ours, axis=0).max() == 0
 
@@ -367,8 +367,8 @@ def test_a_crop_and_the_bytes_give_the_same_colours_again() -> None:
     first, again = np.empty((2, 3, 16, 16), np.uint8)
     seen = set()
     for seed in range(10):
-        transform(data, Draws(seed), first)
-        crop = transform.crop(Picture(data, MOST), Draws(seed))
+        transform(data, CounterRNG(seed), first)
+        crop = transform.crop(Picture(data, MOST), CounterRNG(seed))
         transform.render(transform.cut(Picture(data, MOST), crop), crop, again)
         assert np.array_equal(first, again), seed
         seen.add(first.tobytes())

@@ -10,7 +10,7 @@ import pytest
 from clipscale.config.data import FilterConfig
 from clipscale.data.decode import BrokenSampleError
 from clipscale.data.filters import Selection, caption_sources, condition, selection
-from clipscale.data.order import Draws
+from clipscale.data.order import CounterRNG
 from clipscale.data.sample import RawSample
 from clipscale.errors import UserError
 from tests.data.files import Members, picture, write_tar
@@ -33,7 +33,7 @@ def raw(key: str = "a", size: tuple[int, int] = (8, 6), text: str = "a caption",
 
 def verdict(selected: Selection, sample: RawSample) -> str | None:
     try:
-        selected.check(sample, selected.caption(sample.members, Draws(1)))
+        selected.check(sample, selected.caption(sample.members, CounterRNG(1)))
     except BrokenSampleError as error:
         return error.reason
     return None
@@ -125,21 +125,21 @@ def test_sources_are_written_in_three_ways() -> None:
 
 def test_sources_are_drawn_by_weight() -> None:
     selected, sample = chosen(["{txt: 1, 'json:alt': 3}"]), raw(text="t", alt="j")
-    drawn = Counter(selected.caption(sample.members, Draws(5, i)) for i in range(4000))
+    drawn = Counter(selected.caption(sample.members, CounterRNG(5, i)) for i in range(4000))
     assert drawn["j"] / 4000 == pytest.approx(0.75, abs=0.03)
-    assert selected.caption(sample.members, Draws(5, 7)) == selected.caption(sample.members, Draws(5, 7))
+    assert selected.caption(sample.members, CounterRNG(5, 7)) == selected.caption(sample.members, CounterRNG(5, 7))
 
 
 def test_a_source_without_text_gives_way_to_the_others() -> None:
     selected = chosen(["json:alt=9", "txt=1"])
-    assert {selected.caption(raw(text="t").members, Draws(i)) for i in range(50)} == {"t"}
+    assert {selected.caption(raw(text="t").members, CounterRNG(i)) for i in range(50)} == {"t"}
     with pytest.raises(BrokenSampleError, match="no_caption"):
-        selected.caption(raw(text=" ").members, Draws(0))
+        selected.caption(raw(text=" ").members, CounterRNG(0))
 
 
 def test_a_template_goes_around_the_caption() -> None:
     selected = chosen(templates=["a photo of {}.", "{}"])
-    drawn = {selected.caption(raw(text="a dog").members, Draws(i)) for i in range(50)}
+    drawn = {selected.caption(raw(text="a dog").members, CounterRNG(i)) for i in range(50)}
     assert drawn == {"a photo of a dog.", "a dog"}
 
 

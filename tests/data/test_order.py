@@ -9,15 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clipscale.data.order import (
-    Draws,
+    CounterRNG,
     Epochs,
     Resampled,
-    default_lanes,
+    default_streams,
     fingerprint,
     key,
-    lane_bounds,
-    lanes_fit,
     permutation,
+    stream_bounds,
+    streams_fit,
 )
 
 
@@ -25,15 +25,15 @@ from clipscale.data.order import (
 def epoch_orders(draw: st.DrawFn) -> Epochs:
     counts = tuple(draw(st.lists(st.integers(0, 40), min_size=1, max_size=12)))
     batch = draw(st.integers(1, 200))
-    lanes = draw(st.integers(1, batch))
-    return Epochs(counts, batch, lanes, draw(st.integers(0, 2**63)))
+    streams = draw(st.integers(1, batch))
+    return Epochs(counts, batch, streams, draw(st.integers(0, 2**63)))
 
 
 @given(epoch_orders(), st.integers(0, 5))
 def test_an_epoch_holds_every_place_of_every_shard_once(order: Epochs, epoch: int) -> None:
     places: Counter[tuple[int, int]] = Counter()
-    for lane in range(order.lanes):
-        for segment in order.segments(lane, epoch):
+    for stream in range(order.streams):
+        for segment in order.segments(stream, epoch):
             assert segment.stop is not None and segment.stop <= order.counts[segment.shard]
             places.update((segment.shard, i) for i in range(segment.start, segment.stop))
     assert places == Counter((shard, i) for shard, count in enumerate(order.counts) for i in range(count))
@@ -41,45 +41,45 @@ def test_an_epoch_holds_every_place_of_every_shard_once(order: Epochs, epoch: in
 
 @given(epoch_orders(), st.integers(0, 3), st.data())
 def test_skipping_goes_on_where_reading_stopped(order: Epochs, epoch: int, data: st.DataObject) -> None:
-    def places(lane: int, skip: int) -> list[tuple[int, int]]:
-        return [(s.shard, i) for s in order.segments(lane, epoch, skip) for i in range(s.start, s.stop or 0)]
+    def places(stream: int, skip: int) -> list[tuple[int, int]]:
+        return [(s.shard, i) for s in order.segments(stream, epoch, skip) for i in range(s.start, s.stop or 0)]
 
-    lane = data.draw(st.integers(0, order.lanes - 1))
-    whole = places(lane, 0)
+    stream = data.draw(st.integers(0, order.streams - 1))
+    whole = places(stream, 0)
     skip = data.draw(st.integers(0, len(whole)))
-    assert places(lane, skip) == whole[skip:]
+    assert places(stream, skip) == whole[skip:]
 
 
 @given(epoch_orders(), st.integers(1, 50))
-def test_lanes_reach_the_end_of_an_epoch_together(order: Epochs, epochs: int) -> None:
-    bounds = lane_bounds(order.batch, order.lanes)
+def test_streams_reach_the_end_of_an_epoch_together(order: Epochs, epochs: int) -> None:
+    bounds = stream_bounds(order.batch, order.streams)
     total = sum(order.counts)
-    for lane in range(order.lanes):
-        first, last = order.reach(lane)
-        share = int(bounds[lane + 1] - bounds[lane])
+    for stream in range(order.streams):
+        first, last = order.reach(stream)
+        share = int(bounds[stream + 1] - bounds[stream])
         assert abs((last - first) - share * total / order.batch) < 1
 
 
 @given(st.integers(1, 64), st.integers(1, 40), st.integers(1, 8))
-def test_ranks_own_whole_lanes_that_fill_their_share(world: int, per_rank: int, lanes_per_rank: int) -> None:
-    batch = world * max(per_rank, lanes_per_rank)
-    bounds = lane_bounds(batch, world * lanes_per_rank)
+def test_ranks_own_whole_streams_that_fill_their_share(world: int, per_rank: int, streams_per_rank: int) -> None:
+    batch = world * max(per_rank, streams_per_rank)
+    bounds = stream_bounds(batch, world * streams_per_rank)
     for rank in range(world):
-        assert bounds[(rank + 1) * lanes_per_rank] - bounds[rank * lanes_per_rank] == batch // world
+        assert bounds[(rank + 1) * streams_per_rank] - bounds[rank * streams_per_rank] == batch // world
     assert (np.diff(bounds) > 0).all()
 
 
 @given(st.integers(1, 512), st.integers(1, 300), st.one_of(st.none(), st.integers(1, 10_000)))
-def test_the_default_number_of_lanes_fits(world: int, per_rank: int, samples: int | None) -> None:
+def test_the_default_number_of_streams_fits(world: int, per_rank: int, samples: int | None) -> None:
     batch = world * per_rank
-    lanes = default_lanes(batch, world, samples)
-    assert lanes % world == 0
-    assert lanes == world or lanes_fit(lanes, batch, samples)
+    streams = default_streams(batch, world, samples)
+    assert streams % world == 0
+    assert streams == world or streams_fit(streams, batch, samples)
 
 
 @pytest.mark.parametrize("batch", [8, 32, 64, 256, 1000, 2**20])
-def test_one_to_eight_ranks_share_the_default_lanes(batch: int) -> None:
-    assert len({default_lanes(batch, world, 20_000) for world in (1, 2, 4, 8)}) == 1
+def test_one_to_eight_ranks_share_the_default_streams(batch: int) -> None:
+    assert len({default_streams(batch, world, 20_000) for world in (1, 2, 4, 8)}) == 1
 
 
 @given(st.integers(0, 5000), st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=5))
@@ -91,11 +91,11 @@ def test_the_order_is_pinned_down() -> None:
     """A change here breaks the resumption of every run that was begun before it."""
     assert permutation(8, 1, 2, 3).tolist() == [1, 3, 7, 2, 4, 0, 6, 5]
     assert key(1, 2, 3) == 10587385839274598474
-    assert Draws(7).uniform() == 0.5283941012539481
+    assert CounterRNG(7).uniform() == 0.5283941012539481
 
 
 def test_keys_of_neighbouring_parts_are_unrelated() -> None:
-    numbers = [Draws(a, b, c).uniform() for a in range(12) for b in range(12) for c in range(12)]
+    numbers = [CounterRNG(a, b, c).uniform() for a in range(12) for b in range(12) for c in range(12)]
     assert len(set(numbers)) == 12**3
     counts, _ = np.histogram(numbers, bins=16, range=(0, 1))
     assert counts.min() > 12**3 / 16 * 0.7 and counts.max() < 12**3 / 16 * 1.3, counts
@@ -108,15 +108,15 @@ def test_permutations_have_no_favourite_place() -> None:
 
 def test_weighted_draws_follow_the_weights() -> None:
     order = Resampled((1.0, 1.0, 4.0), (5, None, 7), 4, seed=3)
-    drawn = Counter(next(order.segments(lane, turn)).shard for lane in range(4) for turn in range(1000))
+    drawn = Counter(next(order.segments(stream, epoch)).shard for stream in range(4) for epoch in range(1000))
     assert drawn[1] == 0
     assert drawn[0] / 4000 == pytest.approx(0.25, abs=0.03)
 
 
-def test_a_draw_depends_on_its_lane_and_ordinal_alone() -> None:
-    few, many = (Resampled((1.0, 2.0, 3.0), (None,) * 3, lanes, seed=3) for lanes in (2, 64))
-    for turn in range(20):
-        assert list(islice(few.segments(1, turn), 1)) == list(islice(many.segments(1, turn), 1))
+def test_a_draw_depends_on_its_stream_and_ordinal_alone() -> None:
+    few, many = (Resampled((1.0, 2.0, 3.0), (None,) * 3, streams, seed=3) for streams in (2, 64))
+    for epoch in range(20):
+        assert list(islice(few.segments(1, epoch), 1)) == list(islice(many.segments(1, epoch), 1))
 
 
 def test_the_fingerprint_tells_orders_apart() -> None:

@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from clipscale.config.parse import typed
 from clipscale.config.train import TrainConfig
-from clipscale.data.loader.to_device import DeviceRows
+from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.distributed import World
 from clipscale.plan.memory import PHASES, Memory
 from clipscale.plan.rehearsal import CPU
@@ -90,7 +90,7 @@ def one_step(
         return torch.ones(j - i, *shapes[dtype], dtype=dtype)
 
     learner.optimizer.zero_grad()
-    images, texts = (DeviceRows(partial(rows, dtype=dtype), local, CPU, resident=resident) for dtype in shapes)
+    images, texts = (ChunkLoader(partial(rows, dtype=dtype), local, CPU, resident=resident) for dtype in shapes)
     gc.collect()
     with mark("encode"):
         features = learner.cache.encode(images, texts)

@@ -20,7 +20,7 @@ from torch import Tensor
 from clipscale.data.decode import BrokenSampleError, Crop, TrainTransform, stored_box, turn
 from clipscale.data.loader.host_batch import Slot
 from clipscale.data.loader.offload import Recipe, restore
-from clipscale.data.order import Draws
+from clipscale.data.order import CounterRNG
 from clipscale.errors import UserError
 
 MOST_BYTES = 2**28
@@ -177,7 +177,7 @@ class DeviceDecoder:
         if self._transform.colour:
             for i, row in enumerate(rows):
                 if row.crop.colour:
-                    pixels[i] = self._transform.colour.changed(pixels[i], Draws(row.crop.colour))
+                    pixels[i] = self._transform.colour.changed(pixels[i], CounterRNG(row.crop.colour))
         if any(row.crop.flipped for row in rows):
             flipped = self._numbers(i for i, row in enumerate(rows) if row.crop.flipped)
             pixels[flipped] = pixels[flipped].flip(-1)

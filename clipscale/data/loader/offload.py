@@ -17,14 +17,14 @@ from torch import Tensor
 
 from clipscale.data.decode import Crop, Picture, TrainTransform
 from clipscale.data.loader.host_batch import Arena, Slot
-from clipscale.data.order import Draws
+from clipscale.data.order import CounterRNG
 from clipscale.errors import UserError
 
 
 class Transform(Protocol):
     """Bytes from the shard to an image row, written to `out`; raises BrokenSampleError before anything is written."""
 
-    def __call__(self, data: bytes, draws: Draws, out: np.ndarray) -> None: ...
+    def __call__(self, data: bytes, rng: CounterRNG, out: np.ndarray) -> None: ...
 
 
 class Tier(Protocol):
@@ -33,7 +33,7 @@ class Tier(Protocol):
     def begin(self, slot: Slot) -> None:
         """A new batch is about to be put into the slot by this process."""
 
-    def put(self, slot: Slot, place: int, data: bytes, draws: Draws) -> None:
+    def put(self, slot: Slot, place: int, data: bytes, rng: CounterRNG) -> None:
         """Keep one sample. Raises BrokenSampleError before anything is written, UserError where there is no room."""
 
     def load(self, slot: Slot, start: int, out: np.ndarray) -> None:
@@ -59,8 +59,8 @@ class HostTier:
     def begin(self, slot: Slot) -> None:
         pass
 
-    def put(self, slot: Slot, place: int, data: bytes, draws: Draws) -> None:
-        self._transform(data, draws, slot["rows"][place])
+    def put(self, slot: Slot, place: int, data: bytes, rng: CounterRNG) -> None:
+        self._transform(data, rng, slot["rows"][place])
 
     def load(self, slot: Slot, start: int, out: np.ndarray) -> None:
         np.copyto(out, slot["rows"][start : start + len(out)])
@@ -79,8 +79,8 @@ class DiskTier:
     def begin(self, slot: Slot) -> None:
         pass
 
-    def put(self, slot: Slot, place: int, data: bytes, draws: Draws) -> None:
-        self._transform(data, draws, self._row)
+    def put(self, slot: Slot, place: int, data: bytes, rng: CounterRNG) -> None:
+        self._transform(data, rng, self._row)
         self._transfer(os.pwrite, "written", self._row.data.cast("B"), self._offset(slot, place))
 
     def load(self, slot: Slot, start: int, out: np.ndarray) -> None:
@@ -140,10 +140,10 @@ class EncodedTier:
     def begin(self, slot: Slot) -> None:
         self._end = self._first
 
-    def put(self, slot: Slot, place: int, data: bytes, draws: Draws) -> None:
+    def put(self, slot: Slot, place: int, data: bytes, rng: CounterRNG) -> None:
         # decoded already, so that a broken picture is passed over here, as it is in the other tiers
         picture = Picture(data, self._transform.max_pixels)
-        crop = self._transform.crop(picture, draws)
+        crop = self._transform.crop(picture, rng)
         cut = self._transform.cut(picture, crop)
         if len(data) < self._layout.row_bytes:
             self._keep(slot, place, data, Recipe(self._end, len(data)), crop)
@@ -196,9 +196,9 @@ class DeviceTier(EncodedTier):
         super().begin(slot)
         self._left = self._places
 
-    def put(self, slot: Slot, place: int, data: bytes, draws: Draws) -> None:
+    def put(self, slot: Slot, place: int, data: bytes, rng: CounterRNG) -> None:
         picture = Picture(data, self._transform.max_pixels)
-        crop = self._transform.crop(picture, draws)
+        crop = self._transform.crop(picture, rng)
         row = self._layout.row_bytes
         room = self._stop - self._end - (self._left - 1) * row
         if len(data) < max(row, room) and picture.fits_device(crop, self._transform.side):

@@ -18,7 +18,7 @@ from clipscale.data.decode import BrokenSampleError, image_bytes
 from clipscale.data.filters import Selection
 from clipscale.data.loader.host_batch import Arena, Slot, sample_id
 from clipscale.data.loader.offload import Transform, tier_of
-from clipscale.data.order import AUGMENT, CAPTION, WINDOW, Draws, Order, Segment, local_places, permutation
+from clipscale.data.order import AUGMENT, CAPTION, WINDOW, CounterRNG, Order, Segment, local_places, permutation
 from clipscale.data.sample import RawSample, limits
 from clipscale.data.shards import index
 from clipscale.data.shards.access import SEEN, Access
@@ -90,7 +90,7 @@ def segment_windows(
     def chosen(size: int) -> np.ndarray:
         """The window's samples that are part of the segment, in their order, if it has so many."""
         last = size if segment.stop is None else min(segment.stop - begin, size)
-        order = permutation(size, seed, WINDOW, segment.turn, segment.shard, number)
+        order = permutation(size, seed, WINDOW, segment.epoch, segment.shard, number)
         return order[max(segment.start - begin, 0) : last]
 
     reader = opened()
@@ -183,7 +183,7 @@ class Plan:
 
     def places(self, batch: int) -> list[np.ndarray]:
         """The places that each of the lanes fills in the local part of a global batch of that size."""
-        spans = (local_places(s.lane, self.order.lanes, batch, self.rank, self.world) for s in self.shares)
+        spans = (local_places(s.lane, self.order.streams, batch, self.rank, self.world) for s in self.shares)
         return [np.arange(span.start, span.stop) for span in spans]
 
 
@@ -248,7 +248,7 @@ class LaneReader:
         self._samples.close()
         self._store.settle()
 
-    def take(self, put: Callable[[bytes, Draws], None]) -> tuple[str, int]:
+    def take(self, put: Callable[[bytes, CounterRNG], None]) -> tuple[str, int]:
         """Give the next usable sample's picture to `put`; returns its caption and its id. Raises UserError."""
         plan = self._plan
         while True:
@@ -259,11 +259,11 @@ class LaneReader:
                 item.fill()
                 if item.damage:
                     raise BrokenSampleError(item.damage, item.detail)
-                place = segment.turn, segment.shard, item.index
-                caption = plan.selection.caption(item.members, Draws(plan.seed, CAPTION, *place))
+                place = segment.epoch, segment.shard, item.index
+                caption = plan.selection.caption(item.members, CounterRNG(plan.seed, CAPTION, *place))
                 plan.selection.check(item, caption)
-                draws = Draws(plan.seed, AUGMENT, *place)
-                put(image_bytes(item.members, plan.image_types), draws)
+                rng = CounterRNG(plan.seed, AUGMENT, *place)
+                put(image_bytes(item.members, plan.image_types), rng)
             except BrokenSampleError as error:
                 self._pass_over(error, segment, item)
                 continue
@@ -277,12 +277,12 @@ class LaneReader:
     def _pass_over(self, error: BrokenSampleError, segment: Segment, item: RawSample | Lost) -> None:
         self._broken[error.reason] += 1
         self._row[error.reason] += 1
-        self._visits.add((segment.turn, segment.shard))
+        self._visits.add((segment.epoch, segment.shard))
         self._read += isinstance(item, RawSample)
         if isinstance(item, RawSample):
             self._away.clear()
         elif error.reason == "unreachable_shard":
-            self._away.add((segment.turn, segment.shard))
+            self._away.add((segment.epoch, segment.shard))
             if len(self._away) >= MOST_AWAY:
                 raise UserError(
                     f"data.train: {MOST_AWAY} shards in a row cannot be reached, each asked for data.retries={self._plan.access.retries} "

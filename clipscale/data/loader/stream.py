@@ -23,7 +23,7 @@ from clipscale.data.loader.ramp import check_ramp
 from clipscale.data.loader.rows import Returning, Stopwatch, arena_for, row_kind
 from clipscale.data.loader.shard_stream import TRUNCATED, LaneShare, Plan, Producer, windows
 from clipscale.data.loader.workers import Fill, Loaded, Report, Workers, reports
-from clipscale.data.order import Epochs, fingerprint, lane_bounds
+from clipscale.data.order import Epochs, fingerprint, stream_bounds
 from clipscale.data.shards.access import SEEN, Access
 from clipscale.data.shards.choose import choose_order, list_shards
 from clipscale.data.stored import StoredRows
@@ -76,7 +76,7 @@ class TrainStream:
         self._sizes, self._world = sizes or (lambda _: batch), world
         urls, weights = list_shards(config)
         self._order = choose_order(config, urls, weights, self._sizes(0), world, seed, position)
-        check_ramp(self._sizes(0), batch, self._order.lanes, world)
+        check_ramp(self._sizes(0), batch, self._order.streams, world)
         self._fingerprint = fingerprint(self._order, [url.rsplit("/", 1)[-1] for url in urls], max(config.shuffle, 1))
         self._positions = self._starts(position, rank, world)
         stripes = self._stripes(config.workers)
@@ -113,7 +113,7 @@ class TrainStream:
                 room=room,
                 piece=max(PIECE, layout.samples // (len(stripes) * PIECES)),
             )
-            for stripe, room in zip(stripes, rooms(stripes, batch, self._order.lanes))
+            for stripe, room in zip(stripes, rooms(stripes, batch, self._order.streams))
         ]
         self.broken: Counter[str] = Counter()
         """Reason -> samples passed over so far, on this rank."""
@@ -201,7 +201,7 @@ class TrainStream:
         return {
             "order": self._fingerprint,
             "windows": windows(),
-            "lanes": self._order.lanes,
+            "lanes": self._order.streams,
             "at": {str(lane): list(place) for lane, place in sorted(positions.items())},
         }
 
@@ -231,7 +231,7 @@ class TrainStream:
     # -- lanes of this rank --------------------------------------------------------------------------------------------
 
     def _starts(self, position: dict[str, Any] | None, rank: int, world: int) -> dict[int, tuple[int, int]]:
-        lanes = self._order.lanes
+        lanes = self._order.streams
         own = range(rank * lanes // world, (rank + 1) * lanes // world)
         if position is not None and position["order"] == self._fingerprint:
             if position.get("windows") != windows():
@@ -327,7 +327,7 @@ class TrainStream:
 
 def rooms(stripes: Sequence[Sequence[LaneShare]], batch: int, lanes: int) -> list[tuple[int, int]]:
     """The places that each worker fills of a whole batch, counted over the workers one after another: (first, stop)."""
-    bounds = lane_bounds(batch, lanes)
+    bounds = stream_bounds(batch, lanes)
     ends = accumulate((sum(int(bounds[s.lane + 1] - bounds[s.lane]) for s in stripe) for stripe in stripes), initial=0)
     return list(pairwise(ends))
 

@@ -17,7 +17,7 @@ def copy_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-class DeviceRows:
+class ChunkLoader:
     """Input of one tower for `GradCache`: chunks of host rows as tensors on the device.
 
     `rows(start, stop)` blocks until those rows have arrived from the loader; rows that are decoded on the device are there already. On a

@@ -1,4 +1,4 @@
-"""From settings to an order: which shards, whether their samples are counted, and in how many lanes they are read."""
+"""From settings to an order: which shards, whether their samples are counted, and in how many shard streams they are read."""
 
 import logging
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from clipscale.config.data import DataConfig
-from clipscale.data.order import Epochs, Order, Resampled, default_lanes, lanes_fit
+from clipscale.data.order import Epochs, Order, Resampled, default_streams, streams_fit
 from clipscale.data.shards import listing as shards
 from clipscale.errors import UserError
 
@@ -41,7 +41,7 @@ def choose_order(
     seed: int,
     position: dict[str, Any] | None,
 ) -> Order:
-    """Exact epochs where the samples can be counted, else shards drawn with replacement; and how many lanes. Raises UserError."""
+    """Exact epochs where the samples can be counted, else shards drawn with replacement; and how many shard streams. Raises UserError."""
     counts = shards.noted_counts(urls, config.cache)
     if config.order == "epochs" and weights is not None:
         raise UserError("data.weights and data.order=epochs exclude each other; weights need data.order=resampled")
@@ -69,32 +69,34 @@ def choose_order(
         raise UserError(
             f"data.train={config.train}: the {len(urls)} shards hold no sample; check that they are image-text tar files"
         )
-    lanes = _lanes(config, batch, world, total, position)
+    streams = _stream_count(config, batch, world, total, position)
     if exact:
-        return Epochs(tuple(known), batch, lanes, seed)
+        return Epochs(tuple(known), batch, streams, seed)
     if weights is None:
         weights = [float(count) for count in known] if len(known) == len(counts) else [1.0] * len(counts)
     cumulative = np.cumsum(weights)
-    return Resampled(tuple(cumulative.tolist()), tuple(counts), lanes, seed)
+    return Resampled(tuple(cumulative.tolist()), tuple(counts), streams, seed)
 
 
-def _lanes(config: DataConfig, batch: int, world: int, total: int | None, position: dict[str, Any] | None) -> int:
+def _stream_count(
+    config: DataConfig, batch: int, world: int, total: int | None, position: dict[str, Any] | None
+) -> int:
     if position is not None:
-        lanes = int(position["lanes"])
-        if lanes % world:
+        streams = int(position["lanes"])
+        if streams % world:
             raise UserError(
-                f"resume: the checkpoint's data position has {lanes} lanes, which {world} processes cannot share; "
-                f"resume with a number of processes that divides {lanes}"
+                f"resume: the checkpoint's data position has {streams} shard streams, which {world} processes cannot share; "
+                f"resume with a number of processes that divides {streams}"
             )
-        if lanes_fit(lanes, batch, total):
-            return lanes
-        log.warning("the checkpoint's %d lanes do not fit this batch and data; its data position is given up", lanes)
-    lanes = config.shard_streams or default_lanes(batch, world, total)
-    if lanes % world:
-        raise UserError(f"data.shard_streams={lanes} is not a multiple of the {world} processes; take a multiple")
-    if not lanes_fit(lanes, batch, total):
-        size = f"the batch of {batch}" if lanes > batch else f"the {total} samples in data.train"
-        raise UserError(
-            f"data.shard_streams={lanes}: too many for {size}; take fewer lanes, fewer processes or more data"
+        if streams_fit(streams, batch, total):
+            return streams
+        log.warning(
+            "the checkpoint's %d shard streams do not fit this batch and data; its data position is given up", streams
         )
-    return lanes
+    streams = config.shard_streams or default_streams(batch, world, total)
+    if streams % world:
+        raise UserError(f"data.shard_streams={streams} is not a multiple of the {world} processes; take a multiple")
+    if not streams_fit(streams, batch, total):
+        size = f"the batch of {batch}" if streams > batch else f"the {total} samples in data.train"
+        raise UserError(f"data.shard_streams={streams}: too many for {size}; take fewer, fewer processes or more data")
+    return streams

@@ -18,7 +18,7 @@ from clipscale.data.loader import gpu_decode as on
 from clipscale.data.loader.gpu_decode import DeviceDecoder
 from clipscale.data.loader.host_batch import Arena, Layout, Slot
 from clipscale.data.loader.offload import Recipe, tier_of
-from clipscale.data.order import Draws
+from clipscale.data.order import CounterRNG
 from tests.device import DEVICE, on_device
 
 SIDE = 24
@@ -70,7 +70,7 @@ class Kept:
         tier = tier_of(self.arena, transform, (0, len(files)))
         tier.begin(self.slot)
         for place, data in enumerate(files):
-            tier.put(self.slot, place, data, Draws(place))
+            tier.put(self.slot, place, data, CounterRNG(place))
         self.broken, self.seen = Counter[str](), Counter[str]()
 
     def recipes(self) -> list[Recipe]:
@@ -84,7 +84,7 @@ class Kept:
         """The pixels of data.decode=exact."""
         out = np.empty((len(self.files), 3, self.transform.side, self.transform.side), np.uint8)
         for place, data in enumerate(self.files):
-            self.transform(data, Draws(place), out[place])
+            self.transform(data, CounterRNG(place), out[place])
         return torch.from_numpy(out)
 
 

@@ -19,7 +19,7 @@ from clipscale.data.decode import BrokenSampleError, Crop, Picture, TrainTransfo
 from clipscale.data.loader import gpu_decode as on
 from clipscale.data.loader.gpu_decode import Torchvision, jpeg_decoder
 from clipscale.data.loader.offload import GREY
-from clipscale.data.order import Draws
+from clipscale.data.order import CounterRNG
 from tests.data.files import picture
 from tests.data.loader.ondevice import (
     CROPPED,
@@ -199,7 +199,7 @@ def test_what_the_device_cannot_decode_is_decoded_before(device: torch.device) -
 def test_colour_spaces_are_told_by_marker_and_by_name() -> None:
     for data, usable in ((coded_as_rgb(True), False), (coded_as_rgb(False), False), (picture(1, (9, 9), "JPEG"), True)):
         image = Picture(data, 10**6)
-        crop = SQUARE.crop(image, Draws(0))
+        crop = SQUARE.crop(image, CounterRNG(0))
         assert image.fits_device(crop, SIDE) == usable
 
 

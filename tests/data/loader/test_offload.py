@@ -305,7 +305,7 @@ def test_encoding_begins_before_the_batch_is_complete_and_loading_goes_on_under_
     mixed: Path, tmp_path: Path, tier: str
 ) -> None:
     """Each side waits for the other at the point where they must overlap: without the overlap this comes to no end."""
-    from clipscale.data.loader.to_device import DeviceRows
+    from clipscale.data.loader.to_device import ChunkLoader
     from clipscale.grad_cache import GradCache
 
     (tmp_path / "events").mkdir()
@@ -322,6 +322,6 @@ def test_encoding_begins_before_the_batch_is_complete_and_loading_goes_on_under_
     options = {"tier": tier, "chunk": 32, "folder": str(tmp_path), "workers": 1, "shard_streams": 1, "timeout_s": 50.0}
     with open_stream(mixed, batch=128, side=SIDE, tokenizer=Gated(events), **options) as stream:
         batch = stream.next_batch()
-        rows = DeviceRows(batch.pixels, len(batch), torch.device("cpu"), resident=False, passing=batch.passing)
+        rows = ChunkLoader(batch.pixels, len(batch), torch.device("cpu"), resident=False, passing=batch.passing)
         cache = GradCache([encode], lambda features: features.square().sum(), chunks=32)
         assert torch.isfinite(cache.step(rows))

@@ -16,7 +16,7 @@ from PIL import Image
 from clipscale.config.data import AugmentConfig, DataConfig, FilterConfig
 from clipscale.data.loader.host_batch import sample_id
 from clipscale.data.loader.stream import TrainStream
-from clipscale.data.order import Epochs, lane_bounds
+from clipscale.data.order import Epochs, stream_bounds
 from clipscale.errors import UserError
 from tests.data.files import Letters, Members, picture, sample, write_shards, write_tar
 from tests.data.streams import all_ids, contents, flat, ids, inline_workers, open_stream
@@ -102,8 +102,8 @@ def test_every_lane_gives_its_share_of_an_epoch_once_whoever_reads_it(
             )
         order = stream._order
         assert isinstance(order, Epochs) and stream.samples_per_epoch == total
-        bounds = lane_bounds(batch, order.lanes)
-        lanes = range(rank * order.lanes // world, (rank + 1) * order.lanes // world)
+        bounds = stream_bounds(batch, order.streams)
+        lanes = range(rank * order.streams // world, (rank + 1) * order.streams // world)
         steps = max(
             -(-epochs * (b - a) // int(bounds[lane + 1] - bounds[lane]))
             for lane in lanes

@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 from clipscale.config.data import FilterConfig
 from clipscale.data.decode import IMAGE_TYPES, BrokenSampleError, TrainTransform, image_bytes
 from clipscale.data.filters import selection
-from clipscale.data.order import Draws
+from clipscale.data.order import CounterRNG
 from clipscale.data.sample import limits
 from clipscale.data.shards import indexing
 from clipscale.data.shards.listing import expand
@@ -69,9 +69,9 @@ def use(path: Path, places: bool = False) -> Counter[str]:
         try:
             if sample.damage:
                 raise BrokenSampleError(sample.damage)
-            caption = SELECTION.caption(sample.members, Draws(1))
+            caption = SELECTION.caption(sample.members, CounterRNG(1))
             SELECTION.check(sample, caption)
-            TRANSFORM(image_bytes(sample.members), Draws(2), out)
+            TRANSFORM(image_bytes(sample.members), CounterRNG(2), out)
             found["usable"] += 1
         except BrokenSampleError as error:
             found[error.reason] += 1
