@@ -11,13 +11,12 @@ from torch import Tensor, nn
 from clipscale import checkpoint, distributed
 from clipscale.autotune import chunk_sizes, find_chunk, remember, remembered, uncut
 from clipscale.config.train import TrainConfig
-from clipscale.data.features import StoredTower, stored_rows
-from clipscale.data.stored import StoredRows
+from clipscale.data.features import StoredFeatures, stored_features
 from clipscale.distributed import World
 from clipscale.errors import UserError
 from clipscale.grad_cache import GradCache
 from clipscale.loss.api import contrastive_loss
-from clipscale.models.towers import ClipModel, build_model
+from clipscale.models.towers import ClipModel, StoredTower, build_model
 from clipscale.noise_scale import NoiseScale
 from clipscale.optim import build_optimizer
 from clipscale.precision import MasterWeights, Precision
@@ -54,9 +53,9 @@ class Learner:
         """The model of the settings, on this rank's device."""
         return build_model(self.config.model).to(self.world.device)
 
-    def stored_rows(self) -> StoredRows | None:
+    def stored_rows(self) -> StoredFeatures | None:
         """How the image tower's features are read, where they are read in the place of pictures."""
-        return stored_rows(self.config.data, self.config.model, self.model)
+        return stored_features(self.config.data, self.config.model, self.model)
 
     def hold_weights(self) -> dict[str, MasterWeights]:
         """Put the towers' matrices into the precision they are to be held in; the optimizer's float32 copies by tower."""

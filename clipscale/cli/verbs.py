@@ -122,7 +122,7 @@ clipscale plan run=b16                                                        # 
     ),
     "data features": Tool(
         "clipscale.config.tools:FeaturesConfig",
-        "clipscale.data.features:main",
+        "clipscale.data.compute_features:main",
         """\
 clipscale data features model=vit-b16 model.pretrained_image=b16.pt data.train='/data/laion/*.tar' out=/data/b16
 clipscale train model=vit-b16 model.pretrained_image=b16.pt model.freeze_image=true data.train=/data/b16 data.image_features=true""",

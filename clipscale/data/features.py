@@ -1,65 +1,61 @@
-"""Features of a frozen image tower, computed once: the verb that writes them to shards, and what training needs to read them instead.
+"""Stored features of a frozen image tower, read in the place of pictures: their format, and whether they fit the model.
 
 D: feature width.
 """
 
-import hashlib
 import io
 import json
-import logging
-import tarfile
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor, nn
 
-from clipscale import distributed
-from clipscale.config.checks import at_least, choice
-from clipscale.config.data import FEATURES, DataConfig
+from clipscale.config.data import DataConfig
 from clipscale.config.sections import ModelConfig
-from clipscale.config.tools import FeaturesConfig
-from clipscale.data import stored
-from clipscale.data.decode import IMAGE_TYPES, BrokenSampleError, EvalTransform, TrainTransform, image_bytes
+from clipscale.data.decode import BrokenSampleError
 from clipscale.data.order import CounterRNG
-from clipscale.data.sample import RawSample
-from clipscale.data.shards.access import Access
 from clipscale.data.shards.choose import list_shards
-from clipscale.data.shards.listing import count_samples
-from clipscale.data.shards.reader import ReadProblem, read_shard
-from clipscale.data.shards.store import Store
-from clipscale.data.stored import StoredRows
-from clipscale.distributed import World
 from clipscale.errors import UserError
-from clipscale.models.towers import ClipModel, build_model, unit_rows
-from clipscale.precision import Precision
 
-log = logging.getLogger(__name__)
+if TYPE_CHECKING:  # loader workers import this module and need no models
+    from clipscale.models.towers import ClipModel
 
-TRANSFORMS = ("eval", "train")
-DAMAGED = ("truncated_shard", "unreadable_shard")
-"""Reasons for which a shard is what it is; the others are the network's and the server's."""
-
-
-# -- reading them in training ------------------------------------------------------------------------------------------
+NOTE = "features.json"
+"""The file beside the shards that describes where the features come from."""
+DTYPES = ("float16", "float32")
 
 
-class StoredTower(nn.Module):
-    """Stands in the image tower's place: stored rows (N, D) -> unit rows (N, D), float32. Nothing in it is trained."""
+@dataclass(frozen=True)
+class StoredFeatures:
+    """Reads a sample's feature row from a member's bytes (NumPy's own format). Takes the place of a picture's transform."""
 
-    def forward(self, rows: Tensor) -> Tensor:
-        return unit_rows(rows)
+    member: str
+    width: int
+    dtype: str
+
+    def __call__(self, data: bytes, rng: CounterRNG, out: np.ndarray) -> None:
+        """Write the row to `out`, (D,). Raises BrokenSampleError (`bad_features`) before anything is written."""
+        try:
+            row = np.load(io.BytesIO(data), allow_pickle=False)
+        except (ValueError, EOFError, OSError) as error:
+            raise BrokenSampleError("bad_features", str(error)) from error
+        if row.shape != (self.width,) or row.dtype != self.dtype or not np.isfinite(row).all():
+            raise BrokenSampleError("bad_features", f"{row.dtype} {row.shape}, not {self.dtype} ({self.width},)")
+        np.copyto(out, row)
 
 
-def stored_rows(data: DataConfig, config: ModelConfig, model: ClipModel) -> StoredRows | None:
-    """How to read the features that `data.image_features` asks for; None where it asks for none.
+def encoded_row(row: np.ndarray) -> bytes:
+    """The member that holds a feature row."""
+    out = io.BytesIO()
+    np.save(out, row, allow_pickle=False)
+    return out.getvalue()
 
-    Raises UserError where they are not those of this model's frozen image tower.
+
+def stored_features(data: DataConfig, config: ModelConfig, model: "ClipModel") -> StoredFeatures | None:
+    """The reader that `data.image_features` asks for; None where it asks for none.
+
+    Raises UserError for features that this model's frozen image tower did not compute.
     """
     member = data.stored_member
     if member is None:
@@ -68,210 +64,37 @@ def stored_rows(data: DataConfig, config: ModelConfig, model: ClipModel) -> Stor
         raise UserError(
             "data.image_features: stored features cannot train the image tower; set model.freeze_image=true, or read pictures"
         )
-    note = stored.read_note(list_shards(data)[0])["features"]
+    note = _read_note(list_shards(data)[0])
     if member != note["member"]:
         raise UserError(f"data.image_features={member}: the shards hold them as {note['member']!r}")
     for what, theirs, ours in (
         ("width", note["width"], model.width),
         ("image size", note["image_size"], data.image_size or model.image_size),
         ("pixel mean and deviation", [note["mean"], note["std"]], [list(config.mean), list(config.std)]),
-        ("weights", note["weights"], weights_hash(model)),
+        ("weights", note["weights"], model.image_digest()),
     ):
         if theirs != ours:
             raise UserError(
                 f"data.image_features: computed with {note['model']} of {what} {theirs}, but model.name={config.name} has {ours}; give the "
                 "same model and weights (model.pretrained_image=PATH), or compute them anew with `clipscale data features`"
             )
-    return StoredRows(member, note["width"], note["dtype"])
+    return StoredFeatures(member, note["width"], note["dtype"])
 
 
-def weights_hash(model: ClipModel) -> str:
-    """A digest of the image tower's weights, wherever they are held."""
-    digest = hashlib.blake2b(digest_size=16)
-    for name, value in sorted(model.image.state_dict().items()):
-        digest.update(name.encode())
-        digest.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
-
-
-# -- writing them ------------------------------------------------------------------------------------------------------
-
-
-def main(config: FeaturesConfig) -> Path:
-    """`clipscale data features`. Under torchrun every process takes its share of the shards. Raises UserError."""
-    if not config.out:
-        raise UserError("data features needs out=DIR")
-    choice("dtype", config.dtype, stored.DTYPES)
-    choice("transform", config.transform, TRANSFORMS)
-    at_least("batch", config.batch, 1)
-    at_least("threads", config.threads, 1)
-    urls, _ = list_shards(config.data)
-    twice = [name for name, count in Counter(map(leaf, urls)).items() if count > 1]
-    if twice:
-        raise UserError(
-            f"data.train: two shards are called {twice[0]}; take sources one at a time, each with an out=DIR of its own"
-        )
-    out = Path(config.out).expanduser().resolve()
-    if any("://" not in url and Path(url).expanduser().parent.resolve() == out for url in urls):
-        raise UserError(
-            f"out={config.out}: data.train has shards there, which would be overwritten; choose another folder"
-        )
-    world = distributed.start(config.device)
-    try:
-        return _write(config, urls, world)
-    finally:
-        distributed.stop()
-
-
-def leaf(url: str) -> str:
-    """A shard's name without its folder."""
-    return url.split("?")[0].rsplit("/", 1)[-1]
-
-
-def _write(config: FeaturesConfig, urls: Sequence[str], world: World) -> Path:
-    torch.manual_seed(config.seed)
-    model = build_model(config.model).eval()
-    if world.main and not (config.model.pretrained or config.model.pretrained_image):
-        log.warning("these are features of random weights, by seed=%d; give model.pretrained_image=PATH", config.seed)
-    folder = Path(config.out).expanduser()
-    kind = {
-        "model": config.model.name,
-        "weights": weights_hash(model),
-        "width": model.width,
-        "dtype": config.dtype,
-        "member": FEATURES,
-        "image_size": config.data.image_size or model.image_size,
-        "mean": list(config.model.mean),
-        "std": list(config.model.std),
-        "transform": config.transform,
-    }
-    _note(folder, kind, world)
-    model.image.to(world.device)
-    writer = _Writer(config, model, Precision(config.precision, world.device), world.device)
-    counts = {}
-    for url in urls[world.rank :: world.size]:
-        path = folder / leaf(url)
-        count = writer.shard(url, path)
-        if count is not None:
-            counts[path.name] = count
-            print(f"{path}: {count} samples", flush=True)
-    counts = {name: count for part in world.gather(counts) for name, count in part.items()}
-    missing = sum(world.gather(writer.missing))
-    unread = [problem for part in world.gather(writer.unread) for problem in part]
-    if world.main:
-        (folder / "sizes.json").write_text(json.dumps(counts, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-        lost = f", {missing} of them without features, for broken pictures" if missing else ""
-        print(
-            f"features of {sum(counts.values())} samples{lost}: {folder}; train with data.train={folder} data.image_features=true"
-        )
-    if unread:
-        raise UserError(
-            f"out={folder}: {len(unread)} of {len(urls)} shards could not be fetched and are not written (the first: {unread[0]}); "
-            "start again to make up for them"
-        )
-    return folder
-
-
-def _note(folder: Path, kind: dict[str, Any], world: World) -> None:
-    """Write the note, unless features of another kind are there already. Raises UserError, on every rank."""
-    failure = None
-    path = folder / stored.NOTE
-    try:
-        if path.is_file() and json.loads(path.read_text(encoding="utf-8"))["features"] != kind:
-            failure = f"out={folder}: holds features of another kind; choose another folder"
-        elif world.main:
-            folder.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps({"features": kind}, indent=1) + "\n", encoding="utf-8")
-    except (OSError, ValueError, KeyError) as error:
-        failure = f"out={folder}: cannot be written ({error}); choose another folder"
-    failure = next(filter(None, world.gather(failure)), None)
-    if failure:
-        raise UserError(failure)
-
-
-class _Writer:
-    """One process's work on its shards."""
-
-    def __init__(self, config: FeaturesConfig, model: ClipModel, precision: Precision, device: torch.device) -> None:
-        self.config, self.model, self.precision, self.device = config, model, precision, device
-        self.side = config.data.image_size or model.image_size
-        self.missing = 0
-        self.unread: list[str] = []
-        """What kept shards from being fetched."""
-        most = config.data.max_pixels
-        self.whole = TrainTransform(self.side, (1.0, 1.0), (1.0, 1.0), 0.0, most)
-        self.central = EvalTransform(self.side, most)
-
-    def shard(self, url: str, path: Path) -> int | None:
-        """Write one shard, whole or not at all, unless it is there already; its number of samples, None if it could not be fetched.
-
-        Of a damaged shard is written what can be read: more will not be had. One that did not come may come the next time.
-        """
-        if path.is_file():
-            return count_samples(str(path))
-        problem = ReadProblem()
-        data = self.config.data
-        store = Store(Access(data.cache, data.cache_bytes, data.retries, data.wait_s))
-        part = path.with_name(path.name + ".part")
-        written = 0
+def _read_note(urls: list[str]) -> dict[str, Any]:
+    """The note that all of the shards' folders share. Raises UserError where there is none, or where they differ."""
+    notes: dict[str, Any] = {}
+    for folder in sorted({str(Path(url).parent) for url in urls}):
+        path = Path(folder) / NOTE
         try:
-            with (
-                tarfile.open(part, "w", format=tarfile.PAX_FORMAT) as tar,
-                ThreadPoolExecutor(self.config.threads) as pool,
-            ):
-                raws = read_shard(url, problem, store=store)
-                while group := list(islice(raws, self.config.batch)):
-                    pictures = list(pool.map(self.pixels, group))
-                    self.missing += sum(picture is None for picture in pictures)
-                    for raw, row in zip(group, self.features(pictures)):
-                        _add(tar, raw, row)
-                    written += len(group)
-            if problem.reason:
-                log.warning("%s after %d samples: %s", problem.reason, written, problem.detail)
-                if problem.reason not in DAMAGED:
-                    part.unlink()
-                    self.unread.append(problem.detail)
-                    return None
-            part.replace(path)
-        except OSError as error:
-            part.unlink(missing_ok=True)
+            notes[folder] = json.loads(path.read_text(encoding="utf-8"))["features"]
+        except (OSError, ValueError, KeyError) as error:
             raise UserError(
-                f"out={path.parent}: {path.name} cannot be written ({error.strerror}); make room and start again"
+                f"data.image_features: {path} cannot be read ({error}); give data.train the shards that `clipscale data features` has "
+                "written"
             ) from error
-        return written
-
-    def pixels(self, raw: RawSample) -> np.ndarray | None:
-        """(C, S, S) uint8; None for a picture that cannot be used."""
-        try:
-            data = image_bytes(raw.members)
-            if self.config.transform == "eval":
-                return self.central(data)
-            out = np.empty((3, self.side, self.side), np.uint8)
-            self.whole(data, CounterRNG(0), out)
-        except BrokenSampleError as error:
-            log.info("%s %s: %s", raw.url, raw.key, error)
-            return None
-        return out
-
-    def features(self, pictures: Sequence[np.ndarray | None]) -> Iterator[np.ndarray | None]:
-        """A row for every picture that there is."""
-        usable = [picture for picture in pictures if picture is not None]
-        rows: Iterator[np.ndarray] = iter(())
-        if usable:
-            with torch.inference_mode(), self.precision.autocast():
-                out = self.model.image(torch.from_numpy(np.stack(usable)).to(self.device))
-            rows = iter(out.float().cpu().numpy().astype(self.config.dtype))
-        return (None if picture is None else next(rows) for picture in pictures)
-
-
-def _add(tar: tarfile.TarFile, raw: RawSample, row: np.ndarray | None) -> None:
-    """The sample's members but for pictures, and its features."""
-    members = {name: data for name, data in raw.members.items() if name not in IMAGE_TYPES and name != FEATURES}
-    if row is not None:
-        members[FEATURES] = stored.encoded_row(row)
-    elif not members:
-        members["missing"] = b""  # the sample keeps its place in the order
-    for name, data in members.items():
-        info = tarfile.TarInfo(f"{raw.key}.{name}")
-        info.size = len(data)
-        tar.addfile(info, io.BytesIO(data))
+    (first, note), *others = notes.items()
+    for folder, other in others:
+        if other != note:
+            raise UserError(f"data.train: the features in {first} and in {folder} are not of the same kind")
+    return dict(note)

@@ -3,6 +3,7 @@
 N: samples, H, W: pixels, T: tokens, D: feature width.
 """
 
+import hashlib
 import math
 import pickle
 from collections.abc import Callable
@@ -49,6 +50,13 @@ class TextTower(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         return unit_rows(self.encoder(tokens.long()))
+
+
+class StoredTower(nn.Module):
+    """Takes the image tower's place where features are stored: rows (N, D) -> unit rows (N, D), float32. It has no parameters."""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return unit_rows(rows)
 
 
 def unit_rows(features: Tensor) -> Tensor:
@@ -98,6 +106,14 @@ class ClipModel(nn.Module):
             if not any(p.requires_grad for p in tower.parameters()):
                 tower.eval()
         return self
+
+    def image_digest(self) -> str:
+        """A digest of the image tower's weights, on any device."""
+        digest = hashlib.blake2b(digest_size=16)
+        for name, value in sorted(self.image.state_dict().items()):
+            digest.update(name.encode())
+            digest.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
 
 
 def architecture(config: ModelConfig) -> dict[str, Any]:

@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from clipscale.config.train import TrainConfig
+from clipscale.data.features import StoredFeatures
 from clipscale.data.loader.to_device import ChunkLoader
-from clipscale.data.stored import StoredRows
 from clipscale.distributed import World, synchronised
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.plan.live import LiveBytes, as_on_cuda, without_memory
@@ -110,9 +110,9 @@ class RehearsedLearner(Learner):
     def build_model(self) -> ClipModel:
         return build_model(replace(self.config.model, pretrained=None, pretrained_image=None))
 
-    def stored_rows(self) -> StoredRows | None:
+    def stored_rows(self) -> StoredFeatures | None:
         member = self.config.data.stored_member
-        return StoredRows(member, self.model.width, "float16") if member else None
+        return StoredFeatures(member, self.model.width, "float16") if member else None
 
     def chunks(self) -> list[int]:
         return [1, 1]

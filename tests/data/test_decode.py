@@ -16,9 +16,9 @@ from torchvision.transforms import InterpolationMode, RandomResizedCrop
 from torchvision.transforms import functional as tv
 
 from clipscale.bench.data import photograph
-from clipscale.data.colour import Colour
 from clipscale.data.decode import (
     BrokenSampleError,
+    Colour,
     EvalTransform,
     Picture,
     TrainTransform,

@@ -14,8 +14,8 @@ from clipscale.config.data import AugmentConfig, DataConfig
 from clipscale.config.sections import EvalConfig, ModelConfig
 from clipscale.config.tools import FeaturesConfig
 from clipscale.config.train import TrainConfig
+from clipscale.data.compute_features import main
 from clipscale.data.demo import paths
-from clipscale.data.features import main
 from clipscale.data.shards.access import Opened, SourceError
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.store import Store

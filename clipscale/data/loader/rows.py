@@ -13,14 +13,13 @@ import numpy as np
 import torch
 
 from clipscale.config.data import DataConfig
-from clipscale.data.colour import Colour
-from clipscale.data.decode import IMAGE_TYPES, TrainTransform
+from clipscale.data.decode import IMAGE_TYPES, Colour, TrainTransform
+from clipscale.data.features import StoredFeatures
 from clipscale.data.loader.host_batch import Arena, Layout, Slot
 from clipscale.data.loader.memory import fitted, picture_bytes
 from clipscale.data.loader.offload import Transform, Window, tier_of
 from clipscale.data.loader.workers import Loaded, Workers
 from clipscale.data.shards.access import Access
-from clipscale.data.stored import StoredRows
 
 LOADERS = 4
 """Threads that decode the chunks of offload=encoded where there are no worker processes to do it."""
@@ -37,7 +36,7 @@ class Kind(NamedTuple):
     dtype: str
 
 
-def row_kind(config: DataConfig, side: int, stored: StoredRows | None) -> Kind:
+def row_kind(config: DataConfig, side: int, stored: StoredFeatures | None) -> Kind:
     """Stored features, or pictures of `side` pixels as the settings ask."""
     if stored:
         return Kind(stored, (stored.member,), (stored.width,), stored.dtype)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from clipscale.config.data import DataConfig, check
 from clipscale.data.decode import TrainTransform
+from clipscale.data.features import StoredFeatures
 from clipscale.data.filters import selection
 from clipscale.data.loader.gpu_decode import DecodedAhead, DeviceDecoder, jpeg_decoder
 from clipscale.data.loader.host_batch import HostBatch, Layout
@@ -26,7 +27,6 @@ from clipscale.data.loader.workers import Fill, Loaded, Report, Workers, reports
 from clipscale.data.order import Epochs, fingerprint, stream_bounds
 from clipscale.data.shards.access import SEEN, Access
 from clipscale.data.shards.choose import choose_order, list_shards
-from clipscale.data.stored import StoredRows
 from clipscale.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class TrainStream:
         tier: str = "host",
         chunk: int = 256,
         folder: str | None = None,
-        stored: StoredRows | None = None,
+        stored: StoredFeatures | None = None,
         free: int | None = None,
         device: torch.device | None = None,
     ) -> None:
