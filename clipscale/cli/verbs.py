@@ -104,19 +104,19 @@ clipscale plan run=b16                                                        # 
     ),
     "data index": Tool(
         "clipscale.config.tools:IndexSettings",
-        "clipscale.data.tools:make_index",
+        "clipscale.data.verbs:make_index",
         "clipscale data index '/data/laion/{00000..41455}.tar'\nclipscale data index @shards.txt cache=/scratch/index",
         words="SHARD...",
     ),
     "data check": Tool(
         "clipscale.config.tools:CheckSettings",
-        "clipscale.data.tools:check_shards",
+        "clipscale.data.verbs:check_shards",
         "clipscale data check '/data/laion/{00000..00099}.tar' filter.min_side=64 'filter.fields=[similarity>=0.3]'",
         words="SHARD...",
     ),
     "data stats": Tool(
         "clipscale.config.tools:StatsSettings",
-        "clipscale.data.tools:show_stats",
+        "clipscale.data.verbs:show_stats",
         "clipscale data stats '/data/laion/*.tar'",
         words="SHARD...",
     ),

@@ -1,17 +1,19 @@
-"""`clipscale data check`: read everything once and say what is wrong with it, with the reasons that training would count.
+"""Reads every sample of a set once and reports what is wrong with it, by the reasons that training counts.
 
-Shards are read by several processes; what they send back is small: counts, histograms, hashes, a few pictures.
+Several processes read shards and send back little: counts, histograms, hashes, a few thumbnails.
 """
 
 import base64
 import hashlib
 import heapq
+import html
 import io
 import zlib
+from bisect import insort
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -24,31 +26,35 @@ from clipscale.data.sample import RawSample, limits
 from clipscale.data.shards import index, indexing
 from clipscale.data.shards.access import Access, leaf_of, scheme_of
 from clipscale.data.shards.reader import ReadProblem, read_shard
+from clipscale.report.table import TextTable
+from clipscale.units import format_bytes
 
 EXAMPLES = 20
-"""Names kept of the samples broken for one reason, per shard."""
+"""Samples named per reason and shard."""
 THUMBNAIL = 128
+"""Longer side of a thumbnail in pixels."""
 MOST_CHARACTERS, MOST_SIDE, ASPECTS = 2047, 16383, 160
-"""Ends of the histograms: caption lengths, shorter sides in pixels, and 16ths of an octave of longer over shorter side."""
+"""Last bins of the histograms: caption lengths, shorter sides in pixels, and aspect ratios in 16ths of an octave."""
+DUPLICATES = {"key": "keys", "bytes": "pictures, byte for byte", "look": "pictures that look alike"}
 
 
 @dataclass(frozen=True)
 class Task:
-    """What each process is told."""
+    """What every process needs to scan a shard."""
 
     selection: Selection
     max_pixels: int
     max_bytes: int
     pictures: int
     seed: int
-    near: bool
+    near_duplicates: bool
     access: Access
     index_cache: str | None
 
 
 @dataclass(frozen=True, order=True)
 class Picture:
-    """A thumbnail; those of the smallest `rank` are kept, which makes them a random sample whatever the order of reading."""
+    """A thumbnail. The pictures of smallest rank are kept: a random sample that does not depend on the order of reading."""
 
     rank: int
     name: str
@@ -58,9 +64,30 @@ class Picture:
     jpeg: bytes = field(repr=False)
 
 
+@dataclass(frozen=True)
+class ShardKeys:
+    """The keys of one shard's samples, compressed, and their hashes."""
+
+    shard: str
+    packed: bytes
+    hashes: dict[str, np.ndarray]
+    """For each kind of duplicate one uint64 a sample; 0 for a sample without a picture."""
+
+    @classmethod
+    def of(cls, shard: str, keys: Sequence[str], hashes: dict[str, list[int]]) -> "ShardKeys":
+        lines = "\n".join(name.replace("\n", " ") for name in keys).encode("utf-8", "surrogatepass")
+        arrays = {kind: np.array(values, dtype=np.uint64) for kind, values in hashes.items()}
+        return cls(shard, zlib.compress(lines, 1), arrays)
+
+    def names(self) -> list[str]:
+        """SHARD/KEY of every sample."""
+        lines = zlib.decompress(self.packed).decode("utf-8", "surrogatepass")
+        return [f"{self.shard}/{line}" for line in lines.split("\n")]
+
+
 @dataclass
 class Findings:
-    """What was found in one shard, or, added up, in all."""
+    """Results for one shard, or the sum over several."""
 
     shards: int = 0
     samples: int = 0
@@ -68,9 +95,9 @@ class Findings:
     size: int = 0
     broken: Counter[str] = field(default_factory=Counter)
     dropped: Counter[str] = field(default_factory=Counter)
-    """What the filters would leave out."""
+    """Samples that the filters would leave out."""
     examples: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
-    """Reason -> names and details of some of the samples."""
+    """Reason -> names and details of some samples."""
     damaged: dict[str, str] = field(default_factory=dict)
     """Shard -> why it could not be read to its end."""
     mismatch: dict[str, str] = field(default_factory=dict)
@@ -81,87 +108,87 @@ class Findings:
     aspects: np.ndarray = field(default_factory=lambda: np.zeros(ASPECTS + 1, np.int64))
     formats: Counter[str] = field(default_factory=Counter)
     pictures: list[Picture] = field(default_factory=list)
-    names: list[tuple[str, bytes]] = field(default_factory=list)
-    """Shard and its keys, a line each, compressed."""
-    hashes: dict[str, list[np.ndarray]] = field(default_factory=dict)
-    """What duplicates are found by (`key`, `bytes`, `look`) -> per shard one uint64 for every key in `names`, 0 for none."""
+    keys: list[ShardKeys] = field(default_factory=list)
 
     def add(self, other: "Findings", pictures: int) -> None:
-        """Take in another shard's."""
-        for name in ("shards", "samples", "usable", "size", "unindexed"):
+        """Add another shard's results, keeping that many pictures."""
+        for name in ("shards", "samples", "usable", "size", "unindexed", "characters", "sides", "aspects"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for name in ("broken", "dropped", "formats", "damaged", "mismatch"):
             getattr(self, name).update(getattr(other, name))
         for reason, named in other.examples.items():
             self.examples[reason] = (self.examples.get(reason, []) + named)[: 5 * EXAMPLES]
-        for histogram in ("characters", "sides", "aspects"):
-            getattr(self, histogram).__iadd__(getattr(other, histogram))
+        self.keys += other.keys
         self.pictures = heapq.nsmallest(pictures, self.pictures + other.pictures)
-        self.names += other.names
-        for kind, hashes in other.hashes.items():
-            self.hashes.setdefault(kind, []).extend(hashes)
+
+    @property
+    def failed(self) -> bool:
+        """Whether anything is wrong. Filtered samples and duplicates are not."""
+        return bool(self.broken or self.damaged or self.mismatch)
 
 
-def survey(url: str, task: Task) -> Findings:
+# -- scanning ----------------------------------------------------------------------------------------------------------
+
+
+def scans(urls: Sequence[str], task: Task, workers: int) -> Iterator[Findings]:
+    """Every shard's findings, in the order in which they are ready."""
+    for _, found in indexing.as_they_come(partial(scan, task=task), urls, workers):
+        yield found
+
+
+def scan(url: str, task: Task) -> Findings:
     """Read one shard and every picture in it."""
     found = Findings(shards=1)
     store, problem = indexing.HashingStore(task.access), ReadProblem()
     keys: list[str] = []
-    hashes: dict[str, list[int]] = {kind: [] for kind in ("key", "bytes", "look")[: 3 if task.near else 2]}
-    leaf = leaf_of(url)
-    for sample in read_shard(
-        url, problem, kinds=limits(IMAGE_TYPES, task.selection.members(), task.max_bytes), store=store
-    ):
+    hashes: dict[str, list[int]] = {kind: [] for kind in list(DUPLICATES)[: 3 if task.near_duplicates else 2]}
+    kinds = limits(IMAGE_TYPES, task.selection.members(), task.max_bytes)
+    for sample in read_shard(url, problem, kinds=kinds, store=store):
         found.samples += 1
         keys.append(sample.key)
-        hashes["key"].append(_hash(sample.key.encode("utf-8", "surrogatepass")))
+        hashes["key"].append(_hash(_encoded(sample.key)))
         try:
-            pixels, data = _look(sample, task, found)
+            pixels, data = _use(sample, task, found)
         except BrokenSampleError as error:
             group = found.dropped if error.reason.startswith("filter_") else found.broken
             group[error.reason] += 1
             named = found.examples.setdefault(error.reason, [])
             if len(named) < EXAMPLES:
-                named.append((f"{leaf}/{sample.key}", str(error)[:200]))
+                named.append((_name(sample), str(error)[:200]))
             pixels, data = None, b""
         hashes["bytes"].append(_hash(data) if data else 0)
-        if task.near:
+        if task.near_duplicates:
             hashes["look"].append(0 if pixels is None else look(pixels))
     found.usable = found.samples - found.broken.total() - found.dropped.total()
     if problem.reason:
         found.damaged[url] = f"{problem.reason}: {problem.detail}"
-    found.names.append(
-        (leaf, zlib.compress("\n".join(name.replace("\n", " ") for name in keys).encode("utf-8", "surrogatepass"), 1))
-    )
-    found.hashes = {kind: [np.array(values, dtype=np.uint64)] for kind, values in hashes.items()}
-    _compare(url, task, store.digest.hexdigest(), found)
+    found.keys = [ShardKeys.of(leaf_of(url), keys, hashes)]
+    _compare_with_index(url, task, store.digest.hexdigest(), found)
     return found
 
 
-def _look(sample: RawSample, task: Task, found: Findings) -> tuple[np.ndarray, bytes]:
-    """Use a sample as training would; its pixels and the picture's bytes. Raises BrokenSampleError."""
+def _use(sample: RawSample, task: Task, found: Findings) -> tuple[np.ndarray, bytes]:
+    """The sample's pixels, (H, W, C), and its picture's bytes, read as in training. Raises BrokenSampleError."""
     if sample.damage:
         raise BrokenSampleError(sample.damage, sample.detail)
-    rank = key(task.seed, _hash(f"{leaf_of(sample.url)}/{sample.key}".encode("utf-8", "surrogatepass")), sample.index)
+    rank = key(task.seed, _hash(_encoded(_name(sample))), sample.index)
     caption = task.selection.caption(sample.members, CounterRNG(rank))
     data = image_bytes(sample.members)
     pixels = decode_rgb(data, task.max_pixels)
     height, width = pixels.shape[:2]
+    short, long = sorted((width, height))
     found.characters[min(len(caption), MOST_CHARACTERS)] += 1
-    found.sides[min(width, height, MOST_SIDE)] += 1
-    found.aspects[min(int(16 * np.log2(max(width, height) / min(width, height))), ASPECTS)] += 1
+    found.sides[min(short, MOST_SIDE)] += 1
+    found.aspects[min(int(16 * np.log2(long / short)), ASPECTS)] += 1
     found.formats[next(name for name in IMAGE_TYPES if name in sample.members)] += 1
     task.selection.check(sample, caption)
-    if task.pictures and (len(found.pictures) < task.pictures or rank < -found.pictures[0].rank):
-        # a heap with the largest rank first: ranks are kept negative until the end of the shard
-        name = f"{leaf_of(sample.url)}/{sample.key}"
-        heapq.heappush(found.pictures, Picture(-rank, name, caption[:300], width, height, thumbnail(pixels)))
-        if len(found.pictures) > task.pictures:
-            heapq.heappop(found.pictures)
+    if task.pictures and (len(found.pictures) < task.pictures or rank < found.pictures[-1].rank):
+        insort(found.pictures, Picture(rank, _name(sample), caption[:300], width, height, _thumbnail(pixels)))
+        del found.pictures[task.pictures :]
     return pixels, data
 
 
-def thumbnail(pixels: np.ndarray) -> bytes:
+def _thumbnail(pixels: np.ndarray) -> bytes:
     """A small JPEG of (H, W, C) uint8."""
     image = Image.fromarray(pixels)
     image.thumbnail((THUMBNAIL, THUMBNAIL))
@@ -171,10 +198,7 @@ def thumbnail(pixels: np.ndarray) -> bytes:
 
 
 def look(pixels: np.ndarray) -> int:
-    """64 bits that pictures of the same look share: in an 8 x 9 grey copy, which neighbour is brighter (difference hash).
-
-    Never 0, which stands for no picture.
-    """
+    """A 64-bit difference hash: which neighbour is brighter in an 8 x 9 grey copy. Never 0, which stands for no picture."""
     grey = resize(pixels, 8, 9).astype(np.int32).sum(axis=0)
     return int.from_bytes(np.packbits(grey[:, 1:] > grey[:, :-1]).tobytes(), "big") or 1
 
@@ -183,14 +207,22 @@ def _hash(data: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") or 1
 
 
-def _compare(url: str, task: Task, sha256: str, found: Findings) -> None:
+def _name(sample: RawSample) -> str:
+    return f"{leaf_of(sample.url)}/{sample.key}"
+
+
+def _encoded(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
+
+
+def _compare_with_index(url: str, task: Task, sha256: str, found: Findings) -> None:
     """Note how the shard differs from its index."""
     if scheme_of(url) in index.NO_FILE:
         return
     entries = index.known([url], task.index_cache).get(url)
     try:
         found.size, stamp = index.stamp_of(url, task.access)
-    except Exception as error:  # also noted as damaged by whoever read it
+    except Exception as error:  # reading the shard met the same error and has noted it
         found.damaged.setdefault(url, str(error))
         return
     entry = index.matching(entries or [], found.size, stamp)
@@ -204,49 +236,32 @@ def _compare(url: str, task: Task, sha256: str, found: Findings) -> None:
         found.mismatch[url] = "its bytes are not those that were indexed (checksum)"
 
 
-def surveyed(urls: Sequence[str], task: Task, workers: int) -> Iterator[tuple[str, Findings]]:
-    """Every shard's findings, as they come."""
-    for url, found in indexing.as_they_come(partial(survey, task=task), urls, workers):
-        # the ranks as they were meant
-        found.pictures = [replace(picture, rank=-picture.rank) for picture in found.pictures]
-        yield url, found
-
-
-# -- duplicates --------------------------------------------------------------------------------------------------------
+# -- reporting ---------------------------------------------------------------------------------------------------------
 
 
 def duplicates(found: Findings) -> dict[str, list[list[str]]]:
     """Kind -> groups of samples (SHARD/KEY, in the order of reading) that share a key, a picture's bytes, or a look."""
+    shards = sorted(found.keys, key=lambda part: part.shard)
+    ends = np.cumsum([len(part.hashes["key"]) for part in shards])
+    names_of = cache(lambda number: shards[number].names())
+
+    def name(at: int) -> str:
+        number = int(np.searchsorted(ends, at, side="right"))
+        return names_of(number)[at - int(ends[number])]  # counted from the shard's end
+
     result: dict[str, list[list[str]]] = {}
-    order = sorted(range(len(found.names)), key=lambda n: found.names[n][0])
-    keys: dict[int, list[str]] = {}
-    for kind, parts in found.hashes.items():
-        values = np.concatenate([parts[n] for n in order]) if order else np.zeros(0, np.uint64)
-        ends = np.cumsum([len(parts[n]) for n in order])
+    for kind in shards[0].hashes if shards else ():
+        values = np.concatenate([part.hashes[kind] for part in shards])
         by_value = np.argsort(values, kind="stable")
         ordered = values[by_value]
-        starts = np.flatnonzero(np.r_[True, ordered[1:] != ordered[:-1]]) if len(ordered) else np.zeros(0, np.int64)
-        groups = []
-        for first, last in zip(starts, np.r_[starts[1:], len(ordered)]):
-            if last - first > 1 and ordered[first]:
-                groups.append([_name(found, order, ends, int(at), keys) for at in by_value[first:last]])
-        result[kind] = groups
+        edges = np.r_[0, np.flatnonzero(ordered[1:] != ordered[:-1]) + 1, len(ordered)]
+        repeated = [(edges[n], edges[n + 1]) for n in np.flatnonzero(np.diff(edges) > 1)]
+        result[kind] = [[name(at) for at in by_value[a:b].tolist()] for a, b in repeated if ordered[a]]
     return result
 
 
-def _name(found: Findings, order: list[int], ends: np.ndarray, at: int, keys: dict[int, list[str]]) -> str:
-    part = int(np.searchsorted(ends, at, side="right"))
-    shard, packed = found.names[order[part]]
-    if part not in keys:
-        keys[part] = zlib.decompress(packed).decode("utf-8", "surrogatepass").split("\n")
-    return f"{shard}/{keys[part][at - (int(ends[part - 1]) if part else 0)]}"
-
-
-# -- summary -----------------------------------------------------------------------------------------------------------
-
-
 def quantiles(histogram: np.ndarray, scale: Any = lambda value: value) -> dict[str, float]:
-    """Minimum, 5 %, median, 95 % and maximum of what a histogram counts; empty for an empty one."""
+    """Minimum, 5 %, median, 95 % and maximum of a histogram's values; empty for an empty one."""
     total = int(histogram.sum())
     if not total:
         return {}
@@ -258,7 +273,7 @@ def quantiles(histogram: np.ndarray, scale: Any = lambda value: value) -> dict[s
 
 
 def summary(found: Findings, repeated: dict[str, list[list[str]]]) -> dict[str, Any]:
-    """The findings, JSON-like."""
+    """The contents of check.json."""
     return {
         "shards": found.shards,
         "bytes": found.size,
@@ -280,11 +295,68 @@ def summary(found: Findings, repeated: dict[str, list[list[str]]]) -> dict[str, 
     }
 
 
-def is_broken(found: Findings) -> bool:
-    """Whether anything is wrong; what filters drop, and duplicates, are not."""
-    return bool(found.broken or found.damaged or found.mismatch)
+def table(summary: dict[str, Any]) -> TextTable:
+    """The summary as rows: what, how many, and a remark."""
+    samples = max(summary["samples"], 1)
+
+    def share(count: int) -> str:
+        return f"{100 * count / samples:.2f} %"
+
+    rows = [("samples", str(summary["samples"]), f"in {summary['shards']} shards, {format_bytes(summary['bytes'])}")]
+    rows.append(("usable", str(summary["usable"]), share(summary["usable"])))
+    rows += [(f"broken: {reason}", str(count), share(count)) for reason, count in summary["broken"].items()]
+    rows += [(f"dropped: {reason}", str(count), share(count)) for reason, count in summary["dropped"].items()]
+    rows += [("damaged shard", url, why.replace(f"{url}: ", "")) for url, why in summary["damaged_shards"].items()]
+    rows += [("index mismatch", url, why) for url, why in summary["index"]["mismatch"].items()]
+    if summary["index"]["missing"]:
+        rows.append(("shards without an index", str(summary["index"]["missing"]), "run `clipscale data index`"))
+    for kind, what in summary["duplicates"].items():
+        rows.append((f"duplicate {DUPLICATES[kind]}", str(what["surplus"]), f"{what['groups']} groups"))
+    for name, label in (
+        ("caption_characters", "caption, characters"),
+        ("shorter_side", "shorter side, pixels"),
+        ("aspect", "longer over shorter side"),
+    ):
+        if values := summary[name]:
+            low, high = f"{values['min']} to {values['max']}", f"5 % {values['p05']}, 95 % {values['p95']}"
+            rows.append((label, str(values["median"]), f"median; {low}; {high}"))
+    if kinds := ", ".join(f"{name} {count}" for name, count in summary["formats"].items()):
+        rows.append(("formats", "", kinds))
+    return TextTable(("", "", ""), [rows], left=("",))
 
 
-def data_url(picture: Picture) -> str:
-    """A thumbnail as it stands in a page."""
-    return "data:image/jpeg;base64," + base64.b64encode(picture.jpeg).decode()
+STYLE = """body{font:15px/1.5 system-ui,sans-serif;margin:2em auto;max-width:1100px;padding:0 1em;color:#222;background:#fff}
+h1{font-size:1.4em}h2{font-size:1.1em;margin-top:2em}table{border-collapse:collapse}td,th{padding:.15em .9em .15em 0;text-align:left;
+vertical-align:top}td.n{text-align:right;font-variant-numeric:tabular-nums}.grid{display:grid;gap:14px;
+grid-template-columns:repeat(auto-fill,minmax(140px,1fr))}figure{margin:0}img{max-width:100%;display:block;background:#eee}
+figcaption{font-size:12px;line-height:1.35;overflow-wrap:anywhere}figcaption p{margin:0;max-height:6.75em;
+overflow:auto}small{color:#777}code{font-size:12px;overflow-wrap:anywhere}"""
+
+
+def page(found: Findings, summary: dict[str, Any], title: str) -> str:
+    """check.html, one self-contained page: the table, a random sample of pictures with captions, and names of broken samples."""
+
+    def text(value: object) -> str:
+        return html.escape(str(value).encode("utf-8", "replace").decode())
+
+    lines = [
+        f"<tr><td>{text(what)}</td><td class=n>{text(count)}</td><td>{text(remark)}</td></tr>"
+        for what, count, remark in table(summary).groups[0]
+    ]
+    figures = [
+        f'<figure><img src="data:image/jpeg;base64,{base64.b64encode(picture.jpeg).decode()}" alt="" loading="lazy">'
+        f"<figcaption><p>{text(picture.caption)}</p>"
+        f"<small>{text(picture.name)}, {picture.width} x {picture.height}</small></figcaption></figure>"
+        for picture in found.pictures
+    ]
+    named = [
+        f"<h2>{text(reason)} ({(found.broken + found.dropped)[reason]})</h2><table>"
+        + "".join(f"<tr><td><code>{text(name)}</code></td><td>{text(detail)}</td></tr>" for name, detail in examples)
+        + "</table>"
+        for reason, examples in sorted(found.examples.items())
+    ]
+    return (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+        f"<title>{text(title)}</title><style>{STYLE}</style><h1>{text(title)}</h1><table>{''.join(lines)}</table>"
+        f"<h2>A random sample</h2><div class=grid>{''.join(figures)}</div>{''.join(named)}</html>\n"
+    )

@@ -1,62 +1,65 @@
-"""`clipscale data index`, `check` and `stats`: from words on the command line to an index, and from shards to tables and pages."""
+"""The verbs `clipscale data index`, `check` and `stats`: they take shards as plain arguments and print tables and paths."""
 
 import json
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-from rich.table import Table
 
 from clipscale.config.data import TableConfig
 from clipscale.config.tools import CheckSettings, IndexSettings, StatsSettings
-from clipscale.data.shards import index, indexing
-from clipscale.data.shards import listing as shards
+from clipscale.data.shards import index, indexing, listing
 from clipscale.data.shards.access import Access, is_local, scheme_of
 from clipscale.errors import UserError
 from clipscale.hardware import cores
+from clipscale.report.table import TextTable, plain_console
 from clipscale.units import format_bytes
 
 
-def named(sources: Sequence[str], allow_pipe: bool = False, table: TableConfig | None = None) -> list[str]:
-    """The shards that words on the command line name, each once. Raises UserError."""
+def _expanded(sources: Sequence[str], allow_pipe: bool = False, table: TableConfig | None = None) -> list[str]:
+    """The shards that the arguments name, each once. Raises UserError."""
     if not sources:
         raise UserError("no shards given; for example: clipscale data index '/data/{00000..00099}.tar'")
-    return list(
-        dict.fromkeys(
-            url for source in sources for url in shards.expand(source, allow_pipe, setting="shards", table=table)
-        )
-    )
+    listed = [listing.expand(source, allow_pipe, setting="shards", table=table) for source in sources]
+    return list(dict.fromkeys(url for urls in listed for url in urls))
 
 
-def progress(console: Console) -> Progress:
-    """A bar that counts bytes and names shards."""
-    return Progress(
+@contextmanager
+def _progress(urls: Sequence[str]) -> Iterator[Callable[[int], None]]:
+    """A bar on stderr that counts shards and bytes; call what it yields with the size of each finished shard."""
+    total = sum(os.path.getsize(url) for url in urls if is_local(url) and os.path.exists(url))  # noqa: PTH110, PTH202 (fast)
+    count = 0
+    with Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         DownloadColumn(binary_units=True),
         TransferSpeedColumn(),
         TimeRemainingColumn(),
-        console=console,
-    )
-
-
-def make_index(sources: Sequence[str], settings: IndexSettings) -> int:
-    """Index the shards; status 1 where one is damaged or cannot be read."""
-    urls = [url for url in named(sources, settings.allow_pipe) if scheme_of(url) not in index.NO_FILE]
-    total = sum(os.path.getsize(url) for url in urls if is_local(url) and os.path.exists(url))  # noqa: PTH110, PTH202 (fast)
-    damaged: list[tuple[str, index.Entry]] = []
-    count = 0
-    with progress(Console(stderr=True)) as bar:
+        console=Console(stderr=True),
+    ) as bar:
         task = bar.add_task(f"0 of {len(urls)} shards", total=total or None)
 
-        def done(url: str, size: int, entry: index.Entry | None) -> None:
+        def advance(size: int) -> None:
             nonlocal count
             count += 1
             bar.update(task, advance=size, description=f"{count} of {len(urls)} shards")
+
+        yield advance
+
+
+def make_index(sources: Sequence[str], settings: IndexSettings) -> int:
+    """Index the shards. Status 1 where one is damaged or cannot be read."""
+    urls = [url for url in _expanded(sources, settings.allow_pipe) if scheme_of(url) not in index.NO_FILE]
+    damaged: list[tuple[str, index.Entry]] = []
+    with _progress(urls) as advance:
+
+        def done(url: str, size: int, entry: index.Entry | None) -> None:
+            advance(size)
             if entry is not None and entry.reason:
                 damaged.append((url, entry))
 
@@ -85,19 +88,18 @@ def make_index(sources: Sequence[str], settings: IndexSettings) -> int:
 
 
 def check_shards(sources: Sequence[str], settings: CheckSettings) -> int:
-    """Read everything; status 1 where something is broken."""
-    # here and not above: what decodes pictures, for which `data index` need not wait
-    from clipscale.data import check, checkpage, filters
+    """Read and decode everything; write check.json, check.html and duplicates.txt. Status 1 where something is broken."""
+    from clipscale.data import check, filters  # here: they decode pictures, and `data index` starts faster without
 
-    urls = named(sources, settings.allow_pipe, settings.table)
-    chosen = filters.selection(settings.caption_key, settings.captions, (), settings.filter, "")
+    urls = _expanded(sources, settings.allow_pipe, settings.table)
+    selection = filters.selection(settings.caption_key, settings.captions, (), settings.filter, "")
     out = Path(settings.out).expanduser()
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"out={settings.out}: cannot be written ({error.strerror}); choose another folder") from error
     task = check.Task(
-        chosen,
+        selection,
         settings.max_pixels,
         settings.max_bytes,
         settings.pictures,
@@ -107,49 +109,43 @@ def check_shards(sources: Sequence[str], settings: CheckSettings) -> int:
         settings.cache,
     )
     found = check.Findings()
-    with progress(Console(stderr=True)) as bar:
-        total = sum(os.path.getsize(url) for url in urls if is_local(url) and os.path.exists(url))  # noqa: PTH110, PTH202 (fast)
-        line = bar.add_task(f"0 of {len(urls)} shards", total=total or None)
-        for _, one in check.surveyed(urls, task, settings.workers or cores()):
-            found.add(one, settings.pictures)
-            bar.update(line, advance=one.size, description=f"{found.shards} of {len(urls)} shards")
+    with _progress(urls) as advance:
+        for shard in check.scans(urls, task, settings.workers or cores()):
+            found.add(shard, settings.pictures)
+            advance(shard.size)
     repeated = check.duplicates(found)
     summary = check.summary(found, repeated)
     (out / "check.json").write_text(json.dumps(summary, indent=1) + "\n")
-    (out / "check.html").write_text(checkpage.page(found, summary, f"{len(urls)} shards: {sources[0]}"))
-    surplus = [name for groups in repeated.values() for group in groups for name in group[1:]]
-    (out / "duplicates.txt").write_text(
-        "".join(f"{name}\n" for name in dict.fromkeys(surplus)), errors="surrogateescape"
-    )
-    checkpage.show(summary)
+    (out / "check.html").write_text(check.page(found, summary, f"{len(urls)} shards: {sources[0]}"))
+    surplus = dict.fromkeys(name for groups in repeated.values() for group in groups for name in group[1:])
+    (out / "duplicates.txt").write_text("".join(f"{name}\n" for name in surplus), errors="surrogateescape")
+    plain_console().print(check.table(summary))
     print(f"{out}/check.html, check.json, duplicates.txt")
-    return 1 if check.is_broken(found) else 0
+    return 1 if found.failed else 0
 
 
 def show_stats(sources: Sequence[str], settings: StatsSettings) -> int:
-    """Print what the indexes say of the shards; local shards without one have their headers read."""
-    urls = named(sources)
+    """Print what the indexes say about the shards. Local shards without one have their headers read."""
+    urls = _expanded(sources)
     entries, _ = index.current(urls, settings.cache)
     missing = [url for url in urls if url not in entries and is_local(url)]
     if missing:
-        shards.scanned_counts(missing, settings.cache)
+        listing.scanned_counts(missing, settings.cache)
         entries, _ = index.current(urls, settings.cache)
-    rows = sum(count or 0 for url, count in zip(urls, shards.noted_counts(urls)) if scheme_of(url) == "table")
+    rows = sum(count or 0 for url, count in zip(urls, listing.noted_counts(urls)) if scheme_of(url) == "table")
     members: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
     for entry in entries.values():
         for extension, (number, size) in entry.totals.items():
             members[extension] += number
             sizes[extension] += size
+    counts = [entry.samples for entry in entries.values()] or [0]
     found: dict[str, Any] = {
         "shards": len(urls),
         "indexed": len(entries),
-        "samples": sum(entry.samples for entry in entries.values()) + rows,
+        "samples": sum(counts) + rows,
         "bytes": sum(entry.size for entry in entries.values()),
-        "samples_per_shard": [
-            min((entry.samples for entry in entries.values()), default=0),
-            max((entry.samples for entry in entries.values()), default=0),
-        ],
+        "samples_per_shard": [min(counts), max(counts)],
         "damaged": {url: entry.reason for url, entry in entries.items() if entry.reason},
         "members": {name: {"count": members[name], "bytes": sizes[name]} for name in sorted(members)},
     }
@@ -162,12 +158,11 @@ def show_stats(sources: Sequence[str], settings: StatsSettings) -> int:
         print(f"{rows} of them are rows of tables")
     elif len(entries) < len(urls):
         print(f"{len(urls) - len(entries)} of {len(urls)} shards are not counted; run `clipscale data index` on them")
-    table = Table("member", "samples that have it", "bytes", "mean")
-    for name in sorted(members):
-        table.add_row(
-            name, str(members[name]), format_bytes(sizes[name]), format_bytes(sizes[name] / max(members[name], 1))
-        )
-    Console().print(table)
+    lines = [
+        (name, str(members[name]), format_bytes(sizes[name]), format_bytes(sizes[name] / max(members[name], 1)))
+        for name in sorted(members)
+    ]
+    plain_console().print(TextTable(("member", "samples that have it", "bytes", "mean"), [lines]))
     for url, reason in found["damaged"].items():
         print(f"{reason}: {url}")
     return 0
