@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -117,6 +118,13 @@ class GradCache:
         self.memory.used = 0
         return [tower.encode(batch) for tower, batch in zip(self.towers, inputs, strict=True)]
 
+    def ranges(self, tower: int, rows: int) -> Iterator[tuple[int, int]]:
+        """The row ranges that a tower's two passes over a batch ask for, in order; read ahead of the passes by one range at most.
+
+        The second pass leaves out kept chunks, so its ranges are known when the first pass is at its last chunk.
+        """
+        return self.towers[tower].ranges(rows)
+
     def backward(self, value: Tensor) -> None:
         """Gradients of the loss with respect to the representations and to its own parameters."""
         (self.scaler.scale(value) if self.scaler else value).backward()
@@ -180,7 +188,7 @@ class _Tower:
         rows = len(self.inputs)
         if rows == 0:
             raise ValueError("an empty batch has no gradient")
-        self.spans = [(start, min(start + self.size, rows)) for start in range(0, rows, self.size)]
+        self.spans = self.cut(rows)
         self.refuse_batch_norm()
         self.random_states, self.kept = [], []
         for i, (start, stop) in enumerate(self.spans):
@@ -192,6 +200,14 @@ class _Tower:
                 self.representations = out.new_empty((rows, *out.shape[1:]))
             self.representations.data[start:stop] = out.detach()
         return self.representations.requires_grad_(self.trained)
+
+    def cut(self, rows: int) -> list[tuple[int, int]]:
+        return [(start, min(start + self.size, rows)) for start in range(0, rows, self.size)]
+
+    def ranges(self, rows: int) -> Iterator[tuple[int, int]]:
+        spans, trained = self.cut(rows), self.trained  # now: within the first pass, gradients are off
+        replayed = (span for _ in range(trained) for span in spans[len(self.kept) :])
+        return chain(spans, replayed)
 
     def keeps(self, i: int) -> bool:
         """Whether chunk i keeps its graph: only behind kept ones. DDP synchronises in the backward of the last forward, and that

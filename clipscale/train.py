@@ -21,7 +21,7 @@ from clipscale.config.sections import LR_SCALING
 from clipscale.config.train import TrainConfig, changes, to_yaml
 from clipscale.data.loader.memory import free_memory
 from clipscale.data.loader.ramp import BatchSizes
-from clipscale.data.loader.stream import TrainStream, merge_positions
+from clipscale.data.loader.stream import BatchShare, OffloadSpec, TrainStream, merge_positions, open_stream
 from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.distributed import World
 from clipscale.errors import StoppedError, UserError
@@ -129,22 +129,20 @@ class Run:
         first = 0 if state is None else state["step"]
         free = free_memory()
         self.world.gather(None)  # all ranks have looked before the first takes its share
-        return TrainStream(
+        return open_stream(
             self.config.data,
+            BatchShare(self.config.batch, self.world.rank, self.world.size, sizes=lambda i: self.sizes.at(first + i)),
+            OffloadSpec(
+                backend=self.config.offload if self.config.offload != "none" else "host",
+                chunk=self.learner.cache.towers[0].size,
+                folder=self.config.offload_dir or str(self.folder),
+                free=free,
+            ),
             image_size=side or own,
             tokenizer=self.learner.model.tokenizer,
-            batch=self.config.batch,
-            rank=self.world.rank,
-            world=self.world.size,
             seed=self.config.seed,
             position=None if state is None else state["position"],
-            pin=self.world.device.type == "cuda",
-            sizes=lambda i: self.sizes.at(first + i),
-            tier=self.config.offload if self.config.offload != "none" else "host",
-            chunk=self.learner.cache.towers[0].size,
-            folder=self.config.offload_dir or str(self.folder),
             stored=self.learner.stored,
-            free=free,
             device=self.world.device,
         )
 
@@ -254,9 +252,10 @@ class Run:
         lr = self.schedule.apply(learner.optimizer, seen / self.config.batch - 1, factor)
         batch = self.stream.next_batch()
         images, texts = (
-            ChunkLoader(rows, len(batch), self.world.device, resident=self.config.offload == "none", passing=passing)
-            for rows, passing in ((batch.pixels, batch.passing), (batch.tokens, False))
+            ChunkLoader(rows, len(batch), self.world.device, resident=self.config.offload == "none")
+            for rows in (batch.pixels, batch.tokens)
         )
+        batch.expect(learner.cache.ranges(0, len(batch)))
         with phases("encode"):
             features = learner.cache.encode(images, texts)
         with phases("loss"):

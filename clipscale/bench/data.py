@@ -28,7 +28,7 @@ from clipscale.bench.sheet import Sheet, grouped, publish
 from clipscale.config.data import DECODE, DataConfig
 from clipscale.config.tools import DataBenchSettings
 from clipscale.data.decode import TrainTransform
-from clipscale.data.loader.stream import TrainStream
+from clipscale.data.loader.stream import BatchShare, open_stream
 from clipscale.data.order import AUGMENT, CounterRNG
 from clipscale.errors import UserError
 from clipscale.report.table import plain_console
@@ -258,8 +258,7 @@ def own_batches(
     """Whole batches of TrainStream in host memory; yields the bytes of a sample."""
     config = DataConfig(train=[pattern], workers=settings.workers, decode=decode, order="epochs")
     size, side = settings.batch, settings.image_size
-    shared = {"image_size": side, "tokenizer": tokenizer, "batch": size, "rank": 0, "world": 1, "seed": 0}
-    with TrainStream(config, **shared, device=device, pin=device is not None) as stream:
+    with open_stream(config, BatchShare(size), image_size=side, tokenizer=tokenizer, seed=0, device=device) as stream:
         while True:
             batch = stream.next_batch()
             yield (batch.pixels(0, size).nbytes + batch.tokens(0, size).nbytes) // size

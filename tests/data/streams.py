@@ -11,9 +11,10 @@ from typing import Any
 from unittest import mock
 
 from clipscale.config.data import DataConfig
+from clipscale.data.loader import stream as loader
 from clipscale.data.loader.host_batch import Arena, sample_id
 from clipscale.data.loader.shard_stream import Plan, Producer, segment_windows
-from clipscale.data.loader.stream import TrainStream, merge_positions
+from clipscale.data.loader.stream import BatchShare, OffloadSpec, TrainStream, merge_positions
 from clipscale.data.loader.workers import Fill, Report, reports
 from clipscale.data.order import Segment
 from clipscale.data.shards.store import Store
@@ -24,19 +25,19 @@ def open_stream(
     folder: Path | str, /, *, batch: int, rank: int = 0, world: int = 1, tokenizer: Any = None, **options: Any
 ) -> TrainStream:
     seed, position = options.pop("seed", 0), options.pop("position", None)
-    kept = {name: options.pop(name) for name in ("sizes", "tier", "chunk", "folder", "device") if name in options}
+    offload = {name: options.pop(name) for name in ("backend", "chunk", "folder") if name in options}
+    sizes, device = options.pop("sizes", None), options.pop("device", None)
     side = options.pop("side", SIDE)
     config = DataConfig(**{"train": [str(folder)], "workers": 0, "shuffle": 8, **options})
-    return TrainStream(
+    return loader.open_stream(
         config,
+        BatchShare(batch, rank, world, sizes),
+        OffloadSpec(**offload),
         image_size=side,
         tokenizer=tokenizer or Letters(),
-        batch=batch,
-        rank=rank,
-        world=world,
         seed=seed,
         position=position,
-        **kept,
+        device=device,
     )
 
 

@@ -10,7 +10,7 @@ import math
 import mmap
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from multiprocessing.reduction import DupFd
 from typing import Any, NamedTuple
@@ -244,15 +244,14 @@ class HostBatch:
         size: int,
         wait: Callable[[int], None],
         rows: Callable[[int, int], Tensor] | None = None,
-        *,
-        passing: bool = False,
+        expect: Callable[[Iterable[tuple[int, int]]], None] = lambda _: None,
     ) -> None:
         self._size, self._wait = size, wait
         self._tokens, self._ids = torch.from_numpy(slot["tokens"]), torch.from_numpy(slot["ids"])
         self._rows = rows
         self._images = None if rows else torch.from_numpy(slot["rows"])
-        self.passing = passing
-        """Whether what `pixels` returns is overwritten soon: it holds until pixels have been asked for twice more."""
+        self.expect = expect
+        """Takes the ranges of image rows that will be asked for, in order, so that they can be loaded ahead."""
 
     def __len__(self) -> int:
         return self._size

@@ -8,7 +8,7 @@ C: channels, S: side in pixels.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -213,66 +213,58 @@ Begin = Callable[[Slot, int, int, int], Callable[[], None]]
 """Starts to make rows start..stop of a slot ready in a buffer; what it returns blocks until they are."""
 
 
-class Window:
-    """Image rows of a few chunks in host memory, the next one made ready while the last is computed on.
+class Prefetcher:
+    """Image rows of a few chunks in host memory. Loads the next expected range while the last one is in use.
 
-    What comes next is foreseen: the chunk behind the last, and behind the first pass's last chunk the one with which the second pass
-    set in at the batch before. A wrong guess costs time, no more.
+    `expect` names the ranges that will be asked for, in order. Without it, or after a request outside it, nothing is loaded ahead.
     """
 
-    def __init__(self, buffers: np.ndarray, begin: Begin) -> None:
-        self._buffers, self._begin = buffers, begin
+    def __init__(self, buffers: np.ndarray, begin: Begin, *, copy: bool) -> None:
+        """`copy`: hand out copies, for callers that keep a range longer than the two that follow it."""
+        self._buffers, self._begin, self._copy = buffers, begin, copy
         self._given = -1
         self._pending: list[Callable[[], None] | None] = [None] * len(buffers)
         self._holds: list[tuple[int, int] | None] = [None] * len(buffers)
         self._slot: Slot | None = None
-        self._reached = 0
-        self._again: int | None = 0
-        self._came_again = True
+        self.expect(())
 
-    def open(self, slot: Slot, size: int) -> None:
-        """Turn to another batch, of `size` rows."""
+    def open(self, slot: Slot) -> None:
+        """Continue with another batch."""
         self.drain()
-        if not self._came_again:
-            self._again = None
-        self._slot, self._size, self._length = slot, size, 0
-        self._reached, self._came_again = 0, False
+        self._slot = slot
+        self.expect(())
+
+    def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """The ranges of the current batch that will be asked for, in order. Each is taken from the iterable just before it is loaded."""
+        self._ranges = iter(ranges)
+        self._next = next(self._ranges, None)
 
     def drain(self) -> None:
-        """Wait for what is under way, and forget it."""
+        """Wait for all loads under way, and forget what the buffers hold."""
         for buffer in range(len(self._buffers)):
             self._wait(buffer)
             self._holds[buffer] = None
 
     def rows(self, start: int, stop: int, arrived: int) -> Tensor:
-        """Rows start..stop, of which all have arrived, as of rows 0..arrived. The tensor holds until the call after the next."""
+        """Rows start..stop; rows 0..arrived of the batch, at least these, have arrived. The tensor holds until the call after the next."""
         capacity = self._buffers.shape[1]
         if stop - start > capacity:
             pieces = range(start, stop, capacity)
             return torch.cat([self.rows(at, min(at + capacity, stop), arrived).clone() for at in pieces])
-        if start < self._reached and not self._came_again:
-            self._came_again, self._again = True, start
-        self._reached = max(self._reached, stop)
-        self._length = max(self._length, stop - start)
+        if self._next == (start, stop):
+            self._next = next(self._ranges, None)
+        else:
+            self.expect(())
         if self._given < 0 or self._holds[self._given] != (start, stop):
             self._given = self._start((start, stop), self._given + 1)
         self._wait(self._given)
-        following = self._following(stop)
-        if following and following[1] <= arrived:
-            self._start(following, self._given + 1)
-        return torch.from_numpy(self._buffers[self._given, : stop - start])
-
-    def _following(self, stop: int) -> tuple[int, int] | None:
-        if stop < self._size:
-            start = stop
-        elif self._came_again or self._again is None:
-            return None
-        else:
-            start = self._again
-        return start, min(start + self._length, self._size)
+        if self._next and self._next[1] <= arrived and self._next != (start, stop):
+            self._start(self._next, self._given + 1)
+        rows = torch.from_numpy(self._buffers[self._given, : stop - start])
+        return rows.clone() if self._copy else rows
 
     def _start(self, span: tuple[int, int], buffer: int) -> int:
-        """See that the buffer (counted around) will hold the rows, which it may already; returns its number."""
+        """Start to load the rows into the buffer (counted around) unless it holds them; returns its number."""
         assert self._slot is not None
         buffer %= len(self._buffers)
         if self._holds[buffer] != span:

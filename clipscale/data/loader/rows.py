@@ -17,7 +17,7 @@ from clipscale.data.decode import IMAGE_TYPES, Colour, TrainTransform
 from clipscale.data.features import StoredFeatures
 from clipscale.data.loader.host_batch import Arena, Layout, Slot
 from clipscale.data.loader.memory import fitted, picture_bytes
-from clipscale.data.loader.offload import Transform, Window, tier_of
+from clipscale.data.loader.offload import Prefetcher, Transform, tier_of
 from clipscale.data.loader.workers import Loaded, Workers
 from clipscale.data.shards.access import Access
 
@@ -101,6 +101,8 @@ class Returning:
         workers: Workers | None,
         pump: Callable[[Callable[[], list[int]]], None],
         waited: Stopwatch,
+        *,
+        copy: bool,
     ) -> None:
         """`pump` hears the workers until those that its argument names are none."""
         self._arena, self._pump, self._waited = arena, pump, waited
@@ -111,7 +113,8 @@ class Returning:
         if not self._workers:
             self._threads = ThreadPoolExecutor(1 if arena.layout.tier == "disk" else LOADERS, "load")
             self._tier = tier_of(arena, transform, (0, arena.layout.samples))
-        self.window = Window(arena.window, self._by_workers if self._workers else self._by_threads)
+        begin = self._by_workers if self._workers else self._by_threads
+        self.window = Prefetcher(arena.window, begin, copy=copy)
 
     def note(self, number: int, loaded: Loaded) -> None:
         """Worker `number` has done its share of what it was asked for."""

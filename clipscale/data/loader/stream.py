@@ -6,6 +6,7 @@ Lanes (order.py) fix the order; worker processes (workers.py) read and decode; t
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
@@ -137,7 +138,8 @@ class TrainStream:
             self._producer = Producer(self._plans[0], self._arena, lambda: None)
         self._returning: Returning | None = None
         if layout.tier in ("disk", "encoded"):
-            self._returning = Returning(self._arena, kind.transform, self._workers, self._pump, self._waited)
+            copy = device is None or device.type == "cpu"  # a graph of the first pass may keep them
+            self._returning = Returning(self._arena, kind.transform, self._workers, self._pump, self._waited, copy=copy)
         self._decoder: DeviceDecoder | None = None
         self._ahead: DecodedAhead | None = None
         if decoder:
@@ -187,9 +189,9 @@ class TrainStream:
         if self._returning is None:
             return HostBatch(slot, size, wait)
         window = self._returning.window
-        window.open(slot, size)
+        window.open(slot)
         return HostBatch(
-            slot, size, wait, lambda start, stop: window.rows(start, stop, self._arrived(step, size)), passing=True
+            slot, size, wait, lambda start, stop: window.rows(start, stop, self._arrived(step, size)), window.expect
         )
 
     def position(self) -> dict[str, Any]:
@@ -323,6 +325,70 @@ class TrainStream:
         assert self._ahead
         with self._waited:
             return self._ahead.rows(step, start, stop)
+
+
+@dataclass(frozen=True)
+class BatchShare:
+    """The sizes of the batches, and this rank's share of them."""
+
+    batch: int
+    """The largest global batch, a multiple of `world`."""
+    rank: int = 0
+    world: int = 1
+    sizes: Callable[[int], int] | None = None
+    """The global size of the i-th batch from here on, where it is not always `batch`. It never shrinks and ends at `batch`, and every size
+    is a multiple of `world` and of the shard streams, so that all streams reach the end of an epoch together."""
+
+
+@dataclass(frozen=True)
+class OffloadSpec:
+    """Where image rows wait between the two passes."""
+
+    backend: str = "host"
+    """host, disk or encoded (see offload.py)."""
+    chunk: int = 256
+    """Rows that are loaded into host memory at once: the image tower's chunk."""
+    folder: str | None = None
+    """disk: the folder of the file; None: the system's folder for temporary files."""
+    free: int | None = None
+    """Free memory before any process of this machine took its share; None: what is free now."""
+
+
+def open_stream(
+    config: DataConfig,
+    share: BatchShare,
+    offload: OffloadSpec = OffloadSpec(),
+    *,
+    image_size: int,
+    tokenizer: Callable[[list[str]], Any],
+    seed: int,
+    position: dict[str, Any] | None = None,
+    stored: StoredFeatures | None = None,
+    device: torch.device | None = None,
+) -> TrainStream:
+    """The training data from its start, or from `position`, the record that `merge_positions` made of a checkpoint's.
+
+    `device` is where the rows are trained on (None: the CPU); with data.decode=gpu it decodes the pictures. With `stored`, image rows are
+    features read from the shards. Raises UserError for settings or shards that cannot work.
+    """
+    return TrainStream(
+        config,
+        image_size=image_size,
+        tokenizer=tokenizer,
+        batch=share.batch,
+        rank=share.rank,
+        world=share.world,
+        seed=seed,
+        position=position,
+        pin=device is not None and device.type == "cuda",
+        sizes=share.sizes,
+        tier=offload.backend,
+        chunk=offload.chunk,
+        folder=offload.folder,
+        stored=stored,
+        free=offload.free,
+        device=device,
+    )
 
 
 def rooms(stripes: Sequence[Sequence[LaneShare]], batch: int, lanes: int) -> list[tuple[int, int]]:

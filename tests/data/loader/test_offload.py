@@ -6,6 +6,7 @@ import os
 import resource
 import time
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,14 @@ from PIL import Image
 from clipscale.config.data import AugmentConfig
 from clipscale.data.loader import memory as room
 from clipscale.data.loader.host_batch import Layout, Slot
-from clipscale.data.loader.offload import Window
+from clipscale.data.loader.offload import Prefetcher
 from clipscale.errors import UserError
 from tests.data.files import Members, picture, sample, write_tar
 from tests.data.streams import open_stream
 
 pytestmark = pytest.mark.timeout(60)
 SIDE, BATCH, CHUNK = 16, 50, 12
-TIERS = ["disk", "encoded"]
+BACKENDS = ["disk", "encoded"]
 
 
 @pytest.fixture(autouse=True)
@@ -54,6 +55,7 @@ def passes(stream: Any, steps: int, again: int = 0) -> list[Any]:
     for _ in range(steps):
         batch = stream.next_batch()
         spans = [(start, min(start + CHUNK, len(batch))) for start in range(0, len(batch), CHUNK)]
+        batch.expect([*spans, *(span for span in spans if span[0] >= again)])
         first = [batch.pixels(*span).clone() for span in spans]
         second = [batch.pixels(*span).clone() for span in spans if span[0] >= again]
         assert all(torch.equal(a, b) for a, b in zip(first[-len(second) :], second)), "the passes saw other pixels"
@@ -62,12 +64,12 @@ def passes(stream: Any, steps: int, again: int = 0) -> list[Any]:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("tier", TIERS)
-def test_pixels_are_those_of_host_in_both_passes(mixed: Path, tmp_path: Path, tier: str, workers: int) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_pixels_are_those_of_host_in_both_passes(mixed: Path, tmp_path: Path, backend: str, workers: int) -> None:
     options: dict[str, Any] = {"batch": BATCH, "side": SIDE, "augment": AugmentConfig(scale=(0.3, 1.0), flip=0.5)}
     with open_stream(mixed, **options) as host:
         expected = passes(host, 6)
-    kept = {"tier": tier, "chunk": CHUNK, "folder": str(tmp_path), "workers": workers}
+    kept = {"backend": backend, "chunk": CHUNK, "folder": str(tmp_path), "workers": workers}
     for again in (0, 2 * CHUNK, BATCH):
         with open_stream(mixed, **options, **kept) as stream:
             for step, (ours, theirs) in enumerate(zip(passes(stream, 6, again), expected)):
@@ -81,8 +83,8 @@ def test_pixels_are_those_of_host_in_both_passes(mixed: Path, tmp_path: Path, ti
 # -- made ready ahead --------------------------------------------------------------------------------------------------
 
 
-def recorded() -> tuple[Window, list[tuple[str, int, int]]]:
-    """A window whose rows are their own numbers, and the order in which they are begun and waited for."""
+def recorded() -> tuple[Prefetcher, list[tuple[str, int, int]]]:
+    """A prefetcher whose rows are their own numbers, and the order in which they are begun and waited for."""
     buffers = np.zeros((3, 10, 1), np.uint8)
     events: list[tuple[str, int, int]] = []
 
@@ -95,24 +97,27 @@ def recorded() -> tuple[Window, list[tuple[str, int, int]]]:
 
         return wait
 
-    return Window(buffers, begin), events
+    return Prefetcher(buffers, begin, copy=False), events
 
 
 def test_the_next_chunk_is_begun_before_it_is_asked_for_and_none_twice() -> None:
     window, events = recorded()
     spans = [(0, 10), (10, 20), (20, 30), (30, 35)]
     for step in range(3):
-        window.open(Slot(0, {}), 35)
+        window.open(Slot(0, {}))
+        kept: list[int] = []
+        window.expect(chain(spans, (span for _ in range(1) for span in spans[len(kept) :])))
         events.clear()
         held: list[tuple[torch.Tensor, list[int]]] = []
-        for start, stop in [*spans, *spans[1:]]:  # the first chunk is kept, so the second pass sets in behind it
+        for start, stop in [*spans, *spans[1:]]:  # the first chunk is kept, so the second pass begins with the second
+            if not kept:
+                kept.append(0)
             rows = window.rows(start, stop, 35)
             held.append((rows, list(range(start, stop))))
             for tensor, values in held[-2:]:
                 assert tensor[:, 0].tolist() == values, "overwritten too early"
         begun = [event[1:] for event in events if event[0] == "begin"]
-        # the first batch does not know yet where the second pass sets in, and guesses wrong once
-        assert begun.count((0, 10)) == (2 if step == 0 else 1), f"step {step}: {begun}"
+        assert begun.count((0, 10)) == 1, f"step {step}: {begun}"
         assert all(1 <= begun.count(span) <= 2 for span in spans), f"step {step}: {begun}"
         for span in spans[1:]:
             before = spans[spans.index(span) - 1]
@@ -124,7 +129,8 @@ def test_the_next_chunk_is_begun_before_it_is_asked_for_and_none_twice() -> None
 def test_a_frozen_tower_needs_no_second_pass_and_gets_none() -> None:
     window, events = recorded()
     for _ in range(3):
-        window.open(Slot(0, {}), 20)
+        window.open(Slot(0, {}))
+        window.expect([(0, 10), (10, 20)])
         events.clear()
         for span in ((0, 10), (10, 20)):
             window.rows(*span, 20)
@@ -133,11 +139,22 @@ def test_a_frozen_tower_needs_no_second_pass_and_gets_none() -> None:
 
 def test_rows_that_have_not_arrived_are_not_begun() -> None:
     window, events = recorded()
-    window.open(Slot(0, {}), 30)
+    window.open(Slot(0, {}))
+    window.expect([(0, 10), (10, 20), (20, 30)])
     window.rows(0, 10, 15)
     assert ("begin", 10, 20) not in events
     window.rows(10, 20, 30)
     assert ("begin", 20, 30) in events
+
+
+def test_without_ranges_or_after_another_request_nothing_is_begun_ahead() -> None:
+    window, events = recorded()
+    window.open(Slot(0, {}))
+    window.rows(0, 10, 40)
+    window.expect([(10, 20), (20, 30), (30, 40)])
+    window.rows(0, 5, 40)
+    window.rows(10, 20, 40)
+    assert [event[1:] for event in events if event[0] == "begin"] == [(0, 10), (0, 5), (10, 20)]
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
@@ -162,13 +179,15 @@ def taken(stream: Any) -> int:
 def test_encoded_pictures_take_their_bytes_and_no_more(tmp_path: Path, side: int, quality: int, most: float) -> None:
     path = photographs(tmp_path, side, quality, 64)
     size: dict[str, list[int]] = {}
-    for tier in ("host", "encoded"):
-        with open_stream(path, batch=64, side=224, tier=tier, chunk=1) as stream:
+    for backend in ("host", "encoded"):
+        with open_stream(path, batch=64, side=224, backend=backend, chunk=1) as stream:
             stated = stream.memory
             for _ in range(3):
                 stream.next_batch().pixels(0, 64)
-                size.setdefault(tier, []).append(taken(stream))
-        assert size[tier][0] == size[tier][1] == size[tier][2], f"{tier}: {size[tier]} bytes, batch after batch"
+                size.setdefault(backend, []).append(taken(stream))
+        assert size[backend][0] == size[backend][1] == size[backend][2], (
+            f"{backend}: {size[backend]} bytes, batch after batch"
+        )
     share = size["encoded"][0] / size["host"][0]
     print(
         f"{side} pixels, quality {quality}: {size['encoded'][0] / 64e3:.1f} kB a sample, {share:.3f} of host; {stated}"
@@ -178,9 +197,9 @@ def test_encoded_pictures_take_their_bytes_and_no_more(tmp_path: Path, side: int
     assert size["encoded"][0] == pytest.approx(need, rel=0.1), "as stated beforehand"
 
 
-@pytest.mark.parametrize(("tier", "workers"), [("host", 0), *((tier, 2) for tier in ("host", *TIERS))])
-def test_memory_does_not_grow_over_steps(mixed: Path, tmp_path: Path, tier: str, workers: int) -> None:
-    options = {"tier": tier, "chunk": CHUNK, "folder": str(tmp_path), "workers": workers}
+@pytest.mark.parametrize(("backend", "workers"), [("host", 0), *((backend, 2) for backend in ("host", *BACKENDS))])
+def test_memory_does_not_grow_over_steps(mixed: Path, tmp_path: Path, backend: str, workers: int) -> None:
+    options = {"backend": backend, "chunk": CHUNK, "folder": str(tmp_path), "workers": workers}
     with open_stream(mixed, batch=BATCH, side=64, **options) as stream:
 
         def resident() -> int:
@@ -193,20 +212,20 @@ def test_memory_does_not_grow_over_steps(mixed: Path, tmp_path: Path, tier: str,
             if step == 9:
                 before = resident()
         grown = resident() - before
-    print(f"{tier}, {workers} workers: {grown / 2**20:+.2f} MiB over 40 steps")
+    print(f"{backend}, {workers} workers: {grown / 2**20:+.2f} MiB over 40 steps")
     assert grown < 5 * 2**20, f"{grown / 2**20:.1f} MiB over 40 steps of {BATCH * 3 * 64 * 64 / 2**20:.2f} MiB each"
 
 
 def test_what_does_not_fit_is_refused_with_what_to_do(mixed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "free_memory", lambda: 100_000)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    for tier, remedy in (
+    for backend, remedy in (
         ("host", "take offload=encoded"),
         ("encoded", "take offload=disk"),
         ("disk", "take a smaller"),
     ):
-        with pytest.raises(UserError, match=rf"offload={tier}: 1 x 50 samples need .*free for each of 4; {remedy}"):
-            open_stream(mixed, batch=BATCH, side=64, tier=tier, chunk=CHUNK)
+        with pytest.raises(UserError, match=rf"offload={backend}: 1 x 50 samples need .*free for each of 4; {remedy}"):
+            open_stream(mixed, batch=BATCH, side=64, backend=backend, chunk=CHUNK)
 
 
 def test_pictures_larger_than_foreseen_end_the_run_instead_of_the_machine(tmp_path: Path, monkeypatch: Any) -> None:
@@ -217,7 +236,7 @@ def test_pictures_larger_than_foreseen_end_the_run_instead_of_the_machine(tmp_pa
     path = write_tar(tmp_path / "0.tar", members)
     layout = Layout(1, 256, (3, 64, 64), 8, tier="encoded", chunk=CHUNK)
     monkeypatch.setattr(room, "free_memory", lambda: int((layout.memory_bytes() + 256 * 1000) / room.MARGIN))
-    stream = open_stream(path, batch=256, side=64, tier="encoded", chunk=CHUNK, shuffle=0, shard_streams=1)
+    stream = open_stream(path, batch=256, side=64, backend="encoded", chunk=CHUNK, shuffle=0, shard_streams=1)
     with pytest.raises(UserError, match=r"offload=encoded: the pictures of a batch are larger .* take offload=disk"):
         stream.next_batch().ids()
 
@@ -235,7 +254,7 @@ def test_a_containers_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_the_disks_room_is_taken_before_the_run(mixed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with open_stream(mixed, batch=BATCH, side=64, tier="disk", folder=str(tmp_path)) as stream:
+    with open_stream(mixed, batch=BATCH, side=64, backend="disk", folder=str(tmp_path)) as stream:
         assert os.fstat(stream._arena.file).st_blocks * 512 >= BATCH * 3 * 64 * 64
         assert f"in {tmp_path}" in stream.memory
 
@@ -246,15 +265,15 @@ def test_the_disks_room_is_taken_before_the_run(mixed: Path, tmp_path: Path, mon
     with pytest.raises(
         UserError, match=rf"offload_dir={tmp_path}: 0\.0 GiB .*No space left on device.*offload=encoded"
     ):
-        open_stream(mixed, batch=BATCH, side=64, tier="disk", folder=str(tmp_path))
+        open_stream(mixed, batch=BATCH, side=64, backend="disk", folder=str(tmp_path))
     with pytest.raises(UserError, match=r"offload_dir=/nowhere: .*No such file"):
-        open_stream(mixed, batch=BATCH, side=64, tier="disk", folder="/nowhere")
+        open_stream(mixed, batch=BATCH, side=64, backend="disk", folder="/nowhere")
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_disk_that_fails_in_mid_run_ends_it_with_its_name(mixed: Path, tmp_path: Path, workers: int) -> None:
     message = rf"offload_dir={tmp_path}: the batch cannot be written there \(.*\); checkpoints are intact"
-    with open_stream(mixed, batch=BATCH, side=64, tier="disk", folder=str(tmp_path), workers=workers) as stream:
+    with open_stream(mixed, batch=BATCH, side=64, backend="disk", folder=str(tmp_path), workers=workers) as stream:
         passes(stream, 1)
         pid = stream._workers._processes[0].pid if stream._workers else os.getpid()
         before = resource.prlimit(pid, resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
@@ -267,7 +286,7 @@ def test_a_disk_that_fails_in_mid_run_ends_it_with_its_name(mixed: Path, tmp_pat
 
 
 def test_a_file_that_has_been_cut_is_an_error(mixed: Path, tmp_path: Path) -> None:
-    with open_stream(mixed, batch=BATCH, side=64, tier="disk", chunk=CHUNK, folder=str(tmp_path)) as stream:
+    with open_stream(mixed, batch=BATCH, side=64, backend="disk", chunk=CHUNK, folder=str(tmp_path)) as stream:
         batch = stream.next_batch()
         batch.ids()
         os.ftruncate(stream._arena.file, 1000)
@@ -300,9 +319,9 @@ def until(path: Path) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("tier", ["host", *TIERS])
+@pytest.mark.parametrize("backend", ["host", *BACKENDS])
 def test_encoding_begins_before_the_batch_is_complete_and_loading_goes_on_under_the_second_pass(
-    mixed: Path, tmp_path: Path, tier: str
+    mixed: Path, tmp_path: Path, backend: str
 ) -> None:
     """Each side waits for the other at the point where they must overlap: without the overlap this comes to no end."""
     from clipscale.data.loader.to_device import ChunkLoader
@@ -319,9 +338,17 @@ def test_encoding_begins_before_the_batch_is_complete_and_loading_goes_on_under_
         (events / "first chunk encoded").touch()
         return out
 
-    options = {"tier": tier, "chunk": 32, "folder": str(tmp_path), "workers": 1, "shard_streams": 1, "timeout_s": 50.0}
+    options = {
+        "backend": backend,
+        "chunk": 32,
+        "folder": str(tmp_path),
+        "workers": 1,
+        "shard_streams": 1,
+        "timeout_s": 50.0,
+    }
     with open_stream(mixed, batch=128, side=SIDE, tokenizer=Gated(events), **options) as stream:
         batch = stream.next_batch()
-        rows = ChunkLoader(batch.pixels, len(batch), torch.device("cpu"), resident=False, passing=batch.passing)
+        rows = ChunkLoader(batch.pixels, len(batch), torch.device("cpu"), resident=False)
         cache = GradCache([encode], lambda features: features.square().sum(), chunks=32)
+        batch.expect(cache.ranges(0, len(batch)))
         assert torch.isfinite(cache.step(rows))

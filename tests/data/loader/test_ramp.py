@@ -114,8 +114,10 @@ def test_workers_follow_the_ramp_in_memory_that_is_allocated_once(tmp_path: Path
     write_shards(tmp_path, [60])
     sizes = ramped(64, 16, 300)
     expected = read(opened(tmp_path, sizes, shard_streams=16), 12)
-    for tier in ("host", "disk", "encoded"):
-        (stream,) = opened(tmp_path, sizes, shard_streams=16, workers=2, tier=tier, chunk=24, folder=str(tmp_path))
+    for backend in ("host", "disk", "encoded"):
+        (stream,) = opened(
+            tmp_path, sizes, shard_streams=16, workers=2, backend=backend, chunk=24, folder=str(tmp_path)
+        )
         with stream:
             places = set()
             for batch_ids in expected:

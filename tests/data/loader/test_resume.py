@@ -140,7 +140,7 @@ def test_lanes_of_the_checkpoint_win(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert ids(open_stream(tmp_path, batch=12, position=position), 2) == rest, (
         "another data.shard_streams does not matter"
     )
-    with pytest.raises(UserError, match=r"6 lanes, which 4 processes.*divides 6"):
+    with pytest.raises(UserError, match=r"6 shard streams, which 4 processes.*divides 6"):
         open_stream(tmp_path, batch=12, world=4, position=position)
     assert not caplog.records
 
@@ -209,7 +209,7 @@ def live(source: Path, home: Path, workers: int, steps: int) -> None:
     kept = notes.read_text().splitlines(keepends=True)[:done] if notes.exists() else []
     replace(notes, "".join(kept))
     (home / "disk").mkdir(exist_ok=True)
-    options = {"augment": AugmentConfig(scale=(0.3, 1.0), flip=0.5), "tier": "disk", "chunk": 8}
+    options = {"augment": AugmentConfig(scale=(0.3, 1.0), flip=0.5), "backend": "disk", "chunk": 8}
     with (
         open_stream(
             source, batch=BATCH, workers=workers, position=position, folder=str(home / "disk"), **options

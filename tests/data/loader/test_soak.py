@@ -38,12 +38,12 @@ def held(process: psutil.Process) -> int:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900 + SAMPLES / 100)
-@pytest.mark.parametrize("tier", ["host", "disk", "encoded"])
+@pytest.mark.parametrize("backend", ["host", "disk", "encoded"])
 @pytest.mark.parametrize("order", ["epochs", "resampled"])
-def test_no_process_grows(tmp_path: Path, tier: str, order: str) -> None:
+def test_no_process_grows(tmp_path: Path, backend: str, order: str) -> None:
     write_shards(tmp_path / "set", [700, 500, 901, 333])
-    options = {"tier": tier, "chunk": CHUNK, "folder": str(tmp_path), "workers": 2, "order": order}
-    samples = SAMPLES // (1 if tier == "host" else 2)
+    options = {"backend": backend, "chunk": CHUNK, "folder": str(tmp_path), "workers": 2, "order": order}
+    samples = SAMPLES // (1 if backend == "host" else 2)
     with open_stream(tmp_path / "set", batch=BATCH, side=24, **options) as stream:
         seen: dict[str, list[int]] = {}
         files: dict[str, list[int]] = {}
@@ -64,6 +64,6 @@ def test_no_process_grows(tmp_path: Path, tier: str, order: str) -> None:
         told = (
             f"{name} {sizes[0] / 2**20:.1f} MiB, {grown / 2**20:+.2f} MiB in the second half; {files[name][-1]} files"
         )
-        print(f"{tier}, {order}, {samples} samples: {told}")
+        print(f"{backend}, {order}, {samples} samples: {told}")
         assert grown < ALLOWED, f"{name}: {grown / 2**20:.1f} MiB more in the second half of {samples} samples"
         assert max(files[name]) < files[name][0] + 10, f"{name}: open files {files[name]}"

@@ -15,7 +15,8 @@ from PIL import Image
 
 from clipscale.config.data import AugmentConfig, DataConfig, FilterConfig
 from clipscale.data.loader.host_batch import sample_id
-from clipscale.data.loader.stream import TrainStream
+from clipscale.data.loader.stream import BatchShare
+from clipscale.data.loader.stream import open_stream as open_data
 from clipscale.data.order import Epochs, stream_bounds
 from clipscale.errors import UserError
 from tests.data.files import Letters, Members, picture, sample, write_shards, write_tar
@@ -315,7 +316,7 @@ def test_a_batch_beyond_the_machines_memory_is_refused(tmp_path: Path) -> None:
     write_shards(tmp_path, [25])
     config = DataConfig(train=[str(tmp_path)], workers=1)
     with pytest.raises(UserError, match=r"offload=host: 2 x 1073741824 samples need 29\d\.\d+ TiB .*offload=encoded"):
-        TrainStream(config, image_size=224, tokenizer=Letters(), batch=2**30, rank=0, world=1, seed=0)
+        open_data(config, BatchShare(2**30), image_size=224, tokenizer=Letters(), seed=0)
 
 
 def test_more_workers_than_lanes_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
