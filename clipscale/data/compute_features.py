@@ -1,12 +1,10 @@
-"""Features of a frozen image tower, computed once: the verb that writes them to shards, and what training needs to read them instead.
+"""The verb `clipscale data features`: writes a frozen image tower's features to shards, once, for training to read.
 
-D: feature width.
+The shards keep their names, keys, order and members; features take the place of pictures.
 """
 
-import io
 import json
 import logging
-import tarfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,11 +23,12 @@ from clipscale.data.decode import IMAGE_TYPES, BrokenSampleError, EvalTransform,
 from clipscale.data.features import DTYPES, NOTE, encoded_row
 from clipscale.data.order import CounterRNG
 from clipscale.data.sample import RawSample
-from clipscale.data.shards.access import Access
+from clipscale.data.shards.access import Access, SourceError, leaf_of
 from clipscale.data.shards.choose import list_shards
 from clipscale.data.shards.listing import count_samples
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.store import Store
+from clipscale.data.shards.writer import shard_writer, write_counts
 from clipscale.distributed import World
 from clipscale.errors import UserError
 from clipscale.models.towers import ClipModel, build_model
@@ -39,11 +38,11 @@ log = logging.getLogger(__name__)
 
 TRANSFORMS = ("eval", "train")
 DAMAGED = ("truncated_shard", "unreadable_shard")
-"""Reasons for which a shard is what it is; the others are the network's and the server's."""
+"""Reasons that lie in the shard itself, and stay. The others lie in the network or the server."""
 
 
 def main(config: FeaturesConfig) -> Path:
-    """`clipscale data features`. Under torchrun every process takes its share of the shards. Raises UserError."""
+    """Write the features of `data.train` to `out`. Under torchrun every rank takes its share of the shards. Raises UserError."""
     if not config.out:
         raise UserError("data features needs out=DIR")
     choice("dtype", config.dtype, DTYPES)
@@ -51,7 +50,7 @@ def main(config: FeaturesConfig) -> Path:
     at_least("batch", config.batch, 1)
     at_least("threads", config.threads, 1)
     urls, _ = list_shards(config.data)
-    twice = [name for name, count in Counter(map(leaf, urls)).items() if count > 1]
+    twice = [name for name, count in Counter(map(leaf_of, urls)).items() if count > 1]
     if twice:
         raise UserError(
             f"data.train: two shards are called {twice[0]}; take sources one at a time, each with an out=DIR of its own"
@@ -66,11 +65,6 @@ def main(config: FeaturesConfig) -> Path:
         return _write(config, urls, world)
     finally:
         distributed.stop()
-
-
-def leaf(url: str) -> str:
-    """A shard's name without its folder."""
-    return url.split("?")[0].rsplit("/", 1)[-1]
 
 
 def _write(config: FeaturesConfig, urls: Sequence[str], world: World) -> Path:
@@ -90,12 +84,12 @@ def _write(config: FeaturesConfig, urls: Sequence[str], world: World) -> Path:
         "std": list(config.model.std),
         "transform": config.transform,
     }
-    _note(folder, kind, world)
+    _write_note(folder, kind, world)
     model.image.to(world.device)
     writer = _Writer(config, model, Precision(config.precision, world.device), world.device)
     counts = {}
     for url in urls[world.rank :: world.size]:
-        path = folder / leaf(url)
+        path = folder / leaf_of(url)
         count = writer.shard(url, path)
         if count is not None:
             counts[path.name] = count
@@ -104,7 +98,7 @@ def _write(config: FeaturesConfig, urls: Sequence[str], world: World) -> Path:
     missing = sum(world.gather(writer.missing))
     unread = [problem for part in world.gather(writer.unread) for problem in part]
     if world.main:
-        (folder / "sizes.json").write_text(json.dumps(counts, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        write_counts(folder, counts)
         lost = f", {missing} of them without features, for broken pictures" if missing else ""
         print(
             f"features of {sum(counts.values())} samples{lost}: {folder}; train with data.train={folder} data.image_features=true"
@@ -117,8 +111,8 @@ def _write(config: FeaturesConfig, urls: Sequence[str], world: World) -> Path:
     return folder
 
 
-def _note(folder: Path, kind: dict[str, Any], world: World) -> None:
-    """Write the note, unless features of another kind are there already. Raises UserError, on every rank."""
+def _write_note(folder: Path, kind: dict[str, Any], world: World) -> None:
+    """Write the note on the features' origin. Raises UserError, on every rank, where features of another kind are there already."""
     failure = None
     path = folder / NOTE
     try:
@@ -135,51 +129,48 @@ def _note(folder: Path, kind: dict[str, Any], world: World) -> None:
 
 
 class _Writer:
-    """One process's work on its shards."""
+    """Writes shards on one rank."""
 
     def __init__(self, config: FeaturesConfig, model: ClipModel, precision: Precision, device: torch.device) -> None:
         self.config, self.model, self.precision, self.device = config, model, precision, device
         self.side = config.data.image_size or model.image_size
         self.missing = 0
+        """Samples without a usable picture."""
         self.unread: list[str] = []
-        """What kept shards from being fetched."""
+        """Why shards could not be fetched, one line each."""
         most = config.data.max_pixels
         self.whole = TrainTransform(self.side, (1.0, 1.0), (1.0, 1.0), 0.0, most)
         self.central = EvalTransform(self.side, most)
 
     def shard(self, url: str, path: Path) -> int | None:
-        """Write one shard, whole or not at all, unless it is there already; its number of samples, None if it could not be fetched.
+        """Write one shard completely or not at all, unless it is there. Its number of samples; None if it could not be fetched.
 
-        Of a damaged shard is written what can be read: more will not be had. One that did not come may come the next time.
+        A damaged shard is written as far as it can be read: it will not get better. A shard that could not be fetched is left out,
+        so that the next start fetches it again.
         """
         if path.is_file():
             return count_samples(str(path))
         problem = ReadProblem()
         data = self.config.data
         store = Store(Access(data.cache, data.cache_bytes, data.retries, data.wait_s))
-        part = path.with_name(path.name + ".part")
         written = 0
         try:
-            with (
-                tarfile.open(part, "w", format=tarfile.PAX_FORMAT) as tar,
-                ThreadPoolExecutor(self.config.threads) as pool,
-            ):
+            with shard_writer(path) as writer, ThreadPoolExecutor(self.config.threads) as pool:
                 raws = read_shard(url, problem, store=store)
                 while group := list(islice(raws, self.config.batch)):
                     pictures = list(pool.map(self.pixels, group))
                     self.missing += sum(picture is None for picture in pictures)
                     for raw, row in zip(group, self.features(pictures)):
-                        _add(tar, raw, row)
+                        writer.write(_sample(raw, row))
                     written += len(group)
-            if problem.reason:
-                log.warning("%s after %d samples: %s", problem.reason, written, problem.detail)
-                if problem.reason not in DAMAGED:
-                    part.unlink()
-                    self.unread.append(problem.detail)
-                    return None
-            part.replace(path)
+                if problem.reason:
+                    log.warning("%s after %d samples: %s", problem.reason, written, problem.detail)
+                    if problem.reason not in DAMAGED:
+                        raise SourceError(problem.reason, problem.detail)
+        except SourceError:
+            self.unread.append(problem.detail)
+            return None
         except OSError as error:
-            part.unlink(missing_ok=True)
             raise UserError(
                 f"out={path.parent}: {path.name} cannot be written ({error.strerror}); make room and start again"
             ) from error
@@ -199,7 +190,7 @@ class _Writer:
         return out
 
     def features(self, pictures: Sequence[np.ndarray | None]) -> Iterator[np.ndarray | None]:
-        """A row for every picture that there is."""
+        """A feature row for every picture; None for one that could not be used."""
         usable = [picture for picture in pictures if picture is not None]
         rows: Iterator[np.ndarray] = iter(())
         if usable:
@@ -209,14 +200,12 @@ class _Writer:
         return (None if picture is None else next(rows) for picture in pictures)
 
 
-def _add(tar: tarfile.TarFile, raw: RawSample, row: np.ndarray | None) -> None:
-    """The sample's members but for pictures, and its features."""
-    members = {name: data for name, data in raw.members.items() if name not in IMAGE_TYPES and name != FEATURES}
+def _sample(raw: RawSample, row: np.ndarray | None) -> dict[str, str | bytes]:
+    """The sample for webdataset's writer: its members except pictures, and its features."""
+    left_out = {*IMAGE_TYPES, FEATURES, ""}  # webdataset cannot write a member without an extension
+    members = {name: data for name, data in raw.members.items() if name not in left_out}
     if row is not None:
         members[FEATURES] = encoded_row(row)
     elif not members:
         members["missing"] = b""  # the sample keeps its place in the order
-    for name, data in members.items():
-        info = tarfile.TarInfo(f"{raw.key}.{name}")
-        info.size = len(data)
-        tar.addfile(info, io.BytesIO(data))
+    return {**members, "__key__": raw.key}

@@ -1,18 +1,18 @@
-"""The demo set: about 20k captioned pictures in LAION's shard layout, and held-out tests in CLIP_benchmark's.
+"""The demo set: about 20k captioned pictures in LAION's shard layout, and held-out test sets in CLIP_benchmark's.
 
-Every picture is a pure function of (seed, split, index), so the bytes do not depend on how many processes write them.
+Every picture is a pure function of (seed, split, index), so the bytes do not depend on the number of processes that write them.
 """
 
 import io
 import json
-import logging
 import multiprocessing
 import shutil
-import tarfile
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -23,11 +23,13 @@ from clipscale.data import scenes
 from clipscale.errors import UserError
 from clipscale.hardware import cores
 
-log = logging.getLogger(__name__)
+Sample = dict[str, str | bytes]
+"""A sample as webdataset's writer takes it: `__key__`, and bytes by extension."""
 
 RECIPE_VERSION = 2
-"""Raised whenever the pictures, captions or layout change, so that a cached set of an older recipe is rendered anew."""
+"""Goes up with every change of pictures, captions or layout. A cached set of an older version is rendered anew."""
 SIDE = 30
+"""Side of a picture in pixels."""
 TRAIN_SHARDS = 16
 KINDS = ("one", "count", "pair", "row")
 TRAIN_MIX = (0.6, 0.1, 0.2, 0.1)
@@ -41,7 +43,7 @@ TEST_SETS = ("objects", "unseen", "retrieval")
 
 @dataclass(frozen=True)
 class DemoPaths:
-    """Where a rendered demo set lies: `train` is a shard list as `data.train` takes it, `tests` are folders for `eval.sets`."""
+    """Paths of a demo set: `train` is a shard list for `data.train`, `tests` are folders for `eval.sets`."""
 
     root: Path
     train: str
@@ -49,12 +51,12 @@ class DemoPaths:
 
 
 def default_root() -> Path:
-    """The demo set's place in the user's cache folder (XDG_CACHE_HOME is honoured)."""
+    """The demo set's folder in the user's cache (XDG_CACHE_HOME is honoured)."""
     return Path(platformdirs.user_cache_dir("clipscale", appauthor=False)) / "demo"
 
 
 def paths(root: Path | None = None) -> DemoPaths:
-    """The parts of the demo set at `root`, whether or not it has been rendered yet."""
+    """The paths of the demo set at `root`, which need not exist yet."""
     root = root or default_root()
     return DemoPaths(
         root, f"{root}/train/{{00000..{TRAIN_SHARDS - 1:05d}}}.tar", {name: root / name for name in TEST_SETS}
@@ -62,7 +64,7 @@ def paths(root: Path | None = None) -> DemoPaths:
 
 
 def main(settings: DemoSettings) -> Path:
-    """Render (or find) the set and say where it is. Returns its folder."""
+    """Render the set unless it is there, and print where it is. Returns its folder."""
     place = Path(settings.root).expanduser() if settings.root else default_root()
     begun = time.monotonic()
     fresh = render_demo(place, seed=settings.seed, train_samples=settings.samples, force=settings.force)
@@ -86,9 +88,9 @@ def main(settings: DemoSettings) -> Path:
 
 
 def render_demo(root: Path, *, seed: int = 0, train_samples: int = 20_000, force: bool = False) -> bool:
-    """Write the set to `root`, complete or not at all; True if it was rendered, False if the same recipe was already there.
+    """Write the set to `root`, complete or not at all. False if a set of the same recipe was already there.
 
-    Raises UserError if `root` holds something that is not a demo set.
+    Raises UserError if `root` holds something else.
     """
     recipe = {"recipe": RECIPE_VERSION, "seed": seed, "train_samples": train_samples, "side": SIDE}
     if train_samples < TRAIN_SHARDS:
@@ -119,7 +121,7 @@ def render_demo(root: Path, *, seed: int = 0, train_samples: int = 20_000, force
 
 
 def _swap(new: Path, root: Path) -> None:
-    """Put `new` in the place of `root`; a set rendered meanwhile by another process is as good as ours."""
+    """Put `new` in the place of `root`. Whatever set another process has put there meanwhile is replaced."""
     if root.exists():
         old = Path(tempfile.mkdtemp(prefix=f".{root.name}-old-", dir=root.parent))
         root.rename(old / "set")
@@ -132,22 +134,31 @@ def _swap(new: Path, root: Path) -> None:
 def _write_all(root: Path, seed: int, train_samples: int) -> None:
     for name in ("train", *(f"{name}/test" for name in TEST_SETS)):
         (root / name).mkdir(parents=True)
-    jobs: list[tuple[str, int, int, int, int]] = [
-        ("train", shard, train_samples * shard // TRAIN_SHARDS, train_samples * (shard + 1) // TRAIN_SHARDS, seed)
-        for shard in range(TRAIN_SHARDS)
-    ]
+    shards: dict[Path, Callable[[], Iterator[Sample]]] = {
+        root / "objects/test/0.tar": partial(_class_samples, "objects", scenes.SEEN, OBJECTS_PER_CLASS, seed),
+        root / "unseen/test/0.tar": partial(_class_samples, "unseen", scenes.UNSEEN, UNSEEN_PER_CLASS, seed),
+        root / "retrieval/test/0.tar": partial(_retrieval_samples, seed),
+    }
+    for shard in range(TRAIN_SHARDS):
+        start, stop = (train_samples * number // TRAIN_SHARDS for number in (shard, shard + 1))
+        shards[root / f"train/{shard:05d}.tar"] = partial(_train_samples, shard, start, stop, seed)
+        stats = {"count": stop - start, "successes": stop - start, "failed_to_download": 0, "failed_to_resize": 0}
+        (root / f"train/{shard:05d}_stats.json").write_text(json.dumps(stats) + "\n")
     for name in TEST_SETS:
-        jobs.append((name, 0, 0, 0, seed))
         _describe(root / name)
-    processes = min(cores(), 8)
-    # spawn: the caller may hold threads and locks, and the fork server is the loader workers', with what they need imported
-    with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
-        for _ in pool.map(_write_shard, [str(root)] * len(jobs), *zip(*jobs)):
-            pass
+    # spawn: the caller may hold threads and locks; the fork server belongs to the loader's workers
+    with ProcessPoolExecutor(min(cores(), 8), mp_context=multiprocessing.get_context("spawn")) as pool:
+        rendered = pool.map(_rendered, shards.values())
+        from clipscale.data.shards.writer import shard_writer  # here: webdataset loads torch, while others render
+
+        for path, samples in zip(shards, rendered):
+            with shard_writer(path) as writer:
+                for sample in samples:
+                    writer.write(sample)
 
 
 def _describe(folder: Path) -> None:
-    """The text files that CLIP_benchmark's webdataset reader expects beside the shards."""
+    """Write the text files that CLIP_benchmark's webdataset reader expects beside the shards."""
     (folder / "test" / "nshards.txt").write_text("1\n")
     if folder.name == "retrieval":
         (folder / "dataset_type.txt").write_text("retrieval\n")
@@ -156,23 +167,11 @@ def _describe(folder: Path) -> None:
     (folder / "zeroshot_classification_templates.txt").write_text("".join(f"{line}\n" for line in scenes.TEMPLATES))
 
 
-def _write_shard(root: str, split: str, shard: int, start: int, stop: int, seed: int) -> None:
-    writers = {"train": _train_members, "retrieval": _retrieval_members}
-    folder = Path(root) / (split if split == "train" else f"{split}/test")
-    name = f"{shard:05d}.tar" if split == "train" else "0.tar"
-    with tarfile.open(folder / name, "w", format=tarfile.USTAR_FORMAT) as tar:
-        members = writers[split](shard, start, stop, seed) if split in writers else _class_members(split, seed)
-        for member, data in members:
-            info = tarfile.TarInfo(member)
-            info.size = len(data)
-            tar.addfile(info, io.BytesIO(data))
-    if split == "train":
-        stats = {"count": stop - start, "successes": stop - start, "failed_to_download": 0, "failed_to_resize": 0}
-        (folder / f"{shard:05d}_stats.json").write_text(json.dumps(stats) + "\n")
+def _rendered(samples: Callable[[], Iterator[Sample]]) -> list[Sample]:
+    return list(samples())
 
 
-def _train_members(shard: int, start: int, stop: int, seed: int) -> list[tuple[str, bytes]]:
-    members = []
+def _train_samples(shard: int, start: int, stop: int, seed: int) -> Iterator[Sample]:
     for index in range(start, stop):
         rng = Random(f"{seed}/train/{index}")
         scene = scenes.compose(rng, rng.choices(KINDS, TRAIN_MIX)[0])
@@ -193,31 +192,21 @@ def _train_members(shard: int, start: int, stop: int, seed: int) -> list[tuple[s
                 for thing in scene.things
             ],
         }
-        members += [
-            (f"{key}.jpg", picture),
-            (f"{key}.txt", words.encode()),
-            (f"{key}.json", json.dumps(about).encode()),
-        ]
-    return members
+        yield {"__key__": key, "jpg": picture, "txt": words.encode(), "json": json.dumps(about).encode()}
 
 
-def _class_members(split: str, seed: int) -> list[tuple[str, bytes]]:
-    chosen, number = (scenes.SEEN, OBJECTS_PER_CLASS) if split == "objects" else (scenes.UNSEEN, UNSEEN_PER_CLASS)
-    members = []
-    for index in range(len(chosen) * number):
+def _class_samples(split: str, classes: tuple[tuple[str, str], ...], number: int, seed: int) -> Iterator[Sample]:
+    for index in range(len(classes) * number):
         rng = Random(f"{seed}/{split}/{index}")
-        pair = chosen[index % len(chosen)]
-        key = f"{index:06d}"
+        pair = classes[index % len(classes)]
         label = str(scenes.CLASSES.index(pair)).encode()
-        members += [(f"{key}.png", _encode(scenes.single(rng, pair), rng, "PNG")), (f"{key}.cls", label)]
-    return members
+        yield {"__key__": f"{index:06d}", "png": _encode(scenes.single(rng, pair), rng, "PNG"), "cls": label}
 
 
-def _retrieval_members(shard: int, start: int, stop: int, seed: int) -> list[tuple[str, bytes]]:
+def _retrieval_samples(seed: int) -> Iterator[Sample]:
     """Images whose contents all differ, so that every caption has one right answer."""
     rng = Random(f"{seed}/retrieval")
     taken: set[tuple[str, ...]] = set()
-    members = []
     while len(taken) < RETRIEVAL_IMAGES:
         scene = scenes.compose(rng, rng.choices(KINDS, RETRIEVAL_MIX)[0])
         if scene.content() in taken:
@@ -227,8 +216,7 @@ def _retrieval_members(shard: int, start: int, stop: int, seed: int) -> list[tup
             words[scenes.caption(scene, rng)] = None
         key = f"{len(taken):06d}"
         taken.add(scene.content())
-        members += [(f"{key}.png", _encode(scene, rng, "PNG")), (f"{key}.txt", "\n".join(words).encode())]
-    return members
+        yield {"__key__": key, "png": _encode(scene, rng, "PNG"), "txt": "\n".join(words).encode()}
 
 
 def _encode(scene: scenes.Scene, rng: Random, kind: str, **options: int) -> bytes:

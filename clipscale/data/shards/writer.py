@@ -1,0 +1,32 @@
+"""Writes tar shards with webdataset. Their bytes depend on the samples alone, and a shard has its name only when it is complete."""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from webdataset import TarWriter
+
+
+@contextmanager
+def shard_writer(path: Path) -> Iterator[TarWriter]:
+    """A writer of samples (`__key__`, and bytes by extension) to `path`; nothing is left there after an exception.
+
+    Raises OSError where it cannot be written.
+    """
+    part = path.with_name(path.name + ".part")
+    try:
+        with (
+            part.open("wb") as file,
+            # no time and no owner, which would differ between two runs; extensions that begin with `_` are kept
+            TarWriter(file, user="", group="", mode=0o644, mtime=0, encoder=False, keep_meta=True) as writer,
+        ):
+            yield writer
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def write_counts(folder: Path, counts: Mapping[str, int]) -> None:
+    """Write the number of samples of each shard beside the shards, as webdataset's `sizes.json`."""
+    (folder / "sizes.json").write_text(json.dumps(counts, indent=1, sort_keys=True) + "\n", encoding="utf-8")
