@@ -1,4 +1,4 @@
-"""From a raw sample to model input: the caption's text, and the picture's pixels as uint8.
+"""Turns a raw sample into model input: the caption's text, and the picture's pixels as uint8.
 
 C = 3: channels, H, W: the picture's pixels, S: side of the model's input in pixels.
 """
@@ -17,26 +17,26 @@ from PIL import Image
 
 from clipscale.data.order import CounterRNG
 
-if TYPE_CHECKING:  # what only looks at pictures need not load torch
+if TYPE_CHECKING:  # `data check` decodes pictures without loading torch
     from torch import Tensor
 
 IMAGE_TYPES = ("jpg", "jpeg", "png", "webp", "avif", "gif", "bmp", "tif", "tiff")
 Image.init()
 _FORMATS = tuple(name for name in ("JPEG", "PNG", "WEBP", "AVIF", "GIF", "BMP", "TIFF") if name in Image.OPEN)
-"""The decoders Pillow may use: pictures only, none that runs a program (as EPS would)."""
+"""The decoders Pillow may use. EPS is not among them: it would run a program."""
 _ORIENTATION = 0x0112
 _RGB_IDS = (82, 71, 66)
-"""Names of a JPEG's components, as letters, by which libjpeg takes them for red, green and blue where no marker says what they are."""
+"""Component names (the letters R, G, B) by which libjpeg recognises an RGB-coded JPEG that has no marker."""
 _TAIL = 64
-"""Bytes at a JPEG's end among which its last marker must be, or it counts as cut off."""
+"""A JPEG without an end marker in its last so many bytes counts as cut off."""
 MOST_DEVICE_PIXELS = 2**24
-"""Larger pictures would take too much of a device's memory at once: decoded and as numbers to resize."""
+"""Larger pictures are decoded on the CPU: decoded and resized as floats, they would take too much device memory at once."""
 MOST_SHRINK = 16
-"""CUDA's antialiased resizing holds the weights of a pixel in shared memory, which bounds how much smaller it can make a picture."""
+"""Largest reduction on the device. CUDA's antialiased resize holds a pixel's weights in shared memory, which is limited."""
 
 
 class BrokenSampleError(Exception):
-    """A sample that cannot be used. `reason` is one of a small set of words, by which such samples are counted."""
+    """A sample that cannot be used. `reason` is one of a small set of words; such samples are counted by it."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(f"{reason}: {detail}" if detail else reason)
@@ -57,7 +57,7 @@ def caption_of(members: dict[str, bytes], key: str) -> str:
     try:
         text = members[name].decode("utf-8")
     except UnicodeDecodeError as error:
-        # replacing the bytes would train the text tower on noise; such captions are rare and their damage seldom ends at one letter
+        # Replacing the bytes would train the text tower on noise. Such captions are rare, and more than one letter is usually damaged.
         raise BrokenSampleError("caption_not_utf8", str(error)) from error
     if field:
         try:
@@ -78,7 +78,7 @@ def caption_of(members: dict[str, bytes], key: str) -> str:
 
 
 def image_bytes(members: dict[str, bytes], types: Sequence[str] = IMAGE_TYPES) -> bytes:
-    """The picture (or what `types` names in its place) among a sample's members. Raises BrokenSampleError: `no_image`, `empty_image`."""
+    """The first member of a sample that `types` names. Raises BrokenSampleError: `no_image`, `empty_image`."""
     for name in types:
         if name in members:
             if not members[name]:
@@ -88,39 +88,38 @@ def image_bytes(members: dict[str, bytes], types: Sequence[str] = IMAGE_TYPES) -
 
 
 def decode_rgb(data: bytes, max_pixels: int) -> np.ndarray:
-    """Decode to (H, W, C) uint8 RGB, upright and writable. The size is checked from the header, before anything is decoded.
+    """Decode to (H, W, C) uint8 RGB, upright and writable. The size in the header is checked before anything is decoded.
 
-    As in open_clip, transparency is dropped and not composited. Unlike there, palettes are resolved before resizing, 16-bit pictures
-    are scaled (not clipped) to 8 bits, and the EXIF orientation is applied.
+    As in open_clip, transparency is dropped and not composited. Unlike open_clip, this resolves palettes before resizing, scales 16-bit
+    pictures to 8 bits instead of clipping them, and applies the EXIF orientation.
     Raises BrokenSampleError: `huge_image`, `unreadable_image`.
     """
     return Picture(data, max_pixels).decode()
 
 
 class Picture:
-    """A picture of which the header has been read: its upright width and height are known, its pixels not yet.
+    """A picture whose header has been read. Its upright width and height are known, its pixels are not decoded yet.
 
     Raises BrokenSampleError: `huge_image`, `unreadable_image`.
     """
 
     def __init__(self, data: bytes, max_pixels: int) -> None:
-        with _refusals():
+        with _broken_pictures():
             self._data = data
             self._image: Image.Image = Image.open(io.BytesIO(data), formats=_FORMATS)
             self.width, self.height = self._image.size
             if self.width * self.height > max_pixels:
                 raise BrokenSampleError("huge_image", f"{self.width} x {self.height} pixels")
-            # Pillow itself turns TIFF
-            turned = "exif" in self._image.info and self._image.format != "TIFF"
-            orientation = self._image.getexif().get(_ORIENTATION, 1) if turned else 1
+            has_exif = "exif" in self._image.info and self._image.format != "TIFF"  # Pillow itself rotates TIFF
+            orientation = self._image.getexif().get(_ORIENTATION, 1) if has_exif else 1
             self.orientation: int = orientation if orientation in range(1, 9) else 1
-            """EXIF's: how the picture as it is stored has to be turned."""
+            """EXIF orientation of the stored picture; 1 is upright."""
             if self.orientation >= 5:
                 self.width, self.height = self.height, self.width
 
     def decode(self, reduce: int = 1) -> np.ndarray:
-        """(H, W, C) uint8 RGB, upright; a JPEG at 1/`reduce` (2, 4, 8) of its size, rounded up. Raises BrokenSampleError."""
-        with _refusals():
+        """(H, W, C) uint8 RGB, upright. A JPEG can be decoded at 1/`reduce` (2, 4, 8) of its size, rounded up. Raises BrokenSampleError."""
+        with _broken_pictures():
             if self.is_jpeg:
                 pixels = _decode_jpeg(self._data, self._image, reduce)
             else:
@@ -129,11 +128,11 @@ class Picture:
 
     @property
     def is_jpeg(self) -> bool:
-        """Whether it can be decoded at a smaller size."""
+        """Whether it is a JPEG that can be decoded at a smaller size."""
         return self._image.format == "JPEG" and self._image.mode in ("RGB", "L")
 
     def fits_device(self, crop: "Crop", side: int) -> bool:
-        """Whether a GPU's decoder and resizing can be trusted with it: a JPEG that is not cut off, in YCbCr or grey, not too large."""
+        """Whether the GPU can decode and resize it correctly: a complete JPEG in YCbCr or grey that is not too large."""
         if not self.is_jpeg or self.width * self.height > MOST_DEVICE_PIXELS:
             return False
         if max(crop.right - crop.left, crop.bottom - crop.top) > MOST_SHRINK * side:
@@ -144,8 +143,8 @@ class Picture:
 
 
 @contextmanager
-def _refusals() -> Iterator[None]:
-    """Decoders fail in many ways on hostile bytes: each is a broken picture, counted and shown as such."""
+def _broken_pictures() -> Iterator[None]:
+    """Turn every failure of a decoder into BrokenSampleError: hostile bytes fail in many ways."""
     try:
         yield
     except BrokenSampleError:
@@ -162,7 +161,7 @@ def _decode_jpeg(data: bytes, image: Image.Image, reduce: int) -> np.ndarray:
         pixels = simplejpeg.decode_jpeg(data, colorspace="RGB", min_height=height, min_width=width, min_factor=reduce)
         return pixels if reduce == 1 or pixels.shape[:2] == (height, width) else _decode_jpeg(data, image, 1)
     except ValueError:
-        # Pillow tolerates defects (stray bytes between markers) that the strict decoder refuses
+        # Pillow tolerates defects, such as stray bytes between markers, that the strict decoder rejects.
         return np.array(image.convert("RGB"))
 
 
@@ -177,26 +176,25 @@ def _decode_other(image: Image.Image) -> np.ndarray:
 
 
 def _upright(pixels: np.ndarray, orientation: int) -> np.ndarray:
-    """(H, W, C) as stored to upright."""
-    swapped, down, across = turn(orientation)
+    """(H, W, C), from the stored orientation to upright."""
+    swapped, down, across = upright_steps(orientation)
     if swapped:
         pixels = pixels.swapaxes(0, 1)
     return np.ascontiguousarray(pixels[:: -1 if down else 1, :: -1 if across else 1])
 
 
-def turn(orientation: int) -> tuple[bool, bool, bool]:
-    """What makes a stored picture upright, by the EXIF orientation's definition: whether to swap its axes, and then, whether to reverse
-    its rows from top to bottom and its columns from left to right."""
+def upright_steps(orientation: int) -> tuple[bool, bool, bool]:
+    """The steps from a stored picture to upright, by the EXIF standard: swap the axes, then reverse the rows, reverse the columns."""
     return orientation >= 5, orientation in (3, 4, 7, 8), orientation in (2, 3, 6, 7)
 
 
 def resize(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
     """(H, W, C) to (C, height, width) uint8, bicubic with antialiasing.
 
-    torch's uint8 kernel has vectorised loops and takes a quarter of the time of Pillow's resize or less. The two differ by 1/255 at some
-    pixels, by 2/255 at few.
+    torch's vectorised uint8 kernel takes at most a quarter of the time of Pillow's resize. The two differ by 1/255 at some pixels, by
+    2/255 at few.
     """
-    import torch  # here, since what only looks at pictures need not load it
+    import torch  # here: `data check` decodes pictures without torch
 
     image = torch.from_numpy(pixels).permute(2, 0, 1)
     if pixels.shape[:2] != (height, width):
@@ -209,9 +207,9 @@ Box = tuple[int, int, int, int]
 
 
 def stored_box(box: Box, orientation: int, width: int, height: int) -> Box:
-    """Where a box of the upright picture, which has that width and height, lies in the picture as it is stored."""
+    """The place of a box in the stored picture. `box`, `width` and `height` are those of the upright picture."""
     left, top, right, bottom = box
-    swapped, down, across = turn(orientation)
+    swapped, down, across = upright_steps(orientation)
     if down:
         top, bottom = height - bottom, height - top
     if across:
@@ -220,8 +218,10 @@ def stored_box(box: Box, orientation: int, width: int, height: int) -> Box:
 
 
 def random_box(width: int, height: int, scale: tuple[float, float], ratio: tuple[float, float], rng: CounterRNG) -> Box:
-    """A random crop by the rule of torchvision's RandomResizedCrop: area share uniform in `scale`, aspect log-uniform in `ratio`,
-    ten attempts, else the largest central crop whose aspect lies in `ratio`."""
+    """A random crop by the rule of torchvision's RandomResizedCrop: share of the area uniform in `scale`, aspect log-uniform in `ratio`.
+
+    After ten failed attempts it is the largest central crop whose aspect lies in `ratio`.
+    """
     area = width * height
     low, high = math.log(ratio[0]), math.log(ratio[1])
     for _ in range(10):
@@ -241,29 +241,27 @@ def random_box(width: int, height: int, scale: tuple[float, float], ratio: tuple
 
 @dataclass(frozen=True)
 class Colour:
-    """Colour jitter with a probability, then greyscale with another (Chen et al. 2020, arXiv 2002.05709, appendix A).
+    """Colour jitter with one probability, then greyscale with another (Chen et al. 2020, arXiv 2002.05709, appendix A).
 
-    Brightness, contrast and saturation are multiplied by factors uniform in 1 +- their strength, not below 0; the hue is turned by up to
-    its strength of a full turn; in that order.
+    In this order: brightness, contrast and saturation are multiplied by factors uniform in 1 +- their strength and not below 0; the hue
+    is shifted by at most its strength, as a share of the colour circle.
     """
 
     strengths: tuple[float, float, float, float]
-    """Of brightness, contrast, saturation and hue (at most 0.5)."""
+    """Brightness, contrast, saturation and hue (at most 0.5)."""
     probability: float
     grey: float
     """Probability of a greyscale picture."""
 
     def __call__(self, pixels: np.ndarray, rng: CounterRNG) -> np.ndarray:
-        """(C, S, S) uint8 to the same."""
+        """Change (C, S, S) uint8 pixels on the CPU."""
         import torch
 
         return self.changed(torch.from_numpy(np.ascontiguousarray(pixels)), rng).numpy()
 
     def changed(self, image: "Tensor", rng: CounterRNG) -> "Tensor":
-        """(C, S, S) uint8, on any device, to the same."""
-        from torchvision.transforms.v2 import (
-            functional as F,
-        )  # here, since workers that change no colours need not load it
+        """Change a (C, S, S) uint8 tensor on any device."""
+        from torchvision.transforms.v2 import functional as F  # here: only runs with colour changes load it
 
         if rng.uniform() < self.probability:
             steps = (F.adjust_brightness, F.adjust_contrast, F.adjust_saturation)
@@ -278,7 +276,7 @@ class Colour:
 
 
 class Crop(NamedTuple):
-    """What the random numbers chose for one picture; with the picture's bytes it gives the same pixels again."""
+    """The random choices for one picture. Applied to the same bytes they give the same pixels."""
 
     left: int
     top: int
@@ -288,14 +286,14 @@ class Crop(NamedTuple):
     """The picture is decoded at 1/`reduce` of its size."""
     flipped: bool
     colour: int
-    """The key of the random numbers that change its colours; 0: they stay."""
+    """Key of the random numbers for its colours; 0 leaves them unchanged."""
 
 
 @dataclass(frozen=True)
 class TrainTransform:
-    """Picture bytes to training pixels: random resized crop, flip, colours. The random numbers come with each call.
+    """Picture bytes to training pixels: random resized crop, flip, colours. The caller passes the random numbers.
 
-    With `fast` a JPEG is decoded at the half, the quarter or the eighth of its size where the crop then still has S pixels a side.
+    With `fast`, a JPEG is decoded at 1/2, 1/4 or 1/8 of its size where the crop still has S pixels a side then.
     """
 
     side: int
@@ -313,31 +311,28 @@ class TrainTransform:
         self.render(self.cut(picture, crop), crop, out)
 
     def crop(self, picture: Picture, rng: CounterRNG) -> Crop:
-        """What to cut out of a picture, in pixels of its full size, whether to mirror it, and how to change its colours."""
+        """Draw the random choices for a picture. The crop is in pixels of its full size."""
         box = random_box(picture.width, picture.height, self.scale, self.ratio, rng)
         reduce = self._reduce(picture, box)
-        # edges that fall between the pixels of the smaller picture would shift what is seen
+        # Edges between two pixels of the reduced picture would shift its contents.
         left, top, right, bottom = (reduce * (edge // reduce) for edge in box)
         flipped = self.flip > 0 and rng.uniform() < self.flip
         return Crop(left, top, right, bottom, reduce, flipped, 1 + rng.integer(2**62) if self.colour else 0)
 
     def _reduce(self, picture: Picture, box: Box) -> int:
         left, top, right, bottom = box
-        room = min(right - left, bottom - top) // self.side
-        return next((n for n in (8, 4, 2) if n <= room), 1) if self.fast and picture.is_jpeg else 1
+        most = min(right - left, bottom - top) // self.side
+        return next((n for n in (8, 4, 2) if n <= most), 1) if self.fast and picture.is_jpeg else 1
 
     def cut(self, picture: Picture, crop: Crop) -> np.ndarray:
-        """The part of the picture, (H, W, C) uint8. Raises BrokenSampleError."""
+        """The crop's pixels, (H, W, C) uint8. Raises BrokenSampleError."""
         pixels, n = picture.decode(crop.reduce), crop.reduce
-        if pixels.shape[:2] == (
-            picture.height,
-            picture.width,
-        ):  # as large as it is, also where it refused to be made smaller
-            n = 1
+        if pixels.shape[:2] == (picture.height, picture.width):
+            n = 1  # the decoder could not reduce it
         return pixels[crop.top // n : crop.bottom // n, crop.left // n : crop.right // n]
 
     def render(self, cut: np.ndarray, crop: Crop, out: np.ndarray) -> None:
-        """Write what was cut out to `out`, (C, S, S) uint8: resized, mirrored and coloured as the crop says."""
+        """Resize, mirror and colour a crop's pixels as drawn, and write them to `out`, (C, S, S) uint8."""
         resized = resize(cut, self.side, self.side)
         if self.colour and crop.colour:
             resized = self.colour(resized, CounterRNG(crop.colour))
@@ -346,9 +341,9 @@ class TrainTransform:
 
 @dataclass(frozen=True)
 class EvalTransform:
-    """Picture bytes to evaluation pixels: open_clip's (shorter side to S, central crop, bicubic).
+    """Picture bytes to the pixels of open_clip's evaluation transform: shorter side to S, central crop, bicubic.
 
-    Through Pillow as there, so that published figures are met with the published pixels.
+    Pillow resizes, as in open_clip, so published results can be reproduced with the same pixels.
     """
 
     side: int
@@ -358,7 +353,7 @@ class EvalTransform:
         """(C, S, S) uint8. Raises BrokenSampleError."""
         pixels = decode_rgb(data, self.max_pixels)
         height, width = pixels.shape[:2]
-        # torchvision's Resize truncates the longer side, its CenterCrop rounds the corner
+        # torchvision's Resize truncates the longer side; its CenterCrop rounds the corner.
         if width <= height:
             width, height = self.side, int(self.side * height / width)
         else:

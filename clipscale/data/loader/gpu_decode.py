@@ -17,7 +17,7 @@ import simplejpeg
 import torch
 from torch import Tensor
 
-from clipscale.data.decode import BrokenSampleError, Crop, TrainTransform, stored_box, turn
+from clipscale.data.decode import BrokenSampleError, Crop, TrainTransform, stored_box, upright_steps
 from clipscale.data.loader.host_batch import Slot
 from clipscale.data.loader.offload import Recipe, restore
 from clipscale.data.order import CounterRNG
@@ -281,7 +281,7 @@ def fits(picture: Tensor, recipe: Recipe) -> bool:
 
 def upright(pixels: Tensor, orientation: int) -> Tensor:
     """(n, C, S, S) as stored to upright."""
-    swapped, down, across = turn(orientation)
+    swapped, down, across = upright_steps(orientation)
     if swapped:
         pixels = pixels.transpose(2, 3)
     return pixels.flip([axis for axis, reverse in ((2, down), (3, across)) if reverse])
