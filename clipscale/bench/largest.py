@@ -33,9 +33,9 @@ from clipscale.config.tools import PlanConfig
 from clipscale.data.loader.memory import free_memory
 from clipscale.errors import UserError
 from clipscale.hardware import hardware_of
+from clipscale.plan.dry_run import dry_run
 from clipscale.plan.memory import PROCESS
-from clipscale.plan.planner import Plan, machine
-from clipscale.plan.rehearsal import rehearsed
+from clipscale.plan.planner import MemoryPlan, target_gpu
 from clipscale.report.table import plain_console
 from clipscale.units import format_bytes, parse_count
 
@@ -128,19 +128,19 @@ class Prediction:
         name = (hardware_of(torch.cuda.get_device_name(0)) or "") if device == "cuda" else "cpu"
         config = composed("plan", [*words, f"batch={grain}", f"samples={grain}", f"hardware={name}"])
         assert isinstance(config, PlanConfig)
-        gpu = machine(config)
-        with rehearsed(config, 1, gpu.capability if gpu else None) as rehearsal:
-            plan = Plan(config, gpu, rehearsal)
-            self.room: int | None = None if gpu is None else int(plan.room)
+        gpu = target_gpu(config)
+        with dry_run(config, 1, gpu.capability if gpu else None) as run:
+            plan = MemoryPlan(config, gpu, run)
+            self.room: int | None = None if gpu is None else int(plan.usable)
             ends = [self.needs(plan, batch) for batch in (FURTHEST // 2, FURTHEST)]
         # both are straight lines in the batch, from a few chunks on
         self.slopes = [(b - a) / (FURTHEST // 2) for a, b in zip(*ends)]
         self.starts = [a - slope * (FURTHEST // 2) for a, slope in zip(ends[0], self.slopes)]
 
     @staticmethod
-    def needs(plan: Plan, batch: int) -> tuple[int, int]:
+    def needs(plan: MemoryPlan, batch: int) -> tuple[int, int]:
         """Bytes of the device and of the host; on a CPU the latter holds all."""
-        on_device, on_host = plan.total(plan.at(batch, plan.chunks)), plan.host(batch).node
+        on_device, on_host = plan.total(plan.at(batch)), plan.host(batch).node
         return (on_device, on_host) if plan.gpu else (0, on_host + on_device)
 
     def of(self, batch: int) -> tuple[float, float]:

@@ -37,7 +37,7 @@ STEPS = 3
 GRACE = 20.0
 """Seconds that a run that is told to end has for it."""
 HOW = {
-    "predicted": "clipscale plan run=RUN: the step rehearsed without memory, for the settings and the machine of the run",
+    "predicted": "clipscale plan run=RUN: a dry run of the step, without memory, for the settings and the machine of the run",
     "measured": "medians over the steps from the second on; encode, loss, replay, optim: peak of torch's CUDA allocator in that part of "
     "the step beyond what was there when it began; peak: of the whole step; host: resident memory of rank 0",
     "ratio": "predicted over measured; a CPU has no allocator to ask, so of a run on one the host's alone is measured",

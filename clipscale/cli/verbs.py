@@ -88,7 +88,7 @@ clipscale eval run=runs/b32 checkpoint=20000 eval.limit=1k""",
     ),
     "plan": Tool(
         "clipscale.config.tools:PlanConfig",
-        "clipscale.plan.verb:main",
+        "clipscale.plan.show:main",
         """\
 clipscale plan model=vit-l14 batch=4M hardware=a800-80g gpus=8
 clipscale plan experiment=infcl-vit-l14 batch=1M hardware=h100-80g gpus=8 nodes=4 host_memory=1024G json=true

@@ -1,1 +1,1 @@
-"""Whether a run fits, before it is started: memory and time, without a GPU."""
+"""Predicts the memory and time of a run before it starts, without a GPU."""

@@ -1,4 +1,4 @@
-"""A run on a machine that it has not seen yet: chunks, memory, time, and what would fit."""
+"""Plans a run on a machine that need not be here: chunk sizes, memory, time, and what would fit."""
 
 import math
 from collections.abc import Callable
@@ -10,40 +10,44 @@ from clipscale.config.checks import at_least, shared
 from clipscale.config.tools import PlanConfig
 from clipscale.errors import UserError
 from clipscale.hardware import Hardware, hardware
-from clipscale.plan.memory import PHASES, Chunks, Host, Memory, Model, host, keep_bytes, outside, workspace
-from clipscale.plan.rehearsal import TOWERS, Rehearsal, rehearsed
-from clipscale.plan.time import seconds
+from clipscale.plan.dry_run import PHASES, TOWERS, DryRun, StepMemory, dry_run
+from clipscale.plan.memory import (
+    Chunks,
+    HostMemory,
+    MemoryModel,
+    host_memory,
+    keep_bytes,
+    outside_bytes,
+    workspace_bytes,
+)
+from clipscale.plan.step_time import step_time
 from clipscale.units import format_bytes
 
 AUTO_MOST = 512
-"""Samples to which cache.chunk=auto is assumed to come at most: larger chunks are hardly faster on a GPU, and it takes the smallest of the
-fast ones."""
+"""Largest chunk assumed for cache.chunk=auto: larger ones are hardly faster on a GPU, and a run takes the smallest of the fast ones."""
 LARGEST_BATCH = 2**28
-"""Where the search for the largest batch ends."""
+"""The search for the largest batch ends here."""
 Result = dict[str, Any]
 
 
-def plan(config: PlanConfig, say: Callable[[str], None] = lambda line: None) -> Result:
-    """What `json=true` prints (docs/plan.md). `say` is told, once the settings have been checked, what takes its time.
-
-    Raises UserError.
-    """
-    gpu = machine(config)
+def plan(config: PlanConfig, announce: Callable[[str], None] = lambda line: None) -> Result:
+    """The object that `json=true` prints (docs/plan.md). Calls `announce` with a line when the slow part begins. Raises UserError."""
+    gpu = target_gpu(config)
     ranks = config.gpus * config.nodes
     chunk_sizes(config.cache, config.batch // ranks)
-    with rehearsed(config, ranks, gpu.capability if gpu else None) as rehearsal:
-        say(rehearsing(config))
-        return Plan(config, gpu, rehearsal).result()
+    with dry_run(config, ranks, gpu.capability if gpu else None) as run:
+        announce(announcement(config))
+        return MemoryPlan(config, gpu, run).result()
 
 
-def rehearsing(config: PlanConfig) -> str:
-    """What is done, as a line for whoever waits for it."""
+def announcement(config: PlanConfig) -> str:
+    """The line for a user who waits."""
     where = f"{config.gpus * config.nodes} x {config.hardware}"
-    return f"rehearsing steps of {config.model.name} on {where}, without memory or data: usually some 10 to 60 seconds"
+    return f"dry run of {config.model.name} on {where}, without memory or data: usually 10 to 60 seconds"
 
 
-def machine(config: PlanConfig) -> Hardware | None:
-    """The GPU; None for `cpu`. Raises UserError for what cannot be."""
+def target_gpu(config: PlanConfig) -> Hardware | None:
+    """The GPU; None for `cpu`. Raises UserError for impossible settings."""
     for name in ("gpus", "nodes", "image_bytes"):
         at_least(name, getattr(config, name), 1)
     for name in ("reserve", "utilisation"):
@@ -55,104 +59,102 @@ def machine(config: PlanConfig) -> Hardware | None:
     if not config.hardware:
         raise UserError("hardware is not set; give the GPU, hardware=a100-80g, or run=NAME to compare with a run")
     gpu = None if config.hardware == "cpu" else hardware(config.hardware)
-    ranks = config.gpus * config.nodes
-    shared(config.batch, ranks, f"gpus={config.gpus} x nodes={config.nodes}")
+    shared(config.batch, config.gpus * config.nodes, f"gpus={config.gpus} x nodes={config.nodes}")
     return gpu
 
 
-class Plan:
-    """A rehearsed run on a machine."""
+class MemoryPlan:
+    """The memory of a run on a machine, and what would fit there."""
 
     def __init__(
-        self, config: PlanConfig, gpu: Hardware | None, rehearsal: Rehearsal, found: dict[str, int] | None = None
+        self, config: PlanConfig, gpu: Hardware | None, run: DryRun, found: dict[str, int] | None = None
     ) -> None:
         """`found`: chunk sizes by tower that an earlier start of the run has found."""
-        self.config, self.gpu, self.rehearsal = config, gpu, rehearsal
+        self.config, self.gpu, self.run = config, gpu, run
         self.ranks = config.gpus * config.nodes
         self.local = config.batch // self.ranks
-        self.model = Model(rehearsal)
-        self.inside = workspace(gpu.capability) if gpu else 0
-        self.outside = outside(self.ranks) if gpu else 0
-        self.room = math.inf if gpu is None else gpu.memory_bytes * (1 - config.reserve)
-        self.chunks, self.assumed = self.choose(found or {})
+        self.model = MemoryModel(run)
+        self.workspace = workspace_bytes(gpu.capability) if gpu else 0
+        self.outside = outside_bytes(self.ranks) if gpu else 0
+        self.usable = math.inf if gpu is None else gpu.memory_bytes * (1 - config.reserve)
+        self.chunks, self.assumed = self._chunks(found or {})
         plain = self.model.at(self.local, self.chunks)
-        self.keep = keep_bytes(config.cache.activation_budget, plain, self.room - self.inside - self.outside)
-        self.memory = self.at(self.local, self.chunks)
+        self.keep = keep_bytes(config.cache.activation_budget, plain, self.usable - self.workspace - self.outside)
+        self.step = self.at(self.local)
 
-    def at(self, batch: int, chunks: Chunks) -> Memory:
-        return self.model.at(batch, chunks, self.keep)
-
-    def total(self, memory: Memory) -> int:
-        """What the GPU has to hold."""
-        return memory.highest + self.inside + self.outside
-
-    def choose(self, found: dict[str, int]) -> tuple[Chunks, bool]:
-        """Chunks as set, as found, or for `auto` the largest power of two up to AUTO_MOST that fits; and whether that was assumed."""
-        model, local = self.rehearsal.learner.model, self.local
+    def _chunks(self, found: dict[str, int]) -> tuple[Chunks, bool]:
+        """Chunk sizes as set, as found, or for `auto` the largest power of two up to AUTO_MOST that fits; and whether they are assumed."""
+        model, local = self.run.state.model, self.local
         set_sizes = chunk_sizes(self.config.cache, local)
-        sizes: dict[str, int | None] = {}
+        sizes: list[int | None] = []
         for name, tower in zip(TOWERS, (model.image, model.text)):
-            if uncut(tower, name, set_sizes[name], local) or (self.rehearsal.learner.stored and name == "image"):
-                sizes[name] = None
-            else:
-                sizes[name] = set_sizes[name] or found.get(name) or 0
-        if all(size != 0 for size in sizes.values()):
-            return (sizes["image"], sizes["text"]), False
-        self.keep = 0.0
-        if self.gpu is None:
-            size = min(CPU_CHUNK, local)
-        else:
-            tried = min(AUTO_MOST // 2, local)
-            size = min(self.largest_chunk(tried) or SMALLEST, AUTO_MOST, local)
-        return (sizes["image"] if sizes["image"] != 0 else size, sizes["text"] if sizes["text"] != 0 else size), True
+            whole = uncut(tower, name, set_sizes[name], local) or (self.run.state.stored and name == "image")
+            sizes.append(None if whole else set_sizes[name] or found.get(name) or 0)
+        assumed = 0 in sizes
+        if assumed:
+            largest = CPU_CHUNK
+            if self.gpu:
+                largest = min(self.largest_chunk(min(AUTO_MOST // 2, local)) or SMALLEST, AUTO_MOST)
+            sizes = [min(largest, local) if size == 0 else size for size in sizes]
+        return (sizes[0], sizes[1]), assumed
 
-    def host(self, batch: int) -> Host:
-        return host(self.config, self.rehearsal, batch, self.chunks[0] or batch, cuda=self.gpu is not None)
+    def at(self, batch: int) -> StepMemory:
+        """A step of `batch` samples on each rank."""
+        return self.model.at(batch, self.chunks, self.keep)
+
+    def total(self, step: StepMemory) -> int:
+        """Memory that the GPU must have."""
+        return int(step.highest) + self.workspace + self.outside
+
+    def host(self, batch: int) -> HostMemory:
+        """Host memory of a node, at `batch` samples on each rank."""
+        return host_memory(self.config, self.run, batch, self.chunks[0] or batch, cuda=self.gpu is not None)
 
     # ---- what would fit ----
 
     def largest_chunk(self, known: int) -> int | None:
-        """The largest power of two, for both towers, that fits at this batch without kept graphs; None where not even SMALLEST does.
+        """The largest power of two, for both towers, that fits at this batch without kept graphs; None if SMALLEST does not fit.
 
-        By a straight line through the chunk `known` and its half.
+        Follows a straight line through the chunk `known` and half of it.
         """
         best, size = None, SMALLEST
-        while size <= self.local and self.total(self.model.estimate(self.local, size, known)) <= self.room:
+        while size <= self.local and self.total(self.model.estimate(self.local, size, known)) <= self.usable:
             best, size = size, 2 * size
         return best
 
     def largest_batch(self) -> tuple[int, str]:
-        """The largest power of two, or this batch, that fits with these chunks, and what bounds it; 0 where none does."""
-        batch, bound = self.config.batch, ""
-        local = self.local
-
-        def bounded(size: int) -> str:
-            if self.total(self.at(size, self.chunks)) > self.room:
-                return "GPU memory"
-            return "host memory" if self.config.host_memory and self.host(size).node > self.config.host_memory else ""
-
-        if not (bound := bounded(local)):
-            size = 2 ** math.floor(math.log2(batch))
+        """The largest power of two, or this batch, that fits with these chunks (0: none), and what bounds it."""
+        batch, size = self.config.batch, 2 ** math.floor(math.log2(self.config.batch))
+        if not (bound := self._bound(self.local)):
             while 2 * size // self.ranks >= 1 and 2 * size <= LARGEST_BATCH:
-                if 2 * size % self.ranks == 0 and (bound := bounded(2 * size // self.ranks)):
+                if 2 * size % self.ranks == 0 and (bound := self._bound(2 * size // self.ranks)):
                     break
                 size = 2 * size
             return max(size, batch), bound
-        size = 2 ** math.ceil(math.log2(batch)) // 2
+        size = size if size < batch else size // 2
         least = self.ranks * max(c or 1 for c in self.chunks)
-        while size >= least and bounded(size // self.ranks):
+        while size >= least and self._bound(size // self.ranks):
             size //= 2
         return (size, bound) if size >= least else (0, bound)
 
-    # ---- telling ----
+    def _bound(self, batch: int) -> str:
+        """What does not suffice for `batch` samples on each rank; empty: it fits."""
+        if self.total(self.at(batch)) > self.usable:
+            return "GPU memory"
+        return "host memory" if self.config.host_memory and self.host(batch).node > self.config.host_memory else ""
+
+    # ---- the result ----
 
     def result(self) -> Result:
-        config, memory, node = self.config, self.memory, self.host(self.local)
-        device_fits = self.total(memory) <= self.room
+        """The plan as JSON-like values (docs/plan.md)."""
+        config, node = self.config, self.host(self.local)
         host_fits = node.node <= config.host_memory if config.host_memory else None
-        batch, bound = self.largest_batch() if self.gpu else (0, "")
-        cut = [c for c in self.chunks if c]
-        chunk = self.largest_chunk(max(cut)) if self.gpu and len(cut) == len(TOWERS) else None
+        limits = None
+        if self.gpu:
+            batch, bound = self.largest_batch()
+            cut = [c for c in self.chunks if c]
+            chunk = self.largest_chunk(max(cut)) if len(cut) == len(TOWERS) else None
+            limits = {"chunk": chunk, "batch": batch, "batch_bound": bound}
         result: Result = {
             "settings": {
                 "model": config.model.name,
@@ -163,7 +165,7 @@ class Plan:
                 "local_batch": self.local,
                 "chunk": {name: chunk or self.local for name, chunk in zip(TOWERS, self.chunks)},
                 "chunk_assumed": self.assumed,
-                "kept_chunks": dict(zip(TOWERS, memory.kept)),
+                "kept_chunks": dict(zip(TOWERS, self.step.kept)),
                 "precision": config.precision.name,
                 "optim": config.optim.name,
                 "offload": config.offload,
@@ -178,85 +180,75 @@ class Plan:
                 "disk_bytes": node.disk,
                 "fits": host_fits,
             },
-            "limits": {"chunk": chunk, "batch": batch, "batch_bound": bound} if self.gpu else None,
+            "limits": limits,
             "time": self.time_record(),
             "notes": self.notes(),
-            "fits": device_fits and host_fits is not False,
+            "fits": self.total(self.step) <= self.usable and host_fits is not False,
         }
         result["verdict"] = verdict(result)
         return result
 
     def device_record(self) -> Result:
-        memory = self.memory
+        step = self.step
         phases = {
             name: {
-                "before_bytes": memory.before[name] + self.inside,
-                "extra_bytes": memory.phase(name) - memory.before[name],
-                "peak_bytes": memory.phase(name) + self.inside,
+                "before_bytes": step.before[name] + self.workspace,
+                "extra_bytes": step.phase(name) - step.before[name],
+                "peak_bytes": step.phase(name) + self.workspace,
             }
             for name in PHASES
         }
         return {
-            "fixed_bytes": memory.fixed,
-            "gradients_bytes": memory.gradients,
+            "fixed_bytes": step.fixed,
+            "gradients_bytes": step.gradients,
             "phases": phases,
-            "workspace_bytes": self.inside,
-            "peak_bytes": memory.highest + self.inside,
+            "workspace_bytes": self.workspace,
+            "peak_bytes": step.highest + self.workspace,
             "outside_bytes": self.outside,
-            "total_bytes": self.total(memory),
-            "usable_bytes": int(self.room) if self.gpu else None,
+            "total_bytes": self.total(step),
+            "usable_bytes": int(self.usable) if self.gpu else None,
             "memory_bytes": self.gpu.memory_bytes if self.gpu else None,
         }
 
     def time_record(self) -> Result | None:
         if self.gpu is None:
             return None
-        counts = [math.ceil(self.local / (c or self.local)) for c in self.chunks]
-        kept = self.memory.kept[0] / counts[0], self.memory.kept[1] / counts[1]
-        step = seconds(self.config, self.gpu, self.rehearsal, self.local, kept)
-        samples = self.config.samples
+        image, text = (kept / math.ceil(self.local / (c or self.local)) for kept, c in zip(self.step.kept, self.chunks))
+        time = step_time(self.config, self.gpu, self.run, self.local, (image, text))
+        batch, samples = self.config.batch, self.config.samples
         return {
             "assumed_utilisation": self.config.utilisation,
-            **{f"{name}_s": value for name, value in asdict(step).items()},
-            "step_s": step.step,
-            "samples_per_s": self.config.batch / step.step,
-            "hours": samples / self.config.batch * step.step / 3600 if samples else None,
+            **{f"{name}_s": value for name, value in asdict(time).items()},
+            "step_s": time.step,
+            "samples_per_s": batch / time.step,
+            "hours": samples / batch * time.step / 3600 if samples else None,
         }
 
     def notes(self) -> list[str]:
-        """What the figures rest on that the settings do not say."""
-        config, found = self.config, []
-        if self.assumed:
-            found.append(
-                f"cache.chunk=auto: {self.chunks[0] or self.local} assumed; the run finds its own by trial, for speed, with what fits"
-            )
-        if config.model.compile:
-            found.append("model.compile=true: predicted as if not compiled")
-        if config.data.on_device:
-            found.append("data.decode=gpu: the decoder's own memory on the GPU is not predicted")
-        if config.cache.activation_budget == "auto":
-            found.append("cache.activation_budget=auto fills what is free, by intention")
-        if self.gpu:
-            found.append(
-                f"assumed: {format_bytes(self.outside)} outside of torch's allocator (context, NCCL), {format_bytes(self.inside)} of "
-                f"cuBLAS workspace, {config.reserve:.0%} left free"
-            )
-        found.append(
-            f"assumed: {config.image_bytes / 1000:g} kB a picture in the shards, and what processes take on the host"
-        )
-        return found
+        """Assumptions behind the figures."""
+        config, chunk = self.config, self.chunks[0] or self.local
+        notes = {
+            f"cache.chunk=auto: {chunk} assumed; the run finds its own by trial, for speed, with what fits": self.assumed,
+            "model.compile=true: predicted as if not compiled": config.model.compile,
+            "data.decode=gpu: the decoder's own memory on the GPU is not predicted": config.data.on_device,
+            "cache.activation_budget=auto fills the free memory on purpose": config.cache.activation_budget == "auto",
+            f"assumed: {format_bytes(self.outside)} outside of torch's allocator (context, NCCL), {format_bytes(self.workspace)} of "
+            f"cuBLAS workspace, {config.reserve:.0%} left free": self.gpu,
+            f"assumed: {config.image_bytes / 1000:g} kB a picture in the shards, and the host memory of processes": True,
+        }
+        return [note for note, applies in notes.items() if applies]
 
 
 def verdict(result: Result) -> str:
-    """One line, for people."""
-    device, limits, host_record = result["device"], result["limits"], result["host"]
+    """Whether it fits, and if not, what to change: one line."""
+    device, limits, host = result["device"], result["limits"], result["host"]
     total, usable = device["total_bytes"], device["usable_bytes"]
     if usable is None:
-        return f"{format_bytes(total)} in each process, beside the host's share"
-    said = f"{format_bytes(total)} of {format_bytes(usable)} usable on each GPU"
-    node = f"{format_bytes(host_record['node_bytes'])} of host memory on each node"
+        return f"{format_bytes(total)} in each process, in addition to the host's share"
+    sizes = f"{format_bytes(total)} of {format_bytes(usable)} usable on each GPU"
+    node = f"{format_bytes(host['node_bytes'])} of host memory on each node"
     if result["fits"]:
-        return f"fits: {said}, {node}"
+        return f"fits: {sizes}, {node}"
     remedies = []
     if total > usable:
         if limits["chunk"]:
@@ -267,9 +259,9 @@ def verdict(result: Result) -> str:
             remedies.append("model.grad_checkpointing=true, launch.parallel=fsdp or more GPUs")
         if result["settings"]["offload"] == "none":
             remedies.append("offload=host")
-    if host_record["fits"] is False:
-        said += f", {node} of {format_bytes(host_record['memory_bytes'])}"
+    if host["fits"] is False:
+        sizes += f", {node} of {format_bytes(host['memory_bytes'])}"
         remedies.append("offload=encoded, offload=disk, data.buffers=1 or more nodes")
     if limits["batch"]:
         remedies.append(f"batch={limits['batch']}")
-    return f"does not fit: {said}; try {', or '.join(remedies)}"
+    return f"does not fit: {sizes}; try {', or '.join(remedies)}"

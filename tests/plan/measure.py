@@ -1,4 +1,4 @@
-"""What steps take on the CPU, by torch's own allocator: its profiler sees every allocation, those inside kernels too."""
+"""Measures the memory of real steps on the CPU by torch's profiler, which sees every allocation, also inside kernels."""
 
 import gc
 import tempfile
@@ -16,8 +16,7 @@ from clipscale.config.parse import typed
 from clipscale.config.train import TrainConfig
 from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.distributed import World
-from clipscale.plan.memory import PHASES, Memory
-from clipscale.plan.rehearsal import CPU
+from clipscale.plan.dry_run import CPU, PHASES, StepMemory
 from clipscale.train_state import Learner
 
 ARCHITECTURE = {
@@ -25,11 +24,11 @@ ARCHITECTURE = {
     "vision_cfg": {"image_size": 24, "layers": 3, "width": 64, "head_width": 32, "patch_size": 6},
     "text_cfg": {"context_length": 16, "vocab_size": 1000, "width": 64, "heads": 2, "layers": 2},
 }
-"""Few words, so that activations and not the embedding make the peaks."""
+"""A small vocabulary, so that activations and not the embedding make the peaks."""
 
 
 def settings(batch: int = 64, chunk: int = 16, **changed: Any) -> TrainConfig:
-    """A small run; `changed` by dotted key with `__` for the dots."""
+    """A small run. `changed` holds dotted keys, with `__` for the dots."""
     values: dict[str, Any] = {
         "batch": batch,
         "model": {"name": "small", "architecture": ARCHITECTURE},
@@ -45,11 +44,11 @@ def settings(batch: int = 64, chunk: int = 16, **changed: Any) -> TrainConfig:
     return typed(TrainConfig, values)
 
 
-def measured(config: TrainConfig, world: World | None = None) -> Memory:
-    """Of the second step of `config`, run on the CPU. Counted from before the model was built; stages are whole phases."""
+def measured(config: TrainConfig, world: World | None = None) -> StepMemory:
+    """Memory of the second step of `config` on the CPU, counted from before the model was built. Stages are whole phases."""
     world = world or World(0, 1, CPU)
-    gc.collect()  # what earlier tests left would be seen to go
-    gc.freeze()  # and what is left now need not be looked at again: a full collection takes a quarter of a second
+    gc.collect()  # garbage of earlier tests must not be freed during the measurement
+    gc.freeze()  # a full collection takes a quarter of a second; this leaves less to collect
     with (
         tempfile.TemporaryDirectory() as folder,
         profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
@@ -65,7 +64,7 @@ def measured(config: TrainConfig, world: World | None = None) -> Memory:
     gc.unfreeze()
     events = profiler.profiler.kineto_results.events()
     changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
-    memory = Memory({}, {}, {})
+    memory = StepMemory({}, {})
     for phase in PHASES:
         start, end = next((e.start_ns(), e.end_ns()) for e in events if e.name() == phase)
         memory.before[phase] = memory.peak[phase] = live = sum(change for at, change in changes if at <= start)
@@ -84,7 +83,7 @@ def one_step(
     *,
     resident: bool,
 ) -> None:
-    """As in clipscale.train; each part begins without what only waits to be collected."""
+    """A step as in clipscale.train. Garbage is collected before each part."""
 
     def rows(i: int, j: int, dtype: torch.dtype) -> Tensor:
         return torch.ones(j - i, *shapes[dtype], dtype=dtype)
@@ -106,5 +105,5 @@ def one_step(
         learner.update(learner.gradient_norm())
 
 
-def measured_on_a_rank(rank: int, world: int, changed: dict[str, Any]) -> Memory:
+def measured_on_a_rank(rank: int, world: int, changed: dict[str, Any]) -> StepMemory:
     return measured(settings(**changed), World(rank, world, CPU))

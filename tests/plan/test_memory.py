@@ -1,4 +1,4 @@
-"""Predicted memory is measured memory: every phase of real steps on the CPU, by torch's allocator."""
+"""Predicted memory equals measured memory, in every phase of real steps on the CPU."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -8,37 +8,37 @@ import torch
 
 from clipscale.config.tools import PlanConfig
 from clipscale.config.train import TrainConfig
-from clipscale.plan.memory import PHASES, Memory, Model, host
-from clipscale.plan.rehearsal import rehearsed
+from clipscale.plan.dry_run import PHASES, StepMemory, dry_run
+from clipscale.plan.memory import MemoryModel, host_memory
 from tests.plan.measure import measured, measured_on_a_rank, settings
 from tests.ranks import run_ranks
 
 BAR = 0.10
-"""Of section 7 of the design; what is seen is below one per cent."""
+"""Relative error allowed; usual errors are below one per cent."""
 SMALL = 256 * 1024
-"""Bytes that a phase may be off by whatever its size: what a CPU's kernels take for themselves, such as packed operands of a product."""
+"""Error in bytes that is always allowed: CPU kernels take memory themselves, for packed operands of a product, say."""
 
 
-def predicted(config: TrainConfig, ranks: int = 1) -> Memory:
+def predicted(config: TrainConfig, ranks: int = 1) -> StepMemory:
     chunk = int(config.cache.chunk)
     keep = 0 if config.cache.activation_budget == "none" else float(config.cache.activation_budget)
-    with rehearsed(config, ranks, None) as rehearsal:
-        return Model(rehearsal).at(config.batch // ranks, (chunk, chunk), keep)
+    with dry_run(config, ranks, None) as run:
+        return MemoryModel(run).at(config.batch // ranks, (chunk, chunk), keep)
 
 
-def assert_agree(foreseen: Memory, seen: Memory, *, growth: bool = True, peaks: bool = True) -> None:
-    """Each phase's peak and, with `growth`, by how much it lies above what was there."""
+def assert_agree(ours: StepMemory, real: StepMemory, *, growth: bool = True, peaks: bool = True) -> None:
+    """Compare each phase's peak and, with `growth`, its peak beyond the memory before it."""
     lines, worst = [""], 0.0
     for phase in PHASES:
         pairs = (
-            (foreseen.phase(phase), seen.phase(phase)),
-            (foreseen.phase(phase) - foreseen.before[phase], seen.phase(phase) - seen.before[phase]),
+            (ours.phase(phase), real.phase(phase)),
+            (ours.phase(phase) - ours.before[phase], real.phase(phase) - real.before[phase]),
         )
-        for what, (ours, theirs) in zip(("peak", "beyond"), pairs):
-            error = abs(ours - theirs) / theirs if abs(ours - theirs) > SMALL else 0.0
+        for what, (guess, true) in zip(("peak", "beyond"), pairs):
+            error = abs(guess - true) / true if abs(guess - true) > SMALL else 0.0
             worst = max(worst, error if (peaks if what == "peak" else growth) else 0.0)
             lines.append(
-                f"{phase:6s} {what:6s} predicted {ours / 2**20:8.3f} MiB, measured {theirs / 2**20:8.3f}: {ours / theirs - 1:+.2%}"
+                f"{phase:6s} {what:6s} predicted {guess / 2**20:8.3f} MiB, measured {true / 2**20:8.3f}: {guess / true - 1:+.2%}"
             )
     print("\n".join(lines))
     assert worst <= BAR, "\n".join(lines)
@@ -67,74 +67,74 @@ SLOW: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("changed", QUICK.values(), ids=QUICK)
-def test_every_phase_takes_what_was_predicted(changed: dict[str, Any]) -> None:
+def test_every_phase_takes_the_predicted_memory(changed: dict[str, Any]) -> None:
     config = settings(**changed)
     assert_agree(predicted(config), measured(config))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("changed", SLOW.values(), ids=SLOW)
-def test_and_in_rarer_settings(changed: dict[str, Any]) -> None:
+def test_rarer_settings_take_the_predicted_memory(changed: dict[str, Any]) -> None:
     config = settings(**changed)
     assert_agree(predicted(config), measured(config))
 
 
 def test_bf16_weights_with_masters() -> None:
-    """The CPU's kernel adds a bf16 gradient to a float32 master by way of a float32 copy, a GPU's does not: no matter in bytes here."""
+    """The CPU's kernel makes a float32 copy of a bf16 gradient, a GPU's does not; these bytes are too few to matter here."""
     config = settings(precision__name="bf16", precision__weights="bf16")
-    foreseen = predicted(config)
-    assert_agree(foreseen, measured(config))
-    assert foreseen.fixed["master weights"] > 0.9 * 2 * foreseen.fixed["weights"] - 2**20
+    step = predicted(config)
+    assert_agree(step, measured(config))
+    assert step.fixed["master weights"] > 0.9 * 2 * step.fixed["weights"] - 2**20
 
 
 @pytest.mark.parametrize("share", [0.4, 1.5])
 def test_kept_graphs(share: float) -> None:
-    """Some chunks' graphs, and all of them. A kept chunk's backward pass may find no gradients yet: what it adds is foreseen too large."""
+    """Some chunks' graphs, and all of them. Growth is predicted too large where a kept chunk's backward pass finds no gradients yet."""
     config = settings(batch=96)
-    with rehearsed(config, 1, None) as rehearsal:
-        graphs = [rehearsal.graph(tower, 16) for tower in (0, 1)]
+    with dry_run(config, 1, None) as run:
+        graphs = [run.graph(tower, 16) for tower in (0, 1)]
     config.cache.activation_budget = str(int(share * 6 * sum(graphs)))
-    foreseen = predicted(config)
-    assert_agree(foreseen, measured(config), growth=False)
-    assert foreseen.kept == ((6, 6) if share > 1 else foreseen.kept)
-    assert foreseen.kept[0] > 0
+    step = predicted(config)
+    assert_agree(step, measured(config), growth=False)
+    assert step.kept == ((6, 6) if share > 1 else step.kept)
+    assert step.kept[0] > 0
 
 
 @pytest.mark.parametrize("parallel", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_two_ranks(parallel: str) -> None:
-    """A rank of two: DDP's buckets and the gradients beside them; FSDP2's shards. The ring's blocks travel.
+    """One rank of two: DDP's buckets and separate gradients, FSDP2's shards, and the ring's blocks.
 
-    What FSDP2 has at rest differs by 1 to 2 MiB from one real run to the next, and why is not known, so there
-    only the growth in each phase is compared.
+    FSDP2's memory between steps differs by 1 to 2 MiB from one real run to the next, for an unknown reason, so only the
+    growth in each phase is compared.
     """
     changed: dict[str, Any] = {"batch": 192, "chunk": 32, "launch__parallel": parallel}
-    seen, _ = run_ranks(measured_on_a_rank, 2, changed)
-    foreseen = predicted(settings(**changed), ranks=2)
-    assert_agree(foreseen, seen, peaks=parallel == "ddp")
-    assert ("DDP buckets" in foreseen.fixed) == (parallel == "ddp")
+    real, _ = run_ranks(measured_on_a_rank, 2, changed)
+    step = predicted(settings(**changed), ranks=2)
+    assert_agree(step, real, peaks=parallel == "ddp")
+    assert ("DDP buckets" in step.fixed) == (parallel == "ddp")
 
 
 def test_more_chunks_and_larger_ones_follow_a_straight_line() -> None:
-    """What is extrapolated from two chunks is what a rehearsal of twelve finds."""
+    """The extrapolation from two chunks equals a dry run of twelve."""
     config = settings(offload="none", precision__name="bf16")
-    with rehearsed(config, 1, 90) as rehearsal:
-        model = Model(rehearsal)
-        foreseen, direct = model.at(12 * 16, (16, 16)), rehearsal.step((16, 16), 12 * 16)
-        assert foreseen.before == direct.before
-        assert foreseen.peak == pytest.approx(direct.peak, rel=0.002)
-        larger, direct = model.estimate(512, 128, 32), rehearsal.step((128, 128), 512)
+    with dry_run(config, 1, 90) as run:
+        model = MemoryModel(run)
+        step, direct = model.at(12 * 16, (16, 16)), run.step((16, 16), 12 * 16)
+        assert step.before == direct.before
+        assert step.peak == pytest.approx(direct.peak, rel=0.002)
+        larger, direct = model.estimate(512, 128, 32), run.step((128, 128), 512)
         assert larger.peak == pytest.approx(direct.peak, rel=0.05)
 
 
-def test_of_a_frozen_tower_there_is_no_second_pass_and_no_graph() -> None:
-    with rehearsed(settings(model__freeze_image=True), 1, 90) as rehearsal:
-        memory = Model(rehearsal).at(1024, (16, 16), keep=1e12)
+def test_a_frozen_tower_has_no_second_pass_and_no_graph() -> None:
+    with dry_run(settings(model__freeze_image=True), 1, 90) as run:
+        memory = MemoryModel(run).at(1024, (16, 16), keep=1e12)
     assert "replay image" not in memory.peak
     assert memory.kept == (0, 64)
 
 
-def test_features_in_the_place_of_pictures_are_not_decoded_by_the_gpu() -> None:
-    """Whatever data.decode says; and data.image_features=false is as if it were not set."""
+def test_stored_features_are_not_decoded_by_the_gpu() -> None:
+    """Whatever data.decode is. And data.image_features=false is the same as not set."""
     of_pictures: Any = SimpleNamespace(row=(3, 30, 30), row_type=torch.uint8, context_length=28)
     of_features: Any = SimpleNamespace(row=(128,), row_type=torch.float16, context_length=28)
 
@@ -142,7 +142,7 @@ def test_features_in_the_place_of_pictures_are_not_decoded_by_the_gpu() -> None:
         config = PlanConfig(hardware="h100-80g", batch=64)
         config.data.decode, config.data.image_features = decode, features
         read = of_features if config.data.stored_member else of_pictures
-        return host(config, read, 64, 64, cuda=True).process["batch"]
+        return host_memory(config, read, 64, 64, cuda=True).process["batch"]
 
     assert batch("gpu", "false") == batch("gpu", None) != batch("exact", None)
     assert batch("gpu", "true") == batch("gpu", "emb") == batch("exact", "true") < batch("exact", None)

@@ -98,8 +98,8 @@ def test_the_plan_counts_the_memory_that_a_run_states(
         said = stream.memory
     data = DataConfig(decode="gpu", workers=1)
     config = PlanConfig(batch=64, data=data, offload=offload, gpus=1, image_bytes=2500)
-    rehearsal: Any = SimpleNamespace(row=(3, SIDE, SIDE), row_type=torch.uint8, context_length=8)
-    planned = memory.host(config, rehearsal, 64, 32, cuda=False).process["batch"]
+    run: Any = SimpleNamespace(row=(3, SIDE, SIDE), row_type=torch.uint8, context_length=8)
+    planned = memory.host_memory(config, run, 64, 32, cuda=False).process["batch"]
     assert f"need {format_bytes(planned)} of" in said, said
 
 

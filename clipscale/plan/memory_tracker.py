@@ -1,6 +1,6 @@
-"""Bytes of tensors alive, counted as operations make them; and tensors that have a shape but no memory, on a machine without the GPU.
+"""Counts the bytes of live tensors, and makes tensors that have a shape but no memory.
 
-Nothing here knows the model or the step: what allocates is found by watching.
+The tracker watches every operation, so it needs no knowledge of the model or the step.
 """
 
 import itertools
@@ -25,59 +25,57 @@ from clipscale.loss.triton import panels as triton_panels
 from clipscale.loss.triton.tuning import tiles_for
 
 ROUND = 512
-"""torch's CUDA allocator hands out multiples of it (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize)."""
+"""torch's CUDA allocator hands out multiples of this (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize)."""
 
-
-WIDENED = (
+FLOAT32_ON_CUDA = (
     torch.nn.functional.layer_norm, torch.layer_norm, torch.group_norm, torch.softmax, torch.log_softmax, torch.sum, torch.cumsum,
     torch.prod, torch.norm, torch.exp, torch.log, torch.pow, torch.rsqrt, torch.reciprocal, torch.nn.functional.softmax,
     torch.nn.functional.group_norm, torch.Tensor.softmax, torch.Tensor.log_softmax, torch.Tensor.sum, torch.Tensor.norm,
     torch.Tensor.exp, torch.Tensor.log, torch.Tensor.pow, torch.Tensor.rsqrt,
 )  # fmt: skip
-"""What autocast computes in float32 on CUDA, but not on a CPU (torch's documentation of amp, "CUDA Ops that can autocast to float32"):
-operations that encoders use."""
+"""Operations of encoders that autocast runs in float32 on CUDA, but not on a CPU (torch's documentation of amp, "CUDA Ops that can autocast
+to float32")."""
 
 
-class LiveBytes(TorchDispatchMode):
-    """`live` and `peak`: bytes of all storages made within that still exist, each rounded up as a GPU's allocator does.
+class MemoryTracker(TorchDispatchMode):
+    """`live` and `peak`: bytes of the storages that operations return, each rounded up as a GPU's allocator does.
 
-    A storage counts from the operation that returns it until its last tensor, or the graph that saved it, is gone. What a kernel takes
-    for itself while it runs is not seen.
+    A storage counts until its last tensor, or the graph that saved it, is gone. Memory that a kernel takes while it runs is not seen.
     """
 
-    def __init__(self, *, unknown: bool = False) -> None:
-        """`unknown`: tensors have no values; a number asked of one is 1.0, an integer 0, a condition false."""
+    def __init__(self, *, without_values: bool = False) -> None:
+        """`without_values`: tensors have no values; reading a float gives 1.0, an integer 0, a condition false."""
         super().__init__()
         self.live = self.peak = 0
-        self._unknown = unknown
+        self._without_values = without_values
         self._sizes: dict[int, int] = {}
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default and type(args[0]) is FakeTensor:
-            return args[0].fake_device  # asked for three times as often as all else
+            return args[0].fake_device  # a short cut: three quarters of all calls ask for the device
         if DTensor in types:
-            return NotImplemented  # its parts are counted, when they come by
-        if self._unknown and func is torch.ops.aten._local_scalar_dense.default:
-            kind = args[0].dtype
-            return 1.0 if kind.is_floating_point else False if kind == torch.bool else 0
+            return NotImplemented  # its local tensors come here later and are counted then
+        if self._without_values and func is torch.ops.aten._local_scalar_dense.default:
+            dtype = args[0].dtype
+            return 1.0 if dtype.is_floating_point else False if dtype == torch.bool else 0
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor):
                 self._count(leaf.untyped_storage())
         return out
 
-    def __enter__(self) -> "LiveBytes":
+    def __enter__(self) -> "MemoryTracker":
         self._resize = torch.UntypedStorage.resize_
 
-        def resized(storage: Any, size: int) -> Any:
-            """FSDP2 gives memory back by emptying storages."""
+        def resize(storage: Any, size: int) -> Any:
+            """FSDP2 frees memory by resizing storages to zero."""
             result = self._resize(storage, size)
             if id(storage) in self._sizes:
-                self._change(id(storage), storage.nbytes())
+                self._set_size(id(storage), storage.nbytes())
             return result
 
-        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign, assignment]
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
         super().__enter__()
         return self
 
@@ -87,33 +85,32 @@ class LiveBytes(TorchDispatchMode):
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         key = id(storage)
-        if key in self._references:
-            return
-        self._sizes[key] = 0
-        self._references[key] = weakref.ref(storage, lambda _: self._gone(key))
-        self._change(key, storage.nbytes())
+        if key not in self._references:
+            self._sizes[key] = 0
+            self._references[key] = weakref.ref(storage, lambda _: self._forget(key))
+            self._set_size(key, storage.nbytes())
 
-    def _change(self, key: int, size: int) -> None:
+    def _set_size(self, key: int, size: int) -> None:
         size = -(-size // ROUND) * ROUND
         self.live += size - self._sizes[key]
         self._sizes[key] = size
         self.peak = max(self.peak, self.live)
 
-    def _gone(self, key: int) -> None:
+    def _forget(self, key: int) -> None:
         self.live -= self._sizes.pop(key)
         del self._references[key]
 
-    def since(self) -> int:
-        """The peak since this was last asked, or since the start."""
+    def take_peak(self) -> int:
+        """The peak since the last call, or since the start."""
         peak, self.peak = self.peak, self.live
         return peak
 
 
 @contextmanager
-def without_memory() -> Iterator[LiveBytes]:
-    """Tensors made within have shapes and types and no values; what they would take is counted.
+def without_memory() -> Iterator[MemoryTracker]:
+    """Inside, tensors have shapes and dtypes but no values, and the tracker counts the memory that they would take.
 
-    In the loss all tiles of a block, and all panels, have the same buffers: the first stands for the others.
+    The loss computes only the first tile or panel of a block, because the others use the same buffers.
     """
 
     def first_of(make: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
@@ -123,16 +120,16 @@ def without_memory() -> Iterator[LiveBytes]:
         patch.object(tiled.TorchBackend, "_tiles", first_of(tiled.TorchBackend._tiles)),
         patch.object(triton_panels.Problem, "panels", first_of(triton_panels.Problem.panels)),
         FakeTensorMode(allow_non_fake_inputs=True),
-        LiveBytes(unknown=True) as memory,
+        MemoryTracker(without_values=True) as tracker,
     ):
-        yield memory
+        yield tracker
 
 
 @contextmanager
 def as_on_cuda(capability: int) -> Iterator[None]:
-    """CPU tensors without values, treated as a GPU of that compute capability would: autocast's float32 operations, the loss's backend.
+    """Inside, CPU tensors without values take the memory that they would on a GPU of this compute capability.
 
-    The Triton kernels are not run.
+    Autocast runs its CUDA list of operations in float32, and the loss uses its Triton backend, without running kernels.
     """
 
     def backend(config: api.LossConfig, inputs: Any) -> str:
@@ -153,18 +150,18 @@ def as_on_cuda(capability: int) -> Iterator[None]:
             (triton_panels, "launch", lambda *args, **constants: None),
         ):
             stack.enter_context(patch.object(place, name, stand_in))
-        stack.enter_context(_Widening())
+        stack.enter_context(_CudaAutocast())
         yield
 
 
-class _Widening(TorchFunctionMode):
-    """Autocast on CUDA takes some operations to float32 that it leaves alone on a CPU."""
+class _CudaAutocast(TorchFunctionMode):
+    """Applies CUDA autocast's list of float32 operations on a CPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in WIDENED and torch.is_autocast_enabled("cpu"):
-            args = tuple(_wide(x) for x in args)
+        if func in FLOAT32_ON_CUDA and torch.is_autocast_enabled("cpu"):
+            args = tuple(_widened(x) for x in args)
         return func(*args, **(kwargs or {}))
 
 
-def _wide(x: Any) -> Any:
+def _widened(x: Any) -> Any:
     return x.float() if isinstance(x, Tensor) and x.dtype in (torch.bfloat16, torch.float16) else x

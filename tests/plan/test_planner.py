@@ -1,4 +1,4 @@
-"""`clipscale plan`: the verdict, what would fit, JSON, and the comparison with a run."""
+"""`clipscale plan`: the verdict, the limits, JSON, and the comparison with a run."""
 
 import json
 import os
@@ -17,27 +17,27 @@ from clipscale.cli.main import main
 from clipscale.config.keys import conf_dir
 from clipscale.config.parse import typed
 from clipscale.config.tools import PlanConfig
-from clipscale.plan.memory import host
+from clipscale.plan.memory import host_memory
 from clipscale.plan.planner import plan
 from tests.conftest import TINY
 from tests.ranks import forks
 
 PICTURES: Any = SimpleNamespace(row=(3, 30, 30), row_type=torch.uint8, context_length=28)
-"""What the host's memory depends on of a rehearsal: that of model=tiny."""
+"""Stands for a dry run of model=tiny: the attributes that the host's memory depends on."""
 
 
-def settled(*words: str) -> PlanConfig:
+def settings(*words: str) -> PlanConfig:
     values = compose.once("plan", words)
     assert values is not None
     return typed(PlanConfig, values)
 
 
 def planned(*words: str) -> dict[str, Any]:
-    return plan(settled(*words))
+    return plan(settings(*words))
 
 
 def in_folder(folder: Path, *words: str) -> None:
-    """A command, in a process of its own."""
+    """Runs a command; called in a separate process."""
     os.chdir(folder)
     torch.set_num_threads(1)
     sys.exit(main(words))
@@ -64,7 +64,7 @@ def test_a_large_batch_of_a_small_model_fits(capsys: pytest.CaptureFixture[str])
     )
     out, err = capsys.readouterr()
     assert status == 0
-    assert err.startswith("rehearsing steps of tiny on 8 x A800-80G") and err.count("\n") == 1
+    assert err.startswith("dry run of tiny on 8 x A800-80G") and err.count("\n") == 1
     assert "tiny, batch 1M: 131072 samples on each of 1 x 8 x A800-80G, in chunks of 1024" in out
     assert out.splitlines()[-1].startswith("fits: ")
     for word in (
@@ -79,7 +79,7 @@ def test_a_large_batch_of_a_small_model_fits(capsys: pytest.CaptureFixture[str])
         assert word in out, word
 
 
-def test_what_does_not_fit_is_said_with_what_would(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_does_not_fit_gets_a_remedy_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
     status = main(
         ["plan", "model=tiny", "batch=256k", "hardware=v100-16g", "cache.chunk=256k", "precision=fp32", "json=true"]
     )
@@ -95,7 +95,7 @@ def test_what_does_not_fit_is_said_with_what_would(capsys: pytest.CaptureFixture
 def test_host_memory_bounds_the_batch() -> None:
     words = ("model=tiny", "batch=1M", "hardware=h100-80g", "cache.chunk=1k")
     result = planned(*words, "host_memory=5G")
-    disk = host(replace(settled(*words), offload="disk"), PICTURES, 2**20, 1024, cuda=True)
+    disk = host_memory(replace(settings(*words), offload="disk"), PICTURES, 2**20, 1024, cuda=True)
     assert (result["fits"], result["host"]["fits"]) == (False, False)
     assert result["host"]["process_bytes"]["batch"] > 2 * 2**20 * 3 * 30 * 30
     assert "offload=encoded, offload=disk" in result["verdict"]
@@ -105,7 +105,7 @@ def test_host_memory_bounds_the_batch() -> None:
     assert disk.disk == 2 * 2**20 * 3 * 30 * 30
 
 
-def test_memory_hardly_grows_with_the_batch_and_the_loss_is_its_linear_part() -> None:
+def test_memory_grows_with_the_batch_by_its_features_alone() -> None:
     small, large = (
         planned("model=tiny", f"batch={batch}", "hardware=h100-80g", "cache.chunk=4k") for batch in ("32k", "1M")
     )
@@ -116,7 +116,7 @@ def test_memory_hardly_grows_with_the_batch_and_the_loss_is_its_linear_part() ->
     assert large["device"]["phases"]["optim"] == small["device"]["phases"]["optim"]
 
 
-def test_an_automatic_chunk_is_assumed_and_said_to_be() -> None:
+def test_an_automatic_chunk_is_assumed_and_a_note_says_so() -> None:
     result = planned("model=tiny", "batch=64k", "hardware=h100-80g")
     assert result["settings"]["chunk"] == {"image": 512, "text": 512}
     assert result["settings"]["chunk_assumed"]
@@ -139,7 +139,7 @@ def test_batch_normalisation_takes_the_whole_batch_as_one_chunk() -> None:
 def test_a_run_is_compared_with_its_prediction(
     shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On the CPU the host's memory; and what a GPU would have measured, written into the same files."""
+    """On the CPU only the host's memory is compared; then GPU figures are written into the same files."""
     monkeypatch.chdir(tmp_path)
     trained = forks().Process(
         target=in_folder,
@@ -156,10 +156,10 @@ def test_a_run_is_compared_with_its_prediction(
         "a fork shares what it was forked from; tests/cli/test_main.py has a process of its own"
     )
 
-    surroundings = json.loads((folder / "env.json").read_text()) | {"gpus": ["NVIDIA H100 80GB HBM3"]}
-    (folder / "env.json").write_text(json.dumps(surroundings))
-    settings = yaml.safe_load((folder / "config.yaml").read_text()) | {"device": "cuda"}
-    (folder / "config.yaml").write_text(yaml.safe_dump(settings))
+    env = json.loads((folder / "env.json").read_text()) | {"gpus": ["NVIDIA H100 80GB HBM3"]}
+    (folder / "env.json").write_text(json.dumps(env))
+    values = yaml.safe_load((folder / "config.yaml").read_text()) | {"device": "cuda"}
+    (folder / "config.yaml").write_text(yaml.safe_dump(values))
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     for record in records:
         record |= {f"mem_{phase}_bytes": 10_000_000 for phase in ("encode", "loss", "replay", "optim", "peak")}
@@ -173,7 +173,7 @@ def test_a_run_is_compared_with_its_prediction(
 
 
 @pytest.mark.parametrize(
-    ("words", "of_a_sample"),
+    ("words", "picture_bytes"),
     [
         (["offload=host"], 2 * 2700),
         (["offload=encoded", "image_bytes=2000"], 2 * 2000),
@@ -182,9 +182,9 @@ def test_a_run_is_compared_with_its_prediction(
     ],
     ids=lambda x: str(x),
 )
-def test_the_host_holds_what_the_tier_keeps(words: list[str], of_a_sample: int) -> None:
-    """Of each sample: its picture in every batch buffered, 28 tokens of 4 bytes, 8 of its name, and where its bytes lie."""
-    config = settled("model=tiny", "batch=64k", "hardware=cpu", *words)
-    batch = host(config, PICTURES, 2**16, 256, cuda=False).process["batch"]
-    beside = batch / 2**16 - of_a_sample
-    assert 120 <= beside <= 2 * 240 + 40, beside
+def test_host_memory_of_a_batch_by_offload_backend(words: list[str], picture_bytes: int) -> None:
+    """For each sample of each buffered batch: its picture, 28 tokens of 4 bytes, 8 bytes of its name, and the position of its bytes."""
+    config = settings("model=tiny", "batch=64k", "hardware=cpu", *words)
+    batch = host_memory(config, PICTURES, 2**16, 256, cuda=False).process["batch"]
+    other = batch / 2**16 - picture_bytes
+    assert 120 <= other <= 2 * 240 + 40, other

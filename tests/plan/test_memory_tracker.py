@@ -1,4 +1,4 @@
-"""Bytes alive, counted; and CPU tensors without values that stand for a GPU's."""
+"""The memory tracker, and CPU tensors without values that take memory like a GPU's."""
 
 import pytest
 import torch
@@ -8,12 +8,12 @@ from clipscale.loss.api import contrastive_loss
 from clipscale.loss.triton import backend as triton_block
 from clipscale.loss.triton import panels as triton_panels
 from clipscale.loss.triton.tuning import INTERPRETER
-from clipscale.plan import live
-from clipscale.plan.live import LiveBytes, as_on_cuda, without_memory
+from clipscale.plan import memory_tracker
+from clipscale.plan.memory_tracker import MemoryTracker, as_on_cuda, without_memory
 
 
 def test_a_storage_counts_once_and_until_its_last_view_is_gone() -> None:
-    with LiveBytes() as memory:
+    with MemoryTracker() as memory:
         x = torch.zeros(1000)  # 4000 bytes: 8 x 512
         part = x[:10]
         assert memory.live == 4096
@@ -25,9 +25,9 @@ def test_a_storage_counts_once_and_until_its_last_view_is_gone() -> None:
         assert (memory.live, memory.peak) == (0, 4096 + 512)
 
 
-def test_what_a_graph_has_saved_is_alive() -> None:
+def test_tensors_saved_by_a_graph_are_live() -> None:
     w = torch.ones(256, requires_grad=True)
-    with LiveBytes() as memory:
+    with MemoryTracker() as memory:
         y = (w * 2).exp()  # exp saves its result
         total = y.sum()
         del y
@@ -37,7 +37,7 @@ def test_what_a_graph_has_saved_is_alive() -> None:
         assert memory.live == 1024, "the gradient alone"
 
 
-def test_tensors_without_memory_answer_questions() -> None:
+def test_tensors_without_memory_give_values_to_conditions() -> None:
     with without_memory() as memory:
         x = torch.zeros(2**40, dtype=torch.uint8)
         assert memory.live == 2**40
@@ -45,7 +45,7 @@ def test_tensors_without_memory_answer_questions() -> None:
 
 
 @pytest.mark.parametrize("on_cuda", [False, True])
-def test_autocast_widens_a_layer_norm_on_cuda_alone(on_cuda: bool) -> None:
+def test_autocast_widens_a_layer_norm_only_on_cuda(on_cuda: bool) -> None:
     with without_memory(), torch.autocast("cpu", dtype=torch.bfloat16):
         x = torch.zeros(4, 64, dtype=torch.bfloat16)
         if on_cuda:
@@ -56,41 +56,41 @@ def test_autocast_widens_a_layer_norm_on_cuda_alone(on_cuda: bool) -> None:
     assert y.dtype == (torch.float32 if on_cuda else torch.bfloat16)
 
 
-def peak_of_loss(memory: LiveBytes, rows: int, cols: int, width: int, objective: str) -> int:
+def peak_of_loss(memory: MemoryTracker, rows: int, cols: int, width: int, objective: str) -> int:
     u, v = (torch.ones(count, width).requires_grad_() for count in (rows, cols))
     scale, bias = (torch.tensor(value).requires_grad_() for value in (10.0, -10.0))
-    memory.since()
+    memory.take_peak()
     before = memory.live
     contrastive_loss(u, v, scale, logit_bias=bias, objective=objective, backend="triton", check=False).backward()
-    return memory.since() - before
+    return memory.take_peak() - before
 
 
 @pytest.mark.parametrize("objective", ["softmax", "softmax_image", "sigmoid"])
 @pytest.mark.parametrize("shape", [(256, 256, 32), (200, 300, 24), (128, 128, 20)], ids=str)
-def test_the_triton_backends_buffers_are_those_of_a_real_run(
+def test_the_triton_backend_takes_the_buffers_of_a_real_run(
     monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int, int], objective: str
 ) -> None:
-    """On real tensors, with panels so small that there are many, and kernels that do nothing (Triton's interpreter takes memory itself)."""
+    """On real tensors, with many small panels and kernels that do nothing (Triton's interpreter takes memory itself)."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(triton_block, "PANEL_BYTES", 2**15)
     monkeypatch.setattr(triton_block, "PARTIAL_BYTES", 2**13)
-    with monkeypatch.context() as only, LiveBytes() as memory:
+    with monkeypatch.context() as only, MemoryTracker() as memory:
         only.setattr(triton_panels, "launch", lambda *args, **constants: None)
-        seen = peak_of_loss(memory, *shape, objective)
-    monkeypatch.setattr(live, "tiles_for", lambda *asked: INTERPRETER)
+        measured = peak_of_loss(memory, *shape, objective)
+    monkeypatch.setattr(memory_tracker, "tiles_for", lambda *asked: INTERPRETER)
     with without_memory() as memory, as_on_cuda(90):
-        foreseen = peak_of_loss(memory, *shape, objective)
-    assert foreseen == pytest.approx(seen, rel=0.01), f"foreseen {foreseen} bytes, seen {seen}"
+        predicted = peak_of_loss(memory, *shape, objective)
+    assert predicted == pytest.approx(measured, rel=0.01), f"predicted {predicted} bytes, measured {measured}"
 
 
-def test_the_loss_takes_what_its_documentation_says() -> None:
-    """At N = 1M, D = 768 on one GPU: beyond features and their gradients, the operands in bf16 aside, at most 2 GiB."""
+def test_the_loss_takes_the_memory_that_its_documentation_states() -> None:
+    """At N = 1M, D = 768 on one GPU: at most 2 GiB beyond features, their gradients and the operands in bf16."""
     n, width = 2**20, 768
     with without_memory() as memory, as_on_cuda(90), torch.autocast("cpu", dtype=torch.bfloat16):
         u, v = (torch.empty(n, width).requires_grad_() for _ in range(2))
-        memory.since()
+        memory.take_peak()
         before = memory.live
         contrastive_loss(u, v, torch.tensor(10.0).requires_grad_(), check=False).backward()
-        beyond = memory.since() - before - 2 * n * width * 4
+        beyond = memory.take_peak() - before - 2 * n * width * 4
     operands = 2 * n * width * 2
     assert beyond - operands < 2 * 2**30, f"{(beyond - operands) / 2**30:.2f} GiB"

@@ -1,0 +1,325 @@
+"""Runs the trainer's own optimizer step on tensors that have shapes but no memory, as one of P ranks, and records its memory.
+
+b: samples of one rank, c: samples of a chunk, P: ranks, D: feature width. All sizes in bytes.
+"""
+
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._tools.fake_collectives  # registers collectives for tensors without memory
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from clipscale.config.train import TrainConfig
+from clipscale.data.loader.to_device import ChunkLoader
+from clipscale.data.features import StoredFeatures
+from clipscale.distributed import World, synchronised
+from clipscale.models.towers import ClipModel, build_model
+from clipscale.plan.memory_tracker import MemoryTracker, as_on_cuda, without_memory
+from clipscale.train_state import Learner
+
+CPU = torch.device("cpu")
+TOWERS = ("image", "text")
+PHASES = ("encode", "loss", "replay", "optim")
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Memory of one device in a step."""
+
+    before: dict[str, float]
+    """Live bytes at the start of each phase."""
+    peak: dict[str, float]
+    """Peak of each stage: "encode image", "loss", ... A frozen tower has no replay stage."""
+    fixed: dict[str, int] = field(default_factory=dict)
+    """Live bytes between steps, by what they hold."""
+    kept: tuple[int, int] = (0, 0)
+    """Image and text chunks whose graphs are kept."""
+
+    def phase(self, name: str) -> float:
+        """Peak of a phase."""
+        return max([self.before[name], *(size for stage, size in self.peak.items() if stage.split()[0] == name)])
+
+    @property
+    def highest(self) -> float:
+        """Peak of the step."""
+        return max(map(self.phase, PHASES))
+
+    @property
+    def gradients(self) -> float:
+        """The parameters' gradients beyond `fixed` (DDP's buckets, where gradients end up, are in `fixed`)."""
+        return self.before["optim"] - self.before["encode"]
+
+    def slope(self, smaller: "StepMemory", distance: float) -> "StepMemory":
+        """Growth per unit, from a `smaller` step that is `distance` units away."""
+        before, peak = (
+            {name: (size - less[name]) / distance for name, size in more.items()}
+            for more, less in ((self.before, smaller.before), (self.peak, smaller.peak))
+        )
+        return StepMemory(before, peak)
+
+    def extended(self, distance: float, slope: "StepMemory") -> "StepMemory":
+        """The step that lies `distance` units further along a straight line of this slope."""
+        before, peak = (
+            {name: size + round(distance * growth.get(name, 0)) for name, size in sizes.items()}
+            for sizes, growth in ((self.before, slope.before), (self.peak, slope.peak))
+        )
+        return replace(self, before=before, peak=peak)
+
+
+class StageRecorder:
+    """Fills a StepMemory while a step runs: callers announce where a phase or a stage begins."""
+
+    def __init__(self, tracker: MemoryTracker) -> None:
+        self.tracker, self.memory = tracker, StepMemory({}, {})
+        self.phase = self.stage = ""
+
+    def begin_phase(self, phase: str) -> None:
+        self.begin_stage("")
+        self.phase = phase
+        self.memory.before[phase] = self.tracker.live
+
+    def begin_stage(self, stage: str) -> None:
+        peak = self.tracker.take_peak()
+        if self.stage:
+            self.memory.peak[self.stage] = max(peak, self.memory.peak.get(self.stage, 0))
+        self.stage = stage
+
+
+class StagedRows(ChunkLoader):
+    """Rows made on demand. Asking for rows of a tower begins that tower's stage."""
+
+    recorder: StageRecorder
+    tower: str
+
+    def chunk(self, start: int, stop: int) -> Tensor:
+        self.recorder.begin_stage(f"{self.recorder.phase} {self.tower}")
+        return super().chunk(start, stop)
+
+
+class DryRunWorld(World):
+    """One rank of `size`; the others are assumed to hold the same values."""
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value] * self.size
+
+    def broadcast(self, value: Any) -> Any:
+        return value
+
+    def mesh(self) -> DeviceMesh:
+        with unset_fake_temporarily():  # the mesh needs a table of ranks with real values
+            return super().mesh()
+
+    def wrap(self, tower: nn.Module, parallel: str = "ddp") -> nn.Module:
+        trained = any(p.requires_grad for p in tower.parameters())
+        if self.size > 1 and trained and parallel == "ddp":
+            return DdpBuckets(synchronised(tower))
+        return super().wrap(tower, parallel)
+
+
+class DdpBuckets(nn.Module):
+    """Takes memory like DDP with `gradient_as_bucket_view`, whose C++ reducer needs tensors with values.
+
+    Buckets as large as all gradients exist from the start. Under `no_sync` gradients are separate tensors; the backward pass that
+    synchronises makes each of them a view of its bucket.
+    """
+
+    def __init__(self, tower: nn.Module) -> None:
+        super().__init__()
+        self.module = tower
+        self.views = {p: torch.empty_like(p, requires_grad=False) for p in tower.parameters() if p.requires_grad}
+        self.syncing = self.sync_next = True
+        for p in self.views:
+            p.register_post_accumulate_grad_hook(self.use_bucket)
+
+    def forward(self, *inputs: Any) -> Any:
+        if torch.is_grad_enabled():
+            self.syncing = self.sync_next
+        return self.module(*inputs)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        self.sync_next = False
+        yield
+        self.sync_next = True
+
+    def use_bucket(self, p: Tensor) -> None:
+        if self.syncing:
+            p.grad = self.views[p]  # type: ignore[index]
+
+
+class TrivialTower(nn.Module):
+    """Features (n, D) of any rows, almost without memory."""
+
+    def __init__(self, width: int, trained: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width), requires_grad=trained)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return rows.flatten(1)[:, :1].float() * self.weight
+
+
+class DryRunState(Learner):
+    """The trainer's state without pretrained weights; chunk sizes are set before each step."""
+
+    def build_model(self) -> ClipModel:
+        return build_model(replace(self.config.model, pretrained=None, pretrained_image=None))
+
+    def stored_rows(self) -> StoredFeatures | None:
+        member = self.config.data.stored_member
+        return StoredFeatures(member, self.model.width, "float16") if member else None
+
+    def chunks(self) -> list[int]:
+        return [1, 1]
+
+
+class DryRun:
+    """Runs steps of a training configuration without memory; made by `dry_run`."""
+
+    def __init__(self, config: TrainConfig, ranks: int, tracker: MemoryTracker, folder: Path, *, cuda: bool) -> None:
+        self.config, self.ranks, self.tracker = config, ranks, tracker
+        self.state = DryRunState(config, DryRunWorld(0, ranks, CPU), folder, None)
+        if cuda and type(self.state.optimizer).__module__.startswith("torch.optim"):
+            for group in self.state.optimizer.param_groups:  # torch's own choice on CUDA
+                group["foreach"] = True if group.get("foreach", False) is None else group.get("foreach", False)
+        self.state.precision.scaler = None  # it takes a few bytes, and its test of every gradient needs values
+        model, stored = self.state.model, self.state.stored
+        self.width, self.context_length = model.width, model.context_length
+        self.row = (stored.width,) if stored else (3, model.image_size, model.image_size)
+        self.row_type = getattr(torch, stored.dtype if stored else "uint8")
+        self._make_optimizer_state()
+        if config.launch.parallel == "fsdp" and ranks > 1:
+            self.step((1, 1), 1)  # FSDP2 allocates in its first step
+        self.at_rest = tracker.live
+        """Live bytes between steps."""
+
+    def _make_optimizer_state(self) -> None:
+        for group in self.state.optimizer.param_groups:
+            for p in group["params"]:
+                p.grad = torch.empty_like(p)
+        self.state.update(self.state.gradient_norm())
+        self.state.optimizer.zero_grad()
+
+    def samples(self, tower: int, count: int) -> Tensor:
+        """Inputs of the image (0) or the text tower (1)."""
+        if tower == 0:
+            return torch.empty(count, *self.row, dtype=self.row_type)
+        return torch.empty(count, self.context_length, dtype=torch.int32)
+
+    def fixed(self) -> dict[str, int]:
+        """Live bytes between steps, by what they hold."""
+        state = self.state
+        buckets = [t.encoder for t in state.cache.towers if isinstance(t.encoder, DdpBuckets)]
+        parts = {
+            "master weights": [x for masters in state.masters.values() for x in masters.copies.values()],
+            "optimizer state": [x for values in state.optimizer.state.values() for x in values.values()],
+            "DDP buckets": [view for tower in buckets for view in tower.views.values()],
+        }
+        sizes = {name: sum(local_bytes(x) for x in xs if isinstance(x, Tensor)) for name, xs in parts.items()}
+        weights = {"weights": self.at_rest - sum(sizes.values())}
+        return weights | {name: size for name, size in sizes.items() if size}
+
+    def gradient_bytes(self) -> int:
+        """Bytes of all gradients of the whole model."""
+        return sum(p.nbytes for group in self.state.optimizer.param_groups for p in group["params"])
+
+    def step(self, chunks: tuple[int, int], batch: int) -> StepMemory:
+        """One optimizer step over `batch` samples of this rank, with chunks of the given sizes for the two towers."""
+        memory = self._gradients(chunks, batch)
+        self.tracker.take_peak()
+        memory.before["optim"] = self.tracker.live
+        self.state.update(self.state.gradient_norm())
+        memory.peak["optim"] = self.tracker.take_peak()
+        self.state.optimizer.zero_grad()
+        return memory
+
+    def _gradients(self, chunks: tuple[int, int], batch: int) -> StepMemory:
+        """The step without the optimizer's part."""
+        state, recorder = self.state, StageRecorder(self.tracker)
+        state.optimizer.zero_grad()
+        inputs = []
+        for number, (tower, size) in enumerate(zip(state.cache.towers, chunks)):
+            tower.size = size
+            rows = StagedRows(self._maker(number), batch, CPU, resident=self.config.offload == "none")
+            rows.recorder, rows.tower = recorder, TOWERS[number]
+            inputs.append(rows)
+        recorder.begin_phase("encode")
+        features = state.cache.encode(*inputs)
+        recorder.begin_phase("loss")
+        recorder.begin_stage("loss")
+        state.cache.backward(state.loss(*features))
+        del features
+        recorder.begin_phase("replay")
+        state.cache.replay()
+        recorder.begin_stage("")
+        return recorder.memory
+
+    def _maker(self, tower: int) -> Callable[[int, int], Tensor]:
+        return lambda start, stop: self.samples(tower, stop - start)
+
+    def per_sample(self) -> StepMemory:
+        """What each further sample of the batch adds to a step, whatever the towers: its features, and what stays of its input.
+
+        The difference of steps of three and of four chunks of trivial towers.
+        """
+        towers, size = self.state.cache.towers, 64
+        encoders, steps = [tower.encoder for tower in towers], []
+        for count in (3, 4):
+            for tower, encoder in zip(towers, encoders):
+                tower.encoder = encoder  # `trained` below asks the real one
+                tower.encoder = TrivialTower(self.width, tower.trained)
+            steps.append(self._gradients((size, size), count * size))
+        for tower, encoder in zip(towers, encoders):
+            tower.encoder = encoder
+        self.state.optimizer.zero_grad()
+        three, four = steps
+        return four.slope(three, size)
+
+    def loss(self, batch: int) -> int:
+        """Bytes that the loss of `batch` samples of this rank and its gradients take, beyond the features."""
+        features = [torch.empty(batch, self.width).requires_grad_(t.trained) for t in self.state.cache.towers]
+        self.tracker.take_peak()
+        before = self.tracker.live
+        self.state.loss(*features).backward()
+        self.state.optimizer.zero_grad()
+        return self.tracker.take_peak() - before
+
+    def graph(self, tower: int, size: int) -> int:
+        """Bytes that the graph of one chunk of a tower holds when it is kept for the second pass."""
+        kept = self.state.cache.towers[tower]
+        if not kept.trained:
+            return 0
+        rows = self.samples(tower, size)
+        before = self.tracker.live
+        with kept.autocast():
+            out = kept.encoder(rows)
+        held = self.tracker.live - before
+        del out
+        return held
+
+
+@contextmanager
+def dry_run(config: TrainConfig, ranks: int, capability: int | None) -> Iterator[DryRun]:
+    """A dry run of `config` on one of `ranks` GPUs of a compute capability, or (None) on one of `ranks` CPU processes."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="clipscale-plan-")))
+        if ranks > 1:
+            dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+            stack.callback(dist.destroy_process_group)
+        tracker = stack.enter_context(without_memory())
+        stack.enter_context(as_on_cuda(capability) if capability else nullcontext())
+        yield DryRun(config, ranks, tracker, folder, cuda=capability is not None)
+
+
+def local_bytes(x: Tensor) -> int:
+    """Bytes of a tensor on this rank: of a sharded tensor, this rank's shard."""
+    return x.to_local().nbytes if isinstance(x, DTensor) else x.nbytes

@@ -1,0 +1,53 @@
+"""Estimates the time of a step: operations over an assumed share of the GPU's peak, and bytes over the slowest link. Nothing is measured.
+
+b: samples of one rank, P: ranks, D: feature width.
+"""
+
+from dataclasses import dataclass
+
+from clipscale.config.tools import PlanConfig
+from clipscale.hardware import Hardware
+from clipscale.models.towers import forward_flops
+from clipscale.plan.dry_run import DryRun
+
+RING_BYTES = 8
+"""Bytes that a GPU sends for each number of each column of the batch (docs/loss.md): in bf16 twice, and a float32 gradient once."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one step, by part. The ring's transfers overlap the loss's arithmetic."""
+
+    encode: float
+    loss: float
+    ring: float
+    replay: float
+    gradients: float
+    """Summing the parameters' gradients over the ranks."""
+
+    @property
+    def step(self) -> float:
+        return self.encode + max(self.loss, self.ring) + self.replay + self.gradients
+
+
+def step_time(config: PlanConfig, gpu: Hardware, run: DryRun, batch: int, kept: tuple[float, float]) -> StepTime:
+    """A step of `batch` samples on each rank; `kept`: share of each tower's chunks that need no second pass."""
+    ranks = config.gpus * config.nodes
+    rate = gpu.peak(config.precision.name, config.precision.tf32) * config.utilisation
+    link = 1e9 * (config.network if config.nodes > 1 else gpu.link)
+    image, text = forward_flops(config.model)
+    forward = (0 if run.state.stored else image, text)
+    trained = [tower.trained for tower in run.state.cache.towers]
+    recomputed = 1 if config.model.grad_checkpointing else 0
+    # Forward and backward passes cost 1 and 2 forward passes; a kept graph saves the forward pass.
+    replay = sum(f * (3 - share + recomputed) for f, share, one in zip(forward, kept, trained) if one)
+    pairs = batch * batch * ranks * (ranks if config.loss.exchange == "replicated" else 1)
+    matmuls = 2 + sum(trained) if any(trained) else 1
+    columns = batch * (ranks - 1) * run.width
+    return StepTime(
+        encode=batch * sum(forward) / rate,
+        loss=matmuls * 2 * pairs * run.width / rate,
+        ring=RING_BYTES * columns / link,
+        replay=batch * replay / rate,
+        gradients=2 * (ranks - 1) / ranks * run.gradient_bytes() / link,
+    )
