@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from clipscale.config.train import TrainConfig
-from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.data.features import StoredFeatures
+from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.distributed import World, synchronised
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.plan.memory_tracker import MemoryTracker, as_on_cuda, without_memory

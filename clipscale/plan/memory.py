@@ -117,7 +117,7 @@ class MemoryModel:
 
 
 def keep_bytes(setting: str, step: StepMemory, available: float) -> float:
-    """`cache.activation_budget` in bytes. `auto`: what a step without kept graphs leaves of `available`, less a margin, as in clipscale.autotune."""
+    """`cache.activation_budget` in bytes. `auto`: what a step without kept graphs leaves free, less a margin, as in clipscale.autotune."""
     if setting == "none":
         return 0.0
     if setting != "auto":
@@ -172,7 +172,9 @@ def host_memory(config: PlanConfig, run: DryRun, batch: int, chunk: int, *, cuda
     layout = replace(layout, pool=largest_pool(layout, config.image_bytes))
     process = {
         "process": CUDA_PROCESS if cuda else PROCESS,
-        "batch": layout.memory_bytes(config.image_bytes if data.on_device else min(config.image_bytes, layout.row_bytes)),
+        "batch": layout.memory_bytes(
+            config.image_bytes if data.on_device else min(config.image_bytes, layout.row_bytes)
+        ),
         "shuffle windows": streams // ranks * max(data.shuffle, 1) * config.image_bytes,
         "loader workers": LOADER + workers * WORKER if workers else 0,
     }
