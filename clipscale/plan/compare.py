@@ -72,13 +72,13 @@ def settings_of(config: PlanConfig, folder: Path) -> PlanConfig:
     environment = json.loads((folder / "env.json").read_text(encoding="utf-8"))
     processes, gpus = environment["processes"], environment["gpus"]
     on_gpu = bool(gpus) and trained.device != "cpu"
-    name = config.hardware or (hardware_of(gpus[0]) if on_gpu else "cpu")
-    if not name:
+    device = config.hardware or (hardware_of(gpus[0]) if on_gpu else "cpu")
+    if not device:
         raise UserError(f"run={config.run}: {gpus[0]} is not in the table of GPUs; give the nearest with hardware=NAME")
     per_node = min(processes, len(gpus)) if on_gpu else processes
     values = {field.name: getattr(config, field.name) for field in fields(PlanConfig)}
     values |= {field.name: getattr(trained, field.name) for field in fields(TrainConfig)}
-    return PlanConfig(**values | {"hardware": name, "gpus": per_node, "nodes": processes // per_node})
+    return PlanConfig(**values | {"hardware": device, "gpus": per_node, "nodes": processes // per_node})
 
 
 def steps_of(folder: Path) -> list[dict[str, Any]]:
