@@ -23,9 +23,10 @@ from clipscale.data.decode import IMAGE_TYPES, BrokenSampleError, decode_rgb, im
 from clipscale.data.filters import Selection
 from clipscale.data.order import CounterRNG, key
 from clipscale.data.sample import RawSample, limits
-from clipscale.data.shards import index, indexing
+from clipscale.data.shards import index
 from clipscale.data.shards.access import Access, leaf_of, scheme_of
 from clipscale.data.shards.reader import ReadProblem, read_shard
+from clipscale.data.shards.scan import HashingStore, map_shards
 from clipscale.report.table import TextTable
 from clipscale.units import format_bytes
 
@@ -132,14 +133,14 @@ class Findings:
 
 def scans(urls: Sequence[str], task: Task, workers: int) -> Iterator[Findings]:
     """Every shard's findings, in the order in which they are ready."""
-    for _, found in indexing.as_they_come(partial(scan, task=task), urls, workers):
+    for _, found in map_shards(partial(scan, task=task), urls, workers):
         yield found
 
 
 def scan(url: str, task: Task) -> Findings:
     """Read one shard and every picture in it."""
     found = Findings(shards=1)
-    store, problem = indexing.HashingStore(task.access), ReadProblem()
+    store, problem = HashingStore(task.access), ReadProblem()
     keys: list[str] = []
     hashes: dict[str, list[int]] = {kind: [] for kind in list(DUPLICATES)[: 3 if task.near_duplicates else 2]}
     kinds = limits(IMAGE_TYPES, task.selection.members(), task.max_bytes)
@@ -163,7 +164,7 @@ def scan(url: str, task: Task) -> Findings:
     if problem.reason:
         found.damaged[url] = f"{problem.reason}: {problem.detail}"
     found.keys = [ShardKeys.of(leaf_of(url), keys, hashes)]
-    _compare_with_index(url, task, store.digest.hexdigest(), found)
+    _compare_with_index(url, task, store.hasher.hexdigest(), found)
     return found
 
 
@@ -221,11 +222,12 @@ def _compare_with_index(url: str, task: Task, sha256: str, found: Findings) -> N
         return
     entries = index.known([url], task.index_cache).get(url)
     try:
-        found.size, stamp = index.stamp_of(url, task.access)
+        state = index.state_of(url, task.access)
+        found.size = state[0]
     except Exception as error:  # reading the shard met the same error and has noted it
         found.damaged.setdefault(url, str(error))
         return
-    entry = index.matching(entries or [], found.size, stamp)
+    entry = index.matching(entries or [], state)
     if not entries:
         found.unindexed = 1
     elif entry is None:

@@ -24,8 +24,7 @@ from clipscale.data.features import DTYPES, NOTE, encoded_row
 from clipscale.data.order import CounterRNG
 from clipscale.data.sample import RawSample
 from clipscale.data.shards.access import Access, SourceError, leaf_of
-from clipscale.data.shards.choose import list_shards
-from clipscale.data.shards.listing import count_samples
+from clipscale.data.shards.listing import count_samples, list_shards
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.store import Store
 from clipscale.data.shards.writer import shard_writer, write_counts

@@ -15,7 +15,7 @@ from clipscale.config.data import DataConfig
 from clipscale.config.sections import ModelConfig
 from clipscale.data.decode import BrokenSampleError
 from clipscale.data.order import CounterRNG
-from clipscale.data.shards.choose import list_shards
+from clipscale.data.shards.listing import list_shards
 from clipscale.errors import UserError
 
 if TYPE_CHECKING:  # loader workers import this module and need no models

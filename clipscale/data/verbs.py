@@ -13,7 +13,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from clipscale.config.data import TableConfig
 from clipscale.config.tools import CheckSettings, IndexSettings, StatsSettings
-from clipscale.data.shards import index, indexing, listing
+from clipscale.data.shards import index, listing, scan
 from clipscale.data.shards.access import Access, is_local, scheme_of
 from clipscale.errors import UserError
 from clipscale.hardware import cores
@@ -63,9 +63,9 @@ def make_index(sources: Sequence[str], settings: IndexSettings) -> int:
             if entry is not None and entry.reason:
                 damaged.append((url, entry))
 
-        tally = indexing.update(
+        update = scan.update_indexes(
             urls,
-            place=lambda folder: indexing.place_for(folder, settings.cache),
+            cache=settings.cache,
             access=Access(cache=None),
             checksum=settings.checksum,
             workers=settings.workers or cores(),
@@ -77,14 +77,14 @@ def make_index(sources: Sequence[str], settings: IndexSettings) -> int:
         return 0
     entries, _ = index.current(urls, settings.cache)
     samples = sum(entry.samples for entry in entries.values())
-    print(f"{samples} samples in {len(entries)} shards; {tally.read} indexed now, {tally.kept} unchanged")
+    print(f"{samples} samples in {len(entries)} shards; {update.read} indexed now, {update.kept} unchanged")
     for url, entry in damaged:
         print(f"{entry.reason} after {entry.samples} samples: {entry.detail or url}")
-    for url, why in (tally.failed or {}).items():
+    for url, why in update.failed.items():
         print(f"not indexed: {url}: {why}")
-    for place in sorted({str(indexing.place_for(index.folder_of(url), settings.cache)) for url in urls}):
+    for place in sorted({str(index.writable_path(index.folder_of(url), settings.cache)) for url in urls}):
         print(f"  {place}")
-    return 1 if damaged or tally.failed else 0
+    return 1 if damaged or update.failed else 0
 
 
 def check_shards(sources: Sequence[str], settings: CheckSettings) -> int:
@@ -130,9 +130,9 @@ def show_stats(sources: Sequence[str], settings: StatsSettings) -> int:
     entries, _ = index.current(urls, settings.cache)
     missing = [url for url in urls if url not in entries and is_local(url)]
     if missing:
-        listing.scanned_counts(missing, settings.cache)
+        listing.scan_counts(missing, settings.cache)
         entries, _ = index.current(urls, settings.cache)
-    rows = sum(count or 0 for url, count in zip(urls, listing.noted_counts(urls)) if scheme_of(url) == "table")
+    rows = sum(count or 0 for url, count in zip(urls, listing.recorded_counts(urls)) if scheme_of(url) == "table")
     members: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
     for entry in entries.values():

@@ -17,7 +17,7 @@ from PIL import Image
 
 from clipscale.data import demo, scenes
 from clipscale.data.sample import RawSample
-from clipscale.data.shards.listing import expand, noted_counts
+from clipscale.data.shards.listing import expand, recorded_counts
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.errors import UserError
 
@@ -57,7 +57,7 @@ def test_the_same_seed_gives_the_same_bytes(root: Path, tmp_path: Path) -> None:
 
 def test_training_shards_are_in_laions_layout(root: Path) -> None:
     urls = expand(demo.paths(root).train)
-    assert len(urls) == 16 and sum(count or 0 for count in noted_counts(urls)) == SAMPLES
+    assert len(urls) == 16 and sum(count or 0 for count in recorded_counts(urls)) == SAMPLES
     keys = set()
     for url in urls:
         for index, sample in enumerate(samples(url)):

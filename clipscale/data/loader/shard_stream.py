@@ -21,7 +21,7 @@ from clipscale.data.loader.offload import Transform, tier_of
 from clipscale.data.order import AUGMENT, CAPTION, WINDOW, CounterRNG, Order, Segment, local_places, permutation
 from clipscale.data.sample import RawSample, limits
 from clipscale.data.shards import index
-from clipscale.data.shards.access import SEEN, Access
+from clipscale.data.shards.access import EVENT, Access
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.store import Store
 from clipscale.errors import UserError
@@ -84,8 +84,8 @@ def segment_windows(
         return begin + window > segment.start if wanted is None else index - begin in wanted
 
     def opened() -> Generator[RawSample, None, None]:
-        places = partial(index.places, cache=store.access.cache)
-        return read_shard(url, problem, want, kinds, later=True, store=store, places=places)
+        offsets = partial(index.sample_offsets, cache=store.access.cache)
+        return read_shard(url, problem, want, kinds, lazy=True, store=store, offsets=offsets)
 
     def chosen(size: int) -> np.ndarray:
         """The window's samples that are part of the segment, in their order, if it has so many."""
@@ -121,7 +121,7 @@ def segment_windows(
                     yield [Lost(problem.reason, problem.detail)]
                 return
         if segment.stop == segment.count and (surplus := sum(1 for _ in reader)):
-            store.tally["not_in_count"] += surplus
+            store.counts["not_in_count"] += surplus
     finally:
         reader.close()
 
@@ -146,7 +146,7 @@ def _next_window(
 
 def kept(item: RawSample | Lost) -> int:
     """Bytes that a sample takes in memory, at most."""
-    return item.extent if isinstance(item, RawSample) and (item.members or item.later) else 0
+    return item.extent if isinstance(item, RawSample) and (item.members or item.deferred) else 0
 
 
 @dataclass(frozen=True)
@@ -246,7 +246,7 @@ class LaneReader:
     def close(self) -> None:
         """Close the shard, and call off what was asked for ahead."""
         self._samples.close()
-        self._store.settle()
+        self._store.collect()
 
     def take(self, put: Callable[[bytes, CounterRNG], None]) -> tuple[str, int]:
         """Give the next usable sample's picture to `put`; returns its caption and its id. Raises UserError."""
@@ -256,7 +256,7 @@ class LaneReader:
             try:
                 if isinstance(item, Lost):
                     raise BrokenSampleError(item.reason, item.detail)
-                item.fill()
+                item.load()
                 if item.damage:
                     raise BrokenSampleError(item.damage, item.detail)
                 place = segment.epoch, segment.shard, item.index
@@ -317,7 +317,7 @@ class Producer:
 
     def __init__(self, plan: Plan, arena: Arena, tick: Tick) -> None:
         self.broken: Counter[str] = Counter()
-        """Reason -> count since the caller last cleared it; what begins with SEEN cost no sample."""
+        """Reason -> count since the caller last cleared it; what begins with EVENT cost no sample."""
         self.tier = tier_of(arena, plan.transform, plan.room)
         self._plan, self._tick = plan, tick
         self._last, self._padding = last_place(plan.tokenizer, arena.layout.context_length)
@@ -339,7 +339,7 @@ class Producer:
                 captions.append(caption)
             tokens = np.asarray(self._plan.tokenizer(captions))
             if full := int((tokens[:, self._last] != self._padding).sum()):
-                self.broken[SEEN + TRUNCATED] += full
+                self.broken[EVENT + TRUNCATED] += full
             slot["tokens"][[place for _, place in piece]] = tokens
             yield start + len(piece)
 

@@ -26,8 +26,8 @@ from clipscale.data.loader.rows import Returning, Stopwatch, arena_for, row_kind
 from clipscale.data.loader.shard_stream import TRUNCATED, LaneShare, Plan, Producer, windows
 from clipscale.data.loader.workers import Fill, Loaded, Report, Workers, reports
 from clipscale.data.order import Epochs, fingerprint, stream_bounds
-from clipscale.data.shards.access import SEEN, Access
-from clipscale.data.shards.choose import choose_order, list_shards
+from clipscale.data.shards.access import EVENT, Access
+from clipscale.data.shards.listing import build_order, list_shards
 from clipscale.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class TrainStream:
         access = Access(config.cache, config.cache_bytes, config.retries, config.wait_s)
         self._sizes, self._world = sizes or (lambda _: batch), world
         urls, weights = list_shards(config)
-        self._order = choose_order(config, urls, weights, self._sizes(0), world, seed, position)
+        self._order = build_order(config, urls, weights, self._sizes(0), world, seed, position)
         check_ramp(self._sizes(0), batch, self._order.streams, world)
         self._fingerprint = fingerprint(self._order, [url.rsplit("/", 1)[-1] for url in urls], max(config.shuffle, 1))
         self._positions = self._starts(position, rank, world)
@@ -300,10 +300,10 @@ class TrainStream:
             self._returning.note(number, report)
             return
         for reason, count in report.broken.items():
-            if reason == SEEN + TRUNCATED:
+            if reason == EVENT + TRUNCATED:
                 self.truncated += count
                 continue
-            own, name = (self.seen, reason.removeprefix(SEEN)) if reason.startswith(SEEN) else (self.broken, reason)
+            own, name = (self.seen, reason.removeprefix(EVENT)) if reason.startswith(EVENT) else (self.broken, reason)
             own[name] += count
         if report.positions is not None:
             self._ends[report.step].update(report.positions)

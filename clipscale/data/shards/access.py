@@ -1,10 +1,11 @@
-"""What shards are named by, how they may be reached, and what is counted on the way without costing a sample."""
+"""Addresses of shards, and what the readers of shards share: settings, errors and event counters.
+
+Imports no reader, so every other module of this folder may import it.
+"""
 
 import hashlib
-import importlib.util
 import os
 import re
-import subprocess
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,17 +14,13 @@ from typing import Any, NamedTuple
 
 import platformdirs
 
-from clipscale.errors import UserError
-
-SEEN = "seen:"
-"""What a tally's names begin with where they count events that cost no sample, such as a request made twice."""
+EVENT = "event:"
+"""Prefix of the counters of events that cost no sample, such as repeated requests."""
 _SCHEME = re.compile(r"^[a-z][a-z0-9+.-]+:", re.IGNORECASE)
-EXTRAS = {"s3": ("s3fs", "s3"), "s3a": ("s3fs", "s3"), "gs": ("gcsfs", "gs"), "gcs": ("gcsfs", "gs")}
-"""Scheme -> the package that reads it, and the extra of ours that installs it. The others come with what is always installed."""
 
 
 class SourceError(Exception):
-    """A shard that cannot be read on. `reason` is one of a small set of words, by which its samples are counted."""
+    """A shard cannot be read further. `reason` is a short fixed word under which the lost samples are counted."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(detail or reason)
@@ -35,16 +32,16 @@ class SourceError(Exception):
 
 @dataclass(frozen=True)
 class Access:
-    """How remote shards are reached, and where copies are kept."""
+    """How to reach remote shards, and where to keep local copies."""
 
     cache: str | None = None
-    """Folder for copies of remote shards; None: they are read where they are."""
+    """Folder for copies of remote shards; None: read them where they are."""
     cache_bytes: int | None = None
-    """The copies' bound; None: the disk's."""
+    """Bound on the copies' bytes; None: the disk's size."""
     retries: int = 8
-    """Requests in a row that may fail without a byte gained before a shard is given up."""
+    """Consecutive requests that may fail without gaining a byte before the shard is given up."""
     wait_s: float = 30.0
-    """Seconds; a server silent for so long is asked again."""
+    """Seconds of a server's silence after which the request is repeated."""
 
 
 DIRECT = Access()
@@ -52,11 +49,45 @@ DIRECT = Access()
 
 
 class Opened(NamedTuple):
-    """A shard's byte stream, to be closed by the caller, and what tells this state of it from any other (None: unknown)."""
+    """A shard's byte stream, which the caller closes, and the size and version that identify its content (None, "":
+    unknown)."""
 
     stream: Any
     size: int | None
-    stamp: str
+    version: str
+
+
+class ReadContext:
+    """The settings of one reader, its event counters, and the callback it makes while it waits."""
+
+    def __init__(
+        self,
+        access: Access = DIRECT,
+        counts: Counter[str] | None = None,
+        tick: Callable[[], None] = lambda: None,
+        pending: deque[str] | None = None,
+    ) -> None:
+        """`counts` receives the events; `tick` is called while waiting and may raise; `pending` holds events of other
+        threads."""
+        self.access, self.tick = access, tick
+        self.counts: Counter[str] = Counter() if counts is None else counts
+        self.pending: deque[str] = deque() if pending is None else pending
+
+    def count(self, event: str) -> None:
+        """Count an event; for the reader's own thread."""
+        self.counts[EVENT + event] += 1
+
+    def count_later(self, event: str) -> None:
+        """Queue an event for `collect`; for any thread, without a lock."""
+        self.pending.append(event)
+
+    def collect(self) -> None:
+        """Count the queued events."""
+        while self.pending:
+            self.count(self.pending.popleft())
+
+    def near_end(self) -> None:
+        """Called when a file is about to be read to its end."""
 
 
 def is_local(url: str) -> bool:
@@ -69,84 +100,9 @@ def scheme_of(url: str) -> str:
     return "" if is_local(url) else url.split(":", 1)[0].lower()
 
 
-def require(url: str, setting: str) -> None:
-    """Raise UserError, naming what to install, unless addresses like this one can be read here."""
-    scheme = scheme_of(url)
-    if scheme in ("", "pipe", "table", "http", "https"):
-        return
-    package, extra = EXTRAS.get(scheme, ("", ""))
-    if package and importlib.util.find_spec(package) is None:
-        raise UserError(
-            f"{setting}={url!r}: {scheme}: addresses need the package {package}; pip install 'clipscale[{extra}]'"
-        )
-    from fsspec import available_protocols, get_filesystem_class
-
-    if scheme not in available_protocols():
-        raise UserError(
-            f"{setting}={url!r}: no reader for {scheme}: addresses; there are https:, s3:, gs:, hf: and local paths"
-        )
-    try:
-        get_filesystem_class(scheme)
-    except ImportError as error:
-        raise UserError(f"{setting}={url!r}: {error}") from error
-
-
-class Watch:
-    """What one reader counts, and whom it answers while it waits."""
-
-    def __init__(
-        self,
-        access: Access = DIRECT,
-        tally: Counter[str] | None = None,
-        tick: Callable[[], None] = lambda: None,
-        late: deque[str] | None = None,
-    ) -> None:
-        """`tally` counts retries and the like, by names that begin with SEEN; `tick` is called while waiting; `late` holds what is
-        still to be counted, by whichever of those who share it settles."""
-        self.access, self.tick = access, tick
-        self.tally: Counter[str] = Counter() if tally is None else tally
-        self.late: deque[str] = deque() if late is None else late
-
-    def see(self, event: str) -> None:
-        """Count an event that costs no sample."""
-        self.tally[SEEN + event] += 1
-
-    def see_later(self, event: str) -> None:
-        """The same, from any thread; counted by `settle`."""
-        self.late.append(event)
-
-    def settle(self) -> None:
-        """Count what other threads have seen."""
-        while self.late:
-            self.see(self.late.popleft())
-
-    def near_end(self) -> None:
-        """The end of what is being read is near."""
-
-
-class Pipe:
-    """What a shell command prints. Closing it early ends the command."""
-
-    def __init__(self, command: str) -> None:
-        self._process = subprocess.Popen(command, shell=True, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL)
-
-    def read(self, size: int = -1) -> bytes:
-        """Up to `size` bytes. Raises SourceError where the command fails."""
-        assert self._process.stdout is not None
-        data = self._process.stdout.read(size)
-        if len(data) < size or size < 0:
-            status = self._process.wait()
-            if status:
-                raise SourceError("failed_pipe", f"the command ended with status {status}")
-        return data
-
-    def close(self) -> None:
-        """End the command."""
-        assert self._process.stdout is not None
-        self._process.stdout.close()
-        if self._process.poll() is None:
-            self._process.terminate()
-        self._process.wait()
+def leaf_of(url: str) -> str:
+    """The last part of a path or address."""
+    return url.split("?", 1)[0].rsplit("/", 1)[-1] if not is_local(url) else os.path.basename(url)  # noqa: PTH119
 
 
 def digest(text: str) -> str:
@@ -154,11 +110,6 @@ def digest(text: str) -> str:
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
 
-def own_cache() -> Path:
+def user_cache() -> Path:
     """The user's cache folder (XDG_CACHE_HOME is honoured)."""
     return Path(platformdirs.user_cache_dir("clipscale", appauthor=False))
-
-
-def leaf_of(url: str) -> str:
-    """The last part of a path or address."""
-    return url.split("?", 1)[0].rsplit("/", 1)[-1] if not is_local(url) else os.path.basename(url)  # noqa: PTH119

@@ -1,6 +1,7 @@
-"""Local copies of remote shards, shared by all processes of a machine, with a bound on their bytes: the least recently used go first.
+"""Local copies of remote shards, shared by all processes of a machine; the least recently used are deleted to keep a
+bound on their bytes.
 
-A copy is written under another name and renamed when it is complete. Locks are flock's, so those of a process that dies are gone with it.
+A copy is written under another name and renamed when it is complete. Locks are flock's, so they end with their process.
 """
 
 import errno
@@ -14,29 +15,30 @@ from pathlib import Path
 from typing import IO
 
 from clipscale.data.shards import index
-from clipscale.data.shards.access import Opened, SourceError, Watch, digest, leaf_of
-from clipscale.data.shards.origins import origin_of
+from clipscale.data.shards.access import Opened, ReadContext, SourceError, digest, leaf_of
 from clipscale.data.shards.remote import LARGEST_BLOCK, RemoteFile
+from clipscale.data.shards.remote_object import remote_object
 
 log = logging.getLogger(__name__)
 
 _PART = ".part"
 
 
-class Copies:
+class ShardCache:
     """The copies in one folder."""
 
     def __init__(self, folder: str, bound: int | None) -> None:
         self._folder, self._bound = Path(folder).expanduser() / "shards", bound
 
-    def open(self, url: str, watch: Watch) -> Opened:
-        """The shard's copy, made first if need be; the remote object itself where there is no room for a copy. Raises SourceError."""
+    def open(self, url: str, context: ReadContext) -> Opened:
+        """The shard's copy, made now if there is none; the remote object itself where no copy fits. Raises
+        SourceError."""
         self._folder.mkdir(parents=True, exist_ok=True)
         try:
-            remote = RemoteFile(origin_of(url, watch.access.wait_s), watch)
+            remote = RemoteFile(remote_object(url, context.access.wait_s), context)
         except SourceError as error:
             if error.reason == "unreachable_shard" and (copy := self._last_used(url)):
-                watch.see("copy_of_unreachable")
+                context.count("copy_of_unreachable")
                 return Opened(copy, None, "")
             raise
         path = self._folder / f"{digest(url)}-{digest(f'{remote.length} {remote.version}')}-{leaf_of(url)[-80:]}"
@@ -46,19 +48,19 @@ class Copies:
                     copy = path.open("rb", buffering=1 << 17)
                     os.utime(path)
                     return Opened(copy, remote.length, remote.version)
-                except FileNotFoundError:  # not there yet, or evicted between the two lines
+                except FileNotFoundError:  # not there yet, or evicted between these two lines
                     pass
-                if not self._make(url, path, remote, watch):
+                if not self._make(url, path, remote, context):
                     remote.seek(0)
                     return Opened(remote, remote.length, remote.version)
         except BaseException:
-            remote.close()  # with what it has asked for ahead
+            remote.close()  # and its prefetch
             raise
 
     def _last_used(self, url: str) -> IO[bytes] | None:
-        """The copy that was opened last of all there are of this shard's versions: the newest that anyone has seen."""
+        """Of the copies of this shard's versions, the one opened last: the newest version that any process has seen."""
         own = digest(url) + "-"
-        copies = [(used, path) for path, _, used in self._list() if path.name.startswith(own)]
+        copies = [(used, path) for path, _, used in self._files() if path.name.startswith(own)]
         for _, path in sorted(copies, reverse=True):
             try:
                 return path.open("rb")
@@ -66,20 +68,20 @@ class Copies:
                 continue
         return None
 
-    def _make(self, url: str, path: Path, remote: RemoteFile, watch: Watch) -> bool:
-        """Write the copy, or wait while another process does. False if there is no room for it.
+    def _make(self, url: str, path: Path, remote: RemoteFile, context: ReadContext) -> bool:
+        """Write the copy, or wait while another process does. False if it does not fit.
 
-        Raises SourceError `wrong_checksum` if it is not what was indexed under this version.
+        Raises SourceError `wrong_checksum` if the index has another checksum for this version.
         """
         part = path.with_name("." + path.name + _PART)
         with part.open("ab") as out:
-            _lock(out, watch.tick)
-            if path.exists() or not _still(out, part):
+            _lock(out, context.tick)
+            if path.exists() or not _is_at(out, part):
                 return True  # another process has finished, or failed and left
             try:
                 if not self._reserve(out, part, remote.length):
                     part.unlink()
-                    watch.see("no_room_for_copy")
+                    context.count("no_room_for_copy")
                     return False
                 remote.seek(0)
                 checksum = hashlib.sha256()
@@ -87,11 +89,11 @@ class Copies:
                     while data := remote.read(LARGEST_BLOCK):
                         body.write(data)
                         checksum.update(data)
-                        watch.tick()
+                        context.tick()
                     body.flush()
                     os.fsync(body.fileno())
-                entries = index.known([url], watch.access.cache).get(url, [])
-                entry = index.matching(entries, remote.length, remote.version)
+                entries = index.known([url], context.access.cache).get(url, [])
+                entry = index.matching(entries, (remote.length, remote.version))
                 if entry is not None and entry.sha256 not in (None, checksum.hexdigest()):
                     raise SourceError("wrong_checksum", "what came is not what was indexed")
                 part.rename(path)
@@ -101,20 +103,21 @@ class Copies:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                     raise
                 log.warning("data.cache=%s: %s; going on without a copy", self._folder.parent, error.strerror)
-                watch.see("no_room_for_copy")
+                context.count("no_room_for_copy")
                 return False
             except BaseException:
                 part.unlink(missing_ok=True)
                 raise
 
     def _reserve(self, out: IO[bytes], part: Path, size: int) -> bool:
-        """Make room within the bound and take it: the empty copy has its final length from the start, so others count it."""
+        """Delete old copies until this one fits, and give the empty file its final length, so that other processes
+        count it."""
         with (self._folder / ".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if self._bound is not None:
                 copies = []
                 total = size
-                for path, length, used in self._list():
+                for path, length, used in self._files():
                     if path == part:
                         continue
                     if path.name.endswith(_PART) and _orphan(path):
@@ -125,14 +128,14 @@ class Copies:
                 for _, length, path in sorted(copies):
                     if total <= self._bound:
                         break
-                    path.unlink(missing_ok=True)  # who reads it keeps it until he closes it
+                    path.unlink(missing_ok=True)  # an open file can still be read
                     total -= length
                 if total > self._bound:
                     return False
             os.truncate(part, size)
             return True
 
-    def _list(self) -> Iterator[tuple[Path, int, int]]:
+    def _files(self) -> Iterator[tuple[Path, int, int]]:
         for path in self._folder.iterdir():
             if path.name != ".lock":
                 try:
@@ -152,8 +155,8 @@ def _lock(file: IO[bytes], tick: Callable[[], None]) -> None:
             time.sleep(0.1)
 
 
-def _still(file: IO[bytes], path: Path) -> bool:
-    """Whether the open file is the one that its name leads to."""
+def _is_at(file: IO[bytes], path: Path) -> bool:
+    """Whether the path leads to this open file."""
     try:
         return os.fstat(file.fileno()).st_ino == path.stat().st_ino
     except FileNotFoundError:
@@ -161,7 +164,7 @@ def _still(file: IO[bytes], path: Path) -> bool:
 
 
 def _orphan(part: Path) -> bool:
-    """Delete a half-made copy whose maker is gone."""
+    """Delete an incomplete copy whose process has ended; whether it is gone."""
     try:
         file = part.open("rb")
     except FileNotFoundError:

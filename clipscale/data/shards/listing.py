@@ -1,6 +1,11 @@
-"""Shards as files: which ones a setting names, and how many samples each holds."""
+"""Lists the shards that a setting names, counts their samples, and builds the order in which they are read.
+
+Expands braces, `::` and `${NAME}` as webdataset does, whose own function would load torch before a mistyped path is
+reported.
+"""
 
 import glob
+import importlib.util
 import json
 import logging
 import os
@@ -8,12 +13,15 @@ import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from braceexpand import braceexpand
 
-from clipscale.config.data import TableConfig
-from clipscale.data.shards import index, indexing
-from clipscale.data.shards.access import is_local, leaf_of, own_cache, require, scheme_of
+from clipscale.config.data import DataConfig, TableConfig
+from clipscale.data.order import Epochs, Order, Resampled, default_streams, streams_fit
+from clipscale.data.shards import index, scan
+from clipscale.data.shards.access import is_local, leaf_of, scheme_of, user_cache
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.errors import UserError
 
@@ -21,20 +29,42 @@ log = logging.getLogger(__name__)
 
 TABLES = (".csv", ".tsv", ".parquet")
 SCAN_AT_MOST = 256
-"""Shards whose headers are read to count samples when nothing else tells; more than that would delay the start of a run."""
+"""Shards that are scanned to count their samples if no counts are recorded; more would delay the start of a run."""
+EXTRAS = {"s3": ("s3fs", "s3"), "s3a": ("s3fs", "s3"), "gs": ("gcsfs", "gs"), "gcs": ("gcsfs", "gs")}
+"""Scheme -> the package that reads it, and this project's extra that installs it. Other packages are always
+installed."""
 
 
 # -- which shards ------------------------------------------------------------------------------------------------------
 
 
+def list_shards(config: DataConfig) -> tuple[list[str], list[float] | None]:
+    """Every shard of every source, and each shard's part of its source's weight (None: no weights). Raises
+    UserError."""
+    if not config.train:
+        raise UserError("data.train is not set; give shards, for example data.train='/data/{00000..00099}.tar'")
+    sources = [config.train] if isinstance(config.train, str) else list(config.train)
+    listed = [expand(source, config.allow_pipe, table=config.table) for source in sources]
+    urls = [url for source in listed for url in source]
+    if config.weights is None:
+        return urls, None
+    if len(config.weights) != len(sources):
+        raise UserError(
+            f"data.weights={list(config.weights)}: {len(config.weights)} weights for {len(sources)} sources in data.train"
+        )
+    if min(config.weights) < 0 or sum(config.weights) <= 0:
+        raise UserError(f"data.weights={list(config.weights)}: must be non-negative and not all zero")
+    return urls, [weight / len(source) for weight, source in zip(config.weights, listed) for _ in source]
+
+
 def expand(
     source: str, allow_pipe: bool = False, *, setting: str = "data.train", table: TableConfig | None = None
 ) -> list[str]:
-    """The shards that one source names: a brace list, a glob, a folder of shards or of pictures, a table, `@FILE` with a
+    """The shards that one source names: a brace list, a glob, a folder of shards or pictures, a table, `@FILE` with a
     source a line, or a URL (`::` joins several).
 
-    Local shards that a brace list names but that do not exist are left out with a warning (downloads have gaps).
-    Raises UserError if nothing is left, or for `pipe:` without `allow_pipe`.
+    Warns of local shards that a brace list names but that do not exist, and leaves them out (downloads have gaps).
+    Raises UserError if no shard is left, or for `pipe:` without `allow_pipe`.
     """
     if source.startswith("pipe:") or "::pipe:" in source:
         if not allow_pipe:
@@ -44,52 +74,69 @@ def expand(
         return _braces(source, setting)
     if source.startswith("@"):
         return _from_list(Path(source[1:]).expanduser(), allow_pipe, setting, table)
-    if source.startswith("file:"):
-        source = re.sub(r"^file:(//)?", "", source)
-    if not is_local(source):
-        listed = [url for address in _braces(source, setting) for url in _listed(address, setting)]
-        return [url for name in listed for url in _parts(name, table, setting)]
-    source = os.path.expanduser(source)  # noqa: PTH111 (a pattern, not yet a path)
-    if Path(source).is_dir():
-        found = sorted(str(p) for p in Path(source).glob("*.tar*") if p.is_file())
-        missing: list[str] = []
-        if not found:
-            from clipscale.data.shards import tables
-
-            found = tables.shards_of_folder(source, table or TableConfig(), setting)
+    source = re.sub(r"^file:(//)?", "", source)
+    if is_local(source):
+        found = _local(os.path.expanduser(source), setting, table)  # noqa: PTH111 (a pattern, not yet a path)
     else:
-        named = [name for pattern in _braces(source, setting) for name in (sorted(glob.glob(pattern)) or [pattern])]  # noqa: PTH207 (absolute)
-        missing = _absent(named)
-        gone = set(missing)
-        found = [name for name in named if name not in gone]
+        found = [url for address in _braces(source, setting) for url in _remote(address, setting)]
     if not found:
         raise UserError(
             f"{setting}={source!r} matches no shard; give a tar file, a brace list, a glob, a folder, a table or @FILE"
         )
-    if missing:
+    return [url for name in found for url in _table_shards(name, table, setting)]
+
+
+def _local(source: str, setting: str, table: TableConfig | None) -> list[str]:
+    """The files of this machine that a brace list, glob or folder names."""
+    if Path(source).is_dir():
+        found = sorted(str(p) for p in Path(source).glob("*.tar*") if p.is_file())
+        if not found:
+            from clipscale.data.shards import tables
+
+            found = tables.folder_shards(source, table or TableConfig(), setting)
+        return found
+    named = [name for pattern in _braces(source, setting) for name in (sorted(glob.glob(pattern)) or [pattern])]  # noqa: PTH207 (absolute)
+    missing = _missing(named)
+    found = [name for name in named if name not in missing]
+    if found and missing:
         log.warning(
             "%s: %d of %d shards do not exist (first: %s); going on without them",
             setting,
             len(missing),
             len(named),
-            missing[0],
+            next(iter(missing)),
         )
-    return [url for name in found for url in _parts(name, table, setting)]
+    return found
 
 
-def _parts(name: str, table: TableConfig | None, setting: str) -> list[str]:
-    """A shard itself, or a table's virtual shards."""
+def _missing(names: Sequence[str]) -> dict[str, None]:
+    """The names that do not exist, in their order. Lists each folder once: a request per file is slow on network file
+    systems."""
+    listings: dict[str, set[str]] = {}
+    missing: dict[str, None] = {}
+    for name in names:
+        folder, leaf = os.path.split(name)
+        if folder not in listings:
+            try:
+                listings[folder] = set(os.listdir(folder or "."))  # noqa: PTH208 (names only, fast)
+            except OSError:
+                listings[folder] = set()
+        if leaf not in listings[folder]:
+            missing[name] = None
+    return missing
+
+
+def _table_shards(name: str, table: TableConfig | None, setting: str) -> list[str]:
+    """A table's virtual shards; any other shard is itself."""
     if scheme_of(name) == "table" or not leaf_of(name).endswith(TABLES):
         return [name]
-    from clipscale.data.shards import (
-        tables,  # brings in what decodes pictures, for which listing tar files need not wait
-    )
+    from clipscale.data.shards import tables  # loads what decodes pictures, which listing tar files does not need
 
-    return tables.shards_of(name, table or TableConfig(), setting)
+    return tables.table_shards(name, table or TableConfig(), setting)
 
 
 def _braces(source: str, setting: str) -> list[str]:
-    """Braces and `${NAME}` (environment variable WDS_NAME, as webdataset has it) resolved, `::` taken apart."""
+    """Expands braces and `${NAME}` (environment variable WDS_NAME), and splits at `::`."""
     try:
         filled = re.sub(r"\$\{(\w+)\}", lambda name: os.environ["WDS_" + name[1]], source)
         return [url for part in filled.split("::") for url in braceexpand(part)]
@@ -97,9 +144,10 @@ def _braces(source: str, setting: str) -> list[str]:
         raise UserError(f"{setting}={source!r} cannot be expanded: {error}") from error
 
 
-def _listed(url: str, setting: str) -> list[str]:
-    """The objects that a remote pattern (`s3://bucket/*.tar`) or folder (`s3://bucket/set/`) names; another address is itself."""
-    require(url, setting)
+def _remote(url: str, setting: str) -> list[str]:
+    """The objects that a remote pattern (`s3://bucket/*.tar`) or folder (`s3://bucket/set/`) names; another address is
+    itself."""
+    _require(url, setting)
     if scheme_of(url) in ("http", "https", "pipe") or not (re.search(r"[*?\[]", url) or url.endswith("/")):
         return [url]
     from fsspec.core import url_to_fs
@@ -115,43 +163,46 @@ def _listed(url: str, setting: str) -> list[str]:
     return found
 
 
+def _require(url: str, setting: str) -> None:
+    """Raise UserError, naming what to install, unless addresses of this scheme can be read."""
+    scheme = scheme_of(url)
+    if scheme in ("", "pipe", "table", "http", "https"):
+        return
+    package, extra = EXTRAS.get(scheme, ("", ""))
+    if package and importlib.util.find_spec(package) is None:
+        raise UserError(
+            f"{setting}={url!r}: {scheme}: addresses need the package {package}; pip install 'clipscale[{extra}]'"
+        )
+    from fsspec import available_protocols, get_filesystem_class
+
+    if scheme not in available_protocols():
+        raise UserError(
+            f"{setting}={url!r}: no reader for {scheme}: addresses; there are https:, s3:, gs:, hf: and local paths"
+        )
+    try:
+        get_filesystem_class(scheme)
+    except ImportError as error:
+        raise UserError(f"{setting}={url!r}: {error}") from error
+
+
 def _from_list(path: Path, allow_pipe: bool, setting: str, table: TableConfig | None) -> list[str]:
     try:
         lines = [line.strip() for line in path.read_text().splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{setting}='@{path}': the list cannot be read ({error})") from error
-    urls = [
-        url
-        for line in lines
-        if line and not line.startswith("#")
-        for url in expand(line, allow_pipe, setting=setting, table=table)
-    ]
+    sources = [line for line in lines if line and not line.startswith("#")]
+    urls = [url for line in sources for url in expand(line, allow_pipe, setting=setting, table=table)]
     if not urls:
         raise UserError(f"{setting}='@{path}' lists no shard; write one address a line")
     return urls
 
 
-def _absent(names: Sequence[str]) -> list[str]:
-    """The names that do not exist; one listing a folder, since a question a file is slow on network file systems."""
-    listings: dict[str, set[str]] = {}
-    absent = []
-    for name in names:
-        folder, leaf = os.path.split(name)
-        if folder not in listings:
-            try:
-                listings[folder] = set(os.listdir(folder or "."))  # noqa: PTH208 (names only, fast)
-            except OSError:
-                listings[folder] = set()
-        if leaf not in listings[folder]:
-            absent.append(name)
-    return absent
-
-
 # -- how many samples --------------------------------------------------------------------------------------------------
 
 
-def noted_counts(urls: Sequence[str], cache: str | None = None) -> list[int | None]:
-    """Samples per shard as noted in an index, in `sizes.json` (webdataset) or in `NNNNN_stats.json` (img2dataset); None: not noted."""
+def recorded_counts(urls: Sequence[str], cache: str | None = None) -> list[int | None]:
+    """Samples per shard from an index, `sizes.json` (webdataset) or `NNNNN_stats.json` (img2dataset); None: not
+    recorded."""
     entries, stale = index.current(urls, cache)
     if stale:
         log.warning(
@@ -161,19 +212,19 @@ def noted_counts(urls: Sequence[str], cache: str | None = None) -> list[int | No
             len(urls),
             stale[0],
         )
-    _tell_damaged(entries, len(urls))
+    _warn_of_damage(entries, len(urls))
     sizes: dict[str, dict[str, int]] = {}
     for folder in {os.path.split(url)[0] for url in urls if is_local(url)}:
         path = Path(folder) / "sizes.json"
         sizes[folder] = _json(path) if path.is_file() else {}
 
-    def noted(url: str) -> int | None:
+    def recorded(url: str) -> int | None:
         if url in entries:
             return entries[url].samples
         if scheme_of(url) == "table":
-            from clipscale.data.shards.tables import rows_of
+            from clipscale.data.shards.tables import row_count
 
-            return rows_of(url)
+            return row_count(url)
         if not is_local(url):
             return None
         folder, leaf = os.path.split(url)
@@ -184,10 +235,10 @@ def noted_counts(urls: Sequence[str], cache: str | None = None) -> list[int | No
         return value if isinstance(value, int) and value >= 0 else None
 
     with ThreadPoolExecutor(16) as pool:  # waits on the file system, seldom on the processor
-        return list(pool.map(noted, urls))
+        return list(pool.map(recorded, urls))
 
 
-def _tell_damaged(entries: Mapping[str, index.Entry], count: int) -> None:
+def _warn_of_damage(entries: Mapping[str, index.Entry], count: int) -> None:
     damaged = [(url, entry.reason) for url, entry in entries.items() if entry.reason]
     if damaged:
         log.warning(
@@ -207,18 +258,16 @@ def _json(path: Path) -> dict[str, int]:
     return value if isinstance(value, dict) else {}
 
 
-def scanned_counts(urls: Sequence[str], cache: str | None = None) -> list[int]:
-    """Samples per local shard from its tar headers, remembered in an index in the cache folder.
+def scan_counts(urls: Sequence[str], cache: str | None = None) -> list[int]:
+    """Samples per local shard from its tar headers; an index in the cache folder remembers them.
 
-    A shard that cannot be read counts what could be read. The processes of one machine take turns, so that one of them scans.
+    A damaged shard counts the samples before the damage. One process of a machine scans while the others wait.
     """
     found: dict[str, index.Entry] = {}
     try:
-        indexing.update(
-            urls, place=lambda folder: indexing.place_for(folder, cache or str(own_cache())), checksum=False
-        )
+        scan.update_indexes(urls, cache=cache or str(user_cache()), checksum=False)
         found, _ = index.current(urls, cache)
-        _tell_damaged(found, len(urls))
+        _warn_of_damage(found, len(urls))
     except UserError as error:
         log.warning("counts are not remembered: %s", error)
     return [found[url].samples if url in found else count_samples(url) for url in urls]
@@ -231,3 +280,79 @@ def count_samples(path: str) -> int:
     if problem.reason:
         log.warning("%s after %d samples: %s", problem.reason, samples, problem.detail)
     return samples
+
+
+# -- in which order ----------------------------------------------------------------------------------------------------
+
+
+def build_order(
+    config: DataConfig,
+    urls: Sequence[str],
+    weights: list[float] | None,
+    batch: int,
+    world: int,
+    seed: int,
+    position: dict[str, Any] | None,
+) -> Order:
+    """Exact epochs where the samples can be counted, else shards drawn with replacement; and the number of shard
+    streams.
+
+    Raises UserError.
+    """
+    counts = recorded_counts(urls, config.cache)
+    if config.order == "epochs" and weights is not None:
+        raise UserError("data.weights and data.order=epochs exclude each other; weights need data.order=resampled")
+    wants_epochs = config.order == "epochs" or (config.order == "auto" and weights is None)
+    if wants_epochs:
+        unknown = [url for url, count in zip(urls, counts) if count is None]
+        if unknown and all(map(is_local, unknown)) and (config.order == "epochs" or len(urls) <= SCAN_AT_MOST):
+            scanned = dict(zip(unknown, scan_counts(unknown, config.cache)))
+            counts = [scanned[url] if count is None else count for url, count in zip(urls, counts)]
+        elif unknown and config.order == "epochs":
+            raise UserError(
+                f"data.order=epochs: the samples in {unknown[0]} are not known; run `clipscale data index` on the shards, "
+                "or take data.order=resampled"
+            )
+    known = [count for count in counts if count is not None]
+    exact = wants_epochs and len(known) == len(counts)
+    if wants_epochs and not exact:
+        log.warning(
+            "the samples of %d shards are not known: shards are drawn with replacement (data.order=resampled)",
+            len(urls),
+        )
+    total = sum(known) if exact else None
+    if len(known) == len(counts) and not sum(known):
+        raise UserError(
+            f"data.train={config.train}: the {len(urls)} shards hold no sample; check that they are image-text tar files"
+        )
+    streams = _stream_count(config, batch, world, total, position)
+    if exact:
+        return Epochs(tuple(known), batch, streams, seed)
+    if weights is None:
+        weights = [float(count) for count in known] if len(known) == len(counts) else [1.0] * len(counts)
+    cumulative = np.cumsum(weights)
+    return Resampled(tuple(cumulative.tolist()), tuple(counts), streams, seed)
+
+
+def _stream_count(
+    config: DataConfig, batch: int, world: int, total: int | None, position: dict[str, Any] | None
+) -> int:
+    if position is not None:
+        streams = int(position["lanes"])
+        if streams % world:
+            raise UserError(
+                f"resume: the checkpoint's data position has {streams} shard streams, which {world} processes cannot share; "
+                f"resume with a number of processes that divides {streams}"
+            )
+        if streams_fit(streams, batch, total):
+            return streams
+        log.warning(
+            "the checkpoint's %d shard streams do not fit this batch and data; its data position is given up", streams
+        )
+    streams = config.shard_streams or default_streams(batch, world, total)
+    if streams % world:
+        raise UserError(f"data.shard_streams={streams} is not a multiple of the {world} processes; take a multiple")
+    if not streams_fit(streams, batch, total):
+        size = f"the batch of {batch}" if streams > batch else f"the {total} samples in data.train"
+        raise UserError(f"data.shard_streams={streams}: too many for {size}; take fewer, fewer processes or more data")
+    return streams

@@ -1,4 +1,7 @@
-"""What is inside a shard: its raw samples in their order."""
+"""Reads the raw samples of a shard in their order.
+
+`read_shard` reads tar files header by header, or sample by sample where an index gives the offsets, and rows of tables.
+"""
 
 import io
 import lzma
@@ -16,34 +19,43 @@ import numpy as np
 from clipscale.data.sample import RawSample, key_and_extension
 from clipscale.data.shards.access import Opened, SourceError, scheme_of
 from clipscale.data.shards.store import Store
-from clipscale.data.shards.tar import BLOCK, Metered, Stretch, next_member, pass_over, read_exactly, seekable, unpacked
+from clipscale.data.shards.tar import (
+    BLOCK,
+    ByteRange,
+    CountedStream,
+    next_member,
+    read_exactly,
+    seekable,
+    skip,
+    unpacked,
+)
 
 ONE_READ = 8 << 20
-"""Samples up to this size are read whole where an index says where they lie; of larger ones, what is wanted."""
+"""Indexed samples up to this size are read as a whole; of larger ones, only the wanted members."""
 
 
 @dataclass
 class ReadProblem:
-    """Why the rest of a shard could not be read; filled by `read_shard`."""
+    """Why the rest of a shard could not be read; `read_shard` fills it in."""
 
     reason: str | None = None
     detail: str = ""
 
 
 @dataclass
-class Census:
-    """What `read_shard` notes of every sample, whether it is wanted or not."""
+class ShardStatistics:
+    """What `read_shard` records of every sample, wanted or not."""
 
-    starts: list[int] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
     """Where each sample's first header begins in the unpacked tar, and the end of the last sample."""
     members: Counter[str] = field(default_factory=Counter)
-    """Extension -> members."""
+    """Extension -> number of members."""
     sizes: Counter[str] = field(default_factory=Counter)
     """Extension -> bytes of content."""
 
 
 ERRORS = (tarfile.TarError, OSError, EOFError, ValueError, ArithmeticError, zlib.error, lzma.LZMAError, SourceError)
-"""What reading a shard may raise, however it is damaged."""
+"""All that reading a damaged shard may raise."""
 
 
 def read_shard(
@@ -52,64 +64,68 @@ def read_shard(
     want: Callable[[int], bool] = lambda _: True,
     kinds: Mapping[str, int] | None = None,
     *,
-    later: bool = False,
+    lazy: bool = False,
     store: Store | None = None,
-    places: Callable[[str, Opened], np.ndarray | None] | None = None,
-    census: Census | None = None,
+    offsets: Callable[[str, Opened], np.ndarray | None] | None = None,
+    statistics: ShardStatistics | None = None,
 ) -> Generator[RawSample, None, None]:
-    """The raw samples of a shard in their order. Ends early where the shard cannot be read on, saying why in `problem`.
+    """The raw samples of a shard in their order. Ends early where the shard cannot be read further, and sets `problem`.
 
-    A sample is a run of members with one key, by webdataset's rule for names (its key ends at the first dot after the last slash).
-    Contents are read for samples whose index is wanted and members whose extension is (`sample.limits`; None: all); the rest is seeked over
-    where the source can seek. A sample with a wanted member that is larger than it may be has the damage `too_large`, and no members.
-    With `later`, the files that a table names are not read here, but when the sample's `fill` is called.
-    `places` may know, from an index, where the samples begin: (samples + 1,) byte offsets. Then samples that are not wanted are not even
-    looked at (their key is empty), and damage costs only the sample that it lies in.
-    Names are names only: nothing is ever written or opened by them. A second member of the same name in a sample is ignored.
+    A sample is a run of members with one key (webdataset's rule: the key ends at the first dot after the last slash).
+    Content is read only for samples whose index `want` accepts and for members in `kinds` (what `sample.limits`
+    returns; None: all). A sample with a wanted member over its size limit has the damage `too_large` and no members. A
+    repeated member of a sample is ignored. With `lazy`, the files that a table names are read by the sample's `load`,
+    not here. `offsets` may return where the samples begin, (samples + 1,) bytes, from an index. Then unwanted samples
+    are skipped without a read (their key is empty), and damage costs only the sample that it lies in. Members' names
+    are never used as paths: nothing is opened or written by them.
     """
     count = 0
     try:
         if scheme_of(url) == "table":
             from clipscale.data.shards import tables
 
-            for raw in tables.read(url, want, kinds, store or Store()):
+            for raw in tables.read_rows(url, want, kinds, store or Store()):
                 count += 1
-                if not later:
-                    raw.fill()
+                if not lazy:
+                    raw.load()
                 yield raw
             return
         opened = (store or Store()).open(url)
         with closing(opened.stream) as source:
-            offsets = places(url, opened) if places is not None and seekable(source) else None
-            if offsets is not None:
-                samples = _read_places(url, source, offsets, want, kinds)
+            found = offsets(url, opened) if offsets is not None and seekable(source) else None
+            if found is not None:
+                samples = _read_indexed(url, source, found, want, kinds)
             else:
-                samples = _read_on(url, source, want, kinds, census)
+                samples = _read_sequential(url, source, want, kinds, statistics)
             for raw in samples:
                 count += 1
                 yield raw
     except SourceError as error:
         problem.reason, problem.detail = error.reason, f"{url}: {error}"
     except ERRORS as error:
-        problem.reason = "truncated_shard" if count or isinstance(error, _InsideError) else "unreadable_shard"
-        problem.detail = f"{url}: {error.args[0] if error.args else type(error).__name__}"
+        problem.reason = "truncated_shard" if count or isinstance(error, _LaterDamage) else "unreadable_shard"
+        problem.detail = f"{url}: {_message(error)}"
 
 
-class _InsideError(tarfile.ReadError):
-    """Damage after the shard's first member."""
+class _LaterDamage(tarfile.ReadError):
+    """Damage behind the shard's first member."""
 
 
-def _read_on(
+def _message(error: Exception) -> str:
+    return str(error.args[0] if error.args else type(error).__name__)
+
+
+def _read_sequential(
     url: str,
     source: Any,
     want: Callable[[int], bool],
     kinds: Mapping[str, int] | None,
-    census: Census | None,
+    statistics: ShardStatistics | None,
 ) -> Generator[RawSample, None, None]:
-    """Header by header."""
+    """Reads header by header."""
     raw: RawSample | None = None
-    here, first, start = False, 0, 0
-    with closing(Metered(unpacked(source))) as stream:
+    wanted, first, start = False, 0, 0
+    with closing(CountedStream(unpacked(source))) as stream:
         can_seek = seekable(stream)
         try:
             while True:
@@ -118,53 +134,53 @@ def _read_on(
                 if header is None:
                     break
                 name, size = header
+                padded = size + -size % BLOCK
                 named = key_and_extension(name)
                 if named is None:
-                    pass_over(stream, size + -size % BLOCK, can_seek)
+                    skip(stream, padded, can_seek)
                     continue
-                own, extension = named
-                if raw is None or own != raw.key:
+                key, extension = named
+                if raw is None or key != raw.key:
                     if raw is not None:
                         raw.extent = start - first
                         yield raw
-                    raw, first = RawSample(url, own, 0 if raw is None else raw.index + 1, {}), start
-                    here = want(raw.index)
-                    if census is not None:
-                        census.starts.append(start)
-                if census is not None:
-                    census.members[extension] += 1
-                    census.sizes[extension] += size
-                if here and raw.admits(name, extension, size, kinds):
+                    raw, first = RawSample(url, key, 0 if raw is None else raw.index + 1, {}), start
+                    wanted = want(raw.index)
+                    if statistics is not None:
+                        statistics.offsets.append(start)
+                if statistics is not None:
+                    statistics.members[extension] += 1
+                    statistics.sizes[extension] += size
+                if wanted and raw.accepts(name, extension, size, kinds):
                     raw.members[extension] = read_exactly(stream, size)
-                    pass_over(stream, -size % BLOCK, can_seek)
-                else:
-                    pass_over(stream, size + -size % BLOCK, can_seek)
+                    padded -= size
+                skip(stream, padded, can_seek)
         except ERRORS as error:
             if raw is None or isinstance(error, SourceError):
                 raise
-            raise _InsideError(error.args[0] if error.args else type(error).__name__) from error
+            raise _LaterDamage(_message(error)) from error
         if raw is not None:
             raw.extent = start - first
             yield raw
-        if census is not None:
-            census.starts.append(start)
-            if stream.at == start:  # no block of zeros; where contents are seeked over, this is all that shows a cut
-                raise _InsideError("ends without the zeros that end an archive: it may have been cut off")
+        if statistics is not None:
+            statistics.offsets.append(start)
+            if stream.at == start:  # no block of zeros: where contents are skipped, the only sign of a cut
+                raise _LaterDamage("ends without the zeros that end an archive: it may have been cut off")
 
 
-def _read_places(
+def _read_indexed(
     url: str,
     source: Any,
-    places: np.ndarray,
+    offsets: np.ndarray,
     want: Callable[[int], bool],
     kinds: Mapping[str, int] | None,
 ) -> Generator[RawSample, None, None]:
-    """Sample by sample where the index says that they lie, each with one read."""
-    for index in range(len(places) - 1):
-        start, stop = int(places[index]), int(places[index + 1])
+    """Reads each wanted sample at its offset, with one read."""
+    for index in range(len(offsets) - 1):
+        start, stop = int(offsets[index]), int(offsets[index + 1])
         raw = RawSample(url, "", index, {}, extent=stop - start)
         if want(index):
-            stream: Any = Stretch(source, start, stop)
+            stream: Any = ByteRange(source, start, stop)
             if stop - start <= ONE_READ:
                 stream = io.BytesIO(stream.read(stop - start))
             try:
@@ -182,7 +198,7 @@ def _read_sample(raw: RawSample, stream: Any, kinds: Mapping[str, int] | None) -
             raw.key = raw.key or named[0]
             if named[0] != raw.key:
                 raise tarfile.ReadError(f"two samples, {raw.key!r} and {named[0]!r}, where the index has one")
-            if raw.admits(name, named[1], size, kinds):
+            if raw.accepts(name, named[1], size, kinds):
                 raw.members[named[1]] = read_exactly(stream, size)
                 stream.seek(-size, os.SEEK_CUR)
         stream.seek(size + -size % BLOCK, os.SEEK_CUR)

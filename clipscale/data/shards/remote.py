@@ -1,136 +1,178 @@
-"""Remote objects as seekable files, read by range requests.
+"""Remote objects as seekable files, read block by block, with the next block prefetched by a thread.
 
-Requests are short and bounded, so that a reader that is slow to come back (its window is being decoded) holds no connection open. While a
-block is used the next is fetched by a thread of its own. A request that fails is made again from the byte reached, after a growing random
-wait; what has changed meanwhile is given up, never mixed.
+Requests are short and bounded, so a reader that pauses to decode holds no connection open. A failed request is repeated
+from the byte reached; an object that changes is given up, its versions are never mixed.
 
-What the collector may do (a file that nobody holds any more closes itself) takes no lock: it may come while this very thread holds one.
+A file without references is closed by the collector, perhaps while the same thread holds a lock. So closing and
+dropping take none.
 """
 
 import io
 import os
-import random
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import closing
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeVar
 
-from clipscale.data.shards.access import SourceError, Watch
-from clipscale.data.shards.origins import FaultError, Origin, Pieces
+from clipscale.data.shards.access import ReadContext
+from clipscale.data.shards.remote_object import Pieces, RemoteObject, Retry, TransientError
 
 FIRST_BLOCK, LARGEST_BLOCK = 1 << 20, 8 << 20
-"""Bytes asked for after a seek, and at most; four times as many while the reading goes straight on."""
-AHEAD_BYTES = 64 << 20
-"""Bound on what all of a process's files together have asked for ahead of their readers."""
-LONGEST_WAIT_S = 30.0
+"""Bytes of the first block after a seek, and of the largest; sequential blocks grow fourfold."""
+PREFETCH_BYTES = 64 << 20
+"""Bound on the prefetched bytes of all files of a process."""
 TICK_S = 0.1
-"""A reader that waits for a thread looks up so often."""
+"""Interval at which a reader that waits for a thread calls `tick`."""
+
+T = TypeVar("T")
 
 
-class _Room:
-    """What may be asked for ahead by all of a process's threads."""
-
-    def __init__(self) -> None:
-        self._lock, self._reserved = threading.Lock(), 0
-        self._given: deque[int] = deque()
-
-    @property
-    def taken(self) -> int:
-        """Bytes that are reserved now."""
-        with self._lock:
-            return self._settled()
-
-    def _settled(self) -> int:
-        while self._given:
-            self._reserved -= self._given.popleft()
-        return self._reserved
-
-    def take(self, size: int, need: float) -> bool:
-        """Reserve so many bytes. The room is for the neediest: the larger `need` (0 to 1), the more of it may be in use afterwards."""
-        with self._lock:
-            if self._settled() + size > AHEAD_BYTES * need:
-                return False
-            self._reserved += size
-            return True
-
-    def give(self, size: int) -> None:
-        """Free them."""
-        self._given.append(size)
+class DroppedError(Exception):
+    """Ends a prefetch whose result nobody wants any more."""
 
 
-_room = _Room()
+class Prefetch(Generic[T]):
+    """Work that a thread does before its reader needs the result."""
 
-
-class _Ahead:
-    """A request made before its reader gets there: the bytes that have come of it, and what ended it."""
-
-    def __init__(self, start: int, stop: int, request: Callable[[], Pieces], see: Callable[[str], None]) -> None:
-        """`request` asks for bytes start..stop, for which there is room; `see` is told what went wrong with them if nobody asks."""
-        self.start, self.stop, self._see = start, stop, see
-        self._pieces: list[bytes] = []
+    def __init__(
+        self, name: str, work: Callable[[Callable[[], None]], T], discard: Callable[[T | None], None] = lambda _: None
+    ) -> None:
+        """`work` gets a function that raises DroppedError once the prefetch is dropped. `discard` gets the result of a
+        dropped one."""
+        self.done, self._wanted = threading.Event(), True
+        self._result: T | None = None
         self._error: Exception | None = None
-        self._over, self._unwanted, self._held = threading.Event(), False, [stop - start]
-        threading.Thread(target=self._run, args=(request,), name="read-ahead", daemon=True).start()
+        self._discard = [discard]
+        threading.Thread(target=self._run, args=(work,), name=f"prefetch-{name}", daemon=True).start()
 
-    def _run(self, request: Callable[[], Pieces]) -> None:
+    def _run(self, work: Callable[[Callable[[], None]], T]) -> None:
         try:
-            with closing(request()) as pieces:
-                for piece in pieces:
-                    if self._unwanted:
-                        return
-                    self._pieces.append(piece)
-        except Exception as error:  # raised where the bytes are asked for
+            self._result = work(self._check)
+        except Exception as error:  # raised where the result is taken
             self._error = error
         finally:
-            self._over.set()
-            if self._unwanted:
-                self._end()
+            self.done.set()
+            if not self._wanted:
+                self._discard_once()
 
-    def pieces(self, tick: Callable[[], None]) -> Pieces:
-        """Wait for it and give what has come; then raise what ended it early, if anything did."""
+    def _check(self) -> None:
+        if not self._wanted:
+            raise DroppedError
+
+    def take(self, tick: Callable[[], None]) -> T:
+        """Wait for the result; it is the caller's. Raises what the work or `tick` raised."""
         try:
-            while not self._over.wait(TICK_S):
+            while not self.done.wait(TICK_S):
                 tick()
-        except BaseException:  # whoever waited gives up
+        except BaseException:
             self.drop()
             raise
-        _room.give(self._held.pop())
-        yield from self._pieces
         if self._error is not None:
             raise self._error
+        return self._result  # type: ignore[return-value]  # set where there is no error
 
     def drop(self) -> None:
-        """Nobody will ask for it."""
-        self._unwanted = True
-        if self._over.is_set():
-            self._end()
+        """Discard the result, now or when it comes."""
+        self._wanted = False
+        if self.done.is_set():
+            self._discard_once()
 
-    def _end(self) -> None:
-        """After each has told the other: both may come here, or only one."""
+    def _discard_once(self) -> None:
+        """Both the thread and the reader may come here; `pop` lets one of them through, without a lock."""
         try:
-            size = self._held.pop()
+            discard = self._discard.pop()
         except IndexError:
             return
-        _room.give(size)
-        if isinstance(self._error, FaultError):
-            self._see(self._error.reason)
+        discard(self._result)
+
+
+class PrefetchBudget:
+    """The bytes that all threads of a process may prefetch together."""
+
+    def __init__(self) -> None:
+        self._lock, self._bytes = threading.Lock(), 0
+        self._released: deque[int] = deque()
+
+    @property
+    def reserved(self) -> int:
+        """Bytes reserved now."""
+        with self._lock:
+            return self._update()
+
+    def _update(self) -> int:
+        while self._released:
+            self._bytes -= self._released.popleft()
+        return self._bytes
+
+    def reserve(self, size: int, need: float) -> bool:
+        """Reserve bytes unless the total would exceed the share `need` (0 to 1) of the budget, so the neediest file can
+        get the most."""
+        with self._lock:
+            if self._update() + size > PREFETCH_BYTES * need:
+                return False
+            self._bytes += size
+            return True
+
+    def release(self, size: int) -> None:
+        """Free reserved bytes; takes no lock."""
+        self._released.append(size)
+
+
+_budget = PrefetchBudget()
+
+
+class _Block(NamedTuple):
+    """The pieces that one request returned, and the error that ended it early."""
+
+    pieces: list[bytes]
+    error: Exception | None
+
+
+class BlockPrefetch(Prefetch[_Block]):
+    """A request for bytes start..stop of a file, made before the reader gets there."""
+
+    def __init__(self, start: int, stop: int, request: Callable[[], Pieces], count: Callable[[str], None]) -> None:
+        """The caller has reserved the bytes. `count` counts the failure of a request that is dropped."""
+        self.start, self.stop = start, stop
+
+        def work(check: Callable[[], None]) -> _Block:
+            received: list[bytes] = []
+            try:
+                with closing(request()) as pieces:
+                    for piece in pieces:
+                        check()
+                        received.append(piece)
+            except Exception as error:  # raised behind the pieces
+                return _Block(received, error)
+            return _Block(received, None)
+
+        def discard(block: _Block | None) -> None:
+            _budget.release(stop - start)
+            if block and isinstance(block.error, TransientError):
+                count(block.error.reason)
+
+        super().__init__("block", work, discard)
+
+    def pieces(self, tick: Callable[[], None]) -> Pieces:
+        """The pieces received; then raises the error that ended the request early, if any."""
+        block = self.take(tick)
+        _budget.release(self.stop - self.start)
+        yield from block.pieces
+        if block.error is not None:
+            raise block.error
 
 
 class RemoteFile(io.RawIOBase):
-    """A remote object as a seekable file: one block of it in memory, and perhaps the next.
+    """A remote object as a seekable file: one block of it in memory, and perhaps the next. Raises SourceError when it
+    gives up."""
 
-    Raises SourceError where it must be given up.
-    """
-
-    def __init__(self, origin: Origin, watch: Watch) -> None:
-        self._ahead: _Ahead | None = None
-        self._origin, self.watch = origin, watch
-        """`watch` counts its faults, and is told when its end is near."""
+    def __init__(self, remote: RemoteObject, context: ReadContext) -> None:
+        self._prefetch: BlockPrefetch | None = None
+        self._remote, self.context = remote, context
         self._at, self._start, self._block = 0, 0, b""
         self._size = 0
-        self.length, self.version = self._patiently()
+        self.length, self.version = Retry(context).call(remote.stat)
 
     def readable(self) -> bool:
         return True
@@ -154,7 +196,7 @@ class RemoteFile(io.RawIOBase):
             part = self._block[self._at - self._start : stop - self._start]
             self._at += len(part)
             parts.append(part)
-            self.look_ahead()
+            self.prefetch()
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def readinto(self, buffer: Any) -> int:
@@ -166,80 +208,63 @@ class RemoteFile(io.RawIOBase):
         self._drop()
         super().close()
 
-    def look_ahead(self) -> None:
-        """Begin to fetch what follows the block in memory, if there is room for as much in view of how little of that block is left."""
+    def prefetch(self) -> None:
+        """Prefetch the next block if the budget allows it. The less of this block is left, the more of the budget may
+        be in use."""
         end = self._start + len(self._block)
-        if self._ahead is not None or not self._origin.concurrent:
+        if self._prefetch is not None or not self._remote.concurrent:
             return
         if end >= self.length:
-            self.watch.near_end()
+            self.context.near_end()
             return
         size = min(self._size_after(end), self.length - end)
-        if _room.take(size, (self._at - self._start) / len(self._block) if self._block else 1.0):
-            self._ahead = _Ahead(end, end + size, self._request(end, end + size), self._see_later)
+        if _budget.reserve(size, (self._at - self._start) / len(self._block) if self._block else 1.0):
+            self._prefetch = BlockPrefetch(end, end + size, self._request(end, end + size), self._count_later)
 
     def _request(self, start: int, stop: int) -> Callable[[], Pieces]:
-        return lambda: self._origin.read(start, stop, self.version, self.length)
+        return lambda: self._remote.read(start, stop, self.version, self.length)
 
-    def _see_later(self, fault: str) -> None:
-        self.watch.see_later(fault)
+    def _count_later(self, event: str) -> None:
+        self.context.count_later(event)
 
     def _size_after(self, at: int) -> int:
-        """Bytes of a block that begins there."""
-        straight_on = self._block and at == self._start + len(self._block)
-        return min(self._size * 4, LARGEST_BLOCK) if straight_on else FIRST_BLOCK
+        """Bytes of a block that begins at `at`."""
+        sequential = self._block and at == self._start + len(self._block)
+        return min(self._size * 4, LARGEST_BLOCK) if sequential else FIRST_BLOCK
 
     def _load(self, needed: int) -> None:
-        """Bring in a block that has the byte where we stand."""
+        """Replace the block by one that holds the current byte."""
         start, size = self._at, self._size_after(self._at)
         stop = min(max(needed, start + size), self.length, start + LARGEST_BLOCK)
-        ahead = self._ahead
-        if ahead is not None and ahead.start <= self._at < ahead.stop:
-            self._ahead = None
-            start, stop, size = ahead.start, ahead.stop, self._size_after(ahead.start)
+        prefetch = self._prefetch
+        if prefetch is not None and prefetch.start <= self._at < prefetch.stop:
+            self._prefetch = None
+            start, stop, size = prefetch.start, prefetch.stop, self._size_after(prefetch.start)
         else:
             self._drop()
-            ahead = None
+            prefetch = None
         self._block, self._size = b"", size  # frees it before its successor is read
-        self._block, self._start = self._fetch(start, stop, ahead), start
+        self._block, self._start = self._fetch(start, stop, prefetch), start
 
     def _drop(self) -> None:
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None:
-            ahead.drop()
+        prefetch, self._prefetch = self._prefetch, None
+        if prefetch is not None:
+            prefetch.drop()
 
-    def _fetch(self, start: int, stop: int, ahead: _Ahead | None) -> bytes:
+    def _fetch(self, start: int, stop: int, prefetch: BlockPrefetch | None) -> bytes:
+        """Bytes start..stop, first from the prefetch, then by requests from the byte reached."""
         pieces: list[bytes] = []
-        got = failures = 0
+        got, retry = 0, Retry(self.context)
         while got < stop - start:
             before = got
-            request = self._request(start + got, stop)() if ahead is None else ahead.pieces(self.watch.tick)
-            ahead = None
+            request = prefetch.pieces(self.context.tick) if prefetch else self._request(start + got, stop)()
+            prefetch = None
             try:
                 with closing(request):
                     for piece in request:
                         pieces.append(piece)
                         got += len(piece)
-                        self.watch.tick()
-            except FaultError as fault:
-                failures = failures + 1 if got == before else 0
-                self._bear(fault, failures)
+                        self.context.tick()
+            except TransientError as error:
+                retry.wait(error, progress=got > before)
         return b"".join(pieces)
-
-    def _patiently(self) -> tuple[int, str]:
-        failures = 0
-        while True:
-            try:
-                return self._origin.about()
-            except FaultError as fault:
-                failures += 1
-                self._bear(fault, failures)
-
-    def _bear(self, fault: FaultError, failures: int) -> None:
-        """Count the fault and wait, longer after each without progress; a random share of it, so that readers do not return at once."""
-        self.watch.see(fault.reason)
-        self.watch.tick()
-        if failures > self.watch.access.retries:
-            raise SourceError("unreachable_shard", f"{failures} requests failed, the last: {fault}") from fault
-        longest = min(0.25 * 2 ** min(failures, 30), LONGEST_WAIT_S)  # 2**1026 is no float
-        time.sleep(max(random.uniform(0, longest), min(fault.wait_s, LONGEST_WAIT_S)))

@@ -1,35 +1,26 @@
-"""Opening a shard wherever it lies: this machine's files, a command's output, and remote objects with or without a local copy.
+"""Opens shards wherever they are: local files, output of commands, and remote objects with or without a local copy.
 
-Everything that reads shards goes through a `Store`.
+All reading of shards goes through a `Store`, which also prefetches the next shard.
 """
 
 import os
-import threading
-from collections import Counter, deque
+import subprocess
 from collections.abc import Callable
 
-from clipscale.data.shards.access import DIRECT, Access, Opened, Pipe, Watch, is_local, scheme_of
-from clipscale.data.shards.cache import Copies
-from clipscale.data.shards.origins import is_concurrent, origin_of
-from clipscale.data.shards.remote import RemoteFile
+from clipscale.data.shards.access import Opened, ReadContext, SourceError, is_local, scheme_of
+from clipscale.data.shards.cache import ShardCache
+from clipscale.data.shards.remote import Prefetch, RemoteFile
+from clipscale.data.shards.remote_object import is_concurrent, remote_object
 
 
-class Store(Watch):
+class Store(ReadContext):
     """Opens shards for one reader."""
 
-    def __init__(
-        self,
-        access: Access = DIRECT,
-        tally: Counter[str] | None = None,
-        tick: Callable[[], None] = lambda: None,
-        late: deque[str] | None = None,
-    ) -> None:
-        super().__init__(access, tally, tick, late)
-        self._expected: str | None = None
-        self._opening: _Opening | None = None
+    _expected: str | None = None
+    _prefetch: tuple[str, Prefetch[Opened]] | None = None
 
     def open(self, url: str) -> Opened:
-        """The shard's bytes, seekable but for `pipe:`.
+        """The shard's bytes, seekable except for `pipe:`.
 
         Raises OSError for a local file, SourceError (`unreachable_shard`, `missing_shard`, ...) for a remote one.
         """
@@ -39,20 +30,25 @@ class Store(Watch):
             return Opened(file, about.st_size, str(about.st_mtime_ns))
         if scheme_of(url) == "pipe":
             return Opened(Pipe(url.removeprefix("pipe:")), None, "")
-        self.settle()
-        if self._opening is not None and self._opening.url == url:
-            opening, self._opening = self._opening, None
-            opened = opening.take(self)
+        self.collect()
+        if self._prefetch is not None and self._prefetch[0] == url:
+            (_, prefetch), self._prefetch = self._prefetch, None
+            try:
+                opened = prefetch.take(self.tick)
+            finally:
+                self.collect()
+            if isinstance(opened.stream, RemoteFile):
+                opened.stream.context = self
         else:
-            opened = self._open_remote(url)
+            opened = self._open_remote(url, self)
         if self._copies:
             self.near_end()
         return opened
 
-    def _open_remote(self, url: str) -> Opened:
+    def _open_remote(self, url: str, context: ReadContext) -> Opened:
         if self._copies:
-            return Copies(str(self.access.cache), self.access.cache_bytes).open(url, self)
-        remote = RemoteFile(origin_of(url, self.access.wait_s), self)
+            return ShardCache(str(self.access.cache), self.access.cache_bytes).open(url, context)
+        remote = RemoteFile(remote_object(url, self.access.wait_s), context)
         return Opened(remote, remote.length, remote.version)
 
     @property
@@ -60,92 +56,65 @@ class Store(Watch):
         return self.access.cache is not None and self.access.cache_bytes != 0
 
     def expect(self, url: str | None) -> None:
-        """Say which shard will be opened after the next or present one (None: no other).
+        """Set the shard to prefetch, the one that is opened after the next or present one (None: no other).
 
-        A thread opens it beforehand if it is remote: when the present one is open where copies are made, else when the present one's end is
-        near, so that what it learns is young when it is read.
+        A remote shard is prefetched once the present one is open if copies are made, else near the present one's end,
+        so that its version is still new when it is read.
         """
         self._expected = url
-        if url is None and self._opening is not None:
-            self._opening.give_up()
-            self._opening = None
-            self.settle()
+        if url is None and self._prefetch is not None:
+            self._prefetch[1].drop()
+            self._prefetch = None
+            self.collect()
 
     def near_end(self) -> None:
-        """Begin to open what is expected."""
-        if self._expected is None or self._opening is not None:
+        """Prefetch the expected shard."""
+        if self._expected is None or self._prefetch is not None:
             return
         url, self._expected = self._expected, None
-        if scheme_of(url) in ("", "pipe", "table"):
-            return
-        if is_concurrent(url):
-            self._opening = _Opening(url, self)
+        if scheme_of(url) not in ("", "pipe", "table") and is_concurrent(url):
+            self._prefetch = url, Prefetch("shard", lambda check: self._open_ahead(url, check), _close)
+
+    def _open_ahead(self, url: str, check: Callable[[], None]) -> Opened:
+        """Open a shard and prefetch its first block, in a thread."""
+        opened = self._open_remote(url, _ThreadContext(self.access, tick=check, pending=self.pending))
+        if isinstance(opened.stream, RemoteFile):
+            opened.stream.prefetch()
+        return opened
 
 
-class _GivenUpError(Exception):
-    """Raised in a thread whose result nobody wants any more."""
+class _ThreadContext(ReadContext):
+    """The context of a thread, whose events the store counts that shares `pending`."""
+
+    def count(self, event: str) -> None:
+        self.count_later(event)
 
 
-class _Aside(Store):
-    """A store in a thread of its own: all that it sees is counted by the one whose `late` it shares."""
-
-    def see(self, event: str) -> None:
-        self.see_later(event)
-
-    def settle(self) -> None:
-        """Left to the other."""
+def _close(opened: Opened | None) -> None:
+    if opened is not None:
+        opened.stream.close()
 
 
-class _Opening:
-    """A shard that is opened by a thread."""
+class Pipe:
+    """The output of a shell command. Closing it early ends the command."""
 
-    def __init__(self, url: str, store: Store) -> None:
-        self.url = url
-        self._store = _Aside(store.access, tick=self._still_wanted, late=store.late)
-        self._opened: Opened | None = None
-        self._error: Exception | None = None
-        self._over, self._wanted = threading.Event(), True
-        threading.Thread(target=self._run, name="open-ahead", daemon=True).start()
+    def __init__(self, command: str) -> None:
+        self._process = subprocess.Popen(command, shell=True, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL)
 
-    def _still_wanted(self) -> None:
-        if not self._wanted:
-            raise _GivenUpError
+    def read(self, size: int = -1) -> bytes:
+        """Up to `size` bytes. Raises SourceError if the command fails."""
+        assert self._process.stdout is not None
+        data = self._process.stdout.read(size)
+        if len(data) < size or size < 0:
+            status = self._process.wait()
+            if status:
+                raise SourceError("failed_pipe", f"the command ended with status {status}")
+        return data
 
-    def _run(self) -> None:
-        try:
-            self._opened = self._store.open(self.url)
-            if isinstance(self._opened.stream, RemoteFile):
-                self._opened.stream.look_ahead()
-        except Exception as error:  # raised where the shard is taken
-            self._error = error
-        finally:
-            self._over.set()
-            if not self._wanted:
-                self._close()
-
-    def _close(self) -> None:
-        """Perhaps twice, by the thread and by whoever gives up."""
-        if self._opened is not None:
-            self._opened.stream.close()
-
-    def take(self, store: Store) -> Opened:
-        """Wait for it; from now on it is the store's. Raises what its opening raised."""
-        try:
-            while not self._over.wait(0.1):
-                store.tick()
-        except BaseException:  # whoever waited gives up
-            self.give_up()
-            raise
-        store.settle()
-        if self._error is not None:
-            raise self._error
-        assert self._opened is not None
-        if isinstance(self._opened.stream, RemoteFile):
-            self._opened.stream.watch = store
-        return self._opened
-
-    def give_up(self) -> None:
-        """Nobody will read it."""
-        self._wanted = False
-        if self._over.is_set():
-            self._close()
+    def close(self) -> None:
+        """End the command."""
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+        if self._process.poll() is None:
+            self._process.terminate()
+        self._process.wait()

@@ -1,7 +1,8 @@
-"""Tables of picture paths and captions (CSV, TSV, Parquet), and folders of pictures, read as if they were shards.
+"""Reads tables of picture paths and captions (CSV, TSV, Parquet), and folders of pictures, as shards.
 
-A table is cut into virtual shards of some thousand rows. Their addresses, `table:PATH?image=COLUMN&caption=COLUMN#FIRST-LAST@WHERE`, say
-where the rows begin, so a reader opens the table there; order, resuming and broken samples then work as with tar files.
+A table is cut into virtual shards of some thousand rows with addresses
+`table:PATH?image=COLUMN&caption=COLUMN#FIRST-LAST@WHERE`. Parquet is read by pyarrow; CSV by the standard library,
+since pyarrow does not return the byte offset at which a virtual shard's first row begins.
 """
 
 import csv
@@ -23,17 +24,19 @@ from urllib.parse import parse_qsl, quote, unquote, urlencode
 from clipscale.config.data import TableConfig
 from clipscale.data.decode import IMAGE_TYPES
 from clipscale.data.order import permutation
-from clipscale.data.sample import MOST_BYTES, RawSample
-from clipscale.data.shards.access import SourceError, digest, is_local, leaf_of, own_cache, scheme_of
+from clipscale.data.sample import MAX_IMAGE_BYTES, RawSample
+from clipscale.data.shards.access import SourceError, digest, is_local, leaf_of, scheme_of, user_cache
 from clipscale.data.shards.index import NO_FILE
 from clipscale.data.shards.store import Store
 from clipscale.errors import UserError
 
 IMAGE_COLUMNS = ("filepath", "image", "image_path", "path", "file", "file_name", "filename", "jpg")
 CAPTION_COLUMNS = ("title", "caption", "text", "txt")
-"""Names looked for, in this order, where the settings give none (the first ones are open_clip's)."""
+"""Names tried in this order where the settings give none (the first ones are open_clip's)."""
 LONGEST_FIELD = 1 << 24
-_LISTING = "filepath", "caption", "sidecar"
+"""Characters of the longest CSV field; the standard library's limit of 128 Ki is too short for some json columns."""
+Cuts = tuple[list[str], list[tuple[int, int, str]]]
+"""Column names, and the first row, end and `where` of each virtual shard."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +47,11 @@ class Part:
     image: str
     caption: str
     sidecar: str
-    """Column naming a text file that has the caption instead, or empty."""
+    """Column with the path of a text file that has the caption instead, or empty."""
     first: int
     last: int
     where: str
-    """Byte offset of the first row (CSV, TSV), or row group and row in it, `GROUP.ROW` (Parquet)."""
+    """Byte offset of the first row (CSV, TSV), or its row group and row in the group, `GROUP.ROW` (Parquet)."""
 
     @property
     def url(self) -> str:
@@ -58,52 +61,218 @@ class Part:
 
 
 def part_of(url: str) -> Part:
-    """The virtual shard that an address names."""
+    """The virtual shard at an address."""
     match = re.match(r"^table:([^?]*)\?([^#]*)#(\d+)-(\d+)@([\d.]+)$", url)
     if not match:
         raise ValueError(f"{url!r} is no address of a table's rows")
     columns = dict(parse_qsl(match[2]))
-    first, last = int(match[3]), int(match[4])
-    return Part(
-        unquote(match[1]), columns["image"], columns["caption"], columns.get("sidecar", ""), first, last, match[5]
-    )
+    rows = int(match[3]), int(match[4])
+    return Part(unquote(match[1]), columns["image"], columns["caption"], columns.get("sidecar", ""), *rows, match[5])
 
 
-def rows_of(url: str) -> int:
-    """How many rows a virtual shard has."""
+def row_count(url: str) -> int:
+    """Rows of a virtual shard."""
     part = part_of(url)
     return part.last - part.first
 
 
-def is_parquet(url: str) -> bool:
-    """Whether a table is a Parquet file."""
-    return leaf_of(url).endswith(".parquet")
+# -- cutting into virtual shards ---------------------------------------------------------------------------------------
 
 
-# -- from a setting to virtual shards ----------------------------------------------------------------------------------
-
-
-def shards_of(path: str, config: TableConfig, setting: str) -> list[str]:
-    """The addresses of a table's virtual shards. Raises UserError for a table without the columns, or that cannot be read."""
+def table_shards(path: str, config: TableConfig, setting: str) -> list[str]:
+    """The addresses of a table's virtual shards. Raises UserError if it cannot be read or lacks the columns."""
     path = os.path.abspath(path) if is_local(path) else path  # noqa: PTH100 (as it is named)
     try:
-        names, cuts = (_parquet_cuts if is_parquet(path) else _text_cuts)(path, config.rows)
+        names, cuts = (_parquet_cuts if _is_parquet(path) else _text_cuts)(path, config.rows)
     except (OSError, UnicodeDecodeError, csv.Error, ValueError, SourceError) as error:
         raise UserError(f"{setting}={path!r}: the table cannot be read ({error})") from error
     image = _column(names, config.image, IMAGE_COLUMNS, "image", path)
     caption = _column(names, config.caption, CAPTION_COLUMNS, "caption", path)
-    part = Part(path, image, caption, "", 0, 0, "")
-    return [replace(part, first=first, last=last, where=where).url for first, last, where in cuts]
+    return [Part(path, image, caption, "", first, last, where).url for first, last, where in cuts]
 
 
 def _column(names: list[str], given: str | None, usual: tuple[str, ...], what: str, path: str) -> str:
-    if given is not None and given in names:
-        return given
-    if given is None and (found := next((name for name in usual if name in names), None)):
-        return found
-    raise UserError(
-        f"data.table.{what}={given or 'null'}: {path} has the columns {', '.join(names)}; say which one has the {what}"
+    found = next((name for name in (usual if given is None else (given,)) if name in names), None)
+    if found is None:
+        raise UserError(
+            f"data.table.{what}={given or 'null'}: {path} has the columns {', '.join(names)}; say which one has the {what}"
+        )
+    return found
+
+
+def _text_cuts(path: str, rows: int) -> Cuts:
+    """Reads the whole table to find every `rows`-th row, and remembers the result until the table changes."""
+    opened = Store().open(path)
+    with closing(_buffered(opened.stream)) as file:
+        stamp = [path, opened.size, opened.version, rows]
+        record = user_cache() / "tables" / f"{digest(json.dumps(stamp))}.json"
+        if record.is_file():
+            found = json.loads(record.read_text())
+            return found["names"], [tuple(cut) for cut in found["cuts"]]
+        starts: list[int] = []
+        count = 0
+        lines = _Lines(file)
+        reader = _csv_rows(path, lines)
+        names = next(reader, [])
+        at = lines.at
+        for row in reader:
+            if row:  # csv gives an empty list for an empty line
+                if count % rows == 0:
+                    starts.append(at)
+                count += 1
+            at = lines.at
+    cuts = [(n * rows, min((n + 1) * rows, count), str(start)) for n, start in enumerate(starts)]
+    _write(record, json.dumps({"names": names, "cuts": cuts}))
+    return names, cuts
+
+
+def _parquet_cuts(path: str, rows: int) -> Cuts:
+    """Cuts each row group into parts of at most `rows` rows."""
+    cuts = []
+    before = 0
+    with _parquet_file(path, Store()) as file:
+        for group in range(file.num_row_groups):
+            size = file.metadata.row_group(group).num_rows
+            cuts += [
+                (before + start, before + min(start + rows, size), f"{group}.{start}") for start in range(0, size, rows)
+            ]
+            before += size
+        return list(file.schema_arrow.names), cuts
+
+
+def folder_shards(folder: str, config: TableConfig, setting: str) -> list[str]:
+    """The virtual shards of a folder of pictures and its sub-folders.
+
+    A picture's caption is the text file of the same name beside it, or else its folder's name with spaces for `_` (its
+    class). The list of pictures is a table in the user's cache folder, in a fixed random order, since neighbours in a
+    class folder share their caption.
+    """
+    folder = os.path.abspath(folder)  # noqa: PTH100 (links stay as they are)
+    found: list[tuple[str, str, str]] = []
+    for place, folders, files in os.walk(folder):
+        folders.sort()
+        present = set(files)
+        name = Path(place).name.replace("_", " ") if Path(place) != Path(folder) else ""
+        for file in sorted(files):
+            stem, _, extension = file.rpartition(".")
+            if extension.lower() in IMAGE_TYPES and stem:
+                sidecar = str(Path(place) / f"{stem}.txt") if f"{stem}.txt" in present else ""
+                found.append((str(Path(place) / file), name, sidecar))
+    if not found:
+        return []
+    table = io.StringIO(newline="")
+    csv.writer(table).writerows(
+        [("filepath", "caption", "sidecar"), *(found[at] for at in permutation(len(found), len(found)))]
     )
+    text = table.getvalue()
+    # named by content too: a run must keep its list when another run finds more pictures in the folder
+    path = user_cache() / "tables" / f"{digest(folder)}-{digest(text)}.csv"
+    try:
+        if not path.is_file() or path.stat().st_size != len(text.encode("utf-8", "surrogateescape")):
+            _write(path, text)
+    except OSError as error:
+        raise UserError(f"{setting}={folder!r}: the list of its pictures cannot be written ({error})") from error
+    own = TableConfig(image="filepath", caption="caption", rows=config.rows)
+    return [replace(part_of(url), sidecar="sidecar").url for url in table_shards(str(path), own, setting)]
+
+
+def _write(path: Path, text: str) -> None:
+    """Write the file as a whole or not at all, also when several processes do so at once."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, errors="surrogateescape") as out:
+        out.write(text)
+    Path(out.name).replace(path)
+
+
+# -- reading rows ------------------------------------------------------------------------------------------------------
+
+
+def read_rows(
+    url: str, want: Callable[[int], bool], kinds: Mapping[str, int] | None, store: Store
+) -> Generator[RawSample, None, None]:
+    """The rows of a virtual shard as samples: the picture under its extension, the caption as `txt`, the whole row as
+    `json`.
+
+    A sample's key is its picture's path. `load` reads its members (those in `kinds`, as for `read_shard`); a row whose
+    picture does not exist then has the damage `missing_file`. Raises OSError, SourceError.
+    """
+    part = part_of(url)
+    # `store` may hash what it opens, and a hashed stream cannot seek
+    own = Store(store.access, store.counts, store.tick, store.pending)
+    rows = _parquet_rows(part, own) if _is_parquet(part.path) else _text_rows(part, own)
+    for index, row in enumerate(rows):
+        image = row.get(part.image)
+        name = str((image.get("path") or "") if isinstance(image, dict) else image if isinstance(image, str) else "")
+        raw = RawSample(url, name or f"row {part.first + index}", index, {}, extent=_extent(row))
+        if want(index):
+            raw.deferred = partial(_load, raw, part, row, name, kinds, store)
+        yield raw
+
+
+def _extent(value: Any) -> int:
+    """Bytes of a row's own content, approximately."""
+    if isinstance(value, dict):
+        return sum(map(_extent, value.values()))
+    return len(value) if isinstance(value, bytes | str) else 8
+
+
+def _load(
+    raw: RawSample, part: Part, row: dict[str, Any], name: str, kinds: Mapping[str, int] | None, store: Store
+) -> None:
+    """Read a row's members; notes damage in the sample."""
+
+    def keep(extension: str, content: Callable[[int], bytes]) -> None:
+        """Add a member if it is wanted; `content` returns at most this many bytes of it."""
+        if kinds is None or extension in kinds:
+            data = content(1 + (MAX_IMAGE_BYTES if kinds is None else kinds[extension]))
+            if raw.accepts(f"{raw.key}, {extension}", extension, len(data), kinds):
+                raw.members[extension] = data
+
+    image, caption = row.get(part.image), row.get(part.caption)
+    if isinstance(image, dict):  # as Hugging Face's datasets hold pictures
+        image = image.get("bytes")
+    extension = name.rpartition(".")[2].lower()
+    plain = {column: value for column, value in row.items() if not isinstance(value, bytes | dict)}
+    try:
+        if not isinstance(image, bytes) and not name:
+            raise FileNotFoundError("no picture is named")
+        picture = (lambda _: image) if isinstance(image, bytes) else partial(_content, _beside(part.path, name), store)
+        keep(extension if extension in IMAGE_TYPES else "jpg", picture)
+        if part.sidecar and row.get(part.sidecar):
+            keep("txt", partial(_content, row[part.sidecar], store))
+        elif caption is not None:
+            keep("txt", lambda _: str(caption).encode("utf-8", "surrogatepass"))
+        keep("json", lambda _: json.dumps(plain, default=str).encode())
+    except FileNotFoundError as error:
+        raw.damage, raw.detail = "missing_file", str(error)
+    except SourceError as error:
+        raw.damage, raw.detail = error.reason.replace("_shard", "_file"), str(error)
+    except (OSError, ValueError) as error:  # a folder, a file without permission, a name that no file can have
+        raw.damage, raw.detail = "unreadable_file", str(error)
+    if raw.damage:
+        raw.members = {}
+
+
+def _beside(table: str, name: str) -> str:
+    """Where a picture is that a table names: at an address, at a path of this machine, or beside the table."""
+    if is_local(table):
+        return name if not is_local(name) else str(Path(table).parent / name)
+    if not is_local(name) or name.startswith("/"):
+        return name
+    folder = table.split("?", 1)[0].rsplit("/", 1)[0]
+    return f"{folder}/{quote(name) if scheme_of(table) in ('http', 'https') else name}"
+
+
+def _content(url: str, store: Store, most: int) -> bytes:
+    """The first `most` bytes of a file. Never runs a command: whoever wrote the table must not."""
+    if scheme_of(url) in NO_FILE:
+        raise SourceError("refused_file", f"{url}: a table names files, not commands")
+    with closing(store.open(url).stream) as stream:
+        data: bytes = stream.read(most)
+    return data
+
+
+# -- CSV ---------------------------------------------------------------------------------------------------------------
 
 
 class _Lines:
@@ -119,49 +288,41 @@ class _Lines:
             yield line.decode("utf-8-sig" if self.at == len(line) else "utf-8")
 
 
-def _rows(path: str, lines: _Lines) -> Iterator[list[str]]:
+def _csv_rows(path: str, lines: _Lines) -> Iterator[list[str]]:
     csv.field_size_limit(LONGEST_FIELD)
     return csv.reader(lines, delimiter="\t" if leaf_of(path).endswith(".tsv") else ",")
 
 
-def _text_cuts(path: str, rows: int) -> tuple[list[str], list[tuple[int, int, str]]]:
-    """Column names, and where every `rows`-th row begins; remembered until the table changes, since all of it must be read."""
-    opened = Store().open(path)
-    with closing(_buffered(opened.stream)) as file:
-        stamp = [path, opened.size, opened.stamp, rows]
-        note = own_cache() / "tables" / f"{digest(json.dumps(stamp))}.json"
-        if note.is_file():
-            found = json.loads(note.read_text())
-            return found["names"], [tuple(cut) for cut in found["cuts"]]
-        starts: list[int] = []
-        count = 0
-        lines = _Lines(file)
-        reader = _rows(path, lines)
-        names = next(reader, [])
-        at = lines.at
-        for row in reader:
-            if row:  # csv gives an empty list for an empty line
-                if count % rows == 0:
-                    starts.append(at)
-                count += 1
-            at = lines.at
-    cuts = [(n * rows, min((n + 1) * rows, count), str(start)) for n, start in enumerate(starts)]
-    _write(note, json.dumps({"names": names, "cuts": cuts}))
-    return names, cuts
+def _buffered(stream: Any) -> Any:
+    """The stream with lines."""
+    return io.BufferedReader(stream, 1 << 16) if isinstance(stream, io.RawIOBase) else stream
 
 
-def _parquet() -> Any:
-    if importlib.util.find_spec("pyarrow") is None:
-        raise UserError("data.train: Parquet tables need the package pyarrow; pip install 'clipscale[parquet]'")
-    from pyarrow import parquet
+def _text_rows(part: Part, store: Store) -> Iterator[dict[str, Any]]:
+    try:
+        with closing(_buffered(store.open(part.path).stream)) as file:
+            names = next(_csv_rows(part.path, _Lines(file)), [])
+            rows = (row for row in _csv_rows(part.path, _Lines(file, int(part.where))) if row)
+            for row in islice(rows, part.last - part.first):
+                yield dict(zip(names, row))
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise SourceError("unreadable_shard", str(error)) from error
 
-    return parquet
+
+# -- Parquet -----------------------------------------------------------------------------------------------------------
+
+
+def _is_parquet(url: str) -> bool:
+    return leaf_of(url).endswith(".parquet")
 
 
 @contextmanager
 def _parquet_file(path: str, store: Store) -> Iterator[Any]:
-    """A Parquet file; pyarrow reads local ones by itself, without asking Python for every stretch of bytes."""
-    parquet = _parquet()
+    """A Parquet file; pyarrow opens local ones itself, without a call to Python for each read."""
+    if importlib.util.find_spec("pyarrow") is None:
+        raise UserError("data.train: Parquet tables need the package pyarrow; pip install 'clipscale[parquet]'")
+    from pyarrow import parquet
+
     if is_local(path):
         with parquet.ParquetFile(path) as file:
             yield file
@@ -170,203 +331,16 @@ def _parquet_file(path: str, store: Store) -> Iterator[Any]:
             yield file
 
 
-def _parquet_cuts(path: str, rows: int) -> tuple[list[str], list[tuple[int, int, str]]]:
-    cuts = []
-    before = 0
-    with _parquet_file(path, Store()) as file:
-        for group in range(file.num_row_groups):
-            size = file.metadata.row_group(group).num_rows
-            cuts += [
-                (before + start, before + min(start + rows, size), f"{group}.{start}") for start in range(0, size, rows)
-            ]
-            before += size
-        return list(file.schema_arrow.names), cuts
-
-
-def shards_of_folder(folder: str, config: TableConfig, setting: str) -> list[str]:
-    """The virtual shards of a folder of pictures, those of its sub-folders included.
-
-    A picture's caption is the text file of the same name beside it, or else its folder's name with `_` as spaces (its class). The list is
-    put in an order of its own first, since neighbours in a class folder share their caption; it lies in the user's cache folder.
-    """
-    folder = os.path.abspath(folder)  # noqa: PTH100 (links stay as they are)
-    found: list[tuple[str, str, str]] = []
-    for place, folders, files in os.walk(folder):
-        folders.sort()
-        present = set(files)
-        name = Path(place).name.replace("_", " ") if Path(place) != Path(folder) else ""
-        for file in sorted(files):
-            stem, _, extension = file.rpartition(".")
-            if extension.lower() in IMAGE_TYPES and stem:
-                sidecar = f"{stem}.txt" if f"{stem}.txt" in present else ""
-                found.append((str(Path(place) / file), name, str(Path(place) / sidecar) if sidecar else ""))
-    if not found:
-        return []
-    lines: list[str] = []
-    writer = csv.writer(_Appender(lines))
-    writer.writerow(_LISTING)
-    for at in permutation(len(found), len(found)):
-        writer.writerow(found[at])
-    text = "".join(lines)
-    # by its content too: a run that reads the list must not have it changed when another finds more pictures in the folder
-    path = own_cache() / "tables" / f"{digest(folder)}-{digest(text)}.csv"
-    try:
-        if not path.is_file() or path.stat().st_size != len(text.encode("utf-8", "surrogateescape")):
-            _write(path, text)
-    except OSError as error:
-        raise UserError(f"{setting}={folder!r}: the list of its pictures cannot be written ({error})") from error
-    own = TableConfig(image="filepath", caption="caption", rows=config.rows)
-    return [replace(part_of(url), sidecar="sidecar").url for url in shards_of(str(path), own, setting)]
-
-
-class _Appender:
-    """What csv.writer writes to: a list of lines."""
-
-    def __init__(self, lines: list[str]) -> None:
-        self.write = lines.append
-
-
-def _write(path: Path, text: str) -> None:
-    """All of it or nothing; processes that write the same at once do no harm."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, errors="surrogateescape") as out:
-        out.write(text)
-    Path(out.name).replace(path)
-
-
-# -- reading -----------------------------------------------------------------------------------------------------------
-
-
-def read(
-    url: str, want: Callable[[int], bool], kinds: Mapping[str, int] | None, store: Store
-) -> Generator[RawSample, None, None]:
-    """The rows of a virtual shard as samples: the picture under its extension, the caption as `txt`, the whole row as `json`.
-
-    A sample's key is its picture's path. Its members (`kinds` of them, as for `read_shard`) are read when it is filled; then one whose file
-    is not there has the damage `missing_file`. Raises OSError, SourceError.
-    """
-    part = part_of(url)
-    # The other may hash what it opens, and cannot seek then. What this one's threads see it counts when all is closed.
-    own = Store(store.access, store.tally, store.tick, store.late)
-    rows = _parquet_rows(part, own) if is_parquet(part.path) else _text_rows(part, own)
-    for index, row in enumerate(rows):
-        image = row.get(part.image)
-        name = str((image.get("path") or "") if isinstance(image, dict) else image if isinstance(image, str) else "")
-        key = name or f"row {part.first + index}"
-        raw = RawSample(url, key, index, {}, extent=_extent(row))
-        if want(index):
-            raw.later = partial(_fill, raw, part, row, name, kinds, store)
-        yield raw
-
-
-def _extent(value: Any) -> int:
-    """Bytes of what a row says by itself, about."""
-    if isinstance(value, dict):
-        return sum(map(_extent, value.values()))
-    return len(value) if isinstance(value, bytes | str) else 8
-
-
-def _fill(
-    raw: RawSample, part: Part, row: dict[str, Any], name: str, kinds: Mapping[str, int] | None, store: Store
-) -> None:
-    try:
-        _read_members(raw, part, row, name, kinds, store)
-    except FileNotFoundError as error:
-        raw.damage, raw.detail = "missing_file", str(error)
-    except SourceError as error:
-        raw.damage, raw.detail = error.reason.replace("_shard", "_file"), str(error)
-    except (OSError, ValueError) as error:  # a folder, a file of somebody else's, a name that no file can have
-        raw.damage, raw.detail = "unreadable_file", str(error)
-    if raw.damage:
-        raw.members = {}
-
-
-def _read_members(
-    raw: RawSample, part: Part, row: dict[str, Any], name: str, kinds: Mapping[str, int] | None, store: Store
-) -> None:
-    def keep(extension: str, content: Callable[[int], bytes]) -> None:
-        """Where it is wanted; `content` gives up to so many bytes of it."""
-        if kinds is None or extension in kinds:
-            data = content(1 + (MOST_BYTES if kinds is None else kinds[extension]))
-            if raw.admits(f"{raw.key}, {extension}", extension, len(data), kinds):
-                raw.members[extension] = data
-
-    image = row.get(part.image)
-    if isinstance(image, dict):  # as Hugging Face's datasets hold pictures
-        image = image.get("bytes")
-    extension = name.rpartition(".")[2].lower()
-    extension = extension if extension in IMAGE_TYPES else "jpg"
-    if isinstance(image, bytes):
-        keep(extension, lambda _: image)
-    elif name:
-        keep(extension, partial(_content, _beside(part.path, name), store))
-    else:
-        raise FileNotFoundError("no picture is named")
-    caption = row.get(part.caption)
-    if part.sidecar and row.get(part.sidecar):
-        keep("txt", partial(_content, row[part.sidecar], store))
-    elif caption is not None:
-        keep("txt", lambda _: str(caption).encode("utf-8", "surrogatepass"))
-    plain = {column: value for column, value in row.items() if not isinstance(value, bytes | dict)}
-    keep("json", lambda _: json.dumps(plain, default=str).encode())
-
-
-def _beside(table: str, name: str) -> str:
-    """Where a picture is that a table names: at an address, at a path of this machine, or beside the table."""
-    if is_local(table):
-        return name if not is_local(name) else str(Path(table).parent / name)
-    if not is_local(name) or name.startswith("/"):
-        return name
-    folder = table.split("?", 1)[0].rsplit("/", 1)[0]
-    return f"{folder}/{quote(name) if scheme_of(table) in ('http', 'https') else name}"
-
-
-def _buffered(stream: Any) -> Any:
-    """As a stream with lines."""
-    return io.BufferedReader(stream, 1 << 16) if isinstance(stream, io.RawIOBase) else stream
-
-
-def _content(place: str, store: Store, most: int) -> bytes:
-    if scheme_of(place) in NO_FILE:
-        raise SourceError("refused_file", f"{place}: a table names files, not commands")
-    stream = store.open(place).stream
-    try:
-        data: bytes = stream.read(most)
-    finally:
-        stream.close()
-    return data
-
-
-def _text_rows(part: Part, store: Store) -> Iterator[dict[str, Any]]:
-    try:
-        with closing(_buffered(store.open(part.path).stream)) as file:
-            names = next(_rows(part.path, _Lines(file)), [])
-            left = part.last - part.first
-            for row in _rows(part.path, _Lines(file, int(part.where))):
-                if row and left:
-                    left -= 1
-                    yield dict(zip(names, row))
-                if not left:
-                    return
-    except (csv.Error, UnicodeDecodeError) as error:
-        raise SourceError("unreadable_shard", str(error)) from error
-
-
 def _parquet_rows(part: Part, store: Store) -> Iterator[dict[str, Any]]:
     group, start = map(int, part.where.split("."))
     try:
         with _parquet_file(part.path, store) as file:
-            # no threads: what a remote file does while it waits is for the reading thread only
-            rows = 1 if _holds_pictures(file, part.image) else 256
+            kind = str(file.schema_arrow.field(part.image).type)
+            # a column with pictures instead of paths may have large rows, so they are read one by one
+            rows = 1 if "binary" in kind or kind.startswith("struct") else 256
+            # no threads: only the reading thread may run what a remote file does while it waits
             batches = file.iter_batches(rows, row_groups=[group], use_threads=False)
-            yield from islice(
-                (row for batch in batches for row in batch.to_pylist()), start, start + part.last - part.first
-            )
+            found = (row for batch in batches for row in batch.to_pylist())
+            yield from islice(found, start, start + part.last - part.first)
     except (ValueError, KeyError) as error:  # pyarrow's own errors are ValueErrors
         raise SourceError("unreadable_shard", str(error)) from error
-
-
-def _holds_pictures(file: Any, column: str) -> bool:
-    """Whether a Parquet column has pictures, not their names: rows that are read one by one, since they may be large."""
-    kind = str(file.schema_arrow.field(column).type)
-    return "binary" in kind or kind.startswith("struct")

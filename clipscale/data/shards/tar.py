@@ -1,7 +1,7 @@
-"""The tar format: POSIX.1-2001 ustar and pax, GNU long names; packed or not, from a stream that need not seek.
+"""The tar format: ustar, pax and GNU long names, packed or not, from streams with or without seeking.
 
-The standard library's tar reader takes eight times as long for small members, as long as decoding a 256-pixel JPEG, so the few parts of
-the format that archives of plain files use are read here.
+Reads only what archives of plain files use: the standard library's reader takes eight times as long for small members,
+as long as decoding a 256-pixel JPEG.
 """
 
 import bz2
@@ -10,20 +10,25 @@ import io
 import lzma
 import os
 import tarfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 BLOCK = 512
 LARGEST_MEMBER = 1 << 28
-"""A header that claims more than this many bytes is taken for damage; nothing of that size is a picture."""
-
+"""A header that claims more bytes is damaged: no picture is that large."""
 LARGEST_HEADER = 1 << 20
+"""Limit of an extended header, which is held in memory."""
 XZ_MEMORY = 128 << 20
-"""What unpacking xz may take; `xz -9` asks for 65 MiB."""
+"""Memory limit of the xz decoder; `xz -9` needs 65 MiB."""
+PIECE = 1 << 16
+"""Bytes read at a time from a stream that is unpacked or cannot seek."""
 
 
 def next_member(stream: Any) -> tuple[str, int] | None:
-    """Name and size of the next plain file, the stream standing at its content; None at the end. Raises tarfile.TarError for damage."""
+    """Name and size of the next plain file, or None at the end of the archive; leaves the stream at the file's content.
+
+    Raises tarfile.TarError for damage.
+    """
     long_name: str | None = None
     long_size: int | None = None
     while True:
@@ -35,7 +40,7 @@ def next_member(stream: Any) -> tuple[str, int] | None:
         if _number(block[148:156]) != sum(block) - sum(block[148:156]) + 256:
             raise tarfile.ReadError("bad checksum in a header")
         size, kind = _number(block[124:136]), block[156:157]
-        if kind in b"LxK":  # what the next header should have said, as content
+        if kind in b"LxK":  # a long name or extended fields for the next header
             content = read_exactly(stream, size, LARGEST_HEADER)
             read_exactly(stream, -size % BLOCK)
             if kind == b"L":
@@ -57,7 +62,7 @@ def next_member(stream: Any) -> tuple[str, int] | None:
             return name, size
         long_name = long_size = None
         if kind not in b"123456":  # links, devices and folders have no content, whatever their size field says
-            pass_over(stream, size + -size % BLOCK, False)
+            skip(stream, size + -size % BLOCK, False)
 
 
 def _number(field: bytes) -> int:
@@ -87,7 +92,7 @@ def _pax(content: bytes) -> dict[str, str]:
 
 
 def read_exactly(stream: Any, size: int, most: int = LARGEST_MEMBER) -> bytes:
-    """So many bytes and not fewer. Raises tarfile.ReadError."""
+    """Exactly `size` bytes. Raises tarfile.ReadError if there are fewer or `size` is over `most`."""
     if not 0 <= size <= most:
         raise tarfile.ReadError(f"a member claims {size} bytes")
     data = stream.read(size)
@@ -96,9 +101,9 @@ def read_exactly(stream: Any, size: int, most: int = LARGEST_MEMBER) -> bytes:
     return data
 
 
-def pass_over(stream: Any, size: int, seekable: bool) -> None:
-    """Skip so many bytes."""
-    if seekable:
+def skip(stream: Any, size: int, can_seek: bool) -> None:
+    """Skip `size` bytes, by reading them where the stream cannot seek. Raises tarfile.ReadError."""
+    if can_seek:
         stream.seek(size, os.SEEK_CUR)
         return
     while size > 0:
@@ -108,21 +113,22 @@ def pass_over(stream: Any, size: int, seekable: bool) -> None:
         size -= got
 
 
-class Metered:
-    """A stream that is read on, its bytes counted and, for a checksum, hashed; hashed ones are read where others would be skipped."""
+class CountedStream:
+    """Counts the bytes read from a stream and optionally hashes them; a hashed stream is read to its end and never
+    seeks."""
 
-    def __init__(self, source: Any, digest: Any = None) -> None:
-        self._source, self._digest, self.at = source, digest, 0
+    def __init__(self, source: Any, hasher: Any = None) -> None:
+        self._source, self._hasher, self.at = source, hasher, 0
 
     def read(self, size: int = -1) -> bytes:
         data: bytes = self._source.read(size)
         self.at += len(data)
-        if self._digest is not None:
-            self._digest.update(data)
+        if self._hasher is not None:
+            self._hasher.update(data)
         return data
 
     def seekable(self) -> bool:
-        return self._digest is None and seekable(self._source)
+        return self._hasher is None and seekable(self._source)
 
     def seek(self, offset: int, whence: int = os.SEEK_CUR) -> int:
         assert whence == os.SEEK_CUR, "forward only"
@@ -131,21 +137,21 @@ class Metered:
         return self.at
 
     def close(self) -> None:
-        """Close the source; the checksum is of the whole, so what is left of it is read first."""
+        """Close the source, after reading the rest of it if it is hashed."""
         try:
-            while self._digest is not None and self.read(1 << 20):
+            while self._hasher is not None and self.read(1 << 20):
                 pass
         finally:
             self._source.close()
 
 
 def seekable(stream: Any) -> bool:
-    """Whether the stream can go to another place."""
+    """Whether the stream can seek."""
     return hasattr(stream, "seekable") and bool(stream.seekable())
 
 
-class Stretch:
-    """Bytes start..stop of a stream that can seek, as a stream."""
+class ByteRange:
+    """Bytes start..stop of a seekable stream, as a stream."""
 
     def __init__(self, source: Any, start: int, stop: int) -> None:
         self._source, self._at, self._stop = source, start, stop
@@ -157,62 +163,55 @@ class Stretch:
         return data
 
     def seek(self, offset: int, whence: int) -> None:
-        assert whence == os.SEEK_CUR, "from here only"
+        assert whence == os.SEEK_CUR, "relative seeks only"
         self._at += offset
 
 
-class _Unxz(io.RawIOBase):
-    """What an xz stream unpacks to. As lzma.LZMAFile, whose dictionary may be as large as the file likes."""
+class _Pieces(io.RawIOBase):
+    """The pieces of an iterator as a stream."""
 
-    def __init__(self, source: Any) -> None:
-        self._source, self._packed, self._decoder = source, b"", lzma.LZMADecompressor(memlimit=XZ_MEMORY)
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while True:
-            if self._decoder.eof:  # another stream may follow, or padding
-                self._packed = (self._decoder.unused_data or self._source.read(1 << 16)).lstrip(b"\0")
-                if not self._packed:
-                    return 0
-                self._decoder = lzma.LZMADecompressor(memlimit=XZ_MEMORY)
-            if self._decoder.needs_input and not self._packed:
-                self._packed = self._source.read(1 << 16)
-                if not self._packed:
-                    raise EOFError("ends within a packed stream")
-            data = self._decoder.decompress(self._packed, len(buffer))
-            self._packed = b""
-            if data:
-                buffer[: len(data)] = data
-                return len(data)
-
-
-class _Rejoined(io.RawIOBase):
-    """A stream whose first bytes have been looked at."""
-
-    def __init__(self, first: bytes, rest: Any) -> None:
-        self._first, self._rest = first, rest
+    def __init__(self, pieces: Iterator[bytes]) -> None:
+        self._pieces, self._left = pieces, b""
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        data = self._first[: len(buffer)] or self._rest.read(len(buffer))
-        self._first = self._first[len(data) :]
+        while not self._left and (piece := next(self._pieces, None)) is not None:
+            self._left = piece
+        data, self._left = self._left[: len(buffer)], self._left[len(buffer) :]
         buffer[: len(data)] = data
         return len(data)
+
+
+def _unpacked_xz(source: Any) -> Iterator[bytes]:
+    """The content of xz streams, one after another. lzma.LZMAFile would allow a dictionary of any size."""
+    packed = source.read(PIECE)
+    while packed:
+        decoder = lzma.LZMADecompressor(memlimit=XZ_MEMORY)
+        while not decoder.eof:
+            if decoder.needs_input and not packed and not (packed := source.read(PIECE)):
+                raise EOFError("ends within a packed stream")
+            yield decoder.decompress(packed, PIECE)
+            packed = b""
+        packed = (decoder.unused_data or source.read(PIECE)).lstrip(b"\0")  # another stream, or padding
+
+
+def _rejoined(first: bytes, rest: Any) -> Iterator[bytes]:
+    yield first
+    while data := rest.read(PIECE):
+        yield data
 
 
 _MAGICS: tuple[tuple[bytes, Callable[[Any], Any]], ...] = (
     (b"\x1f\x8b", lambda stream: gzip.GzipFile(fileobj=stream)),
     (b"BZh", bz2.BZ2File),
-    (b"\xfd7zXZ\0", lambda stream: io.BufferedReader(_Unxz(stream), 1 << 16)),
+    (b"\xfd7zXZ\0", lambda stream: io.BufferedReader(_Pieces(_unpacked_xz(stream)), PIECE)),
 )
 
 
 def unpacked(source: Any) -> Any:
-    """The uncompressed bytes of a stream, whatever it is packed with. Raises tarfile.ReadError if it is empty."""
+    """The stream itself if it is not packed, else a stream of its content. Raises tarfile.ReadError if it is empty."""
     first = source.read(6)
     if not first:
         raise tarfile.ReadError("empty")
@@ -220,7 +219,7 @@ def unpacked(source: Any) -> Any:
         source.seek(0)
         stream = source
     else:
-        stream = io.BufferedReader(_Rejoined(first, source), 1 << 16)
+        stream = io.BufferedReader(_Pieces(_rejoined(first, source)), PIECE)
     for magic, opened in _MAGICS:
         if first.startswith(magic):
             return opened(stream)

@@ -96,14 +96,14 @@ def rate(source: str, samples: int, lanes: int, cache: str) -> float:
 
 def main(words: list[str]) -> None:
     """Measure and print."""
-    from clipscale.data.shards import indexing, remote
+    from clipscale.data.shards import remote, scan
 
     given = dict(word.split("=") for word in words)
     samples, lanes, times = (
         int(given.get(name, usual)) for name, usual in (("samples", 4096), ("shard_streams", 4), ("times", 3))
     )
     bandwidth = float(given.get("bandwidth", 40)) * 1e6
-    bounds = {"without": 0, "with": getattr(remote, "AHEAD_BYTES", 0)}
+    bounds = {"without": 0, "with": getattr(remote, "PREFETCH_BYTES", 0)}
     with tempfile.TemporaryDirectory() as home:
         folder, cache = Path(home) / "set", str(Path(home) / "cache")
         folder.mkdir()
@@ -127,11 +127,11 @@ def main(words: list[str]) -> None:
                 assert server.stdout
                 place = f"http://127.0.0.1:{server.stdout.readline().strip()}"
                 urls = [f"{place}/{number}.tar" for number in range(SHARDS)]
-                indexing.update(urls, place=lambda folder: indexing.place_for(folder, cache))
+                scan.update_indexes(urls, cache=cache)
                 rates: dict[str, list[float]] = {name: [] for name in bounds}
                 for _ in range(times):
                     for name, bound in bounds.items():
-                        remote.AHEAD_BYTES = bound
+                        remote.PREFETCH_BYTES = bound
                         rates[name].append(rate(f"{place}/{{0..{SHARDS - 1}}}.tar", samples, lanes, cache))
                 server.terminate()
             said = ", ".join(

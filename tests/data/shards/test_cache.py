@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from clipscale.data.shards import indexing, remote
-from clipscale.data.shards.access import SEEN, Access, SourceError
+from clipscale.data.shards import remote, remote_object, scan
+from clipscale.data.shards.access import EVENT, Access, SourceError
 from clipscale.data.shards.listing import expand
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.store import Store
@@ -29,7 +29,7 @@ def quick(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setattr(remote, "LARGEST_BLOCK", 16384)
     monkeypatch.setattr(remote, "FIRST_BLOCK", 4096)
-    monkeypatch.setattr(remote, "LONGEST_WAIT_S", 0.002)
+    monkeypatch.setattr(remote_object, "LONGEST_WAIT_S", 0.002)
 
 
 @pytest.fixture
@@ -40,10 +40,10 @@ def web(tmp_path: Path) -> Iterator[Web]:
 
 
 def fetch(url: str, cache: Path, bound: int | None = None) -> tuple[bytes, Counter[str]]:
-    tally: Counter[str] = Counter()
-    stream = Store(Access(str(cache), bound), tally).open(url).stream
+    counts: Counter[str] = Counter()
+    stream = Store(Access(str(cache), bound), counts).open(url).stream
     try:
-        return stream.read(), tally
+        return stream.read(), counts
     finally:
         stream.close()
 
@@ -77,8 +77,8 @@ def test_the_least_recently_used_goes_first(tmp_path: Path, web: Web) -> None:
 
 def test_a_shard_larger_than_the_bound_is_read_where_it_is(tmp_path: Path, web: Web) -> None:
     path = write_shards(tmp_path / "remote", [20])[0]
-    data, tally = fetch(f"{web.url}/00000.tar", tmp_path / "c", 1000)
-    assert data == path.read_bytes() and tally == {SEEN + "no_room_for_copy": 1}
+    data, counts = fetch(f"{web.url}/00000.tar", tmp_path / "c", 1000)
+    assert data == path.read_bytes() and counts == {EVENT + "no_room_for_copy": 1}
     assert copies(tmp_path / "c") == []
 
 
@@ -94,9 +94,9 @@ def test_a_copy_stands_in_while_the_server_is_away(tmp_path: Path, web: Web) -> 
     url = f"{web.url}/00000.tar"
     fetch(url, tmp_path / "c")
     web.faults = lambda number, _: "503"
-    tally: Counter[str] = Counter()
-    stream = Store(Access(str(tmp_path / "c"), retries=1), tally).open(url).stream
-    assert stream.read() == path.read_bytes() and tally[SEEN + "copy_of_unreachable"] == 1
+    counts: Counter[str] = Counter()
+    stream = Store(Access(str(tmp_path / "c"), retries=1), counts).open(url).stream
+    assert stream.read() == path.read_bytes() and counts[EVENT + "copy_of_unreachable"] == 1
     stream.close()
 
 
@@ -124,7 +124,7 @@ def test_a_copy_that_cannot_be_finished_leaves_nothing(tmp_path: Path, web: Web)
 def test_a_copy_is_compared_with_the_indexs_checksum(tmp_path: Path, web: Web) -> None:
     write_shards(tmp_path / "remote", [20])
     url = f"{web.url}/00000.tar"
-    indexing.update([url], place=lambda folder: indexing.place_for(folder, None))
+    scan.update_indexes([url])
     answer = web.answer
 
     def rotten(*asked: Any) -> tuple[int, dict[str, str], bytes]:
@@ -149,7 +149,7 @@ def test_what_a_dead_process_left_is_cleared_away(tmp_path: Path, web: Web) -> N
         fcntl.flock(held, fcntl.LOCK_EX)
         fetch(f"{web.url}/00000.tar", tmp_path / "c", int(2.5 * size))
         assert not dead.exists() and alive.exists()
-        assert fetch(f"{web.url}/00001.tar", tmp_path / "c", int(1.5 * size))[1] == {SEEN + "no_room_for_copy": 1}
+        assert fetch(f"{web.url}/00001.tar", tmp_path / "c", int(1.5 * size))[1] == {EVENT + "no_room_for_copy": 1}
 
 
 def test_processes_share_the_copies(tmp_path: Path, web: Web) -> None:
@@ -203,7 +203,7 @@ def test_shards_are_read_from_s3(tmp_path: Path, s3: str) -> None:
         client.put_object(Bucket="bucket", Key=f"set/{path.name}", Body=path.read_bytes())
     urls = expand("s3://bucket/set/*.tar")
     assert urls == [f"s3://bucket/set/{path.name}" for path in paths]
-    assert indexing.update(urls, place=lambda folder: indexing.place_for(folder, None)).read == 2
+    assert scan.update_indexes(urls).read == 2
     stream = open_stream("s3://bucket/set/", batch=20)
     assert stream.samples_per_epoch == 47
     assert contents(stream, 5) == contents(open_stream(tmp_path / "set", batch=20), 5)
@@ -231,7 +231,7 @@ def test_an_epoch_from_s3_with_faults_loses_nothing(
     import s3fs
 
     if not ahead:
-        monkeypatch.setattr(remote, "AHEAD_BYTES", 0)
+        monkeypatch.setattr(remote, "PREFETCH_BYTES", 0)
     monkeypatch.setattr(remote, "LARGEST_BLOCK", 32768)
     monkeypatch.setattr(remote, "FIRST_BLOCK", 8192)
     paths = write_shards(tmp_path / "set", [30, 17])
@@ -243,7 +243,7 @@ def test_an_epoch_from_s3_with_faults_loses_nothing(
         monkeypatch.setenv("AWS_ENDPOINT_URL", web.url)
         s3fs.S3FileSystem.clear_instance_cache()
         urls = expand("s3://bucket/faulty/*.tar")
-        indexing.update(urls, place=lambda folder: indexing.place_for(folder, None))
+        scan.update_indexes(urls)
         stream = open_stream("s3://bucket/faulty/", batch=20)
         web.faults = lambda number, path: rng.choice(("drop", "cut", "503")) if rng.random() < 0.2 else None
         assert contents(stream, 3) == contents(open_stream(tmp_path / "set", batch=20), 3), "more than an epoch"

@@ -30,7 +30,7 @@ from clipscale.data.decode import IMAGE_TYPES, BrokenSampleError, TrainTransform
 from clipscale.data.filters import selection
 from clipscale.data.order import CounterRNG
 from clipscale.data.sample import limits
-from clipscale.data.shards import indexing
+from clipscale.data.shards import scan
 from clipscale.data.shards.listing import expand
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.tar import BLOCK, LARGEST_HEADER, next_member
@@ -58,14 +58,14 @@ def shard(folder: Path) -> bytes:
     return path.read_bytes()
 
 
-def use(path: Path, places: bool = False) -> Counter[str]:
+def use(path: Path, indexed: bool = False) -> Counter[str]:
     """Read a shard as training does; reasons and how often."""
     problem, found = ReadProblem(), Counter[str]()
     out = np.zeros((3, 16, 16), np.uint8)
     # an index of other bytes, as if it had not been noticed that they changed
-    offsets = (lambda url, opened: np.arange(0, 40) * 3 * BLOCK) if places else None
+    offsets = (lambda url, opened: np.arange(0, 40) * 3 * BLOCK) if indexed else None
     kinds = limits(IMAGE_TYPES, SELECTION.members())
-    for sample in read_shard(str(path), problem, kinds=kinds, places=offsets):
+    for sample in read_shard(str(path), problem, kinds=kinds, offsets=offsets):
         try:
             if sample.damage:
                 raise BrokenSampleError(sample.damage)
@@ -147,8 +147,8 @@ def survives(data: bytes, folder: Path, watch: Watch) -> None:
     tracemalloc.start()
     try:
         with watch.on() as seen:
-            found = use(path) + use(path, places=True)
-            entry = indexing.survey(str(path))
+            found = use(path) + use(path, indexed=True)
+            entry = scan.scan_shard(str(path))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

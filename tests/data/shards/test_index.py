@@ -19,9 +19,9 @@ from clipscale.data.loader import shard_stream as lanes
 from clipscale.data.loader.shard_stream import segment_windows
 from clipscale.data.order import Segment
 from clipscale.data.sample import RawSample, limits
-from clipscale.data.shards import index, indexing
+from clipscale.data.shards import index, scan
 from clipscale.data.shards.access import Opened
-from clipscale.data.shards.listing import noted_counts, scanned_counts
+from clipscale.data.shards.listing import recorded_counts, scan_counts
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.store import Store
 from tests.data.files import sample, write_shards, write_tar
@@ -35,10 +35,8 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
     return cache
 
 
-def make(paths: list[Path], **options: Any) -> indexing.Tally:
-    return indexing.update(
-        [str(path) for path in paths], place=lambda folder: indexing.place_for(folder, None), **options
-    )
+def make(paths: list[Path], **options: Any) -> scan.Update:
+    return scan.update_indexes([str(path) for path in paths], **options)
 
 
 def entry(path: Path) -> index.Entry:
@@ -47,7 +45,7 @@ def entry(path: Path) -> index.Entry:
 
 def read(path: Path, **options: Any) -> tuple[list[RawSample], ReadProblem]:
     problem = ReadProblem()
-    return list(read_shard(str(path), problem, places=index.places, **options)), problem
+    return list(read_shard(str(path), problem, offsets=index.sample_offsets, **options)), problem
 
 
 class CountingStore(Store):
@@ -79,8 +77,8 @@ class CountingStore(Store):
 
 def test_it_says_what_the_shards_hold(tmp_path: Path) -> None:
     paths = write_shards(tmp_path, [3, 5], sized=False)
-    tally = make(paths)
-    assert (tally.read, tally.kept, tally.failed) == (2, 0, {})
+    update = make(paths)
+    assert (update.read, update.kept, update.failed) == (2, 0, {})
     for path, samples in zip(paths, [3, 5]):
         found = entry(path)
         data = path.read_bytes()
@@ -90,7 +88,7 @@ def test_it_says_what_the_shards_hold(tmp_path: Path) -> None:
         assert found.totals == {
             kind: (samples, sum(len(d) for k, d in members if k == kind)) for kind in ("json", "png", "txt")
         }
-    assert noted_counts([str(path) for path in paths]) == [3, 5]
+    assert recorded_counts([str(path) for path in paths]) == [3, 5]
 
 
 @settings(max_examples=60, deadline=None)
@@ -102,19 +100,19 @@ def test_it_says_what_the_shards_hold(tmp_path: Path) -> None:
         max_size=12,
     )
 )
-def test_reading_by_places_gives_what_reading_on_gives(
+def test_reading_by_offsets_gives_what_reading_on_gives(
     tmp_path_factory: pytest.TempPathFactory, members: list[tuple[str, bytes]]
 ) -> None:
-    path = write_tar(tmp_path_factory.getbasetemp() / "places.tar", members)
+    path = write_tar(tmp_path_factory.getbasetemp() / "offsets.tar", members)
     plain = list(read_shard(str(path), ReadProblem()))
-    found = indexing.survey(str(path))
+    found = scan.scan_shard(str(path))
     assert found.samples == len(plain)
-    by_places = list(read_shard(str(path), ReadProblem(), places=lambda url, opened: found.places))
-    assert by_places == plain
-    assert found.places is None or len(found.places) == len(plain) + 1
+    by_offsets = list(read_shard(str(path), ReadProblem(), offsets=lambda url, opened: found.offsets))
+    assert by_offsets == plain
+    assert found.offsets is None or len(found.offsets) == len(plain) + 1
 
 
-def test_a_packed_shard_is_counted_but_has_no_places(tmp_path: Path) -> None:
+def test_a_packed_shard_is_counted_but_has_no_offsets(tmp_path: Path) -> None:
     path = write_shards(tmp_path, [4], sized=False)[0]
     packed = tmp_path / "p.tar.gz"
     packed.write_bytes(gzip.compress(path.read_bytes()))
@@ -137,8 +135,8 @@ def test_a_damaged_shard_is_noted_with_what_could_be_read(tmp_path: Path) -> Non
 def test_offsets_take_a_few_bytes_a_sample(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     offsets = np.cumsum(rng.integers(20, 200, 10_001)) * 512
-    packed = index.pack(offsets.tolist())
-    assert np.array_equal(index._unpack(packed), offsets)
+    packed = index.pack(offsets)
+    assert np.array_equal(index.unpack(packed), offsets)
     assert len(packed) < 2 * len(offsets), f"{len(packed)} bytes for {len(offsets)} samples"
 
 
@@ -149,10 +147,10 @@ def test_only_what_has_changed_is_read_again(tmp_path: Path) -> None:
     paths = write_shards(tmp_path, [3, 5], sized=False)
     make(paths)
     before = (tmp_path / index.FILE).stat().st_mtime_ns
-    assert make(paths) == indexing.Tally(read=0, kept=2, failed={})
+    assert make(paths) == scan.Update(read=0, kept=2, failed={})
     assert (tmp_path / index.FILE).stat().st_mtime_ns == before, "nothing to do, but the file was written"
     write_tar(paths[0], sample("a"))
-    assert make(paths) == indexing.Tally(read=1, kept=1, failed={})
+    assert make(paths) == scan.Update(read=1, kept=1, failed={})
     assert [entry(path).samples for path in paths] == [1, 5]
     assert make(paths, force=True).read == 2
 
@@ -167,8 +165,8 @@ def test_headers_alone_are_enough_until_a_checksum_is_asked_for(tmp_path: Path) 
 
 def test_an_unreachable_shard_does_not_stop_the_others(tmp_path: Path) -> None:
     paths = write_shards(tmp_path, [3], sized=False)
-    tally = make([tmp_path / "none.tar", *paths])
-    assert tally.read == 1 and list(tally.failed or {}) == [str(tmp_path / "none.tar")]
+    update = make([tmp_path / "none.tar", *paths])
+    assert update.read == 1 and list(update.failed) == [str(tmp_path / "none.tar")]
 
 
 def test_what_a_killed_run_had_done_is_taken_up(tmp_path: Path) -> None:
@@ -181,14 +179,14 @@ def test_what_a_killed_run_had_done_is_taken_up(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         make(paths, done=die)
     assert index.known([str(path) for path in paths]) == {}, "a half-made index was put in place"
-    assert make(paths) == indexing.Tally(read=1, kept=2, failed={})
+    assert make(paths) == scan.Update(read=1, kept=2, failed={})
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted(
         [f".{index.FILE}.lock", *(p.name for p in paths), index.FILE]
     )
 
 
 def test_several_processes_share_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(indexing, "SERIAL_BYTES", 0)
+    monkeypatch.setattr(scan, "SERIAL_BYTES", 0)
     paths = write_shards(tmp_path, [3, 5, 7], sized=False)
     assert make(paths, workers=2).read == 3
     assert [entry(path).samples for path in paths] == [3, 5, 7]
@@ -197,17 +195,17 @@ def test_several_processes_share_the_work(tmp_path: Path, monkeypatch: pytest.Mo
 def test_where_the_folder_cannot_be_written_it_lies_in_the_cache(tmp_path: Path, own_cache: Path) -> None:
     paths = write_shards(tmp_path / "data", [3], sized=False)
     given = tmp_path / "given"
-    indexing.update([str(paths[0])], place=lambda folder: indexing.place_for(folder, str(given)))
+    scan.update_indexes([str(paths[0])], cache=str(given))
     assert not (tmp_path / "data" / index.FILE).exists()
-    assert noted_counts([str(paths[0])]) == [None] and noted_counts([str(paths[0])], str(given)) == [3]
-    remote = indexing.place_for("s3://bucket/set", None)
+    assert recorded_counts([str(paths[0])]) == [None] and recorded_counts([str(paths[0])], str(given)) == [3]
+    remote = index.writable_path("s3://bucket/set", None)
     assert own_cache in remote.parents
 
 
 def test_a_damaged_index_is_said_to_be_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     paths = write_shards(tmp_path, [3], sized=False)
     (tmp_path / index.FILE).write_bytes(b"SQLite format 3\0" + b"x" * 5000)
-    assert noted_counts([str(paths[0])]) == [None] and "cannot be read" in caplog.text
+    assert recorded_counts([str(paths[0])]) == [None] and "cannot be read" in caplog.text
     make(paths)
     assert "indexing anew" in caplog.text and entry(paths[0]).samples == 3
 
@@ -219,7 +217,7 @@ def test_a_stale_entry_is_named_and_not_used(tmp_path: Path, caplog: pytest.LogC
     paths = write_shards(tmp_path, [3, 5], sized=False)
     make(paths)
     write_tar(paths[0], [*sample("a"), *sample("b")])
-    assert noted_counts([str(path) for path in paths]) == [None, 5]
+    assert recorded_counts([str(path) for path in paths]) == [None, 5]
     assert f"the index of 1 of 2 shards is out of date (first: {paths[0]})" in caplog.text
     assert [s.key for s in read(paths[0])[0]] == ["a", "b"]
     assert open_stream(tmp_path, batch=4).samples_per_epoch == 7
@@ -232,11 +230,11 @@ def test_a_stale_index_beside_the_shards_does_not_hide_a_newer_one(
     paths = write_shards(tmp_path, [3, 5], sized=False)
     make(paths)
     write_tar(paths[0], [*sample("a"), *sample("b")])
-    monkeypatch.setattr(indexing.os, "access", lambda *_: False)
+    monkeypatch.setattr(index.os, "access", lambda *_: False)
     urls = [str(path) for path in paths]
-    assert noted_counts(urls) == [None, 5] and "out of date" in caplog.text
-    assert scanned_counts(urls[:1]) == [2]
-    assert noted_counts(urls) == [2, 5], "counted at every start"
+    assert recorded_counts(urls) == [None, 5] and "out of date" in caplog.text
+    assert scan_counts(urls[:1]) == [2]
+    assert recorded_counts(urls) == [2, 5], "counted at every start"
     assert [len(index.known(urls)[url]) for url in urls] == [2, 1]
     assert index.current(urls) == ({url: index.known(urls)[url][-1] for url in urls}, [])
     assert read(paths[0])[0][1].key == "b"
@@ -253,7 +251,7 @@ def test_a_read_begins_where_it_is_wanted(tmp_path: Path) -> None:
     raws, _ = read(path, store=store, want=lambda i: i >= 48)
     assert [raw.key for raw in raws[48:]] == ["000000048", "000000049"] and not any(r.members for r in raws[:48])
     assert store.reads == 2, f"{store.reads} reads for two samples"
-    assert store.read_bytes == int(np.diff(entry_places(path))[48:].sum())
+    assert store.read_bytes == int(np.diff(entry_offsets(path))[48:].sum())
 
 
 def items_of(segment: Segment, url: str, **options: Any) -> list[Any]:
@@ -263,7 +261,7 @@ def items_of(segment: Segment, url: str, **options: Any) -> list[Any]:
 def test_a_resumed_lane_reads_nothing_again(tmp_path: Path) -> None:
     path = write_shards(tmp_path, [60], sized=False)[0]
     make([path])
-    sizes = np.diff(entry_places(path))
+    sizes = np.diff(entry_offsets(path))
     options: dict[str, Any] = {"window": 16, "seed": 3, "kinds": limits(["png"], ["txt", "json"])}
     whole = items_of(Segment(0, 0, 0, 60, 60), str(path), store=Store(), **options)
     store = CountingStore()
@@ -272,9 +270,9 @@ def test_a_resumed_lane_reads_nothing_again(tmp_path: Path) -> None:
     assert store.read_bytes == sum(int(sizes[raw.index]) for raw in rest if isinstance(raw, RawSample))
 
 
-def entry_places(path: Path) -> np.ndarray:
+def entry_offsets(path: Path) -> np.ndarray:
     with Store().open(str(path)).stream:
-        found = index.places(str(path), Store().open(str(path)))
+        found = index.sample_offsets(str(path), Store().open(str(path)))
     assert found is not None
     return found
 
@@ -282,9 +280,9 @@ def entry_places(path: Path) -> np.ndarray:
 def test_damage_costs_only_its_sample(tmp_path: Path) -> None:
     path = write_shards(tmp_path, [10], sized=False)[0]
     make([path])
-    about, places = path.stat(), entry_places(path)
+    about, offsets = path.stat(), entry_offsets(path)
     data = bytearray(path.read_bytes())
-    data[places[4] + 10] ^= 1
+    data[offsets[4] + 10] ^= 1
     path.write_bytes(data)
     os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns))  # rot leaves the time of change alone
     raws, problem = read(path)

@@ -9,13 +9,12 @@ import psutil
 import pytest
 
 from clipscale.config.data import DataConfig
-from clipscale.data.shards import access as sources
-from clipscale.data.shards import indexing
-from clipscale.data.shards.choose import choose_order
+from clipscale.data.shards import listing, scan
 from clipscale.data.shards.listing import (
+    build_order,
     expand,
-    noted_counts,
-    scanned_counts,
+    recorded_counts,
+    scan_counts,
 )
 from clipscale.data.shards.store import Store
 from clipscale.errors import UserError
@@ -77,7 +76,7 @@ def test_addresses_are_expanded_but_not_looked_up() -> None:
 
 
 def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(listing.importlib.util, "find_spec", lambda _: None)
     with pytest.raises(UserError, match=r"s3: addresses need the package s3fs; pip install 'clipscale\[s3\]'"):
         expand("s3://bucket/{0..2}.tar")
 
@@ -125,29 +124,29 @@ def test_an_allowed_command_is_read_to_its_end_and_ended_early(tmp_path: Path) -
 
 def test_counts_are_found_beside_the_shards(tmp_path: Path) -> None:
     paths = [str(path) for path in write_shards(tmp_path, [3, 2, 4], sized=False)]
-    assert noted_counts(paths) == [None, None, None]
+    assert recorded_counts(paths) == [None, None, None]
     (tmp_path / "00001_stats.json").write_text(json.dumps({"count": 9, "successes": 2}))
-    assert noted_counts(paths) == [None, 2, None]
+    assert recorded_counts(paths) == [None, 2, None]
     (tmp_path / "sizes.json").write_text(json.dumps({"00000.tar": 3, "00002.tar": 4}))
-    assert noted_counts(paths) == [3, 2, 4]
-    assert noted_counts(["https://host/00000.tar"]) == [None]
+    assert recorded_counts(paths) == [3, 2, 4]
+    assert recorded_counts(["https://host/00000.tar"]) == [None]
 
 
 def test_a_damaged_note_counts_as_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     paths = [str(path) for path in write_shards(tmp_path, [3], sized=False)]
     (tmp_path / "sizes.json").write_text("{")
-    assert noted_counts(paths) == [None]
+    assert recorded_counts(paths) == [None]
     assert "sizes.json cannot be read" in caplog.text
 
 
 def test_scanned_counts_are_remembered_until_the_shard_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_shards(tmp_path, [5], sized=False)[0]
-    assert scanned_counts([str(path)]) == [5]
+    assert scan_counts([str(path)]) == [5]
     with monkeypatch.context() as patch:
-        patch.setattr(indexing, "survey", lambda *_: pytest.fail("scanned again"))
-        assert scanned_counts([str(path)]) == [5]
+        patch.setattr(scan, "scan_shard", lambda *_: pytest.fail("scanned again"))
+        assert scan_counts([str(path)]) == [5]
     write_tar(path, sample("a") + sample("b"))
-    assert scanned_counts([str(path)]) == [2]
+    assert scan_counts([str(path)]) == [2]
 
 
 @pytest.mark.parametrize("cut", [100, 600, 3072], ids=["within a header", "within a picture", "between samples"])
@@ -160,7 +159,7 @@ def test_damage_that_counting_finds_is_told_at_every_start(
     urls = [str(path) for path in paths]
     for start in range(2):  # the second finds it noted
         caplog.clear()
-        choose_order(DataConfig(train=urls), urls, None, 1, 1, 0, None)
+        build_order(DataConfig(train=urls), urls, None, 1, 1, 0, None)
         (told,) = [r.getMessage() for r in caplog.records if "damaged" in r.getMessage()]
         assert told.startswith(f"2 of 3 shards are damaged (first: {urls[1]}, truncated_shard)"), (start, told)
 
@@ -169,4 +168,4 @@ def test_counting_works_without_a_cache_folder(tmp_path: Path, monkeypatch: pyte
     path = write_shards(tmp_path, [5], sized=False)[0]
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert scanned_counts([str(path)]) == [5]
+    assert scan_counts([str(path)]) == [5]

@@ -16,8 +16,8 @@ import fsspec
 import pytest
 
 from clipscale.data.sample import RawSample
-from clipscale.data.shards import index, indexing, origins, remote
-from clipscale.data.shards.access import SEEN, Access
+from clipscale.data.shards import index, remote, remote_object, scan
+from clipscale.data.shards.access import EVENT, Access
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.store import Store
 from clipscale.errors import UserError
@@ -35,19 +35,19 @@ def quick(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setattr(remote, "FIRST_BLOCK", 4096)
     monkeypatch.setattr(remote, "LARGEST_BLOCK", 16384)
-    monkeypatch.setattr(remote, "LONGEST_WAIT_S", 0.002)
+    monkeypatch.setattr(remote_object, "LONGEST_WAIT_S", 0.002)
 
 
 @pytest.fixture
 def called_off(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many requests were ended before their answer was complete: what goes wrong with those is nobody's concern."""
-    drop, count = remote._Ahead.drop, [0]
+    drop, count = remote.BlockPrefetch.drop, [0]
 
-    def counted(ahead: remote._Ahead) -> None:
-        count[0] += not ahead._over.is_set()
+    def counted(ahead: remote.BlockPrefetch) -> None:
+        count[0] += not ahead.done.is_set()
         drop(ahead)
 
-    monkeypatch.setattr(remote._Ahead, "drop", counted)
+    monkeypatch.setattr(remote.BlockPrefetch, "drop", counted)
     return count
 
 
@@ -58,11 +58,11 @@ def web(tmp_path: Path) -> Iterator[Web]:
 
 
 def read(url: str, **access: Any) -> tuple[list[RawSample], ReadProblem, Counter[str]]:
-    problem, tally = ReadProblem(), Counter[str]()
-    store = Store(Access(**access), tally)
-    samples = list(read_shard(url, problem, store=store, places=index.places))
+    problem, counts = ReadProblem(), Counter[str]()
+    store = Store(Access(**access), counts)
+    samples = list(read_shard(url, problem, store=store, offsets=index.sample_offsets))
     settle(store)
-    return samples, problem, tally
+    return samples, problem, counts
 
 
 def members(samples: list[RawSample]) -> list[tuple[str, dict[str, bytes]]]:
@@ -74,9 +74,9 @@ def members(samples: list[RawSample]) -> list[tuple[str, dict[str, bytes]]]:
 
 def test_a_shard_is_what_it_is_locally(tmp_path: Path, web: Web) -> None:
     path = write_shards(tmp_path, [30])[0]
-    samples, problem, tally = read(f"{web.url}/00000.tar")
+    samples, problem, counts = read(f"{web.url}/00000.tar")
     assert members(samples) == members(read(str(path))[0])
-    assert problem.reason is None and not tally
+    assert problem.reason is None and not counts
     asked = [range_ for _, range_ in web.requests]
     assert len(asked) == len(set(asked)) > 3, "a range was asked for twice"
 
@@ -87,16 +87,16 @@ def test_what_passes_is_borne_and_counted(
     tmp_path: Path, web: Web, fault: str, ahead: bool, called_off: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not ahead:
-        monkeypatch.setattr(remote, "AHEAD_BYTES", 0)
+        monkeypatch.setattr(remote, "PREFETCH_BYTES", 0)
     path = write_shards(tmp_path, [30])[0]
     web.faults = lambda number, _: fault if number % 2 else None
-    samples, problem, tally = read(f"{web.url}/00000.tar")
+    samples, problem, counts = read(f"{web.url}/00000.tar")
     assert members(samples) == members(read(str(path))[0]), fault
     assert problem.reason is None
     names = {"503": "http_503", "drop": "dropped_connection", "cut": "no_connection", "short": "short_answer"}
-    assert set(tally) == ({SEEN + names.get(fault, fault)} if fault != "slow" else set())
+    assert set(counts) == ({EVENT + names.get(fault, fault)} if fault != "slow" else set())
     if fault != "slow":
-        assert web.done[fault] - called_off[0] <= tally.total() <= web.done[fault], (tally, web.done, called_off)
+        assert web.done[fault] - called_off[0] <= counts.total() <= web.done[fault], (counts, web.done, called_off)
     assert web.done[fault] > 2
 
 
@@ -128,20 +128,20 @@ def test_a_silent_server_is_asked_again(tmp_path: Path, web: Web) -> None:
         return answer(path, asked)
 
     web.answer = slow_answer  # type: ignore[method-assign]
-    samples, problem, tally = read(f"{web.url}/00000.tar", wait_s=0.2)
+    samples, problem, counts = read(f"{web.url}/00000.tar", wait_s=0.2)
     assert len(samples) == 3 and problem.reason is None
-    assert tally == {SEEN + "no_connection": 1}
+    assert counts == {EVENT + "no_connection": 1}
 
 
 def test_an_answer_that_trickles_is_ended_and_asked_for_again(
     tmp_path: Path, web: Web, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_shards(tmp_path, [10])[0]
-    monkeypatch.setattr(origins, "SLOWEST", 1 << 20)
+    monkeypatch.setattr(remote_object, "SLOWEST", 1 << 20)
     web.faults = lambda number, _: "trickle" if number == 1 else None
-    samples, problem, tally = read(f"{web.url}/00000.tar", wait_s=0.3)
+    samples, problem, counts = read(f"{web.url}/00000.tar", wait_s=0.3)
     assert members(samples) == members(read(str(path))[0]) and problem.reason is None
-    assert tally == {SEEN + "slow_answer": 1}
+    assert counts == {EVENT + "slow_answer": 1}
 
 
 @pytest.mark.parametrize("longer", [True, False])
@@ -164,19 +164,19 @@ def test_a_shard_that_changes_is_given_up_and_never_mixed(tmp_path: Path, web: W
 def test_a_shard_that_stays_away_is_given_up(tmp_path: Path, web: Web) -> None:
     write_shards(tmp_path, [30])
     web.faults = lambda number, _: "503" if number > 4 else None
-    samples, problem, tally = read(f"{web.url}/00000.tar", retries=3)
+    samples, problem, counts = read(f"{web.url}/00000.tar", retries=3)
     assert problem.reason == "unreachable_shard" and 0 < len(samples) < 30
-    assert tally == {SEEN + "http_503": 4}
+    assert counts == {EVENT + "http_503": 4}
 
 
 def test_a_server_may_stay_away_for_as_long_as_data_retries_says(
     tmp_path: Path, web: Web, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote, "LONGEST_WAIT_S", 0.0)
+    monkeypatch.setattr(remote_object, "LONGEST_WAIT_S", 0.0)
     write_shards(tmp_path, [3])
     web.faults = lambda number, _: "503" if number < 1100 else None
-    samples, problem, tally = read(f"{web.url}/00000.tar", retries=2000)
-    assert len(samples) == 3 and problem.reason is None and tally == {SEEN + "http_503": 1100}
+    samples, problem, counts = read(f"{web.url}/00000.tar", retries=2000)
+    assert len(samples) == 3 and problem.reason is None and counts == {EVENT + "http_503": 1100}
 
 
 def test_a_shard_that_is_not_there_is_not_asked_for_again(tmp_path: Path, web: Web) -> None:
@@ -189,10 +189,10 @@ def test_a_shard_that_is_not_there_is_not_asked_for_again(tmp_path: Path, web: W
 def test_only_wanted_samples_are_fetched_with_an_index(tmp_path: Path, web: Web) -> None:
     path = write_shards(tmp_path, [200])[0]
     url = f"{web.url}/00000.tar"
-    indexing.update([url], place=lambda folder: indexing.place_for(folder, None))
+    scan.update_indexes([url])
     web.requests.clear()
     problem = ReadProblem()
-    raws = list(read_shard(url, problem, want=lambda i: i >= 195, places=index.places))
+    raws = list(read_shard(url, problem, want=lambda i: i >= 195, offsets=index.sample_offsets))
     assert members(raws[195:]) == members(read(str(path))[0][195:])
     assert len(web.requests) <= 4, web.requests
 
@@ -200,7 +200,7 @@ def test_only_wanted_samples_are_fetched_with_an_index(tmp_path: Path, web: Web)
 def test_an_index_of_another_version_is_not_used(tmp_path: Path, web: Web, caplog: pytest.LogCaptureFixture) -> None:
     path = write_shards(tmp_path, [20])[0]
     url = f"{web.url}/00000.tar"
-    indexing.update([url], place=lambda folder: indexing.place_for(folder, None))
+    scan.update_indexes([url])
     path.write_bytes(write_shards(tmp_path / "new", [9])[0].read_bytes())
     assert len(read(url)[0]) == 9
     assert f"{url} has changed since it was indexed" in caplog.text
@@ -237,9 +237,9 @@ def test_fsspec_faults_are_borne(tmp_path: Path, fault: str, monkeypatch: pytest
     shaky = Shaky(path.read_bytes())
     shaky.misbehave = lambda call: fault if call % 3 == 0 else None
     monkeypatch.setattr("fsspec.core.url_to_fs", lambda url, **_: (shaky, url))
-    samples, problem, tally = read("s3://bucket/00000.tar")
+    samples, problem, counts = read("s3://bucket/00000.tar")
     assert members(samples) == members(read(str(path))[0]) and problem.reason is None
-    assert tally == {SEEN + {"fail": "failed_request", "short": "short_answer"}[fault]: shaky.calls // 3}
+    assert counts == {EVENT + {"fail": "failed_request", "short": "short_answer"}[fault]: shaky.calls // 3}
 
 
 def test_an_object_that_changes_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,9 +281,9 @@ def test_a_file_system_that_falls_silent_gets_another_connection(
     fsspec.register_implementation("mute", Mute, clobber=True)
     monkeypatch.setattr(Mute, "data", path.read_bytes())
     monkeypatch.setattr(Mute, "answers", answers := [4, 1000])
-    samples, problem, tally = read("mute://remote/00000.tar", wait_s=0.2)
+    samples, problem, counts = read("mute://remote/00000.tar", wait_s=0.2)
     assert members(samples) == members(read(str(path))[0]) and problem.reason is None
-    assert tally == {SEEN + "no_answer": 1} and answers == []
+    assert counts == {EVENT + "no_answer": 1} and answers == []
     Mute.clear_instance_cache()
 
 
@@ -311,10 +311,10 @@ def test_a_silent_s3_server_is_given_up_in_time(trickles: bool, monkeypatch: pyt
         thread.start()
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
         begun = time.monotonic()
-        samples, problem, tally = read("s3://bucket/00000.tar", wait_s=0.5, retries=1)
+        samples, problem, counts = read("s3://bucket/00000.tar", wait_s=0.5, retries=1)
         if not trickles:  # however long an answer of so many bytes may take
-            with pytest.raises(origins.FaultError, match=r"[tT]imeout"):
-                next(origins.origin_of("s3://bucket/00000.tar", 0.5).read(0, 8 << 20, "", 1 << 30))
+            with pytest.raises(remote_object.TransientError, match=r"[tT]imeout"):
+                next(remote_object.remote_object("s3://bucket/00000.tar", 0.5).read(0, 8 << 20, "", 1 << 30))
         took = time.monotonic() - begun
         over.set()
         thread.join()
@@ -322,7 +322,7 @@ def test_a_silent_s3_server_is_given_up_in_time(trickles: bool, monkeypatch: pyt
         connection.close()
     s3fs.S3FileSystem.clear_instance_cache()
     assert not samples and problem.reason == "unreachable_shard", problem
-    assert tally.total() == 2 and connections and 1 < took < 6, (tally, len(connections), took)
+    assert counts.total() == 2 and connections and 1 < took < 6, (counts, len(connections), took)
 
 
 def test_a_real_fsspec_file_system_is_read(tmp_path: Path) -> None:
@@ -336,7 +336,7 @@ def test_a_real_fsspec_file_system_is_read(tmp_path: Path) -> None:
 
 
 def indexed(urls: list[str]) -> None:
-    assert indexing.update(urls, place=lambda folder: indexing.place_for(folder, None)).failed == {}
+    assert scan.update_indexes(urls).failed == {}
 
 
 @pytest.mark.parametrize("cached", [False, True])

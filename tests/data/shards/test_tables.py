@@ -18,9 +18,9 @@ from PIL import Image
 from clipscale.cli.main import main
 from clipscale.data.loader.host_batch import sample_id
 from clipscale.data.sample import RawSample
-from clipscale.data.shards import remote, tables
-from clipscale.data.shards.access import SEEN, Access
-from clipscale.data.shards.listing import expand, noted_counts
+from clipscale.data.shards import remote, remote_object, tables
+from clipscale.data.shards.access import EVENT, Access
+from clipscale.data.shards.listing import expand, recorded_counts
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.store import Store
 from clipscale.errors import UserError
@@ -78,7 +78,7 @@ def test_a_table_is_cut_into_shards_of_rows(tmp_path: Path, kind: str) -> None:
     path = write_table(tmp_path, kind)
     urls = expand(str(path), table=Config(rows=7))
     sizes = [7, 3, 7, 3, 5] if kind == "parquet" else [7, 7, 7, 4]
-    assert noted_counts(urls) == sizes, "row groups are not read twice"
+    assert recorded_counts(urls) == sizes, "row groups are not read twice"
     found = samples(urls)
     assert [raw.members["txt"].decode() for raw in found] == captions()
     assert [raw.key for raw in found] == [f"images/{i}.png" for i in range(ROWS)]
@@ -177,7 +177,7 @@ def web(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Web]:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setattr(remote, "FIRST_BLOCK", 512)
     monkeypatch.setattr(remote, "LARGEST_BLOCK", 1024)
-    monkeypatch.setattr(remote, "LONGEST_WAIT_S", 0.002)
+    monkeypatch.setattr(remote_object, "LONGEST_WAIT_S", 0.002)
     with serving(Web(tmp_path)) as served:
         yield served
 
@@ -196,18 +196,18 @@ def test_a_table_at_an_address_is_that_of_the_file(tmp_path: Path, web: Web, kin
     assert [found[1:] for found in contents(stream, 10)] == [found[1:] for found in contents(local, 10)]
     assert not stream.broken and finish(stream) > 5
     assert {"/images/3.png", f"/{path.name}"} <= {path for path, _ in web.requests}
-    assert "-ahead" not in str(threading.enumerate())
+    assert "prefetch-" not in str(threading.enumerate())
 
 
 def test_faults_beyond_the_rows_that_are_read_are_counted(tmp_path: Path, web: Web) -> None:
     lines = [f"{i}.png,{'word ' * 2000}" for i in range(ROWS)]
     (tmp_path / "pairs.csv").write_text("\n".join(["filepath,title", *lines]))
-    url = tables.shards_of(f"{web.url}/pairs.csv", Config(rows=2), "data.train")[0]
+    url = tables.table_shards(f"{web.url}/pairs.csv", Config(rows=2), "data.train")[0]
     web.faults = lambda number, _: "503" if int(web.requests[number][1][6:].split("-")[0]) >= 1 << 16 else None
     store, problem = Store(), ReadProblem()
     assert len(list(read_shard(url, problem, want=lambda _: False, store=store))) == 2 and not problem.reason
     settle(store)
-    assert store.tally == {SEEN + "http_503": 1} == {SEEN + "http_503": web.done["503"]}
+    assert store.counts == {EVENT + "http_503": 1} == {EVENT + "http_503": web.done["503"]}
 
 
 @pytest.mark.parametrize("kind", ["csv", "parquet"])

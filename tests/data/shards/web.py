@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
-from clipscale.data.shards.access import SEEN, Access
+from clipscale.data.shards.access import EVENT, Access
 from clipscale.data.shards.store import Store
 
 if TYPE_CHECKING:  # processes that only fetch need not load it
@@ -77,10 +77,10 @@ def fetch_often(url: str, cache: str, bound: int, times: int) -> None:
 def settle(store: Store) -> None:
     """Let requests end that were made ahead and are not needed any more, and count what became of them."""
     until = time.monotonic() + 10
-    while any(thread.name.endswith("-ahead") for thread in threading.enumerate()):
+    while any(thread.name.startswith("prefetch-") for thread in threading.enumerate()):
         assert time.monotonic() < until, "a thread is left"
         time.sleep(0.002)
-    store.settle()
+    store.collect()
 
 
 def finish(stream: "TrainStream") -> int:
@@ -90,7 +90,7 @@ def finish(stream: "TrainStream") -> int:
     assert producer
     for lane in producer._lanes:
         settle(lane._store)
-    return stream.seen.total() + sum(n for reason, n in producer.broken.items() if reason.startswith(SEEN))
+    return stream.seen.total() + sum(n for reason, n in producer.broken.items() if reason.startswith(EVENT))
 
 
 @contextmanager

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from clipscale.data.shards import indexing, remote
-from clipscale.data.shards.access import SEEN, Access, SourceError, Watch
+from clipscale.data.shards import remote, remote_object, scan
+from clipscale.data.shards.access import EVENT, Access, ReadContext, SourceError
 from clipscale.data.shards.store import Store
 from tests.data.files import write_shards
 from tests.data.shards.web import Web, serving
@@ -28,7 +28,7 @@ def web(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: p
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setattr(remote, "FIRST_BLOCK", 4096)
     monkeypatch.setattr(remote, "LARGEST_BLOCK", 16384)
-    monkeypatch.setattr(remote, "LONGEST_WAIT_S", 0.002)
+    monkeypatch.setattr(remote_object, "LONGEST_WAIT_S", 0.002)
     with serving(Web(tmp_path)) as served:
         yield served
 
@@ -52,7 +52,9 @@ def test_the_next_block_is_asked_for_while_one_is_used(tmp_path: Path, web: Web)
     assert file.seek(100_000) and file.read(50) == data[100_000:100_050]
     assert soon(lambda: web.requests[-1][1] == "bytes=104096-120479"), "from the first size on again"
     file.close()
-    assert soon(lambda: remote._room.taken == 0) and soon(lambda: "read-ahead" not in str(threading.enumerate()))
+    assert soon(lambda: remote._budget.reserved == 0) and soon(
+        lambda: "prefetch-block" not in str(threading.enumerate())
+    )
 
 
 def test_fetching_overlaps_with_use(tmp_path: Path, web: Web, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,7 +64,7 @@ def test_fetching_overlaps_with_use(tmp_path: Path, web: Web, monkeypatch: pytes
     web.faults = lambda number, _: time.sleep(0.02)  # type: ignore[func-returns-value]
     took = {}
     for bound in (0, 1 << 20):
-        monkeypatch.setattr(remote, "AHEAD_BYTES", bound)
+        monkeypatch.setattr(remote, "PREFETCH_BYTES", bound)
         begun = time.monotonic()
         with closing(Store().open(f"{web.url}/data").stream) as file:
             while file.read(1024):
@@ -72,7 +74,7 @@ def test_fetching_overlaps_with_use(tmp_path: Path, web: Web, monkeypatch: pytes
 
 
 def test_what_is_asked_for_ahead_is_bounded(tmp_path: Path, web: Web, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "AHEAD_BYTES", 3 * 16384)
+    monkeypatch.setattr(remote, "PREFETCH_BYTES", 3 * 16384)
     data = random.Random(0).randbytes(100_000)
     (tmp_path / "data").write_bytes(data)
     files = [Store().open(f"{web.url}/data").stream for _ in range(12)]
@@ -80,10 +82,10 @@ def test_what_is_asked_for_ahead_is_bounded(tmp_path: Path, web: Web, monkeypatc
     for _ in range(100):
         for number, file in enumerate(files):
             got[number] += file.read(1000)
-            most = max(most, remote._room.taken)
+            most = max(most, remote._budget.reserved)
     assert got == [data] * len(files)
     assert 16384 < most <= 3 * 16384, most
-    assert remote._room.taken == 0
+    assert remote._budget.reserved == 0
 
 
 def test_a_reader_that_gives_up_waiting_leaves_the_room(
@@ -96,7 +98,7 @@ def test_a_reader_that_gives_up_waiting_leaves_the_room(
     store = Store()
     file = store.open(f"{web.url}/data").stream
     file.read(4000)
-    assert remote._room.taken > 0
+    assert remote._budget.reserved > 0
 
     def enough() -> None:
         raise InterruptedError
@@ -105,7 +107,7 @@ def test_a_reader_that_gives_up_waiting_leaves_the_room(
     with pytest.raises(InterruptedError):
         file.read(1000)
     answering.set()
-    assert soon(lambda: remote._room.taken == 0)
+    assert soon(lambda: remote._budget.reserved == 0)
 
 
 class Letters:
@@ -114,7 +116,7 @@ class Letters:
     concurrent = True
     closed = 0
 
-    def about(self) -> tuple[int, str]:
+    def stat(self) -> tuple[int, str]:
         return 40_000, ""
 
     def read(self, start: int, stop: int, version: str, size: int) -> Iterator[bytes]:
@@ -130,27 +132,32 @@ def test_a_file_that_the_collector_closes_waits_for_no_lock(web: Web) -> None:
     origin = Letters()
     file = remote.RemoteFile(origin, Store())
     file.read(4096)
-    assert file._ahead and soon(file._ahead._over.is_set)
+    assert file._prefetch and soon(file._prefetch.done.is_set)
     file.itself = file
     del file
-    with remote._room._lock:
+    with remote._budget._lock:
         gc.collect()
-    assert remote._room.taken == 0 and origin.closed == 2
+    assert remote._budget.reserved == 0 and origin.closed == 2
 
     def enough() -> None:
         raise InterruptedError
 
     with pytest.raises(InterruptedError) as kept:
-        remote.RemoteFile(origin, Watch(tick=enough)).read(1)
+        remote.RemoteFile(origin, ReadContext(tick=enough)).read(1)
     assert origin.closed == 3, kept
 
 
 def test_a_file_far_on_in_its_block_comes_before_one_that_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "AHEAD_BYTES", 100)
-    room = remote._Room()
-    assert room.take(40, 0.5) and not room.take(40, 0.7) and room.take(40, 0.9) and not room.take(40, 1.0)
-    room.give(40)
-    assert room.take(40, 1.0)
+    monkeypatch.setattr(remote, "PREFETCH_BYTES", 100)
+    budget = remote.PrefetchBudget()
+    assert (
+        budget.reserve(40, 0.5)
+        and not budget.reserve(40, 0.7)
+        and budget.reserve(40, 0.9)
+        and not budget.reserve(40, 1.0)
+    )
+    budget.release(40)
+    assert budget.reserve(40, 1.0)
 
 
 def test_the_next_shard_is_opened_before_its_turn(tmp_path: Path, web: Web) -> None:
@@ -167,8 +174,8 @@ def test_the_next_shard_is_opened_before_its_turn(tmp_path: Path, web: Web) -> N
     assert first.read() == paths[0].read_bytes()[half:]
     assert soon(lambda: ("/00001.tar", "bytes=0-4095") in web.requests), web.requests
     second = store.open(urls[1]).stream
-    assert second.read() == paths[1].read_bytes() and second.watch is store
-    assert store.tally == {SEEN + "http_503": web.done["503"]} and web.done["503"] > 1
+    assert second.read() == paths[1].read_bytes() and second.context is store
+    assert store.counts == {EVENT + "http_503": web.done["503"]} and web.done["503"] > 1
     assert [path for path, asked in web.requests if asked == "bytes=0-0"].count("/00001.tar") <= 2
     first.close()
     second.close()
@@ -181,7 +188,9 @@ def test_a_shard_that_changes_after_it_was_opened_ahead_is_given_up_in_its_turn(
     store.expect(urls[1])
     with closing(store.open(urls[0]).stream) as file:
         file.read()
-    assert soon(lambda: ("/00001.tar", "bytes=0-4095") in web.requests and "-ahead" not in str(threading.enumerate()))
+    assert soon(
+        lambda: ("/00001.tar", "bytes=0-4095") in web.requests and "prefetch-" not in str(threading.enumerate())
+    )
     before = paths[1].read_bytes()
     paths[1].write_bytes(bytes(len(before)))
     with closing(store.open(urls[1]).stream) as file:
@@ -227,7 +236,7 @@ def test_the_next_copy_is_made_while_a_shard_is_read(tmp_path: Path, web: Web) -
     assert store.open(urls[1]).stream.read() == paths[1].read_bytes()
     assert not [path for path, _ in web.requests[count:] if path == "/00001.tar"], "asked for again"
     store.expect(None)
-    assert soon(lambda: "-ahead" not in str(threading.enumerate())) and not list(copies.glob(".*.part"))
+    assert soon(lambda: "prefetch-" not in str(threading.enumerate())) and not list(copies.glob(".*.part"))
 
 
 def test_a_shard_that_is_not_waited_for_is_closed(tmp_path: Path, web: Web) -> None:
@@ -252,8 +261,8 @@ def test_a_shard_that_is_not_waited_for_is_closed(tmp_path: Path, web: Web) -> N
     with pytest.raises(InterruptedError) as kept:
         store.open(urls[1])
     answering.set()
-    assert soon(lambda: "-ahead" not in str(threading.enumerate()))
-    assert remote._room.taken == 0, kept
+    assert soon(lambda: "prefetch-" not in str(threading.enumerate()))
+    assert remote._budget.reserved == 0, kept
 
 
 def test_faults_of_a_shard_that_was_opened_in_vain_are_counted(tmp_path: Path, web: Web) -> None:
@@ -264,9 +273,9 @@ def test_faults_of_a_shard_that_was_opened_in_vain_are_counted(tmp_path: Path, w
     store.expect(urls[1])
     with closing(store.open(urls[0]).stream) as file:
         file.read()
-    assert soon(lambda: "-ahead" not in str(threading.enumerate())) and web.done["503"] == 1
+    assert soon(lambda: "prefetch-" not in str(threading.enumerate())) and web.done["503"] == 1
     store.expect(None)
-    assert store.tally == {SEEN + "http_503": 1} and remote._room.taken == 0
+    assert store.counts == {EVENT + "http_503": 1} and remote._budget.reserved == 0
 
 
 def test_a_shard_that_nobody_will_read_is_asked_for_no_more(tmp_path: Path, web: Web) -> None:
@@ -279,7 +288,7 @@ def test_a_shard_that_nobody_will_read_is_asked_for_no_more(tmp_path: Path, web:
         file.read()
     assert soon(lambda: web.done["503"] > 3), "asked for again and again"
     store.expect(None)
-    assert soon(lambda: "-ahead" not in str(threading.enumerate())) and len(web.requests) < 1000
+    assert soon(lambda: "prefetch-" not in str(threading.enumerate())) and len(web.requests) < 1000
 
 
 def test_a_copy_that_is_called_off_leaves_the_room(tmp_path: Path, web: Web, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,13 +296,13 @@ def test_a_copy_that_is_called_off_leaves_the_room(tmp_path: Path, web: Web, mon
     (path,) = write_shards(tmp_path, [200])
 
     def enough() -> None:
-        if remote._room.taken:
+        if remote._budget.reserved:
             raise InterruptedError
 
     with pytest.raises(InterruptedError) as kept:
         Store(Access(str(tmp_path / "copies")), tick=enough).open(f"{web.url}/{path.name}")
-    assert soon(lambda: "-ahead" not in str(threading.enumerate()))
-    assert remote._room.taken == 0, kept
+    assert soon(lambda: "prefetch-" not in str(threading.enumerate()))
+    assert remote._budget.reserved == 0, kept
 
 
 def test_nothing_is_left_of_a_stream_that_is_closed(tmp_path: Path, web: Web) -> None:
@@ -303,14 +312,16 @@ def test_nothing_is_left_of_a_stream_that_is_closed(tmp_path: Path, web: Web) ->
         stream = open_stream(f"{web.url}/{{00000..00002}}.tar", batch=8, order="resampled", **options)
         contents(stream, 3)
         stream.close()
-        assert soon(lambda: "-ahead" not in str(threading.enumerate())), threading.enumerate()
-        assert remote._room.taken == 0
+        assert soon(lambda: "prefetch-" not in str(threading.enumerate())), threading.enumerate()
+        assert remote._budget.reserved == 0
 
 
 def test_loader_processes_read_ahead(tmp_path: Path, web: Web) -> None:
     """They end at once, too, although a server that does not answer holds their threads."""
     write_shards(tmp_path, [80, 90, 70])
-    indexing.update([f"{web.url}/0000{n}.tar" for n in range(3)], place=lambda folder: indexing.place_for(folder, None))
+    scan.update_indexes(
+        [f"{web.url}/0000{n}.tar" for n in range(3)],
+    )
     local = open_stream(tmp_path, batch=16)
     web.faults = lambda number, path: "503" if number % 7 == 0 else None
     with open_stream(f"{web.url}/{{00000..00002}}.tar", batch=16, workers=2) as stream:

@@ -10,8 +10,8 @@ from urllib.parse import parse_qs, unquote, urlsplit
 import fsspec
 import pytest
 
-from clipscale.data.shards import indexing, origins, remote
-from clipscale.data.shards.access import SEEN, Access, SourceError
+from clipscale.data.shards import remote, remote_object, scan
+from clipscale.data.shards.access import EVENT, Access, SourceError
 from clipscale.data.shards.listing import expand
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.store import Store
@@ -31,7 +31,7 @@ def quick(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")
     monkeypatch.setattr(remote, "LARGEST_BLOCK", 16384)
     monkeypatch.setattr(remote, "FIRST_BLOCK", 4096)
-    monkeypatch.setattr(remote, "LONGEST_WAIT_S", 0.002)
+    monkeypatch.setattr(remote_object, "LONGEST_WAIT_S", 0.002)
 
 
 class Service(Web):
@@ -162,7 +162,7 @@ def test_shards_are_listed_indexed_and_read(tmp_path: Path, service: str, reques
     paths = write_shards(tmp_path / "set", [30, 17])
     urls = expand(f"{place}/*.tar")
     assert urls == [f"{place}/{path.name}" for path in paths]
-    assert indexing.update(urls, place=lambda folder: indexing.place_for(folder, None)).read == 2
+    assert scan.update_indexes(urls).read == 2
     stream = open_stream(f"{place}/{{00000..00001}}.tar", batch=20)
     assert stream.samples_per_epoch == 47
     rng = random.Random(4)
@@ -177,7 +177,7 @@ def test_every_fault_is_counted(
     tmp_path: Path, service: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     web, place = request.getfixturevalue(service), PLACES[service]
-    monkeypatch.setattr(remote, "AHEAD_BYTES", 0)
+    monkeypatch.setattr(remote, "PREFETCH_BYTES", 0)
     (path,) = write_shards(tmp_path / "set", [120])
     rng = random.Random(4)
     web.faults = lambda number, path: rng.choice(("503", "drop", "short", "cut")) if rng.random() < 0.4 else None
@@ -185,7 +185,7 @@ def test_every_fault_is_counted(
     stream = store.open(f"{place}/00000.tar").stream
     assert stream.read() == path.read_bytes()
     names = {"503": "http_503", "drop": "dropped_connection", "cut": "no_connection", "short": "short_answer"}
-    assert store.tally == {SEEN + names[fault]: count for fault, count in web.done.items()} and len(web.done) == 4
+    assert store.counts == {EVENT + names[fault]: count for fault, count in web.done.items()} and len(web.done) == 4
 
 
 @pytest.mark.parametrize("service", ["google", "hub"])
@@ -216,10 +216,10 @@ def test_a_change_is_found(tmp_path: Path, service: str, request: pytest.Fixture
 def test_where_the_hub_has_a_file(url: str, expected: str) -> None:
     from huggingface_hub import constants
 
-    origin = origins.origin_of(url, 1.0)
-    assert isinstance(origin, origins.HttpOrigin) and origin._url == constants.ENDPOINT + expected
+    origin = remote_object.remote_object(url, 1.0)
+    assert isinstance(origin, remote_object.HttpObject) and origin._url == constants.ENDPOINT + expected
 
 
 def test_an_address_that_is_none_of_the_hubs_is_missing() -> None:
     with pytest.raises(SourceError, match="OWNER/NAME"):
-        origins.origin_of("hf://gpt2/0.tar", 1.0)
+        remote_object.remote_object("hf://gpt2/0.tar", 1.0)

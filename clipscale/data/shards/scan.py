@@ -1,0 +1,155 @@
+"""Scans shards, in several processes, and brings the indexes of their folders up to date; a killed run's work is kept.
+
+Apart from index.py, which the cache uses below the reader; a scan reads shards through both.
+"""
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from contextlib import closing
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing import get_context
+from typing import Any, TypeVar
+
+import numpy as np
+
+from clipscale.data.shards.access import DIRECT, Access, Opened, SourceError, leaf_of
+from clipscale.data.shards.index import Draft, Entry, State, draft, folder_of, query, state_of, states, writable_path
+from clipscale.data.shards.reader import ReadProblem, ShardStatistics, read_shard
+from clipscale.data.shards.store import Store
+from clipscale.data.shards.tar import CountedStream, unpacked
+
+T = TypeVar("T")
+
+SERIAL_BYTES = 256 << 20
+"""Shards with fewer bytes together are scanned by one process; starting others would take longer."""
+
+
+class HashingStore(Store):
+    """A store that hashes what is read from it."""
+
+    def __init__(self, access: Access) -> None:
+        super().__init__(access)
+        self.hasher = hashlib.sha256()
+
+    def open(self, url: str) -> Opened:
+        opened = super().open(url)
+        return opened._replace(stream=CountedStream(opened.stream, self.hasher))
+
+
+def scan_shard(url: str, access: Access = DIRECT, checksum: bool = True) -> Entry:
+    """The index entry of a shard: read as a whole with `checksum`, else its headers alone. The entry notes damage.
+
+    Raises OSError or SourceError if the shard cannot be opened.
+    """
+    size, version = state_of(url, access)
+    statistics, problem = ShardStatistics(), ReadProblem()
+    store = HashingStore(access) if checksum else Store(access)
+    samples = sum(1 for _ in read_shard(url, problem, lambda _: False, store=store, statistics=statistics))
+    with closing(Store(access).open(url).stream) as source:
+        packed = unpacked(source) is not source if size else True
+    return Entry(
+        name=leaf_of(url),
+        size=size,
+        version=version,
+        samples=samples,
+        sha256=store.hasher.hexdigest() if isinstance(store, HashingStore) else None,
+        totals={extension: (n, statistics.sizes[extension]) for extension, n in sorted(statistics.members.items())},
+        reason=problem.reason,
+        detail=problem.detail,
+        offsets=None if packed or not samples else np.asarray(statistics.offsets[: samples + 1], dtype=np.int64),
+    )
+
+
+@dataclass
+class Update:
+    """The result of `update_indexes`."""
+
+    read: int = 0
+    kept: int = 0
+    failed: dict[str, str] = field(default_factory=dict)
+    """Shards that could not be opened, and why."""
+
+
+def update_indexes(
+    urls: Sequence[str],
+    *,
+    cache: str | None = None,
+    access: Access = DIRECT,
+    checksum: bool = True,
+    workers: int = 1,
+    force: bool = False,
+    done: Callable[[str, int, Entry | None], None] = lambda url, size, entry: None,
+) -> Update:
+    """Bring the indexes of these shards' folders up to date, at the paths that `index.writable_path` returns. Raises
+    UserError.
+
+    Skips shards whose entry still holds, unless `force`. An interrupted run leaves its index as a draft, which the next
+    run continues. `done` is called after every shard with its size and entry; the entry is None if the shard was
+    skipped or failed.
+    """
+    result = Update()
+    folders: dict[str, list[str]] = defaultdict(list)
+    for url in urls:
+        folders[folder_of(url)].append(url)
+
+    def fail(url: str, size: int, why: str) -> None:
+        result.failed[url] = why
+        done(url, size, None)
+
+    def skip_kept(todo: dict[str, State], held: dict[str, tuple[State, bool]]) -> None:
+        """Take the shards out of `todo` whose entry holds."""
+        for url, state in list(todo.items()):
+            indexed, hashed = held.get(leaf_of(url), (None, False))
+            if not force and indexed == state and (hashed or not checksum):
+                result.kept += 1
+                done(url, todo.pop(url)[0], None)
+
+    for folder, shards in folders.items():
+        with ThreadPoolExecutor(16) as pool:
+            found = dict(zip(shards, pool.map(partial(_or_error, state_of, access=access), shards)))
+        for url in [url for url in found if isinstance(found[url], str)]:
+            fail(url, 0, found.pop(url))
+        path = writable_path(folder, cache)
+        skip_kept(found, states(query(path, Draft.STATES)))
+        if not found:
+            continue
+        with draft(path) as opened:
+            skip_kept(found, opened.states)  # another process may have scanned some before this one got the lock
+            work = partial(_or_error, scan_shard, access=access, checksum=checksum)
+            small = sum(size for size, _ in found.values()) < SERIAL_BYTES
+            for url, entry in map_shards(work, list(found), 1 if small else workers):
+                if isinstance(entry, str):
+                    fail(url, found[url][0], entry)
+                    continue
+                opened.write(entry)
+                result.read += 1
+                done(url, found[url][0], entry)
+    return result
+
+
+def _or_error(work: Callable[..., Any], url: str, **options: Any) -> Any:
+    """What `work` returns for a shard, or the message of its error."""
+    try:
+        return work(url, **options)
+    except (OSError, SourceError) as error:
+        return str(error)
+
+
+def map_shards(work: Callable[[str], T], urls: Sequence[str], workers: int) -> Iterator[tuple[str, T]]:
+    """Each shard and the result of `work` on it, in order of completion, from this many processes; a single one is this
+    process."""
+    if workers < 2 or len(urls) < 2:
+        yield from ((url, work(url)) for url in urls)
+        return
+    # spawn: the caller may hold threads and locks
+    with ProcessPoolExecutor(min(workers, len(urls)), mp_context=get_context("spawn")) as pool:
+        waiting = {pool.submit(work, url): url for url in urls}
+        try:
+            for future in as_completed(waiting):
+                yield waiting.pop(future), future.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
