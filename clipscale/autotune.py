@@ -1,4 +1,4 @@
-"""Memory and speed found by trying: chunk sizes, and the room for kept graphs."""
+"""Measures what fits the device: the samples of a chunk and the memory for kept graphs."""
 
 import json
 import time
@@ -12,24 +12,24 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from clipscale.config.sections import CacheConfig
 from clipscale.errors import UserError
-from clipscale.grad_cache import GraphMemory
+from clipscale.grad_cache import ActivationBudget
 from clipscale.phases import Phases
 from clipscale.rng import RandomState
 from clipscale.units import parse_count
 
 CPU_CHUNK = 256
-"""Samples per chunk on a CPU, where larger ones are neither faster nor refused."""
+"""Samples per chunk on a CPU. Larger chunks fit there too, but are no faster."""
 SMALLEST, LARGEST = 16, 2**15
-"""Samples per chunk that a trial on a GPU starts and ends with; beyond the largest, attention kernels run out of grid."""
+"""First and last chunk size that is tried on a GPU. Beyond the last, attention kernels exceed the largest grid."""
 CHUNKS = "chunks.json"
 GOOD_ENOUGH = 0.95
-"""The smallest chunk with this share of the best speed is taken: what it leaves free can keep graphs."""
+"""Share of the best speed. The smallest chunk that reaches it is chosen, since the memory left over can keep graphs."""
 MARGIN = 0.9
-"""Share of the free memory that is counted on: fragments of the rest are lost."""
+"""Share of the free memory that kept graphs may use. Fragmentation costs the rest."""
 
 
 def chunk_sizes(config: CacheConfig, local_batch: int) -> dict[str, int | None]:
-    """Samples per chunk that the settings give for `image` and `text`; None: to be found by `find_chunk`.
+    """Samples per chunk from the settings, for `image` and `text`; None for `auto`, which `find_chunk` resolves.
 
     Raises UserError for sizes below 1 or beyond the samples of one process.
     """
@@ -51,10 +51,10 @@ def chunk_sizes(config: CacheConfig, local_batch: int) -> dict[str, int | None]:
     return sizes
 
 
-def uncut(tower: nn.Module, name: str, size: int | None, local_batch: int) -> int | None:
-    """The local batch for a tower whose batch normalisation has to see all of it at once; None for any other tower.
+def batch_norm_chunk(tower: nn.Module, name: str, size: int | None, local_batch: int) -> int | None:
+    """The chunk size of a tower that trains batch normalisation: the whole local batch. None for any other tower.
 
-    Raises UserError where the settings ask for a smaller chunk.
+    Raises UserError for a smaller `size`.
     """
     mixing = [key for key, m in tower.named_modules() if isinstance(m, _BatchNorm) and m.training]
     if not mixing or not any(p.requires_grad for p in tower.parameters()):
@@ -68,9 +68,9 @@ def uncut(tower: nn.Module, name: str, size: int | None, local_batch: int) -> in
 
 
 def find_chunk(tower: nn.Module, sample: Callable[[int], Tensor], local_batch: int, device: torch.device) -> int:
-    """The smallest power of two that encodes and differentiates at nearly the best speed and fits the device.
+    """The smallest power of two that fits the device and runs forward and backward at nearly the best speed.
 
-    `sample(n)` makes an input of n samples on the device. On a CPU nothing is tried.
+    `sample(n)` makes an input of n samples on the device. On a CPU nothing is measured.
     """
     if device.type == "cpu":
         return min(CPU_CHUNK, local_batch)
@@ -79,7 +79,7 @@ def find_chunk(tower: nn.Module, sample: Callable[[int], Tensor], local_batch: i
     with RandomState.now().preserved():
         while True:
             try:
-                rates[size] = speed(tower, sample(size))
+                rates[size] = samples_per_second(tower, sample(size))
             except torch.OutOfMemoryError:
                 break
             if size in (local_batch, LARGEST) or rates[size] < GOOD_ENOUGH * max(rates.values()):
@@ -88,13 +88,13 @@ def find_chunk(tower: nn.Module, sample: Callable[[int], Tensor], local_batch: i
     torch.cuda.empty_cache()
     if not rates:
         raise UserError(f"cache.chunk=auto: not even {size} samples fit the device; set model.grad_checkpointing=true")
-    # The largest that fitted left no room for the features, the loss and the gradients of the other tower.
+    # Beside the largest size that fits, there is no memory for the features, the loss and the other tower's gradients.
     tried = {n: rate for n, rate in rates.items() if n < max(rates)} or rates
     return min(n for n, rate in tried.items() if rate >= GOOD_ENOUGH * max(tried.values()))
 
 
-def speed(tower: nn.Module, inputs: Tensor) -> float:
-    """Samples per second of one pass without a graph and one with, after one to warm up. Leaves no gradients behind."""
+def samples_per_second(tower: nn.Module, inputs: Tensor) -> float:
+    """Speed of one pass without a graph and one with, after a warm-up. Clears the gradients."""
     seconds = 0.0
     for attempt in range(2):
         started = time.perf_counter()
@@ -108,31 +108,33 @@ def speed(tower: nn.Module, inputs: Tensor) -> float:
     return len(inputs) / seconds
 
 
-def remembered(folder: Path, key: str) -> int | None:
-    """A chunk size that an earlier start of this run has found: a resumed run must cut its batches alike."""
+def saved_chunk_sizes(folder: Path) -> dict[str, int]:
+    """Chunk sizes that an earlier start of this run has used, by tower. A resumed run must cut its batches alike."""
     path = folder / CHUNKS
-    return json.loads(path.read_text()).get(key) if path.is_file() else None
+    return dict(json.loads(path.read_text())) if path.is_file() else {}
 
 
-def remember(folder: Path, sizes: dict[str, int]) -> None:
-    """Note them for later starts. Other ranks may be reading the note: it is replaced as a whole."""
+def save_chunk_sizes(folder: Path, sizes: dict[str, int]) -> None:
+    """Keep them for later starts. Replaces the file atomically, since other ranks may be reading it."""
     part = folder / f"{CHUNKS}.part"
     part.write_text(json.dumps(sizes) + "\n")
     part.replace(folder / CHUNKS)
 
 
-class Retention:
-    """Sets the budget for kept graphs before each step: `none`, a number of bytes, or `auto`.
+class BudgetTuner:
+    """Sets the activation budget before each step. The setting is `none`, a number of bytes, or `auto`.
 
-    `auto` lets the first step keep nothing, takes what that step needed beyond its start as the working memory, and from then on
-    gives the rest of the free memory, less a margin. On a CPU it is half of the memory free at the start.
+    `auto` keeps no graphs in the first step and measures that step's peak beyond its start. Later steps may keep graphs in the rest of the
+    free memory, less a margin. On a CPU `auto` is half of the memory that is free at the start.
     """
 
     def __init__(self, setting: str, device: torch.device) -> None:
         self.device = device
         self.auto = setting == "auto"
         self.fixed = 0.0
-        self.working: int | None = None
+        self.working_bytes: int | None = None
+        """Peak of a step without kept graphs, beyond its start; None: not measured yet."""
+        self.batch: int | None = None
         if setting not in ("none", "auto"):
             try:
                 self.fixed = parse_count(setting)
@@ -141,17 +143,21 @@ class Retention:
         elif self.auto and device.type == "cpu":
             self.auto, self.fixed = False, psutil.virtual_memory().available / 2
 
-    def before_step(self, memory: GraphMemory) -> None:
-        memory.budget = self.fixed
-        if self.auto and self.working is not None:
-            memory.budget = max(0.0, MARGIN * self.free_bytes() - self.working)
+    def before_step(self, budget: ActivationBudget, batch: int, *, keep: bool = True) -> None:
+        """Set the budget for a step of `batch` samples; 0 without `keep`. A new batch size is measured anew."""
+        if batch != self.batch:
+            self.batch, self.working_bytes = batch, None
+        budget.bytes = self.fixed
+        if self.auto and self.working_bytes is not None:
+            budget.bytes = max(0.0, MARGIN * self.free_bytes() - self.working_bytes)
+        if not keep:
+            budget.bytes = 0
 
     def after_step(self, phases: Phases) -> None:
-        if self.auto and self.working is None:
-            start = phases.before["encode"]
-            self.working = max(phases.peak.values()) - start
+        if self.auto and self.working_bytes is None:
+            self.working_bytes = max(phases.peak.values()) - phases.before["encode"]
 
     def free_bytes(self) -> int:
-        """What the device has left, with what the allocator holds in reserve."""
+        """Free memory of the device, with what the allocator holds in reserve."""
         free, _ = torch.cuda.mem_get_info(self.device)
         return free + torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)

@@ -1,23 +1,44 @@
-"""Save, find and load the state of a run: RUN/checkpoints/step_00001000.pt, written whole or not at all."""
+"""The folder of a run and its checkpoints, RUN/checkpoints/step_00001000.pt. A checkpoint is written whole or not at all."""
 
 import logging
 import os
 import re
-from dataclasses import asdict
+from collections.abc import Callable
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
 import torch
 
-from clipscale.config.sections import ModelConfig
+from clipscale.config.train import TrainConfig
 from clipscale.errors import UserError
-from clipscale.models.towers import ClipModel, build_model
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
+"""Format 1, which is still read, has the optimizer's state by position instead of by parameter name."""
 LOAD_ERRORS = (RuntimeError, EOFError, OSError, UnpicklingError, KeyError)
+
+
+def make_folder(run: Path) -> None:
+    """Make the run's folder. Raises UserError where it cannot be written."""
+    try:
+        (run / "checkpoints").mkdir(parents=True, exist_ok=True)
+        probe = run / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise UserError(f"run={run} cannot be written ({error.strerror}); choose another run=PATH") from error
+
+
+def remove_empty_run(run: Path, *files: str) -> None:
+    """Remove the folder of a run that was refused at its start, if it holds no checkpoint and nothing beside `files`."""
+    held = {path.name for path in run.iterdir()} if run.is_dir() else set()
+    if "checkpoints" in held and held <= {"checkpoints", *files} and not any((run / "checkpoints").iterdir()):
+        for file in files:
+            (run / file).unlink(missing_ok=True)
+        (run / "checkpoints").rmdir()
+        run.rmdir()
 
 
 def path_of(run: Path, step: int) -> Path:
@@ -30,9 +51,9 @@ def found(run: Path) -> list[Path]:
 
 
 def save(run: Path, step: int, state: dict[str, Any], *, keep: int) -> Path:
-    """Write `state` (tensors and plain values only) as the run's checkpoint at `step`, then drop all but the newest `keep` up to it.
+    """Write `state` (tensors and plain values only) as the run's checkpoint at `step`; then delete all but the newest `keep` up to it.
 
-    The file appears under its name only when it is complete and on disk; a failed write leaves the earlier ones untouched.
+    The file gets its name when it is complete and on disk. A failed write changes no earlier checkpoint.
 
     Raises UserError where it cannot be written.
     """
@@ -57,7 +78,7 @@ def save(run: Path, step: int, state: dict[str, Any], *, keep: int) -> Path:
 
 
 def set_aside(run: Path, step: int) -> None:
-    """Rename checkpoints beyond `step`: of a run that is taken back to it, they are no longer the newest, but they are not lost."""
+    """Rename checkpoints beyond `step`, from which a run goes on: they are not the newest any more, but they are not lost."""
     for path in found(run):
         if path.name > path_of(run, step).name:
             aside = path.with_suffix(".pt.aside")
@@ -66,9 +87,9 @@ def set_aside(run: Path, step: int) -> None:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """A checkpoint's state on the CPU, read without executing pickled code.
+    """A checkpoint's state on the CPU. Executes no pickled code.
 
-    Raises UserError for a missing or damaged file, or one of another format.
+    Raises UserError for a missing or damaged file, and for an unknown format.
     """
     if not path.is_file():
         raise UserError(f"checkpoint {path} does not exist")
@@ -77,16 +98,16 @@ def load(path: Path) -> dict[str, Any]:
     except LOAD_ERRORS as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise UserError(f"checkpoint {path} is damaged or not a checkpoint ({reason})") from error
-    if not isinstance(state, dict) or state.get("format") != FORMAT:
+    if not isinstance(state, dict) or state.get("format") not in (1, FORMAT):
         raise UserError(f"checkpoint {path} is not in this version's format")
     return state
 
 
 def to_resume(run: Path, resume: str) -> dict[str, Any] | None:
-    """The state that `resume` asks for: `auto` (the run's newest readable checkpoint, or none), `none`, or a path.
+    """The state that a run goes on from. `resume` is `auto` (the run's newest readable checkpoint, or None), `none`, or a path.
 
-    A path is a checkpoint, or a run folder, whose newest checkpoint is meant. Raises UserError for a path without one, and for
-    `auto` when every checkpoint of the run is damaged.
+    A path is a checkpoint, or a run folder with at least one; its newest counts. Raises UserError for a path without a checkpoint, and
+    for `auto` if every checkpoint of the run is damaged.
     """
     if resume == "none":
         return None
@@ -113,35 +134,43 @@ def to_resume(run: Path, resume: str) -> dict[str, Any] | None:
     return None
 
 
-def check_same_model(state: dict[str, Any], config: ModelConfig) -> None:
-    """Refuse to resume a model of another shape. Raises UserError naming what differs."""
-    saved = state["model_config"]
-    wanted = asdict(config)
-    differing = [k for k in ("name", "architecture") if saved.get(k) != wanted[k]]
-    if differing:
-        key = differing[0]
+def check_fits(
+    saved: dict[str, Any] | None, run: Path, config: TrainConfig, samples_before: Callable[[int], int]
+) -> None:
+    """Raise UserError where a run with these settings cannot go on from the checkpoint `saved`; None: where it cannot begin.
+
+    `samples_before(step)` is the number of samples that these settings train on before a step.
+    """
+    if saved is None:
+        if found(run):
+            raise UserError(f"run={run} already holds checkpoints; go on with resume=auto, or choose another run=NAME")
+        return
+    if saved["batch"] != config.batch:
         raise UserError(
-            f"resume: the checkpoint holds model.{key}={saved.get(key)!r}, this run asks for {wanted[key]!r}; "
-            "give the same model, or another run=NAME"
+            f"batch={config.batch}: the checkpoint was trained with batch={saved['batch']}; go on with that, or choose another run=NAME"
+        )
+    for key in ("name", "architecture"):
+        theirs, ours = saved["model_config"].get(key), getattr(config.model, key)
+        if theirs != ours:
+            raise UserError(
+                f"resume: the checkpoint holds model.{key}={theirs!r}, this run asks for {ours!r}; give the same model, or another run=NAME"
+            )
+    if saved["optimizer_name"] != config.optim.name:
+        raise UserError(
+            f"resume: the checkpoint's optimizer is {saved['optimizer_name']}, not optim.name={config.optim.name}"
+        )
+    if saved["samples"] != samples_before(saved["step"]):
+        raise UserError(
+            f"resume: the checkpoint has seen {saved['samples']} samples in {saved['step']} steps, which these ramp.start, ramp.samples "
+            "and ramp.rule do not make; give the ramp that it was trained with"
         )
 
 
-def load_model(run: Path, checkpoint: str = "latest") -> tuple[ClipModel, ModelConfig, int]:
-    """The trained model of a run, in evaluation mode on the CPU, its settings, and the step it was saved at.
-
-    `checkpoint` is `latest`, a step number, or a path. Raises UserError where there is none.
-    """
-    if checkpoint == "latest":
+def locate(run: Path, which: str) -> Path:
+    """The file of a run's checkpoint: `latest`, a step number, or a path. Raises UserError for a run without checkpoints."""
+    if which == "latest":
         candidates = found(run)
         if not candidates:
             raise UserError(f"run={run}: no checkpoint in {run / 'checkpoints'}")
-        path = candidates[-1]
-    elif checkpoint.isdigit():
-        path = path_of(run, int(checkpoint))
-    else:
-        path = Path(checkpoint).expanduser()
-    state = load(path)
-    config = ModelConfig(**{**state["model_config"], "pretrained": None, "pretrained_image": None, "compile": False})
-    model = build_model(config)
-    model.load_state_dict(state["model"])
-    return model.eval(), config, int(state["step"])
+        return candidates[-1]
+    return path_of(run, int(which)) if which.isdigit() else Path(which).expanduser()

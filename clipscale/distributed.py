@@ -1,7 +1,7 @@
-"""Process groups, wrapping towers for data parallelism, and reductions over ranks."""
+"""Process groups, data-parallel towers, and communication between ranks."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from inspect import signature
@@ -12,10 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_map
 
 from clipscale.config.checks import choice
 from clipscale.config.sections import DEVICES, PARALLEL
@@ -24,7 +23,7 @@ from clipscale.errors import UserError
 
 @dataclass(frozen=True)
 class World:
-    """This process among its peers."""
+    """This process's rank, the number of processes, and its device."""
 
     rank: int
     size: int
@@ -43,7 +42,7 @@ class World:
         return values
 
     def gather_rows(self, rows: Tensor) -> Tensor:
-        """Equally many rows of every rank, joined in rank order, on every rank."""
+        """The rows of every rank, equally many on each, joined in rank order, on every rank."""
         if self.size == 1:
             return rows
         parts = [torch.empty_like(rows) for _ in range(self.size)]
@@ -58,8 +57,20 @@ class World:
         dist.broadcast_object_list(box, src=0)
         return box[0]
 
+    def on_main(self, work: Callable[[], None]) -> None:
+        """Run `work` on rank 0, while the others wait. Raises its UserError on every rank."""
+        failure = None
+        if self.main:
+            try:
+                work()
+            except UserError as error:
+                failure = str(error)
+        failure = self.broadcast(failure)
+        if failure:
+            raise UserError(failure)
+
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Sum over ranks the gradients of parameters that no wrapper sums: logit scale and bias, and master weights' towers."""
+        """Sum gradients over ranks for parameters outside DDP and FSDP2: logit scale and bias, and towers with master weights."""
         if self.size > 1:
             for gradients in buckets([p.grad for p in parameters if p.grad is not None]):
                 flat = torch.cat([g.reshape(-1) for g in gradients])
@@ -68,19 +79,19 @@ class World:
                     gradient.copy_(part.view_as(gradient))
 
     def mesh(self) -> DeviceMesh:
-        """All ranks in a row, as FSDP2 wants them."""
+        """All ranks in one dimension, for FSDP2."""
         return init_device_mesh(self.device.type, (self.size,))
 
     def wrap(self, tower: nn.Module, parallel: str = "ddp") -> nn.Module:
-        """The tower under DDP or FSDP2, with gradients SUMMED over ranks: each rank's loss gradient is a share of the whole.
+        """The tower under DDP or FSDP2, with gradients SUMMED over ranks, since each rank's loss gradient is a share of the whole.
 
-        Frozen towers are left alone; `none` leaves the sum to `sum_gradients`. Batch normalisation is synchronised. FSDP2 changes the
-        module in place and shards block by block.
+        A frozen tower is returned as it is; `none` leaves the sum to `sum_gradients`. Batch normalisation is synchronised. FSDP2 changes
+        the module in place and shards block by block.
         """
         choice("launch.parallel", parallel, (*PARALLEL, "none"))
         if self.size == 1 or not any(p.requires_grad for p in tower.parameters()):
             return tower
-        tower = synchronised(tower)
+        tower = sync_batch_norm(tower)
         if parallel == "none":
             return tower
         if parallel == "fsdp":
@@ -100,7 +111,7 @@ class World:
 
 
 def buckets(tensors: list[Tensor], elements: int = 2**24) -> list[list[Tensor]]:
-    """Tensors in order, in groups of one type with about so many elements."""
+    """Tensors in order, in groups of one type and at most `elements` elements, unless a single tensor is larger."""
     groups: list[list[Tensor]] = []
     size = 0
     for tensor in tensors:
@@ -112,10 +123,10 @@ def buckets(tensors: list[Tensor], elements: int = 2**24) -> list[list[Tensor]]:
     return groups
 
 
-def synchronised(module: nn.Module) -> nn.Module:
-    """The module with its batch normalisation, changed in place, taking statistics over all ranks.
+def sync_batch_norm(module: nn.Module) -> nn.Module:
+    """Make the module's batch normalisation, in place, compute its statistics over all ranks; returns the module.
 
-    Subclasses that add something to torch's layers, as timm's do, are left as they are.
+    Subclasses of torch's layers, such as timm's, are left as they are.
     """
     for layer in module.modules():
         if type(layer) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
@@ -126,7 +137,7 @@ def synchronised(module: nn.Module) -> nn.Module:
 
 
 class SumOverRanks(torch.autograd.Function):
-    """Sum of a tensor over ranks; its gradient, of which every rank has a share, is summed likewise."""
+    """Sum of a tensor over ranks. Its gradient is a share on every rank, so the backward pass sums it too."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -142,15 +153,15 @@ class SumOverRanks(torch.autograd.Function):
 
 
 class SyncBatchNorm(_BatchNorm):
-    """torch's SyncBatchNorm, which wants a GPU, written out for the CPU.
+    """SyncBatchNorm for the CPU; torch's own needs a GPU.
 
-    Gradients are shares that are summed over ranks: that of a statistic, which every rank's output depends on, is summed on its way back.
+    The output of every rank depends on a statistic, so the statistic's gradient is summed over ranks.
     """
 
     synchronised = True
 
     def _check_input_dim(self, x: Tensor) -> None:
-        """Any number of dimensions."""
+        """Accepts any number of dimensions."""
 
     def forward(self, x: Tensor) -> Tensor:
         if not (self.training and dist.is_initialized()):
@@ -174,7 +185,7 @@ class SyncBatchNorm(_BatchNorm):
 
 
 def blocks(tower: nn.Module) -> list[nn.Module]:
-    """The repeated blocks of a transformer (or stages of a convolutional network): the units in which FSDP2 gathers parameters."""
+    """The repeated blocks of a transformer, or the stages of a convolutional network. FSDP2 gathers one at a time."""
     lists = [
         m for m in tower.modules() if isinstance(m, nn.ModuleList | nn.Sequential) and len({type(c) for c in m}) == 1
     ]
@@ -182,7 +193,7 @@ def blocks(tower: nn.Module) -> list[nn.Module]:
 
 
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """Global Euclidean norm of all gradients, sharded or not; 0-d, the same on every rank; 0 where there are none."""
+    """Global Euclidean norm of all gradients, sharded or not: 0-d, the same on every rank, 0 without gradients."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     parts = []
     for sharded in (True, False):
@@ -193,30 +204,7 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     return torch.stack(parts).norm() if parts else torch.zeros(())
 
 
-def whole(tree: Any) -> Any:
-    """A state dict with every sharded tensor gathered; a collective: all ranks call it. The tensors are shared, not copied."""
-    return tree_map(lambda value: value.full_tensor() if isinstance(value, DTensor) else value, tree)
-
-
-def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Load a whole state dict, sharding each tensor as its parameter is. Raises ValueError where it does not fit."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    shaped = {
-        index: {name: sharded_like(parameters[index], value) for name, value in values.items()}
-        for index, values in state["state"].items()
-        if index < len(parameters)
-    }
-    optimizer.load_state_dict({**state, "state": shaped})
-
-
-def sharded_like(parameter: Tensor, value: Any) -> Any:
-    """A whole tensor of the parameter's shape, distributed as the parameter is; anything else as it came."""
-    if isinstance(parameter, DTensor) and isinstance(value, Tensor) and value.shape == parameter.shape:
-        return distribute_tensor(value.to(parameter.device), parameter.device_mesh, parameter.placements)
-    return value
-
-
-# Buffers are constants here; newer releases of torch renamed the switch that keeps DDP from sending them at every forward.
+# Buffers are constants here, so DDP need not send them at every forward pass. torch has renamed this switch.
 _BUFFERS = next(
     name
     for name in ("forward_sync_buffers", "broadcast_buffers")
@@ -230,16 +218,16 @@ def _sum(_: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
 
 
 def start(device: str, threads: int | None = None) -> World:
-    """Join the process group that torchrun's environment describes, or stand alone.
+    """Join the process group of torchrun's environment variables; without them, a world of one process.
 
-    Raises UserError where the device asked for is not there.
+    Raises UserError if the requested device does not exist.
     """
     size, rank, local_rank = (
         int(os.environ.get(k, d)) for k, d in (("WORLD_SIZE", "1"), ("RANK", "0"), ("LOCAL_RANK", "0"))
     )
     choice("device", device, DEVICES)
     if device == "cuda" and not torch.cuda.is_available():
-        raise UserError("device=cuda: torch sees no CUDA device here; use device=cpu or mend the driver")
+        raise UserError("device=cuda: torch sees no CUDA device here; use device=cpu or fix the driver")
     if device == "cpu" or not torch.cuda.is_available():
         chosen = torch.device("cpu")
     else:

@@ -10,12 +10,11 @@ from open_clip.tokenizer import HFTokenizer
 from safetensors.torch import save_file
 from torch import Tensor
 
-from clipscale.checkpoint import load_model
 from clipscale.config.checks import choice, existing_run
 from clipscale.config.sections import ModelConfig
 from clipscale.config.tools import ExportSettings
 from clipscale.errors import UserError
-from clipscale.models.towers import ClipModel, architecture
+from clipscale.models.towers import ClipModel, architecture, load_model
 
 
 def main(settings: ExportSettings) -> Path:

@@ -1,9 +1,10 @@
-"""The gradient cache: the exact gradient of a loss over a whole batch, with the activations of one chunk at a time.
+"""The gradient cache (Gao et al. 2021, arXiv 2101.06983, section 3): the exact gradient of a loss over a whole batch, chunk by chunk.
 
-A contrastive loss couples all samples, but only through their representations. So: encode every chunk without a graph; take the
-gradient of the loss with respect to the representations alone; encode every chunk again, with a graph and with the random numbers of
-the first time, and push its rows of that gradient through it (Gao et al. 2021, arXiv 2101.06983, section 3). By the chain rule the
-sum over chunks is the gradient of one graph over the whole batch.
+A contrastive loss couples samples only through their representations, so three passes suffice:
+1. Encode every chunk without a graph.
+2. Compute the loss of all representations and its gradient with respect to them.
+3. Encode every chunk again, with a graph and the same random numbers, and backpropagate its rows of that gradient.
+By the chain rule the sum over chunks is the gradient of one graph over the whole batch.
 """
 
 import math
@@ -24,7 +25,7 @@ from clipscale.rng import RandomState
 
 @runtime_checkable
 class Chunked(Protocol):
-    """Input of one encoder that hands out rows on demand (from host memory, say) instead of being sliced."""
+    """An encoder's input that loads its rows on demand, from host memory for example."""
 
     def __len__(self) -> int: ...
 
@@ -35,35 +36,34 @@ class Chunked(Protocol):
 class GradCache:
     """Exact gradients of `loss(*representations)` at any batch size, for any encoders.
 
-    `step(*inputs)` does the whole: afterwards every parameter of the encoders and of the loss holds in `.grad` (added to what was
-    there) the gradient of one graph over the whole batch. `encode` and `replay` are its two passes, for callers that put something
-    between them.
+    `step(*inputs)` adds the gradient of one graph over the whole batch to `.grad` of every parameter of the encoders and of the loss.
+    `encode`, `backward` and `replay` are its parts, for callers that do something between them.
 
     Args:
         encoders: one module or callable per tower; each maps its chunk to a tensor whose first dimension counts the samples. The same
-            module may serve several towers. A module none of whose parameters requires a gradient is encoded once and not replayed.
-            Under DDP or FSDP2 gradients are synchronised once, with the last chunk of each module; anything else that offers a
-            context manager `no_sync()` is treated like DDP.
+            module may serve several towers. A module without trainable parameters is encoded once and not replayed.
+            Under DDP or FSDP2 the gradients of each module are synchronised once, with its last chunk. Any other wrapper with a context
+            manager `no_sync()` is treated like DDP.
         loss: maps one representation tensor per tower, over the whole (local) batch, to a scalar.
-        chunks: samples per chunk, one for all towers or one per tower; the last chunk may be shorter, and a size beyond the batch
+        chunks: samples per chunk, one size for all towers or one per tower. The last chunk may be shorter; a size beyond the batch
             means one chunk.
-        keep_bytes: memory for graphs kept from the first pass, whose chunks then need no replay; 0: none; math.inf: all. The first
-            chunk's graph is measured, and chunks are kept in order while the next one fits.
-        autocast: makes the context in which encoders run; it is entered anew for each chunk.
-        scaler: a gradient scaler (fp16): the loss is scaled before its gradients are taken.
+        keep_bytes: memory for graphs kept from the first pass, whose chunks need no replay. 0: none; math.inf: all. The first chunk's
+            graph is measured, and chunks are kept in order while the next one fits.
+        autocast: makes the context in which encoders run. Each chunk gets a new one.
+        scaler: a gradient scaler for fp16. It scales the loss before the backward pass.
 
-    `after_chunk`, where set, is called as `after_chunk(tower, rows)` when the second pass has added the gradient of so many samples of
-    that tower (kept graphs count as one chunk).
+    `after_chunk(tower, rows)`, if set, is called when the second pass has added the gradient of `rows` samples of that tower. All kept
+    graphs together count as one chunk.
 
-    Raises ValueError for chunk sizes below 1, inputs whose leaves differ in length, an encoder that returns another number of rows
-    than it was given, a loss that leaves a representation unused, and batch normalisation in training mode over more than one chunk,
-    or over several ranks without synchronisation.
+    Raises ValueError for chunk sizes below 1, input tensors of unequal length, an encoder whose output has another number of rows than
+    its input, a loss that does not use a representation, and batch normalisation in training mode over more than one chunk, or over
+    several ranks without synchronisation.
 
-    Dense retrieval, as in the paper's first experiments (queries, passages, hard negatives), in one step:
+    Dense retrieval with hard negatives, as in the paper's first experiments:
 
         cache = GradCache([query_encoder, passage_encoder], loss, chunks=[64, 16])
         optimizer.zero_grad()
-        value = cache.step(query_tokens, passage_tokens)      # dicts of tensors; passages: positives first, then hard negatives
+        value = cache.step(query_tokens, passage_tokens)      # dicts of tensors; positives first, then hard negatives
         optimizer.step()
 
     with `loss = lambda q, p: clipscale.contrastive_loss(q, p, 1.0, objective="softmax_image")`.
@@ -87,12 +87,12 @@ class GradCache:
         self.loss = loss
         self.scaler = scaler
         self.after_chunk: Callable[[int, int], None] | None = None
-        self.memory = GraphMemory(keep_bytes)
+        self.budget = ActivationBudget(keep_bytes)
         self.towers = [
             _Tower(
                 encoder,
                 size,
-                self.memory,
+                self.budget,
                 autocast,
                 shared=sum(e is encoder for e in encoders) > 1,
                 last=encoder not in encoders[i + 1 :],
@@ -109,24 +109,24 @@ class GradCache:
         return value.detach()
 
     def encode(self, *inputs: Any) -> list[Tensor]:
-        """First pass: the representations of every tower, as leaves that take a gradient where the tower is trained.
+        """First pass: the representations of every tower, as leaf tensors. Those of a trained tower require a gradient.
 
-        An input is a tensor, any nesting of tuples, lists and dicts of tensors with equal first dimensions, or a `Chunked`.
+        An input is a tensor, a nesting of tuples, lists and dicts of tensors with equal first dimensions, or a `Chunked`.
         """
         if len(inputs) != len(self.towers):
             raise ValueError(f"{len(inputs)} inputs for {len(self.towers)} encoders")
-        self.memory.used = 0
+        self.budget.used = 0
         return [tower.encode(batch) for tower, batch in zip(self.towers, inputs, strict=True)]
 
     def ranges(self, tower: int, rows: int) -> Iterator[tuple[int, int]]:
-        """The row ranges that a tower's two passes over a batch ask for, in order; read ahead of the passes by one range at most.
+        """The row ranges that both passes of a tower over a batch ask for, in order. Read at most one range ahead of the passes.
 
-        The second pass leaves out kept chunks, so its ranges are known when the first pass is at its last chunk.
+        The second pass leaves out kept chunks. So its ranges are known when the first pass reaches its last chunk.
         """
         return self.towers[tower].ranges(rows)
 
     def backward(self, value: Tensor) -> None:
-        """Gradients of the loss with respect to the representations and to its own parameters."""
+        """Gradients of the loss with respect to the representations and the loss's own parameters."""
         (self.scaler.scale(value) if self.scaler else value).backward()
         for i, tower in enumerate(self.towers):
             if tower.trained and tower.representations.grad is None:
@@ -135,26 +135,26 @@ class GradCache:
                 )
 
     def replay(self) -> None:
-        """Second pass: every chunk again, with a graph, and its rows of the representations' gradient through it."""
+        """Second pass: encode every chunk again, with a graph, and backpropagate its rows of the representations' gradient."""
         for i, tower in enumerate(self.towers):
             for rows in tower.replay():
                 if self.after_chunk:
                     self.after_chunk(i, rows)
 
 
-class GraphMemory:
-    """The budget for graphs kept between the passes, shared by the towers of one cache."""
+class ActivationBudget:
+    """Memory for graphs kept between the passes. The towers of one cache share it."""
 
-    def __init__(self, budget: float) -> None:
-        self.budget = budget
-        """Bytes; may be set anew before each step."""
+    def __init__(self, bytes: float) -> None:
+        self.bytes = bytes
+        """May change before each step."""
         self.used = 0
         self.limit = math.inf
-        """What turned out to fit when the device ran out of memory within the budget."""
+        """Bytes that were in use when the device ran out of memory within the budget."""
 
     def fits(self, cost: int) -> bool:
-        """Whether one more graph of that size (0: not known yet, to be measured) stays within the budget."""
-        return self.budget > 0 and self.used + cost <= min(self.budget, self.limit)
+        """Whether one more graph of `cost` bytes stays within the budget. A cost of 0 is not measured yet."""
+        return self.bytes > 0 and self.used + cost <= min(self.bytes, self.limit)
 
 
 @dataclass
@@ -163,14 +163,14 @@ class _Tower:
 
     encoder: Callable[..., Tensor]
     size: int
-    memory: GraphMemory
+    budget: ActivationBudget
     autocast: Callable[[], AbstractContextManager[Any]]
     shared: bool
-    """The encoder serves several towers."""
+    """Whether the encoder serves several towers."""
     last: bool
-    """No later tower has this encoder, so this one synchronises its gradients."""
+    """Whether no later tower has this encoder. The last one synchronises its gradients."""
     cost: int = 0
-    """Bytes that the graph of a full chunk holds, once measured."""
+    """Bytes of a full chunk's graph; 0: not measured yet."""
     representations: Tensor = field(default_factory=lambda: torch.empty(0))
     inputs: Any = None
     spans: list[tuple[int, int]] = field(default_factory=list)
@@ -193,7 +193,7 @@ class _Tower:
         self.random_states, self.kept = [], []
         for i, (start, stop) in enumerate(self.spans):
             self.random_states.append(RandomState.now())
-            # DDP decides in the forward pass whether the backward will synchronise; a kept last chunk is the last forward of the step.
+            # DDP decides in the forward pass whether the backward pass synchronises. If the last chunk is kept, this is its only forward.
             with gradient_sync(self.encoder, self.last and i == len(self.spans) - 1):
                 out = self.run_kept(start, stop) if self.keeps(i) else self.run_without_graph(start, stop)
             if i == 0:
@@ -205,36 +205,39 @@ class _Tower:
         return [(start, min(start + self.size, rows)) for start in range(0, rows, self.size)]
 
     def ranges(self, rows: int) -> Iterator[tuple[int, int]]:
-        spans, trained = self.cut(rows), self.trained  # now: within the first pass, gradients are off
+        spans, trained = self.cut(rows), self.trained  # evaluated here, because gradients are off inside the first pass
         replayed = (span for _ in range(trained) for span in spans[len(self.kept) :])
         return chain(spans, replayed)
 
     def keeps(self, i: int) -> bool:
-        """Whether chunk i keeps its graph: only behind kept ones. DDP synchronises in the backward of the last forward, and that
-        must be one call: so the last chunk is kept only with all the others, and never where the encoder serves other towers too."""
+        """Whether chunk i keeps its graph. Kept chunks come first, without gaps.
+
+        DDP synchronises in the backward pass of its last forward pass, and all kept graphs share one backward pass. So the last chunk is
+        kept only together with all others, and never for an encoder that serves several towers.
+        """
         if not self.trained or len(self.kept) < i or (self.shared and i == len(self.spans) - 1):
             return False
-        return self.memory.fits(self.cost)
+        return self.budget.fits(self.cost)
 
     def run_without_graph(self, start: int, stop: int) -> Tensor:
         with torch.no_grad():
             return self.run(start, stop)
 
     def run_kept(self, start: int, stop: int) -> Tensor:
-        """Encode with a graph and keep it, unless it turns out larger than the room for it."""
+        """Encode with a graph and keep the graph if it fits the budget."""
         try:
             with graph_bytes() as size:
                 out = self.run(start, stop)
         except torch.OutOfMemoryError:
-            out = None  # the second try comes after this block: as long as the error lives, so does the graph it broke off
-        if out is None:  # memory in fragments: this chunk and later steps make do with what fitted
-            self.memory.limit = self.memory.used
+            out = None  # retry outside this block: the exception's traceback holds the incomplete graph
+        if out is None:  # fragmented memory: from now on keep no more than fitted this time
+            self.budget.limit = self.budget.used
             self.random_states[-1].restore()
             return self.run_without_graph(start, stop)
         self.cost = max(self.cost, size())
-        if not self.memory.fits(size()):
+        if not self.budget.fits(size()):
             return out.detach()
-        self.memory.used += size()
+        self.budget.used += size()
         self.kept.append(out)
         return out
 
@@ -252,20 +255,20 @@ class _Tower:
         return out
 
     def replay(self) -> Iterator[int]:
-        """Gradients of the kept chunks, then of the others one by one; yields the number of samples after each."""
+        """Backpropagate through all kept graphs at once, then replay the other chunks one by one. Yields the samples of each."""
         gradient = self.representations.grad
         if gradient is None:
             return
-        again = self.spans[len(self.kept) :]
-        kept_rows = [gradient[start:stop] for start, stop in self.spans[: len(self.kept)]]
+        first = len(self.kept)
+        kept_rows = [gradient[start:stop] for start, stop in self.spans[:first]]
         if self.kept:
-            with gradient_sync(self.encoder, self.last and not again):
+            with gradient_sync(self.encoder, self.last and first == len(self.spans)):
                 torch.autograd.backward(self.kept, kept_rows)
             self.kept = []
             yield sum(len(rows) for rows in kept_rows)
         with unchanged_buffers(self.encoder), RandomState.now().preserved():
-            for i, (start, stop) in enumerate(again):
-                self.random_states[len(self.spans) - len(again) + i].restore()
+            for (start, stop), random_state in zip(self.spans[first:], self.random_states[first:], strict=True):
+                random_state.restore()
                 with gradient_sync(self.encoder, self.last and stop == self.spans[-1][1]):
                     self.run(start, stop).backward(gradient[start:stop])
                 yield stop - start
@@ -273,7 +276,7 @@ class _Tower:
         self.inputs = None
 
     def refuse_batch_norm(self) -> None:
-        """Batch normalisation in training mode mixes samples: right only where it sees the whole batch at once."""
+        """Raise ValueError for batch normalisation in training mode that does not see the whole batch at once."""
         ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         if not self.trained or (len(self.spans) == 1 and ranks == 1) or not isinstance(self.encoder, nn.Module):
             return
@@ -288,12 +291,12 @@ class _Tower:
             if not isinstance(module, nn.SyncBatchNorm) and not getattr(module, "synchronised", False):
                 raise ValueError(
                     f"{name} is batch normalisation in training mode, which mixes the samples of a batch: over {ranks} ranks it "
-                    "would see only a part of them; synchronise it (clipscale.distributed.synchronised) or freeze it (.eval())"
+                    "would see only a part of them; synchronise it (clipscale.distributed.sync_batch_norm) or freeze it (.eval())"
                 )
 
 
 class _Rows:
-    """Nested tensors with equal first dimensions, handed out by rows."""
+    """Nested tensors with equal first dimensions, sliced by rows."""
 
     def __init__(self, tree: Any) -> None:
         lengths = {leaf.shape[0] for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)}
@@ -311,10 +314,10 @@ class _Rows:
 
 @contextmanager
 def graph_bytes() -> Iterator[Callable[[], int]]:
-    """Bytes that the graph built within holds for the backward pass: by the allocator on a GPU, else by the tensors it saved."""
+    """Measures the graph that is built inside: the allocator's bytes on a GPU, else the bytes of its saved tensors."""
     saved: dict[int, int] = {}
 
-    def note(tensor: Tensor) -> Tensor:
+    def save(tensor: Tensor) -> Tensor:
         if not isinstance(tensor, nn.Parameter) and not isinstance(tensor._base, nn.Parameter):
             storage = tensor.untyped_storage()
             saved[storage.data_ptr()] = storage.nbytes()
@@ -324,13 +327,13 @@ def graph_bytes() -> Iterator[Callable[[], int]]:
         before = torch.cuda.memory_allocated()
         yield lambda: torch.cuda.memory_allocated() - before
     else:
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
             yield lambda: sum(saved.values())
 
 
 @contextmanager
 def gradient_sync(encoder: Callable[..., Tensor], enabled: bool) -> Iterator[None]:
-    """Whether gradients computed within are summed over ranks: DDP reads this in the forward pass, FSDP2 in the backward."""
+    """Turns the sum of gradients over ranks on or off. DDP reads this in the forward pass, FSDP2 in the backward pass."""
     if hasattr(encoder, "set_requires_gradient_sync"):
         encoder.set_requires_gradient_sync(enabled)
         yield
@@ -343,7 +346,7 @@ def gradient_sync(encoder: Callable[..., Tensor], enabled: bool) -> Iterator[Non
 
 @contextmanager
 def unchanged_buffers(encoder: Callable[..., Tensor]) -> Iterator[None]:
-    """Buffers (running statistics) were updated by the first pass; the second must not update them again."""
+    """Restores the encoder's buffers afterwards: running statistics are updated by the first pass alone."""
     buffers = list(encoder.buffers()) if isinstance(encoder, nn.Module) else []
     before = [b.clone() for b in buffers]
     yield

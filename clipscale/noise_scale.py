@@ -1,6 +1,6 @@
-"""The gradient noise scale (McCandlish et al. 2018, arXiv 1812.06162, appendix A), from the gradients of the cache's chunks.
+"""The gradient noise scale (McCandlish et al. 2018, arXiv 1812.06162, appendix A), estimated from the gradients of the chunks.
 
-A batch well below it gains from growing almost as if steps came for free; one well above it learns hardly more from each step.
+A batch well below the noise scale gains from growing. A batch well above it learns hardly more from each step.
 """
 
 import math
@@ -23,11 +23,11 @@ class NoiseScale:
 
         tr(S) = (sum_c B^2 / b_c |g_c|^2 - B |g|^2) / (K - 1),      |G|^2 = |g|^2 - tr(S) / B,      noise scale = tr(S) / |G|^2,
 
-    which for equal groups is the estimate from two batch sizes of the paper. Towers have chunks and parameters of their own: their
-    tr(S) and |G|^2 add up. The norms of g_c are taken where autograd hands the gradients over: no second pass, no copy.
+    which for equal groups is the paper's estimate from two batch sizes. Each tower has its own chunks and parameters; the towers' tr(S)
+    and |G|^2 add up. Autograd hooks take the norms of g_c, without another pass and without copies.
 
-    A contrastive loss is no mean over samples: "one sample's gradient" is B times what flows through its own representations while the
-    others stay as they are. So this sees the noise of which samples are learnt from, not that of which negatives they meet.
+    A contrastive loss is not a mean over samples. "One sample's gradient" is B times what flows through its own representations with all
+    others fixed. So the estimate includes the noise of which samples are drawn, but not of which negatives they meet.
     """
 
     def __init__(self, towers: Sequence[nn.Module]) -> None:
@@ -37,8 +37,8 @@ class NoiseScale:
         self.groups: list[int] = []
 
     @contextmanager
-    def watching(self, cache: GradCache) -> Iterator[None]:
-        """Around the cache's second pass."""
+    def measure(self, cache: GradCache) -> Iterator[None]:
+        """Measures the chunks' gradients during the cache's second pass."""
         self.square, self.scatter, self.groups = None, [0.0] * len(self.towers), [0] * len(self.towers)
         handles = [p.register_hook(self._add) for tower in self.towers for p in tower]
         cache.after_chunk = self._chunk
@@ -62,17 +62,16 @@ class NoiseScale:
         self.square = None
 
     def estimate(self, world: World, batch: int, scale: float, norms: Sequence[Tensor]) -> dict[str, float | None]:
-        """`noise_trace` tr(S), `noise_signal` |G|^2 and their quotient `noise_scale`, in samples; a collective.
+        """`noise_trace` tr(S), `noise_signal` |G|^2 and their quotient `noise_scale` in samples. All ranks call it.
 
         Args:
             batch: samples of all ranks.
             scale: the gradient scaler's factor in the chunks' gradients.
             norms: global norm of each tower's gradient, summed over ranks and without the scaler's factor.
 
-        None where a tower came in one chunk or a gradient is not finite, and the quotient where the signal drowns (one step's estimate may
-        be negative).
+        All are None if a tower had one chunk or a gradient is not finite. The quotient is None if the estimated signal is not positive.
         """
-        device = world.device  # a frozen tower's norm, of no gradient, may lie elsewhere
+        device = world.device  # the norm of a frozen tower, which has no gradients, may be on another device
         sums = torch.tensor([[float(s) for s in self.scatter], self.groups], dtype=torch.float64, device=device)
         if world.size > 1:
             dist.all_reduce(sums)

@@ -1,4 +1,4 @@
-"""Seconds and peak device memory of the parts of one optimizer step."""
+"""Times the parts of one optimizer step and measures their device memory."""
 
 import time
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ import torch
 
 
 class Phases:
-    """`with phases("encode"): ...` for each part. A CPU has no allocator to ask: its memory figures are None."""
+    """`with phases("encode"): ...` around each part. Memory figures are None on a CPU, which has no allocator statistics."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -34,9 +34,18 @@ class Phases:
         return sum(self.seconds.values())
 
     def peak_bytes(self) -> int | None:
-        """Highest allocation of any part."""
+        """Highest allocation in any part."""
         return max(self.peak.values()) if self.peak else None
 
     def extra_bytes(self, name: str) -> int | None:
-        """What one part allocated beyond what was there when it began."""
+        """One part's peak beyond the allocation at its start."""
         return self.peak[name] - self.before[name] if name in self.peak else None
+
+    def record(self) -> dict[str, float | int | None]:
+        """Seconds and bytes of all parts, by the names in `metrics.jsonl`."""
+        return {
+            "step_s": self.total,
+            **{f"{name}_s": seconds for name, seconds in self.seconds.items()},
+            "mem_peak_bytes": self.peak_bytes(),
+            **{f"mem_{name}_bytes": self.extra_bytes(name) for name in self.seconds},
+        }

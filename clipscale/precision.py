@@ -1,4 +1,4 @@
-"""Number formats of a run: what autocast computes in, what weights are held in, and whether losses are scaled."""
+"""Number formats of a run: of autocast, of the weights, and the scaling of the loss in fp16."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -11,13 +11,12 @@ from clipscale.config.sections import PrecisionConfig
 from clipscale.errors import UserError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+LEAST_LOSS_SCALE = 1.0
+"""If fp16 gradients overflow even below this loss scale, the training itself diverges."""
 
 
 class Precision:
-    """The settings in use: a fresh autocast context per chunk, the scaler, and the type of the loss's operands.
-
-    Raises UserError for settings that do not go together.
-    """
+    """Autocast, the gradient scaler and the type of the weights. Raises UserError for settings that contradict each other."""
 
     def __init__(self, config: PrecisionConfig, device: torch.device) -> None:
         choice("precision.name", config.name, DTYPES)
@@ -36,15 +35,25 @@ class Precision:
             torch.backends.cudnn.allow_tf32 = config.tf32
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Autocast for one chunk. Entered anew each time: its cache of cast weights must not outlive a pass without a graph."""
+        """A new autocast context for one chunk: its cache of cast weights must not outlive a pass without a graph."""
         if self.dtype == torch.float32:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=self.dtype)
 
-    def hold(self, tower: nn.Module) -> "MasterWeights | None":
-        """Cast, in place, the matrices that the tower is to hold in half precision; float32 copies of them where the optimizer wants some.
+    @property
+    def loss_scale(self) -> float:
+        """The factor of the loss and its gradients; 1 without a scaler."""
+        return self.scaler.get_scale() if self.scaler else 1.0
 
-        Frozen towers: under autocast their products see the same rounded weights as before.
+    @property
+    def can_lower_loss_scale(self) -> bool:
+        """Whether a lower loss scale may remove an overflow."""
+        return self.scaler is not None and self.loss_scale >= LEAST_LOSS_SCALE
+
+    def hold(self, tower: nn.Module) -> "MasterWeights | None":
+        """Cast the tower's matrices in place, if the settings hold them in half precision; returns float32 copies for the optimizer.
+
+        A frozen tower computes the same as before, since autocast rounds its matrices anyway.
         """
         frozen = not any(p.requires_grad for p in tower.parameters())
         if self.dtype == torch.float32 or not (frozen or self.half_weights):
@@ -59,12 +68,12 @@ class Precision:
 class MasterWeights:
     """float32 copies of one tower's half-precision parameters, for the optimizer.
 
-    After each chunk's backward pass a parameter's gradient moves into its copy's, so that the sum over chunks is a float32 sum. After the
-    optimizer's step, `spread` rounds the copies back into the tower.
+    Each chunk's gradient of a parameter moves to its copy, so that the sum over chunks is a float32 sum. After the optimizer's step,
+    `spread` rounds the copies into the tower.
     """
 
     def __init__(self, parameters: dict[str, nn.Parameter]) -> None:
-        """`parameters`: by name, still in float32."""
+        """`parameters` by name, still in float32."""
         self.held = parameters
         self.copies = {name: nn.Parameter(p.detach().clone()) for name, p in parameters.items() if p.requires_grad}
         self.of = {id(parameters[name]): copy for name, copy in self.copies.items()}
@@ -78,7 +87,14 @@ class MasterWeights:
         parameter.grad = None
 
     def spread(self) -> None:
-        """The copies, rounded, into the tower."""
+        """Round the copies into the tower."""
         with torch.no_grad():
             for name, copy in self.copies.items():
                 self.held[name].copy_(copy)
+
+    def load(self, values: dict[str, Tensor]) -> None:
+        """Set copies and tower to float32 values, by name."""
+        with torch.no_grad():
+            for name, value in values.items():
+                self.copies[name].copy_(value)
+        self.spread()

@@ -1,4 +1,4 @@
-"""Stopping a run by a signal without losing its step."""
+"""Stops a run at a signal, after its current step."""
 
 import math
 import os
@@ -7,33 +7,33 @@ import time
 from typing import Any
 
 AGAIN_S = 1.0
-"""A Ctrl-C that comes sooner is the same one: a terminal sends it to the launcher and its workers, and the launcher passes it on."""
+"""A second Ctrl-C within this time is the same one: the terminal sends it to the launcher and the workers, and the launcher forwards it."""
 
 
 class Stop:
-    """Within it, SIGTERM (a scheduler's warning) and Ctrl-C are only noted, for the loop to end its step and save.
+    """A context in which SIGTERM, such as a scheduler's warning, and Ctrl-C are only recorded, so that the loop can end its step and save.
 
-    A later Ctrl-C raises KeyboardInterrupt. For the main thread.
+    A later Ctrl-C raises KeyboardInterrupt. Works in the main thread only.
     """
 
-    def __init__(self, *, tells: bool) -> None:
-        """`tells`: say what a first Ctrl-C does."""
+    def __init__(self, *, announce: bool) -> None:
+        """`announce`: print what a first Ctrl-C does."""
         self.number = 0
-        """Of the signal that came; 0: none did."""
-        self._tells, self._first = tells, math.inf
+        """The signal that came; 0: none."""
+        self._announce, self._first = announce, math.inf
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> None:
-        self._before = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
+        self._before = {number: signal.signal(number, self._record) for number in (signal.SIGTERM, signal.SIGINT)}
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def _note(self, number: int, _: object) -> None:
+    def _record(self, number: int, _: object) -> None:
         now = time.monotonic()
         if number == signal.SIGINT and now - self._first > AGAIN_S:
             raise KeyboardInterrupt
-        if self._tells and not self.number and number == signal.SIGINT:
+        if self._announce and not self.number and number == signal.SIGINT:
             os.write(2, b"\nfinishing the step and saving; Ctrl-C again ends the run at once\n")
         self.number, self._first = number, min(self._first, now)

@@ -1,4 +1,4 @@
-"""What is trained: the model, the gradient cache around its towers, its optimizer, and what a step does with them."""
+"""What a run trains: the model, the gradient cache around its towers, the optimizer, and how a batch's gradient updates them."""
 
 import math
 from dataclasses import asdict
@@ -7,9 +7,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 
-from clipscale import checkpoint, distributed
-from clipscale.autotune import chunk_sizes, find_chunk, remember, remembered, uncut
+from clipscale import distributed
+from clipscale.autotune import batch_norm_chunk, chunk_sizes, find_chunk, save_chunk_sizes, saved_chunk_sizes
 from clipscale.config.train import TrainConfig
 from clipscale.data.features import StoredFeatures, stored_features
 from clipscale.distributed import World
@@ -22,24 +29,21 @@ from clipscale.optim import build_optimizer
 from clipscale.precision import MasterWeights, Precision
 
 ELEMENTWISE = ("adamw", "lion", "adam", "nadamw", "sgd")
-"""Optimizers whose step on a shard is the shard of their step."""
+"""Optimizers whose update of a shard is the shard of their update."""
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+"""State dicts with every sharded tensor gathered, in host memory, on rank 0 alone."""
 
 
-class Learner:
-    """The model of a run on one rank, from nothing or from a checkpoint's state, with all that turns a batch into new weights."""
+class TrainState:
+    """The model of a run on one rank, from its initial weights or from a checkpoint, and what turns a batch into new weights."""
 
-    def __init__(self, config: TrainConfig, world: World, folder: Path, state: dict[str, Any] | None) -> None:
+    def __init__(self, config: TrainConfig, world: World, folder: Path, saved: dict[str, Any] | None) -> None:
         self.config, self.world, self.folder = config, world, folder
         self.local_batch = config.batch // world.size
         torch.manual_seed(config.seed)
         self.precision = Precision(config.precision, world.device)
         self.model = self.build_model()
-        self.stored = self.stored_rows()
-        if self.stored:
-            self.model.image.cpu()  # needed for evaluations alone
-        if state is not None:
-            checkpoint.check_same_model(state, config.model)
-            self.model.load_state_dict(state["model"])
+        self.stored = self.stored_features()
         self.masters = self.hold_weights()
         self.cache = self.build_cache()
         self.optimizer = self.build_optimizer()
@@ -48,17 +52,23 @@ class Learner:
                 "log.noise_scale: FSDP2 keeps no gradient of a chunk to look at; leave it 0, or use launch.parallel=ddp"
             )
         self.noise = NoiseScale([self.model.image, self.model.text])
+        if saved is not None:
+            self.load(saved)
+        if self.stored:
+            self.model.image.cpu()  # only evaluations use it
+
+    # ---- build ----
 
     def build_model(self) -> ClipModel:
         """The model of the settings, on this rank's device."""
         return build_model(self.config.model).to(self.world.device)
 
-    def stored_rows(self) -> StoredFeatures | None:
-        """How the image tower's features are read, where they are read in the place of pictures."""
+    def stored_features(self) -> StoredFeatures | None:
+        """Reads the image tower's features where shards hold them instead of pictures."""
         return stored_features(self.config.data, self.config.model, self.model)
 
     def hold_weights(self) -> dict[str, MasterWeights]:
-        """Put the towers' matrices into the precision they are to be held in; the optimizer's float32 copies by tower."""
+        """Cast the towers' matrices to the type that the settings hold them in; the optimizer's float32 copies by tower."""
         if self.precision.half_weights and self.config.launch.parallel == "fsdp":
             raise UserError(
                 "precision.weights=bf16: FSDP2 shards weights of one type; leave it fp32, or use launch.parallel=ddp"
@@ -68,24 +78,24 @@ class Learner:
 
     @property
     def towers(self) -> dict[str, nn.Module]:
-        """What encodes in training: of stored features, no image tower."""
+        """The encoders of training. Stored features need no image encoder."""
         return {"image": StoredTower() if self.stored else self.model.image, "text": self.model.text}
 
-    @property
-    def unwrapped(self) -> list[nn.Parameter]:
-        """What the optimizer works on and no wrapper sums over ranks: scale, bias, and towers with master weights."""
-        parts = [p for name in self.masters for p in self.trained(name)]
-        return parts + [p for p in (self.model.logit_scale, self.model.logit_bias) if p is not None]
-
     def trained(self, name: str) -> list[nn.Parameter]:
-        """What the optimizer works on of one tower."""
+        """One tower's parameters that the optimizer updates: its master weights where it has any."""
         copies = self.masters[name].of if name in self.masters else {}
         return [copies.get(id(p), p) for p in self.towers[name].parameters() if p.requires_grad]
 
+    @property
+    def unwrapped(self) -> list[nn.Parameter]:
+        """Parameters whose gradients no wrapper sums over ranks: scale, bias, and towers with master weights."""
+        parts = [p for name in self.masters for p in self.trained(name)]
+        return parts + [p for p in (self.model.logit_scale, self.model.logit_bias) if p is not None]
+
     def build_cache(self) -> GradCache:
-        """The gradient cache over both towers, data-parallel where there are several ranks."""
+        """The gradient cache over both towers, data-parallel over several ranks."""
         if self.config.model.compile:
-            # Beyond this many variants of one function calls fall back to eager, whose random numbers are not the compiled ones.
+            # A function with more variants than this falls back to eager, whose random numbers differ from the compiled ones.
             torch._dynamo.config.recompile_limit = 64
             self.model.image.compile()
             self.model.text.compile()
@@ -99,7 +109,7 @@ class Learner:
         )
 
     def build_optimizer(self) -> torch.optim.Optimizer:
-        """After the cache: FSDP2 puts sharded parameters in the place of the whole ones."""
+        """The optimizer. Comes after the cache, because FSDP2 replaces parameters by sharded ones."""
         name = self.config.optim.name
         if self.config.launch.parallel == "fsdp" and name not in ELEMENTWISE:
             raise UserError(
@@ -110,7 +120,7 @@ class Learner:
         return build_optimizer(self.model, self.config.optim, masters)
 
     def chunks(self) -> list[int]:
-        """Samples per chunk of the image and the text tower: as set, as found by an earlier start of this run, or by trial."""
+        """Samples per chunk of the image and the text tower: from the settings, an earlier start of this run, or a measurement."""
         side, length, device = self.model.image_size, self.model.context_length, self.world.device
 
         def pixels(n: int) -> Tensor:
@@ -120,25 +130,27 @@ class Learner:
             return torch.randint(1, 100, (n, length), device=device)
 
         sizes = chunk_sizes(self.config.cache, self.local_batch)
-        known = self.world.broadcast({name: remembered(self.folder, name) for name in sizes})
+        earlier = self.world.broadcast(saved_chunk_sizes(self.folder))
         found: dict[str, int] = {}
         for name, tower, sample in (("image", self.model.image, pixels), ("text", self.model.text, tokens)):
             if self.stored and name == "image":
                 found[name] = self.local_batch
                 continue
-            size = uncut(tower, name, sizes[name], self.local_batch) or sizes[name] or known[name]
+            size = batch_norm_chunk(tower, name, sizes[name], self.local_batch) or sizes[name] or earlier.get(name)
             if size is None:
                 with self.precision.autocast():
                     size = min(self.world.gather(find_chunk(tower, sample, self.local_batch, device)))
             found[name] = size
         if self.world.main:
-            remember(self.folder, found)
+            save_chunk_sizes(self.folder, found)
         return [found["image"], found["text"]]
 
-    def loss(self, image_features: Tensor, text_features: Tensor) -> Tensor:
-        """This rank's view of the loss of the global batch: the global mean, with gradients that are shares to be summed.
+    # ---- step ----
 
-        With `cache.negatives=chunk` the mean over the micro-batches that the ranks' image chunks make up.
+    def loss(self, image_features: Tensor, text_features: Tensor) -> Tensor:
+        """This rank's view of the global loss: its value is the global mean, and its gradients sum over ranks to that mean's.
+
+        With `cache.negatives=chunk`, the mean over micro-batches, each made of one image chunk of every rank.
         """
         c = self.config.loss
         scale, bias = self.model.logit_scale.exp(), self.model.logit_bias if c.objective == "sigmoid" else None
@@ -152,25 +164,25 @@ class Learner:
             return torch.stack(parts).sum()
 
     def gradient_norm(self) -> Tensor:
-        """Sum over ranks what no wrapper has summed, undo the scaler's factor, and take the global norm, 0-d."""
+        """Finish the gradients (the remaining sums over ranks, the scaler's factor); their global norm, 0-d."""
         self.world.sum_gradients(self.unwrapped)
         if self.precision.scaler:
             self.precision.scaler.unscale_(self.optimizer)
-        return distributed.gradient_norm(self.all_trained())
+        return distributed.gradient_norm(self.with_gradient())
 
-    def all_trained(self) -> list[nn.Parameter]:
+    def with_gradient(self) -> list[nn.Parameter]:
         return [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
 
-    def noise_scale(self, batch: int, scaled: float) -> dict[str, float | None]:
-        """What the step's chunk gradients, `scaled` by the loss scaler, tell of the noise scale at this batch."""
+    def noise_scale(self, batch: int) -> dict[str, float | None]:
+        """The noise scale at this batch, from the chunk gradients that `noise` has measured."""
         norms = [distributed.gradient_norm(self.trained(name)) for name in self.towers]
-        return self.noise.estimate(self.world, batch, scaled, norms)
+        return self.noise.estimate(self.world, batch, self.precision.loss_scale, norms)
 
     def update(self, norm: Tensor) -> None:
-        """Clip by the gradients' `norm`, step (after an overflow the scaler leaves it out, on all ranks alike), clamp the logit scale."""
+        """Clip by the gradients' `norm`, step, and clamp the logit scale. After an overflow the scaler skips the step on all ranks."""
         config, scaler = self.config.optim, self.precision.scaler
         if config.clip_norm:
-            torch.nn.utils.clip_grads_with_norm_(self.all_trained(), config.clip_norm, norm)
+            torch.nn.utils.clip_grads_with_norm_(self.with_gradient(), config.clip_norm, norm)
         if scaler:
             scaler.step(self.optimizer)
             scaler.update()
@@ -181,24 +193,72 @@ class Learner:
         with torch.no_grad():
             self.model.logit_scale.clamp_(max=math.log(config.max_logit_scale))
 
+    # ---- save and load ----
+
     def weights(self) -> dict[str, Any]:
-        """The model's state dict, whole and with master weights in the place of the rounded ones; a collective."""
-        state = dict(distributed.whole(self.model.state_dict()))
-        for name, masters in self.masters.items():
-            state |= {f"{name}.{key}": copy.detach() for key, copy in masters.copies.items()}
+        """The model's whole state dict on rank 0, with master weights in place of the rounded ones. All ranks call it."""
+        state = get_model_state_dict(self.model, options=WHOLE)
+        if self.world.main:
+            for name, masters in self.masters.items():
+                state |= {f"{name}.{key}": copy.detach() for key, copy in masters.copies.items()}
         return state
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Optimizer and scaler as a checkpoint has them (the weights are there already). Raises UserError where they do not fit."""
-        if state["optimizer_name"] != self.config.optim.name:
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint holds of this state, on rank 0. All ranks call it."""
+        return {
+            "model": self.weights(),
+            "model_config": asdict(self.config.model),
+            "optimizer": get_optimizer_state_dict(self.optimized(), self.optimizer, options=WHOLE),
+            "optimizer_name": self.config.optim.name,
+            "scaler": self.precision.scaler.state_dict() if self.precision.scaler else None,
+        }
+
+    def load(self, saved: dict[str, Any]) -> None:
+        """Take weights, optimizer and scaler from a checkpoint. Raises UserError where they do not fit."""
+        # The optimizer first: to make its state, the library takes a step with zero gradients and a learning rate of 0.
+        self.load_optimizer(saved["optimizer"])
+        set_model_state_dict(self.model, dict(saved["model"]), options=StateDictOptions(full_state_dict=True))
+        for name, masters in self.masters.items():
+            masters.load({key: saved["model"][f"{name}.{key}"] for key in masters.copies})
+        if self.precision.scaler and saved["scaler"]:
+            self.precision.scaler.load_state_dict(saved["scaler"])
+
+    def load_optimizer(self, state: dict[str, Any]) -> None:
+        module = self.optimized()
+        name_of = {id(p): name for name, p in module.named_parameters()}
+        names = [[name_of[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
+        saved = [list(group["params"]) for group in state["param_groups"]]
+        if any(isinstance(key, int) for group in saved for key in group):  # format 1: by position
+            position = dict(enumerate(name for group in names for name in group))
+            saved = [[position.get(key, "") for key in group] for group in saved]
+            groups = [{**group, "params": keys} for group, keys in zip(state["param_groups"], saved)]
+            state = {
+                "state": {position.get(key, ""): value for key, value in state["state"].items()},
+                "param_groups": groups,
+            }
+        if saved != names:
+            counts = [sum(map(len, groups)) for groups in (saved, names)]
             raise UserError(
-                f"resume: the checkpoint's optimizer is {state['optimizer_name']}, not optim.name={self.config.optim.name}"
+                "resume: the checkpoint's optimizer does not fit this model's parameters (it holds the state of "
+                f"{counts[0]}, and {counts[1]} are trained here); freeze the same towers, or choose another run=NAME"
             )
-        try:
-            distributed.load_optimizer(self.optimizer, state["optimizer"])
-        except ValueError as error:
-            raise UserError(
-                f"resume: the checkpoint's optimizer does not fit this model's parameters ({error})"
-            ) from error
-        if self.precision.scaler and state["scaler"]:
-            self.precision.scaler.load_state_dict(state["scaler"])
+        if state["state"]:
+            # Not strict: a parameter that the loss does not use, such as the bias of a softmax loss, has no state.
+            options = StateDictOptions(full_state_dict=True, strict=False)
+            set_optimizer_state_dict(module, self.optimizer, state, options=options)
+
+    def optimized(self) -> nn.Module:
+        """A module whose parameters are those of the optimizer, by the model's names: master weights replace the rounded ones."""
+        if not self.masters:
+            return self.model
+        copies = {id_: copy for masters in self.masters.values() for id_, copy in masters.of.items()}
+        root = nn.Module()
+        for name, p in self.model.named_parameters():
+            parent = root
+            *path, leaf = name.split(".")
+            for part in path:
+                if part not in parent._modules:
+                    parent.add_module(part, nn.Module())
+                parent = parent.get_submodule(part)
+            parent.register_parameter(leaf, copies.get(id(p), p))
+        return root

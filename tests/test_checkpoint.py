@@ -2,13 +2,16 @@
 
 import logging
 import pickle
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from clipscale import checkpoint
 from clipscale.config.sections import ModelConfig
+from clipscale.config.train import TrainConfig
 from clipscale.errors import UserError
 
 
@@ -104,8 +107,15 @@ def test_pickled_code_is_not_executed(tmp_path: Path) -> None:
     assert not target.exists()
 
 
-def test_another_model_is_refused() -> None:
-    state = {"model_config": {"name": "ViT-B-32", "architecture": {}}}
-    checkpoint.check_same_model(state, ModelConfig(name="ViT-B-32", patch_dropout=0.5))
+def test_what_does_not_fit_the_run_is_refused(tmp_path: Path) -> None:
+    state = {"model_config": {"name": "ViT-B-32", "architecture": {}}, "batch": 256, "optimizer_name": "adamw"}
+    state |= {"step": 3, "samples": 768}
+
+    def check(samples_before: Callable[[int], int] = lambda step: 256 * step, **settings: Any) -> None:
+        checkpoint.check_fits(state, tmp_path, TrainConfig(**settings), samples_before)
+
+    check(model=ModelConfig(name="ViT-B-32", patch_dropout=0.5))
     with pytest.raises(UserError, match=r"model.name='ViT-B-32', this run asks for 'ViT-L-14'"):
-        checkpoint.check_same_model(state, ModelConfig(name="ViT-L-14"))
+        check(model=ModelConfig(name="ViT-L-14"))
+    with pytest.raises(UserError, match=r"has seen 768 samples in 3 steps, which these ramp\.start"):
+        check(samples_before=lambda step: 100 * step)

@@ -221,7 +221,7 @@ def test_as_many_graphs_are_kept_as_fit(graphs: float, calls_wanted: int) -> Non
     for _ in range(2):
         calls.clear()
         features = cache.encode(*batch(12))
-        assert cache.memory.used <= cache.memory.budget
+        assert cache.budget.used <= cache.budget.bytes
         cache.backward(m["head"](*features))
         cache.replay()
     assert len(calls) == calls_wanted, f"{len(calls)} forward passes of three chunks with room for {graphs} graphs"
@@ -245,7 +245,7 @@ def test_a_graph_that_does_not_fit_the_device_is_gone_before_its_chunk_is_tried_
     cache = GradCache([found["image"], found["text"]], found["head"], chunks=4, keep_bytes=math.inf)
     features = cache.encode(*batch(12))
     handle.remove()
-    assert len(broken_off) == 1 and cache.memory.limit == 0
+    assert len(broken_off) == 1 and cache.budget.limit == 0
     cache.backward(found["head"](*features))
     cache.replay()
     assert_same(gradients(found), gradients(wanted), 1e-10)

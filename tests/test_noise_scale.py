@@ -38,7 +38,7 @@ def estimate(towers: list[nn.Module], inputs: list[Tensor], chunks: list[int], s
     noise = NoiseScale(towers)
     value = cache.loss(*cache.encode(*inputs))
     cache.backward(value)
-    with noise.watching(cache):
+    with noise.measure(cache):
         cache.replay()
     norms = [gradient_norm(tower.parameters()) / scale for tower in towers]
     for tower in towers:

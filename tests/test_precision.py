@@ -11,7 +11,15 @@ import torch
 
 from clipscale import checkpoint
 from clipscale.config.data import DataConfig
-from clipscale.config.sections import CacheConfig, LaunchConfig, LogConfig, ModelConfig, OptimConfig, PrecisionConfig
+from clipscale.config.sections import (
+    CacheConfig,
+    CheckpointConfig,
+    LaunchConfig,
+    LogConfig,
+    ModelConfig,
+    OptimConfig,
+    PrecisionConfig,
+)
 from clipscale.config.train import TrainConfig
 from clipscale.distributed import World
 from clipscale.errors import UserError
@@ -101,7 +109,7 @@ def records(run: Path) -> list[dict[str, Any]]:
 
 
 def test_a_run_with_master_weights_resumes_bit_for_bit_and_keeps_the_masters(shards: str, tmp_path: Path) -> None:
-    train(small(shards, tmp_path / "whole", checkpoint=checkpoint.CheckpointConfig(every=2, keep=0)))
+    train(small(shards, tmp_path / "whole", checkpoint=CheckpointConfig(every=2, keep=0)))
     losses = [r["loss"] for r in records(tmp_path / "whole")]
     middle = checkpoint.path_of(tmp_path / "whole", 2)
     train(small(shards, tmp_path / "parts", resume=str(middle)))
@@ -123,7 +131,7 @@ def test_a_run_with_master_weights_resumes_bit_for_bit_and_keeps_the_masters(sha
 def _run(rank: int, world: int, config: TrainConfig) -> tuple[dict[str, torch.Tensor], list[float]]:
     run = Run(config, World(rank, world, CPU))
     norms = [run.optimizer_step()["grad_norm"]]
-    weights = {name: p.detach().clone() for name, p in run.learner.model.named_parameters()}
+    weights = {name: p.detach().clone() for name, p in run.state.model.named_parameters()}
     run.stream.close()
     return weights, norms
 

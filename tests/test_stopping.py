@@ -11,7 +11,7 @@ from clipscale.stopping import Stop
 def test_one_ctrl_c_is_noted_and_a_later_one_ends_at_once(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    stop, before = Stop(tells=True), signal.getsignal(signal.SIGINT)
+    stop, before = Stop(announce=True), signal.getsignal(signal.SIGINT)
     with stop:
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)  # the same, by way of the launcher
@@ -27,7 +27,7 @@ def test_a_schedulers_warning_may_come_again(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(stopping, "AGAIN_S", -1.0)
-    with (stop := Stop(tells=False)):
+    with (stop := Stop(announce=False)):
         assert stop.number == 0
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGTERM)

@@ -16,10 +16,11 @@ import pytest
 import torch
 
 from clipscale import checkpoint, launch
-from clipscale.autotune import CHUNKS, remember, remembered
+from clipscale.autotune import CHUNKS, save_chunk_sizes, saved_chunk_sizes
 from clipscale.cli import main as cli
 from clipscale.config.sections import (
     CacheConfig,
+    CheckpointConfig,
     EvalConfig,
     LaunchConfig,
     LogConfig,
@@ -34,6 +35,7 @@ from clipscale.data.loader.stream import DataConfig
 from clipscale.data.loader.to_device import ChunkLoader, copy_stream
 from clipscale.distributed import World
 from clipscale.errors import StoppedError, UserError
+from clipscale.models.towers import build_model, load_model
 from clipscale.train import Run, train
 from tests.ranks import forks, run_ranks
 
@@ -162,7 +164,7 @@ def test_resuming_a_finished_run_says_so_and_trains_no_further(
 
 
 def test_the_trained_model_is_loaded_as_it_was_saved(finished: Path) -> None:
-    model, _, step = checkpoint.load_model(finished)
+    model, _, step = load_model(finished)
     assert step == 10
     state = checkpoint.load(checkpoint.found(finished)[-1])["model"]
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
@@ -172,7 +174,7 @@ def live(demo: Path, run: Path) -> None:
     """A whole run, with patch dropout, so that the random state is part of what must come back."""
     model = ModelConfig(name="test", architecture=ARCHITECTURE, patch_dropout=0.3)
     try:
-        train(settings(demo, run, model=model, checkpoint=checkpoint.CheckpointConfig(every=3)))
+        train(settings(demo, run, model=model, checkpoint=CheckpointConfig(every=3)))
     except BaseException:
         (run / "error").write_text(traceback.format_exc())
         raise
@@ -297,8 +299,6 @@ def test_a_frozen_tower_does_not_change(demo: Path, tmp_path: Path) -> None:
         settings(demo, tmp_path / "run", model=ModelConfig(name="test", architecture=ARCHITECTURE, freeze_image=True))
     )
     torch.manual_seed(3)
-    from clipscale.models.towers import build_model
-
     fresh = build_model(ModelConfig(name="test", architecture=ARCHITECTURE)).state_dict()
     trained = checkpoint.load(checkpoint.found(tmp_path / "run")[-1])["model"]
     for name, value in fresh.items():
@@ -313,7 +313,7 @@ def diverging(demo: Path, run: Path, on_divergence: str) -> TrainConfig:
         run,
         optim=OptimConfig(lr=1e30, weight_decay=0.0, on_divergence=on_divergence),
         schedule=ScheduleConfig(name="constant", warmup="0"),
-        checkpoint=checkpoint.CheckpointConfig(every=1),
+        checkpoint=CheckpointConfig(every=1),
     )
 
 
@@ -331,7 +331,7 @@ def test_half_precision_that_overflows_at_any_loss_scale_has_diverged(
     demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With fp16 a step that overflows is left out and the loss scale halved: that must not go on for ever."""
-    monkeypatch.setattr("clipscale.train.LEAST_LOSS_SCALE", 2.0**14)
+    monkeypatch.setattr("clipscale.precision.LEAST_LOSS_SCALE", 2.0**14)
     config = replace(diverging(demo, tmp_path / "run", "stop"), precision=PrecisionConfig("fp16"))
     with pytest.raises(UserError, match="training has diverged"):
         train(config)
@@ -340,7 +340,7 @@ def test_half_precision_that_overflows_at_any_loss_scale_has_diverged(
 
 
 def test_a_run_taken_back_goes_on_from_there(demo: Path, tmp_path: Path) -> None:
-    config = settings(demo, tmp_path / "run", samples=256, checkpoint=checkpoint.CheckpointConfig(every=1, keep=0))
+    config = settings(demo, tmp_path / "run", samples=256, checkpoint=CheckpointConfig(every=1, keep=0))
     train(config)
     folder = tmp_path / "run/checkpoints"
     train(replace(config, samples=192, resume=str(folder / "step_00000002.pt")))
@@ -450,11 +450,11 @@ def test_a_rank_judges_the_memory_before_others_take_theirs(
 
 
 def test_found_chunk_sizes_are_noted_under_the_eyes_of_other_ranks(tmp_path: Path) -> None:
-    remember(tmp_path, {"image": 64, "text": 128})
+    save_chunk_sizes(tmp_path, {"image": 64, "text": 128})
     with (tmp_path / CHUNKS).open() as reading:
-        remember(tmp_path, {"image": 32, "text": 32})
+        save_chunk_sizes(tmp_path, {"image": 32, "text": 32})
         assert json.load(reading) == {"image": 64, "text": 128}
-    assert remembered(tmp_path, "image") == 32
+    assert saved_chunk_sizes(tmp_path) == {"image": 32, "text": 32}
     assert [path.name for path in tmp_path.iterdir()] == [CHUNKS]
 
 

@@ -214,13 +214,13 @@ class Ways:
                 tower.cost for tower in trained
             ):  # the first time: one graph of each tower, to measure it
                 for tower in trained:
-                    cache.memory.budget = 1
+                    cache.budget.bytes = 1
                     tower.encode(inputs[0] if tower is cache.towers[0] else inputs[1])
             count = len(inputs[0])
             return math.inf if share == 1 else share * sum(t.cost * count / min(t.size, count) for t in trained)
 
         def step(inputs: tuple[ChunkLoader, ChunkLoader]) -> Phases:
-            cache.memory.budget = budget(inputs)
+            cache.budget.bytes = budget(inputs)
             phases = Phases(self.device)
             with phases("encode"):
                 representations = cache.encode(*inputs)

@@ -5,11 +5,11 @@ from pathlib import Path
 import yaml
 
 from clipscale import distributed
-from clipscale.checkpoint import load_model
 from clipscale.config.checks import existing_run
 from clipscale.config.tools import EvalRunConfig
 from clipscale.errors import UserError
 from clipscale.eval.run import Results, check, evaluate
+from clipscale.models.towers import load_model
 from clipscale.precision import Precision
 from clipscale.report.table import print_results
 

@@ -19,6 +19,7 @@ from open_clip.model import CustomTextCLIP
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from clipscale import checkpoint
 from clipscale.config.sections import ModelConfig
 from clipscale.errors import UserError
 from clipscale.hardware import HARDWARE, hardware_of
@@ -171,6 +172,18 @@ def build_model(config: ModelConfig) -> ClipModel:
     model = ClipModel(encoders, description["embed_dim"], config, tokenizer(config, description))
     model.freeze(image=config.freeze_image, text=config.freeze_text)
     return model.train()
+
+
+def load_model(run: Path, which: str = "latest") -> tuple[ClipModel, ModelConfig, int]:
+    """The trained model of a run, in evaluation mode on the CPU, its settings, and the step of its checkpoint.
+
+    `which` is `latest`, a step number, or a path. Raises UserError where there is no such checkpoint.
+    """
+    state = checkpoint.load(checkpoint.locate(run, which))
+    config = ModelConfig(**{**state["model_config"], "pretrained": None, "pretrained_image": None, "compile": False})
+    model = build_model(config)
+    model.load_state_dict(state["model"])
+    return model.eval(), config, int(state["step"])
 
 
 def tokenizer(config: ModelConfig, description: dict[str, Any]) -> Callable[[list[str]], Tensor]:

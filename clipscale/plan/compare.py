@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from clipscale.autotune import remembered
+from clipscale.autotune import saved_chunk_sizes
 from clipscale.config.parse import typed
 from clipscale.config.tools import PlanConfig
 from clipscale.config.train import TrainConfig
@@ -29,7 +29,7 @@ def compare(config: PlanConfig, announce: Callable[[str], None] = lambda line: N
     folder = run_folder(config.run)
     planned, records = settings_of(config, folder), steps_of(folder)
     gpu = None if planned.hardware == "cpu" else hardware(planned.hardware)
-    found = {name: size for name in TOWERS if (size := remembered(folder, name))}
+    found = saved_chunk_sizes(folder)
     with dry_run(planned, planned.gpus * planned.nodes, gpu.capability if gpu else None) as run:
         announce(announcement(planned))
         made = MemoryPlan(planned, gpu, run, found)

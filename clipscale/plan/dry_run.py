@@ -22,10 +22,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from clipscale.config.train import TrainConfig
 from clipscale.data.features import StoredFeatures
 from clipscale.data.loader.to_device import ChunkLoader
-from clipscale.distributed import World, synchronised
+from clipscale.distributed import World, sync_batch_norm
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.plan.memory_tracker import MemoryTracker, as_on_cuda, without_memory
-from clipscale.train_state import Learner
+from clipscale.train_state import TrainState
 
 CPU = torch.device("cpu")
 TOWERS = ("image", "text")
@@ -122,7 +122,7 @@ class DryRunWorld(World):
     def wrap(self, tower: nn.Module, parallel: str = "ddp") -> nn.Module:
         trained = any(p.requires_grad for p in tower.parameters())
         if self.size > 1 and trained and parallel == "ddp":
-            return DdpBuckets(synchronised(tower))
+            return DdpBuckets(sync_batch_norm(tower))
         return super().wrap(tower, parallel)
 
 
@@ -168,13 +168,13 @@ class TrivialTower(nn.Module):
         return rows.flatten(1)[:, :1].float() * self.weight
 
 
-class DryRunState(Learner):
+class DryRunState(TrainState):
     """The trainer's state without pretrained weights; chunk sizes are set before each step."""
 
     def build_model(self) -> ClipModel:
         return build_model(replace(self.config.model, pretrained=None, pretrained_image=None))
 
-    def stored_rows(self) -> StoredFeatures | None:
+    def stored_features(self) -> StoredFeatures | None:
         member = self.config.data.stored_member
         return StoredFeatures(member, self.model.width, "float16") if member else None
 

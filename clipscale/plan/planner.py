@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from clipscale.autotune import CPU_CHUNK, SMALLEST, chunk_sizes, uncut
+from clipscale.autotune import CPU_CHUNK, SMALLEST, batch_norm_chunk, chunk_sizes
 from clipscale.config.checks import at_least, shared
 from clipscale.config.tools import PlanConfig
 from clipscale.errors import UserError
@@ -88,7 +88,7 @@ class MemoryPlan:
         set_sizes = chunk_sizes(self.config.cache, local)
         sizes: list[int | None] = []
         for name, tower in zip(TOWERS, (model.image, model.text)):
-            whole = uncut(tower, name, set_sizes[name], local) or (self.run.state.stored and name == "image")
+            whole = batch_norm_chunk(tower, name, set_sizes[name], local) or (self.run.state.stored and name == "image")
             sizes.append(None if whole else set_sizes[name] or found.get(name) or 0)
         assumed = 0 in sizes
         if assumed:

@@ -17,7 +17,7 @@ from clipscale.config.train import TrainConfig
 from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.distributed import World
 from clipscale.plan.dry_run import CPU, PHASES, StepMemory
-from clipscale.train_state import Learner
+from clipscale.train_state import TrainState
 
 ARCHITECTURE = {
     "embed_dim": 64,
@@ -53,8 +53,8 @@ def measured(config: TrainConfig, world: World | None = None) -> StepMemory:
         tempfile.TemporaryDirectory() as folder,
         profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
     ):
-        learner = Learner(config, world, Path(folder), None)
-        learner.cache.memory.budget = (
+        learner = TrainState(config, world, Path(folder), None)
+        learner.cache.budget.bytes = (
             0 if config.cache.activation_budget == "none" else float(config.cache.activation_budget)
         )
         model = learner.model
@@ -76,7 +76,7 @@ def measured(config: TrainConfig, world: World | None = None) -> StepMemory:
 
 
 def one_step(
-    learner: Learner,
+    learner: TrainState,
     local: int,
     shapes: dict[torch.dtype, tuple[int, ...]],
     mark: Callable[[str], Any],
