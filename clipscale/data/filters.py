@@ -1,6 +1,6 @@
-"""Which samples are taken, and which of its texts is a sample's caption.
+"""Decides which samples are used, and which of its texts is a sample's caption.
 
-Everything here is a pure function of the sample (and, for the caption, of its own random stream), so a filtered epoch is as exact as any.
+Both depend only on the sample and its own random numbers, so filtered epochs are as exact as unfiltered ones.
 """
 
 import hashlib
@@ -44,10 +44,13 @@ class Condition:
     name: str
     sign: str
     values: tuple[str, ...]
-    """Several with `=` and `!=`: any of them."""
+    """Alternatives for `=` and `!=`; otherwise one value."""
 
     def holds(self, value: Any) -> bool:
-        """Numbers are compared as numbers, else texts as texts without regard to case."""
+        """Whether a value meets the condition. Numbers are compared as numbers, texts without regard to case.
+
+        Raises ValueError or TypeError for a value that must be a number and is none.
+        """
         if self.sign in ("=", "!="):
             found = any(_equal(value, wanted) for wanted in self.values)
             return found == (self.sign == "=")
@@ -64,7 +67,7 @@ def _equal(value: Any, wanted: str) -> bool:
 
 
 def condition(text: str, setting: str = "data.filter.fields") -> Condition:
-    """`FIELD>=NUMBER` and the like, as an object. Raises UserError."""
+    """Parse a condition such as `FIELD>=NUMBER`. Raises UserError."""
     match = _CONDITION.match(text)
     if not match:
         raise UserError(f"{setting}={text!r}: write FIELD, one of {' '.join(_COMPARE)}, and a value: similarity>=0.3")
@@ -79,7 +82,7 @@ def condition(text: str, setting: str = "data.filter.fields") -> Condition:
 
 
 def caption_sources(texts: Sequence[str], setting: str = "data.captions") -> tuple[tuple[str, float], ...]:
-    """`txt`, `json:caption=0.5` or `{txt: 0.5, 'json:caption': 0.5}` as sources with weights. Raises UserError."""
+    """Parse caption sources: `txt`, `json:caption=0.5` or `{txt: 0.5, 'json:caption': 0.5}`. Raises UserError."""
     found: list[tuple[str, float]] = []
     for text in texts:
         try:
@@ -101,30 +104,24 @@ def caption_sources(texts: Sequence[str], setting: str = "data.captions") -> tup
 
 @dataclass(frozen=True)
 class Selection:
-    """Filters and caption sources of a run, ready to use; goes to workers by pickle."""
+    """The filters and caption sources of a run. Workers get a copy by pickle."""
 
-    captions: tuple[tuple[str, float], ...] = (("txt", 1.0),)
-    """Source (`txt`, `json:FIELD`) and weight."""
-    templates: tuple[str, ...] = ()
-    """One is drawn, and `{}` in it becomes the caption."""
-    min_side: int = 0
-    max_aspect: float | None = None
-    min_caption: int = 0
-    max_caption: int | None = None
-    conditions: tuple[Condition, ...] = ()
-    keep_missing: bool = False
-    block_keys: tuple[str, ...] = ()
-    block_urls: tuple[str, ...] = ()
+    captions: tuple[tuple[str, float], ...]
+    """Sources (`txt`, `json:FIELD`) and their weights."""
+    templates: tuple[str, ...]
+    """The caption takes the place of `{}` in one of them, drawn for each sample."""
+    conditions: tuple[Condition, ...]
+    filters: FilterConfig
 
     def members(self) -> set[str]:
-        """The extensions, besides the picture's, that must be read."""
+        """The extensions to read, apart from the picture's."""
         found = {source.partition(":")[0] for source, _ in self.captions}
-        return found | {"json"} if self.conditions or self.block_urls else found
+        return found | {"json"} if self.conditions or self.filters.block_urls else found
 
     def caption(self, members: dict[str, bytes], rng: CounterRNG) -> str:
-        """The sample's caption. Of several sources one is drawn by weight among those that have a text.
+        """The sample's caption. One of the sources that have a text is drawn by weight.
 
-        Raises BrokenSampleError with the first source's reason if none has.
+        Raises BrokenSampleError with the first source's reason if none has a text.
         """
         if len(self.captions) == 1:
             text = caption_of(members, self.captions[0][0])
@@ -146,7 +143,7 @@ class Selection:
         if not texts:
             assert first is not None
             raise first
-        if not total:  # only sources of weight 0, there to stand in
+        if not total:  # only sources of weight 0 have a text
             return texts[0][0]
         at = rng.uniform() * total
         for text, weight in texts:
@@ -156,22 +153,23 @@ class Selection:
         return texts[-1][0]
 
     def check(self, sample: RawSample, caption: str) -> None:
-        """Raise BrokenSampleError, with the filter's reason, for a sample that is left out."""
-        if len(caption) < self.min_caption:
+        """Raise BrokenSampleError with the filter's reason for a sample that a filter drops."""
+        filters = self.filters
+        if len(caption) < filters.min_caption:
             raise BrokenSampleError("filter_short_caption", f"{len(caption)} characters")
-        if self.max_caption is not None and len(caption) > self.max_caption:
+        if filters.max_caption is not None and len(caption) > filters.max_caption:
             raise BrokenSampleError("filter_long_caption", f"{len(caption)} characters")
-        if self.block_keys:
-            known = _blocked(self.block_keys)
+        if filters.block_keys:
+            known = _blocked(tuple(filters.block_keys))
             if _hash(sample.key) in known or _hash(f"{leaf_of(sample.url)}/{sample.key}") in known:
                 raise BrokenSampleError("filter_blocked_key")
-        if self.conditions or self.block_urls:
+        if self.conditions or filters.block_urls:
             self._check_json(sample)
-        if self.min_side or self.max_aspect is not None:
+        if filters.min_side or filters.max_aspect is not None:
             width, height = picture_size(image_bytes(sample.members))
-            if min(width, height) < self.min_side:
+            if min(width, height) < filters.min_side:
                 raise BrokenSampleError("filter_min_side", f"{width} x {height} pixels")
-            if self.max_aspect is not None and max(width, height) > self.max_aspect * min(width, height):
+            if filters.max_aspect is not None and max(width, height) > filters.max_aspect * min(width, height):
                 raise BrokenSampleError("filter_aspect", f"{width} x {height} pixels")
 
     def _check_json(self, sample: RawSample) -> None:
@@ -186,20 +184,20 @@ class Selection:
                 if value is None or (isinstance(value, float) and math.isnan(value)):
                     raise ValueError("missing")
                 holds = wanted.holds(value)
-            except (ValueError, TypeError, OverflowError) as error:  # not there, or no number where one is needed
-                if self.keep_missing:
+            except (ValueError, TypeError, OverflowError) as error:  # missing, or not a number where one is needed
+                if self.filters.keep_missing:
                     continue
                 raise BrokenSampleError(f"filter_no_{wanted.name}") from error
             if not holds:
                 raise BrokenSampleError(f"filter_{wanted.name}", str(value)[:100])
-        if self.block_urls and _hash(str(values.get("url", ""))) in _blocked(self.block_urls):
+        if self.filters.block_urls and _hash(str(values.get("url", ""))) in _blocked(tuple(self.filters.block_urls)):
             raise BrokenSampleError("filter_blocked_url")
 
 
 def selection(
     caption_key: str, captions: Sequence[str], templates: Sequence[str], filters: FilterConfig, prefix: str = "data."
 ) -> Selection:
-    """The settings as an object. Raises UserError for conditions, sources or files that cannot be used."""
+    """Check and parse the settings. Raises UserError for conditions, sources or files that cannot be used."""
     for name in ("block_keys", "block_urls"):
         for path in getattr(filters, name):
             if not Path(path).expanduser().is_file():
@@ -207,18 +205,9 @@ def selection(
     for template in templates:
         if "{}" not in template:
             raise UserError(f"{prefix}templates={template!r}: write {{}} where the caption goes")
-    return Selection(
-        captions=caption_sources(captions or [caption_key], f"{prefix}captions"),
-        templates=tuple(templates),
-        min_side=filters.min_side,
-        max_aspect=filters.max_aspect,
-        min_caption=filters.min_caption,
-        max_caption=filters.max_caption,
-        conditions=tuple(condition(text, f"{prefix}filter.fields") for text in filters.fields),
-        keep_missing=filters.keep_missing,
-        block_keys=tuple(filters.block_keys),
-        block_urls=tuple(filters.block_urls),
-    )
+    sources = caption_sources(captions or [caption_key], f"{prefix}captions")
+    conditions = tuple(condition(text, f"{prefix}filter.fields") for text in filters.fields)
+    return Selection(sources, tuple(templates), conditions, filters)
 
 
 def picture_size(data: bytes) -> tuple[int, int]:
@@ -228,7 +217,7 @@ def picture_size(data: bytes) -> tuple[int, int]:
             return image.width, image.height
     except Image.DecompressionBombError as error:
         raise BrokenSampleError("huge_image", str(error)) from error
-    except Exception as error:  # as in decoding: hostile bytes fail in many ways
+    except Exception as error:  # hostile bytes fail in many ways
         raise BrokenSampleError("unreadable_image", f"{type(error).__name__}: {error}") from error
 
 
@@ -237,7 +226,7 @@ def _hash(text: str) -> int:
 
 
 class _Hashes:
-    """A set of texts as sorted 64-bit hashes, 8 bytes each; one in 10^11 lookups in a list of 10^8 errs."""
+    """A set of texts as sorted 64-bit hashes, 8 bytes each. With 10^8 texts one lookup in 10^11 is wrong."""
 
     def __init__(self, values: np.ndarray) -> None:
         self._values = np.unique(values)
@@ -249,7 +238,7 @@ class _Hashes:
 
 @lru_cache(maxsize=8)
 def _blocked(paths: tuple[str, ...]) -> _Hashes:
-    """The lines of these files; once a process."""
+    """The lines of these files, read once per process."""
     values = []
     for path in paths:
         with Path(path).expanduser().open(encoding="utf-8", errors="surrogateescape") as lines:

@@ -1,6 +1,6 @@
-"""The demo set's pictures and words: scenes of coloured shapes, how they are drawn, and how an English speaker might put them.
+"""The demo set's content: random scenes of coloured shapes, their pictures, and English captions for them.
 
-A scene is a pure function of a random.Random; lengths are in units of the picture's side, y grows downward.
+Everything is a pure function of a random.Random. Lengths are in units of the picture's side; y grows downward.
 """
 
 import math
@@ -23,7 +23,7 @@ COLOURS = {
 SHAPES = ("circle", "square", "triangle", "cross", "ring", "star")
 CLASSES = tuple((colour, shape) for colour in COLOURS for shape in SHAPES)
 UNSEEN = tuple((colour, SHAPES[(5 * i + 2) % len(SHAPES)]) for i, colour in enumerate(COLOURS))
-"""Combinations that no training scene holds: each colour once, each shape once or twice; every word is learnt in other company."""
+"""Combinations that no training scene shows: each colour once, each shape once or twice. Training shows every word in others."""
 SEEN = tuple(pair for pair in CLASSES if pair not in UNSEEN)
 
 OTHER_WORDS = {
@@ -48,7 +48,7 @@ TEMPLATES = (
     "an image of one {c}",
     "the {c} on a plain background",
 )
-"""Zero-shot prompts; `{c}` is the class name. No article that would clash with `orange`."""
+"""Zero-shot prompts; `{c}` is the class name. None has the article `a`, which would be wrong before `orange`."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Thing:
 
 @dataclass(frozen=True)
 class Scene:
-    """What a picture holds. `kind`: `one`, `count` (several alike), `pair` (the first `relation` the second) or `row` (left to right)."""
+    """The content of a picture. `kind`: `one`, `count` (several alike), `pair` (the first `relation` the second) or `row` (left to right)."""
 
     kind: str
     things: tuple[Thing, ...]
@@ -73,7 +73,7 @@ class Scene:
     shade: float
 
     def content(self) -> tuple[str, ...]:
-        """What the words can tell: equal for two scenes that one caption would fit alike."""
+        """The scene as far as captions describe it: equal for two scenes that one caption fits."""
         names = tuple(f"{t.colour} {t.shape}" for t in self.things)
         if self.kind == "pair" and self.relation in ("right of", "below"):
             return (self.kind, {"right of": "left of", "below": "above"}[self.relation], names[1], names[0])
@@ -86,14 +86,14 @@ class Scene:
 
 
 def single(rng: Random, pair: tuple[str, str]) -> Scene:
-    """One object of the class `pair`, about the middle, of any size that leaves its outline to be seen."""
+    """One object of the class `pair` near the middle, at least large enough to recognise its outline."""
     radius = rng.uniform(0.22, 0.4)
     x, y = (0.5 + rng.uniform(-0.09, 0.09) for _ in range(2))
     return Scene("one", (Thing(*pair, x, y, radius, rng.uniform(-12, 12)),), "", rng.random())
 
 
 def compose(rng: Random, kind: str) -> Scene:
-    """A random scene of that kind, of the combinations seen in training."""
+    """A random scene of that kind, from the combinations that training shows."""
     if kind == "one":
         return single(rng, rng.choice(SEEN))
     shade = rng.random()
@@ -124,8 +124,10 @@ def _near(rng: Random, pair: tuple[str, str], spot: tuple[float, float], low: fl
 
 
 def caption(scene: Scene, rng: Random) -> str:
-    """One English description of the scene; different draws give different words and constructions."""
-    text = {"one": _say_one, "count": _say_count, "pair": _say_pair, "row": _say_row}[scene.kind](scene, rng)
+    """One English caption for the scene, with random words and constructions."""
+    text = {"one": _caption_one, "count": _caption_count, "pair": _caption_pair, "row": _caption_row}[scene.kind](
+        scene, rng
+    )
     there = "there are {}" if scene.kind == "count" else "there is {}"
     text = rng.choice(
         ("{}", "{}", "{}", "a picture of {}", "an image of {}", there, "a drawing of {}", "this shows {}")
@@ -157,16 +159,16 @@ def _phrase(rng: Random, thing: Thing, size: bool = False) -> str:
     return " ".join([article, *words])
 
 
-def _say_one(scene: Scene, rng: Random) -> str:
+def _caption_one(scene: Scene, rng: Random) -> str:
     thing = scene.things[0]
-    way = rng.random()
-    if way < 0.12:
+    form = rng.random()
+    if form < 0.12:
         article, link = rng.choice(("a", "the", "one")), rng.choice(("coloured", "that is", "painted"))
         return f"{article} {_word(rng, thing.shape)} {link} {_word(rng, thing.colour)}"
     text = _phrase(rng, thing, size=True)
-    if way > 0.75:
+    if form > 0.75:
         text += " " + _place(thing)
-    elif way > 0.68:
+    elif form > 0.68:
         text += rng.choice((" alone", " and nothing else"))
     return text
 
@@ -180,13 +182,13 @@ def _place(thing: Thing) -> str:
     return "at the top" if dy < 0 else "at the bottom"
 
 
-def _say_count(scene: Scene, rng: Random) -> str:
+def _caption_count(scene: Scene, rng: Random) -> str:
     thing = scene.things[0]
     shape = _word(rng, thing.shape)
     return f"{scene.relation} {_word(rng, thing.colour)} {PLURALS.get(shape, shape + 's')}"
 
 
-def _say_pair(scene: Scene, rng: Random) -> str:
+def _caption_pair(scene: Scene, rng: Random) -> str:
     first, second = scene.things
     relation = scene.relation
     if rng.random() < 0.5:
@@ -202,7 +204,7 @@ def _say_pair(scene: Scene, rng: Random) -> str:
     return f"{a} {rng.choice(between)} {b}"
 
 
-def _say_row(scene: Scene, rng: Random) -> str:
+def _caption_row(scene: Scene, rng: Random) -> str:
     a, b, c = (_phrase(rng, thing) for thing in scene.things)
     return rng.choice(
         (f"{a}, {b} and {c} in a row", f"{a}, {b} and {c} from left to right", f"{b} between {a} and {c}")
@@ -215,29 +217,30 @@ def _say_row(scene: Scene, rng: Random) -> str:
 def _outline(shape: str) -> list[tuple[float, float]]:
     """Corners of a shape of radius 1 around the origin, before rotation."""
     if shape in ("circle", "ring"):
-        return _turns(24, [1.0])
+        return _around(24, [1.0])
     if shape == "square":
         return [(-0.85, -0.85), (0.85, -0.85), (0.85, 0.85), (-0.85, 0.85)]
     if shape == "triangle":
         return [(0.0, -1.0), (1.0, 0.85), (-1.0, 0.85)]
     if shape == "star":
-        return _turns(10, [1.1, 0.42])
+        return _around(10, [1.1, 0.42])
     assert shape == "cross", shape
     w = 0.32
     right = [(w, -1), (w, -w), (1, -w), (1, w), (w, w), (w, 1)]
     return [*right, *((-x, y) for x, y in reversed(right))]
 
 
-def _turns(number: int, radii: list[float]) -> list[tuple[float, float]]:
-    around = [(radii[i % len(radii)], 2 * math.pi * i / number) for i in range(number)]
-    return [(r * math.sin(a), -r * math.cos(a)) for r, a in around]
+def _around(number: int, radii: list[float]) -> list[tuple[float, float]]:
+    """Corners at equal angles around the origin, clockwise from the top. The radii repeat."""
+    corners = [(radii[i % len(radii)], 2 * math.pi * i / number) for i in range(number)]
+    return [(r * math.sin(a), -r * math.cos(a)) for r, a in corners]
 
 
 _OUTLINES = {shape: _outline(shape) for shape in SHAPES}
 
 
 def _mask(thing: Thing, side: int) -> np.ndarray:
-    """Coverage of each pixel by the thing, (side, side, 1) in 0..1, from four samples a side."""
+    """Each pixel's coverage by the thing, (side, side, 1) in 0..1, from 4 x 4 samples a pixel."""
     fine = 4
     canvas = Image.new("L", (side * fine, side * fine))
     draw = ImageDraw.Draw(canvas)
@@ -258,7 +261,7 @@ def _mask(thing: Thing, side: int) -> np.ndarray:
 
 
 def render(scene: Scene, rng: Random, side: int) -> Image.Image:
-    """Draw the scene on a shaded, slightly tinted, noisy background; an RGB picture of side x side pixels."""
+    """An RGB picture of side x side pixels: the scene on a shaded, slightly tinted, noisy background."""
     noise = np.random.Generator(np.random.PCG64(rng.getrandbits(64)))
     base = 30 + 190 * scene.shade + np.array([rng.uniform(-12, 12) for _ in range(3)], dtype=np.float32)
     ramp = np.linspace(-1, 1, side, dtype=np.float32)
