@@ -65,7 +65,7 @@ class Thing:
 
 @dataclass(frozen=True)
 class Scene:
-    """The content of a picture. `kind`: `one`, `count` (several alike), `pair` (the first `relation` the second) or `row` (left to right)."""
+    """A picture's content. `kind`: `one`, `count` (several alike), `pair` (the first `relation` the second) or `row` (left to right)."""
 
     kind: str
     things: tuple[Thing, ...]
