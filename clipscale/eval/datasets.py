@@ -1,6 +1,6 @@
-"""Evaluation sets on disk: CLIP_benchmark's webdataset layout, folders of class folders, and caption files beside their images.
+"""Reads evaluation sets: CLIP_benchmark's webdataset layout, folders of class folders, and caption files beside their images.
 
-A set is read as an index (where every image's bytes lie, its label or captions); images are decoded when asked for.
+Loading a set notes each image's place, and its label or captions. Images are read when they are evaluated.
 """
 
 import json
@@ -23,7 +23,7 @@ _SUBSET_OF_IMAGENET = re.compile(r"imagenet[-_]?([aro]|100|200)$")
 
 
 class ImageRef(NamedTuple):
-    """Where one encoded image lies: a whole file, or `size` bytes from `offset` within a tar."""
+    """The place of one encoded image: a whole file, or `size` bytes from `offset` within a tar."""
 
     path: Path
     offset: int = 0
@@ -56,7 +56,7 @@ class EvalSet:
         return len(self.images)
 
     def limited(self, limit: int | None) -> "EvalSet":
-        """At most `limit` images, evenly spaced, so that sets sorted by class keep all of their classes."""
+        """At most `limit` images, evenly spaced: a set that is sorted by class keeps all its classes."""
         if limit is None or limit >= len(self):
             return self
         kept = [i * len(self) // limit for i in range(limit)]
@@ -72,9 +72,9 @@ class EvalSet:
 
 
 def load_sets(paths: Sequence[str], limit: int | None = None) -> list[EvalSet]:
-    """Every set of `eval.sets`, named after its folder (and its parents where two folders share a name).
+    """Every set of `eval.sets`, named after its folder, and its parents where two folders share a name.
 
-    Raises UserError for a set that is missing, empty or inconsistent. Indexes are kept, so that a second call costs nothing.
+    Loaded sets are cached. Raises UserError for a set that is missing, empty or inconsistent.
     """
     at_least("eval.limit", limit, 1)
     resolved = [Path(path).expanduser().absolute() for path in paths]
@@ -84,7 +84,7 @@ def load_sets(paths: Sequence[str], limit: int | None = None) -> list[EvalSet]:
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """The fewest trailing path parts that tell the sets apart."""
+    """The fewest trailing path parts by which the sets differ."""
     plain = [path.with_suffix("") if path.suffix == ".json" else path for path in paths]
     for parts in range(1, max((len(path.parts) for path in plain), default=1) + 1):
         names = ["/".join(path.parts[-parts:]).removeprefix("wds_") for path in plain]
@@ -95,7 +95,7 @@ def _names(paths: Sequence[Path]) -> list[str]:
 
 @lru_cache(maxsize=64)
 def load_set(path: Path) -> EvalSet:
-    """Recognise the layout of `path` and read its index. Raises UserError."""
+    """Recognise the layout of `path` and load the set. Raises UserError."""
     if not path.exists():
         raise UserError(
             f"eval.sets: {path} does not exist; give a folder in CLIP_benchmark's layout (PATH/test/nshards.txt)"
@@ -173,7 +173,7 @@ def _shard_paths(root: Path) -> Iterator[Path]:
 
 
 def _samples(shard: Path) -> Iterator[tuple[str, ImageRef, dict[str, bytes]]]:
-    """Key, image and text members of each sample; members of one key are neighbours, as webdataset writes them."""
+    """Key, image and text members of each sample. As in webdataset, a sample's members follow one another."""
     key, image, members = "", None, dict[str, bytes]()
     try:
         with tarfile.open(shard, "r:") as tar:
@@ -199,7 +199,7 @@ def _samples(shard: Path) -> Iterator[tuple[str, ImageRef, dict[str, bytes]]]:
 def _sample(
     shard: Path, key: str, image: ImageRef | None, members: dict[str, bytes]
 ) -> Iterator[tuple[str, ImageRef, dict[str, bytes]]]:
-    """The sample, if it is one: a label or captions without an image mean that the set has lost something."""
+    """The sample, if it has an image. Raises UserError for a label or captions without one: the set is incomplete."""
     if image is not None:
         yield key, image, members
     elif members:
@@ -250,7 +250,7 @@ def _templates(root: Path) -> list[Template]:
 
 
 def _template(line: str) -> Template:
-    # Not str.format: a template may hold braces of its own, and class names are data.
+    # Not str.format: templates may contain other braces.
     return lambda name: re.sub(r"\{(c|classname)?\}", lambda _: name, line)
 
 
@@ -285,7 +285,7 @@ def _is_image(file: Path) -> bool:
 
 
 def _class_folders(root: Path) -> EvalSet:
-    """Class folders in alphabetical order: names from classnames.txt, or ImageNet's by WordNet id, or the folders' own."""
+    """Class folders in alphabetical order, named by classnames.txt, else by WordNet id as in ImageNet, else by the folders."""
     folders = sorted(folder for folder in root.iterdir() if folder.is_dir())
     images, labels = [], []
     for label, folder in enumerate(folders):
@@ -372,7 +372,7 @@ def _coco(record: dict[str, Any]) -> Iterator[tuple[str, list[str]]]:
 
 
 def _image_finder(file: Path, first: str) -> Callable[[str], Path]:
-    """Where the images lie: the folder, seen from the caption file, in which the first image is found."""
+    """From an image's name to its path, in the folder near the caption file where the first image is found."""
     bases = [file.parent, *sorted(p for p in file.parent.iterdir() if p.is_dir()), file.parent.parent]
     bases += sorted(p for p in file.parent.parent.iterdir() if p.is_dir())
     for base in bases:

@@ -1,4 +1,4 @@
-"""Retrieved images kept for the report: for a few captions, the nearest images of the set as one picture, and what is what as JSON.
+"""Saves retrieval examples for the report: for a few captions, the nearest images as one picture, described by a JSON file.
 
 N: images, M: captions, D: feature width.
 """
@@ -14,16 +14,15 @@ from clipscale.data.decode import BrokenSampleError, EvalTransform
 from clipscale.eval.datasets import EvalSet, ImageRef
 
 QUERIES, TOP, TILE = 8, 5, 112
-"""Captions shown, images for each, and the side of a thumbnail in pixels."""
+"""Captions shown, images per caption, and the side of a thumbnail in pixels."""
 
 
 def save_examples(
     run_dir: Path, step: int | None, item: EvalSet, images_ND: Tensor, captions_MD: Tensor, usable_N: Tensor
 ) -> None:
-    """Write `eval/retrieved/SET.png` (a row a caption: the TOP nearest images, then the right one) and `SET.json` beside it.
+    """Write `eval/retrieved/SET.png` and `SET.json`, replacing older ones. A row has a caption's TOP nearest images, then the right one.
 
-    The JSON holds `tile`, `step`, and for every row its `caption` and `hit`: the column of the right image among the nearest, or null.
-    Newer examples replace older ones.
+    The JSON has `tile`, `step`, and for every row its `caption` and `hit`: the column of the right image, or null if it is not found.
     """
     owner_M = torch.tensor(item.owner)
     candidates = usable_N.cpu()[owner_M].nonzero()[:, 0]
@@ -31,24 +30,24 @@ def save_examples(
     scores = (captions_MD[queries.to(captions_MD.device)] @ images_ND.T).masked_fill(~usable_N, -torch.inf).cpu()
     nearest = scores.topk(min(TOP, int(usable_N.sum()))).indices
 
-    sheet = Image.new("RGB", (TILE * (TOP + 1), TILE * len(queries)), "white")
+    grid = Image.new("RGB", (TILE * (TOP + 1), TILE * len(queries)), "white")
     rows = []
     for y, (query, found) in enumerate(zip(queries.tolist(), nearest.tolist())):
         right = item.owner[query]
         for x, index in [*enumerate(found), (TOP, right)]:
-            sheet.paste(_thumbnail(item.images[index]), (x * TILE, y * TILE))
+            grid.paste(_thumbnail(item.images[index]), (x * TILE, y * TILE))
         rows.append({"caption": item.captions[query], "hit": found.index(right) if right in found else None})
 
     folder = run_dir / "eval" / "retrieved"
     folder.mkdir(parents=True, exist_ok=True)
     name = item.name.replace("/", "-")
-    sheet.save(folder / f"{name}.png")
+    grid.save(folder / f"{name}.png")
     record = {"set": item.name, "step": step, "tile": TILE, "columns": TOP, "rows": rows}
     (folder / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
 
 
 def _thumbnail(ref: ImageRef) -> Image.Image:
-    """The image as the model sees it, at the tile's size; grey where it is broken."""
+    """The image with the model's crop, at the tile's size; grey where it is broken."""
     try:
         pixels = EvalTransform(TILE)(ref.read())
     except (BrokenSampleError, OSError):

@@ -1,4 +1,4 @@
-"""Image-text retrieval as mathematics on features: recall at k both ways, in bounded memory.
+"""Computes image-text retrieval from features: recall at k in both directions, in bounded memory.
 
 N: images, M: captions (several an image), D: feature width, n/m: rows of one chunk.
 """
@@ -7,19 +7,18 @@ import torch
 from torch import Tensor
 
 UNREACHABLE = torch.iinfo(torch.int64).max
-"""Rank of a query that has no usable answer: a miss at every k."""
+"""Rank of a query without a usable answer: a miss at every k."""
 
 
 def retrieval_ranks(
     images_ND: Tensor, captions_MD: Tensor, owner_M: Tensor, *, max_elements: int = 1 << 24
 ) -> tuple[Tensor, Tensor]:
-    """Rank of the first right answer to every image and to every caption; 0 is the best.
+    """Rank of the first right answer for every image and every caption; 0 is the best.
 
-    owner_M: (M,) int64, the image each caption belongs to; every image owns at least one. At most about `max_elements` similarities
-    exist at a time. Ties count against the model: a wrong answer as similar as the right one stands before it; features that are not
-    numbers never find their answer.
+    owner_M: (M,) int64, the image of each caption; every image has at least one. At most about `max_elements` similarities are in memory
+    at a time. Ties count against the model: a wrong answer ranks before an equally similar right one. A NaN never finds its answer.
 
-    Returns (N,) int64, wrong captions not below the best right one, and (M,) int64, wrong images not below the right one.
+    Returns (N,) int64, the number of wrong captions not below the best right one, and (M,) int64, that of wrong images.
     """
     N, M = len(images_ND), len(captions_MD)
     if len(owner_M) != M or N == 0 or M == 0:
@@ -35,7 +34,7 @@ def retrieval_ranks(
     for rows in torch.arange(N, device=owner_M.device).split(max(1, max_elements // M)):
         scores_nM = images_ND[rows] @ captions_MD.T
         own = owner_M[None] == rows[:, None]
-        # A NaN among the right ones must not be hidden by the maximum; amax keeps it.
+        # amax keeps a NaN among the right ones.
         best = scores_nM.masked_fill(~own, -torch.inf).amax(1, keepdim=True)
         image_ranks.append(_rank(scores_nM, best, ~own))
 
@@ -54,11 +53,11 @@ def _rank(scores: Tensor, right: Tensor, other: Tensor) -> Tensor:
 
 
 def recall_at(ranks: Tensor, ks: tuple[int, ...] = (1, 5, 10)) -> dict[int, float]:
-    """Share of the queries whose first right answer stands among the first k."""
+    """Share of the queries with a right answer among the first k."""
     return {k: float((ranks < k).double().mean()) for k in ks}
 
 
 def retrieval_metrics(image_ranks_N: Tensor, caption_ranks_M: Tensor) -> dict[str, float]:
-    """`image_to_text_r{1,5,10}`: any of the image's captions in the top k; `text_to_image_r{1,5,10}`: the caption's image."""
+    """`image_to_text_r{1,5,10}`: any of the image's captions is in the top k; `text_to_image_r{1,5,10}`: the caption's image is."""
     metrics = {f"image_to_text_r{k}": value for k, value in recall_at(image_ranks_N).items()}
     return metrics | {f"text_to_image_r{k}": value for k, value in recall_at(caption_ranks_M).items()}

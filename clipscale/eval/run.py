@@ -3,7 +3,7 @@
 Every rank takes an equal, contiguous share of the images and texts (the last share is padded), so all ranks make the same number of
 forward passes. FSDP2's towers, which communicate in their forward pass, can thus be evaluated as they are.
 
-N: images, M: captions, n: one rank's share, C: classes, D: feature width, S: pixels.
+N: images, M: captions, n: one rank's share, C: classes, D: feature width.
 """
 
 import json
@@ -39,7 +39,7 @@ Results = dict[str, dict[str, float]]
 
 
 class Model(Protocol):
-    """What evaluation needs of a model; ClipModel has it."""
+    """The parts of a model that evaluation uses, such as ClipModel's."""
 
     @property
     def image(self) -> Callable[[Tensor], Tensor]: ...
@@ -106,7 +106,7 @@ def evaluate(
 
 
 def save_results(run_dir: Path, step: int | None, results: Results, *, seconds: float) -> Path:
-    """Write `eval/step_N.json` (or `eval/final.json`), keeping the results of other sets that an earlier call wrote there."""
+    """Write `eval/step_N.json`, or `eval/final.json`. Results of other sets from an earlier call stay in the file."""
     path = run_dir / "eval" / ("final.json" if step is None else f"step_{step:08d}.json")
     path.parent.mkdir(parents=True, exist_ok=True)
     earlier = json.loads(path.read_text())["results"] if path.is_file() else {}
@@ -190,7 +190,7 @@ class _Encoder:
         return self.world.gather_rows(torch.cat(parts))[: len(texts)]
 
     def images(self, item: EvalSet) -> Iterator[tuple[list[int | None], Tensor, Tensor]]:
-        """Indices (None: padding), unit features (n, D) and whether each image could be decoded, batch after batch.
+        """For each batch: indices (None: padding), unit features (n, D), and whether each image could be decoded.
 
         Threads decode the next batch while the device encodes this one.
         """

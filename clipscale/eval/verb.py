@@ -1,4 +1,4 @@
-"""The `eval` verb: a run's checkpoint on evaluation sets. Under torchrun every rank does its share."""
+"""The verb `clipscale eval`: evaluates a run's checkpoint. Under torchrun every rank does its share."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from clipscale.report.table import print_results
 
 
 def main(config: EvalRunConfig) -> Results:
-    """Evaluate and print a table; without `eval.sets`, the sets of the run's own settings. Raises UserError."""
+    """Evaluate and print a table. Without `eval.sets` it takes the sets of the run's settings. Raises UserError."""
     if not config.run:
         raise UserError("eval needs run=NAME or run=PATH")
     folder = existing_run(config.run)
@@ -42,7 +42,7 @@ def main(config: EvalRunConfig) -> Results:
 
 
 def _sets_of(settings: Path) -> list[str]:
-    """The evaluation sets that the run was trained with."""
+    """The evaluation sets in the run's settings. Raises UserError where there are none."""
     record = yaml.safe_load(settings.read_text()) if settings.is_file() else None
     sets = (record or {}).get("eval", {}).get("sets", [])
     if not sets:

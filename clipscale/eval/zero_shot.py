@@ -1,4 +1,4 @@
-"""Zero-shot classification as mathematics on features: prompts in, class embeddings and accuracies out.
+"""Computes zero-shot classification: class embeddings from prompts, and accuracies from similarities.
 
 n: images, C: classes, P: prompt templates, T: tokens, D: feature width.
 """
@@ -20,7 +20,7 @@ def class_embeddings(
     *,
     batch: int = 256,
 ) -> Tensor:
-    """Each class's prompts encoded, normalised, averaged over the templates, and normalised again (CLIP, section 3.1.4).
+    """Class embeddings: the normalised mean over templates of normalised prompt features (CLIP, section 3.1.4).
 
     encode_text: (n, T) integer tokens -> (n, D), called with exactly `batch` rows except at the end.
     Returns (C, D) float32 on the device of the encoder's output, rows of length 1.
@@ -34,7 +34,7 @@ def class_embeddings(
         if sums is None:
             sums = features.new_zeros(len(classnames), features.shape[1])
         rows = torch.arange(start, start + len(features), device=features.device) // len(templates)
-        # A product with the 0/1 membership matrix, and not index_add: the order of additions is fixed on every device.
+        # A product with the 0/1 membership matrix adds in a fixed order on every device; index_add does not.
         first, last = start // len(templates), (start + len(features) - 1) // len(templates)
         membership = rows[None] == torch.arange(first, last + 1, device=features.device)[:, None]
         sums[first : last + 1] += membership.double() @ features
@@ -43,9 +43,9 @@ def class_embeddings(
 
 
 def target_ranks(scores_nC: Tensor, target_n: Tensor) -> Tensor:
-    """How many other classes are not strictly below the right one: 0 is a top-1 hit.
+    """The number of other classes not strictly below the right one; 0 is a top-1 hit.
 
-    Ties count against the model, and so does a score that is not a number: a collapsed or diverged model gets 0, not chance.
+    Ties and NaNs count against the model, so a collapsed or diverged model scores 0 and not chance.
     scores_nC: (n, C); target_n: (n,) int64 in [0, C). Returns (n,) int64.
     """
     own = scores_nC.gather(1, target_n[:, None])
@@ -54,14 +54,14 @@ def target_ranks(scores_nC: Tensor, target_n: Tensor) -> Tensor:
 
 
 def accuracy_counts(ranks_n: Tensor, target_n: Tensor, classes: int) -> Tensor:
-    """Counts that add up over chunks and processes: (3, C) int64, rows = images, top-1 hits, top-5 hits of each class."""
+    """(3, C) int64: images, top-1 hits and top-5 hits of each class. Counts of chunks and processes can be added."""
     rows = torch.stack([torch.ones_like(ranks_n), (ranks_n < 1).long(), (ranks_n < 5).long()])
     counts = torch.zeros(3, classes, dtype=torch.int64, device=ranks_n.device)
     return counts.index_add_(1, target_n, rows)
 
 
 def accuracy_metrics(counts_3C: Tensor) -> dict[str, float]:
-    """`top1`, `top5` (share of all images) and `mean_per_class_recall` (mean of top-1 over the classes that have images)."""
+    """`top1` and `top5`, as shares of all images, and `mean_per_class_recall`, the mean top-1 of the classes with images."""
     images, top1, top5 = counts_3C.double().unbind(0)
     total = images.sum()
     if total == 0:

@@ -1,4 +1,4 @@
-"""open_clip's architectures behind two towers and a scale.
+"""Builds open_clip's models as two towers and a logit scale, and counts their FLOPs.
 
 N: samples, H, W: pixels, T: tokens, D: feature width.
 """
@@ -61,14 +61,14 @@ class StoredTower(nn.Module):
 
 
 def unit_rows(features: Tensor) -> Tensor:
-    """Rows scaled to Euclidean length 1, in float32 at least: half precision would cost two digits of every cosine."""
+    """Rows scaled to Euclidean length 1, in at least float32: half precision would cost two digits of every cosine."""
     if features.dtype in (torch.bfloat16, torch.float16):
         features = features.float()
     return F.normalize(features, dim=-1)
 
 
 class ClipModel(nn.Module):
-    """Two towers, the logarithm of the logit scale, and (for the sigmoid loss) a logit bias."""
+    """Two towers, the logarithm of the logit scale, and a logit bias for the sigmoid loss."""
 
     logit_bias: nn.Parameter | None
 
@@ -85,20 +85,20 @@ class ClipModel(nn.Module):
         self.image_size: int = size[0] if isinstance(size, tuple) else size
         names = [name for name, _ in encoders.visual.named_parameters()]
         self.any_size = not any(word in name for name in names for word in ("position", "pos_embed"))
-        """Whether the image tower takes other sizes too: it has learned no positions."""
+        """Whether the image tower takes pictures of any size, having no learned positions."""
         self.context_length: int = encoders.context_length
         self.tokenizer = tokenizer
         self.batch_norm_frozen = config.batch_norm == "frozen"
 
     def freeze(self, *, image: bool, text: bool) -> None:
-        """Stop training a tower: its parameters take no gradient and its dropout and batch norm are in evaluation mode."""
+        """Freeze towers: their parameters take no gradient, their dropout and batch norm stay in evaluation mode."""
         for tower, frozen in ((self.image, image), (self.text, text)):
             if frozen:
                 tower.requires_grad_(False)
                 tower.eval()
 
     def train(self, mode: bool = True) -> "ClipModel":
-        """As torch's, but what is frozen stays in evaluation mode: a tower, or all batch normalisation."""
+        """As in torch, but frozen towers and frozen batch normalisation stay in evaluation mode."""
         super().train(mode)
         for module in self.modules() if self.batch_norm_frozen else ():
             if isinstance(module, _BatchNorm):
@@ -118,9 +118,9 @@ class ClipModel(nn.Module):
 
 
 def architecture(config: ModelConfig) -> dict[str, Any]:
-    """open_clip's description of the model (embed_dim, vision_cfg, text_cfg) with the settings of `config` worked in.
+    """open_clip's description of the model (embed_dim, vision_cfg, text_cfg), changed by the settings of `config`.
 
-    Raises UserError for a name open_clip does not know.
+    Raises UserError for a name that open_clip does not know.
     """
     if config.architecture:
         description = deepcopy(config.architecture)
@@ -141,7 +141,7 @@ def architecture(config: ModelConfig) -> dict[str, Any]:
     description.pop("custom_text", None)
     if config.patch_dropout:
         description["vision_cfg"]["patch_dropout"] = config.patch_dropout
-    # Weights come from `pretrained` alone: building a model never reaches for the network.
+    # Weights come from `pretrained` alone. Building a model downloads nothing.
     if "timm_model_name" in description["vision_cfg"]:
         description["vision_cfg"]["timm_model_pretrained"] = False
     if "hf_model_name" in description["text_cfg"]:
@@ -150,7 +150,7 @@ def architecture(config: ModelConfig) -> dict[str, Any]:
 
 
 def build_model(config: ModelConfig) -> ClipModel:
-    """The model that `config` describes, in float32, on torch's default device, in training mode.
+    """Build the model that `config` describes: float32, on torch's default device, in training mode.
 
     Raises UserError for an unknown architecture or weights that do not fit it.
     """
@@ -189,8 +189,8 @@ def load_model(run: Path, which: str = "latest") -> tuple[ClipModel, ModelConfig
 def tokenizer(config: ModelConfig, description: dict[str, Any]) -> Callable[[list[str]], Tensor]:
     """open_clip's tokenizer for the model: captions -> int64 tokens (N, T).
 
-    An architecture of one's own names a tokenizer of transformers, or a folder that has its files, in `text_cfg.hf_tokenizer_name`, as
-    open_clip's do. Raises UserError.
+    A custom architecture can name a tokenizer of transformers, or a folder with its files, in `text_cfg.hf_tokenizer_name`, as in
+    open_clip. Raises UserError.
     """
     text = description["text_cfg"]
     length = text.get("context_length", open_clip.tokenizer.DEFAULT_CONTEXT_LENGTH)
@@ -210,7 +210,7 @@ def tokenizer(config: ModelConfig, description: dict[str, Any]) -> Callable[[lis
 
 
 def load_weights(module: nn.Module, path: str, setting: str, load: Callable[[nn.Module, str], Any]) -> None:
-    """Load a local checkpoint, turning what can be wrong with it into one line."""
+    """Load a local checkpoint into a module. Raises UserError for a file that is missing, damaged or of another architecture."""
     if not Path(path).is_file():
         raise UserError(f"{setting}={path!r} is not a file")
     try:
@@ -224,14 +224,14 @@ def load_weights(module: nn.Module, path: str, setting: str, load: Callable[[nn.
 
 
 def load_tower(module: nn.Module, path: str) -> None:
-    """An image tower's own weights, or those under `visual.` in a whole model's checkpoint."""
+    """Load an image tower from its own weights, or from those under `visual.` in a whole model's checkpoint."""
     weights = open_clip.factory.load_state_dict(path)
     own = {k.removeprefix("visual."): v for k, v in weights.items() if k.startswith("visual.")} or weights
     module.load_state_dict(own)
 
 
 def forward_flops(config: ModelConfig) -> tuple[int, int]:
-    """Floating-point operations of one image's and one caption's forward pass (matrix products only, 2 per multiply-add)."""
+    """FLOPs of one image's and one caption's forward pass (matrix products only, 2 per multiply-add)."""
     from torch.utils.flop_counter import FlopCounterMode
 
     plain = partial(build_model, ModelConfig(name=config.name, architecture=config.architecture))
@@ -248,13 +248,13 @@ def forward_flops(config: ModelConfig) -> tuple[int, int]:
 
 
 class Flops:
-    """FLOPs of one training sample: a forward pass, and twice that for the backward of a tower that is trained.
+    """FLOPs of one training sample: a forward pass, and twice as much for the backward of a trained tower.
 
-    The gradient cache's second forward pass is overhead, not model arithmetic, and is not counted: MFU is comparable with plain training.
+    The gradient cache's second forward pass is overhead and not counted, so MFU compares with plain training.
     """
 
     def __init__(self, config: ModelConfig, device: torch.device, *, stored_images: bool = False) -> None:
-        """With `stored_images` the image tower does not run: its features are read."""
+        """With `stored_images` the image tower does not run, because its features are read."""
         image, text = forward_flops(config)
         image = 0 if stored_images else image
         self.per_sample = image * (1 if config.freeze_image else 3) + text * (1 if config.freeze_text else 3)
@@ -262,5 +262,5 @@ class Flops:
         self.peak = HARDWARE[found].peak("bf16") if found else None
 
     def utilisation(self, samples_per_s: float) -> float | None:
-        """samples_per_s (per device) x per_sample / peak; None where the device's peak is not known."""
+        """MFU: samples_per_s (per device) x per_sample / peak. None where the device's peak is not known."""
         return None if self.peak is None else samples_per_s * self.per_sample / self.peak
