@@ -17,7 +17,6 @@ import numpy as np
 import psutil
 import torch
 from PIL import Image
-from rich.table import Table
 
 from clipscale.config.data import DataConfig
 from clipscale.config.tools import DoctorSettings
@@ -28,7 +27,7 @@ from clipscale.data.order import CounterRNG
 from clipscale.distributed import World
 from clipscale.errors import UserError
 from clipscale.report.environment import environment
-from clipscale.report.table import plain_console
+from clipscale.report.table import TextTable, plain_console
 from clipscale.trial import loss_error
 from clipscale.units import format_bytes
 
@@ -57,15 +56,14 @@ class Finding:
 def main(settings: DoctorSettings) -> int:
     """Print what was found; 1 if there is a problem."""
     console = plain_console()
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    problems = 0
+    rows, problems = [], 0
     for check in CHECKS:
         with console.status(check.__name__):
             findings = list(tried(check, settings))
         for found in findings:
-            table.add_row(found.level, found.what, found.said)
+            rows.append((found.level, found.what, found.said))
             problems += found.level == "problem"
-    console.print(table, markup=False)
+    console.print(TextTable(("", "", ""), [rows], left=("",)))
     return 1 if problems else 0
 
 

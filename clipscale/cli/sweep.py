@@ -12,12 +12,11 @@ from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
-from rich.console import Console
-from rich.table import Table
 
 from clipscale import launch
 from clipscale.cli import compose
 from clipscale.errors import UserError
+from clipscale.report.table import TextTable, plain_console
 from clipscale.units import run_folder, split, unused
 
 RESULT = "result.json"
@@ -32,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
     finally:
         results = finished(folder, started)
         if results:
-            Console(highlight=False).print(table(results, folder))
+            plain_console().print(table(results, folder))
     failed = sum("error" in result for result in results)
     if failed:
         print(f"error: {failed} of {len(results)} jobs failed", file=sys.stderr)
@@ -84,24 +83,21 @@ def finished(folder: Path, since: float) -> list[dict[str, Any]]:
     return sorted((json.loads(path.read_text()) for path in files), key=lambda record: record["job"])
 
 
-def table(results: Sequence[dict[str, Any]], folder: Path) -> Table:
+def table(results: Sequence[dict[str, Any]], folder: Path) -> TextTable:
     """One row a job: steps, last loss, the main figure of every evaluation set, and what went wrong."""
     figures = list(dict.fromkeys(name for result in results for name in headline(result)))
-    out = Table(title=f"{folder}: {len(results)} jobs", title_justify="left")
-    out.add_column("job", overflow="fold")
-    for name in ("steps", "loss", *figures):
-        out.add_column(name, justify="right")
-    out.add_column("outcome", overflow="fold")
-    for result in results:
-        shown = headline(result)
-        out.add_row(
+    rows = [
+        (
             result["name"],
             str(result.get("step", "")),
             f"{result['loss']:.4f}" if "loss" in result else "",
-            *(f"{100 * shown[name]:.1f}" if name in shown else "" for name in figures),
+            *(f"{100 * headline(result)[name]:.1f}" if name in headline(result) else "" for name in figures),
             result.get("error", "done"),
         )
-    return out
+        for result in results
+    ]
+    heads = ("job", "steps", "loss", *figures, "outcome")
+    return TextTable(heads, [rows], f"{folder}: {len(results)} jobs", left=("outcome",))
 
 
 def headline(result: dict[str, Any]) -> dict[str, float]:

@@ -26,6 +26,8 @@ TITLES = {
 }
 """Column heads of evaluation metrics, in order. Other metrics come last, under their own names."""
 COUNTS = ("images", "captions", "broken")
+NAME_WIDTH = 40
+"""The first column is not wrapped up to this width: half of an 80-column terminal."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +50,14 @@ class TextTable:
             yield Text(self.title)
         titled = any(self.heads)
         table = Table(box=SIMPLE_HEAD if titled else None, show_header=titled, pad_edge=False, padding=(0, 1, 0, 0))
+        names = max((len(row[0]) for group in self.groups for row in group), default=0)
         for column, head in enumerate(self.heads):
-            justify = "left" if self.is_text(column) else "right"
-            table.add_column(Text(head), justify=justify, no_wrap=column == 0)  # type: ignore[arg-type]
+            table.add_column(
+                Text(head),
+                justify="left" if self.is_text(column) else "right",
+                no_wrap=column == 0 and names <= NAME_WIDTH,
+                overflow="fold",
+            )
         for group in self.groups:
             for row in group:
                 table.add_row(*map(Text, row))

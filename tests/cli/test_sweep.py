@@ -29,7 +29,7 @@ def test_each_job_has_a_folder_a_failed_one_ends_nothing_and_a_table_closes(
     assert "samples=32 is less than one batch" in bad["error"]
     assert "error: samples=32 is less than one batch" in done.stderr
     assert done.stderr.rstrip().endswith("error: 1 of 2 jobs failed")
-    rows = [line for line in done.stdout.splitlines() if re.search(r"batch=(16|64) .*│", line)]
+    rows = [line for line in done.stdout.splitlines() if re.search(r"^ *batch=(16|64) +(2|samples)", line)]
     assert len(rows) == 2, done.stdout
     assert "done" in rows[0]
     assert "samples=32 is less" in rows[1]
