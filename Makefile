@@ -81,9 +81,8 @@ gpu-loss-types:
 
 # Which tiles are best, kernel by kernel: for the table in clipscale/loss/triton/tuning.py.
 gpu-tune:
-	$(RUN) -m clipscale.bench.machine make $@ > $(RESULTS)/tune.txt
-	$(WITHIN) 540 $(RUN) -m clipscale.loss.triton.tune --rows 32768 --width 768 --dtype bfloat16 --seconds 480 \
-	    --kernels lse 'softmax gradient' | tee -a $(RESULTS)/tune.txt
+	-$(WITHIN) 540 $(CLIPSCALE) bench loss device=cuda resume=true out=$(RESULTS)/tune seconds=480 \
+	    n=32k d=768 dtype=bf16 profile=true methods=triton,triton-tiles
 
 # Is the step fast: three models, plain and cached, with kept graphs, compiled, beside open_clip's. The rest of each model: more.
 step = -$(WITHIN) $$(($(1) + 60)) $(CLIPSCALE) bench step device=cuda precision=bf16 memory= resume=true seconds=$(1)

@@ -22,7 +22,8 @@ from clipscale.data.features import StoredFeatures, stored_features
 from clipscale.distributed import World
 from clipscale.errors import UserError
 from clipscale.grad_cache import GradCache
-from clipscale.loss.api import contrastive_loss
+from clipscale.loss.api import configured_loss
+from clipscale.loss.machine import Machine
 from clipscale.models.towers import ClipModel, StoredTower, build_model
 from clipscale.noise_scale import NoiseScale
 from clipscale.optim import build_optimizer
@@ -36,6 +37,9 @@ WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 class TrainState:
     """The model of a run on one rank, from its initial weights or from a checkpoint, and what turns a batch into new weights."""
+
+    machine: Machine | None = None
+    """Where the loss runs; None: on this machine. A dry run replaces it."""
 
     def __init__(self, config: TrainConfig, world: World, folder: Path, saved: dict[str, Any] | None) -> None:
         self.config, self.world, self.folder = config, world, folder
@@ -157,7 +161,7 @@ class TrainState:
         size = self.cache.towers[0].size if self.config.cache.negatives == "chunk" else len(image_features)
         with self.precision.autocast():
             parts = [
-                contrastive_loss(u, v, scale, logit_bias=bias, check=False, **asdict(c))
+                configured_loss(u, v, scale, bias, c, check=False, machine=self.machine)
                 * (len(u) / len(image_features))
                 for u, v in zip(image_features.split(size), text_features.split(size), strict=True)
             ]

@@ -8,13 +8,11 @@ Letters: N images and as many texts of all ranks, n of one rank, D feature width
 import re
 import shutil
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any, cast
-from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +22,8 @@ from torch import Tensor
 from clipscale.config.keys import conf_dir, group_options
 from clipscale.config.sections import LossConfig
 from clipscale.errors import UserError
-from clipscale.loss.api import contrastive_loss
+from clipscale.loss.api import configured_loss
+from clipscale.loss.triton.tuning import Tiles, Tuning, candidates
 from clipscale.units import nearest
 
 LossFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -72,8 +71,6 @@ class Method:
     """Do its matmuls pass through torch, where they can be counted."""
     whole_warmup: bool = False
     """Is it made for one shape, so that only a step of that shape warms it up."""
-    setting: Callable[[], AbstractContextManager[Any]] = nullcontext
-    """In force while it runs, forward and backward."""
 
     @property
     def installed(self) -> bool:
@@ -99,7 +96,6 @@ def preset(name: str) -> Method:
     )
 
 
-TILES = re.compile(r"triton-tiles-(\d+)x(\d+)x(\d+)-(\d+)w-(\d+)s(?:-(\d+)r)?")
 PANEL = re.compile(r"triton-panel-(\d+)([MG])")
 
 
@@ -122,29 +118,21 @@ def variant(name: str) -> Method | None:
     triton-tiles-128x256x64-8w-3s[-128r]: rows x columns x depth of a tile, warps, stages, registers a thread, in both passes.
     triton-panel-256M: bytes of score gradients at a time. A panel as large as the whole matrix is the design without panels.
     """
-    from clipscale.loss.triton import backend as triton_block
-    from clipscale.loss.triton import panels as triton_panels
-    from clipscale.loss.triton.tuning import Tiles
-
-    if found := TILES.fullmatch(name):
-        rows, cols, depth, warps, stages = map(int, found.groups()[:5])
-        tiles = Tiles(rows, cols, depth, warps, stages, int(found[6]) if found[6] else None)
-        about = f"backend=triton with tiles of {rows} x {cols} x {depth}, {warps} warps, {stages} stages"
-        setting = partial(patch.multiple, triton_panels, tiles_on=lambda *_: tiles)
-        return _own(name, about, LossConfig(backend="triton"), setting=setting)
+    if name.startswith("triton-tiles-") and (tiles := Tiles.parse(name.removeprefix("triton-tiles-"))):
+        about = f"backend=triton with tiles of {tiles.rows} x {tiles.cols} x {tiles.depth}, {tiles.warps} warps, {tiles.stages} stages"
+        return _own(name, about, LossConfig(backend="triton"), Tuning(tiles=tiles))
     if found := PANEL.fullmatch(name):
         size = int(found[1]) << {"M": 20, "G": 30}[found[2]]
         about = f"backend=triton with {found[1]} {found[2]}iB of score gradients at a time"
-        setting = partial(patch.multiple, triton_block, PANEL_BYTES=size)
-        return _own(name, about, LossConfig(backend="triton"), setting=setting)
+        return _own(name, about, LossConfig(backend="triton"), Tuning(panel_bytes=size))
     return None
 
 
-def _own(name: str, about: str, config: LossConfig, **more: Any) -> Method:
+def _own(name: str, about: str, config: LossConfig, tuning: Tuning | None = None, **more: Any) -> Method:
     def build(case: Case, rank: int) -> LossFunction:
-        options = asdict(config) | {"fp32_precision": "tf32" if case.dtype == "tf32" else "ieee"}
+        own = replace(config, fp32_precision="tf32" if case.dtype == "tf32" else "ieee")
         bias = more.get("bias", 0.0) if config.objective == "sigmoid" else None
-        return partial(contrastive_loss, logit_bias=bias, check=False, **options)
+        return partial(configured_loss, logit_bias=bias, config=own, check=False, tuning=tuning)
 
     def on_triton(case: Case) -> bool:
         return config.backend == "triton" or (config.backend == "auto" and case.device == "cuda")
@@ -262,8 +250,13 @@ def find(names: list[str]) -> list[Method]:
 
 
 def chosen(names: str, device: str, ranks: int) -> list[Method]:
-    """The methods of a comma-separated list. Raises UserError for a name that is none."""
+    """The methods of a comma-separated list; `triton-tiles`: every candidate of the tile table.
+
+    Raises UserError for a name that is none.
+    """
     if names == "auto":
         names = "clip,openclip,disco,ring,infcl" if ranks > 1 else "infcl,dense,open_clip,torch"
         names += ",inf_cl" if ranks == 1 and device == "cuda" else ""
-    return find([name.strip() for name in names.split(",") if name.strip()])
+    every_tile = [f"triton-tiles-{tiles}" for tiles in candidates("half")]
+    asked = [name.strip() for name in names.split(",") if name.strip()]
+    return find([name for word in asked for name in (every_tile if word == "triton-tiles" else [word])])

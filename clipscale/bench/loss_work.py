@@ -148,10 +148,9 @@ class Work:
         inputs = self.inputs(method, case.n)
         memory = DeviceMemory(self.device) if self.device.type == "cuda" else HostMemory()
         sent = Communicator.bytes_sent
-        with method.setting():
-            loss = self.loss_of(method)(*inputs)
-            forward = memory.growth()
-            grads = self.gradients(loss, inputs)
+        loss = self.loss_of(method)(*inputs)
+        forward = memory.growth()
+        grads = self.gradients(loss, inputs)
         held = sum(grad.nbytes for grad in grads.values())
         backward = memory.growth()
         sent = Communicator.bytes_sent - sent
@@ -205,12 +204,11 @@ class Work:
         return {"profile": profiled(lambda: self.step(method, inputs), self.device)}
 
     def timed(self, inputs: Sequence[Tensor], keep: bool, method: Method) -> dict[str, Any]:
-        with method.setting():
-            start = self.now(together=True)
-            loss = self.loss_of(method)(*inputs)
-            middle = self.now()
-            self.gradients(loss, inputs)
-            stop = self.now()
+        start = self.now(together=True)
+        loss = self.loss_of(method)(*inputs)
+        middle = self.now()
+        self.gradients(loss, inputs)
+        stop = self.now()
         record = self.found[method.name]
         times = [(middle - start, stop - middle)] if keep else []
         return {
@@ -264,9 +262,8 @@ class Work:
         return dict(zip(wanted, torch.autograd.grad(loss, list(wanted.values()))))
 
     def step(self, method: Method, inputs: Sequence[Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        with method.setting():
-            loss = self.loss_of(method)(*inputs)
-            return loss.detach(), self.gradients(loss, inputs)
+        loss = self.loss_of(method)(*inputs)
+        return loss.detach(), self.gradients(loss, inputs)
 
     def errors(
         self, method: Method, value: Tensor, grads: dict[str, Tensor], inputs: Sequence[Tensor]

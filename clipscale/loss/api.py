@@ -1,4 +1,4 @@
-"""The public function: checks what it is given, chooses the parts, and calls the loss.
+"""The public function: checks the call, chooses its parts, and computes the loss.
 
 Letters: n rows (images) and m columns (texts) of this rank, D feature width, T tokens of a sample.
 """
@@ -13,15 +13,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from clipscale.config.sections import BACKENDS, EXCHANGES, OBJECTIVES, PRECISIONS, SIMILARITIES, LossConfig
-from clipscale.loss.autograd import Backend, ContrastiveLoss, Loss
+from clipscale.loss.autograd import Backend, ContrastiveLoss, LossCall
 from clipscale.loss.exchange import Communicator, Gather, Replicated, Ring, Single, agree
-from clipscale.loss.inputs import FACTS, Inputs, checked_inputs
+from clipscale.loss.inputs import FACTS, Inputs, Pair, checked_inputs
+from clipscale.loss.machine import Machine
 from clipscale.loss.objective import Objective, Sigmoid, Softmax
 from clipscale.loss.similarity import Deep, Dot, Late, Similarity
 from clipscale.loss.torch_backend import TorchBackend
+from clipscale.loss.triton.tuning import Tuning
 
+Weights = tuple[float | None, float | None]
 # N times the weights of the image-to-text and the text-to-image direction
-WEIGHTS: dict[str, tuple[float | None, float | None]] = {
+WEIGHTS: dict[str, Weights] = {
     "softmax": (0.5, 0.5),
     "softmax_image": (1.0, None),
     "softmax_text": (None, 1.0),
@@ -41,19 +44,19 @@ def contrastive_loss(
     logit_scale: Tensor | float,
     *,
     logit_bias: Tensor | float | None = None,
-    objective: str = "softmax",
-    similarity: str | nn.Module = "dot",
-    exchange: str = "auto",
-    backend: str = "auto",
+    objective: str = LossConfig.objective,
+    similarity: str | nn.Module = LossConfig.similarity,
+    exchange: str = LossConfig.exchange,
+    backend: str = LossConfig.backend,
     group: dist.ProcessGroup | None = None,
-    ranks_per_node: int | None = None,
-    label_smoothing: float = 0.0,
+    ranks_per_node: int | None = LossConfig.ranks_per_node,
+    label_smoothing: float = LossConfig.label_smoothing,
     image_keys: Tensor | None = None,
     text_keys: Tensor | None = None,
     image_mask: Tensor | None = None,
     text_mask: Tensor | None = None,
-    fp32_precision: str = "ieee",
-    tile: int | None = None,
+    fp32_precision: str = LossConfig.fp32_precision,
+    tile: int | None = LossConfig.tile,
     check: bool = True,
 ) -> Tensor:
     """The contrastive loss of a batch of image-text pairs spread over the ranks of a group, without a batch x batch matrix.
@@ -70,8 +73,8 @@ def contrastive_loss(
         logit_scale: the multiplier itself, not its logarithm; positive; a number or a tensor of one element.
         logit_bias: for the sigmoid; the softmax does not depend on it.
         objective: softmax | softmax_image | softmax_text | sigmoid.
-        similarity: "dot"; "late": the mean over tokens of the best match (FILIP, arXiv 2111.07783), which is another one each way (the
-            sigmoid takes their mean); or a module from image features and text features to similarities (n, m), pair by pair,
+        similarity: "dot"; "late": the mean over tokens of the best match (FILIP, arXiv 2111.07783), which differs between the directions
+            (the sigmoid takes their mean); or a module from image features and text features to similarities (n, m), pair by pair,
             which is called with one tile at a time, twice, and whose parameters get their gradient too.
         exchange: none (this process by itself) | replicated (CLIP: gather both sides, the whole loss on every rank) | local (OpenCLIP: two
             one-sided losses of the own rows) | gather (all-gather of the texts, reduce-scatter of their gradients; DisCo-CLIP) |
@@ -88,98 +91,110 @@ def contrastive_loss(
         check: refuse a result that is not finite and a scale that is not positive, which waits for the device.
 
     Returns:
-        The mean over all N images, the same on every rank: 0-d, float32 (float64 for float64 features). Gradients are shares whose sum
-        over the ranks is the gradient of the mean: a feature row gets all of its own; logit_scale, logit_bias and a module's
+        The mean over all N images, the same on every rank: 0-d, float32 (float64 for float64 features). Gradients are local: their sum
+        over the ranks is the gradient of the mean. A feature row gets all of its own; logit_scale, logit_bias and a module's
         parameters get this rank's part.
 
     Features of two types are both cast to the narrower one (float16 with bfloat16: to float32), under autocast float32 features to
-    autocast's type, as matmul would. Sums are float32 at least. Every gradient comes back in its input's own type.
+    autocast's type, as matmul would. Sums are float32 at least. Every gradient has its input's type.
 
     Raises:
         ValueError: where inputs do not fit each other, the options or the other ranks, on all ranks and before anything is exchanged;
             and, with `check`, where features, scale or bias are not finite.
     """
-    is_module = isinstance(similarity, nn.Module)
+    module = similarity if isinstance(similarity, nn.Module) else None
     config = LossConfig(
-        objective,
-        "module" if is_module else cast(str, similarity),
-        exchange,
-        backend,
-        label_smoothing,
-        ranks_per_node,
-        fp32_precision,
-        tile,
+        objective=objective,
+        similarity=LossConfig.similarity if isinstance(similarity, nn.Module) else similarity,
+        exchange=exchange,
+        backend=backend,
+        label_smoothing=label_smoothing,
+        ranks_per_node=ranks_per_node,
+        fp32_precision=fp32_precision,
+        tile=tile,
     )
-    comm = None if exchange == "none" else Communicator.of(group)
+    masks, keys = (image_mask, text_mask), (image_keys, text_keys)
+    return configured_loss(
+        image_features, text_features, logit_scale, logit_bias, config,
+        module=module, masks=masks, keys=keys, group=group, check=check,
+    )  # fmt: skip
+
+
+def configured_loss(
+    image_features: Tensor,
+    text_features: Tensor,
+    logit_scale: Tensor | float,
+    logit_bias: Tensor | float | None,
+    config: LossConfig,
+    *,
+    module: nn.Module | None = None,
+    masks: Pair = (None, None),
+    keys: Pair = (None, None),
+    group: dist.ProcessGroup | None = None,
+    check: bool = True,
+    tuning: Tuning | None = None,
+    machine: Machine | None = None,
+) -> Tensor:
+    """`contrastive_loss` with its settings in one object. A benchmark varies `tuning`; a dry run replaces the `machine`.
+
+    `module` is a similarity module, in place of config.similarity. `masks` and `keys` are those of (images, texts).
+    """
+    comm = None if config.exchange == "none" else Communicator.of(group)
+    machine = machine or Machine()
+    similarity_name = "module" if module is not None else config.similarity
     try:
-        _check_options(config, SIMILARITIES if not is_module else ("module",))
-        inputs = checked_inputs(
-            image_features,
-            text_features,
-            logit_scale,
-            0.0 if logit_bias is None else logit_bias,
-            masks=(image_mask, text_mask),
-            keys=(image_keys, text_keys),
-            similarity=config.similarity,
-        )
-        if label_smoothing and image_keys is not None:
+        _check_config(config)
+        bias = 0.0 if logit_bias is None else logit_bias
+        inputs = checked_inputs(image_features, text_features, logit_scale, bias, masks, keys, similarity_name)
+        if config.label_smoothing and keys[0] is not None:
             raise ValueError(
-                f"label_smoothing={label_smoothing} spreads over all texts, so none of them can be left out by keys"
+                f"label_smoothing={config.label_smoothing} spreads over all texts, so none of them can be left out by keys"
             )
-        config.backend = _chosen_backend(config, inputs)
-        _exchange(config, comm)
+        backend_name = _chosen_backend(config.backend, similarity_name, inputs, machine)
+        exchange = _exchange(config, comm)
     except ValueError as error:
         if comm is not None:
             agree(comm, [0] * len(NAMES), NAMES, error, image_features.device)
         raise
     if comm is not None:
-        facts = [*inputs.facts(), OBJECTIVES.index(objective), EXCHANGES.index(exchange)]
+        facts = [*inputs.facts(), OBJECTIVES.index(config.objective), EXCHANGES.index(config.exchange)]
         agree(comm, facts, NAMES, None, image_features.device)
 
-    similar = _similarity(similarity, image_features.device)
-    if objective == "softmax_text":
+    def loss(inputs: Inputs, similarity: Similarity, weights: Weights) -> Tensor:
+        """The loss of this rank's rows against the columns of all ranks."""
+        objective: Objective = Sigmoid()
+        if config.objective != "sigmoid":
+            rows, cols = exchange.size * len(inputs.rows), exchange.size * len(inputs.cols)
+            objective = Softmax(config.label_smoothing, rows, cols)
+        backend: Backend
+        if backend_name == "triton":
+            from clipscale.loss.triton.backend import triton_backend  # Triton is imported where it is used
+
+            backend = triton_backend(objective, config.fp32_precision, tuning or Tuning(), machine)
+        else:
+            is_dense = backend_name == "dense"
+            tile = 0 if is_dense else config.tile
+            backend = TorchBackend(objective, similarity, tile, keep=exchange.visits == 1, machine=machine)
+        call = LossCall(exchange, backend, similarity, weights, inputs.extras, config.fp32_precision, check)
+        numbers = (inputs.scale, inputs.bias, *similarity.parameters)
+        return cast(Tensor, ContrastiveLoss.apply(call, inputs.rows, inputs.cols, *numbers))
+
+    similarity = _similarity(config.similarity, module, image_features.device)
+    if config.objective == "softmax_text":
         inputs = inputs.positives_only()  # a hard negative is in no text's softmax
-    if exchange != "local" or objective == "sigmoid":
-        return _loss(config, comm, inputs, similar, WEIGHTS[objective], check)
-    # OpenCLIP's local loss: one-sided both ways, the second time with the roles exchanged.
-    terms: list[Tensor] = []
-    if objective != "softmax_text":
-        terms.append(_loss(config, comm, inputs, similar, WEIGHTS["softmax_image"], check))
-    if objective != "softmax_image":
-        terms.append(_loss(config, comm, inputs.swapped(), similar.swapped(), WEIGHTS["softmax_image"], check))
+    if config.exchange != "local" or config.objective == "sigmoid":
+        return loss(inputs, similarity, WEIGHTS[config.objective])
+    # OpenCLIP's local loss: one-sided in both directions, the second time with the roles exchanged.
+    one_sided, terms = WEIGHTS["softmax_image"], []
+    if config.objective != "softmax_text":
+        terms.append(loss(inputs, similarity, one_sided))
+    if config.objective != "softmax_image":
+        terms.append(loss(inputs.swapped(), similarity.swapped(), one_sided))
     return terms[0] if len(terms) == 1 else (terms[0] + terms[1]) / 2
 
 
-def _loss(
-    config: LossConfig,
-    comm: Communicator | None,
-    inputs: Inputs,
-    similarity: Similarity,
-    weights: tuple[float | None, float | None],
-    check: bool,
-) -> Tensor:
-    """The loss of `inputs.rows` against `inputs.cols` of all ranks."""
-    exchange = _exchange(config, comm)
-    objective: Objective = Sigmoid()
-    if config.objective != "sigmoid":
-        objective = Softmax(config.label_smoothing, exchange.size * len(inputs.rows), exchange.size * len(inputs.cols))
-    backend: Backend
-    if config.backend == "triton":
-        from clipscale.loss.triton.fused import TritonBackend  # the only way to Triton, taken only where it is used
-
-        backend = TritonBackend(objective, config.fp32_precision)
-    else:
-        is_dense = config.backend == "dense"
-        backend = TorchBackend(objective, similarity, 0 if is_dense else config.tile, keep=exchange.visits == 1)
-    loss = Loss(
-        exchange, backend, similarity, weights, inputs.operands, inputs.masks, inputs.keys, config.fp32_precision, check
-    )
-    numbers = (inputs.scale, inputs.bias, *similarity.parameters)
-    return cast(Tensor, ContrastiveLoss.apply(loss, inputs.rows, inputs.cols, *numbers))
-
-
-def _check_options(config: LossConfig, similarities: tuple[str, ...]) -> None:
-    allowed = {"objective": OBJECTIVES, "similarity": similarities, "exchange": EXCHANGES, "backend": BACKENDS}
+def _check_config(config: LossConfig) -> None:
+    allowed = {"objective": OBJECTIVES, "similarity": SIMILARITIES, "exchange": EXCHANGES, "backend": BACKENDS}
     for name, choices in (allowed | {"fp32_precision": PRECISIONS}).items():
         if getattr(config, name) not in choices:
             raise ValueError(f"{name}={getattr(config, name)!r} is not one of {', '.join(choices)}")
@@ -199,31 +214,30 @@ def _exchange(config: LossConfig, comm: Communicator | None) -> Single:
     return Ring(comm, config.ranks_per_node) if config.exchange in ("ring", "auto") else Gather(comm)
 
 
-def _similarity(similarity: str | nn.Module, device: torch.device) -> Similarity:
-    if isinstance(similarity, nn.Module):
-        return Deep(similarity, device)
-    return Dot() if similarity == "dot" else Late(device)
+def _similarity(name: str, module: nn.Module | None, device: torch.device) -> Similarity:
+    if module is not None:
+        return Deep(module, device)
+    return Dot() if name == "dot" else Late(device)
 
 
-def _chosen_backend(config: LossConfig, inputs: Inputs) -> str:
-    """The backend's name, "auto" resolved (and logged, once). Raises ValueError where Triton is asked for and cannot be."""
-    device, obstacle = inputs.rows.device, None
-    if config.similarity != "dot":
+def _chosen_backend(name: str, similarity: str, inputs: Inputs, machine: Machine) -> str:
+    """The backend's name, with "auto" resolved (and logged, once). Raises ValueError where Triton is asked for and is impossible."""
+    device, dtype, obstacle = inputs.rows.device, inputs.extras.dtype, None
+    gpu = machine.gpu_name(device)
+    if similarity != "dot":
         obstacle = "the similarity is not the dot product"
-    elif inputs.operands == torch.float64:
+    elif dtype == torch.float64:
         obstacle = "the features are float64"
-    elif device.type != "cuda" and (config.backend == "auto" or os.environ.get("TRITON_INTERPRET") != "1"):
+    elif gpu is None and (name == "auto" or os.environ.get("TRITON_INTERPRET") != "1"):
         obstacle = f"the features are on {device.type}"
-    if config.backend == "triton" and obstacle:
+    if name == "triton" and obstacle:
         raise ValueError(f"backend=triton cannot be had, since {obstacle}; use backend=tiled")
-    if config.backend != "auto":
-        return config.backend
+    if name != "auto":
+        return name
     if obstacle:
         _log_once(f"loss backend: tiled, since {obstacle}")
         return "tiled"
-    _log_once(
-        f"loss backend: triton, for the dot product of {inputs.operands} features on {torch.cuda.get_device_name(device)}"
-    )
+    _log_once(f"loss backend: triton, for the dot product of {dtype} features on {gpu}")
     return "triton"
 
 

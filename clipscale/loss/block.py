@@ -1,91 +1,87 @@
-"""What a loss backend is given: one block of the score matrix, with the running sums of its rows and columns.
+"""One block of the score matrix as a backend gets it: its rows, its columns, and the sums that both collect.
 
 Letters: n rows (images), m columns (texts), D feature width, T tokens of one sample.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
-# What another rank needs of a side in order to use it as columns; the rest (sums, gradients) is local.
-TRAVELLING = ("features", "mask", "keys", "lse")
+SENT = ("features", "mask", "keys", "lse")
+"""The fields that another rank needs to use a RowBlock as columns. Sums and gradients stay."""
 
 
 @dataclass
-class Side:
-    """The rows, or the columns, of a block. Every tensor has one entry per row (column) in its first dimension."""
+class RowBlock:
+    """The rows, or the columns, of a block. The first dimension of every tensor counts them."""
 
-    features: Tensor  # (n, D); with token features (n, T, D); for a custom similarity (n, ...)
+    features: Tensor  # (n, D); token features (n, T, D); for a module (n, ...)
     mask: Tensor | None = None  # (n, T) bool, true where a token counts
-    keys: Tensor | None = None  # (n,) int64; other pairs with equal keys are left out of the sums
-    weight: Tensor | None = None  # (n,) a_i or b_j up to the common factor 1/N; None: no softmax in this direction
-    lse: Tensor | None = (
-        None  # (n,) float64 log-sum-exp of the scores; running in the forward pass, complete in the backward
-    )
-    grad: Tensor | None = None  # like features, accumulation dtype; None: frozen
-    target: Tensor | None = None  # (n,) float64, rows only: the sum of what is subtracted from the log-sum-exps
+    keys: Tensor | None = None  # (n,) int64; a pair with equal keys that is no positive is left out
+    weight: Tensor | None = None  # (n,) a_i or b_j times N; None: no softmax in this direction
+    lse: Tensor | None = None  # (n,) float64 log-sum-exp of the scores: running in forward, complete in backward
+    grad: Tensor | None = None  # like features, in sum_dtype; None: frozen
+    target: Tensor | None = None  # (n,) float64, rows only: what the loss subtracts from the log-sum-exps
 
     def __len__(self) -> int:
         return len(self.features)
 
     def present(self) -> dict[str, Tensor]:
-        """The tensors that this side has, by name."""
+        """The tensors that are not None, by name."""
         return {f.name: x for f in fields(self) if (x := getattr(self, f.name)) is not None}
 
-    def map(self, function: Callable[[Tensor], Tensor]) -> "Side":
-        """This side with `function` applied to every tensor."""
-        return Side(**{name: function(x) for name, x in self.present().items()})
+    def __getitem__(self, index: slice | Tensor) -> "RowBlock":
+        """These rows of every tensor. A slice gives views: writing to them writes to this block."""
+        return RowBlock(**{name: x[index] for name, x in self.present().items()})
 
-    def narrow(self, start: int, stop: int) -> "Side":
-        """Views of the entries start..stop: writing to them writes to this side."""
-        return self.map(lambda x: x[start:stop])
-
-    def travelling(self) -> list[Tensor]:
+    def sent(self) -> list[Tensor]:
         """The tensors that another rank needs."""
-        return [x for name, x in self.present().items() if name in TRAVELLING]
+        return [x for name, x in self.present().items() if name in SENT]
 
-    def arrived(self, tensors: list[Tensor]) -> "Side":
-        """Another rank's side, given its `travelling()`; what does not travel is left out, but for the weights, which are the same."""
-        names = [name for name in self.present() if name in TRAVELLING]
-        return Side(**dict(zip(names, tensors, strict=True)), weight=self.weight)
+    def received(self, tensors: list[Tensor]) -> "RowBlock":
+        """Another rank's block, given its `sent()`. The weights are the same on every rank."""
+        names = [name for name in self.present() if name in SENT]
+        return RowBlock(**dict(zip(names, tensors, strict=True)), weight=self.weight)
 
-    def collecting(self, field: str, total: Tensor | None) -> "Side":
-        """This side with `total` as the place where `field` ("lse" or "grad") is summed up."""
-        return replace(self, lse=total) if field == "lse" else replace(self, grad=total)
+    def empty_lse(self) -> Tensor:
+        """The log-sum-exp of no terms, (n,) float64."""
+        assert self.weight is not None
+        return torch.full_like(self.weight, -torch.inf, dtype=torch.float64)
+
+    def empty_grad(self) -> Tensor:
+        """A gradient of zeros, like the features, in sum_dtype."""
+        return widened(torch.zeros_like(self.features))
 
 
 @dataclass
-class Shared:
-    """The tensors that every rank has a copy of, and where the backward pass adds up this rank's part of their gradients."""
+class Parameters:
+    """The tensors that every rank has a copy of. The backward pass adds this rank's part of their gradients here."""
 
-    scale: Tensor  # 0-d, the multiplier, accumulation dtype
-    bias: Tensor  # 0-d, added to the logits of the sigmoid objective
-    scale_grad: Tensor | None = (
-        None  # 0-d float64, as the bias's; only for a backend that sums it (Backend.sums_scale_grad)
-    )
-    bias_grad: Tensor | None = None
-    parameter_grads: tuple[Tensor | None, ...] = ()  # of a custom similarity's parameters
+    scale: Tensor  # 0-d, the multiplier, in sum_dtype
+    bias: Tensor  # 0-d, for the sigmoid objective
+    scale_grad: Tensor | None = None  # 0-d float64; None: frozen, or not summed (Backend.sums_scale_grad)
+    bias_grad: Tensor | None = None  # 0-d float64; None: frozen
+    module_grads: tuple[Tensor | None, ...] = ()  # of a similarity module's parameters
 
 
 @dataclass
 class Block:
     """The scores of `rows` against `cols`.
 
-    `positive` is the column of row 0's positive: row i has its positive in column positive + i, which may lie outside of the block
-    (a tile's may even be negative). None: the block holds no positive at all.
+    `positive` is the column of row 0's positive. Row i has its positive in column positive + i, which may lie outside of the block
+    (and be negative in a tile). None: the block holds no positive.
     """
 
-    rows: Side
-    cols: Side
-    shared: Shared
+    rows: RowBlock
+    cols: RowBlock
+    parameters: Parameters
     positive: int | None
 
     def tile(self, row: int, height: int, col: int, width: int) -> "Block":
-        """The part of the block from (row, col), at most height x width; views throughout."""
+        """The part of the block from (row, col) on, at most height x width. All tensors are views."""
         positive = None if self.positive is None else self.positive + row - col
-        return Block(self.rows.narrow(row, row + height), self.cols.narrow(col, col + width), self.shared, positive)
+        return Block(self.rows[row : row + height], self.cols[col : col + width], self.parameters, positive)
 
     @property
     def offset(self) -> int:
@@ -94,7 +90,7 @@ class Block:
         return self.positive
 
     def diagonal(self) -> tuple[slice, slice] | None:
-        """The rows and the columns, in step, of the positives inside this block; None where there are none."""
+        """The rows and the columns, pair by pair, of the positives inside this block. None: there are none."""
         if self.positive is None:
             return None
         start = max(0, -self.positive)
@@ -103,7 +99,7 @@ class Block:
 
 
 def exclude_duplicates(scores: list[Tensor], block: Block) -> None:
-    """Set to -inf, in place, the scores of pairs that are no positives though their keys agree."""
+    """Set the scores (n, m) of pairs with equal keys to -inf, in place, unless they are positives."""
     if block.rows.keys is None or block.cols.keys is None:
         return
     same = block.rows.keys[:, None] == block.cols.keys[None, :]
@@ -111,3 +107,13 @@ def exclude_duplicates(scores: list[Tensor], block: Block) -> None:
         same.diagonal(block.positive).fill_(False)
     for score in scores:
         score.masked_fill_(same, -torch.inf)
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type that sums of `dtype` are kept in: float64 for float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def widened(x: Tensor) -> Tensor:
+    """x in the type of its sums."""
+    return x.to(sum_dtype(x.dtype))

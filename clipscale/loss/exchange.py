@@ -1,48 +1,46 @@
-"""How ranks meet: who sees whose columns, and how what they add to them comes home.
+"""How ranks share columns: each exchange visits all blocks of columns and returns what they collected to the rank that owns them.
 
-Each exchange has one loop, `sweep`, used in both passes: it visits blocks of columns and joins what the visits leave behind for
-each column: log-sum-exps (`lse`, joined by logaddexp) in the forward pass, feature gradients (`grad`, joined by addition) in the backward.
-This is the only file of the loss that knows process groups.
+The forward pass collects log-sum-exps, joined by logaddexp; the backward pass collects feature gradients, joined by addition. `sweep` is
+the one loop of both. No other file of the loss knows process groups.
 
 Letters: P ranks; n rows (images) and m columns (texts) of one rank, the same on all; D feature width.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from clipscale.loss.block import Side
+from clipscale.loss.block import RowBlock
 
-Fresh = Callable[[Side], Tensor | None]  # the empty sums for some columns; None: nothing is collected
-Visit = Callable[[Side, int | None], None]  # works on the rows against these columns; the number is Block.positive
+Visit = Callable[[RowBlock, int | None], None]  # computes the rows against these columns; the number is Block.positive
 Hop = tuple[int, int]  # (rank to send to, rank to receive from)
-JOIN: dict[str, Callable[..., Tensor]] = {"lse": torch.logaddexp, "grad": torch.add}
 
 
 class Transfer:
-    """One exchange of tensors between neighbours, under way."""
+    """An exchange of tensors between neighbours that is under way."""
 
     def __init__(self, works: list[dist.Work], sent: list[Tensor], received: list[Tensor]) -> None:
-        self._works, self._sent, self._received = works, sent, received  # what is sent must live until it is
+        self._works, self._sent, self._received = works, sent, received  # sent tensors live until they have been sent
 
     def wait(self) -> list[Tensor]:
-        """What has been received, once both ways are done."""
+        """The received tensors, once both directions are done."""
         for work in self._works:
             work.wait()
         return self._received
 
 
 class Communicator:
-    """The transfers of one process group. Counts the bytes that this process sends (a collective as its ring algorithm would)."""
+    """The transfers of one process group. Counts the bytes that this process sends (for a collective, as its ring algorithm would)."""
 
     bytes_sent: ClassVar[int] = 0
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None) -> "Communicator | None":
-        """The group's transfers; None where there is only this process. Raises ValueError on a rank outside of the group."""
+        """The group's transfers. None: the group is this process alone. Raises ValueError on a rank outside of the group."""
         if not dist.is_available() or not dist.is_initialized():
             return None
         if dist.get_rank(group) < 0:
@@ -54,7 +52,7 @@ class Communicator:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
     def post(self, tensors: list[Tensor], hop: Hop, tag: int = 0) -> Transfer:
-        """Start sending the tensors to one rank and receiving their like from another; `tag` keeps two streams of transfers apart."""
+        """Start to send the tensors to one rank and to receive the same shapes from another. `tag` separates two streams of transfers."""
         dest, src = (dist.get_global_rank(self.group, peer) for peer in hop)
         received = [torch.empty_like(x) for x in tensors]
         sends = [dist.P2POp(dist.isend, x, dest, self.group, tag) for x in tensors]
@@ -64,20 +62,26 @@ class Communicator:
 
     def gather(self, x: Tensor) -> Tensor:
         """(n, ...) of each rank to (P n, ...) in rank order."""
-        everyone = x.new_empty(self.size * len(x), *x.shape[1:])
-        dist.all_gather_into_tensor(everyone, x.contiguous(), group=self.group)
+        gathered = x.new_empty(self.size * len(x), *x.shape[1:])
+        dist.all_gather_into_tensor(gathered, x.contiguous(), group=self.group)
         Communicator.bytes_sent += (self.size - 1) * x.nbytes
-        return everyone
+        return gathered
 
-    def scatter(self, x: Tensor, field: str) -> Tensor:
-        """(P n, ...) of each rank, joined over the ranks, to this rank's (n, ...)."""
+    def scatter(self, x: Tensor) -> Tensor:
+        """(P n, ...) of each rank, summed over the ranks, to this rank's (n, ...)."""
         own = x.new_empty(len(x) // self.size, *x.shape[1:])
-        if field == "lse":  # no such reduction exists: the largest of all ranks first, then the sum of exponentials
-            largest = self.reduce(x.clone(), dist.ReduceOp.MAX).clamp_min(torch.finfo(x.dtype).min)
-            x = (x - largest).exp_()
         dist.reduce_scatter_tensor(own, x, group=self.group)
         Communicator.bytes_sent += (self.size - 1) * own.nbytes
-        return own.log_().add_(largest[self.rank * len(own) :][: len(own)]) if field == "lse" else own
+        return own
+
+    def scatter_lse(self, x: Tensor) -> Tensor:
+        """Log-sum-exps (P n,) of each rank, joined over the ranks, to this rank's (n,).
+
+        No such reduction exists: the ranks share the largest first, then the sum of exponentials.
+        """
+        largest = self.reduce(x.clone(), dist.ReduceOp.MAX).clamp_min(torch.finfo(x.dtype).min)
+        own = self.scatter((x - largest).exp_())
+        return own.log_().add_(largest[self.rank * len(own) :][: len(own)])
 
     def reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """x reduced over the ranks, in place."""
@@ -86,30 +90,61 @@ class Communicator:
         return x
 
 
+@dataclass(frozen=True)
+class Sums:
+    """What a sweep collects for each column."""
+
+    field: str  # of RowBlock
+    empty: Callable[[RowBlock], Tensor]
+    join: Callable[..., Tensor]  # of two parts, with `out=`
+    scatter: Callable[[Communicator, Tensor], Tensor]  # joins the parts of all ranks
+
+    def collect(self, cols: RowBlock, visit: Visit, positive: int | None) -> Tensor:
+        """The sums of one visit."""
+        part = self.empty(cols)
+        visit(replace(cols, **{self.field: part}), positive)
+        return part
+
+
+LSE = Sums("lse", RowBlock.empty_lse, torch.logaddexp, Communicator.scatter_lse)
+GRAD = Sums("grad", RowBlock.empty_grad, torch.add, Communicator.scatter)
+
+
 class Single:
-    """One process: its rows against its columns."""
+    """One process: its rows against its columns. The base of the other exchanges."""
 
     size = 1
     visits = 1  # of each row in one sweep
-    share = 1.0  # this rank's part of what it computes for tensors that all ranks have
+    local_fraction = (
+        1.0  # part of the gradient of a replicated tensor, as computed here, that is this rank's local gradient
+    )
 
-    def spread(self, rows: Side, cols: Side) -> tuple[Side, Side]:
-        """The rows and columns that this rank works on, given its own."""
+    def forward(self, cols: RowBlock, visit: Visit) -> Tensor | None:
+        """Visit all columns. Returns the log-sum-exps of this rank's columns, None where they have no softmax."""
+        return self.sweep(cols, None if cols.weight is None else LSE, visit)
+
+    def backward(self, cols: RowBlock, visit: Visit, needs_grad: bool) -> Tensor | None:
+        """Visit all columns. Returns the gradient of this rank's columns, None where none is needed."""
+        return self.sweep(cols, GRAD if needs_grad else None, visit)
+
+    def sweep(self, cols: RowBlock, sums: Sums | None, visit: Visit) -> Tensor | None:
+        """Visit all columns, given this rank's. Returns the sums of this rank's columns."""
+        if sums is not None:
+            return sums.collect(cols, visit, 0)
+        visit(cols, 0)
+        return None
+
+    def spread(self, rows: RowBlock, cols: RowBlock) -> tuple[RowBlock, RowBlock]:
+        """The rows and columns that this rank computes with, given its own."""
         return rows, cols
 
-    def own(self, rows: Tensor) -> Tensor:
-        """This rank's part of something computed for the spread rows."""
-        return rows
+    def own_rows(self, x: Tensor) -> Tensor:
+        """This rank's part of a tensor over the spread rows."""
+        return x
 
-    def own_cols(self, cols: Tensor) -> Tensor:
-        """This rank's part of something computed for the spread columns."""
-        return cols
-
-    def sweep(self, cols: Side, field: str, fresh: Fresh, visit: Visit) -> Tensor | None:
-        """Visit all columns there are; return what was collected in `field` for this rank's columns."""
-        part = fresh(cols)
-        visit(cols.collecting(field, part), 0)
-        return part
+    def own_cols(self, x: Tensor) -> Tensor:
+        """This rank's part of a tensor over the spread columns."""
+        return x
 
     def total(self, x: Tensor) -> Tensor:
         """The sum of x over the ranks."""
@@ -117,7 +152,7 @@ class Single:
 
 
 class Grouped(Single):
-    """What the exchanges of more than one rank share."""
+    """What the exchanges of several ranks share."""
 
     def __init__(self, communicator: Communicator) -> None:
         self.comm = communicator
@@ -126,81 +161,80 @@ class Grouped(Single):
     def total(self, x: Tensor) -> Tensor:
         return self.comm.reduce(x.clone())
 
-    def gathered(self, side: Side) -> Side:
-        """The side's counterparts of all ranks, in rank order. Weights are the same on all."""
-        everyone = side.arrived([self.comm.gather(x) for x in side.travelling()])
-        everyone.weight = None if side.weight is None else side.weight.repeat(self.size)
-        return everyone
+    def gathered(self, block: RowBlock) -> RowBlock:
+        """The blocks of all ranks, in rank order."""
+        found = block.received([self.comm.gather(x) for x in block.sent()])
+        found.weight = None if block.weight is None else block.weight.repeat(self.size)
+        return found
 
 
 class Replicated(Grouped):
-    """CLIP's own way: every rank gathers everything and computes the loss of the whole batch; it keeps its rows' gradient."""
+    """CLIP's exchange: every rank gathers both sides, computes the loss of the whole batch, and keeps its own rows' gradient."""
 
     def __init__(self, communicator: Communicator) -> None:
         super().__init__(communicator)
-        self.share = 1 / self.size
+        self.local_fraction = 1 / self.size
 
-    def spread(self, rows: Side, cols: Side) -> tuple[Side, Side]:
+    def spread(self, rows: RowBlock, cols: RowBlock) -> tuple[RowBlock, RowBlock]:
         self._n, self._m = n, m = len(rows), len(cols)
         rows, cols = self.gathered(rows), self.gathered(cols)
-        if m > n:  # all positives first, then the hard negatives of all ranks
+        if m > n:  # the positives of all ranks first, then the hard negatives of all ranks
             index = torch.arange(self.size * m, device=cols.features.device).view(self.size, m)
-            order = torch.cat([index[:, :n].flatten(), index[:, n:].flatten()])
-            cols = cols.map(lambda x: x[order])
+            cols = cols[torch.cat([index[:, :n].flatten(), index[:, n:].flatten()])]
         return rows, cols
 
-    def own(self, rows: Tensor) -> Tensor:
-        return rows[self.rank * self._n :][: self._n]
+    def own_rows(self, x: Tensor) -> Tensor:
+        return x[self.rank * self._n :][: self._n]
 
-    def own_cols(self, cols: Tensor) -> Tensor:
-        positives, extra = self.own(cols), self._m - self._n
+    def own_cols(self, x: Tensor) -> Tensor:
+        positives, extra = self.own_rows(x), self._m - self._n
         if not extra:
             return positives
-        return torch.cat([positives, cols[self.size * self._n + self.rank * extra :][:extra]])
+        return torch.cat([positives, x[self.size * self._n + self.rank * extra :][:extra]])
 
 
 class Gather(Grouped):
-    """Own rows against everybody's columns: all-gather of the columns, reduce-scatter of what they collect.
+    """Own rows against the columns of all ranks: all-gather of the columns, reduce-scatter of their sums (DisCo-CLIP, arXiv 2304.08480)."""
 
-    The gradient's way home is that of DisCo-CLIP (arXiv 2304.08480).
-    """
-
-    def sweep(self, cols: Side, field: str, fresh: Fresh, visit: Visit) -> Tensor | None:
-        own = len(cols)
+    def sweep(self, cols: RowBlock, sums: Sums | None, visit: Visit) -> Tensor | None:
+        positive = self.rank * len(cols)
         cols = self.gathered(cols)
-        part = fresh(cols)
-        visit(cols.collecting(field, part), self.rank * own)
-        return None if part is None else self.comm.scatter(part, field)
+        if sums is not None:
+            return sums.scatter(self.comm, sums.collect(cols, visit, positive))
+        visit(cols, positive)
+        return None
 
 
 class Ring(Grouped):
-    """Rows stay, columns travel from rank to rank, and so does, one hop behind them, what they have collected."""
+    """Rows stay. Columns travel from rank to rank, and their sums follow one hop behind."""
 
     def __init__(self, communicator: Communicator, ranks_per_node: int | None = None) -> None:
         super().__init__(communicator)
         self.visits = self.size
         self.hops = ring_hops(self.rank, self.size, ranks_per_node or self.size)
 
-    def sweep(self, cols: Side, field: str, fresh: Fresh, visit: Visit) -> Tensor | None:
+    def sweep(self, cols: RowBlock, sums: Sums | None, visit: Visit) -> Tensor | None:
         behind: Transfer | None = None
         for number, hop in enumerate(self.hops, start=1):
-            ahead = self.comm.post(cols.travelling(), hop) if number < self.size else None
-            part = fresh(cols)
-            visit(cols.collecting(field, part), 0 if number == 1 else None)
-            if part is not None:
+            ahead = self.comm.post(cols.sent(), hop) if number < self.size else None
+            positive = 0 if number == 1 else None
+            if sums is None:
+                visit(cols, positive)
+            else:
+                part = sums.collect(cols, visit, positive)
                 if behind is not None:
-                    JOIN[field](part, behind.wait()[0], out=part)
+                    sums.join(part, behind.wait()[0], out=part)
                 behind = self.comm.post([part], hop, tag=1)
             if ahead is not None:
-                cols = cols.arrived(ahead.wait())
+                cols = cols.received(ahead.wait())
         return None if behind is None else behind.wait()[0]
 
 
 def ring_hops(rank: int, size: int, ranks_per_node: int) -> list[Hop]:
-    """The hops, seen from `rank`, that take every rank's columns to every rank once and then home.
+    """The hops of `rank` that bring the columns of every rank to every rank once, and then back to their owner.
 
-    Columns first make the round of their node; then they move to the next node, to the rank with the same local index (so that
-    each network card has one neighbour), and so on; the last hop leads home. With all ranks on one node it is the plain ring.
+    Columns first visit all ranks of their node. Then they move to the next node, to the rank with the same local index (so that each
+    network card has one neighbour), and so on. The last hop returns them. With all ranks on one node this is the plain ring.
     Raises ValueError where `ranks_per_node` does not divide the number of ranks.
     """
     if ranks_per_node < 1 or size % ranks_per_node:
@@ -213,26 +247,26 @@ def ring_hops(rank: int, size: int, ranks_per_node: int) -> list[Hop]:
 
     inside, between = (0, 1), (1, 0)
     steps = [between if number % ranks_per_node == 0 else inside for number in range(1, size)]
-    home = (-sum(node for node, _ in steps), -sum(local for _, local in steps))
-    return [(moved(rank, *step), moved(rank, -step[0], -step[1])) for step in [*steps, home]]
+    back = (-sum(node for node, _ in steps), -sum(local for _, local in steps))
+    return [(moved(rank, *step), moved(rank, -step[0], -step[1])) for step in [*steps, back]]
 
 
 def agree(
     comm: Communicator, facts: Sequence[int], names: Sequence[str], problem: Exception | None, device: torch.device
 ) -> None:
-    """Raise ValueError if another rank has a problem, or if the ranks differ in any of the named facts.
+    """Raise ValueError if another rank has a problem, or if the ranks differ in one of the named facts.
 
-    One small all-gather: without it a rank that raises its problem, or that brings another batch size, leaves the others waiting for ever.
+    One small all-gather. Without it the other ranks would wait forever for a rank that raises, or that brings another batch size.
     """
     mine = torch.tensor([problem is not None, *facts], dtype=torch.int64, device=device)
-    everyone = comm.gather(mine).view(comm.size, -1).tolist()
+    gathered = comm.gather(mine).view(comm.size, -1).tolist()
     if problem is not None:
         return
-    if faulty := [str(rank) for rank, (failed, *_) in enumerate(everyone) if failed]:
+    if faulty := [str(rank) for rank, (failed, *_) in enumerate(gathered) if failed]:
         raise ValueError(
             f"contrastive_loss was refused on rank {', '.join(faulty)} of the group; the reason is in the error there"
         )
-    for name, values in zip(names, list(zip(*everyone))[1:]):
+    for name, values in zip(names, list(zip(*gathered))[1:]):
         if len(set(values)) > 1:
             raise ValueError(
                 f"contrastive_loss needs the same {name} on all ranks, but rank by rank it is {list(values)}"

@@ -1,4 +1,4 @@
-"""What the loss is given: checked, brought to one device and one operand type, and compared between ranks.
+"""The tensors of one call: checked once, with one type for the features, and described by numbers that the ranks compare.
 
 Letters: n rows (images) and m columns (texts) of this rank, D feature width, T tokens of a sample.
 """
@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from clipscale.loss.similarity import widened
+from clipscale.loss.block import RowBlock, sum_dtype
 
-# What has to be the same on all ranks: sizes for the transfers, the rest for their order.
+# What must be the same on all ranks: sizes for the transfers, the rest for their order.
 FACTS = (
     "number of images",
     "number of texts",
@@ -21,9 +21,24 @@ FACTS = (
     "choice of tensors that need a gradient",
 )
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # from wide to narrow
-
-
 Pair = tuple[Tensor | None, Tensor | None]  # of the rows and of the columns
+
+
+@dataclass
+class Extras:
+    """What a call gives for each row and column besides its features."""
+
+    masks: Pair
+    keys: Pair
+    dtype: torch.dtype  # what the features are cast to
+
+    def blocks(self, row_features: Tensor, col_features: Tensor) -> tuple[RowBlock, RowBlock]:
+        """This rank's rows and columns, cast."""
+        rows, cols = (
+            RowBlock(features.detach().to(self.dtype).contiguous(), mask, keys)
+            for features, mask, keys in zip((row_features, col_features), self.masks, self.keys)
+        )
+        return rows, cols
 
 
 @dataclass
@@ -32,30 +47,29 @@ class Inputs:
 
     rows: Tensor
     cols: Tensor
-    scale: Tensor  # 0-d, in the type of the sums
+    scale: Tensor  # 0-d, in sum_dtype
     bias: Tensor
-    masks: Pair
-    keys: Pair
-    operands: torch.dtype  # what the features are to be cast to
+    extras: Extras
 
     def facts(self) -> list[int]:
         """The FACTS of this rank."""
-        given = [x is not None for x in (*self.masks, *self.keys)]
-        wanted = [torch.is_grad_enabled() and x.requires_grad for x in (self.rows, self.cols, self.scale, self.bias)]
-        choices = [sum(2**i for i, chosen in enumerate(flags) if chosen) for flags in (given, wanted)]
+        given = [x is not None for x in (*self.extras.masks, *self.extras.keys)]
+        trained = [torch.is_grad_enabled() and x.requires_grad for x in (self.rows, self.cols, self.scale, self.bias)]
+        choices = [sum(2**i for i, chosen in enumerate(flags) if chosen) for flags in (given, trained)]
         sizes = [len(self.rows), len(self.cols), self.rows[0].numel(), self.cols[0].numel()]
-        return [*sizes, DTYPES.index(self.operands), *choices]
+        return [*sizes, DTYPES.index(self.extras.dtype), *choices]
 
     def positives_only(self) -> "Inputs":
         """Without the hard negatives among the texts."""
-        n = len(self.rows)
-        masks, keys = ((row, None if col is None else col[:n]) for row, col in (self.masks, self.keys))
-        return replace(self, cols=self.cols[:n], masks=masks, keys=keys)
+        n, extras = len(self.rows), self.extras
+        masks, keys = ((row, None if col is None else col[:n]) for row, col in (extras.masks, extras.keys))
+        return replace(self, cols=self.cols[:n], extras=replace(extras, masks=masks, keys=keys))
 
     def swapped(self) -> "Inputs":
         """The texts as rows, without the hard negatives, and the images as columns."""
         own = self.positives_only()
-        return replace(own, rows=own.cols, cols=own.rows, masks=own.masks[::-1], keys=own.keys[::-1])
+        extras = replace(own.extras, masks=own.extras.masks[::-1], keys=own.extras.keys[::-1])
+        return replace(own, rows=own.cols, cols=own.rows, extras=extras)
 
 
 def checked_inputs(
@@ -67,7 +81,7 @@ def checked_inputs(
     keys: Pair,
     similarity: str,
 ) -> Inputs:
-    """The inputs, ready for use. Raises ValueError with the reason where they do not fit each other."""
+    """The inputs, ready for use. `similarity` is "module" for a module. Raises ValueError where they do not fit each other."""
     u, v = image_features, text_features
     _check_features(u, v, similarity)
     image_keys, text_keys = keys
@@ -82,11 +96,12 @@ def checked_inputs(
     for name, x, side in (("image_mask", masks[0], u), ("text_mask", masks[1], v)):
         _require(x is None or similarity == "late", f"{name} is only for similarity=late")
         _check_extra(name, x, torch.bool, side.shape[:2], u.device)
-    operands = _operand_dtype(u, v)
+    dtype = _feature_dtype(u, v)
     scale, bias = (
-        _number(name, x, operands, u.device) for name, x in (("logit_scale", logit_scale), ("logit_bias", logit_bias))
+        _number(name, x, sum_dtype(dtype), u.device)
+        for name, x in (("logit_scale", logit_scale), ("logit_bias", logit_bias))
     )
-    return Inputs(u, v, scale, bias, masks, (image_keys, text_keys), operands)
+    return Inputs(u, v, scale, bias, Extras(masks, (image_keys, text_keys), dtype))
 
 
 def _check_features(u: Tensor, v: Tensor, similarity: str) -> None:
@@ -109,16 +124,15 @@ def _check_features(u: Tensor, v: Tensor, similarity: str) -> None:
 
 
 def _check_extra(name: str, x: Tensor | None, dtype: torch.dtype, shape: torch.Size, device: torch.device) -> None:
-    if x is not None:
-        fits = x.dtype == dtype and x.shape == shape and x.device == device
-        _require(
-            fits,
-            f"{name} must be {dtype} of shape {tuple(shape)} on {device}, not {x.dtype} of {tuple(x.shape)} on {x.device}",
-        )
+    _require(
+        x is None or (x.dtype == dtype and x.shape == shape and x.device == device),
+        f"{name} must be {dtype} of shape {tuple(shape)} on {device}"
+        + ("" if x is None else f", not {x.dtype} of {tuple(x.shape)} on {x.device}"),
+    )
 
 
-def _operand_dtype(u: Tensor, v: Tensor) -> torch.dtype:
-    """The narrower of the two types (neither holds the other: float32); under autocast what matmul would take."""
+def _feature_dtype(u: Tensor, v: Tensor) -> torch.dtype:
+    """The narrower of the two types (float32 where neither contains the other); under autocast what matmul would take."""
     pair = {u.dtype, v.dtype}
     if pair == {torch.float16, torch.bfloat16}:
         return torch.float32
@@ -128,8 +142,7 @@ def _operand_dtype(u: Tensor, v: Tensor) -> torch.dtype:
     return narrow
 
 
-def _number(name: str, x: Tensor | float, operands: torch.dtype, device: torch.device) -> Tensor:
-    dtype = widened(torch.empty(0, dtype=operands)).dtype
+def _number(name: str, x: Tensor | float, dtype: torch.dtype, device: torch.device) -> Tensor:
     if not isinstance(x, Tensor):
         x = torch.tensor(x, dtype=dtype, device=device)
     _require(x.numel() == 1, f"{name} must be a single number, not a tensor of shape {tuple(x.shape)}")

@@ -1,20 +1,23 @@
-"""The objectives, as what they do with one tile of scores: merge it into the sums, or turn it into its own gradient.
+"""The objectives: what each does with one tile of scores, forward into the running sums and backward into the scores' gradient.
 
-Letters: n rows (images) and m columns (texts) of the tile; N and M of the whole score matrix. x are scores, scale * similarity; r and c
-the log-sum-exps of rows and columns, a and b their weights. Scores come as a list: one (n, m) tensor that serves both directions, or
-two (image to text, text to image) where the similarity is another one each way. They may be overwritten. Values and gradients leave out
-the common factor 1/N, which keeps the weights near one in any precision.
+Scores x are scale * similarity. They come as a list: one tensor (n, m) for both directions, or two (image to text, text to image) where
+the similarity differs. Both functions may overwrite them. Values and gradients leave out the common factor 1/N, which keeps the weights
+near one in any precision.
+
+Letters: n rows (images) and m columns (texts) of the tile; N and M of the whole score matrix; r and c the log-sum-exps of rows and
+columns, a and b their weights.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from clipscale.loss.block import Block, Side
+from clipscale.loss.block import Block, RowBlock
 
-# e^(x - t) is taken with one reference t for a whole tile as long as no exponent that matters leaves +-MARGIN nats: sums of 1e7 terms
-# of e^60 stay finite in float32, and e^-60 is still a normal number.
+# e^(x - t) takes one reference t for a whole tile while no exponent that matters leaves +-MARGIN nats: sums of 1e7 terms of e^60 stay
+# finite in float32, and e^-60 is still a normal number.
 MARGIN = 60.0
 SMALLEST_SUM = 1e-25  # somewhat above e^-60: a smaller sum may have lost terms to underflow
 
@@ -25,7 +28,7 @@ class Softmax:
 
         L = sum_i a_i (r_i - x_ii) + sum_j b_j (c_j - x_jj),   dL/dx_ij = a_i e^(x_ij - r_i) + b_j e^(x_ij - c_j) - (a_i + b_i) [i = j]
 
-    With label smoothing e the positive's share of the target is 1 - e, and e spreads evenly over all M columns (N rows), as in torch's
+    With label smoothing e the positive's target is 1 - e, and e is spread evenly over all M columns (N rows), as in torch's
     cross_entropy. A side without weights takes no part.
     """
 
@@ -33,13 +36,13 @@ class Softmax:
     total_rows: int = 1
     total_cols: int = 1
 
-    def merge(self, scores: list[Tensor], tile: Block, bound: float, spare: Tensor) -> None:
+    def forward(self, scores: list[Tensor], tile: Block, bound: float, spare: Tensor) -> None:
         """Merge a tile into the running log-sum-exps and targets. `bound` limits |x|; `spare` is scratch of the scores' shape."""
         reference = _reference(bound)
-        for x, directions in self._directions(scores, tile):
+        for x, directions in self._served(scores, tile):
             if not directions:
                 continue
-            self._add_targets(x, directions, tile, spare)
+            self._add_tile_targets(x, directions, tile, spare)
             exponentials = torch.sub(x, reference, out=spare).exp_() if reference else torch.exp(x, out=spare)
             for side in directions:
                 total = exponentials.sum(side.dim)
@@ -47,10 +50,10 @@ class Softmax:
                 lse = _logsumexp(x, side.dim) if underflow else total.double().log_().add_(reference)
                 side.lse.copy_(torch.logaddexp(side.lse, lse))
 
-    def gradient(self, scores: list[Tensor], tile: Block, bound: float, spare: Tensor) -> list[Tensor]:
-        """The scores replaced, in place, by the derivative of the loss with respect to them."""
+    def backward(self, scores: list[Tensor], tile: Block, bound: float, spare: Tensor) -> list[Tensor]:
+        """Replace the scores, in place, by the derivative of the loss with respect to them."""
         reference = _reference(bound)
-        for x, directions in self._directions(scores, tile):
+        for x, directions in self._served(scores, tile):
             if not directions:
                 x.zero_()
                 continue
@@ -65,21 +68,35 @@ class Softmax:
             self._subtract_targets(x, directions, tile)
         return scores
 
-    def _directions(self, scores: list[Tensor], tile: Block) -> list[tuple[Tensor, list["Direction"]]]:
-        """Each score tensor with the sides whose softmax it serves."""
-        rows = [] if tile.rows.weight is None else [Direction(tile.rows, 1, self.smoothing / self.total_cols)]
-        cols = [] if tile.cols.weight is None else [Direction(tile.cols, 0, self.smoothing / self.total_rows)]
-        return [(scores[0], rows + cols)] if len(scores) == 1 else [(scores[0], rows), (scores[1], cols)]
+    def add_targets(
+        self,
+        block: Block,
+        directions: list["Direction"],
+        positives: Callable[[tuple[slice, slice]], Tensor],
+        smoothed: Callable[["Direction"], Tensor],
+    ) -> None:
+        """Add to the rows' targets what the softmax subtracts from the log-sum-exps: the scores of the positives and of smoothing.
 
-    def _add_targets(self, x: Tensor, directions: list["Direction"], tile: Block, spare: Tensor) -> None:
-        target, diagonal = tile.rows.target, tile.diagonal()
+        `positives` returns the scores at the given diagonal. `smoothed` returns the sum over each row, (n,), of the scores times the
+        direction's weight and smoothing.
+        """
+        target, diagonal = block.rows.target, block.diagonal()
         assert target is not None
         if diagonal is not None:
             weight = sum(side.weight[diagonal[1 - side.dim]].double() for side in directions) * (1 - self.smoothing)
-            target[diagonal[0]] += weight * x.diagonal(tile.offset)
+            target[diagonal[0]] += weight * positives(diagonal)
         if self.smoothing:
             for side in directions:
-                target += torch.mul(x, side.across(side.weight * side.smoothing), out=spare).sum(1)
+                target += smoothed(side)
+
+    def _add_tile_targets(self, x: Tensor, directions: list["Direction"], tile: Block, spare: Tensor) -> None:
+        def positives(_: tuple[slice, slice]) -> Tensor:
+            return x.diagonal(tile.offset)
+
+        def smoothed(side: Direction) -> Tensor:
+            return torch.mul(x, side.across(side.weight * side.smoothing), out=spare).sum(1)
+
+        self.add_targets(tile, directions, positives, smoothed)
 
     def _subtract_targets(self, g: Tensor, directions: list["Direction"], tile: Block) -> None:
         # Inside the tile, not as a correction afterwards: a p - a cancels to nothing where the positive has all the mass.
@@ -91,34 +108,45 @@ class Softmax:
             for side in directions:
                 g.sub_(side.across(side.weight * side.smoothing))
 
+    def directions(self, block: Block) -> tuple[list["Direction"], list["Direction"]]:
+        """Image to text and text to image, each empty where its side has no weights."""
+        rows = [] if block.rows.weight is None else [Direction(block.rows, 1, self.smoothing / self.total_cols)]
+        cols = [] if block.cols.weight is None else [Direction(block.cols, 0, self.smoothing / self.total_rows)]
+        return rows, cols
+
+    def _served(self, scores: list[Tensor], tile: Block) -> list[tuple[Tensor, list["Direction"]]]:
+        """Each score tensor with the directions that it serves."""
+        rows, cols = self.directions(tile)
+        return [(scores[0], rows + cols)] if len(scores) == 1 else [(scores[0], rows), (scores[1], cols)]
+
 
 @dataclass(frozen=True)
 class Sigmoid:
-    """Every pair a yes-or-no question (SigLIP; Zhai et al. 2023, arXiv 2303.15343): L = sum_ij softplus(-z_ij (x_ij + bias)).
+    """Every pair is a binary question (SigLIP; Zhai et al. 2023, arXiv 2303.15343): L = sum_ij softplus(-z_ij (x_ij + bias)).
 
-    z is +1 at the positives and -1 elsewhere; dL/dx_ij = sigmoid(x_ij + bias) - [i = j]. There is no log-sum-exp: the value is
-    collected, negated, in the rows' targets. Where the similarity differs between the directions, x is their mean.
+    z is +1 at the positives and -1 elsewhere; dL/dx_ij = sigmoid(x_ij + bias) - [i = j]. There is no log-sum-exp: the rows' targets
+    collect the value, negated. Where the similarity differs between the directions, x is their mean.
     """
 
-    def merge(self, scores: list[Tensor], tile: Block, bound: float, spare: Tensor) -> None:
-        """Take a tile's part of the value off the rows' targets."""
+    def forward(self, scores: list[Tensor], tile: Block, bound: float, spare: Tensor) -> None:
+        """Subtract a tile's part of the value from the rows' targets."""
         logits = self._signed_logits(scores, tile)
         assert tile.rows.target is not None
         tile.rows.target -= torch.logaddexp(logits, logits.new_zeros(()), out=spare).sum(1)
 
-    def gradient(self, scores: list[Tensor], tile: Block, bound: float, spare: Tensor) -> list[Tensor]:
-        """The scores replaced, in place, by the derivative of the loss with respect to them; the bias' gradient is added up."""
+    def backward(self, scores: list[Tensor], tile: Block, bound: float, spare: Tensor) -> list[Tensor]:
+        """Replace the scores, in place, by the derivative of the loss with respect to them, and add to the bias's gradient."""
         g = self._signed_logits(scores, tile).sigmoid_()
         if tile.diagonal() is not None:
             g.diagonal(tile.offset).neg_()  # sigmoid(y) - 1 is -sigmoid(-y), without the cancellation
-        if tile.shared.bias_grad is not None:
-            tile.shared.bias_grad += g.sum()
+        if tile.parameters.bias_grad is not None:
+            tile.parameters.bias_grad += g.sum()
         return [g] if len(scores) == 1 else [g.div_(2)] * 2
 
     def _signed_logits(self, scores: list[Tensor], tile: Block) -> Tensor:
         """-z (x + bias)"""
         logits = scores[0] if len(scores) == 1 else scores[0].add_(scores[1]).div_(2)
-        logits.add_(tile.shared.bias)
+        logits.add_(tile.parameters.bias)
         if tile.diagonal() is not None:
             logits.diagonal(tile.offset).neg_()
         return logits
@@ -128,19 +156,19 @@ Objective = Softmax | Sigmoid
 
 
 class Direction:
-    """One side's part in a softmax: the dimension summed over, and each candidate's share of the smoothed target."""
+    """One side of a softmax: the dimension it sums over, and the target that smoothing gives to each candidate."""
 
-    def __init__(self, side: Side, dim: int, smoothing: float) -> None:
+    def __init__(self, side: RowBlock, dim: int, smoothing: float) -> None:
         assert side.weight is not None and side.lse is not None
         self.weight, self.lse, self.dim, self.smoothing = side.weight, side.lse, dim, smoothing
 
     def across(self, x: Tensor) -> Tensor:
-        """One number a row (column), shaped to be spread over the columns (rows)."""
+        """One number a row (column), shaped to broadcast over the columns (rows)."""
         return x.unsqueeze(self.dim)
 
 
 def _reference(bound: float) -> float:
-    """t, given a bound on |x|: e^(x - t) never overflows; and t = 0 costs nothing, loses nothing, and is chosen wherever it can be."""
+    """t, given a bound of |x|: e^(x - t) never overflows. t = 0 costs nothing and loses nothing, and is chosen wherever it can be."""
     return max(0.0, bound - MARGIN)
 
 
@@ -151,7 +179,7 @@ def _logsumexp(x: Tensor, dim: int) -> Tensor:
 
 
 def _weighted_probabilities(x: Tensor, side: Direction) -> Tensor:
-    """weight * e^(x - lse). What the log-sum-exp loses when rounded to the precision of x is made up for in the weight."""
+    """weight * e^(x - lse). The weight corrects what the log-sum-exp loses when it is rounded to the type of x."""
     lse = side.lse.to(x.dtype)
     weight = (side.weight * (lse - side.lse).exp()).to(x.dtype)
     return (x - side.across(lse)).exp_().mul_(side.across(weight))

@@ -1,6 +1,6 @@
-"""The oracle: the loss of a whole batch in one graph, straight from the formulas, which every test compares with.
+"""The oracle: the loss of a whole batch in one graph, written straight from the formulas. Every test compares with it.
 
-It shares no code with the blocks, tiles and exchanges. Memory and time are those of an N x M matrix.
+It shares no code with the blocks, tiles and exchanges. It holds several N x M matrices.
 
 Letters: N images, M texts, D feature width, T tokens of an image, S of a text.
 """
@@ -24,15 +24,15 @@ def dense_contrastive_loss(
     image_mask: Tensor | None = None,
     text_mask: Tensor | None = None,
 ) -> Tensor:
-    """What `contrastive_loss` is to give for the batch of all ranks, in the inputs' precision. Texts from the N-th on: hard negatives."""
+    """What `contrastive_loss` returns for the batch of all ranks, in the inputs' precision. Texts from the N-th on are hard negatives."""
     n, m = len(image_features), len(text_features)
     target = torch.arange(n, device=image_features.device)
     to_text, to_image = dense_similarities(image_features, text_features, similarity, image_mask, text_mask)
     positive = F.one_hot(target, m).bool()
     left_out = torch.zeros_like(positive)
     if image_keys is not None:
-        other = image_keys if text_keys is None else text_keys
-        left_out = (image_keys[:, None] == other[None, :]) & ~positive
+        text_keys = image_keys if text_keys is None else text_keys
+        left_out = (image_keys[:, None] == text_keys[None, :]) & ~positive
 
     if objective == "sigmoid":
         logits = logit_scale * (to_text + to_image) / 2 + logit_bias
@@ -52,7 +52,7 @@ def dense_similarities(
     image_mask: Tensor | None,
     text_mask: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """The similarities (N, M) as the images see them and as the texts see them."""
+    """The similarities (N, M) from image to text and from text to image."""
     if isinstance(similarity, nn.Module):
         scores = similarity(image_features, text_features)
         return scores, scores

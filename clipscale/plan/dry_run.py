@@ -24,7 +24,7 @@ from clipscale.data.features import StoredFeatures
 from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.distributed import World, sync_batch_norm
 from clipscale.models.towers import ClipModel, build_model
-from clipscale.plan.memory_tracker import MemoryTracker, as_on_cuda, without_memory
+from clipscale.plan.memory_tracker import DryMachine, MemoryTracker, cuda_autocast, without_memory
 from clipscale.train_state import TrainState
 
 CPU = torch.device("cpu")
@@ -185,10 +185,13 @@ class DryRunState(TrainState):
 class DryRun:
     """Runs steps of a training configuration without memory; made by `dry_run`."""
 
-    def __init__(self, config: TrainConfig, ranks: int, tracker: MemoryTracker, folder: Path, *, cuda: bool) -> None:
+    def __init__(
+        self, config: TrainConfig, ranks: int, tracker: MemoryTracker, folder: Path, capability: int | None
+    ) -> None:
         self.config, self.ranks, self.tracker = config, ranks, tracker
         self.state = DryRunState(config, DryRunWorld(0, ranks, CPU), folder, None)
-        if cuda and type(self.state.optimizer).__module__.startswith("torch.optim"):
+        self.state.machine = DryMachine(capability)
+        if capability and type(self.state.optimizer).__module__.startswith("torch.optim"):
             for group in self.state.optimizer.param_groups:  # torch's own choice on CUDA
                 group["foreach"] = True if group.get("foreach", False) is None else group.get("foreach", False)
         self.state.precision.scaler = None  # it takes a few bytes, and its test of every gradient needs values
@@ -316,8 +319,8 @@ def dry_run(config: TrainConfig, ranks: int, capability: int | None) -> Iterator
             dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
             stack.callback(dist.destroy_process_group)
         tracker = stack.enter_context(without_memory())
-        stack.enter_context(as_on_cuda(capability) if capability else nullcontext())
-        yield DryRun(config, ranks, tracker, folder, cuda=capability is not None)
+        stack.enter_context(cuda_autocast() if capability else nullcontext())
+        yield DryRun(config, ranks, tracker, folder, capability)
 
 
 def local_bytes(x: Tensor) -> int:

@@ -5,10 +5,9 @@ The tracker watches every operation, so it needs no knowledge of the model or th
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -18,11 +17,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from clipscale.loss import api
-from clipscale.loss import torch_backend as tiled
-from clipscale.loss.similarity import CUDA_TILE
-from clipscale.loss.triton import panels as triton_panels
-from clipscale.loss.triton.tuning import tiles_for
+from clipscale.loss.machine import Machine, T
+from clipscale.loss.triton.tuning import INTERPRETER, Tiles, tiles_for
 
 ROUND = 512
 """torch's CUDA allocator hands out multiples of this (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize)."""
@@ -108,49 +104,45 @@ class MemoryTracker(TorchDispatchMode):
 
 @contextmanager
 def without_memory() -> Iterator[MemoryTracker]:
-    """Inside, tensors have shapes and dtypes but no values, and the tracker counts the memory that they would take.
-
-    The loss computes only the first tile or panel of a block, because the others use the same buffers.
-    """
-
-    def first_of(make: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
-        return lambda *args: itertools.islice(make(*args), 1)
-
-    with (
-        patch.object(tiled.TorchBackend, "_tiles", first_of(tiled.TorchBackend._tiles)),
-        patch.object(triton_panels.Problem, "panels", first_of(triton_panels.Problem.panels)),
-        FakeTensorMode(allow_non_fake_inputs=True),
-        MemoryTracker(without_values=True) as tracker,
-    ):
+    """Inside, tensors have shapes and dtypes but no values, and the tracker counts the memory that they would take."""
+    with FakeTensorMode(allow_non_fake_inputs=True), MemoryTracker(without_values=True) as tracker:
         yield tracker
 
 
-@contextmanager
-def as_on_cuda(capability: int) -> Iterator[None]:
-    """Inside, CPU tensors without values take the memory that they would on a GPU of this compute capability.
+class DryMachine(Machine):
+    """A GPU of a compute capability, or (None) the CPU, for the loss of tensors without values.
 
-    Autocast runs its CUDA list of operations in float32, and the loss uses its Triton backend, without running kernels.
+    The loss computes only the first tile or panel of a block, because the others use the same buffers. On a GPU it uses its Triton
+    backend, without running kernels.
     """
 
-    def backend(config: api.LossConfig, inputs: Any) -> str:
-        usual = "triton" if config.similarity == "dot" and inputs.operands != torch.float64 else "tiled"
-        return usual if config.backend == "auto" else config.backend
+    def __init__(self, capability: int | None) -> None:
+        self.capability = capability
 
-    def aligned(x: Tensor, depth: int) -> Tensor:
+    def gpu_name(self, device: torch.device) -> str | None:
+        return f"a GPU of compute capability {self.capability}" if self.capability else None
+
+    def parts(self, parts: Iterator[T]) -> Iterator[T]:
+        return itertools.islice(parts, 1)
+
+    def tiles(self, device: torch.device, kernel_pass: str, arithmetic: str) -> Tiles:
+        return tiles_for(self.capability, kernel_pass, arithmetic) if self.capability else INTERPRETER
+
+    def aligned(self, x: Tensor, depth: int) -> Tensor:
         padded = -(-x.shape[1] // depth) * depth
         return x if padded == x.shape[1] else x.new_zeros((len(x), padded))
 
-    with ExitStack() as stack:
-        for place, name, stand_in in (
-            (api, "_chosen_backend", backend),
-            (api.Dot, "tile", lambda self, block: CUDA_TILE),
-            (triton_panels, "tiles_on", lambda device, *asked: tiles_for(capability, *asked)),
-            (triton_panels, "_aligned", aligned),
-            (triton_panels, "_add_product", lambda out, a, b: None),
-            (triton_panels, "launch", lambda *args, **constants: None),
-        ):
-            stack.enter_context(patch.object(place, name, stand_in))
-        stack.enter_context(_CudaAutocast())
+    def launch(self, *arguments: Any, **constants: Any) -> None:
+        pass
+
+    def add_product(self, out: Tensor, a: Tensor, b: Tensor) -> None:
+        pass
+
+
+@contextmanager
+def cuda_autocast() -> Iterator[None]:
+    """Inside, autocast runs its CUDA list of operations in float32 on a CPU, too."""
+    with _CudaAutocast():
         yield
 
 

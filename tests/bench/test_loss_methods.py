@@ -1,13 +1,14 @@
 """The methods that are compared: names, presets, and what each needs."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
-import torch
 
 from clipscale.bench.loss_methods import Case, chosen, find, methods
 from clipscale.config.keys import group_options
 from clipscale.errors import UserError
+from clipscale.loss.triton.tuning import Tiles, Tuning, candidates
 
 CPU = Case(64, 512, "fp32", "cpu", 1, 100.0)
 CUDA = replace(CPU, device="cuda", dtype="bf16")
@@ -73,18 +74,19 @@ def test_matmuls_inside_kernels_are_not_counted_as_if_seen() -> None:
     assert seen["inf_cl"] == seen["compile"] == (False, False)
 
 
-def test_a_choice_of_the_kernels_made_otherwise_has_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    from clipscale.loss.triton import backend as triton_block
-    from clipscale.loss.triton import panels as triton_panels
-    from clipscale.loss.triton.tuning import Tiles
-
-    before = triton_panels.tiles_on, triton_block.PANEL_BYTES
+def test_a_choice_of_the_kernels_has_a_name() -> None:
     tiles, panel = find(["triton-tiles-128x256x64-8w-3s-168r", "triton-panel-64M"])
-    with tiles.setting():
-        assert triton_panels.tiles_on(torch.device("cpu"), "forward", "half") == Tiles(128, 256, 64, 8, 3, 168)
-    with panel.setting():
-        assert triton_block.PANEL_BYTES == 64 << 20
-    assert (triton_panels.tiles_on, triton_block.PANEL_BYTES) == before
+    for method, tuning in (
+        (tiles, Tuning(tiles=Tiles(128, 256, 64, 8, 3, 168))),
+        (panel, Tuning(panel_bytes=64 << 20)),
+    ):
+        loss = method.build(CUDA, 0)
+        assert isinstance(loss, partial) and loss.keywords["tuning"] == tuning, method.name
     assert not tiles.visible(CUDA) and "need CUDA" in str(panel.obstacle(CPU))
     with pytest.raises(UserError, match="methods=triton-tiles-1: unknown"):
         find(["triton-tiles-1"])
+
+
+def test_every_candidate_of_the_tile_table_is_a_method() -> None:
+    found = chosen("triton,triton-tiles", "cuda", 1)
+    assert [x.name for x in found[1:]] == [f"triton-tiles-{tiles}" for tiles in candidates("half")]

@@ -16,7 +16,6 @@ from clipscale.bench.loss_methods import FORESEEN
 from clipscale.cli import compose
 from clipscale.cli import main as cli
 from clipscale.data import demo
-from clipscale.loss.triton import tune as triton_tune
 
 ROOT = Path(__file__).parents[2]
 BENCHES: dict[str, Any] = {"loss": loss, "step": step, "data": data}
@@ -89,8 +88,6 @@ def check(words: list[str], monkeypatch: pytest.MonkeyPatch) -> float:
             config = composed([f"run={given.run}", *given.words, f"batch={given.grain}", f"samples={given.grain}"])
             assert config.data.buffers == 1 and config.offload in ("host", "encoded")
             return float(given.seconds)
-        case "clipscale.loss.triton.tune":
-            return float(parsed(triton_tune.main, rest, monkeypatch).seconds)
         case "clipscale.bench.machine" | "pytest":
             assert rest
         case _:

@@ -1,15 +1,16 @@
 """The memory tracker, and CPU tensors without values that take memory like a GPU's."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 
-from clipscale.loss.api import contrastive_loss
-from clipscale.loss.triton import backend as triton_block
-from clipscale.loss.triton import panels as triton_panels
-from clipscale.loss.triton.tuning import INTERPRETER
-from clipscale.plan import memory_tracker
-from clipscale.plan.memory_tracker import MemoryTracker, as_on_cuda, without_memory
+from clipscale.config.sections import LossConfig
+from clipscale.loss.api import configured_loss
+from clipscale.loss.machine import Machine
+from clipscale.loss.triton.tuning import INTERPRETER, Tuning
+from clipscale.plan.memory_tracker import DryMachine, MemoryTracker, cuda_autocast, without_memory
 
 
 def test_a_storage_counts_once_and_until_its_last_view_is_gone() -> None:
@@ -49,20 +50,30 @@ def test_autocast_widens_a_layer_norm_only_on_cuda(on_cuda: bool) -> None:
     with without_memory(), torch.autocast("cpu", dtype=torch.bfloat16):
         x = torch.zeros(4, 64, dtype=torch.bfloat16)
         if on_cuda:
-            with as_on_cuda(90):
+            with cuda_autocast():
                 y = F.layer_norm(x, (64,))
         else:
             y = F.layer_norm(x, (64,))
     assert y.dtype == (torch.float32 if on_cuda else torch.bfloat16)
 
 
-def peak_of_loss(memory: MemoryTracker, rows: int, cols: int, width: int, objective: str) -> int:
+def peak_of_loss(
+    memory: MemoryTracker, rows: int, cols: int, width: int, objective: str, tuning: Tuning, machine: Machine
+) -> int:
     u, v = (torch.ones(count, width).requires_grad_() for count in (rows, cols))
     scale, bias = (torch.tensor(value).requires_grad_() for value in (10.0, -10.0))
+    config = LossConfig(objective=objective, backend="triton")
     memory.take_peak()
     before = memory.live
-    contrastive_loss(u, v, scale, logit_bias=bias, objective=objective, backend="triton", check=False).backward()
+    configured_loss(u, v, scale, bias, config, check=False, tuning=tuning, machine=machine).backward()
     return memory.take_peak() - before
+
+
+class WithoutKernels(Machine):
+    """This machine, with kernels that do nothing: Triton's interpreter takes memory itself."""
+
+    def launch(self, *arguments: Any, **constants: Any) -> None:
+        pass
 
 
 @pytest.mark.parametrize("objective", ["softmax", "softmax_image", "sigmoid"])
@@ -70,27 +81,25 @@ def peak_of_loss(memory: MemoryTracker, rows: int, cols: int, width: int, object
 def test_the_triton_backend_takes_the_buffers_of_a_real_run(
     monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int, int], objective: str
 ) -> None:
-    """On real tensors, with many small panels and kernels that do nothing (Triton's interpreter takes memory itself)."""
+    """On real tensors, with many small panels."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(triton_block, "PANEL_BYTES", 2**15)
-    monkeypatch.setattr(triton_block, "PARTIAL_BYTES", 2**13)
-    with monkeypatch.context() as only, MemoryTracker() as memory:
-        only.setattr(triton_panels, "launch", lambda *args, **constants: None)
-        measured = peak_of_loss(memory, *shape, objective)
-    monkeypatch.setattr(memory_tracker, "tiles_for", lambda *asked: INTERPRETER)
-    with without_memory() as memory, as_on_cuda(90):
-        predicted = peak_of_loss(memory, *shape, objective)
+    tuning = Tuning(INTERPRETER, panel_bytes=2**15, partial_bytes=2**13)
+    with MemoryTracker() as memory:
+        measured = peak_of_loss(memory, *shape, objective, tuning, WithoutKernels())
+    with without_memory() as memory:
+        predicted = peak_of_loss(memory, *shape, objective, tuning, DryMachine(90))
     assert predicted == pytest.approx(measured, rel=0.01), f"predicted {predicted} bytes, measured {measured}"
 
 
 def test_the_loss_takes_the_memory_that_its_documentation_states() -> None:
     """At N = 1M, D = 768 on one GPU: at most 2 GiB beyond features, their gradients and the operands in bf16."""
     n, width = 2**20, 768
-    with without_memory() as memory, as_on_cuda(90), torch.autocast("cpu", dtype=torch.bfloat16):
+    with without_memory() as memory, cuda_autocast(), torch.autocast("cpu", dtype=torch.bfloat16):
         u, v = (torch.empty(n, width).requires_grad_() for _ in range(2))
+        scale = torch.tensor(10.0).requires_grad_()
         memory.take_peak()
         before = memory.live
-        contrastive_loss(u, v, torch.tensor(10.0).requires_grad_(), check=False).backward()
+        configured_loss(u, v, scale, None, LossConfig(), check=False, machine=DryMachine(90)).backward()
         beyond = memory.take_peak() - before - 2 * n * width * 4
     operands = 2 * n * width * 2
     assert beyond - operands < 2 * 2**30, f"{(beyond - operands) / 2**30:.2f} GiB"

@@ -1,194 +1,193 @@
-"""The dot product's block functions on Triton: log-sum-exps and gradients of one block, in memory linear in its rows and columns.
+"""The Triton backend of the dot product: log-sum-exps and gradients of one block, in memory linear in its rows and columns.
 
-A block is worked through in panels, rectangles of bounded area: the forward kernels leave partial sums of a panel's tiles, merged in a
-fixed order; the backward kernels leave a panel of the gradient with respect to the scores, from which the GEMM library adds to both
-sides' gradients in float32. No atomics: the same inputs give the same bits (as far as the GEMM library keeps to that on one stream).
+The forward kernels leave partial sums of a panel's tiles, which are merged in a fixed order. The backward kernels leave a panel of score
+gradients, from which the GEMM library adds to both feature gradients in float32. No atomics: the same inputs give the same bits (as far
+as the GEMM library does on one stream).
 
-Letters: n rows (images), m columns (texts), D feature width. x_ij = scale <u_i, v_j>. In all functions
-
-    u (n, D), v (m, D)      bfloat16, float16 or float32, both the same; any strides
-    scale, bias             0-d float32 on the same device; scale must be positive (it is not looked at: that would synchronise)
-    positive                the column of row 0's positive; row i has its positive in column positive + i, which may lie outside of the
-                            block; None: the block holds none
-    row_keys, col_keys      (n,), (m,) int64 or both None: a pair that is no positive and whose keys agree is left out
-    fp32_precision          "ieee" or "tf32", for float32 features. TF32 keeps 10 bits of each operand.
-
-ValueError for dtypes, shapes and devices that do not fit; RuntimeError with the reason where a kernel cannot be compiled or launched.
+Letters: n rows (images), m columns (texts), D feature width. x_ij = scale <u_i, v_j>.
 """
 
 import torch
 import triton
 from torch import Tensor
 
-from clipscale.loss.triton.panels import Problem, RunningSum, accumulating, add_products, in_units
+from clipscale.loss.block import Block
+from clipscale.loss.machine import Machine
+from clipscale.loss.objective import Direction, Objective, Sigmoid, Softmax
+from clipscale.loss.similarity import product, row_products
+from clipscale.loss.triton.panels import PaddedBlock, RunningSum, in_units
 from clipscale.loss.triton.sigmoid import sigmoid_gradient_kernel, sigmoid_loss_kernel
 from clipscale.loss.triton.softmax import lse_kernel, softmax_gradient_kernel
-
-# Of partial sums at a time: a 32k x 32k panel with 128 x 128 tiles.
-PARTIAL_BYTES = 128 << 20
-# Of score gradients at a time: a 16k x 16k panel in half precision, which keeps the library's GEMMs large.
-PANEL_BYTES = 512 << 20
+from clipscale.loss.triton.tuning import Tuning
 
 
-def lse_block(
-    u: Tensor,
-    v: Tensor,
-    scale: Tensor,
-    *,
-    positive: int | None,
-    row_keys: Tensor | None = None,
-    col_keys: Tensor | None = None,
-    want_rows: bool = True,
-    want_cols: bool = True,
-    fp32_precision: str = "ieee",
-) -> tuple[Tensor | None, Tensor | None]:
-    """Row log-sum-exps (n,) and column log-sum-exps (m,) of the block's scores; None for one that is not wanted.
+class TritonBackend:
+    """A backend (see TorchBackend) on CUDA or in Triton's interpreter, for bfloat16, float16 and float32 features with any strides.
 
-    float64, because float32 rounds a value near 100 by 4e-6, and with it every probability of that row. -inf where every pair is left
-    out. One matmul unit (2 n m D FLOP), however many of the two are wanted.
+    Raises RuntimeError with the reason where a kernel cannot be compiled or launched.
     """
-    block = Problem.of(u, v, scale, positive, (row_keys, col_keys), fp32_precision, backward=False)
-    t = block.tiles
-    rows = RunningSum(len(u), u.device) if want_rows else None
-    cols = RunningSum(len(v), u.device) if want_cols else None
-    height, width = block.panel_shape(PARTIAL_BYTES * t.rows * t.cols // (8 * (t.rows + t.cols)))
-    row_parts = [
-        torch.empty(triton.cdiv(width, t.cols) * height if want_rows else 0, device=u.device) for _ in range(2)
-    ]
-    col_parts = [
-        torch.empty(triton.cdiv(height, t.rows) * width if want_cols else 0, device=u.device) for _ in range(2)
-    ]
-    for panel in block.panels(height, width):
-        block.launch(
-            lse_kernel, panel, panel.u, panel.v, block.factor, *panel.keys, *row_parts, *col_parts, *panel.sizes, panel.positive,
-            ROWS=want_rows, COLS=want_cols,
-        )  # fmt: skip
-        if rows is not None:
-            rows.merge(panel.rows, triton.cdiv(len(panel.v), t.cols), *row_parts)
-        if cols is not None:
-            cols.merge(panel.cols, triton.cdiv(len(panel.u), t.rows), *col_parts)
-    return None if rows is None else rows.log(block.units), None if cols is None else cols.log(block.units)
+
+    splits_rows = True
+    sums_scale_grad = True
+
+    def __init__(self, fp32_precision: str, tuning: Tuning, machine: Machine) -> None:
+        self.precision, self.tuning, self.machine = fp32_precision, tuning, machine
+
+    def padded(self, block: Block, backward: bool) -> PaddedBlock:
+        return PaddedBlock(block, self.precision, backward, self.tuning, self.machine)
 
 
-def add_softmax_gradient_block(
-    u: Tensor,
-    v: Tensor,
-    scale: Tensor,
-    row_lse: Tensor | None,
-    col_lse: Tensor | None,
-    row_weight: Tensor | None,
-    col_weight: Tensor | None,
-    *,
-    positive: int | None,
-    row_keys: Tensor | None = None,
-    col_keys: Tensor | None = None,
-    smoothing: tuple[float, float] = (0.0, 0.0),
-    epsilon: float = 0.0,
-    d_u: Tensor | None,
-    d_v: Tensor | None,
-    fp32_precision: str = "ieee",
-) -> Tensor:
-    """Add scale * G V to d_u (n, D) and scale * G' U to d_v (m, D), float32, in place, where not None; return the gradient of the
-    scale, sum_ij G_ij <u_i, v_j>, 0-d float64.
+class TritonSoftmax(TritonBackend):
+    """The softmax objective."""
 
-        G_ij = a_i exp(x_ij - r_i) + b_j exp(x_ij - c_j) - a_i row_constant - b_j col_constant - (1 - epsilon) (a_i + b_j) [j positive of i]
+    def __init__(self, objective: Softmax, fp32_precision: str, tuning: Tuning, machine: Machine) -> None:
+        super().__init__(fp32_precision, tuning, machine)
+        self.objective = objective
 
-    and 0 for a pair left out, with r, c the complete log-sum-exps (n,), (m,), float64 or float32, and a, b the weights (n,), (m,). A
-    direction whose lse is None has weight zero. smoothing is (row_constant, col_constant): label smoothing `epsilon` over N rows
-    and M columns in all is (epsilon / M, epsilon / N).
-    One matmul unit for the scores and one for each side wanted.
-    """
-    row_weight, col_weight = (
-        None if lse is None else weight for lse, weight in ((row_lse, row_weight), (col_lse, col_weight))
-    )
-    total = torch.zeros((), dtype=torch.float64, device=u.device)
-    if (row_weight is None and col_weight is None) or not len(u) or not len(v):
-        return total
-    block = Problem.of(u, v, scale, positive, (row_keys, col_keys), fp32_precision, backward=True)
-    rows, cols = in_units(row_lse, row_weight, block.units), in_units(col_lse, col_weight, block.units)
-    store = d_u is not None or d_v is not None
-    scores = _score_gradients(block)
-    with accumulating(block, scale * (_largest(row_weight) + _largest(col_weight)), d_u, d_v) as gain:
-        for panel in block.panels(*scores.shape):
-            r, row_share, a = (None if x is None else x[panel.rows] for x in rows)
-            c, col_share, b = (None if x is None else x[panel.cols] for x in cols)
-            sums = torch.empty(block.grid(panel), device=u.device)
-            block.launch(
-                softmax_gradient_kernel, panel, panel.u, panel.v, block.factor, gain, r, c, row_share, col_share, a, b, *panel.keys, scores,
-                sums, *panel.sizes, scores.stride(0), panel.positive, 1.0 - epsilon, *smoothing,
-                ROWS=r is not None, COLS=c is not None, SMOOTH=any(smoothing), STORE=store,
+    def forward(self, block: Block) -> None:
+        """Log-sum-exps by the kernels, targets by the library.
+
+        Log-sum-exps are float64: float32 would round a value near 100 by 4e-6, and with it every probability of that row. They are -inf
+        where every pair is left out. One matmul unit (2 n m D FLOP) for one direction or both.
+        """
+        rows, cols = block.rows, block.cols
+        for side, lse in zip((rows, cols), self.log_sum_exps(block)):
+            if side.lse is not None and lse is not None:
+                side.lse.copy_(torch.logaddexp(side.lse, lse))
+        u, v, scale = rows.features, cols.features, block.parameters.scale
+
+        def positives(diagonal: tuple[slice, slice]) -> Tensor:
+            i, j = diagonal
+            return scale * row_products(self._rounded(u[i]), self._rounded(v[j]))
+
+        def smoothed(side: Direction) -> Tensor:
+            # The sum of a row's scores is its product with the sum of the columns; in the texts' direction, with their weighted sum.
+            is_rows = side.dim == 1
+            weight = torch.ones_like(v[:, 0]) if is_rows else side.weight
+            total = product(weight[None, :], v, scale.new_empty(1, v.shape[1]), 1.0)
+            count = self.objective.total_cols if is_rows else self.objective.total_rows
+            sums = scale * self.objective.smoothing / count * row_products(u, total.expand_as(u))
+            return sums * side.weight if is_rows else sums
+
+        to_text, to_image = self.objective.directions(block)
+        self.objective.add_targets(block, to_text + to_image, positives, smoothed)
+
+    def log_sum_exps(self, block: Block) -> tuple[Tensor | None, Tensor | None]:
+        """Of this block's rows (n,) and columns (m,); None in a direction without a softmax."""
+        padded = self.padded(block, backward=False)
+        tiles, device, machine = padded.tiles, padded.device, self.machine
+        n, m = len(padded.u), len(padded.v)
+        rows = None if block.rows.lse is None else RunningSum(n, device, machine)
+        cols = None if block.cols.lse is None else RunningSum(m, device, machine)
+        area = self.tuning.partial_bytes * tiles.rows * tiles.cols // (8 * (tiles.rows + tiles.cols))
+        height, width = padded.panel_shape(area)
+        row_size = 0 if rows is None else triton.cdiv(width, tiles.cols) * height
+        col_size = 0 if cols is None else triton.cdiv(height, tiles.rows) * width
+        row_parts, col_parts = ([torch.empty(size, device=device) for _ in range(2)] for size in (row_size, col_size))
+        for panel in padded.panels(height, width):
+            padded.launch(
+                lse_kernel, panel, panel.u, panel.v, padded.factor, *panel.keys, *row_parts, *col_parts, *panel.sizes,
+                panel.positive, ROWS=rows is not None, COLS=cols is not None,
             )  # fmt: skip
-            add_products(block, panel, scores, d_u, d_v)
+            if rows is not None:
+                rows.merge(panel.rows, triton.cdiv(len(panel.v), tiles.cols), *row_parts)
+            if cols is not None:
+                cols.merge(panel.cols, triton.cdiv(len(panel.u), tiles.rows), *col_parts)
+        return None if rows is None else rows.log(padded.units), None if cols is None else cols.log(padded.units)
+
+    def backward(self, block: Block) -> None:
+        """Add scale * G V to the rows' gradient, scale * G' U to the columns', and sum_ij G_ij <u_i, v_j> to the scale's.
+
+            G_ij = a_i exp(x_ij - r_i) + b_j exp(x_ij - c_j) - a_i e / M - b_j e / N - (1 - e) (a_i + b_j) [j positive of i]
+
+        and 0 for a pair left out, with r, c the complete log-sum-exps, a, b the weights, and label smoothing e over N rows and M columns
+        in all. One matmul unit for the scores and one for each side that needs its gradient.
+        """
+        rows, cols, scale, e = block.rows, block.cols, block.parameters.scale, self.objective.smoothing
+        constants = (e / self.objective.total_cols, e / self.objective.total_rows)
+        padded = self.padded(block, backward=True)
+        row_terms = in_units(rows.lse, rows.weight, padded.units)
+        col_terms = in_units(cols.lse, cols.weight, padded.units)
+        store = rows.grad is not None or cols.grad is not None
+        scores = padded.score_gradients()
+        total = torch.zeros((), dtype=torch.float64, device=padded.device)
+        bound = scale * sum(side.weight.abs().amax() for side in (rows, cols) if side.weight is not None)
+        with padded.accumulating(bound, rows.grad, cols.grad) as gradient_scale:
+            for panel in padded.panels(*scores.shape):
+                r, row_corrected, a = (None if x is None else x[panel.rows] for x in row_terms)
+                c, col_corrected, b = (None if x is None else x[panel.cols] for x in col_terms)
+                sums = torch.empty(padded.grid(panel), device=padded.device)
+                padded.launch(
+                    softmax_gradient_kernel, panel, panel.u, panel.v, padded.factor, gradient_scale, r, c,
+                    row_corrected, col_corrected, a, b, *panel.keys, scores, sums, *panel.sizes, scores.stride(0),
+                    panel.positive, 1.0 - e, *constants,
+                    ROWS=r is not None, COLS=c is not None, SMOOTH=e > 0, STORE=store,
+                )  # fmt: skip
+                padded.add_products(panel, scores, rows.grad, cols.grad)
+                total += sums.sum(dtype=torch.float64)
+            if block.parameters.scale_grad is not None:
+                block.parameters.scale_grad += total / gradient_scale.double()
+
+    def _rounded(self, x: Tensor) -> Tensor:
+        """The features as the kernels multiply them: TF32 drops the last 13 bits of a float32."""
+        if x.dtype == torch.float32 and x.is_cuda and self.precision == "tf32":
+            return (x.view(torch.int32) & -(2**13)).view(torch.float32)
+        return x
+
+
+class TritonSigmoid(TritonBackend):
+    """The sigmoid objective."""
+
+    def __init__(self, objective: Sigmoid, fp32_precision: str, tuning: Tuning, machine: Machine) -> None:
+        super().__init__(fp32_precision, tuning, machine)
+
+    def forward(self, block: Block) -> None:
+        """Subtract the sum over the pairs that count of softplus(-z_ij (x_ij + bias)) from the target of row 0: any row would do.
+
+        z = 1 at positives and -1 elsewhere. Tiles are summed in float32, their sums in float64.
+        """
+        padded, parameters = self.padded(block, backward=False), block.parameters
+        total = torch.zeros((), dtype=torch.float64, device=padded.device)
+        area = self.tuning.partial_bytes // 4 * padded.tiles.rows * padded.tiles.cols
+        for panel in padded.panels(*padded.panel_shape(area)):
+            sums = torch.empty(padded.grid(panel), device=padded.device)
+            padded.launch(
+                sigmoid_loss_kernel, panel, panel.u, panel.v, parameters.scale, parameters.bias, *panel.keys, sums,
+                *panel.sizes, panel.positive,
+            )  # fmt: skip
             total += sums.sum(dtype=torch.float64)
-        return total / gain.double()
+        assert block.rows.target is not None
+        block.rows.target[0] -= total.float()
+
+    def backward(self, block: Block) -> None:
+        """Add scale * G V to the rows' gradient, scale * G' U to the columns', sum_ij G_ij to the bias's and sum_ij G_ij <u_i, v_j>
+        to the scale's.
+
+        G_ij = sigmoid(x_ij + bias), at positives -sigmoid(-(x_ij + bias)), 0 for a pair left out.
+        """
+        rows, cols, parameters = block.rows, block.cols, block.parameters
+        padded = self.padded(block, backward=True)
+        store = rows.grad is not None or cols.grad is not None
+        scores = padded.score_gradients()
+        totals = torch.zeros(2, dtype=torch.float64, device=padded.device)
+        with padded.accumulating(parameters.scale, rows.grad, cols.grad) as gradient_scale:
+            for panel in padded.panels(*scores.shape):
+                sums = torch.empty(2, padded.grid(panel), device=padded.device)
+                padded.launch(
+                    sigmoid_gradient_kernel, panel, panel.u, panel.v, parameters.scale, parameters.bias, gradient_scale,
+                    *panel.keys, scores, *sums, *panel.sizes, scores.stride(0), panel.positive, STORE=store,
+                )  # fmt: skip
+                padded.add_products(panel, scores, rows.grad, cols.grad)
+                totals += sums.sum(1, dtype=torch.float64)
+        for grad, total in zip((parameters.bias_grad, parameters.scale_grad), totals):
+            if grad is not None:
+                grad += total
 
 
-def sigmoid_loss_block(
-    u: Tensor,
-    v: Tensor,
-    scale: Tensor,
-    bias: Tensor,
-    *,
-    positive: int | None,
-    row_keys: Tensor | None = None,
-    col_keys: Tensor | None = None,
-    fp32_precision: str = "ieee",
-) -> Tensor:
-    """Sum over the pairs that count of softplus(-z_ij (x_ij + bias)), z = 1 at positives and -1 elsewhere: 0-d float32.
-
-    Tiles are summed in float32, their sums in float64.
-    """
-    block = Problem.of(u, v, scale, positive, (row_keys, col_keys), fp32_precision, backward=False)
-    total = torch.zeros((), dtype=torch.float64, device=u.device)
-    for panel in block.panels(*block.panel_shape(PARTIAL_BYTES // 4 * block.tiles.rows * block.tiles.cols)):
-        sums = torch.empty(block.grid(panel), device=u.device)
-        block.launch(
-            sigmoid_loss_kernel, panel, panel.u, panel.v, scale, bias, *panel.keys, sums, *panel.sizes, panel.positive
-        )
-        total += sums.sum(dtype=torch.float64)
-    return total.float()
-
-
-def add_sigmoid_gradient_block(
-    u: Tensor,
-    v: Tensor,
-    scale: Tensor,
-    bias: Tensor,
-    *,
-    positive: int | None,
-    row_keys: Tensor | None = None,
-    col_keys: Tensor | None = None,
-    d_u: Tensor | None,
-    d_v: Tensor | None,
-    fp32_precision: str = "ieee",
-) -> tuple[Tensor, Tensor]:
-    """Add scale * G V to d_u (n, D) and scale * G' U to d_v (m, D), float32, in place, where not None; return the gradients of the bias,
-    sum_ij G_ij, and of the scale, sum_ij G_ij <u_i, v_j>, 0-d float64.
-
-    G_ij = sigmoid(x_ij + bias), at positives -sigmoid(-(x_ij + bias)), 0 for a pair left out.
-    """
-    block = Problem.of(u, v, scale, positive, (row_keys, col_keys), fp32_precision, backward=True)
-    totals = torch.zeros(2, dtype=torch.float64, device=u.device)
-    store = d_u is not None or d_v is not None
-    scores = _score_gradients(block)
-    with accumulating(block, scale, d_u, d_v) as gain:
-        for panel in block.panels(*scores.shape):
-            sums = torch.empty(2, block.grid(panel), device=u.device)
-            block.launch(
-                sigmoid_gradient_kernel, panel, panel.u, panel.v, scale, bias, gain, *panel.keys, scores, *sums,
-                *panel.sizes, scores.stride(0), panel.positive,
-                STORE=store,
-            )  # fmt: skip
-            add_products(block, panel, scores, d_u, d_v)
-            totals += sums.sum(1, dtype=torch.float64)
-    bias_grad, scale_grad = totals
-    return bias_grad, scale_grad
-
-
-def _score_gradients(block: Problem) -> Tensor:
-    """Memory for a panel of score gradients, of the shape that panels then have: whole tiles, so that no store needs a mask."""
-    return torch.empty(block.panel_shape(PANEL_BYTES // block.dtype.itemsize), dtype=block.dtype, device=block.u.device)
-
-
-def _largest(weight: Tensor | None) -> Tensor | float:
-    return 0.0 if weight is None else weight.abs().amax()
+def triton_backend(
+    objective: Objective, fp32_precision: str, tuning: Tuning, machine: Machine
+) -> TritonSoftmax | TritonSigmoid:
+    """The backend with the kernels of an objective."""
+    if isinstance(objective, Sigmoid):
+        return TritonSigmoid(objective, fp32_precision, tuning, machine)
+    return TritonSoftmax(objective, fp32_precision, tuning, machine)

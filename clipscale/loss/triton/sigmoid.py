@@ -1,11 +1,11 @@
-"""Triton kernels of the sigmoid objective: a panel's loss, and a panel of the gradient.
+"""Triton kernels of the sigmoid objective: the loss of a panel, and a panel of the gradient.
 
 Letters: N rows (images) and M columns (texts) of the panel, D feature width; BM x BN the tile, BK the step along D.
-The logits are l_ij = scale <u_i, v_j> + bias; below they come negated at the positives, so that every pair's term is softplus(l).
+The logits are l_ij = scale <u_i, v_j> + bias. Below they are negated at the positives, so that every pair's term is softplus(l).
 """
 
 # mypy: disable-error-code="no-untyped-def"
-# (a kernel's arguments are Triton's, pointers and numbers; the signatures say what each is)
+# (the arguments of a kernel are Triton's pointers and numbers)
 
 import triton
 import triton.language as tl
@@ -21,7 +21,7 @@ def sigmoid_loss_kernel(
     KEYS: tl.constexpr,
     PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """sums[program] = the tile's sum of softplus(l)."""
+    """sums[program] = the sum of softplus(l) over the tile."""
     tile_row, tile_col = tile_position(n, m, BM, BN, GROUP)
     first_row, first_col = tile_row * BM, tile_col * BN
     rows = first_row + tl.arange(0, BM)
@@ -59,26 +59,26 @@ def _log1p(x):
 
 @triton.jit(do_not_specialize=["n", "m", "positive"])
 def sigmoid_gradient_kernel(
-    u, v, scale, bias, gain, row_keys, col_keys, panel, sums, products, n, m, depth, stride_u, stride_v, stride_panel, positive,
+    u, v, scale, bias, gradient_scale, row_keys, col_keys, panel, sums, products, n, m, depth, stride_u, stride_v, stride_panel, positive,
     STORE: tl.constexpr, KEYS: tl.constexpr,
     PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """gain * d softplus / d logit of one tile into panel (N, M rounded up to whole tiles), zero past the end; the derivatives'
-    plain sum into sums[program], and that of their products with <u_i, v_j> into products[program].
+    """panel (N, M rounded up to whole tiles) = gradient_scale * d softplus / d logit of one tile, zero past the end. sums[program] =
+    the sum of the derivatives; products[program] = the sum of their products with <u_i, v_j>.
 
     The derivative is sigmoid(l), and -sigmoid(l) at the positives (where l is negated): nothing cancels. With STORE false only the
-    sums are wanted.
+    two sums are written.
     """
     tile_row, tile_col = tile_position(n, m, BM, BN, GROUP)
     dots = tile_dots(u, v, tile_row, tile_col, n, m, depth, stride_u, stride_v, PRECISION, BM, BN, BK)
-    scale_, bias_, gain_ = tl.load(scale), tl.load(bias), tl.load(gain)
+    scale_, bias_, gradient_scale_ = tl.load(scale), tl.load(bias), tl.load(gradient_scale)
     WIDTH: tl.constexpr = BN // 4
     parts = quarters(dots)
     sum_ = tl.zeros((BM,), dtype=tl.float32)
     product = tl.zeros((BM,), dtype=tl.float32)
     for part in tl.static_range(4):
         part_sum, part_product = _sigmoid_gradient_part(
-            parts[part], scale_, bias_, gain_, tile_row * BM, tile_col * BN + part * WIDTH,
+            parts[part], scale_, bias_, gradient_scale_, tile_row * BM, tile_col * BN + part * WIDTH,
             row_keys, col_keys, panel, n, m, stride_panel, positive, STORE, KEYS,
         )  # fmt: skip
         sum_ += part_sum
@@ -89,10 +89,10 @@ def sigmoid_gradient_kernel(
 
 @triton.jit
 def _sigmoid_gradient_part(
-    dots, scale, bias, gain, first_row, first_col, row_keys, col_keys, panel, n, m, stride_panel, positive,
+    dots, scale, bias, gradient_scale, first_row, first_col, row_keys, col_keys, panel, n, m, stride_panel, positive,
     STORE: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Stores the part of the panel; returns the sums over its columns of the derivative and of its product with <u_i, v_j>, (HEIGHT,)."""
+    """Store this part of the panel. Returns its row sums, (HEIGHT,), of the derivative and of its product with <u_i, v_j>."""
     HEIGHT: tl.constexpr = dots.shape[0]
     WIDTH: tl.constexpr = dots.shape[1]
     rows = first_row + tl.arange(0, HEIGHT)
@@ -110,5 +110,5 @@ def _sigmoid_gradient_part(
         g = tl.where((rows < n)[:, None] & (cols < m)[None, :], g, 0.0)
     if STORE:
         at = panel + rows.to(tl.int64)[:, None] * stride_panel + cols[None, :]
-        tl.store(at, (g * gain).to(panel.dtype.element_ty))
+        tl.store(at, (g * gradient_scale).to(panel.dtype.element_ty))
     return tl.sum(g, axis=1), tl.sum(g * dots, axis=1)

@@ -1,12 +1,13 @@
-"""Triton kernels of the softmax objective: partial log-sum-exps of a panel's tiles, their merging, and a panel of the gradient.
+"""Triton kernels of the softmax objective: partial log-sum-exps of a panel's tiles, their merge, and a panel of the gradient.
 
-Letters: N rows (images) and M columns (texts) of the panel, D feature width; BM x BN the tile, BK the step along D. Scores are kept in
-units of log 2, y_ij = factor <u_i, v_j> with factor = scale log2(e), rounded to float32 by the launcher, which takes that rounding back.
-A sum of exponentials is kept as a pair (reference, total) that stands for total * 2^reference, so that no kernel takes a logarithm.
+Scores are in units of log 2: y_ij = factor <u_i, v_j> with factor = scale log2(e), rounded to float32 by the launcher, which corrects for
+that rounding. A sum of exponentials is a pair (reference, total) that stands for total * 2^reference, so no kernel takes a logarithm.
+
+Letters: N rows (images) and M columns (texts) of the panel, D feature width; BM x BN the tile, BK the step along D.
 """
 
 # mypy: disable-error-code="no-untyped-def"
-# (a kernel's arguments are Triton's, pointers and numbers; the signatures say what each is)
+# (the arguments of a kernel are Triton's pointers and numbers)
 
 import triton
 import triton.language as tl
@@ -14,10 +15,10 @@ import triton.language as tl
 from clipscale.loss.triton.tiles import crosses, left_out, quarters, tile_dots, tile_position
 
 NOTHING = tl.constexpr(float("-inf"))
-# A column's total relative to the tile's largest score. Terms are lost below 2^-126; above this floor what 256 lost terms could have
-# added is under 2^-24 of the total.
+# Smallest total of a column, relative to the tile's largest score. Terms below 2^-126 are lost; above this floor 256 lost terms
+# are under 2^-24 of the total.
 SMALLEST_TOTAL = tl.constexpr(2.0**-94)
-# Largest spread of the log-sum-exps of a tile (in units of log 2) for one common reference: from its middle no probability over 2^-60
+# Largest spread of the log-sum-exps of a tile (in units of log 2) for one common reference in its middle: no probability above 2^-60
 # underflows and nothing overflows.
 WIDEST_SPREAD = tl.constexpr(120.0)
 
@@ -30,11 +31,12 @@ def lse_kernel(
 ):  # fmt: skip
     """The sum of exponentials of every row and of every column of one tile: one matmul and one exponential an element.
 
-    Out: row_* (ceil(M / BN), N), one line per tile column; col_* (ceil(M / BM), M), one line per tile row. Each number is written once.
+    Out: row_* (ceil(M / BN), N), one line per tile column; col_* (ceil(N / BM), M), one line per tile row. Each number is written once.
 
-    A row's reference is its own largest score, so rows are safe at any scale. The columns reuse the rows' exponentials, brought to the
-    tile's largest score by a factor per row; a column that lies so far below it that terms may have underflowed sends the whole
-    tile (a uniform branch; rare, at scale 100 with a near-duplicate pair among low cosines) to a second matmul with a reference per column.
+    A row's reference is its own largest score, so rows are safe at any scale. The columns reuse the rows' exponentials, with a factor
+    per row that makes the tile's largest score their reference. Where a column is so far below it that terms may have underflowed, the
+    whole tile does a second matmul with a reference per column (a uniform branch; rare: at scale 100, a near-duplicate pair among low
+    cosines).
     """
     tile_row, tile_col = tile_position(n, m, BM, BN, GROUP)
     rows = tile_row * BM + tl.arange(0, BM)
@@ -46,16 +48,16 @@ def lse_kernel(
     row_top = tl.max(dots, axis=1) * factor_
     row_base = tl.where(row_top == NOTHING, 0.0, row_top)
     # The product is not rounded before the subtraction: at scale 100 that rounding alone would be 5e-6 of the exponential.
-    shares = tl.exp2(tl.fma(dots, factor_, -row_base[:, None]))
+    exponentials = tl.exp2(tl.fma(dots, factor_, -row_base[:, None]))
     if ROWS:
         line = tile_col.to(tl.int64) * n
         tl.store(row_reference + line + rows, row_top, mask=rows < n)
-        tl.store(row_total + line + rows, tl.sum(shares, axis=1), mask=rows < n)
+        tl.store(row_total + line + rows, tl.sum(exponentials, axis=1), mask=rows < n)
     if COLS:
         line = tile_row.to(tl.int64) * m
         top = tl.max(row_top, axis=0)
         base = tl.where(top == NOTHING, 0.0, top)
-        total = tl.sum(shares * tl.exp2(row_top - base)[:, None], axis=0)
+        total = tl.sum(exponentials * tl.exp2(row_top - base)[:, None], axis=0)
         if tl.min(tl.where(cols < m, total, 1.0), axis=0) < SMALLEST_TOTAL:
             dots = _valid_dots(
                 u, v, row_keys, col_keys, tile_row, tile_col, n, m, depth, stride_u, stride_v, positive, KEYS, PRECISION, BM, BN, BK,
@@ -108,35 +110,36 @@ def merge_kernel(references, totals, reference, total, lines, length, LINES: tl.
 
 @triton.jit(do_not_specialize=["n", "m", "positive"])
 def softmax_gradient_kernel(
-    u, v, factor, gain, row_lse, col_lse, row_share, col_share, row_weight, col_weight, row_keys, col_keys, panel, sums,
-    n, m, depth, stride_u, stride_v, stride_panel, positive, kept, row_constant, col_constant,
+    u, v, factor, gradient_scale, row_lse, col_lse, row_corrected, col_corrected, row_weight, col_weight, row_keys, col_keys, panel, sums,
+    n, m, depth, stride_u, stride_v, stride_panel, positive, hard_target, row_constant, col_constant,
     ROWS: tl.constexpr, COLS: tl.constexpr, SMOOTH: tl.constexpr, STORE: tl.constexpr, KEYS: tl.constexpr,
     PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """gain * G of one tile, recomputing its scores, into panel (N, M rounded up to whole tiles), zero past the end; and its sum of
-    gain * G_ij <u_i, v_j>, which the panel's precision has not rounded, into sums[program]. With STORE false only the sum is wanted.
+    """panel (N, M rounded up to whole tiles) = gradient_scale * G of one tile, zero past the end, from recomputed scores. sums[program] =
+    the tile's sum of gradient_scale * G_ij <u_i, v_j>, before the panel's precision rounds it. With STORE false only the sum is written.
 
-        G_ij = a'_i 2^(y_ij - r_i) + b'_j 2^(y_ij - c_j) - a_i (row_constant + kept [j = positive + i]) - b_j (col_constant + kept [...])
+        G_ij = a'_i 2^(y_ij - r_i) + b'_j 2^(y_ij - c_j)
+               - a_i (row_constant + hard_target [j = positive + i]) - b_j (col_constant + hard_target [j = positive + i])
 
-    with r, c in units of log 2, rounded to float32, and the rounding made up for in a', b' (row_share, col_share). Both probabilities
-    come from one exponential, 2^(y - t) (a'_i 2^(t - r_i) + b'_j 2^(t - c_j)) with t midway between the tile's extreme log-sum-exps.
-    As y_ij <= min(r_i, c_j), this is safe whatever the scores; where the extremes are too far apart the tile takes two exponentials. So
-    do the few parts that hold positives: late in training their probabilities are near 1 and cancel against the weights, and an exponent
-    t - r_i that is far from 0 would have rounded away what is left.
+    r, c are in units of log 2, rounded to float32; the weights a', b' (row_corrected, col_corrected) correct for that rounding. Both
+    probabilities come from one exponential, 2^(y - t) (a'_i 2^(t - r_i) + b'_j 2^(t - c_j)), with t midway between the tile's extreme
+    log-sum-exps. As y_ij <= min(r_i, c_j), this is safe for any scores. Where the extremes are too far apart the tile takes two
+    exponentials. So do the few parts that hold positives: late in training their probabilities are near 1 and cancel against the
+    weights, and an exponent t - r_i far from 0 would round away what is left.
     """
     tile_row, tile_col = tile_position(n, m, BM, BN, GROUP)
     rows = tile_row * BM + tl.arange(0, BM)
     row_at = tl.minimum(rows, n - 1)
     col_at = tl.minimum(tile_col * BN + tl.arange(0, BN), m - 1)
     dots = tile_dots(u, v, tile_row, tile_col, n, m, depth, stride_u, stride_v, PRECISION, BM, BN, BK)
-    factor_, gain_ = tl.load(factor), tl.load(gain)
+    factor_, gradient_scale_ = tl.load(factor), tl.load(gradient_scale)
     none = tl.zeros((BM,), dtype=tl.float32)
-    r, share, weight = none, none, none
+    r, corrected, weight = none, none, none
     reference, narrow = 0.0, True
     if ROWS:
         r = tl.load(row_lse + row_at)
-        share = tl.load(row_share + row_at) * gain_
-        weight = tl.load(row_weight + row_at) * gain_
+        corrected = tl.load(row_corrected + row_at) * gradient_scale_
+        weight = tl.load(row_weight + row_at) * gradient_scale_
     if ROWS and COLS:
         c = tl.load(col_lse + col_at)
         highest = tl.maximum(tl.max(r, axis=0), tl.max(c, axis=0))
@@ -148,8 +151,9 @@ def softmax_gradient_kernel(
     products = none
     for part in tl.static_range(4):
         products += _softmax_gradient_part(
-            parts[part], factor_, gain_, tile_row * BM, tile_col * BN + part * WIDTH, r, share, weight, reference, narrow,
-            col_lse, col_share, col_weight, row_keys, col_keys, panel, n, m, stride_panel, positive, kept, row_constant, col_constant,
+            parts[part], factor_, gradient_scale_, tile_row * BM, tile_col * BN + part * WIDTH, r, corrected, weight, reference, narrow,
+            col_lse, col_corrected, col_weight, row_keys, col_keys, panel, n, m, stride_panel, positive, hard_target,
+            row_constant, col_constant,
             ROWS, COLS, SMOOTH, STORE, KEYS,
         )  # fmt: skip
     tl.store(sums + tl.program_id(0), tl.sum(products, axis=0))
@@ -157,36 +161,38 @@ def softmax_gradient_kernel(
 
 @triton.jit
 def _softmax_gradient_part(
-    dots, factor, gain, first_row, first_col, r, row_share, row_weight, reference, narrow,
-    col_lse, col_share, col_weight, row_keys, col_keys, panel, n, m, stride_panel, positive, kept, row_constant, col_constant,
+    dots, factor, gradient_scale, first_row, first_col, r, row_corrected, row_weight, reference, narrow,
+    col_lse, col_corrected, col_weight, row_keys, col_keys, panel, n, m, stride_panel, positive, hard_target, row_constant, col_constant,
     ROWS: tl.constexpr, COLS: tl.constexpr, SMOOTH: tl.constexpr, STORE: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Stores the part of the panel; returns the sum over its columns of gain * G_ij <u_i, v_j>, (HEIGHT,)."""
+    """Store this part of the panel. Returns its row sums of gradient_scale * G_ij <u_i, v_j>, (HEIGHT,)."""
     HEIGHT: tl.constexpr = dots.shape[0]
     WIDTH: tl.constexpr = dots.shape[1]
     rows = first_row + tl.arange(0, HEIGHT)
     cols = first_col + tl.arange(0, WIDTH)
     none = tl.zeros((WIDTH,), dtype=tl.float32)
-    c, col_share_, col_weight_ = none, none, none
+    c, col_corrected_, col_weight_ = none, none, none
     if COLS:
         col_at = tl.minimum(cols, m - 1)
         c = tl.load(col_lse + col_at)
-        col_share_ = tl.load(col_share + col_at) * gain
-        col_weight_ = tl.load(col_weight + col_at) * gain
+        col_corrected_ = tl.load(col_corrected + col_at) * gradient_scale
+        col_weight_ = tl.load(col_weight + col_at) * gradient_scale
     has_positive = crosses(first_row, first_col, positive, HEIGHT, WIDTH)
     if ROWS and COLS:
         if narrow & (has_positive == 0):
-            both = (row_share * tl.exp2(reference - r))[:, None] + (col_share_ * tl.exp2(reference - c))[None, :]
+            both = (row_corrected * tl.exp2(reference - r))[:, None] + (col_corrected_ * tl.exp2(reference - c))[
+                None, :
+            ]
             g = tl.exp2(tl.fma(dots, factor, -reference)) * both
         else:
-            g = row_share[:, None] * tl.exp2(tl.fma(dots, factor, -r[:, None]))
-            g += col_share_[None, :] * tl.exp2(tl.fma(dots, factor, -c[None, :]))
+            g = row_corrected[:, None] * tl.exp2(tl.fma(dots, factor, -r[:, None]))
+            g += col_corrected_[None, :] * tl.exp2(tl.fma(dots, factor, -c[None, :]))
     elif ROWS:
-        g = row_share[:, None] * tl.exp2(tl.fma(dots, factor, -r[:, None]))
+        g = row_corrected[:, None] * tl.exp2(tl.fma(dots, factor, -r[:, None]))
     else:
-        g = col_share_[None, :] * tl.exp2(tl.fma(dots, factor, -c[None, :]))
+        g = col_corrected_[None, :] * tl.exp2(tl.fma(dots, factor, -c[None, :]))
     if has_positive:
-        target = kept * (row_weight[:, None] + col_weight_[None, :])
+        target = hard_target * (row_weight[:, None] + col_weight_[None, :])
         g = tl.where(cols[None, :] == (rows + positive)[:, None], g - target, g)
     if SMOOTH:
         g -= (row_weight * row_constant)[:, None] + (col_weight_ * col_constant)[None, :]

@@ -1,11 +1,11 @@
-"""What the Triton kernels share: which tile a program works on, its dot products, and its four quarters.
+"""What the Triton kernels share: a program's tile, its dot products, and its four quarters.
 
 Letters: N rows (images) and M columns (texts) of the panel a launch covers, D feature width; BM x BN the tile, BK the step along D.
 Exponentials are taken in base 2, the one instruction the hardware has for them.
 """
 
 # mypy: disable-error-code="no-untyped-def"
-# (a kernel's arguments are Triton's, pointers and numbers; the signatures say what each is)
+# (the arguments of a kernel are Triton's pointers and numbers)
 
 import triton
 import triton.language as tl
@@ -13,7 +13,7 @@ import triton.language as tl
 
 @triton.jit
 def tile_position(n, m, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
-    """This program's tile row and tile column. GROUP tile rows are swept together, so that their operands stay in the L2 cache."""
+    """This program's tile row and tile column. GROUP tile rows are visited together, so that their operands stay in the L2 cache."""
     program = tl.program_id(0)
     high, wide = tl.cdiv(n, BM), tl.cdiv(m, BN)
     first = program // (GROUP * wide) * GROUP
@@ -60,8 +60,8 @@ def crosses(first_row, first_col, positive, HEIGHT: tl.constexpr, WIDTH: tl.cons
 def quarters(x):
     """The four column quarters of x (BM, BN), left to right.
 
-    What follows is emitted quarter by quarter, which keeps its intermediates out of the registers that the accumulators need: with the
-    whole tile at once the gradient kernels spill. In the layouts that tl.dot returns the split moves nothing.
+    The code after this is emitted for one quarter at a time. Its intermediates then leave the accumulators their registers: with the
+    whole tile at once the gradient kernels spill. In the layouts that tl.dot returns the split moves no data.
     """
     left, right = _halves(x)
     first, second = _halves(left)

@@ -1,18 +1,20 @@
-"""Tile shapes of the Triton kernels: one table, by architecture, pass and arithmetic.
+"""The choices of the Triton backend: one table of tile shapes, by architecture, pass and arithmetic, and what a caller may vary.
 
-Registers, shared memory and tensor-core instructions of every entry are checked by an ahead-of-time compile in the tests. The choice
-between entries that pass that check is by reasoning, not yet by measurement: `python -m clipscale.loss.triton.tune` measures.
+The tests compile every entry ahead of time and check registers, shared memory and tensor-core instructions. The choice between entries
+that pass is by reasoning, not yet by measurement; `clipscale bench loss methods=triton,triton-tiles-128x256x64-8w-3s` measures others.
+The table is fixed, not tuned at run time, so that two machines of a kind, and two runs, add in the same order.
 
     sm_90: 128 x 128 with 8 warps held to 128 registers a thread, so that two programs share a multiprocessor and one's exponentials
     overlap the other's matmul.
     sm_80 and the default: 4 warps with up to 255 registers, for the same two programs. Shared memory stays under the 99 KB of sm_86,
     sm_89 and sm_120.
-    sm_100: the accumulators lie in tensor memory with a row to a thread, so that column sums cross all lanes; the forward kernels
-    need more registers than two programs leave.
+    sm_100: the accumulators are in tensor memory with a row to a thread, so column sums cross all lanes; the forward kernels need more
+    registers than two programs leave.
     IEEE float32 has no tensor cores: 64 x 64.
 """
 
-import os
+import itertools
+import re
 from dataclasses import dataclass
 from functools import cache
 
@@ -29,7 +31,30 @@ class Tiles:
     warps: int
     stages: int  # of the software pipeline
     registers: int | None = None  # a thread may use; None: as many as there are
-    group: int = 8  # tile rows swept together
+    group: int = 8  # tile rows visited together
+
+    def __str__(self) -> str:
+        """As in 128x256x64-8w-3s-168r."""
+        limit = f"-{self.registers}r" if self.registers else ""
+        return f"{self.rows}x{self.cols}x{self.depth}-{self.warps}w-{self.stages}s{limit}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Tiles | None":
+        """The inverse of str(); None where the text is no tile shape."""
+        found = re.fullmatch(r"(\d+)x(\d+)x(\d+)-(\d+)w-(\d+)s(?:-(\d+)r)?", text)
+        return cls(*(int(x) if x else None for x in found.groups())) if found else None  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What a caller of the Triton backend may vary. Results change by rounding alone."""
+
+    tiles: Tiles | None = None
+    """Of every kernel; None: the table's entry."""
+    panel_bytes: int = 512 << 20
+    """Of score gradients at a time: a 16k x 16k panel in half precision, which keeps the library's GEMMs large."""
+    partial_bytes: int = 128 << 20
+    """Of partial sums at a time: a 32k x 32k panel with 128 x 128 tiles."""
 
 
 IEEE = Tiles(64, 64, 32, warps=4, stages=3)
@@ -63,16 +88,8 @@ INTERPRETER = Tiles(16, 32, 16, warps=1, stages=1, group=2)  # small, so that sm
 
 
 def arithmetic_of(dtype: torch.dtype, fp32_precision: str) -> str:
-    """half | tf32 | ieee. Raises ValueError for a dtype the kernels do not have."""
-    if dtype in (torch.bfloat16, torch.float16):
-        return "half"
-    if dtype != torch.float32:
-        raise ValueError(
-            f"the Triton kernels take bfloat16, float16 and float32 features, not {dtype}; cast them or use backend=tiled"
-        )
-    if fp32_precision not in ("ieee", "tf32"):
-        raise ValueError(f"fp32_precision is {fp32_precision!r}; choose ieee or tf32")
-    return fp32_precision
+    """half | tf32 | ieee"""
+    return "half" if dtype in (torch.bfloat16, torch.float16) else fp32_precision
 
 
 def tiles_for(capability: int, kernel_pass: str, arithmetic: str) -> Tiles:
@@ -81,14 +98,19 @@ def tiles_for(capability: int, kernel_pass: str, arithmetic: str) -> Tiles:
 
 
 def tiles_on(device: torch.device, kernel_pass: str, arithmetic: str) -> Tiles:
-    """The tiles for a device. Raises ValueError for the CPU unless Triton's interpreter is on."""
-    if device.type == "cuda":
-        return tiles_for(_capability(device), kernel_pass, arithmetic)
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        return INTERPRETER
-    raise ValueError(
-        f"the Triton kernels need a CUDA device, not {device}; use backend=tiled, or set TRITON_INTERPRET=1 before the start"
-    )
+    """The tiles for a device; on the CPU those of Triton's interpreter."""
+    return tiles_for(_capability(device), kernel_pass, arithmetic) if device.type == "cuda" else INTERPRETER
+
+
+def candidates(arithmetic: str) -> list[Tiles]:
+    """Shapes worth measuring: every entry of the table for this arithmetic, and variations of tile, warps, stages and registers."""
+    if arithmetic == "ieee":
+        return [IEEE, Tiles(128, 64, 32, 8, 3), Tiles(128, 128, 16, 8, 3)]
+    known = [t for entries in TABLE.values() for (_, kind), t in entries.items() if kind == arithmetic]
+    depths = (32, 64) if arithmetic == "half" else (16, 32)
+    shapes = itertools.product(((128, 128), (128, 256), (256, 128)), depths, (4, 8), (3, 4), (None, 128))
+    varied = [Tiles(*tile, depth, warps, stages, limit) for tile, depth, warps, stages, limit in shapes]
+    return list(dict.fromkeys(known + varied))
 
 
 @cache

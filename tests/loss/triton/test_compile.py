@@ -1,6 +1,6 @@
 """The Triton kernels compiled ahead of time, without a GPU, for every entry of the tile table: what the binaries use.
 
-Speeds are not known from this; that nothing spills, that the tiles fit and that the tensor cores are used is.
+It shows that nothing spills, that the tiles fit and that the tensor cores are used. It does not show speed.
 """
 
 import os
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 
 if os.environ.get("TRITON_INTERPRET") == "1":
-    pytest.skip("kernels that are interpreted cannot be compiled", allow_module_level=True)
+    pytest.skip("interpreted kernels cannot be compiled", allow_module_level=True)
 
 import torch
 import triton
@@ -22,23 +22,20 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.driver import driver
 
-from clipscale.loss.triton import panels as triton_panels
-from clipscale.loss.triton.backend import (
-    add_sigmoid_gradient_block,
-    add_softmax_gradient_block,
-    lse_block,
-    sigmoid_loss_block,
-)
+from clipscale.loss.block import Block, Parameters, RowBlock
+from clipscale.loss.machine import Machine
+from clipscale.loss.objective import Sigmoid, Softmax
+from clipscale.loss.triton.backend import triton_backend
 from clipscale.loss.triton.panels import MERGED_LINES, MERGED_WIDTH
 from clipscale.loss.triton.sigmoid import sigmoid_gradient_kernel, sigmoid_loss_kernel
 from clipscale.loss.triton.softmax import lse_kernel, merge_kernel, softmax_gradient_kernel
-from clipscale.loss.triton.tuning import AMPERE, TABLE, Tiles, tiles_for
+from clipscale.loss.triton.tuning import AMPERE, TABLE, Tiles, Tuning, tiles_for
 
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # a program may have, of the multiprocessor's
 SMALLEST_SHARED = 99 * 1024  # sm_86, sm_89, sm_120, which take the default entries
 # Bytes a thread. Triton 3.6 keeps a few load addresses of the forward kernel on the stack, written and read once a tile.
 SPILLED = 0 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9) else 64
-SPILLED_ON_BLACKWELL = 160  # by what training seldom uses there (one direction alone, TF32), read back once a tile
+SPILLED_ON_BLACKWELL = 160  # by variants that training seldom uses (one direction alone, TF32), read back once a tile
 REGISTERS = 64 * 1024  # of a multiprocessor
 MATRIX_INSTRUCTION = {80: "mma.sync.aligned", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
 ELEMENT = {"bf16": "half", "fp16": "half", "tf32": "tf32", "ieee": "ieee"}
@@ -79,7 +76,7 @@ OTHERS = [(form, name) for form in ELEMENT for name in KERNELS if (form, name) n
 
 
 class Binary(NamedTuple):
-    """What a compiled kernel needs and contains."""
+    """A compiled kernel: its resources and its code."""
 
     registers: int
     stack: int  # bytes a thread spills
@@ -99,7 +96,7 @@ def compiled(kernel: Any, capability: int, tiles: Tiles, dtype: str, constants: 
             signature[name] = f"*{dtype}"
         elif name.endswith("_keys"):
             signature[name] = "*i64"
-        elif name in ("kept", "row_constant", "col_constant"):
+        elif name in ("hard_target", "row_constant", "col_constant"):
             signature[name] = "fp32"
         elif name in ("n", "m", "depth", "positive", "lines", "length") or name.startswith("stride"):
             signature[name] = "i32"
@@ -123,9 +120,9 @@ def resources(cubin: bytes) -> tuple[int, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(cubin)
         command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", said)
-    assert found, said
+        printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", printed)
+    assert found, printed
     return int(found[1]), int(found[2])
 
 
@@ -142,21 +139,21 @@ def entry(capability: int, form: str, name: str) -> Binary:
 
 def check(capability: int, form: str, name: str) -> None:
     binary = entry(capability, form, name)
-    seen = f"{name} in {form} on sm_{capability} with {binary.tiles}: {binary.registers} registers, {binary.stack} bytes of stack"
+    case = f"{name} in {form} on sm_{capability} with {binary.tiles}: {binary.registers} registers, {binary.stack} bytes of stack"
     rare = capability == 100 and (form, name) not in COMMON
-    assert binary.stack <= (SPILLED_ON_BLACKWELL if rare else SPILLED), f"spills: {seen}"
-    assert binary.shared <= SHARED_BYTES[capability], f"{binary.shared} bytes of shared memory: {seen}"
+    assert binary.stack <= (SPILLED_ON_BLACKWELL if rare else SPILLED), f"spills: {case}"
+    assert binary.shared <= SHARED_BYTES[capability], f"{binary.shared} bytes of shared memory: {case}"
     if binary.tiles in AMPERE.values() or form == "ieee":
         assert binary.shared <= SMALLEST_SHARED, (
-            f"{binary.shared} bytes of shared memory, and this is the default entry: {seen}"
+            f"{binary.shared} bytes of shared memory, and this is the default entry: {case}"
         )
     if form != "ieee":
-        assert MATRIX_INSTRUCTION[capability] in binary.ptx, f"no {MATRIX_INSTRUCTION[capability]}: {seen}"
+        assert MATRIX_INSTRUCTION[capability] in binary.ptx, f"no {MATRIX_INSTRUCTION[capability]}: {case}"
     copies = re.findall(r"cp\.async\.\S+ .*?, 0x(\w+)", binary.ptx)
-    assert copies and set(copies) == {"10"}, f"operands are not copied 16 bytes at a time but {set(copies)}: {seen}"
+    assert copies and set(copies) == {"10"}, f"operands are not copied 16 bytes at a time but {set(copies)}: {case}"
     if name.startswith(("softmax gradient", "sigmoid gradient")):
-        assert "st.global.v4.b32" in binary.ptx, f"the gradient is not stored 16 bytes at a time: {seen}"
-        assert "st.global.b16" not in binary.ptx, f"the gradient is stored 2 bytes at a time: {seen}"
+        assert "st.global.v4.b32" in binary.ptx, f"the gradient is not stored 16 bytes at a time: {case}"
+        assert "st.global.b16" not in binary.ptx, f"the gradient is stored 2 bytes at a time: {case}"
 
 
 @pytest.mark.parametrize(("form", "name"), COMMON)
@@ -174,7 +171,7 @@ def test_so_do_the_rarer_variants(capability: int, form: str, name: str) -> None
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_two_programs_share_a_hopper_multiprocessor(name: str) -> None:
-    """One's exponentials then overlap the other's matmul: what the entries' register limit is for."""
+    """The exponentials of one then overlap the matmul of the other: the reason for the entries' register limit."""
     binary = entry(90, "bf16", name)
     threads = 32 * binary.tiles.warps
     assert 2 * threads * binary.registers <= REGISTERS, f"{binary.registers} registers of {threads} threads"
@@ -189,7 +186,7 @@ def test_the_merge_kernel_compiles_everywhere() -> None:
 
 
 class NoDevice:
-    """A driver that knows what to compile for and runs nothing."""
+    """A driver that has a target to compile for and runs nothing."""
 
     def get_current_device(self) -> int:
         return 0
@@ -201,31 +198,41 @@ class NoDevice:
         return GPUTarget("cuda", 90, 32)
 
 
-def test_the_launches_bind_and_compile_as_the_host_makes_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Arguments in the kernels' order, alignment seen by Triton, few variants: sizes and positions do not make new ones."""
-    compiled: dict[str, set[str]] = {}
+class CompilesForHopper(Machine):
+    """Compiles what it is given to launch, with the tiles of sm_90."""
 
-    def launch(kernel: Any, grid: int, device: torch.device, tiles: Tiles, *arguments: Any, **constants: Any) -> None:
+    def __init__(self) -> None:
+        self.compiled: dict[str, set[str]] = {}
+
+    def tiles(self, device: torch.device, kernel_pass: str, arithmetic: str) -> Tiles:
+        return tiles_for(90, kernel_pass, arithmetic)
+
+    def launch(self, kernel: Any, grid: int, device: torch.device, tiles: Tiles, *given: Any, **constants: Any) -> None:
         options = {"num_warps": tiles.warps, "num_stages": tiles.stages, "maxnreg": tiles.registers}
-        built = kernel.run(*arguments, grid=(grid,), warmup=True, **constants, **options, enable_fp_fusion=True)
-        compiled.setdefault(kernel.__name__, set()).add(built.hash)
+        built = kernel.run(*given, grid=(grid,), warmup=True, **constants, **options, enable_fp_fusion=True)
+        self.compiled.setdefault(kernel.__name__, set()).add(built.hash)
         if kernel is not merge_kernel:
             assert set(re.findall(r"cp\.async\.\S+ .*?, 0x(\w+)", built.asm["ptx"])) == {"10"}, kernel.__name__
 
-    monkeypatch.setattr(triton_panels, "launch", launch)
-    monkeypatch.setattr(triton_panels, "tiles_on", lambda device, *choice: tiles_for(90, *choice))
-    scale, out = torch.tensor(10.0), torch.zeros(501, 123)
+
+def test_the_launches_bind_and_compile_as_the_host_makes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arguments in the kernels' order, alignment seen by Triton, few variants: sizes and positions do not make new ones."""
     monkeypatch.setattr(driver, "_active", NoDevice())
+    machine = CompilesForHopper()
+    softmax, sigmoid = (triton_backend(x, "ieee", Tuning(), machine) for x in (Softmax(), Sigmoid()))
     for n, m, positive in ((501, 300, 0), (1, 501, -16), (501, 16, None)):
-        u, v = (torch.zeros(size, 123, dtype=torch.float16) for size in (n, m))
-        r, c, a, b = (torch.zeros(size) for size in (n, m, n, m))
-        lse_block(u, v, scale, positive=positive)
-        sigmoid_loss_block(u, v, scale, scale, positive=positive)
-        grads: Any = {"d_u": out[:n], "d_v": out[:m].clone()}
-        add_softmax_gradient_block(u, v, scale, r, c, a, b, positive=positive, **grads)
-        add_sigmoid_gradient_block(u, v, scale, scale, positive=positive, **grads)
+        rows, cols = (
+            RowBlock(torch.zeros(size, 123, dtype=torch.float16), weight=torch.zeros(size), grad=torch.zeros(size, 123))
+            for size in (n, m)
+        )
+        rows.target = torch.zeros(n, dtype=torch.float64)
+        rows.lse, cols.lse = rows.empty_lse(), cols.empty_lse()
+        block = Block(rows, cols, Parameters(torch.tensor(10.0), torch.tensor(10.0)), positive)
+        for backend in (softmax, sigmoid):
+            backend.forward(block)
+            backend.backward(block)
     names = ("lse_kernel", "merge_kernel", "softmax_gradient_kernel", "sigmoid_loss_kernel", "sigmoid_gradient_kernel")
-    assert {name: len(variants) for name, variants in compiled.items()} == dict.fromkeys(names, 1)
+    assert {name: len(variants) for name, variants in machine.compiled.items()} == dict.fromkeys(names, 1)
 
 
 def test_every_architecture_has_an_entry_for_every_pass() -> None:

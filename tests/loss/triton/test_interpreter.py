@@ -1,6 +1,6 @@
-"""The Triton kernels in the ordinary suite: test_triton_block.py in a process where Triton interprets its kernels on the CPU.
+"""The Triton kernels in the ordinary suite: test_backend.py in a process where Triton interprets its kernels on the CPU.
 
-Triton decides that when it is imported, and by then other tests have imported it.
+Triton decides that when it is imported, and other tests have imported it by then.
 """
 
 import os
@@ -14,7 +14,7 @@ import torch
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="test_triton_block.py runs on the CUDA device")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="test_backend.py runs on the CUDA device")
 def test_the_kernels_in_the_interpreter() -> None:
     pytest_options = ["-o", "addopts=", "-p", "no:cacheprovider"]
     command = [sys.executable, "-m", "pytest", *pytest_options, "tests/loss/triton/test_backend.py"]

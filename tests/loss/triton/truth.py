@@ -1,22 +1,28 @@
-"""The block functions' formulas in float64, a slab of rows at a time, for the tests of the Triton kernels.
+"""The formulas of a block in float64, a slab of rows at a time, for the tests of the Triton backend.
 
 Letters: n rows, m columns, D feature width; x scores, r and c their row and column log-sum-exps, a and b weights, G = dloss/dx.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize, softplus
 
+from clipscale.loss.block import Block, Parameters, RowBlock
+from clipscale.loss.machine import Machine
+from clipscale.loss.objective import Sigmoid, Softmax
+from clipscale.loss.triton.backend import TritonBackend, triton_backend
+from clipscale.loss.triton.tuning import Tuning
+
 SLAB = 1024
+Weights = tuple[Tensor | None, Tensor | None]  # of rows and columns
 
 
 @dataclass
-class Block:
-    """One problem: features in the precision under test, and what else the block functions take."""
+class Problem:
+    """The features of a block in the precision under test, and its keys, with the backend's answers and the true ones."""
 
     u: Tensor
     v: Tensor
@@ -25,9 +31,63 @@ class Block:
     row_keys: Tensor | None = None
     col_keys: Tensor | None = None
 
-    @property
-    def options(self) -> dict[str, Any]:
-        return {"positive": self.positive, "row_keys": self.row_keys, "col_keys": self.col_keys}
+    def block(
+        self,
+        weights: Weights,
+        lse: Weights | None = None,
+        grads: Weights = (None, None),
+        bias: float = 0.0,
+    ) -> Block:
+        """The block as the backend takes it: for the forward pass, or, given both log-sum-exps, for the backward pass."""
+        zero = torch.zeros((), dtype=torch.float64, device=self.u.device)
+        rows, cols = (
+            RowBlock(x, keys=keys, weight=weight, grad=grad)
+            for x, keys, weight, grad in zip((self.u, self.v), (self.row_keys, self.col_keys), weights, grads)
+        )
+        for i, side in enumerate((rows, cols)):
+            side.lse = None if side.weight is None else side.empty_lse() if lse is None else lse[i]
+        rows.target = torch.zeros(len(self.u), dtype=torch.float64, device=self.u.device)
+        bias_ = torch.tensor(bias, device=self.u.device)
+        return Block(rows, cols, Parameters(self.scale, bias_, zero.clone(), zero.clone()), self.positive)
+
+    def computed_lse(self, weights: Weights, precision: str = "ieee", tuning: Tuning | None = None) -> Weights:
+        """The backend's log-sum-exps, in the directions that have weights."""
+        block = self.block(weights)
+        _softmax(self, 0.0, precision, tuning).forward(block)
+        return block.rows.lse, block.cols.lse
+
+    def computed_softmax(
+        self,
+        weights: Weights,
+        lse: Weights | None = None,
+        smoothing: float = 0.0,
+        needed: tuple[bool, bool] = (True, True),
+        grads: Weights | None = None,
+        precision: str = "ieee",
+        tuning: Tuning | None = None,
+    ) -> list[Tensor]:
+        """The backend's gradients of the features and of the scale, added to `grads`; without `lse` from its own log-sum-exps."""
+        lse = lse or self.computed_lse(weights, precision, tuning)
+        block = self.block(weights, lse, self.zeros(needed) if grads is None else grads)
+        _softmax(self, smoothing, precision, tuning).backward(block)
+        return _found(block, "scale_grad")
+
+    def computed_sigmoid(
+        self, bias: float, needed: tuple[bool, bool] = (True, True), precision: str = "ieee"
+    ) -> list[Tensor]:
+        """The backend's loss and its gradients: the features', then the bias's and the scale's."""
+        backend = triton_backend(Sigmoid(), precision, Tuning(), Machine())
+        block = self.block((None, None), grads=self.zeros(needed), bias=bias)
+        backend.forward(block)
+        backend.backward(block)
+        assert block.rows.target is not None
+        return [-block.rows.target.sum(), *_found(block, "bias_grad", "scale_grad")]
+
+    def zeros(self, needed: tuple[bool, bool]) -> Weights:
+        rows, cols = (
+            torch.zeros(x.shape, device=x.device) if wanted else None for x, wanted in zip((self.u, self.v), needed)
+        )
+        return rows, cols
 
     def slabs(self) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
         """(rows, x, true at positives, true at pairs left out), float64, slab by slab."""
@@ -53,9 +113,9 @@ class Block:
         return torch.cat(rows), cols
 
     def softmax_gradients(
-        self, a: Tensor | None, b: Tensor | None, smoothing: tuple[float, float] = (0.0, 0.0), epsilon: float = 0.0
+        self, a: Tensor | None, b: Tensor | None, smoothing: float = 0.0
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """scale G V, scale G' U and the scale's gradient; a direction whose weights are None takes no part."""
+        """scale G V, scale G' U and the gradient of the scale. A direction whose weights are None takes no part."""
         r, c = self.log_sum_exps()
         d_scale = torch.zeros((), dtype=torch.float64, device=self.u.device)
         d_u, d_v = [], torch.zeros_like(self.v, dtype=torch.float64)
@@ -63,10 +123,10 @@ class Block:
             g = torch.zeros_like(x)
             if a is not None:
                 w = a[rows].double()[:, None]
-                g += w * ((x - r[rows, None]).exp() - smoothing[0] - (1 - epsilon) * positives)
+                g += w * ((x - r[rows, None]).exp() - smoothing / len(self.v) - (1 - smoothing) * positives)
             if b is not None:
                 w = b.double()[None, :]
-                g += w * ((x - c[None, :]).exp() - smoothing[1] - (1 - epsilon) * positives)
+                g += w * ((x - c[None, :]).exp() - smoothing / len(self.u) - (1 - smoothing) * positives)
             g = g.masked_fill(left_out, 0)
             d_scale += (g * x).sum() / self.scale.double()
             g *= self.scale.double()
@@ -75,7 +135,7 @@ class Block:
         return torch.cat(d_u), d_v, d_scale
 
     def sigmoid(self, bias: float) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """The loss, the gradients of the bias and of the scale, scale G V, scale G' U."""
+        """The loss, scale G V, scale G' U, the gradients of the bias and of the scale."""
         zero = torch.zeros((), dtype=torch.float64, device=self.u.device)
         loss, d_bias, d_scale, d_u, d_v = zero, zero, zero, [], torch.zeros_like(self.v, dtype=torch.float64)
         for rows, x, positives, left_out in self.slabs():
@@ -87,7 +147,18 @@ class Block:
             d_scale = d_scale + (g * x).sum() / self.scale.double()
             d_u.append(self.scale.double() * g @ self.v.double())
             d_v += self.scale.double() * g.T @ self.u[rows].double()
-        return loss, d_bias, d_scale, torch.cat(d_u), d_v
+        return loss, torch.cat(d_u), d_v, d_bias, d_scale
+
+
+def _softmax(problem: Problem, smoothing: float, precision: str, tuning: Tuning | None) -> TritonBackend:
+    objective = Softmax(smoothing, len(problem.u), len(problem.v))
+    return triton_backend(objective, precision, tuning or Tuning(), Machine())
+
+
+def _found(block: Block, *names: str) -> list[Tensor]:
+    """The gradients that the block asks for: features, then the named parameters."""
+    found = [block.rows.grad, block.cols.grad, *(getattr(block.parameters, name) for name in names)]
+    return [x for x in found if x is not None]
 
 
 def features(kind: str, n: int, m: int, width: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
@@ -130,7 +201,7 @@ def scale_error_of(got: Tensor, truth: Tensor, *used: Tensor) -> float:
     return error if error == error else float("inf")
 
 
-def error_of(b: Block, got: Tensor, truth: Tensor, *used: Tensor) -> float:
+def error_of(b: Problem, got: Tensor, truth: Tensor, *used: Tensor) -> float:
     """Relative error of a gradient. Where training has converged the gradient itself is what is left of weights that cancel, so no
     gradient counts as smaller than a hundredth of what the weights used would give by themselves."""
     size = float(b.scale) * sum(float(w.double().norm()) for w in used)

@@ -1,0 +1,74 @@
+"""What the loss asks of the machine it runs on. A dry run (clipscale.plan) replaces it to answer for a GPU that is not there."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from clipscale.loss.triton.tuning import Tiles, tiles_on
+
+T = TypeVar("T")
+
+
+class Machine:
+    """The machine of this process."""
+
+    def gpu_name(self, device: torch.device) -> str | None:
+        """The name of the GPU. None: the device is not a GPU."""
+        return torch.cuda.get_device_name(device) if device.type == "cuda" else None
+
+    def parts(self, parts: Iterator[T]) -> Iterator[T]:
+        """The tiles or panels of a block that are computed. A dry run takes the first: the others use the same buffers."""
+        return parts
+
+    def tiles(self, device: torch.device, kernel_pass: str, arithmetic: str) -> Tiles:
+        """The entry of the tile table for a device."""
+        return tiles_on(device, kernel_pass, arithmetic)
+
+    def aligned(self, x: Tensor, depth: int) -> Tensor:
+        """x (n, D) with D padded to a multiple of `depth` and rows that load 16 bytes at a time.
+
+        Padding is zeros, which add nothing to a dot product.
+        """
+        x = x.detach()
+        if x.device.type == "cpu" and x.dtype == torch.bfloat16:
+            # Triton's interpreter multiplies bfloat16 by its bits. The products of widened numbers are those of the hardware.
+            x = x.float()
+        n, width = x.shape
+        padded = -(-width // depth) * depth
+        if padded == width and x.stride(1) == 1 and x.stride(0) % 16 == 0 and x.data_ptr() % 16 == 0:
+            return x
+        if padded == width:
+            return x.clone(memory_format=torch.contiguous_format)
+        out = x.new_zeros((n, padded))
+        out[:, :width] = x
+        return out
+
+    def launch(
+        self, kernel: Any, grid: int, device: torch.device, tiles: Tiles, *arguments: Any, **constants: Any
+    ) -> None:
+        """Run a Triton kernel. Raises RuntimeError with the kernel, the device, the tiles and the reason where that fails."""
+        on_device = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+        try:
+            with on_device:
+                kernel[(grid,)](
+                    *arguments, **constants, num_warps=tiles.warps, num_stages=tiles.stages, maxnreg=tiles.registers,
+                    enable_fp_fusion=True,
+                )  # fmt: skip
+        except Exception as error:
+            name = getattr(kernel, "__name__", str(kernel))
+            where = self.gpu_name(device) or "the interpreter"
+            raise RuntimeError(
+                f"the Triton kernel {name} failed on {where} with {tiles}: {type(error).__name__}: {error}"
+            ) from error
+
+    def add_product(self, out: Tensor, a: Tensor, b: Tensor) -> None:
+        """out += a b by the GEMM library, accumulated in float32."""
+        if a.device.type == "cpu":
+            out.addmm_(a.float(), b.float())
+        elif a.dtype == torch.float32:
+            out.addmm_(a, b)
+        else:
+            torch.addmm(out, a, b, out_dtype=torch.float32, out=out)
