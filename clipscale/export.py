@@ -10,19 +10,17 @@ from open_clip.tokenizer import HFTokenizer
 from safetensors.torch import save_file
 from torch import Tensor
 
-from clipscale.config.checks import choice, existing_run
+from clipscale.config.checks import check_values
 from clipscale.config.sections import ModelConfig
-from clipscale.config.tools import ExportSettings
+from clipscale.config.tools import ExportSettings, check_run
 from clipscale.errors import UserError
 from clipscale.models.towers import ClipModel, architecture, load_model
 
 
 def main(settings: ExportSettings) -> Path:
     """Write the folder and return it. Raises UserError for a run without a readable checkpoint, and a folder that cannot be written."""
-    if not settings.run:
-        raise UserError("export needs run=NAME or run=PATH")
-    choice("dtype", settings.dtype, ("float32", "bfloat16", "float16"))
-    folder = existing_run(settings.run)
+    check_values(settings)
+    folder = check_run(settings)
     model, config, step = load_model(folder, settings.checkpoint)
     out = Path(settings.out).expanduser() if settings.out else folder / "export"
     try:

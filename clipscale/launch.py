@@ -20,8 +20,7 @@ from torch.distributed.launcher.api import LaunchConfig as ElasticConfig
 from torch.distributed.launcher.api import elastic_launch
 
 from clipscale.config import checks
-from clipscale.config.parse import typed
-from clipscale.config.train import TrainConfig, check, doubts
+from clipscale.config.train import TrainConfig, warnings
 from clipscale.errors import StoppedError, UserError
 from clipscale.hardware import cores
 
@@ -46,19 +45,18 @@ class Interrupted(KeyboardInterrupt):
         self.signum = signum
 
 
-def checked(values: dict[str, Any]) -> TrainConfig:
-    """Composed values as a configuration ready to run. Raises UserError for the first mistake."""
-    config = typed(TrainConfig, values)
-    named = bool(config.run)
-    config = check(config)
+def make_ready(config: TrainConfig, *, named: bool) -> None:
+    """The last checks of a checked configuration, which need torch; and under torchrun, one default name for all ranks.
+
+    named: the user has named the run. Raises UserError.
+    """
     if under_torchrun() and not named:
         config.run = shared(config.run)
     if config.data.on_device and (config.device == "cpu" or not torch.cuda.is_available()):
         raise UserError("data.decode=gpu needs a GPU, and this run has none; take data.decode=fast, or exact")
     if os.environ.get("RANK", "0") == "0":
-        for doubt in doubts(config):
-            print(f"warning: {doubt}", file=sys.stderr)
-    return config
+        for warning in warnings(config):
+            print(f"warning: {warning}", file=sys.stderr)
 
 
 def under_torchrun() -> bool:

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from clipscale import launch
-from clipscale.config.keys import PACKAGE
+from clipscale.config.presets import PACKAGE
 from clipscale.config.sections import LaunchConfig
 from clipscale.config.train import TrainConfig
 from tests.conftest import TINY, Command

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from clipscale.config.keys import PACKAGE
+from clipscale.config.presets import PACKAGE
 from tests.conftest import TINY
 
 

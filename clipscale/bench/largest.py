@@ -29,13 +29,13 @@ from clipscale.bench.runs import HOW, Attempt, attempt, row_of
 from clipscale.bench.sheet import Sheet, publish
 from clipscale.bench.verdicts import of_plan
 from clipscale.cli.main import composed
-from clipscale.config.tools import PlanConfig
+from clipscale.config.tools import PlanConfig, target_gpu
 from clipscale.data.loader.memory import free_memory
 from clipscale.errors import UserError
 from clipscale.hardware import hardware_of
 from clipscale.plan.dry_run import dry_run
 from clipscale.plan.memory import PROCESS
-from clipscale.plan.planner import MemoryPlan, target_gpu
+from clipscale.plan.planner import MemoryPlan
 from clipscale.report.table import plain_console
 from clipscale.units import format_bytes, parse_count
 

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 import yaml
 from torch import Tensor
 
-from clipscale.config.keys import conf_dir, group_options
+from clipscale.config.presets import conf_dir, group_options
 from clipscale.config.sections import LossConfig
 from clipscale.errors import UserError
 from clipscale.loss.api import configured_loss

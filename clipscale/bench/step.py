@@ -26,7 +26,7 @@ from clipscale.bench.step_table import legend, table
 from clipscale.bench.step_ways import Name
 from clipscale.bench.step_work import StepJob
 from clipscale.bench.verdicts import of_step
-from clipscale.config.keys import group_options
+from clipscale.config.presets import group_options
 from clipscale.config.tools import StepBenchSettings
 from clipscale.errors import UserError
 from clipscale.report.table import plain_console

@@ -16,7 +16,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from clipscale.config.keys import conf_dir
+from clipscale.config.presets import conf_dir
 from clipscale.config.sections import ModelConfig, PrecisionConfig
 from clipscale.data.loader.host_batch import Arena, HostBatch, Layout
 from clipscale.data.loader.to_device import ChunkLoader

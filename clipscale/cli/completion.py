@@ -1,13 +1,29 @@
-"""Tab completion, from the table of verbs, the declared keys and what these may be; light, since the shell asks at every Tab."""
+"""Tab completion for bash, zsh and fish, from the table of verbs and the declared settings. The shell asks at every Tab."""
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from clipscale.cli.verbs import TOOLS, VERBS, tools_of
-from clipscale.config.keys import choices, composed_defaults, group_options, keys, meaning
+from clipscale.config.presets import composed_defaults, group_options
+from clipscale.config.setting import sections, settings_of
 from clipscale.hardware import HARDWARE
 
-BASH = """\
+
+@dataclass(frozen=True)
+class Shell:
+    """A shell's completion."""
+
+    setup: str
+    """The line that installs it."""
+    script: str
+    """What `completion SHELL` prints. It asks `completion query LINE` for candidates, and offers files if there are none."""
+
+
+SHELLS = {
+    "bash": Shell(
+        'eval "$(clipscale completion bash)"  into ~/.bashrc',
+        """\
 _clipscale() {
     local line="${COMP_LINE:0:COMP_POINT}" word="${COMP_WORDS[COMP_CWORD]}" whole cut candidate
     whole="${line##*[[:space:]]}"
@@ -19,18 +35,50 @@ _clipscale() {
     done < <("${COMP_WORDS[0]}" completion query "$line" 2>/dev/null)
     if [[ ${#COMPREPLY[@]} -eq 1 && "${COMPREPLY[0]}" == *[=.] ]]; then compopt -o nospace; fi
 }
-complete -o default -F _clipscale clipscale"""
+complete -o default -F _clipscale clipscale""",
+    ),
+    "zsh": Shell(
+        'eval "$(clipscale completion zsh)"  into ~/.zshrc, after compinit',
+        """\
+_clipscale() {
+    local candidate
+    local -a whole open
+    for candidate in "${(@f)$("$words[1]" completion query "${(j: :)words[1,CURRENT-1]} $PREFIX" 2>/dev/null)}"; do
+        case "$candidate" in
+            *[=.]) open+=("$candidate") ;;
+            ?*) whole+=("$candidate") ;;
+        esac
+    done
+    if (( $#whole + $#open )); then
+        compadd -S '' -- $open
+        compadd -- $whole
+    else
+        compset -P '*='
+        _files
+    fi
+}
+compdef _clipscale clipscale""",
+    ),
+    "fish": Shell(
+        "clipscale completion fish | source  into ~/.config/fish/config.fish",
+        """\
+function __clipscale
+    clipscale completion query (commandline --current-process --cut-at-cursor | string collect) 2>/dev/null
+end
+complete --command clipscale --arguments '(__clipscale)'""",
+    ),
+}
 
 
 def complete(line: str) -> list[str]:
-    """What the last word of the command line may become. Nothing for paths: the shell completes file names itself."""
+    """The candidates for the last word of the command line. None for paths: the shell completes file names."""
     words = line.split()
     word = "" if line[-1:].isspace() else words.pop()
     match words[1:]:
         case []:
             options: Iterable[str] = [*VERBS, "--help", "--version"]
         case ["completion"]:
-            options = ["bash"]
+            options = SHELLS
         case [verb] if tools_of(verb):
             options = tools_of(verb)
         case [verb, *rest]:
@@ -40,44 +88,38 @@ def complete(line: str) -> list[str]:
 
 
 def candidates(name: str, word: str) -> list[str]:
-    """Groups, keys and sections step by step; after `=`, what the key may be."""
+    """Flags after `-`, values after `=`, else groups, keys and sections; the keys of a section once it is typed."""
     tool = TOOLS[name]
     if word.startswith("-"):
-        return [
-            "--help",
-            *(["--cfg", "--config-dir", "--info"] if tool.file else []),
-            *(["-m", "--multirun"] if name == "train" else []),
-        ]
+        composed, sweeps = bool(tool.file), name == "train"
+        return ["--help", *["--cfg", "--config-dir", "--info"] * composed, *["-m", "--multirun"] * sweeps]
     groups = list(composed_defaults(tool.file)[0]) if tool.file else []
-    declared = keys(*tool.settings)
     key, equals, value = word.partition("=")
-    if equals:
-        before = word[
-            : len(word) - len(value.rpartition(",")[2])
-        ]  # in a sweep, what stands before the last comma stays
+    if equals:  # in a sweep, what is before the last comma stays
+        before = word[: len(word) - len(value.rpartition(",")[2])]
         return [before + option for option in values(name, key, groups)]
-    sections = [] if "." in word else [section + "." for section in meaning(*tool.settings)]
-    flat = [key.name + "=" for key in declared if not key.section or "." in word]
-    return [*(group + "=" for group in groups), *flat, *sections]
+    keys = [one.name + "=" for one in settings_of(tool.settings) if not one.section or "." in word]
+    nested = [] if "." in word else [section + "." for section in sections(tool.settings)]
+    return [*(group + "=" for group in groups), *keys, *nested]
 
 
-def values(name: str, wanted: str, groups: Iterable[str]) -> Iterable[str]:
-    """What a group or a key of a tool may be, where that can be listed."""
-    key = next((key for key in keys(*TOOLS[name].settings) if key.name == wanted), None)
-    if wanted in groups or (key and wanted == "model"):  # the benchmarks take a preset's name
-        return group_options()[wanted]
-    if key is None:
+def values(name: str, key: str, groups: Iterable[str]) -> Iterable[str]:
+    """The values of a group or a key, if they can be listed."""
+    declared = next((one for one in settings_of(TOOLS[name].settings) if one.name == key), None)
+    if key in groups or (declared and key == "model"):  # the benchmarks take a preset's name
+        return group_options()[key]
+    if declared is None:
         return []
-    if key.type == "bool":
+    if declared.kind is bool:
         return ["true", "false"]
-    if wanted == "hardware":
+    if key == "hardware":
         return [*HARDWARE, "cpu"]
-    if wanted == "run" and not key.default:  # the doctor's is a folder for runs
+    if key == "run" and not declared.default:  # the doctor's is a folder for runs
         return runs()
-    return choices().get(wanted, ())
+    return declared.choices or ()
 
 
 def runs() -> list[str]:
-    """The runs below runs/ as `run=` takes them: by name, a sweep's by path."""
+    """The runs under runs/ as `run=` accepts them: by name, a sweep's by path."""
     folders = [file.parent for pattern in ("*/config.yaml", "*/*/config.yaml") for file in Path("runs").glob(pattern)]
     return [folder.name if folder.parent == Path("runs") else str(folder) for folder in folders]

@@ -1,4 +1,4 @@
-"""Help texts, made from the table of verbs, the declared keys and the files in conf/, so that they cannot go out of date."""
+"""Help texts, made from the table of verbs, the declared settings and the files in conf/, so that they are never out of date."""
 
 import shutil
 import sys
@@ -6,17 +6,28 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from clipscale.cli.completion import SHELLS
 from clipscale.cli.verbs import TOOLS, VERBS, tools_of
-from clipscale.config.keys import Key, composed_defaults, conf_dir, docstring, group_options, keys, meaning
+from clipscale.config.parse import as_typed
+from clipscale.config.presets import about, composed_defaults, group_options
+from clipscale.config.setting import Setting, sections, settings_of, summary
 from clipscale.errors import UserError
 from clipscale.units import nearest
 
 SCREEN = 40
-"""Keys that a help lists in full; of more, those inside sections are left to `--help SECTION`."""
+"""Most keys that a help lists in full. If a tool has more, `--help SECTION` lists those inside sections."""
+WIDTH = 120
+"""Most columns of a help text; longer lines are hard to read."""
 COUNTS = "Counts are binary: 32k = 32,768, 1M = 1,048,576; a plain integer is itself."
 
 
 def show_overview() -> None:
+    """The verbs."""
     print(f"{bold('clipscale')}: contrastive image-text pretraining at any batch size\n")
     print("Usage: clipscale VERB [KEY=VALUE ...]\n")
     columns(VERBS.items())
@@ -26,15 +37,17 @@ def show_overview() -> None:
         "clipscale train model=vit-l14 batch=1M data.train='/data/laion/{00000..41455}.tar'"
     )
     print(
-        "\n`clipscale VERB --help` tells more, `clipscale --version` the version. CLIPSCALE_DEBUG=1 shows tracebacks."
+        "\n`clipscale VERB --help` describes a verb, `clipscale --version` prints the version. "
+        "CLIPSCALE_DEBUG=1 shows tracebacks."
     )
 
 
 def show_help(verb: str, topics: Sequence[str]) -> None:
-    """Of a verb with tools: these, or the one that `topics` begin with; of a tool: its keys, or all keys of the sections named."""
+    """The tools of a verb, or the tool that `topics` begin with; of a tool, its keys, or all keys of the sections named."""
     tools = tools_of(verb)
     if verb == "completion":
-        print('Tab completion for bash; put this into ~/.bashrc:\n\n  eval "$(clipscale completion bash)"')
+        print("Tab completion of verbs, keys and values. For your shell:\n")
+        columns((name, shell.setup) for name, shell in SHELLS.items())
     elif not tools:
         show_tool(verb, topics)
     elif not topics:
@@ -46,116 +59,96 @@ def show_help(verb: str, topics: Sequence[str]) -> None:
 
 
 def show_tools(verb: str, tools: Sequence[str]) -> None:
-    """Each tool with what it does, its keys and sections."""
+    """Each tool with its purpose, keys and sections."""
     print(f"Usage: clipscale {verb} TOOL [KEY=VALUE ...]\n")
     rows = []
     for tool in tools:
-        declared = keys(*TOOLS[f"{verb} {tool}"].settings)
-        names = dict.fromkeys(f"{key.section}." if key.section else key.name for key in declared)
+        declared = settings_of(TOOLS[f"{verb} {tool}"].settings)
+        names = dict.fromkeys(f"{one.section}." if one.section else one.name for one in declared)
         rows += [(tool, purpose(f"{verb} {tool}")), ("", f"Keys: {', '.join(names)}")]
     columns(rows)
     show_examples("\n".join(TOOLS[f"{verb} {tool}"].examples.partition("\n")[0] for tool in tools))
-    print(f"\n`clipscale {verb} TOOL --help` tells more.")
+    print(f"\n`clipscale {verb} TOOL --help` describes a tool.")
 
 
 def show_tool(name: str, topics: Sequence[str]) -> None:
-    """The keys of a tool, or of its sections named; where there are many, those inside sections only if named or often set."""
+    """The keys of a tool, or those of the sections `topics`. Of many keys, those inside sections only if they are often set."""
     tool = TOOLS[name]
-    declared, sections = keys(*tool.settings), meaning(*tool.settings)
+    declared = settings_of(tool.settings)
     choices, values = composed_defaults(tool.file) if tool.file else ({}, {})
     if topics:
         for topic in topics:
             show_section(name, topic, choices, values)
         return
-    words = "".join(
-        f" {word}" for word in (tool.words, "[KEY=VALUE ...]", *(f"[{flag}]" for flag in tool.flags)) if word
-    )
-    print(f"{bold(f'clipscale {name}')}: {purpose(name)}\n\nUsage: clipscale {name}{words}\n")
+    words = [tool.words, "[KEY=VALUE ...]", *(f"[{flag}]" for flag in tool.flags)]
+    print(f"{bold(f'clipscale {name}')}: {purpose(name)}\n")
+    print("Usage:", *(word for word in (f"clipscale {name}", *words) if word), end="\n\n")
     if len(declared) <= SCREEN:
         describe(declared, values)
     else:
         print(f"{bold('Main keys')}, their defaults and what they mean")
-        often = [key for wanted in tool.often for key in declared if key.name == wanted]
-        describe([*(key for key in declared if not key.section), *often], values)
+        often = [one for wanted in tool.often for one in declared if one.name == wanted]
+        describe([*(one for one in declared if not one.section), *often], values)
         print(f"\n{bold('Sections')}: `clipscale {name} --help SECTION` lists their keys")
-        columns((f"{section}.", text) for section, text in sections.items())
+        columns((f"{section}.", text) for section, text in sections(tool.settings).items())
     if choices:
         options = group_options()
         print(f"\n{bold('Groups')}: named sets of values, from conf/ (* the default)")
         columns((f"{g}=", ", ".join(o + "*" * (o == choices[g]) for o in options[g])) for g in sorted(choices))
     show_examples(tool.examples)
-    notes = [COUNTS] * any(key.type.startswith("int") for key in declared) + [tool.notes] * bool(tool.notes)
+    notes = [COUNTS] * any(one.kind is int for one in declared) + [tool.notes] * bool(tool.notes)
     print("\n" * bool(notes) + "\n".join(notes))
 
 
 def show_section(name: str, section: str, choices: Mapping[str, str | None], values: Mapping[str, Any]) -> None:
-    """All keys of a section, and the files of the group of that name."""
-    sections = meaning(*TOOLS[name].settings)
-    known = list(dict.fromkeys([*sections, *choices]))
+    """All keys of a section, and the presets of the group of that name."""
+    described = sections(TOOLS[name].settings)
+    known = list(dict.fromkeys([*described, *choices]))
     if section not in known:
         there = f"there are {', '.join(known)}" if known else "there are none"
         raise UserError(f"{name} --help {section}: no such section{nearest(section, known)}; {there}")
-    print(f"{bold(section)}: {sections.get(section, 'whole sets of settings')}")
-    describe((key for key in keys(*TOOLS[name].settings) if key.section == section), values)
-    columns(
-        (f"{section}={option}", about(section, option))
-        for option in (group_options()[section] if section in choices else [])
-    )
+    print(f"{bold(section)}: {described.get(section, 'whole sets of settings')}")
+    describe((one for one in settings_of(TOOLS[name].settings) if one.section == section), values)
+    options = group_options()[section] if section in choices else []
+    columns((f"{section}={option}", about(section, option)) for option in options)
     print()
 
 
-def describe(declared: Iterable[Key], values: Mapping[str, Any]) -> None:
-    """Keys with their defaults, those of conf/ (`values`) before the dataclasses', and their meanings."""
-    columns((key.name, shown(values.get(key.name, key.default)), spoken(key.doc)) for key in declared)
+def describe(declared: Iterable[Setting], values: Mapping[str, Any]) -> None:
+    """Keys with their defaults and help. The defaults in `values`, from conf/, replace those of the dataclasses."""
+    columns((one.name, shown(values.get(one.name, one.default)), one.help) for one in declared)
 
 
 def purpose(name: str) -> str:
-    """What the docstring of a tool's settings says that it does, or else the table of verbs."""
-    return docstring(*TOOLS[name].settings).partition("`: ")[2] or VERBS[name]
-
-
-def about(group: str, option: str) -> str:
-    """The first comment of a group's file."""
-    lines = (conf_dir() / group / f"{option}.yaml").read_text(encoding="utf-8").splitlines()
-    return next((line.removeprefix("# ") for line in lines if line.startswith("# ") and not line.startswith("# @")), "")
-
-
-def spoken(doc: str) -> str:
-    """A docstring in the command line's words."""
-    return doc.replace("None:", "null:")
+    """What a tool does: from the docstring of its settings, or else from the table of verbs."""
+    return summary(TOOLS[name].settings).partition("`: ")[2] or VERBS[name]
 
 
 def shown(value: object) -> str:
-    """A default as one would type it; nothing for what is unset."""
-    if value in (None, "", [], {}):
-        return ""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, list | tuple):
-        return "[" + ",".join(map(shown, value)) + "]"
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    """A default as one types it; empty if nothing is set."""
+    return "" if value in (None, "", [], {}) else as_typed(value)
 
 
 def columns(rows: Iterable[Sequence[str]]) -> None:
-    """Rows of equally many cells, aligned; the last cell is wrapped to the terminal's width."""
-    table = list(rows)
-    if not table:
-        return
-    widths = [max(len(row[i]) for row in table) for i in range(len(table[0]) - 1)]
-    start = 2 + sum(width + 2 for width in widths if width)
-    width = min(shutil.get_terminal_size((110, 24)).columns, 120)
-    for *cells, last in table:
-        head = "  " + "".join(cell.ljust(w) + "  " for cell, w in zip(cells, widths) if w)
-        lines = textwrap.wrap(last, max(30, width - start)) or [""]
-        print((head + lines[0]).rstrip())
-        for line in lines[1:]:
-            print(" " * start + line)
+    """Print rows of equally many cells, aligned. The last column is wrapped at the terminal's width."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for row in rows:
+        while len(table.columns) < len(row):
+            table.add_column(no_wrap=len(table.columns) < len(row) - 1)
+        table.add_row(*map(Text, row))
+    console = Console(width=min(shutil.get_terminal_size((110, 24)).columns, WIDTH))
+    with console.capture() as text:
+        console.print(Padding(table, (0, 0, 0, 2)))
+    for line in text.get().splitlines():
+        print(line.rstrip())
 
 
 def show_examples(lines: str) -> None:
+    """Commands, indented."""
     print(f"\n{bold('Examples')}")
     print(textwrap.indent(lines, "  "))
 
 
 def bold(text: str) -> str:
+    """Bold on a terminal."""
     return f"\033[1m{text}\033[0m" if sys.stdout.isatty() else text

@@ -15,6 +15,8 @@ from omegaconf import DictConfig
 
 from clipscale import launch
 from clipscale.cli import compose
+from clipscale.config.parse import typed
+from clipscale.config.train import TrainConfig, check
 from clipscale.errors import UserError
 from clipscale.report.table import TextTable, plain_console
 from clipscale.units import run_folder, split, unused
@@ -60,7 +62,9 @@ def job(values: DictConfig) -> float:
     try:
         plain = compose.plain(values)
         plain["run"] = plain["run"] or str(folder)
-        record |= launch.run(launch.checked(plain), isolated=True)
+        config = check(typed(TrainConfig, plain))
+        launch.make_ready(config, named=True)
+        record |= launch.run(config, isolated=True)
     except UserError as error:
         record["error"] = str(error)
     except launch.WorkerError as error:

@@ -1,58 +1,60 @@
-"""The one table of what the command line can do: where each verb's settings and work are, and how it is used. Imports nothing heavy.
+"""The table of what the command line can do: the settings of each verb, its work, and its help. Imports nothing heavy."""
 
-The command line, its help and Tab completion all read it.
-"""
-
+from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from clipscale.config import tools
+from clipscale.config.checks import begun_run, existing_run
+from clipscale.config.train import TrainConfig
 
 
 @dataclass(frozen=True)
 class Tool:
-    """A verb, or a tool of a verb that has several."""
+    """A verb, or a tool of a verb that has several, such as `data index`."""
 
-    home: str
-    """MODULE:CLASS that declares its keys."""
+    settings: type[Any]
+    """The dataclass of its settings."""
     main: str
-    """Function that does the work, in that module, or MODULE:FUNCTION: takes the settings and returns an exit status or anything else."""
+    """MODULE:FUNCTION, imported when it is called: takes the settings; returns an exit status, a benchmark's rows, or anything else."""
     examples: str
     words: str = ""
-    """Plain words before the settings, as the usage line shows them; `main` then takes their list first."""
+    """The plain words before the settings, as the usage line shows them; `main` then takes the list of them first."""
     file: str = ""
-    """The file in conf/ that it is composed from; empty: settings are few, and taken as they are typed."""
+    """The file in conf/ that Hydra composes it from; empty: KEY=VALUE is taken as typed."""
     often: tuple[str, ...] = ()
-    """Keys inside sections that most people set; help shows them beside the top-level ones."""
+    """Keys inside sections that help lists beside the top-level ones, because most people set them."""
     flags: tuple[str, ...] = ()
     notes: str = ""
-    """The help's last lines."""
+    """The last lines of the help."""
+    check: Callable[[Any], object] = lambda settings: None
+    """Raises UserError for wrong settings, before `main` is imported."""
+    find_run: Callable[[str], object] = lambda run: None
+    """Raises UserError for a `run=` that names no run, before anything is composed."""
 
-    @property
-    def settings(self) -> tuple[str, str]:
-        """Module and name of the dataclass."""
-        module, _, name = self.home.partition(":")
-        return module, name
-
-    @property
-    def function(self) -> tuple[str, str]:
-        """Module and name of `main`."""
-        module, _, name = self.main.rpartition(":")
-        return module or self.settings[0], name
+    def load(self) -> Callable[..., Any]:
+        """Import `main`."""
+        module, _, name = self.main.partition(":")
+        found: Callable[..., Any] = getattr(import_module(module), name)
+        return found
 
 
 VERBS = {
-    "train": "train a model, or go on with a run",
+    "train": "train a model, or resume a run",
     "eval": "zero-shot classification and retrieval with a run's checkpoint",
-    "plan": "whether a run fits, and its time, before it is started: no GPU needed",
-    "data": "`data demo`: a small set to try things on; `index`, `check`, `stats`: look after shards; `features`: a frozen tower's",
-    "report": "draw a run: curves, results and retrieved images, on one page",
-    "export": "a run's weights as a folder that open_clip loads",
-    "bench": "`bench loss`, `step`, `data`: time and memory, beside other people's",
-    "doctor": "whether this machine is ready to train, found out by trying",
+    "plan": "predict whether a run fits, and its time; needs no GPU",
+    "data": "`data demo`: a small data set; `index`, `check`, `stats`: inspect shards; `features`: precompute a frozen tower's",
+    "report": "curves, results and retrieved images of a run, on one page",
+    "export": "write a run's weights as a folder that open_clip loads",
+    "bench": "`bench loss`, `step`, `data`: time and memory, against other implementations",
+    "doctor": "test whether this machine is ready to train",
     "completion": "Tab completion for the shell",
 }
 
 TOOLS = {
     "train": Tool(
-        "clipscale.config.train:TrainConfig",
+        TrainConfig,
         "clipscale.launch:run",
         """\
 clipscale train model=vit-l14 batch=1M data.train='/data/laion/{00000..41455}.tar'
@@ -75,53 +77,57 @@ torchrun --nproc-per-node 8 -m clipscale train batch=64k data.train=...       # 
         flags=("-m", "--cfg job", "--config-dir DIR"),
         notes="""\
 -m runs every combination of the comma-separated values. --cfg job prints the composed configuration instead of
-training. --config-dir DIR adds group files of your own, DIR/experiment/mine.yaml for one.""",
+training. --config-dir DIR adds your own presets, such as DIR/experiment/mine.yaml.""",
     ),
     "eval": Tool(
-        "clipscale.config.tools:EvalRunConfig",
+        tools.EvalRunConfig,
         "clipscale.eval.verb:main",
         """\
 clipscale eval run=demo
 clipscale eval run=b32 'eval.sets=[/data/imagenet1k,/data/mscoco_captions]' precision=bf16
 clipscale eval run=runs/b32 checkpoint=20000 eval.limit=1k""",
         file="eval",
+        check=tools.check_run,
+        find_run=existing_run,
     ),
     "plan": Tool(
-        "clipscale.config.tools:PlanConfig",
+        tools.PlanConfig,
         "clipscale.plan.show:main",
         """\
 clipscale plan model=vit-l14 batch=4M hardware=a800-80g gpus=8
 clipscale plan experiment=infcl-vit-l14 batch=1M hardware=h100-80g gpus=8 nodes=4 host_memory=1024G json=true
-clipscale plan run=b16                                                        # beside what that run has measured""",
+clipscale plan run=b16                                                        # against what that run measured""",
         file="plan",
         often=("cache.chunk",),
-        notes="The settings are those of `clipscale train`; data.train is not needed. Status 1: does not fit.",
+        notes="The settings are those of `clipscale train`; data.train is not needed. Exit status 1: the run does not fit.",
+        check=tools.target_gpu,
+        find_run=begun_run,
     ),
     "data demo": Tool(
-        "clipscale.config.tools:DemoSettings",
+        tools.DemoSettings,
         "clipscale.data.demo:main",
         "clipscale data demo root=/tmp/demo samples=5000 seed=1",
     ),
     "data index": Tool(
-        "clipscale.config.tools:IndexSettings",
+        tools.IndexSettings,
         "clipscale.data.verbs:make_index",
         "clipscale data index '/data/laion/{00000..41455}.tar'\nclipscale data index @shards.txt cache=/scratch/index",
         words="SHARD...",
     ),
     "data check": Tool(
-        "clipscale.config.tools:CheckSettings",
+        tools.CheckSettings,
         "clipscale.data.verbs:check_shards",
         "clipscale data check '/data/laion/{00000..00099}.tar' filter.min_side=64 'filter.fields=[similarity>=0.3]'",
         words="SHARD...",
     ),
     "data stats": Tool(
-        "clipscale.config.tools:StatsSettings",
+        tools.StatsSettings,
         "clipscale.data.verbs:show_stats",
         "clipscale data stats '/data/laion/*.tar'",
         words="SHARD...",
     ),
     "data features": Tool(
-        "clipscale.config.tools:FeaturesConfig",
+        tools.FeaturesConfig,
         "clipscale.data.compute_features:main",
         """\
 clipscale data features model=vit-b16 model.pretrained_image=b16.pt data.train='/data/laion/*.tar' out=/data/b16
@@ -129,14 +135,20 @@ clipscale train model=vit-b16 model.pretrained_image=b16.pt model.freeze_image=t
         file="features",
         often=("model.pretrained_image", "data.train"),
     ),
-    "report": Tool("clipscale.config.tools:ReportSettings", "clipscale.report.page:main", "clipscale report run=demo"),
+    "report": Tool(
+        tools.ReportSettings,
+        "clipscale.report.page:main",
+        "clipscale report run=demo",
+        check=tools.check_run,
+    ),
     "export": Tool(
-        "clipscale.config.tools:ExportSettings",
+        tools.ExportSettings,
         "clipscale.export:main",
         "clipscale export run=b32\nclipscale export run=b32 checkpoint=20000 dtype=float16 out=/models/b32",
+        check=tools.check_run,
     ),
     "bench loss": Tool(
-        "clipscale.config.tools:LossBenchSettings",
+        tools.LossBenchSettings,
         "clipscale.bench.loss:main",
         """\
 clipscale bench loss n=4k,8k methods=infcl,open_clip
@@ -144,7 +156,7 @@ clipscale bench loss n=8k,64k,1M d=768 dtype=bf16 methods=infcl,open_clip,inf_cl
 clipscale bench loss n=2k ranks=4 methods=clip,openclip,disco,ring,infcl""",
     ),
     "bench step": Tool(
-        "clipscale.config.tools:StepBenchSettings",
+        tools.StepBenchSettings,
         "clipscale.bench.step:main",
         """\
 clipscale bench step
@@ -152,19 +164,19 @@ clipscale bench step model=vit-b16 precision=bf16 batch=32k chunk=256 memory= me
 clipscale bench step methods=cache,keep-30,frozen batch=1k chunk=256""",
     ),
     "bench data": Tool(
-        "clipscale.config.tools:DataBenchSettings",
+        tools.DataBenchSettings,
         "clipscale.bench.data:main",
         "clipscale bench data\nclipscale bench data sizes=512 stream=512 workers=8 batch=1k",
     ),
     "doctor": Tool(
-        "clipscale.config.tools:DoctorSettings",
+        tools.DoctorSettings,
         "clipscale.doctor:main",
         "clipscale doctor\nclipscale doctor run=/scratch/runs",
     ),
 }
-"""Every verb, and every tool of the verbs that have several, but for `completion`, which has no settings."""
+"""Every verb, or every tool of a verb that has several. `completion` has no settings."""
 
 
 def tools_of(verb: str) -> list[str]:
-    """The tools of a verb that has several, by their own names: `demo`, `index`, ... of `data`."""
+    """The tools of a verb that has several: `demo`, `index`, ... of `data`."""
     return [name.partition(" ")[2] for name in TOOLS if name.startswith(verb + " ")]

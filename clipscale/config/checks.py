@@ -1,36 +1,65 @@
-"""What several parts ask of their settings, each with one message. Imports nothing heavy."""
+"""Checks of settings, each with one message."""
 
 from collections.abc import Collection
+from functools import reduce
 from pathlib import Path
+from typing import Any
 
+from clipscale.config.setting import Setting, settings_of
 from clipscale.errors import UserError
 from clipscale.units import nearest, one_of, run_folder
 
 
+def check_values(config: Any, prefix: str = "") -> None:
+    """Check every field of a settings object against the choices and the least value that it declares.
+
+    `prefix` comes before the names in messages. Raises UserError for the first wrong value.
+    """
+    for declared in settings_of(type(config)):
+        check_value(declared, reduce(getattr, declared.name.split("."), config), prefix)
+
+
+def check_value(declared: Setting, value: Any, prefix: str = "") -> None:
+    """Raise UserError for a value that is none of the setting's choices, or below its least value."""
+    if declared.choices is not None:
+        choice(prefix + declared.name, value, declared.choices)
+    if declared.least is not None:
+        at_least(prefix + declared.name, value, declared.least)
+
+
 def choice(key: str, value: object, known: Collection[str]) -> None:
-    """Raise UserError where a setting is none of what it may be."""
+    """Raise UserError for a value that is none of `known`."""
     if value not in known:
         raise UserError(f"{key}={value}: choose {one_of(known)}{nearest(str(value), known)}")
 
 
 def at_least(key: str, value: float | None, least: float) -> None:
-    """Raise UserError where a number is smaller, or not a number; None, for a setting that may be left unset, is not looked at."""
+    """Raise UserError for a number that is too small, or NaN. None, which stands for a setting that is not set, is accepted."""
     if value is not None and not value >= least:
         raise UserError(f"{key}={value}: give at least {least}")
 
 
-def shared(batch: int, count: int, whom: str, remedy: str = "") -> None:
-    """Raise UserError where a batch has no equal part for each of `count` processes."""
+def shared(batch: int, count: int, among: str, remedy: str = "") -> None:
+    """Raise UserError for a batch that `count` processes cannot share evenly; the message calls them `among`."""
     if batch % count:
-        raise UserError(f"batch={batch} cannot be shared evenly by {whom}; choose a multiple of {count}{remedy}")
+        raise UserError(f"batch={batch} cannot be shared evenly by {among}; choose a multiple of {count}{remedy}")
 
 
 def existing_run(run: str) -> Path:
-    """The folder of a run that is there. Raises UserError, for a sweep with the name of one of its runs."""
+    """The folder of a run. Raises UserError if there is none, or if it is a sweep, with the name of one of its runs."""
     folder = run_folder(run)
     if not folder.is_dir():
         raise UserError(f"run={run}: there is no folder {folder}")
     jobs = sorted(path.parent for path in folder.glob("*/config.yaml"))
     if jobs and not (folder / "config.yaml").exists():
         raise UserError(f"run={run}: a sweep of {len(jobs)} runs; give one of them, as in run={jobs[0]}")
+    return folder
+
+
+def begun_run(run: str) -> Path:
+    """The folder of a run that has written its settings and metrics. Raises UserError if a file is missing."""
+    folder = run_folder(run)
+    for name in ("config.yaml", "env.json", "metrics.jsonl"):
+        if not (folder / name).is_file():
+            raise UserError(f"run={run}: there is no {folder / name}; give the folder of a run that has begun")
     return folder

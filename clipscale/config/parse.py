@@ -1,83 +1,95 @@
-"""From plain values, as YAML files and the command line give them, to a part's dataclass and its nested ones. OmegaConf, but no Hydra.
+"""From plain values, as YAML and the command line give them, to settings dataclasses.
 
-Every mistake comes out as a UserError of one line that names the setting.
+Every mistake is a UserError of one line that names the setting.
 """
 
-import re
 from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
-from types import NoneType, UnionType
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, get_args
 
-from omegaconf import OmegaConf
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
-
-from clipscale.config.keys import group_options, keys, tree
+from clipscale.config.presets import group_options
 from clipscale.config.renamed import with_current_names
+from clipscale.config.setting import Setting, defaults, settings_of
 from clipscale.errors import UserError
 from clipscale.units import nearest, parse_count
 
 T = TypeVar("T")
+TRUTH = {"true": True, "yes": True, "on": True, "y": True, "1": True}
+TRUTH |= {"false": False, "no": False, "off": False, "n": False, "0": False}
 
 
-def typed(settings: type[T], values: dict[str, Any]) -> T:
-    """Plain values as the dataclass `settings`: counts may be spelt `1M`, one value may stand for a list of one.
+def typed(declared: type[T], values: dict[str, Any]) -> T:
+    """Plain nested values as the dataclass `declared`. Raises UserError for an unknown key or a value of the wrong type."""
+    settings = {one.name: one for one in settings_of(declared)}
+    names = [*group_options(), *settings]
 
-    Raises UserError for an unknown key or a value of the wrong type.
-    """
-    values = with_current_names(values, tree(settings.__module__, settings.__name__))
-    try:
-        result = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(settings), normalise(settings, values)))
-    except OmegaConfBaseException as error:
-        names = [*group_options(), *(key.name for key in keys(settings.__module__, settings.__name__))]
-        raise UserError(explained(error, names) or " ".join(str(error).split())) from error
-    assert isinstance(result, settings)
-    return with_tuples(result)
+    def build(section: type, values: dict[str, Any], prefix: str) -> Any:
+        types = {one.name: one.type for one in fields(section)}
+        arguments = {}
+        for name, value in values.items():
+            key, kind = f"{prefix}{name}", types.get(name)
+            if isinstance(kind, type) and is_dataclass(kind) and isinstance(value, dict):
+                arguments[name] = build(kind, value, f"{key}.")
+            elif key in settings:
+                arguments[name] = converted(settings[key], value)
+            else:
+                raise UserError(misnamed(key, names))
+        return section(**arguments)
 
-
-def normalise(settings: type, values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Counts to integers and a single value to a list, wherever the dataclass `settings` wants one.
-
-    Raises UserError for a value where there are keys, and for a list of the wrong length.
-    """
-    result = dict(values)
-    for name, hint in get_type_hints(settings).items():
-        if name not in values:
-            continue
-        value, key = values[name], prefix + name
-        kind = hint
-        if isinstance(hint, UnionType):  # `int | None` and the like
-            kind = next(member for member in get_args(hint) if member is not NoneType)
-        if isinstance(kind, type) and is_dataclass(kind):
-            if not isinstance(value, dict):
-                raise UserError(misnamed(key, [f"{key}.{inside.name}" for inside in fields(kind)]))
-            result[name] = normalise(kind, value, key + ".")
-        elif get_origin(kind) is tuple:
-            if not isinstance(value, list | tuple) or len(value) != len(get_args(kind)):
-                raise UserError(f"{key}={spelt(value)}: give {len(get_args(kind))} numbers, {key}=[...]")
-        elif kind is int and isinstance(value, str | float):
-            try:
-                result[name] = parse_count(str(value) if isinstance(value, str) else f"{value:f}")
-            except ValueError as error:
-                raise UserError(f"{key}={value}: {error}") from error
-        elif get_origin(kind) is list and value is not None and not isinstance(value, list):
-            result[name] = [value]
+    result: T = build(declared, with_current_names(values, defaults(declared)), "")
     return result
 
 
-def with_tuples(settings: T) -> T:
-    """The same object; OmegaConf leaves lists where the dataclasses declare tuples."""
-    for name, hint in get_type_hints(type(settings)).items():
-        value = getattr(settings, name)
-        if get_origin(hint) is tuple:
-            setattr(settings, name, tuple(value))
-        elif is_dataclass(value):
-            with_tuples(value)
-    return settings
+def converted(declared: Setting, value: Any) -> Any:
+    """A value as the setting's type: counts may be written `1M`, a single value may stand for a list. Raises UserError."""
+    key = declared.name
+    if declared.kind is tuple:
+        kinds = get_args(declared.required)
+        if not isinstance(value, list | tuple) or len(value) != len(kinds):
+            raise UserError(f"{key}={as_typed(value)}: give {len(kinds)} numbers, {key}=[...]")
+        return tuple(scalar(kind, f"{key}[{i}]", item) for i, (kind, item) in enumerate(zip(kinds, value)))
+    if value is None and declared.optional:
+        return None
+    if declared.kind is dict and value is not None:
+        if not isinstance(value, dict):
+            raise UserError(f"{key}: give names and values, {key}.NAME=VALUE")
+        return dict(value)
+    if declared.kind is list and value is not None:
+        (kind,) = get_args(declared.required)
+        items = value if isinstance(value, list | tuple) else [value]
+        return [scalar(kind, f"{key}[{i}]", item) for i, item in enumerate(items)]
+    return scalar(declared.kind, key, value)
+
+
+def scalar(kind: type, key: str, value: Any) -> Any:
+    """A value as bool, int, float or str. Raises UserError."""
+    if value is None:
+        raise UserError(f"{key}=null: give a value")
+    if kind is bool:
+        truth = bool(value) if isinstance(value, int) else TRUTH.get(value.lower()) if isinstance(value, str) else None
+        if truth is None:
+            raise UserError(f"{key}={value}: give true or false")
+        return truth
+    if kind is str:
+        if isinstance(value, list | tuple | dict):
+            raise UserError(f"{key}={value}: give one text")
+        return str(value)
+    wanted = "a whole number" if kind is int else "a number"
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise UserError(f"{key}={value}: give {wanted}")
+    if kind is int and not isinstance(value, int):
+        try:
+            return parse_count(value if isinstance(value, str) else f"{value:f}")
+        except ValueError as error:
+            raise UserError(f"{key}={value}: {error}") from error
+    try:
+        return kind(value)
+    except ValueError as error:
+        raise UserError(f"{key}={value}: give {wanted}") from error
 
 
 def misnamed(key: str, names: Iterable[str]) -> str:
-    """What is wrong with a key that is none of `names`: it is a section of them, or there is none like it."""
+    """The message for a key that is not among `names`: it is a section of them, or unknown."""
     names = list(names)
     if inside := [name for name in names if name.startswith(key + ".")]:
         return f"{key} is a section of settings; give one of its keys: {', '.join(inside[:3])}{', ...' * (len(inside) > 3)}"
@@ -86,32 +98,10 @@ def misnamed(key: str, names: Iterable[str]) -> str:
     return f"unknown key '{key}'{nearest(single[0] if single else key, names)}"
 
 
-def spelt(value: object) -> str:
-    """A value as one would type it."""
+def as_typed(value: object) -> str:
+    """A value as one types it on the command line."""
     if isinstance(value, list | tuple):
-        return f"[{','.join(map(spelt, value))}]"
-    return "null" if value is None else str(value)
-
-
-def explained(error: BaseException, names: list[str]) -> str | None:
-    """One line for what OmegaConf refused: the setting, and the nearest of `names`; None for what is not known."""
-    if isinstance(error, ConfigKeyError | ConfigAttributeError) and error.full_key:
-        return misnamed(str(error.full_key), names)
-    if isinstance(error, ValidationError) and error.full_key:
-        text = " ".join(str(error).split())
-        wanted = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false", "String": "a text"}
-        match = re.search(r"Value '(.*)' of type '.*?' could not be converted to (\w+)", text)
-        if match and match[2] in wanted:
-            return f"{error.full_key}={match[1]}: give {wanted[match[2]]}"
-        if not_bool := re.search(r"Value '(.*)' is not a valid bool", text):
-            return f"{error.full_key}={not_bool[1]}: give true or false"
-        if "is not a ListConfig" in text:
-            return f"{error.full_key}: give a list, {error.full_key}=[...]"
-        if "Incompatible value 'None'" in text:
-            return f"{error.full_key}=null: give a value"
-        if listed := re.search(r"Cannot convert '(ListConfig|DictConfig)' to string: '(.*)'", text):
-            return f"{error.full_key}={listed[2]}: give one text"
-        if "to Dict" in text:
-            return f"{error.full_key}: give names and values, {error.full_key}.NAME=VALUE"
-        return f"{error.full_key}: {str(error).splitlines()[0]}"
-    return None
+        return f"[{','.join(map(as_typed, value))}]"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "null" if value is None else f"{value:g}" if isinstance(value, float) else str(value)

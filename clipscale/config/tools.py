@@ -1,147 +1,132 @@
-"""The settings of every verb except `train`. Imports no torch."""
+"""The settings of every verb except `train`."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from clipscale.config.checks import begun_run, check_values, existing_run, shared
 from clipscale.config.data import DataConfig, FilterConfig, TableConfig
-from clipscale.config.sections import EvalConfig, ModelConfig, PrecisionConfig
+from clipscale.config.sections import DEVICE_HELP, DEVICES, EvalConfig, ModelConfig, PrecisionConfig
+from clipscale.config.setting import setting, summary
 from clipscale.config.train import TrainConfig
+from clipscale.errors import UserError
+from clipscale.hardware import Hardware, hardware
+
+RUN_HELP = "NAME of the run's folder under runs/, or its path."
+CHECKPOINT_HELP = "`latest`, the number of a step, or the path of a checkpoint."
+INDEX_HELP = "Folder of the index, if it is not beside the shards."
+PROCESSES_HELP = "Processes; null: one per core."
+PIPE_HELP = "Allow `pipe:` shards, which run a shell command."
+RESUME_HELP = "Keep what an interrupted run with the same settings has measured on this machine."
+BENCH_OUT_HELP = "Folder for {}.json, .md and .png; earlier ones are replaced."
 
 
 @dataclass
 class ReportSettings:
-    """`clipscale report`: a page and a picture of a run, made from its folder."""
+    """`clipscale report`: a page and a figure of a run."""
 
-    run: str = ""
-    """NAME of the run's folder under runs/, or its path."""
+    run: str = setting("", RUN_HELP, literal=True)
 
 
 @dataclass
 class EvalRunConfig:
-    """`clipscale eval`: zero-shot and retrieval figures of a run's checkpoint, as a table and in RUN/eval/step_N.json."""
+    """`clipscale eval`: zero-shot and retrieval results of a run's checkpoint, as a table and in RUN/eval/step_N.json."""
 
-    run: str = ""
-    """NAME of the run's folder under runs/, or its path."""
-    checkpoint: str = "latest"
-    """`latest`, the number of a step, or a checkpoint's path."""
-    device: str = "auto"
-    """`auto` (CUDA where there is one), `cpu` or `cuda`."""
+    run: str = setting("", RUN_HELP, literal=True)
+    checkpoint: str = setting("latest", CHECKPOINT_HELP, literal=True)
+    device: str = setting("auto", DEVICE_HELP, choices=DEVICES)
     eval: EvalConfig = field(default_factory=EvalConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
 
 
 @dataclass
 class ExportSettings:
-    """`clipscale export`: a run's weights for open_clip, as `local-dir:FOLDER`, or to be put on the Hugging Face hub as they are."""
+    """`clipscale export`: a run's weights as a folder for open_clip (`local-dir:FOLDER`) or the Hugging Face hub."""
 
-    run: str = ""
-    """NAME of the run's folder under runs/, or its path."""
-    checkpoint: str = "latest"
-    """`latest`, the number of a step, or a checkpoint's path."""
-    out: str | None = None
-    """Folder to write; RUN/export if not given."""
-    dtype: str = "float32"
-    """Of the matrices: `float32`, `bfloat16` or `float16`; vectors and the scale stay float32."""
+    run: str = setting("", RUN_HELP, literal=True)
+    checkpoint: str = setting("latest", CHECKPOINT_HELP, literal=True)
+    out: str | None = setting(None, "Folder to write; null: RUN/export.", literal=True)
+    dtype: str = setting(
+        "float32",
+        "Dtype of the matrices: `float32`, `bfloat16` or `float16`; vectors and the logit scale stay float32.",
+        choices=("float32", "bfloat16", "float16"),
+    )
 
 
 @dataclass
 class DoctorSettings:
-    """`clipscale doctor`: try what training needs on this machine; status 1 where something does not work."""
+    """`clipscale doctor`: test what training needs on this machine; exit status 1 if something does not work."""
 
-    run: str = "runs"
-    """Folder that runs are to be written to."""
-    timeout_s: float = 120.0
-    """Seconds for the processes to find each other and compute one loss together."""
+    run: str = setting("runs", "Folder in which runs will be written.", literal=True)
+    timeout_s: float = setting(120.0, "Seconds for the processes to connect and compute one loss together.")
 
 
 @dataclass
 class DemoSettings:
     """`clipscale data demo`: render a small set to try things on."""
 
-    root: str | None = None
-    """Folder to write; the user's cache folder if not given."""
-    samples: int = 20_000
-    """Training pairs."""
-    seed: int = 0
-    """The same seed renders the same bytes."""
-    force: bool = False
-    """Render anew even if the same set is already there."""
+    root: str | None = setting(None, "Folder to write; null: the user's cache folder.")
+    samples: int = setting(20_000, "Training pairs to render.")
+    seed: int = setting(0, "Random seed; the same seed renders the same bytes.")
+    force: bool = setting(False, "Render again even if the same set exists.")
 
 
 @dataclass
 class IndexSettings:
-    """`clipscale data index SHARD...`: note counts, places, sizes and checksums beside the shards."""
+    """`clipscale data index SHARD...`: write an index of counts, offsets, sizes and checksums beside the shards."""
 
-    cache: str | None = None
-    """Folder for the index instead of the shards' own; where those cannot be written or are remote, the user's cache folder is taken."""
-    checksum: bool = True
-    """Read everything, for a checksum; false: the headers alone."""
-    workers: int | None = None
-    """Processes; null: one a core."""
-    force: bool = False
-    """Read the unchanged shards again too."""
-    allow_pipe: bool = False
-    """Permit `pipe:` addresses, which run a shell command."""
+    cache: str | None = setting(
+        None,
+        "Folder for the index instead of the shards' own; null: the user's cache folder for remote and read-only shards.",
+    )
+    checksum: bool = setting(True, "Read everything, for a checksum; false: read the headers only.")
+    workers: int | None = setting(None, PROCESSES_HELP)
+    force: bool = setting(False, "Also read unchanged shards again.")
+    allow_pipe: bool = setting(False, PIPE_HELP)
 
 
 @dataclass
 class StatsSettings:
     """`clipscale data stats SHARD...`: samples and bytes, from the index."""
 
-    cache: str | None = None
-    """Folder where the index lies if not beside the shards."""
-    json: bool = False
-    """Print JSON."""
+    cache: str | None = setting(None, INDEX_HELP)
+    json: bool = setting(False, "Print JSON instead of a table.")
 
 
 @dataclass
 class CheckSettings:
-    """`clipscale data check SHARD...`: read everything and say what is broken, and why."""
+    """`clipscale data check SHARD...`: read everything and list what is broken, with reasons."""
 
-    out: str = "data-check"
-    """Folder for check.json, check.html and duplicates.txt."""
-    workers: int | None = None
-    """Processes; null: one a core."""
-    pictures: int = 64
-    """Thumbnails on the page."""
-    near_duplicates: bool = False
-    """Also look for pictures that look alike (a 64-bit difference hash)."""
-    seed: int = 0
-    """Of the thumbnails' choice."""
-    cache: str | None = None
-    """Folder where the index lies if not beside the shards."""
-    max_pixels: int = 89_478_485
-    """As `data.max_pixels` in training."""
-    max_bytes: int = 67_108_864
-    """As `data.max_bytes` in training."""
-    caption_key: str = "txt"
-    """As `data.caption_key` in training."""
-    captions: list[str] = field(default_factory=list)
-    """As `data.captions` in training."""
-    allow_pipe: bool = False
-    """Permit `pipe:` addresses, which run a shell command."""
+    out: str = setting("data-check", "Folder for check.json, check.html and duplicates.txt.", literal=True)
+    workers: int | None = setting(None, PROCESSES_HELP)
+    pictures: int = setting(64, "Thumbnails on the page.")
+    near_duplicates: bool = setting(False, "Also look for images that look alike (64-bit difference hash).")
+    seed: int = setting(0, "Random seed for the choice of thumbnails.")
+    cache: str | None = setting(None, INDEX_HELP)
+    max_pixels: int = setting(89_478_485, "As `data.max_pixels` in training.")
+    max_bytes: int = setting(67_108_864, "As `data.max_bytes` in training.")
+    caption_key: str = setting("txt", "As `data.caption_key` in training.")
+    captions: list[str] = setting([], "As `data.captions` in training.")
+    allow_pipe: bool = setting(False, PIPE_HELP)
     table: TableConfig = field(default_factory=TableConfig)
     filter: FilterConfig = field(default_factory=FilterConfig)
 
 
 @dataclass
 class FeaturesConfig:
-    """`clipscale data features`: the image tower's features of every picture in `data.train`, in shards of the same names."""
+    """`clipscale data features`: the image tower's features of every image in `data.train`, in shards of the same names."""
 
-    out: str = ""
-    """Folder to write; shards that are complete there are left as they are."""
-    dtype: str = "float16"
-    """Of the features: `float16` or `float32`."""
-    transform: str = "eval"
-    """`eval`: shorter side to the model's size and central crop, as in evaluation; `train`: the largest central square, resized as in
-    training."""
-    batch: int = 256
-    """Pictures encoded at once."""
-    threads: int = 4
-    """Threads that decode."""
-    device: str = "auto"
-    """`auto` (CUDA where there is one), `cpu` or `cuda`."""
-    seed: int = 0
-    """Of the weights, where none are given."""
+    out: str = setting("", "Folder to write; complete shards in it are kept.", literal=True)
+    dtype: str = setting("float16", "Dtype of the features: `float16` or `float32`.", choices=("float16", "float32"))
+    transform: str = setting(
+        "eval",
+        "`eval`: resize the shorter side and crop the centre, as in evaluation; `train`: resize the largest central "
+        "square, as in training without augmentation.",
+        choices=("eval", "train"),
+    )
+    batch: int = setting(256, "Images encoded at once.", least=1)
+    threads: int = setting(4, "Decoding threads.", least=1)
+    device: str = setting("auto", DEVICE_HELP, choices=DEVICES)
+    seed: int = setting(0, "Random seed of the weights, if no pretrained ones are given.", least=0)
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
@@ -149,115 +134,128 @@ class FeaturesConfig:
 
 @dataclass
 class StepBenchSettings:
-    """`clipscale bench step`: the gradient cache beside plain forward and backward, sample for sample."""
+    """`clipscale bench step`: the gradient cache against plain forward and backward, per sample."""
 
-    model: str = "tiny"
-    """A preset of conf/model."""
-    batch: str = "512"
-    """Pairs of one step, for methods that do not name their own."""
-    chunk: str = "128"
-    """Samples per chunk of either tower."""
-    memory: str = "128,256,512,1k"
-    """Batches at which memory is measured in processes apart, separated by commas; empty: none."""
-    methods: str = "auto"
-    """plain, cache, keep-N (room for N per cent of all graphs; keep-NG: N GiB), frozen, compiled, open_clip, and so on; METHOD@BATCH: at
-    that batch; METHOD@max: at the largest that fits; `auto`: all that can run here, but for compiled ones."""
-    precision: str = "fp32"
-    """`fp32` or `bf16` (autocast)."""
-    device: str = "auto"
-    """`auto` (CUDA where there is one), `cpu` or `cuda`."""
-    repeats: int = 7
-    """Rounds."""
-    seconds: float = 0.0
-    """Bound on the whole: a step that would not end within it is recorded as not run, with what it would take; 0: none."""
-    resume: bool = False
-    """Keep what an earlier, interrupted run with the same settings measured on this machine."""
-    malloc: str = "keep"
-    """On a CPU: `keep` freed memory in the process while time is measured (faster plain steps), or leave it to the `system`."""
-    out: str = "runs/bench"
-    """Folder for step-DEVICE.json, .md and .png; earlier ones are replaced."""
+    model: str = setting("tiny", "A preset of conf/model.")
+    batch: str = setting("512", "Pairs per step, for methods without their own @BATCH.")
+    chunk: str = setting("128", "Samples per chunk, of both towers.")
+    memory: str = setting(
+        "128,256,512,1k", "Batches, separated by commas, at which separate processes measure memory; empty: none."
+    )
+    methods: str = setting(
+        "auto",
+        "plain, cache, keep-N (activation budget: N per cent of all graphs; keep-NG: N GiB), frozen, compiled, "
+        "open_clip, ...; METHOD@BATCH: at that batch; METHOD@max: at the largest batch that fits; `auto`: all that "
+        "this machine can run, except compiled ones.",
+    )
+    precision: str = setting("fp32", "`fp32` or `bf16` (autocast).")
+    device: str = setting("auto", DEVICE_HELP)
+    repeats: int = setting(7, "Measurements of each method.")
+    seconds: float = setting(
+        0.0,
+        "Most seconds in all; steps that would take longer are recorded as not run, with their expected time. 0: no bound.",
+    )
+    resume: bool = setting(False, RESUME_HELP)
+    malloc: str = setting(
+        "keep",
+        "On a CPU: `keep` freed memory in the process during time measurements (plain steps get faster), or leave it "
+        "to the `system`.",
+    )
+    out: str = setting("runs/bench", BENCH_OUT_HELP.format("step-DEVICE"), literal=True)
 
 
 @dataclass
 class LossBenchSettings:
-    """`clipscale bench loss`: the contrastive loss of clipscale and others, side by side."""
+    """`clipscale bench loss`: the contrastive loss of clipscale against other implementations."""
 
-    n: str = "1k,2k,4k,8k"
-    """Batches (pairs of all ranks), separated by commas."""
-    d: str = "512"
-    """Feature widths."""
-    methods: str = "auto"
-    """Presets (infcl, clip, ...), backends (tiled, dense, triton) and peers (open_clip, inf_cl, torch, compile)."""
-    dtype: str = "fp32"
-    """`fp32`, `bf16`, `fp16`, `tf32`."""
-    device: str = "auto"
-    """`auto` (CUDA where there is one), `cpu` or `cuda`."""
-    ranks: int = 1
-    """Processes that share the batch; with several, bytes on the wire are counted too."""
-    repeats: int = 5
-    """Measurements of each time."""
-    scale: float = 100.0
-    """Logit scale: 100 is where CLIP's training ends; the sigmoid preset keeps its own."""
-    seconds: float = 0.0
-    """Bound on the whole: smaller cases come first, and what would not end in time, judged by a smaller case, is recorded as not run; 0:
-    none."""
-    resume: bool = False
-    """Keep what an earlier, interrupted run with the same settings measured on this machine."""
-    profile: bool = False
-    """One more step of each method under torch's profiler: which kernels its time goes to."""
-    reference: int = 4096
-    """Largest batch whose error against the float64 oracle is measured; 0: none."""
-    out: str = "runs/bench"
-    """Folder for loss-DEVICE.json, .md and .png (loss-DEVICE-Pranks with several ranks); earlier ones are replaced."""
+    n: str = setting("1k,2k,4k,8k", "Batches (pairs of all ranks), separated by commas.")
+    d: str = setting("512", "Feature widths, separated by commas.")
+    methods: str = setting(
+        "auto",
+        "Presets (infcl, clip, ...), backends (tiled, dense, triton) and peers (open_clip, inf_cl, torch, compile).",
+    )
+    dtype: str = setting("fp32", "`fp32`, `bf16`, `fp16`, `tf32`.")
+    device: str = setting("auto", DEVICE_HELP)
+    ranks: int = setting(1, "Processes that share the batch; with several, network traffic is counted too.")
+    repeats: int = setting(5, "Measurements of each time.")
+    scale: float = setting(
+        100.0, "Logit scale; 100 is CLIP's at the end of training. The sigmoid preset keeps its own."
+    )
+    seconds: float = setting(
+        0.0,
+        "Most seconds in all; small cases run first, and those that would take longer are recorded as not run. 0: no bound.",
+    )
+    resume: bool = setting(False, RESUME_HELP)
+    profile: bool = setting(
+        False, "Profile one more step of each method with torch's profiler: the time of each kernel."
+    )
+    reference: int = setting(4096, "Largest batch whose error against the float64 oracle is measured; 0: none.")
+    out: str = setting("runs/bench", BENCH_OUT_HELP.format("loss-DEVICE (or loss-DEVICE-Pranks)"), literal=True)
 
 
 @dataclass
 class DataBenchSettings:
-    """`clipscale bench data`: decoding and the whole data path, beside open_clip's."""
+    """`clipscale bench data`: decoding and the whole data path, against open_clip's."""
 
-    sizes: str = "256,384,512,1024"
-    """Sides of the source pictures in pixels, separated by commas."""
-    image_size: int = 224
-    """Side of the training pixels."""
-    pictures: int = 48
-    """Pictures of each size."""
-    repeats: int = 5
-    """Measurements of each rate."""
-    stream: str = "256,512"
-    """Source sizes measured end to end; empty: none."""
-    workers: int = 2
-    """Worker processes of the end-to-end measurement."""
-    batch: int = 256
-    """Samples of a batch of the end-to-end measurement."""
-    device: str = "auto"
-    """GPU whose decoder and model are measured: `auto` (where there is one), `cuda`, or `cpu`: none."""
-    resume: bool = False
-    """Keep what an earlier, interrupted run with the same settings measured on this machine."""
-    model: str = "vit-b32"
-    """A preset of conf/model whose step on the GPU is measured; empty: none."""
-    out: str = "runs/bench"
-    """Folder for data.json, .md and .png; earlier ones are replaced."""
+    sizes: str = setting("256,384,512,1024", "Sides of the source images in pixels, separated by commas.")
+    image_size: int = setting(224, "Side of the decoded images in pixels.")
+    pictures: int = setting(48, "Images of each size.")
+    repeats: int = setting(5, "Measurements of each rate.")
+    stream: str = setting("256,512", "Source sizes measured end to end, separated by commas; empty: none.")
+    workers: int = setting(2, "Worker processes of the end-to-end measurement.")
+    batch: int = setting(256, "Batch of the end-to-end measurement.")
+    device: str = setting(
+        "auto", "GPU whose decoder and model are measured: `auto` (if there is one), `cuda`, or `cpu`: none."
+    )
+    resume: bool = setting(False, RESUME_HELP)
+    model: str = setting("vit-b32", "A preset of conf/model whose training step on the GPU is measured; empty: none.")
+    out: str = setting("runs/bench", BENCH_OUT_HELP.format("data"), literal=True)
 
 
 @dataclass
 class PlanConfig(TrainConfig):
-    """`clipscale plan`: memory and time of a run that has yet to start, by the settings of `train`; with `run`, beside what it measured."""
+    """`clipscale plan`: predict memory and time of a run from the settings of `train`; with `run`, compare with its measurements."""
 
-    hardware: str = ""
-    """The GPU: a100-80g, a800-80g, h100-80g, h200-141g, ... (a wrong name lists them); `cpu`."""
-    gpus: int = 1
-    """GPUs of a node; one process each."""
-    nodes: int = 1
-    """Machines."""
-    host_memory: int | None = None
-    """Memory of a node in bytes (`1024G`); null: not compared."""
-    image_bytes: int = 40_000
-    """Mean bytes of a picture in the shards."""
-    reserve: float = 0.05
-    """Share of a GPU's memory to leave free: fragments, and what is not foreseen."""
-    utilisation: float = 0.4
-    """Share of the GPU's peak that the arithmetic is assumed to reach, for the time."""
-    network: float = 25.0
-    """GB/s that a GPU is assumed to send to another node, for the time."""
-    json: bool = False
-    """Print one JSON object instead of tables."""
+    hardware: str = setting(
+        "", "The GPU: a100-80g, a800-80g, h100-80g, h200-141g, ... (a wrong name lists all); or `cpu`."
+    )
+    gpus: int = setting(1, "GPUs per node; one process each.", least=1)
+    nodes: int = setting(1, "Nodes.", least=1)
+    host_memory: int | None = setting(None, "Host memory of a node in bytes (`1024G`); null: not compared.")
+    image_bytes: int = setting(40_000, "Mean bytes of an image in the shards.", least=1)
+    reserve: float = setting(
+        0.05, "Share of a GPU's memory to leave free, for fragmentation and what the plan does not count."
+    )
+    utilisation: float = setting(0.4, "Assumed share of the GPU's peak FLOP/s, for the predicted time.")
+    network: float = setting(25.0, "Assumed GB/s from a GPU to another node, for the predicted time.")
+    json: bool = setting(False, "Print one JSON object instead of tables.")
+
+
+def check_run(config: ReportSettings | EvalRunConfig | ExportSettings) -> Path:
+    """The folder of the run. Raises UserError if `run` is not set, or names no run."""
+    if not config.run:
+        verb = summary(type(config)).partition("`: ")[0].removeprefix("`clipscale ")
+        raise UserError(f"{verb} needs run=NAME or run=PATH")
+    return existing_run(config.run)
+
+
+def target_gpu(config: PlanConfig) -> Hardware | None:
+    """The GPU to plan for; None for a CPU, and with `run`, which names its own.
+
+    Raises UserError for a run that has not begun, and for impossible settings of the machine.
+    """
+    check_values(config)
+    if config.run:
+        begun_run(config.run)
+        return None
+    for name in ("reserve", "utilisation"):
+        if not 0 <= getattr(config, name) <= 1:
+            raise UserError(f"{name}={getattr(config, name)}: give a share, 0 to 1")
+    for name in ("utilisation", "network"):
+        if getattr(config, name) <= 0:
+            raise UserError(f"{name}={getattr(config, name):g}: give more than 0")
+    if not config.hardware:
+        raise UserError("hardware is not set; give the GPU, hardware=a100-80g, or run=NAME to compare with a run")
+    gpu = None if config.hardware == "cpu" else hardware(config.hardware)
+    shared(config.batch, config.gpus * config.nodes, f"gpus={config.gpus} x nodes={config.nodes}")
+    return gpu

@@ -1,7 +1,4 @@
-"""The whole configuration of a run: every part's dataclass in one tree, and the checks that need no machine and no data.
-
-Knows nothing of Hydra: plain values become these plain dataclasses in clipscale.config.parse.
-"""
+"""All settings of a training run in one tree, their checks that need neither machine nor data, and their YAML form."""
 
 import re
 from dataclasses import asdict, dataclass, field
@@ -11,23 +8,12 @@ from typing import Any
 
 import yaml
 
-from clipscale.config.checks import at_least, choice, shared
-from clipscale.config.data import DECODE, ORDERS, DataConfig
-from clipscale.config.data import LEAST as DATA_LEAST
-from clipscale.config.keys import flat
+from clipscale.config.checks import check_values, shared
+from clipscale.config.data import DataConfig
 from clipscale.config.renamed import RENAMED
 from clipscale.config.sections import (
-    BACKENDS,
+    DEVICE_HELP,
     DEVICES,
-    EXCHANGES,
-    LR_SCALING,
-    OBJECTIVES,
-    PARALLEL,
-    PRECISIONS,
-    RULES,
-    SCHEDULES,
-    SIMILARITIES,
-    WANDB,
     CacheConfig,
     CheckpointConfig,
     EvalConfig,
@@ -40,33 +26,38 @@ from clipscale.config.sections import (
     RampConfig,
     ScheduleConfig,
 )
+from clipscale.config.setting import flat, setting
 from clipscale.errors import UserError
 from clipscale.units import format_count, run_folder, unused
 
 
 @dataclass
 class TrainConfig:
-    """Everything a training run is made from."""
+    """All settings of a training run."""
 
-    batch: int = 256
-    """Pairs per optimizer step, over all processes."""
-    samples: int | None = None
-    """Length of the run in pairs."""
-    epochs: float | None = None
-    """Length of the run in passes over the data; give either `samples` or `epochs`."""
-    run: str = ""
-    """NAME of the run's folder under runs/, or a path; empty: named after the time, the model and the batch."""
-    resume: str = "auto"
-    """`auto`: go on from the run folder's newest checkpoint, if any; `none`: refuse a folder that holds one; or a checkpoint's path."""
-    seed: int = 0
-    """Of weights, sample order, crops and dropout."""
-    device: str = "auto"
-    """`auto` (CUDA where there is one), `cpu` or `cuda`."""
-    offload: str = "host"
-    """Where pixels wait between the passes: the device (`none`), `host` memory, `disk`, or `encoded`: the pictures' own bytes in host
-    memory, decoded for each pass."""
-    offload_dir: str = ""
-    """Folder on a fast disk for offload=disk; empty: the run's folder."""
+    batch: int = setting(256, "Pairs per optimizer step, over all processes.", least=1)
+    samples: int | None = setting(None, "Length of the run in pairs.", least=1)
+    epochs: float | None = setting(None, "Length of the run in epochs of the data; give either `samples` or `epochs`.")
+    run: str = setting(
+        "",
+        "NAME of the run's folder under runs/, or a path; empty: named after the time, the model and the batch.",
+        literal=True,
+    )
+    resume: str = setting(
+        "auto",
+        "`auto`: continue from the newest checkpoint in the run's folder, if any; `none`: refuse a folder that holds one; "
+        "or the path of a checkpoint.",
+        literal=True,
+    )
+    seed: int = setting(0, "Random seed of weights, sample order, crops and dropout.", least=0)
+    device: str = setting("auto", DEVICE_HELP, choices=DEVICES)
+    offload: str = setting(
+        "host",
+        "Where the batch's pixels are kept between the passes: on the device (`none`), in `host` memory, on `disk`; or "
+        "`encoded`: the encoded images in host memory, decoded in each pass.",
+        choices=("none", "host", "disk", "encoded"),
+    )
+    offload_dir: str = setting("", "Folder on a fast disk for offload=disk; empty: the run's folder.", literal=True)
     model: ModelConfig = field(default_factory=ModelConfig)
     ramp: RampConfig = field(default_factory=RampConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -81,62 +72,8 @@ class TrainConfig:
     launch: LaunchConfig = field(default_factory=LaunchConfig)
 
 
-# What a text setting may say, and the least a number may be. Names that a library knows (model.name, optim.name) are checked there.
-CHOICES = {
-    "device": DEVICES,
-    "offload": ("none", "host", "disk", "encoded"),
-    "ramp.rule": RULES,
-    "cache.negatives": ("batch", "chunk"),
-    "precision.name": ("fp32", "bf16", "fp16"),
-    "precision.weights": ("fp32", "bf16"),
-    "model.batch_norm": ("sync", "frozen"),
-    "loss.objective": OBJECTIVES,
-    "loss.similarity": SIMILARITIES,
-    "loss.exchange": EXCHANGES,
-    "loss.backend": BACKENDS,
-    "loss.fp32_precision": PRECISIONS,
-    "optim.on_divergence": ("stop", "skip"),
-    "optim.lr_scaling": tuple(LR_SCALING),
-    "schedule.name": SCHEDULES,
-    "data.decode": DECODE,
-    "data.order": ORDERS,
-    "launch.parallel": PARALLEL,
-    "log.wandb": WANDB,
-}
-LEAST = {
-    "batch": 1,
-    "samples": 1,
-    "ramp.start": 1,
-    "ramp.samples": 0,
-    "seed": 0,
-    "cache.image_chunk": 1,
-    "cache.text_chunk": 1,
-    **{f"data.{name}": least for name, least in DATA_LEAST.items()},
-    "loss.tile": 1,
-    "loss.ranks_per_node": 1,
-    "loss.label_smoothing": 0,
-    "model.patch_dropout": 0,
-    "optim.lr": 0,
-    "optim.clip_norm": 0,
-    "optim.reference_batch": 1,
-    "optim.weight_decay": 0,
-    "optim.max_logit_scale": 1,
-    "eval.every": 0,
-    "eval.batch": 1,
-    "eval.workers": 0,
-    "eval.limit": 1,
-    "checkpoint.every": 0,
-    "checkpoint.minutes": 0,
-    "checkpoint.keep": 0,
-    "log.every": 1,
-    "log.noise_scale": 0,
-    "launch.procs": 1,
-    "launch.threads": 1,
-}
-
-
 def check(config: TrainConfig, *, now: datetime | None = None) -> TrainConfig:
-    """The configuration with its run folder named, ready for the workers. Raises UserError for the first mistake found."""
+    """The configuration with its run folder named, ready for the workers. Raises UserError for the first mistake."""
     check_values(config)
     if config.samples is not None and config.epochs is not None:
         raise UserError(f"samples={config.samples} and epochs={config.epochs:g} both set the length; give one of them")
@@ -164,8 +101,8 @@ def check(config: TrainConfig, *, now: datetime | None = None) -> TrainConfig:
     return config
 
 
-def doubts(config: TrainConfig) -> list[str]:
-    """What is allowed but probably not meant, a line each."""
+def warnings(config: TrainConfig) -> list[str]:
+    """Warnings about settings that are allowed but probably not intended, a line each."""
     found = []
     if config.model.freeze_image and not (config.model.pretrained or config.model.pretrained_image):
         found.append("model.freeze_image=true locks a tower of random weights; give model.pretrained_image=PATH")
@@ -182,25 +119,16 @@ def doubts(config: TrainConfig) -> list[str]:
     return found
 
 
-def check_values(config: Any) -> None:
-    """Refuse a value that none of CHOICES or LEAST allows. Raises UserError naming the setting and what it may be."""
-    for key, value in flat(asdict(config)):
-        if key in CHOICES:
-            choice(key, value, CHOICES[key])
-        if key in LEAST:
-            at_least(key, value, LEAST[key])
-
-
 def default_name(config: TrainConfig, now: datetime | None = None) -> str:
-    """A readable name for a run: time, model, batch."""
+    """The name of a run that was given none: time, model, batch."""
     model = re.sub(r"[^A-Za-z0-9.-]+", "-", config.model.name).lower()
     return f"{now or datetime.now():%Y%m%d-%H%M%S}-{model}-{format_count(config.batch)}"
 
 
-def changes(before: str, config: "TrainConfig") -> list[str]:
-    """Settings that `to_yaml` wrote differently before, as `key old -> new`; where the run lies and how it is resumed aside.
+def changes(before: str, config: TrainConfig) -> list[str]:
+    """Settings that differ from those in `before`, YAML of `to_yaml`, as `key old -> new`; except `run` and `resume`.
 
-    None of a file that is damaged: it is a record, and no reason not to go on.
+    A damaged file counts as equal: it is a record, and no reason to refuse to resume.
     """
     try:
         tree = yaml.safe_load(before)
@@ -215,7 +143,7 @@ def changes(before: str, config: "TrainConfig") -> list[str]:
 
 
 def to_yaml(config: Any) -> str:
-    """The resolved configuration as YAML that the command line reads back."""
+    """The configuration as YAML, which `typed` reads back."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, dict):

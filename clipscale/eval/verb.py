@@ -5,8 +5,7 @@ from pathlib import Path
 import yaml
 
 from clipscale import distributed
-from clipscale.config.checks import existing_run
-from clipscale.config.tools import EvalRunConfig
+from clipscale.config.tools import EvalRunConfig, check_run
 from clipscale.errors import UserError
 from clipscale.eval.run import Results, check, evaluate
 from clipscale.models.towers import load_model
@@ -16,9 +15,7 @@ from clipscale.report.table import print_results
 
 def main(config: EvalRunConfig) -> Results:
     """Evaluate and print a table. Without `eval.sets` it takes the sets of the run's settings. Raises UserError."""
-    if not config.run:
-        raise UserError("eval needs run=NAME or run=PATH")
-    folder = existing_run(config.run)
+    folder = check_run(config)
     if not config.eval.sets:
         config.eval.sets = _sets_of(folder / "config.yaml")
     world = distributed.start(config.device)

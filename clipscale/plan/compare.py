@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from clipscale.autotune import saved_chunk_sizes
+from clipscale.config.checks import begun_run
 from clipscale.config.parse import typed
 from clipscale.config.tools import PlanConfig
 from clipscale.config.train import TrainConfig
@@ -18,7 +19,6 @@ from clipscale.hardware import hardware, hardware_of
 from clipscale.plan.dry_run import PHASES, TOWERS, dry_run
 from clipscale.plan.planner import MemoryPlan, announcement
 from clipscale.report.metrics import read_metrics
-from clipscale.units import run_folder
 
 FIRST = 2
 """Steps count from here on: the first step creates the optimizer's state and DDP's buckets."""
@@ -26,7 +26,7 @@ FIRST = 2
 
 def compare(config: PlanConfig, announce: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
     """The object that `run=NAME json=true` prints (docs/plan.md); `announce` as in `plan`. Raises UserError for a folder without a run."""
-    folder = run_folder(config.run)
+    folder = begun_run(config.run)
     planned, records = settings_of(config, folder), steps_of(folder)
     gpu = None if planned.hardware == "cpu" else hardware(planned.hardware)
     found = saved_chunk_sizes(folder)
@@ -65,9 +65,6 @@ def compare(config: PlanConfig, announce: Callable[[str], None] = lambda line: N
 
 def settings_of(config: PlanConfig, folder: Path) -> PlanConfig:
     """The run's settings, on the machine it ran on unless `config` names another."""
-    for name in ("config.yaml", "env.json", "metrics.jsonl"):
-        if not (folder / name).is_file():
-            raise UserError(f"run={config.run}: there is no {folder / name}; give the folder of a run that has begun")
     trained = typed(TrainConfig, yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8")))
     environment = json.loads((folder / "env.json").read_text(encoding="utf-8"))
     processes, gpus = environment["processes"], environment["gpus"]

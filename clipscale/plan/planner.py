@@ -6,10 +6,8 @@ from dataclasses import asdict
 from typing import Any
 
 from clipscale.autotune import CPU_CHUNK, SMALLEST, batch_norm_chunk, chunk_sizes
-from clipscale.config.checks import at_least, shared
-from clipscale.config.tools import PlanConfig
-from clipscale.errors import UserError
-from clipscale.hardware import Hardware, hardware
+from clipscale.config.tools import PlanConfig, target_gpu
+from clipscale.hardware import Hardware
 from clipscale.plan.dry_run import PHASES, TOWERS, DryRun, StepMemory, dry_run
 from clipscale.plan.memory import (
     Chunks,
@@ -44,23 +42,6 @@ def announcement(config: PlanConfig) -> str:
     """The line for a user who waits."""
     where = f"{config.gpus * config.nodes} x {config.hardware}"
     return f"dry run of {config.model.name} on {where}, without memory or data: usually 10 to 60 seconds"
-
-
-def target_gpu(config: PlanConfig) -> Hardware | None:
-    """The GPU; None for `cpu`. Raises UserError for impossible settings."""
-    for name in ("gpus", "nodes", "image_bytes"):
-        at_least(name, getattr(config, name), 1)
-    for name in ("reserve", "utilisation"):
-        if not 0 <= getattr(config, name) <= 1:
-            raise UserError(f"{name}={getattr(config, name)}: give a share, 0 to 1")
-    for name in ("utilisation", "network"):
-        if getattr(config, name) <= 0:
-            raise UserError(f"{name}={getattr(config, name):g}: give more than 0")
-    if not config.hardware:
-        raise UserError("hardware is not set; give the GPU, hardware=a100-80g, or run=NAME to compare with a run")
-    gpu = None if config.hardware == "cpu" else hardware(config.hardware)
-    shared(config.batch, config.gpus * config.nodes, f"gpus={config.gpus} x nodes={config.nodes}")
-    return gpu
 
 
 class MemoryPlan:

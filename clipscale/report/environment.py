@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import clipscale
-from clipscale.config.keys import conf_dir
+from clipscale.config.presets import conf_dir
 from clipscale.hardware import cores
 
 PACKAGES = (

@@ -12,8 +12,7 @@ from typing import Any
 import matplotlib
 import yaml
 
-from clipscale.config.checks import existing_run
-from clipscale.config.tools import ReportSettings
+from clipscale.config.tools import ReportSettings, check_run
 from clipscale.errors import UserError
 from clipscale.report.metrics import read_metrics
 from clipscale.report.plots import STYLE, draw
@@ -33,9 +32,7 @@ Record = dict[str, Any]
 
 def main(settings: ReportSettings) -> Path:
     """Write the report and print its paths. Returns the page's path. Raises UserError."""
-    if not settings.run:
-        raise UserError("report needs run=NAME or run=PATH")
-    html = write_report(existing_run(settings.run))
+    html = write_report(check_run(settings))
     print(f"{html}\n{html.with_suffix('.png')}")
     return html
 

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 
 from clipscale.bench.loss_methods import Case, chosen, find, methods
-from clipscale.config.keys import group_options
+from clipscale.config.presets import group_options
 from clipscale.errors import UserError
 from clipscale.loss.triton.tuning import Tiles, Tuning, candidates
 

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from clipscale import launch
 from clipscale.bench import data, largest, loss, runs, step
 from clipscale.bench.loss_methods import FORESEEN
 from clipscale.cli import compose
 from clipscale.cli import main as cli
+from clipscale.config.parse import typed
+from clipscale.config.train import TrainConfig
+from clipscale.config.train import check as check_settings
 from clipscale.data import demo
 
 ROOT = Path(__file__).parents[2]
@@ -58,7 +60,7 @@ def composed(words: list[str]) -> Any:
     """Settings of `clipscale train`, checked as a run checks them."""
     values = compose.once("train", words)
     assert values is not None
-    return launch.checked(values)
+    return check_settings(typed(TrainConfig, values))
 
 
 def check(words: list[str], monkeypatch: pytest.MonkeyPatch) -> float:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from clipscale.cli.completion import complete
-from clipscale.config.keys import group_options
+from clipscale.config.presets import group_options
 from clipscale.hardware import HARDWARE
 
 

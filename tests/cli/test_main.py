@@ -12,10 +12,11 @@ import pytest
 from clipscale import __version__
 from clipscale.cli.compose import once
 from clipscale.cli.help import shown
-from clipscale.cli.main import declared_class, main
+from clipscale.cli.main import main
 from clipscale.cli.verbs import TOOLS, VERBS, tools_of
-from clipscale.config.keys import composed_defaults, group_options, keys, meaning
 from clipscale.config.parse import typed
+from clipscale.config.presets import composed_defaults, group_options
+from clipscale.config.setting import sections, settings_of
 from tests.conftest import TINY, Command
 from tests.eval.sets import classification_set
 
@@ -69,12 +70,12 @@ def test_help_lists_every_declared_key(say: Say, tool: str) -> None:
     status, out, _ = say(*tool.split(), "--help")
     assert status == 0
     assert f"Usage: clipscale {tool}" in out and TOOLS[tool].examples.splitlines()[0] in out
-    for section in meaning(*settings):
+    for section in sections(settings):
         status, own, _ = say(*tool.split(), section, "--help")
         assert status == 0
         assert f"\n  {section}." in own
         out += own
-    missing = [key.name for key in keys(*settings) if f"\n  {key.name} " not in out]
+    missing = [key.name for key in settings_of(settings) if f"\n  {key.name} " not in out]
     assert not missing, missing
 
 
@@ -90,7 +91,7 @@ def test_help_of_a_verb_with_tools_is_short_and_names_them_and_their_keys(say: S
     assert len(out.splitlines()) < 30
     for tool in tools_of(verb):
         assert f"\n  {tool} " in out
-        assert all(key.section or key.name in out for key in keys(*TOOLS[f"{verb} {tool}"].settings))
+        assert all(key.section or key.name in out for key in settings_of(TOOLS[f"{verb} {tool}"].settings))
 
 
 def test_completion_has_help(say: Say) -> None:
@@ -106,10 +107,10 @@ def test_help_of_a_composed_verb_lists_its_groups_and_their_defaults(say: Say) -
 def test_the_defaults_that_help_shows_are_those_of_a_run(tool: str) -> None:
     values = once(tool, [])
     assert values is not None
-    composed = asdict(typed(declared_class(tool), values))
+    composed = asdict(typed(TOOLS[tool].settings, values))
     of_files = composed_defaults(TOOLS[tool].file)[1]
     assert of_files["precision.name"] == ("bf16" if tool in ("train", "plan") else "fp32")
-    for key in keys(*TOOLS[tool].settings):
+    for key in settings_of(TOOLS[tool].settings):
         value: Any = composed
         for part in key.name.split("."):
             value = value[part]
@@ -228,7 +229,7 @@ MISTAKES = [
     ("export", "export needs run=NAME"),
     ("export run=none-such", "run=none-such: there is no folder runs/none-such"),
     ("export run=x dtype=int8", "dtype=int8: choose float32, bfloat16 or float16"),
-    ("completion fish", "completion: only bash is known"),
+    ("completion csh", "completion: choose bash, zsh, fish; for bash, put  eval "),
 ]
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from clipscale.cli.compose import once
-from clipscale.config.keys import group_options
 from clipscale.config.parse import typed
+from clipscale.config.presets import group_options
 from clipscale.config.train import TrainConfig, check
 from clipscale.models.towers import build_model
 from clipscale.optim import build_optimizer

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from clipscale.cli.main import main
-from clipscale.config.keys import tree
 from clipscale.config.parse import typed
 from clipscale.config.renamed import RENAMED, notice
+from clipscale.config.setting import defaults
 from clipscale.config.tools import CheckSettings, PlanConfig
 from clipscale.config.train import TrainConfig, changes, to_yaml
 
@@ -18,7 +18,7 @@ def _notices_appear_again() -> None:
 
 
 def test_every_new_name_is_declared_and_no_old_one() -> None:
-    trees = [tree("clipscale.config.tools", settings.__name__) for settings in (PlanConfig, CheckSettings)]
+    trees = [defaults(PlanConfig), defaults(CheckSettings)]
     for old, new in RENAMED.items():
         assert any(holds(values, new) for values in trees), new
         assert not any(holds(values, old) for values in trees), old

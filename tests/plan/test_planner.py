@@ -14,8 +14,8 @@ import yaml
 
 from clipscale.cli import compose
 from clipscale.cli.main import main
-from clipscale.config.keys import conf_dir
 from clipscale.config.parse import typed
+from clipscale.config.presets import conf_dir
 from clipscale.config.tools import PlanConfig
 from clipscale.plan.memory import host_memory
 from clipscale.plan.planner import plan

@@ -1,0 +1,173 @@
+"""The words of a command line: checked against the declared settings before Hydra is imported, then quoted for it.
+
+Importing Hydra takes longer than all else on the way to an error message.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Any
+
+from clipscale.cli.verbs import Tool
+from clipscale.config.checks import check_value
+from clipscale.config.parse import converted, misnamed
+from clipscale.config.presets import composed_defaults, group_options
+from clipscale.config.renamed import current
+from clipscale.config.setting import Setting, settings_of
+from clipscale.errors import UserError
+from clipscale.units import nearest, one_of, split
+
+MULTIRUN = ("-m", "--multirun")
+SWITCHES = (*MULTIRUN, "--resolve", "--hydra-help", "--info", "-i")
+CONFIG_DIR = ("--config-dir", "-cd")
+VALUED = ("--cfg", "-c", "--package", "-p", *CONFIG_DIR, "--config-name", "-cn")
+"""Hydra's flags that are passed on: SWITCHES have no value, VALUED have one."""
+CFG = ("job", "hydra", "all")
+"""Values of `--cfg`: which part of the composed configuration Hydra prints."""
+NOT_A_NAME = re.compile(r"[\d.eE+-]+|true|false", re.IGNORECASE)
+"""Text that Hydra reads as a number or a truth value, not as the name of a file."""
+
+
+def check(tool: Tool, argv: Sequence[str]) -> None:
+    """Raise UserError for flags, keys and values that are wrong whatever Hydra composes from the files in conf/."""
+    flags, overrides = separate(argv)
+    sweep = any(flag in MULTIRUN for flag in flags)
+    own_files = any(flag.partition("=")[0] in CONFIG_DIR for flag in flags)
+    settings = {one.name: one for one in settings_of(tool.settings)}
+    groups, options = composed_defaults(tool.file)[0], group_options()
+    names = [*options, *settings]
+    for word in overrides:
+        typed, equals, value = word.partition("=")
+        key = current(typed.lstrip("+~"), settings)
+        in_a_dictionary = any(one.kind is dict and key.startswith(f"{name}.") for name, one in settings.items())
+        if in_a_dictionary or re.match(r"hydra\b|.*[@/]", key) or (own_files and key not in settings):
+            continue
+        if word.startswith("~") and key in settings:
+            raise UserError(f"{word}: a setting cannot be taken away; give it another value")
+        if key in groups and equals:
+            for name in parts(key, value, sweep):
+                if name not in [*options[key], "null"] and not complex_value(name):
+                    raise UserError(
+                        f"{key}={name}: unknown; choose {one_of(options[key])}{nearest(name, options[key])}"
+                    )
+        elif key in settings and equals:
+            check_text(settings[key], value, sweep)
+            if key == "run" and value and not complex_value(value):
+                tool.find_run(str(plain(value)))
+        elif key not in groups:
+            raise UserError(misnamed(key, [name for name in names if name != key]))
+
+
+def check_text(declared: Setting, text: str, sweep: bool) -> None:
+    """Raise UserError for the text of an override, or one of the texts of a sweep, that the setting does not accept."""
+    if declared.literal:
+        literal(declared.name, text, sweep)
+        return
+    for one in parts(declared.name, text, sweep):
+        if not complex_value(one):
+            check_value(declared, converted(declared, plain(one)))
+
+
+def parts(key: str, text: str, sweep: bool) -> list[str]:
+    """The values of a sweep, or the only one. Raises UserError for several values without a sweep."""
+    found = split(text) or [""]
+    if len(found) > 1 and not sweep:
+        raise UserError(
+            f"{key}={text}: several values; add -m to run them one after another, or write {key}=[{text}] for a list"
+        )
+    return found
+
+
+def complex_value(text: str) -> bool:
+    """Whether only Hydra can read the text: an interpolation, a function, a dictionary, or brackets that do not match."""
+    return "${" in text or re.match(r"\w+\(|\{", text) is not None or text.count("[") != text.count("]")
+
+
+def plain(text: str) -> Any:
+    """The value that Hydra reads from a text: null, a truth value, a number, a list, or the text itself."""
+    if text[:1] in ("'", '"') and text[-1:] == text[:1]:
+        return text[1:-1]
+    if text.startswith("[") and text.endswith("]"):
+        return [plain(part) for part in split(text[1:-1])]
+    if text.lower() in ("null", "true", "false"):
+        return {"null": None, "true": True, "false": False}[text.lower()]
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def prepare(argv: Sequence[str], declared: Iterable[Setting]) -> tuple[list[str], list[str]]:
+    """Flags and overrides as Hydra wants them, with current names.
+
+    Literal values are quoted, free-form dictionaries accept new keys, and of `samples` and `epochs` the one that is not given becomes
+    null. Raises UserError for an unknown flag, or a word that is neither flag nor override.
+    """
+    settings = {one.name: one for one in declared}
+    flags, overrides = separate(argv)
+    sweep = any(flag in MULTIRUN for flag in flags)
+    dictionaries = tuple(f"{name}." for name, one in settings.items() if one.kind is dict)
+    result, given, groups = [], set(), group_options()
+    for word in overrides:
+        typed, equals, value = word.partition("=")
+        prefix = typed[: len(typed) - len(typed.lstrip("+~"))]
+        key = current(typed.lstrip("+~"), settings)
+        given.add(key)
+        if key in groups:  # Hydra takes a number for something else than the name of a file
+            value = ",".join(quoted(part) if NOT_A_NAME.fullmatch(part) else part for part in value.split(","))
+        if equals and key in settings and settings[key].literal:
+            value = literal(key, value, sweep)
+        if f"{key}.".startswith(dictionaries):
+            prefix = "++"
+        result.append(f"{prefix}{key}{equals}{value}")
+    for one, other in (("samples", "epochs"), ("epochs", "samples")):
+        if one in given and other not in given and other in settings:
+            result.append(f"{other}=null")
+    return flags, result
+
+
+def separate(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Flags and overrides apart. Raises UserError for an unknown flag, or a word that is neither."""
+    flags: list[str] = []
+    overrides: list[str] = []
+    for word in argv:
+        if flags and flags[-1] in VALUED:
+            flags.append(word)
+        elif word.startswith("-"):
+            name = word.partition("=")[0]
+            if name not in SWITCHES + VALUED:
+                raise UserError(f"{word}: unknown flag{nearest(name, SWITCHES + VALUED)}")
+            flags.append(word)
+        elif word.partition("=")[0] and ("=" in word or word.startswith("~")):
+            overrides.append(word)
+        else:
+            raise UserError(f"{word}: give settings as KEY=VALUE")
+    if flags and flags[-1] in VALUED:
+        raise UserError(f"{flags[-1]} needs a value")
+    for flag, value in pairwise(flag for word in flags for flag in word.split("=", 1)):
+        if flag in ("--cfg", "-c") and value not in CFG:
+            raise UserError(f"{flag} {value}: choose {one_of(CFG)}")
+    return flags, overrides
+
+
+def literal(key: str, value: str, sweep: bool) -> str:
+    """A literal value in Hydra's grammar: quoted; in a list `[a,b]` or a sweep `a,b`, each element on its own."""
+    if value in ("", "null") or value[0] in "'\"" or value.startswith("${"):
+        return value
+    if value.startswith("[") and value.endswith("]"):
+        return f"[{','.join(map(quoted, split(value[1:-1])))}]"
+    found = split(value)
+    if len(found) > 1 and not sweep:
+        raise UserError(
+            f"{key}={value}: several values; add -m to run them one after another, or write {key}=[A,B] for a list"
+        )
+    return ",".join(map(quoted, found))
+
+
+def quoted(text: str) -> str:
+    """A text in quotes, unless it has some or is null."""
+    if text[0] in "'\"" or text == "null":
+        return text
+    return "'" + text.replace("'", "\\'") + "'"

@@ -1,0 +1,105 @@
+"""How a setting is declared: a dataclass field with help, choices and least value. Lists all settings of a dataclass."""
+
+from collections.abc import Collection, Iterator, Mapping
+from copy import copy
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
+from types import NoneType
+from typing import Any, get_args, get_origin
+
+
+def setting(
+    default: Any,
+    help: str,
+    *,
+    choices: Collection[str] | None = None,
+    least: float | None = None,
+    literal: bool = False,
+) -> Any:
+    """A dataclass field: its default, one or two sentences of help, and what it accepts.
+
+    choices: the texts that it accepts. least: the least number. literal: the command line takes the value as typed, because it is a
+    path, an address or a condition, whose braces, colons and spaces mean something else to Hydra.
+    """
+    metadata = {
+        "help": help,
+        "choices": None if choices is None else tuple(choices),
+        "least": least,
+        "literal": literal,
+    }
+    if isinstance(default, list | dict):
+        return field(default_factory=lambda: copy(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A declared setting."""
+
+    name: str
+    """Dotted from the top: `optim.lr`."""
+    type: Any
+    """The annotation: `int | None`, `list[str]`, ..."""
+    default: Any
+    help: str
+    choices: tuple[str, ...] | None = None
+    least: float | None = None
+    literal: bool = False
+
+    @property
+    def section(self) -> str:
+        """The first part of the name if there are several, else empty."""
+        return self.name.partition(".")[0] if "." in self.name else ""
+
+    @property
+    def optional(self) -> bool:
+        """Whether the setting may be null."""
+        return NoneType in get_args(self.type)
+
+    @property
+    def required(self) -> Any:
+        """The type without `| None`."""
+        return next(one for one in get_args(self.type) if one is not NoneType) if self.optional else self.type
+
+    @property
+    def kind(self) -> type:
+        """The bare type: `int`, `list`, `dict`, ..."""
+        found: type = get_origin(self.required) or self.required
+        return found
+
+
+def settings_of(declared: type, prefix: str = "") -> tuple[Setting, ...]:
+    """All settings of a dataclass in the order of declaration, nested sections flattened to dotted names."""
+    found: list[Setting] = []
+    for one in fields(declared):
+        name = prefix + one.name
+        if isinstance(one.type, type) and is_dataclass(one.type):
+            found += settings_of(one.type, name + ".")
+        else:
+            default = one.default if one.default_factory is MISSING else one.default_factory()
+            found.append(Setting(name, one.type, default, **one.metadata))
+    return tuple(found)
+
+
+def defaults(declared: type) -> dict[str, Any]:
+    """The defaults as a nested dictionary."""
+    return asdict(declared())
+
+
+def sections(declared: type) -> dict[str, str]:
+    """Section -> the first line of its docstring."""
+    nested = {one.name: one.type for one in fields(declared) if isinstance(one.type, type) and is_dataclass(one.type)}
+    return {name: summary(section) for name, section in nested.items()}
+
+
+def summary(declared: type) -> str:
+    """The first line of a dataclass's docstring."""
+    return (declared.__doc__ or "").partition("\n")[0]
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted key and value of every leaf. Free-form dictionaries are flattened too; lists and empty dictionaries are leaves."""
+    for name, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from flat(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value

@@ -1,0 +1,131 @@
+"""Settings are declared in the fields of dataclasses, and listed from them."""
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from typing import Any, get_args
+
+import pytest
+
+from clipscale.cli.verbs import TOOLS
+from clipscale.config.setting import Setting, defaults, sections, setting, settings_of
+
+
+@dataclass
+class Inner:
+    """A section. More about it."""
+
+    name: str = setting("a", "Its name.", choices=("a", "b"))
+    path: str | None = setting(None, "Its path.", literal=True)
+
+
+@dataclass
+class Outer:
+    """All."""
+
+    sizes: list[int] = setting([1], "Sizes.")
+    inner: Inner = field(default_factory=Inner)
+
+
+def test_nested_settings_are_listed_by_dotted_name() -> None:
+    assert settings_of(Outer) == (
+        Setting("sizes", list[int], [1], "Sizes."),
+        Setting("inner.name", str, "a", "Its name.", choices=("a", "b")),
+        Setting("inner.path", str | None, None, "Its path.", literal=True),
+    )
+    assert sections(Outer) == {"inner": "A section. More about it."}
+    assert defaults(Outer) == {"sizes": [1], "inner": {"name": "a", "path": None}}
+
+
+def test_a_type_may_be_null_and_has_a_bare_kind() -> None:
+    kinds: list[tuple[Any, bool, type]] = [
+        (int, False, int),
+        (int | None, True, int),
+        (list[str] | None, True, list),
+        (tuple[float, float], False, tuple),
+        (dict[str, Any], False, dict),
+    ]
+    for annotation, optional, kind in kinds:
+        declared = Setting("x", annotation, None, "")
+        assert (declared.optional, declared.kind) == (optional, kind), annotation
+
+
+def test_no_two_objects_share_a_mutable_default() -> None:
+    one = Outer()
+    one.sizes.append(2)
+    assert Outer().sizes == [1]
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_every_setting_and_section_has_help(tool: str) -> None:
+    declared = TOOLS[tool].settings
+    silent = [one.name for one in settings_of(declared) if not one.help]
+    silent += [section for section, text in sections(declared).items() if not text]
+    assert not silent, f"without help: {silent}"
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_limits_suit_the_type_and_the_default(tool: str) -> None:
+    for one in settings_of(TOOLS[tool].settings):
+        if one.choices:
+            assert one.kind is str and one.default in one.choices, one
+        if one.least is not None:
+            assert one.kind in (int, float), one
+            assert one.default is None or one.default >= one.least, one
+        if one.literal:
+            assert one.kind is str or get_args(one.required) == (str,), one
+
+
+HEAVY = {"torch", "open_clip", "torchvision", "timm", "hydra", "omegaconf"}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "train --help",
+        "completion query clipscale\\ train\\ optim.on_divergence=",
+        "train run=x batch=banana",
+        "train batch=0",
+        "train modle=vit-b32",
+        "train model=vit-b33",
+        "train optim.name=adamw offload=hots",
+        "train -m batch=32k,many",
+        "train data=demo batch=1k,2k",
+        "eval rum=a",
+        "plan gpu=8",
+        "eval run=nope",
+        "plan run=nope",
+        "report run=nope",
+        "export run=nope",
+        "data check a.tar near_duplicates=perhaps",
+    ],
+)
+def test_help_completion_and_mistakes_need_neither_torch_nor_hydra(words: str) -> None:
+    assert not imported(words) & HEAVY
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["eval", "plan hardware=h101-80g", "train data=demo epochs=1 samples=2", "train"],
+)
+def test_what_only_the_whole_composition_shows_needs_no_torch(words: str) -> None:
+    assert not imported(words) & (HEAVY - {"hydra", "omegaconf"})
+
+
+def test_the_settings_need_no_torch() -> None:
+    code = "import sys, json, clipscale.config; print(json.dumps([*sys.modules]))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not set(json.loads(done.stdout)) & HEAVY
+
+
+def imported(words: str) -> set[str]:
+    """The modules that a command has imported when it ends."""
+    code = f"""
+import json, shlex, sys
+from clipscale.cli.main import main
+main(shlex.split({words!r}))
+print(json.dumps([*sys.modules]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(json.loads(done.stdout.splitlines()[-1]))
