@@ -1,4 +1,4 @@
-"""Small shards for the tests of the data path: one function for a sample, one for a shard, and a tokenizer that needs no vocabulary."""
+"""Small shards for the tests of the data path, and a tokenizer without a vocabulary."""
 
 import io
 import json
@@ -43,7 +43,7 @@ def sample(key: str, seed: int = 0) -> Members:
 
 
 def write_tar(path: Path, members: Members) -> Path:
-    """A tar file of these members, in this order."""
+    """Write a tar file of these members, in this order."""
     with tarfile.open(path, "w") as tar:
         for name, data in members:
             info = tarfile.TarInfo(name)
@@ -53,7 +53,7 @@ def write_tar(path: Path, members: Members) -> Path:
 
 
 def write_shards(folder: Path, sizes: Iterable[int], sized: bool = True) -> list[Path]:
-    """Shards of good samples with these sizes, keys unique over all; `sized` notes the counts in sizes.json."""
+    """Write shards of good samples with these sizes and unique keys; `sized` records the counts in sizes.json."""
     folder.mkdir(parents=True, exist_ok=True)
     paths, counts = [], {}
     for number, size in enumerate(sizes):

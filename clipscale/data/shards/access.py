@@ -49,8 +49,7 @@ DIRECT = Access()
 
 
 class Opened(NamedTuple):
-    """A shard's byte stream, which the caller closes, and the size and version that identify its content (None, "":
-    unknown)."""
+    """A shard's stream, which the caller closes, and the size and version of its content (None, "": unknown)."""
 
     stream: Any
     size: int | None
@@ -67,8 +66,7 @@ class ReadContext:
         tick: Callable[[], None] = lambda: None,
         pending: deque[str] | None = None,
     ) -> None:
-        """`counts` receives the events; `tick` is called while waiting and may raise; `pending` holds events of other
-        threads."""
+        """`counts` receives the events; `tick` may raise to end a wait; `pending` holds the events of other threads."""
         self.access, self.tick = access, tick
         self.counts: Counter[str] = Counter() if counts is None else counts
         self.pending: deque[str] = deque() if pending is None else pending

@@ -31,8 +31,7 @@ class ShardCache:
         self._folder, self._bound = Path(folder).expanduser() / "shards", bound
 
     def open(self, url: str, context: ReadContext) -> Opened:
-        """The shard's copy, made now if there is none; the remote object itself where no copy fits. Raises
-        SourceError."""
+        """The shard's copy, made now if there is none, or the remote object if no copy fits. Raises SourceError."""
         self._folder.mkdir(parents=True, exist_ok=True)
         try:
             remote = RemoteFile(remote_object(url, context.access.wait_s), context)
@@ -79,7 +78,7 @@ class ShardCache:
             if path.exists() or not _is_at(out, part):
                 return True  # another process has finished, or failed and left
             try:
-                if not self._reserve(out, part, remote.length):
+                if not self._reserve(part, remote.length):
                     part.unlink()
                     context.count("no_room_for_copy")
                     return False
@@ -109,27 +108,21 @@ class ShardCache:
                 part.unlink(missing_ok=True)
                 raise
 
-    def _reserve(self, out: IO[bytes], part: Path, size: int) -> bool:
-        """Delete old copies until this one fits, and give the empty file its final length, so that other processes
-        count it."""
+    def _reserve(self, part: Path, size: int) -> bool:
+        """Delete old copies until this one fits, and give it its final length, which other processes count."""
         with (self._folder / ".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if self._bound is not None:
-                copies = []
-                total = size
-                for path, length, used in self._files():
-                    if path == part:
-                        continue
-                    if path.name.endswith(_PART) and _orphan(path):
-                        continue
-                    total += length
-                    if not path.name.endswith(_PART):
-                        copies.append((used, length, path))
-                for _, length, path in sorted(copies):
-                    if total <= self._bound:
-                        break
-                    path.unlink(missing_ok=True)  # an open file can still be read
-                    total -= length
+                others = [
+                    (used, length, path)
+                    for path, length, used in self._files()
+                    if path != part and not (path.name.endswith(_PART) and _orphan(path))
+                ]
+                total = size + sum(length for _, length, _ in others)
+                for _, length, path in sorted(others):
+                    if total > self._bound and not path.name.endswith(_PART):
+                        path.unlink(missing_ok=True)  # an open file can still be read
+                        total -= length
                 if total > self._bound:
                     return False
             os.truncate(part, size)

@@ -34,10 +34,9 @@ FEW = 100
 """Up to so many shards are looked up by name; for more, the whole index is read."""
 NO_FILE = ("pipe", "table")
 """Schemes whose addresses are not files and have no index."""
-SCHEMA = """CREATE TABLE IF NOT EXISTS shards (name TEXT PRIMARY KEY, size INT, stamp TEXT, samples INT, sha256 TEXT,
-totals TEXT, reason TEXT, detail TEXT, places BLOB)"""
-"""`stamp` is the version, `places` the offsets: the long column last, since SQLite reads those before it without
-reading through it."""
+SCHEMA = """CREATE TABLE IF NOT EXISTS shards (name TEXT PRIMARY KEY, size INT, stamp TEXT, samples INT,
+            sha256 TEXT, totals TEXT, reason TEXT, detail TEXT, places BLOB)"""
+"""`stamp` is the version, `places` the offsets. The long column is last: SQLite reads the others without it."""
 _COLUMNS = "name, size, stamp, samples, sha256, totals, reason, detail"
 State = tuple[int, str]
 """Size and version of a shard: they identify its content."""
@@ -74,8 +73,7 @@ def folder_of(url: str) -> str:
 
 
 def index_paths(folder: str, cache: str | None) -> list[Path]:
-    """Where a folder's index may be, in order of precedence: beside the shards, in `cache`, in the user's cache
-    folder."""
+    """Where a folder's index may be, the preferred place first: beside the shards, `cache`, the user's cache."""
     name = digest(folder) + ".sqlite"
     beside = [Path(folder) / FILE] if is_local(folder) else []
     given = [Path(cache).expanduser() / "index" / name] if cache else []
@@ -144,8 +142,7 @@ def known(urls: Iterable[str], cache: str | None = None) -> dict[str, list[Entry
 
 
 def matching(entries: Sequence[Entry], state: State) -> Entry | None:
-    """The first entry for this state of a shard: an outdated index beside the shards must not hide a newer one in the
-    cache."""
+    """The first entry for this state of a shard: an outdated index must not hide a newer one in the cache."""
     return next((entry for entry in entries if (entry.size, entry.version) == state), None)
 
 
@@ -169,8 +166,7 @@ def current(urls: Sequence[str], cache: str | None = None) -> tuple[dict[str, En
 
 
 def sample_offsets(url: str, opened: Opened, cache: str | None = None) -> np.ndarray | None:
-    """Where the samples of an opened shard begin, (samples + 1,) int64, or None if no index has an entry of its present
-    state."""
+    """Where an opened shard's samples begin, (samples + 1,) int64; None if no index has an entry of its state."""
     stale = False
     for path in index_paths(folder_of(url), cache):
         for size, version, packed in query(

@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache as cached
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +32,14 @@ TABLES = (".csv", ".tsv", ".parquet")
 SCAN_AT_MOST = 256
 """Shards that are scanned to count their samples if no counts are recorded; more would delay the start of a run."""
 EXTRAS = {"s3": ("s3fs", "s3"), "s3a": ("s3fs", "s3"), "gs": ("gcsfs", "gs"), "gcs": ("gcsfs", "gs")}
-"""Scheme -> the package that reads it, and this project's extra that installs it. Other packages are always
-installed."""
+"""Scheme -> the package that reads it, and this project's extra that installs the package."""
 
 
 # -- which shards ------------------------------------------------------------------------------------------------------
 
 
 def list_shards(config: DataConfig) -> tuple[list[str], list[float] | None]:
-    """Every shard of every source, and each shard's part of its source's weight (None: no weights). Raises
-    UserError."""
+    """Every shard of every source, and its part of the source's weight (None: no weights). Raises UserError."""
     if not config.train:
         raise UserError("data.train is not set; give shards, for example data.train='/data/{00000..00099}.tar'")
     sources = [config.train] if isinstance(config.train, str) else list(config.train)
@@ -97,33 +96,30 @@ def _local(source: str, setting: str, table: TableConfig | None) -> list[str]:
         return found
     named = [name for pattern in _braces(source, setting) for name in (sorted(glob.glob(pattern)) or [pattern])]  # noqa: PTH207 (absolute)
     missing = _missing(named)
-    found = [name for name in named if name not in missing]
+    absent = set(missing)
+    found = [name for name in named if name not in absent]
     if found and missing:
         log.warning(
             "%s: %d of %d shards do not exist (first: %s); going on without them",
             setting,
             len(missing),
             len(named),
-            next(iter(missing)),
+            missing[0],
         )
     return found
 
 
-def _missing(names: Sequence[str]) -> dict[str, None]:
-    """The names that do not exist, in their order. Lists each folder once: a request per file is slow on network file
-    systems."""
-    listings: dict[str, set[str]] = {}
-    missing: dict[str, None] = {}
-    for name in names:
-        folder, leaf = os.path.split(name)
-        if folder not in listings:
-            try:
-                listings[folder] = set(os.listdir(folder or "."))  # noqa: PTH208 (names only, fast)
-            except OSError:
-                listings[folder] = set()
-        if leaf not in listings[folder]:
-            missing[name] = None
-    return missing
+def _missing(names: Sequence[str]) -> list[str]:
+    """The names that do not exist. Lists each folder once: a request per file is slow on network file systems."""
+
+    @cached
+    def files(folder: str) -> frozenset[str]:
+        try:
+            return frozenset(os.listdir(folder or "."))  # noqa: PTH208 (names only, fast)
+        except OSError:
+            return frozenset()
+
+    return [name for name in names if os.path.basename(name) not in files(os.path.dirname(name))]  # noqa: PTH119, PTH120 (as it is named)
 
 
 def _table_shards(name: str, table: TableConfig | None, setting: str) -> list[str]:
@@ -145,8 +141,7 @@ def _braces(source: str, setting: str) -> list[str]:
 
 
 def _remote(url: str, setting: str) -> list[str]:
-    """The objects that a remote pattern (`s3://bucket/*.tar`) or folder (`s3://bucket/set/`) names; another address is
-    itself."""
+    """The objects that a pattern (`s3://bucket/*.tar`) or folder (`s3://bucket/set/`) names, or the address itself."""
     _require(url, setting)
     if scheme_of(url) in ("http", "https", "pipe") or not (re.search(r"[*?\[]", url) or url.endswith("/")):
         return [url]
@@ -173,14 +168,14 @@ def _require(url: str, setting: str) -> None:
         raise UserError(
             f"{setting}={url!r}: {scheme}: addresses need the package {package}; pip install 'clipscale[{extra}]'"
         )
-    from fsspec import available_protocols, get_filesystem_class
+    from fsspec import get_filesystem_class
 
-    if scheme not in available_protocols():
-        raise UserError(
-            f"{setting}={url!r}: no reader for {scheme}: addresses; there are https:, s3:, gs:, hf: and local paths"
-        )
     try:
         get_filesystem_class(scheme)
+    except ValueError as error:
+        raise UserError(
+            f"{setting}={url!r}: no reader for {scheme}: addresses; there are https:, s3:, gs:, hf: and local paths"
+        ) from error
     except ImportError as error:
         raise UserError(f"{setting}={url!r}: {error}") from error
 
@@ -201,8 +196,7 @@ def _from_list(path: Path, allow_pipe: bool, setting: str, table: TableConfig | 
 
 
 def recorded_counts(urls: Sequence[str], cache: str | None = None) -> list[int | None]:
-    """Samples per shard from an index, `sizes.json` (webdataset) or `NNNNN_stats.json` (img2dataset); None: not
-    recorded."""
+    """Samples per shard by an index, `sizes.json` (webdataset) or `NNNNN_stats.json` (img2dataset); None: unknown."""
     entries, stale = index.current(urls, cache)
     if stale:
         log.warning(
@@ -213,10 +207,8 @@ def recorded_counts(urls: Sequence[str], cache: str | None = None) -> list[int |
             stale[0],
         )
     _warn_of_damage(entries, len(urls))
-    sizes: dict[str, dict[str, int]] = {}
-    for folder in {os.path.split(url)[0] for url in urls if is_local(url)}:
-        path = Path(folder) / "sizes.json"
-        sizes[folder] = _json(path) if path.is_file() else {}
+    folders = {os.path.dirname(url) for url in urls if is_local(url)}  # noqa: PTH120 (as it is named)
+    sizes = {folder: _json(Path(folder) / "sizes.json") for folder in folders}
 
     def recorded(url: str) -> int | None:
         if url in entries:
@@ -230,8 +222,7 @@ def recorded_counts(urls: Sequence[str], cache: str | None = None) -> list[int |
         folder, leaf = os.path.split(url)
         value = sizes[folder].get(leaf)
         if value is None:
-            stats = Path(folder) / f"{leaf.split('.')[0]}_stats.json"
-            value = _json(stats).get("successes") if stats.is_file() else None
+            value = _json(Path(folder) / f"{leaf.split('.')[0]}_stats.json").get("successes")
         return value if isinstance(value, int) and value >= 0 else None
 
     with ThreadPoolExecutor(16) as pool:  # waits on the file system, seldom on the processor
@@ -250,6 +241,9 @@ def _warn_of_damage(entries: Mapping[str, index.Entry], count: int) -> None:
 
 
 def _json(path: Path) -> dict[str, int]:
+    """The object in a json file; empty if there is no such file or it is damaged."""
+    if not path.is_file():
+        return {}
     try:
         value = json.loads(path.read_text())
     except (OSError, ValueError) as error:

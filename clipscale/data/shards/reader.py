@@ -169,11 +169,7 @@ def _read_sequential(
 
 
 def _read_indexed(
-    url: str,
-    source: Any,
-    offsets: np.ndarray,
-    want: Callable[[int], bool],
-    kinds: Mapping[str, int] | None,
+    url: str, source: Any, offsets: np.ndarray, want: Callable[[int], bool], kinds: Mapping[str, int] | None
 ) -> Generator[RawSample, None, None]:
     """Reads each wanted sample at its offset, with one read."""
     for index in range(len(offsets) - 1):

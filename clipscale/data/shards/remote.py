@@ -38,8 +38,7 @@ class Prefetch(Generic[T]):
     def __init__(
         self, name: str, work: Callable[[Callable[[], None]], T], discard: Callable[[T | None], None] = lambda _: None
     ) -> None:
-        """`work` gets a function that raises DroppedError once the prefetch is dropped. `discard` gets the result of a
-        dropped one."""
+        """`work` gets a function that raises DroppedError after a drop; `discard` gets the result of a dropped one."""
         self.done, self._wanted = threading.Event(), True
         self._result: T | None = None
         self._error: Exception | None = None
@@ -106,8 +105,7 @@ class PrefetchBudget:
         return self._bytes
 
     def reserve(self, size: int, need: float) -> bool:
-        """Reserve bytes unless the total would exceed the share `need` (0 to 1) of the budget, so the neediest file can
-        get the most."""
+        """Reserve bytes if the total stays within the share `need` (0 to 1) of the budget: the neediest can get most."""
         with self._lock:
             if self._update() + size > PREFETCH_BYTES * need:
                 return False
@@ -164,8 +162,7 @@ class BlockPrefetch(Prefetch[_Block]):
 
 
 class RemoteFile(io.RawIOBase):
-    """A remote object as a seekable file: one block of it in memory, and perhaps the next. Raises SourceError when it
-    gives up."""
+    """A remote object as a seekable file, with one or two blocks in memory. Raises SourceError when it gives up."""
 
     def __init__(self, remote: RemoteObject, context: ReadContext) -> None:
         self._prefetch: BlockPrefetch | None = None
@@ -209,8 +206,7 @@ class RemoteFile(io.RawIOBase):
         super().close()
 
     def prefetch(self) -> None:
-        """Prefetch the next block if the budget allows it. The less of this block is left, the more of the budget may
-        be in use."""
+        """Prefetch the next block if the budget allows it; the need grows with the part of this block that is read."""
         end = self._start + len(self._block)
         if self._prefetch is not None or not self._remote.concurrent:
             return

@@ -36,13 +36,11 @@ _HUB_BUCKET = re.compile(r"hf://buckets/([^/]+/[^/]+)/(.+)$")
 
 T = TypeVar("T")
 Pieces = Generator[bytes, None, None]
-"""An answer as it arrives. Close it when giving it up: the collector might close it while this thread holds a lock of
-the connections."""
+"""An answer as it arrives. Always closed explicitly: the collector could do so while a connection's lock is held."""
 
 
 class TransientError(Exception):
-    """A request failed in a way that may pass. `reason` names the event counter; `wait_s` is the wait that the server
-    asks for."""
+    """A request failed in a way that may pass. `reason` names its counter; `wait_s` is the wait the server asks for."""
 
     def __init__(self, reason: str, detail: str = "", wait_s: float = 0.0) -> None:
         super().__init__(detail or reason)
@@ -110,8 +108,7 @@ def remote_object(url: str, wait_s: float) -> RemoteObject:
 
 
 def is_concurrent(url: str) -> bool:
-    """Whether several threads may read objects of this scheme at once; some of fsspec's file systems have one
-    connection."""
+    """Whether several threads may read objects of this scheme at once; some file systems have one connection."""
     from fsspec import get_filesystem_class
 
     scheme = scheme_of(url)
@@ -224,8 +221,7 @@ class HttpObject:
 
     @staticmethod
     def _version(answer: requests.Response) -> str:
-        """The hub sends it with the redirection to the store. Google's ETag changes with an object's metadata, its
-        generation does not."""
+        """The hub sends it with a redirection. Google's ETag changes with the metadata, its generation does not."""
         for response in (*answer.history, answer):
             for name in ("X-Linked-ETag", "X-Goog-Generation"):
                 if name in response.headers:
@@ -320,8 +316,7 @@ def _within(limit_s: float, call: Callable[[], Any]) -> Any:
 
 
 def _file_system(url: str, wait_s: float) -> tuple[Any, str]:
-    """The file system of an address and the object's path there. S3's sends each request once: botocore would repeat it
-    five times, and s3fs as often again."""
+    """The file system of an address, and the path there. Turns off the retries of botocore and of s3fs (five each)."""
     from fsspec.config import conf
     from fsspec.core import url_to_fs
 

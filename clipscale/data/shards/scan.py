@@ -139,8 +139,7 @@ def _or_error(work: Callable[..., Any], url: str, **options: Any) -> Any:
 
 
 def map_shards(work: Callable[[str], T], urls: Sequence[str], workers: int) -> Iterator[tuple[str, T]]:
-    """Each shard and the result of `work` on it, in order of completion, from this many processes; a single one is this
-    process."""
+    """Each shard and the result of `work` on it, in order of completion; one worker means this process."""
     if workers < 2 or len(urls) < 2:
         yield from ((url, work(url)) for url in urls)
         return

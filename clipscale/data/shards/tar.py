@@ -114,8 +114,7 @@ def skip(stream: Any, size: int, can_seek: bool) -> None:
 
 
 class CountedStream:
-    """Counts the bytes read from a stream and optionally hashes them; a hashed stream is read to its end and never
-    seeks."""
+    """Counts and optionally hashes the bytes of a stream; a hashed stream is read to its end and never seeks."""
 
     def __init__(self, source: Any, hasher: Any = None) -> None:
         self._source, self._hasher, self.at = source, hasher, 0

@@ -1,4 +1,7 @@
-"""Writes tar shards with webdataset. Their bytes depend on the samples alone, and a shard has its name only when it is complete."""
+"""Writes tar shards with webdataset.
+
+Their bytes depend on the samples alone, and a shard has its name only when it is complete.
+"""
 
 import json
 from collections.abc import Iterator, Mapping

@@ -1,4 +1,4 @@
-"""What reading ahead gains: samples/s of one loader from a web server that answers late and slowly, with and without, run in turns.
+"""What prefetching gains: samples/s of one loader from a distant web server, with and without, measured alternately.
 
     python -m tests.data.shards.far [samples=4096 latencies=0.05,0.2 bandwidth=40 shard_streams=4 times=3]
 
@@ -19,7 +19,7 @@ SHARDS, SIDE, BATCH = 8, 256, 256
 
 
 class Far(http.server.BaseHTTPRequestHandler):
-    """A file's ranges, late and slowly."""
+    """Serves ranges of files, with a delay and at a limited rate."""
 
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
@@ -53,16 +53,16 @@ class Far(http.server.BaseHTTPRequestHandler):
 
 
 def serve(folder: str, latency: str, bandwidth: str) -> None:
-    """Until it is ended; prints its port."""
+    """Print the port, then serve until the process ends."""
     Far.folder, Far.latency, Far.bandwidth = Path(folder), float(latency), float(bandwidth)
-    http.server.ThreadingHTTPServer.handle_error = lambda *_: None  # type: ignore[method-assign] (clients that call off)
+    http.server.ThreadingHTTPServer.handle_error = lambda *_: None  # type: ignore[method-assign] (clients that cancel)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Far) as server:
         print(server.server_address[1], flush=True)
         server.serve_forever()
 
 
 def write(folder: Path, samples: int) -> None:
-    """Shards of pictures with the spectrum of photographs, and their index's counts."""
+    """Write shards of pictures with the spectrum of photographs, and their counts."""
     import json
 
     from clipscale.bench.data import photograph
@@ -79,7 +79,7 @@ def write(folder: Path, samples: int) -> None:
 
 
 def rate(source: str, samples: int, lanes: int, cache: str) -> float:
-    """Samples a second of one loader over an epoch, the first batch not counted."""
+    """Samples a second of one loader over an epoch, without the first batch."""
     from tests.data.streams import open_stream
 
     stream = open_stream(source, batch=BATCH, side=224, shard_streams=lanes, shuffle=256, cache=cache, cache_bytes=0)
@@ -134,10 +134,10 @@ def main(words: list[str]) -> None:
                         remote.PREFETCH_BYTES = bound
                         rates[name].append(rate(f"{place}/{{0..{SHARDS - 1}}}.tar", samples, lanes, cache))
                 server.terminate()
-            said = ", ".join(
+            line = ", ".join(
                 f"{name} {median(found):.0f} ({min(found):.0f} to {max(found):.0f})" for name, found in rates.items()
             )
-            print(f"{latency * 1e3:.0f} ms, {bandwidth / 1e6:.0f} MB/s: {said} samples/s", flush=True)
+            print(f"{latency * 1e3:.0f} ms, {bandwidth / 1e6:.0f} MB/s: {line} samples/s", flush=True)
 
 
 if __name__ == "__main__":

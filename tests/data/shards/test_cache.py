@@ -1,4 +1,4 @@
-"""Local copies of remote shards: complete or not there, within their bound, shared by processes; and shards from an S3 server."""
+"""Copies of remote shards are complete, within their bound and shared by processes. S3 shards are read like others."""
 
 import fcntl
 import multiprocessing
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from clipscale.data.shards import remote, remote_object, scan
+from clipscale.data.shards import remote, scan
 from clipscale.data.shards.access import EVENT, Access, SourceError
 from clipscale.data.shards.listing import expand
 from clipscale.data.shards.reader import ReadProblem, read_shard
@@ -20,16 +20,7 @@ from tests.data.files import picture, write_shards
 from tests.data.shards.web import Web, fetch_often, finish, serving
 from tests.data.streams import contents, open_stream
 
-pytestmark = pytest.mark.timeout(60)
-
-
-@pytest.fixture(autouse=True)
-def quick(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setattr(remote, "LARGEST_BLOCK", 16384)
-    monkeypatch.setattr(remote, "FIRST_BLOCK", 4096)
-    monkeypatch.setattr(remote_object, "LONGEST_WAIT_S", 0.002)
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("small_blocks")]
 
 
 @pytest.fixture
@@ -103,7 +94,13 @@ def test_a_copy_stands_in_while_the_server_is_away(tmp_path: Path, web: Web) -> 
 def test_of_several_versions_the_last_used_stands_in(tmp_path: Path, web: Web) -> None:
     path = write_shards(tmp_path / "remote", [5])[0]
     url = f"{web.url}/00000.tar"
-    for samples in (6, 7, 8, 9, 10):  # names of copies do not tell which is newer: one order in five would do by chance
+    for samples in (
+        6,
+        7,
+        8,
+        9,
+        10,
+    ):  # copies' names do not show their age: of fewer, the right one may come first by chance
         path.write_bytes(write_shards(tmp_path / f"new{samples}", [samples])[0].read_bytes())
         fetch(url, tmp_path / "c")
         faults, web.faults = web.faults, lambda number, _: "503"
@@ -137,7 +134,7 @@ def test_a_copy_is_compared_with_the_indexs_checksum(tmp_path: Path, web: Web) -
     assert error.value.reason == "wrong_checksum" and copies(tmp_path / "c") == []
 
 
-def test_what_a_dead_process_left_is_cleared_away(tmp_path: Path, web: Web) -> None:
+def test_the_incomplete_copy_of_a_dead_process_is_deleted(tmp_path: Path, web: Web) -> None:
     paths = write_shards(tmp_path / "remote", [20, 20])
     folder = tmp_path / "c" / "shards"
     folder.mkdir(parents=True)
@@ -225,8 +222,10 @@ def test_shards_are_read_from_s3(tmp_path: Path, s3: str) -> None:
 def test_an_epoch_from_s3_with_faults_loses_nothing(
     tmp_path: Path, s3: str, ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every refusal and every answer that breaks off is counted once: neither botocore nor s3fs asks again on its own. Only what is cut
-    before it begins aiohttp repeats once, unseen, since a connection kept open may always be found closed."""
+    """Every refused or broken answer is counted once, since botocore and s3fs do not retry.
+
+    aiohttp repeats a request once, uncounted, if the connection closes before the answer begins.
+    """
     import boto3
     import s3fs
 
@@ -249,7 +248,7 @@ def test_an_epoch_from_s3_with_faults_loses_nothing(
         assert contents(stream, 3) == contents(open_stream(tmp_path / "set", batch=20), 3), "more than an epoch"
         assert not stream.broken
         faults, seen = web.done["503"] + web.done["drop"], finish(stream)
-        called_off = 2 if ahead else 0  # at the end, for the next epoch: nobody hears of what goes wrong with them
+        called_off = 2 if ahead else 0  # prefetched for the next epoch and dropped: their faults are not counted
         assert 2 < faults - called_off <= seen <= faults + web.done["cut"] // 2, (stream.seen, web.done)
         assert set(stream.seen) == {"failed_request"}
         print(len(web.requests), web.done, seen)

@@ -1,5 +1,7 @@
-"""Hostile shards: whatever the bytes say, reading ends, in bounded memory, with reasons instead of exceptions; it writes nothing, starts no
-program and asks no other machine."""
+"""Hostile shards: reading any bytes ends, in bounded memory, with reasons instead of exceptions.
+
+It writes nothing, starts no program and contacts no other machine.
+"""
 
 import bz2
 import gzip
@@ -59,10 +61,10 @@ def shard(folder: Path) -> bytes:
 
 
 def use(path: Path, indexed: bool = False) -> Counter[str]:
-    """Read a shard as training does; reasons and how often."""
+    """Read a shard as training does, and count the reasons."""
     problem, found = ReadProblem(), Counter[str]()
     out = np.zeros((3, 16, 16), np.uint8)
-    # an index of other bytes, as if it had not been noticed that they changed
+    # the index of another file, as if the change had not been noticed
     offsets = (lambda url, opened: np.arange(0, 40) * 3 * BLOCK) if indexed else None
     kinds = limits(IMAGE_TYPES, SELECTION.members())
     for sample in read_shard(str(path), problem, kinds=kinds, offsets=offsets):
@@ -86,8 +88,8 @@ REASONS = {
 }  # fmt: skip
 
 
-class Watch:
-    """What this thread does to the world, by the interpreter's audit events, which no code in Python gets round."""
+class Audit:
+    """Records this thread's effects by the interpreter's audit events, which no Python code can avoid."""
 
     HARMLESS = ("os.listdir", "os.scandir", "os.walk", "os.fwalk", "os.getxattr", "os.listxattr")
     WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
@@ -95,7 +97,7 @@ class Watch:
     def __init__(self) -> None:
         self.thread = 0
         self.seen: list[str] = []
-        sys.addaudithook(self.hook)  # for good: there is no taking it away
+        sys.addaudithook(self.hook)  # cannot be removed again
 
     def hook(self, event: str, given: tuple[Any, ...]) -> None:
         if not self.thread or self.thread != threading.get_ident():
@@ -107,7 +109,7 @@ class Watch:
 
     @contextmanager
     def on(self) -> Iterator[list[str]]:
-        """Gives the list of what is seen meanwhile."""
+        """Record meanwhile; yields the list of events."""
         self.seen, self.thread = [], threading.get_ident()
         try:
             yield self.seen
@@ -116,13 +118,13 @@ class Watch:
 
 
 @pytest.fixture(scope="module")
-def watch() -> Watch:
-    return Watch()
+def audit() -> Audit:
+    return Audit()
 
 
-def test_the_watch_sees_what_it_is_to_see(watch: Watch, tmp_path: Path) -> None:
+def test_the_audit_records_every_effect(audit: Audit, tmp_path: Path) -> None:
     here = tmp_path / "here"
-    with socket.socket() as closed, watch.on() as seen:
+    with socket.socket() as closed, audit.on() as seen:
         here.write_bytes(b"")
         os.close(os.open(here, os.O_RDWR))
         here.rename(tmp_path / "there")
@@ -137,8 +139,8 @@ def test_the_watch_sees_what_it_is_to_see(watch: Watch, tmp_path: Path) -> None:
     assert [event for event in events if event in acts] == acts and "socket.connect" in events, seen
 
 
-def survives(data: bytes, folder: Path, watch: Watch) -> None:
-    """Use, index and reread the bytes as a shard; fail where that takes long or much memory, leaves a file or does anything but read it."""
+def survives(data: bytes, folder: Path, audit: Audit) -> None:
+    """Read and index the bytes as a shard; fails if that takes long or much memory, or does anything but read."""
     work = folder / "work"
     work.mkdir(exist_ok=True)
     path = work / "x.tar"
@@ -146,7 +148,7 @@ def survives(data: bytes, folder: Path, watch: Watch) -> None:
     begun = time.monotonic()
     tracemalloc.start()
     try:
-        with watch.on() as seen:
+        with audit.on() as seen:
             found = use(path) + use(path, indexed=True)
             entry = scan.scan_shard(str(path))
         peak = tracemalloc.get_traced_memory()[1]
@@ -164,7 +166,7 @@ def survives(data: bytes, folder: Path, watch: Watch) -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("fuzz")
     shard(folder)
-    found = use(folder / "whole.tar")  # imports what is imported late, which may write byte code
+    found = use(folder / "whole.tar")  # lazy imports, which may write byte code, happen here
     assert found["usable"] == 2 * len(KINDS), found
     return folder
 
@@ -189,7 +191,7 @@ def damaged(data: bytes, where: list[tuple[float, bytes]], cut: float) -> bytes:
 
 
 def reheaded(data: bytes, edits: list[tuple[int, str, bytes]]) -> bytes:
-    """With fields of headers replaced and their checksums made right again, so that they are believed."""
+    """The data with header fields replaced and the headers' checksums corrected."""
     out = bytearray(data)
     headers = [at for at in range(0, len(out), BLOCK) if out[at + 257 : at + 262] == b"ustar"]
     for number, name, value in edits:
@@ -217,20 +219,20 @@ def rounds(examples: int) -> settings:
 
 @rounds(40)
 @given(hits, st.floats(0, 1))
-def test_damaged_shards(folder: Path, watch: Watch, where: list[tuple[float, bytes]], cut: float) -> None:
-    survives(damaged(shard(folder), where, cut), folder, watch)
+def test_damaged_shards(folder: Path, audit: Audit, where: list[tuple[float, bytes]], cut: float) -> None:
+    survives(damaged(shard(folder), where, cut), folder, audit)
 
 
 @rounds(40)
 @given(edits)
-def test_lying_headers(folder: Path, watch: Watch, changes: list[tuple[int, str, bytes]]) -> None:
-    survives(reheaded(shard(folder), changes), folder, watch)
+def test_lying_headers(folder: Path, audit: Audit, changes: list[tuple[int, str, bytes]]) -> None:
+    survives(reheaded(shard(folder), changes), folder, audit)
 
 
 @rounds(15)
 @given(st.binary(max_size=4000))
-def test_noise(folder: Path, watch: Watch, data: bytes) -> None:
-    survives(data, folder, watch)
+def test_noise(folder: Path, audit: Audit, data: bytes) -> None:
+    survives(data, folder, audit)
 
 
 @pytest.mark.slow
@@ -238,21 +240,21 @@ def test_noise(folder: Path, watch: Watch, data: bytes) -> None:
 @rounds(3000)
 @given(hits, st.floats(0, 1), edits)
 def test_thousands_of_damaged_shards(
-    folder: Path, watch: Watch, where: list[tuple[float, bytes]], cut: float, changes: list[tuple[int, str, bytes]]
+    folder: Path, audit: Audit, where: list[tuple[float, bytes]], cut: float, changes: list[tuple[int, str, bytes]]
 ) -> None:
-    survives(damaged(reheaded(shard(folder), changes), where, cut), folder, watch)
+    survives(damaged(reheaded(shard(folder), changes), where, cut), folder, audit)
 
 
 @pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress])
-def test_a_packed_bomb_is_read_in_bounded_memory(folder: Path, watch: Watch, pack: object) -> None:
-    """A member that training does not ask for is passed over, however large it unpacks."""
+def test_a_packed_bomb_is_read_in_bounded_memory(folder: Path, audit: Audit, pack: object) -> None:
+    """A member that training does not want is skipped, however large it is unpacked."""
     info = tarfile.TarInfo("a.bin")
     info.size = BOUND + (8 << 20)
-    survives(pack(info.tobuf() + bytes(info.size)), folder, watch)  # type: ignore[operator]
+    survives(pack(info.tobuf() + bytes(info.size)), folder, audit)  # type: ignore[operator]
 
 
 def test_a_bomb_of_wanted_members_is_read_in_bounded_memory(folder: Path) -> None:
-    """24 pictures of 24 MiB in 0.6 MB: more than a window may hold. The peak of a process of its own is looked at."""
+    """24 pictures of 24 MiB in 0.6 MB are more than a window holds. A process of its own measures its peak."""
     path = folder / "wanted.tar.gz"
     zeros = gzip.compress(bytes(24 << 20), 1)
     with path.open("wb") as out:
@@ -268,17 +270,17 @@ def test_a_bomb_of_wanted_members_is_read_in_bounded_memory(folder: Path) -> Non
 
 
 @pytest.mark.parametrize("kind", [b"x", b"L", b"K"])
-def test_a_long_extended_header_is_refused(folder: Path, watch: Watch, kind: bytes) -> None:
+def test_a_long_extended_header_is_refused(folder: Path, audit: Audit, kind: bytes) -> None:
     info = tarfile.TarInfo("a.txt")
     info.size, info.type = 300 << 20, kind
-    survives(gzip.compress(info.tobuf() + bytes(2 << 20)), folder, watch)
+    survives(gzip.compress(info.tobuf() + bytes(2 << 20)), folder, audit)
 
 
-def test_an_xz_stream_asks_for_a_dictionary_in_vain(folder: Path) -> None:
-    """One of 1.5 GiB, which whoever writes the header may choose freely; `xz -9`'s of 64 MiB is unpacked."""
+def test_an_xz_stream_with_a_large_dictionary_is_refused(folder: Path) -> None:
+    """A dictionary of 1.5 GiB is refused; one of 64 MiB, from `xz -9`, is not."""
     path = folder / "dictionary.tar.xz"
     whole = lzma.compress(shard(folder), preset=9)
-    at = 12  # past the stream's header: the block's, its size in words first, its checksum last
+    at = 12  # the block's header behind the stream's: begins with its size in words, ends with its checksum
     size = 4 * (whole[at] + 1)
     header = bytearray(whole[at : at + size - 4])
     assert header[2:4] == b"\x21\x01", "the filter LZMA2, with one byte of properties: the dictionary's size"
@@ -292,7 +294,7 @@ def test_an_xz_stream_asks_for_a_dictionary_in_vain(folder: Path) -> None:
 
 
 def test_a_long_extended_header_of_many_records_is_read_in_linear_time() -> None:
-    """A quarter of a million records in a megabyte: whoever copied the rest for each would take 64 times as long as for an eighth."""
+    """A quarter of a million records in a megabyte. Copying the rest for each takes 64 times as long as for an eighth."""
 
     def seconds(size: int) -> float:
         info = tarfile.TarInfo("x")
@@ -307,7 +309,7 @@ def test_a_long_extended_header_of_many_records_is_read_in_linear_time() -> None
 
 
 def test_a_table_that_unpacks_to_much_is_read_in_bounded_memory(folder: Path) -> None:
-    """Twelve pictures of 24 MiB in a few kilobytes of Parquet, and one of 72 MiB: row by row, and what is too large is not kept."""
+    """Twelve pictures of 24 MiB and one of 72 MiB in a few kilobytes of Parquet are read one by one."""
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 

@@ -1,4 +1,4 @@
-"""The index: what it says of shards, that it is made once, replaced as a whole, never believed of another file, and what reading gains."""
+"""The index: its content, its updates, its use by the reader; an entry never applies to a changed file."""
 
 import gzip
 import hashlib
@@ -28,13 +28,6 @@ from tests.data.files import sample, write_shards, write_tar
 from tests.data.streams import contents, open_stream
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    cache = tmp_path_factory.mktemp("cache")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
-    return cache
-
-
 def make(paths: list[Path], **options: Any) -> scan.Update:
     return scan.update_indexes([str(path) for path in paths], **options)
 
@@ -49,7 +42,7 @@ def read(path: Path, **options: Any) -> tuple[list[RawSample], ReadProblem]:
 
 
 class CountingStore(Store):
-    """Counts the bytes and the calls of reading."""
+    """Counts reads and their bytes."""
 
     reads, read_bytes = 0, 0
 
@@ -72,10 +65,10 @@ class CountingStore(Store):
         return opened._replace(stream=Counting())
 
 
-# -- what it says ------------------------------------------------------------------------------------------------------
+# -- its content ------------------------------------------------------------------------------------------------------
 
 
-def test_it_says_what_the_shards_hold(tmp_path: Path) -> None:
+def test_it_describes_the_shards(tmp_path: Path) -> None:
     paths = write_shards(tmp_path, [3, 5], sized=False)
     update = make(paths)
     assert (update.read, update.kept, update.failed) == (2, 0, {})
@@ -122,7 +115,7 @@ def test_a_packed_shard_is_counted_but_has_no_offsets(tmp_path: Path) -> None:
     assert [s.key for s in read(packed)[0]] == [s.key for s in read(path)[0]]
 
 
-def test_a_damaged_shard_is_noted_with_what_could_be_read(tmp_path: Path) -> None:
+def test_a_damaged_shard_is_recorded_with_its_readable_samples(tmp_path: Path) -> None:
     path = write_shards(tmp_path, [10], sized=False)[0]
     path.write_bytes(path.read_bytes()[: 512 * 25 + 100])
     make([path])
@@ -143,7 +136,7 @@ def test_offsets_take_a_few_bytes_a_sample(tmp_path: Path) -> None:
 # -- making it ---------------------------------------------------------------------------------------------------------
 
 
-def test_only_what_has_changed_is_read_again(tmp_path: Path) -> None:
+def test_only_changed_shards_are_scanned_again(tmp_path: Path) -> None:
     paths = write_shards(tmp_path, [3, 5], sized=False)
     make(paths)
     before = (tmp_path / index.FILE).stat().st_mtime_ns
@@ -169,7 +162,7 @@ def test_an_unreachable_shard_does_not_stop_the_others(tmp_path: Path) -> None:
     assert update.read == 1 and list(update.failed) == [str(tmp_path / "none.tar")]
 
 
-def test_what_a_killed_run_had_done_is_taken_up(tmp_path: Path) -> None:
+def test_the_work_of_a_killed_run_is_kept(tmp_path: Path) -> None:
     paths = write_shards(tmp_path, [3, 5, 7], sized=False)
 
     def die(url: str, size: int, found: index.Entry | None) -> None:
@@ -192,17 +185,17 @@ def test_several_processes_share_the_work(tmp_path: Path, monkeypatch: pytest.Mo
     assert [entry(path).samples for path in paths] == [3, 5, 7]
 
 
-def test_where_the_folder_cannot_be_written_it_lies_in_the_cache(tmp_path: Path, own_cache: Path) -> None:
+def test_the_index_of_a_read_only_folder_is_in_the_cache(tmp_path: Path, user_cache: Path) -> None:
     paths = write_shards(tmp_path / "data", [3], sized=False)
     given = tmp_path / "given"
     scan.update_indexes([str(paths[0])], cache=str(given))
     assert not (tmp_path / "data" / index.FILE).exists()
     assert recorded_counts([str(paths[0])]) == [None] and recorded_counts([str(paths[0])], str(given)) == [3]
     remote = index.writable_path("s3://bucket/set", None)
-    assert own_cache in remote.parents
+    assert user_cache in remote.parents
 
 
-def test_a_damaged_index_is_said_to_be_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_index_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     paths = write_shards(tmp_path, [3], sized=False)
     (tmp_path / index.FILE).write_bytes(b"SQLite format 3\0" + b"x" * 5000)
     assert recorded_counts([str(paths[0])]) == [None] and "cannot be read" in caplog.text
@@ -226,7 +219,7 @@ def test_a_stale_entry_is_named_and_not_used(tmp_path: Path, caplog: pytest.LogC
 def test_a_stale_index_beside_the_shards_does_not_hide_a_newer_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As on a folder that can only be read: its index is of before, the counts of now are remembered in the cache."""
+    """On a read-only folder with an outdated index, the cache holds the new counts."""
     paths = write_shards(tmp_path, [3, 5], sized=False)
     make(paths)
     write_tar(paths[0], [*sample("a"), *sample("b")])
@@ -241,10 +234,10 @@ def test_a_stale_index_beside_the_shards_does_not_hide_a_newer_one(
     assert open_stream(tmp_path, batch=4).samples_per_epoch == 7
 
 
-# -- what reading gains ------------------------------------------------------------------------------------------------
+# -- reading with it ------------------------------------------------------------------------------------------------
 
 
-def test_a_read_begins_where_it_is_wanted(tmp_path: Path) -> None:
+def test_a_read_begins_at_the_first_wanted_sample(tmp_path: Path) -> None:
     path = write_shards(tmp_path, [50], sized=False)[0]
     make([path])
     store = CountingStore()
@@ -258,7 +251,7 @@ def items_of(segment: Segment, url: str, **options: Any) -> list[Any]:
     return [item for items in segment_windows(segment, url, **options) if isinstance(items, list) for item in items]
 
 
-def test_a_resumed_lane_reads_nothing_again(tmp_path: Path) -> None:
+def test_a_resumed_shard_stream_reads_nothing_twice(tmp_path: Path) -> None:
     path = write_shards(tmp_path, [60], sized=False)[0]
     make([path])
     sizes = np.diff(entry_offsets(path))
@@ -284,7 +277,7 @@ def test_damage_costs_only_its_sample(tmp_path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[offsets[4] + 10] ^= 1
     path.write_bytes(data)
-    os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns))  # rot leaves the time of change alone
+    os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns))  # bit rot does not change the time
     raws, problem = read(path)
     assert problem.reason is None and [raw.index for raw in raws if raw.damage] == [4]
     assert raws[4].damage == "damaged_sample" and "checksum" in raws[4].detail
@@ -313,12 +306,12 @@ def test_the_file_is_plain_sqlite(tmp_path: Path) -> None:
         assert base.execute("SELECT name, samples FROM shards").fetchall() == [("00000.tar", 3)]
 
 
-# -- windows that are full by their bytes ------------------------------------------------------------------------------
+# -- windows closed by their bytes ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("counted", [True, False])
 @pytest.mark.parametrize("kind", ["plain", "indexed", "packed"])
-def test_a_window_full_by_bytes_is_the_same_from_any_place(
+def test_windows_closed_by_bytes_are_the_same_from_any_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, counted: bool
 ) -> None:
     members = [(f"{i:02d}.png", bytes(1000 * (1 + i * 7 % 13))) for i in range(40)]
@@ -343,8 +336,8 @@ def test_a_window_full_by_bytes_is_the_same_from_any_place(
             assert [keys(start, stop) for stop in (start + 1, 40)] == [plain[start : start + 1], plain[start:]]
 
 
-def test_a_lane_holds_about_one_window_of_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Samples of all sizes: what is in memory at once is bounded by bytes, not only by how many they are."""
+def test_a_shard_stream_holds_about_one_window_of_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes bound what is in memory at once, not only the number of samples."""
     size = 200_000
     noise = np.random.default_rng(0)
     members = [(f"{i:03d}.png", noise.bytes(size if i % 3 else 500)) for i in range(90)]
@@ -363,7 +356,7 @@ def test_a_lane_holds_about_one_window_of_bytes(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("indexed", [False, True])
-def test_what_is_too_large_is_broken_and_not_read(tmp_path: Path, indexed: bool) -> None:
+def test_members_over_the_limit_are_not_read(tmp_path: Path, indexed: bool) -> None:
     large = ("b.png", bytes(9 << 20))
     path = write_tar(
         tmp_path / "x.tar", [*sample("a"), large, ("b.txt", b"x"), ("c.txt", bytes(2 << 20)), *sample("d")]

@@ -1,4 +1,4 @@
-"""Which shards a setting names, and how many samples they hold."""
+"""The shards that a setting names, their sample counts and their order."""
 
 import json
 from contextlib import closing
@@ -20,12 +20,6 @@ from clipscale.data.shards.store import Store
 from clipscale.errors import UserError
 from tests.data.files import sample, write_shards, write_tar
 from tests.data.streams import contents, open_stream
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-
 
 # -- which shards ------------------------------------------------------------------------------------------------------
 
@@ -68,6 +62,14 @@ def test_patterns_that_cannot_be_expanded_are_refused(source: str) -> None:
         expand(source)
 
 
+def test_specifications_are_webdatasets(monkeypatch: pytest.MonkeyPatch) -> None:
+    from webdataset.shardlists import expand_urls
+
+    monkeypatch.setenv("WDS_HOME", "https://host")
+    for source in ("${HOME}/{00..03}.tar::s3://a/{x,y}/0.tar", "https://host/{a,b}{0..1}.tar::${HOME}/0.tar"):
+        assert expand(source) == expand_urls(source)
+
+
 def test_addresses_are_expanded_but_not_looked_up() -> None:
     assert expand("https://host/{0..2}.tar") == [f"https://host/{i}.tar" for i in range(3)]
     assert expand("s3://a/0.tar::s3://b/1.tar") == ["s3://a/0.tar", "s3://b/1.tar"]
@@ -102,7 +104,7 @@ def test_pipes_run_only_when_allowed(source: str, tmp_path: Path) -> None:
 
 
 def test_an_allowed_command_is_read_to_its_end_and_ended_early(tmp_path: Path) -> None:
-    """As the file is that it prints. What goes wrong with it is said, and one that nobody reads on is ended."""
+    """The output is read like the file it prints; a failure is counted; closing the stream ends the command."""
     (path,) = write_shards(tmp_path / "set", [60])
     options = {"batch": 20, "shard_streams": 1, "order": "resampled", "shuffle": 8}
     with pytest.raises(UserError, match="allow_pipe"):
@@ -132,7 +134,7 @@ def test_counts_are_found_beside_the_shards(tmp_path: Path) -> None:
     assert recorded_counts(["https://host/00000.tar"]) == [None]
 
 
-def test_a_damaged_note_counts_as_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_record_counts_as_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     paths = [str(path) for path in write_shards(tmp_path, [3], sized=False)]
     (tmp_path / "sizes.json").write_text("{")
     assert recorded_counts(paths) == [None]
@@ -150,18 +152,18 @@ def test_scanned_counts_are_remembered_until_the_shard_changes(tmp_path: Path, m
 
 
 @pytest.mark.parametrize("cut", [100, 600, 3072], ids=["within a header", "within a picture", "between samples"])
-def test_damage_that_counting_finds_is_told_at_every_start(
+def test_damage_found_by_counting_is_reported_at_every_start(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, cut: int
 ) -> None:
     paths = write_shards(tmp_path, [5, 8, 5], sized=False)
     paths[1].write_bytes(paths[1].read_bytes()[: 3072 + cut])
     paths[2].write_bytes(b"noise" * 999)
     urls = [str(path) for path in paths]
-    for start in range(2):  # the second finds it noted
+    for start in range(2):  # the second finds it in the index
         caplog.clear()
         build_order(DataConfig(train=urls), urls, None, 1, 1, 0, None)
-        (told,) = [r.getMessage() for r in caplog.records if "damaged" in r.getMessage()]
-        assert told.startswith(f"2 of 3 shards are damaged (first: {urls[1]}, truncated_shard)"), (start, told)
+        (message,) = [r.getMessage() for r in caplog.records if "damaged" in r.getMessage()]
+        assert message.startswith(f"2 of 3 shards are damaged (first: {urls[1]}, truncated_shard)"), (start, message)
 
 
 def test_counting_works_without_a_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

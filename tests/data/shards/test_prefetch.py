@@ -1,4 +1,4 @@
-"""What is asked for ahead of its reader: the next block, the next shard; within a bound, in time, and nothing left of it."""
+"""The next block and the next shard are prefetched in time and within a bound, and nothing is left of dropped ones."""
 
 import gc
 import random
@@ -11,37 +11,25 @@ from typing import Any
 
 import pytest
 
-from clipscale.data.shards import remote, remote_object, scan
+from clipscale.data.shards import remote, scan
 from clipscale.data.shards.access import EVENT, Access, ReadContext, SourceError
 from clipscale.data.shards.store import Store
 from tests.data.files import write_shards
-from tests.data.shards.web import Web, serving
+from tests.data.shards.web import Web
 from tests.data.streams import contents, open_stream
 
 pytestmark = pytest.mark.timeout(60)
 
 
-@pytest.fixture
-def web(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Web]:
-    """With small blocks and short waits."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setattr(remote, "FIRST_BLOCK", 4096)
-    monkeypatch.setattr(remote, "LARGEST_BLOCK", 16384)
-    monkeypatch.setattr(remote_object, "LONGEST_WAIT_S", 0.002)
-    with serving(Web(tmp_path)) as served:
-        yield served
-
-
 def soon(true: Callable[[], object]) -> bool:
-    """Whether it comes true although nobody reads on."""
+    """Whether it becomes true without further reading."""
     until = time.monotonic() + 20
     while not true() and time.monotonic() < until:
         time.sleep(0.002)
     return bool(true())
 
 
-def test_the_next_block_is_asked_for_while_one_is_used(tmp_path: Path, web: Web) -> None:
+def test_the_next_block_is_prefetched_while_one_is_used(tmp_path: Path, web: Web) -> None:
     data = random.Random(0).randbytes(200_000)
     (tmp_path / "data").write_bytes(data)
     file = Store().open(f"{web.url}/data").stream
@@ -58,7 +46,7 @@ def test_the_next_block_is_asked_for_while_one_is_used(tmp_path: Path, web: Web)
 
 
 def test_fetching_overlaps_with_use(tmp_path: Path, web: Web, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twenty blocks, 20 ms for each to come and 20 ms to use it."""
+    """Twenty blocks, each with 20 ms to fetch and 20 ms to use it."""
     monkeypatch.setattr(remote, "LARGEST_BLOCK", 4096)
     (tmp_path / "data").write_bytes(bytes(20 * 4096))
     web.faults = lambda number, _: time.sleep(0.02)  # type: ignore[func-returns-value]
@@ -73,7 +61,7 @@ def test_fetching_overlaps_with_use(tmp_path: Path, web: Web, monkeypatch: pytes
     assert took[0] > 0.8 and took[1 << 20] < 0.75 * took[0], took
 
 
-def test_what_is_asked_for_ahead_is_bounded(tmp_path: Path, web: Web, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefetched_bytes_are_bounded(tmp_path: Path, web: Web, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "PREFETCH_BYTES", 3 * 16384)
     data = random.Random(0).randbytes(100_000)
     (tmp_path / "data").write_bytes(data)
@@ -88,7 +76,7 @@ def test_what_is_asked_for_ahead_is_bounded(tmp_path: Path, web: Web, monkeypatc
     assert remote._budget.reserved == 0
 
 
-def test_a_reader_that_gives_up_waiting_leaves_the_room(
+def test_a_reader_that_stops_waiting_releases_the_budget(
     tmp_path: Path, web: Web, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "data").write_bytes(bytes(50_000))
@@ -111,7 +99,7 @@ def test_a_reader_that_gives_up_waiting_leaves_the_room(
 
 
 class Letters:
-    """An object of letters whose every request notes that it was closed."""
+    """An object of letters that counts the requests closed."""
 
     concurrent = True
     closed = 0
@@ -128,7 +116,7 @@ class Letters:
 
 
 def test_a_file_that_the_collector_closes_waits_for_no_lock(web: Web) -> None:
-    """Which this very thread may hold. A request that is given up is not left to the collector: its connection goes back to a queue."""
+    """This thread may hold the lock. A request that is given up is closed at once, not by the collector."""
     origin = Letters()
     file = remote.RemoteFile(origin, Store())
     file.read(4096)
@@ -147,7 +135,7 @@ def test_a_file_that_the_collector_closes_waits_for_no_lock(web: Web) -> None:
     assert origin.closed == 3, kept
 
 
-def test_a_file_far_on_in_its_block_comes_before_one_that_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_near_the_end_of_its_block_gets_more_of_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "PREFETCH_BYTES", 100)
     budget = remote.PrefetchBudget()
     assert (
@@ -160,7 +148,7 @@ def test_a_file_far_on_in_its_block_comes_before_one_that_is_not(monkeypatch: py
     assert budget.reserve(40, 1.0)
 
 
-def test_the_next_shard_is_opened_before_its_turn(tmp_path: Path, web: Web) -> None:
+def test_the_next_shard_is_opened_before_it_is_needed(tmp_path: Path, web: Web) -> None:
     paths = write_shards(tmp_path, [60, 20])
     urls = [f"{web.url}/{path.name}" for path in paths]
     web.faults = lambda number, path: "503" if path == "/00001.tar" and number % 2 else None
@@ -181,7 +169,7 @@ def test_the_next_shard_is_opened_before_its_turn(tmp_path: Path, web: Web) -> N
     second.close()
 
 
-def test_a_shard_that_changes_after_it_was_opened_ahead_is_given_up_in_its_turn(tmp_path: Path, web: Web) -> None:
+def test_a_shard_that_changes_after_its_prefetch_is_given_up(tmp_path: Path, web: Web) -> None:
     paths = write_shards(tmp_path, [60, 60])
     urls = [f"{web.url}/{path.name}" for path in paths]
     store = Store()
@@ -194,14 +182,14 @@ def test_a_shard_that_changes_after_it_was_opened_ahead_is_given_up_in_its_turn(
     before = paths[1].read_bytes()
     paths[1].write_bytes(bytes(len(before)))
     with closing(store.open(urls[1]).stream) as file:
-        assert file.read(4096) == before[:4096], "what had come"
+        assert file.read(4096) == before[:4096], "the prefetched block"
         with pytest.raises(SourceError) as error:
             file.read()
     assert error.value.reason == "changed_shard"
 
 
-def test_another_shard_than_the_expected_one_is_that_other(tmp_path: Path, web: Web) -> None:
-    """Pictures that a table names are opened between shards."""
+def test_another_shard_than_the_expected_one_can_be_opened(tmp_path: Path, web: Web) -> None:
+    """As the pictures that a table names are, between shards."""
     paths = write_shards(tmp_path, [60, 20, 30])
     urls = [f"{web.url}/{path.name}" for path in paths]
     store = Store()
@@ -211,7 +199,7 @@ def test_another_shard_than_the_expected_one_is_that_other(tmp_path: Path, web: 
             assert file.read() == paths[number].read_bytes(), number
 
 
-def test_a_shard_that_is_missing_ahead_of_its_turn_is_missed_in_its_turn(tmp_path: Path, web: Web) -> None:
+def test_a_missing_shard_is_reported_when_it_is_opened(tmp_path: Path, web: Web) -> None:
     (path,) = write_shards(tmp_path, [3])
     store = Store()
     store.expect(f"{web.url}/none.tar")
@@ -239,7 +227,7 @@ def test_the_next_copy_is_made_while_a_shard_is_read(tmp_path: Path, web: Web) -
     assert soon(lambda: "prefetch-" not in str(threading.enumerate())) and not list(copies.glob(".*.part"))
 
 
-def test_a_shard_that_is_not_waited_for_is_closed(tmp_path: Path, web: Web) -> None:
+def test_a_shard_whose_reader_stops_waiting_is_closed(tmp_path: Path, web: Web) -> None:
     paths = write_shards(tmp_path, [60, 20])
     urls = [f"{web.url}/{path.name}" for path in paths]
     answering = threading.Event()
@@ -265,7 +253,7 @@ def test_a_shard_that_is_not_waited_for_is_closed(tmp_path: Path, web: Web) -> N
     assert remote._budget.reserved == 0, kept
 
 
-def test_faults_of_a_shard_that_was_opened_in_vain_are_counted(tmp_path: Path, web: Web) -> None:
+def test_faults_of_a_dropped_shard_are_counted(tmp_path: Path, web: Web) -> None:
     paths = write_shards(tmp_path, [60, 20])
     urls = [f"{web.url}/{path.name}" for path in paths]
     web.faults = lambda number, path: "503" if web.requests[number] == ("/00001.tar", "bytes=0-4095") else None
@@ -278,7 +266,7 @@ def test_faults_of_a_shard_that_was_opened_in_vain_are_counted(tmp_path: Path, w
     assert store.counts == {EVENT + "http_503": 1} and remote._budget.reserved == 0
 
 
-def test_a_shard_that_nobody_will_read_is_asked_for_no_more(tmp_path: Path, web: Web) -> None:
+def test_a_dropped_shard_is_not_requested_further(tmp_path: Path, web: Web) -> None:
     paths = write_shards(tmp_path, [60, 20])
     urls = [f"{web.url}/{path.name}" for path in paths]
     web.faults = lambda number, path: "503" if path == "/00001.tar" else None
@@ -286,12 +274,12 @@ def test_a_shard_that_nobody_will_read_is_asked_for_no_more(tmp_path: Path, web:
     store.expect(urls[1])
     with closing(store.open(urls[0]).stream) as file:
         file.read()
-    assert soon(lambda: web.done["503"] > 3), "asked for again and again"
+    assert soon(lambda: web.done["503"] > 3), "requested again and again"
     store.expect(None)
     assert soon(lambda: "prefetch-" not in str(threading.enumerate())) and len(web.requests) < 1000
 
 
-def test_a_copy_that_is_called_off_leaves_the_room(tmp_path: Path, web: Web, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cancelled_copy_releases_the_budget(tmp_path: Path, web: Web, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("clipscale.data.shards.cache.LARGEST_BLOCK", 4096)
     (path,) = write_shards(tmp_path, [200])
 
@@ -305,7 +293,7 @@ def test_a_copy_that_is_called_off_leaves_the_room(tmp_path: Path, web: Web, mon
     assert remote._budget.reserved == 0, kept
 
 
-def test_nothing_is_left_of_a_stream_that_is_closed(tmp_path: Path, web: Web) -> None:
+def test_nothing_is_left_of_a_closed_stream(tmp_path: Path, web: Web) -> None:
     write_shards(tmp_path, [80, 90, 70])
     caches: list[dict[str, Any]] = [{}, {"cache": str(tmp_path / "copies")}]
     for options in caches:
@@ -316,8 +304,8 @@ def test_nothing_is_left_of_a_stream_that_is_closed(tmp_path: Path, web: Web) ->
         assert remote._budget.reserved == 0
 
 
-def test_loader_processes_read_ahead(tmp_path: Path, web: Web) -> None:
-    """They end at once, too, although a server that does not answer holds their threads."""
+def test_loader_processes_prefetch(tmp_path: Path, web: Web) -> None:
+    """They also end at once although their threads wait for a silent server."""
     write_shards(tmp_path, [80, 90, 70])
     scan.update_indexes(
         [f"{web.url}/0000{n}.tar" for n in range(3)],

@@ -1,4 +1,4 @@
-"""What a shard gives: samples as webdataset groups them, members as tarfile reads them, and a reason where it is damaged."""
+"""A shard's samples are those of webdataset, its members those of tarfile; damage has a reason."""
 
 import bz2
 import gzip
@@ -147,7 +147,7 @@ def test_damage_within_a_packed_shard_is_found(tmp_path: Path, pack: object) -> 
 # -- what is read of it ------------------------------------------------------------------------------------------------
 
 
-def test_only_what_is_wanted_is_read(tmp_path: Path) -> None:
+def test_only_wanted_members_are_read(tmp_path: Path) -> None:
     path = write_shards(tmp_path, [6])[0]
     samples = list(read_shard(str(path), ReadProblem(), want=lambda i: i % 2 == 1, kinds={"txt": 99}))
     assert [s.index for s in samples] == list(range(6))

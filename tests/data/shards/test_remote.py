@@ -1,4 +1,4 @@
-"""Remote shards: nothing lost and nothing twice whatever the network does, every fault counted, versions never mixed."""
+"""Remote shards: on any network nothing is lost or repeated, faults are counted, versions never mixed."""
 
 import random
 import shutil
@@ -25,22 +25,12 @@ from tests.data.files import write_shards
 from tests.data.shards.web import FAULTS, Web, finish, serving, settle
 from tests.data.streams import all_ids, contents, flat, ids, open_stream
 
-pytestmark = pytest.mark.timeout(60)
-
-
-@pytest.fixture(autouse=True)
-def quick(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small blocks, so that small shards take many requests; short waits; a cache folder of our own."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setattr(remote, "FIRST_BLOCK", 4096)
-    monkeypatch.setattr(remote, "LARGEST_BLOCK", 16384)
-    monkeypatch.setattr(remote_object, "LONGEST_WAIT_S", 0.002)
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("small_blocks")]
 
 
 @pytest.fixture
 def called_off(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many requests were ended before their answer was complete: what goes wrong with those is nobody's concern."""
+    """The number of prefetches dropped before their answer was complete: their faults need not be counted."""
     drop, count = remote.BlockPrefetch.drop, [0]
 
     def counted(ahead: remote.BlockPrefetch) -> None:
@@ -49,12 +39,6 @@ def called_off(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(remote.BlockPrefetch, "drop", counted)
     return count
-
-
-@pytest.fixture
-def web(tmp_path: Path) -> Iterator[Web]:
-    with serving(Web(tmp_path)) as served:
-        yield served
 
 
 def read(url: str, **access: Any) -> tuple[list[RawSample], ReadProblem, Counter[str]]:
@@ -78,12 +62,12 @@ def test_a_shard_is_what_it_is_locally(tmp_path: Path, web: Web) -> None:
     assert members(samples) == members(read(str(path))[0])
     assert problem.reason is None and not counts
     asked = [range_ for _, range_ in web.requests]
-    assert len(asked) == len(set(asked)) > 3, "a range was asked for twice"
+    assert len(asked) == len(set(asked)) > 3, "a range was requested twice"
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("ahead", [True, False])
-def test_what_passes_is_borne_and_counted(
+def test_transient_faults_are_retried_and_counted(
     tmp_path: Path, web: Web, fault: str, ahead: bool, called_off: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not ahead:
@@ -100,7 +84,7 @@ def test_what_passes_is_borne_and_counted(
     assert web.done[fault] > 2
 
 
-def test_reading_goes_on_from_the_byte_reached(tmp_path: Path, web: Web, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_continues_from_the_byte_reached(tmp_path: Path, web: Web, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "FIRST_BLOCK", 1 << 20)
     monkeypatch.setattr(remote, "LARGEST_BLOCK", 1 << 20)
     path = write_shards(tmp_path, [100])[0]
@@ -118,7 +102,7 @@ def test_a_server_without_ranges_is_read_too(tmp_path: Path, web: Web) -> None:
     assert members(read(f"{web.url}/00000.tar")[0]) == members(read(str(path))[0])
 
 
-def test_a_silent_server_is_asked_again(tmp_path: Path, web: Web) -> None:
+def test_a_silent_server_is_retried(tmp_path: Path, web: Web) -> None:
     write_shards(tmp_path, [3])
     answer = web.answer
 
@@ -133,7 +117,7 @@ def test_a_silent_server_is_asked_again(tmp_path: Path, web: Web) -> None:
     assert counts == {EVENT + "no_connection": 1}
 
 
-def test_an_answer_that_trickles_is_ended_and_asked_for_again(
+def test_an_answer_that_trickles_is_cut_off_and_retried(
     tmp_path: Path, web: Web, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_shards(tmp_path, [10])[0]
@@ -179,7 +163,7 @@ def test_a_server_may_stay_away_for_as_long_as_data_retries_says(
     assert len(samples) == 3 and problem.reason is None and counts == {EVENT + "http_503": 1100}
 
 
-def test_a_shard_that_is_not_there_is_not_asked_for_again(tmp_path: Path, web: Web) -> None:
+def test_a_missing_shard_is_not_retried(tmp_path: Path, web: Web) -> None:
     assert read(f"{web.url}/none.tar")[1].reason == "missing_shard"
     assert len(web.requests) == 1
     (tmp_path / "empty.tar").write_bytes(b"")
@@ -210,7 +194,7 @@ def test_an_index_of_another_version_is_not_used(tmp_path: Path, web: Web, caplo
 
 
 class Shaky:
-    """What a file system of fsspec may do: fail, give too little, and change."""
+    """A file system of fsspec that fails, returns too little, or changes."""
 
     def __init__(self, data: bytes) -> None:
         self.data, self.calls, self.etag = data, 0, "a"
@@ -232,7 +216,7 @@ class Shaky:
 
 
 @pytest.mark.parametrize("fault", ["fail", "short"])
-def test_fsspec_faults_are_borne(tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fsspec_faults_are_retried(tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_shards(tmp_path, [30])[0]
     shaky = Shaky(path.read_bytes())
     shaky.misbehave = lambda call: fault if call % 3 == 0 else None
@@ -289,7 +273,7 @@ def test_a_file_system_that_falls_silent_gets_another_connection(
 
 @pytest.mark.parametrize("trickles", [False, True])
 def test_a_silent_s3_server_is_given_up_in_time(trickles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that accepts connections and says nothing, or a letter now and then."""
+    """It accepts connections and sends nothing, or a letter now and then."""
     s3fs = pytest.importorskip("s3fs")
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "x")
@@ -312,7 +296,7 @@ def test_a_silent_s3_server_is_given_up_in_time(trickles: bool, monkeypatch: pyt
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
         begun = time.monotonic()
         samples, problem, counts = read("s3://bucket/00000.tar", wait_s=0.5, retries=1)
-        if not trickles:  # however long an answer of so many bytes may take
+        if not trickles:  # although an answer of so many bytes may take long
             with pytest.raises(remote_object.TransientError, match=r"[tT]imeout"):
                 next(remote_object.remote_object("s3://bucket/00000.tar", 0.5).read(0, 8 << 20, "", 1 << 30))
         took = time.monotonic() - begun
@@ -376,7 +360,7 @@ def test_a_shard_given_up_costs_its_samples_and_says_why(tmp_path: Path, web: We
 
 
 def test_a_storage_that_stays_away_ends_the_run_soon(tmp_path: Path, web: Web) -> None:
-    """And not after hours of asking every shard of the set for every lane."""
+    """It does not retry every shard of the set for hours."""
     paths = write_shards(tmp_path, [30] * 5)
     indexed([f"{web.url}/{path.name}" for path in paths])
     with open_stream(f"{web.url}/{{00000..00004}}.tar", batch=10, shard_streams=1, shuffle=2, retries=1) as stream:

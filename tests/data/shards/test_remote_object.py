@@ -1,4 +1,4 @@
-"""gs:// and hf:// against small stand-ins for their services: found by pattern, read, borne through faults, given up when they change."""
+"""gs:// and hf:// against small stand-ins for their services: listing, reading, faults and changes."""
 
 import json
 import random
@@ -19,23 +19,14 @@ from tests.data.files import write_shards
 from tests.data.shards.web import Web, finish, serving
 from tests.data.streams import contents, open_stream
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("small_blocks")]
 
 Answer = tuple[int, dict[str, str], bytes]
 SECRET = "a-token"
 
 
-@pytest.fixture(autouse=True)
-def quick(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")
-    monkeypatch.setattr(remote, "LARGEST_BLOCK", 16384)
-    monkeypatch.setattr(remote, "FIRST_BLOCK", 4096)
-    monkeypatch.setattr(remote_object, "LONGEST_WAIT_S", 0.002)
-
-
 class Service(Web):
-    """A folder, one file deep, behind a service's requests for listings, notes and contents, permitted to holders of SECRET."""
+    """A service that lists, describes and serves the files of a folder for requests with the token SECRET."""
 
     def permitted(self, sent: Mapping[str, str] | None) -> bool:
         return (sent or {}).get("Authorization") == f"Bearer {SECRET}"
@@ -64,19 +55,23 @@ class Google(Service):
         if parts.path == "/storage/v1/b/bucket/o":
             prefix = query.get("prefix", [""])[0]
             return as_json(
-                {"items": [note for note in map(self.note, self.files()) if note["name"].startswith(prefix)]}
+                {"items": [item for item in map(self.describe, self.files()) if item["name"].startswith(prefix)]}
             )
         name = unquote(parts.path.rsplit("/", 1)[-1])
         file = next((file for file in self.files() if f"set/{file.name}" == name), None)
         if file is None:
             return NOTHING
         if not parts.path.startswith("/download/"):
-            return as_json(self.note(file))
+            return as_json(self.describe(file))
         status, headers, body = super().answer(file.name, asked)
         del headers["ETag"]
-        return status, headers | {"ETag": "of the metadata", "X-Goog-Generation": self.note(file)["generation"]}, body
+        return (
+            status,
+            headers | {"ETag": "of the metadata", "X-Goog-Generation": self.describe(file)["generation"]},
+            body,
+        )
 
-    def note(self, file: Path) -> dict[str, Any]:
+    def describe(self, file: Path) -> dict[str, Any]:
         about = file.stat()
         generation, size = str(about.st_mtime_ns), str(about.st_size)
         return {
@@ -89,14 +84,14 @@ class Google(Service):
 
 
 class Hub(Service):
-    """The calls that describe a data set of the hub, list its files, and lead to a store where they are."""
+    """The calls that describe a data set of the hub, list its files, and redirect to the store."""
 
     store = ""
 
     def answer(self, path: str, asked: str, method: str = "GET", sent: Mapping[str, str] | None = None) -> Answer:
         parts = urlsplit(path)
         if parts.path.startswith("/store/"):
-            assert "Authorization" not in (sent or {}), "the token is handed on"
+            assert "Authorization" not in (sent or {}), "the token is sent to the store"
             return super().answer(parts.path.removeprefix("/store"), asked)
         if not self.permitted(sent):
             return 401, {"Content-Length": "0"}, b""
@@ -126,7 +121,7 @@ def google(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]
     monkeypatch.setitem(fsspec.config.conf, "gs", {"token": Credentials(SECRET), "access": "read_only"})
     fsspec.register_implementation(
         "gs", core.GCSFileSystem, clobber=True
-    )  # the other asks for the kind of bucket by gRPC
+    )  # the extended one asks for the bucket's type by gRPC
     (tmp_path / "set").mkdir()
     with serving(Google(tmp_path / "set")) as web:
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", web.url)
@@ -190,7 +185,7 @@ def test_every_fault_is_counted(
 
 @pytest.mark.parametrize("service", ["google", "hub"])
 def test_a_change_is_found(tmp_path: Path, service: str, request: pytest.FixtureRequest) -> None:
-    """Also one to as many bytes."""
+    """Also if the size stays the same."""
     request.getfixturevalue(service)
     place = PLACES[service]
     (path,) = write_shards(tmp_path / "set", [30])
@@ -216,10 +211,10 @@ def test_a_change_is_found(tmp_path: Path, service: str, request: pytest.Fixture
 def test_where_the_hub_has_a_file(url: str, expected: str) -> None:
     from huggingface_hub import constants
 
-    origin = remote_object.remote_object(url, 1.0)
-    assert isinstance(origin, remote_object.HttpObject) and origin._url == constants.ENDPOINT + expected
+    found = remote_object.remote_object(url, 1.0)
+    assert isinstance(found, remote_object.HttpObject) and found._url == constants.ENDPOINT + expected
 
 
-def test_an_address_that_is_none_of_the_hubs_is_missing() -> None:
+def test_an_address_of_another_form_is_missing() -> None:
     with pytest.raises(SourceError, match="OWNER/NAME"):
         remote_object.remote_object("hf://gpt2/0.tar", 1.0)

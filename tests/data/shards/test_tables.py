@@ -1,4 +1,4 @@
-"""CSV, TSV and Parquet tables and folders of pictures, read as shards: the same samples, the same exact order and resumption."""
+"""CSV, TSV and Parquet tables and folders of pictures are read as shards, with exact order and resuming."""
 
 import csv
 import io
@@ -7,7 +7,6 @@ import random
 import re
 import threading
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +17,18 @@ from PIL import Image
 from clipscale.cli.main import main
 from clipscale.data.loader.host_batch import sample_id
 from clipscale.data.sample import RawSample
-from clipscale.data.shards import remote, remote_object, tables
+from clipscale.data.shards import remote, tables
 from clipscale.data.shards.access import EVENT, Access
 from clipscale.data.shards.listing import expand, recorded_counts
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.store import Store
 from clipscale.errors import UserError
 from tests.data.files import Letters, picture
-from tests.data.shards.web import Web, finish, serving, settle
+from tests.data.shards.web import Web, finish, settle
 from tests.data.streams import contents, flat, ids, open_stream
 
 ROWS = 25
 Config = tables.TableConfig
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
 
 
 def captions() -> list[str]:
@@ -84,7 +78,7 @@ def test_a_table_is_cut_into_shards_of_rows(tmp_path: Path, kind: str) -> None:
     assert [raw.key for raw in found] == [f"images/{i}.png" for i in range(ROWS)]
     assert [raw.members["png"] for raw in found] == [picture(i) for i in range(ROWS)]
     assert float(json.loads(found[5].members["json"])["score"]) == 0.2
-    assert expand(str(path), table=Config(rows=7)) == urls, "the second time, from what was remembered"
+    assert expand(str(path), table=Config(rows=7)) == urls, "the second time, from the recorded cuts"
 
 
 @pytest.mark.parametrize("kind", ["csv", "parquet"])
@@ -115,7 +109,7 @@ def test_rows_that_are_not_wanted_are_not_opened(tmp_path: Path) -> None:
 
 
 def test_a_table_runs_no_command(tmp_path: Path) -> None:
-    """Whoever wrote the rows is not the one who may allow `pipe:`, not even where that is allowed."""
+    """Not even with allow_pipe: the permission is for the setting, not for the rows of a table."""
     names = [f"pipe:touch {tmp_path}/ran", f"PIPE:touch {tmp_path}/ran", "table:/x.csv?image=a&caption=b#0-1@0"]
     path = tmp_path / "pairs.csv"
     path.write_text("filepath,title\n" + "".join(f"{name},a caption\n" for name in names))
@@ -173,19 +167,16 @@ def test_an_address_of_rows_survives_any_path() -> None:
 
 
 @pytest.fixture
-def web(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Web]:
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+def tiny_blocks(small_blocks: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "FIRST_BLOCK", 512)
     monkeypatch.setattr(remote, "LARGEST_BLOCK", 1024)
-    monkeypatch.setattr(remote_object, "LONGEST_WAIT_S", 0.002)
-    with serving(Web(tmp_path)) as served:
-        yield served
 
 
 @pytest.mark.parametrize("cached", [False, True])
 @pytest.mark.parametrize("kind", ["csv", "parquet"])
-def test_a_table_at_an_address_is_that_of_the_file(tmp_path: Path, web: Web, kind: str, cached: bool) -> None:
-    """Over a bad network; the pictures beside it are found there, too."""
+@pytest.mark.usefixtures("tiny_blocks")
+def test_a_remote_table_is_read_like_a_local_one(tmp_path: Path, web: Web, kind: str, cached: bool) -> None:
+    """Also over a bad network, with the pictures beside it."""
     path = write_table(tmp_path, kind)
     options: dict[str, Any] = {"table": Config(rows=7), "batch": 5, "shard_streams": 5}
     local = open_stream(path, **options)
@@ -199,6 +190,7 @@ def test_a_table_at_an_address_is_that_of_the_file(tmp_path: Path, web: Web, kin
     assert "prefetch-" not in str(threading.enumerate())
 
 
+@pytest.mark.usefixtures("tiny_blocks")
 def test_faults_beyond_the_rows_that_are_read_are_counted(tmp_path: Path, web: Web) -> None:
     lines = [f"{i}.png,{'word ' * 2000}" for i in range(ROWS)]
     (tmp_path / "pairs.csv").write_text("\n".join(["filepath,title", *lines]))
@@ -211,6 +203,7 @@ def test_faults_beyond_the_rows_that_are_read_are_counted(tmp_path: Path, web: W
 
 
 @pytest.mark.parametrize("kind", ["csv", "parquet"])
+@pytest.mark.usefixtures("tiny_blocks")
 def test_a_table_that_stays_away_or_changes_costs_its_rows(tmp_path: Path, web: Web, kind: str) -> None:
     path = write_table(tmp_path, kind)
     url = expand(f"{web.url}/{path.name}")[0]

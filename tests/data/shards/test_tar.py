@@ -1,4 +1,4 @@
-"""The tar format: what the standard library wrote is read, and what nobody writes is refused."""
+"""The tar format: archives of the standard library are read, invalid headers are refused."""
 
 import io
 import tarfile
@@ -42,7 +42,7 @@ def test_members_are_what_tarfile_wrote(members: list[tuple[str, bytes]], form: 
 
 
 def extended(content: bytes) -> io.BytesIO:
-    """A pax header of that content, and a file `a` of no bytes."""
+    """A pax header with this content, and an empty file `a`."""
     header, file = tarfile.TarInfo("x"), tarfile.TarInfo("a")
     header.type, header.size = tarfile.XHDTYPE, len(content)
     return io.BytesIO(header.tobuf() + content + bytes(-len(content) % BLOCK) + file.tobuf())

@@ -1,4 +1,4 @@
-"""A web server that misbehaves as told: it serves a folder itself, with ranges, or stands in front of another server."""
+"""A web server with injected faults: serves a folder, with ranges, or forwards to another server."""
 
 import http.client
 import http.server
@@ -15,15 +15,15 @@ from urllib.parse import unquote
 from clipscale.data.shards.access import EVENT, Access
 from clipscale.data.shards.store import Store
 
-if TYPE_CHECKING:  # processes that only fetch need not load it
+if TYPE_CHECKING:  # not loaded by processes that only fetch
     from clipscale.data.loader.stream import TrainStream
 
 FAULTS = ("503", "drop", "cut", "slow", "short", "wrong_range")
-"""What may happen to an answer: refused; ended after half of it, or before it; late; less than was asked for; another range."""
+"""Faults of an answer: refused, ended halfway or before it begins, slow, too short, another range."""
 
 
 class Web:
-    """`faults(number, path)` says what goes wrong with the answer to request `number`, if anything."""
+    """`faults(number, path)` returns the fault of the answer to request `number`, or None."""
 
     def __init__(self, folder: Path | None = None, upstream: int | None = None) -> None:
         self.folder, self.upstream = folder, upstream
@@ -36,7 +36,7 @@ class Web:
     def answer(
         self, path: str, asked: str, method: str = "GET", sent: Mapping[str, str] | None = None
     ) -> tuple[int, dict[str, str], bytes]:
-        """Status, headers and body, before anything goes wrong; `sent` are the request's headers."""
+        """Status, headers and body without a fault; `sent` are the request's headers."""
         if self.upstream is not None:
             connection = http.client.HTTPConnection("127.0.0.1", self.upstream, timeout=10)
             own = {k: v for k, v in (sent or {}).items() if k.lower() not in ("host", "connection", "accept-encoding")}
@@ -65,7 +65,7 @@ class Web:
 
 
 def fetch_often(url: str, cache: str, bound: int, times: int) -> None:
-    """Open a shard's local copy again and again; for processes that do so together."""
+    """Open a shard's local copy `times` times; for several processes at once."""
     contents = set()
     for _ in range(times):
         stream = Store(Access(cache, bound)).open(url).stream
@@ -75,7 +75,7 @@ def fetch_often(url: str, cache: str, bound: int, times: int) -> None:
 
 
 def settle(store: Store) -> None:
-    """Let requests end that were made ahead and are not needed any more, and count what became of them."""
+    """Wait for the end of dropped prefetches, and count their faults."""
     until = time.monotonic() + 10
     while any(thread.name.startswith("prefetch-") for thread in threading.enumerate()):
         assert time.monotonic() < until, "a thread is left"
@@ -84,7 +84,7 @@ def settle(store: Store) -> None:
 
 
 def finish(stream: "TrainStream") -> int:
-    """Close a stream without workers; the faults that it has counted, those of requests included that it had made ahead."""
+    """Close a stream without workers and return the number of faults it counted, those of dropped prefetches included."""
     stream.close()
     producer = stream._producer
     assert producer
@@ -159,7 +159,7 @@ def serving(web: Web) -> Iterator[Web]:
         daemon_threads = True
 
         def handle_error(self, request: object, client_address: object) -> None:
-            pass  # clients go away in mid-answer; that is what is tested
+            pass  # clients leave in mid-answer, which is tested
 
     with Server(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
