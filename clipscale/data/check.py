@@ -6,7 +6,6 @@ Several processes read shards and send back little: counts, histograms, hashes, 
 import base64
 import hashlib
 import heapq
-import html
 import io
 import zlib
 from bisect import insort
@@ -14,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
+from html import escape
 from typing import Any
 
 import numpy as np
@@ -328,37 +328,28 @@ def table(summary: dict[str, Any]) -> TextTable:
 
 
 STYLE = """body{font:15px/1.5 system-ui,sans-serif;margin:2em auto;max-width:1100px;padding:0 1em;color:#222;background:#fff}
-h1{font-size:1.4em}h2{font-size:1.1em;margin-top:2em}table{border-collapse:collapse}td,th{padding:.15em .9em .15em 0;text-align:left;
-vertical-align:top}td.n{text-align:right;font-variant-numeric:tabular-nums}.grid{display:grid;gap:14px;
+h1{font-size:1.4em}h2{font-size:1.1em;margin-top:2em}table{border-collapse:collapse}td{padding:.15em .9em .15em 0;text-align:left;
+vertical-align:top}table.counts td:nth-child(2){text-align:right;font-variant-numeric:tabular-nums}.grid{display:grid;gap:14px;
 grid-template-columns:repeat(auto-fill,minmax(140px,1fr))}figure{margin:0}img{max-width:100%;display:block;background:#eee}
 figcaption{font-size:12px;line-height:1.35;overflow-wrap:anywhere}figcaption p{margin:0;max-height:6.75em;
-overflow:auto}small{color:#777}code{font-size:12px;overflow-wrap:anywhere}"""
+overflow:auto}small{color:#777}"""
 
 
 def page(found: Findings, summary: dict[str, Any], title: str) -> str:
     """check.html, one self-contained page: the table, a random sample of pictures with captions, and names of broken samples."""
-
-    def text(value: object) -> str:
-        return html.escape(str(value).encode("utf-8", "replace").decode())
-
-    lines = [
-        f"<tr><td>{text(what)}</td><td class=n>{text(count)}</td><td>{text(remark)}</td></tr>"
-        for what, count, remark in table(summary).groups[0]
-    ]
     figures = [
         f'<figure><img src="data:image/jpeg;base64,{base64.b64encode(picture.jpeg).decode()}" alt="" loading="lazy">'
-        f"<figcaption><p>{text(picture.caption)}</p>"
-        f"<small>{text(picture.name)}, {picture.width} x {picture.height}</small></figcaption></figure>"
+        f"<figcaption><p>{escape(picture.caption)}</p>"
+        f"<small>{escape(picture.name)}, {picture.width} x {picture.height}</small></figcaption></figure>"
         for picture in found.pictures
     ]
     named = [
-        f"<h2>{text(reason)} ({(found.broken + found.dropped)[reason]})</h2><table>"
-        + "".join(f"<tr><td><code>{text(name)}</code></td><td>{text(detail)}</td></tr>" for name, detail in examples)
-        + "</table>"
+        f"<h2>{escape(reason)} ({(found.broken + found.dropped)[reason]})</h2>{TextTable(('', ''), [examples]).html()}"
         for reason, examples in sorted(found.examples.items())
     ]
-    return (
+    text = (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-        f"<title>{text(title)}</title><style>{STYLE}</style><h1>{text(title)}</h1><table>{''.join(lines)}</table>"
+        f"<title>{escape(title)}</title><style>{STYLE}</style><h1>{escape(title)}</h1>{table(summary).html('counts')}"
         f"<h2>A random sample</h2><div class=grid>{''.join(figures)}</div>{''.join(named)}</html>\n"
     )
+    return text.encode("utf-8", "replace").decode()  # keys may hold bytes that are not UTF-8

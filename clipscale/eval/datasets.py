@@ -9,10 +9,13 @@ import tarfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from clipscale.config.checks import at_least
+from clipscale.data.sample import key_and_extension
 from clipscale.errors import UserError
 from clipscale.eval.zero_shot import Template
 
@@ -173,39 +176,31 @@ def _shard_paths(root: Path) -> Iterator[Path]:
 
 
 def _samples(shard: Path) -> Iterator[tuple[str, ImageRef, dict[str, bytes]]]:
-    """Key, image and text members of each sample. As in webdataset, a sample's members follow one another."""
-    key, image, members = "", None, dict[str, bytes]()
+    """Key, image and text members of each sample. As in webdataset, a sample's members follow one another.
+
+    Raises UserError for a label or captions without an image: the set is incomplete.
+    """
     try:
         with tarfile.open(shard, "r:") as tar:
-            for member in tar:
-                if not member.isfile():
-                    continue
-                folder, slash, name = member.name.rpartition("/")
-                stem, _, suffix = name.partition(".")
-                if folder + slash + stem != key:
-                    yield from _sample(shard, key, image, members)
-                    key, image, members = folder + slash + stem, None, {}
-                if suffix.lower() in IMAGE_SUFFIXES:
-                    image = ImageRef(shard, member.offset_data, member.size)
-                elif suffix in ("cls", "txt"):
-                    content = tar.extractfile(member)
-                    assert content is not None
-                    members[suffix] = content.read()
+            files = ((key_and_extension(file.name), file) for file in tar if file.isfile())
+            named = ((*name, file) for name, file in files if name)
+            for key, members in groupby(named, key=itemgetter(0)):
+                image, texts = None, dict[str, bytes]()
+                for _, extension, file in members:
+                    if extension in IMAGE_SUFFIXES:
+                        image = ImageRef(shard, file.offset_data, file.size)
+                    elif extension in ("cls", "txt"):
+                        content = tar.extractfile(file)
+                        assert content is not None
+                        texts[extension] = content.read()
+                if image is not None:
+                    yield key, image, texts
+                elif texts:
+                    raise UserError(
+                        f"eval.sets: sample {key} of {shard} has no image ({', '.join(IMAGE_SUFFIXES)}); fetch it again"
+                    )
     except (tarfile.TarError, EOFError, OSError) as error:
         raise UserError(f"eval.sets: cannot read {shard} ({error}); fetch it again") from error
-    yield from _sample(shard, key, image, members)
-
-
-def _sample(
-    shard: Path, key: str, image: ImageRef | None, members: dict[str, bytes]
-) -> Iterator[tuple[str, ImageRef, dict[str, bytes]]]:
-    """The sample, if it has an image. Raises UserError for a label or captions without one: the set is incomplete."""
-    if image is not None:
-        yield key, image, members
-    elif members:
-        raise UserError(
-            f"eval.sets: sample {key} of {shard} has no image ({', '.join(IMAGE_SUFFIXES)}); fetch it again"
-        )
 
 
 def _label(key: str, shard: Path, text: bytes | None) -> int:

@@ -71,7 +71,7 @@ def page(run_dir: Path, records: Sequence[Record], evaluations: Sequence[Record]
     parts = [
         f"<!doctype html><html lang='en'><head><meta charset='utf-8'><title>{name}</title><style>{CSS}</style></head><body>",
         f"<h1>{name}</h1><p>{escape(summary(records))}</p>",
-        *map(_table, result_tables(results)),
+        *(table.html() for table in result_tables(results)),
         f"<p><img alt='curves and retrieved images' src='data:image/png;base64,{image}'></p>",
         _details("Settings", _flat(_load(run_dir / "config.yaml"))),
         _details("Machine", _flat(_load(run_dir / "env.json"))),
@@ -107,14 +107,6 @@ def _flat(value: Any, prefix: str = "") -> list[list[str]]:
     return [[prefix, str(value)]] if prefix else []
 
 
-def _table(table: TextTable, css: str = "") -> str:
-    def line(tag: str, cells: Sequence[str]) -> str:
-        return "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) + "</tr>"
-
-    body = "\n".join(line("td", row) for group in table.groups for row in group)
-    return f"<table class='{css}'>{line('th', table.heads) if any(table.heads) else ''}\n{body}</table>"
-
-
 def _details(title: str, rows: Sequence[Sequence[str]]) -> str:
     table = TextTable(("", ""), [rows])
-    return f"<details><summary>{title}</summary>{_table(table, 'plain')}</details>" if rows else ""
+    return f"<details><summary>{title}</summary>{table.html('plain')}</details>" if rows else ""

@@ -1,7 +1,8 @@
-"""Tables of text for the console and for Markdown, and evaluation results in that form. Every table of the program is made here."""
+"""Tables of text for the console, Markdown and HTML, and evaluation results in that form. Every table of the program is made here."""
 
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -63,6 +64,15 @@ class TextTable:
                 table.add_row(*map(Text, row))
             table.add_section()
         yield table
+
+    def html(self, css: str = "") -> str:
+        """An HTML table of class `css`; cells are escaped."""
+
+        def line(tag: str, cells: Sequence[str]) -> str:
+            return "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+        body = "\n".join(line("td", row) for group in self.groups for row in group)
+        return f"<table class='{css}'>{line('th', self.heads) if any(self.heads) else ''}\n{body}</table>"
 
     def markdown(self) -> str:
         rows = [[*row, *[""] * (len(self.heads) - len(row))] for group in self.groups for row in group]
