@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from clipscale.config.sections import BACKENDS, EXCHANGES, OBJECTIVES, PRECISIONS, SIMILARITIES, LossConfig
+from clipscale.config.sections import EXCHANGES, OBJECTIVES, LossConfig
+from clipscale.config.setting import settings_of
 from clipscale.loss.autograd import Backend, ContrastiveLoss, LossCall
 from clipscale.loss.exchange import Communicator, Gather, Replicated, Ring, Single, agree
 from clipscale.loss.inputs import FACTS, Inputs, Pair, checked_inputs
@@ -31,6 +32,7 @@ WEIGHTS: dict[str, Weights] = {
     "sigmoid": (None, None),
 }
 NAMES = (*FACTS, "objective", "exchange")  # what the ranks compare
+SETTINGS = settings_of(LossConfig)
 
 _log = logging.getLogger(__name__)
 
@@ -194,16 +196,16 @@ def configured_loss(
 
 
 def _check_config(config: LossConfig) -> None:
-    allowed = {"objective": OBJECTIVES, "similarity": SIMILARITIES, "exchange": EXCHANGES, "backend": BACKENDS}
-    for name, choices in (allowed | {"fp32_precision": PRECISIONS}).items():
-        if getattr(config, name) not in choices:
-            raise ValueError(f"{name}={getattr(config, name)!r} is not one of {', '.join(choices)}")
-    if not 0 <= config.label_smoothing < 1:
+    for setting in SETTINGS:
+        name, value = setting.name, getattr(config, setting.name)
+        if setting.choices is not None and value not in setting.choices:
+            raise ValueError(f"{name}={value!r} is not one of {', '.join(setting.choices)}")
+        if setting.least is not None and value is not None and not value >= setting.least:
+            raise ValueError(f"{name}={value} must be at least {setting.least}")
+    if config.label_smoothing >= 1:
         raise ValueError(f"label_smoothing={config.label_smoothing} must lie in [0, 1)")
     if config.label_smoothing and config.objective == "sigmoid":
         raise ValueError(f"label_smoothing={config.label_smoothing} is for the softmax; the sigmoid has no such target")
-    if config.tile is not None and config.tile < 1:
-        raise ValueError(f"tile={config.tile} must be at least 1")
 
 
 def _exchange(config: LossConfig, comm: Communicator | None) -> Single:

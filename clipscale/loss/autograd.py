@@ -25,7 +25,7 @@ SLAB = 2**15  # rows whose float32 gradient exists at a time, where it is rounde
 class Backend(Protocol):
     """The two functions of a block; TorchBackend says what they do."""
 
-    splits_rows: bool  # may a block's rows come in several parts
+    splits_rows: bool  # whether a block's rows may be given in several parts
     sums_scale_grad: (
         bool  # does backward sum the scale's gradient; otherwise scale dL/dscale = sum_i <u_i, dU_i> gives it
     )
@@ -150,7 +150,7 @@ class ContrastiveLoss(torch.autograd.Function):
 class RowGradient:
     """dU and, with `products`, <u_i, dU_i> for each row. Sums are float32 (float64); dU is returned in `dtype`.
 
-    In half precision, and where the rows are visited once, the rows come in slabs: dU never exists as a whole in float32.
+    In half precision, and where the rows are visited once, `parts` gives them in slabs: dU never exists as a whole in float32.
     """
 
     def __init__(self, rows: RowBlock, dtype: torch.dtype, factor: Tensor, in_slabs: bool, products: bool) -> None:
@@ -198,7 +198,7 @@ def _finished(
         return grad.to(dtype), found
     rounded = grad.view(-1).view(dtype)[: grad.numel()].view(grad.shape)
     step = max(1, SLAB // 4)
-    for start in range(0, len(grad), step):  # row i is written where row i/2 was, never over a row still to come
+    for start in range(0, len(grad), step):  # row i is written where row i/2 was, never over a later row
         rounded[start : start + step] = grad[start : start + step].to(dtype)
     return rounded, found
 
@@ -219,7 +219,7 @@ def _arithmetic(device: torch.device, call: LossCall) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _replayed(state: RandomState | None) -> Iterator[None]:
-    """Random numbers as from `state` on; afterwards they continue as if none had been drawn. Tiles must come in the same order."""
+    """Random numbers as from `state` on; afterwards they continue as if none had been drawn. The order of the tiles must be the same."""
     if state is None:
         yield
         return

@@ -99,15 +99,19 @@ class Sums:
     join: Callable[..., Tensor]  # of two parts, with `out=`
     scatter: Callable[[Communicator, Tensor], Tensor]  # joins the parts of all ranks
 
-    def collect(self, cols: RowBlock, visit: Visit, positive: int | None) -> Tensor:
-        """The sums of one visit."""
-        part = self.empty(cols)
-        visit(replace(cols, **{self.field: part}), positive)
-        return part
-
 
 LSE = Sums("lse", RowBlock.empty_lse, torch.logaddexp, Communicator.scatter_lse)
 GRAD = Sums("grad", RowBlock.empty_grad, torch.add, Communicator.scatter)
+
+
+def collected(sums: Sums | None, cols: RowBlock, visit: Visit, positive: int | None) -> Tensor | None:
+    """Visit the columns. Returns what the visit has summed for them."""
+    if sums is None:
+        visit(cols, positive)
+        return None
+    part = sums.empty(cols)
+    visit(replace(cols, **{sums.field: part}), positive)
+    return part
 
 
 class Single:
@@ -115,9 +119,8 @@ class Single:
 
     size = 1
     visits = 1  # of each row in one sweep
-    local_fraction = (
-        1.0  # part of the gradient of a replicated tensor, as computed here, that is this rank's local gradient
-    )
+    # Of the gradient that a rank computes for a replicated tensor, the part that is its local gradient.
+    local_fraction = 1.0
 
     def forward(self, cols: RowBlock, visit: Visit) -> Tensor | None:
         """Visit all columns. Returns the log-sum-exps of this rank's columns, None where they have no softmax."""
@@ -129,10 +132,7 @@ class Single:
 
     def sweep(self, cols: RowBlock, sums: Sums | None, visit: Visit) -> Tensor | None:
         """Visit all columns, given this rank's. Returns the sums of this rank's columns."""
-        if sums is not None:
-            return sums.collect(cols, visit, 0)
-        visit(cols, 0)
-        return None
+        return collected(sums, cols, visit, 0)
 
     def spread(self, rows: RowBlock, cols: RowBlock) -> tuple[RowBlock, RowBlock]:
         """The rows and columns that this rank computes with, given its own."""
@@ -199,10 +199,8 @@ class Gather(Grouped):
     def sweep(self, cols: RowBlock, sums: Sums | None, visit: Visit) -> Tensor | None:
         positive = self.rank * len(cols)
         cols = self.gathered(cols)
-        if sums is not None:
-            return sums.scatter(self.comm, sums.collect(cols, visit, positive))
-        visit(cols, positive)
-        return None
+        part = collected(sums, cols, visit, positive)
+        return None if sums is None or part is None else sums.scatter(self.comm, part)
 
 
 class Ring(Grouped):
@@ -217,11 +215,8 @@ class Ring(Grouped):
         behind: Transfer | None = None
         for number, hop in enumerate(self.hops, start=1):
             ahead = self.comm.post(cols.sent(), hop) if number < self.size else None
-            positive = 0 if number == 1 else None
-            if sums is None:
-                visit(cols, positive)
-            else:
-                part = sums.collect(cols, visit, positive)
+            part = collected(sums, cols, visit, 0 if number == 1 else None)
+            if sums is not None and part is not None:
                 if behind is not None:
                     sums.join(part, behind.wait()[0], out=part)
                 behind = self.comm.post([part], hop, tag=1)

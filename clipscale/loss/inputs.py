@@ -26,7 +26,7 @@ Pair = tuple[Tensor | None, Tensor | None]  # of the rows and of the columns
 
 @dataclass
 class Extras:
-    """What a call gives for each row and column besides its features."""
+    """What a call gives for each row and column in addition to its features."""
 
     masks: Pair
     keys: Pair

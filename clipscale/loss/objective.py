@@ -1,6 +1,6 @@
 """The objectives: what each does with one tile of scores, forward into the running sums and backward into the scores' gradient.
 
-Scores x are scale * similarity. They come as a list: one tensor (n, m) for both directions, or two (image to text, text to image) where
+Scores x are scale * similarity. They are a list: one tensor (n, m) for both directions, or two (image to text, text to image) where
 the similarity differs. Both functions may overwrite them. Values and gradients leave out the common factor 1/N, which keeps the weights
 near one in any precision.
 

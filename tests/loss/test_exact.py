@@ -109,7 +109,7 @@ def test_deep_similarity_is_exact_down_to_its_parameters(
 
 
 def test_deep_similarity_sees_the_same_random_numbers_in_both_passes() -> None:
-    """With one tile, plain autograd from the same seed is the truth; what was drawn in between must not matter, nor be disturbed."""
+    """With one tile, plain autograd from the same seed is the truth; draws between the passes must neither matter nor change."""
     torch.manual_seed(0)
     u, v = features(9, 11, 8)
     phi = Phi(8, dropout=0.5).double()
@@ -128,7 +128,7 @@ def test_deep_similarity_sees_the_same_random_numbers_in_both_passes() -> None:
     found = results(tiled, u, v, 5.0, similarity=phi)
     state = torch.get_rng_state()
     torch.manual_seed(8)
-    assert torch.equal(state, torch.get_rng_state()), "the backward pass left its mark on the random state"
+    assert torch.equal(state, torch.get_rng_state()), "the backward pass changed the random state"
     assert_exact(found, true, 5.0, 1e-10, "dropout")
 
 

@@ -1,4 +1,4 @@
-"""Several ranks: every exchange against the oracle of the whole batch, bytes on the wire, and refusals that reach all ranks."""
+"""Several ranks: every exchange against the oracle of the whole batch, bytes on the wire, and refusals on all ranks."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -100,7 +100,7 @@ def test_the_two_level_ring_is_exact(ranks: Workers, per_node: int) -> None:
 @pytest.mark.parametrize(
     ("size", "per_node"), [(1, 1), (2, 1), (4, 2), (6, 3), (8, 4), (8, 1), (12, 4), (16, 2), (16, 8), (9, 3)]
 )
-def test_ring_hops_visit_every_rank_once_and_lead_home(size: int, per_node: int) -> None:
+def test_ring_hops_visit_every_rank_once_and_return(size: int, per_node: int) -> None:
     hops = [ring_hops(rank, size, per_node) for rank in range(size)]
     holds = list(range(size))  # whose columns each rank holds
     seen: list[set[int]] = [{rank} for rank in range(size)]
@@ -146,7 +146,7 @@ def test_the_ring_sends_at_most_nine_bytes_a_feature(ranks: Workers, per_node: i
         sent = ranks.run(bytes_of_one_step, world, n, width, options)
         per_feature = [count / (world * n * width) for count in sent]
         assert max(per_feature) <= 9.0, f"bytes per B*D on {world} ranks: {per_feature}"
-        # 2 (P-1)/P forward, as much backward, and 4 for the float32 gradient that goes all the way round
+        # 2 (P-1)/P forward, as much backward, and 4 for the float32 gradient, which makes the whole round
         expected = 4 * (world - 1) / world + 4
         assert abs(per_feature[0] - expected) < 0.05 * expected, (
             f"{per_feature[0]} on {world} ranks instead of {expected}"
@@ -213,13 +213,15 @@ REFUSALS: list[tuple[list[tuple[int, int, int]], list[dict[str, Any]], str]] = [
 
 
 @pytest.mark.parametrize(("shapes", "changes", "message"), REFUSALS, ids=[message for _, _, message in REFUSALS])
-def test_what_one_rank_gets_wrong_every_rank_refuses(ranks: Workers, shapes: Any, changes: Any, message: str) -> None:
+def test_a_mistake_of_one_rank_is_refused_on_every_rank(
+    ranks: Workers, shapes: Any, changes: Any, message: str
+) -> None:
     for text in ranks.run(refusal, 3, shapes, changes):
         assert any(part in text for part in message.split("|")), f"expected '{message}' but got '{text}'"
 
 
 def outsider(group: dist.ProcessGroup, rank: int) -> str:
-    other = dist.new_group([0])  # made by all ranks, as torch wants
+    other = dist.new_group([0])  # torch requires all ranks to make it
     if rank == 0:
         return "inside"
     try:
@@ -229,7 +231,7 @@ def outsider(group: dist.ProcessGroup, rank: int) -> str:
     return "no error"
 
 
-def test_a_rank_outside_of_the_group_is_told_so(ranks: Workers) -> None:
+def test_a_rank_outside_of_the_group_is_refused(ranks: Workers) -> None:
     answers = ranks.run(outsider, 4)
     assert all("does not belong to the group" in text for text in answers[1:]), answers
 
@@ -238,7 +240,7 @@ def alone(group: dist.ProcessGroup, rank: int, u: Tensor, v: Tensor) -> list[Ten
     return results(contrastive_loss, u[rank], v[rank], 7.0, group=group, exchange="none")
 
 
-def test_without_an_exchange_each_rank_has_a_loss_of_its_own(ranks: Workers) -> None:
+def test_without_an_exchange_each_rank_has_its_own_loss(ranks: Workers) -> None:
     u, v = stacked(3, 4, 5, 6)
     for rank, found in enumerate(ranks.run(alone, 3, u, v)):
         assert_exact(found, oracle(u[rank], v[rank], 7.0), 7.0, 1e-10, f"rank {rank}")

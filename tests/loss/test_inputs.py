@@ -1,4 +1,4 @@
-"""What callers get wrong, and what they may do: refusals with a reason, mixed types, strides, autocast, torch.compile, options."""
+"""Refused calls with their reason; mixed types, strides, autocast, torch.compile, options."""
 
 import logging
 from typing import Any
@@ -203,7 +203,7 @@ def test_torch_compile_around_it_gives_what_eager_gives() -> None:
         )
 
 
-def test_auto_says_once_what_it_chose_and_why(caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_logs_its_choice_and_the_reason_once(caplog: pytest.LogCaptureFixture) -> None:
     api._log_once.cache_clear()
     with caplog.at_level(logging.INFO, "clipscale.loss.api"):
         for _ in range(3):

@@ -38,7 +38,7 @@ def step(n):
     loss(u, v, torch.tensor(14.3, requires_grad=True)).backward()
     return held("VmHWM") - before
 
-step(64)  # what torch allocates once and for all
+step(64)  # torch's allocations that happen once
 print(step(n))
 """
 
@@ -53,7 +53,7 @@ def peak_growth(method: str, n: int, width: int, **options: object) -> int:
 
 
 def assert_straight(sizes: list[int], peaks: list[int], width: int, tolerance: float) -> None:
-    """Beyond what any batch needs, each doubling of N doubles the memory: the line through the ends meets what lies between."""
+    """Beyond what any batch needs, each doubling of N doubles the memory: the line through both ends meets the sizes between."""
     slope = (peaks[-1] - peaks[0]) / (sizes[-1] - sizes[0])
     for n, peak in zip(sizes, peaks):
         line = peaks[0] + slope * (n - sizes[0])
@@ -87,7 +87,7 @@ def test_extra_memory_at_16k_is_at_most_a_twentieth_of_clip_loss() -> None:
     assert ours * 20 <= peer, f"{ours / 2**20:.0f} MiB against ClipLoss's {peer / 2**20:.0f} MiB"
 
 
-# Prints the seconds of forward and backward, ours and the peer's taken in turns, as JSON.
+# Prints the seconds of forward and backward, ours and the peer's in alternation, as JSON.
 TIMES = """
 import json, sys, time
 import torch, torch.nn.functional as F
@@ -110,7 +110,7 @@ print(json.dumps({name: sorted(t[1:]) for name, t in times.items()}))
 
 
 @pytest.mark.timeout(3000)
-@pytest.mark.slow  # minutes of matmuls on two cores, which nothing else may use meanwhile
+@pytest.mark.slow  # minutes of matmuls on two cores, with nothing else running
 @pytest.mark.parametrize("n", [8192, 16384])
 def test_on_two_cores_the_loss_is_half_as_fast_again_as_clip_loss(n: int) -> None:
     command = [sys.executable, "-c", TIMES, str(n), "512", "5"]

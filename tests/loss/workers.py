@@ -1,4 +1,4 @@
-"""Gloo processes that stay alive for a whole test module, since starting one takes seconds and a case milliseconds; and the loss on them.
+"""Gloo processes that live for a whole test module (a start takes seconds, a case milliseconds), and the loss on them.
 
 Letters: P ranks, n images and m texts of one rank, D feature width.
 """
@@ -35,7 +35,7 @@ class Workers:
         """On the named ranks, or on the first so many. Fails with the traceback of each rank that failed."""
         chosen = tuple(range(ranks)) if isinstance(ranks, int) else ranks
         order = _packed((function, chosen, args))
-        for pipe in self._pipes:  # all of them: a group is made by all ranks
+        for pipe in self._pipes:  # every rank: all ranks make a group
             pipe.send_bytes(order)
         answers = []
         for rank, pipe in enumerate(self._pipes):
@@ -56,7 +56,7 @@ def workers(world: int, **environment: str) -> Iterator[Workers]:
             context.Process(target=_serve, args=(theirs, Path(folder) / "store", rank, world), daemon=True)
             for rank, (_, theirs) in enumerate(ends)
         ]
-        with pytest.MonkeyPatch.context() as patch:  # what they import may look at it at once
+        with pytest.MonkeyPatch.context() as patch:  # their imports may read it
             for name, value in environment.items():
                 patch.setenv(name, value)
             for process, (_, theirs) in zip(processes, ends):
@@ -93,13 +93,13 @@ def _serve(pipe: Connection, store: Path, rank: int, world: int) -> None:
 
 
 def _packed(x: object) -> bytes:
-    """As bytes: a pipe would pass tensors as handles to this process's memory."""
+    """x as bytes. A pipe would send tensors as handles to this process's memory."""
     buffer = io.BytesIO()
     torch.save(x, buffer)
     return buffer.getvalue()
 
 
-def share(
+def local_results(
     group: dist.ProcessGroup,
     rank: int,
     u: Tensor,
@@ -108,17 +108,19 @@ def share(
     per_row: dict[str, Tensor],
     options: dict[str, Any],
 ) -> list[Tensor]:
-    """This rank's `results` for its part of the images, texts and what comes per row; all are given stacked by rank."""
+    """This rank's `results` for its images, texts and per-row tensors, which are given stacked by rank."""
     own = {name: x[rank] for name, x in per_row.items()}
     return results(contrastive_loss, u[rank], v[rank], scale, group=group, **own, **options)
 
 
-def whole(shares: list[list[Tensor]]) -> list[Tensor]:
-    """The results of the whole batch: the value, rows in rank order, and the sums of the shares."""
-    for other in shares[1:]:
-        assert torch.equal(other[0], shares[0][0]), f"the value differs between ranks: {[float(s[0]) for s in shares]}"
-    rows = [torch.stack([s[i] for s in shares]) for i in (1, 2)]
-    return [shares[0][0], *rows, *(sum(parts[1:], parts[0]) for parts in zip(*(s[3:] for s in shares)))]
+def whole(per_rank: list[list[Tensor]]) -> list[Tensor]:
+    """The results of the whole batch: the value, rows in rank order, and the sums of the other gradients over the ranks."""
+    for other in per_rank[1:]:
+        assert torch.equal(other[0], per_rank[0][0]), (
+            f"the value differs between ranks: {[float(s[0]) for s in per_rank]}"
+        )
+    rows = [torch.stack([s[i] for s in per_rank]) for i in (1, 2)]
+    return [per_rank[0][0], *rows, *(sum(parts[1:], parts[0]) for parts in zip(*(s[3:] for s in per_rank)))]
 
 
 def positives_first(x: Tensor, n: int) -> Tensor:
@@ -143,7 +145,7 @@ def check(
     per_text: dict[str, Tensor] | None = None,
     bar: float = 1e-10,
 ) -> list[Tensor]:
-    """Hold the ranks' answer for stacked features (P, n, ...) and (P, m, ...) against the oracle; return it."""
+    """Compare the ranks' results for stacked features (P, n, ...) and (P, m, ...) with the oracle's. Returns the ranks' results."""
     per_image, per_text = per_image or {}, per_text or {}
     count, n = u.shape[:2]
     oracle_options = {k: x for k, x in options.items() if k in ("objective", "similarity", "label_smoothing")}
@@ -151,7 +153,7 @@ def check(
     flat |= {name: positives_first(x, n) for name, x in per_text.items()}
     true = oracle(u.flatten(0, 1), positives_first(v, n), scale, **oracle_options, **flat)
     true[1], true[2] = true[1].view(u.shape), stacked_again(true[2], count, n)
-    found = whole(ranks.run(share, world, u, v, scale, per_image | per_text, options))
+    found = whole(ranks.run(local_results, world, u, v, scale, per_image | per_text, options))
     found[1:3] = (x.flatten(0, 1) for x in found[1:3])
     true[1:3] = (x.flatten(0, 1) for x in true[1:3])
     assert_exact(found, true, scale, bar, (world, tuple(u.shape), tuple(v.shape), scale, options))

@@ -33,7 +33,7 @@ class Panel:
     u: Tensor  # (n, D padded)
     v: Tensor  # (m, D padded)
     keys: tuple[Tensor | None, Tensor | None]
-    positive: int  # column of the positive of the panel's first row; may lie outside
+    positive: int  # column of the positive of the panel's first row; may be outside
 
     @property
     def rows(self) -> slice:
@@ -133,25 +133,10 @@ class PaddedBlock:
             gradient_scale = gradient_scale / unit
             for d in grads:
                 d.div_(unit)
-        with self._library_arithmetic():
-            yield gradient_scale
+        yield gradient_scale
         if self.dtype == torch.float16:
             for d in grads:
                 d.mul_(unit)
-
-    @contextlib.contextmanager
-    def _library_arithmetic(self) -> Iterator[None]:
-        """Autocast off, which would round float32 operands, and the requested precision of float32 GEMMs."""
-        with torch.autocast(self.device.type, enabled=False):
-            if self.device.type == "cpu" or self.arithmetic == "half":
-                yield
-                return
-            settings = torch.backends.cuda.matmul
-            before, settings.fp32_precision = settings.fp32_precision, self.arithmetic
-            try:
-                yield
-            finally:
-                settings.fp32_precision = before
 
 
 class RunningSum:

@@ -51,7 +51,7 @@ def left_out(rows, cols, n, m, row_keys, col_keys, positive):
 
 @triton.jit
 def crosses(first_row, first_col, positive, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
-    """Whether any positive (column positive + i for row i) lies in this HEIGHT x WIDTH part; most parts have none."""
+    """Whether this HEIGHT x WIDTH part contains a positive (column positive + i for row i). Most parts do not."""
     start = first_row + positive
     return (start < first_col + WIDTH) & (start + HEIGHT > first_col)
 

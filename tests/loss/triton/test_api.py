@@ -1,6 +1,6 @@
-"""The public function on the Triton backend: what the adaptor adds to the kernels, against the oracle.
+"""The public function on the Triton backend against the oracle.
 
-On the CPU the kernels run in Triton's interpreter, which is on or off for a whole process: hence processes of their own.
+On the CPU the kernels run in Triton's interpreter, which is on or off for a whole process, so these tests start processes.
 """
 
 from collections.abc import Iterator
