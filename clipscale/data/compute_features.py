@@ -171,7 +171,7 @@ class _Writer:
             return None
         except OSError as error:
             raise UserError(
-                f"out={path.parent}: {path.name} cannot be written ({error.strerror}); make room and start again"
+                f"out={path.parent}: {path.name} cannot be written ({error.strerror}); free disk space and start again"
             ) from error
         return written
 

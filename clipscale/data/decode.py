@@ -144,7 +144,7 @@ class Picture:
 
 @contextmanager
 def _broken_pictures() -> Iterator[None]:
-    """Turn every failure of a decoder into BrokenSampleError: hostile bytes fail in many ways."""
+    """Report every failure of a decoder as BrokenSampleError: hostile bytes cause many kinds."""
     try:
         yield
     except BrokenSampleError:

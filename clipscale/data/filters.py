@@ -217,7 +217,7 @@ def picture_size(data: bytes) -> tuple[int, int]:
             return image.width, image.height
     except Image.DecompressionBombError as error:
         raise BrokenSampleError("huge_image", str(error)) from error
-    except Exception as error:  # hostile bytes fail in many ways
+    except Exception as error:  # hostile bytes cause many kinds
         raise BrokenSampleError("unreadable_image", f"{type(error).__name__}: {error}") from error
 
 

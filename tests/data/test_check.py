@@ -1,4 +1,4 @@
-"""`data check`: the same reasons as training, duplicates, a damaged index, a page that stands alone, and the exit status."""
+"""`data check` counts by training's reasons, finds duplicates and damage, and writes a self-contained page."""
 
 import json
 import os
@@ -43,7 +43,7 @@ DIRTY: Members = [
 ]
 
 
-def test_a_sound_set_is_said_to_be_so(tmp_path: Path) -> None:
+def test_a_sound_set_has_status_zero(tmp_path: Path) -> None:
     write_shards(tmp_path / "set", [5, 4], sized=False)
     status, found, page = run(tmp_path)
     assert status == 0
@@ -74,7 +74,7 @@ def test_a_damaged_shard_and_a_mismatched_index_are_broken(tmp_path: Path) -> No
     assert run(tmp_path)[1]["index"] == {"missing": 0, "mismatch": {}}
     about = paths[1].stat()
     data = bytearray(paths[1].read_bytes())
-    data[-600] ^= 1  # in the padding: only the checksum tells
+    data[-600] ^= 1  # in the padding, where only the checksum changes
     paths[1].write_bytes(data)
     os.utime(paths[1], ns=(about.st_atime_ns, about.st_mtime_ns))
     paths[2].write_bytes(paths[2].read_bytes()[:9000])
@@ -100,13 +100,13 @@ def test_duplicates_are_found_and_can_be_blocked(tmp_path: Path) -> None:
     assert found["dropped"] == {"filter_blocked_key": 2} and found["usable"] == 2
 
 
-def test_filters_say_what_they_would_drop(tmp_path: Path) -> None:
+def test_filtered_samples_are_counted_and_not_broken(tmp_path: Path) -> None:
     write_shards(tmp_path / "set", [6], sized=False)
     status, found, _ = run(tmp_path, "filter.min_side=5", "filter.fields=[similarity>=0.3]")
     assert status == 0 and found["dropped"] == {"filter_no_similarity": 6} and found["usable"] == 0
 
 
-def test_the_page_stands_alone(tmp_path: Path) -> None:
+def test_the_page_is_self_contained(tmp_path: Path) -> None:
     (tmp_path / "set").mkdir()
     hostile = "<script>alert(1)</script>"
     write_tar(tmp_path / "set" / "0.tar", [(f"{hostile}.png", picture()), (f"{hostile}.txt", hostile.encode())])
@@ -115,7 +115,7 @@ def test_the_page_stands_alone(tmp_path: Path) -> None:
     assert not re.findall(r'(?:src|href)="(?!data:)', page)
 
 
-def test_the_random_sample_is_the_same_whoever_reads(tmp_path: Path) -> None:
+def test_the_random_sample_does_not_depend_on_the_workers(tmp_path: Path) -> None:
     write_shards(tmp_path / "set", [9, 8, 7], sized=False)
     _, one, page = run(tmp_path, "pictures=5")
     _, two, other = run(tmp_path, "pictures=5", "workers=2")

@@ -1,4 +1,4 @@
-"""Pictures become the pixels of open_clip's transforms, captions become text, and whatever cannot be used says why."""
+"""Decoding gives the pixels of open_clip's transforms, and every unusable sample has a reason."""
 
 import io
 import struct
@@ -57,7 +57,7 @@ def test_evaluation_pixels_are_open_clips(size: tuple[int, int], kind: str) -> N
 @pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
 @pytest.mark.parametrize("size", [(64, 64), (301, 97), (97, 301), (640, 400), (33, 33)])
 def test_training_pixels_of_whole_jpegs_are_open_clips(size: tuple[int, int], mode: str) -> None:
-    """Of a scale of 1, where nothing of open_clip's transform is random: the whole of a square picture, the middle of a long one."""
+    """At scale 1 open_clip's transform is not random: it takes all of a square picture, the middle of a long one."""
     width, height = size
     source = Image.open(io.BytesIO(photograph(640, width))).crop((0, 0, width, height)).convert(mode)
     options = {"is_train": True, "mean": (0.0,) * 3, "std": (1.0,) * 3, "aug_cfg": {"scale": (1.0, 1.0)}}
@@ -68,9 +68,9 @@ def test_training_pixels_of_whole_jpegs_are_open_clips(size: tuple[int, int], mo
         out = np.zeros((3, 64, 64), np.uint8)
         TrainTransform(64, (1.0, 1.0), (3 / 4, 4 / 3), 0.0, MOST)(data, CounterRNG(0), out)
         difference = np.abs(out - theirs)
-        said = f"quality {quality}: {difference.mean():.3f}/255 on average, {difference.max():.1f} at most"
-        print(said)
-        assert difference.mean() < 0.35 and difference.max() < 4, said
+        text = f"quality {quality}: {difference.mean():.3f}/255 on average, {difference.max():.1f} at most"
+        print(text)
+        assert difference.mean() < 0.35 and difference.max() < 4, text
 
 
 @settings(max_examples=40, deadline=None)
@@ -183,7 +183,7 @@ def test_the_first_frame_of_an_animation_counts() -> None:
     assert decode_rgb(data, MOST)[0, 0].tolist() == [255, 0, 0]
 
 
-def test_a_jpeg_that_the_strict_decoder_refuses_is_left_to_pillow() -> None:
+def test_pillow_decodes_a_jpeg_that_the_strict_decoder_rejects() -> None:
     data = picture(2, (40, 40), "JPEG")
     stray = data[:2] + b"\xff\xe1\x00\x08abcdef\x00\x00" + data[2:]  # bytes between two markers
     with pytest.raises(ValueError):
@@ -224,7 +224,7 @@ def test_huge_pictures_are_refused_by_their_header(size: tuple[int, int]) -> Non
     ],
     ids=["letter", "marker", "svg", "eps", "cut jpeg", "cut png"],
 )
-def test_unreadable_pictures_say_so(data: bytes) -> None:
+def test_unreadable_pictures_have_their_reason(data: bytes) -> None:
     with pytest.raises(BrokenSampleError) as error:
         decode_rgb(data, MOST)
     assert error.value.reason == "unreadable_image"
@@ -251,7 +251,7 @@ def test_damaged_pictures_are_decoded_or_counted(kind: str, hits: list[tuple[flo
         assert not out.any(), "nothing is written for a broken picture"
 
 
-def test_missing_and_empty_pictures_are_told_apart() -> None:
+def test_missing_and_empty_pictures_have_different_reasons() -> None:
     for members, reason in (({"txt": b"x"}, "no_image"), ({"jpg": b"", "txt": b"x"}, "empty_image")):
         with pytest.raises(BrokenSampleError) as error:
             image_bytes(members)
@@ -273,7 +273,7 @@ def test_missing_and_empty_pictures_are_told_apart() -> None:
         ({"json": b'{"alt": " "}'}, "json:alt", "empty_caption"),
     ],
 )
-def test_unusable_captions_say_why(members: dict[str, bytes], key: str, reason: str) -> None:
+def test_unusable_captions_have_a_reason(members: dict[str, bytes], key: str, reason: str) -> None:
     with pytest.raises(BrokenSampleError) as error:
         caption_of(members, key)
     assert error.value.reason == reason
@@ -322,7 +322,7 @@ def test_a_jpeg_is_decoded_no_smaller_than_the_crop_needs(monkeypatch: pytest.Mo
 # -- colours -----------------------------------------------------------------------------------------------------------
 
 
-def test_colours_change_at_their_rates_and_by_the_draws_alone() -> None:
+def test_colours_change_at_their_rates_and_by_the_random_numbers_alone() -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (3, 8, 8), np.uint8)
     jitter = Colour((0.4, 0.4, 0.4, 0.1), 0.5, 0.25)
     found = [jitter(pixels, CounterRNG(i)) for i in range(400)]
@@ -337,7 +337,7 @@ STEPS = (tv.adjust_brightness, tv.adjust_contrast, tv.adjust_saturation, tv.adju
 
 @pytest.mark.parametrize("changed", [(0,), (1,), (2,), (3,), (0, 1, 2, 3)])
 def test_colours_are_those_of_torchvision_for_the_same_factors(changed: tuple[int, ...]) -> None:
-    """Of its operations on Pillow's pictures, which open_clip jitters: these round after each, and hold a hue in a byte."""
+    """open_clip jitters Pillow pictures: torchvision's operations on these round after each step, and hold a hue in a byte."""
     strengths = tuple(strength if step in changed else 0.0 for step, strength in enumerate((0.6, 0.5, 1.5, 0.5)))
     image = Image.open(io.BytesIO(photograph(64, 1)))
     pixels = np.asarray(image).transpose(2, 0, 1)

@@ -1,4 +1,4 @@
-"""The demo set: deterministic to the byte, in the layouts that trainers and CLIP_benchmark read, honest about what is held out."""
+"""The demo set is deterministic to the byte, in LAION's and CLIP_benchmark's layouts, and its held-out data stays held out."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""Features of a frozen tower: written once, and training from them is training with the tower."""
+"""Training from stored features equals training with the frozen tower that computed them."""
 
 import io
 import json
@@ -74,7 +74,7 @@ def test_training_from_features_is_training_with_the_frozen_tower(
 
 
 @pytest.mark.parametrize(("offload", "workers"), [("disk", 0), pytest.param("host", 2, marks=pytest.mark.slow)])
-def test_features_wait_where_pixels_would(
+def test_features_can_be_offloaded_like_pixels(
     demo: Path, stored: dict[str, Path], tmp_path: Path, offload: str, workers: int
 ) -> None:
     data = from_features(stored["float16"], workers=workers)
@@ -93,7 +93,7 @@ def test_shards_keep_names_keys_captions_and_order(demo: Path, stored: dict[str,
             assert set(a.members) == set(b.members) - {"jpg", "png"} | {"npy"}
 
 
-def test_a_broken_picture_keeps_its_place_and_is_passed_over(tmp_path: Path) -> None:
+def test_a_broken_picture_keeps_its_place_without_features(tmp_path: Path) -> None:
     members = [
         m
         for i in range(12)
@@ -121,20 +121,20 @@ def test_the_sources_are_not_overwritten(tmp_path: Path) -> None:
     assert not (tmp_path / "features.json").exists()
 
 
-def test_a_shard_that_does_not_come_is_made_up_for_and_a_damaged_one_is_not(
+def test_a_shard_that_could_not_be_fetched_is_fetched_again_and_a_damaged_one_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_tar(tmp_path / "a.tar", [m for i in range(4) for m in sample(str(i), i)])
     (tmp_path / "b.tar").write_bytes((tmp_path / "a.tar").read_bytes()[:4000])
     open_as_it_is = Store.open
 
-    def open_in_vain(store: Store, url: str) -> Opened:
+    def fail_to_open(store: Store, url: str) -> Opened:
         if url.endswith("a.tar"):
             raise SourceError("unreachable_shard", "9 requests failed")
         return open_as_it_is(store, url)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Store, "open", open_in_vain)
+        patch.setattr(Store, "open", fail_to_open)
         with pytest.raises(UserError, match=r"1 of 2 shards .*a\.tar: 9 requests failed\); start again"):
             compute(str(tmp_path / "{a,b}.tar"), tmp_path / "out")
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["b.tar", "features.json", "sizes.json"]
@@ -155,7 +155,7 @@ def test_a_shard_that_does_not_come_is_made_up_for_and_a_damaged_one_is_not(
         ({"offload": "encoded"}, r"offload=encoded is for pictures"),
     ],
 )
-def test_features_of_something_else_are_refused(
+def test_features_of_another_model_are_refused(
     demo: Path, stored: dict[str, Path], tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UserError, match=message):

@@ -1,4 +1,4 @@
-"""Filters drop what they name, each under its own reason; captions are drawn by weight from the sample's own random stream."""
+"""Each filter drops samples under its own reason; captions are drawn by weight with the sample's own random numbers."""
 
 import json
 from collections import Counter
@@ -31,7 +31,7 @@ def raw(key: str = "a", size: tuple[int, int] = (8, 6), text: str = "a caption",
     return RawSample("/data/00000.tar", key, 0, members)
 
 
-def verdict(selected: Selection, sample: RawSample) -> str | None:
+def reason_for(selected: Selection, sample: RawSample) -> str | None:
     try:
         selected.check(sample, selected.caption(sample.members, CounterRNG(1)))
     except BrokenSampleError as error:
@@ -61,27 +61,27 @@ def verdict(selected: Selection, sample: RawSample) -> str | None:
 )
 def test_each_filter_has_a_reason_of_its_own(filters: dict[str, Any], bad: RawSample, reason: str) -> None:
     good = raw(similarity=0.3, punsafe="0.1", LANGUAGE="EN", status="ok")
-    assert verdict(chosen(**filters), bad) == reason
-    assert verdict(chosen(**filters), good) is None
+    assert reason_for(chosen(**filters), bad) == reason
+    assert reason_for(chosen(**filters), good) is None
 
 
 def test_samples_without_a_field_can_be_kept() -> None:
     selected = chosen(fields=["similarity>=0.3"], keep_missing=True)
-    assert verdict(selected, raw()) is None and verdict(selected, raw(similarity=0.1)) == "filter_similarity"
+    assert reason_for(selected, raw()) is None and reason_for(selected, raw(similarity=0.1)) == "filter_similarity"
 
 
-def test_lists_block_keys_and_addresses(tmp_path: Path) -> None:
+def test_files_block_keys_and_addresses(tmp_path: Path) -> None:
     keys, urls = tmp_path / "keys", tmp_path / "urls"
     keys.write_text("# duplicates\nb\n00000.tar/c\n00001.tar/a\n")
     urls.write_text("https://host/x.jpg\n")
     selected = chosen(block_keys=[str(keys)], block_urls=[str(urls)])
-    reasons = [verdict(selected, raw(key, url="https://host/y.jpg")) for key in "abc"]
+    reasons = [reason_for(selected, raw(key, url="https://host/y.jpg")) for key in "abc"]
     assert reasons == [None, "filter_blocked_key", "filter_blocked_key"]
-    assert verdict(selected, raw(url="https://host/x.jpg")) == "filter_blocked_url"
+    assert reason_for(selected, raw(url="https://host/x.jpg")) == "filter_blocked_url"
 
 
 @pytest.mark.parametrize("text", ["similarity", "similarity>=high", ">=3", "x~3"])
-def test_a_condition_that_says_nothing_is_refused(text: str) -> None:
+def test_malformed_conditions_are_refused(text: str) -> None:
     with pytest.raises(UserError, match=r"data\.filter\.fields="):
         condition(text)
 
@@ -116,7 +116,7 @@ def test_a_stream_drops_by_reason_and_keeps_the_rest_exact(tmp_path: Path) -> No
 # -- captions ----------------------------------------------------------------------------------------------------------
 
 
-def test_sources_are_written_in_three_ways() -> None:
+def test_sources_have_three_notations() -> None:
     expected = (("txt", 0.25), ("json:caption", 0.75))
     assert caption_sources(["{txt: 0.25, 'json:caption': 0.75}"]) == expected
     assert caption_sources(["txt=0.25", "json:caption=0.75"]) == expected

@@ -1,4 +1,4 @@
-"""The verbs that look after shards, as typed."""
+"""The verbs `data index`, `check` and `stats` on the command line."""
 
 import json
 import subprocess
@@ -34,8 +34,8 @@ def test_index_takes_brace_lists_globs_folders_and_lists(tmp_path: Path, capsys:
     assert (tmp_path / index.FILE).is_file()
 
 
-def test_looking_after_shards_loads_no_torch(tmp_path: Path) -> None:
-    """It takes seconds. In a process of its own, since this one may have it."""
+def test_the_verbs_load_no_torch(tmp_path: Path) -> None:
+    """Loading torch takes seconds. Tested in a new process, because this one may have loaded it."""
     shards = [str(path) for path in write_shards(tmp_path, [3, 4], sized=False)]
     code = (
         "import sys; from clipscale.cli.main import main\n"
@@ -47,7 +47,7 @@ def test_looking_after_shards_loads_no_torch(tmp_path: Path) -> None:
     assert ran.stdout.splitlines()[-1] == "[0, 0, 0] []", ran.stdout[-500:] + ran.stderr[-500:]
 
 
-def test_index_goes_where_it_is_told(tmp_path: Path, capsys: Captured) -> None:
+def test_the_index_is_written_to_cache(tmp_path: Path, capsys: Captured) -> None:
     write_shards(tmp_path / "set", [3], sized=False)
     assert main(["data", "index", str(tmp_path / "set"), f"cache={tmp_path}/cache", "checksum=false"]) == 0
     assert f"  {tmp_path}/cache/index/" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Tiny evaluation sets of single-coloured pictures, and a model that knows colours without having learnt them."""
+"""Tiny evaluation sets of single-coloured pictures, and a model that recognises colours without training."""
 
 import io
 import json
@@ -49,7 +49,7 @@ def write_shards(root: Path, shards: Sequence[Sequence[tuple[str, bytes]]], file
 
 
 def classification_set(root: Path, labels: Sequence[str] = NAMES, wrong: Sequence[int] = ()) -> Path:
-    """One picture a label, in two shards; those at the indices `wrong` show the next colour instead of their own."""
+    """One picture a label, in two shards. Pictures at the indices `wrong` show the next colour instead of their own."""
     members = []
     for i, label in enumerate(labels):
         shown = NAMES[(NAMES.index(label) + (i in wrong)) % len(NAMES)]
@@ -88,7 +88,7 @@ def karpathy_json(folder: Path) -> Path:
 
 
 class ColourModel(nn.Module):
-    """Pixels to their mean colour, a text to the colour it names: what a perfect model of these sets would do."""
+    """A perfect model of these sets: a picture's feature is its mean colour, a text's the colour that it names."""
 
     image_size = 8
 

@@ -1,4 +1,4 @@
-"""Layouts of evaluation sets on disk, and what is said about those that cannot be used."""
+"""Every layout of evaluation sets is read, and unusable sets are refused with the reason."""
 
 from pathlib import Path
 
@@ -25,7 +25,7 @@ def test_retrieval_shards_keep_every_caption_with_its_image(tmp_path: Path) -> N
     assert item.owner == [0, 1, 1, 2, 3, 3, 4, 5, 5]
 
 
-def test_names_tell_sets_apart(tmp_path: Path) -> None:
+def test_sets_have_different_names(tmp_path: Path) -> None:
     paths = [classification_set(tmp_path / a / b) for a, b in (("x", "wds_colours"), ("y", "wds_colours"))]
     assert [s.name for s in load_sets([str(p) for p in paths])] == ["x/wds_colours", "y/wds_colours"]
     assert load_sets([str(paths[0])])[0].name == "colours"

@@ -1,4 +1,4 @@
-"""evaluate() on sets whose right figures are known: in one process, in several, and with damaged images."""
+"""evaluate() gives the known results of small sets, in one process and in several, also with damaged images."""
 
 import json
 from pathlib import Path

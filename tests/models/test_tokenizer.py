@@ -1,4 +1,4 @@
-"""Tokenizers: open_clip's own and those of transformers from files on this machine, and captions that fill the context."""
+"""Tokenizers of open_clip and of transformers work from local files, and captions that fill the context are recognised."""
 
 import pickle
 from collections.abc import Callable
@@ -23,13 +23,13 @@ Rows = Callable[[list[str]], torch.Tensor]
 
 
 def words(end: list[int], pad: int, last: list[int] | None = None) -> Rows:
-    """A tokenizer: a number for each word, the end's, padding, and what closes every row."""
+    """A tokenizer that gives each word a number, then the end token, padding, and the tokens `last` at the end of every row."""
     closing = last or []
 
     def rows(texts: list[str]) -> torch.Tensor:
-        room = LENGTH - len(closing)
-        found = [[10 + hash(word) % 90 for word in text.split()][: room - len(end)] + end for text in texts]
-        return torch.tensor([row + [pad] * (room - len(row)) + closing for row in found])
+        free = LENGTH - len(closing)
+        found = [[10 + hash(word) % 90 for word in text.split()][: free - len(end)] + end for text in texts]
+        return torch.tensor([row + [pad] * (free - len(row)) + closing for row in found])
 
     return rows
 
@@ -45,7 +45,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_captions_that_fill_the_context_are_told_from_shorter_ones(kind: str) -> None:
+def test_captions_that_fill_the_context_differ_from_shorter_ones(kind: str) -> None:
     tokenizer = KINDS[kind]
     place, padding = last_place(tokenizer, LENGTH)
     lengths = range(1, 2 * LENGTH)
@@ -60,7 +60,7 @@ def test_captions_that_fill_the_context_are_told_from_shorter_ones(kind: str) ->
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The files of a tokenizer of whole words whose padding is its end, as SigLIP's is."""
+    """The files of a whole-word tokenizer that pads with its end token, as SigLIP's does."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed (clipscale[hf])")
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
@@ -98,7 +98,7 @@ def test_an_architecture_brings_its_tokenizer_from_local_files(folder: Path) -> 
 
 
 def test_truncated_captions_are_counted_where_the_padding_is_the_end(folder: Path, tmp_path: Path) -> None:
-    """Of eight places seven are for words and one for the end: six words leave one over, seven fill it, eight are cut."""
+    """Of eight tokens one is the end: six words leave one token free, seven fill the context, eight are cut."""
     tokenizer = build_model(with_tokenizer(str(folder))).tokenizer
     write_shards(tmp_path, [12])
     for count, full in ((6, 0), (7, 12), (8, 12)):
@@ -114,7 +114,7 @@ def test_a_tokenizer_that_is_not_there_is_named(folder: Path, monkeypatch: pytes
         build_model(with_tokenizer("/nowhere/at/all"))
 
 
-def test_what_installs_transformers_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_message_names_the_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "transformers", None)
     with pytest.raises(UserError, match=r"pip install 'clipscale\[hf\]'"):
         build_model(with_tokenizer("me/mine"))

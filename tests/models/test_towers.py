@@ -1,4 +1,4 @@
-"""open_clip's models behind two towers: same features, frozen where asked, and clear about mistakes."""
+"""The towers give open_clip's features, freeze as asked, and refuse wrong settings clearly."""
 
 from pathlib import Path
 
@@ -97,12 +97,12 @@ def test_weights_of_another_shape_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "said"),
+    ("data", "message"),
     [(b"no checkpoint", "is damaged or not a checkpoint$"), (b"PK\x03\x04 none", "not a ZIP archive$")],
 )
-def test_a_file_that_is_no_checkpoint_is_refused(tmp_path: Path, data: bytes, said: str) -> None:
+def test_a_file_that_is_no_checkpoint_is_refused(tmp_path: Path, data: bytes, message: str) -> None:
     (tmp_path / "w.pt").write_bytes(data)
-    with pytest.raises(UserError, match=rf"^model.pretrained='.*w.pt' .*{said}"):
+    with pytest.raises(UserError, match=rf"^model.pretrained='.*w.pt' .*{message}"):
         build_model(small(pretrained=str(tmp_path / "w.pt")))
 
 
