@@ -54,7 +54,7 @@ $(RESULTS):
 JOBS := 8
 GPU_TESTS := tests/test_gpu.py tests/loss/test_gpu.py tests/loss/triton/test_gpu.py tests/loss/triton/test_backend.py tests/data/loader/test_gpu_decode.py
 gpu-right:
-	$(RUN) -m clipscale.bench.machine make $@ > $(RESULTS)/right.txt
+	$(RUN) -m clipscale.bench.record make $@ > $(RESULTS)/right.txt
 	$(WITHIN) 540 $(RUN) -m pytest -n $(JOBS) -rA --durations=20 $(GPU_TESTS) 2>&1 | tee -a $(RESULTS)/right.txt
 
 # Is the loss fast: by batch at D = 768, beside others, with a profile; then its choices made otherwise. Other widths and types: more.
@@ -119,7 +119,7 @@ gpu-step-l14:
 # Is memory flat in the batch, and is it as predicted: steps with few chunks of distinct pixels, then short runs beside what plan says.
 SETTINGS := device=cuda precision=bf16 data=demo data.workers=$(CORES) eval.sets=[] eval.every=0 log.progress=false
 # $(1): name of the run, $(2): seconds it may take, $(3): its settings.
-predicted = -$(RUN) -m clipscale.bench.runs --record $(RESULTS)/runs.json --run runs/gpu-$(1) --seconds $(2) $(SETTINGS) $(3)
+predicted = -$(RUN) -m clipscale.bench.fit --record $(RESULTS)/runs.json --run runs/gpu-$(1) --seconds $(2) $(SETTINGS) $(3)
 gpu-memory:
 	$(call step,250) out=$(RESULTS)/flat model=vit-b32 chunk=512 batch=32k repeats=1 methods=plain@max,cache@32k,cache@128k,cache@1M
 	$(CLIPSCALE) data demo
@@ -130,7 +130,7 @@ gpu-memory:
 
 # The largest batch of one GPU and its host, searched for from what plan predicts, and one whole step of it: raw pixels in host memory;
 # and encoded pictures, where time is the bound.
-largest = -$(RUN) -m clipscale.bench.largest --record $(RESULTS)/$(1).json --run runs/gpu-$(1) --seconds 520 $(2) \
+largest = -$(RUN) -m clipscale.bench.fit --largest --record $(RESULTS)/$(1).json --run runs/gpu-$(1) --seconds 520 $(2) \
 	    $(SETTINGS) model=vit-b32 cache.chunk=512 data.buffers=1
 gpu-largest:
 	$(CLIPSCALE) data demo

@@ -1,15 +1,16 @@
 """`clipscale bench data`: pictures to pixels per core, and shards to batches through workers, beside open_clip's transform and loader.
 
-Where there is a GPU: what its decoder gives, and what a model takes, so that it shows whether the data path feeds it. The pictures are made
-up, with the spectrum of photographs (amplitude falling as 1/frequency), since the time of a JPEG follows its content.
+On a GPU it also measures the decoder there and what a model takes, to show whether the data path feeds it.
 """
 
 import io
 import tarfile
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from itertools import cycle, islice
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -19,36 +20,44 @@ import torch
 from PIL import Image
 from rich.console import Console
 
-from clipscale.bench import data_device
-from clipscale.bench.data_draw import draw
-from clipscale.bench.figures import counts, processor, spread
-from clipscale.bench.machine import asked, machine
-from clipscale.bench.records import earlier, write
-from clipscale.bench.sheet import Sheet, grouped, publish
+from clipscale.bench.present import Bars, Benchmark, Column, Curves, extent, finish
+from clipscale.bench.record import begin, counts, device_of, processor, write
+from clipscale.bench.worker import Meter, alternating, spread
+from clipscale.config.checks import at_least
 from clipscale.config.data import DECODE, DataConfig
 from clipscale.config.tools import DataBenchSettings
 from clipscale.data.decode import TrainTransform
+from clipscale.data.loader import gpu_decode
+from clipscale.data.loader.gpu_decode import DecodedAhead, DeviceDecoder, jpeg_decoder
+from clipscale.data.loader.host_batch import Arena, Layout
+from clipscale.data.loader.offload import tier_of
 from clipscale.data.loader.stream import BatchShare, open_stream
 from clipscale.data.order import AUGMENT, CounterRNG
 from clipscale.errors import UserError
 from clipscale.report.table import plain_console
 
 Row = dict[str, Any]
+Rates = Mapping[str, Callable[[], list[float]]]
 
-SCALE, RATIO = (0.9, 1.0), (3 / 4, 4 / 3)
-"""open_clip's training crop, and ours by default."""
 PEER, GPU = "open_clip", "decode=gpu"
 ON_CPU = tuple(name for name in DECODE if name != "gpu")
+TITLES = {"decode": "pictures to pixels, one core", "stream": "shards to batches"}
 KINDS = ("decode", "loader", "device", "step", "stream")
 """What is measured, in the order of the record."""
+CHUNK = 1024
+"""Most samples of a chunk of the model's step."""
+FED = 4
+"""How often the GPU is given `gpu_decode.AHEAD` pictures in one measurement."""
+BATCHES = 3
+"""Batches of a stream that are measured, after the first."""
 HOW = {
     "decode": "pictures a second of one core: JPEG bytes in memory to the pixels of a training sample (random resized crop, bicubic); CPU "
-    "time of one thread, methods in turns, every second round backwards, after a round that is not counted",
+    "time of one thread, methods interleaved, every second round backwards, after a round that is not counted",
     "stream": "samples a second from shards on disk through worker processes into whole batches, tokens included: wall clock from the end "
-    "of the first batch on; methods in turns, each with workers of its own",
+    "of the first batch on; methods interleaved, each with workers of its own",
     "loader": "pictures a second of one core that a loader prepares for data.decode=gpu: header read, crop drawn, bytes put into the batch",
-    "device": f"pictures a second of the GPU with data.decode=gpu: bytes in host memory to pixels there, {data_device.AHEAD} at once",
-    "step": f"samples a second that the gradient cache takes on the GPU in bf16, pixels at hand, chunks of {data_device.CHUNK} at most",
+    "device": f"pictures a second of the GPU with data.decode=gpu: bytes in host memory to pixels there, {gpu_decode.AHEAD} at once",
+    "step": f"samples a second that the gradient cache takes on the GPU in bf16, pixels at hand, chunks of {CHUNK} at most",
     "difference": "mean difference of decode=fast from decode=exact on the same crops, in parts of 255",
     "bytes": "what one sample takes of the memory through which workers hand it over, pixels and tokens",
     "pictures": "random, amplitude 1/frequency in every colour, JPEG quality 90",
@@ -58,78 +67,63 @@ HOW = {
 def main(settings: DataBenchSettings, console: Console | None = None) -> list[Row]:
     """Measure, print and save. Raises UserError for settings that cannot be."""
     console = console or plain_console()
-    sizes, streamed = (counts(name, getattr(settings, name)) for name in ("sizes", "stream"))
+    counts("sizes", settings.sizes), counts("stream", settings.stream)
     for name in ("image_size", "pictures", "repeats", "workers", "batch"):
-        if getattr(settings, name) < 1:
-            raise UserError(f"{name}={getattr(settings, name)}: must be at least 1")
-    device, why = data_device.usable(settings.device)
-    out = Path(settings.out).expanduser()
-    out.mkdir(parents=True, exist_ok=True)
-    record: dict[str, Any] = {
-        "benchmark": "data",
-        "settings": asked(settings),
-        "machine": machine("bench data", settings),
-        "how": HOW,
-        "rows": [],
-        "skipped": {"decode=gpu": why} if why else {},
-    }
-    path = out / "data.json"
-    before = earlier(path, record) if settings.resume else {}
-    record["rows"] = before.get("rows", [])
+        at_least(name, getattr(settings, name), 1)
+    device, why = usable(settings.device)
+    record, path = begin(settings.out, "data", "data", settings, how=HOW, skipped={GPU: why} if why else {})
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         with console.status("data") as status:
-            for kind, side, rows in parts(sizes, streamed, settings, device, record["skipped"]):
+            for kind, side, measure in parts(settings, device, record["skipped"]):
                 if any((row["kind"], row["side"]) == (kind, side) for row in record["rows"]):
                     continue
                 status.update(f"{kind}, {side} pixels")
-                record["rows"] = sorted(
-                    [*record["rows"], *rows()], key=lambda row: (KINDS.index(row["kind"]), row["side"])
-                )
-                write(path, record)  # what is there, should the rest be cut off
+                rows = [{"kind": kind, "side": side} | row for row in measure()]
+                record["rows"] = sorted([*record["rows"], *rows], key=lambda r: (KINDS.index(r["kind"]), r["side"]))
+                write(path, record)  # an interruption leaves what came before
     finally:
         torch.set_num_threads(threads)
-    record["verdicts"] = verdicts(record)
-    write(path, record)
-    present(record, path, console)
-    return list(record["rows"])
+    return finish(record, path, console)
 
 
-def present(record: Row, path: Path, console: Console) -> None:
-    """Table and picture of the record at `path`, printed and beside it."""
-    publish(table(record), record["verdicts"], path, partial(draw, record), console)
+def usable(setting: str) -> tuple[torch.device | None, str]:
+    """The device that decodes, by `auto`, `cuda` or `cpu`; or None, and why there is none. Raises UserError for `cuda` without one."""
+    if device_of(setting) == "cpu":
+        return None, "asked for with device=cpu" if setting == "cpu" else "torch finds no CUDA device"
+    device = torch.device("cuda", torch.cuda.current_device())
+    try:
+        jpeg_decoder(device)
+    except UserError as error:
+        return None, str(error)
+    return device, ""
 
 
 def parts(
-    sizes: list[int],
-    streamed: list[int],
-    settings: DataBenchSettings,
-    device: torch.device | None,
-    skipped: dict[str, str],
+    settings: DataBenchSettings, device: torch.device | None, skipped: dict[str, str]
 ) -> Iterator[tuple[str, int, Callable[[], list[Row]]]]:
-    """What is measured: kind and side of each part, and what does it. Where the GPU fails, `skipped` says why, and the rest goes on."""
+    """What is measured: kind and side of each part, and what measures it. Where the GPU fails, `skipped` gets the reason."""
 
     def on_gpu(kind: str, side: int, method: str, rates: Callable[[], list[float]]) -> list[Row]:
         try:
-            return [_row(kind, side, method, rates())]
+            return [{"method": method, "per_s": spread(rates())}]
         except RuntimeError as error:
             skipped[f"{method}, {kind} {side}"] = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             return []
 
-    transform, repeats = TrainTransform(settings.image_size, SCALE, RATIO, 0.0, 2**30), settings.repeats
-    for side in sizes:
+    repeats = settings.repeats
+    for side in counts("sizes", settings.sizes):
         files = photographs(side, settings)
-        yield "decode", side, partial(decode_rows, side, files, settings)
-        rates = partial(data_device.loader_rates, files, transform, repeats)
-        yield "loader", side, lambda side=side, rates=rates: [_row("loader", side, GPU, rates())]  # type: ignore[misc]
+        yield "decode", side, partial(decode_rows, files, settings)
+        fed = partial(loader_rates, files, settings)
+        yield "loader", side, lambda fed=fed: [{"method": GPU, "per_s": spread(fed())}]  # type: ignore[misc]
         if device:
-            rates = partial(data_device.device_rates, files, transform, repeats, device)
-            yield "device", side, partial(on_gpu, "device", side, GPU, rates)
+            yield "device", side, partial(on_gpu, "device", side, GPU, partial(device_rates, files, settings, device))
     if device and settings.model:
-        rates = partial(data_device.step_rates, settings.model, settings.batch, repeats, device)
+        rates = partial(step_rates, settings.model, settings.batch, repeats, device)
         yield "step", settings.image_size, partial(on_gpu, "step", settings.image_size, settings.model, rates)
-    for side in streamed:
+    for side in counts("stream", settings.stream):
         decoding = device if not any(name.startswith(GPU) for name in skipped) else None
         yield "stream", side, partial(stream_rows, side, settings, decoding)
 
@@ -140,7 +134,10 @@ def photographs(side: int, settings: DataBenchSettings) -> list[bytes]:
 
 
 def photograph(side: int, seed: int) -> bytes:
-    """A JPEG of side x side pixels with the amplitude spectrum of natural scenes, 1/f (Field 1987), quality 90."""
+    """A JPEG of side x side random pixels, quality 90, with the amplitude spectrum of natural scenes, 1/f (Field 1987).
+
+    The time to decode a JPEG follows its content.
+    """
     random = np.random.default_rng(seed)
     frequency = np.hypot(np.fft.fftfreq(side)[:, None], np.fft.rfftfreq(side)[None, :])
     frequency[0, 0] = np.inf
@@ -156,7 +153,12 @@ def photograph(side: int, seed: int) -> bytes:
     return file.getvalue()
 
 
-# -- one core ----------------------------------------------------------------------------------------------------------
+# ---- one core ----
+
+
+def training_transform(side: int, decode: str = "exact") -> TrainTransform:
+    """open_clip's training crop, which is ours by default."""
+    return TrainTransform(side, (0.9, 1.0), (3 / 4, 4 / 3), 0.0, 2**30, decode == "fast")
 
 
 def transforms(side: int) -> dict[str, Callable[[bytes, int], Any]]:
@@ -169,39 +171,106 @@ def transforms(side: int) -> dict[str, Callable[[bytes, int], Any]]:
     def own(transform: TrainTransform) -> Callable[[bytes, int], Any]:
         return lambda data, number: transform(data, CounterRNG(0, AUGMENT, number), out)
 
-    found = {f"decode={name}": own(TrainTransform(side, SCALE, RATIO, 0.0, 2**30, name == "fast")) for name in ON_CPU}
+    found = {f"decode={name}": own(training_transform(side, name)) for name in ON_CPU}
     return found | {PEER: lambda data, _: peer(Image.open(io.BytesIO(data)).convert("RGB"))}
 
 
-def decode_rows(side: int, pictures: list[bytes], settings: DataBenchSettings) -> list[Row]:
+def decode_rows(pictures: list[bytes], settings: DataBenchSettings) -> list[Row]:
     """Pictures a second and core of every transform on sources of one size."""
     methods = transforms(settings.image_size)
-    times: dict[str, list[float]] = {name: [] for name in methods}
-    for round_ in range(settings.repeats + 1):
-        for name in list(methods) if round_ % 2 else reversed(list(methods)):
-            begun = time.process_time()
-            for number, data in enumerate(pictures):
-                methods[name](data, round_ * len(pictures) + number)
-            if round_:
-                times[name].append(time.process_time() - begun)
-    rows = [_row("decode", side, name, [len(pictures) / t for t in times[name]]) for name in methods]
+    rates: dict[str, list[float]] = {name: [] for name in methods}
+    for number, name in alternating(list(methods), settings.repeats + 1):
+        begun = time.process_time()
+        for place, data in enumerate(pictures):
+            methods[name](data, number * len(pictures) + place)
+        rates[name].append(len(pictures) / (time.process_time() - begun))
+    rows = with_ratios({name: found[1:] for name, found in rates.items()})
     rows[ON_CPU.index("fast")]["difference"] = difference(settings.image_size, pictures)
-    return with_ratios(rows)
+    return rows
 
 
 def difference(side: int, pictures: list[bytes]) -> float:
     """Of `fast` pixels from `exact` ones of the same crops, mean of the absolute values, in parts of 255."""
-    exact, fast = (TrainTransform(side, SCALE, RATIO, 0.0, 2**30, name == "fast") for name in ("exact", "fast"))
     means = []
     for number, data in enumerate(pictures):
         found = np.zeros((2, 3, side, side), np.uint8)
-        exact(data, CounterRNG(0, AUGMENT, number), found[0])
-        fast(data, CounterRNG(0, AUGMENT, number), found[1])
+        for name, pixels in zip(("exact", "fast"), found):
+            training_transform(side, name)(data, CounterRNG(0, AUGMENT, number), pixels)
         means.append(np.abs(found[0].astype(np.int16) - found[1]).mean())
     return float(np.mean(means))
 
 
-# -- end to end --------------------------------------------------------------------------------------------------------
+# ---- the GPU ----
+
+
+class EncodedBatch:
+    """`gpu_decode.AHEAD` pictures as the loaders leave them for the device."""
+
+    def __init__(self, files: list[bytes], side: int) -> None:
+        count = gpu_decode.AHEAD
+        self.files, self.transform = list(islice(cycle(files), count)), training_transform(side)
+        pool = sum(map(len, self.files)) + count * 3 * side**2
+        self.arena = Arena(Layout(1, count, (3, side, side), 1, tier="device", decoded=True, pool=pool))
+        self.slot = self.arena.slots[0]
+        self._backend = tier_of(self.arena, self.transform, (0, count))
+        self.fill(0)
+
+    def fill(self, number: int) -> None:
+        """Put every picture into its place, as a loader does, with crops by `number`."""
+        self._backend.begin(self.slot)
+        for place, data in enumerate(self.files):
+            self._backend.put(self.slot, place, data, CounterRNG(0, AUGMENT, number + place))
+
+
+def loader_rates(files: list[bytes], settings: DataBenchSettings) -> list[float]:
+    """Pictures a second of one core: bytes in memory to bytes in the batch, with the header read and the crop drawn. CPU time."""
+    batch, rates = EncodedBatch(files, settings.image_size), []
+    for number in range(settings.repeats + 1):
+        begun = time.process_time()
+        batch.fill(number * len(batch.files))
+        rates.append(len(batch.files) / (time.process_time() - begun))
+    batch.arena.close()
+    return rates[1:]
+
+
+def device_rates(files: list[bytes], settings: DataBenchSettings, device: torch.device) -> list[float]:
+    """Pictures a second of the device: bytes in host memory to pixels in host memory, wall clock."""
+    batch, refused, rates = EncodedBatch(files, settings.image_size), Counter[str](), []
+    if device.type == "cuda":
+        batch.arena.pin()
+    count, decoder = len(batch.files), DeviceDecoder(batch.transform, jpeg_decoder(device), refused, refused)
+    ahead = DecodedAhead(decoder, batch.arena.window)
+    try:
+        for _ in range(settings.repeats + 1):
+            begun = time.perf_counter()
+            for step in range(FED):
+                ahead.arrived(step, batch.slot, count, count)
+            for step in range(FED):
+                ahead.rows(step, 0, count)
+                ahead.forget(step)
+            rates.append(FED * count / (time.perf_counter() - begun))
+    finally:
+        ahead.close()
+        batch.arena.close()
+    if refused:
+        raise RuntimeError(f"the device refused pictures of the benchmark: {dict(refused)}")
+    return rates[1:]
+
+
+def step_rates(model: str, batch: int, repeats: int, device: torch.device) -> list[float]:
+    """Samples a second that the gradient cache takes with that preset in bf16, pixels and tokens on the device; no update of weights."""
+    from clipscale.bench.step_variants import StepVariants
+
+    variants = StepVariants(model, min(CHUNK, batch), "bf16", str(device))
+    inputs, cached, rates = variants.on_device(batch), variants.variant("cache"), []
+    for _ in range(repeats + 1):
+        meter = Meter(device)
+        cached.step(inputs, meter)
+        rates.append(batch / sum(meter.seconds.values()))
+    return rates[1:]
+
+
+# ---- shards to batches ----
 
 
 def stream_rows(side: int, settings: DataBenchSettings, device: torch.device | None) -> list[Row]:
@@ -211,25 +280,22 @@ def stream_rows(side: int, settings: DataBenchSettings, device: torch.device | N
     tokenizer = open_clip.get_tokenizer("ViT-B-32")
     rates: dict[str, list[float]] = {}
     sizes: dict[str, int] = {}
-    measured = 3  # batches, after the first
     with tempfile.TemporaryDirectory(prefix="clipscale-bench-") as name:
-        pattern = write_shards(Path(name), side, settings, shards=2 * settings.workers, batches=2 + measured)
+        pattern = write_shards(Path(name), side, settings, shards=2 * settings.workers, batches=2 + BATCHES)
         loaders: dict[str, Callable[[], Iterator[int]]] = {
-            f"decode={decode}": lambda decode=decode: own_batches(pattern, decode, tokenizer, settings, device)  # type: ignore[misc]
+            f"decode={decode}": partial(own_batches, pattern, decode, tokenizer, settings, device)
             for decode in (DECODE if device else ON_CPU)
         }
-        loaders[PEER] = lambda: peer_batches(pattern, tokenizer, settings)
-        for round_ in range(settings.repeats):
-            for method in list(loaders) if round_ % 2 else reversed(list(loaders)):
-                batches = loaders[method]()
-                sizes[method] = next(batches)
-                begun = time.perf_counter()
-                for _ in range(measured):
-                    next(batches)
-                rates.setdefault(method, []).append(measured * settings.batch / (time.perf_counter() - begun))
-                batches.close()  # type: ignore[attr-defined]
-    rows = [_row("stream", side, method, rates[method]) | {"bytes": sizes[method]} for method in loaders]
-    return with_ratios(rows)
+        loaders[PEER] = partial(peer_batches, pattern, tokenizer, settings)
+        for _, method in alternating(list(loaders), settings.repeats):
+            batches = loaders[method]()
+            sizes[method] = next(batches)
+            begun = time.perf_counter()
+            for _ in range(BATCHES):
+                next(batches)
+            rates.setdefault(method, []).append(BATCHES * settings.batch / (time.perf_counter() - begun))
+            batches.close()  # type: ignore[attr-defined]
+    return [row | {"bytes": sizes[row["method"]]} for row in with_ratios({name: rates[name] for name in loaders})]
 
 
 def write_shards(folder: Path, side: int, settings: DataBenchSettings, shards: int, batches: int) -> str:
@@ -238,15 +304,11 @@ def write_shards(folder: Path, side: int, settings: DataBenchSettings, shards: i
     for shard in range(shards):
         with tarfile.open(folder / f"{shard:05d}.tar", "w") as archive:
             for i in range(-(-batches * settings.batch // shards)):
-                key = f"{shard:05d}{i:04d}"
                 caption = f"a photograph of thing {i} on a table, number {shard}"
-                members = {
-                    "jpg": pictures[i % len(pictures)],
-                    "txt": caption.encode(),
-                    "json": b'{"a": "%s"}' % (b"x" * 500),
-                }
+                members = {"jpg": pictures[i % len(pictures)], "txt": caption.encode()}
+                members["json"] = b'{"a": "%s"}' % (b"x" * 500)
                 for extension, data in members.items():
-                    header = tarfile.TarInfo(f"{key}.{extension}")
+                    header = tarfile.TarInfo(f"{shard:05d}{i:04d}.{extension}")
                     header.size = len(data)
                     archive.addfile(header, io.BytesIO(data))
     return f"{folder}/{{00000..{shards - 1:05d}}}.tar"
@@ -255,7 +317,7 @@ def write_shards(folder: Path, side: int, settings: DataBenchSettings, shards: i
 def own_batches(
     pattern: str, decode: str, tokenizer: Any, settings: DataBenchSettings, device: torch.device | None = None
 ) -> Iterator[int]:
-    """Whole batches of TrainStream in host memory; yields the bytes of a sample."""
+    """Whole batches of the training stream in host memory; yields the bytes of a sample."""
     config = DataConfig(train=[pattern], workers=settings.workers, decode=decode, order="epochs")
     size, side = settings.batch, settings.image_size
     with open_stream(config, BatchShare(size), image_size=side, tokenizer=tokenizer, seed=0, device=device) as stream:
@@ -285,47 +347,66 @@ def peer_batches(pattern: str, tokenizer: Any, settings: DataBenchSettings) -> I
         yield (pixels.nbytes + tokens.nbytes) // len(pixels)
 
 
-# -- the record --------------------------------------------------------------------------------------------------------
+def with_ratios(rates: Mapping[str, list[float]]) -> list[Row]:
+    """A row for each method, with its rate over the peer's: the median over rounds of the quotient within the round."""
+    return [
+        {"method": name, "per_s": spread(own), "ratio": median(a / b for a, b in zip(own, rates[PEER]))}
+        for name, own in rates.items()
+    ]
 
 
-def _row(kind: str, side: int, method: str, rates: list[float]) -> Row:
-    return {"kind": kind, "side": side, "method": method, "per_s": spread(rates)}
+# ---- how the record is shown ----
 
 
-def with_ratios(rows: list[Row]) -> list[Row]:
-    """Each row with its rate over the peer's: the median over rounds of the quotient within the round."""
-    peer = next(row for row in rows if row["method"] == PEER)["per_s"]["all"]
-    return [row | {"ratio": median(a / b for a, b in zip(row["per_s"]["all"], peer))} for row in rows]
+def _rate(value: float) -> str:
+    return f"{value:,.0f}"
 
 
-def table(record: dict[str, Any]) -> Sheet:
-    """One line for each rate."""
-    title = f"data path on {processor(record['machine'])}: samples a second (decode: of one core)"
-    heads = ("what", "source", "method", "samples/s", "min-max", f"to {PEER}", "bytes a sample", "off exact, /255")
-    groups = [[cells(row) for row in group] for group in grouped(record["rows"], "kind", "side")]
-    return Sheet(title, heads, ("what", "method"), groups)
+COLUMNS = (
+    Column("what", "kind", words=True),
+    Column("source", "side"),
+    Column("method", "method", words=True),
+    Column("samples/s", "per_s.median", _rate),
+    Column("min-max", "per_s", extent(_rate)),
+    Column(f"to {PEER}", "ratio", "{:.2f}".format),
+    Column("bytes a sample", "bytes", "{:,}".format),
+    Column("off exact, /255", "difference", "{:.1f}".format),
+)
 
 
-def cells(row: Row) -> list[str]:
-    rate = row["per_s"]
-    between = f"{rate['min']:,.0f}-{rate['max']:,.0f}"
-    size = f"{row['bytes']:,}" if "bytes" in row else "-"
-    ratio = f"{row['ratio']:.2f}" if "ratio" in row else "-"
-    off = f"{row['difference']:.1f}" if "difference" in row else "-"
-    return [row["kind"], str(row["side"]), row["method"], f"{rate['median']:,.0f}", between, ratio, size, off]
+def title(record: Row) -> str:
+    return f"data path on {processor(record)}: samples a second (decode: of one core)"
 
 
-def verdicts(record: dict[str, Any]) -> list[str]:
-    """What the table means: whether the data path gives as many samples as the model takes, and what was left out."""
+def targets(record: Row) -> list[str]:
+    """Does the data path give as many samples as the model takes; and what was left out."""
     lines = [f"{name} was not measured: {why}" for name, why in record["skipped"].items()]
-    taken = [row for row in record["rows"] if row["kind"] == "step"]
     streams = [row for row in record["rows"] if row["kind"] == "stream" and row["method"] != PEER]
-    for step in taken:
+    for step in (row for row in record["rows"] if row["kind"] == "step"):
         need = step["per_s"]["median"]
         for row in streams:
             gives = row["per_s"]["median"]
             share = f"{gives:,.0f} samples/s, {gives / need:.2f} of the {need:,.0f} that {step['method']} takes"
-            lines.append(
-                f"{row['side']}-pixel sources, {row['method']}, {record['settings']['workers']} workers: {share}"
-            )
+            where = f"{row['side']}-pixel sources, {row['method']}, {record['settings']['workers']} workers"
+            lines.append(f"{where}: {share}")
     return lines
+
+
+def panels(record: Row) -> list[Curves | Bars]:
+    """Rates of one core and of the whole path, by source size."""
+    found: list[Curves | Bars] = []
+    for kind, heading in TITLES.items():
+        rates = {
+            (row["side"], row["method"]): tuple(row["per_s"][part] for part in ("median", "min", "max"))
+            for row in record["rows"]
+            if row["kind"] == kind
+        }
+        sides, methods = dict.fromkeys(side for side, _ in rates), dict.fromkeys(method for _, method in rates)
+        workers = f", {record['settings']['workers']} workers" if kind == "stream" else ""
+        series = {method: [rates.get((side, method)) for side in sides] for method in methods}
+        if series:
+            found.append(Bars(f"{heading}{workers}: samples/s by pixels a side", [str(side) for side in sides], series))
+    return found
+
+
+BENCHMARKS = {"data": Benchmark(title, lambda _: COLUMNS, lambda _: [], targets, panels, groups=("kind", "side"))}

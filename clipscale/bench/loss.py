@@ -6,30 +6,34 @@ Letters: N pairs of all ranks (and as many columns: M = N), D feature width.
 import math
 import os
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import asdict
 from itertools import product
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-import psutil
 import torch
 from rich.console import Console
 
-from clipscale.bench import processes
-from clipscale.bench.figures import counts, device_of, spread
-from clipscale.bench.loss_draw import draw
+from clipscale.bench.harness import RETURNING_MALLOC, Answer, Job, measure
 from clipscale.bench.loss_methods import DTYPES, Case, Method, chosen
-from clipscale.bench.loss_table import legend, table
-from clipscale.bench.loss_work import Job, unit_flops
-from clipscale.bench.machine import asked, machine
+from clipscale.bench.loss_work import unit_flops
 from clipscale.bench.memory import HOW as MEMORY_HOW
-from clipscale.bench.processes import RETURNING_MALLOC, Answer, Ended
-from clipscale.bench.records import earlier, settled, write
-from clipscale.bench.sheet import publish
-from clipscale.bench.verdicts import of_choices, of_loss
+from clipscale.bench.present import (
+    MIB,
+    Bars,
+    Benchmark,
+    Column,
+    Curves,
+    extent,
+    finish,
+    mebibytes,
+    milliseconds,
+)
+from clipscale.bench.record import begin, counts, device_of, final, processor, words, write
+from clipscale.bench.targets import Target, figures, quotients
+from clipscale.bench.worker import spread
+from clipscale.config.checks import at_least
 from clipscale.config.tools import LossBenchSettings
 from clipscale.errors import UserError
 from clipscale.hardware import cores
@@ -40,10 +44,13 @@ Row = dict[str, Any]
 
 COUNTED_UNITS = 4
 """The work every method is credited with, in units of 2 N M D FLOP: scores forward; scores again and two gradients backward."""
-MARGIN = 0.95
-"""Part of the free memory that a measurement on the CPU may take."""
+SHARE = 0.5
+"""Of the time left, what a case may use for rounds after its first."""
+OURS = "infcl"
+"""The loss of a user who does not choose."""
+CASE = ("n", "d", "dtype")
 HOW = {
-    "time": "wall clock with the device waited for; methods in turns, every second round backwards, after a round that is not counted; "
+    "time": "wall clock with the device waited for; methods interleaved, every second round backwards, after a round that is not counted; "
     "medians, least and most; of several ranks the slowest",
     "flops": f"{COUNTED_UNITS} units of 2 N M D FLOP for every method, whatever it computes; 'units' is what passes through torch's "
     "matmuls, all ranks together",
@@ -57,105 +64,60 @@ HOW = {
 
 def main(settings: LossBenchSettings, console: Console | None = None) -> list[Row]:
     """Measure, print and save. Raises UserError for settings that cannot be."""
-    start = time.monotonic()
+    end = time.monotonic() + (settings.seconds or math.inf)
     console = console or plain_console()
     cases, methods = plan(settings)
-    out = Path(settings.out).expanduser()
-    out.mkdir(parents=True, exist_ok=True)
     ranks = f"-{settings.ranks}ranks" if settings.ranks > 1 else ""
-    path = out / f"loss-{cases[0].device}{ranks}.json"
-    record: dict[str, Any] = {
-        "benchmark": "loss",
-        "settings": asked(settings),
-        "machine": machine("bench loss", settings),
-        "how": HOW | {"memory_source": MEMORY_HOW[cases[0].device]},
-        "methods": {method.name: method.about for method in methods},
-        "load_average_before": _load(),
-        "gemm": [],
-        "rows": [],
-    }
-    before = earlier(path, record) if settings.resume else {}
-    kept: list[Row] = before.get("rows", [])
-    record |= {"gemm": before.get("gemm", []), "methods": before.get("methods", {}) | record["methods"]}
-    end = start + settings.seconds if settings.seconds else math.inf
-    fresh: list[Row] = []
+    record, path = begin(
+        settings.out,
+        f"loss-{cases[0].device}{ranks}",
+        "loss",
+        settings,
+        how=HOW | {"memory_source": MEMORY_HOW[cases[0].device]},
+        methods={method.name: method.about for method in methods},
+        load_average_before=_load(),
+        gemm=[],
+    )
     for case in sorted(cases, key=unit_flops):
-        done = {row["method"] for row in kept if is_of(row, case) and settled(row)}
+        own = [row for row in record["rows"] if same_case(row, case)]
+        done = {row["method"] for row in own if final(row)}
         todo = [method for method in methods if method.name not in done]
-        again = {method.name for method in todo}
-        kept = [row for row in kept if not (is_of(row, case) and row["method"] in again)]
-        repeats, late = affordable(case, todo, [*kept, *fresh], end - time.monotonic(), settings.repeats)
-        timely = [method for method in todo if method.name not in late]
-        answers: list[list[Answer]] = []
-        rows, gemm = rows_of(case, todo, answers, late)
-        for answer in measured(case, timely, replace(settings, repeats=repeats), console):
-            answers.append(answer)
-            rows, gemm = rows_of(case, todo, answers, late)
-            record |= {"rows": ordered([*kept, *fresh, *rows], cases, methods), "load_average_after": _load()}
-            write(path, record | {"gemm": record["gemm"] + gemm})  # set by set: what is stopped has what is before
-        fresh += rows
-        record["gemm"] += gemm
-    record["rows"] = ordered([*kept, *fresh], cases, methods)
-    record["verdicts"] = [*of_loss(record["rows"]), *of_choices(record["rows"])]
-    write(path, record)
-    present(record, path, console)
-    return list(record["rows"])
+        names = {method.name for method in todo}
+        kept = [row for row in record["rows"] if not (same_case(row, case) and row["method"] in names)]
+        gemm = record["gemm"]
+        finished: list[list[Answer]] = []
 
+        def hear(answers: list[Answer]) -> None:
+            """Every measurement goes into the record at once, so that an interruption leaves what came before."""
+            rows, bursts = rows_of(case, todo, [*finished, answers])  # noqa: B023
+            record["rows"] = ordered([*kept, *rows], cases, methods)  # noqa: B023
+            record["gemm"] = [*gemm, *bursts]  # noqa: B023
+            write(path, record | {"load_average_after": _load()})
 
-def present(record: Row, path: Path, console: Console) -> None:
-    """Table and picture of the record at `path`, printed and beside it."""
-    publish(table(record), [*legend(record), *record["verdicts"]], path, partial(draw, record), console)
-
-
-def is_of(row: Row, case: Case) -> bool:
-    return all(row[key] == getattr(case, key) for key in ("n", "d", "dtype"))
-
-
-def ordered(rows: list[Row], cases: list[Case], methods: Sequence[Method]) -> list[Row]:
-    """Case by case and method by method as they were asked for; rows of an earlier run that were not asked for again come first."""
-    places = {(case.n, case.d, case.dtype, m.name): i for i, (case, m) in enumerate(product(cases, methods))}
-    return sorted(rows, key=lambda row: places.get((row["n"], row["d"], row["dtype"], row["method"]), -1))
-
-
-def affordable(
-    case: Case, methods: Sequence[Method], rows: Sequence[Row], left: float, repeats: int
-) -> tuple[int, dict[str, str]]:
-    """How many rounds there is time for, at least one, and for which methods there is none: their reasons by name.
-
-    A step is expected to take what it took in the largest case of the same method and type so far, times the ratio of the work. A
-    case takes `repeats` + 3 steps of each (memory, matmuls or profile, a warm-up), and half of the time left at most, unless one round
-    needs more.
-    """
-    if math.isinf(left):
-        return repeats, {}
-    steps: dict[str, float] = {}
-    for method in methods:
-        known = [r for r in rows if (r["method"], r["dtype"], r["status"]) == (method.name, case.dtype, "ok")]
-        nearest_row = max(known, key=lambda r: r["counted_flops"], default=None)
-        if nearest_row is not None:
-            steps[method.name] = nearest_row["total_s"]["median"] * case_flops(case) / nearest_row["counted_flops"]
-    late: dict[str, str] = {}
-    for name, seconds in sorted(steps.items(), key=lambda entry: -entry[1]):
-        if 4 * sum(s for n, s in steps.items() if n not in late) > left:
-            late[name] = f"a step would take about {seconds:.3g} s, by a smaller case; {max(0.0, left):.0f} s were left"
-    if left <= 0:
-        late |= {method.name: "no time was left" for method in methods if method.name not in late}
-    whole = sum(seconds for name, seconds in steps.items() if name not in late)
-    rounds = repeats if not whole else max(1, min(repeats, int(left / 2 / whole) - 3))
-    return rounds, late
+        where = f"N={format_count(case.n)} D={case.d} {case.dtype}"
+        with console.status(where) as status:
+            while job := next_job(case, todo, finished, settings):
+                status.update(f"{where}: {'time' if job.timed else f'memory of {job.names[0]}'}")
+                if not math.isinf(end):
+                    job = Job(**vars(job) | {"seconds": max(0.0, end - time.monotonic())})
+                malloc = RETURNING_MALLOC if job.probed and case.device == "cpu" else {}
+                finished.append(measure("clipscale.bench.loss_work:work", job, malloc, hear))
+        if not finished:
+            hear([])
+    record["load_average_after"] = _load()
+    return finish(record, path, console)
 
 
 def plan(settings: LossBenchSettings) -> tuple[list[Case], list[Method]]:
     """The cases and the methods of the settings. Raises UserError."""
     device = device_of(settings.device)
     for name, least in (("ranks", 1), ("repeats", 1), ("reference", 0)):
-        if getattr(settings, name) < least:
-            raise UserError(f"{name}={getattr(settings, name)}: must be at least {least}")
+        at_least(name, getattr(settings, name), least)
     if not settings.scale > 0:
         raise UserError(f"scale={settings.scale:g}: must be positive; it is the multiplier, not its logarithm")
     if device == "cuda" and settings.ranks > torch.cuda.device_count():
         raise UserError(f"ranks={settings.ranks}: there are {torch.cuda.device_count()} CUDA devices; use fewer ranks")
-    dtypes = [word.strip() for word in settings.dtype.split(",") if word.strip()]
+    dtypes = words(settings.dtype)
     for dtype in dtypes:
         if dtype not in DTYPES:
             raise UserError(f"dtype={dtype}: unknown{nearest(dtype, DTYPES)}; there are {', '.join(DTYPES)}")
@@ -169,93 +131,74 @@ def plan(settings: LossBenchSettings) -> tuple[list[Case], list[Method]]:
     for name, values in (("n", sizes), ("d", widths), ("dtype", dtypes), ("methods", methods)):
         if not values:
             raise UserError(f"{name} is empty; give at least one")
-    cases = [
-        Case(n, d, dtype, device, settings.ranks, settings.scale) for dtype in dtypes for d in widths for n in sizes
-    ]
-    return cases, methods
+    shapes = product(dtypes, widths, sizes)
+    return [Case(n, d, dtype, device, settings.ranks, settings.scale) for dtype, d, n in shapes], methods
 
 
-# ---- measuring ----
+def same_case(row: Row, case: Case) -> bool:
+    return all(row[key] == getattr(case, key) for key in CASE)
 
 
-def measured(
-    case: Case, methods: Sequence[Method], settings: LossBenchSettings, console: Console
-) -> Iterator[list[Answer]]:
-    """The answers of each set of processes that the case needs.
+def ordered(rows: list[Row], cases: list[Case], methods: Sequence[Method]) -> list[Row]:
+    """Case by case and method by method in the order of the settings; rows of earlier runs that these leave out come first."""
+    places = {(case.n, case.d, case.dtype, m.name): i for i, (case, m) in enumerate(product(cases, methods))}
+    return sorted(rows, key=lambda row: places.get((row["n"], row["d"], row["dtype"], row["method"]), -1))
 
-    On the CPU, and on several ranks, memory takes a set of its own for each method, so that one method's peak or failure is not the
-    next one's. Time takes one set for all, so that methods alternate.
-    """
+
+def next_job(
+    case: Case, methods: Sequence[Method], finished: Sequence[list[Answer]], settings: LossBenchSettings
+) -> Job | None:
+    """What the case needs next: on the CPU, and on several ranks, the memory of each method in processes of its own, so that one
+    method's peak or failure does not reach the next; then time of all, interleaved, in one set of processes."""
     able = [m.name for m in methods if m.installed and m.obstacle(case) is None]
-    if not able:
-        return
-    apart = case.device == "cpu" or case.ranks > 1
-    common: dict[str, Any] = {"repeats": settings.repeats, "reference": settings.reference, "profile": settings.profile}
-    if case.device == "cpu":
-        common["memory"] = int(MARGIN * psutil.virtual_memory().available / case.ranks)
-        common["threads"] = max(1, cores() // case.ranks) if case.ranks > 1 else None
-    where = f"N={format_count(case.n)} D={case.d} {case.dtype}"
-    with console.status(where) as status:
-        failed = set()
-        for name in able if apart else []:
-            status.update(f"{where}: memory of {name}")
-            answers = run(Job(case, probed=[name], **common))
-            failed |= {name for answer in answers if answer["methods"][name]["status"] != "ok"}
-            yield answers
-        status.update(f"{where}: time")
-        timed = [name for name in able if name not in failed]
-        if timed:
-            yield run(Job(case, probed=[] if apart else able, timed=timed, **common))
+    apart = able if case.device == "cpu" or case.ranks > 1 else []
+    about = {"case": asdict(case), "reference": settings.reference, "profile": settings.profile}
+    threads = max(1, cores() // case.ranks) if case.device == "cpu" and case.ranks > 1 else None
+    job = Job(about, case.device, ranks=case.ranks, threads=threads, share=SHARE)
+    if len(finished) < len(apart):
+        return Job(**vars(job) | {"probed": [(apart[len(finished)], case.n)]})
+    records = [(name, found) for answers in finished for answer in answers for name, found in answer["cases"].items()]
+    failed = {name for name, found in records if found["status"] != "ok"}
+    timed = [name for name in able if name not in failed]
+    if len(finished) > len(apart) or not timed:
+        return None
+    probed = [] if apart else [(name, case.n) for name in able]
+    return Job(**vars(job) | {"probed": probed, "timed": timed, "repeats": settings.repeats})
 
 
-def run(job: Job) -> list[Answer]:
-    """The answers of all ranks that gave one, in rank order; for a process that ended without one, why every method failed there."""
-    variables = RETURNING_MALLOC if job.probed and job.case.device == "cpu" else {}
-    ended = processes.run("clipscale.bench.loss_work", asdict(job), ranks=job.case.ranks, variables=variables)
-    return [one.answer or silent(job, one) for one in ended if one.answer or one.status is not None]
+# ---- rows ----
 
 
-def silent(job: Job, ended: Ended) -> Answer:
-    """The answer of a process that left none."""
-    status, reason = ended.cause
-    found = {"status": status, "reason": reason, "traceback": ended.said[-5000:]}
-    return {"methods": {name: dict(found) for name in dict.fromkeys(job.probed + job.timed)}}
-
-
-def rows_of(
-    case: Case, methods: Sequence[Method], answers: list[list[Answer]], late: dict[str, str] | None = None
-) -> tuple[list[Row], list[Row]]:
-    """One row for each method, and the GEMM measurement, from what the sets of processes answered; `late`: why some were not asked."""
+def rows_of(case: Case, methods: Sequence[Method], jobs: Sequence[Sequence[Answer]]) -> tuple[list[Row], list[Row]]:
+    """One row for each method, and the GEMM measurement, from the answers of each job's ranks."""
     found: dict[str, Row] = {}
     gemm: list[Row] = []
     where = asdict(case)
-    for one_set in answers:
-        for name in one_set[0]["methods"]:
-            found[name] = found.get(name, {}) | _joined([answer["methods"][name] for answer in one_set], case)
-        seconds = [max(times) for times in zip(*(answer.get("gemm", {}).get("seconds", []) for answer in one_set))]
+    for answers in jobs:
+        for name in answers[0]["cases"] if answers else ():
+            found[name] = found.get(name, {}) | joined([answer["cases"][name] for answer in answers], case)
+        seconds = [max(times) for times in zip(*(answer.get("gemm", {}).get("seconds", []) for answer in answers))]
         if seconds:
-            burst = one_set[0]["gemm"]
+            burst = answers[0]["gemm"]
             flop, panel = case.ranks * burst["products"] * 2.0, burst["panel"]
             square = {"side": burst["side"], "products": burst["products"], "seconds": seconds}
             square |= rates(flop * burst["side"] ** 3, seconds)
-            panel |= rates(flop * panel["rows"] ** 2 * panel["width"], panel["seconds"])
-            gemm.append(where | square | {"panel": panel})
+            gemm.append(
+                where | square | {"panel": panel | rates(flop * panel["rows"] ** 2 * panel["width"], panel["seconds"])}
+            )
     rows = []
     for method in methods:
         row: Row = where | {"method": method.name, "scale": method.scale or case.scale}
-        obstacle = method.obstacle(case)
         if not method.installed:
             row |= {"status": "not installed", "reason": f"install {method.package}"}
-        elif obstacle:
+        elif obstacle := method.obstacle(case):
             row |= {"status": "not supported", "reason": obstacle}
-        elif method.name in (late or {}):
-            row |= {"status": "not run", "reason": (late or {})[method.name]}
         else:
-            row |= found.get(method.name, {"status": "not run", "reason": "its turn did not come"})
+            row |= found.get(method.name, {"status": "not run", "reason": "the run was stopped before it"})
         if row["status"] == "ok" and "total_s" not in row:
             row |= {"status": "not run", "reason": "its time was not measured: the run was stopped"}
         if row["status"] == "ok":
-            row["counted_flops"] = case_flops(case)
+            row["counted_flops"] = COUNTED_UNITS * unit_flops(case)
             row["flops_per_s"] = row["counted_flops"] / row["total_s"]["median"]
             row["gemm_fraction"] = row["flops_per_s"] / gemm[0]["flops_per_s"]
         rows.append(row)
@@ -267,39 +210,197 @@ def rates(flop: float, seconds: list[float]) -> Row:
     return {"flops_per_s": flop / median(seconds), "best_flops_per_s": flop / min(seconds)}
 
 
-def case_flops(case: Case) -> float:
-    """What every method is credited with."""
-    return COUNTED_UNITS * unit_flops(case)
-
-
-def _joined(ranks: list[Row], case: Case) -> Row:
+def joined(ranks: list[Row], case: Case) -> Row:
     """One method's record from those of all ranks: the slowest time, the largest memory, bytes and error, all matmuls together."""
     wrong = next((rank for rank in ranks if rank["status"] != "ok"), None)
     if wrong is not None:
         return {key: wrong[key] for key in ("status", "reason", "traceback")}
-    joined: Row = {"status": "ok"}
-    if "forward_s" in ranks[0]:
-        passes = {
-            name: [max(times) for times in zip(*(rank[name] for rank in ranks))] for name in ("forward_s", "backward_s")
-        }
-        whole = [[f + b for f, b in zip(rank["forward_s"], rank["backward_s"])] for rank in ranks]
-        passes["total_s"] = [max(times) for times in zip(*whole)]
-        joined |= {name: spread(times) for name, times in passes.items()}
+    found: Row = {"status": "ok"}
+    if ranks[0]["steps"]:
+        steps = list(zip(*(rank["steps"] for rank in ranks)))
+        for part in ("forward", "backward"):
+            found[f"{part}_s"] = spread([max(step[part] for step in step_of_ranks) for step_of_ranks in steps])
+        found["total_s"] = spread([max(sum(step.values()) for step in step_of_ranks) for step_of_ranks in steps])
     if "extra_bytes" in ranks[0]:
         for name in ("growth_bytes", "extra_bytes", "sent_bytes", "error"):
-            known = [rank[name] for rank in ranks if rank[name] is not None]
-            joined[name] = max(known, default=None)
-        joined["errors"] = ranks[0]["errors"] and {
-            name: max(rank["errors"].get(name, 0.0) for rank in ranks) for name in ranks[0]["errors"]
-        }
-        joined["units"] = None if ranks[0]["units"] is None else sum(rank["units"] for rank in ranks)
-        sent = joined["sent_bytes"]
-        joined["sent_per_feature"] = None if sent is None else sent / (case.n * case.d)
+            found[name] = max((rank[name] for rank in ranks if rank[name] is not None), default=None)
+        errors = ranks[0]["errors"]
+        found["errors"] = errors and {name: max(rank["errors"].get(name, 0.0) for rank in ranks) for name in errors}
+        found["units"] = None if ranks[0]["units"] is None else sum(rank["units"] for rank in ranks)
+        sent = found["sent_bytes"]
+        found["sent_per_feature"] = None if sent is None else sent / (case.n * case.d)
     if "profile" in ranks[0]:
-        joined["profile"] = ranks[0]["profile"]
-    return joined
+        found["profile"] = ranks[0]["profile"]
+    return found
 
 
 def _load() -> float | None:
     """Processes that wanted a core, over the last minute."""
     return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
+
+
+# ---- how the record is shown ----
+
+COLUMNS = (
+    Column("N", "n", format_count, case=True),
+    Column("D", "d", case=True),
+    Column("dtype", "dtype", case=True),
+    Column("method", "method", words=True, case=True),
+    Column("forward ms", "forward_s.median", milliseconds),
+    Column("backward ms", "backward_s.median", milliseconds),
+    Column("total ms", "total_s.median", milliseconds),
+    Column("min-max", "total_s", extent(milliseconds)),
+    Column("TFLOP/s", "flops_per_s", lambda rate: f"{rate / 1e12:.3g}"),
+    Column("of GEMM", "gemm_fraction", lambda share: f"{100 * share:.0f} %"),
+    Column("units", "units", "{:.2f}".format),
+    Column("extra MiB", "extra_bytes", mebibytes),
+    Column("error", "error", "{:.1e}".format),
+)
+RANKS = (
+    Column("sent MiB", "sent_bytes", lambda size: f"{size / MIB:,.2f}"),
+    Column("per B*D", "sent_per_feature", "{:.2f}".format),
+)
+"""More columns where there are several ranks."""
+
+
+def columns(record: Row) -> list[Column]:
+    return [*COLUMNS, *(RANKS if record["settings"]["ranks"] > 1 else ())]
+
+
+def title(record: Row) -> str:
+    ranks = record["settings"]["ranks"]
+    where = processor(record, record["rows"][0]["device"]) + (f", {ranks} ranks" if ranks > 1 else "")
+    return f"contrastive loss, forward and backward, on {where}"
+
+
+def notes(record: Row) -> list[str]:
+    """The methods, why some have no figures, the GEMM rates, and where the time goes."""
+    lines = [f"{name}: {about}" for name, about in record["methods"].items()]
+    reasons: dict[tuple[str, str, str], int] = {}
+    for row in record["rows"]:
+        if "reason" in row:
+            reasons.setdefault((row["method"], row["status"], row["reason"]), row["n"])
+    lines += [
+        f"{method}: {status} (first at N = {format_count(n)}): {reason}"
+        for (method, status, reason), n in reasons.items()
+    ]
+    bursts: dict[str, list[Row]] = {}
+    for gemm in record["gemm"]:
+        bursts.setdefault(f"{gemm['dtype']} GEMM of side {gemm['side']}", []).append(gemm)
+        if panel := gemm.get("panel"):
+            shape = f"({panel['rows']}, {gemm['d']}) by ({gemm['d']}, {panel['rows']})"
+            bursts.setdefault(f"{gemm['dtype']} GEMM of {shape}", []).append({"products": gemm["products"]} | panel)
+    for name, found in bursts.items():
+        speeds = [gemm["flops_per_s"] / 1e12 for gemm in found]
+        seconds = [s for gemm in found for s in gemm["seconds"]]
+        products = "/".join(map(str, sorted({gemm.get("products", 1) for gemm in found})))
+        lines.append(
+            f"{name}: {min(speeds):.3g} to {max(speeds):.3g} TFLOP/s by case, medians of bursts of {products} back to back "
+            f"({milliseconds(min(seconds))} to {milliseconds(max(seconds))} ms a burst)"
+        )
+    for row in record["rows"]:
+        if "profile" in row:
+            kinds = ", ".join(f"{name} {share:.0%}" for name, share in row["profile"]["kinds"].items())
+            lines.append(
+                f"{row['method']} at N = {format_count(row['n'])}, D = {row['d']}, {row['dtype']}: {kinds}{limits(row)}"
+            )
+    return [
+        *lines,
+        *kernel_choices(record["rows"]),
+        "TFLOP/s credits every method with 4 units of 2*N*N*D FLOP; units: the matmuls it really did, all ranks together.",
+        "Extra: peak memory beyond features and their gradients, of one rank. Error: largest relative distance of value and "
+        "gradients from float64. How each is measured stands in the JSON.",
+    ]
+
+
+def limits(row: Row) -> str:
+    """How near to the GEMM rate each half of our kernels' work comes, and what the device idled.
+
+    Of the four units, two are in the score kernels (forward, and again backward) and two in the library's products (two gradients).
+    """
+    profile = row["profile"]
+    if "score kernels" not in profile["kinds"] or "gemm_fraction" not in row:
+        return ""
+    rate = row["flops_per_s"] / row["gemm_fraction"]
+    halves = [
+        f"{name} at {row['counted_flops'] / 2 / (share * profile['total_s']) / rate:.0%}"
+        for name in ("score kernels", "matrix products")
+        if (share := profile["kinds"].get(name))
+    ]
+    return f"; {', '.join(halves)} of the GEMM rate; idle {1e3 * profile.get('idle_s', 0.0):.2g} ms"
+
+
+def kernel_choices(rows: Sequence[Row]) -> list[str]:
+    """What each choice of the kernels made otherwise gains over `triton` as it is."""
+    plain = {
+        _case(row): row["total_s"]["median"] for row in rows if row["method"] == "triton" and row["status"] == "ok"
+    }
+    lines = []
+    for row in rows:
+        if row["method"].startswith("triton-") and row["status"] == "ok" and _case(row) in plain:
+            longer = row["total_s"]["median"] / plain[_case(row)] - 1
+            how = f"{abs(longer):.1%} {'slower' if longer > 0 else 'faster'} than triton as it is"
+            lines.append(f"{row['method']} at {_case(row)}: {how}")
+    return lines
+
+
+def _case(row: Row) -> str:
+    return f"{format_count(row['n'])} x {row['d']} {row['dtype']}"
+
+
+def targets(record: Row) -> list[str]:
+    """Of one rank. On CUDA: share of the GEMM rate, speed beside inf-cl, memory at 1M; on a CPU: speed and memory beside ClipLoss."""
+    rows = [row for row in record["rows"] if row["ranks"] == 1]
+    ours = [row for row in rows if row["method"] == OURS]
+    devices, lines = {row["device"] for row in rows}, []
+    if "cuda" in devices:
+        where = "N >= 64k, D = 768, bf16"
+        large = [row for row in ours if row["n"] >= 2**16 and row["d"] == 768 and row["dtype"] == "bf16"]
+        huge = [row | {"extra_gib": row.get("extra_bytes", 0) / 2**30} for row in ours if row["n"] >= 2**20]
+        rate = Target(f"at least 75 % of the GEMM rate at 4 units ({where})", lambda x: x >= 0.75, "{:.1%}")
+        speed = Target(f"at least 8 times as fast as inf-cl ({where})", lambda x: x >= 8)
+        memory = Target("at most 2 GiB of extra memory (N >= 1M)", lambda x: x <= 2, "{:.2f} GiB")
+        lines += [
+            rate.judge(figures(large, _case, "gemm_fraction")),
+            speed.judge(quotients(large, rows, "inf_cl", _case, "total_s.median")),
+            memory.judge(figures(huge, _case, "extra_gib")),
+        ]
+    if "cpu" in devices:
+        where = "N >= 16k, D = 512, on a CPU"
+        large = [row for row in ours if row["n"] >= 2**14 and row["d"] == 512]
+        speed = Target(f"at least 1.5 times as fast as ClipLoss ({where})", lambda x: x >= 1.5)
+        memory = Target(f"at most a twentieth of ClipLoss's extra memory ({where})", lambda x: x >= 20, "1/{:.0f}")
+        lines += [
+            speed.judge(quotients(large, rows, "open_clip", _case, "total_s.median")),
+            memory.judge(quotients(large, rows, "open_clip", _case, "extra_bytes")),
+        ]
+    return lines
+
+
+def panels(record: Row) -> list[Curves | Bars]:
+    """For each width and dtype time and memory against the batch, and forward and backward apart."""
+    found: list[Curves | Bars] = []
+    for d, dtype in dict.fromkeys((row["d"], row["dtype"]) for row in record["rows"]):
+        rows = [row for row in record["rows"] if (row["d"], row["dtype"]) == (d, dtype)]
+        names = list(dict.fromkeys(row["method"] for row in rows))
+        ok = {name: [row for row in rows if row["method"] == name and row["status"] == "ok"] for name in names}
+        full = {name: [r["n"] for r in rows if (r["method"], r["status"]) == (name, "out of memory")] for name in names}
+
+        def times(key: str, heading: str) -> Curves:
+            lines = {
+                name: [(row["n"], *(1e3 * row[key][part] for part in ("median", "min", "max"))) for row in own]
+                for name, own in ok.items()  # noqa: B023
+            }
+            return Curves(f"{heading}, ms (D = {d}, {dtype})", lines, full)  # noqa: B023
+
+        memory = {name: [(row["n"], max(row["extra_bytes"], 2**16) / MIB) for row in own] for name, own in ok.items()}
+        found += [
+            times("total_s", "forward + backward"),
+            Curves(f"extra memory, MiB (D = {d}, {dtype})", memory, full),
+            times("forward_s", "forward"),
+            times("backward_s", "backward"),
+        ]
+    return found
+
+
+BENCHMARKS = {"loss": Benchmark(title, columns, notes, targets, panels, groups=CASE)}

@@ -1,8 +1,8 @@
-"""The losses that are compared: the presets of conf/loss, the backends, and other people's implementations.
+"""The losses that are compared: presets of conf/loss, backends, choices of the Triton kernels, and other people's implementations.
 
-A method is known by its name; what it needs is imported where it is built, so that a missing peer costs its row and nothing else.
+A method imports what it needs when it is built, so that a missing peer costs its own row alone.
 
-Letters: N images and as many texts of all ranks, n of one rank, D feature width.
+Letters: N images and as many texts of all ranks, D feature width.
 """
 
 import re
@@ -19,6 +19,7 @@ import torch.nn.functional as F
 import yaml
 from torch import Tensor
 
+from clipscale.bench.record import words
 from clipscale.config.presets import conf_dir, group_options
 from clipscale.config.sections import LossConfig
 from clipscale.errors import UserError
@@ -28,6 +29,8 @@ from clipscale.units import nearest
 
 LossFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(image features (n, D), text features (n, D), logit scale ()) -> loss ()."""
+DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+PANEL = re.compile(r"triton-panel-(\d+)([MG])")
 
 
 @dataclass(frozen=True)
@@ -44,12 +47,9 @@ class Case:
     scale: float
 
 
-DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
 @dataclass(frozen=True)
 class Method:
-    """One way of computing the loss."""
+    """One way to compute the loss."""
 
     name: str
     about: str
@@ -66,11 +66,11 @@ class Method:
     """Its own logit scale, where it has one; else the case's."""
     frozen_images: bool = False
     own: bool = True
-    """Ours: gradients are shares whose sum over ranks is the gradient."""
+    """Ours: gradients sum over the ranks to the gradient."""
     visible: Callable[[Case], bool] = lambda _: True
-    """Do its matmuls pass through torch, where they can be counted."""
-    whole_warmup: bool = False
-    """Is it made for one shape, so that only a step of that shape warms it up."""
+    """Do its matmuls pass through torch, which can count them."""
+    fixed_shape: bool = False
+    """Is it compiled for one shape, so that only a step of that shape warms it up."""
 
     @property
     def installed(self) -> bool:
@@ -82,49 +82,26 @@ class Method:
 
 def preset(name: str) -> Method:
     """`loss=NAME` as conf/loss has it."""
-    text = (conf_dir() / "loss" / f"{name}.yaml").read_text(encoding="utf-8")
-    values = yaml.safe_load(text)
-    model = values.get("model", {})
-    config = LossConfig(**values.get("loss", values))
-    return _own(
-        name,
-        f"loss={name}: exchange={config.exchange}, backend={config.backend}",
-        config,
-        scale=model.get("init_scale"),
-        bias=model.get("init_bias", 0.0),
-        frozen_images=model.get("freeze_image", False),
-    )
+    values = yaml.safe_load((conf_dir() / "loss" / f"{name}.yaml").read_text(encoding="utf-8"))
+    model, config = values.get("model", {}), LossConfig(**values.get("loss", values))
+    about = f"loss={name}: exchange={config.exchange}, backend={config.backend}"
+    own = {"scale": model.get("init_scale"), "bias": model.get("init_bias", 0.0)}
+    return _own(name, about, config, frozen_images=model.get("freeze_image", False), **own)
 
 
-PANEL = re.compile(r"triton-panel-(\d+)([MG])")
-
-
-FORESEEN = {
-    "triton-panel-64M": "10 to 25 % slower: too few tiles for the multiprocessors",
-    "triton-panel-256M": "0 to 3 % slower",
-    "triton-panel-2G": "0 to 3 % faster, for 1.5 GiB",
-    "triton-panel-8G": "as 2G",
-    "triton-tiles-128x128x64-4w-3s": "0 to 10 % slower: one group of tensor-core products a program",
-    "triton-tiles-128x128x64-8w-4s": "5 to 15 % slower: one program a multiprocessor",
-    "triton-tiles-128x256x64-8w-3s": "10 % slower to 10 % faster: less traffic against exponentials that are not hidden",
-    "triton-tiles-256x128x64-8w-3s": "10 % slower to 10 % faster: the same",
-}
-"""What was expected of other choices at N = 64k, D = 768, bf16 on an H200, beside `triton` as it is, before anything was measured."""
-
-
-def variant(name: str) -> Method | None:
-    """The Triton backend with one of its choices made otherwise; None for a name that is no variant.
+def kernel_choice(name: str) -> Method | None:
+    """The Triton backend with one of its choices made otherwise; None for another name.
 
     triton-tiles-128x256x64-8w-3s[-128r]: rows x columns x depth of a tile, warps, stages, registers a thread, in both passes.
     triton-panel-256M: bytes of score gradients at a time. A panel as large as the whole matrix is the design without panels.
     """
+    config = LossConfig(backend="triton")
     if name.startswith("triton-tiles-") and (tiles := Tiles.parse(name.removeprefix("triton-tiles-"))):
-        about = f"backend=triton with tiles of {tiles.rows} x {tiles.cols} x {tiles.depth}, {tiles.warps} warps, {tiles.stages} stages"
-        return _own(name, about, LossConfig(backend="triton"), Tuning(tiles=tiles))
+        shape = f"{tiles.rows} x {tiles.cols} x {tiles.depth}, {tiles.warps} warps, {tiles.stages} stages"
+        return _own(name, f"backend=triton with tiles of {shape}", config, Tuning(tiles=tiles))
     if found := PANEL.fullmatch(name):
-        size = int(found[1]) << {"M": 20, "G": 30}[found[2]]
         about = f"backend=triton with {found[1]} {found[2]}iB of score gradients at a time"
-        return _own(name, about, LossConfig(backend="triton"), Tuning(panel_bytes=size))
+        return _own(name, about, config, Tuning(panel_bytes=int(found[1]) << {"M": 20, "G": 30}[found[2]]))
     return None
 
 
@@ -134,15 +111,13 @@ def _own(name: str, about: str, config: LossConfig, tuning: Tuning | None = None
         bias = more.get("bias", 0.0) if config.objective == "sigmoid" else None
         return partial(configured_loss, logit_bias=bias, config=own, check=False, tuning=tuning)
 
-    def on_triton(case: Case) -> bool:
-        return config.backend == "triton" or (config.backend == "auto" and case.device == "cuda")
+    def visible(case: Case) -> bool:
+        return not (config.backend == "triton" or (config.backend == "auto" and case.device == "cuda"))
 
     def obstacle(case: Case) -> str | None:
         return "the Triton kernels need CUDA" if config.backend == "triton" and case.device != "cuda" else None
 
-    return Method(
-        name, about, build, obstacle, objective=config.objective, visible=lambda case: not on_triton(case), **more
-    )
+    return Method(name, about, build, obstacle, objective=config.objective, visible=visible, **more)
 
 
 # ---- peers ----
@@ -155,7 +130,7 @@ def _open_clip(case: Case, rank: int) -> LossFunction:
     loss = ClipLoss(local_loss=not alone, gather_with_grad=not alone, rank=rank, world_size=case.ranks)
     return cast(
         LossFunction, loss.forward
-    )  # torch's counter of FLOP hooks into modules, and its hooks refuse autograd.grad
+    )  # torch's FLOP counter hooks into modules, and its hooks refuse autograd.grad
 
 
 def _inf_cl(case: Case, rank: int) -> LossFunction:
@@ -201,36 +176,22 @@ def _version(package: str, distribution: str) -> str:
 def methods() -> dict[str, Method]:
     """All of them, by name."""
     backends = {"tiled": "any device, tile by tile", "dense": "blocks held whole", "triton": "kernels for CUDA"}
-    found = [preset(name) for name in group_options()["loss"]]
-    found += [_own(name, f"backend={name}: {about}", LossConfig(backend=name)) for name, about in backends.items()]
-    found += [
-        Method(
-            "open_clip",
-            f"open_clip.loss.ClipLoss of open_clip_torch {_version('open_clip', 'open_clip_torch')}",
-            _open_clip,
-            package="open_clip",
-            own=False,
-        ),
-        Method(
-            "inf_cl",
-            f"inf_cl.cal_flash_loss, both ways, of inf-cl {_version('inf_cl', 'inf-cl')}",
-            _inf_cl,
-            _inf_cl_obstacle,
-            package="inf_cl",
-            own=False,
-            visible=lambda _: False,
-        ),
-        Method(
-            "torch", "torch's cross_entropy of one matrix, both ways", lambda *_: cross_entropy, _one_rank, own=False
-        ),
-        Method(
+    clip_loss = f"open_clip.loss.ClipLoss of open_clip_torch {_version('open_clip', 'open_clip_torch')}"
+    flash_loss = f"inf_cl.cal_flash_loss, both ways, of inf-cl {_version('inf_cl', 'inf-cl')}"
+    peer = partial(Method, own=False)
+    compiled: dict[str, Any] = {"visible": lambda _: False, "fixed_shape": True}
+    found = [
+        *(preset(name) for name in group_options()["loss"]),
+        *(_own(name, f"backend={name}: {about}", LossConfig(backend=name)) for name, about in backends.items()),
+        peer("open_clip", clip_loss, _open_clip, package="open_clip"),
+        peer("inf_cl", flash_loss, _inf_cl, _inf_cl_obstacle, "inf_cl", visible=lambda _: False),
+        peer("torch", "torch's cross_entropy of one matrix, both ways", lambda *_: cross_entropy, _one_rank),
+        peer(
             "compile",
             "the same under torch.compile",
             lambda *_: torch.compile(cross_entropy, dynamic=False),
             _compiler,
-            own=False,
-            visible=lambda _: False,
-            whole_warmup=True,
+            **compiled,
         ),
     ]
     return {method.name: method for method in found}
@@ -239,7 +200,7 @@ def methods() -> dict[str, Method]:
 def find(names: list[str]) -> list[Method]:
     """The methods of these names. Raises UserError for one that is none."""
     known = methods()
-    found = {name: known.get(name) or variant(name) for name in names}
+    found = {name: known.get(name) or kernel_choice(name) for name in names}
     for name, method in found.items():
         if method is None:
             raise UserError(
@@ -257,6 +218,5 @@ def chosen(names: str, device: str, ranks: int) -> list[Method]:
     if names == "auto":
         names = "clip,openclip,disco,ring,infcl" if ranks > 1 else "infcl,dense,open_clip,torch"
         names += ",inf_cl" if ranks == 1 and device == "cuda" else ""
-    every_tile = [f"triton-tiles-{tiles}" for tiles in candidates("half")]
-    asked = [name.strip() for name in names.split(",") if name.strip()]
-    return find([name for word in asked for name in (every_tile if word == "triton-tiles" else [word])])
+    tiles = [f"triton-tiles-{candidate}" for candidate in candidates("half")]
+    return find([name for word in words(names) for name in (tiles if word == "triton-tiles" else [word])])

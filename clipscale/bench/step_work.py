@@ -1,24 +1,14 @@
-"""What the step benchmark measures, in a fresh process: `python -m clipscale.bench.step_work FOLDER RANK` does the job in FOLDER.
+"""What the step benchmark measures in a fresh process: memory at several batches, the largest batch that fits, and time."""
 
-The answer is written anew after every measurement, so that a job cut off leaves what it has.
-"""
-
-import gc
-import math
-import sys
-import time
-import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from clipscale.bench.memory import DeviceMemory, HostMemory, bound_memory, is_out_of_memory
-from clipscale.bench.processes import job_in, leave
-from clipscale.bench.step_ways import Name, Way, Ways
+from clipscale.bench.harness import Job, Task
+from clipscale.bench.memory import is_out_of_memory
+from clipscale.bench.step_variants import Name, StepVariant, StepVariants
+from clipscale.bench.worker import Meter, Worker
 
 FIRST = 64
 """The first batch that is tried where the largest that fits is looked for."""
@@ -32,158 +22,79 @@ WARM = 2
 """Chunks that warm a method up."""
 
 
-@dataclass
-class StepJob:
-    """What one process is to do."""
-
-    model: str
-    chunk: int
-    precision: str
-    device: str
-    probed: list[tuple[str, int]] = field(default_factory=list)
-    """Methods and batches whose memory is wanted."""
-    timed: list[str] = field(default_factory=list)
-    """Cases, `METHOD@BATCH` or `METHOD@max`, whose time is wanted, in turns."""
-    repeats: int = 0
-    seconds: float | None = None
-    """What would not end within so many seconds from the start is left out."""
-    memory: int | None = None
-    """Bytes that the process may take on a CPU beyond what torch itself takes."""
+def work(task: Task) -> None:
+    StepWorker(Job(**task.job), task.rank, task.leave).work()
 
 
-class StepWork:
-    """A job in its process."""
+class StepWorker(Worker):
+    """Cases are METHOD@BATCH, or METHOD@max for the largest batch that fits."""
 
-    def __init__(self, job: StepJob, folder: Path | None = None) -> None:
-        self.job, self.folder, self.complete = job, folder, False
-        self.end = time.monotonic() + (math.inf if job.seconds is None else job.seconds)
-        self.ways = Ways(job.model, job.chunk, job.precision, job.device)
-        self.device = self.ways.device
-        self.found: dict[str, dict[str, Any]] = {}
-        self.expected: dict[str, float] = {}
-        """Seconds of one step of a case, by its last one or by a smaller one."""
+    def __init__(self, job: Job, rank: int = 0, leave: Callable[[dict[str, Any]], object] = lambda _: None) -> None:
+        super().__init__(job, rank, leave)
+        self.variants = StepVariants(device=job.device, **job.about)
 
-    def do(self) -> dict[str, Any]:
-        if self.device.type == "cpu" and self.job.memory is not None:
-            bound_memory(self.job.memory)
-        for name, batch in self.job.probed:
-            self.attempt(name, partial(self.probe, batch=batch))
-        for case in self.job.timed:  # all models first: the largest batch is one that fits beside their weights
-            self.attempt(case, lambda case: self.way(case))
-        compiled = [case for case in self.job.timed if case.startswith("compiled")]
-        for cases in ([case for case in self.job.timed if case not in compiled], compiled):
-            for case in cases:  # what has to be compiled comes when the rest has been measured once
-                self.attempt(case, self.ready)
-            self.turns(sorted((case for case in cases if case in self.expected), key=lambda case: self.expected[case]))
-        for number in range(1, self.job.repeats):
-            self.turns(self.job.timed if number % 2 == 0 else self.job.timed[::-1])
-        self.complete = True
-        self.leave()
-        return self.answer()
+    def facts(self) -> dict[str, Any]:
+        return {"pinned": self.variants.pinned}
 
-    def turns(self, cases: list[str]) -> None:
-        """One step of each case that is still to be measured."""
-        for case in cases:
-            if case in self.expected and self.job.repeats:
-                self.attempt(case, self.time)
+    def variant(self, case: str) -> StepVariant:
+        return self.variants.variant(case.partition("@")[0])
 
-    def answer(self) -> dict[str, Any]:
-        how = {"threads": torch.get_num_threads(), "pinned": self.ways.pinned}
-        return {"methods": self.found, "complete": self.complete} | how
-
-    def leave(self) -> None:
-        if self.folder is not None:
-            leave(self.folder, self.answer())
-
-    def record(self, name: str) -> dict[str, Any]:
-        return self.found.setdefault(name, {"status": "ok", "seconds": [], "memory": {}})
-
-    def attempt(self, name: str, what: Callable[[str], object]) -> None:
-        """`what(name)`, or in the record why not."""
-        record = self.record(name)
-        if record["status"] != "ok":
-            return
-        try:
-            what(name)
-        except Exception as error:
-            status = "out of memory" if is_out_of_memory(error) else "failed"
-            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-            record |= {"status": status, "reason": reason, "traceback": traceback.format_exc()}
-            self.expected.pop(name, None)
-        self.release()
-        self.leave()
+    def late(self, case: str) -> bool:
+        return Name.of(case).kind == "compiled"
 
     def release(self) -> None:
-        """Hand back what a step left: gradients, and with a full device the allocator's blocks."""
-        for weights in self.ways.weights:
+        """Gradients go, too."""
+        for weights in self.variants.weights:
             weights.zero_grad()
-        gc.collect()
-
-    def way(self, case: str) -> Way:
-        return self.ways.way(case.partition("@")[0])
-
-    def affords(self, case: str, seconds: float) -> bool:
-        """Is there time for a step of so many seconds; else it is noted, unless the case has a measurement already."""
-        left = self.end - time.monotonic()
-        if seconds <= left:
-            return True
-        record = self.record(case)
-        if not record["seconds"]:
-            reason = f"a step would take about {seconds:.3g} s, and {max(left, 0):.0f} s were left"
-            record |= {"status": "not run", "reason": reason, "traceback": "", "expected_s": seconds}
-        self.expected.pop(case, None)
-        return False
+        super().release()
 
     # ---- what is measured ----
 
-    def probe(self, name: str, batch: int) -> None:
-        """Growth of the peak during one step, weights, gradients and inputs aside."""
-        way = self.way(name)
-        way.step(way.inputs(min(self.job.chunk, batch)))
-        for weights in self.ways.weights:
+    def probe(self, name: str, size: int) -> None:
+        variant = self.variant(name)
+        self.seconds(variant, min(self.variants.chunk, size))
+        for weights in self.variants.weights:
             weights.zero_grad(set_to_none=False)
-        inputs = way.inputs(batch)
-        memory = DeviceMemory(self.device) if self.device.type == "cuda" else HostMemory()
-        way.step(inputs)
-        self.record(name)["memory"][str(batch)] = memory.growth()
+        inputs = variant.inputs(size)
+        meter = Meter(self.device, self.memory())
+        variant.step(inputs, meter)
+        self.record(name)["memory"][str(size)] = meter.growth()
 
     def ready(self, case: str) -> None:
-        """Find the batch where the largest is asked for, warm up, and learn from a few chunks how long a step will take."""
-        name, _, size = case.partition("@")
-        record = self.record(case)
-        if name.startswith("compiled") and self.device.type == "cuda" and not self.affords(case, COMPILING):
+        """A few chunks warm up and say what a step takes; or the largest batch is found."""
+        size, record = case.partition("@")[2], self.record(case)
+        if self.late(case) and self.device.type == "cuda" and not self.affords(case, COMPILING):
             return
         if size == "max":
             self.find_largest(case, record)
             return
-        record["batch"] = batch = int(size)
-        few = min(WARM * self.job.chunk, batch)
-        _ = self.step(self.way(name), few)
-        seconds = self.step(self.way(name), few)
-        self.expected[case] = seconds * batch / few
+        record["size"] = batch = int(size)
+        few = min(WARM * self.variants.chunk, batch)
+        self.seconds(self.variant(case), few)
+        self.expected[case] = self.seconds(self.variant(case), few) * batch / few
         self.affords(case, self.expected[case])
 
     def find_largest(self, case: str, record: dict[str, Any]) -> None:
         """The largest batch whose step runs: doubled until memory (or the time for a trial) is full, then the gap halved.
 
-        Compiled towers take that of the same method as it is: every new size would be compiled anew.
+        Compiled towers take that of the same method without compiling: every new size would be compiled anew.
         """
-        name = Name.of(case.partition("@")[0])
-        twin = f"{name.base}@max" if name.variant == "compiled" else case
+        name = Name.of(case)
+        twin = f"{name.base}@max" if name.kind == "compiled" else case
         if twin != case:
-            if "batch" not in self.record(twin):
+            if "size" not in self.record(twin):
                 self.find_largest(twin, self.record(twin))
-            record |= {"batch": (batch := self.record(twin)["batch"]), "tried": {}}
-            _ = self.step(self.way(case), batch)
-            self.expected[case] = self.step(self.way(case), batch)
+            record |= {"size": (batch := self.record(twin)["size"]), "tried": {}}
+            self.seconds(self.variant(case), batch)
+            self.expected[case] = self.seconds(self.variant(case), batch)
             return
         tried: dict[int, str] = {}
-        good, bad, step_s, size = 0, 0, 0.0, min(FIRST, self.job.chunk)
+        good, bad, step_s, size = 0, 0, 0.0, min(FIRST, self.variants.chunk)
         for _ in range(64):
-            if step_s * size / max(good, 1) > SEARCH * (self.end - time.monotonic()):
+            if step_s * size / max(good, 1) > SEARCH * self.left:
                 record["bound"] = "time"
                 break
-            found = self.fits(self.way(case), size)
+            found = self.fits(self.variant(case), size)
             tried[size] = "out of memory" if found is None else f"{found:.3g} s"
             good, bad, step_s = (good, size, step_s) if found is None else (size, bad, found)
             if bad and (bad - good) * 2**HALVINGS <= bad:
@@ -192,85 +103,46 @@ class StepWork:
         record["tried"] = tried
         if not good:
             raise MemoryError(f"out of memory: not even a step of {size} samples fits")
-        record["batch"], self.expected[case] = good, step_s
+        record["size"], self.expected[case] = good, step_s
 
-    def fits(self, way: Way, batch: int) -> float | None:
+    def fits(self, variant: StepVariant, batch: int) -> float | None:
         """Seconds of a step; None where memory does not suffice."""
         try:
-            return self.step(way, batch)
+            return self.seconds(variant, batch)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
         finally:
-            self.release()
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()
+            self.clear()
         return None
 
-    def step(self, way: Way, batch: int) -> float:
-        """Seconds of one step."""
-        inputs = way.inputs(batch)
-        self.wait()
-        start = time.perf_counter()
-        way.step(inputs)
-        self.wait()
-        return time.perf_counter() - start
-
-    def time(self, case: str) -> None:
-        """Seconds, memory and parts of a step. Where what fitted by itself does not between the others, an eighth less is tried."""
-        if not self.affords(case, self.expected[case]):
-            return
-        record = self.record(case)
-        try:
-            self.measure(case, record)
-            return
-        except Exception as error:
-            if not is_out_of_memory(error) or not case.endswith("@max") or record["batch"] < FIRST // 4:
-                raise
-        record["tried"][record["batch"]] = "out of memory between the others"
-        record["batch"] -= record["batch"] // 8
-        record["seconds"] = []
+    def clear(self) -> None:
+        """Release, and give the allocator's unused blocks back."""
         self.release()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def time(self, case: str) -> None:
+        """Where a batch that fitted alone does not fit beside the other methods, an eighth less is tried."""
+        record = self.record(case)
+        try:
+            super().time(case)
+            return
+        except Exception as error:
+            if not is_out_of_memory(error) or not case.endswith("@max") or record["size"] < FIRST // 4:
+                raise
+        record["tried"][record["size"]] = "out of memory between the others"
+        record["size"] -= record["size"] // 8
+        record["steps"] = []
+        self.clear()
         self.time(case)
 
-    def measure(self, case: str, record: dict[str, Any]) -> None:
-        way = self.way(case)
-        inputs = way.inputs(record["batch"])
-        self.release()
-        cuda = self.device.type == "cuda"
-        memory = DeviceMemory(self.device) if cuda else None
-        self.wait()
-        start = time.perf_counter()
-        phases = way.step(inputs)
-        self.wait()
-        seconds = time.perf_counter() - start
-        record["seconds"].append(seconds)
-        self.expected[case] = seconds
-        record["flops"] = way.flops.per_sample
-        record["mfu"] = way.flops.utilisation(record["batch"] / seconds)
-        peak = None if memory is None else memory.growth()
-        if phases is not None:
-            record["parts"] = {f"{part}_s": s for part, s in phases.seconds.items()}
-            record["parts"]["features_bytes"] = self.ways.features_bytes(record["batch"])
-            record["parts"] |= {f"mem_{part}_bytes": phases.extra_bytes(part) for part in phases.peak}
-            if phases.peak:
-                peak = max(phases.peak.values()) - phases.before["encode"]
-        if peak is not None:
-            record["memory"][str(record["batch"])] = peak
-
-    def wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-
-def main(folder: Path) -> int:
-    record = job_in(folder)
-    job = StepJob(**record | {"probed": [tuple(pair) for pair in record["probed"]]})
-    StepWork(job, folder).do()
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    def measured(self, case: str, meter: Meter) -> None:
+        record, batch = self.record(case), self.record(case)["size"]
+        flops = self.variant(case).flops
+        record["flops"] = flops.per_sample
+        record["mfu"] = flops.utilisation(batch / sum(meter.seconds.values()))
+        if len(meter.seconds) > 1:
+            record["parts"] = {f"{part}_s": seconds for part, seconds in meter.seconds.items()}
+            record["parts"]["features_bytes"] = self.variants.features_bytes(batch)
+            record["parts"] |= {f"mem_{part}_bytes": meter.peak[part] - meter.before[part] for part in meter.peak}

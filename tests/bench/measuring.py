@@ -1,30 +1,24 @@
-"""A process that measures nothing, for the tests of how such processes are run: `python -m tests.bench.measuring FOLDER RANK`.
+"""A task that measures nothing, for the tests of processes: `tests.bench.measuring:work`.
 
-Its job is a list of words for each rank, done in turn: `answer` leaves one more, `sleep` waits to be ended, `fail` says why and fails.
+Its job is a list of words for each rank, done in order: `answer` replaces the answer, `sleep` waits to be ended, `fail` prints and fails.
 """
 
 import os
 import sys
 import time
-from pathlib import Path
 
-from clipscale.bench.processes import job_in, leave
+from clipscale.bench.harness import Task
 
 
-def main(folder: Path, rank: int) -> int:
+def work(task: Task) -> None:
     answers = 0
-    for word in job_in(folder)["words"][rank]:
+    for word in task.job["words"][task.rank]:
         if word == "answer":
             answers += 1
-            leave(folder, {"rank": rank, "answers": answers, "variable": os.environ.get("GIVEN")}, rank)
+            task.leave({"rank": task.rank, "answers": answers, "variable": os.environ.get("GIVEN")})
             time.sleep(0.1)
         elif word == "sleep":
             time.sleep(60)
         else:
             print("first\nno such thing\n")
-            return 3
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), int(sys.argv[2])))
+            sys.exit(3)

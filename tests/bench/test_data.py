@@ -8,8 +8,8 @@ import pytest
 import torch
 from PIL import Image
 
-from clipscale.bench import data_device
-from clipscale.bench.data import GPU, ON_CPU, PEER, main, photograph, verdicts, with_ratios
+from clipscale.bench import data
+from clipscale.bench.data import GPU, ON_CPU, PEER, main, photograph, targets, with_ratios
 from clipscale.config.tools import DataBenchSettings
 from clipscale.data.loader import gpu_decode as on
 from clipscale.errors import UserError
@@ -52,24 +52,23 @@ def test_every_method_is_measured_at_every_size(record: dict) -> None:
     assert off[40] == 0 < off[80] < 10, f"{off}: 40 pixels cannot be halved for 32, 80 can"
 
 
-def test_without_a_gpu_its_decoder_is_left_out_and_why_is_said(record: dict) -> None:
+def test_without_a_gpu_its_decoder_is_left_out_and_why_is_noted(record: dict) -> None:
     assert record["skipped"] == {GPU: "asked for with device=cpu"}
-    assert verdicts(record) == ["decode=gpu was not measured: asked for with device=cpu"]
+    assert targets(record) == ["decode=gpu was not measured: asked for with device=cpu"]
 
 
 def test_with_a_gpu_all_of_it_is_measured_and_the_question_answered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(on, "require_gpu", lambda device: None)
-    monkeypatch.setattr(data_device, "usable", lambda setting: (torch.device("cpu"), ""))
-    monkeypatch.setattr(data_device, "AHEAD", 8)
+    monkeypatch.setattr(data, "usable", lambda setting: (torch.device("cpu"), ""))
     monkeypatch.setattr(on, "AHEAD", 8)
     small = {"image_size": 32, "pictures": 2, "repeats": 1, "workers": 1, "batch": 16}
     main(DataBenchSettings(sizes="40", stream="40", model="tiny", out=str(tmp_path), **small))
     record = json.loads((tmp_path / "data.json").read_text())
     found = [(r["kind"], r["method"]) for r in record["rows"]]
     assert {("device", GPU), ("stream", GPU), ("step", "tiny")} <= set(found), found
-    lines = verdicts(record)
+    lines = targets(record)
     assert len(lines) == 3 and "decode=gpu, 1 workers" in lines[2] and "that tiny takes" in lines[2], lines
 
 
@@ -77,9 +76,9 @@ def test_a_gpu_that_fails_costs_its_own_figures_alone(tmp_path: Path, monkeypatc
     def failing(*_: object) -> list[float]:
         raise RuntimeError("the device refused\npictures")
 
-    monkeypatch.setattr(data_device, "usable", lambda setting: (torch.device("cpu"), ""))
-    monkeypatch.setattr(data_device, "device_rates", failing)
-    monkeypatch.setattr(data_device, "step_rates", failing)
+    monkeypatch.setattr(data, "usable", lambda setting: (torch.device("cpu"), ""))
+    monkeypatch.setattr(data, "device_rates", failing)
+    monkeypatch.setattr(data, "step_rates", failing)
     small = {"image_size": 32, "pictures": 2, "repeats": 1, "workers": 1, "batch": 16}
     main(DataBenchSettings(sizes="40", stream="", model="tiny", out=str(tmp_path), **small))
     record = json.loads((tmp_path / "data.json").read_text())
@@ -108,11 +107,8 @@ def test_pixels_cross_as_bytes_and_the_peers_as_floats(record: dict) -> None:
 
 
 def test_the_ratio_is_taken_round_by_round() -> None:
-    rows = [
-        {"method": "a", "per_s": {"all": [2.0, 30.0, 40.0]}},
-        {"method": PEER, "per_s": {"all": [1.0, 10.0, 20.0]}},
-    ]
-    assert [row["ratio"] for row in with_ratios(rows)] == [2.0, 1.0]
+    rows = with_ratios({"a": [2.0, 30.0, 40.0], PEER: [1.0, 10.0, 20.0]})
+    assert [row["ratio"] for row in rows] == [2.0, 1.0]
 
 
 def test_a_photograph_is_the_same_every_time_and_compresses_like_one() -> None:

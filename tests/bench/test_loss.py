@@ -2,8 +2,8 @@
 
 import io
 import json
-import math
-from dataclasses import replace
+import re
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -13,12 +13,11 @@ import pytest
 from matplotlib.image import imread
 from rich.console import Console
 
-from clipscale.bench.loss import HOW, affordable, main, plan, rows_of
-from clipscale.bench.loss_draw import draw
+from clipscale.bench import present
+from clipscale.bench.harness import Job
+from clipscale.bench.loss import COLUMNS, HOW, RANKS, limits, main, notes, plan, rows_of
 from clipscale.bench.loss_methods import Case, find, methods
-from clipscale.bench.loss_profile import kind
-from clipscale.bench.loss_table import COLUMNS, RANKS, legend, limits, table
-from clipscale.bench.loss_work import Job, Work
+from clipscale.bench.loss_work import LossWorker, kind
 from clipscale.cli import main as cli
 from clipscale.config.tools import LossBenchSettings
 from clipscale.errors import UserError
@@ -35,28 +34,21 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Record, str, Path]:
         n="128", d="32", methods="infcl,triton,open_clip,inf_cl", device="cpu", repeats=3, profile=True, out=str(out)
     )
 
-    def here(job: Job) -> list[Record]:
-        work = Work(replace(job, memory=None, threads=None), 0, out)
-        assert work.do()
-        return [work.answer()]
+    def here(target: str, job: Job, variables: Any, hear: Any) -> list[Record]:
+        hear(answers := [LossWorker(job).work()])
+        return answers
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("clipscale.bench.loss.run", here)
+        patch.setattr("clipscale.bench.loss.measure", here)
         patch.setattr("clipscale.bench.loss_work.GEMM_SIDE", {"cpu": 256})
         main(settings, Console(file=printed, width=160))
     return json.loads((out / "loss-cpu.json").read_text()), printed.getvalue(), out
 
 
-def text_of(record: Record) -> str:
-    printed = io.StringIO()
-    Console(file=printed, width=200).print(table(record))
-    return printed.getvalue()
-
-
 def test_the_table_has_a_line_for_each_method_and_says_why_one_has_no_figures(small: tuple[Record, str, Path]) -> None:
     record, printed, out = small
-    for head in COLUMNS:
-        assert head in printed, f"no column {head}"
+    for column in COLUMNS:
+        assert column.head in printed, f"no column {column.head}"
     assert "need CUDA" in printed
     assert [row["method"] for row in record["rows"]] == ["infcl", "triton", "open_clip", "inf_cl"]
     status = {row["method"]: row["status"] for row in record["rows"]}
@@ -66,7 +58,7 @@ def test_the_table_has_a_line_for_each_method_and_says_why_one_has_no_figures(sm
         assert str(out / f"loss-cpu.{suffix}") in printed and (out / f"loss-cpu.{suffix}").stat().st_size
     lines = (out / "loss-cpu.md").read_text().splitlines()
     head, rule, first = (line for line in lines[2:5])
-    assert head == "| " + " | ".join(COLUMNS) + " |" and rule.startswith("| --: | --: | --: | --- |")
+    assert head == "| " + " | ".join(c.head for c in COLUMNS) + " |" and rule.startswith("| --- | --: | --: | --- |")
     assert first.startswith("| 128 | 32 | fp32 | infcl | ") and {line.count("|") for line in lines[2:8]} == {14}
     assert lines[-1].startswith("- not measured: at most a twentieth")
 
@@ -110,11 +102,11 @@ def test_the_record_says_what_it_ran_on_and_how_it_measured(small: tuple[Record,
     assert record["settings"]["scale"] == 100.0
     assert record["load_average_after"] is not None
     assert set(record["methods"]) == {"infcl", "triton", "open_clip", "inf_cl"}
-    assert [line[:46] for line in record["verdicts"]] == [
+    assert [line[:46] for line in record["targets"]] == [
         "not measured: at least 1.5 times as fast as Cl",
         "not measured: at most a twentieth of ClipLoss'",
     ]
-    assert record["verdicts"][0] in printed
+    assert record["targets"][0] in printed
 
 
 def test_the_picture_is_drawn(small: tuple[Record, str, Path]) -> None:
@@ -167,46 +159,40 @@ def test_kernels_are_told_apart(kernel: str, group: str) -> None:
 # ---- time that is bounded ----
 
 
-def timed(method: str, n: int, seconds: float) -> Record:
-    flops = 4 * 2.0 * n * n * 512
-    where = {"n": n, "d": 512, "dtype": "bf16", "method": method, "status": "ok"}
-    return where | {"counted_flops": flops, "total_s": {"median": seconds}}
-
-
 def test_what_there_is_no_time_for_is_named_with_what_it_would_take() -> None:
-    case = Case(65536, 512, "bf16", "cuda", 1, 100.0)
-    chosen = find(["infcl", "open_clip", "torch"])
-    rows = [timed("infcl", 16384, 0.01), timed("infcl", 32768, 0.02), timed("open_clip", 32768, 2.0)]
-    assert affordable(case, chosen, rows, math.inf, 5) == (5, {})
-    rounds, late = affordable(case, chosen, rows, 30.0, 5)
-    assert late == {"open_clip": "a step would take about 8 s, by a smaller case; 30 s were left"}
-    assert rounds == 5, "a step of infcl takes 0.08 s, by the larger of its cases"
-    assert affordable(case, chosen, rows, 100.0, 5) == (3, {}), (
-        "half of 100 s is 6 steps of 8.08 s, 3 of which are not rounds"
-    )
-    assert set(affordable(case, chosen, rows, 0.0, 5)[1]) == {"infcl", "open_clip", "torch"}
-    unbound, _ = rows_of(case, chosen, [], late)
-    assert [row["status"] for row in unbound] == ["not run"] * 3 and "8 s" in unbound[1]["reason"]
+    """Of two methods the second takes 8 s a step by a step with a quarter of the pairs, and 5 s are left."""
+    case = Case(256, 32, "fp32", "cpu", 1, 100.0)
+    about = {"case": asdict(case), "reference": 0, "profile": False}
+    worker = LossWorker(Job(about, "cpu", timed=["infcl", "torch"], repeats=1, seconds=5.0))
+    seconds = {"infcl": 0.01, "torch": 0.5}
+    worker.seconds = lambda loss, size: seconds[loss.method.name]  # type: ignore[method-assign]
+    answer = worker.work()
+    (infcl, torch), _ = rows_of(case, find(["infcl", "torch"]), [[answer]])
+    assert infcl["status"] == "ok" and len(infcl["total_s"]["all"]) == 1
+    assert torch["status"] == "not run", torch
+    assert re.fullmatch(r"a step would take about 8 s, and [45] s were left", torch["reason"]), torch
 
 
 def test_an_interrupted_run_measures_only_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked_for: list[tuple[int, str]] = []
+    measured: list[tuple[int, str]] = []
 
-    def answer(job: Job) -> list[Record]:
-        asked_for.extend((job.case.n, name) for name in job.timed)
+    def answer(target: str, job: Job, variables: Any, hear: Any) -> list[Record]:
+        measured.extend((job.about["case"]["n"], name) for name in job.timed)
         probe = {"growth_bytes": 0, "extra_bytes": 0, "sent_bytes": None, "units": 4.0, "error": None, "errors": None}
-        found = {"status": "ok", "forward_s": [0.1], "backward_s": [0.2]} | probe
-        gemm = {"side": 10, "products": 2, "seconds": [1.0], "panel": {"rows": 10, "width": 32, "seconds": [1.0]}}
-        return [{"methods": dict.fromkeys(dict.fromkeys(job.probed + job.timed), found), "gemm": gemm}]
+        found = {"status": "ok", "steps": [{"forward": 0.1, "backward": 0.2}] if job.timed else []} | probe
+        gemm = {"side": 10, "products": 2, "seconds": [1.0] if job.timed else []}
+        gemm["panel"] = {"rows": 10, "width": 32, "seconds": [1.0]}
+        hear(answers := [{"cases": dict.fromkeys(job.names, found), "gemm": gemm}])
+        return answers
 
-    monkeypatch.setattr("clipscale.bench.loss.run", answer)
+    monkeypatch.setattr("clipscale.bench.loss.measure", answer)
     settings = LossBenchSettings(n="64,128", d="32", methods="infcl", device="cpu", repeats=1, out=str(tmp_path))
     main(settings, Console(file=io.StringIO()))
-    assert asked_for == [(64, "infcl"), (128, "infcl")]
-    asked_for.clear()
+    assert measured == [(64, "infcl"), (128, "infcl")]
+    measured.clear()
     again = replace(settings, n="128,256", methods="torch,infcl", resume=True, seconds=100.0)
     rows = main(again, Console(file=io.StringIO(), width=200))
-    assert asked_for == [(128, "torch"), (256, "torch"), (256, "infcl")]
+    assert measured == [(128, "torch"), (256, "torch"), (256, "infcl")]
     assert [(row["n"], row["method"]) for row in rows] == [
         (64, "infcl"), (128, "torch"), (128, "infcl"), (256, "torch"), (256, "infcl"),
     ]  # fmt: skip
@@ -219,23 +205,31 @@ def by_hand(ranks: int = 1) -> Record:
     """One method measured, one that ran out of memory, one that is not there."""
     case = Case(1024, 512, "fp32", "cpu", ranks, 100.0)
     chosen = [methods()[name] for name in ("infcl", "clip", "inf_cl")]
-    probe = {"status": "ok", "growth_bytes": 7 << 20, "extra_bytes": 3 << 20, "units": 4 / ranks, "error": 1e-6}
+    probe = {
+        "status": "ok",
+        "steps": [],
+        "growth_bytes": 7 << 20,
+        "extra_bytes": 3 << 20,
+        "units": 4 / ranks,
+        "error": 1e-6,
+    }
     probe |= {"errors": {"value": 1e-7, "images": 1e-6}, "sent_bytes": None if ranks == 1 else 8 * 1024 * 512}
     slower = probe | {"extra_bytes": 5 << 20, "errors": {"value": 2e-7, "images": 5e-7}, "error": 5e-7}
     full = {"status": "out of memory", "reason": "can't allocate memory", "traceback": ""}
-    memory = [{"methods": {"infcl": probe}}, {"methods": {"infcl": slower}}][:ranks]
+    memory = [{"cases": {"infcl": probe}}, {"cases": {"infcl": slower}}][:ranks]
+    seconds = [[(0.5, 1.5), (0.5, 1.5), (0.5, 2.0)], [(0.6, 1.5), (0.4, 1.5), (0.5, 1.5)]][:ranks]
     times: list[dict[str, Any]] = [
-        {"methods": {"infcl": {"status": "ok", "forward_s": [0.5, 0.5, 0.5], "backward_s": [1.5, 1.5, 2.0]}}},
-        {"methods": {"infcl": {"status": "ok", "forward_s": [0.6, 0.4, 0.5], "backward_s": [1.5, 1.5, 1.5]}}},
-    ][:ranks]
+        {"cases": {"infcl": {"status": "ok", "steps": [{"forward": f, "backward": b} for f, b in steps]}}}
+        for steps in seconds
+    ]
     for answer in times:
         panel = {"rows": 1000, "width": 512, "seconds": [1.0, 2.0, 4.0]}
         answer["gemm"] = {"side": 1000, "products": 3, "seconds": [3.0, 6.0, 12.0], "panel": panel}
-    rows, gemm = rows_of(case, chosen, [memory, [{"methods": {"clip": full}}], times])
+    rows, gemm = rows_of(case, chosen, [memory, [{"cases": {"clip": full}}], times])
     facts = {"gpus": [], "cpu": "a processor", "cpus": 2, "versions": {"torch": "2"}}
     about = {method.name: method.about for method in chosen}
     return {
-        "settings": {"ranks": ranks}, "machine": facts, "how": HOW, "methods": about, "rows": rows, "gemm": gemm
+        "benchmark": "loss", "settings": {"ranks": ranks}, "machine": facts, "how": HOW, "methods": about, "rows": rows, "gemm": gemm
     }  # fmt: skip
 
 
@@ -246,8 +240,8 @@ def test_rates_by_hand() -> None:
     assert row["counted_flops"] == 4294967296  # 4 * 2 * 1024 * 1024 * 512
     assert row["flops_per_s"] == 2147483648
     assert record["gemm"][0]["flops_per_s"] == 1e9  # 3 times 2 * 1000^3 in 6 s
-    (said,) = [line for line in legend(record) if line.startswith("fp32 GEMM of side 1000")]
-    assert "bursts of 3 back to back (3,000 to 12,000 ms a burst)" in said, said
+    (line,) = [line for line in notes(record) if line.startswith("fp32 GEMM of side 1000")]
+    assert "bursts of 3 back to back (3,000 to 12,000 ms a burst)" in line, line
     assert row["gemm_fraction"] == pytest.approx(2.147483648)
 
 
@@ -261,28 +255,26 @@ def test_of_several_ranks_the_slowest_and_the_fullest_count_and_the_work_is_summ
     assert row["sent_per_feature"] == 8.0
     assert row["errors"] == {"value": 2e-7, "images": 1e-6}
     assert record["gemm"][0]["flops_per_s"] == 2e9
-    for head in RANKS:
-        assert head in text_of(record)
+    assert present.cells(row, RANKS) == ["4.00", "8.00"]
 
 
 def test_a_method_out_of_memory_or_missing_is_a_line_that_says_so() -> None:
     record = by_hand()
-    lines = [line for line in text_of(record).splitlines() if "1k" in line]
-    assert len(lines) == 3
-    assert "out of memory" in lines[1]
-    assert "not " in lines[2]
-    assert any(line.startswith("clip: out of memory") for line in legend(record))
+    lines = [present.cells(row, COLUMNS) for row in record["rows"]]
+    assert lines[1] == ["1k", "512", "fp32", "clip", "out of memory", *[""] * 8]
+    assert lines[2][4].startswith("not ") and lines[2][5:] == [""] * 8
+    assert any(line.startswith("clip: out of memory") for line in notes(record))
 
 
 def test_the_picture_marks_what_ran_out_of_memory(tmp_path: Path) -> None:
-    figure = draw(by_hand(), tmp_path / "x.png")
+    figure = present.draw(by_hand(), tmp_path / "x.png")
     assert_drawn(tmp_path / "x.png")
     titles = [axes.get_title(loc="left").split(",")[0] for axes in figure.axes]
     assert titles == ["forward + backward", "extra memory", "forward", "backward"]
     assert [float(axes.get_lines()[0].get_ydata()[0]) for axes in figure.axes] == [2000.0, 3.0, 500.0, 1500.0]
     legends = [axes.get_legend() for axes in figure.axes]
     shown = [text.get_text() for found in legends if found for text in found.get_texts()]
-    assert shown == ["infcl", "clip: out of memory"]
+    assert shown == ["infcl", "clip: out of memory"] * 4
 
 
 # ---- settings ----
@@ -298,8 +290,8 @@ def test_the_picture_marks_what_ran_out_of_memory(tmp_path: Path) -> None:
         ({"dtype": "fp31"}, "dtype=fp31: unknown; did you mean 'fp3?"),
         ({"dtype": "tf32"}, "tf32: only CUDA"),
         ({"device": "gpu"}, "device=gpu: give auto, cpu or cuda"),
-        ({"ranks": 0}, "ranks=0: must be at least 1"),
-        ({"repeats": 0}, "repeats=0: must be at least 1"),
+        ({"ranks": 0}, "ranks=0: give at least 1"),
+        ({"repeats": 0}, "repeats=0: give at least 1"),
         ({"n": "65", "ranks": 2}, "n=65: does not divide among 2 ranks"),
         ({"scale": -1.0}, "scale=-1: must be positive"),
         ({"methods": "infcl,xyz"}, "methods=xyz: unknown; there are clip"),

@@ -1,18 +1,18 @@
-"""What a measuring process finds: matmuls, errors, memory and bytes, held against numbers worked out by hand."""
+"""What a measuring process finds: matmuls, errors, memory and bytes, against numbers worked out by hand."""
 
 import mmap
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 import torch
 
-from clipscale.bench.loss import run, silent
+from clipscale.bench import loss_work
+from clipscale.bench.harness import RETURNING_MALLOC, Job, measure
 from clipscale.bench.loss_methods import Case, Method, cross_entropy
-from clipscale.bench.loss_work import PAIR_COSINE, Job, Work, unit_flops, unit_pairs
+from clipscale.bench.loss_work import PAIR_COSINE, LossWorker, unit_flops, unit_pairs
 from clipscale.bench.memory import HostMemory, is_out_of_memory
-from clipscale.bench.processes import Ended
 from tests.ranks import run_ranks
 
 CASE = Case(96, 32, "fp32", "cpu", 1, 100.0)
@@ -38,12 +38,21 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     return made
 
 
-def worked(job: Job, **more: Method) -> Work:
+def job(
+    probed: Sequence[str] = (), timed: Sequence[str] = (), case: Case = CASE, reference: int = 0, **more: Any
+) -> Job:
+    about = {"case": asdict(case), "reference": reference, "profile": False}
+    return Job(about, "cpu", [(name, case.n) for name in probed], timed, ranks=case.ranks, **more)
+
+
+def worked(given: Job, **more: Method) -> LossWorker:
     """The job done in this process, with further methods."""
-    work = Work(job, 0, Path("unused"))
-    work.known |= more
-    assert work.do()
-    return work
+    with pytest.MonkeyPatch.context() as patch:
+        known = loss_work.find
+        patch.setattr(loss_work, "find", lambda names: [more.get(name) or known([name])[0] for name in names])
+        worker = LossWorker(given)
+    assert worker.work()["complete"]
+    return worker
 
 
 def test_a_unit_is_a_multiplication_and_an_addition_for_each_score_and_feature() -> None:
@@ -53,14 +62,14 @@ def test_a_unit_is_a_multiplication_and_an_addition_for_each_score_and_feature()
 def test_matmuls_are_counted_as_each_method_does_them() -> None:
     # One matrix kept: scores, and two gradients. Tiles: the scores once more. ClipLoss: all of it twice. Locked images: one gradient less.
     units = {"torch": 3, "dense": 3, "infcl": 4, "open_clip": 6, "siglip": 4, "lit": 3}
-    found = worked(Job(CASE, probed=list(units))).found
+    found = worked(job(list(units))).found
     assert {name: record["units"] for name, record in found.items()} == units
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_the_error_against_the_oracle_is_that_of_the_precision(dtype: str) -> None:
     names = ["infcl", "dense", "openclip", "siglip", "lit", "open_clip", "torch"]
-    found = worked(Job(replace(CASE, dtype=dtype), probed=names, reference=96)).found
+    found = worked(job(names, case=replace(CASE, dtype=dtype), reference=96)).found
     bar = {"fp32": 1e-5, "bf16": 0.3}[dtype]
     for name, record in found.items():
         assert record["status"] == "ok", record
@@ -71,7 +80,7 @@ def test_the_error_against_the_oracle_is_that_of_the_precision(dtype: str) -> No
 
 def test_an_error_of_one_per_cent_is_seen_as_such() -> None:
     wrong = Method("wrong", "", lambda *_: lambda u, v, scale: 1.01 * cross_entropy(u, v, scale))
-    errors = worked(Job(CASE, probed=["wrong"], reference=96), wrong=wrong).found["wrong"]["errors"]
+    errors = worked(job(["wrong"], reference=96), wrong=wrong).found["wrong"]["errors"]
     # The scale's error is relative to a sum without signs, hence smaller.
     assert all(0.0099 < errors[name] < 0.0101 for name in ("value", "images", "texts")), errors
     assert 0 < errors["scale"] < 0.0101, errors
@@ -82,15 +91,15 @@ def test_an_oracle_that_does_not_fit_is_no_failure_of_the_method(monkeypatch: py
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
 
     monkeypatch.setattr("clipscale.bench.loss_work.dense_contrastive_loss", full)
-    record = worked(Job(CASE, probed=["torch"], reference=96)).found["torch"]
+    record = worked(job(["torch"], reference=96)).found["torch"]
     assert (record["status"], record["error"], record["errors"]) == ("ok", None, {})
 
 
 def test_above_the_reference_size_no_error_is_given() -> None:
-    assert worked(Job(CASE, probed=["torch"], reference=95)).found["torch"]["error"] is None
+    assert worked(job(["torch"], reference=95)).found["torch"]["error"] is None
 
 
-def test_methods_take_turns_and_a_warm_up_round_is_not_kept() -> None:
+def test_methods_are_interleaved_and_warm_ups_are_not_kept() -> None:
     order: list[str] = []
 
     def noting(name: str) -> Method:
@@ -100,11 +109,12 @@ def test_methods_take_turns_and_a_warm_up_round_is_not_kept() -> None:
 
         return Method(name, "", lambda *_: loss)
 
-    work = worked(Job(CASE, timed=["a", "b"], repeats=3), a=noting("a"), b=noting("b"))
-    assert "".join(order) in ("baabbaab", "abbaabba")
-    for record in work.found.values():
-        assert len(record["forward_s"]) == len(record["backward_s"]) == 3
-        assert all(seconds > 0 for seconds in record["forward_s"] + record["backward_s"])
+    worker = worked(job(timed=["a", "b"], repeats=3), a=noting("a"), b=noting("b"))
+    # Two small steps and a whole one for each; then rounds, the first by expected time.
+    assert "".join(order[:6]) == "aaabbb" and "".join(order[6:]) in ("abbaab", "babaab"), order
+    for record in worker.found.values():
+        assert len(record["steps"]) == 3
+        assert all(step["forward"] > 0 and step["backward"] > 0 for step in record["steps"])
 
 
 def test_the_yardstick_is_bursts_of_products_after_every_step_that_is_timed(
@@ -117,11 +127,12 @@ def test_the_yardstick_is_bursts_of_products_after_every_step_that_is_timed(
         events.append(f"{len(products)} products before")
         return cross_entropy(u, v, scale)
 
-    work = worked(Job(CASE, timed=["a", "b"], repeats=2), **{n: Method(n, "", lambda *_: loss) for n in "ab"})
+    worker = worked(job(timed=["a", "b"], repeats=2), **{n: Method(n, "", lambda *_: loss) for n in "ab"})
     pair = [(64, 64, 64)] * 5 + [(96, 32, 96)] * 5  # the panel is N rows of D, up to a bound
-    assert products == pair * 5, "one burst of each to warm up, then one of each after two methods in two rounds"
-    assert events == [f"{count} products before" for count in (10, 10, 10, 20, 30, 40)], events
-    gemm = work.answer()["gemm"]
+    warm = [(64, 64, 64)] * 10 + [(96, 32, 96)] * 10  # a first burst of each does not count
+    assert products == warm + pair * 3, "one burst of each after two methods in two rounds"
+    assert events[6:] == [f"{count} products before" for count in (0, 20, 30, 40)], events
+    gemm = worker.answer()["gemm"]
     assert (gemm["products"], len(gemm["seconds"]), len(gemm["panel"]["seconds"])) == (5, 4, 4)
     assert all(seconds > 0 for seconds in gemm["seconds"] + gemm["panel"]["seconds"])
 
@@ -134,16 +145,16 @@ def test_a_method_that_fails_is_a_record_with_the_reason_and_the_others_go_on() 
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     more = {name: Method(name, "", lambda *_, loss=loss: loss) for name, loss in (("fails", fails), ("full", full))}
-    work = worked(Job(CASE, probed=["fails", "torch"], timed=["full", "fails", "torch"], repeats=2), **more)
+    work = worked(job(["fails", "torch"], ["full", "fails", "torch"], repeats=2), **more)
     assert work.found["fails"]["status"] == "failed"
     assert work.found["fails"]["reason"] == "RuntimeError: kernel does not build"
     assert work.found["full"]["status"] == "out of memory"
-    assert len(work.found["torch"]["forward_s"]) == 2
+    assert len(work.found["torch"]["steps"]) == 2
 
 
 def test_pairs_are_unit_rows_alike_as_said_and_the_same_each_time() -> None:
-    u, v = unit_pairs(512, replace(CASE, d=64), torch.device("cpu"))
-    again, _ = unit_pairs(512, replace(CASE, d=64), torch.device("cpu"))
+    u, v = unit_pairs(512, 64, torch.device("cpu"))
+    again, _ = unit_pairs(512, 64, torch.device("cpu"))
     assert torch.equal(u, again)
     assert torch.allclose(u.norm(dim=1), torch.ones(512)) and torch.allclose(v.norm(dim=1), torch.ones(512))
     cosines = u @ v.T
@@ -157,10 +168,11 @@ def test_pairs_are_unit_rows_alike_as_said_and_the_same_each_time() -> None:
 def test_the_peak_of_the_host_is_seen_after_it_has_passed() -> None:
     size = 64 << 20
     memory = HostMemory()
+    held = memory.reset()
     with mmap.mmap(-1, size) as block:  # not from the heap, which may have room that is in memory already
         for page in range(0, size, mmap.PAGESIZE):
             block[page] = 1
-    first, second = memory.growth(), memory.growth()
+    first, second = memory.peak() - held, -memory.reset() + memory.peak()
     # The kernel's own count is off by up to 64 pages a thread.
     assert abs(first - size) < 4 << 20, f"{first / 2**20:.1f} MiB for a block of 64"
     assert second < 4 << 20, f"{second / 2**20:.1f} MiB for nothing"
@@ -169,9 +181,10 @@ def test_the_peak_of_the_host_is_seen_after_it_has_passed() -> None:
 def test_a_method_that_does_not_fit_is_told_apart_from_one_that_fails() -> None:
     # The scores alone are 64 MiB; tiles take two.
     case = Case(4096, 16, "fp32", "cpu", 1, 100.0)
-    (answer,) = run(Job(case, probed=["torch", "infcl"], memory=96 << 20))
-    assert answer["methods"]["torch"]["status"] == "out of memory", answer
-    record = answer["methods"]["infcl"]
+    given = job(["torch", "infcl"], case=case, memory=96 << 20)
+    (answer,) = measure("clipscale.bench.loss_work:work", given, RETURNING_MALLOC)
+    assert answer["cases"]["torch"]["status"] == "out of memory", answer
+    record = answer["cases"]["infcl"]
     assert record["status"] == "ok", record
     assert 0 < record["extra_bytes"] < 48 << 20, record
 
@@ -193,36 +206,17 @@ def test_failed_allocations_are_recognised(error: Exception, expected: bool) -> 
     assert is_out_of_memory(error) is expected
 
 
-@pytest.mark.parametrize(
-    ("status", "said", "expected", "reason"),
-    [
-        (-9, "", "out of memory", "SIGKILL"),
-        (-11, "", "failed", "SIGSEGV"),
-        (1, "Traceback\n  line\nImportError: no such thing\n", "failed", "ImportError: no such thing"),
-    ],
-)
-def test_a_process_that_says_nothing_has_its_end_as_the_reason(
-    status: int, said: str, expected: str, reason: str
-) -> None:
-    found = silent(Job(CASE, probed=["a"], timed=["a", "b"]), Ended(None, status, said))["methods"]
-    assert set(found) == {"a", "b"}
-    assert found["b"]["status"] == expected
-    assert reason in found["b"]["reason"]
-
-
 # ---- several ranks ----
 
 
-def answered(rank: int, world: int, job: Job) -> dict[str, Any]:
-    work = Work(job, rank, Path("unused"))
-    assert work.do(), work.found
-    return work.answer()
+def answered(rank: int, world: int, given: Job) -> dict[str, Any]:
+    return LossWorker(given, rank).work()
 
 
 def test_ranks_count_their_bytes_and_share_the_work() -> None:
     case = Case(64, 64, "fp32", "cpu", 2, 100.0)
-    for answer in run_ranks(answered, 2, Job(case, probed=["infcl", "clip"], reference=64)):
-        infcl, clip = (answer["methods"][name] for name in ("infcl", "clip"))
+    for answer in run_ranks(answered, 2, job(["infcl", "clip"], case=case, reference=64)):
+        infcl, clip = (answer["cases"][name] for name in ("infcl", "clip"))
         assert infcl["status"] == clip["status"] == "ok", answer
         # Half of all float32 features forward, half backward, and every gradient all the way round: 2 + 2 + 4 bytes for a feature.
         assert 8.0 <= infcl["sent_bytes"] / (64 * 64) < 8.8, infcl

@@ -14,39 +14,42 @@ from matplotlib.image import imread
 from rich.console import Console
 from torch import Tensor
 
-from clipscale.bench.processes import RETURNING_MALLOC, Ended
-from clipscale.bench.step import METHODS, Plan, chosen, jobs, plan, rows_of, run, silent
-from clipscale.bench.step_draw import draw
-from clipscale.bench.step_table import flatness, legend, table
-from clipscale.bench.step_ways import Ways
-from clipscale.bench.step_work import StepJob, StepWork
+from clipscale.bench import present
+from clipscale.bench.harness import RETURNING_MALLOC, Job, measure
+from clipscale.bench.step import METHODS, Plan, chosen, jobs, notes, plan, rows_of
+from clipscale.bench.step_variants import StepVariant, StepVariants
+from clipscale.bench.step_work import StepWorker
+from clipscale.bench.worker import Meter
 from clipscale.cli import main as cli
 from clipscale.config.tools import StepBenchSettings
 from clipscale.data.loader.host_batch import Arena
 from clipscale.errors import UserError
 
-JOB = StepJob("tiny", chunk=4, precision="fp32", device="cpu")
+ABOUT = {"model": "tiny", "chunk": 4, "precision": "fp32"}
+JOB = Job(ABOUT, "cpu")
 
 
 @pytest.fixture(scope="module")
-def work() -> StepWork:
-    return StepWork(JOB)
+def work() -> StepWorker:
+    return StepWorker(JOB)
 
 
-def gradients(work: StepWork, name: str) -> dict[str, Tensor]:
-    way = work.ways.way(name)
+def step(variant: StepVariant, size: int) -> None:
+    variant.step(variant.inputs(size), Meter(torch.device("cpu")))
+
+
+def gradients(work: StepWorker, name: str) -> dict[str, Tensor]:
     work.release()
-    way.step(way.inputs(12))
-    variant = name.split("-")[0] if name.startswith(("frozen", "compiled")) else ""
-    owner = work.ways.peer if name.startswith("open_clip") else work.ways.model(variant)
-    assert owner is not None
+    step(work.variant(name), 12)
+    kind = name.split("-")[0] if name.startswith(("frozen", "compiled")) else ""
+    owner = work.variants.peer if name.startswith("open_clip") else work.variants.model(kind)
     found = {k: p.grad for k, p in owner.named_parameters() if p.grad is not None}
     # open_clip's model has no wrappers around its encoders
     return {k.replace("image.encoder.", "visual.").replace("text.encoder.", "text."): g for k, g in found.items()}
 
 
 @pytest.mark.parametrize("name", ["cache", "keep-50", "keep-100", "keep-1G", "frozen", "frozen-keep-100"])
-def test_every_method_leaves_the_gradient_of_plain(work: StepWork, name: str) -> None:
+def test_every_method_leaves_the_gradient_of_plain(work: StepWorker, name: str) -> None:
     wanted = gradients(work, "frozen-plain" if name.startswith("frozen") else "plain")
     found = gradients(work, name)
     assert found.keys() == wanted.keys()
@@ -55,7 +58,7 @@ def test_every_method_leaves_the_gradient_of_plain(work: StepWork, name: str) ->
         assert error < 1e-3, f"{name}, {key}: relative error {error:.1e}"
 
 
-def test_open_clips_loop_does_the_same_work(work: StepWork) -> None:
+def test_open_clips_loop_does_the_same_work(work: StepWorker) -> None:
     """Equal gradients but for the scale's, which its loop counts once for each chunk."""
     wanted, found = gradients(work, "plain"), gradients(work, "open_clip")
     assert found.keys() == wanted.keys()
@@ -64,75 +67,74 @@ def test_open_clips_loop_does_the_same_work(work: StepWork) -> None:
     assert found["logit_scale"].item() == pytest.approx(3 * wanted["logit_scale"].item(), rel=1e-3)
 
 
-def test_kept_graphs_save_second_passes(work: StepWork) -> None:
+def test_kept_graphs_save_second_passes(work: StepWorker) -> None:
     calls: list[int] = []
-    hook = work.ways.model().image.register_forward_hook(lambda *_: calls.append(1))
+    hook = work.variants.model().image.register_forward_hook(lambda *_: calls.append(1))
     counts = []
     for name in ("cache", "keep-50", "keep-100"):
-        way = work.ways.way(name)
-        way.step(way.inputs(12))  # a first step measures
+        step(work.variant(name), 12)  # a first step measures
         calls.clear()
-        way.step(way.inputs(12))
+        step(work.variant(name), 12)
         counts.append(len(calls))
     hook.remove()
     assert counts[0] == 6 and counts[0] > counts[1] > counts[2] == 3, counts
 
 
-def test_a_batch_beyond_the_pool_comes_back_to_its_samples(work: StepWork) -> None:
+def test_a_batch_beyond_the_pool_repeats_its_samples(work: StepWorker) -> None:
     """4 chunks of distinct samples serve any batch, whichever way a method wants them."""
-    (rows, _), (whole, _) = work.ways.rows(23), work.ways.on_device(23)
+    (rows, _), (whole, _) = work.variants.rows(23), work.variants.on_device(23)
     chunks = torch.cat([rows.chunk(i, min(i + 4, 23)) for i in range(0, 23, 4)])
     assert torch.equal(chunks, whole) and torch.equal(whole[:7], whole[16:])
-    inputs = work.ways.normalised(24, whole=False)
+    inputs = work.variants.normalised(24, whole=False)
     assert [len(pixels) for pixels, _ in inputs] == [4] * 6 and inputs[4] is inputs[0]
-    assert [len(pixels) for pixels, _ in work.ways.normalised(23, whole=True)] == [23]
+    assert [len(pixels) for pixels, _ in work.variants.normalised(23, whole=True)] == [23]
 
 
-def test_time_is_recorded_as_it_goes_and_a_failure_is_its_methods_own(work: StepWork, tmp_path: Path) -> None:
-    built, work = work.ways, StepWork(replace(JOB, timed=["cache@4", "plain@8"], repeats=2), tmp_path)
-    work.ways = built
+def test_time_is_recorded_as_it_goes_and_a_failure_is_its_methods_own(work: StepWorker) -> None:
+    answers: list[dict[str, Any]] = []
+    built, work = work.variants, StepWorker(replace(JOB, timed=["cache@4", "plain@8"], repeats=2), 0, answers.append)
+    work.variants = built
 
-    def fail(_: str) -> None:
+    def fail() -> None:
         raise RuntimeError("no such thing")
 
     work.attempt("keep-50@4", fail)
-    found = work.do()["methods"]
-    answer = json.loads((tmp_path / "answer-0.json").read_text())
-    assert answer["methods"] == found and answer["complete"]
-    assert found["cache@4"]["status"] == "ok" and len(found["cache@4"]["seconds"]) == 2
+    found = work.work()["cases"]
+    assert answers[-1]["cases"] == found and answers[-1]["complete"] and not answers[0]["complete"]
+    assert found["cache@4"]["status"] == "ok" and len(found["cache@4"]["steps"]) == 2
     assert set(found["cache@4"]["parts"]) == {"encode_s", "loss_s", "replay_s", "features_bytes"}
-    assert found["plain@8"]["batch"] == 8 and found["plain@8"]["flops"] > 0
+    assert found["plain@8"]["size"] == 8 and found["plain@8"]["flops"] > 0
     assert (found["keep-50@4"]["status"], found["keep-50@4"]["reason"]) == ("failed", "RuntimeError: no such thing")
 
 
 def test_the_largest_batch_is_found_between_one_that_fits_and_one_that_does_not(
-    work: StepWork, monkeypatch: pytest.MonkeyPatch
+    work: StepWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With room for 1,500 samples: doubling stops at 2,048, and the gap above 1,024 is halved to an eighth of that."""
-    monkeypatch.setattr(work, "fits", lambda way, size: 1e-6 * size if size <= 1500 else None)
+    monkeypatch.setattr(work, "fits", lambda variant, size: 1e-6 * size if size <= 1500 else None)
     work.find_largest("plain@max", work.record("plain@max"))
     record = work.found.pop("plain@max")
-    assert record["batch"] == 1408, record["tried"]
+    assert record["size"] == 1408, record["tried"]
     assert work.expected.pop("plain@max") == pytest.approx(1408e-6)
-    monkeypatch.setattr(work, "fits", lambda way, size: None)
-    work.attempt("plain@max", work.ready)
+    monkeypatch.setattr(work, "fits", lambda variant, size: None)
+    work.attempt("plain@max", lambda: work.ready("plain@max"))
     assert work.found.pop("plain@max")["status"] == "out of memory"
 
 
-def test_the_largest_batch_is_bounded_by_time_too(work: StepWork, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_largest_batch_is_bounded_by_time_too(work: StepWorker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(work, "end", time.monotonic() + 100)
-    monkeypatch.setattr(work, "fits", lambda way, size: float(size))
+    monkeypatch.setattr(work, "fits", lambda variant, size: float(size))
     work.find_largest("plain@max", work.record("plain@max"))
     record = work.found.pop("plain@max")
     work.expected.clear()
-    assert (record["batch"], record["bound"]) == (8, "time"), record
+    assert (record["size"], record["bound"]) == (8, "time"), record
 
 
-def test_what_would_not_end_in_time_is_recorded_as_not_run(work: StepWork, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_would_not_end_in_time_is_recorded_as_not_run(work: StepWorker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(work, "end", time.monotonic() + 30)
-    monkeypatch.setattr(work, "step", lambda way, batch: 0.1)
+    monkeypatch.setattr(work, "seconds", lambda variant, batch: 0.1)
     for case in ("cache@8", "cache@8192"):
-        work.attempt(case, work.ready)
+        work.attempt(case, lambda case=case: work.ready(case))
     assert work.found["cache@8"]["status"] == "ok"
     late = work.found["cache@8192"]
     assert late["status"] == "not run", late
@@ -140,19 +142,17 @@ def test_what_would_not_end_in_time_is_recorded_as_not_run(work: StepWork, monke
     assert list(work.expected) == ["cache@8"]
 
 
-def test_samples_wait_in_a_training_batchs_arena_which_is_pinned_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_lie_in_a_training_batchs_arena_which_is_pinned_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is copied to the device is a view of the arena's own block, as in training with offload=host."""
-    ways, pinned = Ways("tiny", 4, "fp32", "cpu"), []
+    variants, pinned = StepVariants("tiny", 4, "fp32", "cpu"), []
     monkeypatch.setattr(Arena, "pin", lambda arena: pinned.append(arena))
-    ways.model()
-    ways.device = torch.device("cuda")
-    ways.samples()
-    ways.device = torch.device("cpu")
-    arena = ways.arena
-    assert arena is not None and pinned == [arena] and ways.pinned is False, (
-        "pinned is what torch says, not what was asked"
-    )
-    (rows, tokens), (slot,) = ways.rows(1 << 20), arena.slots
+    variants.model()
+    variants.device = torch.device("cuda")
+    _ = variants.pool
+    variants.device = torch.device("cpu")
+    arena = variants.arena
+    assert pinned == [arena] and variants.pinned is False, "pinned is what torch reports"
+    (rows, tokens), (slot,) = variants.rows(1 << 20), arena.slots
     row = rows.chunk(1 << 19, (1 << 19) + 4)
     assert row.data_ptr() == slot["rows"].ctypes.data and row.shape == (4, *slot["rows"].shape[1:])
     assert tokens.chunk(4, 8).data_ptr() == slot["tokens"][4:].ctypes.data
@@ -162,11 +162,15 @@ def test_samples_wait_in_a_training_batchs_arena_which_is_pinned_for_cuda(monkey
 @pytest.mark.slow
 def test_memory_itself_bounds_the_largest_batch() -> None:
     """In 600 MB beyond what torch takes, a process finds a batch that fits and one that does not."""
-    job = replace(JOB, chunk=32, timed=["plain@max"], repeats=1, memory=6 * 10**8)
-    found = run(job, RETURNING_MALLOC)
-    record = found["methods"]["plain@max"]
+    job = Job(ABOUT | {"chunk": 32}, "cpu", timed=["plain@max"], repeats=1, memory=6 * 10**8)
+    (found,) = measure("clipscale.bench.step_work:work", job, RETURNING_MALLOC)
+    record = found["cases"]["plain@max"]
     assert record["status"] == "ok" and "out of memory" in record["tried"].values(), record
-    assert record["batch"] >= 64 and len(record["seconds"]) == 1
+    assert record["size"] >= 64 and len(record["steps"]) == 1
+
+
+def steps(seconds: list[float]) -> list[dict[str, float]]:
+    return [{"step": one} for one in seconds]
 
 
 def by_hand() -> dict[str, Any]:
@@ -174,15 +178,16 @@ def by_hand() -> dict[str, Any]:
     found = plan(settings)
     names = ["plain", "frozen-plain", "cache", "frozen"]
     assert found.cases == [f"{name}@8" for name in names]
-    ok = {"status": "ok", "seconds": [], "memory": {"4": 1 << 20, "8": 3 << 20}}
-    answers = [{"methods": {name: dict(ok)}} for name in names]
-    answers[3]["methods"]["frozen"] |= {"status": "out of memory", "reason": "no room", "traceback": ""}
+    ok = {"status": "ok", "steps": [], "memory": {"4": 1 << 20, "8": 3 << 20}}
+    answers = [{"cases": {name: dict(ok)}} for name in names]
+    answers[3]["cases"]["frozen"] |= {"status": "out of memory", "reason": "no room", "traceback": ""}
     times = {"plain": [1.0, 2.0, 1.0], "frozen-plain": [0.5, 0.5, 0.5], "cache": [1.3, 2.8, 1.2], "frozen": []}
-    timed = {"status": "ok", "batch": 8, "mfu": 0.5}
-    answers.append({"methods": {f"{name}@8": timed | {"seconds": seconds} for name, seconds in times.items()}})
+    timed = {"status": "ok", "size": 8, "mfu": 0.5}
+    answers.append({"cases": {f"{name}@8": timed | {"steps": steps(seconds)} for name, seconds in times.items()}})
     facts = {"gpus": [], "cpu": "a processor", "versions": {"torch": "2"}}
     shown = {"batch": "8", "chunk": "4", "model": "tiny", "precision": "fp32", "memory": "4,8"}
     return {
+        "benchmark": "step",
         "device": "cpu",
         "settings": shown,
         "machine": facts,
@@ -203,23 +208,24 @@ def test_ratios_are_taken_within_a_round() -> None:
 
 
 def test_the_table_and_the_picture_show_every_method(tmp_path: Path) -> None:
-    record, printed = by_hand(), io.StringIO()
-    Console(file=printed, width=120).print(table(record), *legend(record))
+    path, printed = tmp_path / "x.json", io.StringIO()
+    present.show(by_hand(), path, Console(file=printed, width=120))
     for word in ("plain", "cache", "frozen", "out of memory", "1.30", "50.0%"):
         assert word in printed.getvalue(), f"no {word} in\n{printed.getvalue()}"
-    figure = draw(record, tmp_path / "x.png")
     assert imread(tmp_path / "x.png").shape[1] > 1000
+    figure = present.draw(by_hand(), tmp_path / "x.png")
     assert len(figure.axes[1].get_lines()) == 4, "one curve of memory for each method with several batches"
 
 
-def test_it_says_whether_memory_is_flat_in_the_batch() -> None:
+def test_a_note_compares_the_memory_of_several_batches() -> None:
     """Made-up figures of a device: encode grows with the features alone, replay by 1 %, the loss by 8 kB a pair."""
     rows: list[dict[str, Any]] = []
     for batch, replay in ((32768, 1000 << 20), (1 << 20, 1010 << 20)):
         features = 4096 * batch
         parts = {"features_bytes": features, "mem_encode_bytes": (300 << 20) + features, "mem_loss_bytes": 8192 * batch}
-        rows.append({"method": "cache", "batch": batch, "parts": parts | {"mem_replay_bytes": replay}})
-    (line,) = flatness([*rows, {"method": "plain", "batch": 64}])
+        parts["mem_replay_bytes"] = replay
+        rows.append({"method": "cache", "case": f"cache@{batch}", "batch": batch, "status": "ok", "parts": parts})
+    line, _ = notes({"rows": rows, "methods": {}, "pinned": True})
     assert line.startswith("cache from 32k to 1M pairs: encode, less features, 300 to 300 MiB (0.0%)"), line
     assert "replay 1,000 to 1,010 MiB (1.0%)" in line and line.endswith("the loss 8,192 bytes a pair"), line
 
@@ -227,12 +233,12 @@ def test_it_says_whether_memory_is_flat_in_the_batch() -> None:
 def test_of_several_batches_a_method_is_compared_with_plain_at_the_same_or_the_largest() -> None:
     found = Plan(JOB, ["plain@8", "cache@8", "cache@64", "plain@max"], [])
     times = {"plain@8": (8, [1.0]), "cache@8": (8, [1.5]), "cache@64": (64, [8.0]), "plain@max": (16, [1.6])}
-    answers = [{"methods": {c: {"status": "ok", "batch": b, "seconds": s} for c, (b, s) in times.items()}}]
+    answers = [{"cases": {c: {"status": "ok", "size": b, "steps": steps(s)} for c, (b, s) in times.items()}}]
     rows = {row["case"]: row for row in rows_of(found, answers)}
     assert rows["cache@8"]["ratio"]["median"] == pytest.approx(1.5)
     assert rows["cache@64"]["ratio"]["median"] == pytest.approx((8 / 64) / (1.6 / 16))
     assert rows["plain@max"]["batch"] == 16 and rows["cache@64"]["samples_per_s"] == 8
-    unfinished = rows_of(found, [{"methods": {}}])
+    unfinished = rows_of(found, [{"cases": {}}])
     assert [row["status"] for row in unfinished] == ["not run"] * 4, "nothing asked for goes missing"
 
 
@@ -270,12 +276,12 @@ def test_a_method_brings_what_it_is_compared_with_unless_that_is_named() -> None
         ({"methods": "compiled-open_clip"}, "methods=compiled-open_clip: unknown"),
         ({"methods": "cache@max"}, "methods=cache@max: only what holds a whole batch's graph has a largest batch"),
         ({"methods": "open_clip@9", "chunk": "4"}, "wants equal chunks"),
-        ({"seconds": -1.0}, "seconds=-1: must not be negative"),
+        ({"seconds": -1.0}, "seconds=-1.0: give at least 0"),
         ({"methods": ""}, "methods is empty"),
         ({"methods": "open_clip", "chunk": "100"}, "wants equal chunks"),
-        ({"precision": "fp16"}, "precision=fp16: give fp32 or bf16"),
-        ({"malloc": "mine"}, "malloc=mine: give keep or system"),
-        ({"repeats": 0}, "repeats=0: must be at least 1"),
+        ({"precision": "fp16"}, "precision=fp16: choose fp32 or bf16"),
+        ({"malloc": "mine"}, "malloc=mine: choose keep or system"),
+        ({"repeats": 0}, "repeats=0: give at least 1"),
     ],
 )
 def test_mistakes_are_one_line(settings: dict[str, Any], message: str) -> None:
@@ -301,26 +307,19 @@ def test_the_whole_verb(tmp_path: Path) -> None:
 def test_the_command_line_measures_with_its_settings_and_keeps_the_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked_for: list[StepJob] = []
+    measured: list[Job] = []
 
-    def answer(job: StepJob, variables: Any, tell: Any) -> dict[str, Any]:
-        asked_for.append(job)
-        timed = {case: {"status": "ok", "batch": 8, "seconds": [0.5, 1.0], "memory": {}} for case in job.timed}
-        tell(found := {"methods": timed, "threads": 1, "pinned": None, "complete": True})
+    def answer(target: str, job: Job, variables: Any, hear: Any) -> list[dict[str, Any]]:
+        measured.append(job)
+        timed = {case: {"status": "ok", "size": 8, "steps": steps([0.5, 1.0]), "memory": {}} for case in job.timed}
+        hear(found := [{"cases": timed, "threads": 1, "pinned": None, "complete": True}])
         return found
 
-    monkeypatch.setattr("clipscale.bench.step.run", answer)
+    monkeypatch.setattr("clipscale.bench.step.measure", answer)
     words = ["batch=8", "chunk=4", "memory=", "methods=cache", "repeats=2", "device=cpu", f"out={tmp_path}"]
     assert cli.main(["bench", "step", *words]) == 0
-    assert asked_for == [replace(JOB, timed=["plain@8", "cache@8"], repeats=2)]
+    assert measured == [replace(JOB, timed=["plain@8", "cache@8"], repeats=2)]
     record = json.loads((tmp_path / "step-cpu.json").read_text())
     assert [row["samples_per_s"] for row in record["rows"]] == [8 / 0.75] * 2
     assert all(row["commit"] == record["machine"]["commit"] and row["code"] for row in record["rows"])
     assert "| cache | 8 | 11 |" in (tmp_path / "step-cpu.md").read_text()
-
-
-def test_a_process_that_ended_early_costs_only_what_it_had_not_measured() -> None:
-    job = replace(JOB, timed=["plain@8", "cache@8"])
-    had = {"plain@8": {"status": "ok", "seconds": [1.0], "memory": {}, "batch": 8}}
-    found = silent(job, had, Ended(None, -9, "half a line"))
-    assert set(found) == {"cache@8"} and found["cache@8"]["status"] == "out of memory", found

@@ -1,152 +1,152 @@
-"""The Makefile's commands for a GPU are ones that the program understands: a machine with one is not spent on a spelling mistake."""
+"""The targets as lines, on rows that are made up: reached, missed, and not measured."""
 
-import argparse
-import shlex
-import subprocess
-from itertools import takewhile
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from clipscale.bench import data, largest, loss, runs, step
-from clipscale.bench.loss_methods import FORESEEN
-from clipscale.cli import compose
-from clipscale.cli import main as cli
-from clipscale.config.parse import typed
-from clipscale.config.train import TrainConfig
-from clipscale.config.train import check as check_settings
-from clipscale.data import demo
+from clipscale.bench import loss, step
+from clipscale.bench.fit import within_a_tenth
+from clipscale.bench.loss import kernel_choices
 
-ROOT = Path(__file__).parents[2]
-BENCHES: dict[str, Any] = {"loss": loss, "step": step, "data": data}
-LOSS = ["gpu-loss", "gpu-loss-widths", "gpu-loss-types", "gpu-tune"]
-STEP = ["gpu-step", "gpu-step-b32", "gpu-step-b16", "gpu-step-b16-large", "gpu-step-l14"]
-TARGETS = ["gpu-right", *LOSS, *STEP, "gpu-memory", "gpu-largest", "gpu-largest-encoded", "gpu-data"]
-LIMIT = 600
-"""Seconds that a target may take."""
+Row = dict[str, Any]
 
 
-class ParsedError(Exception):
-    """The words have been understood."""
+def of_loss(rows: list[Row]) -> list[str]:
+    return loss.targets({"rows": rows})
 
 
-def commands(target: str) -> list[list[str]]:
-    """What `make TARGET` would run, without the installation: the words after `-m`."""
-    asked = ["make", "--dry-run", "--no-print-directory", target, "INSTALLED=", "RUN=python3"]
-    said = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    found = (shlex.split(line) for line in said.replace("\\\n", " ").splitlines())
-    whole = [words[words.index("-m") + 1 :] for words in found if "-m" in words]
-    return [list(takewhile(lambda word: word not in ("|", ">", "2>&1"), words)) for words in whole]
+def of_step(rows: list[Row], model: str, device: str) -> list[str]:
+    return step.targets({"rows": rows, "settings": {"model": model}, "device": device})
 
 
-def parsed(main: Any, words: list[str], monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:
-    """What a program makes of its words, whose parser then ends it."""
-    known, seen = argparse.ArgumentParser.parse_args, []
-
-    def parse(self: argparse.ArgumentParser, args: Any = None, namespace: Any = None) -> argparse.Namespace:
-        seen.append(known(self, words, namespace))
-        raise ParsedError
-
-    with monkeypatch.context() as patch, pytest.raises(ParsedError):
-        patch.setattr(argparse.ArgumentParser, "parse_args", parse)
-        main()
-    (found,) = seen
-    return found
+def loss_row(method: str, n: int, seconds: float, fraction: float = 0.8, extra: int = 1 << 30, **more: Any) -> Row:
+    figures = {"total_s": {"median": seconds}, "gemm_fraction": fraction, "extra_bytes": extra}
+    where = {"device": "cuda", "ranks": 1, "n": n, "d": 768, "dtype": "bf16", "method": method, "status": "ok"}
+    return where | figures | more
 
 
-def composed(words: list[str]) -> Any:
-    """Settings of `clipscale train`, checked as a run checks them."""
-    values = compose.once("train", words)
-    assert values is not None
-    return check_settings(typed(TrainConfig, values))
+def test_the_loss_on_cuda_is_held_to_the_gemm_rate_to_inf_cl_and_to_two_gibibytes() -> None:
+    rows = [
+        loss_row("infcl", 32768, 1.0, fraction=0.1),  # smaller than the bar asks for
+        loss_row("infcl", 65536, 0.05, fraction=0.771),
+        loss_row("inf_cl", 65536, 0.45),
+        loss_row("infcl", 1 << 20, 12.0, fraction=0.76),
+        loss_row("inf_cl", 1 << 20, 0.0, status="not run"),
+        loss_row("triton-panel-64M", 65536, 0.05, fraction=0.2),
+    ]
+    assert of_loss(rows) == [
+        "reached: at least 75 % of the GEMM rate at 4 units (N >= 64k, D = 768, bf16): 64k x 768 bf16 77.1%, 1M x 768 bf16 76.0%",
+        "reached: at least 8 times as fast as inf-cl (N >= 64k, D = 768, bf16): 64k x 768 bf16 9.00, 1M x 768 bf16 (inf_cl: not run)",
+        "reached: at most 2 GiB of extra memory (N >= 1M): 1M x 768 bf16 1.00 GiB",
+    ]
+    rows[1] |= {"gemm_fraction": 0.749, "total_s": {"median": 0.06}}
+    rows[3] |= {"status": "out of memory"}
+    assert [line.split(":")[0] for line in of_loss(rows)] == ["missed"] * 3
+    assert of_loss(rows)[2].endswith("1M x 768 bf16 out of memory")
+    lacking = of_loss([row for row in rows if row["n"] == 32768])
+    assert [line.split(":")[0] for line in lacking] == ["not measured"] * 3
+    assert lacking[0].endswith("there are no such rows")
 
 
-def check(words: list[str], monkeypatch: pytest.MonkeyPatch) -> float:
-    """Is a command understood; the seconds that it bounds itself to. Nothing of it is run."""
-    module, *rest = words
-    match module:
-        case "clipscale" if rest[0] == "bench":
-            seen: list[Any] = []
-            bench = BENCHES[rest[1]]
-            monkeypatch.setattr(bench, "main", lambda settings: seen.append(settings) or [])
-            assert cli.main(rest) == 0, shlex.join(words)
-            (settings,) = seen
-            if bench is not data:
-                bench.plan(settings)
-                assert settings.device == "cuda" and settings.resume
-            return float(getattr(settings, "seconds", 0.0))
-        case "clipscale":
-            monkeypatch.setattr(demo, "render_demo", lambda *args, **given: False)
-            assert cli.main(rest) == 0, shlex.join(words)
-        case "clipscale.bench.runs":
-            given = parsed(runs.main, rest, monkeypatch)
-            config = composed([f"run={given.run}", *given.words])
-            assert given.record and config.device == "cuda" and config.data.workers >= 1
-            return float(given.seconds)
-        case "clipscale.bench.largest":
-            given = parsed(largest.main, rest, monkeypatch)
-            config = composed([f"run={given.run}", *given.words, f"batch={given.grain}", f"samples={given.grain}"])
-            assert config.data.buffers == 1 and config.offload in ("host", "encoded")
-            return float(given.seconds)
-        case "clipscale.bench.machine" | "pytest":
-            assert rest
-        case _:
-            raise AssertionError(f"nobody knows {shlex.join(words)}")
-    return 0.0
+def test_a_choice_made_otherwise_is_compared_with_triton_as_it_is() -> None:
+    rows = [
+        loss_row("triton", 65536, 0.050),
+        loss_row("triton-panel-64M", 65536, 0.055),
+        loss_row("triton-tiles-64x64x64-4w-2s", 65536, 0.049),
+        loss_row("triton-panel-64M", 131072, 0.2),
+        loss_row("triton-panel-2G", 65536, 0.1, status="failed"),
+    ]
+    assert kernel_choices(rows) == [
+        "triton-panel-64M at 64k x 768 bf16: 10.0% slower than triton as it is",
+        "triton-tiles-64x64x64-4w-2s at 64k x 768 bf16: 2.0% faster than triton as it is",
+    ]
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_what_is_asked_of_a_gpu_is_asked_rightly(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    found = commands(target)
-    assert found
-    assert sum(check(words, monkeypatch) for words in found) < LIMIT, "longer than one sitting at the machine"
+def test_the_loss_on_a_cpu_is_held_to_clip_loss() -> None:
+    where = {"device": "cpu", "d": 512, "dtype": "fp32"}
+    ours, peer = loss_row("infcl", 16384, 2.0, extra=2 << 20), loss_row("open_clip", 16384, 3.2, extra=44 << 20)
+    fast, small = of_loss([ours | where, peer | where])
+    assert fast.startswith("reached") and fast.endswith("16k x 512 fp32 1.60"), fast
+    assert small.startswith("reached") and small.endswith("16k x 512 fp32 1/22"), small
+    slow = of_loss([ours | where | {"total_s": {"median": 2.2}, "extra_bytes": 3 << 20}, peer | where])
+    assert [line.split(":")[0] for line in slow] == ["missed", "missed"]
+    alone = of_loss([ours | where])
+    assert [line.split(":")[0] for line in alone] == ["not measured"] * 2 and "(open_clip: not run)" in alone[0]
+    assert of_loss([ours | where | {"ranks": 4}]) == [], "the bars are of one process"
+
+
+def step_row(case: str, rate: float, ratio: float | None = 1.0, **more: Any) -> Row:
+    method, _, batch = case.partition("@")
+    figures = {"samples_per_s": rate, "ratio": ratio and {"median": ratio}}
+    return {"case": case, "method": method, "batch": int(batch), "status": "ok", "mfu": 0.4} | figures | more
+
+
+def passes(encode: int, replay: int, batch: int) -> Row:
+    features = 4096 * batch
+    sizes = {"features_bytes": features, "mem_encode_bytes": encode + features, "mem_replay_bytes": replay}
+    return {"parts": sizes | {"mem_loss_bytes": 8192 * batch}}
+
+
+STEP = [
+    step_row("plain@1024", 1000.0),
+    step_row("open_clip-plain@1024", 900.0),
+    step_row("cache@32768", 820.0, 1.22, **passes(300, 1000, 32768)),
+    step_row("cache@1048576", 820.0, 1.22, **passes(300, 1010, 1 << 20)),
+    step_row("frozen@32768", 100.0, 1.04),
+    step_row("open_clip@32768", 800.0),
+]
+
+
+def test_the_step_is_held_to_utilisation_to_plain_to_open_clip_and_to_flat_memory() -> None:
+    lines = of_step(STEP, "vit-b16", "cuda")
+    assert lines == [
+        "reached: plain at 35% MFU at least: plain@1024 40.0%",
+        "reached: the cache in at most 1.25 times plain's time: cache@32768 1.22, cache@1048576 1.22",
+        "reached: with a frozen image tower, in at most 1.05 times plain's: frozen@32768 1.04",
+        "reached: faster than open_clip in every row: plain@1024 to open_clip-plain@1024 1.11, "
+        "cache@32768 to open_clip@32768 1.02, cache@1048576 to open_clip@32768 1.02",
+        "reached: memory flat within 2 % from 32k to 1M pairs, the loss's linear part aside: cache: encode, less features, 0.0%, "
+        "cache: replay 1.0%",
+    ]
+    assert of_step(STEP, "vit-l14", "cuda")[0].startswith("missed: plain at 45% MFU")
+    assert len(of_step(STEP, "vit-b32", "cuda")) == len(of_step(STEP, "vit-l14", "cpu")) == 4, "no bar for that"
 
 
 @pytest.mark.parametrize(
-    "line",
+    ("line", "row", "change"),
     [
-        "clipscale bench data wrokers=2",
-        "clipscale bench step device=cuda resume=true methods=cahce",
-        "clipscale.bench.runs --record x --run y cache.kept=40G",
-        "clipscale.bench.largest --record x --run y data.bufers=1",
-        "clipscale.bench.largest --record x --run y data.buffers=1 offload=hots",
+        (1, 2, {"ratio": {"median": 1.26}}),
+        (2, 4, {"ratio": {"median": 1.06}}),
+        (3, 2, {"samples_per_s": 799.0}),
+        (3, 0, {"status": "failed"}),
+        (4, 3, passes(300, 1030, 1 << 20)),
+        (4, 3, {"status": "out of memory", "parts": {}}),
     ],
 )
-def test_a_slip_would_be_seen(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises((AssertionError, cli.UserError)):
-        check(shlex.split(line), monkeypatch)
+def test_one_row_that_misses_a_bar_is_enough(line: int, row: int, change: Row) -> None:
+    rows = [old | change if number == row else old for number, old in enumerate(STEP)]
+    assert of_step(rows, "vit-b16", "cuda")[line].startswith("missed"), of_step(rows, "vit-b16", "cuda")[line]
 
 
-def test_every_choice_that_is_tried_has_a_prediction() -> None:
-    words = next(word for words in commands("gpu-loss") for word in words if word.startswith("methods=triton,"))
-    assert sorted(words.removeprefix("methods=").split(",")) == sorted(["triton", *FORESEEN])
+def test_what_a_step_lacks_is_not_measured() -> None:
+    lacking = of_step([step_row("cache@32768", 1.0, None, mfu=None)], "vit-b16", "cuda")
+    assert [line.split(":")[0] for line in lacking] == ["not measured"] * 5, lacking
+    assert lacking[1].endswith("cache@32768 has no such figure")
+    short = of_step([STEP[2], STEP[3] | {"batch": 65536}], "vit-b16", "cuda")[-1]
+    assert short.startswith("not measured") and short.endswith("cache was measured from 32k to 64k only"), short
 
 
-def test_every_target_for_a_gpu_is_known_here() -> None:
-    lines = (ROOT / "Makefile").read_text().splitlines()
-    listed = [word for line in lines if line.startswith(("GPU :=", "MORE :=")) for word in line.split()[2:]]
-    assert sorted(listed) == sorted(TARGETS)
+def run_row(run: str, **ratios: float | None) -> Row:
+    return {"run": run, "status": "ok", "predicted": {"compared": {name: {"ratio": r} for name, r in ratios.items()}}}
 
 
-def test_every_file_of_the_tests_for_a_gpu_exists() -> None:
-    words = next(words for words in commands("gpu-right") if words[0] == "pytest")
-    files = [ROOT / word for word in words if word.startswith("tests/")]
-    assert files and all(file.is_file() for file in files), files
-    marked = [
-        path
-        for path in (ROOT / "tests").rglob("test_*.py")
-        if "mark.gpu" in path.read_text() or "= on_device" in path.read_text()
-    ]
-    assert set(marked) - {Path(__file__)} <= set(files), "a file with tests for a GPU that make gpu-right leaves out"
-
-
-def test_python_is_the_one_that_is_named() -> None:
-    said = subprocess.run(
-        ["make", "-n", "gpu-data", "INSTALLED=", "RUN=python3.99"], cwd=ROOT, capture_output=True, text=True
+def test_the_plan_is_held_to_a_tenth() -> None:
+    runs = [run_row("a", encode=0.97, peak=1.01), run_row("b", encode=1.0, loss=1.099, host=2.0)]
+    (line,) = within_a_tenth(runs)
+    assert line == "reached: memory predicted within 10% of measured in every phase: a (encode) 3.0%, b (loss) 9.9%"
+    assert within_a_tenth([*runs, run_row("c", replay=0.89)])[0].startswith("missed")
+    assert within_a_tenth([*runs, {"run": "c", "status": "failed"}])[0].startswith("missed")
+    assert within_a_tenth([run_row("c", encode=None, host=1.0)])[0].startswith("not measured"), (
+        "on a CPU the host alone is"
     )
-    assert "python3.99 -m clipscale bench data" in said.stdout and "venv" not in said.stdout, said.stdout
+    assert within_a_tenth([])[0].endswith("there are no such rows")

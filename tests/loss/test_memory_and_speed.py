@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from clipscale.bench.processes import RETURNING_MALLOC
+from clipscale.bench.harness import RETURNING_MALLOC
 
 # Prints by how many bytes the peak of a forward and a backward pass exceeds what the process holds before them. The process is a fresh
 # one, and its peak is reset first (proc(5), clear_refs).

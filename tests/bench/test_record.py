@@ -1,4 +1,4 @@
-"""Records that are taken up again, and those that belong to something else."""
+"""Records that are resumed, those of something else that are moved aside, and the ones in the documents."""
 
 import json
 from pathlib import Path
@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 
-from clipscale.bench.records import earlier, settled, write
+from clipscale.bench import present
+from clipscale.bench.record import earlier, final, write
 from clipscale.bench.step import unmeasured
 
-FACTS = {
+RECORDS = sorted((Path(__file__).parents[2] / "docs" / "benchmarks").rglob("*.json"))
+MACHINE = {
     "cpu": "a processor",
     "gpus": [],
     "versions": {"torch": "2"},
@@ -25,7 +27,7 @@ ROWS = [
 
 
 def record(**changes: Any) -> dict[str, Any]:
-    facts = FACTS | {"command": "clipscale bench step"}
+    facts = MACHINE | {"command": "clipscale bench step"}
     return {
         "benchmark": "step",
         "machine": facts,
@@ -34,15 +36,15 @@ def record(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
-def test_an_interrupted_run_is_taken_up_with_all_its_rows(tmp_path: Path) -> None:
+def test_an_interrupted_run_is_resumed_with_all_its_rows(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     assert earlier(path, record()) == {}
     write(path, record(rows=[dict(row) for row in ROWS]))
-    facts = FACTS | {"time": "later", "commit": "2", "command": "clipscale bench step seconds=60"}
+    facts = MACHINE | {"time": "later", "commit": "2", "command": "clipscale bench step seconds=60"}
     again = record(machine=facts, settings=record()["settings"] | {"seconds": 60.0})
     kept = earlier(path, again)["rows"]
     assert [{"case": row["case"], "status": row["status"]} for row in kept] == ROWS
-    assert [settled(row) for row in kept] == [True, True, False], "what had no time is tried again"
+    assert [final(row) for row in kept] == [True, True, False], "what had no time is tried again"
     assert unmeasured(["plain@8", "cache@8"], kept) == []
     assert unmeasured(["plain@8", "cache@8", "cache@16"], kept) == ["plain@8", "cache@16"], "with its baseline"
     write(path, again | {"rows": [*kept, {"case": "cache@16", "status": "ok"}]})
@@ -53,7 +55,7 @@ def test_an_interrupted_run_is_taken_up_with_all_its_rows(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    "other", [{"settings": {"chunk": "8"}}, {"machine": FACTS | {"code": {"clipscale": "b"}, "command": "x"}}]
+    "other", [{"settings": {"chunk": "8"}}, {"machine": MACHINE | {"code": {"clipscale": "b"}, "command": "x"}}]
 )
 def test_a_record_of_something_else_is_moved_aside(tmp_path: Path, other: dict[str, Any]) -> None:
     path = tmp_path / "x.json"
@@ -68,11 +70,20 @@ def test_a_record_of_something_else_is_moved_aside(tmp_path: Path, other: dict[s
     assert all(file.name.startswith("x-20") and file.suffix == ".json" for file in kept), kept
 
 
-@pytest.mark.parametrize(
-    "path", sorted((Path(__file__).parents[2] / "docs" / "benchmarks").rglob("*.json")), ids=lambda p: p.name
-)
+@pytest.mark.parametrize("path", RECORDS, ids=lambda p: p.name)
 def test_what_the_documents_quote_says_how_it_was_measured(path: Path) -> None:
     found = json.loads(path.read_text())
     assert found["machine"]["cpu"] and found["machine"]["versions"]["torch"]
     assert found["rows"] and all(row["command"] and row["commit"] for row in found["rows"])
     assert path.with_suffix(".md").read_text().count("|") > 20, "no table beside it"
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in RECORDS if "benchmark" in json.loads(path.read_text())], ids=lambda p: p.name
+)
+def test_the_documents_tables_are_those_of_their_records(path: Path, tmp_path: Path) -> None:
+    copy = tmp_path / path.name
+    copy.write_text(path.read_text())
+    present.main([str(copy)])
+    assert copy.with_suffix(".md").read_text() == path.with_suffix(".md").read_text()
+    assert copy.with_suffix(".png").stat().st_size > 10_000

@@ -1,21 +1,21 @@
-"""Processes that measure: started, heard, and ended."""
+"""Processes that measure: started, heard, and ended; and the worker in one of them."""
 
 import time
 from typing import Any
 
 import pytest
 
-from clipscale.bench.processes import Answer, Ended, run
+from clipscale.bench.harness import Answer, Ended, Job, completed, run
 
 
 def ended(*words: list[str], **more: Any) -> list[Ended]:
-    return run("tests.bench.measuring", {"words": words}, ranks=len(words), **more)
+    return run("tests.bench.measuring:work", {"words": words}, ranks=len(words), **more)
 
 
 def test_answers_come_in_rank_order_and_are_heard_as_they_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "7")  # torchrun's, which is not theirs
     heard: list[Answer] = []
-    found = ended(["answer", "answer"], ["answer"], variables={"GIVEN": "yes"}, tell=heard.append)
+    found = ended(["answer", "answer"], ["answer"], variables={"GIVEN": "yes"}, hear=heard.append)
     assert [one.status for one in found] == [0, 0]
     assert [one.answer for one in found] == [
         {"rank": 0, "answers": 2, "variable": "yes"},
@@ -36,16 +36,30 @@ def test_a_rank_that_fails_ends_the_others_and_says_why() -> None:
 def test_time_that_is_up_is_no_failure() -> None:
     (late,) = ended(["answer", "sleep"], seconds=3.0, grace=30.0)
     assert late.status is None and late.answer == {"rank": 0, "answers": 1, "variable": None}
-    assert "KeyboardInterrupt" in late.said, "it was asked to end before it was made to"
+    assert "KeyboardInterrupt" in late.output, "it was asked to end before it was made to"
 
 
 @pytest.mark.parametrize(
-    ("status", "said", "cause"),
+    ("status", "output", "cause"),
     [
         (-9, "", ("out of memory", "the system ended the process (SIGKILL)")),
         (-11, "", ("failed", "the process ended by SIGSEGV")),
         (1, "Traceback\nImportError: x\n\n", ("failed", "the process ended with status 1: ImportError: x")),
     ],
 )
-def test_the_end_of_a_process_that_left_no_word_is_the_reason(status: int, said: str, cause: tuple[str, str]) -> None:
-    assert Ended(None, status, said).cause == cause
+def test_a_process_that_left_no_answer_has_its_end_as_the_reason(
+    status: int, output: str, cause: tuple[str, str]
+) -> None:
+    ended = Ended(None, status, output)
+    assert ended.cause == cause
+    job = Job({}, "cpu", probed=[("a", 8)], timed=["a", "b"])
+    cases = completed(job, ended)["cases"]
+    assert {name: (case["status"], case["reason"]) for name, case in cases.items()} == {"a": cause, "b": cause}
+
+
+def test_a_process_that_ended_early_costs_only_what_it_had_not_measured() -> None:
+    measured = {"status": "ok", "steps": [{"step": 1.0}], "memory": {}, "size": 8}
+    ended = Ended({"cases": {"plain@8": dict(measured)}, "complete": False}, -9, "half a line")
+    found = completed(Job({}, "cpu", timed=["plain@8", "cache@8"]), ended)["cases"]
+    assert found["plain@8"] == measured
+    assert found["cache@8"]["status"] == "out of memory", found

@@ -1,0 +1,204 @@
+"""Measures in fresh processes: a job description goes in, and an answer comes back after every measurement.
+
+`run` starts `python -m clipscale.bench.harness MODULE:FUNCTION FOLDER RANK`, watches the process and collects what it leaves.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import psutil
+
+RETURNING_MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(2**20), "MALLOC_TRIM_THRESHOLD_": str(2**20)}
+"""Freed memory goes back to the system at once, so that the resident set is what is in use (mallopt(3))."""
+KEEPING_MALLOC = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
+"""Freed memory stays in the process, so that large blocks are not fetched from the system, page by page, in every step (mallopt(3))."""
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+MARGIN = 0.95
+"""Part of the free memory that the processes of a job on the CPU may take."""
+
+Answer = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one process, or one group of ranks, measures."""
+
+    about: dict[str, Any]
+    """What the worker builds its variants from."""
+    device: str
+    probed: Sequence[Sequence[Any]] = ()
+    """(variant, size) whose memory is measured."""
+    timed: Sequence[str] = ()
+    """Cases whose time is measured in interleaved rounds; a case that failed when probed is left out."""
+    repeats: int = 0
+    ranks: int = 1
+    seconds: float | None = None
+    """A step that would not end within this many seconds from the start is not begun."""
+    share: float = 1.0
+    """Rounds after the first begin only within this share of `seconds`."""
+    memory: int | None = None
+    """Bytes that a process on the CPU may take beyond what torch itself takes."""
+    threads: int | None = None
+    """Of a process; None: torch's choice."""
+
+    @property
+    def names(self) -> list[str]:
+        return list(dict.fromkeys([*(name for name, _ in self.probed), *self.timed]))
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a process ended, and what it left."""
+
+    answer: Answer | None
+    """Its last one."""
+    status: int | None
+    """The exit status; None: the process was ended here, since its time was up or another rank had failed."""
+    output: str
+    """Standard output and error."""
+
+    @property
+    def cause(self) -> tuple[str, str]:
+        """`out of memory` or `failed`, and the reason, of a process that ended before its job did."""
+        if self.status == -signal.SIGKILL:
+            return "out of memory", "the system ended the process (SIGKILL)"
+        if self.status is not None and self.status < 0:
+            return "failed", f"the process ended by {signal.Signals(-self.status).name}"
+        last = next((line.strip() for line in reversed(self.output.splitlines()) if line.strip()), "")
+        return "failed", f"the process ended with status {self.status}: {last[:300]}"
+
+
+@dataclass(frozen=True)
+class Task:
+    """A job as the process that does it sees it."""
+
+    folder: Path
+    rank: int
+
+    @property
+    def job(self) -> Answer:
+        found: Answer = json.loads((self.folder / "job.json").read_text())
+        return found
+
+    def leave(self, answer: Answer) -> None:
+        """Replace the answer, whole or not at all."""
+        part = self.folder / f"answer-{self.rank}.part"
+        part.write_text(json.dumps(answer))
+        part.rename(part.with_suffix(".json"))
+
+
+def run(
+    target: str,
+    job: Any,
+    *,
+    ranks: int = 1,
+    variables: Mapping[str, str] = MappingProxyType({}),
+    seconds: float | None = None,
+    grace: float = 0.0,
+    hear: Callable[[Answer], object] | None = None,
+) -> list[Ended]:
+    """Do `job` (JSON) in `ranks` processes of `target` (MODULE:FUNCTION of a Task); how they ended, in rank order.
+
+    When one fails, the others are ended. `variables` are added to the environment. After `seconds` all are interrupted, and have `grace`
+    seconds to end their own processes. `hear` gets the answer of rank 0 whenever it is replaced.
+    """
+    environment = {key: value for key, value in os.environ.items() if key not in TORCHRUN} | dict(variables)
+    end = None if seconds is None else time.monotonic() + seconds
+    with tempfile.TemporaryDirectory(prefix="clipscale-bench-") as name:
+        folder = Path(name)
+        (folder / "job.json").write_text(json.dumps(job))
+        processes: list[subprocess.Popen[bytes]] = []
+        try:
+            for rank in range(ranks):
+                command = [sys.executable, "-m", "clipscale.bench.harness", target, name, str(rank)]
+                with (folder / f"output-{rank}").open("wb") as output:
+                    processes.append(subprocess.Popen(command, env=environment, stdout=output, stderr=output))
+            _watch(processes, folder / "answer-0.json", end, hear)
+        finally:
+            statuses = [process.poll() for process in processes]
+            for process in processes:
+                _end(process, grace)
+        ended = []
+        for rank, status in enumerate(statuses):
+            answer = folder / f"answer-{rank}.json"
+            output_text = (folder / f"output-{rank}").read_text(errors="replace")
+            ended.append(Ended(json.loads(answer.read_text()) if answer.exists() else None, status, output_text))
+        return ended
+
+
+def _watch(
+    processes: list[subprocess.Popen[bytes]], first: Path, end: float | None, hear: Callable[[Answer], object] | None
+) -> None:
+    """Return when all have ended, one has failed, or time is up."""
+    seen = 0
+    while any(process.poll() is None for process in processes) and not any(p.poll() for p in processes):
+        time.sleep(0.02)
+        if end is not None and time.monotonic() > end:
+            return
+        if hear and first.exists() and first.stat().st_mtime_ns != seen:
+            seen = first.stat().st_mtime_ns
+            hear(json.loads(first.read_text()))
+    if any(p.poll() for p in processes):
+        time.sleep(0.2)  # ranks that fail together leave together
+
+
+def _end(process: subprocess.Popen[bytes], grace: float) -> None:
+    """Interrupt it, so that it ends its own processes, and kill it if that does not help."""
+    if process.poll() is None and grace:
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(grace)
+    process.kill()
+    process.wait()
+
+
+def measure(
+    target: str, job: Job, variables: Mapping[str, str], hear: Callable[[list[Answer]], object] = lambda _: None
+) -> list[Answer]:
+    """The answers of the job's ranks; what a process did not measure before its end failed for the reason of that end.
+
+    `hear` gets the answers as they grow, of a job of one process, and all at the end.
+    """
+    if job.device == "cpu" and job.memory is None:
+        memory = int(MARGIN * psutil.virtual_memory().available / job.ranks)
+        job = Job(**{**vars(job), "memory": memory})
+    heard = (lambda answer: hear([answer])) if job.ranks == 1 else None
+    ended = run(target, asdict(job), ranks=job.ranks, variables=variables, hear=heard)
+    answers = [completed(job, one) for one in ended if one.status is not None]
+    hear(answers)
+    return answers
+
+
+def completed(job: Job, ended: Ended) -> Answer:
+    answer = ended.answer or {"cases": {}, "complete": False}
+    if not answer["complete"]:
+        status, reason = ended.cause
+        wrong = {"status": status, "reason": reason, "traceback": ended.output[-5000:]}
+        for name in job.names:
+            record = answer["cases"].setdefault(name, {"status": "ok", "steps": [], "memory": {}})
+            if record["status"] == "ok" and not record["steps"] and (name in job.timed or not record["memory"]):
+                record |= wrong
+    return answer
+
+
+def main(target: str, folder: str, rank: str) -> None:
+    """Do the job in the folder. Heeds interrupts, which a shell's background jobs ignore from birth."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    module, _, name = target.partition(":")
+    getattr(import_module(module), name)(Task(Path(folder), int(rank)))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

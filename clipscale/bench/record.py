@@ -1,0 +1,171 @@
+"""Records of benchmarks: what was measured, on what, by which command and code. They are written row by row and can be resumed.
+
+`python -m clipscale.bench.record COMMAND` prints the machine, as the first line of a file that keeps what COMMAND prints.
+"""
+
+import json
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from clipscale.errors import UserError
+from clipscale.report.environment import environment
+from clipscale.units import parse_count
+
+Row = dict[str, Any]
+
+FREE = ("seconds", "resume", "profile", "methods", "repeats", "memory", "n", "d", "dtype", "sizes", "stream")
+"""Settings that may differ from run to run of one record: each row has its own."""
+FREE_ROWS = {"step": ("batch",)}
+"""More of them, by benchmark."""
+FINAL = ("ok", "out of memory", "not supported")
+"""Statuses of rows that are not tried again."""
+
+
+def begin(folder: str, name: str, verb: str, settings: Any, **more: Any) -> tuple[Row, Path]:
+    """The record of `clipscale bench VERB` with these settings, and its path FOLDER/NAME.json.
+
+    With `resume`, it holds the rows, methods and other measurements of the earlier record there, if that goes with this one.
+    """
+    out = Path(folder).expanduser()
+    out.mkdir(parents=True, exist_ok=True)
+    defaults = {field.name: field.default for field in fields(settings)}
+    asked = {key: value for key, value in asdict(settings).items() if key != "out"}
+    given = [f"{key}={value}" for key, value in asked.items() if value != defaults[key]]
+    facts = machine(shlex.join(["clipscale", "bench", verb, *given]))
+    record: Row = {"benchmark": verb, "settings": asked, "machine": facts} | more | {"rows": []}
+    path = out / f"{name}.json"
+    before = earlier(path, record) if settings.resume else {}
+    record |= {key: before[key] for key in ("rows", "gemm") if key in before}
+    if "methods" in record:
+        record["methods"] = before.get("methods", {}) | record["methods"]
+    return record, path
+
+
+def write(path: Path, record: Row) -> None:
+    """Put the record at `path`, whole or not at all. Each row gets the command, the commit and the code that measured it."""
+    facts = record["machine"]
+    for row in [*record["rows"], *record.get("gemm", []), *([record["fits"]] if "fits" in record else [])]:
+        row.setdefault("command", facts["command"])
+        row.setdefault("commit", facts["commit"])
+        row.setdefault("code", facts["code"]["clipscale"])
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(record | {"written": time.strftime("%Y-%m-%dT%H:%M:%S%z")}, indent=1) + "\n")
+    part.rename(path)
+
+
+def earlier(path: Path, record: Row) -> Row:
+    """The record at `path`, to resume; nothing where its settings, machine, versions or code are not those of `record`.
+
+    Such a record is kept beside it with its table and picture: loss-cuda.json as loss-cuda-WHEN.json, by the time it was written.
+    """
+    if not path.exists():
+        return {}
+    found: Row = json.loads(path.read_text())
+    if _marks(found) == _marks(record):
+        return found
+    when = "".join(c for c in found.get("written", "before")[:19] if c.isalnum())
+    names = (f"{path.stem}-{when}{again}{path.suffix}" for again in ("", *(f"-{n}" for n in range(2, 100))))
+    aside = next(there for name in names if not (there := path.with_name(name)).exists())
+    for suffix in (path.suffix, ".md", ".png"):
+        if path.with_suffix(suffix).exists():
+            path.with_suffix(suffix).rename(aside.with_suffix(suffix))
+    return {}
+
+
+def final(row: Row) -> bool:
+    """Is there nothing to be gained from measuring the row again."""
+    return row["status"] in FINAL
+
+
+def _marks(record: Row) -> Row:
+    facts = record["machine"]
+    marks = {key: facts.get(key) for key in ("cpu", "gpus", "driver", "versions", "code")}
+    free = (*FREE, *FREE_ROWS.get(record["benchmark"], ()))
+    return marks | {key: value for key, value in record["settings"].items() if key not in free}
+
+
+# ---- the machine ----
+
+
+def machine(command: str) -> Row:
+    """What this process runs on, less names and paths of the host."""
+    found = environment()
+    del found["hostname"]
+    return found | {
+        "command": command,
+        "platform": f"{platform.system()} {platform.machine()}",
+        "cpu": _cpu_name(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "driver": _driver(),
+    }
+
+
+def processor(record: Row, device: str = "cpu", threads: int | None = None) -> str:
+    """What a record was measured on: the GPU's name, or the CPU's with its threads, or cores."""
+    facts = record["machine"]
+    if device == "cuda":
+        return str(facts["gpus"][0])
+    return f"{facts['cpu']}, {facts['cpus']} cores" if threads is None else f"{facts['cpu']}, {threads} threads"
+
+
+def _driver() -> str | None:
+    """Version of the GPU's driver; None where there is none."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    lines = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False).stdout.splitlines()
+    return lines[0].strip() if lines else None
+
+
+def _cpu_name() -> str:
+    source = Path("/proc/cpuinfo")
+    lines = source.read_text().splitlines() if source.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+# ---- settings that benchmarks share ----
+
+
+def counts(name: str, text: str) -> list[int]:
+    """`1k,2k` as integers. Raises UserError for what is no count, and for 0."""
+    try:
+        found = [parse_count(word) for word in words(text)]
+    except ValueError as error:
+        raise UserError(f"{name}={text}: {error}") from error
+    if 0 in found:
+        raise UserError(f"{name}={text}: must be at least 1")
+    return found
+
+
+def words(text: str) -> list[str]:
+    """The words of a comma-separated list."""
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def device_of(setting: str) -> str:
+    """`cuda` or `cpu`, by device=`auto` (CUDA where there is one), `cuda` or `cpu`. Raises UserError."""
+    if setting not in ("auto", "cpu", "cuda"):
+        raise UserError(f"device={setting}: give auto, cpu or cuda")
+    if setting == "cuda" and not torch.cuda.is_available():
+        raise UserError("device=cuda: torch finds no CUDA device; use device=cpu")
+    return "cuda" if setting != "cpu" and torch.cuda.is_available() else "cpu"
+
+
+def main(command: Sequence[str]) -> None:
+    print(json.dumps(machine(" ".join(command))))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

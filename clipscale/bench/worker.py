@@ -1,0 +1,226 @@
+"""Measurements inside a benchmark's process: memory is probed, cases warm up, and their time is measured in interleaved rounds.
+
+`Worker` does what all benchmarks share; each subclasses it with its variants.
+"""
+
+import gc
+import math
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from statistics import median
+from typing import Any, Protocol
+
+import torch
+
+from clipscale.bench.harness import Answer, Job
+from clipscale.bench.memory import DeviceMemory, HostMemory, bound_memory, is_out_of_memory
+
+
+class Meter:
+    """Seconds and memory of the parts of one step. `meter("forward")` closes the part that has been running."""
+
+    def __init__(self, device: torch.device, memory: HostMemory | DeviceMemory | None = None) -> None:
+        self._device, self._memory = device, memory
+        self.seconds: dict[str, float] = {}
+        self.before: dict[str, int] = {}
+        """Bytes held when a part began."""
+        self.peak: dict[str, int] = {}
+        self._begin()
+
+    def _begin(self) -> None:
+        self._held = self._memory.reset() if self._memory else 0
+        self._start = time.perf_counter()
+
+    def __call__(self, part: str) -> None:
+        wait(self._device)
+        self.seconds[part] = time.perf_counter() - self._start
+        if self._memory:
+            self.before[part], self.peak[part] = self._held, self._memory.peak()
+        self._begin()
+
+    def growth(self) -> int:
+        """The highest peak beyond what was held when the step began."""
+        return max(self.peak.values()) - next(iter(self.before.values()))
+
+
+class Variant(Protocol):
+    """One way to compute what is compared."""
+
+    def inputs(self, size: int) -> Any:
+        """What a step of this size needs, on its device."""
+
+    def step(self, inputs: Any, meter: Meter) -> Any:
+        """Compute; close every part on the meter."""
+
+
+class Worker:
+    """Measures the cases of a job. A case that fails is a record with the reason; the others go on."""
+
+    def __init__(self, job: Job, rank: int = 0, leave: Callable[[Answer], object] = lambda _: None) -> None:
+        self.job, self.rank, self._leave, self.complete = job, rank, leave, False
+        if job.threads is not None:
+            torch.set_num_threads(job.threads)
+        self.device = torch.device("cuda", rank) if job.device == "cuda" else torch.device("cpu")
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        self.start = time.monotonic()
+        self.end = self.start + (math.inf if job.seconds is None else job.seconds)
+        self.found: dict[str, dict[str, Any]] = {}
+        self.expected: dict[str, float] = {}
+        """Case -> seconds of one step, by its last one or by a smaller one. A case that is not in it is not measured (any more)."""
+
+    # What a benchmark declares:
+
+    def variant(self, case: str) -> Variant:
+        raise NotImplementedError
+
+    def ready(self, case: str) -> None:
+        """Warm up, and set the step's `expected` seconds."""
+        raise NotImplementedError
+
+    def probe(self, name: str, size: int) -> None:
+        """Measure the memory of a step, weights, gradients and inputs aside."""
+        raise NotImplementedError
+
+    def measured(self, case: str, meter: Meter) -> None:
+        """Called after every step that is kept."""
+
+    def facts(self) -> dict[str, Any]:
+        """Further parts of the answer."""
+        return {}
+
+    def late(self, case: str) -> bool:
+        """Does getting this case ready take so long that the others are measured once before."""
+        return False
+
+    def agreed(self, value: float) -> float:
+        """The largest value of any rank."""
+        return value
+
+    # What is the same for all:
+
+    def work(self) -> Answer:
+        if self.device.type == "cpu" and self.job.memory is not None:
+            bound_memory(self.job.memory)
+        for name, size in self.job.probed:
+            self.attempt(name, lambda name=name, size=size: self.probe(name, size))  # type: ignore[misc]
+        for case in self.job.timed:  # all models first: the largest batch is one that fits beside their weights
+            self.attempt(case, lambda case=case: self.variant(case))  # type: ignore[misc]
+        for late in (False, True):
+            cases = [case for case in self.job.timed if self.late(case) == late]
+            for case in cases:
+                self.attempt(case, lambda case=case: self.ready(case))  # type: ignore[misc]
+            order = sorted(self.expected, key=lambda case: self.agreed(self.expected[case]))
+            self.round([case for case in order if case in cases])
+        for number in range(1, self.job.repeats):
+            spent = time.monotonic() - self.start
+            if self.agreed(spent - self.job.share * (self.end - self.start)) < 0:
+                self.round(self.job.timed if number % 2 == 0 else self.job.timed[::-1])
+        self.finish()
+        self.complete = True
+        self.leave()
+        return self.answer()
+
+    def finish(self) -> None:
+        """Called after the last round."""
+
+    def round(self, cases: Sequence[str]) -> None:
+        """One step of each case that is still to be measured."""
+        for case in cases:
+            if case in self.expected and self.job.repeats:
+                self.attempt(case, lambda case=case: self.time(case))  # type: ignore[misc]
+
+    def attempt(self, name: str, what: Callable[[], object]) -> None:
+        """`what()`, or in the record of the case why not."""
+        record = self.record(name)
+        if record["status"] != "ok":
+            return
+        try:
+            what()
+        except Exception as error:
+            status = "out of memory" if is_out_of_memory(error) else "failed"
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            record |= {"status": status, "reason": reason, "traceback": traceback.format_exc()}
+            self.expected.pop(name, None)
+        self.release()
+        self.leave()
+
+    def record(self, name: str) -> dict[str, Any]:
+        return self.found.setdefault(name, {"status": "ok", "steps": [], "memory": {}})
+
+    @property
+    def left(self) -> float:
+        """Seconds until the job has to end."""
+        return self.end - time.monotonic()
+
+    def affords(self, case: str, seconds: float) -> bool:
+        """Is there time for a step of so many seconds; if not, a case without a measurement is recorded as not run."""
+        left = self.left
+        if self.agreed(seconds - left) <= 0:
+            return True
+        record = self.record(case)
+        if not record["steps"]:
+            reason = f"a step would take about {seconds:.3g} s, and {max(left, 0):.0f} s were left"
+            record |= {"status": "not run", "reason": reason, "traceback": "", "expected_s": seconds}
+        self.expected.pop(case, None)
+        return False
+
+    def seconds(self, variant: Variant, size: int) -> float:
+        """Of one step that is not kept."""
+        inputs = variant.inputs(size)
+        wait(self.device)
+        meter = Meter(self.device)
+        variant.step(inputs, meter)
+        return sum(meter.seconds.values())
+
+    def time(self, case: str) -> None:
+        """One step, into the record: seconds of its parts, and on CUDA its memory."""
+        if not self.affords(case, self.expected[case]):
+            return
+        record, variant = self.record(case), self.variant(case)
+        inputs = variant.inputs(record["size"])
+        self.release()
+        self.meet()
+        meter = Meter(self.device, self.memory() if self.device.type == "cuda" else None)
+        variant.step(inputs, meter)
+        record["steps"].append(meter.seconds)
+        self.expected[case] = sum(meter.seconds.values())
+        if meter.peak:
+            record["memory"][str(record["size"])] = meter.growth()
+        self.measured(case, meter)
+
+    def meet(self) -> None:
+        """Return once all ranks have done what they were given."""
+        wait(self.device)
+
+    def memory(self) -> HostMemory | DeviceMemory:
+        return DeviceMemory(self.device) if self.device.type == "cuda" else HostMemory()
+
+    def release(self) -> None:
+        """Hand back what a step left."""
+        gc.collect()
+
+    def answer(self) -> Answer:
+        return {"cases": self.found, "complete": self.complete, "threads": torch.get_num_threads()} | self.facts()
+
+    def leave(self) -> None:
+        self._leave(self.answer())
+
+
+def wait(device: torch.device) -> None:
+    """Return once the device has done all that it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def spread(values: Sequence[float]) -> dict[str, Any]:
+    """Median, least, most, and all in their order."""
+    return {"median": median(values), "min": min(values), "max": max(values), "all": list(values)}
+
+
+def alternating(names: Sequence[str], rounds: int) -> Iterator[tuple[int, str]]:
+    """(round, name): all names in every round, every second round backwards."""
+    for number in range(rounds):
+        for name in names if number % 2 else reversed(names):
+            yield number, name
