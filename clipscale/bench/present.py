@@ -97,7 +97,8 @@ class Curves:
         axes.xaxis.set_minor_formatter(NullFormatter())
         axes.set_xlabel("batch, pairs")
         axes.set_title(self.title)
-        axes.legend()
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend()
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,7 @@ class Bars:
             axes.xaxis.set_minor_formatter(NullFormatter())
         axes.margins(x=0.25)
         axes.set_yticks(range(len(self.groups)), list(self.groups))
-        axes.set_ylim(len(self.groups) - 0.5, -0.5)
+        axes.set_ylim(max(1, len(self.groups)) - 0.5, -0.5)
         axes.grid(axis="y", visible=False)
         axes.set_title(self.title)
         if len(self.series) > 1:

@@ -1,5 +1,6 @@
 """What the step benchmark measures in a fresh process: memory at several batches, the largest batch that fits, and time."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -101,6 +102,9 @@ class StepWorker(Worker):
                 break
             size = (good + bad) // 2 if bad else 2 * size
         record["tried"] = tried
+        if not good and "bound" in record:
+            self.affords(case, math.inf)
+            return
         if not good:
             raise MemoryError(f"out of memory: not even a step of {size} samples fits")
         record["size"], self.expected[case] = good, step_s

@@ -170,7 +170,7 @@ def test_what_there_is_no_time_for_is_named_with_what_it_would_take() -> None:
     (infcl, torch), _ = rows_of(case, find(["infcl", "torch"]), [[answer]])
     assert infcl["status"] == "ok" and len(infcl["total_s"]["all"]) == 1
     assert torch["status"] == "not run", torch
-    assert re.fullmatch(r"a step would take about 8 s, and [45] s were left", torch["reason"]), torch
+    assert re.fullmatch(r"a step would take about 8 s, and [0-5] s were left", torch["reason"]), torch
 
 
 def test_an_interrupted_run_measures_only_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
