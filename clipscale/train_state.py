@@ -14,6 +14,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 
 from clipscale import distributed
 from clipscale.autotune import batch_norm_chunk, chunk_sizes, find_chunk, save_chunk_sizes, saved_chunk_sizes
@@ -212,10 +214,21 @@ class TrainState:
         return {
             "model": self.weights(),
             "model_config": asdict(self.config.model),
-            "optimizer": get_optimizer_state_dict(self.optimized(), self.optimizer, options=WHOLE),
+            "optimizer": self.optimizer_state(),
             "optimizer_name": self.config.optim.name,
             "scaler": self.precision.scaler.state_dict() if self.precision.scaler else None,
         }
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """The optimizer's whole state by parameter name, on rank 0."""
+        sharded = get_optimizer_state_dict(self.optimized(), self.optimizer)
+
+        def whole(x: Tensor) -> Tensor | None:
+            full = x.full_tensor() if isinstance(x, DTensor) else x
+            return full.cpu() if self.world.main else None
+
+        # Gathered here: the library's own gathering refuses the torch.dtype in adafactorbv's parameter groups.
+        return {"state": tree_map_only(Tensor, whole, sharded["state"]), "param_groups": sharded["param_groups"]}
 
     def load(self, saved: dict[str, Any]) -> None:
         """Take weights, optimizer and scaler from a checkpoint. Raises UserError where they do not fit."""

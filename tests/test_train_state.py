@@ -1,0 +1,58 @@
+"""The trainer's state comes back from a checkpoint bit for bit, from today's format and from the one before."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from clipscale import checkpoint
+from clipscale.config.sections import CheckpointConfig, LaunchConfig, OptimConfig, PrecisionConfig
+from clipscale.config.train import TrainConfig
+from clipscale.train import train
+from tests.ranks import run_ranks
+from tests.test_precision import BF16, records, small
+
+
+def by_position(path: Path) -> None:
+    """Rewrite a checkpoint in format 1: the optimizer's state by the position of its parameters."""
+    saved = checkpoint.load(path)
+    groups = saved["optimizer"]["param_groups"]
+    position = {name: i for i, name in enumerate(name for group in groups for name in group["params"])}
+    state = {position[name]: value for name, value in saved["optimizer"]["state"].items()}
+    groups = [group | {"params": [position[name] for name in group["params"]]} for group in groups]
+    torch.save(saved | {"format": 1, "optimizer": {"state": state, "param_groups": groups}}, path)
+
+
+@pytest.mark.parametrize("precision", [PrecisionConfig(), BF16], ids=["fp32", "masters"])
+@pytest.mark.parametrize("name", ["adafactorbv", "muon"])
+@pytest.mark.parametrize("old", [False, True], ids=["by name", "by position"])
+def test_a_resumed_run_ends_with_the_same_weights_and_optimizer(
+    shards: str, tmp_path: Path, name: str, precision: PrecisionConfig, old: bool
+) -> None:
+    settings: dict[str, Any] = {"optim": OptimConfig(name=name, lr=1e-3, eps=None), "precision": precision}
+    train(small(shards, tmp_path / "whole", checkpoint=CheckpointConfig(every=2, keep=0), **settings))
+    middle = checkpoint.path_of(tmp_path / "whole", 2)
+    if old:
+        by_position(middle)
+    train(small(shards, tmp_path / "parts", resume=str(middle), **settings))
+    assert [r["loss"] for r in records(tmp_path / "parts")] == [r["loss"] for r in records(tmp_path / "whole")][2:]
+    whole, parts = (checkpoint.load(checkpoint.path_of(tmp_path / run, 4)) for run in ("whole", "parts"))
+    assert all(torch.equal(value, parts["model"][name]) for name, value in whole["model"].items())
+    torch.testing.assert_close(parts["optimizer"]["state"], whole["optimizer"]["state"], rtol=0, atol=0)
+    assert parts["optimizer"]["param_groups"] == whole["optimizer"]["param_groups"]
+
+
+def train_on_a_rank(rank: int, world: int, config: TrainConfig) -> None:
+    train(config)
+
+
+def test_a_sharded_run_writes_whole_tensors_that_one_process_reads(shards: str, tmp_path: Path) -> None:
+    fsdp = LaunchConfig(parallel="fsdp", threads=1)
+    run_ranks(train_on_a_rank, 2, small(shards, tmp_path / "run", samples=24, precision=PrecisionConfig(), launch=fsdp))
+    train(small(shards, tmp_path / "one", samples=24, precision=PrecisionConfig()))
+    found, wanted = (checkpoint.load(checkpoint.path_of(tmp_path / run, 2)) for run in ("run", "one"))
+    torch.testing.assert_close(found["model"], wanted["model"], rtol=1e-2, atol=1e-4)
+    torch.testing.assert_close(found["optimizer"]["state"], wanted["optimizer"]["state"], rtol=1e-2, atol=1e-4)
+    train(small(shards, tmp_path / "run", precision=PrecisionConfig()))
+    assert len(records(tmp_path / "run")) == 4
