@@ -1,4 +1,7 @@
-"""`clipscale doctor`: whether this machine is ready to train, found out by trying: devices, loss, processes, memory, decoding, folders."""
+"""`clipscale doctor` tries everything that training needs: devices, loss, processes, memory, decoding, folders.
+
+Its ring of processes runs `python -m clipscale.doctor`. So this module imports no models, whose libraries load slowly.
+"""
 
 import io
 import os
@@ -16,8 +19,10 @@ from pathlib import Path
 import numpy as np
 import psutil
 import torch
+import torch.nn.functional as F
 from PIL import Image
 
+from clipscale import distributed
 from clipscale.config.data import DataConfig
 from clipscale.config.tools import DoctorSettings
 from clipscale.data.loader.gpu_decode import jpeg_decoder
@@ -26,16 +31,20 @@ from clipscale.data.loader.rows import train_transform
 from clipscale.data.order import CounterRNG
 from clipscale.distributed import World
 from clipscale.errors import UserError
+from clipscale.loss.api import contrastive_loss
+from clipscale.loss.reference import dense_contrastive_loss
 from clipscale.report.environment import environment
 from clipscale.report.table import TextTable, plain_console
-from clipscale.trial import loss_error
 from clipscale.units import format_bytes
 
+PAIRS, WIDTH, SCALE = 96, 64, 20.0
+"""Pairs of each process, feature width and logit scale of the loss that is tried."""
 ALLOWED = 1e-4
-"""Relative error of a float32 gradient that is still put down to rounding."""
+"""Largest relative error of a float32 gradient that rounding explains."""
 FILES = 1024
-"""Open files that a loader process with many lanes may need."""
+"""Open files that a loader process with many shard streams may need."""
 SIDE = 512
+"""Pixels of the picture that is decoded."""
 EXTRAS = {
     "s3fs": "s3:// addresses",
     "gcsfs": "gs:// addresses",
@@ -46,29 +55,29 @@ EXTRAS = {
 
 @dataclass(frozen=True)
 class Finding:
-    """`level`: ok, note (works, but look at it), or problem."""
+    """One line of the result. `level` is ok, note (it works, but deserves a look) or problem."""
 
     level: str
     what: str
-    said: str
+    message: str
 
 
 def main(settings: DoctorSettings) -> int:
-    """Print what was found; 1 if there is a problem."""
+    """Print all findings; 1 if there is a problem."""
     console = plain_console()
     rows, problems = [], 0
     for check in CHECKS:
         with console.status(check.__name__):
             findings = list(tried(check, settings))
         for found in findings:
-            rows.append((found.level, found.what, found.said))
+            rows.append((found.level, found.what, found.message))
             problems += found.level == "problem"
     console.print(TextTable(("", "", ""), [rows], left=("",)))
     return 1 if problems else 0
 
 
 def tried(check: Callable[[DoctorSettings], Iterator[Finding]], settings: DoctorSettings) -> Iterator[Finding]:
-    """A check's findings; one that itself fails is a problem found."""
+    """A check's findings. A check that fails is a problem."""
     try:
         yield from check(settings)
     except Exception as error:
@@ -76,7 +85,7 @@ def tried(check: Callable[[DoctorSettings], Iterator[Finding]], settings: Doctor
         yield Finding("problem", check.__name__, f"{type(error).__name__}: {reason}")
 
 
-# -- what is tried -----------------------------------------------------------------------------------------------------
+# ---- checks ----
 
 
 def software(settings: DoctorSettings) -> Iterator[Finding]:
@@ -103,15 +112,15 @@ def devices(settings: DoctorSettings) -> Iterator[Finding]:
                 f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '')!r} hides it",
             )
     for number in range(torch.cuda.device_count()):
-        of = torch.cuda.get_device_properties(number)
+        gpu = torch.cuda.get_device_properties(number)
         free, total = torch.cuda.mem_get_info(number)
-        said = f"GPU {number}: {of.name}, {format_bytes(free)} of {format_bytes(total)} free"
-        if of.major < 8:
-            yield Finding("note", "devices", f"{said}; no bf16 arithmetic: use precision=fp16")
+        summary = f"GPU {number}: {gpu.name}, {format_bytes(free)} of {format_bytes(total)} free"
+        if gpu.major < 8:
+            yield Finding("note", "devices", f"{summary}; no bf16 arithmetic: use precision=fp16")
         elif free < 0.9 * total:
-            yield Finding("note", "devices", f"{said}; another process is using it")
+            yield Finding("note", "devices", f"{summary}; another process is using it")
         else:
-            yield Finding("ok", "devices", said)
+            yield Finding("ok", "devices", summary)
 
 
 def loss(settings: DoctorSettings) -> Iterator[Finding]:
@@ -120,15 +129,15 @@ def loss(settings: DoctorSettings) -> Iterator[Finding]:
 
 
 def processes(settings: DoctorSettings) -> Iterator[Finding]:
-    """One process a GPU (two on a CPU) start, find each other, and compute one loss around a ring."""
+    """Start one process for each GPU (two on a CPU), which compute one loss around a ring."""
     count = torch.cuda.device_count() or 2
     if count == 1:
         return
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
-    begun = time.monotonic()
+    started = time.monotonic()
     try:
         done = subprocess.run(
-            [*command, "-m", "clipscale.trial"], capture_output=True, text=True, timeout=settings.timeout_s
+            [*command, "-m", "clipscale.doctor"], capture_output=True, text=True, timeout=settings.timeout_s
         )
     except subprocess.TimeoutExpired:
         yield Finding(
@@ -143,7 +152,7 @@ def processes(settings: DoctorSettings) -> Iterator[Finding]:
         last = [line for line in done.stderr.splitlines() if "Error" in line] or ["no answer"]
         yield Finding("problem", "processes", f"{count} processes could not compute a loss together: {last[0].strip()}")
         return
-    took = f"{count} processes on a ring, {time.monotonic() - begun:.0f} s with their start; their gradient"
+    took = f"{count} processes on a ring, {time.monotonic() - started:.0f} s with their start; their gradient"
     yield judged("processes", took, float(errors[0]))
 
 
@@ -160,15 +169,15 @@ def memory(settings: DoctorSettings) -> Iterator[Finding]:
 
 
 def decoding(settings: DoctorSettings) -> Iterator[Finding]:
-    """A noisy picture, which is about as much work as a photograph, for half a second on one core."""
+    """Decode a noisy picture, which takes about as long as a photograph, for half a second on one core."""
     file = io.BytesIO()
     Image.effect_noise((SIDE, SIDE), 60).convert("RGB").save(file, "JPEG", quality=80)
     transform, out, count = train_transform(DataConfig(), 224), np.empty((3, 224, 224), np.uint8), 0
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        begun = time.perf_counter()
-        while (passed := time.perf_counter() - begun) < 0.5 or count < 10:
+        started = time.perf_counter()
+        while (seconds := time.perf_counter() - started) < 0.5 or count < 10:
             transform(file.getvalue(), CounterRNG(count), out)
             count += 1
     finally:
@@ -181,7 +190,7 @@ def decoding(settings: DoctorSettings) -> Iterator[Finding]:
         except UserError as error:
             yield Finding("note", "decoding", str(error))
     yield Finding(
-        "ok", "decoding", f"{count / passed:.0f} pictures of {SIDE} pixels a second on one core; {cores} cores"
+        "ok", "decoding", f"{count / seconds:.0f} pictures of {SIDE} pixels a second on one core; {cores} cores"
     )
 
 
@@ -200,7 +209,46 @@ def folders(settings: DoctorSettings) -> Iterator[Finding]:
 CHECKS = (software, devices, loss, processes, memory, decoding, folders)
 
 
-def judged(what: str, of: str, error: float) -> Finding:
-    """`not <=` also finds an error that is no number."""
-    said = f"{of} differs from float64's by {error:.0e}"
-    return Finding("ok", what, said) if error <= ALLOWED else Finding("problem", what, f"{said}: that is not rounding")
+def judged(what: str, gradient: str, error: float) -> Finding:
+    message = f"{gradient} differs from float64's by {error:.0e}"
+    if error <= ALLOWED:  # false for NaN too
+        return Finding("ok", what, message)
+    return Finding("problem", what, f"{message}: that is not rounding")
+
+
+# ---- the loss against its definition ----
+
+
+def loss_error(world: World) -> float:
+    """Largest error of this process's part of the float32 gradient, relative to the largest entry of the dense float64 gradient."""
+    generator = torch.Generator().manual_seed(0)
+    u, v = (
+        F.normalize(torch.randn(PAIRS * world.size, WIDTH, generator=generator, dtype=torch.float64), dim=-1)
+        for _ in range(2)
+    )
+    reference = u.clone().requires_grad_(), v.clone().requires_grad_()
+    dense_contrastive_loss(*reference, SCALE).backward()
+    own = slice(PAIRS * world.rank, PAIRS * (world.rank + 1))
+    features = tuple(x[own].float().to(world.device).requires_grad_() for x in (u, v))
+    contrastive_loss(*features, torch.tensor(SCALE, device=world.device), fp32_precision="ieee").backward()
+    worst = 0.0
+    for ours, theirs in zip(features, reference):
+        assert ours.grad is not None and theirs.grad is not None
+        difference = (ours.grad.double().cpu() - theirs.grad[own]).abs().max() / theirs.grad.abs().max()
+        worst = max(worst, difference.item()) if difference.isfinite() else float("inf")
+    return worst
+
+
+def ring_process() -> None:
+    """One of the processes that `processes` starts through torchrun."""
+    world = distributed.start("auto")
+    try:
+        errors = world.gather(loss_error(world))
+        if world.main:
+            print(f"error={max(errors)}", flush=True)
+    finally:
+        distributed.stop()
+
+
+if __name__ == "__main__":
+    ring_process()

@@ -1,5 +1,6 @@
-"""From a composed configuration to running workers: checked once, carried to every worker by torch's own elastic launcher, and their
-result, or the failure that came first, brought back.
+"""Starts the workers of a run with torch's elastic launcher and returns their result, or the failure that came first.
+
+Imports torch only when a run starts.
 """
 
 import logging
@@ -11,26 +12,23 @@ import tempfile
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
-
-import torch
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
-from torch.distributed.launcher.api import LaunchConfig as ElasticConfig
-from torch.distributed.launcher.api import elastic_launch
+from typing import TYPE_CHECKING, Any
 
 from clipscale.config import checks
 from clipscale.config.train import TrainConfig, warnings
 from clipscale.errors import StoppedError, UserError
 from clipscale.hardware import cores
 
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
 GRACE_S = 300
-"""Seconds that workers get to end their step and save when the launcher is told to stop; torch 2.11 gives them 30, whatever it is told."""
+"""Seconds for workers to end their step and save after a signal. torch 2.11 allows 30, whatever this setting is."""
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 class WorkerError(Exception):
-    """A worker died of something that is not the user's mistake. The message is one line; `details` is its traceback."""
+    """A worker failed, and not by a mistake of the user. The message is one line; `details` is the traceback."""
 
     def __init__(self, message: str, details: str = "") -> None:
         super().__init__(message)
@@ -38,7 +36,7 @@ class WorkerError(Exception):
 
 
 class Interrupted(KeyboardInterrupt):
-    """The launcher was told to stop by a signal; the workers have saved what they could and are gone."""
+    """A signal stopped the launcher. The workers have saved and ended."""
 
     def __init__(self, signum: int, run: str) -> None:
         super().__init__(f"stopped by {signal.Signals(signum).name}; go on with run={run} resume=auto")
@@ -46,26 +44,35 @@ class Interrupted(KeyboardInterrupt):
 
 
 def make_ready(config: TrainConfig, *, named: bool) -> None:
-    """The last checks of a checked configuration, which need torch; and under torchrun, one default name for all ranks.
+    """The checks of a configuration that look at this machine, and under torchrun one default name of the run for all ranks.
 
-    named: the user has named the run. Raises UserError.
+    `named`: whether the user has named the run. Raises UserError.
     """
     if under_torchrun() and not named:
         config.run = shared(config.run)
-    if config.data.on_device and (config.device == "cpu" or not torch.cuda.is_available()):
+    if config.data.on_device and (config.device == "cpu" or gpus() == 0):
         raise UserError("data.decode=gpu needs a GPU, and this run has none; take data.decode=fast, or exact")
     if os.environ.get("RANK", "0") == "0":
         for warning in warnings(config):
             print(f"warning: {warning}", file=sys.stderr)
 
 
+def gpus() -> int:
+    """Visible GPUs."""
+    import torch
+
+    return torch.cuda.device_count()
+
+
 def under_torchrun() -> bool:
-    """Whether something else (torchrun, or a scheduler that sets the same variables) has started this process as one of several."""
+    """Whether torchrun, or a scheduler that sets the same variables, has started this process as one of several."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def shared(name: str) -> str:
-    """The first rank's default name on every rank, also after torchrun restarts them: clocks differ, the store's value does not."""
+    """The first rank's default name of the run, on every rank and after a restart: clocks differ, the store's value does not."""
+    import torch
+
     store, rank, _ = next(torch.distributed.rendezvous("env://"))
     if rank == 0:
         store.compare_set("clipscale/run", "", name)
@@ -74,35 +81,41 @@ def shared(name: str) -> str:
 
 
 def join(config: TrainConfig) -> dict[str, Any]:
-    """This process's part of a run that torchrun has started; a failure is left where torchrun looks for it."""
+    """This process's part of a run that torchrun has started. A failure is recorded for torchrun's report."""
+    from torch.distributed.elastic.multiprocessing.errors import record
+
     result = record(work)(config)
-    assert result is not None  # None is record's answer to an error it was told to swallow, which it was not
+    assert result is not None  # record raises every error, unless it is asked to swallow them
     return result
 
 
 def workers(config: TrainConfig) -> int:
-    """How many processes the run takes on this machine. Raises UserError where the batch cannot be shared among them."""
+    """Processes of the run on this machine. Raises UserError if they cannot share the batch evenly."""
     count = config.launch.procs
     if count is None:
-        count = 1 if config.device == "cpu" else max(1, torch.cuda.device_count())
+        count = 1 if config.device == "cpu" else max(1, gpus())
     checks.shared(config.batch, count, f"{count} processes (one per GPU)", ", or fewer processes with launch.procs=N")
     return count
 
 
 def run(config: TrainConfig, *, isolated: bool = False) -> dict[str, Any]:
-    """Train in this process, or in several workers; `isolated`: in a process of its own even if there is only one.
+    """Train in this process or in several workers. With `isolated`, a single worker gets a process of its own too.
 
-    Returns what `train` returns on rank 0. Raises UserError as the workers do, WorkerError for their other failures, Interrupted for
-    a signal. No worker outlives this call; should this process be killed outright, the kernel interrupts its workers.
+    Returns the result of `train` on rank 0. Raises UserError if a worker does, WorkerError for other failures, Interrupted for a signal.
+    No worker outlives this call. If this process is killed, the kernel interrupts its workers.
     """
     count = workers(config)
     if count == 1 and not isolated:
         return work(config)
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
     if multiprocessing.get_start_method(allow_none=True) not in (None, *multiprocessing.get_all_start_methods()):
-        multiprocessing.set_start_method("spawn", force=True)  # a Hydra launcher's own method is unknown to our workers
+        multiprocessing.set_start_method("spawn", force=True)  # workers do not know the method of a Hydra launcher
     threads = config.launch.threads or max(1, cores() // count)
     with tempfile.TemporaryDirectory(prefix="clipscale-") as folder, _quiet(threads):
-        elastic = ElasticConfig(
+        elastic = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
             nproc_per_node=count,
@@ -130,8 +143,8 @@ def work(config: TrainConfig) -> dict[str, Any]:
     return train(config)
 
 
-def first_failure(error: ChildFailedError) -> UserError | WorkerError:
-    """The failure that came first, as the exception to show: a worker's UserError is shown as if it had been raised here."""
+def first_failure(error: "ChildFailedError") -> UserError | WorkerError:
+    """The first failure as an exception. A worker's UserError comes back as a UserError."""
     rank, failure = error.get_first_failure()
     message, details = failure.message, ""
     if isinstance(message, dict):
@@ -151,7 +164,7 @@ def first_failure(error: ChildFailedError) -> UserError | WorkerError:
 
 @contextmanager
 def _quiet(threads: int) -> Iterator[None]:
-    """The launcher without its own log lines, with the workers' variables set and our signal handlers back afterwards."""
+    """Runs the launcher without its log lines and with the workers' variables; restores both and our signal handlers afterwards."""
     loggers = [logging.getLogger(name) for name in ("torch.distributed.elastic", "torch.multiprocessing")]
     levels = [logger.level for logger in loggers]
     handlers = {number: signal.getsignal(number) for number in HANDLED}

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from clipscale import doctor, trial
+from clipscale import doctor
 from clipscale.config.tools import DoctorSettings
 from clipscale.doctor import Finding, main
 
@@ -19,7 +19,7 @@ def test_a_machine_that_works_has_no_problems(capsys: pytest.CaptureFixture[str]
     """Also that two processes compute a loss together."""
     assert main(DoctorSettings(run=str(tmp_path / "runs/deep"))) == 0
     out = capsys.readouterr().out
-    for said in (
+    for words in (
         "software",
         "devices",
         "loss",
@@ -27,17 +27,17 @@ def test_a_machine_that_works_has_no_problems(capsys: pytest.CaptureFixture[str]
         "free",
         "pictures of 512",
     ):
-        assert said in out, out
+        assert words in out, out
     assert not list(tmp_path.iterdir())
 
 
 def test_a_wrong_gradient_is_a_problem(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     only(monkeypatch, "loss")
-    right = trial.contrastive_loss
-    monkeypatch.setattr(trial, "contrastive_loss", lambda *args, **options: 1.001 * right(*args, **options))
+    right = doctor.contrastive_loss
+    monkeypatch.setattr(doctor, "contrastive_loss", lambda *args, **options: 1.001 * right(*args, **options))
     assert main(DoctorSettings()) == 1
     assert "that is not rounding" in capsys.readouterr().out
-    monkeypatch.setattr(trial, "contrastive_loss", lambda *args, **options: float("nan") * right(*args, **options))
+    monkeypatch.setattr(doctor, "contrastive_loss", lambda *args, **options: float("nan") * right(*args, **options))
     assert main(DoctorSettings()) == 1
 
 

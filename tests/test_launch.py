@@ -1,4 +1,4 @@
-"""Workers: started, heard, and never left behind."""
+"""Workers start, report their failures, and never outlive the launcher."""
 
 import os
 import signal
@@ -120,13 +120,13 @@ def test_workers_get_time_to_save(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         made.append(config)
         return lambda _: {0: {}}
 
-    monkeypatch.setattr(launch, "elastic_launch", elastic_launch)
+    monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", elastic_launch)
     config = TrainConfig(batch=16, samples=16, run=str(tmp_path), launch=LaunchConfig(procs=2))
     launch.run(config)
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "7")
     launch.run(config)
     if not hasattr(made[0], "shutdown_timeout"):
-        pytest.skip("this torch waits 30 s, whatever it is told")
+        pytest.skip("this torch always waits 30 s")
     assert [config.shutdown_timeout for config in made] == [launch.GRACE_S, 7]
     assert dict(os.environ) == before | {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "7"}
 
@@ -152,16 +152,16 @@ def test_two_agents_meet_and_train_one_run(start: Start, shards: str, tmp_path: 
     script = PACKAGE.parent / "launch/torchrun-multi.sh"
     variables = {"NODES": "2", "PROCS": "1", "HEAD": f"localhost:{free_port}", "JOB": tmp_path.name}
     agents = [start(str(script), *TINY, f"data.train={shards}", **variables) for _ in range(2)]
-    said = ""
+    printed = ""
     for agent in agents:
         out, errors = agent.communicate(timeout=240)
         assert agent.returncode == 0, errors
-        said += out
-    assert_one_run(tmp_path, said)
+        printed += out
+    assert_one_run(tmp_path, printed)
 
 
-def assert_one_run(folder: Path, said: str) -> None:
+def assert_one_run(folder: Path, printed: str) -> None:
     runs = list((folder / "runs").iterdir())
     assert len(runs) == 1, runs
-    assert said.count(f"done: runs/{runs[0].name} (step 2") == 1
+    assert printed.count(f"done: runs/{runs[0].name} (step 2") == 1
     assert len((runs[0] / "metrics.jsonl").read_text().splitlines()) == 2
