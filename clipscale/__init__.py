@@ -1,6 +1,6 @@
 """clipscale: contrastive image-text pretraining at any batch size.
 
-The two names a library user needs are loaded on first use, so that `import clipscale` stays cheap.
+Its two public names are loaded on first use, so that `import clipscale` is fast.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""`clipscale export`: a run's weights as a folder that open_clip, and whatever builds on it, loads by itself."""
+"""`clipscale export` writes a run's weights as a folder that open_clip loads."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ from clipscale.models.towers import ClipModel, architecture, load_model
 
 
 def main(settings: ExportSettings) -> Path:
-    """Write the folder and return it. Raises UserError for a run without a readable checkpoint, and a folder that cannot be written."""
+    """Write the folder and return it. Raises UserError without a readable checkpoint, or if the folder cannot be written."""
     check_values(settings)
     folder = check_run(settings)
     model, config, step = load_model(folder, settings.checkpoint)
@@ -39,7 +39,7 @@ def main(settings: ExportSettings) -> Path:
 
 
 def weights(model: ClipModel, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The state by open_clip's names, for its towers side by side (`CustomTextCLIP`)."""
+    """The state dict of open_clip's `CustomTextCLIP`, with matrices in `dtype`."""
     state = {f"visual.{name}": value for name, value in model.image.encoder.state_dict().items()}
     state |= {f"text.{name}": value for name, value in model.text.encoder.state_dict().items()}
     state["logit_scale"] = model.logit_scale.detach()
@@ -50,10 +50,10 @@ def weights(model: ClipModel, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def description(model: ClipModel, config: ModelConfig) -> dict[str, Any]:
-    """open_clip's description of the model and of the pixels that it wants."""
+    """open_clip's description of the model and of its preprocessing."""
     found = architecture(config) | {"custom_text": True}
-    found["vision_cfg"].pop("patch_dropout", None)  # of training alone
-    if model.logit_bias is not None:  # there is none otherwise, and its saved value takes this one's place
+    found["vision_cfg"].pop("patch_dropout", None)  # for training only
+    if model.logit_bias is not None:  # makes open_clip create the bias; its saved value replaces this one
         found["init_logit_bias"] = 0.0
     pixels = {"size": model.image_size, "mean": list(config.mean), "std": list(config.std)}
     return {"model_cfg": found, "preprocess_cfg": pixels | {"interpolation": "bicubic", "resize_mode": "shortest"}}

@@ -18,8 +18,8 @@ from clipscale.units import nearest
 def peak_lr(config: OptimConfig, batch: int) -> float:
     """The peak learning rate at this batch: lr x (batch / reference_batch) ^ (0, 1/2 or 1).
 
-    Linear: Goyal et al. 2017 (arXiv 1706.02677), for SGD below the noise scale; square root: Krizhevsky 2014 (arXiv 1404.5997), the usual
-    choice for Adam and its kin. Raises UserError for another rule, and for a rule without a reference.
+    Linear: Goyal et al. 2017 (arXiv 1706.02677), for SGD below the noise scale. Square root: Krizhevsky 2014 (arXiv 1404.5997), the usual
+    choice for Adam and similar optimizers. Raises UserError for another rule, and for a rule without `reference_batch`.
     """
     choice("optim.lr_scaling", config.lr_scaling, LR_SCALING)
     if config.lr_scaling == "none":
@@ -36,9 +36,9 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """timm's optimizer over the trainable parameters, with weight decay on matrices only.
 
-    `masters`: by the id of a parameter, the copy of it that the optimizer is to work on instead.
+    `masters` maps the id of a parameter to the copy that the optimizer updates instead.
 
-    Raises UserError for a name timm does not know or options the optimizer does not take.
+    Raises UserError for an optimizer that timm does not have, and for options that the optimizer does not take.
     """
     known = [str(name) for name in timm.optim.list_optimizers()]
     if config.name not in known:
@@ -65,10 +65,11 @@ def build_optimizer(
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Trainable parameters in four groups: matrices, which are decayed; token embeddings, too; vectors; and scalars.
+    """Trainable parameters in four groups: matrices and token embeddings, with weight decay; vectors and scalars, without.
 
-    Embeddings stand apart because Muon's orthogonal steps are for matrices that multiply activations: they fall back to its AdamW.
-    Scalars (scale and bias, which no tower holds) do because FSDP2 shards the others, and fused optimizer loops do not mix the two.
+    Embeddings are a group because Muon's orthogonal steps suit matrices that multiply activations; it falls back to AdamW for them.
+    Scalars (logit scale and bias, outside the towers) are a group because FSDP2 shards all others, and fused optimizer loops do not mix
+    sharded with whole tensors.
     """
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     trainable = [p for p in model.parameters() if p.requires_grad]
@@ -85,7 +86,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 def parse_steps(text: str, setting: str, *, total: int, per_epoch: float | None) -> int:
     """`2000` (steps), `5%` (of the run) or `0.5ep` (epochs) as a number of steps.
 
-    Raises UserError for anything else, and for epochs where their length is not known.
+    Raises UserError for anything else, and for epochs if their length is unknown.
     """
     if text.endswith("ep") and per_epoch is None:
         raise UserError(
@@ -124,8 +125,7 @@ class Schedule:
         return Schedule(peak, total, min(warmup, total), min(cooldown, total), config.final, config.name == "cosine")
 
     def lr(self, step: float) -> float:
-        """Learning rate of step 0, 1, ..., total - 1, or in between: linear to the peak, then the cosine or constant part, then the
-        cooldown."""
+        """Learning rate of step 0, 1, ..., total - 1, or in between: a linear warm-up, then a cosine or a constant with a cooldown."""
         if self.warmup and step < self.warmup:
             return self.peak * (step + 1) / self.warmup
         low = self.peak * self.final
@@ -136,7 +136,7 @@ class Schedule:
         return self.peak if left >= self.cooldown else low + (self.peak - low) * left / self.cooldown
 
     def apply(self, optimizer: torch.optim.Optimizer, step: float, factor: float = 1.0) -> float:
-        """Set the learning rate of every parameter group for this step, `factor` times the schedule's; returns it."""
+        """Set every parameter group's learning rate for this step to `factor` times the schedule's; returns it."""
         lr = factor * self.lr(step)
         for group in optimizer.param_groups:
             group["lr"] = lr * group.get("lr_scale", 1.0)

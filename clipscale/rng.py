@@ -1,4 +1,4 @@
-"""The state of the random numbers that a computation draws from, so that it can be repeated with the same ones."""
+"""Saves and restores the state of torch's random number generators, to repeat a computation with the same numbers."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,31 +10,31 @@ from torch import Tensor
 
 @dataclass
 class RandomState:
-    """The default generators of the CPU and of one GPU: what dropout, and torch.compile's own seeds, draw from."""
+    """The default generators of the CPU and of one GPU. Dropout and torch.compile's seeds draw from them."""
 
     cpu: Tensor
     cuda: Tensor | None
-    """None where no GPU is in use."""
+    """None if no GPU is in use."""
     device: torch.device | None = None
     """The GPU; None: the current one."""
 
     @staticmethod
     def now(device: torch.device | None = None) -> "RandomState":
-        """The state as it is; of the current GPU, where there is one in use, unless another device is named."""
+        """The present state. Without `device`, that of the current GPU if one is in use."""
         on_gpu = torch.cuda.is_initialized() if device is None else device.type == "cuda"
         return RandomState(
             torch.get_rng_state(), torch.cuda.get_rng_state(device or "cuda") if on_gpu else None, device
         )
 
     def restore(self) -> None:
-        """Go on from this state."""
+        """Continue from this state."""
         torch.set_rng_state(self.cpu)
         if self.cuda is not None:
             torch.cuda.set_rng_state(self.cuda, self.device or "cuda")
 
     @contextmanager
     def preserved(self) -> Iterator[None]:
-        """Afterwards go on from this state, whatever was drawn within."""
+        """Restores this state afterwards."""
         try:
             yield
         finally:

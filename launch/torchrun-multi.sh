@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Several machines under torchrun: the same line on each of them. HEAD is the address of any one of the machines, with a free port.
+# Several machines under torchrun: run the same line on each. HEAD is the address of one of them, with a free port.
 #
 #   NODES=4 HEAD=node0:29500 launch/torchrun-multi.sh run=b32 model=vit-b32 batch=64k data.train='/data/laion/{00000..41455}.tar'
 #
-# PROCS=N workers a machine (one per GPU), JOB=NAME tells jobs with the same HEAD apart, RESTARTS=N starts again after failures:
-# with resume=auto from the newest checkpoint. The run folder must lie on storage that all machines share.
+# PROCS=N: workers on each machine (default: one per GPU). JOB=NAME: distinguishes jobs with the same HEAD. RESTARTS=N: restarts after
+# failures, with resume=auto from the newest checkpoint. The run folder must be on storage that all machines share.
 set -euo pipefail
 : "${NODES:?set NODES to the number of machines}" "${HEAD:?set HEAD=ADDRESS:PORT, one of the machines}"
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300}"  # seconds to end the step and save
