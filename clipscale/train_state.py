@@ -263,6 +263,8 @@ class TrainState:
             # Not strict: a parameter that the loss does not use, such as the bias of a softmax loss, has no state.
             options = StateDictOptions(full_state_dict=True, strict=False)
             set_optimizer_state_dict(module, self.optimizer, state, options=options)
+        for group, settings in zip(self.optimizer.param_groups, state["param_groups"]):  # above, tuples become lists
+            group.update({key: value for key, value in settings.items() if key != "params"})
 
     def optimized(self) -> nn.Module:
         """A module whose parameters are those of the optimizer, by the model's names: master weights replace the rounded ones."""
