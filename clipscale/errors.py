@@ -1,10 +1,10 @@
-"""The exceptions whose message is all that a user needs to see."""
+"""Exceptions whose message is all that the user sees."""
 
 import signal
 
 
 class UserError(Exception):
-    """A mistake in the settings, the data or the machine that the user can mend.
+    """A mistake in the settings, the data or the machine that the user can fix.
 
     The message is one line: the setting, its value, and the remedy. The command line prints it as `error: ...` without a traceback and
     exits with status 2.
@@ -12,6 +12,6 @@ class UserError(Exception):
 
 
 class StoppedError(UserError):
-    """The run was told to stop by a signal; it has ended its step and saved. The command line exits with 128 + `number`, as after it."""
+    """A signal stopped the run after a whole step and a checkpoint. The command line exits with 128 + `number`, as for the signal."""
 
     number: int = signal.SIGTERM

@@ -1,4 +1,4 @@
-"""The one table of GPUs: memory, arithmetic and links, for MFU and for `clipscale plan`; and the cores of this machine."""
+"""The table of GPUs, with memory, FLOP/s and links, for MFU and `clipscale plan`; and the cores of this machine."""
 
 import math
 import os
@@ -11,11 +11,11 @@ from clipscale.units import nearest
 
 GIB = 2**30
 CPU_SHARE = Path("/sys/fs/cgroup/cpu.max")
-"""What a control group (container) may use of the CPU: microseconds, or `max`, and of how many."""
+"""The CPU quota of the control group (container): microseconds or `max`, and the period."""
 
 
 def cores() -> int:
-    """Cores that this process may use: those it may run on, or as many as its control group has the time of."""
+    """Cores that this process may use, by its affinity and the quota of its control group."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota, period = CPU_SHARE.read_text().split() if CPU_SHARE.is_file() else ("max", "1")
     return count if quota == "max" else max(1, min(count, math.ceil(int(quota) / int(period))))
@@ -23,29 +23,29 @@ def cores() -> int:
 
 @dataclass(frozen=True)
 class Hardware:
-    """One kind of GPU. Rates are the vendors' data sheets': dense, without sparsity."""
+    """A GPU model. Rates are from the data sheets: dense, without sparsity."""
 
     words: tuple[str, ...]
-    """Words of the name by which the driver calls it; the first names the chip."""
+    """Words in the driver's name of the device; the first names the chip."""
     capability: int
     """Compute capability: 90 for 9.0."""
     memory: float
-    """GiB that the driver shows as its total, rounded down to a half."""
+    """Total GiB that the driver reports, rounded down to a half."""
     half: float
-    """Peak of matrix products in bf16 (Volta: fp16), 1e12 operations a second."""
+    """Peak TFLOP/s of matrix products in bf16 (Volta: fp16)."""
     tf32: float
-    """The same in TF32; where there is none, in float32."""
+    """The same in TF32, or in float32 on GPUs without TF32."""
     fp32: float
     """The same in IEEE float32."""
     link: float
-    """GB/s that a GPU can send to its neighbours in the machine: NVLink, else PCIe."""
+    """GB/s that a GPU can send to others in the node: NVLink, else PCIe."""
 
     @property
     def memory_bytes(self) -> int:
         return int(self.memory * GIB)
 
     def peak(self, precision: str, tf32: bool = True) -> float:
-        """Operations a second of matrix products in `fp32`, `bf16` or `fp16`."""
+        """Peak FLOP/s of matrix products in `fp32`, `bf16` or `fp16`."""
         if precision != "fp32":
             return 1e12 * self.half
         return 1e12 * (self.tf32 if tf32 else self.fp32)
@@ -64,22 +64,22 @@ HARDWARE = {
     "v100-32g": Hardware(("V100", "32GB"), 70, 31.5, 125, 15.7, 15.7, 150),
     "v100-16g": Hardware(("V100", "16GB"), 70, 15.5, 125, 15.7, 15.7, 150),
 }
-"""By the name that `hardware=` takes. H100: the SXM board."""
+"""By the name that `hardware=` accepts. The H100 is the SXM board."""
 
 
 def hardware(name: str) -> Hardware:
-    """The table's entry. Raises UserError, with the nearest names, where there is none."""
+    """The entry of that name. Raises UserError with the nearest names if there is none."""
     if name.lower() not in HARDWARE:
         raise UserError(f"hardware={name}: unknown{nearest(name.lower(), HARDWARE)}; there is {', '.join(HARDWARE)}")
     return HARDWARE[name.lower()]
 
 
 def hardware_of(device_name: str) -> str | None:
-    """The name, in the table, of the GPU that the driver calls so ("NVIDIA A100-SXM4-80GB"); None where the table lacks it.
+    """The table's name of the GPU that the driver calls `device_name` ("NVIDIA A100-SXM4-80GB"); None if the table lacks it.
 
-    Where the driver does not say how much memory it has, the first of its kind.
+    If the driver's name does not contain the memory, the first entry with that chip.
     """
-    said = set(re.split(r"[\s-]+", device_name))
-    whole = [name for name, entry in HARDWARE.items() if set(entry.words) <= said]
-    kind = [name for name, entry in HARDWARE.items() if entry.words[0] in said]
+    words = set(re.split(r"[\s-]+", device_name))
+    whole = [name for name, entry in HARDWARE.items() if set(entry.words) <= words]
+    kind = [name for name, entry in HARDWARE.items() if entry.words[0] in words]
     return next(iter(whole + kind), None)

@@ -1,4 +1,4 @@
-"""How counts and run folders are spelt, and what a mistyped word was probably meant to be. Imports nothing heavy."""
+"""Counts, bytes and run folders as text, and suggestions for mistyped words."""
 
 import re
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ def run_folder(name: str) -> Path:
 
 
 def unused(folder: Path) -> Path:
-    """The folder itself, or with a number appended if something of that name is there."""
+    """The folder, or if it exists, the first free one with a number appended."""
     numbered = (folder.with_name(f"{folder.name}-{i}") for i in range(2, 10_000))
     return folder if not folder.exists() else next(path for path in numbered if not path.exists())
 
@@ -31,7 +31,7 @@ def parse_count(text: str) -> int:
 
 
 def format_count(count: int) -> str:
-    """The shortest exact spelling: 1,048,576 -> `1M`, 786,432 -> `768k`, 100,000 -> `100000`."""
+    """The shortest exact form: 1,048,576 -> `1M`, 786,432 -> `768k`, 100,000 -> `100000`."""
     for suffix, unit in (("G", 2**30), ("M", 2**20), ("k", 2**10)):
         if count and count % unit == 0:
             return f"{count // unit}{suffix}"
@@ -39,7 +39,7 @@ def format_count(count: int) -> str:
 
 
 def format_bytes(count: float) -> str:
-    """As one would say it: `512 B`, `19.5 MiB`, `2.34 GiB`."""
+    """Bytes in the largest fitting unit: `512 B`, `19.5 MiB`, `2.34 GiB`."""
     for unit, places in (("B", 0), ("KiB", 1), ("MiB", 1), ("GiB", 2)):
         if count < 1024:
             return f"{count:.{places}f} {unit}"
@@ -65,18 +65,20 @@ def split(text: str) -> list[str]:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """`; did you mean 'optim.lr'?`, or nothing where no known name is close.
+    """`; did you mean 'optim.lr'?`, or nothing if no known name is close.
 
-    Compared are the last parts of dotted names (`lr` and `optim.lrr` both mean `optim.lr`), then beginnings, then whole names.
+    Compares the last parts of dotted names first (`lr` and `optim.lrr` both suggest `optim.lr`), then beginnings, then whole names.
     """
     leaf = word.rpartition(".")[2]
     leaves: dict[str, list[str]] = {}
     for name in known:
         leaves.setdefault(name.rpartition(".")[2], []).append(name)
     names = [name for group in leaves.values() for name in group]
-    found = leaves.get(leaf) or [name for near in get_close_matches(leaf, leaves, cutoff=0.75) for name in leaves[near]]
+    found = leaves.get(leaf) or [
+        name for close in get_close_matches(leaf, leaves, cutoff=0.75) for name in leaves[close]
+    ]
     found = found or [name for name in names if name.startswith(word)] or get_close_matches(word, names, cutoff=0.6)
-    # A name in the section that was written stands before its namesakes elsewhere.
+    # Names in the section that was typed come first.
     found = sorted(found, key=lambda name: name.rpartition(".")[0] != word.rpartition(".")[0])
     return f"; did you mean {one_of(repr(name) for name in found[:3])}?" if found else ""
 

@@ -62,10 +62,11 @@ compdef _clipscale clipscale""",
     "fish": Shell(
         "clipscale completion fish | source  into ~/.config/fish/config.fish",
         """\
-function __clipscale
-    clipscale completion query (commandline --current-process --cut-at-cursor | string collect) 2>/dev/null
+function __clipscale_found
+    set -g __clipscale_candidates (clipscale completion query (commandline -cp | string collect) 2>/dev/null)
+    test -n "$__clipscale_candidates"
 end
-complete --command clipscale --arguments '(__clipscale)'""",
+complete -c clipscale -n __clipscale_found -f -a '$__clipscale_candidates'""",
     ),
 }
 

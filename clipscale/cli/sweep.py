@@ -1,4 +1,7 @@
-"""`clipscale train -m ...`: one run after another (or as a Hydra launcher plugin does it), each in its own folder; then one table."""
+"""`clipscale train -m ...`: a run for every combination of values, each in its own folder, then one table.
+
+The runs follow one another, or are distributed by a Hydra launcher plugin.
+"""
 
 import json
 import math
@@ -22,6 +25,7 @@ from clipscale.report.table import TextTable, plain_console
 from clipscale.units import run_folder, split, unused
 
 RESULT = "result.json"
+"""File in a job's folder with its outcome."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -41,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def sweep_folder(argv: Sequence[str]) -> tuple[Path, list[str]]:
-    """runs/RUN where `run=RUN` names the sweep, and the arguments without it. Raises UserError if Hydra's own key is used for that."""
+    """The sweep's folder, from `run=RUN` or the time, and the other arguments. Raises UserError for Hydra's own key for it."""
     names = [word.partition("=")[2] for word in argv if word.startswith("run=")]
     if any(word.startswith("hydra.sweep.") for word in argv):
         raise UserError("hydra.sweep: name the sweep's folder with run=NAME")
@@ -51,9 +55,9 @@ def sweep_folder(argv: Sequence[str]) -> tuple[Path, list[str]]:
 
 
 def job(values: DictConfig) -> float:
-    """One job: trains in processes of its own, so that whatever happens to them the next job starts afresh.
+    """Train one job in its own processes, so that its failure does not affect the next job.
 
-    Leaves RESULT in its folder and returns the last loss, NaN for a failure (which Hydra's optimising sweepers understand).
+    Writes RESULT to its folder. Returns the last loss, or NaN after a failure, as Hydra's optimising sweepers expect.
     """
     hydra = HydraConfig.get()
     folder = Path(hydra.runtime.output_dir)
@@ -82,13 +86,13 @@ def job(values: DictConfig) -> float:
 
 
 def finished(folder: Path, since: float) -> list[dict[str, Any]]:
-    """The results of this sweep's jobs, in order; those of an earlier sweep of the same name are older than `since`."""
+    """The results of the jobs that ended after `since`, in order. Older ones belong to an earlier sweep of the same name."""
     files = [path for path in folder.glob(f"*/{RESULT}") if path.stat().st_mtime >= since]
     return sorted((json.loads(path.read_text()) for path in files), key=lambda record: record["job"])
 
 
 def table(results: Sequence[dict[str, Any]], folder: Path) -> TextTable:
-    """One row a job: steps, last loss, the main figure of every evaluation set, and what went wrong."""
+    """One row per job: steps, last loss, the main metrics of every evaluation set, and the error if it failed."""
     figures = list(dict.fromkeys(name for result in results for name in headline(result)))
     rows = [
         (
@@ -105,7 +109,7 @@ def table(results: Sequence[dict[str, Any]], folder: Path) -> TextTable:
 
 
 def headline(result: dict[str, Any]) -> dict[str, float]:
-    """`SET METRIC` -> value, for the metrics by which sets are usually compared."""
+    """`SET METRIC` -> value, for the metrics that are usually compared."""
     wanted = ("top1", "image_to_text_r1", "text_to_image_r1")
     return {
         f"{name} {m}": metrics[m] for name, metrics in result.get("eval", {}).items() for m in wanted if m in metrics

@@ -1,5 +1,6 @@
-"""Tab completion: words, keys and what they may be; in Python and in bash itself."""
+"""Tab completion of words, keys and values, in Python and in the shells themselves."""
 
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -38,6 +39,7 @@ from clipscale.hardware import HARDWARE
         ("clipscale eval prec", ["precision.", "precision="]),
         ("clipscale eval device=c", ["device=cpu", "device=cuda"]),
         ("clipscale eval model=", []),
+        ("clipscale completion ", ["bash", "fish", "zsh"]),
         ("clipscale data features model=vit-h", ["model=vit-h14"]),
         ("clipscale data check filter.k", ["filter.keep_missing="]),
         ("clipscale bench step model=vit-h", ["model=vit-h14"]),
@@ -70,20 +72,18 @@ def test_every_gpu_of_the_table_is_offered() -> None:
     assert set(complete("clipscale plan hardware=")) == {f"hardware={name}" for name in [*HARDWARE, "cpu"]}
 
 
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        ("clipscale tra", ["train"]),
-        ("clipscale plan hardware=h2", ["h200-141g"]),
-        ("clipscale train model=rn", ["rn50"]),
-        ("clipscale train model=", group_options()["model"]),
-        ("clipscale train data.train=/usr/sh", []),
-    ],
-)
-def test_bash_completes_with_the_script_that_completion_prints(
-    environment: dict[str, str], line: str, expected: list[str]
-) -> None:
-    """Bash splits the words as readline does, at spaces and around `=`, and shows what COMPREPLY holds."""
+LINES = [
+    ("clipscale tra", ["train"]),
+    ("clipscale plan hardware=h2", ["hardware=h200-141g"]),
+    ("clipscale train model=rn", ["model=rn50"]),
+    ("clipscale train model=", [f"model={name}" for name in group_options()["model"]]),
+    ("clipscale train data.train=/usr/sh", []),
+]
+
+
+@pytest.mark.parametrize(("line", "expected"), LINES)
+def test_bash_completes(environment: dict[str, str], line: str, expected: list[str]) -> None:
+    """Bash splits words at spaces and around `=`; its candidates are what follows the `=`."""
     program = f"""
         eval "$(clipscale completion bash)"
         complete -p clipscale >/dev/null || exit 3
@@ -92,8 +92,39 @@ def test_bash_completes_with_the_script_that_completion_prints(
         read -ra COMP_WORDS <<< "${{COMP_LINE//=/ = }}"
         COMP_CWORD=$(( ${{#COMP_WORDS[@]}} - 1 ))
         _clipscale
-        printf '%s:' "${{#COMPREPLY[@]}}" "${{COMPREPLY[@]}}"
+        printf '%s\\n' "${{COMPREPLY[@]}}"
     """
-    done = subprocess.run(["bash", "-c", program], env=environment, capture_output=True, text=True, timeout=60)
+    assert shell("bash", program, environment) == [candidate.rpartition("=")[2] for candidate in expected]
+
+
+@pytest.mark.parametrize(("line", "expected"), LINES)
+def test_zsh_completes(environment: dict[str, str], line: str, expected: list[str]) -> None:
+    """The functions of zsh's completion system are replaced by ones that print: `files` where it would offer file names."""
+    program = f"""
+        compdef() {{ [[ "$1 $2" == "_clipscale clipscale" ]] || exit 3 }}
+        compadd() {{ while [[ $1 != -- ]]; do shift; done; shift; (( $# )) && print -l -- $@ }}
+        compset() {{ :; }}
+        _files() {{ print files }}
+        eval "$(clipscale completion zsh)"
+        words=(${{=:-{line}}}); CURRENT=$#words; PREFIX=$words[CURRENT]
+        _clipscale
+    """
+    assert shell("zsh", program, environment) == (expected or ["files"])
+
+
+@pytest.mark.parametrize(("line", "expected"), LINES)
+def test_fish_completes(environment: dict[str, str], line: str, expected: list[str]) -> None:
+    """`complete -C` asks fish for the candidates of a line. Without any, fish offers files: here the folder `/usr/share`."""
+    program = f"clipscale completion fish | source; complete -C {line!r}"
+    found = [candidate.split("\t")[0] for candidate in shell("fish", program, environment)]
+    assert found == (expected or ["data.train=/usr/share/"])
+
+
+def shell(name: str, program: str, environment: dict[str, str]) -> list[str]:
+    """The lines that a program prints in a shell without startup files."""
+    if shutil.which(name) is None:
+        pytest.skip(f"{name} is not installed")
+    plain = {"bash": ["--norc"], "zsh": ["-f"], "fish": ["--no-config"]}[name]
+    done = subprocess.run([name, *plain, "-c", program], env=environment, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.split(":")[:-1] == [str(len(expected)), *expected]
+    return [line for line in done.stdout.splitlines() if line]
