@@ -192,49 +192,28 @@ def unpack(packed: bytes) -> np.ndarray:
 
 # -- writing it --------------------------------------------------------------------------------------------------------
 
-
-class Draft:
-    """A copy of an index that is being written."""
-
-    STATES = "SELECT name, size, stamp, sha256 FROM shards"
-
-    def __init__(self, path: Path) -> None:
-        """Open the draft, or begin it anew where it is damaged. Raises sqlite3.Error."""
-        for _ in range(2):
-            self._base = sqlite3.connect(path, isolation_level=None)
-            try:
-                self._base.execute(SCHEMA)
-                self.states = states(self._base.execute(self.STATES))
-                return
-            except sqlite3.DatabaseError as error:
-                self._base.close()
-                log.warning("%s: damaged (%s); indexing anew", path, error)
-                path.unlink()
-        raise sqlite3.DatabaseError("cannot be begun anew")
-
-    def write(self, entry: Entry) -> None:
-        """Add or replace an entry."""
-        found = (entry.name, entry.size, entry.version, entry.samples, entry.sha256, json.dumps(entry.totals))
-        offsets = None if entry.offsets is None else pack(entry.offsets)
-        self._base.execute(
-            f"INSERT OR REPLACE INTO shards VALUES ({', '.join('?' * 9)})",
-            (*found, entry.reason, entry.detail, offsets),
-        )
-
-    def close(self) -> None:
-        """Close the file."""
-        self._base.close()
+STATES = "SELECT name, size, stamp, sha256 FROM shards"
+"""The query whose rows `states` takes."""
 
 
 def states(rows: Iterable[tuple[Any, ...]]) -> dict[str, tuple[State, bool]]:
-    """Name -> state, and whether there is a checksum, from the rows of `Draft.STATES`."""
+    """Name -> state, and whether there is a checksum."""
     return {name: ((size, version), sha256 is not None) for name, size, version, sha256 in rows}
 
 
+def write(base: sqlite3.Connection, entry: Entry) -> None:
+    """Add or replace an entry."""
+    found = (entry.name, entry.size, entry.version, entry.samples, entry.sha256, json.dumps(entry.totals))
+    offsets = None if entry.offsets is None else pack(entry.offsets)
+    base.execute(
+        "INSERT OR REPLACE INTO shards VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        (*found, entry.reason, entry.detail, offsets),
+    )
+
+
 @contextmanager
-def draft(path: Path) -> Iterator[Draft]:
-    """A draft that replaces the index at the end; an earlier run's draft is continued. Only one process at a time has
-    it.
+def draft(path: Path) -> Iterator[sqlite3.Connection]:
+    """A copy of an index that replaces it at the end; an earlier run's draft is continued. Locks out other processes.
 
     Raises UserError if it cannot be written.
     """
@@ -252,8 +231,23 @@ def draft(path: Path) -> Iterator[Draft]:
                 )
             if path.is_file() and not own.is_file():
                 shutil.copyfile(path, own)
-            with closing(Draft(own)) as opened:
-                yield opened
+            with closing(_connect(own)) as base:
+                yield base
             own.replace(path)
     except (OSError, sqlite3.Error) as error:
         raise UserError(f"{path}: cannot be written ({error}); choose another place with cache=") from error
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    """Open a draft, or begin it anew if it is damaged: its shards can be scanned again."""
+    for _ in range(2):
+        base = sqlite3.connect(path, isolation_level=None)
+        try:
+            base.execute(SCHEMA)
+            base.execute(STATES).fetchall()
+            return base
+        except sqlite3.DatabaseError as error:
+            base.close()
+            log.warning("%s: damaged (%s); indexing anew", path, error)
+            path.unlink()
+    raise sqlite3.DatabaseError("cannot be begun anew")

@@ -99,13 +99,8 @@ def _local(source: str, setting: str, table: TableConfig | None) -> list[str]:
     absent = set(missing)
     found = [name for name in named if name not in absent]
     if found and missing:
-        log.warning(
-            "%s: %d of %d shards do not exist (first: %s); going on without them",
-            setting,
-            len(missing),
-            len(named),
-            missing[0],
-        )
+        counts = f"{len(missing)} of {len(named)} shards do not exist (first: {missing[0]})"
+        log.warning("%s: %s; going on without them", setting, counts)
     return found
 
 
@@ -200,11 +195,8 @@ def recorded_counts(urls: Sequence[str], cache: str | None = None) -> list[int |
     entries, stale = index.current(urls, cache)
     if stale:
         log.warning(
-            "the index of %d of %d shards is out of date (first: %s): they have changed since; counting them without it, "
-            "run `clipscale data index` again",
-            len(stale),
-            len(urls),
-            stale[0],
+            f"the index of {len(stale)} of {len(urls)} shards is out of date (first: {stale[0]}): they have changed since; "
+            "counting them without it, run `clipscale data index` again"
         )
     _warn_of_damage(entries, len(urls))
     folders = {os.path.dirname(url) for url in urls if is_local(url)}  # noqa: PTH120 (as it is named)
@@ -232,11 +224,10 @@ def recorded_counts(urls: Sequence[str], cache: str | None = None) -> list[int |
 def _warn_of_damage(entries: Mapping[str, index.Entry], count: int) -> None:
     damaged = [(url, entry.reason) for url, entry in entries.items() if entry.reason]
     if damaged:
+        url, reason = damaged[0]
         log.warning(
-            "%d of %d shards are damaged (first: %s, %s): what lies behind the damage is left out; `clipscale data check` shows it all",
-            len(damaged),
-            count,
-            *damaged[0],
+            f"{len(damaged)} of {count} shards are damaged (first: {url}, {reason}): what lies behind the damage is left out; "
+            "`clipscale data check` shows it all"
         )
 
 
@@ -311,8 +302,7 @@ def build_order(
     exact = wants_epochs and len(known) == len(counts)
     if wants_epochs and not exact:
         log.warning(
-            "the samples of %d shards are not known: shards are drawn with replacement (data.order=resampled)",
-            len(urls),
+            f"the samples of {len(urls)} shards are not known: shards are drawn with replacement (data.order=resampled)"
         )
     total = sum(known) if exact else None
     if len(known) == len(counts) and not sum(known):
@@ -324,8 +314,7 @@ def build_order(
         return Epochs(tuple(known), batch, streams, seed)
     if weights is None:
         weights = [float(count) for count in known] if len(known) == len(counts) else [1.0] * len(counts)
-    cumulative = np.cumsum(weights)
-    return Resampled(tuple(cumulative.tolist()), tuple(counts), streams, seed)
+    return Resampled(tuple(np.cumsum(weights).tolist()), tuple(counts), streams, seed)
 
 
 def _stream_count(

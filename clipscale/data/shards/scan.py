@@ -16,7 +16,18 @@ from typing import Any, TypeVar
 import numpy as np
 
 from clipscale.data.shards.access import DIRECT, Access, Opened, SourceError, leaf_of
-from clipscale.data.shards.index import Draft, Entry, State, draft, folder_of, query, state_of, states, writable_path
+from clipscale.data.shards.index import (
+    STATES,
+    Entry,
+    State,
+    draft,
+    folder_of,
+    query,
+    state_of,
+    states,
+    writable_path,
+    write,
+)
 from clipscale.data.shards.reader import ReadProblem, ShardStatistics, read_shard
 from clipscale.data.shards.store import Store
 from clipscale.data.shards.tar import CountedStream, unpacked
@@ -113,18 +124,20 @@ def update_indexes(
         for url in [url for url in found if isinstance(found[url], str)]:
             fail(url, 0, found.pop(url))
         path = writable_path(folder, cache)
-        skip_kept(found, states(query(path, Draft.STATES)))
+        skip_kept(found, states(query(path, STATES)))
         if not found:
             continue
-        with draft(path) as opened:
-            skip_kept(found, opened.states)  # another process may have scanned some before this one got the lock
+        with draft(path) as base:
+            skip_kept(
+                found, states(base.execute(STATES))
+            )  # another process may have scanned some before this one got the lock
             work = partial(_or_error, scan_shard, access=access, checksum=checksum)
             small = sum(size for size, _ in found.values()) < SERIAL_BYTES
             for url, entry in map_shards(work, list(found), 1 if small else workers):
                 if isinstance(entry, str):
                     fail(url, found[url][0], entry)
                     continue
-                opened.write(entry)
+                write(base, entry)
                 result.read += 1
                 done(url, found[url][0], entry)
     return result
