@@ -264,7 +264,7 @@ def _beside(table: str, name: str) -> str:
 
 
 def _content(url: str, store: Store, most: int) -> bytes:
-    """The first `most` bytes of a file. Never runs a command: whoever wrote the table must not."""
+    """The first `most` bytes of a file. Never runs a command: the writer of a table may not."""
     if scheme_of(url) in NO_FILE:
         raise SourceError("refused_file", f"{url}: a table names files, not commands")
     with closing(store.open(url).stream) as stream:

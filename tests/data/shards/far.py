@@ -78,11 +78,11 @@ def write(folder: Path, samples: int) -> None:
     (folder / "sizes.json").write_text(json.dumps({f"{number}.tar": each for number in range(SHARDS)}))
 
 
-def rate(source: str, samples: int, lanes: int, cache: str) -> float:
+def rate(source: str, samples: int, streams: int, cache: str) -> float:
     """Samples a second of one loader over an epoch, without the first batch."""
     from tests.data.streams import open_stream
 
-    stream = open_stream(source, batch=BATCH, side=224, shard_streams=lanes, shuffle=256, cache=cache, cache_bytes=0)
+    stream = open_stream(source, batch=BATCH, side=224, shard_streams=streams, shuffle=256, cache=cache, cache_bytes=0)
     stream.next_batch().ids()
     begun = time.perf_counter()
     steps = samples // BATCH - 1
@@ -99,7 +99,7 @@ def main(words: list[str]) -> None:
     from clipscale.data.shards import remote, scan
 
     given = dict(word.split("=") for word in words)
-    samples, lanes, times = (
+    samples, streams, times = (
         int(given.get(name, usual)) for name, usual in (("samples", 4096), ("shard_streams", 4), ("times", 3))
     )
     bandwidth = float(given.get("bandwidth", 40)) * 1e6
@@ -108,9 +108,9 @@ def main(words: list[str]) -> None:
         folder, cache = Path(home) / "set", str(Path(home) / "cache")
         folder.mkdir()
         write(folder, samples)
-        near = rate(str(folder), samples, lanes, cache)
+        near = rate(str(folder), samples, streams, cache)
         print(
-            f"{samples} samples of {sum(p.stat().st_size for p in folder.iterdir()) / samples / 1e3:.0f} kB, {lanes} lanes"
+            f"{samples} samples of {sum(p.stat().st_size for p in folder.iterdir()) / samples / 1e3:.0f} kB, {streams} shard streams"
         )
         print(f"local files: {near:.0f} samples/s")
         for latency in map(float, given.get("latencies", "0.05,0.2").split(",")):
@@ -132,7 +132,7 @@ def main(words: list[str]) -> None:
                 for _ in range(times):
                     for name, bound in bounds.items():
                         remote.PREFETCH_BYTES = bound
-                        rates[name].append(rate(f"{place}/{{0..{SHARDS - 1}}}.tar", samples, lanes, cache))
+                        rates[name].append(rate(f"{place}/{{0..{SHARDS - 1}}}.tar", samples, streams, cache))
                 server.terminate()
             line = ", ".join(
                 f"{name} {median(found):.0f} ({min(found):.0f} to {max(found):.0f})" for name, found in rates.items()

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clipscale.data.loader import shard_stream as lanes
+from clipscale.data.loader import shard_stream
 from clipscale.data.loader.shard_stream import segment_windows
 from clipscale.data.order import Segment
 from clipscale.data.sample import RawSample, limits
@@ -323,7 +323,7 @@ def test_windows_closed_by_bytes_are_the_same_from_any_start(
         return [raw.key for raw in items_of(Segment(0, 0, start, stop, count), str(path), store=Store(), **options)]
 
     ordinary = keys(0, count)
-    monkeypatch.setattr(lanes, "WINDOW_BYTES", 50_000)
+    monkeypatch.setattr(shard_stream, "WINDOW_BYTES", 50_000)
     plain = keys(0, count)
     assert sorted(plain) == sorted(ordinary) and plain != ordinary
     if kind == "indexed":
@@ -342,13 +342,13 @@ def test_a_shard_stream_holds_about_one_window_of_bytes(tmp_path: Path, monkeypa
     noise = np.random.default_rng(0)
     members = [(f"{i:03d}.png", noise.bytes(size if i % 3 else 500)) for i in range(90)]
     path = write_tar(tmp_path / "x.tar", members)
-    monkeypatch.setattr(lanes, "WINDOW_BYTES", 5 * size)
+    monkeypatch.setattr(shard_stream, "WINDOW_BYTES", 5 * size)
     tracemalloc.start()
     items_in_memory = 0
     windows = segment_windows(Segment(0, 0, 0, 90, 90), str(path), 64, 0, limits(["png"]), Store())
     for items in windows:
         if isinstance(items, list):
-            items_in_memory = max(items_in_memory, sum(map(lanes.kept, items)))
+            items_in_memory = max(items_in_memory, sum(map(shard_stream.kept, items)))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert 5 * size < items_in_memory < 6.2 * size, items_in_memory
