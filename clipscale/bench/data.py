@@ -23,7 +23,6 @@ from rich.console import Console
 from clipscale.bench.present import Bars, Benchmark, Column, Curves, extent, finish
 from clipscale.bench.record import begin, counts, device_of, processor, write
 from clipscale.bench.worker import Meter, alternating, spread
-from clipscale.config.checks import at_least
 from clipscale.config.data import DECODE, DataConfig
 from clipscale.config.tools import DataBenchSettings
 from clipscale.data.decode import TrainTransform
@@ -68,8 +67,6 @@ def main(settings: DataBenchSettings, console: Console | None = None) -> list[Ro
     """Measure, print and save. Raises UserError for settings that cannot be."""
     console = console or plain_console()
     counts("sizes", settings.sizes), counts("stream", settings.stream)
-    for name in ("image_size", "pictures", "repeats", "workers", "batch"):
-        at_least(name, getattr(settings, name), 1)
     device, why = usable(settings.device)
     record, path = begin(settings.out, "data", "data", settings, how=HOW, skipped={GPU: why} if why else {})
     threads = torch.get_num_threads()

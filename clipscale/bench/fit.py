@@ -15,7 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -26,7 +26,7 @@ import torch
 from clipscale.bench import harness
 from clipscale.bench.harness import Task
 from clipscale.bench.memory import bound_address_space, end_first, is_out_of_memory
-from clipscale.bench.present import MIB, Bars, Benchmark, Column, Curves, finish, lookup
+from clipscale.bench.present import MIB, Bars, Benchmark, Column, Curves, cells, finish, lookup, mebibytes
 from clipscale.bench.record import device_of, earlier, final, machine, processor, write
 from clipscale.bench.targets import Found, Target
 from clipscale.cli.main import composed
@@ -83,6 +83,12 @@ class Attempt:
     """`ok`; `refused`: the program found that memory does not suffice; `out of memory`; `no time`; `failed`: anything else."""
     reason: str
     seconds: float
+    batch: int = 0
+    """Of a try in the search for the largest batch."""
+
+    @property
+    def too_large(self) -> bool:
+        return self.status in ("refused", "out of memory")
 
 
 def attempt(run: Path, words: Sequence[str], seconds: float, memory: int | None = None) -> Attempt:
@@ -150,8 +156,9 @@ def add_run(record: Row, given: argparse.Namespace) -> int:
         print(f"{given.run.name}: recorded already")
         return 0
     found = attempt(given.run, given.words, given.seconds)
-    row = row_of(given.run, given.words) if found.status == "ok" else {"run": given.run.name, "settings": given.words}
-    record["rows"] = [*(other for other in record["rows"] if other not in same), row | asdict(found)]
+    row = row_of(given.run, given.words) if found.status == FITS else {"run": given.run.name, "settings": given.words}
+    row |= {"status": found.status, "reason": found.reason, "seconds": found.seconds}
+    record["rows"] = [*(other for other in record["rows"] if other not in same), row]
     finish(record, given.record)
     return 0 if found.status == "ok" else 1
 
@@ -159,27 +166,13 @@ def add_run(record: Row, given: argparse.Namespace) -> int:
 # ---- the largest batch ----
 
 
-@dataclass(frozen=True)
-class Try:
-    """A batch and what came of it."""
-
-    batch: int
-    status: str
-    reason: str
-    seconds: float
-
-    @property
-    def too_large(self) -> bool:
-        return self.status in ("refused", "out of memory")
-
-
 def search(
-    tried: Sequence[Try],
+    tried: Sequence[Attempt],
     first: int,
     grain: int,
     seconds: float,
     attempted: Callable[[int, float], Attempt],
-    hear: Callable[[Try], None],
+    hear: Callable[[Attempt], None],
 ) -> str:
     """Go on from what was tried until the largest batch is known closely, and return what ended the search.
 
@@ -196,13 +189,13 @@ def search(
         if need > left:
             return f"time: {size} samples would take about {need:.0f} s, and {max(left, 0):.0f} s were left"
         found = attempted(size, left)
-        done.append(Try(size, **asdict(found)))
+        done.append(replace(found, batch=size))
         hear(done[-1])
-        if not (found.status == FITS or done[-1].too_large):
+        if not (found.status == FITS or found.too_large):
             return f"{found.status}: {found.reason}"
 
 
-def following(tried: Sequence[Try], first: int, grain: int) -> int | None:
+def following(tried: Sequence[Attempt], first: int, grain: int) -> int | None:
     """The batch to try next; None where the largest is known."""
 
     def whole(size: float) -> int:
@@ -290,12 +283,12 @@ def find_largest(record: Row, given: argparse.Namespace) -> int:
             record["fits"] = row_of(given.run, words) | {"status": FITS, "reason": "", "command": command}
         return found
 
-    def hear(one: Try) -> None:
+    def hear(one: Attempt) -> None:
         print(f"{one.batch} samples: {one.status} {one.reason} ({one.seconds:.0f} s)", flush=True)
         record["rows"].append(asdict(one))
         write(given.record, record)
 
-    tries = [Try(**{key: one[key] for key in ("batch", "status", "reason", "seconds")}) for one in record["rows"]]
+    tries = [Attempt(**{key: one[key] for key in ("batch", "status", "reason", "seconds")}) for one in record["rows"]]
     left = given.seconds - (time.monotonic() - start)
     record["ended"] = search(tries, given.first or first, given.grain, left, attempted, hear)
     record["largest"] = max((one["batch"] for one in record["rows"] if one["status"] == FITS), default=None)
@@ -333,15 +326,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 # ---- how the records are shown ----
 
 
-def _mib(size: float) -> str:
-    return f"{size / MIB:,.1f}"
-
-
 RUN_COLUMNS = (
     Column("run", "run", words=True, case=True),
     Column("phase", "phase", words=True),
-    Column("predicted MiB", "predicted_bytes", _mib),
-    Column("measured MiB", "measured_bytes", _mib),
+    Column("predicted MiB", "predicted_bytes", mebibytes),
+    Column("measured MiB", "measured_bytes", mebibytes),
     Column("ratio", "ratio", "{:.3f}".format),
     Column("within 10 %", "ratio", lambda ratio: "yes" if abs(ratio - 1) <= TENTH else "no", words=True),
 )
@@ -433,9 +422,8 @@ def largest_notes(record: Row) -> list[str]:
         f"the largest that ran a whole step: {'none' if largest is None else f'{largest:,}'} (ended: {record['ended']})",
     ]
     for line in phases(record["fits"]) if "fits" in record else []:
-        sizes = [_mib(line[key]) if line[key] else "-" for key in ("predicted_bytes", "measured_bytes")]
-        ratio = "-" if line["ratio"] is None else f"{line['ratio']:.3f}"
-        lines.append(f"its memory, {line['phase']}: predicted {sizes[0]}, measured {sizes[1]} MiB, ratio {ratio}")
+        _, phase, predicted_mib, measured_mib, ratio, _ = cells(line, RUN_COLUMNS)
+        lines.append(f"its memory, {phase}: predicted {predicted_mib}, measured {measured_mib} MiB, ratio {ratio}")
     return lines
 
 

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
@@ -173,7 +173,7 @@ def measure(
     """
     if job.device == "cpu" and job.memory is None:
         memory = int(MARGIN * psutil.virtual_memory().available / job.ranks)
-        job = Job(**{**vars(job), "memory": memory})
+        job = replace(job, memory=memory)
     heard = (lambda answer: hear([answer])) if job.ranks == 1 else None
     ended = run(target, asdict(job), ranks=job.ranks, variables=variables, hear=heard)
     answers = [completed(job, one) for one in ended if one.status is not None]

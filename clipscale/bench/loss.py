@@ -7,7 +7,7 @@ import math
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import product
 from statistics import median
 from typing import Any
@@ -33,7 +33,6 @@ from clipscale.bench.present import (
 from clipscale.bench.record import begin, counts, device_of, final, processor, words, write
 from clipscale.bench.targets import Target, figures, quotients
 from clipscale.bench.worker import spread
-from clipscale.config.checks import at_least
 from clipscale.config.tools import LossBenchSettings
 from clipscale.errors import UserError
 from clipscale.hardware import cores
@@ -99,7 +98,7 @@ def main(settings: LossBenchSettings, console: Console | None = None) -> list[Ro
             while job := next_job(case, todo, finished, settings):
                 status.update(f"{where}: {'time' if job.timed else f'memory of {job.names[0]}'}")
                 if not math.isinf(end):
-                    job = Job(**vars(job) | {"seconds": max(0.0, end - time.monotonic())})
+                    job = replace(job, seconds=max(0.0, end - time.monotonic()))
                 malloc = RETURNING_MALLOC if job.probed and case.device == "cpu" else {}
                 finished.append(measure("clipscale.bench.loss_work:work", job, malloc, hear))
         if not finished:
@@ -111,8 +110,6 @@ def main(settings: LossBenchSettings, console: Console | None = None) -> list[Ro
 def plan(settings: LossBenchSettings) -> tuple[list[Case], list[Method]]:
     """The cases and the methods of the settings. Raises UserError."""
     device = device_of(settings.device)
-    for name, least in (("ranks", 1), ("repeats", 1), ("reference", 0)):
-        at_least(name, getattr(settings, name), least)
     if not settings.scale > 0:
         raise UserError(f"scale={settings.scale:g}: must be positive; it is the multiplier, not its logarithm")
     if device == "cuda" and settings.ranks > torch.cuda.device_count():
@@ -156,14 +153,14 @@ def next_job(
     threads = max(1, cores() // case.ranks) if case.device == "cpu" and case.ranks > 1 else None
     job = Job(about, case.device, ranks=case.ranks, threads=threads, share=SHARE)
     if len(finished) < len(apart):
-        return Job(**vars(job) | {"probed": [(apart[len(finished)], case.n)]})
+        return replace(job, probed=[(apart[len(finished)], case.n)])
     records = [(name, found) for answers in finished for answer in answers for name, found in answer["cases"].items()]
     failed = {name for name, found in records if found["status"] != "ok"}
     timed = [name for name in able if name not in failed]
     if len(finished) > len(apart) or not timed:
         return None
     probed = [] if apart else [(name, case.n) for name in able]
-    return Job(**vars(job) | {"probed": probed, "timed": timed, "repeats": settings.repeats})
+    return replace(job, probed=probed, timed=timed, repeats=settings.repeats)
 
 
 # ---- rows ----

@@ -5,8 +5,10 @@ Letters: N pairs of all ranks, n of this rank, D feature width.
 
 import os
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -194,7 +196,7 @@ class LossWorker(Worker):
 
     def finish(self) -> None:
         for name in self.job.timed if self.job.about["profile"] else []:
-            self.attempt(name, lambda name=name: self.profile(name))
+            self.attempt(name, partial(self.profile, name))
 
     def profile(self, name: str) -> None:
         loss = self.variant(name)
@@ -287,25 +289,25 @@ def profiled(step: Any, device: torch.device) -> dict[str, Any]:
     with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]) as found:
         step()
         wait(device)
-    entries: dict[str, tuple[float, int]] = {}
-    for event in found.key_averages():
-        if (event.device_type == torch.autograd.DeviceType.CUDA) == cuda:
-            micros = event.self_device_time_total if cuda else event.self_cpu_time_total
-            entries[event.key] = (1e-6 * micros, event.count)
-    total = sum(seconds for seconds, _ in entries.values())
-    kinds: dict[str, float] = {}
-    for name, (seconds, _) in entries.items():
-        kinds[kind(name)] = kinds.get(kind(name), 0.0) + seconds
-    largest = sorted(entries.items(), key=lambda entry: -entry[1][0])[:SHOWN]
-    result: dict[str, Any] = {
-        "total_s": total,
-        "kinds": {name: kinds[name] / total for name in sorted(kinds, key=lambda name: -kinds[name])} if total else {},
-        "kernels": [
-            {"name": name[:120], "kind": kind(name), "calls": count, "seconds": seconds, "share": seconds / total}
-            for name, (seconds, count) in largest
-            if seconds
-        ],
-    }
+    attribute = "self_device_time_total" if cuda else "self_cpu_time_total"
+    entries = [
+        {
+            "name": event.key[:120],
+            "kind": kind(event.key),
+            "calls": event.count,
+            "seconds": 1e-6 * getattr(event, attribute),
+        }
+        for event in found.key_averages()
+        if (event.device_type == torch.autograd.DeviceType.CUDA) == cuda
+    ]
+    entries.sort(key=lambda entry: -entry["seconds"])
+    total = sum(entry["seconds"] for entry in entries)
+    kinds: Counter[str] = Counter()
+    for entry in entries:
+        entry["share"] = entry["seconds"] / total if total else 0.0
+        kinds[entry["kind"]] += entry["share"]
+    kernels = [entry for entry in entries[:SHOWN] if entry["seconds"]]
+    result: dict[str, Any] = {"total_s": total, "kinds": dict(kinds.most_common()), "kernels": kernels}
     if cuda:
         spans = [e.time_range for e in found.events() if e.device_type == torch.autograd.DeviceType.CUDA]
         span = 1e-6 * (max(s.end for s in spans) - min(s.start for s in spans)) if spans else 0.0

@@ -18,7 +18,6 @@ from clipscale.bench.record import begin, counts, device_of, final, processor, w
 from clipscale.bench.step_variants import Name
 from clipscale.bench.targets import WRONG, Found, Target, figures
 from clipscale.bench.worker import spread
-from clipscale.config.checks import at_least, choice
 from clipscale.config.presets import group_options
 from clipscale.config.tools import StepBenchSettings
 from clipscale.errors import UserError
@@ -122,11 +121,7 @@ def plan(settings: StepBenchSettings) -> Plan:
         raise UserError(
             f"model={settings.model}: no such preset{nearest(settings.model, presets)}; there are {', '.join(presets)}"
         )
-    choice("precision", settings.precision, ("fp32", "bf16"))
-    choice("malloc", settings.malloc, ("keep", "system"))
     device = device_of(settings.device)
-    at_least("repeats", settings.repeats, 1)
-    at_least("seconds", settings.seconds, 0)
     batch, chunk = (one_count(name, getattr(settings, name)) for name in ("batch", "chunk"))
     if chunk > batch:
         raise UserError(f"chunk={chunk}: a batch={batch} has no chunk that large; choose 1 to {batch}")

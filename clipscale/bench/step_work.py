@@ -1,6 +1,5 @@
 """What the step benchmark measures in a fresh process: memory at several batches, the largest batch that fits, and time."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -103,7 +102,7 @@ class StepWorker(Worker):
             size = (good + bad) // 2 if bad else 2 * size
         record["tried"] = tried
         if not good and "bound" in record:
-            self.affords(case, math.inf)
+            record |= {"status": "not run", "reason": "no time was left", "traceback": ""}
             return
         if not good:
             raise MemoryError(f"out of memory: not even a step of {size} samples fits")

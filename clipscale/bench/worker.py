@@ -8,6 +8,7 @@ import math
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from statistics import median
 from typing import Any, Protocol
 
@@ -104,13 +105,13 @@ class Worker:
         if self.device.type == "cpu" and self.job.memory is not None:
             bound_memory(self.job.memory)
         for name, size in self.job.probed:
-            self.attempt(name, lambda name=name, size=size: self.probe(name, size))  # type: ignore[misc]
+            self.attempt(name, partial(self.probe, name, size))
         for case in self.job.timed:  # all models first: the largest batch is one that fits beside their weights
-            self.attempt(case, lambda case=case: self.variant(case))  # type: ignore[misc]
+            self.attempt(case, partial(self.variant, case))
         for late in (False, True):
             cases = [case for case in self.job.timed if self.late(case) == late]
             for case in cases:
-                self.attempt(case, lambda case=case: self.ready(case))  # type: ignore[misc]
+                self.attempt(case, partial(self.ready, case))
             order = sorted(self.expected, key=lambda case: self.agreed(self.expected[case]))
             self.round([case for case in order if case in cases])
         for number in range(1, self.job.repeats):
@@ -129,7 +130,7 @@ class Worker:
         """One step of each case that is still to be measured."""
         for case in cases:
             if case in self.expected and self.job.repeats:
-                self.attempt(case, lambda case=case: self.time(case))  # type: ignore[misc]
+                self.attempt(case, partial(self.time, case))
 
     def attempt(self, name: str, what: Callable[[], object]) -> None:
         """`what()`, or in the record of the case why not."""

@@ -148,18 +148,20 @@ class StepBenchSettings:
         "open_clip, ...; METHOD@BATCH: at that batch; METHOD@max: at the largest batch that fits; `auto`: all that "
         "this machine can run, except compiled ones.",
     )
-    precision: str = setting("fp32", "`fp32` or `bf16` (autocast).")
-    device: str = setting("auto", DEVICE_HELP)
-    repeats: int = setting(7, "Measurements of each method.")
+    precision: str = setting("fp32", "`fp32` or `bf16` (autocast).", choices=("fp32", "bf16"))
+    device: str = setting("auto", DEVICE_HELP, choices=DEVICES)
+    repeats: int = setting(7, "Measurements of each method.", least=1)
     seconds: float = setting(
         0.0,
         "Most seconds in all; steps that would take longer are recorded as not run, with their expected time. 0: no bound.",
+        least=0,
     )
     resume: bool = setting(False, RESUME_HELP)
     malloc: str = setting(
         "keep",
         "On a CPU: `keep` freed memory in the process during time measurements (plain steps get faster), or leave it "
         "to the `system`.",
+        choices=("keep", "system"),
     )
     out: str = setting("runs/bench", BENCH_OUT_HELP.format("step-DEVICE"), literal=True)
 
@@ -175,21 +177,24 @@ class LossBenchSettings:
         "Presets (infcl, clip, ...), backends (tiled, dense, triton) and peers (open_clip, inf_cl, torch, compile).",
     )
     dtype: str = setting("fp32", "`fp32`, `bf16`, `fp16`, `tf32`.")
-    device: str = setting("auto", DEVICE_HELP)
-    ranks: int = setting(1, "Processes that share the batch; with several, network traffic is counted too.")
-    repeats: int = setting(5, "Measurements of each time.")
+    device: str = setting("auto", DEVICE_HELP, choices=DEVICES)
+    ranks: int = setting(1, "Processes that share the batch; with several, network traffic is counted too.", least=1)
+    repeats: int = setting(5, "Measurements of each time.", least=1)
     scale: float = setting(
         100.0, "Logit scale; 100 is CLIP's at the end of training. The sigmoid preset keeps its own."
     )
     seconds: float = setting(
         0.0,
         "Most seconds in all; small cases run first, and those that would take longer are recorded as not run. 0: no bound.",
+        least=0,
     )
     resume: bool = setting(False, RESUME_HELP)
     profile: bool = setting(
         False, "Profile one more step of each method with torch's profiler: the time of each kernel."
     )
-    reference: int = setting(4096, "Largest batch whose error against the float64 oracle is measured; 0: none.")
+    reference: int = setting(
+        4096, "Largest batch whose error against the float64 oracle is measured; 0: none.", least=0
+    )
     out: str = setting("runs/bench", BENCH_OUT_HELP.format("loss-DEVICE (or loss-DEVICE-Pranks)"), literal=True)
 
 
@@ -198,14 +203,16 @@ class DataBenchSettings:
     """`clipscale bench data`: decoding and the whole data path, against open_clip's."""
 
     sizes: str = setting("256,384,512,1024", "Sides of the source images in pixels, separated by commas.")
-    image_size: int = setting(224, "Side of the decoded images in pixels.")
-    pictures: int = setting(48, "Images of each size.")
-    repeats: int = setting(5, "Measurements of each rate.")
+    image_size: int = setting(224, "Side of the decoded images in pixels.", least=1)
+    pictures: int = setting(48, "Images of each size.", least=1)
+    repeats: int = setting(5, "Measurements of each rate.", least=1)
     stream: str = setting("256,512", "Source sizes measured end to end, separated by commas; empty: none.")
-    workers: int = setting(2, "Worker processes of the end-to-end measurement.")
-    batch: int = setting(256, "Batch of the end-to-end measurement.")
+    workers: int = setting(2, "Worker processes of the end-to-end measurement.", least=1)
+    batch: int = setting(256, "Batch of the end-to-end measurement.", least=1)
     device: str = setting(
-        "auto", "GPU whose decoder and model are measured: `auto` (if there is one), `cuda`, or `cpu`: none."
+        "auto",
+        "GPU whose decoder and model are measured: `auto` (if there is one), `cuda`, or `cpu`: none.",
+        choices=DEVICES,
     )
     resume: bool = setting(False, RESUME_HELP)
     model: str = setting("vit-b32", "A preset of conf/model whose training step on the GPU is measured; empty: none.")

@@ -119,10 +119,6 @@ def test_a_photograph_is_the_same_every_time_and_compresses_like_one() -> None:
     assert 1 < bits < 6, f"{bits:.2f} bits a pixel; photographs at quality 90 take about 2 to 4"
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [({"sizes": "25x"}, "sizes=25x"), ({"workers": 0}, "workers=0"), ({"device": "tpu"}, "device=tpu")],
-)
-def test_mistakes_are_named(tmp_path: Path, changes: dict, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        main(DataBenchSettings(**changes, out=str(tmp_path)))
+def test_a_size_that_is_no_count_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="sizes=25x"):
+        main(DataBenchSettings(sizes="25x", out=str(tmp_path)))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from clipscale.bench import fit, present
-from clipscale.bench.fit import Attempt, Prediction, Try, judged, run_notes, search
+from clipscale.bench.fit import Attempt, Prediction, judged, run_notes, search
 from clipscale.bench.harness import Ended
 from clipscale.data.demo import render_demo
 from clipscale.data.loader.host_batch import Layout
@@ -30,10 +30,10 @@ SMALL = [
 
 
 def searched(
-    limit: int, first: int, grain: int, tried: Sequence[Try] = (), seconds: float = 1e9
-) -> tuple[list[Try], str]:
+    limit: int, first: int, grain: int, tried: Sequence[Attempt] = (), seconds: float = 1e9
+) -> tuple[list[Attempt], str]:
     """Tries of a machine on which `limit` samples fit, a second for a thousand."""
-    made: list[Try] = []
+    made: list[Attempt] = []
 
     def attempted(batch: int, left: float) -> Attempt:
         assert batch % grain == 0 and batch not in [t.batch for t in [*tried, *made]], "nothing is tried twice"
