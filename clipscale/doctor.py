@@ -27,7 +27,7 @@ from clipscale.config.data import DataConfig
 from clipscale.config.tools import DoctorSettings
 from clipscale.data.loader.gpu_decode import jpeg_decoder
 from clipscale.data.loader.memory import free_memory
-from clipscale.data.loader.rows import train_transform
+from clipscale.data.loader.offload import train_transform
 from clipscale.data.order import CounterRNG
 from clipscale.distributed import World
 from clipscale.errors import UserError

@@ -27,9 +27,9 @@ from clipscale.config.data import DECODE, DataConfig
 from clipscale.config.tools import DataBenchSettings
 from clipscale.data.decode import TrainTransform
 from clipscale.data.loader import gpu_decode
-from clipscale.data.loader.gpu_decode import DecodedAhead, DeviceDecoder, jpeg_decoder
-from clipscale.data.loader.host_batch import Arena, Layout
-from clipscale.data.loader.offload import tier_of
+from clipscale.data.loader.gpu_decode import DecodePrefetcher, DeviceDecoder, jpeg_decoder
+from clipscale.data.loader.host_batch import Arena, Layout, Stopwatch
+from clipscale.data.loader.offload import open_backend
 from clipscale.data.loader.stream import BatchShare, open_stream
 from clipscale.data.order import AUGMENT, CounterRNG
 from clipscale.errors import UserError
@@ -207,9 +207,9 @@ class EncodedBatch:
         count = gpu_decode.AHEAD
         self.files, self.transform = list(islice(cycle(files), count)), training_transform(side)
         pool = sum(map(len, self.files)) + count * 3 * side**2
-        self.arena = Arena(Layout(1, count, (3, side, side), 1, tier="device", decoded=True, pool=pool))
+        self.arena = Arena(Layout(1, count, (3, side, side), 1, backend="device", decoded=True, pool=pool))
         self.slot = self.arena.slots[0]
-        self._backend = tier_of(self.arena, self.transform, (0, count))
+        self._backend = open_backend(self.arena, self.transform, (0, count))
         self.fill(0)
 
     def fill(self, number: int) -> None:
@@ -236,15 +236,16 @@ def device_rates(files: list[bytes], settings: DataBenchSettings, device: torch.
     if device.type == "cuda":
         batch.arena.pin()
     count, decoder = len(batch.files), DeviceDecoder(batch.transform, jpeg_decoder(device), refused, refused)
-    ahead = DecodedAhead(decoder, batch.arena.window)
+    ahead = DecodePrefetcher(decoder, batch.arena.buffers, Stopwatch())
     try:
         for _ in range(settings.repeats + 1):
             begun = time.perf_counter()
             for step in range(FED):
                 ahead.arrived(step, batch.slot, count, count)
             for step in range(FED):
-                ahead.rows(step, 0, count)
-                ahead.forget(step)
+                ahead.open(step, batch.slot)
+                ahead.rows(0, count)
+                ahead.release(step)
             rates.append(FED * count / (time.perf_counter() - begun))
     finally:
         ahead.close()

@@ -158,15 +158,15 @@ def host_memory(config: PlanConfig, run: DryRun, batch: int, chunk: int, *, cuda
     data, ranks = config.data, config.gpus * config.nodes
     streams = data.shard_streams or default_streams(config.batch, ranks, None)
     workers = min(data.workers, max(1, streams // ranks))
-    tier = config.offload if config.offload != "none" else "host"
+    backend = config.offload if config.offload != "none" else "host"
     layout = Layout(
         slots=data.buffers if workers else 1,
         samples=batch,
         row=run.row,
         context_length=run.context_length,
         dtype=str(run.row_type).removeprefix("torch."),
-        tier="device" if data.on_device else tier,
-        decoded=data.on_device and tier != "encoded",
+        backend="device" if data.on_device else backend,
+        decoded=data.on_device and backend != "encoded",
         chunk=chunk,
     )
     layout = replace(layout, pool=largest_pool(layout, config.image_bytes))

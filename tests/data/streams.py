@@ -13,9 +13,10 @@ from unittest import mock
 from clipscale.config.data import DataConfig
 from clipscale.data.loader import stream as loader
 from clipscale.data.loader.host_batch import Arena, sample_id
-from clipscale.data.loader.shard_stream import Plan, Producer, segment_windows
+from clipscale.data.loader.shard_reader import SegmentReader
+from clipscale.data.loader.shard_stream import BatchFiller, WorkerSpec
 from clipscale.data.loader.stream import BatchShare, OffloadSpec, TrainStream, merge_positions
-from clipscale.data.loader.workers import Fill, Report, reports
+from clipscale.data.loader.workers import Fill, Report, Workers, fill_batch
 from clipscale.data.order import Segment
 from clipscale.data.shards.store import Store
 from tests.data.files import SIDE, Letters
@@ -55,6 +56,13 @@ def ids(stream: TrainStream, steps: int) -> list[list[int]]:
     return [found[0] for found in contents(stream, steps)]
 
 
+def processes_of(stream: TrainStream) -> list[Any]:
+    """The stream's worker processes."""
+    workers = stream._assembler.workers
+    assert isinstance(workers, Workers)
+    return workers._processes
+
+
 def flat(batches: Iterable[list[int]]) -> list[int]:
     return list(chain.from_iterable(batches))
 
@@ -76,22 +84,22 @@ def read_in_windows(url: str, kinds: dict[str, int]) -> tuple[int, int, int]:
         return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
 
     before = peak()
-    windows = segment_windows(Segment(0, 0, 0, None, None), url, 256, 0, kinds, Store())
-    sizes = [len(items) for items in windows if isinstance(items, list)]
+    windows = SegmentReader(Segment(0, 0, 0, None, None), url, 256, 0, kinds, Store()).windows()
+    sizes = [len(items) for items in windows if items is not None]
     return sum(sizes), len(sizes), peak() - before
 
 
 class Inline:
     """In the place of worker processes: their work, piece by piece, in this one, by whichever worker a random number says is next."""
 
-    def __init__(self, random: random.Random, plans: Sequence[Plan], arena: Arena, *_: object) -> None:
+    def __init__(self, random: random.Random, specs: Sequence[WorkerSpec], arena: Arena, *_: object) -> None:
         self._random, self._arena = random, arena
-        self._producers = [Producer(plan, arena, lambda: None) for plan in plans]
-        self._fills: list[deque[Fill]] = [deque() for _ in plans]
-        self._at: list[Iterator[Report]] = [iter(()) for _ in plans]
+        self.fillers = [BatchFiller(spec, arena, lambda: None) for spec in specs]
+        self._fills: list[deque[Fill]] = [deque() for _ in specs]
+        self._at: list[Iterator[Report]] = [iter(()) for _ in specs]
 
     def __len__(self) -> int:
-        return len(self._producers)
+        return len(self.fillers)
 
     def fill(self, fill: Fill) -> None:
         for fills in self._fills:
@@ -105,18 +113,18 @@ class Inline:
             report = next(self._at[number], None)
             if report is None and self._fills[number]:
                 fill = self._fills[number].popleft()
-                self._at[number] = reports(self._producers[number], self._arena, fill.step, fill.batch)
+                self._at[number] = fill_batch(self.fillers[number], self._arena, fill)
                 report = next(self._at[number])
-            assert report or any(self._fills[n] or n != number for n in needed), "nobody has anything left to say"
+            assert report or any(self._fills[n] or n != number for n in needed), "no worker has anything left to report"
             found += [(number, report)] if report else []
         return found
 
-    def heard(self) -> list[tuple[int, Report]]:
+    def received(self) -> list[tuple[int, Report]]:
         return []
 
     def close(self) -> None:
-        for producer in self._producers:
-            producer.close()
+        for filler in self.fillers:
+            filler.close()
 
 
 @contextmanager

@@ -1,6 +1,6 @@
-"""Pictures decoded on the device (data.decode=gpu), from the bytes that wait in host memory and the crops that were drawn.
+"""Decodes pictures on the GPU (data.decode=gpu), from the bytes in host memory and the crops that were drawn.
 
-Either once, by a thread beside training, as they arrive, into host memory from where both passes take them, or for each pass anew.
+Either once, by a thread, into host memory as they arrive, for both passes; or, with offload=encoded, again for each pass.
 
 C = 3: channels, S: side in pixels.
 """
@@ -18,17 +18,17 @@ import torch
 from torch import Tensor
 
 from clipscale.data.decode import BrokenSampleError, Crop, TrainTransform, stored_box, upright_steps
-from clipscale.data.loader.host_batch import Slot
+from clipscale.data.loader.host_batch import RowSource, Slot, Stopwatch
 from clipscale.data.loader.offload import Recipe, restore
 from clipscale.data.order import CounterRNG
 from clipscale.errors import UserError
 
 MOST_BYTES = 2**28
-"""Device memory for what is decoded and resized at once; a single picture may take more."""
+"""Device memory for the pictures that are decoded and resized at once; a single picture may take more."""
 AHEAD = 256
-"""Pictures that are given to the device at once as they arrive: several for each of its decoding engines."""
+"""Pictures that the GPU is given at once as they arrive: several for each of its decoding engines."""
 REFUSED, GREY_IMAGE = "decoded_by_cpu", "grey_image"
-"""What pictures are counted as that the device's decoder refused, and those that no decoder could read."""
+"""Names under which pictures are counted that the GPU's decoder refused, and that no decoder could read."""
 
 
 class Decoder(Protocol):
@@ -37,11 +37,11 @@ class Decoder(Protocol):
     device: torch.device
 
     def __call__(self, files: list[Tensor]) -> list[Tensor]:
-        """(bytes,) uint8 in host memory each, to (C, H, W) uint8 RGB on the device. Raises RuntimeError for all if one is refused."""
+        """(bytes,) uint8 in host memory to (C, H, W) uint8 RGB on the device. Raises RuntimeError for all if one is refused."""
 
 
 def jpeg_decoder(device: torch.device) -> Decoder:
-    """The decoder of that device, which has decoded a picture. Raises UserError where it has none."""
+    """The decoder of that device, tried on a picture. Raises UserError if the device has none."""
     require_gpu(device)
     sample = np.full((16, 24, 3), (200, 120, 40), np.uint8)
     try:
@@ -61,7 +61,7 @@ def jpeg_decoder(device: torch.device) -> Decoder:
 
 
 def require_gpu(device: torch.device) -> None:
-    """Raises UserError where the device is none that decodes pictures."""
+    """Raises UserError if the device is not a GPU."""
     if device.type != "cuda":
         raise UserError(
             f"data.decode=gpu: device={device.type} has no decoder of its own; take data.decode=fast, or exact"
@@ -69,18 +69,18 @@ def require_gpu(device: torch.device) -> None:
 
 
 class Torchvision:
-    """torchvision's decoder: nvJPEG on a GPU, which blocks until all pictures are there."""
+    """torchvision's decoder: nvJPEG on a GPU, which blocks until all pictures are decoded."""
 
     def __init__(self, device: torch.device) -> None:
-        from torchvision.io import ImageReadMode, decode_jpeg  # here, since the data workers have no use for it
+        from torchvision.io import ImageReadMode, decode_jpeg  # here, since the data workers do not need it
 
         self.device, self._decode, self._mode = device, decode_jpeg, ImageReadMode.RGB
-        # Later torchvisions leave this to TorchCodec; one that has it no more is refused at the start, with what to do.
+        # Later torchvisions leave this to TorchCodec; one that lacks it is refused at the start, with a remedy.
         warnings.filterwarnings("ignore", message="The image decoding and encoding", category=DeprecationWarning)
 
     def __call__(self, files: list[Tensor]) -> list[Tensor]:
         if self.device.type == "cuda":
-            # It writes on a stream of its own, into memory that work of this stream may still be reading.
+            # It writes on a stream of its own, into memory that this stream may still be reading.
             torch.cuda.current_stream(self.device).synchronize()
         found: list[Tensor] = self._decode(files, mode=self._mode, device=self.device)
         return found
@@ -98,10 +98,10 @@ class _Row:
 
 
 class DeviceDecoder:
-    """Image rows of a batch whose pictures wait as their bytes (tier `device`), decoded anew whenever they are asked for.
+    """Decodes image rows of a slot whose pictures are kept as their bytes (backend `device`).
 
-    A picture that the decoder refuses is decoded on the CPU, and one that cannot be decoded there either is grey: it has its place in the
-    batch by then. Both are noted in the slot, so that the second pass does the same, and counted once: in `seen` and in `broken`.
+    A picture that the decoder refuses is decoded on the CPU. If that fails too, it is grey, since its place in the batch is already given.
+    Both are recorded in the slot, so that the second pass does the same, and counted once: in `seen` and in `broken`.
     """
 
     def __init__(self, transform: TrainTransform, decoder: Decoder, broken: Counter[str], seen: Counter[str]) -> None:
@@ -109,7 +109,7 @@ class DeviceDecoder:
         self._broken, self._seen = broken, seen
 
     def __call__(self, slot: Slot, start: int, stop: int) -> Tensor:
-        """Rows start..stop of the slot, (stop - start, C, S, S) uint8 on the device, written in the order of its current stream."""
+        """Rows start..stop of the slot, (stop - start, C, S, S) uint8 on the device, in the order of its current stream."""
         side = self._transform.side
         out = torch.empty((stop - start, 3, side, side), dtype=torch.uint8, device=self.device)
         rows = [
@@ -137,7 +137,7 @@ class DeviceDecoder:
         return out
 
     def _groups(self, rows: list[_Row]) -> Iterator[list[_Row]]:
-        """Rows that may be decoded at once: their pixels in bytes, and the resized ones twice as float32."""
+        """Rows that may be decoded at once. A row counts with its pixels in bytes, and the resized ones twice as float32."""
         group: list[_Row] = []
         total = 0
         for row in rows:
@@ -154,13 +154,13 @@ class DeviceDecoder:
         return torch.from_numpy(slot["pool"][recipe.begin : recipe.begin + recipe.size])
 
     def _decoded(self, files: list[Tensor]) -> list[Tensor | None]:
-        """None for what is refused. The decoder refuses all of a call for one: so by halves, down to the one."""
+        """Decoded pictures, None for refused ones. The decoder refuses a whole call for one picture, so a refused call is halved."""
         try:
             return list(self._decoder(files))
         except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise  # not the picture's fault
         except RuntimeError as error:
-            if "out of memory" in str(error):  # torchvision makes it an error of its own
+            if "out of memory" in str(error):  # torchvision raises a plain RuntimeError
                 raise torch.OutOfMemoryError(str(error)) from error
             if len(files) == 1:
                 return [None]
@@ -168,7 +168,7 @@ class DeviceDecoder:
             return self._decoded(files[:half]) + self._decoded(files[half:])
 
     def _rendered(self, rows: list[_Row], pictures: list[Tensor]) -> Tensor:
-        """Cut out, resized, upright, coloured and mirrored, as the CPU does it, but for the rounding between the two directions."""
+        """Cut out, resized, upright, coloured and mirrored. Only the rounding between the two directions differs from the CPU."""
         pixels = torch.cat([self._resized(row, picture) for row, picture in zip(rows, pictures)])
         pixels = pixels.round_().clamp_(0, 255).to(torch.uint8)
         for orientation in {row.recipe.orientation for row in rows} - {1}:
@@ -184,7 +184,7 @@ class DeviceDecoder:
         return pixels
 
     def _resized(self, row: _Row, picture: Tensor) -> Tensor:
-        """(1, C, S, S) float32, of a picture as it is stored."""
+        """(1, C, S, S) float32, in the orientation of the file."""
         recipe, crop, side = row.recipe, row.crop, self._transform.side
         height, width = picture.shape[1:]
         if recipe.orientation >= 5:
@@ -199,7 +199,7 @@ class DeviceDecoder:
         return torch.tensor(list(numbers)).to(self.device, non_blocking=True)
 
     def _restored(self, slot: Slot, rows: list[_Row]) -> np.ndarray:
-        """(rows, C, S, S) uint8 of what is kept as pixels, and of what the device refuses."""
+        """(rows, C, S, S) uint8 of rows that are kept as pixels or were refused."""
         side = self._transform.side
         out = np.empty((len(rows), 3, side, side), np.uint8)
         for row, place in zip(rows, out):
@@ -214,6 +214,19 @@ class DeviceDecoder:
         return out
 
 
+class DecodeOnRequest(RowSource):
+    """Decodes a batch's image rows whenever they are asked for, on the device's current stream."""
+
+    def __init__(self, decode: DeviceDecoder) -> None:
+        self._decode = decode
+
+    def open(self, step: int, slot: Slot) -> None:
+        self._slot = slot
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        return self._decode(self._slot, start, stop)
+
+
 @dataclass
 class _Piece:
     """Rows that the device is given at once."""
@@ -223,43 +236,51 @@ class _Piece:
     done: Future[None]
 
 
-class DecodedAhead:
-    """Image rows of the batches that workers fill, in host memory: a thread has the device decode them as they arrive, in their order.
+class DecodePrefetcher(RowSource):
+    """Image rows in host memory: a thread lets the device decode them as they arrive, in order, of this batch and the following ones.
 
-    The device decodes the next batch while it computes on this one; both passes take the same pixels.
+    So the device decodes the next batch while it computes on this one, and both passes use the same pixels.
     """
 
-    def __init__(self, decode: DeviceDecoder, rows: np.ndarray) -> None:
-        """`rows`: (slots, N, C, S, S) uint8, page-locked where copies are to run beside computation."""
-        self._decode, self._rows = decode, torch.from_numpy(rows)
+    follows_arrivals = True
+
+    def __init__(self, decode: DeviceDecoder, rows: np.ndarray, waited: Stopwatch) -> None:
+        """`rows`: (slots, N, C, S, S) uint8, page-locked if copies are to overlap with computation."""
+        self._decode, self._decoded, self._waited = decode, torch.from_numpy(rows), waited
         self._stream = torch.cuda.Stream(decode.device) if decode.device.type == "cuda" else None
         self._thread = ThreadPoolExecutor(1, "decode")
         self._begun: dict[int, tuple[Slot, list[_Piece]]] = {}
+        """Step -> its slot and the pieces begun."""
+        self._step = -1
+
+    def open(self, step: int, slot: Slot) -> None:
+        self._step = step
+        self._begun.setdefault(step, (slot, []))
 
     def arrived(self, step: int, slot: Slot, count: int, size: int) -> None:
-        """Rows 0..count of the batch's `size` are there: begin what is not begun yet, in whole pieces."""
+        """Begin to decode the arrived rows that are not begun yet, in whole pieces."""
         _, begun = self._begun.setdefault(step, (slot, []))
         while (ready := begun[-1].stop if begun else 0) < size and min(ready + AHEAD, size) <= count:
             self._begin(step, min(ready + AHEAD, size))
 
-    def rows(self, step: int, start: int, stop: int) -> Tensor:
-        """(stop - start, C, S, S) uint8, a view: blocks until they are decoded. They must have arrived."""
-        slot, begun = self._begun[step]
-        while (ready := begun[-1].stop if begun else 0) < stop:
-            self._begin(step, min(ready + AHEAD, stop))
-        for piece in begun:
-            if start < piece.stop and piece.start < stop:
-                piece.done.result()
-        return self._rows[slot.number, start:stop]
+    def rows(self, start: int, stop: int) -> Tensor:
+        """(stop - start, C, S, S) uint8, a view; blocks until they are decoded. They must have arrived."""
+        slot, begun = self._begun[self._step]
+        with self._waited:
+            while (ready := begun[-1].stop if begun else 0) < stop:
+                self._begin(self._step, min(ready + AHEAD, stop))
+            for piece in begun:
+                if start < piece.stop and piece.start < stop:
+                    piece.done.result()
+        return self._decoded[slot.number, start:stop]
 
-    def forget(self, step: int) -> None:
-        """The slot of that batch is about to be filled anew: wait until nobody reads it."""
+    def release(self, step: int) -> None:
         _, begun = self._begun.pop(step, (None, []))
         for piece in begun:
             piece.done.result()
 
     def close(self) -> None:
-        """End the thread, when it has decoded what it is at."""
+        """End the thread after its current piece."""
         self._thread.shutdown(cancel_futures=True)
 
     def _begin(self, step: int, stop: int) -> None:
@@ -269,18 +290,18 @@ class DecodedAhead:
 
     def _load(self, slot: Slot, start: int, stop: int) -> None:
         with torch.cuda.stream(self._stream):
-            self._rows[slot.number, start:stop].copy_(self._decode(slot, start, stop), non_blocking=True)
+            self._decoded[slot.number, start:stop].copy_(self._decode(slot, start, stop), non_blocking=True)
         if self._stream:
             self._stream.synchronize()
 
 
 def fits(picture: Tensor, recipe: Recipe) -> bool:
-    """Whether a picture has three channels and is as large as its header said."""
+    """Whether a picture has three channels and the size of its header."""
     return picture.shape[0] == 3 and picture.shape[1] * picture.shape[2] == recipe.area
 
 
 def upright(pixels: Tensor, orientation: int) -> Tensor:
-    """(n, C, S, S) as stored to upright."""
+    """(n, C, S, S) from the file's orientation to upright."""
     swapped, down, across = upright_steps(orientation)
     if swapped:
         pixels = pixels.transpose(2, 3)

@@ -1,4 +1,4 @@
-"""The local batch in host memory: allocated once, shared with the workers, which write decoded samples straight into their places.
+"""The local batch in host memory. It is allocated once and shared with the workers, which write each sample straight into its place.
 
 N: samples of the local batch, C: channels, S: side in pixels, T: tokens.
 """
@@ -10,6 +10,7 @@ import math
 import mmap
 import os
 import tempfile
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from multiprocessing.reduction import DupFd
@@ -26,19 +27,19 @@ log = logging.getLogger(__name__)
 
 PAGE = 4096
 BUFFERS = 3
-"""Chunks in a window at once: the one computed on, the one being copied to the device, and the one being made ready."""
+"""Chunks in the buffers at once: the one computed on, the one being copied to the device, and the one being loaded."""
 RECIPE = 11
-"""Numbers noted of an encoded picture: the four of tiers.Recipe, and the seven of its crop (decode.py)."""
+"""Numbers stored for an encoded picture: the four of offload.Recipe, and the seven of its crop (decode.py)."""
 
 
 def sample_id(url: str, key: str) -> int:
-    """A 64-bit name of a sample: shards moved to another folder keep theirs."""
+    """A 64-bit name of a sample. It does not depend on the shard's folder."""
     text = f"{url.rsplit('/', 1)[-1]}/{key}".encode("utf-8", "surrogatepass")
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
 
 
 class Part(NamedTuple):
-    """An array in the block: shape, type, and the whole pages it takes, in bytes."""
+    """An array in the arena: shape, type, and its size in bytes, in whole pages."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -58,21 +59,20 @@ class Layout:
     samples: int
     """Samples of the largest local batch."""
     row: tuple[int, ...]
-    """Shape of what the image tower takes of one sample: (C, S, S) pixels, or the features of a frozen tower."""
+    """Shape of one image row: (C, S, S) pixels, or the features of a frozen tower."""
     context_length: int
     dtype: str = "uint8"
-    """Of an image row."""
-    tier: str = "host"
-    """Where image rows wait: `host` memory, `disk`, `encoded` in host memory as the picture's bytes, or `device`: the same, to be decoded
-    on the device (data.decode=gpu)."""
+    """Type of an image row."""
+    backend: str = "host"
+    """The offload backend: `host`, `disk`, `encoded`, or `device` for pictures that the GPU decodes (data.decode=gpu)."""
     chunk: int = 1
-    """disk, encoded: samples that are made ready in host memory at once."""
+    """disk, encoded: samples loaded into host memory at once."""
     pool: int = 0
-    """encoded, device: bytes that the pictures of one slot may take. Address space: memory is taken as it is written to."""
+    """encoded, device: bytes that the pictures of one slot may take. Address space: memory is used as it is written to."""
     decoded: bool = False
-    """device: image rows are kept in host memory besides, where the device puts them as soon as it has decoded them."""
+    """device: host memory also holds the image rows, where the GPU puts them once it has decoded them."""
     folder: str | None = None
-    """disk: where the file lies; it has no name there. None: the system's folder for temporary files."""
+    """disk: folder of the file, which has no name there. None: the system's folder for temporary files."""
 
     @property
     def row_bytes(self) -> int:
@@ -80,13 +80,13 @@ class Layout:
 
     @property
     def encoded(self) -> bool:
-        """Whether pictures wait as their bytes."""
-        return self.tier in ("encoded", "device")
+        """Whether pictures are kept as their bytes."""
+        return self.backend in ("encoded", "device")
 
     @property
     def setting(self) -> str:
-        """The setting that has rows wait as they do."""
-        return "data.decode=gpu" if self.tier == "device" else f"offload={self.tier}"
+        """The setting that chose this backend."""
+        return "data.decode=gpu" if self.backend == "device" else f"offload={self.backend}"
 
     def slot_parts(self) -> dict[str, Part]:
         """The arrays of one slot in shared memory."""
@@ -94,30 +94,29 @@ class Layout:
             "tokens": _part((self.samples, self.context_length), "int32"),
             "ids": _part((self.samples,), "int64"),
         }
-        if self.tier == "host":
+        if self.backend == "host":
             parts["rows"] = _part((self.samples, *self.row), self.dtype)
         elif self.encoded:
             parts["recipes"] = _part((self.samples, RECIPE), "int64")
             parts["pool"] = _part((self.pool,), "uint8")
         return parts
 
-    def window_part(self) -> Part:
-        """The buffers in which chunks are made ready; none where rows wait in memory anyway, or become rows on the device. With `decoded`,
-        the rows of all slots."""
-        if self.tier == "device":
+    def buffers_part(self) -> Part:
+        """The buffers into which chunks are loaded; with `decoded`, the image rows of all slots. Empty where neither is needed."""
+        if self.backend == "device":
             return _part((self.slots if self.decoded else 0, self.samples, *self.row), self.dtype)
-        buffers = 0 if self.tier == "host" else BUFFERS
+        buffers = 0 if self.backend == "host" else BUFFERS
         return _part((buffers, min(self.chunk, self.samples), *self.row), self.dtype)
 
     def memory_bytes(self, picture_bytes: float | None = None) -> int:
-        """Host memory of the whole; where pictures wait, with pictures of so many bytes on average (None: as many as the pool can hold)."""
-        total = self.slots * sum(part.size for part in self.slot_parts().values()) + self.window_part().size
+        """Host memory of it all. Encoded pictures count with this mean size (None: as much as the pool can hold)."""
+        total = self.slots * sum(part.size for part in self.slot_parts().values()) + self.buffers_part().size
         if self.encoded and picture_bytes is not None:
             total -= self.slots * max(0, self.pool - int(self.samples * picture_bytes))
         return total
 
     def disk_bytes(self) -> int:
-        return self.slots * self.samples * self.row_bytes if self.tier == "disk" else 0
+        return self.slots * self.samples * self.row_bytes if self.backend == "disk" else 0
 
 
 class Slot(dict[str, np.ndarray]):
@@ -131,21 +130,21 @@ class Slot(dict[str, np.ndarray]):
 class Arena:
     """The memory of one rank's batches: a block of anonymous memory that worker processes map too, and for `disk` a file.
 
-    Anonymous files (memfd) do not count against /dev/shm, whose size containers keep small. The file on disk has no name and is gone
-    with the last process that holds it; its whole size is reserved at once. It is read and written by system calls rather than mapped:
-    what goes wrong with a disk is then an error with a reason, where a mapping would kill the process.
+    Anonymous files (memfd) do not count against /dev/shm, which containers keep small. The file on disk has no name and is gone with the
+    last process that holds it; its whole size is reserved at once. It is read and written by system calls, not mapped, so that a failing
+    disk is an error with a reason; a mapping would kill the process.
 
-    Raises UserError where the disk has no room.
+    Raises UserError if the disk has not enough space.
     """
 
     def __init__(self, layout: Layout, fds: tuple[int, int] | None = None) -> None:
         self.layout = layout
-        parts, window = layout.slot_parts(), layout.window_part()
-        total = layout.slots * sum(part.size for part in parts.values()) + window.size
+        parts, buffers = layout.slot_parts(), layout.buffers_part()
+        total = layout.slots * sum(part.size for part in parts.values()) + buffers.size
         self.file = -1
         if fds is None:
             self._fd = _anonymous_file(total)
-            if layout.tier == "disk":
+            if layout.backend == "disk":
                 self.file = _reserved_file(layout.folder, layout.disk_bytes())
         else:
             self._fd, self.file = fds
@@ -158,29 +157,33 @@ class Arena:
             offset += part.size
             return flat.reshape(part.shape)
 
-        self.window = view(window) if window.size else np.empty(window.shape, window.dtype)
+        self.buffers = view(buffers) if buffers.size else np.empty(buffers.shape, buffers.dtype)
         self.slots = [Slot(n, {name: view(part) for name, part in parts.items()}) for n in range(layout.slots)]
         self._pinned: Tensor | None = None
         self.pin_failure: str | None = None
-        """Why what is copied to the GPU could not be page-locked, where that was tried."""
+        """Why page-locking has failed, if it has."""
 
     @property
     def pinned(self) -> bool:
-        """Is what is copied to the GPU page-locked."""
+        """Whether the memory that is copied to the GPU is page-locked."""
         return self._pinned is not None
+
+    def slot(self, step: int) -> Slot:
+        """The slot of the batch of that step."""
+        return self.slots[step % len(self.slots)]
 
     def __reduce__(self) -> tuple[Callable[..., "Arena"], tuple[Any, ...]]:
         return _mapped, (self.layout, DupFd(self._fd), DupFd(self.file) if self.file >= 0 else None)
 
     def pin(self) -> None:
-        """Page-lock what is copied to the GPU, so that copies run beside computation. Needs CUDA."""
-        end = None if self.layout.tier == "host" else self.layout.window_part().size
+        """Page-lock the memory that is copied to the GPU, so that copies overlap with computation. Needs CUDA."""
+        end = None if self.layout.backend == "host" else self.layout.buffers_part().size
         if end == 0:
-            return  # the device's decoder takes pictures to the GPU by itself
+            return  # the GPU's decoder copies pictures by itself
         block = torch.frombuffer(self._memory, dtype=torch.uint8)[:end]
         failed = torch.cuda.cudart().cudaHostRegister(block.data_ptr(), block.numel(), 0)
         if int(failed):
-            # CUDA's last error would be taken for that of the next kernel: let it be this one's.
+            # Clear CUDA's last error with a kernel of our own, or the next kernel's launch would report it.
             with contextlib.suppress(RuntimeError):
                 torch.zeros(1, device="cuda").add_(1)
             self.pin_failure = (
@@ -191,7 +194,7 @@ class Arena:
         self._pinned = None if int(failed) else block
 
     def close(self) -> None:
-        """Undo `pin` and close the files; the memory goes when the last view of it goes."""
+        """Undo `pin` and close the files. The memory is freed with its last view."""
         if self._pinned is not None:
             torch.cuda.cudart().cudaHostUnregister(self._pinned.data_ptr())
             self._pinned = None
@@ -227,45 +230,64 @@ def _reserved_file(folder: str | None, size: int) -> int:
     except OSError as error:
         raise UserError(
             f"offload_dir={folder or tempfile.gettempdir()}: {size / 2**30:.1f} GiB for the batch cannot be reserved there "
-            f"({error.strerror}); make room, choose another folder, or take offload=encoded or host"
+            f"({error.strerror}); free some space, choose another folder, or take offload=encoded or host"
         ) from error
     return fd
 
 
+class RowSource:
+    """Hands out a batch's image rows. These lie in host memory as they are; subclasses load or decode theirs."""
+
+    follows_arrivals = False
+    """Whether `arrived` is to be called."""
+
+    def open(self, step: int, slot: Slot) -> None:
+        """Continue with the batch of that step."""
+        self._rows = torch.from_numpy(slot["rows"])
+
+    def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """The row ranges of this batch that will be asked for, in order. Each is taken from the iterable just before it is loaded."""
+
+    def arrived(self, step: int, slot: Slot, count: int, size: int) -> None:
+        """Rows 0..count of the batch of that step, which has `size`, have arrived."""
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """Rows start..stop, which must have arrived."""
+        return self._rows[start:stop]
+
+    def release(self, step: int) -> None:
+        """Stop reading the slot of that step: it will be filled again."""
+
+    def close(self) -> None:
+        """Release threads."""
+
+
 class HostBatch:
-    """One local batch, valid until the next is asked for. Rows may still be on their way: access blocks until they are there.
+    """One local batch, valid until the next is asked for. Access to rows blocks until the workers have delivered them."""
 
-    `rows` makes image rows ready that do not wait in memory as they are.
-    """
-
-    def __init__(
-        self,
-        slot: Slot,
-        size: int,
-        wait: Callable[[int], None],
-        rows: Callable[[int, int], Tensor] | None = None,
-        expect: Callable[[Iterable[tuple[int, int]]], None] = lambda _: None,
-    ) -> None:
+    def __init__(self, slot: Slot, size: int, wait: Callable[[int], None], source: RowSource | None = None) -> None:
+        """`wait(stop)` blocks until rows 0..stop have arrived. `source` is open on this batch (None: image rows lie in the slot)."""
         self._size, self._wait = size, wait
         self._tokens, self._ids = torch.from_numpy(slot["tokens"]), torch.from_numpy(slot["ids"])
-        self._rows = rows
-        self._images = None if rows else torch.from_numpy(slot["rows"])
-        self.expect = expect
-        """Takes the ranges of image rows that will be asked for, in order, so that they can be loaded ahead."""
+        self._source = source or RowSource()
+        if source is None:
+            self._source.open(0, slot)
 
     def __len__(self) -> int:
         return self._size
 
-    def pixels(self, start: int, stop: int) -> Tensor:
-        """(stop - start, C, S, S) uint8, or stored features: a view of the batch's memory, or, decoded on the device anew, there.
+    def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Name the ranges of pixels that will be asked for, in order, so that they can be loaded ahead."""
+        self._source.expect(ranges)
 
-        Raises UserError if the workers cannot go on.
+    def pixels(self, start: int, stop: int) -> Tensor:
+        """(stop - start, C, S, S) uint8, or stored features, in host memory; on the GPU where it decodes for each pass.
+
+        With device=cuda and offload=disk or encoded the tensor holds until the call after the next. Raises UserError if the workers cannot
+        go on.
         """
         self._wait(stop)
-        if self._images is not None:
-            return self._images[start:stop]
-        assert self._rows
-        return self._rows(start, stop)
+        return self._source.rows(start, stop)
 
     def tokens(self, start: int, stop: int) -> Tensor:
         """(stop - start, T) int32, a view of the batch's memory. Raises UserError if the workers cannot go on."""
@@ -276,3 +298,21 @@ class HostBatch:
         """(N,) int64: `sample_id` of every sample; waits for all of them."""
         self._wait(len(self))
         return self._ids[: len(self)]
+
+
+class Stopwatch:
+    """Adds up the seconds spent in `with` blocks."""
+
+    def __init__(self) -> None:
+        self._begun = self._seconds = 0.0
+
+    def __enter__(self) -> None:
+        self._begun = time.monotonic()
+
+    def __exit__(self, *_: object) -> None:
+        self._seconds += time.monotonic() - self._begun
+
+    def take(self) -> float:
+        """The sum since the last call."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds

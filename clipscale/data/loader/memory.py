@@ -1,4 +1,4 @@
-"""Whether a rank's batches fit this machine's memory: stated before the run, and refused where they do not."""
+"""Allocates the memory of a rank's batches, after a check that it fits this machine."""
 
 import os
 from collections.abc import Sequence
@@ -7,8 +7,9 @@ from itertools import islice
 from pathlib import Path
 
 import psutil
+import torch
 
-from clipscale.data.loader.host_batch import Layout
+from clipscale.data.loader.host_batch import Arena, Layout
 from clipscale.data.sample import limits
 from clipscale.data.shards.access import Access
 from clipscale.data.shards.reader import ReadProblem, read_shard
@@ -21,7 +22,7 @@ PEEK = 64
 MARGIN = 0.9
 """Share of the free memory that the pictures may take."""
 HEADROOM = 1.25
-"""For the device's decoder: how much more than their mean size the pictures of a batch may take before the loaders decode some."""
+"""For the GPU's decoder: how much more than their mean size a batch's pictures may take before workers decode some of them."""
 REMEDIES = {
     "host": "offload=encoded (the pictures' own bytes), offload=disk, data.buffers=1, a smaller batch or more machines",
     "encoded": "offload=disk, data.buffers=1, a smaller batch or more machines",
@@ -32,8 +33,20 @@ JPEG = b"\xff\xd8\xff"
 _GROUP = Path("/sys/fs/cgroup")
 
 
+def allocate(
+    layout: Layout, urls: Sequence[str], members: Sequence[str], access: Access, *, free: int | None, pin: bool
+) -> tuple[Arena, str]:
+    """The memory of the batches, with `pin` page-locked where possible, and a line that states it. Raises UserError if it does not fit."""
+    size = picture_bytes(urls, members, layout, access) if layout.encoded else None
+    layout, message = fitted(layout, size, free)
+    arena = Arena(layout)
+    if pin and torch.cuda.is_available():
+        arena.pin()
+    return arena, f"{message}; {arena.pin_failure}" if arena.pin_failure else message
+
+
 def free_memory() -> int:
-    """Bytes that this machine, and the control group (container) this process is in, still have."""
+    """Bytes that are free on this machine and in this process's control group (container)."""
     free = int(psutil.virtual_memory().available)
     limit, stat = _GROUP / "memory.max", _GROUP / "memory.stat"
     if limit.is_file() and stat.is_file() and (text := limit.read_text().strip()).isdigit():
@@ -43,10 +56,10 @@ def free_memory() -> int:
 
 
 def picture_bytes(urls: Sequence[str], types: Sequence[str], layout: Layout, access: Access) -> float | None:
-    """Mean bytes that are kept of a picture, by the first samples of the first shard; None where it shows none."""
+    """Mean bytes that are kept of a picture, estimated from the start of the first shard; None if there is no picture."""
 
     def kept(data: bytes) -> int:
-        if layout.tier == "device":
+        if layout.backend == "device":
             return len(data) if data.startswith(JPEG) else layout.row_bytes
         return min(len(data), layout.row_bytes)
 
@@ -57,38 +70,39 @@ def picture_bytes(urls: Sequence[str], types: Sequence[str], layout: Layout, acc
 
 
 def largest_pool(layout: Layout, picture: float) -> int:
-    """Bytes that the pool of a slot never needs to exceed, for pictures of so many bytes on average; 0 where there is none."""
+    """Bytes that a slot's pool never needs to exceed, for pictures of that mean size; 0 for backends without a pool."""
     if not layout.encoded:
         return 0
-    return layout.samples * max(layout.row_bytes, int(HEADROOM * picture) if layout.tier == "device" else 0)
+    return layout.samples * max(layout.row_bytes, int(HEADROOM * picture) if layout.backend == "device" else 0)
 
 
 def fitted(layout: Layout, expected: float | None = None, free: int | None = None) -> tuple[Layout, str]:
-    """The layout with the pool for encoded pictures that there is room for, and a line that states the memory.
+    """The layout with as large a pool for encoded pictures as fits, and a line that states the memory.
 
-    `expected` is the mean size of an encoded picture (None: not known), `free` what `free_memory` said before any process of this machine
-    took its share (None: it is asked now). Raises UserError where this machine's processes cannot all have as much.
+    `expected` is the mean size of an encoded picture (None: unknown). `free` is the `free_memory` before any process of this machine took
+    its share (None: the memory free now). Raises UserError if the machine's processes cannot all have as much as they need.
     """
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     share = (free_memory() if free is None else free) / processes
     if layout.encoded:
         picture = layout.row_bytes if expected is None else expected
         most = largest_pool(layout, picture)
-        room = MARGIN * share - replace(layout, pool=0).memory_bytes()
-        # pictures that are larger than their pixels can be kept as these
+        budget = MARGIN * share - replace(layout, pool=0).memory_bytes()
+        # Pictures that are larger than their pixels can be stored as these.
         least = replace(layout, pool=most).memory_bytes(min(picture, layout.row_bytes))
-        layout = replace(layout, pool=max(0, min(most, int(room / layout.slots))))
+        layout = replace(layout, pool=max(0, min(most, int(budget / layout.slots))))
         need = max(least, layout.memory_bytes(picture))
     else:
         least = need = layout.memory_bytes()
     each = f"{layout.slots} x {layout.samples} samples need {format_bytes(need)} of host memory in each process"
     if least > (MARGIN if layout.encoded else 1) * share:
         raise UserError(
-            f"{layout.setting}: {each}, and {format_bytes(share)} are free for each of {processes}; take {REMEDIES[layout.tier]}"
+            f"{layout.setting}: {each}, and {format_bytes(share)} are free for each of {processes}; take {REMEDIES[layout.backend]}"
         )
-    said = f"batch memory: {layout.setting}, {each}, of {format_bytes(share)} free for each of {processes}"
+    message = f"batch memory: {layout.setting}, {each}, of {format_bytes(share)} free for each of {processes}"
     if layout.encoded and expected is not None:
-        said += f" ({expected / 1000:.0f} kB a picture; offload=host: {format_bytes(replace(layout, tier='host').memory_bytes())})"
-    if layout.tier == "disk":
-        said += f", and {format_bytes(layout.disk_bytes())} in {layout.folder}"
-    return layout, said
+        host = format_bytes(replace(layout, backend="host").memory_bytes())
+        message += f" ({expected / 1000:.0f} kB a picture; offload=host: {host})"
+    if layout.backend == "disk":
+        message += f", and {format_bytes(layout.disk_bytes())} in {layout.folder}"
+    return layout, message

@@ -1,6 +1,5 @@
-"""The loader processes of one rank: starting them, telling them which batch to fill, hearing how far they are, and what went wrong."""
+"""The worker processes of one rank: how they start and end, and the messages between them and the training process."""
 
-import logging
 import multiprocessing
 import os
 import signal
@@ -10,7 +9,7 @@ import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.util import Finalize
@@ -19,45 +18,36 @@ from typing import Any
 import torch
 
 from clipscale.data.loader.host_batch import Arena
-from clipscale.data.loader.shard_stream import Plan, Producer
+from clipscale.data.loader.shard_stream import BatchFiller, WorkerSpec
 from clipscale.errors import UserError
 
-log = logging.getLogger(__name__)
-
 ALIVE_S = 2.0
-"""A worker that reads but finds nothing to deliver says so at most this often."""
-
-
-def warm_up(*modules: str) -> None:
-    """Start the process from which workers are forked, and let it import what they need. Returns at once; a second call does nothing.
-
-    A fork of the training process itself would copy CUDA's and the process group's threads in mid-step.
-    """
-    multiprocessing.set_forkserver_preload(["__main__", "clipscale.data.loader.workers", *modules])
-    forkserver.ensure_running()
-
-
-@dataclass
-class Report:
-    """What a worker says: `done` of its places of batch `step` are filled; `positions` come with the last of them."""
-
-    step: int
-    done: int
-    broken: dict[str, int] = field(default_factory=dict)
-    positions: dict[int, tuple[int, int]] | None = None
+"""A worker that reads but has nothing to deliver reports at most this often."""
 
 
 @dataclass(frozen=True)
 class Fill:
-    """The word to fill batch `step`, of so many samples over all ranks."""
+    """Asks a worker to fill its part of batch `step`, of `batch` samples over all ranks."""
 
     step: int
     batch: int
 
 
 @dataclass(frozen=True)
+class Report:
+    """A worker has filled `done` of its places of batch `step` (-1: no batch, it is only alive)."""
+
+    step: int
+    done: int
+    counts: dict[str, int]
+    """What it has counted since its last report."""
+    positions: dict[int, tuple[int, int]] | None = None
+    """Its streams' positions after the batch; in the last report of a batch."""
+
+
+@dataclass(frozen=True)
 class Load:
-    """The word to make image rows start..stop of a slot ready, in a buffer of the window from row `at` on."""
+    """Asks a worker to load image rows start..stop of a slot into a buffer of the arena, from its row `at` on."""
 
     ticket: int
     slot: int
@@ -69,129 +59,158 @@ class Load:
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a worker says after it."""
+    """A worker has done a Load."""
 
     ticket: int
 
 
-def reports(producer: Producer, arena: Arena, step: int, batch: int) -> Iterator[Report]:
-    """Fill this producer's places of batch `step`, reporting after every piece."""
-    for done in producer.fill(arena.slots[step % len(arena.slots)], batch):
-        yield Report(step, done, _drained(producer))
-    yield Report(step, -1, _drained(producer), producer.positions())
+def fill_batch(filler: BatchFiller, arena: Arena, fill: Fill) -> Iterator[Report]:
+    """Fill the filler's places of a batch; yields a report after every piece, and one with the positions."""
+    for done in filler.fill(arena.slot(fill.step), fill.batch):
+        yield Report(fill.step, done, filler.take_counts())
+    yield Report(fill.step, -1, filler.take_counts(), filler.positions())
 
 
-def _drained(producer: Producer) -> dict[str, int]:
-    broken = dict(producer.broken)
-    producer.broken.clear()
-    return broken
+class InProcess:
+    """Stands for one worker process, and does its work here when someone waits for it (data.workers=0)."""
+
+    def __init__(self, spec: WorkerSpec, arena: Arena) -> None:
+        self.filler = BatchFiller(spec, arena, lambda: None)
+        self._arena = arena
+        self._fills: deque[Fill] = deque()
+        self._reports = self._work()
+
+    def _work(self) -> Iterator[Report]:
+        while True:
+            yield from fill_batch(self.filler, self._arena, self._fills.popleft())
+
+    def fill(self, fill: Fill) -> None:
+        self._fills.append(fill)
+
+    def receive(self, needed: Sequence[int]) -> list[tuple[int, Report]]:
+        return [(0, next(self._reports))]
+
+    def received(self) -> list[tuple[int, Report]]:
+        return []
+
+    def close(self) -> None:
+        self.filler.close()
 
 
-class GoneError(Exception):
-    """The training process has closed the stream or is no more."""
+class ClosedError(Exception):
+    """The training process has closed the stream, or is gone."""
 
 
 @contextmanager
-def _line() -> Iterator[None]:
-    """Around what a worker says and hears: only there do these errors mean that the other side is gone."""
+def _closed_if_lost() -> Iterator[None]:
+    """Around a worker's use of its connection, the only place where these errors mean that the other side is gone."""
     try:
         yield
     except (EOFError, ConnectionError) as error:
-        raise GoneError from error
+        raise ClosedError from error
 
 
 class Worker:
-    """A worker's life: fill the batches that it is told to, in their order. Image rows that a pass waits for come before all else."""
+    """Runs in a worker process: fills the requested batches in order. Loads come first, since a pass waits for them."""
 
-    def __init__(self, connection: Connection, plan: Plan, arena: Arena) -> None:
+    def __init__(self, connection: Connection, spec: WorkerSpec, arena: Arena) -> None:
         self._connection, self._arena = connection, arena
         self._fills: deque[Fill] = deque()
         self._last = time.monotonic()
-        self._producer = Producer(plan, arena, self._tick)
+        self._filler = BatchFiller(spec, arena, self._tick)
 
     def run(self) -> None:
-        """Work until the other side closes, which raises GoneError."""
+        """Work until the other side closes, which raises ClosedError."""
         while True:
             while not self._fills:
-                self._hear()
-            fill = self._fills.popleft()
-            for report in reports(self._producer, self._arena, fill.step, fill.batch):
-                self._say(report)
+                self._handle_message()
+            for report in fill_batch(self._filler, self._arena, self._fills.popleft()):
+                self._send(report)
 
-    def _say(self, message: Report | Loaded) -> None:
-        with _line():
+    def _send(self, message: Report | Loaded) -> None:
+        with _closed_if_lost():
             self._connection.send(message)
 
-    def _hear(self) -> None:
-        with _line():
+    def _handle_message(self) -> None:
+        with _closed_if_lost():
             message = self._connection.recv()
         if isinstance(message, Fill):
             self._fills.append(message)
             return
-        out = self._arena.window[message.buffer, message.at : message.at + message.stop - message.start]
-        self._producer.tier.load(self._arena.slots[message.slot], message.start, out)
-        self._say(Loaded(message.ticket))
+        rows = self._arena.buffers[message.buffer, message.at : message.at + message.stop - message.start]
+        self._filler.backend.load(self._arena.slots[message.slot], message.start, rows)
+        self._send(Loaded(message.ticket))
 
     def _tick(self) -> None:
-        while self._heard():
-            self._hear()
+        """Called between samples and while the storage is waited for."""
+        while self._poll():
+            self._handle_message()
         now = time.monotonic()
         if now - self._last > ALIVE_S:
             self._last = now
-            self._say(Report(-1, 0, _drained(self._producer)))
+            self._send(Report(-1, 0, self._filler.take_counts()))
 
-    def _heard(self) -> bool:
-        with _line():
+    def _poll(self) -> bool:
+        with _closed_if_lost():
             return self._connection.poll()
 
 
-def work(connection: Connection, plan: Plan, arena: Arena) -> None:
-    """What a worker process runs; what goes wrong in it is sent to the training process."""
+def work(connection: Connection, spec: WorkerSpec, arena: Arena) -> None:
+    """A worker process's main function. An error is sent to the training process."""
     # Ctrl-C, and a scheduler's warning to all processes of a job, are for the training process, which closes the connection at its end.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    warnings.filterwarnings(
-        "ignore", module=r"PIL\."
-    )  # damaged pictures are counted, sizes are judged by data.max_pixels
+    # Damaged pictures are counted, and data.max_pixels judges sizes.
+    warnings.filterwarnings("ignore", module=r"PIL\.")
     torch.set_num_threads(1)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # those of transformers would start a thread a core, too
     try:
         try:
-            Worker(connection, plan, arena).run()
-        except GoneError:
+            Worker(connection, spec, arena).run()
+        except ClosedError:
             raise
         except UserError as error:
-            with _line():
+            with _closed_if_lost():
                 connection.send(str(error))
         except Exception:
-            with _line():
+            with _closed_if_lost():
                 connection.send(RuntimeError(f"a data worker failed:\n{traceback.format_exc()}"))
-    except GoneError:
+    except ClosedError:
         return
 
 
-class Workers:
-    """The worker processes of one rank."""
+def warm_up(*modules: str) -> None:
+    """Start the server process that workers are forked from, and let it import what they need. Returns at once; a second call is harmless.
 
-    def __init__(self, plans: Sequence[Plan], arena: Arena, rank: int, timeout_s: float) -> None:
-        self._rank, self._timeout_s = rank, timeout_s
-        warm_up(type(plans[0].tokenizer).__module__)
+    A fork of the training process itself would copy CUDA's and the process group's threads in mid-step.
+    """
+    multiprocessing.set_forkserver_preload(["__main__", "clipscale.data.loader.workers", *modules])
+    forkserver.ensure_running()
+
+
+class Workers:
+    """The worker processes of one rank, as the training process sees them."""
+
+    def __init__(self, specs: Sequence[WorkerSpec], arena: Arena, timeout_s: float) -> None:
+        self._rank, self._timeout_s = specs[0].rank, timeout_s
+        warm_up(type(specs[0].tokenizer).__module__)
         context = multiprocessing.get_context("forkserver")
         self._connections: list[Connection] = []
         self._processes: list[Any] = []
-        # also when the program ends without `close`, before multiprocessing ends its children by the signal that they ignore, and waits
+        # Also runs when the program ends without `close`, before multiprocessing sends its children the signal that they ignore, and waits.
         self.close = Finalize(self, _end, (self._connections, self._processes), exitpriority=10)
         """End the processes."""
-        for number, plan in enumerate(plans):
+        for number, spec in enumerate(specs):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=work, args=(theirs, plan, arena), name=f"data-worker-{number}", daemon=True
+                target=work, args=(theirs, spec, arena), name=f"data-worker-{number}", daemon=True
             )
             process.start()
             theirs.close()
             self._connections.append(ours)
             self._processes.append(process)
-        self._heard = [time.monotonic()] * len(plans)
+        self._last = [time.monotonic()] * len(specs)
+        """When each worker's last message came."""
 
     def __len__(self) -> int:
         return len(self._processes)
@@ -202,7 +221,7 @@ class Workers:
             self._send(number, fill)
 
     def load(self, ticket: int, slot: int, start: int, stop: int, buffer: int) -> None:
-        """Let the workers make image rows ready, each a stretch of them."""
+        """Let every worker load a part of image rows start..stop."""
         bounds = [start + (stop - start) * number // len(self) for number in range(len(self) + 1)]
         for number in range(len(self)):
             first, last = bounds[number : number + 2]
@@ -215,22 +234,22 @@ class Workers:
             self._raise_death(number, error)
 
     def receive(self, needed: Sequence[int]) -> list[tuple[int, Report | Loaded]]:
-        """Block until some worker has reported; the reports with their workers' numbers.
+        """Block until a message has come; returns all that are there, each with its worker's number.
 
-        Raises UserError when a worker cannot go on, has died, or one of `needed` has been silent for the time-out.
+        Raises UserError when a worker cannot go on or has died, or when one of `needed` has been silent for the time-out.
         """
         begun = time.monotonic()
         while True:
-            # only a worker that we wait for can be late, and only since we have been waiting
-            deadline = min(max(self._heard[number], begun) for number in needed) + self._timeout_s
+            # Only a worker that is waited for can be late, and only since the wait began.
+            deadline = min(max(self._last[number], begun) for number in needed) + self._timeout_s
             ready = wait(self._connections, timeout=max(0.0, min(deadline - time.monotonic(), 1.0)))
-            received = []
+            found = []
             for number, connection in enumerate(self._connections):
                 if connection in ready:
-                    received += [(number, report) for report in self._drain(number, connection)]
-            if received:
-                return received
-            late = [n for n in needed if time.monotonic() - max(self._heard[n], begun) > self._timeout_s]
+                    found += [(number, message) for message in self._drain(number, connection)]
+            if found:
+                return found
+            late = [n for n in needed if time.monotonic() - max(self._last[n], begun) > self._timeout_s]
             if late:
                 names = ", ".join(f"{n} (process {self._processes[n].pid})" for n in late)
                 raise UserError(
@@ -238,15 +257,17 @@ class Workers:
                     "the storage may be stuck; raise the time-out or look at the process"
                 )
 
-    def heard(self) -> list[tuple[int, Report | Loaded]]:
-        """The reports that have come already, with their workers' numbers."""
-        return [(n, report) for n, connection in enumerate(self._connections) for report in self._drain(n, connection)]
+    def received(self) -> list[tuple[int, Report | Loaded]]:
+        """The messages that are there already, each with its worker's number."""
+        return [
+            (n, message) for n, connection in enumerate(self._connections) for message in self._drain(n, connection)
+        ]
 
     def _drain(self, number: int, connection: Connection) -> Iterator[Report | Loaded]:
         try:
             while connection.poll():
                 message = connection.recv()
-                self._heard[number] = time.monotonic()
+                self._last[number] = time.monotonic()
                 if isinstance(message, str):
                     raise UserError(message)
                 if isinstance(message, Exception):
@@ -277,5 +298,5 @@ def _end(connections: Sequence[Connection], processes: Sequence[Any]) -> None:
     for process in processes:
         process.join(max(0.0, until - time.monotonic()))
         if process.exitcode is None:
-            process.kill()  # in the midst of a long read or decode
+            process.kill()  # in the middle of a long read or decode
             process.join()

@@ -17,7 +17,7 @@ from clipscale.data.decode import TrainTransform
 from clipscale.data.loader import gpu_decode as on
 from clipscale.data.loader.gpu_decode import DeviceDecoder
 from clipscale.data.loader.host_batch import Arena, Layout, Slot
-from clipscale.data.loader.offload import Recipe, tier_of
+from clipscale.data.loader.offload import Recipe, open_backend
 from clipscale.data.order import CounterRNG
 from tests.device import DEVICE, on_device
 
@@ -65,12 +65,12 @@ class Kept:
         self.files, self.transform = files, transform
         side = transform.side
         room = sum(map(len, files)) + len(files) * 3 * side**2 if pool is None else pool
-        self.arena = Arena(Layout(1, len(files), (3, side, side), 8, tier="device", pool=room))
+        self.arena = Arena(Layout(1, len(files), (3, side, side), 8, backend="device", pool=room))
         self.slot: Slot = self.arena.slots[0]
-        tier = tier_of(self.arena, transform, (0, len(files)))
-        tier.begin(self.slot)
+        backend = open_backend(self.arena, transform, (0, len(files)))
+        backend.begin(self.slot)
         for place, data in enumerate(files):
-            tier.put(self.slot, place, data, CounterRNG(place))
+            backend.put(self.slot, place, data, CounterRNG(place))
         self.broken, self.seen = Counter[str](), Counter[str]()
 
     def recipes(self) -> list[Recipe]:

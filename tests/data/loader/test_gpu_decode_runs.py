@@ -26,7 +26,7 @@ from clipscale.config.train import TrainConfig, check
 from clipscale.data.demo import paths
 from clipscale.data.loader import gpu_decode as on
 from clipscale.data.loader.gpu_decode import Torchvision, jpeg_decoder
-from clipscale.data.loader.host_batch import Layout, Slot
+from clipscale.data.loader.host_batch import Layout, Slot, Stopwatch
 from clipscale.data.loader.memory import HEADROOM, fitted
 from clipscale.data.loader.stream import merge_positions
 from clipscale.errors import UserError
@@ -75,7 +75,7 @@ def sample_of(kind: int) -> bytes:
 
 
 def test_the_pool_follows_the_mean_size_of_a_picture() -> None:
-    layout = Layout(2, 100, (3, SIDE, SIDE), 8, tier="device")
+    layout = Layout(2, 100, (3, SIDE, SIDE), 8, backend="device")
     gib = 2**30
     small, said = fitted(layout, 500.0, gib)
     assert small.pool == 100 * ROW and "data.decode=gpu, 2 x 100 samples need 144.2 KiB" in said, said
@@ -93,7 +93,7 @@ def test_the_plan_counts_the_memory_that_a_run_states(
     cpu: torch.device, mixed: Path, monkeypatch: pytest.MonkeyPatch, offload: str
 ) -> None:
     backend = "encoded" if offload == "encoded" else "host"
-    monkeypatch.setattr("clipscale.data.loader.rows.picture_bytes", lambda *_: 2500.0)
+    monkeypatch.setattr("clipscale.data.loader.memory.picture_bytes", lambda *_: 2500.0)
     with open_stream(mixed, batch=64, side=SIDE, decode="gpu", device=cpu, workers=1, backend=backend) as stream:
         said = stream.memory
     data = DataConfig(decode="gpu", workers=1)
@@ -158,67 +158,72 @@ class Gated:
 
 
 @pytest.fixture
-def ahead(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[on.DecodedAhead, Gated]]:
+def ahead(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[on.DecodePrefetcher, Gated]]:
     monkeypatch.setattr(on, "AHEAD", 4)
     decode = Gated()
-    thread = on.DecodedAhead(decode, np.zeros((2, 20, 1), np.uint8))  # type: ignore[arg-type]
+    thread = on.DecodePrefetcher(decode, np.zeros((2, 20, 1), np.uint8), Stopwatch())  # type: ignore[arg-type]
     yield thread, decode
     decode.let(50)
     thread.close()
 
 
-def test_pieces_are_decoded_in_their_order_and_once(ahead: tuple[on.DecodedAhead, Gated]) -> None:
+def test_pieces_are_decoded_in_their_order_and_once(ahead: tuple[on.DecodePrefetcher, Gated]) -> None:
     thread, decode = ahead
     slots = Slot(0, {}), Slot(1, {})
     decode.let(100)
     for step in range(4):
         decode.calls.clear()
+        thread.open(step, slots[step % 2])
         thread.arrived(step, slots[step % 2], 6, 18)
         thread.arrived(step + 1, slots[(step + 1) % 2], 3, 18)
-        assert thread.rows(step, 0, 3)[:, 0].tolist() == [100 * (step % 2) + i for i in range(3)]
-        assert thread.rows(step, 3, 6)[:, 0].tolist() == [100 * (step % 2) + i for i in range(3, 6)], "in mid-piece"
+        assert thread.rows(0, 3)[:, 0].tolist() == [100 * (step % 2) + i for i in range(3)]
+        assert thread.rows(3, 6)[:, 0].tolist() == [100 * (step % 2) + i for i in range(3, 6)], "in mid-piece"
         thread.arrived(step, slots[step % 2], 18, 18)
         for start, stop in ((6, 18), (0, 18), (17, 18)):
-            assert thread.rows(step, start, stop)[:, 0].tolist() == [100 * (step % 2) + i for i in range(start, stop)]
+            assert thread.rows(start, stop)[:, 0].tolist() == [100 * (step % 2) + i for i in range(start, stop)]
         spans = [(0, 4), (4, 6), (6, 10), (10, 14), (14, 18)]
         assert decode.calls == [(step % 2, *span) for span in spans], decode.calls
-        thread.forget(step)
+        thread.release(step)
 
 
-def test_the_next_batch_is_decoded_while_this_one_is_used(ahead: tuple[on.DecodedAhead, Gated]) -> None:
+def test_the_next_batch_is_decoded_while_this_one_is_used(ahead: tuple[on.DecodePrefetcher, Gated]) -> None:
     thread, decode = ahead
     decode.let(2)
     thread.arrived(0, Slot(0, {}), 4, 4)
     thread.arrived(1, Slot(1, {}), 8, 20)
-    assert thread.rows(0, 0, 4)[:, 0].tolist() == [0, 1, 2, 3]
+    thread.open(0, Slot(0, {}))
+    assert thread.rows(0, 4)[:, 0].tolist() == [0, 1, 2, 3]
     deadline = time.monotonic() + 20
     while len(decode.calls) < 2 and time.monotonic() < deadline:
         time.sleep(0.01)
     assert decode.calls == [(0, 0, 4), (1, 0, 4)], "nobody has asked for the second"
 
 
-def test_a_slot_is_not_given_away_before_it_has_been_read(ahead: tuple[on.DecodedAhead, Gated]) -> None:
+def test_a_slot_is_not_given_away_before_it_has_been_read(ahead: tuple[on.DecodePrefetcher, Gated]) -> None:
     thread, decode = ahead
     thread.arrived(0, Slot(0, {}), 8, 8)
-    free = threading.Thread(target=thread.forget, args=(0,))
+    free = threading.Thread(target=thread.release, args=(0,))
     free.start()
     free.join(0.2)
     assert free.is_alive(), "the thread is still reading the pictures"
     decode.let(2)
     free.join(20)
     assert not free.is_alive() and len(decode.calls) == 2
-    thread.forget(7)  # nothing of it was begun
+    thread.release(7)  # nothing of it was begun
 
 
-def test_what_goes_wrong_on_the_device_is_raised_where_rows_are_asked_for(ahead: tuple[on.DecodedAhead, Gated]) -> None:
+def test_what_goes_wrong_on_the_device_is_raised_where_rows_are_asked_for(
+    ahead: tuple[on.DecodePrefetcher, Gated],
+) -> None:
     thread, decode = ahead
     decode.let(10)
     decode.error = "CUDA is gone"
     thread.arrived(0, Slot(0, {}), 4, 8)
+    thread.open(0, Slot(0, {}))
     with pytest.raises(RuntimeError, match="CUDA is gone"):
-        thread.rows(0, 0, 2)
+        thread.rows(0, 2)
     with pytest.raises(RuntimeError, match="CUDA is gone"):
-        thread.forget(0)
+        thread.release(0)
 
 
 # -- whole streams and runs --------------------------------------------------------------------------------------------
@@ -269,8 +274,8 @@ def test_a_slot_is_not_filled_anew_while_the_device_reads_it(cpu: torch.device, 
     """Although nobody has asked for its pixels."""
     same = []
     with open_stream(mixed, batch=16, side=SIDE, decode="gpu", device=cpu, workers=workers) as stream:
-        assert stream._ahead
-        decode = stream._ahead._decode
+        assert isinstance(stream._rows, on.DecodePrefetcher)
+        decode = stream._rows._decode
 
         def slowly(slot: Slot, start: int, stop: int) -> torch.Tensor:
             before = slot["recipes"][start:stop].copy()
@@ -278,7 +283,7 @@ def test_a_slot_is_not_filled_anew_while_the_device_reads_it(cpu: torch.device, 
             same.append(np.array_equal(slot["recipes"][start:stop], before))
             return decode(slot, start, stop)
 
-        stream._ahead._decode = slowly  # type: ignore[assignment]
+        stream._rows._decode = slowly  # type: ignore[assignment]
         for batch in batches(stream, 6):
             batch.ids()
     assert len(same) >= 5 and all(same), same

@@ -20,10 +20,10 @@ from PIL import Image
 from clipscale.config.data import AugmentConfig
 from clipscale.data.loader import memory as room
 from clipscale.data.loader.host_batch import Layout, Slot
-from clipscale.data.loader.offload import Prefetcher
+from clipscale.data.loader.prefetch import Prefetcher
 from clipscale.errors import UserError
 from tests.data.files import Members, picture, sample, write_tar
-from tests.data.streams import open_stream
+from tests.data.streams import open_stream, processes_of
 
 pytestmark = pytest.mark.timeout(60)
 SIDE, BATCH, CHUNK = 16, 50, 12
@@ -104,7 +104,8 @@ def test_the_next_chunk_is_begun_before_it_is_asked_for_and_none_twice() -> None
     window, events = recorded()
     spans = [(0, 10), (10, 20), (20, 30), (30, 35)]
     for step in range(3):
-        window.open(Slot(0, {}))
+        window.open(step, Slot(0, {}))
+        window.arrived(step, Slot(0, {}), 35, 35)
         kept: list[int] = []
         window.expect(chain(spans, (span for _ in range(1) for span in spans[len(kept) :])))
         events.clear()
@@ -112,7 +113,7 @@ def test_the_next_chunk_is_begun_before_it_is_asked_for_and_none_twice() -> None
         for start, stop in [*spans, *spans[1:]]:  # the first chunk is kept, so the second pass begins with the second
             if not kept:
                 kept.append(0)
-            rows = window.rows(start, stop, 35)
+            rows = window.rows(start, stop)
             held.append((rows, list(range(start, stop))))
             for tensor, values in held[-2:]:
                 assert tensor[:, 0].tolist() == values, "overwritten too early"
@@ -128,32 +129,37 @@ def test_the_next_chunk_is_begun_before_it_is_asked_for_and_none_twice() -> None
 
 def test_a_frozen_tower_needs_no_second_pass_and_gets_none() -> None:
     window, events = recorded()
-    for _ in range(3):
-        window.open(Slot(0, {}))
+    for step in range(3):
+        window.open(step, Slot(0, {}))
+        window.arrived(step, Slot(0, {}), 20, 20)
         window.expect([(0, 10), (10, 20)])
         events.clear()
         for span in ((0, 10), (10, 20)):
-            window.rows(*span, 20)
+            window.rows(*span)
     assert [event for event in events if event[0] == "begin"] == [("begin", 0, 10), ("begin", 10, 20)]
 
 
 def test_rows_that_have_not_arrived_are_not_begun() -> None:
     window, events = recorded()
-    window.open(Slot(0, {}))
+    window.open(0, Slot(0, {}))
     window.expect([(0, 10), (10, 20), (20, 30)])
-    window.rows(0, 10, 15)
+    window.arrived(0, Slot(0, {}), 15, 30)
+    window.arrived(1, Slot(1, {}), 30, 30)
+    window.rows(0, 10)
     assert ("begin", 10, 20) not in events
-    window.rows(10, 20, 30)
+    window.arrived(0, Slot(0, {}), 30, 30)
+    window.rows(10, 20)
     assert ("begin", 20, 30) in events
 
 
 def test_without_ranges_or_after_another_request_nothing_is_begun_ahead() -> None:
     window, events = recorded()
-    window.open(Slot(0, {}))
-    window.rows(0, 10, 40)
+    window.open(0, Slot(0, {}))
+    window.arrived(0, Slot(0, {}), 40, 40)
+    window.rows(0, 10)
     window.expect([(10, 20), (20, 30), (30, 40)])
-    window.rows(0, 5, 40)
-    window.rows(10, 20, 40)
+    window.rows(0, 5)
+    window.rows(10, 20)
     assert [event[1:] for event in events if event[0] == "begin"] == [(0, 10), (0, 5), (10, 20)]
 
 
@@ -204,7 +210,7 @@ def test_memory_does_not_grow_over_steps(mixed: Path, tmp_path: Path, backend: s
 
         def resident() -> int:
             ours = psutil.Process()
-            loaders = stream._workers._processes if stream._workers else []
+            loaders = getattr(stream._assembler.workers, "_processes", [])
             return sum(p.memory_info().rss for p in [ours, *(psutil.Process(w.pid) for w in loaders)])
 
         for step in range(50):
@@ -234,7 +240,7 @@ def test_pictures_larger_than_foreseen_end_the_run_instead_of_the_machine(tmp_pa
         data = picture(0, (8, 8)) if i < 64 else picture(i, (60, 60))
         members += [(f"{i}.png", data), (f"{i}.txt", b"words")]
     path = write_tar(tmp_path / "0.tar", members)
-    layout = Layout(1, 256, (3, 64, 64), 8, tier="encoded", chunk=CHUNK)
+    layout = Layout(1, 256, (3, 64, 64), 8, backend="encoded", chunk=CHUNK)
     monkeypatch.setattr(room, "free_memory", lambda: int((layout.memory_bytes() + 256 * 1000) / room.MARGIN))
     stream = open_stream(path, batch=256, side=64, backend="encoded", chunk=CHUNK, shuffle=0, shard_streams=1)
     with pytest.raises(UserError, match=r"offload=encoded: the pictures of a batch are larger .* take offload=disk"):
@@ -275,7 +281,7 @@ def test_a_disk_that_fails_in_mid_run_ends_it_with_its_name(mixed: Path, tmp_pat
     message = rf"offload_dir={tmp_path}: the batch cannot be written there \(.*\); checkpoints are intact"
     with open_stream(mixed, batch=BATCH, side=64, backend="disk", folder=str(tmp_path), workers=workers) as stream:
         passes(stream, 1)
-        pid = stream._workers._processes[0].pid if stream._workers else os.getpid()
+        pid = processes_of(stream)[0].pid if workers else os.getpid()
         before = resource.prlimit(pid, resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
         try:
             with pytest.raises(UserError, match=message):

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from clipscale.config.data import AugmentConfig
 from clipscale.data.decode import TrainTransform
-from clipscale.data.loader import shard_stream as lanes
+from clipscale.data.loader import shard_reader
 from clipscale.data.loader.host_batch import sample_id
 from clipscale.data.loader.stream import TrainStream, merge_positions
 from clipscale.data.loader.workers import warm_up
@@ -129,7 +129,7 @@ def test_the_position_is_that_of_the_last_batch_handed_out(tmp_path: Path) -> No
         assert stream.position()["at"] == {"0": [0, 5], "1": [0, 5]}
 
 
-def test_lanes_of_the_checkpoint_win(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_shard_streams_of_the_checkpoint_win(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_shards(tmp_path, [50, 50])
     first = open_stream(tmp_path, batch=12, shard_streams=6)
     ids(first, 2)
@@ -175,8 +175,8 @@ def test_another_version_s_order_within_shards_is_said(
         assert resumed == position, "the new checkpoint notes the order that is read from here on"
         assert len(caplog.records) == 1 and "some samples may come twice" in caplog.text
     caplog.clear()
-    monkeypatch.setattr(lanes, "WINDOW_BYTES", 1000)
-    assert lanes.windows() != ours
+    monkeypatch.setattr(shard_reader, "WINDOW_BYTES", 1000)
+    assert shard_reader.order_version() != ours
     open_stream(tmp_path, batch=8, position=position)
     assert "some samples may come twice" in caplog.text
 
@@ -310,7 +310,7 @@ def test_killed_at_any_moment_the_same_samples_follow(tmp_path: Path, kills: int
 
 
 def count_reading(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[int, list[str]], Counter[tuple[int, str]]]:
-    """What every store (a lane's) opens from here on, and the bytes that it reads of it."""
+    """What every store (a shard stream's) opens from here on, and the bytes that it reads of it."""
     opened: dict[int, list[str]] = defaultdict(list)
     read: Counter[tuple[int, str]] = Counter()
     plain = Store.open
@@ -343,10 +343,10 @@ def runs(items: list[str]) -> list[str]:
 
 @pytest.mark.parametrize("order", ["epochs", "resampled"])
 @pytest.mark.parametrize("packed", [False, True])
-def test_without_an_index_each_lane_reads_at_most_one_shard_again(
+def test_without_an_index_each_stream_reads_at_most_one_shard_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: str, packed: bool
 ) -> None:
-    """The one in which it stands; so a loader as many as it has lanes. What it can seek over it does not read (packed shards: all)."""
+    """The one in which it stands; so each worker as many as it has streams. What it can seek over it does not read (packed shards: all)."""
     shards = write_shards(tmp_path, [40] * 6, sized=order == "epochs")
     if packed:
         for path in shards:
@@ -363,15 +363,17 @@ def test_without_an_index_each_lane_reads_at_most_one_shard_again(
         opened, read = count_reading(monkeypatch)
         resumed = open_stream(tmp_path, position=positions([stream]), **options)
         batches = ids(resumed, 3)
-        lanes = [lane for producer in resumed._workers._producers for lane in producer._lanes]  # type: ignore
+        streams = [stream for filler in resumed._assembler.workers.fillers for stream in filler.streams]  # type: ignore
     shares = []
-    for lane in lanes:
-        given = [lies_in[key] for batch in batches for key in batch[3 * lane.lane : 3 * lane.lane + 3]]
-        asked = opened[id(lane._store)]
-        assert runs(asked)[: len(runs(given))] == runs(given), f"lane {lane.lane} gave of {given}, having read {asked}"
-        assert len(asked) <= len(runs(given)) + 1, f"lane {lane.lane} gave of {given}, having read {asked}"
-        shares.append(read[id(lane._store), given[0]] / Path(given[0]).stat().st_size)
-    assert len(lanes) == 8 and max(shares) < (1.01 if packed else 0.9), f"read of the shard it stood in: {shares}"
+    for stream in streams:
+        given = [lies_in[key] for batch in batches for key in batch[3 * stream.number : 3 * stream.number + 3]]
+        asked = opened[id(stream.store)]
+        assert runs(asked)[: len(runs(given))] == runs(given), (
+            f"stream {stream.number} gave of {given}, having read {asked}"
+        )
+        assert len(asked) <= len(runs(given)) + 1, f"stream {stream.number} gave of {given}, having read {asked}"
+        shares.append(read[id(stream.store), given[0]] / Path(given[0]).stat().st_size)
+    assert len(streams) == 8 and max(shares) < (1.01 if packed else 0.9), f"read of the shard it stood in: {shares}"
     print(
-        f"{order}, packed {packed}: a lane reads {sum(shares) / 8:.2f} of the shard in which it stands, {max(shares):.2f} at most"
+        f"{order}, packed {packed}: a stream reads {sum(shares) / 8:.2f} of the shard in which it stands, {max(shares):.2f} at most"
     )

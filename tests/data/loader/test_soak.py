@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from tests.data.files import write_shards
-from tests.data.streams import open_stream
+from tests.data.streams import open_stream, processes_of
 
 SAMPLES = int(os.environ.get("CLIPSCALE_SOAK_SAMPLES", "60000"))
 BATCH, CHUNK = 256, 64
@@ -26,7 +26,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
 
 def processes(stream: Any) -> Iterator[tuple[str, psutil.Process]]:
     yield "trainer", psutil.Process()
-    for worker in stream._workers._processes:
+    for worker in processes_of(stream):
         yield worker.name, psutil.Process(worker.pid)
 
 

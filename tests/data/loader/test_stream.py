@@ -78,7 +78,7 @@ def test_rows_carry_what_the_shard_holds(tmp_path: Path) -> None:
     st.integers(0, 3),
     st.integers(0, 2**32),
 )
-def test_every_lane_gives_its_share_of_an_epoch_once_whoever_reads_it(
+def test_every_shard_stream_gives_its_share_of_an_epoch_once_whoever_reads_it(
     tmp_path_factory: pytest.TempPathFactory,
     sizes: list[int],
     world: int,
@@ -101,19 +101,19 @@ def test_every_lane_gives_its_share_of_an_epoch_once_whoever_reads_it(
             stream = open_stream(
                 folder, batch=batch, rank=rank, world=world, shuffle=shuffle, seed=seed, workers=workers
             )
-        order = stream._order
+        order = stream._shards.order
         assert isinstance(order, Epochs) and stream.samples_per_epoch == total
         bounds = stream_bounds(batch, order.streams)
-        lanes = range(rank * order.streams // world, (rank + 1) * order.streams // world)
+        numbers = range(rank * order.streams // world, (rank + 1) * order.streams // world)
         steps = max(
-            -(-epochs * (b - a) // int(bounds[lane + 1] - bounds[lane]))
-            for lane in lanes
-            for a, b in [order.reach(lane)]
+            -(-epochs * (b - a) // int(bounds[number + 1] - bounds[number]))
+            for number in numbers
+            for a, b in [order.reach(number)]
         )
         rows = np.array(ids(stream, steps)).reshape(steps, batch // world)
-        for lane in lanes:
-            own = rows[:, bounds[lane] - rank * per_rank : bounds[lane + 1] - rank * per_rank].ravel()
-            first, last = order.reach(lane)
+        for number in numbers:
+            own = rows[:, bounds[number] - rank * per_rank : bounds[number + 1] - rank * per_rank].ravel()
+            first, last = order.reach(number)
             given_by.update(own[: epochs * (last - first)].tolist())
     assert given_by == Counter({name: epochs * n for name, n in all_ids(paths, sizes).items()})
 
@@ -319,8 +319,8 @@ def test_a_batch_beyond_the_machines_memory_is_refused(tmp_path: Path) -> None:
         open_data(config, BatchShare(2**30), image_size=224, tokenizer=Letters(), seed=0)
 
 
-def test_more_workers_than_lanes_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_more_workers_than_shard_streams_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_shards(tmp_path, [25])
     with open_stream(tmp_path, batch=8, shard_streams=1, workers=3) as stream:
         contents(stream, 1)
-    assert "only 1 lanes" in caplog.text
+    assert "only 1 shard streams" in caplog.text

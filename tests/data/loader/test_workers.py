@@ -13,7 +13,7 @@ import torch
 
 from clipscale.errors import UserError
 from tests.data.files import SIDE, Letters, write_shards
-from tests.data.streams import contents, open_stream
+from tests.data.streams import contents, open_stream, processes_of
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -49,9 +49,10 @@ def test_a_silent_worker_is_named(tmp_path: Path) -> None:
     write_shards(tmp_path, [50])
     with open_stream(tmp_path, batch=4, workers=1, tokenizer=Sleeper(), timeout_s=30.0) as stream:
         stream.next_batch().pixels(0, 4)
-        assert stream._workers
-        stream._workers._timeout_s = 1.0  # not from the start: importing torch can take as long on a busy machine
-        pid = stream._workers._processes[0].pid
+        stream._assembler.workers._timeout_s = (
+            1.0  # not from the start: importing torch can take as long on a busy machine
+        )
+        pid = processes_of(stream)[0].pid
         begun = time.monotonic()
         with pytest.raises(UserError, match=rf"timeout_s=1.*worker 0 \(process {pid}\) of rank 0"):
             stream.next_batch().pixels(0, 4)
@@ -63,8 +64,7 @@ def test_a_killed_worker_is_named(tmp_path: Path) -> None:
     write_shards(tmp_path, [50])
     with open_stream(tmp_path, batch=40, workers=2) as stream:
         contents(stream, 1)
-        assert stream._workers
-        victim = stream._workers._processes[1]
+        victim = processes_of(stream)[1]
         os.kill(victim.pid, signal.SIGKILL)
         begun = time.monotonic()
         with pytest.raises(UserError, match=rf"worker 1 \(process {victim.pid}\) of rank 0 was killed by SIGKILL"):
@@ -89,8 +89,7 @@ def test_closing_ends_the_workers_even_in_the_midst_of_work(tmp_path: Path) -> N
     write_shards(tmp_path, [50])
     stream = open_stream(tmp_path, batch=400, workers=2)
     stream.next_batch()
-    assert stream._workers
-    pids = [process.pid for process in stream._workers._processes]
+    pids = [process.pid for process in processes_of(stream)]
     begun = time.monotonic()
     stream.close()
     assert time.monotonic() - begun < 5
@@ -102,16 +101,15 @@ def test_a_schedulers_warning_to_all_processes_leaves_the_workers_at_work(tmp_pa
     write_shards(tmp_path, [50])
     with open_stream(tmp_path, batch=4, workers=1) as stream:
         stream.next_batch().ids()
-        assert stream._workers
-        worker = psutil.Process(stream._workers._processes[0].pid)
+        worker = psutil.Process(processes_of(stream)[0].pid)
         worker.send_signal(signal.SIGTERM)
         for _ in range(5):
             stream.next_batch().ids()
     assert not worker.is_running()
 
 
-class Told(Letters):
-    """A tokenizer that writes down what those of transformers are told in its process."""
+class Noting(Letters):
+    """A tokenizer that writes down the setting that transformers' tokenizers read in its process."""
 
     def __init__(self, note: Path) -> None:
         self.note = note
@@ -123,20 +121,20 @@ class Told(Letters):
 
 def test_tokenizers_start_no_threads_in_loaders(tmp_path: Path) -> None:
     write_shards(tmp_path / "set", [8])
-    with open_stream(tmp_path / "set", batch=8, workers=1, tokenizer=Told(tmp_path / "note")) as stream:
+    with open_stream(tmp_path / "set", batch=8, workers=1, tokenizer=Noting(tmp_path / "note")) as stream:
         contents(stream, 1)
     assert (tmp_path / "note").read_text() == "false"
 
 
 UNCLOSED = """
-from tests.data.streams import open_stream
+from tests.data.streams import open_stream, processes_of
 import sys
 
 def unclosed(folder):
     global stream
     stream = open_stream(folder, batch=4, workers=1)
     stream.next_batch().ids()
-    print(stream._workers._processes[0].pid, flush=True)
+    print(processes_of(stream)[0].pid, flush=True)
 
 if __name__ == "__main__":
     unclosed(sys.argv[1])

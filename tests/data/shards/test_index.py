@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clipscale.data.loader import shard_stream
-from clipscale.data.loader.shard_stream import segment_windows
+from clipscale.data.loader import shard_reader
+from clipscale.data.loader.shard_reader import SegmentReader
 from clipscale.data.order import Segment
 from clipscale.data.sample import RawSample, limits
 from clipscale.data.shards import index, scan
@@ -248,7 +248,7 @@ def test_a_read_begins_at_the_first_wanted_sample(tmp_path: Path) -> None:
 
 
 def items_of(segment: Segment, url: str, **options: Any) -> list[Any]:
-    return [item for items in segment_windows(segment, url, **options) if isinstance(items, list) for item in items]
+    return [item for items in SegmentReader(segment, url, **options).windows() if items for item in items]
 
 
 def test_a_resumed_shard_stream_reads_nothing_twice(tmp_path: Path) -> None:
@@ -323,7 +323,7 @@ def test_windows_closed_by_bytes_are_the_same_from_any_start(
         return [raw.key for raw in items_of(Segment(0, 0, start, stop, count), str(path), store=Store(), **options)]
 
     ordinary = keys(0, count)
-    monkeypatch.setattr(shard_stream, "WINDOW_BYTES", 50_000)
+    monkeypatch.setattr(shard_reader, "WINDOW_BYTES", 50_000)
     plain = keys(0, count)
     assert sorted(plain) == sorted(ordinary) and plain != ordinary
     if kind == "indexed":
@@ -342,13 +342,13 @@ def test_a_shard_stream_holds_about_one_window_of_bytes(tmp_path: Path, monkeypa
     noise = np.random.default_rng(0)
     members = [(f"{i:03d}.png", noise.bytes(size if i % 3 else 500)) for i in range(90)]
     path = write_tar(tmp_path / "x.tar", members)
-    monkeypatch.setattr(shard_stream, "WINDOW_BYTES", 5 * size)
+    monkeypatch.setattr(shard_reader, "WINDOW_BYTES", 5 * size)
     tracemalloc.start()
     items_in_memory = 0
-    windows = segment_windows(Segment(0, 0, 0, 90, 90), str(path), 64, 0, limits(["png"]), Store())
+    windows = SegmentReader(Segment(0, 0, 0, 90, 90), str(path), 64, 0, limits(["png"]), Store()).windows()
     for items in windows:
-        if isinstance(items, list):
-            items_in_memory = max(items_in_memory, sum(map(shard_stream.kept, items)))
+        if items:
+            items_in_memory = max(items_in_memory, sum(map(shard_reader.kept_bytes, items)))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert 5 * size < items_in_memory < 6.2 * size, items_in_memory

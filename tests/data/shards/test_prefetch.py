@@ -16,7 +16,7 @@ from clipscale.data.shards.access import EVENT, Access, ReadContext, SourceError
 from clipscale.data.shards.store import Store
 from tests.data.files import write_shards
 from tests.data.shards.web import Web
-from tests.data.streams import contents, open_stream
+from tests.data.streams import contents, open_stream, processes_of
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -324,8 +324,8 @@ def test_loader_processes_prefetch(tmp_path: Path, web: Web) -> None:
 
     before, web.faults = len(web.requests), hold  # type: ignore[assignment]
     stream = open_stream(f"{web.url}/{{00000..00002}}.tar", batch=160, workers=2)
-    assert stream._workers and soon(lambda: held)
-    processes = list(stream._workers._processes)
+    assert soon(lambda: held)
+    processes = list(processes_of(stream))
     begun = time.monotonic()
     stream.close()
     took = time.monotonic() - begun

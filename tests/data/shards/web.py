@@ -85,12 +85,14 @@ def settle(store: Store) -> None:
 
 def finish(stream: "TrainStream") -> int:
     """Close a stream without workers and return the number of faults it counted, those of dropped prefetches included."""
+    from clipscale.data.loader.workers import InProcess
+
     stream.close()
-    producer = stream._producer
-    assert producer
-    for lane in producer._lanes:
-        settle(lane._store)
-    return stream.seen.total() + sum(n for reason, n in producer.broken.items() if reason.startswith(EVENT))
+    workers = stream._assembler.workers
+    assert isinstance(workers, InProcess)
+    for shard_stream in workers.filler.streams:
+        settle(shard_stream.store)
+    return stream.seen.total() + sum(n for reason, n in workers.filler.counts.items() if reason.startswith(EVENT))
 
 
 @contextmanager

@@ -1,0 +1,236 @@
+"""Reads the samples of one shard stream in their order. A shard is read in windows, and each window has a random order."""
+
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice, pairwise
+
+import numpy as np
+
+from clipscale.data.order import WINDOW, Order, Segment, fingerprint, permutation
+from clipscale.data.sample import RawSample
+from clipscale.data.shards import index
+from clipscale.data.shards.reader import ReadProblem, read_shard
+from clipscale.data.shards.store import Store
+
+WINDOW_BYTES = 128 << 20
+"""A shuffle window closes at this many bytes, even if it holds few samples. Ordinary data does not come to it: that would take half a
+megabyte a sample in windows of 256. A stream holds about as much at most, its current window and the next one together."""
+ORDER_VERSION = 1
+"""The version of the order that this file and order.py make of the settings. A change that moves any sample raises it."""
+
+
+def order_version() -> str:
+    """What the order within a shard depends on, apart from the settings. A checkpoint records it."""
+    return f"{ORDER_VERSION}:{WINDOW_BYTES}"
+
+
+@dataclass(frozen=True)
+class OrderedShards:
+    """The shards of a run and the order of their samples."""
+
+    urls: tuple[str, ...]
+    order: Order
+    window: int
+    """Samples in a shuffle window."""
+    seed: int
+
+    def fingerprint(self) -> str:
+        """A digest of everything that a position refers to. The shards' folder is not part of it."""
+        return fingerprint(self.order, [url.rsplit("/", 1)[-1] for url in self.urls], self.window)
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """A place in the order whose sample cannot be read."""
+
+    reason: str
+    detail: str
+
+
+Item = RawSample | Unreadable
+
+
+def kept_bytes(item: Item) -> int:
+    """Bytes that an item takes in memory, at most."""
+    return item.extent if isinstance(item, RawSample) and (item.members or item.deferred) else 0
+
+
+class SegmentReader:
+    """Reads a segment of one shard, window by window.
+
+    A window closes early when its samples take more than WINDOW_BYTES of the shard. All samples count, read or not, so windows are the
+    same for every reader, from any start, with an index or without.
+    """
+
+    def __init__(
+        self, segment: Segment, url: str, window: int, seed: int, kinds: Mapping[str, int], store: Store
+    ) -> None:
+        self._segment, self._url, self._window, self._seed, self._kinds = segment, url, window, seed, kinds
+        self._store, self._problem = store, ReadProblem()
+        self._begin = self._number = 0
+        """The current window's first place, and its number."""
+        self._wanted: set[int] | None = None
+        self.pending_bytes = 0
+        """Bytes in memory of the window that is being read."""
+
+    def windows(self) -> Generator[list[Item] | None, None, None]:
+        """Window after window. Yields None after every sample read, so that the caller may do other work meanwhile.
+
+        Only places inside the segment are kept and yielded, one item per place where the shard's count is known. Samples beyond the count
+        are not part of the order, but counted. Without a count, a shard that ends badly yields one more Unreadable.
+        """
+        segment = self._segment
+        reader = self._open()
+        try:
+            while segment.stop is None or self._begin < segment.stop:
+                size = self._window if segment.count is None else min(self._window, segment.count - self._begin)
+                places = self._places(size)
+                self._wanted = None if segment.count is None else set(places.tolist())
+                raws, full = yield from self._read(reader, size)
+                if full or segment.count is None:
+                    others_read = self._wanted is not None and 0 < len(self._wanted) < size
+                    size = len(raws)
+                    places = self._places(size)
+                    if (
+                        others_read
+                    ):  # the window is smaller than assumed, so other samples of it are needed: read it again
+                        reader.close()
+                        reader, self._wanted = self._open(), set(places.tolist())
+                        for _ in islice(reader, self._begin):
+                            self._store.tick()
+                            yield None
+                        raws, _ = yield from self._read(reader, size)
+                problem = self._problem
+                lost = Unreadable(problem.reason or "missing_from_shard", problem.detail or self._url)
+                self.pending_bytes = 0
+                yield [raws[place] if place < len(raws) else lost for place in places]
+                self._begin, self._number = self._begin + size, self._number + 1
+                if segment.count is None and size < self._window and not full:
+                    if self._begin == 0 and not problem.reason:
+                        problem = ReadProblem("empty_shard", self._url)
+                    if problem.reason and self._begin >= segment.start:
+                        yield [Unreadable(problem.reason, problem.detail)]
+                    return
+            if segment.stop == segment.count and (surplus := sum(1 for _ in reader)):
+                self._store.counts["not_in_count"] += surplus
+        finally:
+            reader.close()
+
+    def _open(self) -> Generator[RawSample, None, None]:
+        offsets = partial(index.sample_offsets, cache=self._store.access.cache)
+        return read_shard(
+            self._url, self._problem, self._wants, self._kinds, lazy=True, store=self._store, offsets=offsets
+        )
+
+    def _wants(self, index: int) -> bool:
+        if (
+            self._wanted is None
+        ):  # no count: the order within the window is not known yet, but whole windows can be skipped
+            return self._begin + self._window > self._segment.start
+        return index - self._begin in self._wanted
+
+    def _places(self, size: int) -> np.ndarray:
+        """The order of the window's samples that belong to the segment, if the window has `size` samples."""
+        segment = self._segment
+        last = size if segment.stop is None else min(segment.stop - self._begin, size)
+        order = permutation(size, self._seed, WINDOW, segment.epoch, segment.shard, self._number)
+        return order[max(segment.start - self._begin, 0) : last]
+
+    def _read(self, reader: Iterator[RawSample], size: int) -> Generator[None, None, tuple[list[RawSample], bool]]:
+        """The next `size` samples of the shard, or as many as it has; and whether WINDOW_BYTES closed the window before that."""
+        raws: list[RawSample] = []
+        extent = self.pending_bytes = 0
+        for raw in islice(reader, size):
+            self._store.tick()
+            raws.append(raw)
+            extent += raw.extent
+            self.pending_bytes += kept_bytes(raw)
+            yield None
+            if extent > WINDOW_BYTES:
+                return raws, len(raws) < size
+        return raws, False
+
+
+@dataclass(frozen=True)
+class StreamPosition:
+    """A shard stream, and how far it has been read: its epoch, and samples read in that epoch."""
+
+    stream: int
+    epoch: int
+    index: int
+
+
+@dataclass(frozen=True)
+class _Window:
+    epoch: int
+    segment: Segment
+    items: list[Item]
+
+
+class ShardReader:
+    """Reads one shard stream, item after item. `epoch` and `index` are its position, counted in items given out."""
+
+    def __init__(self, shards: OrderedShards, start: StreamPosition, kinds: Mapping[str, int], store: Store) -> None:
+        self._shards, self._stream, self._kinds, self._store = shards, start.stream, kinds, store
+        self.epoch, self.index = start.epoch, start.index
+        self._segment_reader: SegmentReader | None = None
+        self._items = self._read()
+
+    def next_item(self) -> tuple[Segment, Item]:
+        """The next item, and the segment it belongs to."""
+        return next(self._items)
+
+    def close(self) -> None:
+        """Close the shard and cancel what was requested ahead."""
+        self._items.close()
+        self._store.collect()
+
+    def _read(self) -> Generator[tuple[Segment, Item], None, None]:
+        """For every item given out, reads one sample of the next window, while the two windows together hold WINDOW_BYTES at most.
+
+        So requests to the storage are spread evenly, and memory holds about one window.
+        """
+        following: _Window | None = None
+        with closing(self._windows()) as windows:
+            while True:
+                while following is None:
+                    following = next(windows)
+                window, following = following, None
+                items = window.items[::-1]
+                held = sum(map(kept_bytes, items))
+                while items:
+                    if following is None and held + self._pending_bytes() <= WINDOW_BYTES:
+                        following = next(windows)
+                    if window.epoch != self.epoch:
+                        self.epoch, self.index = window.epoch, 0
+                    self.index += 1
+                    item = items.pop()
+                    held -= kept_bytes(item)
+                    yield window.segment, item
+
+    def _pending_bytes(self) -> int:
+        return self._segment_reader.pending_bytes if self._segment_reader else 0
+
+    def _windows(self) -> Generator[_Window | None, None, None]:
+        """Window after window, and None after every sample read. The store learns each time which shard follows."""
+        shards, store = self._shards, self._store
+        try:
+            for (epoch, segment), (_, following) in pairwise(self._segments()):
+                url = shards.urls[segment.shard]
+                store.expect(shards.urls[following.shard])
+                reader = SegmentReader(segment, url, shards.window, shards.seed, self._kinds, store)
+                self._segment_reader = reader
+                for items in reader.windows():
+                    yield None if items is None else _Window(epoch, segment, items)
+        finally:
+            store.expect(None)
+
+    def _segments(self) -> Iterator[tuple[int, Segment]]:
+        """The segments from the current position on, each with its epoch."""
+        epoch, index = self.epoch, self.index
+        while True:
+            for segment in self._shards.order.segments(self._stream, epoch, index):
+                yield epoch, segment
+            epoch, index = epoch + 1, 0
