@@ -227,13 +227,8 @@ class DecodeOnRequest(RowSource):
         return self._decode(self._slot, start, stop)
 
 
-@dataclass
-class _Piece:
-    """Rows that the device is given at once."""
-
-    start: int
-    stop: int
-    done: Future[None]
+_Piece = tuple[int, int, Future[None]]
+"""Rows start..stop that the device is given at once, and their decoding."""
 
 
 class DecodePrefetcher(RowSource):
@@ -260,24 +255,24 @@ class DecodePrefetcher(RowSource):
     def arrived(self, step: int, slot: Slot, count: int, size: int) -> None:
         """Begin to decode the arrived rows that are not begun yet, in whole pieces."""
         _, begun = self._begun.setdefault(step, (slot, []))
-        while (ready := begun[-1].stop if begun else 0) < size and min(ready + AHEAD, size) <= count:
+        while (ready := begun[-1][1] if begun else 0) < size and min(ready + AHEAD, size) <= count:
             self._begin(step, min(ready + AHEAD, size))
 
     def rows(self, start: int, stop: int) -> Tensor:
         """(stop - start, C, S, S) uint8, a view; blocks until they are decoded. They must have arrived."""
         slot, begun = self._begun[self._step]
         with self._waited:
-            while (ready := begun[-1].stop if begun else 0) < stop:
+            while (ready := begun[-1][1] if begun else 0) < stop:
                 self._begin(self._step, min(ready + AHEAD, stop))
-            for piece in begun:
-                if start < piece.stop and piece.start < stop:
-                    piece.done.result()
+            for first, last, done in begun:
+                if start < last and first < stop:
+                    done.result()
         return self._decoded[slot.number, start:stop]
 
     def release(self, step: int) -> None:
         _, begun = self._begun.pop(step, (None, []))
-        for piece in begun:
-            piece.done.result()
+        for _, _, done in begun:
+            done.result()
 
     def close(self) -> None:
         """End the thread after its current piece."""
@@ -285,8 +280,8 @@ class DecodePrefetcher(RowSource):
 
     def _begin(self, step: int, stop: int) -> None:
         slot, begun = self._begun[step]
-        start = begun[-1].stop if begun else 0
-        begun.append(_Piece(start, stop, self._thread.submit(self._load, slot, start, stop)))
+        start = begun[-1][1] if begun else 0
+        begun.append((start, stop, self._thread.submit(self._load, slot, start, stop)))
 
     def _load(self, slot: Slot, start: int, stop: int) -> None:
         with torch.cuda.stream(self._stream):

@@ -8,6 +8,7 @@ C: channels, S: side in pixels, D: width of stored features.
 """
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
@@ -65,15 +66,17 @@ def train_transform(config: DataConfig, side: int) -> TrainTransform:
     )
 
 
-class OffloadBackend(Protocol):
+class OffloadBackend(ABC):
     """One process's access to the image rows of an arena."""
 
-    def begin(self, slot: Slot) -> None:
+    def begin(self, slot: Slot) -> None:  # noqa: B027 (most backends have nothing to do)
         """This process starts to fill the slot with a new batch."""
 
+    @abstractmethod
     def put(self, slot: Slot, place: int, data: bytes, rng: CounterRNG) -> None:
         """Store one sample. Raises BrokenSampleError before anything is written, UserError where memory or disk is full."""
 
+    @abstractmethod
     def load(self, slot: Slot, start: int, out: np.ndarray) -> None:
         """Write the image rows from `start` on to `out`, as many as it has. Raises UserError where they cannot be read."""
 
@@ -89,14 +92,11 @@ def open_backend(arena: Arena, transform: Transform, span: tuple[int, int]) -> O
     return (DeviceBackend if name == "device" else EncodedBackend)(arena, transform, span)
 
 
-class HostBackend:
+class HostBackend(OffloadBackend):
     """Keeps image rows in shared memory."""
 
     def __init__(self, transform: Transform) -> None:
         self._transform = transform
-
-    def begin(self, slot: Slot) -> None:
-        pass
 
     def put(self, slot: Slot, place: int, data: bytes, rng: CounterRNG) -> None:
         self._transform(data, rng, slot["rows"][place])
@@ -105,15 +105,12 @@ class HostBackend:
         np.copyto(out, slot["rows"][start : start + len(out)])
 
 
-class DiskBackend:
+class DiskBackend(OffloadBackend):
     """Keeps image rows in the arena's file, slot after slot."""
 
     def __init__(self, arena: Arena, transform: Transform) -> None:
         self._layout, self._file, self._transform = arena.layout, arena.file, transform
         self._row = np.empty(arena.layout.row, arena.layout.dtype)
-
-    def begin(self, slot: Slot) -> None:
-        pass
 
     def put(self, slot: Slot, place: int, data: bytes, rng: CounterRNG) -> None:
         self._transform(data, rng, self._row)
@@ -159,7 +156,7 @@ class Recipe(NamedTuple):
     """The EXIF orientation, where the GPU decodes it; 0: the CPU does."""
 
 
-class EncodedBackend:
+class EncodedBackend(OffloadBackend):
     """Keeps pictures as their bytes in this process's part of the slot's pool, one behind the other, and their crops.
 
     A picture with more bytes than pixels is stored as pixels, so the pool never needs to be larger than these. Memory is used only as far

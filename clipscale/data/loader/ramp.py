@@ -1,4 +1,4 @@
-"""How large the batch of each step is: always the same, or growing over the first samples of a run."""
+"""The size of each step's batch: always the same, or growing over the first samples of a run."""
 
 from bisect import bisect_right
 from itertools import accumulate
@@ -8,7 +8,7 @@ from clipscale.errors import UserError
 
 
 class BatchSizes:
-    """The global batch of every step, a pure function of the settings, so that a resumed run needs no state.
+    """The global batch size of every step. It depends only on the settings, so a resumed run needs no state.
 
     Raises UserError for a ramp that cannot end at `batch`.
     """
@@ -47,25 +47,25 @@ class BatchSizes:
         return self._ends[ramped] + (step - ramped) * self.batch
 
     def steps(self, samples: int) -> int:
-        """How many whole batches `samples` make."""
+        """The number of whole batches in `samples`."""
         if samples < self._ends[-1]:
             return bisect_right(self._ends, samples) - 1
         return len(self._sizes) + (samples - self._ends[-1]) // self.batch
 
 
-def check_ramp(size: int, batch: int, lanes: int, world: int) -> None:
-    """Every batch of a ramp must take the same from each lane, or the lanes would come to the end of an epoch at different times.
+def check_ramp(size: int, batch: int, streams: int, world: int) -> None:
+    """Raises UserError for a ramp from `size` to `batch` whose batches do not take the same number of samples from each shard stream.
 
-    Raises UserError.
+    The streams would reach the end of an epoch at different times.
     """
-    if size == batch or (size % lanes == 0 and batch % lanes == 0):
+    if size == batch or (size % streams == 0 and batch % streams == 0):
         return
     if size % world:
         raise UserError(
             f"ramp.start: a batch of {size} cannot be shared evenly by {world} processes; choose a multiple"
         )
-    best = max(n for n in range(world, lanes + 1, world) if size % n == 0 and batch % n == 0)
+    best = max(n for n in range(world, streams + 1, world) if size % n == 0 and batch % n == 0)
     raise UserError(
-        f"ramp.start: batches of {size} to {batch} are not all multiples of the {lanes} lanes in which the data is read; set "
+        f"ramp.start: batches of {size} to {batch} are not all multiples of the {streams} shard streams in which the data is read; set "
         f"data.shard_streams={best}, or choose another start"
     )

@@ -162,11 +162,8 @@ class StreamPosition:
     index: int
 
 
-@dataclass(frozen=True)
-class _Window:
-    epoch: int
-    segment: Segment
-    items: list[Item]
+_Window = tuple[int, Segment, list[Item]]
+"""The stream's epoch, the segment, and its items in this window."""
 
 
 class ShardReader:
@@ -197,18 +194,18 @@ class ShardReader:
             while True:
                 while following is None:
                     following = next(windows)
-                window, following = following, None
-                items = window.items[::-1]
+                (epoch, segment, items), following = following, None
+                items.reverse()
                 held = sum(map(kept_bytes, items))
                 while items:
                     if following is None and held + self._pending_bytes() <= WINDOW_BYTES:
                         following = next(windows)
-                    if window.epoch != self.epoch:
-                        self.epoch, self.index = window.epoch, 0
+                    if epoch != self.epoch:
+                        self.epoch, self.index = epoch, 0
                     self.index += 1
                     item = items.pop()
                     held -= kept_bytes(item)
-                    yield window.segment, item
+                    yield segment, item
 
     def _pending_bytes(self) -> int:
         return self._segment_reader.pending_bytes if self._segment_reader else 0
@@ -223,7 +220,7 @@ class ShardReader:
                 reader = SegmentReader(segment, url, shards.window, shards.seed, self._kinds, store)
                 self._segment_reader = reader
                 for items in reader.windows():
-                    yield None if items is None else _Window(epoch, segment, items)
+                    yield None if items is None else (epoch, segment, items)
         finally:
             store.expect(None)
 

@@ -7,8 +7,8 @@ import time
 import traceback
 import warnings
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
@@ -80,7 +80,7 @@ class InProcess:
         self._fills: deque[Fill] = deque()
         self._reports = self._work()
 
-    def _work(self) -> Iterator[Report]:
+    def _work(self) -> Generator[Report, None, None]:
         while True:
             yield from fill_batch(self.filler, self._arena, self._fills.popleft())
 
@@ -94,6 +94,7 @@ class InProcess:
         return []
 
     def close(self) -> None:
+        self._reports.close()
         self.filler.close()
 
 
@@ -165,18 +166,13 @@ def work(connection: Connection, spec: WorkerSpec, arena: Arena) -> None:
     torch.set_num_threads(1)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # those of transformers would start a thread a core, too
     try:
-        try:
-            Worker(connection, spec, arena).run()
-        except ClosedError:
-            raise
-        except UserError as error:
-            with _closed_if_lost():
-                connection.send(str(error))
-        except Exception:
-            with _closed_if_lost():
-                connection.send(RuntimeError(f"a data worker failed:\n{traceback.format_exc()}"))
+        Worker(connection, spec, arena).run()
     except ClosedError:
         return
+    except Exception as error:
+        failure = RuntimeError(f"a data worker failed:\n{traceback.format_exc()}")
+        with suppress(ConnectionError):
+            connection.send(str(error) if isinstance(error, UserError) else failure)
 
 
 def warm_up(*modules: str) -> None:

@@ -131,7 +131,7 @@ def test_workers_follow_the_ramp_in_memory_that_is_allocated_once(tmp_path: Path
 def test_a_start_that_the_lanes_do_not_divide_is_refused_with_a_number_that_they_do(tmp_path: Path) -> None:
     write_shards(tmp_path, [100, 100])
     with pytest.raises(
-        UserError, match=r"ramp\.start: batches of 12 to 24 .* the 8 lanes .*; set data\.shard_streams=6"
+        UserError, match=r"ramp\.start: batches of 12 to 24 .* the 8 shard streams .*; set data\.shard_streams=6"
     ):
         opened(tmp_path, ramped(24, 12, 100), shard_streams=8)
     assert read(opened(tmp_path, ramped(24, 12, 100), shard_streams=6), 2)
