@@ -1,4 +1,4 @@
-"""Pictures as they wait for the device's decoder, and the devices on which its tests run: the CPU, and a CUDA device where there is one."""
+"""Pictures as a worker leaves them for the device's decoder. Its tests run on the CPU, and on a CUDA device if there is one."""
 
 import io
 from collections import Counter
@@ -59,13 +59,13 @@ def turned(data: bytes, orientation: int) -> bytes:
 
 
 class Kept:
-    """Pictures in a slot, as a loader leaves them."""
+    """Pictures in a slot, as a worker leaves them."""
 
     def __init__(self, files: list[bytes], transform: TrainTransform, *, pool: int | None = None) -> None:
         self.files, self.transform = files, transform
         side = transform.side
-        room = sum(map(len, files)) + len(files) * 3 * side**2 if pool is None else pool
-        self.arena = Arena(Layout(1, len(files), (3, side, side), 8, backend="device", pool=room))
+        size = sum(map(len, files)) + len(files) * 3 * side**2 if pool is None else pool
+        self.arena = Arena(Layout(1, len(files), (3, side, side), 8, backend="device", pool=size))
         self.slot: Slot = self.arena.slots[0]
         backend = open_backend(self.arena, transform, (0, len(files)))
         backend.begin(self.slot)
@@ -89,17 +89,17 @@ class Kept:
 
 
 def distance(a: torch.Tensor, b: torch.Tensor) -> list[float]:
-    """Mean difference of each picture, in 1/255."""
+    """Mean difference of each picture, in units of 1/255."""
     return (a.float() - b.float()).abs().mean((1, 2, 3)).tolist()
 
 
 def photographs(count: int, side: int = 160) -> list[bytes]:
-    """Made up, with the spectrum of photographs."""
+    """Synthetic pictures with the spectrum of photographs."""
     return [photograph(side, seed) for seed in range(count)]
 
 
 def portraits(count: int, side: int, **options: Any) -> list[bytes]:
-    """Stretches of the photograph that comes with matplotlib: its colours are as smooth as those of a camera's pictures are."""
+    """Crops of matplotlib's sample photograph, whose colours are as smooth as a camera's."""
     with Image.open(Path(mpl.get_data_path()) / "sample_data/grace_hopper.jpg") as image:
         whole = image.convert("RGB")
     found = []
@@ -112,6 +112,6 @@ def portraits(count: int, side: int, **options: Any) -> list[bytes]:
 
 
 def damaged(data: bytes) -> bytes:
-    """A JPEG with its header and its end, whose tables for decoding are void."""
+    """A JPEG with intact header and end, but broken decoding tables."""
     start = data.index(b"\xff\xc4")
     return data[: start + 5] + bytes([255]) * 16 + data[start + 21 :]

@@ -1,6 +1,6 @@
-"""Pictures decoded on the device: the pixels of the CPU's decoder, the same in both passes, whatever the pictures are like.
+"""Decoding on the device gives the CPU decoder's pixels, the same in both passes, for every kind of picture.
 
-Here the device is the CPU, and a CUDA device where there is one: all of it but the decoder and the kernels is the same.
+Here the device is the CPU, and a CUDA device if there is one. Only the decoder and the kernels differ.
 """
 
 from dataclasses import replace
@@ -69,7 +69,7 @@ def test_pixels_are_near_the_exact_ones_and_the_same_again_alone_and_together(de
 
 @pytest.mark.parametrize(("side", "most"), [(256, 1.0), (512, 0.3)])
 def test_a_decoder_that_doubles_chroma_without_interpolation_is_near_enough(side: int, most: float) -> None:
-    """As GPUs' decoders do, and libjpeg when told so: what that alone changes, at half the chroma resolution and 224 pixels out."""
+    """GPU decoders do so, and libjpeg on request. Measured at half the chroma resolution, resized to 224 pixels."""
     for data in portraits(3, side, subsampling=2):
         fine, simple = (simplejpeg.decode_jpeg(data, fastupsample=fast) for fast in (False, True))
         far = np.abs(resize(fine, 224, 224).astype(int) - resize(simple, 224, 224)).mean()
@@ -165,7 +165,7 @@ def test_a_chunk_is_decoded_in_bounded_parts(cpu: torch.device, monkeypatch: pyt
 
 
 def coded_as_rgb(mark: bool) -> bytes:
-    """A JPEG whose components are red, green and blue, said by Adobe's marker or by their names alone."""
+    """A JPEG whose components are red, green and blue, by Adobe's marker or by their names alone."""
     data = jpeg(picture(7, (40, 30), "PNG"), quality=98, keep_rgb=True)
     if mark:
         return data
@@ -195,7 +195,7 @@ def test_what_the_device_cannot_decode_is_decoded_before(device: torch.device) -
     assert torch.equal(kept.rows(jpeg_decoder(device), 0, 1), exact[:1]), "a chunk without a JPEG"
 
 
-def test_colour_spaces_are_told_by_marker_and_by_name() -> None:
+def test_colour_spaces_are_known_by_marker_and_by_name() -> None:
     for data, usable in ((coded_as_rgb(True), False), (coded_as_rgb(False), False), (picture(1, (9, 9), "JPEG"), True)):
         image = Picture(data, 10**6)
         crop = SQUARE.crop(image, CounterRNG(0))

@@ -1,4 +1,4 @@
-"""Decoding on the device in streams and runs: the room that pictures take, decoding as they arrive, and the same training."""
+"""Decoding on the device in streams and runs: the memory of the pictures, decoding on arrival, and the same training."""
 
 import os
 import subprocess
@@ -43,15 +43,15 @@ __all__ = ["cpu", "demo", "device", "own_cache"]
 pytestmark = pytest.mark.timeout(60)
 
 
-# -- room --------------------------------------------------------------------------------------------------------------
+# -- memory ------------------------------------------------------------------------------------------------------------
 
 
 @bounded(max_examples=30, deadline=None)
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=20), st.floats(1, 2))
-def test_large_pictures_stay_encoded_while_there_is_room_for_the_pixels_of_all_others(
+def test_large_pictures_stay_encoded_while_the_pool_can_hold_the_pixels_of_all_others(
     kinds: list[int], factor: float
 ) -> None:
-    """A pool that holds the pixels of all is never too small, and is not left unused."""
+    """A pool that holds the pixels of all pictures is never too small, and is used fully."""
     sizes = [sample_of(kind) for kind in kinds]
     pool = int(factor * len(kinds) * ROW)
     kept = Kept(sizes, SQUARE, pool=pool)
@@ -77,13 +77,13 @@ def sample_of(kind: int) -> bytes:
 def test_the_pool_follows_the_mean_size_of_a_picture() -> None:
     layout = Layout(2, 100, (3, SIDE, SIDE), 8, backend="device")
     gib = 2**30
-    small, said = fitted(layout, 500.0, gib)
-    assert small.pool == 100 * ROW and "data.decode=gpu, 2 x 100 samples need 144.2 KiB" in said, said
-    large, said = fitted(layout, 3.0 * ROW, gib)
+    small, message = fitted(layout, 500.0, gib)
+    assert small.pool == 100 * ROW and "data.decode=gpu, 2 x 100 samples need 144.2 KiB" in message, message
+    large, message = fitted(layout, 3.0 * ROW, gib)
     assert large.pool == 100 * int(HEADROOM * 3 * ROW)
-    assert f"need {large.memory_bytes(3.0 * ROW) / 2**20:.1f} MiB" in said, said
+    assert f"need {large.memory_bytes(3.0 * ROW) / 2**20:.1f} MiB" in message, message
     tight, _ = fitted(layout, 3.0 * ROW, int(1.5 * 2 * 100 * ROW))
-    assert 100 * ROW < tight.pool < large.pool, "less room than the pictures would take: some wait as pixels"
+    assert 100 * ROW < tight.pool < large.pool, "less memory than the pictures would take: some wait as pixels"
     with pytest.raises(UserError, match=r"data\.decode=gpu: 2 x 100 samples need .*take offload=encoded, data"):
         fitted(layout, 3.0 * ROW, 2 * 100 * ROW)
 
@@ -95,12 +95,12 @@ def test_the_plan_counts_the_memory_that_a_run_states(
     backend = "encoded" if offload == "encoded" else "host"
     monkeypatch.setattr("clipscale.data.loader.memory.picture_bytes", lambda *_: 2500.0)
     with open_stream(mixed, batch=64, side=SIDE, decode="gpu", device=cpu, workers=1, backend=backend) as stream:
-        said = stream.memory
+        message = stream.memory
     data = DataConfig(decode="gpu", workers=1)
     config = PlanConfig(batch=64, data=data, offload=offload, gpus=1, image_bytes=2500)
     run: Any = SimpleNamespace(row=(3, SIDE, SIDE), row_type=torch.uint8, context_length=8)
     planned = memory.host_memory(config, run, 64, 32, cuda=False).process["batch"]
-    assert f"need {format_bytes(planned)} of" in said, said
+    assert f"need {format_bytes(planned)} of" in message, message
 
 
 # -- settings ----------------------------------------------------------------------------------------------------------
@@ -137,7 +137,7 @@ def test_pixels_on_disk_and_decoding_on_the_device_exclude_each_other() -> None:
 
 
 class Gated:
-    """Stands for the decoder of rows: pixels are the rows' own numbers; each call waits until it is let through, and is noted."""
+    """Replaces the row decoder. Pixels are the rows' own numbers; each call waits for the gate and is recorded."""
 
     device = torch.device("cpu")
 
@@ -231,7 +231,7 @@ def test_what_goes_wrong_on_the_device_is_raised_where_rows_are_asked_for(
 
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """JPEGs and PNGs in turns, and among them some that are cut off, and one that only its decoding shows to be broken."""
+    """Alternating JPEGs and PNGs; some are cut off, and one turns out to be broken only when it is decoded."""
     members: Members = []
     for i in range(160):
         data = jpeg(picture(i, (50, 34), "PNG"), quality=97, subsampling=0) if i % 3 else picture(i, (40, 40))
@@ -338,7 +338,7 @@ def test_the_memory_of_a_run_is_stated_with_its_pixels(cpu: torch.device, mixed:
         with open_stream(mixed, **options, backend=backend) as stream:
             stream.next_batch().pixels(0, 64)
             stated[backend] = stream._arena.layout.memory_bytes(1000.0)
-    assert stated["host"] - stated["encoded"] == pytest.approx(2 * 64 * ROW, abs=4096), "two batches of pixels besides"
+    assert stated["host"] - stated["encoded"] == pytest.approx(2 * 64 * ROW, abs=4096), "two more batches of pixels"
 
 
 def test_loaders_have_no_use_for_the_devices_decoder() -> None:

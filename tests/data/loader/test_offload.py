@@ -1,4 +1,4 @@
-"""Where image rows wait between the passes: the same pixels wherever it is, in the memory that was stated, and an error when it fails."""
+"""The offload backends: the same pixels with each, the stated memory, and an error when a backend fails."""
 
 import errno
 import io
@@ -18,7 +18,7 @@ import torch
 from PIL import Image
 
 from clipscale.config.data import AugmentConfig
-from clipscale.data.loader import memory as room
+from clipscale.data.loader import memory
 from clipscale.data.loader.host_batch import Layout, Slot
 from clipscale.data.loader.prefetch import Prefetcher
 from clipscale.errors import UserError
@@ -80,7 +80,7 @@ def test_pixels_are_those_of_host_in_both_passes(mixed: Path, tmp_path: Path, ba
         assert torch.equal(stream.next_batch().pixels(0, BATCH), expected[0][0]), "in one piece larger than a chunk"
 
 
-# -- made ready ahead --------------------------------------------------------------------------------------------------
+# -- prefetching -------------------------------------------------------------------------------------------------------
 
 
 def recorded() -> tuple[Prefetcher, list[tuple[str, int, int]]]:
@@ -223,7 +223,7 @@ def test_memory_does_not_grow_over_steps(mixed: Path, tmp_path: Path, backend: s
 
 
 def test_what_does_not_fit_is_refused_with_what_to_do(mixed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "free_memory", lambda: 100_000)
+    monkeypatch.setattr(memory, "free_memory", lambda: 100_000)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     for backend, remedy in (
         ("host", "take offload=encoded"),
@@ -234,14 +234,14 @@ def test_what_does_not_fit_is_refused_with_what_to_do(mixed: Path, monkeypatch: 
             open_stream(mixed, batch=BATCH, side=64, backend=backend, chunk=CHUNK)
 
 
-def test_pictures_larger_than_foreseen_end_the_run_instead_of_the_machine(tmp_path: Path, monkeypatch: Any) -> None:
+def test_pictures_larger_than_expected_end_the_run_instead_of_the_machine(tmp_path: Path, monkeypatch: Any) -> None:
     members: Members = []
     for i in range(64 * 4):  # the first ones are small
         data = picture(0, (8, 8)) if i < 64 else picture(i, (60, 60))
         members += [(f"{i}.png", data), (f"{i}.txt", b"words")]
     path = write_tar(tmp_path / "0.tar", members)
     layout = Layout(1, 256, (3, 64, 64), 8, backend="encoded", chunk=CHUNK)
-    monkeypatch.setattr(room, "free_memory", lambda: int((layout.memory_bytes() + 256 * 1000) / room.MARGIN))
+    monkeypatch.setattr(memory, "free_memory", lambda: int((layout.memory_bytes() + 256 * 1000) / memory.MARGIN))
     stream = open_stream(path, batch=256, side=64, backend="encoded", chunk=CHUNK, shuffle=0, shard_streams=1)
     with pytest.raises(UserError, match=r"offload=encoded: the pictures of a batch are larger .* take offload=disk"):
         stream.next_batch().ids()
@@ -250,16 +250,16 @@ def test_pictures_larger_than_foreseen_end_the_run_instead_of_the_machine(tmp_pa
 def test_a_containers_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "memory.max").write_text("5000000\n")
     (tmp_path / "memory.stat").write_text("anon 1000000\nfile 90000000\nshmem 500000\n")
-    monkeypatch.setattr(room, "_GROUP", tmp_path)
-    assert room.free_memory() == 3_500_000
+    monkeypatch.setattr(memory, "_GROUP", tmp_path)
+    assert memory.free_memory() == 3_500_000
     (tmp_path / "memory.max").write_text("max\n")
-    assert room.free_memory() == pytest.approx(psutil.virtual_memory().available, rel=0.2)
+    assert memory.free_memory() == pytest.approx(psutil.virtual_memory().available, rel=0.2)
 
 
 # -- disk --------------------------------------------------------------------------------------------------------------
 
 
-def test_the_disks_room_is_taken_before_the_run(mixed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_space_is_reserved_before_the_run(mixed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with open_stream(mixed, batch=BATCH, side=64, backend="disk", folder=str(tmp_path)) as stream:
         assert os.fstat(stream._arena.file).st_blocks * 512 >= BATCH * 3 * 64 * 64
         assert f"in {tmp_path}" in stream.memory

@@ -49,14 +49,14 @@ def test_where_pixels_wait_does_not_change_a_bit_of_the_curve(
     assert found == (host if keep == "none" else pytest.approx(host, rel=1e-5))
 
 
-def test_a_disk_without_room_leaves_the_checkpoints(demo: Path, tmp_path: Path) -> None:
+def test_a_full_disk_leaves_the_checkpoints(demo: Path, tmp_path: Path) -> None:
     train(augmented(demo, tmp_path / "run", samples=128, schedule=ScheduleConfig(name="constant", warmup="0")))
     before = sorted((tmp_path / "run/checkpoints").iterdir())
     config = augmented(demo, tmp_path / "run", schedule=ScheduleConfig(name="constant", warmup="0"))
     with pytest.raises(UserError, match=r"offload_dir=/nowhere: .*offload=encoded"):
         train(replace(config, offload="disk", offload_dir="/nowhere"))
     assert sorted((tmp_path / "run/checkpoints").iterdir()) == before
-    assert train(replace(config, offload="disk"))["step"] == 4, "and the run goes on with another tier"
+    assert train(replace(config, offload="disk"))["step"] == 4, "and the run goes on with another backend"
 
 
 # -- ramp --------------------------------------------------------------------------------------------------------------

@@ -78,13 +78,13 @@ def read(streams: list[TrainStream], steps: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("rule", ["linear", "double"])
-@pytest.mark.parametrize("lanes", [1, 4, 8])
-def test_every_sample_comes_once_an_epoch_while_the_batch_grows(tmp_path: Path, rule: str, lanes: int) -> None:
+@pytest.mark.parametrize("streams", [1, 4, 8])
+def test_every_sample_comes_once_an_epoch_while_the_batch_grows(tmp_path: Path, rule: str, streams: int) -> None:
     counts = [40, 17, 71]
     paths = write_shards(tmp_path, counts)
     sizes = ramped(64, 16, 4 * 128, rule)
-    given_out = flat(read(opened(tmp_path, sizes, shard_streams=lanes), 24))
-    assert [len(batch) for batch in read(opened(tmp_path, sizes, shard_streams=lanes), 24)] == [
+    given_out = flat(read(opened(tmp_path, sizes, shard_streams=streams), 24))
+    assert [len(batch) for batch in read(opened(tmp_path, sizes, shard_streams=streams), 24)] == [
         sizes.at(step) for step in range(24)
     ]
     ends = [sizes.before(step) for step in range(1, 25) if sizes.before(step) % 128 == 0]
@@ -128,7 +128,7 @@ def test_workers_follow_the_ramp_in_memory_that_is_allocated_once(tmp_path: Path
         assert len(places) == 2
 
 
-def test_a_start_that_the_lanes_do_not_divide_is_refused_with_a_number_that_they_do(tmp_path: Path) -> None:
+def test_a_start_that_the_streams_do_not_divide_is_refused_with_a_number_that_they_do(tmp_path: Path) -> None:
     write_shards(tmp_path, [100, 100])
     with pytest.raises(
         UserError, match=r"ramp\.start: batches of 12 to 24 .* the 8 shard streams .*; set data\.shard_streams=6"

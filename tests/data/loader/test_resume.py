@@ -161,7 +161,7 @@ def test_other_data_starts_from_its_beginning(tmp_path: Path, caplog: pytest.Log
     assert open_stream(moved, batch=8, position=position).position() == position
 
 
-def test_another_version_s_order_within_shards_is_said(
+def test_another_version_s_order_within_shards_is_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another bound on the windows, another version, or none noted: the place in the data is kept, and a line says what that means."""

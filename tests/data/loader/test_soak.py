@@ -1,4 +1,4 @@
-"""Hours of loading in fast-forward: tiny pictures, many batches, and the memory of every process watched.
+"""Hours of loading in fast-forward: tiny pictures, many batches, and a check of every process's memory.
 
 CLIPSCALE_SOAK_SAMPLES=1200000 makes it an hour of 333 pictures a second.
 """
@@ -61,9 +61,9 @@ def test_no_process_grows(tmp_path: Path, backend: str, order: str) -> None:
         half = len(sizes) // 2
         # the least of each half: what is in use, whatever the allocator holds back between collections
         grown = min(sizes[half:]) - min(sizes[:half])
-        told = (
+        line = (
             f"{name} {sizes[0] / 2**20:.1f} MiB, {grown / 2**20:+.2f} MiB in the second half; {files[name][-1]} files"
         )
-        print(f"{backend}, {order}, {samples} samples: {told}")
+        print(f"{backend}, {order}, {samples} samples: {line}")
         assert grown < ALLOWED, f"{name}: {grown / 2**20:.1f} MiB more in the second half of {samples} samples"
         assert max(files[name]) < files[name][0] + 10, f"{name}: open files {files[name]}"
