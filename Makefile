@@ -91,7 +91,7 @@ B16 := out=$(RESULTS)/vit-b16 model=vit-b16 chunk=256
 L14 := out=$(RESULTS)/vit-l14 model=vit-l14 chunk=128
 MAIN := plain@max open_clip-plain@max cache keep-80G open_clip compiled-plain@max compiled
 REST := plain@max frozen-plain@max compiled-plain@max frozen keep-40G
-# The ways at the batches $(1), with what they are compared with.
+# The variants at the batches $(1), with what they are compared with.
 at = $(call listed,plain@max frozen-plain@max compiled-plain@max $(foreach way,$(2),$(foreach batch,$(1),$(way)@$(batch))))
 gpu-step:
 	$(call step,170) $(L14) batch=8k repeats=3 methods=$(call listed,$(MAIN))
@@ -130,7 +130,7 @@ gpu-memory:
 
 # The largest batch of one GPU and its host, searched for from what plan predicts, and one whole step of it: raw pixels in host memory;
 # and encoded pictures, where time is the bound.
-largest = -$(RUN) -m clipscale.bench.fit --largest --record $(RESULTS)/$(1).json --run runs/gpu-$(1) --seconds 520 $(2) \
+largest = -$(RUN) -m clipscale.bench.largest --record $(RESULTS)/$(1).json --run runs/gpu-$(1) --seconds 520 $(2) \
 	    $(SETTINGS) model=vit-b32 cache.chunk=512 data.buffers=1
 gpu-largest:
 	$(CLIPSCALE) data demo

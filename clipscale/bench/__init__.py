@@ -3,7 +3,8 @@
     clipscale bench loss    loss.py   loss_work.py: what a process measures    loss_methods.py: what is compared
     clipscale bench step    step.py   step_work.py                             step_variants.py
     clipscale bench data    data.py
-    python -m clipscale.bench.fit     whole runs beside `clipscale plan`; the largest batch that a machine holds
+    python -m clipscale.bench.fit       whole runs beside `clipscale plan`
+    python -m clipscale.bench.largest   the largest batch that a machine holds
 
 Each declares columns, notes, targets and panels; present.py prints and draws them, and again from the record alone. harness.py starts
 fresh processes, worker.py measures in them, memory.py the memory of a step; record.py keeps what was measured, targets.py judges it.

@@ -25,7 +25,7 @@ from clipscale.units import format_count
 
 Row = dict[str, Any]
 
-HOMES = {"loss": "loss", "step": "step", "data": "data", "runs": "fit", "largest": "fit"}
+HOMES = {"loss": "loss", "step": "step", "data": "data", "runs": "fit", "largest": "largest"}
 """Benchmark, as a record names it -> the module that declares it in BENCHMARKS."""
 MARKS = "os^Dv<>P"
 GREY = "#475569"

@@ -40,10 +40,10 @@ def begin(folder: str, name: str, verb: str, settings: Any, **more: Any) -> tupl
     out = Path(folder).expanduser()
     out.mkdir(parents=True, exist_ok=True)
     defaults = {field.name: field.default for field in fields(settings)}
-    asked = {key: value for key, value in asdict(settings).items() if key != "out"}
-    given = [f"{key}={value}" for key, value in asked.items() if value != defaults[key]]
+    values = {key: value for key, value in asdict(settings).items() if key != "out"}
+    given = [f"{key}={value}" for key, value in values.items() if value != defaults[key]]
     facts = machine(shlex.join(["clipscale", "bench", verb, *given]))
-    record: Row = {"benchmark": verb, "settings": asked, "machine": facts} | more | {"rows": []}
+    record: Row = {"benchmark": verb, "settings": values, "machine": facts} | more | {"rows": []}
     path = out / f"{name}.json"
     before = earlier(path, record) if settings.resume else {}
     record |= {key: before[key] for key in ("rows", "gemm") if key in before}

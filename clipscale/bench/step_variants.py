@@ -70,7 +70,7 @@ class StepVariant:
     """One way to compute a step's gradients."""
 
     inputs: Callable[[int], Any]
-    """Of a batch of so many samples, where the method wants them."""
+    """Of a batch of so many samples, where the method takes them."""
     step: Callable[[Any, Meter], None]
     """Leaves gradients in the parameters."""
     flops: Flops
@@ -253,7 +253,7 @@ def repeated(rows: Callable[[int, int], Tensor], size: int, start: int, stop: in
 
 
 class _Loader(list[Any]):
-    """Chunks as open_clip's loop wants them."""
+    """Chunks as open_clip's loop takes them."""
 
     @property
     def num_batches(self) -> int:

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
-from clipscale.bench import fit, present
-from clipscale.bench.fit import Attempt, Prediction, judged, run_notes, search
+import clipscale
+from clipscale.bench import fit, largest, present
+from clipscale.bench.fit import Attempt, judged, run_notes
 from clipscale.bench.harness import Ended
+from clipscale.bench.largest import Prediction, search
 from clipscale.data.demo import render_demo
 from clipscale.data.loader.host_batch import Layout
 from clipscale.data.loader.memory import fitted
@@ -37,7 +39,7 @@ def searched(
 
     def attempted(batch: int, left: float) -> Attempt:
         assert batch % grain == 0 and batch not in [t.batch for t in [*tried, *made]], "nothing is tried twice"
-        return Attempt("ok", "", batch / 1000) if batch <= limit else Attempt("out of memory", "no room", 1.0)
+        return Attempt("ok", "", batch / 1000) if batch <= limit else Attempt("out of memory", "no memory", 1.0)
 
     ended = search(tried, first, grain, seconds, attempted, made.append)
     return made, ended
@@ -50,7 +52,7 @@ def test_the_largest_is_found_from_any_start(first: int, grain: int) -> None:
     good = max(t.batch for t in made if t.status == "ok")
     bad = min(t.batch for t in made if t.too_large)
     assert ended == "found" and good <= 100_000 < bad, (good, bad)
-    assert bad - good <= max(grain, fit.CLOSE * bad), (good, bad)
+    assert bad - good <= max(grain, largest.CLOSE * bad), (good, bad)
 
 
 def test_a_good_prediction_costs_few_whole_steps() -> None:
@@ -71,13 +73,17 @@ def test_a_search_goes_on_from_its_record() -> None:
     assert fewer == made[2:]
 
 
-def test_what_is_no_want_of_memory_ends_the_search() -> None:
+def test_a_failure_for_another_reason_ends_the_search() -> None:
     ended = search([], 64, 16, 100.0, lambda *_: Attempt("failed", "a slip", 1.0), lambda _: None)
     assert ended == "failed: a slip"
     assert searched(10, 4096, 64)[1] == "not even 64 samples fit"
 
 
-def test_the_programs_refusals_are_known_as_want_of_memory() -> None:
+def test_the_programs_refusals_are_known_as_lack_of_memory() -> None:
+    sources = "".join(
+        path.read_text() for path in Path(clipscale.__file__).parent.rglob("*.py") if path.parent.name != "bench"
+    )
+    assert [sign for sign in fit.REFUSALS if sign.removesuffix("SIGKILL") not in sources] == [], "no message says so"
     layout = Layout(slots=1, samples=2**30, row=(3, 224, 224), context_length=77)
     with pytest.raises(UserError) as refusal:
         fitted(layout, free=2**30)
@@ -95,18 +101,18 @@ def test_a_whole_search_on_a_cpu_with_bounded_memory(tmp_path: Path) -> None:
     render_demo(tmp_path / "demo", train_samples=128)
     words = [*SMALL, f"data.train={tmp_path}/demo/train/{{00000..00015}}.tar"]
     record, run = tmp_path / "largest.json", tmp_path / "run"
-    command = ["--largest", "--record", str(record), "--run", str(run), "--grain", "128"]
-    assert fit.main([*command, "--first", "1G", "--seconds", "40", "--memory", "2G", *words]) == 1
+    command = ["--record", str(record), "--run", str(run), "--grain", "128"]
+    assert largest.main([*command, "--first", "1G", "--seconds", "40", "--memory", "2G", *words]) == 1
     found = json.loads(record.read_text())
     assert {one["status"] for one in found["rows"]} <= {"refused", "out of memory", "no time"}, found["rows"]
     record.unlink()
-    fit.main([*command, "--first", "128", "--seconds", "45", "--memory", "4G", *words])
+    largest.main([*command, "--first", "128", "--seconds", "45", "--memory", "4G", *words])
     found = json.loads(record.read_text())
     assert found["rows"][0]["status"] == "ok" and found["largest"] >= 128, found
     assert found["fits"]["steps"][-1]["batch"] == found["largest"] and found["fits"]["predicted"]["compared"]["host"]
     assert found["fits"]["code"] == found["machine"]["code"]["clipscale"] == found["rows"][0]["code"]
     assert found["machine"]["code"]["clipscale"] and found["machine"]["command"].startswith(
-        "python -m clipscale.bench.fit --largest"
+        "python -m clipscale.bench.largest"
     )
 
 

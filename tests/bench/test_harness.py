@@ -1,4 +1,4 @@
-"""Processes that measure: started, heard, and ended; and the worker in one of them."""
+"""Processes that measure: started, watched, and ended."""
 
 import time
 from typing import Any
@@ -36,7 +36,7 @@ def test_a_rank_that_fails_ends_the_others_and_says_why() -> None:
 def test_time_that_is_up_is_no_failure() -> None:
     (late,) = ended(["answer", "sleep"], seconds=3.0, grace=30.0)
     assert late.status is None and late.answer == {"rank": 0, "answers": 1, "variable": None}
-    assert "KeyboardInterrupt" in late.output, "it was asked to end before it was made to"
+    assert "KeyboardInterrupt" in late.output, "it was interrupted before it was killed"
 
 
 @pytest.mark.parametrize(

@@ -137,7 +137,7 @@ def test_the_profile_says_how_near_each_half_of_the_work_comes_to_the_gemm_rate(
     row["profile"] = {"kinds": kinds, "total_s": 0.7, "idle_s": 0.01}
     assert limits(row) == "; score kernels at 62%, matrix products at 100% of the GEMM rate; idle 10 ms"
     row["profile"]["kinds"].pop("score kernels")
-    assert limits(row) == "", "torch's own kernels are not told apart so"
+    assert limits(row) == "", "torch's own kernels are not divided so"
 
 
 @pytest.mark.parametrize(

@@ -70,10 +70,10 @@ def test_matmuls_are_counted_as_each_method_does_them() -> None:
 def test_the_error_against_the_oracle_is_that_of_the_precision(dtype: str) -> None:
     names = ["infcl", "dense", "openclip", "siglip", "lit", "open_clip", "torch"]
     found = worked(job(names, case=replace(CASE, dtype=dtype), reference=96)).found
-    bar = {"fp32": 1e-5, "bf16": 0.3}[dtype]
+    bound = {"fp32": 1e-5, "bf16": 0.3}[dtype]
     for name, record in found.items():
         assert record["status"] == "ok", record
-        assert 0 < record["error"] < bar, f"{name}: {record['errors']}"
+        assert 0 < record["error"] < bound, f"{name}: {record['errors']}"
         assert record["error"] == max(record["errors"].values())
     assert "images" not in found["lit"]["errors"]
 
@@ -169,7 +169,7 @@ def test_the_peak_of_the_host_is_seen_after_it_has_passed() -> None:
     size = 64 << 20
     memory = HostMemory()
     held = memory.reset()
-    with mmap.mmap(-1, size) as block:  # not from the heap, which may have room that is in memory already
+    with mmap.mmap(-1, size) as block:  # not from the heap, which may hold free memory already
         for page in range(0, size, mmap.PAGESIZE):
             block[page] = 1
     first, second = memory.peak() - held, -memory.reset() + memory.peak()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from clipscale.bench import data, fit, loss, step
+from clipscale.bench import data, fit, largest, loss, step
 from clipscale.cli import compose
 from clipscale.cli import main as cli
 from clipscale.config.parse import typed
@@ -33,8 +33,8 @@ class ParsedError(Exception):
 
 def commands(target: str) -> list[list[str]]:
     """What `make TARGET` would run, without the installation: the words after `-m`."""
-    asked = ["make", "--dry-run", "--no-print-directory", target, "INSTALLED=", "RUN=python3"]
-    printed = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    command = ["make", "--dry-run", "--no-print-directory", target, "INSTALLED=", "RUN=python3"]
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     found = (shlex.split(line) for line in printed.replace("\\\n", " ").splitlines())
     whole = [words[words.index("-m") + 1 :] for words in found if "-m" in words]
     return [list(takewhile(lambda word: word not in ("|", ">", "2>&1"), words)) for words in whole]
@@ -81,10 +81,13 @@ def check(words: list[str], monkeypatch: pytest.MonkeyPatch) -> float:
             assert cli.main(rest) == 0, shlex.join(words)
         case "clipscale.bench.fit":
             given = parsed(fit.main, rest, monkeypatch)
-            batch = [f"batch={given.grain}", f"samples={given.grain}"] if given.largest else []
-            config = composed([f"run={given.run}", *given.words, *batch])
+            config = composed([f"run={given.run}", *given.words])
             assert config.device == "cuda" and config.data.workers >= 1
-            assert not given.largest or (config.data.buffers == 1 and config.offload in ("host", "encoded"))
+            return float(given.seconds)
+        case "clipscale.bench.largest":
+            given = parsed(largest.main, rest, monkeypatch)
+            config = composed([f"run={given.run}", *given.words, f"batch={given.grain}", f"samples={given.grain}"])
+            assert config.data.buffers == 1 and config.offload in ("host", "encoded")
             return float(given.seconds)
         case "clipscale.bench.record" | "pytest":
             assert rest
@@ -94,7 +97,7 @@ def check(words: list[str], monkeypatch: pytest.MonkeyPatch) -> float:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_what_is_asked_of_a_gpu_is_asked_rightly(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_command_of_a_gpu_is_command_rightly(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     found = commands(target)
@@ -108,8 +111,8 @@ def test_what_is_asked_of_a_gpu_is_asked_rightly(target: str, monkeypatch: pytes
         "clipscale bench data wrokers=2",
         "clipscale bench step device=cuda resume=true methods=cahce",
         "clipscale.bench.fit --record x --run y cache.kept=40G",
-        "clipscale.bench.fit --largest --record x --run y data.bufers=1",
-        "clipscale.bench.fit --largest --record x --run y data.buffers=1 offload=hots",
+        "clipscale.bench.largest --record x --run y data.bufers=1",
+        "clipscale.bench.largest --record x --run y data.buffers=1 offload=hots",
     ],
 )
 def test_a_slip_would_be_seen(line: str, monkeypatch: pytest.MonkeyPatch) -> None:

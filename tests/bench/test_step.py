@@ -81,7 +81,7 @@ def test_kept_graphs_save_second_passes(work: StepWorker) -> None:
 
 
 def test_a_batch_beyond_the_pool_repeats_its_samples(work: StepWorker) -> None:
-    """4 chunks of distinct samples serve any batch, whichever way a method wants them."""
+    """4 chunks of distinct samples serve any batch, however a method takes them."""
     (rows, _), (whole, _) = work.variants.rows(23), work.variants.on_device(23)
     chunks = torch.cat([rows.chunk(i, min(i + 4, 23)) for i in range(0, 23, 4)])
     assert torch.equal(chunks, whole) and torch.equal(whole[:7], whole[16:])
@@ -110,7 +110,7 @@ def test_time_is_recorded_as_it_goes_and_a_failure_is_its_methods_own(work: Step
 def test_the_largest_batch_is_found_between_one_that_fits_and_one_that_does_not(
     work: StepWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With room for 1,500 samples: doubling stops at 2,048, and the gap above 1,024 is halved to an eighth of that."""
+    """With memory for 1,500 samples: doubling stops at 2,048, and the gap above 1,024 is halved to an eighth of that."""
     monkeypatch.setattr(work, "fits", lambda variant, size: 1e-6 * size if size <= 1500 else None)
     work.find_largest("plain@max", work.record("plain@max"))
     record = work.found.pop("plain@max")
@@ -180,7 +180,7 @@ def by_hand() -> dict[str, Any]:
     assert found.cases == [f"{name}@8" for name in names]
     ok = {"status": "ok", "steps": [], "memory": {"4": 1 << 20, "8": 3 << 20}}
     answers = [{"cases": {name: dict(ok)}} for name in names]
-    answers[3]["cases"]["frozen"] |= {"status": "out of memory", "reason": "no room", "traceback": ""}
+    answers[3]["cases"]["frozen"] |= {"status": "out of memory", "reason": "no memory", "traceback": ""}
     times = {"plain": [1.0, 2.0, 1.0], "frozen-plain": [0.5, 0.5, 0.5], "cache": [1.3, 2.8, 1.2], "frozen": []}
     timed = {"status": "ok", "size": 8, "mfu": 0.5}
     answers.append({"cases": {f"{name}@8": timed | {"steps": steps(seconds)} for name, seconds in times.items()}})
@@ -239,7 +239,7 @@ def test_of_several_batches_a_method_is_compared_with_plain_at_the_same_or_the_l
     assert rows["cache@64"]["ratio"]["median"] == pytest.approx((8 / 64) / (1.6 / 16))
     assert rows["plain@max"]["batch"] == 16 and rows["cache@64"]["samples_per_s"] == 8
     unfinished = rows_of(found, [{"cases": {}}])
-    assert [row["status"] for row in unfinished] == ["not run"] * 4, "nothing asked for goes missing"
+    assert [row["status"] for row in unfinished] == ["not run"] * 4, "no case goes missing"
 
 
 def test_memory_is_measured_in_processes_apart_and_time_in_one() -> None:

@@ -27,7 +27,7 @@ def loss_row(method: str, n: int, seconds: float, fraction: float = 0.8, extra: 
 
 def test_the_loss_on_cuda_is_held_to_the_gemm_rate_to_inf_cl_and_to_two_gibibytes() -> None:
     rows = [
-        loss_row("infcl", 32768, 1.0, fraction=0.1),  # smaller than the bar asks for
+        loss_row("infcl", 32768, 1.0, fraction=0.1),  # smaller than the target is for
         loss_row("infcl", 65536, 0.05, fraction=0.771),
         loss_row("inf_cl", 65536, 0.45),
         loss_row("infcl", 1 << 20, 12.0, fraction=0.76),
@@ -72,7 +72,7 @@ def test_the_loss_on_a_cpu_is_held_to_clip_loss() -> None:
     assert [line.split(":")[0] for line in slow] == ["missed", "missed"]
     alone = of_loss([ours | where])
     assert [line.split(":")[0] for line in alone] == ["not measured"] * 2 and "(open_clip: not run)" in alone[0]
-    assert of_loss([ours | where | {"ranks": 4}]) == [], "the bars are of one process"
+    assert of_loss([ours | where | {"ranks": 4}]) == [], "the targets are of one process"
 
 
 def step_row(case: str, rate: float, ratio: float | None = 1.0, **more: Any) -> Row:
@@ -109,7 +109,7 @@ def test_the_step_is_held_to_utilisation_to_plain_to_open_clip_and_to_flat_memor
         "cache: replay 1.0%",
     ]
     assert of_step(STEP, "vit-l14", "cuda")[0].startswith("missed: plain at 45% MFU")
-    assert len(of_step(STEP, "vit-b32", "cuda")) == len(of_step(STEP, "vit-l14", "cpu")) == 4, "no bar for that"
+    assert len(of_step(STEP, "vit-b32", "cuda")) == len(of_step(STEP, "vit-l14", "cpu")) == 4, "no target for that"
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,6 @@ def test_only_the_command_line_knows_hydra() -> None:
     above = {"clipscale.cli.compose", "clipscale.cli.sweep"}
     assert who("hydra") == above
     assert who("omegaconf") == above
-    programs = {"clipscale.bench.fit"}  # a command line of its own
+    programs = {"clipscale.bench.fit", "clipscale.bench.largest"}  # command lines of their own
     assert who(*above) - programs == {"clipscale.cli.main", "clipscale.cli.sweep"}
     assert who("clipscale.cli.main") - programs == {"clipscale.__main__"}
