@@ -1,4 +1,4 @@
-"""The table of GPUs: names as the driver spells them; and the cores of this machine."""
+"""The table of GPUs by the driver's names, and the cores of this machine."""
 
 from pathlib import Path
 
@@ -43,7 +43,7 @@ def test_faster_arithmetic_is_no_slower() -> None:
 
 
 @pytest.mark.parametrize(("share", "most"), [("max 100000", 1000), ("150000 100000", 2), ("10000 100000", 1)])
-def test_cores_are_those_that_the_container_has_the_time_of(
+def test_cores_follow_the_quota_of_the_container(
     share: str, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine, "CPU_SHARE", tmp_path / "cpu.max")

@@ -1,4 +1,4 @@
-"""The wheel holds all that `clipscale train` needs, and nothing of the checkout is missed."""
+"""The wheel holds all that `clipscale train` needs."""
 
 import subprocess
 import sys
@@ -37,7 +37,7 @@ def test_the_wheel_holds_the_package_and_its_configuration(wheel: Path) -> None:
 def test_the_wheel_in_an_empty_environment_trains_from_another_folder(
     wheel: Path, shards: str, tmp_path: Path, environment: dict[str, str]
 ) -> None:
-    """The environment sees this one's dependencies, but not this checkout."""
+    """The environment sees the dependencies of this one, but not this checkout."""
     home = tmp_path / "environment"
     venv.create(home, with_pip=False, symlinks=True)
     python = home / "bin/python"
@@ -49,7 +49,7 @@ def test_the_wheel_in_an_empty_environment_trains_from_another_folder(
     ).stdout.strip()
     install = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", "--no-index"]
     subprocess.run([*install, str(wheel)], check=True, timeout=120, env=environment)
-    # A path alone, whose own .pth files (this checkout's editable install) are not followed.
+    # Python does not follow the .pth files in a folder added this way, such as the editable install of this checkout.
     (Path(site) / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
 
     elsewhere = tmp_path / "elsewhere"

@@ -1,4 +1,4 @@
-"""Counts, folders and the words nearest to a mistyped one."""
+"""Counts, folders, bytes and suggestions for mistyped words."""
 
 from pathlib import Path
 
@@ -25,7 +25,7 @@ def test_counts_are_binary_and_a_plain_integer_is_itself(text: str, count: int) 
 
 
 @pytest.mark.parametrize("text", ["", "k", "1.5", "0.3k", "-1", "1MB", "ten", "1 000"])
-def test_what_is_no_whole_count_is_refused_with_its_text(text: str) -> None:
+def test_other_texts_are_refused_with_the_text(text: str) -> None:
     with pytest.raises(ValueError, match=r"is not a (count|whole number)"):
         parse_count(text)
 
@@ -73,5 +73,5 @@ def test_a_taken_folder_gets_a_number(tmp_path: Path) -> None:
         (3 * 2**50, "3072.00 TiB"),
     ],
 )
-def test_bytes_are_said_in_the_unit_that_fits(count: float, text: str) -> None:
+def test_bytes_are_shown_in_the_largest_fitting_unit(count: float, text: str) -> None:
     assert format_bytes(count) == text

@@ -39,7 +39,7 @@ def run(
     """
     tool = TOOLS[name]
     declared = settings_of(tool.settings)
-    flags, overrides = prepare(argv, declared)
+    flags, overrides = prepare(tool, argv)
     if sweep_dir is not None:
         overrides += sweep_overrides(overrides, sweep_dir)
     ConfigStore.instance().store(name="settings", node=defaults(tool.settings))

@@ -82,7 +82,7 @@ def train(argv: list[str]) -> int:
             "-m under torchrun would start the whole sweep in every rank; leave torchrun out, "
             "clipscale starts the workers of each job itself"
         )
-    overrides.check(TOOLS["train"], argv)
+    overrides.prepare(TOOLS["train"], argv)  # finds mistakes before Hydra is imported
     if sweep:
         from clipscale.cli import sweep as sweeps
 
@@ -153,7 +153,7 @@ def composed(name: str, argv: list[str]) -> Any | None:
     """The settings of a tool with a file in conf/; None if Hydra only printed something. Raises UserError."""
     if any(word in overrides.MULTIRUN for word in argv):
         raise UserError(f"{name} takes no -m; give one value for each setting")
-    overrides.check(TOOLS[name], argv)
+    overrides.prepare(TOOLS[name], argv)  # finds mistakes before Hydra is imported
     from clipscale.cli import compose
 
     values = compose.once(name, argv)

@@ -4,7 +4,7 @@ Importing Hydra takes longer than all else on the way to an error message.
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -28,44 +28,55 @@ NOT_A_NAME = re.compile(r"[\d.eE+-]+|true|false", re.IGNORECASE)
 """Text that Hydra reads as a number or a truth value, not as the name of a file."""
 
 
-def check(tool: Tool, argv: Sequence[str]) -> None:
-    """Raise UserError for flags, keys and values that are wrong whatever Hydra composes from the files in conf/."""
+def prepare(tool: Tool, argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Flags and overrides as Hydra wants them, with current names.
+
+    Literal values are quoted, free-form dictionaries accept new keys, and of `samples` and `epochs` the one that is not given becomes
+    null. Raises UserError for flags, keys and values that are wrong whatever Hydra composes from the files in conf/.
+    """
     flags, overrides = separate(argv)
     sweep = any(flag in MULTIRUN for flag in flags)
     own_files = any(flag.partition("=")[0] in CONFIG_DIR for flag in flags)
     settings = {one.name: one for one in settings_of(tool.settings)}
+    dictionaries = tuple(f"{name}." for name, one in settings.items() if one.kind is dict)
     groups, options = composed_defaults(tool.file)[0], group_options()
-    names = [*options, *settings]
+    result, given = [], set()
     for word in overrides:
         typed, equals, value = word.partition("=")
+        prefix = typed[: len(typed) - len(typed.lstrip("+~"))]
         key = current(typed.lstrip("+~"), settings)
-        in_a_dictionary = any(one.kind is dict and key.startswith(f"{name}.") for name, one in settings.items())
-        if in_a_dictionary or re.match(r"hydra\b|.*[@/]", key) or (own_files and key not in settings):
-            continue
+        given.add(key)
         if word.startswith("~") and key in settings:
             raise UserError(f"{word}: a setting cannot be taken away; give it another value")
         if key in groups and equals:
-            for name in parts(key, value, sweep):
+            for name in [] if own_files else parts(key, value, sweep):
                 if name not in [*options[key], "null"] and not complex_value(name):
                     raise UserError(
                         f"{key}={name}: unknown; choose {one_of(options[key])}{nearest(name, options[key])}"
                     )
+            # Hydra reads a number as something else than the name of a file
+            value = ",".join(quoted(part) if NOT_A_NAME.fullmatch(part) else part for part in value.split(","))
         elif key in settings and equals:
-            check_text(settings[key], value, sweep)
+            if settings[key].literal:
+                value = literal(key, value, sweep)
+            else:
+                check_text(settings[key], value, sweep)
             if key == "run" and value and not complex_value(value):
-                tool.find_run(str(plain(value)))
-        elif key not in groups:
-            raise UserError(misnamed(key, [name for name in names if name != key]))
+                tool.find_run(str(read_value(value)))
+        elif not (key in groups or key.startswith(dictionaries) or own_files or re.match(r"hydra\b|.*[@/]", key)):
+            raise UserError(misnamed(key, [name for name in (*options, *settings) if name != key]))
+        result.append(f"{'++' if f'{key}.'.startswith(dictionaries) else prefix}{key}{equals}{value}")
+    for one, other in (("samples", "epochs"), ("epochs", "samples")):
+        if one in given and other not in given and other in settings:
+            result.append(f"{other}=null")
+    return flags, result
 
 
 def check_text(declared: Setting, text: str, sweep: bool) -> None:
     """Raise UserError for the text of an override, or one of the texts of a sweep, that the setting does not accept."""
-    if declared.literal:
-        literal(declared.name, text, sweep)
-        return
     for one in parts(declared.name, text, sweep):
         if not complex_value(one):
-            check_value(declared, converted(declared, plain(one)))
+            check_value(declared, converted(declared, read_value(one)))
 
 
 def parts(key: str, text: str, sweep: bool) -> list[str]:
@@ -83,12 +94,12 @@ def complex_value(text: str) -> bool:
     return "${" in text or re.match(r"\w+\(|\{", text) is not None or text.count("[") != text.count("]")
 
 
-def plain(text: str) -> Any:
+def read_value(text: str) -> Any:
     """The value that Hydra reads from a text: null, a truth value, a number, a list, or the text itself."""
     if text[:1] in ("'", '"') and text[-1:] == text[:1]:
         return text[1:-1]
     if text.startswith("[") and text.endswith("]"):
-        return [plain(part) for part in split(text[1:-1])]
+        return [read_value(part) for part in split(text[1:-1])]
     if text.lower() in ("null", "true", "false"):
         return {"null": None, "true": True, "false": False}[text.lower()]
     for kind in (int, float):
@@ -97,35 +108,6 @@ def plain(text: str) -> Any:
         except ValueError:
             continue
     return text
-
-
-def prepare(argv: Sequence[str], declared: Iterable[Setting]) -> tuple[list[str], list[str]]:
-    """Flags and overrides as Hydra wants them, with current names.
-
-    Literal values are quoted, free-form dictionaries accept new keys, and of `samples` and `epochs` the one that is not given becomes
-    null. Raises UserError for an unknown flag, or a word that is neither flag nor override.
-    """
-    settings = {one.name: one for one in declared}
-    flags, overrides = separate(argv)
-    sweep = any(flag in MULTIRUN for flag in flags)
-    dictionaries = tuple(f"{name}." for name, one in settings.items() if one.kind is dict)
-    result, given, groups = [], set(), group_options()
-    for word in overrides:
-        typed, equals, value = word.partition("=")
-        prefix = typed[: len(typed) - len(typed.lstrip("+~"))]
-        key = current(typed.lstrip("+~"), settings)
-        given.add(key)
-        if key in groups:  # Hydra takes a number for something else than the name of a file
-            value = ",".join(quoted(part) if NOT_A_NAME.fullmatch(part) else part for part in value.split(","))
-        if equals and key in settings and settings[key].literal:
-            value = literal(key, value, sweep)
-        if f"{key}.".startswith(dictionaries):
-            prefix = "++"
-        result.append(f"{prefix}{key}{equals}{value}")
-    for one, other in (("samples", "epochs"), ("epochs", "samples")):
-        if one in given and other not in given and other in settings:
-            result.append(f"{other}=null")
-    return flags, result
 
 
 def separate(argv: Sequence[str]) -> tuple[list[str], list[str]]:

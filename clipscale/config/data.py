@@ -46,25 +46,19 @@ class TableConfig:
 class FilterConfig:
     """Samples to leave out. Each filter counts the samples it drops as broken, under its own reason `filter_...`."""
 
-    min_side: int = setting(
-        0, "Least pixels of the shorter side; smaller images are dropped (`filter_min_side`).", least=0
-    )
+    min_side: int = setting(0, "Least pixels of the shorter side; others are dropped (`filter_min_side`).", least=0)
     max_aspect: float | None = setting(
         None, "Largest ratio of the longer to the shorter side; other images are dropped (`filter_aspect`).", least=1
     )
-    min_caption: int = setting(0, "Least characters; shorter captions are dropped (`filter_short_caption`).", least=0)
-    max_caption: int | None = setting(
-        None, "Most characters; longer captions are dropped (`filter_long_caption`).", least=1
-    )
+    min_caption: int = setting(0, "Least characters; others are dropped (`filter_short_caption`).", least=0)
+    max_caption: int | None = setting(None, "Most characters; others are dropped (`filter_long_caption`).", least=1)
     fields: list[str] = setting(
         [],
         "Conditions on the json member: `similarity>=0.3`, `punsafe<0.5`, `LANGUAGE=en|de`, `status!=failed` "
         "(`filter_FIELD`).",
         literal=True,
     )
-    keep_missing: bool = setting(
-        False, "Keep samples that lack a field of `fields` instead of dropping them (`filter_no_FIELD`)."
-    )
+    keep_missing: bool = setting(False, "Keep samples that lack a field of `fields` (`filter_no_FIELD`).")
     block_keys: list[str] = setting(
         [],
         "Files with one KEY or SHARD/KEY per line, such as duplicates.txt of `data check` (`filter_blocked_key`).",
@@ -84,9 +78,7 @@ class DataConfig:
         "Shards: brace lists, globs, `@FILE` listing shards, folders, URLs, tables; several entries are several sources.",
         literal=True,
     )
-    weights: list[float] | None = setting(
-        None, "One weight per source in `train` (needs order=resampled); null: by number of samples."
-    )
+    weights: list[float] | None = setting(None, "A weight per source in `train` (with resampling); null: by samples.")
     order: str = setting(
         "auto",
         "`epochs`: each sample exactly once an epoch; `resampled`: shards drawn with replacement; `auto`: `epochs` if "
@@ -100,16 +92,8 @@ class DataConfig:
         "ranks need.",
         least=1,
     )
-    shuffle: int = setting(
-        256,
-        "Samples in the shuffle window of each shard stream, held in memory undecoded; 0: shard order.",
-        least=0,
-    )
-    buffers: int = setting(
-        2,
-        "Local batches in host memory: with 2, workers fill the next during a step; 1 halves the memory.",
-        least=1,
-    )
+    shuffle: int = setting(256, "Samples in each shard stream's shuffle window, undecoded; 0: shard order.", least=0)
+    buffers: int = setting(2, "Local batches in host memory; with 1, none is read during a step.", least=1)
     image_size: int | None = setting(None, "Side of the images in pixels; null: the model's.", least=1)
     image_features: str | None = setting(
         None,
@@ -134,7 +118,7 @@ class DataConfig:
         choices=DECODE,
     )
     max_pixels: int = setting(
-        89_478_485, "Most pixels of an image; larger ones are skipped as broken (`huge_image`).", least=1
+        89_478_485, "Most pixels of an image; others are skipped as broken (`huge_image`).", least=1
     )
     max_bytes: int = setting(
         67_108_864,
@@ -152,11 +136,7 @@ class DataConfig:
         "Most bytes of copies in `cache` (`500G`); the least recently used are deleted first. 0: no copies, null: no bound.",
         least=0,
     )
-    retries: int = setting(
-        8,
-        "Retries of a failed request to a remote shard; each waits longer than the one before.",
-        least=0,
-    )
+    retries: int = setting(8, "Retries of a failed remote request, each after a longer wait.", least=0)
     wait_s: float = setting(30.0, "Seconds without an answer after which a remote request is retried.")
     timeout_s: float = setting(300.0, "Seconds without progress after which a worker ends the run with an error.")
 

@@ -14,7 +14,7 @@ RENAMED = {
     "near": "near_duplicates",
     "picture": "image_bytes",
 }
-"""Old dotted key -> new, for all verbs. An entry goes one release after it came."""
+"""Old dotted key -> new, in the same section. An entry is removed one release after it was added."""
 
 
 def current(key: str, declared: Container[str]) -> str:
@@ -36,28 +36,25 @@ def notice(old: str, new: str) -> None:
 def with_current_names(values: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
     """Nested settings with every old name replaced. A value under the new name wins, unless it is the default.
 
-    `defaults` is the nested dictionary of all declared settings; the composed values hold those, so that an old name in an experiment
-    file always meets its new name.
+    `defaults`: all declared settings. Composed values hold them too, so that the old name in an experiment file stands beside the
+    default under the new name.
     """
     values = deepcopy(values)
     for old, new in RENAMED.items():
-        *old_path, old_leaf = old.split(".")
-        *new_path, new_leaf = new.split(".")
-        source, target, default = section(values, old_path), section(values, new_path), section(defaults, new_path)
-        if source is None or old_leaf not in source or default is None or new_leaf not in default:
-            continue
-        notice(old, new)
-        value = source.pop(old_leaf)
-        if target is None:
-            raise AssertionError(f"{new}: a setting moves within its section only")
-        if target.get(new_leaf, default[new_leaf]) == default[new_leaf]:
-            target[new_leaf] = value
+        *path, old_leaf = old.split(".")
+        new_leaf = new.rpartition(".")[2]
+        given, declared = section(values, path), section(defaults, path)
+        if old_leaf in given and new_leaf in declared:
+            notice(old, new)
+            value = given.pop(old_leaf)
+            if given.get(new_leaf, declared[new_leaf]) == declared[new_leaf]:
+                given[new_leaf] = value
     return values
 
 
-def section(values: dict[str, Any], path: list[str]) -> dict[str, Any] | None:
-    """The nested dictionary at a path; None where there is none."""
-    found: Any = values
+def section(values: dict[str, Any], path: list[str]) -> dict[str, Any]:
+    """The nested dictionary at a path; empty if there is none."""
     for part in path:
-        found = found.get(part) if isinstance(found, dict) else None
-    return found if isinstance(found, dict) else None
+        inside = values.get(part)
+        values = inside if isinstance(inside, dict) else {}
+    return values

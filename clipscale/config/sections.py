@@ -33,9 +33,7 @@ class CheckpointConfig:
 class LaunchConfig:
     """How many worker processes `clipscale train` starts on this machine when it is not run under torchrun."""
 
-    procs: int | None = setting(
-        None, "Worker processes; null: one per visible GPU, or one on a machine without GPUs.", least=1
-    )
+    procs: int | None = setting(None, "Worker processes; null: one per visible GPU, or one without GPUs.", least=1)
     threads: int | None = setting(None, "CPU threads per worker; null: an even share of the cores.", least=1)
     parallel: str = setting(
         "ddp",
@@ -49,18 +47,14 @@ class OptimConfig:
     """The optimizer, by timm's name."""
 
     name: str = setting("adamw", "Any of timm's optimizers: adamw, adafactorbv, lion, lamb, muon, ...")
-    lr: float = setting(
-        5e-4, "Peak of the schedule; with `lr_scaling`, the peak at a batch of `reference_batch`.", least=0
-    )
+    lr: float = setting(5e-4, "Peak of the schedule; with `lr_scaling`, at a batch of `reference_batch`.", least=0)
     lr_scaling: str = setting(
         "none",
         "Scale the peak by batch / reference_batch: `linear`, by its square root: `sqrt`, or not at all: `none`.",
         choices=LR_SCALING,
     )
     reference_batch: int | None = setting(None, "The batch that `lr` is meant for.", least=1)
-    weight_decay: float = setting(
-        0.2, "Weight decay of matrices. Gains, biases and the logit scale are never decayed.", least=0
-    )
+    weight_decay: float = setting(0.2, "Of matrices; gains, biases and the logit scale are never decayed.", least=0)
     betas: tuple[float, float] = setting(
         (0.9, 0.98),
         "Decay rates of the first and second moment (adafactorbv: momentum and the cap of the second moment's rate).",
@@ -80,9 +74,7 @@ class OptimConfig:
 class ScheduleConfig:
     """The learning rate over the run."""
 
-    name: str = setting(
-        "cosine", "`cosine`, or `constant` with an optional linear cooldown at the end.", choices=SCHEDULES
-    )
+    name: str = setting("cosine", "`cosine`, or `constant` with an optional linear cooldown.", choices=SCHEDULES)
     warmup: str = setting("2000", "Linear warm-up: steps (`2000`), a share of the run (`5%`) or epochs (`0.5ep`).")
     cooldown: str = setting("0", "Linear cooldown at the end of a constant schedule, in the same forms.")
     final: float = setting(0.0, "Learning rate at the end, as a share of the peak.")
@@ -114,9 +106,7 @@ class PrecisionConfig:
 class CacheConfig:
     """How the local batch is split into chunks."""
 
-    chunk: str = setting(
-        "auto", "Samples per chunk for both towers; `auto`: measured at the start on a GPU, 256 on a CPU."
-    )
+    chunk: str = setting("auto", "Samples per chunk for both towers; `auto`: measured on a GPU, 256 on a CPU.")
     image_chunk: int | None = setting(None, "Samples per image chunk; null: `chunk`.", least=1)
     text_chunk: int | None = setting(None, "Samples per text chunk; null: `chunk`.", least=1)
     activation_budget: str = setting(
@@ -157,7 +147,7 @@ class LossConfig:
         None, "Two-level ring with this many ranks a node: inside nodes, then between them; null: one ring.", least=1
     )
     fp32_precision: str = setting(
-        "ieee", "Precision of matmuls of float32 features on CUDA: `ieee` or `tf32`.", choices=PRECISIONS
+        "ieee", "`ieee` or `tf32` for matmuls of float32 features on CUDA.", choices=PRECISIONS
     )
     tile: int | None = setting(None, "Side of the torch backend's tiles; null: automatic.", least=1)
 
@@ -185,12 +175,11 @@ class ModelConfig:
 
     name: str = setting("ViT-B-32", "An open_clip architecture, or any name if `architecture` describes one.")
     architecture: dict[str, Any] = setting(
-        {},
-        "open_clip's model description (embed_dim, vision_cfg, text_cfg); empty: the one registered under `name`.",
+        {}, "open_clip's model description (embed_dim, vision_cfg, text_cfg); empty: the one registered under `name`."
     )
-    pretrained: str | None = setting(None, "A local checkpoint of the whole model to start from.", literal=True)
+    pretrained: str | None = setting(None, "Local checkpoint of the whole model to start from.", literal=True)
     pretrained_image: str | None = setting(
-        None, "A local checkpoint of the image tower to start from (LiT).", literal=True
+        None, "Local checkpoint of the image tower to start from (LiT).", literal=True
     )
     freeze_image: bool = setting(False, "Lock the image tower (LiT): no gradient, no second pass.")
     freeze_text: bool = setting(False, "Lock the text tower.")
@@ -222,11 +211,7 @@ class ModelConfig:
 class EvalConfig:
     """What is evaluated and when."""
 
-    every: int = setting(
-        0,
-        "Steps between evaluations during training; 0: never. A run with sets always ends with one.",
-        least=0,
-    )
+    every: int = setting(0, "Steps between evaluations; 0: none. A run with `sets` always ends with one.", least=0)
     sets: list[str] = setting(
         [],
         "Evaluation sets: folders in CLIP_benchmark's webdataset layout, folders of class folders, or caption JSONs. The "
@@ -243,9 +228,7 @@ class RampConfig:
     """A batch that grows from `start` to `batch` over the first `samples` samples."""
 
     start: int | None = setting(
-        None,
-        "Pairs of the first step; every later batch is a multiple of it. null: no ramp.",
-        least=1,
+        None, "Pairs of the first step; later batches are multiples of it. null: no ramp.", least=1
     )
     samples: int = setting(0, "Samples over which the batch grows.", least=0)
     rule: str = setting(

@@ -139,9 +139,7 @@ class StepBenchSettings:
     model: str = setting("tiny", "A preset of conf/model.")
     batch: str = setting("512", "Pairs per step, for methods without their own @BATCH.")
     chunk: str = setting("128", "Samples per chunk, of both towers.")
-    memory: str = setting(
-        "128,256,512,1k", "Batches, separated by commas, at which separate processes measure memory; empty: none."
-    )
+    memory: str = setting("128,256,512,1k", "Batches at which memory is measured; empty: none.")
     methods: str = setting(
         "auto",
         "plain, cache, keep-N (activation budget: N per cent of all graphs; keep-NG: N GiB), frozen, compiled, "
@@ -180,18 +178,14 @@ class LossBenchSettings:
     device: str = setting("auto", DEVICE_HELP, choices=DEVICES)
     ranks: int = setting(1, "Processes that share the batch; with several, network traffic is counted too.", least=1)
     repeats: int = setting(5, "Measurements of each time.", least=1)
-    scale: float = setting(
-        100.0, "Logit scale; 100 is CLIP's at the end of training. The sigmoid preset keeps its own."
-    )
+    scale: float = setting(100.0, "Logit scale; 100: CLIP's at the end of training. The sigmoid loss keeps its own.")
     seconds: float = setting(
         0.0,
         "Most seconds in all; small cases run first, and those that would take longer are recorded as not run. 0: no bound.",
         least=0,
     )
     resume: bool = setting(False, RESUME_HELP)
-    profile: bool = setting(
-        False, "Profile one more step of each method with torch's profiler: the time of each kernel."
-    )
+    profile: bool = setting(False, "Also profile one step of each method: the time of each kernel.")
     reference: int = setting(
         4096, "Largest batch whose error against the float64 oracle is measured; 0: none.", least=0
     )
@@ -209,11 +203,7 @@ class DataBenchSettings:
     stream: str = setting("256,512", "Source sizes measured end to end, separated by commas; empty: none.")
     workers: int = setting(2, "Worker processes of the end-to-end measurement.", least=1)
     batch: int = setting(256, "Batch of the end-to-end measurement.", least=1)
-    device: str = setting(
-        "auto",
-        "GPU whose decoder and model are measured: `auto` (if there is one), `cuda`, or `cpu`: none.",
-        choices=DEVICES,
-    )
+    device: str = setting("auto", "GPU to measure: `auto` (if there is one), `cuda`, or `cpu`: none.", choices=DEVICES)
     resume: bool = setting(False, RESUME_HELP)
     model: str = setting("vit-b32", "A preset of conf/model whose training step on the GPU is measured; empty: none.")
     out: str = setting("runs/bench", BENCH_OUT_HELP.format("data"), literal=True)
@@ -223,16 +213,12 @@ class DataBenchSettings:
 class PlanConfig(TrainConfig):
     """`clipscale plan`: predict memory and time of a run from the settings of `train`; with `run`, compare with its measurements."""
 
-    hardware: str = setting(
-        "", "The GPU: a100-80g, a800-80g, h100-80g, h200-141g, ... (a wrong name lists all); or `cpu`."
-    )
+    hardware: str = setting("", "The GPU: a100-80g, h100-80g, ... (a wrong name lists all); or `cpu`.")
     gpus: int = setting(1, "GPUs per node; one process each.", least=1)
     nodes: int = setting(1, "Nodes.", least=1)
     host_memory: int | None = setting(None, "Host memory of a node in bytes (`1024G`); null: not compared.")
     image_bytes: int = setting(40_000, "Mean bytes of an image in the shards.", least=1)
-    reserve: float = setting(
-        0.05, "Share of a GPU's memory to leave free, for fragmentation and what the plan does not count."
-    )
+    reserve: float = setting(0.05, "Share of the GPU's memory to leave free, for example for fragmentation.")
     utilisation: float = setting(0.4, "Assumed share of the GPU's peak FLOP/s, for the predicted time.")
     network: float = setting(25.0, "Assumed GB/s from a GPU to another node, for the predicted time.")
     json: bool = setting(False, "Print one JSON object instead of tables.")

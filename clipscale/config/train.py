@@ -10,7 +10,7 @@ import yaml
 
 from clipscale.config.checks import check_values, shared
 from clipscale.config.data import DataConfig
-from clipscale.config.renamed import RENAMED
+from clipscale.config.renamed import current
 from clipscale.config.sections import (
     DEVICE_HELP,
     DEVICES,
@@ -120,7 +120,7 @@ def warnings(config: TrainConfig) -> list[str]:
 
 
 def default_name(config: TrainConfig, now: datetime | None = None) -> str:
-    """The name of a run that was given none: time, model, batch."""
+    """The name of a run without one: time, model, batch."""
     model = re.sub(r"[^A-Za-z0-9.-]+", "-", config.model.name).lower()
     return f"{now or datetime.now():%Y%m%d-%H%M%S}-{model}-{format_count(config.batch)}"
 
@@ -136,8 +136,8 @@ def changes(before: str, config: TrainConfig) -> list[str]:
         tree = None
     if not isinstance(tree, dict):
         return []
-    old = {RENAMED.get(key, key): value for key, value in flat(tree)}
     new = dict(flat(yaml.safe_load(to_yaml(config))))
+    old = {current(key, new): value for key, value in flat(tree)}
     differing = [key for key in {**old, **new} if key not in ("run", "resume") and old.get(key) != new.get(key)]
     return [f"{key} {old.get(key)} -> {new.get(key)}" for key in differing]
 

@@ -1,4 +1,4 @@
-"""The command line: help, completion, and one clear line for every mistake."""
+"""The command line: help, presets and overrides, and one clear line for every mistake."""
 
 import json
 import re
@@ -20,12 +20,12 @@ from clipscale.config.setting import sections, settings_of
 from tests.conftest import TINY, Command
 from tests.eval.sets import classification_set
 
-Say = Callable[..., tuple[int, str, str]]
+Cli = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def say(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Say:
-    """`say("train", ...)`: exit status, output and errors of a command, in this process and an empty folder."""
+def cli(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cli:
+    """`cli("train", ...)`: exit status, stdout and stderr of a command, in this process and an empty folder."""
     monkeypatch.chdir(tmp_path)
 
     def run(*words: str) -> tuple[int, str, str]:
@@ -39,20 +39,20 @@ def say(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.
 # ---- help ----
 
 
-def test_the_overview_lists_the_verbs_that_exist(say: Say) -> None:
+def test_the_overview_lists_the_verbs_that_exist(cli: Cli) -> None:
     for words in ((), ("--help",), ("-h",), ("help",)):
-        status, out, err = say(*words)
+        status, out, err = cli(*words)
         assert (status, err) == (0, "")
         assert set(VERBS) <= set(out.split())
     assert set(VERBS) == {"train", "eval", "plan", "data", "report", "export", "doctor", "bench", "completion"}
 
 
-def test_the_version_is_the_packages(say: Say) -> None:
-    assert say("--version") == (0, f"clipscale {__version__}\n", "")
+def test_the_version_is_the_packages(cli: Cli) -> None:
+    assert cli("--version") == (0, f"clipscale {__version__}\n", "")
 
 
-def test_trains_help_shows_main_keys_group_choices_and_examples(say: Say) -> None:
-    status, out, _ = say("train", "--help")
+def test_trains_help_shows_main_keys_group_choices_and_examples(cli: Cli) -> None:
+    status, out, _ = cli("train", "--help")
     assert status == 0
     for word in ("batch", "samples", "epochs", "run", "resume", "data.train", "model.name", "launch.procs"):
         assert f"\n  {word} " in out, f"{word} is not listed"
@@ -64,14 +64,14 @@ def test_trains_help_shows_main_keys_group_choices_and_examples(say: Say) -> Non
 
 
 @pytest.mark.parametrize("tool", TOOLS)
-def test_help_lists_every_declared_key(say: Say, tool: str) -> None:
-    """In a tool's own help or, where there are many, in that of a section."""
+def test_help_lists_every_declared_key(cli: Cli, tool: str) -> None:
+    """In the help of the tool or, if it has many keys, of a section."""
     settings = TOOLS[tool].settings
-    status, out, _ = say(*tool.split(), "--help")
+    status, out, _ = cli(*tool.split(), "--help")
     assert status == 0
     assert f"Usage: clipscale {tool}" in out and TOOLS[tool].examples.splitlines()[0] in out
     for section in sections(settings):
-        status, own, _ = say(*tool.split(), section, "--help")
+        status, own, _ = cli(*tool.split(), section, "--help")
         assert status == 0
         assert f"\n  {section}." in own
         out += own
@@ -79,14 +79,14 @@ def test_help_lists_every_declared_key(say: Say, tool: str) -> None:
     assert not missing, missing
 
 
-def test_help_of_a_group_says_what_each_file_is_for(say: Say) -> None:
-    out = say("train", "--help", "experiment")[1]
+def test_help_of_a_group_says_what_each_file_is_for(cli: Cli) -> None:
+    out = cli("train", "--help", "experiment")[1]
     assert all(f"  experiment={name} " in out for name in group_options()["experiment"])
 
 
 @pytest.mark.parametrize("verb", ["data", "bench"])
-def test_help_of_a_verb_with_tools_is_short_and_names_them_and_their_keys(say: Say, verb: str) -> None:
-    status, out, _ = say(verb, "--help")
+def test_help_of_a_verb_with_tools_is_short_and_names_them_and_their_keys(cli: Cli, verb: str) -> None:
+    status, out, _ = cli(verb, "--help")
     assert status == 0
     assert len(out.splitlines()) < 30
     for tool in tools_of(verb):
@@ -94,12 +94,12 @@ def test_help_of_a_verb_with_tools_is_short_and_names_them_and_their_keys(say: S
         assert all(key.section or key.name in out for key in settings_of(TOOLS[f"{verb} {tool}"].settings))
 
 
-def test_completion_has_help(say: Say) -> None:
-    assert say("completion", "--help")[0] == 0
+def test_completion_has_help(cli: Cli) -> None:
+    assert cli("completion", "--help")[0] == 0
 
 
-def test_help_of_a_composed_verb_lists_its_groups_and_their_defaults(say: Say) -> None:
-    _, out, _ = say("data", "--help", "features")
+def test_help_of_a_composed_verb_lists_its_groups_and_their_defaults(cli: Cli) -> None:
+    _, out, _ = cli("data", "--help", "features")
     assert "model=" in out and "vit-b32*" in out and "optim=" not in out, out
 
 
@@ -117,9 +117,9 @@ def test_the_defaults_that_help_shows_are_those_of_a_run(tool: str) -> None:
         assert shown(of_files.get(key.name, key.default)) == shown(value), key.name
 
 
-def test_help_of_a_section_shows_the_defaults_of_a_run(say: Say) -> None:
-    assert re.search(r"schedule.warmup +5% ", say("train", "--help", "schedule")[1])
-    assert re.search(r"precision.name +bf16 ", say("plan", "--help", "precision")[1])
+def test_help_of_a_section_shows_the_defaults_of_a_run(cli: Cli) -> None:
+    assert re.search(r"schedule.warmup +5% ", cli("train", "--help", "schedule")[1])
+    assert re.search(r"precision.name +bf16 ", cli("plan", "--help", "precision")[1])
 
 
 # ---- mistakes ----
@@ -234,8 +234,8 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("words", "message"), MISTAKES, ids=[words for words, _ in MISTAKES])
-def test_a_mistake_is_answered_in_one_line_and_with_status_2(say: Say, words: str, message: str) -> None:
-    status, out, err = say(*words.split())
+def test_a_mistake_is_answered_in_one_line_and_with_status_2(cli: Cli, words: str, message: str) -> None:
+    status, out, err = cli(*words.split())
     assert status == 2
     assert out == ""
     assert err.count("\n") == 1, err
@@ -245,10 +245,10 @@ def test_a_mistake_is_answered_in_one_line_and_with_status_2(say: Say, words: st
     assert all(part in err for part in parts), err
 
 
-def test_under_torchrun_a_sweep_is_refused(say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_under_torchrun_a_sweep_is_refused(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    status, _, err = say("train", "-m", "batch=32k,64k")
+    status, _, err = cli("train", "-m", "batch=32k,64k")
     assert status == 2
     assert err.startswith("error: -m under torchrun would start the whole sweep in every rank; leave torchrun out")
 
@@ -256,8 +256,8 @@ def test_under_torchrun_a_sweep_is_refused(say: Say, monkeypatch: pytest.MonkeyP
 # ---- composing ----
 
 
-def test_the_readmes_first_run_composes_as_typed(say: Say) -> None:
-    status, out, err = say(
+def test_the_first_run_of_the_readme_composes_as_typed(cli: Cli) -> None:
+    status, out, err = cli(
         "train", "model=vit-l14", "batch=1M", "data.train=/data/laion/{00000..41455}.tar", "--cfg", "job"
     )
     assert (status, err) == (0, "")
@@ -274,8 +274,8 @@ def test_the_readmes_first_run_composes_as_typed(say: Say) -> None:
         ("null", "  train: null\n"),
     ],
 )
-def test_shard_addresses_are_taken_literally(say: Say, typed: str, composed: str) -> None:
-    status, out, err = say("train", f"data.train={typed}", "--cfg", "job")
+def test_shard_addresses_are_taken_literally(cli: Cli, typed: str, composed: str) -> None:
+    status, out, err = cli("train", f"data.train={typed}", "--cfg", "job")
     assert (status, err) == (0, "")
     assert composed in out
 
@@ -289,40 +289,40 @@ def test_shard_addresses_are_taken_literally(say: Say, typed: str, composed: str
         ("data.templates=[a photo of a {}.]", "templates:\n  - a photo of a {}.\n"),
     ],
 )
-def test_captions_and_conditions_are_taken_literally(say: Say, typed: str, composed: str) -> None:
-    status, out, err = say("train", typed, "--cfg", "job")
+def test_captions_and_conditions_are_taken_literally(cli: Cli, typed: str, composed: str) -> None:
+    status, out, err = cli("train", typed, "--cfg", "job")
     assert (status, err) == (0, "")
     assert composed in out
 
 
-def test_hydras_own_settings_resolve(say: Say) -> None:
-    status, out, err = say("train", "--cfg", "hydra", "--resolve", "data.train=x")
+def test_hydras_own_settings_resolve(cli: Cli) -> None:
+    status, out, err = cli("train", "--cfg", "hydra", "--resolve", "data.train=x")
     assert (status, err) == (0, "")
     assert "name: train" in out
 
 
-def test_one_length_given_takes_the_place_of_the_other(say: Say) -> None:
-    assert "samples: 5k\nepochs: null\n" in say("train", "samples=5k", "--cfg", "job")[1]
-    assert "samples: null\nepochs: 3\n" in say("train", "experiment=demo", "epochs=3", "--cfg", "job")[1]
+def test_samples_replace_epochs_and_epochs_replace_samples(cli: Cli) -> None:
+    assert "samples: 5k\nepochs: null\n" in cli("train", "samples=5k", "--cfg", "job")[1]
+    assert "samples: null\nepochs: 3\n" in cli("train", "experiment=demo", "epochs=3", "--cfg", "job")[1]
 
 
-def test_free_form_options_take_new_keys_without_a_plus(say: Say) -> None:
-    assert "options:\n  foreach: true\n" in say("train", "optim.options.foreach=true", "--cfg", "job", "-p", "optim")[1]
+def test_free_form_options_take_new_keys_without_a_plus(cli: Cli) -> None:
+    assert "options:\n  foreach: true\n" in cli("train", "optim.options.foreach=true", "--cfg", "job", "-p", "optim")[1]
 
 
-def test_a_folder_of_ones_own_adds_experiments(say: Say, tmp_path: Path) -> None:
+def test_config_dir_adds_experiments(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\nbatch: 4k\n")
-    out = say("train", "--config-dir", str(tmp_path), "experiment=mine", "--cfg", "job")[1]
+    out = cli("train", "--config-dir", str(tmp_path), "experiment=mine", "--cfg", "job")[1]
     assert out.startswith("batch: 4k\n")
     (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\noptim:\n  lrr: 1\n")
-    status, _, err = say("train", "--config-dir", str(tmp_path), "experiment=mine", "data.train=x.tar")
+    status, _, err = cli("train", "--config-dir", str(tmp_path), "experiment=mine", "data.train=x.tar")
     assert (status, err) == (2, "error: unknown key 'optim.lrr'; did you mean 'optim.lr'?\n")
 
 
-def test_nothing_is_written_by_composing(say: Say, tmp_path: Path) -> None:
-    say("train", "data=demo", "--cfg", "job")
-    say("train", "model=vit-b33")
+def test_nothing_is_written_by_composing(cli: Cli, tmp_path: Path) -> None:
+    cli("train", "data=demo", "--cfg", "job")
+    cli("train", "model=vit-b33")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -330,7 +330,7 @@ def test_nothing_is_written_by_composing(say: Say, tmp_path: Path) -> None:
 
 
 def test_train_eval_plan_and_report_work_one_after_another(
-    command: Command, say: Say, shards: str, tmp_path: Path
+    command: Command, cli: Cli, shards: str, tmp_path: Path
 ) -> None:
     done = command("train", *TINY, f"data.train={shards}", "run=first", "launch.procs=1")
     assert done.returncode == 0, done.stderr[-2000:]
@@ -339,25 +339,25 @@ def test_train_eval_plan_and_report_work_one_after_another(
     assert len((tmp_path / "runs/first/metrics.jsonl").read_text().splitlines()) == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["runs"]
 
-    status, out, err = say("eval", "run=first", f"eval.sets={classification_set(tmp_path / 'colours')}", "device=cpu")
+    status, out, err = cli("eval", "run=first", f"eval.sets={classification_set(tmp_path / 'colours')}", "device=cpu")
     assert status == 0, err
     assert "colours" in out
     assert (tmp_path / "runs/first/eval").is_dir()
 
-    status, out, err = say("plan", "run=first", "json=true")
+    status, out, err = cli("plan", "run=first", "json=true")
     assert status == 0, err
     host = json.loads(out)["compared"]["host"]
-    assert host["ratio"] == pytest.approx(1, abs=0.15), host  # of a process that did nothing but train
+    assert host["ratio"] == pytest.approx(1, abs=0.15), host  # of a process that only trains
 
-    status, out, err = say("report", "run=first")
+    status, out, err = cli("report", "run=first")
     assert status == 0, err
     assert [Path(line).name for line in out.splitlines()] == ["report.html", "report.png"]
     assert all((tmp_path / line).stat().st_size for line in out.splitlines())
 
 
-def test_an_unwritable_run_folder_ends_the_run_with_one_line(say: Say, shards: str, tmp_path: Path) -> None:
+def test_an_unwritable_run_folder_ends_the_run_with_one_line(cli: Cli, shards: str, tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("a file, not a folder")
-    status, _, err = say("train", *TINY, f"data.train={shards}", "run=./taken/run", "launch.procs=1")
+    status, _, err = cli("train", *TINY, f"data.train={shards}", "run=./taken/run", "launch.procs=1")
     assert status == 2
     assert err.startswith("error: run=taken/run cannot be written"), err
     assert err.count("\n") == 1

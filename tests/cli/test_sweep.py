@@ -1,4 +1,4 @@
-"""Sweeps: every combination in its own folder, a failure that ends nothing, one table."""
+"""Sweeps: every combination runs in its own folder, a failure does not end the sweep, and a table closes it."""
 
 import json
 import math

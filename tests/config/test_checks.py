@@ -1,4 +1,4 @@
-"""One message for what several parts ask of their settings."""
+"""Each check has one message."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from clipscale.config.checks import at_least, choice, existing_run, shared
 from clipscale.errors import UserError
 
 
-def test_a_run_is_there_and_is_no_sweep(tmp_path: Path) -> None:
+def test_a_run_must_exist_and_a_sweep_is_no_run(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=rf"^run={tmp_path}/none: there is no folder {tmp_path}/none$"):
         existing_run(f"{tmp_path}/none")
     for job in ("batch=64", "batch=128"):

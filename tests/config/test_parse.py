@@ -47,7 +47,7 @@ def test_tuples_and_free_form_options_survive() -> None:
 
 
 def test_only_the_command_line_knows_hydra() -> None:
-    """Whoever imports it, or what does, wherever in a file; OmegaConf is for these and for the settings."""
+    """The modules that import Hydra or OmegaConf, or a module that does, anywhere in a file."""
     imports: dict[str, set[str]] = {}
     for path in PACKAGE.rglob("*.py"):
         found = imports.setdefault(".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts), set())
@@ -57,12 +57,12 @@ def test_only_the_command_line_knows_hydra() -> None:
             elif isinstance(node, ast.ImportFrom) and node.module:
                 found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
 
-    def who(*names: str) -> set[str]:
+    def importers(*names: str) -> set[str]:
         return {m for m, found in imports.items() if any(f == n or f.startswith(n + ".") for f in found for n in names)}
 
     above = {"clipscale.cli.compose", "clipscale.cli.sweep"}
-    assert who("hydra") == above
-    assert who("omegaconf") == above
+    assert importers("hydra") == above
+    assert importers("omegaconf") == above
     programs = {"clipscale.bench.fit", "clipscale.bench.largest"}  # command lines of their own
-    assert who(*above) - programs == {"clipscale.cli.main", "clipscale.cli.sweep"}
-    assert who("clipscale.cli.main") - programs == {"clipscale.__main__"}
+    assert importers(*above) - programs == {"clipscale.cli.main", "clipscale.cli.sweep"}
+    assert importers("clipscale.cli.main") - programs == {"clipscale.__main__"}

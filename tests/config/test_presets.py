@@ -1,4 +1,4 @@
-"""Every preset and every choice of a group composes, and every model builds; on the meta device, where size costs nothing."""
+"""Every preset composes, and every model builds on the meta device, which allocates nothing."""
 
 import pytest
 import torch
@@ -79,7 +79,7 @@ def test_the_infcl_presets_are_the_published_ones(name: str) -> None:
     assert config.model.freeze_image == name.endswith("lit")
 
 
-def test_the_command_line_has_the_last_word_over_a_preset() -> None:
+def test_the_command_line_overrides_a_preset() -> None:
     config = composed(
         "experiment=infcl-vit-l14", "model=tiny", "optim=adamw", "optim.lr=3e-4", "batch=1k", "samples=4k"
     )

@@ -45,7 +45,7 @@ def test_each_mistake_is_one_line_that_names_the_setting_and_the_remedy(changes:
     assert "\n" not in str(caught.value)
 
 
-def test_a_locked_tower_of_random_weights_is_doubted() -> None:
+def test_a_locked_tower_of_random_weights_gives_a_warning() -> None:
     assert warnings(config()) == []
     assert warnings(config(model=ModelConfig(freeze_image=True, pretrained_image="vit.pt"))) == []
     [line] = warnings(config(model=ModelConfig(freeze_image=True)))
@@ -53,16 +53,16 @@ def test_a_locked_tower_of_random_weights_is_doubted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "named"),
     [
         ({"ramp": RampConfig(samples=1000)}, "ramp.start"),
         ({"optim": OptimConfig(reference_batch=1024)}, "optim.lr_scaling=none"),
         ({"precision": PrecisionConfig(master=False)}, "precision.weights=bf16"),
     ],
 )
-def test_settings_without_effect_are_doubted(changes: dict[str, Any], said: str) -> None:
+def test_settings_without_effect_give_a_warning(changes: dict[str, Any], named: str) -> None:
     [line] = warnings(config(**changes))
-    assert said in line and "no effect" in line
+    assert named in line and "no effect" in line
 
 
 def test_a_run_is_named_after_the_time_the_model_and_the_batch() -> None:
@@ -87,7 +87,7 @@ def test_the_written_configuration_reads_back_as_itself() -> None:
     assert back == original
 
 
-def test_what_a_resumed_run_changes_is_told_by_key() -> None:
+def test_changes_of_a_resumed_run_are_listed_by_key() -> None:
     before = TrainConfig(batch=64, samples=640, run="a")
     after = replace(
         before, samples=1280, run="b", resume="x.pt", optim=OptimConfig(lr=0.1), data=DataConfig(train=["b"])
@@ -100,4 +100,4 @@ def test_what_a_resumed_run_changes_is_told_by_key() -> None:
         f"optim.lr {lr} -> 0.1",
     ]
     for damaged in ("", "batch", "optim: {lr: [", "\0"):
-        assert changes(damaged, after) == [], "what cannot be read is not compared"
+        assert changes(damaged, after) == [], "a file that cannot be read is not compared"
