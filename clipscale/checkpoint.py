@@ -3,7 +3,7 @@
 import logging
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -77,6 +77,13 @@ def save(run: Path, step: int, state: dict[str, Any], *, keep: int) -> Path:
     return path
 
 
+def save_diverged(run: Path, step: int, state: dict[str, Any]) -> None:
+    """Write what is needed to look into a divergence to RUN/diverged/."""
+    folder = run / "diverged"
+    folder.mkdir(exist_ok=True)
+    torch.save(state, folder / f"step_{step:08d}.pt")
+
+
 def set_aside(run: Path, step: int) -> None:
     """Rename checkpoints beyond `step`, from which a run goes on: they are not the newest any more, but they are not lost."""
     for path in found(run):
@@ -132,6 +139,16 @@ def to_resume(run: Path, resume: str) -> dict[str, Any] | None:
             f"resume=auto: none of the {len(candidates)} checkpoints in {run} can be read; start afresh with another run=NAME"
         )
     return None
+
+
+def check_same_step(steps: Sequence[int | None], run: Path) -> None:
+    """Raise UserError if the ranks found checkpoints of different steps; None: no checkpoint."""
+    if len(set(steps)) > 1:
+        found = ", ".join(f"rank {rank}: {'none' if n is None else f'step {n}'}" for rank, n in enumerate(steps))
+        raise UserError(
+            f"run={run}: the processes found different checkpoints ({found}); the folder must be one that all nodes share, and hold the "
+            "same for each of them"
+        )
 
 
 def check_fits(

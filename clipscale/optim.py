@@ -124,6 +124,19 @@ class Schedule:
         cooldown = parse_steps(config.cooldown, "schedule.cooldown", total=total, per_epoch=per_epoch)
         return Schedule(peak, total, min(warmup, total), min(cooldown, total), config.final, config.name == "cosine")
 
+    @staticmethod
+    def of_run(
+        config: ScheduleConfig, optim: OptimConfig, *, batch: int, samples: int, epoch: int | None, announce: bool
+    ) -> "Schedule":
+        """The schedule of a run of `samples` in full batches; `epoch` is the samples of an epoch. `announce` prints a scaled peak."""
+        peak = peak_lr(optim, batch)
+        if optim.lr_scaling != "none" and announce:
+            print(
+                f"peak learning rate {peak:.4g}: optim.lr={optim.lr:g}, {optim.lr_scaling} in batch / reference_batch"
+            )
+        per_epoch = None if epoch is None else epoch / batch
+        return Schedule.build(config, peak=peak, total=max(1, samples // batch), per_epoch=per_epoch)
+
     def lr(self, step: float) -> float:
         """Learning rate of step 0, 1, ..., total - 1, or in between: a linear warm-up, then a cosine or a constant with a cooldown."""
         if self.warmup and step < self.warmup:

@@ -27,7 +27,7 @@ from clipscale.errors import StoppedError, UserError
 from clipscale.eval.run import check as check_sets
 from clipscale.eval.run import evaluate
 from clipscale.models.towers import Flops
-from clipscale.optim import Schedule, peak_lr
+from clipscale.optim import Schedule
 from clipscale.phases import Phases
 from clipscale.report.metrics import MetricLog
 from clipscale.report.page import write_report
@@ -62,9 +62,6 @@ def train(config: TrainConfig) -> dict[str, Any]:
 
 class Run:
     """Everything one training process holds."""
-
-    state: TrainState
-    stream: TrainStream
 
     def __init__(self, config: TrainConfig, world: World) -> None:
         self.config, self.world = config, world
@@ -108,13 +105,7 @@ class Run:
         """
         config, world = self.config, self.world
         saved = checkpoint.to_resume(self.folder, config.resume)  # 1 and 2
-        steps = world.gather(None if saved is None else saved["step"])
-        if len(set(steps)) > 1:
-            found = ", ".join(f"rank {rank}: {'none' if n is None else f'step {n}'}" for rank, n in enumerate(steps))
-            raise UserError(
-                f"run={config.run}: the processes found different checkpoints ({found}); the folder must be one that all nodes share, and "
-                "hold the same for each of them"
-            )
+        checkpoint.check_same_step(world.gather(None if saved is None else saved["step"]), self.folder)
         checkpoint.check_fits(saved, self.folder, config, self.sizes.before)
         self.state = TrainState(config, world, self.folder, saved)  # 3 and 4 inside, before the checkpoint's weights
         self.stream = self.open_stream(saved)
@@ -132,15 +123,8 @@ class Run:
 
     def open_stream(self, saved: dict[str, Any] | None) -> TrainStream:
         """The data, from its start or from a checkpoint's position."""
-        config, model, stored = self.config, self.state.model, self.state.stored
-        if stored and config.offload == "encoded":
-            raise UserError("offload=encoded is for pictures; with data.image_features take offload=host, or disk")
-        side = config.data.image_size
-        if side and side != model.image_size and not (model.any_size or stored):
-            raise UserError(
-                f"data.image_size={side}: model.name={config.model.name} has learned positions for {model.image_size} pixels; leave it "
-                "unset, or take an architecture for that size"
-            )
+        config, state = self.config, self.state
+        image_size = state.image_size()
         first = 0 if saved is None else saved["step"]
         free = free_memory()
         self.world.gather(None)  # all ranks have looked before the first takes its share
@@ -149,15 +133,15 @@ class Run:
             BatchShare(config.batch, self.world.rank, self.world.size, sizes=lambda i: self.sizes.at(first + i)),
             OffloadSpec(
                 backend=config.offload if config.offload != "none" else "host",
-                chunk=self.state.cache.towers[0].size,
+                chunk=state.cache.towers[0].size,
                 folder=config.offload_dir or str(self.folder),
                 free=free,
             ),
-            image_size=side or model.image_size,
-            tokenizer=model.tokenizer,
+            image_size=image_size,
+            tokenizer=state.model.tokenizer,
             seed=config.seed,
             position=None if saved is None else saved["position"],
-            stored=stored,
+            stored=state.stored,
             device=self.world.device,
         )
 
@@ -173,14 +157,10 @@ class Run:
             samples = round(config.epochs * epoch)
         if samples < self.sizes.at(0):
             raise UserError(f"samples={samples} is less than one batch={self.sizes.at(0)}; nothing would be trained")
-        peak = peak_lr(config.optim, config.batch)
-        if config.optim.lr_scaling != "none" and self.world.main:
-            print(
-                f"peak learning rate {peak:.4g}: optim.lr={config.optim.lr:g}, {config.optim.lr_scaling} in batch / reference_batch"
-            )
-        per_epoch = None if epoch is None else epoch / config.batch
-        total = max(1, samples // config.batch)
-        return self.sizes.steps(samples), Schedule.build(config.schedule, peak=peak, total=total, per_epoch=per_epoch)
+        schedule = Schedule.of_run(
+            config.schedule, config.optim, batch=config.batch, samples=samples, epoch=epoch, announce=self.world.main
+        )
+        return self.sizes.steps(samples), schedule
 
     def print_resumed(self) -> None:
         """Print the step that the run goes on from, and the settings that have changed."""
@@ -255,9 +235,7 @@ class Run:
             finite = math.isfinite(loss) and math.isfinite(grad_norm)
             if not (finite or state.precision.can_lower_loss_scale) and self.config.optim.on_divergence == "stop":
                 self.stop_diverged(loss, grad_norm, batch.ids())
-            if (
-                finite or state.precision.scaler
-            ):  # the scaler skips the step after an overflow, and lowers the loss scale
+            if finite or state.precision.scaler:  # after an overflow the scaler skips the step and lowers its scale
                 state.update(norm)
         self.budget.after_step(phases)
         self.last_loss = loss
@@ -303,15 +281,16 @@ class Run:
 
     def stop_diverged(self, loss: float, grad_norm: float, ids: Tensor) -> None:
         """End the run before the optimizer changes the weights; write these and the batch's sample ids to RUN/diverged/."""
-        every = self.world.gather(ids.clone())
-        model = self.state.weights()
+        every = torch.cat(self.world.gather(ids.clone()))
+        state = {
+            "step": self.step,
+            "loss": loss,
+            "grad_norm": grad_norm,
+            "model": self.state.weights(),
+            "samples": every,
+        }
         if self.world.main:
-            folder = self.folder / "diverged"
-            folder.mkdir(exist_ok=True)
-            torch.save(
-                {"step": self.step, "loss": loss, "grad_norm": grad_norm, "model": model, "samples": torch.cat(every)},
-                folder / f"step_{self.step:08d}.pt",
-            )
+            checkpoint.save_diverged(self.folder, self.step, state)
         raise UserError(
             f"step {self.step}: loss={loss}, gradient norm={grad_norm}: training has diverged; earlier checkpoints are intact and "
             f"{self.folder}/diverged holds the weights; lower optim.lr, set optim.clip_norm, or use another precision"

@@ -151,6 +151,19 @@ class TrainState:
             save_chunk_sizes(self.folder, found)
         return [found["image"], found["text"]]
 
+    def image_size(self) -> int:
+        """Side of the pictures that the data stream makes. Raises UserError for settings that this model cannot take."""
+        config, model = self.config, self.model
+        if self.stored and config.offload == "encoded":
+            raise UserError("offload=encoded is for pictures; with data.image_features take offload=host, or disk")
+        side = config.data.image_size or model.image_size
+        if side != model.image_size and not (model.any_size or self.stored):
+            raise UserError(
+                f"data.image_size={side}: model.name={config.model.name} has learned positions for {model.image_size} pixels; leave it "
+                "unset, or take an architecture for that size"
+            )
+        return side
+
     # ---- step ----
 
     def loss(self, image_features: Tensor, text_features: Tensor) -> Tensor:
