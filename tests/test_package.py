@@ -1,5 +1,6 @@
-"""The wheel holds all that `clipscale train` needs."""
+"""The wheel holds all that `clipscale train` needs, and the architecture page names every module."""
 
+import re
 import subprocess
 import sys
 import sysconfig
@@ -60,3 +61,23 @@ def test_the_wheel_in_an_empty_environment_trains_from_another_folder(
     assert "done: runs/wheel (step 2" in done.stdout
     where = [str(python), "-c", "import clipscale; print(clipscale.__file__)"]
     assert str(home) in subprocess.run(where, cwd=elsewhere, capture_output=True, text=True, check=True).stdout
+
+
+def test_the_architecture_page_names_every_module_and_no_other() -> None:
+    """Of the page's tables only: `triton/panels.py`, `softmax.py` means two files of one folder."""
+    named: set[str] = set()
+    section = ""
+    for line in (CHECKOUT / "docs/architecture.md").read_text().splitlines():
+        if line.startswith("### "):
+            section = "" if "," in line else line.removeprefix("### ") + "/"
+        folder = section
+        for name in re.findall(r"`([\w/]+(?:\.py|/))`", line.split("|")[1]) if line.startswith("| `") else []:
+            if "/" in name:
+                folder = section + name.rpartition("/")[0] + "/"
+            named.add(folder if name.endswith("/") else folder + name.rpartition("/")[2])
+    modules = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if not path.stem.startswith("__")}
+    whole = tuple(name for name in named if name.endswith("/"))
+    missing = sorted(module for module in modules - named if not module.startswith(whole))
+    assert not missing, f"docs/architecture.md lacks {missing}"
+    gone = sorted(name for name in named - modules if not name.endswith("/"))
+    assert not gone, f"docs/architecture.md names {gone}, which do not exist"
