@@ -1,4 +1,4 @@
-"""What all tests share: one thread a process, small shards, and the command line as a subprocess."""
+"""Shared by all tests: one thread per process, small shards, and the command line as a subprocess."""
 
 import os
 
@@ -53,7 +53,7 @@ def environment() -> dict[str, str]:
 
 @pytest.fixture
 def command(tmp_path: Path, environment: dict[str, str]) -> Command:
-    """`command("train", ...)`: run `clipscale train ...` in an empty folder and return what came of it."""
+    """`command("train", ...)`: run `clipscale train ...` in an empty folder and return its result."""
 
     def run(*words: str, timeout: float = 240, **variables: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(

@@ -12,9 +12,9 @@ import torch
 DEVICE = os.environ.get("CLIPSCALE_TEST_DEVICE", "cuda")
 CUDA = DEVICE == "cuda"
 KERNELS = CUDA or os.environ.get("TRITON_INTERPRET") == "1"
-"""Can the Triton kernels run."""
+"""Whether the Triton kernels can run."""
 SMALLER = 1 if CUDA else 16
-"""By what the sizes of problems are divided."""
+"""Divisor of all problem sizes."""
 
 on_device = [
     pytest.mark.gpu,
@@ -25,11 +25,11 @@ with_kernels = pytest.mark.skipif(not KERNELS, reason="needs a CUDA device or TR
 
 
 def sized(*sizes: int, smaller: int = SMALLER) -> tuple[int, ...]:
-    """The sizes of a problem, as they are on a CUDA device, else divided; ragged ones stay ragged."""
+    """Problem sizes: unchanged on a CUDA device, smaller elsewhere. Ragged sizes stay ragged."""
     return sizes if CUDA else tuple(max(3, size // smaller + size % 2) for size in sizes)
 
 
 def largest_bytes() -> int:
-    """Peak of what torch has allocated on the device since it was last forgotten."""
+    """Peak bytes that torch has allocated on the device since the last reset."""
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated()

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 
 def forks() -> ForkServerContext:
-    """Starts processes as forks of one that has imported, once for all tests, what takes seconds; and that runs nothing else."""
+    """Starts processes as forks of one server process, which imports the slow modules once for all tests."""
     set_forkserver_preload(["clipscale.train", "tests.ranks"])
     return get_context("forkserver")
 

@@ -40,7 +40,7 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
 
 
 def test_a_run_taken_back_keeps_what_it_saves(tmp_path: Path) -> None:
-    """Its new checkpoints have lower numbers than those it left behind."""
+    """Its new checkpoints have lower numbers than the old ones."""
     for step in (9, 10, 11):
         checkpoint.save(tmp_path, step, some_state(), keep=0)
     checkpoint.save(tmp_path, 5, some_state(), keep=2)

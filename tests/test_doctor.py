@@ -1,4 +1,4 @@
-"""The doctor finds a healthy machine healthy, and what is broken broken."""
+"""The doctor reports no problem on a working machine, and each kind of broken one."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +16,7 @@ def only(monkeypatch: pytest.MonkeyPatch, *checks: str) -> None:
 
 
 def test_a_machine_that_works_has_no_problems(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Also that two processes compute a loss together."""
+    """Includes two processes that compute a loss together."""
     assert main(DoctorSettings(run=str(tmp_path / "runs/deep"))) == 0
     out = capsys.readouterr().out
     for words in (

@@ -34,7 +34,7 @@ DIMENSIONS: dict[str, tuple[Any, ...]] = {
     "loss": ("softmax", "sigmoid", "hard negatives"),
     "checkpointing": (False, True),
 }
-"""Chunks of images and texts: small; ragged, for 12, 6 and 3 images and 24, 12 and 6 texts; one chunk. 60 kB is room for some graphs."""
+"""Chunks of images and texts: small; ragged, for 12, 6 and 3 images and 24, 12 and 6 texts; one chunk. 60 kB hold some graphs."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Exported weights, loaded by open_clip itself: the features are those of the run's model."""
+"""open_clip loads the exported weights and computes the features of the run's model."""
 
 import json
 from dataclasses import asdict

@@ -224,7 +224,7 @@ def test_as_many_graphs_are_kept_as_fit(graphs: float, calls_wanted: int) -> Non
         assert cache.budget.used <= cache.budget.bytes
         cache.backward(m["head"](*features))
         cache.replay()
-    assert len(calls) == calls_wanted, f"{len(calls)} forward passes of three chunks with room for {graphs} graphs"
+    assert len(calls) == calls_wanted, f"{len(calls)} forward passes of three chunks with a budget of {graphs} graphs"
 
 
 def test_a_graph_that_does_not_fit_the_device_is_gone_before_its_chunk_is_tried_again() -> None:
@@ -328,21 +328,21 @@ def normalising(kind: type[nn.Module]) -> nn.ModuleDict:
 
 
 def _batch_norm(rank: int, world: int) -> tuple[dict[str, Tensor], dict[str, Tensor], str]:
-    """Statistics over both ranks in training; what is said without synchronisation; frozen, any chunks are right."""
+    """Statistics over both ranks in training; the message without synchronisation; frozen, any chunks are right."""
     peers = World(rank, world, torch.device("cpu"))
     x, y = (part[rank * 6 : (rank + 1) * 6] for part in batch(12))
 
     def loss(u: Tensor, v: Tensor) -> Tensor:
         return clipscale.contrastive_loss(u, v, 3.0)
 
-    said = ""
+    message = ""
     try:
         GradCache([normalising(nn.BatchNorm1d)["image"], models()["text"]], loss, chunks=6).step(x, y)
     except ValueError as error:
-        said = str(error)
+        message = str(error)
     m = normalising(nn.BatchNorm1d)
     GradCache([peers.wrap(m["image"]), peers.wrap(m["text"])], loss, chunks=[6, 4]).step(x, y)
-    return gradients(m), dict(m["image"].named_buffers()), said
+    return gradients(m), dict(m["image"].named_buffers()), message
 
 
 def test_synchronised_batch_norm_sees_the_whole_batch() -> None:
@@ -353,13 +353,13 @@ def test_synchronised_batch_norm_sees_the_whole_batch() -> None:
     ((F.cross_entropy(scores, target) + F.cross_entropy(scores.T, target)) / 2).backward()
     buffers = dict(wanted["image"].named_buffers())
     size = torch.nn.utils.get_total_norm(gradients(wanted).values())
-    for found, statistics, said in run_ranks(_batch_norm, 2):
+    for found, statistics, message in run_ranks(_batch_norm, 2):
         for name, gradient in gradients(wanted).items():  # that of the bias before the normalisation is rounding alone
             assert (found[name] - gradient).norm() <= 1e-10 * size, name
         assert statistics["net.1.num_batches_tracked"] == 1
         for name in ("net.1.running_mean", "net.1.running_var"):
             assert torch.allclose(statistics[name], buffers[name], rtol=1e-10), name
-        assert "over 2 ranks it would see only a part of them; synchronise it" in said
+        assert "over 2 ranks it would see only a part of them; synchronise it" in message
 
 
 @pytest.mark.parametrize(

@@ -24,14 +24,14 @@ LONG = (
     "data.workers=1",
     "launch.procs=2",
 )
-"""A run of two workers, each with a loader process, that is not over before it is stopped."""
+"""A run of two workers, each with a loader process, long enough to be stopped."""
 
 Start = Callable[..., subprocess.Popen[str]]
 
 
 @pytest.fixture
 def start(tmp_path: Path, environment: dict[str, str]) -> Iterator[Start]:
-    """`start(words)`: a command in the background, in a session of its own, whose processes are all ended with the test."""
+    """`start(words)`: a command in the background, in its own session. All its processes end with the test."""
     begun: list[subprocess.Popen[str]] = []
 
     def run(*words: str, **variables: str) -> subprocess.Popen[str]:
@@ -59,7 +59,7 @@ Running = tuple[subprocess.Popen[str], list[psutil.Process], list[psutil.Process
 
 
 def training(start: Start, shards: str, folder: Path, *words: str) -> Running:
-    """A run under way, its two workers, and all processes below the first."""
+    """A running run, its two workers, and all its child processes."""
     process = start(sys.executable, "-m", "clipscale", "train", *LONG, f"data.train={shards}", "run=long", *words)
     metrics, deadline = folder / "runs/long/metrics.jsonl", time.monotonic() + 180
     while not (metrics.is_file() and metrics.stat().st_size):
@@ -148,7 +148,7 @@ def test_under_torchrun_all_ranks_share_one_run(start: Start, shards: str, tmp_p
 
 
 def test_two_agents_meet_and_train_one_run(start: Start, shards: str, tmp_path: Path, free_port: int) -> None:
-    """Whose name neither was given."""
+    """Without a run name."""
     script = PACKAGE.parent / "launch/torchrun-multi.sh"
     variables = {"NODES": "2", "PROCS": "1", "HEAD": f"localhost:{free_port}", "JOB": tmp_path.name}
     agents = [start(str(script), *TINY, f"data.train={shards}", **variables) for _ in range(2)]

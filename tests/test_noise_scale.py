@@ -74,14 +74,14 @@ def test_equal_chunks_give_the_papers_two_batch_sizes() -> None:
     assert found["noise_scale"] == pytest.approx(found["noise_trace"] / found["noise_signal"])
 
 
-def test_without_noise_the_scale_is_zero_and_one_chunk_tells_nothing() -> None:
+def test_without_noise_the_scale_is_zero_and_one_chunk_gives_none() -> None:
     x = torch.ones(12, WIDTH, dtype=torch.float64)
     assert estimate([Product()], [x], [4])["noise_scale"] == pytest.approx(0, abs=1e-9)
     assert estimate([Product()], [x], [12]) == {"noise_scale": None, "noise_trace": None, "noise_signal": None}
 
 
 def test_ranks_add_up_on_their_device_where_a_tower_is_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NCCL refuses a sum on the CPU, where the norm of a frozen tower, of no gradient, lies."""
+    """NCCL cannot sum on the CPU, but the norm of a frozen tower, which has no gradients, is there."""
     devices = []
 
     def all_reduce(sums: Tensor) -> None:

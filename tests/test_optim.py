@@ -1,4 +1,4 @@
-"""Optimizers come from timm, matrices alone are decayed, and the learning rate is a pure function of the step."""
+"""Optimizers come from timm, only matrices decay, and the learning rate is a pure function of the step."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""What weights are held in: a frozen tower's in half precision, a trained one's in bf16 with float32 master copies."""
+"""The type of weights: a frozen tower's are half precision; a trained tower's may be bf16 with float32 masters."""
 
 import copy
 import json
@@ -49,7 +49,7 @@ def test_a_frozen_image_tower_gives_the_same_bits_from_half_the_memory() -> None
 
 
 def test_gradients_of_many_chunks_add_up_in_float32() -> None:
-    """bf16 sums lose what is below a 256th of them; the copies do not."""
+    """A bf16 sum loses everything below a 256th of it. The float32 copies do not."""
     weight = torch.nn.Linear(8, 8, bias=False)
     precision = Precision(BF16, CPU)
     masters = precision.hold(weight)
@@ -137,7 +137,7 @@ def _run(rank: int, world: int, config: TrainConfig) -> tuple[dict[str, torch.Te
 
 
 def test_several_ranks_with_master_weights_take_the_step_of_one(shards: str, tmp_path: Path) -> None:
-    """Up to bf16's rounding, which other chunks round otherwise; and all ranks hold the same weights after it."""
+    """Equal up to bf16 rounding, which differs between chunks. All ranks hold the same weights afterwards."""
     config = small(
         shards, tmp_path / "two", log=LogConfig(progress=False, noise_scale=1), launch=LaunchConfig(threads=1)
     )
@@ -153,7 +153,7 @@ def test_fsdp_takes_no_bf16_weights(shards: str, tmp_path: Path) -> None:
         train(config)
 
 
-# ---- batch normalisation, which a run either synchronises or freezes ----
+# ---- batch normalisation: synchronised or frozen ----
 
 RESNET = ARCHITECTURE | {"vision_cfg": {"image_size": 32, "layers": [1, 1, 1, 1], "width": 8, "head_width": 64}}
 

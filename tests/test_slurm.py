@@ -73,9 +73,9 @@ def test_two_nodes_train_one_run(submit: Submit, shards: str, tmp_path: Path) ->
     log = tmp_path / "job.log"
     job = submit(*TINY, f"data.train={shards}", "run=both")
     wait_for(job, lambda: state(job) in ("COMPLETED", "FAILED"), log)
-    said = log.read_text()
-    assert state(job) == "COMPLETED", said
-    assert said.count("done: runs/both (step 2") == 1, said
+    printed = log.read_text()
+    assert state(job) == "COMPLETED", printed
+    assert printed.count("done: runs/both (step 2") == 1, printed
     assert steps(tmp_path / "runs/both") == [1, 2]
     assert json.loads((tmp_path / "runs/both/env.json").read_text())["processes"] == 2
 
@@ -95,7 +95,7 @@ def test_a_job_told_to_stop_saves_goes_back_into_the_queue_and_ends_the_run(
     # Slurm lets it rest for two minutes; at once, its nodes would still refuse it
     subprocess.run(["scontrol", "update", f"JobId={job}", "StartTime=now+5"], check=True)
     wait_for(job, lambda: state(job) in ("COMPLETED", "FAILED"), log)
-    said = log.read_text()
-    assert state(job) == "COMPLETED", said
-    assert steps(run) == list(range(1, 151)), (stopped, said)
-    assert said.count("done: runs/long (step 150") == 1, said
+    printed = log.read_text()
+    assert state(job) == "COMPLETED", printed
+    assert steps(run) == list(range(1, 151)), (stopped, printed)
+    assert printed.count("done: runs/long (step 150") == 1, printed

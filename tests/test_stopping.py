@@ -1,4 +1,4 @@
-"""A first signal is noted, a later Ctrl-C ends the run, and handlers are put back."""
+"""The first signal is recorded, a later Ctrl-C ends the run, and the handlers are restored."""
 
 import signal
 
@@ -8,13 +8,13 @@ from clipscale import stopping
 from clipscale.stopping import Stop
 
 
-def test_one_ctrl_c_is_noted_and_a_later_one_ends_at_once(
+def test_one_ctrl_c_is_recorded_and_a_later_one_ends_at_once(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     stop, before = Stop(announce=True), signal.getsignal(signal.SIGINT)
     with stop:
         signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGINT)  # the same, by way of the launcher
+        signal.raise_signal(signal.SIGINT)  # the same Ctrl-C, forwarded by the launcher
         assert stop.number == signal.SIGINT
         assert capfd.readouterr().err.count("Ctrl-C again") == 1
         monkeypatch.setattr(stopping, "AGAIN_S", -1.0)

@@ -1,4 +1,4 @@
-"""Whole runs on a small demo set: they learn, can be killed and resumed, and do not depend on how many processes share the work."""
+"""Whole runs on a small demo set: they learn, resume after a kill, and do not depend on the number of processes."""
 
 import json
 import math
@@ -157,9 +157,9 @@ def test_resuming_a_finished_run_says_so_and_trains_no_further(
 ) -> None:
     before = curve(finished)
     assert train(settings(demo, finished))["step"] == 10
-    said = capsys.readouterr().out
-    assert "going on after step 10 of 10; changed: eval.every 5 -> 0, eval.sets [" in said, said
-    assert "is complete at step 10: nothing is left to train" in said
+    printed = capsys.readouterr().out
+    assert "going on after step 10 of 10; changed: eval.every 5 -> 0, eval.sets [" in printed, printed
+    assert "is complete at step 10: nothing is left to train" in printed
     assert curve(finished) == before
 
 
@@ -170,8 +170,8 @@ def test_the_trained_model_is_loaded_as_it_was_saved(finished: Path) -> None:
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
 
 
-def live(demo: Path, run: Path) -> None:
-    """A whole run, with patch dropout, so that the random state is part of what must come back."""
+def train_in_process(demo: Path, run: Path) -> None:
+    """A whole run with patch dropout, so that resuming has to restore the random state."""
     model = ModelConfig(name="test", architecture=ARCHITECTURE, patch_dropout=0.3)
     try:
         train(settings(demo, run, model=model, checkpoint=CheckpointConfig(every=3)))
@@ -181,7 +181,7 @@ def live(demo: Path, run: Path) -> None:
 
 
 def start(demo: Path, run: Path) -> ForkServerProcess:
-    process = forks().Process(target=live, args=(demo, run))
+    process = forks().Process(target=train_in_process, args=(demo, run))
     process.start()
     return process
 
@@ -330,7 +330,7 @@ def test_a_diverging_run_stops_and_keeps_its_checkpoints(demo: Path, tmp_path: P
 def test_half_precision_that_overflows_at_any_loss_scale_has_diverged(
     demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With fp16 a step that overflows is left out and the loss scale halved: that must not go on for ever."""
+    """With fp16 a step that overflows is skipped and halves the loss scale, but not for ever."""
     monkeypatch.setattr("clipscale.precision.LEAST_LOSS_SCALE", 2.0**14)
     config = replace(diverging(demo, tmp_path / "run", "stop"), precision=PrecisionConfig("fp16"))
     with pytest.raises(UserError, match="training has diverged"):
@@ -398,8 +398,8 @@ def test_what_does_not_fit_a_checkpoint_is_named(demo: Path, finished: Path) -> 
 # -- several ranks that do not see the same --------------------------------------------------------------------------------
 
 
-class Beside(World):
-    """A world whose other rank, which is not there, answers every question with `answer(own value)`."""
+class WithPeer(World):
+    """A world with an imaginary second rank, whose value is `answer(own value)`."""
 
     answer: Callable[[Any], Any]
 
@@ -407,15 +407,15 @@ class Beside(World):
         return [value, self.answer(value)]
 
 
-def beside(answer: Callable[[Any], Any]) -> Beside:
-    world = Beside(0, 1, torch.device("cpu"))
+def with_peer(answer: Callable[[Any], Any]) -> WithPeer:
+    world = WithPeer(0, 1, torch.device("cpu"))
     vars(world)["answer"] = answer
     return world
 
 
 def test_ranks_that_find_different_checkpoints_do_not_start(demo: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"different checkpoints \(rank 0: none, rank 1: step 7\)"):
-        Run(settings(demo, tmp_path / "run"), beside(lambda value: 7 if value is None else value))
+        Run(settings(demo, tmp_path / "run"), with_peer(lambda value: 7 if value is None else value))
 
 
 def test_ranks_that_see_different_shards_do_not_start(demo: Path, tmp_path: Path) -> None:
@@ -423,7 +423,7 @@ def test_ranks_that_see_different_shards_do_not_start(demo: Path, tmp_path: Path
         return {**value, "order": "other"} if isinstance(value, dict) and "order" in value else value
 
     with pytest.raises(UserError, match="the processes see different shards"):
-        Run(settings(demo, tmp_path / "run"), beside(other))
+        Run(settings(demo, tmp_path / "run"), with_peer(other))
 
 
 def test_a_rank_judges_the_memory_before_others_take_theirs(
@@ -449,7 +449,7 @@ def test_a_rank_judges_the_memory_before_others_take_theirs(
     assert "of 1.00 GiB free" in run.stream.memory
 
 
-def test_found_chunk_sizes_are_noted_under_the_eyes_of_other_ranks(tmp_path: Path) -> None:
+def test_chunk_sizes_are_replaced_atomically_while_other_ranks_read_them(tmp_path: Path) -> None:
     save_chunk_sizes(tmp_path, {"image": 64, "text": 128})
     with (tmp_path / CHUNKS).open() as reading:
         save_chunk_sizes(tmp_path, {"image": 32, "text": 32})
@@ -459,7 +459,7 @@ def test_found_chunk_sizes_are_noted_under_the_eyes_of_other_ranks(tmp_path: Pat
 
 
 def test_batches_share_one_stream_for_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch hands out 32 streams in turn, and its allocator keeps memory for each."""
+    """torch cycles through 32 streams, and its allocator keeps memory for each."""
     copy_stream.cache_clear()
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: object())
     device = torch.device("cuda", 0)
