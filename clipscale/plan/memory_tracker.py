@@ -10,9 +10,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -139,20 +140,38 @@ class DryMachine(Machine):
         pass
 
 
-@contextmanager
-def cuda_autocast() -> Iterator[None]:
-    """Inside, autocast runs its CUDA list of operations in float32 on a CPU, too."""
-    with _CudaAutocast():
-        yield
-
-
-class _CudaAutocast(TorchFunctionMode):
-    """Applies CUDA autocast's list of float32 operations on a CPU."""
+class CudaAutocast(TorchFunctionMode):
+    """Inside, autocast on a CPU also runs its CUDA list of operations in float32."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in FLOAT32_ON_CUDA and torch.is_autocast_enabled("cpu"):
             args = tuple(_widened(x) for x in args)
         return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def cuda_autocast() -> Iterator[None]:
+    """CudaAutocast, also for the forward passes that gradient checkpointing repeats: torch's backward pass runs without any mode."""
+    mode = CudaAutocast()
+    outermost: list[nn.Module] = []
+
+    def enter(module: nn.Module, _: Any) -> None:
+        if torch._C._len_torch_function_stack() == 0:
+            mode.__enter__()
+            outermost.append(module)
+
+    def leave(module: nn.Module, *_: Any) -> None:
+        if outermost and outermost[-1] is module:
+            outermost.pop()
+            mode.__exit__(None, None, None)
+
+    hooks = (register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True))
+    try:
+        with mode:
+            yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _widened(x: Any) -> Any:

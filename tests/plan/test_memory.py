@@ -146,3 +146,16 @@ def test_stored_features_are_not_decoded_by_the_gpu() -> None:
 
     assert batch("gpu", "false") == batch("gpu", None) != batch("exact", None)
     assert batch("gpu", "true") == batch("gpu", "emb") == batch("exact", "true") < batch("exact", None)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_checkpointing_on_a_gpu_takes_less_memory_in_the_second_pass(precision: str) -> None:
+    """Recomputed layer norms are float32 under autocast, as in the first pass; torch refuses to run the backward pass otherwise."""
+    steps = []
+    for checkpointing in (False, True):
+        config = settings(model__grad_checkpointing=checkpointing, precision__name=precision)
+        with dry_run(config, 1, 90) as run:
+            steps.append(run.step((16, 16), 64))
+    plain, checkpointed = steps
+    assert checkpointed.peak["replay image"] < plain.peak["replay image"]
+    assert checkpointed.peak["encode image"] == plain.peak["encode image"]
