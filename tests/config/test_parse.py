@@ -1,6 +1,7 @@
 """Plain values in, dataclasses out; and only the command line knows Hydra."""
 
 import ast
+from typing import Any
 
 import pytest
 
@@ -38,6 +39,47 @@ def test_values_of_the_wrong_type_are_refused_in_one_line() -> None:
         with pytest.raises(UserError) as caught:
             typed(TrainConfig, values)
         assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("values", "read"),
+    [
+        ({"model": {"compile": "yes"}}, True),
+        ({"model": {"compile": 0}}, False),
+        ({"optim": {"lr": "1e-3"}}, 1e-3),
+        ({"optim": {"clip_norm": 1}}, 1.0),
+        ({"optim": {"eps": None}}, None),
+        ({"run": 3}, "3"),
+        ({"eval": {"sets": "a"}}, ["a"]),
+        ({"data": {"weights": [1, "0.5"]}}, [1.0, 0.5]),
+        ({"data": {"cache_bytes": "500G"}}, 500 * 2**30),
+    ],
+)
+def test_a_value_becomes_the_type_of_its_setting(values: dict[str, Any], read: Any) -> None:
+    found: Any = typed(TrainConfig, values)
+    while isinstance(values, dict):
+        (name, values), *_ = values.items()
+        found = getattr(found, name)
+    assert (found, type(found)) == (read, type(read))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"seed": None}, "seed=null: give a value"),
+        ({"batch": True}, "batch=True: give a whole number"),
+        ({"batch": [1, 2]}, "batch=[1, 2]: give a whole number"),
+        ({"run": ["a"]}, "run=['a']: give one text"),
+        ({"eval": 3}, "eval is a section of settings; give one of its keys: eval.every, eval.sets, eval.batch, ..."),
+        ({"data": {"weights": ["a"]}}, "data.weights[0]=a: give a number"),
+        ({"optim": {"betas": [0.9]}}, "optim.betas=[0.9]: give 2 numbers, optim.betas=[...]"),
+        ({"optim": {"options": 3}}, "optim.options: give names and values, optim.options.NAME=VALUE"),
+    ],
+)
+def test_a_value_of_another_type_is_refused_in_one_line(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        typed(TrainConfig, values)
+    assert str(caught.value) == message
 
 
 def test_tuples_and_free_form_options_survive() -> None:
