@@ -16,11 +16,11 @@ import numpy as np
 import torch
 
 from clipscale import distributed
-from clipscale.config.checks import at_least, choice
+from clipscale.config.checks import check_values
 from clipscale.config.data import FEATURES
 from clipscale.config.tools import FeaturesConfig
 from clipscale.data.decode import IMAGE_TYPES, BrokenSampleError, EvalTransform, TrainTransform, image_bytes
-from clipscale.data.features import DTYPES, NOTE, encoded_row
+from clipscale.data.features import NOTE, encoded_row
 from clipscale.data.order import CounterRNG
 from clipscale.data.sample import RawSample
 from clipscale.data.shards.access import Access, SourceError, leaf_of
@@ -35,7 +35,6 @@ from clipscale.precision import Precision
 
 log = logging.getLogger(__name__)
 
-TRANSFORMS = ("eval", "train")
 DAMAGED = ("truncated_shard", "unreadable_shard")
 """Reasons that lie in the shard itself, and stay. The others lie in the network or the server."""
 
@@ -44,10 +43,7 @@ def main(config: FeaturesConfig) -> Path:
     """Write the features of `data.train` to `out`. Under torchrun every rank takes its share of the shards. Raises UserError."""
     if not config.out:
         raise UserError("data features needs out=DIR")
-    choice("dtype", config.dtype, DTYPES)
-    choice("transform", config.transform, TRANSFORMS)
-    at_least("batch", config.batch, 1)
-    at_least("threads", config.threads, 1)
+    check_values(config)
     urls, _ = list_shards(config.data)
     twice = [name for name, count in Counter(map(leaf_of, urls)).items() if count > 1]
     if twice:
@@ -105,7 +101,7 @@ def _write(config: FeaturesConfig, urls: Sequence[str], world: World) -> Path:
     if unread:
         raise UserError(
             f"out={folder}: {len(unread)} of {len(urls)} shards could not be fetched and are not written (the first: {unread[0]}); "
-            "start again to make up for them"
+            "start again to fetch them"
         )
     return folder
 

@@ -23,7 +23,6 @@ if TYPE_CHECKING:  # loader workers import this module and need no models
 
 NOTE = "features.json"
 """The file beside the shards that describes where the features come from."""
-DTYPES = ("float16", "float32")
 
 
 @dataclass(frozen=True)

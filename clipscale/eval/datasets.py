@@ -14,7 +14,6 @@ from operator import itemgetter
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-from clipscale.config.checks import at_least
 from clipscale.data.sample import key_and_extension
 from clipscale.errors import UserError
 from clipscale.eval.zero_shot import Template
@@ -79,7 +78,6 @@ def load_sets(paths: Sequence[str], limit: int | None = None) -> list[EvalSet]:
 
     Loaded sets are cached. Raises UserError for a set that is missing, empty or inconsistent.
     """
-    at_least("eval.limit", limit, 1)
     resolved = [Path(path).expanduser().absolute() for path in paths]
     if len(set(resolved)) < len(resolved):
         raise UserError(f"eval.sets names a set twice: {', '.join(sorted(map(str, paths)))}; keep one of them")

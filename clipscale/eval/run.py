@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from clipscale.config.checks import at_least
+from clipscale.config.checks import check_values
 from clipscale.config.sections import EvalConfig
 from clipscale.data.decode import BrokenSampleError, EvalTransform
 from clipscale.distributed import World
@@ -61,7 +61,7 @@ def check(config: EvalConfig, world: World) -> list[EvalSet]:
     """
     sets, problem = [], ""
     try:
-        at_least("eval.batch", config.batch, 1)
+        check_values(config, "eval.")
         sets = datasets.load_sets(config.sets, config.limit)
     except UserError as error:
         problem = str(error)

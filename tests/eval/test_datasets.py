@@ -151,8 +151,6 @@ def test_paths_that_are_no_set(tmp_path: Path) -> None:
     root = str(classification_set(tmp_path / "set"))
     with pytest.raises(UserError, match="twice"):
         load_sets([root, root + "/"])
-    with pytest.raises(UserError, match=r"eval\.limit=0"):
-        load_sets([root], limit=0)
 
 
 def test_missing_images_of_a_caption_file(tmp_path: Path) -> None:

@@ -159,6 +159,7 @@ def test_a_mistake_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
         assert "different files" in differing, differing
 
 
-def test_batch_must_be_positive(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"eval\.batch=0"):
-        check(EvalConfig(batch=0), ALONE)
+@pytest.mark.parametrize("name", ["batch", "limit"])
+def test_batch_and_limit_must_be_positive(name: str) -> None:
+    with pytest.raises(UserError, match=rf"eval\.{name}=0"):
+        check(EvalConfig(**{name: 0}), ALONE)
