@@ -101,19 +101,19 @@ def recorded() -> tuple[Prefetcher, list[tuple[str, int, int]]]:
 
 
 def test_the_next_chunk_is_begun_before_it_is_asked_for_and_none_twice() -> None:
-    window, events = recorded()
+    prefetcher, events = recorded()
     spans = [(0, 10), (10, 20), (20, 30), (30, 35)]
     for step in range(3):
-        window.open(step, Slot(0, {}))
-        window.arrived(step, Slot(0, {}), 35, 35)
+        prefetcher.open(step, Slot(0, {}))
+        prefetcher.arrived(step, Slot(0, {}), 35, 35)
         kept: list[int] = []
-        window.expect(chain(spans, (span for _ in range(1) for span in spans[len(kept) :])))
+        prefetcher.expect(chain(spans, (span for _ in range(1) for span in spans[len(kept) :])))
         events.clear()
         held: list[tuple[torch.Tensor, list[int]]] = []
         for start, stop in [*spans, *spans[1:]]:  # the first chunk is kept, so the second pass begins with the second
             if not kept:
                 kept.append(0)
-            rows = window.rows(start, stop)
+            rows = prefetcher.rows(start, stop)
             held.append((rows, list(range(start, stop))))
             for tensor, values in held[-2:]:
                 assert tensor[:, 0].tolist() == values, "overwritten too early"
@@ -128,38 +128,38 @@ def test_the_next_chunk_is_begun_before_it_is_asked_for_and_none_twice() -> None
 
 
 def test_a_frozen_tower_needs_no_second_pass_and_gets_none() -> None:
-    window, events = recorded()
+    prefetcher, events = recorded()
     for step in range(3):
-        window.open(step, Slot(0, {}))
-        window.arrived(step, Slot(0, {}), 20, 20)
-        window.expect([(0, 10), (10, 20)])
+        prefetcher.open(step, Slot(0, {}))
+        prefetcher.arrived(step, Slot(0, {}), 20, 20)
+        prefetcher.expect([(0, 10), (10, 20)])
         events.clear()
         for span in ((0, 10), (10, 20)):
-            window.rows(*span)
+            prefetcher.rows(*span)
     assert [event for event in events if event[0] == "begin"] == [("begin", 0, 10), ("begin", 10, 20)]
 
 
 def test_rows_that_have_not_arrived_are_not_begun() -> None:
-    window, events = recorded()
-    window.open(0, Slot(0, {}))
-    window.expect([(0, 10), (10, 20), (20, 30)])
-    window.arrived(0, Slot(0, {}), 15, 30)
-    window.arrived(1, Slot(1, {}), 30, 30)
-    window.rows(0, 10)
+    prefetcher, events = recorded()
+    prefetcher.open(0, Slot(0, {}))
+    prefetcher.expect([(0, 10), (10, 20), (20, 30)])
+    prefetcher.arrived(0, Slot(0, {}), 15, 30)
+    prefetcher.arrived(1, Slot(1, {}), 30, 30)
+    prefetcher.rows(0, 10)
     assert ("begin", 10, 20) not in events
-    window.arrived(0, Slot(0, {}), 30, 30)
-    window.rows(10, 20)
+    prefetcher.arrived(0, Slot(0, {}), 30, 30)
+    prefetcher.rows(10, 20)
     assert ("begin", 20, 30) in events
 
 
 def test_without_ranges_or_after_another_request_nothing_is_begun_ahead() -> None:
-    window, events = recorded()
-    window.open(0, Slot(0, {}))
-    window.arrived(0, Slot(0, {}), 40, 40)
-    window.rows(0, 10)
-    window.expect([(10, 20), (20, 30), (30, 40)])
-    window.rows(0, 5)
-    window.rows(10, 20)
+    prefetcher, events = recorded()
+    prefetcher.open(0, Slot(0, {}))
+    prefetcher.arrived(0, Slot(0, {}), 40, 40)
+    prefetcher.rows(0, 10)
+    prefetcher.expect([(10, 20), (20, 30), (30, 40)])
+    prefetcher.rows(0, 5)
+    prefetcher.rows(10, 20)
     assert [event[1:] for event in events if event[0] == "begin"] == [(0, 10), (0, 5), (10, 20)]
 
 
