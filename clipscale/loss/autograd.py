@@ -6,7 +6,7 @@ Letters: n rows (images) and m columns (texts) of this rank, N rows of all ranks
 import contextlib
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -19,7 +19,14 @@ from clipscale.loss.inputs import Extras
 from clipscale.loss.similarity import Similarity, row_products
 from clipscale.rng import RandomState
 
-SLAB = 2**15  # rows whose float32 gradient exists at a time, where it is rounded to half precision afterwards
+SLAB = (
+    2**14
+)  # rows whose float32 gradient exists at a time, where it is then rounded to half precision: the height of a panel
+# Float32 sums of columns beyond those that fit into the result's own memory. With panels of 512 MiB the loss of 2^20 pairs then takes
+# under 1.9 GiB beyond features and gradients up to D = 1280. From D = 641 on some columns need a second pass over their scores: 8 % of
+# them at D = 768 and 25 % at D = 1280, which is 2 % and 6 % of the matmuls.
+SPARE_BYTES = 5 << 28
+GRAIN = 2**12  # columns at which a gradient is split: whole tiles of every backend
 
 
 class Backend(Protocol):
@@ -115,92 +122,165 @@ class ContrastiveLoss(torch.autograd.Function):
                 widened(torch.zeros_like(p)) if needed else None for p, needed in zip(module_parameters, needs_module)
             ),
         )
-        factor = grad_output / ctx.count
-        in_slabs = exchange.visits == 1 and call.backend.splits_rows
-        images = None
+        rounding = Rounding(grad_output / ctx.count, from_rows)
+        images = texts = None
         if needs_images or (from_rows and not needs_texts):
-            images = RowGradient(rows, image_features.dtype, factor, in_slabs, from_rows)
+            images = _row_gradient(rows, image_features.dtype, rounding, call)
+        if needs_texts and exchange.size == 1 and _is_large(cols, text_features.dtype, call):
+            texts = SplitGradient(cols, text_features.dtype, rounding, SPARE_BYTES)
 
         def visit(cols: RowBlock, positive: int | None) -> None:
-            for start, part in images.parts() if images else [(0, rows)]:
-                call.backend.backward(Block(part, cols, parameters, None if positive is None else positive + start))
+            for row, row_part in images.parts() if images else [(0, rows)]:
+                for col, col_part in texts.parts() if texts else [(0, cols)]:
+                    offset = None if positive is None else positive + row - col
+                    call.backend.backward(Block(row_part, col_part, parameters, offset))
+            for col, col_part in (
+                texts.later_parts() if texts else []
+            ):  # their scores once more, for their gradient alone
+                call.backend.backward(Block(replace(rows, grad=None), col_part, Parameters(scale, bias), -col))
 
         with _arithmetic(image_features.device, call), _replayed(ctx.random):
-            text_sums = exchange.backward(cols, visit, needs_texts)
-            image_grad = text_grad = products = None
+            text_sums = exchange.backward(cols, visit, needs_texts and texts is None)
+            image_grad = text_grad = products = text_products = None
             if images:
                 image_grad, products = (None if x is None else exchange.own_rows(x) for x in images.result())
-            if text_sums is not None:
+            if texts:
+                text_grad, text_products = texts.result()
+            elif text_sums is not None:
                 own = exchange.own_cols(cols.features), exchange.own_cols(text_sums)
-                text_grad, text_products = _finished(*own, text_features.dtype, factor, from_rows and products is None)
-                products = text_products if products is None else products
+                text_grad, text_products = rounding.finished(*own, text_features.dtype)
+            products = text_products if products is None else products
         replicated = (
             (scale, parameters.scale_grad),
             (bias, parameters.bias_grad),
             *zip(module_parameters, parameters.module_grads),
         )
         scale_grad, *others = (
-            None if grad is None else (grad * factor * exchange.local_fraction).to(x.dtype) for x, grad in replicated
+            None if grad is None else (grad * rounding.factor * exchange.local_fraction).to(x.dtype)
+            for x, grad in replicated
         )
         if products is not None:
             scale_grad = (products.sum() / scale).to(scale.dtype)
         return None, image_grad if needs_images else None, text_grad, scale_grad, *others
 
 
-class RowGradient:
-    """dU and, with `products`, <u_i, dU_i> for each row. Sums are float32 (float64); dU is returned in `dtype`.
+@dataclass
+class Rounding:
+    """How float32 (float64) sums become a gradient: times `factor`, then rounded."""
 
-    In half precision, and where the rows are visited once, `parts` gives them in slabs: dU never exists as a whole in float32.
-    """
+    factor: Tensor
+    needs_products: bool  # whether <u_i, dU_i> is needed for each row
 
-    def __init__(self, rows: RowBlock, dtype: torch.dtype, factor: Tensor, in_slabs: bool, products: bool) -> None:
-        self._rows, self._rounding = rows, (dtype, factor, products)
-        self._done: tuple[Tensor, Tensor | None] | None = None
-        if in_slabs and dtype.itemsize < 4 and len(rows) > SLAB:
-            self._done = (
-                torch.empty_like(rows.features, dtype=dtype),
-                torch.empty_like(rows.features[:, 0], dtype=torch.float64) if products else None,
-            )
-        else:
-            rows.grad = rows.empty_grad()
+    def finished(self, features: Tensor, sums: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        """(the gradient in `dtype`; its products with the features in float64). Overwrites the sums."""
+        sums.mul_(self.factor)
+        products = row_products(features, sums) if self.needs_products else None
+        return sums.to(dtype), products
+
+
+class WholeGradient:
+    """The gradient of a side, with the sums of all rows at once."""
+
+    def __init__(self, side: RowBlock, dtype: torch.dtype, rounding: Rounding) -> None:
+        self.side, self.dtype, self.rounding = side, dtype, rounding
+        side.grad = side.empty_grad()
 
     def parts(self) -> Iterator[tuple[int, RowBlock]]:
-        """The index of the first row, and rows with a place for their gradient."""
-        if self._done is None:
-            yield 0, self._rows
-            return
-        for start in range(0, len(self._rows), SLAB):
-            part = self._rows[start : start + SLAB]
-            part.grad = part.empty_grad()
-            yield start, part
-            for whole, piece in zip(self._done, _finished(part.features, part.grad, *self._rounding)):
-                if whole is not None and piece is not None:
-                    whole[start : start + SLAB] = piece
+        """The index of the first row, and rows with a place for their sums; again for every visit."""
+        yield 0, self.side
 
     def result(self) -> tuple[Tensor, Tensor | None]:
-        """dU and, in float64, the products; both times the factor."""
-        if self._done is not None:
-            return self._done
-        assert self._rows.grad is not None
-        return _finished(self._rows.features, self._rows.grad, *self._rounding)
+        """The gradient, and with `rounding.needs_products` its products with the features."""
+        assert self.side.grad is not None
+        return self.rounding.finished(self.side.features, self.side.grad, self.dtype)
 
 
-def _finished(
-    features: Tensor, grad: Tensor, dtype: torch.dtype, factor: Tensor, products: bool
-) -> tuple[Tensor, Tensor | None]:
-    """(grad * factor in `dtype`; with `products`, <row of features, row of it> in float64). Reuses grad's memory.
+class SlabGradient(WholeGradient):
+    """The same in half precision, for rows that are visited once: SLAB rows at a time have float32 sums."""
 
-    Half precision is written where grad lies: the loss has no memory for a second copy of a million rows.
+    def __init__(self, side: RowBlock, dtype: torch.dtype, rounding: Rounding) -> None:
+        self.side, self.dtype, self.rounding = side, dtype, rounding
+        self.grad = torch.empty_like(side.features, dtype=dtype)
+        self.products = side.features.new_empty(len(side), dtype=torch.float64) if rounding.needs_products else None
+
+    def parts(self) -> Iterator[tuple[int, RowBlock]]:
+        for start in range(0, len(self.side), SLAB):
+            part = self.side[start : start + SLAB]
+            part.grad = part.empty_grad()
+            yield start, part
+            self.finish(start, part.features, part.grad)
+
+    def finish(self, start: int, features: Tensor, sums: Tensor) -> None:
+        """Write the sums of the rows from `start` on into the result."""
+        for i in range(0, len(sums), SLAB // 4):  # of which a copy in half precision exists at a time
+            u, x = features[i : i + SLAB // 4], sums[i : i + SLAB // 4]
+            here = slice(start + i, start + i + len(x))
+            self.grad[here], products = self.rounding.finished(u, x, self.dtype)
+            if self.products is not None and products is not None:
+                self.products[here] = products
+
+    def result(self) -> tuple[Tensor, Tensor | None]:
+        return self.grad, self.products
+
+
+class SplitGradient(SlabGradient):
+    """The same for rows that are visited several times, or for columns.
+
+    The sums of the first half are in the memory of the result. Row i is rounded to where row i/2 was, never over a later row. The sums
+    of the second half have their own memory, at most `spare_bytes` of it. Rows beyond that, `later_parts`, are visited once more: the
+    first visits leave their gradient out.
     """
-    grad.mul_(factor)
-    found = row_products(features, grad) if products else None
-    if dtype.itemsize >= grad.dtype.itemsize:
-        return grad.to(dtype), found
-    rounded = grad.view(-1).view(dtype)[: grad.numel()].view(grad.shape)
-    step = max(1, SLAB // 4)
-    for start in range(0, len(grad), step):  # row i is written where row i/2 was, never over a later row
-        rounded[start : start + step] = grad[start : start + step].to(dtype)
-    return rounded, found
+
+    def __init__(self, side: RowBlock, dtype: torch.dtype, rounding: Rounding, spare_bytes: int | None = None) -> None:
+        super().__init__(side, dtype, rounding)
+        self.is_finished = False
+        n, row_size = len(side), side.features[0].numel()
+        self.half = n // 2 // GRAIN * GRAIN
+        self.spare = n - self.half
+        if spare_bytes is not None:
+            self.spare = min(self.spare, max(1, spare_bytes // (4 * row_size) // GRAIN) * GRAIN)
+        in_result = self.grad.view(-1)[: 2 * self.half * row_size].view(torch.float32)
+        self.sums = (
+            in_result.view(self.half, *side.features.shape[1:]).zero_(),
+            torch.zeros_like(side.features[: self.spare], dtype=torch.float32),
+        )
+
+    def parts(self) -> Iterator[tuple[int, RowBlock]]:
+        end = self.half + self.spare
+        for start, stop, sums in ((0, self.half, self.sums[0]), (self.half, end, self.sums[1])):
+            yield start, replace(self.side[start:stop], grad=sums)
+        if end < len(self.side):
+            yield end, self.side[end:]
+
+    def later_parts(self) -> Iterator[tuple[int, RowBlock]]:
+        """The rows that `parts` gave without a place for their sums."""
+        self._finish_first()
+        for start in range(self.half + self.spare, len(self.side), self.spare):
+            part = self.side[start : start + self.spare]
+            part.grad = self.sums[1][: len(part)].zero_()
+            yield start, part
+            self.finish(start, part.features, part.grad)
+
+    def _finish_first(self) -> None:
+        for start, sums in zip((0, self.half), self.sums):
+            self.finish(start, self.side.features[start : start + len(sums)], sums)
+        self.is_finished = True
+
+    def result(self) -> tuple[Tensor, Tensor | None]:
+        if not self.is_finished:
+            self._finish_first()
+        return super().result()
+
+
+def _is_large(side: RowBlock, dtype: torch.dtype, call: LossCall) -> bool:
+    """Whether a gradient is too large for a second copy of it in float32."""
+    return dtype.itemsize < 4 and len(side) > SLAB and call.backend.splits_rows
+
+
+def _row_gradient(rows: RowBlock, dtype: torch.dtype, rounding: Rounding, call: LossCall) -> WholeGradient:
+    if not _is_large(rows, dtype, call):
+        return WholeGradient(rows, dtype, rounding)
+    return (SlabGradient if call.exchange.visits == 1 else SplitGradient)(rows, dtype, rounding)
 
 
 @contextlib.contextmanager

@@ -51,7 +51,7 @@ class RowBlock:
 
     def empty_grad(self) -> Tensor:
         """A gradient of zeros, like the features, in sum_dtype."""
-        return widened(torch.zeros_like(self.features))
+        return torch.zeros_like(self.features, dtype=sum_dtype(self.features.dtype))
 
 
 @dataclass

@@ -22,6 +22,9 @@ VARIANTS = [
 ]  # refused: see test_inputs
 
 
+U, V = features(90, 95, 32)
+
+
 def options_of(extra: str, n: int, m: int) -> dict[str, object]:
     return {"plain": {}, "keys": keys(n, m), "smoothing": {"label_smoothing": 0.1}}[extra]
 
@@ -190,15 +193,31 @@ def test_half_precision_is_no_further_from_the_truth_than_twice_plain_torch(
             )
 
 
-@pytest.mark.parametrize("slab", [1, 7, 64])
-def test_gradients_rounded_slab_by_slab_are_those_rounded_at_once(slab: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    u, v = (x.bfloat16() for x in features(90, 95, 32))
-    whole = results(contrastive_loss, u, v, 20.0, tile=16)
-    monkeypatch.setattr("clipscale.loss.autograd.SLAB", 4 * slab)
-    parts = results(contrastive_loss, u, v, 20.0, tile=16)
-    for name, a, b in zip(("value", "images", "texts", "scale"), parts, whole):
-        bar = 1e-5 if name in ("value", "scale") else 2**-8  # the tiles differ, and so may the last bit of bfloat16
+@pytest.mark.parametrize("objective", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("spare", [2**30, 4 * 32 * 24, 0], ids=["all", "24 columns", "one grain"])
+@pytest.mark.parametrize("slab", [4, 28, 64])
+def test_gradients_summed_in_parts_are_those_summed_at_once(
+    slab: int, spare: int, objective: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`spare` bytes for the sums of columns: the other columns take a second pass."""
+    u, v = U.bfloat16(), V.bfloat16()
+    whole = results(contrastive_loss, u, v, 20.0, tile=16, objective=objective)
+    for name, value in (("SLAB", slab), ("GRAIN", 8), ("SPARE_BYTES", spare)):
+        monkeypatch.setattr(f"clipscale.loss.autograd.{name}", value)
+    parts = results(contrastive_loss, u, v, 20.0, tile=16, objective=objective)
+    for name, a, b in zip(("value", "images", "texts", "scale", "bias"), parts, whole):
+        bar = (
+            1e-5 if name in ("value", "scale", "bias") else 2**-8
+        )  # the tiles differ, and the last bit of bfloat16 may
         assert error(a, b.double(), 1e-6) <= bar, f"{name} differs by {error(a, b.double(), 1e-6):.1e}"
+
+
+def test_a_half_precision_gradient_has_no_larger_storage(monkeypatch: pytest.MonkeyPatch) -> None:
+    for slab in (2**14, 16):  # whole, and in parts
+        monkeypatch.setattr("clipscale.loss.autograd.SLAB", slab)
+        monkeypatch.setattr("clipscale.loss.autograd.GRAIN", 8)
+        for name, grad in zip(("images", "texts"), results(contrastive_loss, U.bfloat16(), V.bfloat16(), 20.0)[1:3]):
+            assert grad.untyped_storage().nbytes() == grad.nbytes, f"{name}: {grad.untyped_storage().nbytes()} bytes"
 
 
 @pytest.mark.parametrize("backend", ["dense", "tiled"])

@@ -178,6 +178,30 @@ def test_the_same_inputs_give_the_same_bits_twice_on_ranks(ranks: Workers, excha
     assert ranks.run(twice, 4, {"exchange": exchange, "tile": 8}) == [True] * 4, "two runs differ"
 
 
+def in_parts(group: dist.ProcessGroup, rank: int, exchange: str) -> list[tuple[float, float, bool]]:
+    """For each side's gradient in bfloat16: the largest difference between its sums in parts and whole, its size, its storage's fit."""
+    torch.manual_seed(rank)
+    u, v = (torch.nn.functional.normalize(torch.randn(count, 16), dim=1).bfloat16() for count in (45, 50))
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        for slab in (2**14, 16):
+            patch.setattr("clipscale.loss.autograd.SLAB", slab)
+            patch.setattr("clipscale.loss.autograd.GRAIN", 8)
+            found.append(results(contrastive_loss, u, v, 20.0, group=group, exchange=exchange, tile=8)[1:3])
+    return [
+        (float((a - b).abs().max()), float(a.abs().max()), b.untyped_storage().nbytes() == b.nbytes)
+        for a, b in zip(*found)
+    ]
+
+
+@pytest.mark.parametrize("exchange", ["ring", "gather"])
+def test_gradients_summed_in_parts_are_those_summed_at_once_on_ranks(ranks: Workers, exchange: str) -> None:
+    for answer in ranks.run(in_parts, 3, exchange):
+        for difference, size, fits in answer:
+            assert difference <= 2**-8 * size, f"{difference} of {size}"
+            assert fits, "the gradient is a view of a larger storage"
+
+
 def refusal(
     group: dist.ProcessGroup, rank: int, shapes: list[tuple[int, int, int]], changes: list[dict[str, Any]]
 ) -> str:

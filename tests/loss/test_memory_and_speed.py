@@ -1,4 +1,4 @@
-"""On the CPU: memory that grows with the batch and not with its square; and time against open_clip's ClipLoss.
+"""Memory that grows with the batch and not with its square; and time against open_clip's ClipLoss on the CPU.
 
 Letters: N pairs, D feature width.
 """
@@ -10,8 +10,12 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from clipscale.bench.harness import RETURNING_MALLOC
+from clipscale.config.sections import LossConfig
+from clipscale.loss.api import configured_loss
+from clipscale.plan.memory_tracker import DryMachine, cuda_autocast, without_memory
 
 # Prints by how many bytes the peak of a forward and a backward pass exceeds what the process holds before them. The process is a fresh
 # one, and its peak is reset first (proc(5), clear_refs).
@@ -85,6 +89,24 @@ def test_extra_memory_is_a_straight_line_up_to_64k(options: dict[str, object]) -
 def test_extra_memory_at_16k_is_at_most_a_twentieth_of_clip_loss() -> None:
     ours, peer = (peak_growth(method, 16384, 512) for method in ("ours", "peer"))
     assert ours * 20 <= peer, f"{ours / 2**20:.0f} MiB against ClipLoss's {peer / 2**20:.0f} MiB"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("width", [512, 640, 768, 1024, 1280])
+@pytest.mark.parametrize("objective", ["softmax", "sigmoid"])
+def test_a_million_pairs_take_at_most_1900_mib_on_a_gpu(objective: str, width: int, dtype: torch.dtype) -> None:
+    """Beyond half-precision features and their gradients, as the memory tracker counts it; nothing is left afterwards."""
+    n = 2**20
+    with without_memory() as memory, cuda_autocast():
+        u, v = (torch.empty(n, width, dtype=dtype).requires_grad_() for _ in range(2))
+        scale, bias = (torch.tensor(x).requires_grad_() for x in (10.0, -10.0))
+        memory.take_peak()
+        before, grads = memory.live, 2 * n * width * dtype.itemsize
+        config = LossConfig(objective=objective)
+        configured_loss(u, v, scale, bias, config, check=False, machine=DryMachine(90)).backward()
+        peak, left = memory.take_peak() - before - grads, memory.live - before - grads
+    assert peak <= 1.9 * 2**30, f"{peak / 2**30:.2f} GiB"
+    assert left <= 2**12, f"{left} bytes remain"
 
 
 # Prints the seconds of forward and backward, ours and the peer's in alternation, as JSON.
