@@ -147,7 +147,7 @@ class _Writer:
             return count_samples(str(path))
         problem = ReadProblem()
         data = self.config.data
-        store = Store(Access(data.cache, data.cache_bytes, data.retries, data.wait_s))
+        store = Store(Access(data.cache, data.cache_bytes, data.retries, data.wait_s, data.allow_pipe))
         written = 0
         try:
             with shard_writer(path) as writer, ThreadPoolExecutor(self.config.threads) as pool:

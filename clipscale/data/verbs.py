@@ -105,7 +105,7 @@ def check_shards(sources: Sequence[str], settings: CheckSettings) -> int:
         settings.pictures,
         settings.seed,
         settings.near_duplicates,
-        Access(),
+        Access(pipes=settings.allow_pipe),
         settings.cache,
     )
     found = check.Findings()

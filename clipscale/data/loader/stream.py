@@ -185,7 +185,7 @@ def open_stream(
     decoder = jpeg_decoder(device) if config.on_device else None
     chosen = selection(config.caption_key, config.captions, config.templates, config.filter)
     kind = row_kind(config, image_size, stored)
-    access = Access(config.cache, config.cache_bytes, config.retries, config.wait_s)
+    access = Access(config.cache, config.cache_bytes, config.retries, config.wait_s, config.allow_pipe)
     urls, weights = list_shards(config)
     order = build_order(config, urls, weights, share.size(0), share.world, seed, position)
     check_ramp(share.size(0), share.batch, order.streams, share.world)

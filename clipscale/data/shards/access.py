@@ -42,6 +42,8 @@ class Access:
     """Consecutive requests that may fail without gaining a byte before the shard is given up."""
     wait_s: float = 30.0
     """Seconds of a server's silence after which the request is repeated."""
+    pipes: bool = False
+    """Whether `pipe:` addresses may run their command (data.allow_pipe)."""
 
 
 DIRECT = Access()
@@ -91,6 +93,11 @@ class ReadContext:
 def is_local(url: str) -> bool:
     """Whether the address is a path on this machine rather than a URL."""
     return not _SCHEME.match(url)
+
+
+def as_path(name: str) -> str:
+    """A file's name in a form that no reader takes for an address, such as `./pipe:x.tar`."""
+    return name if is_local(name) else f"./{name}"
 
 
 def scheme_of(url: str) -> str:

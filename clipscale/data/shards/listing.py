@@ -22,7 +22,7 @@ from braceexpand import braceexpand
 from clipscale.config.data import DataConfig, TableConfig
 from clipscale.data.order import Epochs, Order, Resampled, default_streams, streams_fit
 from clipscale.data.shards import index, scan
-from clipscale.data.shards.access import is_local, leaf_of, scheme_of, user_cache
+from clipscale.data.shards.access import as_path, is_local, leaf_of, scheme_of, user_cache
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.errors import UserError
 
@@ -33,6 +33,7 @@ SCAN_AT_MOST = 256
 """Shards that are scanned to count their samples if no counts are recorded; more would delay the start of a run."""
 EXTRAS = {"s3": ("s3fs", "s3"), "s3a": ("s3fs", "s3"), "gs": ("gcsfs", "gs"), "gcs": ("gcsfs", "gs")}
 """Scheme -> the package that reads it, and this project's extra that installs the package."""
+_FILE = re.compile(r"^file:(//)?", re.IGNORECASE)
 
 
 # -- which shards ------------------------------------------------------------------------------------------------------
@@ -63,21 +64,21 @@ def expand(
     source a line, or a URL (`::` joins several).
 
     Warns of local shards that a brace list names but that do not exist, and leaves them out (downloads have gaps).
-    Raises UserError if no shard is left, or for `pipe:` without `allow_pipe`.
+    The names of files are paths, whatever they look like. Raises UserError if no shard is left, or for `pipe:` without
+    `allow_pipe`.
     """
-    if source.startswith("pipe:") or "::pipe:" in source:
-        if not allow_pipe:
+    if source.startswith("@"):
+        return _from_list(Path(source[1:]).expanduser(), allow_pipe, setting, table)
+    if _FILE.match(source) or is_local(source) or (scheme_of(source) == "pipe" and os.path.lexists(source)):
+        pattern = os.path.expanduser(_FILE.sub("", source))  # noqa: PTH111 (a pattern, not yet a path)
+        found = _local(as_path(pattern), setting, table)
+    else:
+        addresses = _braces(source, setting)
+        if not allow_pipe and any(scheme_of(address) == "pipe" for address in addresses):
             raise UserError(
                 f"{setting}={source!r}: `pipe:` runs a shell command; set data.allow_pipe=true if you wrote it yourself"
             )
-        return _braces(source, setting)
-    if source.startswith("@"):
-        return _from_list(Path(source[1:]).expanduser(), allow_pipe, setting, table)
-    source = re.sub(r"^file:(//)?", "", source)
-    if is_local(source):
-        found = _local(os.path.expanduser(source), setting, table)  # noqa: PTH111 (a pattern, not yet a path)
-    else:
-        found = [url for address in _braces(source, setting) for url in _remote(address, setting)]
+        found = [url for address in addresses for url in _remote(address, setting)]
     if not found:
         raise UserError(
             f"{setting}={source!r} matches no shard; give a tar file, a brace list, a glob, a folder, a table or @FILE"
@@ -88,13 +89,14 @@ def expand(
 def _local(source: str, setting: str, table: TableConfig | None) -> list[str]:
     """The files of this machine that a brace list, glob or folder names."""
     if Path(source).is_dir():
-        found = sorted(str(p) for p in Path(source).glob("*.tar*") if p.is_file())
+        found = sorted(as_path(str(p)) for p in Path(source).glob("*.tar*") if p.is_file())
         if not found:
             from clipscale.data.shards import tables
 
             found = tables.folder_shards(source, table or TableConfig(), setting)
         return found
     named = [name for pattern in _braces(source, setting) for name in (sorted(glob.glob(pattern)) or [pattern])]  # noqa: PTH207 (absolute)
+    named = [as_path(name) for name in named]
     missing = _missing(named)
     absent = set(missing)
     found = [name for name in named if name not in absent]
@@ -145,9 +147,11 @@ def _remote(url: str, setting: str) -> list[str]:
     pattern = url + "*.tar*" if url.endswith("/") else url
     try:
         system, path = url_to_fs(pattern)
-        found = sorted(str(system.unstrip_protocol(name)) for name in system.glob(path))
+        listed = [str(system.unstrip_protocol(name)) for name in system.glob(path)]
     except Exception as error:  # each library behind fsspec has its own
         raise UserError(f"{setting}={url!r} cannot be listed ({type(error).__name__}: {error})") from error
+    # a server chooses these names: they must not lead to another file system, as fsspec's `::` does
+    found = sorted(name for name in listed if "::" not in name and scheme_of(name) == scheme_of(url))
     if not found:
         raise UserError(f"{setting}={url!r} matches no shard")
     return found

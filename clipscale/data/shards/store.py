@@ -20,7 +20,7 @@ class Store(ReadContext):
     _prefetch: tuple[str, Prefetch[Opened]] | None = None
 
     def open(self, url: str) -> Opened:
-        """The shard's bytes, seekable except for `pipe:`.
+        """The shard's bytes, seekable except for `pipe:`, whose command runs only if the access allows it.
 
         Raises OSError for a local file, SourceError (`unreachable_shard`, `missing_shard`, ...) for a remote one.
         """
@@ -29,7 +29,9 @@ class Store(ReadContext):
             about = os.fstat(file.fileno())
             return Opened(file, about.st_size, str(about.st_mtime_ns))
         if scheme_of(url) == "pipe":
-            return Opened(Pipe(url.removeprefix("pipe:")), None, "")
+            if not self.access.pipes:
+                raise SourceError("refused_pipe", f"{url}: `pipe:` runs a shell command, which is not allowed")
+            return Opened(Pipe(url[len("pipe:") :]), None, "")
         self.collect()
         if self._prefetch is not None and self._prefetch[0] == url:
             (_, prefetch), self._prefetch = self._prefetch, None

@@ -10,6 +10,7 @@ import pytest
 
 from clipscale.config.data import DataConfig
 from clipscale.data.shards import listing, scan
+from clipscale.data.shards.access import Access
 from clipscale.data.shards.listing import (
     build_order,
     expand,
@@ -116,7 +117,9 @@ def test_an_allowed_command_is_read_to_its_end_and_ended_early(tmp_path: Path) -
             assert set(stream.broken) == ({"failed_pipe"} if "exit" in source else set()), stream.broken
     file, pipe, failing = found.values()
     assert pipe == file and failing[:2] == file[:2]
-    with closing(Store().open(f"pipe:echo $$ > {tmp_path}/pid; cat {path}; exec sleep 60").stream) as endless:
+    with closing(
+        Store(Access(pipes=True)).open(f"pipe:echo $$ > {tmp_path}/pid; cat {path}; exec sleep 60").stream
+    ) as endless:
         assert endless.read(1000) == path.read_bytes()[:1000]
     assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
 
