@@ -124,7 +124,7 @@ gpu-memory:
 	$(call step,250) out=$(RESULTS)/flat model=vit-b32 chunk=512 batch=32k repeats=1 methods=plain@max,cache@32k,cache@128k,cache@1M
 	$(CLIPSCALE) data demo
 	$(call predicted,b32,60,model=vit-b32 batch=16k samples=48k cache.chunk=512)
-	$(call predicted,b32-keep,60,model=vit-b32 batch=16k samples=48k cache.chunk=512 cache.activation_budget=40G)
+	$(call predicted,b32-keep,60,model=vit-b32 batch=16k samples=48k cache.chunk=512 cache.keep=40G)
 	$(call predicted,b32-device,60,model=vit-b32 batch=16k samples=48k cache.chunk=1k offload=none)
 	$(call predicted,l14,60,model=vit-l14 batch=2k samples=6k cache.chunk=128)
 

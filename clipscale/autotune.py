@@ -139,7 +139,7 @@ class BudgetTuner:
             try:
                 self.fixed = parse_count(setting)
             except ValueError as error:
-                raise UserError(f"cache.activation_budget={setting}: give none, auto, or bytes such as 20G") from error
+                raise UserError(f"cache.keep={setting}: give none, auto, or bytes such as 20G") from error
         elif self.auto and device.type == "cpu":
             self.auto, self.fixed = False, psutil.virtual_memory().available / 2
 

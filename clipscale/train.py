@@ -70,7 +70,7 @@ class Run:
         self.folder = Path(config.run)
         world.on_main(lambda: checkpoint.make_folder(self.folder))
         check_sets(config.eval, world)
-        self.budget = BudgetTuner(config.cache.activation_budget, world.device)
+        self.budget = BudgetTuner(config.cache.keep, world.device)
         self.step, self.last_loss = 0, math.nan
         resumed = self.start()
         self.flops = Flops(config.model, world.device, stored_images=self.state.stored is not None)

@@ -271,7 +271,7 @@ def test_half_precision_follows_the_same_curve(demo: Path, finished: Path, tmp_p
 
 
 def test_kept_graphs_do_not_change_the_curve(demo: Path, finished: Path, tmp_path: Path) -> None:
-    train(settings(demo, tmp_path / "run", cache=CacheConfig(image_chunk=24, text_chunk=32, activation_budget="auto")))
+    train(settings(demo, tmp_path / "run", cache=CacheConfig(image_chunk=24, text_chunk=32, keep="auto")))
     assert curve(tmp_path / "run") == pytest.approx(curve(finished), rel=1e-5)
 
 
@@ -366,7 +366,7 @@ def test_steps_that_are_not_finite_can_be_skipped(demo: Path, tmp_path: Path) ->
     [
         ({"cache": CacheConfig(chunk="65")}, "cache.chunk=65: one process holds 64 samples"),
         ({"cache": CacheConfig(text_chunk=200)}, "cache.text_chunk=200"),
-        ({"cache": CacheConfig(activation_budget="some")}, "cache.activation_budget=some: give none, auto, or bytes"),
+        ({"cache": CacheConfig(keep="some")}, "cache.keep=some: give none, auto, or bytes"),
         ({"samples": 32}, "samples=32 is less than one batch=64"),
         ({"data": DataConfig(train=["/nowhere/*.tar"], workers=0)}, "/nowhere"),
         ({"run": "/proc/run"}, "run=/proc/run cannot be written"),

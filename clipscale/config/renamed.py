@@ -8,7 +8,6 @@ from functools import cache
 from typing import Any
 
 RENAMED = {
-    "cache.keep": "cache.activation_budget",
     "data.lanes": "data.shard_streams",
     "host": "host_memory",
     "near": "near_duplicates",

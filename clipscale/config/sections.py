@@ -109,7 +109,7 @@ class CacheConfig:
     chunk: str = setting("auto", "Samples per chunk for both towers; `auto`: measured on a GPU, 256 on a CPU.")
     image_chunk: int | None = setting(None, "Samples per image chunk; null: `chunk`.", least=1)
     text_chunk: int | None = setting(None, "Samples per text chunk; null: `chunk`.", least=1)
-    activation_budget: str = setting(
+    keep: str = setting(
         "none",
         "GPU memory for chunks whose graph is kept from the first pass and skips the second: `none`, bytes (`20G`), or "
         "`auto` (all that is free).",

@@ -117,7 +117,7 @@ class MemoryModel:
 
 
 def keep_bytes(setting: str, step: StepMemory, available: float) -> float:
-    """`cache.activation_budget` in bytes. `auto`: what a step without kept graphs leaves free, less a margin, as in clipscale.autotune."""
+    """`cache.keep` in bytes. `auto`: what a step without kept graphs leaves free, less a margin, as in clipscale.autotune."""
     if setting == "none":
         return 0.0
     if setting != "auto":

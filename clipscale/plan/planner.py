@@ -60,7 +60,7 @@ class MemoryPlan:
         self.usable = math.inf if gpu is None else gpu.memory_bytes * (1 - config.reserve)
         self.chunks, self.assumed = self._chunks(found or {})
         plain = self.model.at(self.local, self.chunks)
-        self.keep = keep_bytes(config.cache.activation_budget, plain, self.usable - self.workspace - self.outside)
+        self.keep = keep_bytes(config.cache.keep, plain, self.usable - self.workspace - self.outside)
         self.step = self.at(self.local)
 
     def _chunks(self, found: dict[str, int]) -> tuple[Chunks, bool]:
@@ -212,7 +212,7 @@ class MemoryPlan:
             f"cache.chunk=auto: {chunk} assumed; the run finds its own by trial, for speed, with what fits": self.assumed,
             "model.compile=true: predicted as if not compiled": config.model.compile,
             "data.decode=gpu: the decoder's own memory on the GPU is not predicted": config.data.on_device,
-            "cache.activation_budget=auto fills the free memory on purpose": config.cache.activation_budget == "auto",
+            "cache.keep=auto fills the free memory on purpose": config.cache.keep == "auto",
             f"assumed: {format_bytes(self.outside)} outside of torch's allocator (context, NCCL), {format_bytes(self.workspace)} of "
             f"cuBLAS workspace, {config.reserve:.0%} left free": self.gpu,
             f"assumed: {config.image_bytes / 1000:g} kB a picture in the shards, and the host memory of processes": True,

@@ -54,9 +54,7 @@ def measured(config: TrainConfig, world: World | None = None) -> StepMemory:
         profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
     ):
         learner = TrainState(config, world, Path(folder), None)
-        learner.cache.budget.bytes = (
-            0 if config.cache.activation_budget == "none" else float(config.cache.activation_budget)
-        )
+        learner.cache.budget.bytes = 0 if config.cache.keep == "none" else float(config.cache.keep)
         model = learner.model
         shapes = {torch.uint8: (3, model.image_size, model.image_size), torch.int32: (model.context_length,)}
         for mark in (lambda _: nullcontext(), record_function):

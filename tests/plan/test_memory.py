@@ -21,7 +21,7 @@ SMALL = 256 * 1024
 
 def predicted(config: TrainConfig, ranks: int = 1) -> StepMemory:
     chunk = int(config.cache.chunk)
-    keep = 0 if config.cache.activation_budget == "none" else float(config.cache.activation_budget)
+    keep = 0 if config.cache.keep == "none" else float(config.cache.keep)
     with dry_run(config, ranks, None) as run:
         return MemoryModel(run).at(config.batch // ranks, (chunk, chunk), keep)
 
@@ -93,7 +93,7 @@ def test_kept_graphs(share: float) -> None:
     config = settings(batch=96)
     with dry_run(config, 1, None) as run:
         graphs = [run.graph(tower, 16) for tower in (0, 1)]
-    config.cache.activation_budget = str(int(share * 6 * sum(graphs)))
+    config.cache.keep = str(int(share * 6 * sum(graphs)))
     step = predicted(config)
     assert_agree(step, measured(config), growth=False)
     assert step.kept == ((6, 6) if share > 1 else step.kept)

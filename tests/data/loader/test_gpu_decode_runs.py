@@ -386,7 +386,7 @@ def test_kept_graphs_and_passes_of_other_chunks_see_the_same_pixels(
 ) -> None:
     losses = []
     for name, cache in (
-        ("a", CacheConfig(image_chunk=24, text_chunk=32, activation_budget="2M")),
+        ("a", CacheConfig(image_chunk=24, text_chunk=32, keep="2M")),
         ("b", CacheConfig(chunk="64")),
     ):
         train(augmented(demo, tmp_path / name, "gpu", offload="encoded", cache=cache, samples=192))

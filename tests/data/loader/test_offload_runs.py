@@ -43,7 +43,7 @@ def host(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 def test_where_pixels_wait_does_not_change_a_bit_of_the_curve(
     demo: Path, host: list[float], tmp_path: Path, offload: str, workers: int, keep: str
 ) -> None:
-    cache = CacheConfig(image_chunk=24, text_chunk=32, activation_budget=keep)
+    cache = CacheConfig(image_chunk=24, text_chunk=32, keep=keep)
     train(augmented(demo, tmp_path / "run", workers, offload=offload, cache=cache))
     found = curve(tmp_path / "run")
     assert found == (host if keep == "none" else pytest.approx(host, rel=1e-5))
