@@ -6,7 +6,7 @@ Loading a set notes each image's place, and its label or captions. Images are re
 import json
 import re
 import tarfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
@@ -130,8 +130,7 @@ def _shards(root: Path) -> EvalSet:
     for shard in _shard_paths(root):
         for key, image, members in _samples(shard):
             if kind == RETRIEVAL:
-                lines = [line.strip() for line in members.get("txt", b"").decode("utf-8", "replace").splitlines()]
-                lines = [line for line in lines if line]
+                lines = _stripped(members.get("txt", b"").decode("utf-8", "replace").splitlines())
                 if not lines:
                     raise UserError(
                         f"eval.sets: sample {key} of {shard} has no captions; add {key}.txt with one caption a line"
@@ -146,9 +145,14 @@ def _shards(root: Path) -> EvalSet:
     if kind == RETRIEVAL:
         return EvalSet(root.name, root, kind, images, captions=captions, owner=owner)
 
-    names, templates = _classnames(root, labels), _templates(root)
-    _check_labels(root, labels, names)
-    return EvalSet(root.name, root, kind, images, labels, names, templates or _default_templates(root, len(names)))
+    names = _classnames(root, labels)
+    outside = [label for label in labels if not 0 <= label < len(names)]
+    if outside:
+        raise UserError(
+            f"eval.sets: {root} has {len(outside)} labels outside its {len(names)} classes (such as {outside[0]}); "
+            "check classnames.txt against the labels"
+        )
+    return EvalSet(root.name, root, kind, images, labels, names, _templates(root, len(names)))
 
 
 def _dataset_type(root: Path) -> str:
@@ -211,8 +215,13 @@ def _label(key: str, shard: Path, text: bytes | None) -> int:
         ) from None
 
 
+def _stripped(texts: Iterable[str]) -> list[str]:
+    """The texts without spaces around them; empty ones are left out."""
+    return [text for text in map(str.strip, texts) if text]
+
+
 def _lines(file: Path) -> list[str]:
-    return [line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    return _stripped(file.read_text(encoding="utf-8").splitlines())
 
 
 def _classnames(root: Path, labels: Sequence[int]) -> list[str]:
@@ -224,13 +233,20 @@ def _classnames(root: Path, labels: Sequence[int]) -> list[str]:
         raise UserError(
             f"eval.sets: {root} has no classnames.txt; write one class name a line, in the order of the labels"
         )
-    return _imagenet_classnames()
+    from open_clip import IMAGENET_CLASSNAMES
+
+    return list(IMAGENET_CLASSNAMES)
 
 
-def _templates(root: Path) -> list[Template]:
+def _templates(root: Path, classes: int) -> list[Template]:
+    """The set's own templates; without any, open_clip's for ImageNet or a single one."""
     file = root / "zeroshot_classification_templates.txt"
     if not file.is_file():
-        return []
+        if "imagenet" not in root.name.lower() and classes != 1000:
+            return [_template("a photo of a {c}.")]
+        from open_clip import OPENAI_IMAGENET_TEMPLATES
+
+        return list(OPENAI_IMAGENET_TEMPLATES)
     lines = _lines(file)
     for line in lines:
         if not re.search(r"\{(c|classname)?\}", line):
@@ -245,29 +261,6 @@ def _templates(root: Path) -> list[Template]:
 def _template(line: str) -> Template:
     # Not str.format: templates may contain other braces.
     return lambda name: re.sub(r"\{(c|classname)?\}", lambda _: name, line)
-
-
-def _default_templates(root: Path, classes: int) -> list[Template]:
-    if "imagenet" in root.name.lower() or classes == 1000:
-        from open_clip import OPENAI_IMAGENET_TEMPLATES
-
-        return list(OPENAI_IMAGENET_TEMPLATES)
-    return [_template("a photo of a {c}.")]
-
-
-def _imagenet_classnames() -> list[str]:
-    from open_clip import IMAGENET_CLASSNAMES
-
-    return list(IMAGENET_CLASSNAMES)
-
-
-def _check_labels(root: Path, labels: Sequence[int], classnames: Sequence[str]) -> None:
-    outside = [label for label in labels if not 0 <= label < len(classnames)]
-    if outside:
-        raise UserError(
-            f"eval.sets: {root} has {len(outside)} labels outside its {len(classnames)} classes (such as {outside[0]}); "
-            "check classnames.txt against the labels"
-        )
 
 
 # --- folders of class folders ------------------------------------------------------------------------------------------------------
@@ -286,7 +279,7 @@ def _class_folders(root: Path) -> EvalSet:
         images += [ImageRef(file) for file in files]
         labels += [label] * len(files)
     wnids = all(_WNID.fullmatch(folder.name) for folder in folders)
-    templates = _templates(root)
+    templates = _templates(root, 1000 if wnids else 0)
     if (root / "classnames.txt").is_file():
         names = _lines(root / "classnames.txt")
         if len(names) != len(folders):
@@ -297,18 +290,11 @@ def _class_folders(root: Path) -> EvalSet:
         names = _names_of_wnids(root, [folder.name for folder in folders])
     else:
         names = [folder.name.replace("_", " ") for folder in folders]
-    return EvalSet(
-        root.name,
-        root,
-        CLASSIFICATION,
-        images,
-        labels,
-        names,
-        templates or _default_templates(root, 1000 if wnids else 0),
-    )
+    return EvalSet(root.name, root, CLASSIFICATION, images, labels, names, templates)
 
 
 def _names_of_wnids(root: Path, wnids: Sequence[str]) -> list[str]:
+    from open_clip import IMAGENET_CLASSNAMES
     from timm.data import ImageNetInfo
 
     order = {wnid: index for index, wnid in enumerate(ImageNetInfo().label_names())}
@@ -317,8 +303,7 @@ def _names_of_wnids(root: Path, wnids: Sequence[str]) -> list[str]:
         raise UserError(
             f"eval.sets: {root / unknown[0]} is no class of ImageNet-1k; write the class names into classnames.txt"
         )
-    names = _imagenet_classnames()
-    return [names[order[wnid]] for wnid in wnids]
+    return [IMAGENET_CLASSNAMES[order[wnid]] for wnid in wnids]
 
 
 # --- caption files -----------------------------------------------------------------------------------------------------------------
@@ -331,8 +316,7 @@ def _caption_json(file: Path) -> EvalSet:
         entries = list(_karpathy(record) if "sentences" in record["images"][0] else _coco(record))
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise UserError(f"eval.sets: {file} is neither COCO's caption JSON nor Karpathy's ({error!r})") from error
-    entries = [(name, [text for text in (t.strip() for t in texts) if text]) for name, texts in entries]
-    entries = [(name, texts) for name, texts in entries if texts]
+    entries = [(name, kept) for name, texts in entries if (kept := _stripped(texts))]
     if not entries:
         raise UserError(f"eval.sets: {file} holds no image with captions in its test split")
     find = _image_finder(file, entries[0][0])
@@ -350,10 +334,8 @@ def _caption_json(file: Path) -> EvalSet:
 def _karpathy(record: dict[str, Any]) -> Iterator[tuple[str, list[str]]]:
     for image in record["images"]:
         if image["split"] == "test":
-            yield (
-                str(PurePosixPath(image.get("filepath", "")) / image["filename"]),
-                [s["raw"] for s in image["sentences"]],
-            )
+            name = PurePosixPath(image.get("filepath", "")) / image["filename"]
+            yield str(name), [sentence["raw"] for sentence in image["sentences"]]
 
 
 def _coco(record: dict[str, Any]) -> Iterator[tuple[str, list[str]]]:

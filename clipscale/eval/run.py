@@ -13,10 +13,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,27 +31,12 @@ from clipscale.eval import datasets, retrieval, zero_shot
 from clipscale.eval.datasets import EvalSet
 from clipscale.eval.examples import save_examples
 from clipscale.hardware import cores
+from clipscale.models.towers import ClipModel
 
 log = logging.getLogger(__name__)
 
 Results = dict[str, dict[str, float]]
 """Set name -> metric name -> value; the metrics are shares in [0, 1], except the counts `images`, `captions` and `broken`."""
-
-
-class Model(Protocol):
-    """The parts of a model that evaluation uses, such as ClipModel's."""
-
-    @property
-    def image(self) -> Callable[[Tensor], Tensor]: ...
-    @property
-    def text(self) -> Callable[[Tensor], Tensor]: ...
-    @property
-    def tokenizer(self) -> Callable[[list[str]], Tensor]: ...
-    @property
-    def image_size(self) -> int: ...
-    @property
-    def training(self) -> bool: ...
-    def train(self, mode: bool = True) -> Any: ...
 
 
 def check(config: EvalConfig, world: World) -> list[EvalSet]:
@@ -76,7 +61,7 @@ def check(config: EvalConfig, world: World) -> list[EvalSet]:
 
 
 def evaluate(
-    model: Model,
+    model: ClipModel,
     config: EvalConfig,
     world: World,
     *,
@@ -92,14 +77,20 @@ def evaluate(
     """
     started = time.perf_counter()
     sets = check(config, world)
-    encoder = _Encoder(model, world, autocast, config.batch, _threads(config.workers))
+    threads = config.workers or max(1, min(8, cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    encoder = _Encoder(model, world, autocast, config.batch, threads)
     results: Results = {}
-    with _evaluation_mode(model), torch.no_grad():
-        for item in sets:
-            if item.kind == datasets.RETRIEVAL:
-                results[item.name] = _retrieval(encoder, item, run_dir, step)
-            else:
-                results[item.name] = _classification(encoder, item)
+    training = model.training
+    model.train(False)
+    try:
+        with torch.no_grad():
+            for item in sets:
+                if item.kind == datasets.RETRIEVAL:
+                    results[item.name] = _retrieval(encoder, item, run_dir, step)
+                else:
+                    results[item.name] = _classification(encoder, item)
+    finally:
+        model.train(training)
     if run_dir is not None and world.main and sets:
         save_results(run_dir, step, results, seconds=time.perf_counter() - started)
     return results
@@ -170,7 +161,7 @@ def _refuse_all_broken(item: EvalSet, broken: int) -> None:
 class _Encoder:
     """Encodes this rank's share of images and texts."""
 
-    model: Model
+    model: ClipModel
     world: World
     autocast: Callable[[], AbstractContextManager[Any]]
     batch: int
@@ -212,10 +203,9 @@ class _Encoder:
         spans = [share[a : a + self.batch] for a in range(0, len(share), self.batch)]
         with ThreadPoolExecutor(self.threads) as pool:
             waiting = [pool.submit(pixels_of, i) for i in spans[0]]
-            for number, indices in enumerate(spans):
+            for indices, following in zip(spans, [*spans[1:], []]):
                 decoded = [future.result() for future in waiting]
-                if number + 1 < len(spans):
-                    waiting = [pool.submit(pixels_of, i) for i in spans[number + 1]]
+                waiting = [pool.submit(pixels_of, i) for i in following]
                 usable = torch.tensor([pixels is not None for pixels in decoded], device=device)
                 blank = torch.zeros(3, self.model.image_size, self.model.image_size, dtype=torch.uint8)
                 pixels = torch.stack([blank if p is None else p for p in decoded]).to(device)
@@ -227,21 +217,7 @@ class _Encoder:
             log.warning("eval.sets: %s: broken images, counted as misses: %s", item.path, reasons)
 
 
-def _threads(workers: int) -> int:
-    return workers or max(1, min(8, cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
-
-
 def _share(count: int, world: World) -> list[int | None]:
     """This rank's contiguous share of 0..count-1, padded with None to the same length on every rank."""
     each = -(-count // world.size)
     return [i if i < count else None for i in range(world.rank * each, (world.rank + 1) * each)]
-
-
-@contextmanager
-def _evaluation_mode(model: Model) -> Iterator[None]:
-    training = model.training
-    model.train(False)
-    try:
-        yield
-    finally:
-        model.train(training)

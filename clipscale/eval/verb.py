@@ -23,14 +23,8 @@ def main(config: EvalRunConfig) -> Results:
         check(config.eval, world)  # before the model is loaded: a mistyped path is reported at once
         precision = Precision(config.precision, world.device)
         model, _, step = load_model(folder, config.checkpoint)
-        results = evaluate(
-            model.to(world.device),
-            config.eval,
-            world,
-            autocast=precision.autocast,
-            run_dir=folder,
-            step=step,
-        )
+        model.to(world.device)
+        results = evaluate(model, config.eval, world, autocast=precision.autocast, run_dir=folder, step=step)
     finally:
         distributed.stop()
     if world.main:
