@@ -95,7 +95,7 @@ class LossWorker(Worker):
         super().__init__(job, rank, leave)
         self.case = Case(**job.about["case"])
         if self.device.type == "cuda":
-            torch.backends.cuda.matmul.fp32_precision = "tf32" if self.case.dtype == "tf32" else "ieee"
+            torch.backends.cuda.matmul.allow_tf32 = self.case.dtype == "tf32"
         self.known = {method.name: method for method in find(job.names)}
         self.losses: dict[str, Loss] = {}
         side, rows = GEMM_SIDE[self.device.type], min(PANEL_SIDE[self.device.type], self.case.n)

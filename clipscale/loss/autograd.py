@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from clipscale.loss.block import Block, Parameters, RowBlock, widened
 from clipscale.loss.exchange import Single
 from clipscale.loss.inputs import Extras
+from clipscale.loss.machine import float32_matmuls
 from clipscale.loss.similarity import Similarity, row_products
 from clipscale.rng import RandomState
 
@@ -291,9 +292,7 @@ def _arithmetic(device: torch.device, call: LossCall) -> Iterator[None]:
         # A module keeps the caller's setting. Half-precision numbers widened to float32 multiply exactly in TF32, too.
         if device.type == "cuda" and call.similarity.homogeneous:
             is_half = call.extras.dtype in (torch.float16, torch.bfloat16)
-            matmul = torch.backends.cuda.matmul
-            stack.callback(setattr, matmul, "fp32_precision", matmul.fp32_precision)
-            matmul.fp32_precision = "tf32" if is_half else call.fp32_precision
+            stack.enter_context(float32_matmuls("tf32" if is_half else call.fp32_precision))
         yield
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -71,4 +72,42 @@ class Machine:
         elif a.dtype == torch.float32:
             out.addmm_(a, b)
         else:
-            torch.addmm(out, a, b, out_dtype=torch.float32, out=out)
+            add_half_product(out, a, b)
+
+
+def add_half_product(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """out (float32) += a b for half-precision operands. Where addmm cannot widen, the product takes memory of its own."""
+    if _addmm_widens(a.device, a.dtype):
+        torch.addmm(out, a, b, out_dtype=torch.float32, out=out)
+    else:
+        out.add_(torch.mm(a, b, out_dtype=torch.float32))
+
+
+@cache
+def _addmm_widens(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether torch has addmm(float32, half, half, out_dtype=) for the device (pull request 167931, November 2025): tried once."""
+    out, half = torch.zeros(16, 16, device=device), torch.zeros(16, 16, dtype=dtype, device=device)
+    try:
+        torch.addmm(out, half, half, out_dtype=torch.float32, out=out)
+    except (RuntimeError, TypeError):
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def float32_matmuls(precision: str) -> Iterator[None]:
+    """Inside, matmuls of float32 on CUDA have this precision, "ieee" or "tf32".
+
+    `allow_tf32` sets torch's old and new interface alike. After the new one alone, reading the old one raises, as Inductor does.
+    """
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    if before == precision:
+        yield
+        return
+    matmul.allow_tf32 = precision == "tf32"
+    try:
+        yield
+    finally:
+        matmul.allow_tf32 = before == "tf32"
+        matmul.fp32_precision = before

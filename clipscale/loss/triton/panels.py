@@ -133,10 +133,12 @@ class PaddedBlock:
             gradient_scale = gradient_scale / unit
             for d in grads:
                 d.div_(unit)
-        yield gradient_scale
-        if self.dtype == torch.float16:
-            for d in grads:
-                d.mul_(unit)
+        try:
+            yield gradient_scale
+        finally:
+            if self.dtype == torch.float16:
+                for d in grads:
+                    d.mul_(unit)
 
 
 class RunningSum:

@@ -16,6 +16,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("no CUDA device; test_interpreter.py runs these", allow_module_level=True)
 
+from clipscale.loss.machine import Machine  # noqa: E402
 from clipscale.loss.triton import backend as triton_backend  # noqa: E402
 from clipscale.loss.triton.panels import PaddedBlock, Panel  # noqa: E402
 from clipscale.loss.triton.tuning import Tiles, Tuning  # noqa: E402
@@ -286,3 +287,17 @@ def test_a_kernel_that_fails_is_named_with_the_reason(monkeypatch: pytest.Monkey
     p = problem(4, 4, 8, 1.0)
     with pytest.raises(RuntimeError, match=r"lse_kernel failed on .*out of resource: shared memory"):
         p.computed_lse(weights(p))
+
+
+def test_a_kernel_that_fails_leaves_float16_gradients_in_their_own_unit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object, **constants: object) -> None:
+        raise RuntimeError("out of memory")
+
+    p = problem(20, 20, 8, 5.0, dtype=torch.float16)
+    tiny = torch.full((20,), 1e-6, device=DEVICE)
+    lse, before = p.computed_lse((tiny, tiny)), torch.randn(20, 8, device=DEVICE)
+    grads = before.clone(), before.clone()
+    monkeypatch.setattr(Machine, "launch", fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        p.computed_softmax((tiny, tiny), lse, grads=grads)
+    assert torch.equal(grads[0], before) and torch.equal(grads[1], before)
