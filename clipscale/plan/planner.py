@@ -1,12 +1,14 @@
 """Plans a run on a machine that need not be here: chunk sizes, memory, time, and what would fit."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
 from clipscale.autotune import CPU_CHUNK, SMALLEST, batch_norm_chunk, chunk_sizes
 from clipscale.config.tools import PlanConfig, target_gpu
+from clipscale.errors import UserError
 from clipscale.hardware import Hardware
 from clipscale.plan.dry_run import PHASES, TOWERS, DryRun, StepMemory, dry_run
 from clipscale.plan.memory import (
@@ -18,6 +20,7 @@ from clipscale.plan.memory import (
     outside_bytes,
     workspace_bytes,
 )
+from clipscale.plan.remedies import Needs, remedies
 from clipscale.plan.step_time import step_time
 from clipscale.units import format_bytes
 
@@ -29,13 +32,35 @@ Result = dict[str, Any]
 
 
 def plan(config: PlanConfig, announce: Callable[[str], None] = lambda line: None) -> Result:
-    """The object that `json=true` prints (docs/plan.md). Calls `announce` with a line when the slow part begins. Raises UserError."""
+    """The object that `json=true` prints (docs/plan.md). Calls `announce` with a line when a slow part begins. Raises UserError."""
+    with planned(config) as made:
+        announce(announcement(config))
+        result, needs = made.result(), made.needs()
+    if made.gpu and not result["fits"]:
+        announce("it does not fit; planning it with other settings")
+        found = remedies(config, needs, measured_needs, result["limits"]["chunk"])
+        result["remedies"] = [remedy.record() for remedy in found]
+    result["verdict"] = verdict(result)
+    return result
+
+
+@contextmanager
+def planned(config: PlanConfig) -> Iterator["MemoryPlan"]:
+    """The plan of a run, while its dry run is open. Raises UserError."""
     gpu = target_gpu(config)
     ranks = config.gpus * config.nodes
     chunk_sizes(config.cache, config.batch // ranks)
     with dry_run(config, ranks, gpu.capability if gpu else None) as run:
-        announce(announcement(config))
-        return MemoryPlan(config, gpu, run).result()
+        yield MemoryPlan(config, gpu, run)
+
+
+def measured_needs(config: PlanConfig) -> Needs:
+    """The memory that a changed run takes; infinite if its settings do not go together, which makes it no remedy."""
+    try:
+        with planned(config) as made:
+            return made.needs()
+    except UserError:
+        return Needs(math.inf, math.inf)
 
 
 def announcement(config: PlanConfig) -> str:
@@ -87,6 +112,11 @@ class MemoryPlan:
         """Memory that the GPU must have."""
         return int(step.highest) + self.workspace + self.outside
 
+    def needs(self) -> Needs:
+        """Memory in shares of what there is."""
+        host = self.host(self.local).node / self.config.host_memory if self.config.host_memory else 0.0
+        return Needs(self.total(self.step) / self.usable, host)
+
     def host(self, batch: int) -> HostMemory:
         """Host memory of a node, at `batch` samples on each rank."""
         return host_memory(self.config, self.run, batch, self.chunks[0] or batch, cuda=self.gpu is not None)
@@ -127,8 +157,9 @@ class MemoryPlan:
     # ---- the result ----
 
     def result(self) -> Result:
-        """The plan as JSON-like values (docs/plan.md)."""
+        """The plan as JSON-like values (docs/plan.md), without remedies and verdict."""
         config, node = self.config, self.host(self.local)
+        device, time = self.device_record(), self.time_record()
         host_fits = node.node <= config.host_memory if config.host_memory else None
         limits = None
         if self.gpu:
@@ -136,7 +167,12 @@ class MemoryPlan:
             cut = [c for c in self.chunks if c]
             chunk = self.largest_chunk(max(cut)) if len(cut) == len(TOWERS) else None
             limits = {"chunk": chunk, "batch": batch, "batch_bound": bound}
-        result: Result = {
+        return {
+            "fits": self.total(self.step) <= self.usable and host_fits is not False,
+            "peak_bytes": device["peak_bytes"],
+            "loss_bytes": device["phases"]["loss"]["extra_bytes"],
+            "host_bytes": node.node,
+            "step_s": time["step_s"] if time else None,
             "settings": {
                 "model": config.model.name,
                 "batch": config.batch,
@@ -152,7 +188,7 @@ class MemoryPlan:
                 "offload": config.offload,
                 "parallel": config.launch.parallel,
             },
-            "device": self.device_record(),
+            "device": device,
             "host": {
                 "process_bytes": node.process,
                 "processes": node.processes,
@@ -162,12 +198,9 @@ class MemoryPlan:
                 "fits": host_fits,
             },
             "limits": limits,
-            "time": self.time_record(),
+            "time": time,
             "notes": self.notes(),
-            "fits": self.total(self.step) <= self.usable and host_fits is not False,
         }
-        result["verdict"] = verdict(result)
-        return result
 
     def device_record(self) -> Result:
         step = self.step
@@ -230,19 +263,11 @@ def verdict(result: Result) -> str:
     node = f"{format_bytes(host['node_bytes'])} of host memory on each node"
     if result["fits"]:
         return f"fits: {sizes}, {node}"
-    remedies = []
-    if total > usable:
-        if limits["chunk"]:
-            remedies.append(f"cache.chunk={limits['chunk']}")
-        elif sum(device["fixed_bytes"].values()) > usable / 2:
-            remedies.append("launch.parallel=fsdp or more GPUs")
-        else:
-            remedies.append("model.grad_checkpointing=true, launch.parallel=fsdp or more GPUs")
-        if result["settings"]["offload"] == "none":
-            remedies.append("offload=host")
     if host["fits"] is False:
         sizes += f", {node} of {format_bytes(host['memory_bytes'])}"
-        remedies.append("offload=encoded, offload=disk, data.buffers=1 or more nodes")
+    found = [" ".join(remedy["settings"]) for remedy in result["remedies"]]
     if limits["batch"]:
-        remedies.append(f"batch={limits['batch']}")
-    return f"does not fit: {sizes}; try {', or '.join(remedies)}"
+        found.append(f"batch={limits['batch']}")
+    if not found:
+        return f"does not fit: {sizes}; no setting that was tried helps: take GPUs with more memory, more nodes or a smaller model"
+    return f"does not fit: {sizes}; try {', or '.join(found)}"

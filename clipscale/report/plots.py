@@ -1,5 +1,6 @@
 """The report's picture: curves of loss, evaluation, throughput and memory, and the images retrieved for a few captions."""
 
+import itertools
 import json
 import math
 import textwrap
@@ -18,6 +19,8 @@ Record = dict[str, Any]
 
 GIB = 2**30
 COLOURS = ("#2563eb", "#ea580c", "#16a34a", "#9333ea", "#0891b2", "#be123c", "#ca8a04", "#475569")
+DASHES = ("-", "--", ":", "-.")
+"""Line styles of evaluation curves: one for each round of the eight colours."""
 RIGHT, WRONG = "#16a34a", "#d1d5db"
 STYLE: Any = {
     "text.parse_math": False,  # captions are data: a dollar sign is a dollar sign
@@ -36,8 +39,10 @@ STYLE: Any = {
 }
 PLOTTED = {"top1": "top-1", "image_to_text_r1": "image→text R@1", "text_to_image_r1": "text→image R@1"}
 """Evaluation metrics that have a curve; the page's tables show all of them."""
+LEGEND_ROWS = 8
+"""Curves in one column of a legend: they fill half of a plot's height."""
 POINTS = 4000
-"""Points drawn of one curve at most: three for each pixel of its width."""
+"""Points drawn of one curve at most: about six for each pixel of a plot's width."""
 
 
 def draw(run_dir: Path, records: Sequence[Record], evaluations: Sequence[Record]) -> Figure:
@@ -80,9 +85,19 @@ def curve(records: Sequence[Record], name: str) -> tuple[np.ndarray, np.ndarray]
     return steps, values
 
 
-def thinned(*arrays: np.ndarray) -> list[np.ndarray]:
-    stride = max(1, len(arrays[0]) // POINTS)
-    return [array[::stride] for array in arrays]
+def thinned(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """At most POINTS points of a curve: the smallest and the largest finite value of each bucket, so that a spike of one step is kept."""
+    if len(values) <= POINTS:
+        return steps, values
+    ends = np.linspace(0, len(values), POINTS // 2 + 1).astype(int)
+    low, high = (np.where(np.isfinite(values), values, worst) for worst in (np.inf, -np.inf))
+    kept = {
+        start + find(bound[start:end])
+        for start, end in itertools.pairwise(ends)
+        for find, bound in ((np.argmin, low), (np.argmax, high))
+    }
+    index = np.array(sorted(kept))
+    return steps[index], values[index]
 
 
 def draw_smooth(axes: Axes, steps: np.ndarray, values: np.ndarray, colour: str) -> np.ndarray:
@@ -114,9 +129,10 @@ def draw_quality(axes: Axes, evaluations: Sequence[Record], steps: int) -> None:
         for name, metrics in evaluation["results"].items():
             for metric in [m for m in PLOTTED if m in metrics]:
                 curves.setdefault((name, metric), []).append((evaluation["step"], 100 * metrics[metric]))
-    for colour, ((name, metric), points) in zip(COLOURS, curves.items()):
+    styles = itertools.cycle(itertools.product(DASHES, COLOURS))
+    for (dashes, colour), ((name, metric), points) in zip(styles, curves.items()):
         label = f"{name}: {PLOTTED[metric]} {points[-1][1]:.1f} %"
-        axes.plot(*zip(*points), color=colour, marker="o", markersize=4, label=label)
+        axes.plot(*zip(*points), color=colour, linestyle=dashes, marker="o", markersize=4, label=label)
     best = max((value for points in curves.values() for _, value in points), default=100)
     axes.set_ylim(0, min(102, max(5, 1.25 * best)))
     axes.set_xlim(0, 1.03 * steps)
@@ -159,7 +175,8 @@ def _finish(axes: Axes, title: str, *, legend: bool = False, empty: str = "not m
     if not any(len(line.get_xdata()) for line in axes.lines):  # type: ignore[arg-type]
         axes.text(0.5, 0.5, empty, transform=axes.transAxes, ha="center", color="#6b7280")
     elif legend:
-        axes.legend(loc="best")
+        columns = math.ceil(len(axes.lines) / LEGEND_ROWS)
+        axes.legend(loc="best", ncols=columns, fontsize=8 if columns == 1 else 6)
 
 
 def _short(value: float, _: int) -> str:

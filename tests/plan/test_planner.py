@@ -88,8 +88,28 @@ def test_a_run_that_does_not_fit_gets_a_remedy_that_fits(capsys: pytest.CaptureF
     assert result["device"]["total_bytes"] > result["device"]["usable_bytes"]
     chunk = result["limits"]["chunk"]
     assert 256 <= chunk < 256 * 1024
-    assert f"try cache.chunk={chunk}" in result["verdict"]
+    assert f"cache.chunk={chunk}" in result["verdict"]
+    assert [remedy["gpu_share"] for remedy in result["remedies"]] == sorted(r["gpu_share"] for r in result["remedies"])
     assert planned("model=tiny", "batch=256k", "hardware=v100-16g", f"cache.chunk={chunk}", "precision=fp32")["fits"]
+
+
+def test_a_loss_with_a_square_matrix_is_cured_by_another_loss_alone() -> None:
+    """Checkpointing, FSDP2 and offloading do not shrink a B x B matrix, so they are not advised."""
+    words = ("model=tiny", "batch=256k", "hardware=h100-80g", "gpus=8", "cache.chunk=256")
+    result = planned(*words, "loss=clip")
+    assert result["loss_bytes"] > result["device"]["usable_bytes"]
+    assert [remedy["settings"] for remedy in result["remedies"]] == [["loss=infcl"]]
+    assert f"; try loss=infcl, or batch={result['limits']['batch']}" in result["verdict"]
+    assert planned(*words, "loss=infcl")["fits"]
+
+
+def test_the_main_figures_are_at_the_top_level_of_the_json() -> None:
+    result = planned("model=tiny", "batch=4k", "hardware=h100-80g", "cache.chunk=256")
+    assert result["peak_bytes"] == result["device"]["peak_bytes"] > 0
+    assert result["loss_bytes"] == result["device"]["phases"]["loss"]["extra_bytes"] > 0
+    assert result["host_bytes"] == result["host"]["node_bytes"] > 0
+    assert result["step_s"] == result["time"]["step_s"] > 0
+    assert result["fits"] and "remedies" not in result
 
 
 def test_host_memory_bounds_the_batch() -> None:
@@ -98,7 +118,9 @@ def test_host_memory_bounds_the_batch() -> None:
     disk = host_memory(replace(settings(*words), offload="disk"), PICTURES, 2**20, 1024, cuda=True)
     assert (result["fits"], result["host"]["fits"]) == (False, False)
     assert result["host"]["process_bytes"]["batch"] > 2 * 2**20 * 3 * 30 * 30
-    assert "offload=encoded, offload=disk" in result["verdict"]
+    assert "; try offload=disk, or batch=" in result["verdict"], (
+        "encoded pictures of 40 kB are larger than these pixels"
+    )
     assert result["limits"]["batch_bound"] == "host memory"
     assert result["limits"]["batch"] < 2**20
     assert disk.node < 5 * 2**30
