@@ -88,8 +88,8 @@ def candidates(config: PlanConfig, needs: Needs, chunk: int | None) -> dict[str,
             found[name] = replace(config, loss=tiled)
         elif loss.backend == "dense":
             found["loss.backend=auto"] = replace(config, loss=replace(loss, backend="auto"))
-        if cache.activation_budget != "none":
-            found["cache.activation_budget=none"] = replace(config, cache=replace(cache, activation_budget="none"))
+        if cache.keep != "none":
+            found["cache.keep=none"] = replace(config, cache=replace(cache, keep="none"))
         if not config.model.grad_checkpointing:
             found["model.grad_checkpointing=true"] = replace(
                 config, model=replace(config.model, grad_checkpointing=True)

@@ -14,16 +14,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import yaml
+from rich import progress
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    SpinnerColumn,
-    TaskID,
-    TextColumn,
-    TimeRemainingColumn,
-)
 
 from clipscale.config.checks import at_least, choice
 from clipscale.config.sections import WANDB, LogConfig
@@ -116,9 +108,9 @@ class MetricLog:
         if step % self.config.every == 0:
             self._print_record()
         if self._progress is not None:
-            progress, task = self._progress
+            bar, task = self._progress
             rate = f"{record['samples_per_s']:,.0f}/s" if "samples_per_s" in record else ""
-            progress.update(task, completed=step, rate=rate, loss=f"loss {record.get('loss', math.nan):.4f}")
+            bar.update(task, completed=step, rate=rate, loss=f"loss {record.get('loss', math.nan):.4f}")
         self._to_sinks(step, {k: float(v) for k, v in record.items() if isinstance(v, int | float)})
 
     def _append(self, line: str) -> None:
@@ -166,21 +158,21 @@ class MetricLog:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _start_progress(self, done: int, total: int | None) -> tuple[Progress, TaskID] | None:
+    def _start_progress(self, done: int, total: int | None) -> tuple[progress.Progress, progress.TaskID] | None:
         if not self.console.is_terminal:
             return None
         columns = (
-            SpinnerColumn(),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[rate]}"),
-            TextColumn("{task.fields[loss]}"),
-            TimeRemainingColumn(),
+            progress.SpinnerColumn(),
+            progress.BarColumn(),
+            progress.MofNCompleteColumn(),
+            progress.TextColumn("{task.fields[rate]}"),
+            progress.TextColumn("{task.fields[loss]}"),
+            progress.TimeRemainingColumn(),
         )
-        progress = Progress(*columns, console=self.console, transient=True)
-        task = progress.add_task("train", total=total, completed=done, rate="", loss="")
-        progress.start()
-        return progress, task
+        bar = progress.Progress(*columns, console=self.console, transient=True)
+        task = bar.add_task("train", total=total, completed=done, rate="", loss="")
+        bar.start()
+        return bar, task
 
     def _open(self, name: str, make: Callable[[], Sink]) -> None:
         self._call(name, lambda: self._sinks.update({name: make()}), slow_s=math.inf)

@@ -53,12 +53,12 @@ def measured(config: TrainConfig, world: World | None = None) -> StepMemory:
         tempfile.TemporaryDirectory() as folder,
         profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
     ):
-        learner = TrainState(config, world, Path(folder), None)
-        learner.cache.budget.bytes = 0 if config.cache.keep == "none" else float(config.cache.keep)
-        model = learner.model
+        state = TrainState(config, world, Path(folder), None)
+        state.cache.budget.bytes = 0 if config.cache.keep == "none" else float(config.cache.keep)
+        model = state.model
         shapes = {torch.uint8: (3, model.image_size, model.image_size), torch.int32: (model.context_length,)}
         for mark in (lambda _: nullcontext(), record_function):
-            one_step(learner, config.batch // world.size, shapes, mark, resident=config.offload == "none")
+            one_step(state, config.batch // world.size, shapes, mark, resident=config.offload == "none")
     gc.unfreeze()
     events = profiler.profiler.kineto_results.events()
     changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
@@ -74,7 +74,7 @@ def measured(config: TrainConfig, world: World | None = None) -> StepMemory:
 
 
 def one_step(
-    learner: TrainState,
+    state: TrainState,
     local: int,
     shapes: dict[torch.dtype, tuple[int, ...]],
     mark: Callable[[str], Any],
@@ -86,21 +86,21 @@ def one_step(
     def rows(i: int, j: int, dtype: torch.dtype) -> Tensor:
         return torch.ones(j - i, *shapes[dtype], dtype=dtype)
 
-    learner.optimizer.zero_grad()
+    state.optimizer.zero_grad()
     images, texts = (ChunkLoader(partial(rows, dtype=dtype), local, CPU, resident=resident) for dtype in shapes)
     gc.collect()
     with mark("encode"):
-        features = learner.cache.encode(images, texts)
+        features = state.cache.encode(images, texts)
     gc.collect()
     with mark("loss"):
-        learner.cache.backward(learner.loss(*features))
+        state.cache.backward(state.loss(*features))
         del features
     gc.collect()
     with mark("replay"):
-        learner.cache.replay()
+        state.cache.replay()
     gc.collect()
     with mark("optim"):
-        learner.update(learner.gradient_norm())
+        state.update(state.gradient_norm())
 
 
 def measured_on_a_rank(rank: int, world: int, changed: dict[str, Any]) -> StepMemory:
