@@ -1,9 +1,16 @@
-"""The folder of a run and its checkpoints, RUN/checkpoints/step_00001000.pt. A checkpoint is written whole or not at all."""
+"""The folder of a run and its checkpoints, RUN/checkpoints/step_00001000.pt.
+
+A checkpoint is written whole or not at all, and its checksums are verified before it is used.
+"""
 
 import logging
 import os
 import re
+import struct
+import zipfile
+import zlib
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -12,12 +19,16 @@ import torch
 
 from clipscale.config.train import TrainConfig
 from clipscale.errors import UserError
+from clipscale.hardware import cores
 
 log = logging.getLogger(__name__)
 
 FORMAT = 2
 """Format 1, which is still read, has the optimizer's state by position instead of by parameter name."""
-LOAD_ERRORS = (RuntimeError, EOFError, OSError, UnpicklingError, KeyError)
+LOAD_ERRORS = (RuntimeError, EOFError, OSError, UnpicklingError, KeyError, ValueError, AttributeError, IndexError)
+VERIFY_ERRORS = (zipfile.BadZipFile, RuntimeError, OSError, ValueError, struct.error)
+BLOCK = 2**24
+"""Bytes read at once for a checksum: a long read for a disk, and little memory in every thread."""
 
 
 def make_folder(run: Path) -> None:
@@ -61,6 +72,7 @@ def save(run: Path, step: int, state: dict[str, Any], *, keep: int) -> Path:
     temporary = path.with_suffix(".tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        torch.serialization.set_crc32_options(True)  # torch's default, which `verify` relies on
         with temporary.open("wb") as file:
             torch.save({"format": FORMAT, "step": step, **state}, file)
             file.flush()
@@ -93,52 +105,120 @@ def set_aside(run: Path, step: int) -> None:
             log.warning("%s is beyond step %d, from which the run goes on; it is now %s", path.name, step, aside.name)
 
 
-def load(path: Path) -> dict[str, Any]:
+def verify(path: Path) -> None:
+    """Compare every record of a checkpoint with its checksum. A file of another kind than torch's archives has none.
+
+    The archive is a zip file, for which `torch.save` computes a CRC-32 of every tensor. `torch.load` ignores them. Reads in one thread per
+    core: a checksum takes longer than a read from the page cache.
+
+    Raises UserError for a damaged file.
+    """
+    if not _is_archive(path):
+        return  # loading it fails, unless it is older than torch's archives
+    try:
+        with path.open("rb") as file, zipfile.ZipFile(file) as archive:
+            records = archive.infolist()
+            for record in records:
+                archive.open(record).close()  # compares the record's header with the directory
+            with ThreadPoolExecutor(cores()) as threads:
+                for record, found in zip(records, threads.map(lambda one: checksum(file.fileno(), one), records)):
+                    if found != record.CRC:
+                        raise ValueError(f"checksum of {record.filename} differs")
+    except VERIFY_ERRORS as error:
+        raise _damaged(path, error) from error
+
+
+def _is_archive(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(4) == b"PK\x03\x04"
+
+
+def checksum(file: int, record: zipfile.ZipInfo) -> int:
+    """CRC-32 of a record's bytes in the open file of the archive."""
+    if record.compress_type != zipfile.ZIP_STORED or record.file_size != record.compress_size:
+        raise ValueError(f"{record.filename} is compressed")
+    header = os.pread(file, 30, record.header_offset)
+    name, extra = struct.unpack_from("<HH", header, 26)
+    position = record.header_offset + 30 + name + extra
+    end, value = position + record.file_size, 0
+    while position < end:
+        block = os.pread(file, min(BLOCK, end - position), position)
+        if not block:
+            raise ValueError(f"{record.filename} is cut off")
+        value = zlib.crc32(block, value)
+        position += len(block)
+    return value
+
+
+def _damaged(path: Path, error: Exception) -> UserError:
+    reason = (str(error) or type(error).__name__).splitlines()[0]
+    return UserError(f"checkpoint {path} is damaged or not a checkpoint ({reason})")
+
+
+def load(path: Path, *, verified: bool = False, mmap: bool = False) -> dict[str, Any]:
     """A checkpoint's state on the CPU. Executes no pickled code.
+
+    `verified`: its checksums have been verified. `mmap`: tensors are read from the file when they are used.
 
     Raises UserError for a missing or damaged file, and for an unknown format.
     """
     if not path.is_file():
         raise UserError(f"checkpoint {path} does not exist")
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        if not verified:
+            verify(path)
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap and _is_archive(path))
     except LOAD_ERRORS as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise UserError(f"checkpoint {path} is damaged or not a checkpoint ({reason})") from error
+        raise _damaged(path, error) from error
     if not isinstance(state, dict) or state.get("format") not in (1, FORMAT):
         raise UserError(f"checkpoint {path} is not in this version's format")
     return state
 
 
-def to_resume(run: Path, resume: str) -> dict[str, Any] | None:
-    """The state that a run goes on from. `resume` is `auto` (the run's newest readable checkpoint, or None), `none`, or a path.
+def to_resume(run: Path, resume: str) -> Path | None:
+    """The checkpoint that a run goes on from, verified. `resume` is `auto` (the run's newest whole checkpoint, or None), `none`, or a path.
 
-    A path is a checkpoint, or a run folder with at least one; its newest counts. Raises UserError for a path without a checkpoint, and
-    for `auto` if every checkpoint of the run is damaged.
+    A path is a checkpoint, or a run folder with at least one; its newest whole one counts. With `auto`, damaged checkpoints that are newer
+    are renamed: the run saves the same steps again. Only one rank calls it.
+
+    Raises UserError for a path without a checkpoint, and if every checkpoint is damaged.
     """
     if resume == "none":
         return None
-    if resume != "auto":
-        path = Path(resume).expanduser()
-        if path.is_dir():
-            candidates = found(path)
-            if not candidates:
-                raise UserError(f"resume={resume}: no checkpoint in {path / 'checkpoints'}")
-            path = candidates[-1]
-        elif not path.exists():
-            raise UserError(f"resume={resume}: there is no such file or run folder")
-        return load(path)
-    candidates = found(run)
-    for path in reversed(candidates):
+    path = run if resume == "auto" else Path(resume).expanduser()
+    if resume != "auto" and not path.exists():
+        raise UserError(f"resume={resume}: there is no such file or run folder")
+    if not (resume == "auto" or path.is_dir()):
+        load(path, mmap=True)
+        return path
+    candidates = found(path)
+    if not candidates and resume != "auto":
+        raise UserError(f"resume={resume}: no checkpoint in {path / 'checkpoints'}")
+    bad: dict[Path, str] = {}
+    for candidate in reversed(candidates):
         try:
-            return load(path)
+            load(candidate, mmap=True)
         except UserError as error:
-            log.warning("%s; trying the one before", error)
+            bad[candidate] = str(error)
+            continue
+        for other, reason in bad.items():
+            aside = other.with_suffix(".pt.damaged")
+            if resume == "auto":
+                other.replace(aside)
+            now = f"; it is now {aside.name}" if resume == "auto" else ""
+            log.warning("%s%s; the run goes on from %s", reason, now, candidate.name)
+        return candidate
     if candidates:
         raise UserError(
-            f"resume=auto: none of the {len(candidates)} checkpoints in {run} can be read; start afresh with another run=NAME"
+            f"resume={resume}: none of the {len(candidates)} checkpoints in {path} can be read; start afresh with another run=NAME"
         )
     return None
+
+
+def newest_step(run: Path) -> int | None:
+    """The step of a run's newest checkpoint, by its name."""
+    candidates = found(run)
+    return int(candidates[-1].stem.removeprefix("step_")) if candidates else None
 
 
 def check_same_step(steps: Sequence[int | None], run: Path) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from inspect import signature
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from clipscale.config.checks import choice
 from clipscale.config.sections import DEVICES, PARALLEL
 from clipscale.errors import UserError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -57,17 +59,18 @@ class World:
         dist.broadcast_object_list(box, src=0)
         return box[0]
 
-    def on_main(self, work: Callable[[], None]) -> None:
-        """Run `work` on rank 0, while the others wait. Raises its UserError on every rank."""
-        failure = None
+    def on_main(self, work: Callable[[], T]) -> T:
+        """The result of `work`, which rank 0 does while the others wait. Raises its UserError on every rank."""
+        result, failure = None, None
         if self.main:
             try:
-                work()
+                result = work()
             except UserError as error:
                 failure = str(error)
-        failure = self.broadcast(failure)
+        answer, failure = self.broadcast((result, failure))
         if failure:
             raise UserError(failure)
+        return answer
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Sum gradients over ranks for parameters outside DDP and FSDP2: logit scale and bias, and towers with master weights."""

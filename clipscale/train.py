@@ -104,8 +104,10 @@ class Run:
         4. Without these: random weights, by `seed`.
         """
         config, world = self.config, self.world
-        saved = checkpoint.to_resume(self.folder, config.resume)  # 1 and 2
-        checkpoint.check_same_step(world.gather(None if saved is None else saved["step"]), self.folder)
+        path = world.on_main(lambda: checkpoint.to_resume(self.folder, config.resume))  # 1 and 2
+        saved = checkpoint.load(path, verified=True) if path is not None and path.exists() else None
+        step = checkpoint.newest_step(self.folder) if saved is None else saved["step"]
+        checkpoint.check_same_step(world.gather(step), self.folder)
         checkpoint.check_fits(saved, self.folder, config, self.sizes.before)
         self.state = TrainState(config, world, self.folder, saved)  # 3 and 4 inside, before the checkpoint's weights
         self.stream = self.open_stream(saved)

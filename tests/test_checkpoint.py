@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from clipscale import checkpoint
 from clipscale.config.sections import ModelConfig
@@ -62,26 +64,85 @@ def test_a_failed_write_leaves_the_earlier_ones(tmp_path: Path, monkeypatch: pyt
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step_00000001.pt"]
 
 
-def test_auto_takes_the_newest_readable_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def cut(data: bytes, tensor: torch.Tensor) -> bytes:
+    return data[:-100]
+
+
+def zero_a_tensor(data: bytes, tensor: torch.Tensor) -> bytes:
+    whole = tensor.numpy().tobytes()
+    assert data.count(whole) == 1
+    return data.replace(whole, bytes(len(whole)))
+
+
+def flip_a_bit(data: bytes, tensor: torch.Tensor) -> bytes:
+    at = data.index(tensor.numpy().tobytes())
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+
+def empty(data: bytes, tensor: torch.Tensor) -> bytes:
+    return b""
+
+
+@pytest.mark.parametrize("damage", [cut, zero_a_tensor, flip_a_bit, empty])
+def test_a_damaged_newest_is_set_aside_for_the_one_before(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[bytes, torch.Tensor], bytes]
+) -> None:
     assert checkpoint.to_resume(tmp_path, "auto") is None
     checkpoint.save(tmp_path, 1, some_state(1.0), keep=0)
-    checkpoint.save(tmp_path, 2, some_state(2.0), keep=0)
-    newest = checkpoint.path_of(tmp_path, 2)
-    newest.write_bytes(newest.read_bytes()[:-100])
+    newest = checkpoint.save(tmp_path, 2, some_state(2.0), keep=0)
+    newest.write_bytes(damage(newest.read_bytes(), some_state(2.0)["model"]["w"]))
+    with pytest.raises(UserError, match=r"step_00000002\.pt is damaged"):
+        checkpoint.load(newest)
     with caplog.at_level(logging.WARNING):
-        state = checkpoint.to_resume(tmp_path, "auto")
-    assert state is not None
-    assert state["step"] == 1
-    assert "step_00000002.pt is damaged" in caplog.text
-    checkpoint.path_of(tmp_path, 1).write_bytes(b"")
-    with pytest.raises(UserError, match="none of the 2 checkpoints"):
-        checkpoint.to_resume(tmp_path, "auto")
+        assert checkpoint.to_resume(tmp_path, str(tmp_path)) == checkpoint.path_of(tmp_path, 1), "another run's folder"
+        assert len(checkpoint.found(tmp_path)) == 2
+        caplog.clear()
+        assert checkpoint.to_resume(tmp_path, "auto") == checkpoint.path_of(tmp_path, 1)
+    (notice,) = caplog.messages
+    assert "step_00000002.pt is damaged" in notice
+    assert notice.endswith("it is now step_00000002.pt.damaged; the run goes on from step_00000001.pt")
+    assert [path.name for path in checkpoint.found(tmp_path)] == ["step_00000001.pt"]
+
+
+def test_a_run_without_a_whole_checkpoint_does_not_begin_again(tmp_path: Path) -> None:
+    for step in (1, 2):
+        checkpoint.save(tmp_path, step, some_state(), keep=0).write_bytes(b"")
+    for _ in range(2):  # a requeued job asks again
+        with pytest.raises(UserError, match="none of the 2 checkpoints"):
+            checkpoint.to_resume(tmp_path, "auto")
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_what_is_loaded_is_what_was_saved_whatever_bit_flips(tmp_path: Path, data: st.DataObject) -> None:
+    """A flip in the padding between records changes nothing; any other one is found."""
+    path = checkpoint.save(tmp_path, 1, some_state(2.0), keep=0)
+    whole = bytearray(path.read_bytes())
+    at = data.draw(st.integers(0, len(whole) - 1))
+    whole[at] ^= 1 << data.draw(st.integers(0, 7))
+    path.write_bytes(whole)
+    try:
+        state = checkpoint.load(path)
+    except UserError:
+        return
+    assert torch.equal(state["model"]["w"], torch.full((3,), 2.0))
+    assert (state["step"], state["loss"]) == (1, 0.5)
+    assert torch.equal(state["random"][0]["cpu"], torch.get_rng_state())
+
+
+def test_a_file_without_checksums_still_loads(tmp_path: Path) -> None:
+    """Older than torch's archives."""
+    path = checkpoint.path_of(tmp_path, 3)
+    path.parent.mkdir()
+    torch.save({"format": 1, "step": 3}, path, _use_new_zipfile_serialization=False)
+    assert checkpoint.to_resume(tmp_path, "auto") == path
+    assert checkpoint.load(path)["step"] == 3
 
 
 def test_resume_reads_a_path_or_a_run_folder(tmp_path: Path) -> None:
     path = checkpoint.save(tmp_path / "a", 7, some_state(), keep=0)
-    assert checkpoint.to_resume(tmp_path / "b", str(path))["step"] == 7  # type: ignore[index]
-    assert checkpoint.to_resume(tmp_path / "b", str(tmp_path / "a"))["step"] == 7  # type: ignore[index]
+    assert checkpoint.to_resume(tmp_path / "b", str(path)) == path
+    assert checkpoint.to_resume(tmp_path / "b", str(tmp_path / "a")) == path
     assert checkpoint.to_resume(tmp_path / "a", "none") is None
     with pytest.raises(UserError, match="no checkpoint in"):
         checkpoint.to_resume(tmp_path / "a", str(tmp_path))
