@@ -16,8 +16,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from clipscale.config.checks import choice
-from clipscale.config.sections import DEVICES, PARALLEL
 from clipscale.errors import UserError
 
 T = TypeVar("T")
@@ -91,7 +89,6 @@ class World:
         A frozen tower is returned as it is; `none` leaves the sum to `sum_gradients`. Batch normalisation is synchronised. FSDP2 changes
         the module in place and shards block by block.
         """
-        choice("launch.parallel", parallel, (*PARALLEL, "none"))
         if self.size == 1 or not any(p.requires_grad for p in tower.parameters()):
             return tower
         tower = sync_batch_norm(tower)
@@ -150,9 +147,7 @@ class SumOverRanks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        total = gradient.clone()
-        dist.all_reduce(total)
-        return total
+        return SumOverRanks.forward(ctx, gradient)
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -228,7 +223,6 @@ def start(device: str, threads: int | None = None) -> World:
     size, rank, local_rank = (
         int(os.environ.get(k, d)) for k, d in (("WORLD_SIZE", "1"), ("RANK", "0"), ("LOCAL_RANK", "0"))
     )
-    choice("device", device, DEVICES)
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("device=cuda: torch sees no CUDA device here; use device=cpu or fix the driver")
     if device == "cpu" or not torch.cuda.is_available():

@@ -9,8 +9,7 @@ import timm.optim
 import torch
 from torch import nn
 
-from clipscale.config.checks import choice
-from clipscale.config.sections import LR_SCALING, SCHEDULES, OptimConfig, ScheduleConfig
+from clipscale.config.sections import LR_SCALING, OptimConfig, ScheduleConfig
 from clipscale.errors import UserError
 from clipscale.units import nearest
 
@@ -19,9 +18,8 @@ def peak_lr(config: OptimConfig, batch: int) -> float:
     """The peak learning rate at this batch: lr x (batch / reference_batch) ^ (0, 1/2 or 1).
 
     Linear: Goyal et al. 2017 (arXiv 1706.02677), for SGD below the noise scale. Square root: Krizhevsky 2014 (arXiv 1404.5997), the usual
-    choice for Adam and similar optimizers. Raises UserError for another rule, and for a rule without `reference_batch`.
+    choice for Adam and similar optimizers. Raises UserError for a rule without `reference_batch`.
     """
-    choice("optim.lr_scaling", config.lr_scaling, LR_SCALING)
     if config.lr_scaling == "none":
         return config.lr
     if config.reference_batch is None:
@@ -119,7 +117,6 @@ class Schedule:
 
     @staticmethod
     def build(config: ScheduleConfig, *, peak: float, total: int, per_epoch: float | None) -> "Schedule":
-        choice("schedule.name", config.name, SCHEDULES)
         warmup = parse_steps(config.warmup, "schedule.warmup", total=total, per_epoch=per_epoch)
         cooldown = parse_steps(config.cooldown, "schedule.cooldown", total=total, per_epoch=per_epoch)
         return Schedule(peak, total, min(warmup, total), min(cooldown, total), config.final, config.name == "cosine")

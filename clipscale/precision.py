@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from clipscale.config.checks import choice
 from clipscale.config.sections import PrecisionConfig
 from clipscale.errors import UserError
 
@@ -19,7 +18,6 @@ class Precision:
     """Autocast, the gradient scaler and the type of the weights. Raises UserError for settings that contradict each other."""
 
     def __init__(self, config: PrecisionConfig, device: torch.device) -> None:
-        choice("precision.name", config.name, DTYPES)
         if config.weights != "fp32" and (config.weights, config.name) != ("bf16", "bf16"):
             raise UserError(
                 f"precision.weights={config.weights} with precision.name={config.name}: bf16 weights go with precision=bf16; "

@@ -79,7 +79,6 @@ def test_gradients_of_many_chunks_add_up_in_float32() -> None:
     [
         (PrecisionConfig(name="fp32", weights="bf16"), "precision.weights=bf16 with precision.name=fp32"),
         (PrecisionConfig(name="fp16", weights="bf16"), "precision.weights=bf16 with precision.name=fp16"),
-        (PrecisionConfig(name="fp8"), "precision.name=fp8: choose"),
     ],
 )
 def test_what_does_not_go_together_is_refused(config: PrecisionConfig, message: str) -> None:

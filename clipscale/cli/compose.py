@@ -17,7 +17,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from clipscale.cli.overrides import prepare, quoted
+from clipscale.cli.overrides import prepare, quoted, several
 from clipscale.cli.verbs import TOOLS
 from clipscale.config.parse import misnamed
 from clipscale.config.presets import conf_dir, group_options
@@ -126,9 +126,7 @@ def _explain_one(error: BaseException, names: list[str]) -> str | None:
         return f"{error.override}: cannot be read ({error.message.splitlines()[0].rstrip('.')}); put the value in quotes inside quotes"
     if ambiguous := re.search(r"Ambiguous value for argument '(.*?)' 1\.", text):
         key, _, value = ambiguous[1].partition("=")
-        return (
-            f"{key}={value}: several values; add -m to run them one after another, or write {key}=[{value}] for a list"
-        )
+        return several(key, value)
     if twice := re.search(r"Multiple values for (\S+)\. ", text):
         return f"+{twice[1]}: it has a value already; leave out the +"
     if unknown := re.search(r"Could not (?:override|delete|append to config)[^']*'([^']+)'", text):

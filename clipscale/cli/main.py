@@ -7,9 +7,10 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
-from clipscale import __version__
+from clipscale import __version__, launch
 from clipscale.cli import help, overrides
 from clipscale.cli.verbs import TOOLS, VERBS, tools_of
 from clipscale.config.checks import check_values
@@ -75,30 +76,25 @@ def dispatch(argv: list[str]) -> int:
 
 def train(argv: list[str]) -> int:
     """One run, whose settings this process composes for all workers; under torchrun, this process's part of it; or a sweep."""
-    under_torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     sweep = any(word in overrides.MULTIRUN for word in argv)
-    if sweep and under_torchrun:
+    if sweep and launch.under_torchrun():
         raise UserError(
             "-m under torchrun would start the whole sweep in every rank; leave torchrun out, "
             "clipscale starts the workers of each job itself"
         )
-    overrides.prepare(TOOLS["train"], argv)  # finds mistakes before Hydra is imported
     if sweep:
+        overrides.prepare(TOOLS["train"], argv)  # finds mistakes before Hydra is imported
         from clipscale.cli import sweep as sweeps
 
         return sweeps.main(argv)
-    from clipscale.cli import compose
-
-    values = compose.once("train", argv)
-    if values is None:
+    config: TrainConfig | None = composed("train", argv)
+    if config is None:
         return 0
-    named = bool(values["run"])
-    config = check(typed(TrainConfig, values))
-    from clipscale import launch
-
+    named = bool(config.run)
+    check(config)
     launch.make_ready(config, named=named)
     try:
-        result = launch.join(config) if under_torchrun else launch.run(config)
+        result = launch.join(config) if launch.under_torchrun() else launch.run(config)
     except launch.WorkerError as error:
         print(f"{error.details}error: {error}", file=sys.stderr)
         return 1
@@ -142,7 +138,7 @@ def work(name: str, argv: list[str]) -> int:
     if settings is None:
         return 0
     tool.check(settings)
-    main = tool.load()
+    main = resolve_name(tool.main)
     result = main(words, settings) if tool.words else main(settings)
     if isinstance(result, list):  # a benchmark's rows: out of memory and known limits are no failures
         return int(any(row.get("status") == "failed" for row in result))

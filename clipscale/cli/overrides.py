@@ -83,10 +83,13 @@ def parts(key: str, text: str, sweep: bool) -> list[str]:
     """The values of a sweep, or the only one. Raises UserError for several values without a sweep."""
     found = split(text) or [""]
     if len(found) > 1 and not sweep:
-        raise UserError(
-            f"{key}={text}: several values; add -m to run them one after another, or write {key}=[{text}] for a list"
-        )
+        raise UserError(several(key, text))
     return found
+
+
+def several(key: str, text: str) -> str:
+    """The message for several values where one is wanted."""
+    return f"{key}={text}: several values; add -m to run them one after another, or write {key}=[{text}] for a list"
 
 
 def complex_value(text: str) -> bool:
@@ -140,12 +143,7 @@ def literal(key: str, value: str, sweep: bool) -> str:
         return value
     if value.startswith("[") and value.endswith("]"):
         return f"[{','.join(map(quoted, split(value[1:-1])))}]"
-    found = split(value)
-    if len(found) > 1 and not sweep:
-        raise UserError(
-            f"{key}={value}: several values; add -m to run them one after another, or write {key}=[A,B] for a list"
-        )
-    return ",".join(map(quoted, found))
+    return ",".join(map(quoted, parts(key, value, sweep)))
 
 
 def quoted(text: str) -> str:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 
 from clipscale.config import tools
@@ -32,12 +31,6 @@ class Tool:
     """Raises UserError for wrong settings, before `main` is imported."""
     find_run: Callable[[str], object] = lambda run: None
     """Raises UserError for a `run=` that names no run, before anything is composed."""
-
-    def load(self) -> Callable[..., Any]:
-        """Import `main`."""
-        module, _, name = self.main.partition(":")
-        found: Callable[..., Any] = getattr(import_module(module), name)
-        return found
 
 
 VERBS = {

@@ -4,12 +4,11 @@ Every mistake is a UserError of one line that names the setting.
 """
 
 from collections.abc import Iterable
-from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar, get_args
 
 from clipscale.config.presets import group_options
 from clipscale.config.renamed import with_current_names
-from clipscale.config.setting import Setting, defaults, settings_of
+from clipscale.config.setting import Setting, nested, settings_of
 from clipscale.errors import UserError
 from clipscale.units import nearest, parse_count
 
@@ -24,19 +23,18 @@ def typed(declared: type[T], values: dict[str, Any]) -> T:
     names = [*group_options(), *settings]
 
     def build(section: type, values: dict[str, Any], prefix: str) -> Any:
-        types = {one.name: one.type for one in fields(section)}
-        arguments = {}
-        for name, value in values.items():
-            key, kind = f"{prefix}{name}", types.get(name)
-            if isinstance(kind, type) and is_dataclass(kind) and isinstance(value, dict):
-                arguments[name] = build(kind, value, f"{key}.")
+        inside, arguments = nested(section), {}
+        for name, value in with_current_names(values, prefix, settings).items():
+            key = f"{prefix}{name}"
+            if name in inside and isinstance(value, dict):
+                arguments[name] = build(inside[name], value, f"{key}.")
             elif key in settings:
                 arguments[name] = converted(settings[key], value)
             else:
                 raise UserError(misnamed(key, names))
         return section(**arguments)
 
-    result: T = build(declared, with_current_names(values, defaults(declared)), "")
+    result: T = build(declared, values, "")
     return result
 
 

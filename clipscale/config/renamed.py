@@ -2,10 +2,11 @@
 
 import os
 import sys
-from collections.abc import Container
-from copy import deepcopy
+from collections.abc import Container, Mapping
 from functools import cache
 from typing import Any
+
+from clipscale.config.setting import Setting
 
 RENAMED = {
     "data.lanes": "data.shard_streams",
@@ -32,28 +33,17 @@ def notice(old: str, new: str) -> None:
         print(f"notice: {old} is now called {new}; the next release refuses the old name", file=sys.stderr)
 
 
-def with_current_names(values: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-    """Nested settings with every old name replaced. A value under the new name wins, unless it is the default.
+def with_current_names(values: dict[str, Any], prefix: str, settings: Mapping[str, Setting]) -> dict[str, Any]:
+    """The values of one section, with every old name replaced. A value under the new name wins, unless it is the default.
 
-    `defaults`: all declared settings. Composed values hold them too, so that the old name in an experiment file stands beside the
+    `prefix`: the section's name and a dot. Composed values hold all defaults, so that the old name in an experiment file stands beside the
     default under the new name.
     """
-    values = deepcopy(values)
-    for old, new in RENAMED.items():
-        *path, old_leaf = old.split(".")
-        new_leaf = new.rpartition(".")[2]
-        given, declared = section(values, path), section(defaults, path)
-        if old_leaf in given and new_leaf in declared:
-            notice(old, new)
-            value = given.pop(old_leaf)
-            if given.get(new_leaf, declared[new_leaf]) == declared[new_leaf]:
-                given[new_leaf] = value
-    return values
-
-
-def section(values: dict[str, Any], path: list[str]) -> dict[str, Any]:
-    """The nested dictionary at a path; empty if there is none."""
-    for part in path:
-        inside = values.get(part)
-        values = inside if isinstance(inside, dict) else {}
-    return values
+    result = dict(values)
+    for name, value in values.items():
+        new = current(f"{prefix}{name}", settings)
+        if new != f"{prefix}{name}":
+            del result[name]
+            if result.get(new.removeprefix(prefix), settings[new].default) == settings[new].default:
+                result[new.removeprefix(prefix)] = value
+    return result

@@ -6,8 +6,6 @@ from typing import Any
 from clipscale.config.setting import setting
 
 DEVICES = ("auto", "cpu", "cuda")
-PARALLEL = ("ddp", "fsdp")
-SCHEDULES = ("cosine", "constant")
 LR_SCALING = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
 """Rule -> power of the batch."""
 OBJECTIVES = ("softmax", "softmax_image", "softmax_text", "sigmoid")
@@ -38,7 +36,7 @@ class LaunchConfig:
     parallel: str = setting(
         "ddp",
         "`ddp`: every rank holds the whole model; `fsdp`: FSDP2 shards parameters, gradients and optimizer state.",
-        choices=PARALLEL,
+        choices=("ddp", "fsdp"),
     )
 
 
@@ -74,7 +72,9 @@ class OptimConfig:
 class ScheduleConfig:
     """The learning rate over the run."""
 
-    name: str = setting("cosine", "`cosine`, or `constant` with an optional linear cooldown.", choices=SCHEDULES)
+    name: str = setting(
+        "cosine", "`cosine`, or `constant` with an optional linear cooldown.", choices=("cosine", "constant")
+    )
     warmup: str = setting("2000", "Linear warm-up: steps (`2000`), a share of the run (`5%`) or epochs (`0.5ep`).")
     cooldown: str = setting("0", "Linear cooldown at the end of a constant schedule, in the same forms.")
     final: float = setting(0.0, "Learning rate at the end, as a share of the peak.")

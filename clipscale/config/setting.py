@@ -70,10 +70,11 @@ class Setting:
 def settings_of(declared: type, prefix: str = "") -> tuple[Setting, ...]:
     """All settings of a dataclass in the order of declaration, nested sections flattened to dotted names."""
     found: list[Setting] = []
+    inside = nested(declared)
     for one in fields(declared):
         name = prefix + one.name
-        if isinstance(one.type, type) and is_dataclass(one.type):
-            found += settings_of(one.type, name + ".")
+        if one.name in inside:
+            found += settings_of(inside[one.name], name + ".")
         else:
             default = one.default if one.default_factory is MISSING else one.default_factory()
             found.append(Setting(name, one.type, default, **one.metadata))
@@ -85,10 +86,14 @@ def defaults(declared: type) -> dict[str, Any]:
     return asdict(declared())
 
 
+def nested(declared: type) -> dict[str, type]:
+    """Section -> its dataclass."""
+    return {one.name: one.type for one in fields(declared) if isinstance(one.type, type) and is_dataclass(one.type)}
+
+
 def sections(declared: type) -> dict[str, str]:
     """Section -> the first line of its docstring."""
-    nested = {one.name: one.type for one in fields(declared) if isinstance(one.type, type) and is_dataclass(one.type)}
-    return {name: summary(section) for name, section in nested.items()}
+    return {name: summary(section) for name, section in nested(declared).items()}
 
 
 def summary(declared: type) -> str:

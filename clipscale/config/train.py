@@ -1,5 +1,6 @@
 """All settings of a training run in one tree, their checks that need neither machine nor data, and their YAML form."""
 
+import json
 import re
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
@@ -104,9 +105,10 @@ def check(config: TrainConfig, *, now: datetime | None = None) -> TrainConfig:
 def warnings(config: TrainConfig) -> list[str]:
     """Warnings about settings that are allowed but probably not intended, a line each."""
     found = []
-    if config.model.freeze_image and not (config.model.pretrained or config.model.pretrained_image):
+    random_image = not (config.model.pretrained or config.model.pretrained_image)
+    if config.model.freeze_image and random_image:
         found.append("model.freeze_image=true locks a tower of random weights; give model.pretrained_image=PATH")
-    if config.model.batch_norm == "frozen" and not (config.model.pretrained or config.model.pretrained_image):
+    if config.model.batch_norm == "frozen" and random_image:
         found.append(
             "model.batch_norm=frozen keeps the running statistics of random weights; give model.pretrained=PATH"
         )
@@ -144,10 +146,5 @@ def changes(before: str, config: TrainConfig) -> list[str]:
 
 def to_yaml(config: Any) -> str:
     """The configuration as YAML, which `typed` reads back."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: plain(item) for key, item in value.items()}
-        return [plain(item) for item in value] if isinstance(value, list | tuple) else value
-
-    return yaml.safe_dump(plain(asdict(config)), sort_keys=False, allow_unicode=True)
+    plain = json.loads(json.dumps(asdict(config)))  # tuples become lists: YAML has no tuples
+    return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)

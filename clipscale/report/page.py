@@ -3,7 +3,7 @@
 import base64
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from statistics import median
@@ -12,6 +12,7 @@ from typing import Any
 import matplotlib
 import yaml
 
+from clipscale.config.setting import flat
 from clipscale.config.tools import ReportSettings, check_run
 from clipscale.errors import UserError
 from clipscale.report.metrics import read_metrics
@@ -73,8 +74,8 @@ def page(run_dir: Path, records: Sequence[Record], evaluations: Sequence[Record]
         f"<h1>{name}</h1><p>{escape(summary(records))}</p>",
         *(table.html() for table in result_tables(results)),
         f"<p><img alt='curves and retrieved images' src='data:image/png;base64,{image}'></p>",
-        _details("Settings", _flat(_load(run_dir / "config.yaml"))),
-        _details("Machine", _flat(_load(run_dir / "env.json"))),
+        _details("Settings", run_dir / "config.yaml", yaml.safe_load),
+        _details("Machine", run_dir / "env.json", json.loads),
         "</body></html>",
     ]
     return "\n".join(parts) + "\n"
@@ -94,19 +95,8 @@ def summary(records: Sequence[Record]) -> str:
     return text
 
 
-def _load(file: Path) -> Any:
-    if not file.is_file():
-        return {}
-    return json.loads(file.read_text()) if file.suffix == ".json" else yaml.safe_load(file.read_text())
-
-
-def _flat(value: Any, prefix: str = "") -> list[list[str]]:
-    """Nested settings as rows of dotted name and value."""
-    if isinstance(value, dict) and value:
-        return [row for key, inner in value.items() for row in _flat(inner, f"{prefix}.{key}" if prefix else str(key))]
-    return [[prefix, str(value)]] if prefix else []
-
-
-def _details(title: str, rows: Sequence[Sequence[str]]) -> str:
-    table = TextTable(("", ""), [rows])
-    return f"<details><summary>{title}</summary>{table.html('plain')}</details>" if rows else ""
+def _details(title: str, file: Path, read: Callable[[str], Any]) -> str:
+    """A table of dotted names and values, folded away; empty if there is no file."""
+    tree = read(file.read_text()) if file.is_file() else {}
+    rows = [(name, str(value)) for name, value in flat(tree or {})]
+    return f"<details><summary>{title}</summary>{TextTable(('', ''), [rows]).html('plain')}</details>" if rows else ""

@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 from matplotlib.patches import Rectangle
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 Record = dict[str, Any]
 
@@ -171,20 +171,12 @@ def _finish(axes: Axes, title: str, *, legend: bool = False, empty: str = "not m
     axes.set_title(title)
     axes.set_xlabel("step")
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-    axes.xaxis.set_major_formatter(FuncFormatter(_short))
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     if not any(len(line.get_xdata()) for line in axes.lines):  # type: ignore[arg-type]
         axes.text(0.5, 0.5, empty, transform=axes.transAxes, ha="center", color="#6b7280")
     elif legend:
         columns = math.ceil(len(axes.lines) / LEGEND_ROWS)
         axes.legend(loc="best", ncols=columns, fontsize=8 if columns == 1 else 6)
-
-
-def _short(value: float, _: int) -> str:
-    """1500 as 1.5k."""
-    for unit, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= unit:
-            return f"{value / unit:g}{suffix}"
-    return f"{value:g}"
 
 
 # ---- retrieved images ----
