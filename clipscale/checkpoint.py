@@ -42,6 +42,12 @@ def make_folder(run: Path) -> None:
         raise UserError(f"run={run} cannot be written ({error.strerror}); choose another run=PATH") from error
 
 
+def remove_temporary(run: Path) -> None:
+    """Remove files that a run which died has not finished writing. The caller holds the run's lock."""
+    for path in (*run.glob("*.tmp"), *run.glob("checkpoints/*.tmp")):
+        path.unlink(missing_ok=True)
+
+
 def remove_empty_run(run: Path, *files: str) -> None:
     """Remove the folder of a run that was refused at its start, if it holds no checkpoint and nothing beside `files`."""
     held = {path.name for path in run.iterdir()} if run.is_dir() else set()

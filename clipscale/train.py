@@ -13,7 +13,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from clipscale import checkpoint, distributed
+from clipscale import checkpoint, distributed, run_lock
 from clipscale.autotune import CHUNKS, BudgetTuner
 from clipscale.config.checks import shared
 from clipscale.config.sections import LR_SCALING
@@ -33,6 +33,7 @@ from clipscale.report.metrics import MetricLog
 from clipscale.report.page import write_report
 from clipscale.report.table import print_results
 from clipscale.rng import RandomState
+from clipscale.run_lock import RunLock
 from clipscale.stopping import Stop
 from clipscale.train_state import TrainState
 
@@ -48,16 +49,26 @@ def train(config: TrainConfig) -> dict[str, Any]:
     world = distributed.start(config.device, config.launch.threads)
     folder = Path(config.run)
     new = world.main and not folder.exists()  # a sweep makes its jobs' folders, and keeps them
+    lock = RunLock(folder)
     try:
+        world.on_main(lambda: enter(folder, lock))
         try:
             run = Run(config, world)
         except UserError:
             if new:
-                checkpoint.remove_empty_run(folder, CHUNKS)
+                checkpoint.remove_empty_run(folder, CHUNKS, run_lock.FILE)
             raise
         return run.go()
     finally:
+        lock.release()
         distributed.stop()
+
+
+def enter(folder: Path, lock: RunLock) -> None:
+    """Make the run's folder, and keep other runs out of it. Raises UserError for a folder that is in use or cannot be written."""
+    checkpoint.make_folder(folder)
+    lock.acquire()
+    checkpoint.remove_temporary(folder)
 
 
 class Run:

@@ -41,6 +41,14 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     assert len(checkpoint.found(tmp_path)) == 3
 
 
+def test_what_a_dead_run_was_writing_is_removed(tmp_path: Path) -> None:
+    path = checkpoint.save(tmp_path, 1, some_state(), keep=0)
+    for left in (tmp_path / "metrics.tmp", path.with_name("step_00000002.tmp")):
+        left.write_bytes(b"half")
+    checkpoint.remove_temporary(tmp_path)
+    assert [file.name for file in tmp_path.rglob("*.*")] == [path.name]
+
+
 def test_a_run_taken_back_keeps_what_it_saves(tmp_path: Path) -> None:
     """Its new checkpoints have lower numbers than the old ones."""
     for step in (9, 10, 11):

@@ -210,6 +210,19 @@ def test_a_killed_run_resumes_to_the_same_losses_bit_for_bit(demo: Path, tmp_pat
     assert curve(tmp_path / "killed") == curve(tmp_path / "whole")
 
 
+def test_a_second_run_of_the_same_name_is_refused_and_changes_nothing(
+    demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = start(demo, tmp_path / "run")
+    wait_for_lines(first, tmp_path / "run/metrics.jsonl", 1)
+    monkeypatch.setattr("clipscale.run_lock.SAME_HOST_S", 0.0)
+    with pytest.raises(UserError, match=rf"run={tmp_path}/run is in use by process {first.pid} on "):
+        train(settings(demo, tmp_path / "run"))
+    first.join(180)
+    assert first.exitcode == 0
+    assert len(curve(tmp_path / "run")) == 10
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_before_the_end(demo: Path, tmp_path: Path, number: signal.Signals) -> None:
     process = start(demo, tmp_path / "run")

@@ -1,0 +1,114 @@
+"""Keeps a second run out of a run's folder: rank 0 holds a lock on it for the run's life."""
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from clipscale.errors import UserError
+
+log = logging.getLogger(__name__)
+
+FILE = "run.lock"
+SAME_HOST_S = 10.0
+"""Wait for a run on this machine that is about to end. Its lock ends with the process, so a longer wait is for a run that goes on."""
+OTHER_HOST_S = 120.0
+"""The same for another machine, whose lock on NFS outlives a crash by the server's lease, usually 90 s."""
+HEARTBEAT_S = 5.0
+"""Interval at which a holder touches the file where the file system has no flock. Without three of them the holder counts as dead."""
+
+
+class RunLock:
+    """The lock of a run folder: `flock` on RUN/run.lock, which the kernel releases when the process ends, however it ends.
+
+    The file names host, process and start for the message. Without `flock`, a holder is alive while its process is, on this machine, or
+    while it touches the file, on another.
+    """
+
+    def __init__(self, run: Path) -> None:
+        self.run, self.held = run, False
+        self._ended = threading.Event()
+        self._touched, self._seen = 0, 0.0  # time of the file's last change, and when it was first seen here
+
+    def acquire(self) -> None:
+        """Take the lock, if need be after a short wait for its holder. Raises UserError if another run keeps it."""
+        self._file = (self.run / FILE).open("a+")
+        started, announced = time.monotonic(), False
+        while self._taken():
+            holder = self._holder()
+            here = holder.get("host") == socket.gethostname()
+            who = f"process {holder.get('pid', '?')} on {holder.get('host', 'an unknown host')}, since {holder.get('since', '?')}"
+            limit = SAME_HOST_S if here else OTHER_HOST_S
+            if time.monotonic() - started > limit:
+                self._file.close()
+                raise UserError(f"run={self.run} is in use by {who}; stop that run, or choose another run=NAME")
+            if not announced:
+                log.warning("run=%s is in use by %s; waiting up to %.0f s for its end", self.run, who, limit)
+                announced = True
+            time.sleep(min(0.2, limit))
+        self.held = True
+        me = psutil.Process()
+        record = {"host": socket.gethostname(), "pid": me.pid, "created": me.create_time()}
+        self._write(json.dumps(record | {"since": f"{datetime.now():%Y-%m-%d %H:%M:%S}"}))
+
+    def release(self) -> None:
+        """Give the lock back. Safe without a lock."""
+        if self.held:
+            self._ended.set()
+            self._write("")
+            self._file.close()
+            self.held = False
+
+    def _taken(self) -> bool:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return False
+        except BlockingIOError:
+            return True
+        except OSError:  # a file system without flock
+            if self._alive():
+                return True
+            threading.Thread(target=self._beat, daemon=True).start()
+            return False
+
+    def _alive(self) -> bool:
+        """Whether the process of the record lives. Looks for a change of the file where that process is on another machine."""
+        holder = self._holder()
+        if not holder:
+            return False
+        if holder.get("host") == socket.gethostname():
+            try:
+                return abs(psutil.Process(holder["pid"]).create_time() - holder["created"]) < 1
+            except psutil.NoSuchProcess:
+                return False
+        touched = (self.run / FILE).stat().st_mtime_ns
+        if touched != self._touched:
+            self._touched, self._seen = touched, time.monotonic()
+        return time.monotonic() - self._seen < 3 * HEARTBEAT_S
+
+    def _beat(self) -> None:
+        while not self._ended.wait(HEARTBEAT_S):
+            with contextlib.suppress(OSError):
+                os.utime(self.run / FILE)
+
+    def _holder(self) -> dict[str, Any]:
+        try:
+            record = json.loads((self.run / FILE).read_text())
+        except (OSError, ValueError):
+            return {}
+        return record if isinstance(record, dict) else {}
+
+    def _write(self, text: str) -> None:
+        with contextlib.suppress(OSError):  # a full disk: the lock holds all the same
+            self._file.truncate(0)
+            self._file.write(text)
+            self._file.flush()
