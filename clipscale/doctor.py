@@ -12,7 +12,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -31,6 +30,7 @@ from clipscale.data.loader.offload import train_transform
 from clipscale.data.order import CounterRNG
 from clipscale.distributed import World
 from clipscale.errors import UserError
+from clipscale.hardware import cores
 from clipscale.loss.api import contrastive_loss
 from clipscale.loss.reference import dense_contrastive_loss
 from clipscale.report.environment import environment
@@ -53,27 +53,19 @@ EXTRAS = {
 }
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One line of the result. `level` is ok, note (it works, but deserves a look) or problem."""
-
-    level: str
-    what: str
-    message: str
+Finding = tuple[str, str]
+"""A level and a message. The level is ok, note (it works, but deserves a look) or problem."""
 
 
 def main(settings: DoctorSettings) -> int:
     """Print all findings; 1 if there is a problem."""
     console = plain_console()
-    rows, problems = [], 0
+    rows = []
     for check in CHECKS:
         with console.status(check.__name__):
-            findings = list(tried(check, settings))
-        for found in findings:
-            rows.append((found.level, found.what, found.message))
-            problems += found.level == "problem"
+            rows += [(level, check.__name__, message) for level, message in tried(check, settings)]
     console.print(TextTable(("", "", ""), [rows], left=("",)))
-    return 1 if problems else 0
+    return int(any(level == "problem" for level, *_ in rows))
 
 
 def tried(check: Callable[[DoctorSettings], Iterator[Finding]], settings: DoctorSettings) -> Iterator[Finding]:
@@ -82,7 +74,7 @@ def tried(check: Callable[[DoctorSettings], Iterator[Finding]], settings: Doctor
         yield from check(settings)
     except Exception as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        yield Finding("problem", check.__name__, f"{type(error).__name__}: {reason}")
+        yield "problem", f"{type(error).__name__}: {reason}"
 
 
 # ---- checks ----
@@ -91,23 +83,22 @@ def tried(check: Callable[[DoctorSettings], Iterator[Finding]], settings: Doctor
 def software(settings: DoctorSettings) -> Iterator[Finding]:
     here = environment()
     versions = ", ".join(f"{name} {version}" for name, version in here["versions"].items() if version)
-    yield Finding("ok", "software", f"Python {here['python']}, {versions}")
+    yield "ok", f"Python {here['python']}, {versions}"
     for package, use in EXTRAS.items():
         if find_spec(package) is None:
-            yield Finding("note", "software", f"{package} is not installed: no {use}")
+            yield "note", f"{package} is not installed: no {use}"
 
 
 def devices(settings: DoctorSettings) -> Iterator[Finding]:
     if not torch.cuda.is_available():
         driver = shutil.which("nvidia-smi") or Path("/proc/driver/nvidia/version").exists()
         if not driver:
-            yield Finding("note", "devices", "no GPU: training runs on the CPU")
+            yield "note", "no GPU: training runs on the CPU"
         elif torch.version.cuda is None:
-            yield Finding("problem", "devices", "there is a GPU driver, but this torch is built without CUDA")
+            yield "problem", "there is a GPU driver, but this torch is built without CUDA"
         else:
-            yield Finding(
+            yield (
                 "problem",
-                "devices",
                 f"there is a GPU driver, but torch (CUDA {torch.version.cuda}) finds no device: the driver may be too old for it, or "
                 f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '')!r} hides it",
             )
@@ -116,16 +107,16 @@ def devices(settings: DoctorSettings) -> Iterator[Finding]:
         free, total = torch.cuda.mem_get_info(number)
         summary = f"GPU {number}: {gpu.name}, {format_bytes(free)} of {format_bytes(total)} free"
         if gpu.major < 8:
-            yield Finding("note", "devices", f"{summary}; no bf16 arithmetic: use precision=fp16")
+            yield "note", f"{summary}; no bf16 arithmetic: use precision=fp16"
         elif free < 0.9 * total:
-            yield Finding("note", "devices", f"{summary}; another process is using it")
+            yield "note", f"{summary}; another process is using it"
         else:
-            yield Finding("ok", "devices", summary)
+            yield "ok", summary
 
 
 def loss(settings: DoctorSettings) -> Iterator[Finding]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    yield judged("loss", f"the gradient on {device.type}", loss_error(World(0, 1, device)))
+    yield judged(f"the gradient on {device.type}", loss_error(World(0, 1, device)))
 
 
 def processes(settings: DoctorSettings) -> Iterator[Finding]:
@@ -140,9 +131,8 @@ def processes(settings: DoctorSettings) -> Iterator[Finding]:
             [*command, "-m", "clipscale.doctor"], capture_output=True, text=True, timeout=settings.timeout_s
         )
     except subprocess.TimeoutExpired:
-        yield Finding(
+        yield (
             "problem",
-            "processes",
             f"{count} processes did not compute a loss together in timeout_s={settings.timeout_s:g}; with NCCL_DEBUG=INFO they say "
             "what they wait for",
         )
@@ -150,20 +140,19 @@ def processes(settings: DoctorSettings) -> Iterator[Finding]:
     errors = [line.partition("=")[2] for line in done.stdout.splitlines() if line.startswith("error=")]
     if done.returncode or not errors:
         last = [line for line in done.stderr.splitlines() if "Error" in line] or ["no answer"]
-        yield Finding("problem", "processes", f"{count} processes could not compute a loss together: {last[0].strip()}")
+        yield "problem", f"{count} processes could not compute a loss together: {last[0].strip()}"
         return
     took = f"{count} processes on a ring, {time.monotonic() - started:.0f} s with their start; their gradient"
-    yield judged("processes", took, float(errors[0]))
+    yield judged(took, float(errors[0]))
 
 
 def memory(settings: DoctorSettings) -> Iterator[Finding]:
     total = psutil.virtual_memory().total
-    yield Finding("ok", "memory", f"{format_bytes(free_memory())} free for this process, of {format_bytes(total)}")
+    yield "ok", f"{format_bytes(free_memory())} free for this process, of {format_bytes(total)}"
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < FILES:
-        yield Finding(
+        yield (
             "note",
-            "memory",
             f"{soft} open files are allowed; data.shard_streams=64 may need more: ulimit -n {min(hard, 65536)}",
         )
 
@@ -182,16 +171,13 @@ def decoding(settings: DoctorSettings) -> Iterator[Finding]:
             count += 1
     finally:
         torch.set_num_threads(threads)
-    cores = environment()["cpus"]
     if torch.cuda.is_available():
         try:
             jpeg_decoder(torch.device("cuda"))
-            yield Finding("ok", "decoding", "data.decode=gpu works")
+            yield "ok", "data.decode=gpu works"
         except UserError as error:
-            yield Finding("note", "decoding", str(error))
-    yield Finding(
-        "ok", "decoding", f"{count / seconds:.0f} pictures of {SIDE} pixels a second on one core; {cores} cores"
-    )
+            yield "note", str(error)
+    yield "ok", f"{count / seconds:.0f} pictures of {SIDE} pixels a second on one core; {cores()} cores"
 
 
 def folders(settings: DoctorSettings) -> Iterator[Finding]:
@@ -201,19 +187,19 @@ def folders(settings: DoctorSettings) -> Iterator[Finding]:
         with tempfile.TemporaryFile(dir=there):
             pass
     except OSError as error:
-        yield Finding("problem", "folders", f"run={settings.run}: {there} cannot be written ({error.strerror})")
+        yield "problem", f"run={settings.run}: {there} cannot be written ({error.strerror})"
         return
-    yield Finding("ok", "folders", f"{path}: {format_bytes(shutil.disk_usage(there).free)} free")
+    yield "ok", f"{path}: {format_bytes(shutil.disk_usage(there).free)} free"
 
 
 CHECKS = (software, devices, loss, processes, memory, decoding, folders)
 
 
-def judged(what: str, gradient: str, error: float) -> Finding:
+def judged(gradient: str, error: float) -> Finding:
     message = f"{gradient} differs from float64's by {error:.0e}"
     if error <= ALLOWED:  # false for NaN too
-        return Finding("ok", what, message)
-    return Finding("problem", what, f"{message}: that is not rounding")
+        return "ok", message
+    return "problem", f"{message}: that is not rounding"
 
 
 # ---- the loss against its definition ----

@@ -62,7 +62,7 @@ def test_a_check_that_fails_is_a_problem_and_the_others_go_on(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def broken(settings: DoctorSettings) -> Iterator[Finding]:
-        yield Finding("ok", "broken", "so far so good")
+        yield "ok", "so far so good"
         raise RuntimeError("no such thing\nand more")
 
     monkeypatch.setattr(doctor, "CHECKS", (broken, doctor.memory))

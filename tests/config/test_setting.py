@@ -80,52 +80,49 @@ def test_limits_suit_the_type_and_the_default(tool: str) -> None:
 HEAVY = {"torch", "open_clip", "torchvision", "timm", "hydra", "omegaconf"}
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "train --help",
-        "completion query clipscale\\ train\\ optim.on_divergence=",
-        "train run=x batch=banana",
-        "train batch=0",
-        "train modle=vit-b32",
-        "train model=vit-b33",
-        "train optim.name=adamw offload=hots",
-        "train -m batch=32k,many",
-        "train data=demo batch=1k,2k",
-        "eval rum=a",
-        "plan gpu=8",
-        "eval run=nope",
-        "plan run=nope",
-        "report run=nope",
-        "export run=nope",
-        "data check a.tar near_duplicates=perhaps",
-    ],
-)
-def test_help_completion_and_mistakes_need_neither_torch_nor_hydra(words: str) -> None:
-    assert not imported(words) & HEAVY
+LIGHT = [
+    "train --help",
+    "completion query clipscale\\ train\\ optim.on_divergence=",
+    "train run=x batch=banana",
+    "train batch=0",
+    "train modle=vit-b32",
+    "train model=vit-b33",
+    "train optim.name=adamw offload=hots",
+    "train -m batch=32k,many",
+    "train data=demo batch=1k,2k",
+    "eval rum=a",
+    "plan gpu=8",
+    "eval run=nope",
+    "plan run=nope",
+    "report run=nope",
+    "export run=nope",
+    "data check a.tar near_duplicates=perhaps",
+]
+COMPOSED = ["eval", "plan hardware=h101-80g", "train data=demo epochs=1 samples=2", "train"]
+"""Mistakes that only the whole composition shows."""
 
 
-@pytest.mark.parametrize(
-    "words",
-    ["eval", "plan hardware=h101-80g", "train data=demo epochs=1 samples=2", "train"],
-)
-def test_what_only_the_whole_composition_shows_needs_no_torch(words: str) -> None:
-    assert not imported(words) & (HEAVY - {"hydra", "omegaconf"})
+def test_help_completion_and_mistakes_need_neither_torch_nor_hydra() -> None:
+    assert imported_by(LIGHT, HEAVY) == {}
 
 
-def test_the_settings_need_no_torch() -> None:
-    code = "import sys, json, clipscale.config; print(json.dumps([*sys.modules]))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert not set(json.loads(done.stdout)) & HEAVY
+def test_what_only_the_whole_composition_shows_needs_no_torch() -> None:
+    assert imported_by(COMPOSED, HEAVY - {"hydra", "omegaconf"}) == {}
 
 
-def imported(words: str) -> set[str]:
-    """The modules that a command has imported when it ends."""
+def imported_by(commands: list[str], heavy: set[str]) -> dict[str, list[str]]:
+    """Command -> the modules among `heavy` that one process has imported after it, as far as there are any."""
     code = f"""
 import json, shlex, sys
+import clipscale.config
 from clipscale.cli.main import main
-main(shlex.split({words!r}))
-print(json.dumps([*sys.modules]))
+loaded = {{}}
+for words in {commands!r}:
+    main(shlex.split(words))
+    loaded[words] = sorted({heavy!r} & {{*sys.modules}})
+print(json.dumps(loaded))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return set(json.loads(done.stdout.splitlines()[-1]))
+    loaded = json.loads(done.stdout.splitlines()[-1])
+    assert set(loaded) == set(commands)
+    return {words: modules for words, modules in loaded.items() if modules}
