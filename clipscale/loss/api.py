@@ -103,6 +103,8 @@ def contrastive_loss(
     Raises:
         ValueError: where inputs do not fit each other, the options or the other ranks, on all ranks and before anything is exchanged;
             and, with `check`, where features, scale or bias are not finite.
+        RuntimeError: with `check`, where another rank fails on the way (out of memory, a kernel), with its reason. Without it, and in
+            the backward pass, the other ranks get NaN. A rank that fails raises its own error.
     """
     module = similarity if isinstance(similarity, nn.Module) else None
     config = LossConfig(

@@ -92,9 +92,13 @@ class ContrastiveLoss(torch.autograd.Function):
                 if side.lse is not None and side.weight is not None:
                     side.lse.masked_fill_(side.lse == -torch.inf, 0)  # a hard negative whose pairs are all left out
                     per_row += (side.weight * side.lse)[: len(rows)]
+            if exchange.failure is not None:
+                per_row.fill_(torch.nan)
             bad_scale = (scale <= 0).double()
             total, bad_scales = exchange.total(torch.stack([exchange.own_rows(per_row).sum(), bad_scale])).unbind()
 
+        if exchange.failure is not None and not call.check:
+            raise exchange.failure
         rows.target = None
         kept = [side.present() for side in (rows, cols)]
         ctx.count, ctx.names = len(image_features) * exchange.size, (len(numbers), *map(list, kept))
@@ -142,6 +146,8 @@ class ContrastiveLoss(torch.autograd.Function):
 
         with _arithmetic(image_features.device, call), _replayed(ctx.random):
             text_sums = exchange.backward(cols, visit, needs_texts and texts is None)
+            if exchange.failure is not None:
+                raise exchange.failure
             image_grad = text_grad = products = text_products = None
             if images:
                 image_grad, products = (None if x is None else exchange.own_rows(x) for x in images.result())
@@ -316,7 +322,10 @@ def _refuse_bad_result(
     scale: Tensor,
     bias: Tensor,
 ) -> None:
-    """ValueError, on all ranks alike, for a scale that is not positive or a loss that is not finite, with the reason if it is here."""
+    """ValueError, on all ranks alike, for a scale that is not positive or a loss that is not finite, with the reason if it is here.
+
+    This rank's own failure, or RuntimeError where another rank has failed.
+    """
     value, wrong = torch.stack([total, bad_scales]).tolist()
     if wrong:
         raise ValueError(
@@ -324,6 +333,11 @@ def _refuse_bad_result(
         )
     if math.isfinite(value):
         return
+    failed = call.exchange.failures()
+    if call.exchange.failure is not None:
+        raise call.exchange.failure
+    if failed:
+        raise RuntimeError("contrastive_loss failed on " + "; ".join(failed))
     given = {"image_features": image_features, "text_features": text_features, "logit_scale": scale, "logit_bias": bias}
     reasons = [
         f"{name} has {count} non-finite numbers" for name, x in given.items() if (count := int((~x.isfinite()).sum()))

@@ -1,7 +1,8 @@
 """How ranks share columns: each exchange visits all blocks of columns and returns what they collected to the rank that owns them.
 
 The forward pass collects log-sum-exps, joined by logaddexp; the backward pass collects feature gradients, joined by addition. `sweep` is
-the one loop of both. No other file of the loss knows process groups.
+the one loop of both. A rank that fails in a sweep completes its transfers, so that the others end too. No other file of the loss knows
+process groups.
 
 Letters: P ranks; n rows (images) and m columns (texts) of one rank, the same on all; D feature width.
 """
@@ -104,16 +105,6 @@ LSE = Sums("lse", RowBlock.empty_lse, torch.logaddexp, Communicator.scatter_lse)
 GRAD = Sums("grad", RowBlock.empty_grad, torch.add, Communicator.scatter)
 
 
-def collected(sums: Sums | None, cols: RowBlock, visit: Visit, positive: int | None) -> Tensor | None:
-    """Visit the columns. Returns what the visit has summed for them."""
-    if sums is None:
-        visit(cols, positive)
-        return None
-    part = sums.empty(cols)
-    visit(replace(cols, **{sums.field: part}), positive)
-    return part
-
-
 class Single:
     """One process: its rows against its columns. The base of the other exchanges."""
 
@@ -121,6 +112,7 @@ class Single:
     visits = 1  # of each row in one sweep
     # Of the gradient that a rank computes for a replicated tensor, the part that is its local gradient.
     local_fraction = 1.0
+    failure: Exception | None = None  # of this rank in a sweep that other ranks take part in
 
     def forward(self, cols: RowBlock, visit: Visit) -> Tensor | None:
         """Visit all columns. Returns the log-sum-exps of this rank's columns, None where they have no softmax."""
@@ -132,7 +124,16 @@ class Single:
 
     def sweep(self, cols: RowBlock, sums: Sums | None, visit: Visit) -> Tensor | None:
         """Visit all columns, given this rank's. Returns the sums of this rank's columns."""
-        return collected(sums, cols, visit, 0)
+        return self.collected(cols, sums, visit, 0)
+
+    def collected(self, cols: RowBlock, sums: Sums | None, visit: Visit, positive: int | None) -> Tensor | None:
+        """Visit one block of columns. Returns what the visit has summed for them."""
+        if sums is None:
+            visit(cols, positive)
+            return None
+        part = sums.empty(cols)
+        visit(replace(cols, **{sums.field: part}), positive)
+        return part
 
     def spread(self, rows: RowBlock, cols: RowBlock) -> tuple[RowBlock, RowBlock]:
         """The rows and columns that this rank computes with, given its own."""
@@ -150,6 +151,9 @@ class Single:
         """The sum of x over the ranks."""
         return x
 
+    def failures(self) -> list[str]:
+        return []
+
 
 class Grouped(Single):
     """What the exchanges of several ranks share."""
@@ -160,6 +164,22 @@ class Grouped(Single):
 
     def total(self, x: Tensor) -> Tensor:
         return self.comm.reduce(x.clone())
+
+    def collected(self, cols: RowBlock, sums: Sums | None, visit: Visit, positive: int | None) -> Tensor | None:
+        """A visit that fails becomes `failure`. The other visits are skipped and their sums are NaN, so no rank waits for this one."""
+        if self.failure is None:
+            try:
+                return super().collected(cols, sums, visit, positive)
+            except Exception as error:
+                self.failure = error
+        return None if sums is None else sums.empty(cols).fill_(torch.nan)
+
+    def failures(self) -> list[str]:
+        """The failure of every rank that has one, with its reason. All ranks call this together."""
+        own = None if self.failure is None else f"{type(self.failure).__name__}: {self.failure}"
+        reasons: list[str | None] = [None] * self.size
+        dist.all_gather_object(reasons, own, group=self.comm.group)
+        return [f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None]
 
     def gathered(self, block: RowBlock) -> RowBlock:
         """The blocks of all ranks, in rank order."""
@@ -199,7 +219,7 @@ class Gather(Grouped):
     def sweep(self, cols: RowBlock, sums: Sums | None, visit: Visit) -> Tensor | None:
         positive = self.rank * len(cols)
         cols = self.gathered(cols)
-        part = collected(sums, cols, visit, positive)
+        part = self.collected(cols, sums, visit, positive)
         return None if sums is None or part is None else sums.scatter(self.comm, part)
 
 
@@ -215,7 +235,7 @@ class Ring(Grouped):
         behind: Transfer | None = None
         for number, hop in enumerate(self.hops, start=1):
             ahead = self.comm.post(cols.sent(), hop) if number < self.size else None
-            part = collected(sums, cols, visit, 0 if number == 1 else None)
+            part = self.collected(cols, sums, visit, 0 if number == 1 else None)
             if sums is not None and part is not None:
                 if behind is not None:
                     sums.join(part, behind.wait()[0], out=part)

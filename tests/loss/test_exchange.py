@@ -13,6 +13,7 @@ from torch import Tensor
 from clipscale import contrastive_loss
 from clipscale.config.sections import OBJECTIVES
 from clipscale.loss.exchange import Communicator, ring_hops
+from clipscale.loss.torch_backend import TorchBackend
 from tests.loss.cases import Phi, assert_exact, keys, oracle, results, token_features
 from tests.loss.workers import Workers, check, stacked, stacked_again, workers
 
@@ -242,6 +243,61 @@ def test_a_mistake_of_one_rank_is_refused_on_every_rank(
 ) -> None:
     for text in ranks.run(refusal, 3, shapes, changes):
         assert any(part in text for part in message.split("|")), f"expected '{message}' but got '{text}'"
+
+
+def failing(group: dist.ProcessGroup, rank: int, exchange: str, in_pass: str, visit: int) -> str:
+    """What this rank gets where rank 1 runs out of memory in a pass: an error, or whether the value and the texts' gradient are NaN."""
+    torch.manual_seed(rank)
+    u, v = (torch.randn(count, 8, requires_grad=True) for count in (5, 6))
+    visits, run = [0], getattr(TorchBackend, in_pass)
+
+    def fail_there(backend: TorchBackend, block: Any) -> None:
+        visits[0] += 1
+        if rank == 1 and visits[0] == visit:
+            raise torch.OutOfMemoryError("tried to allocate a tile")
+        run(backend, block)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TorchBackend, in_pass, fail_there)
+        try:
+            value = contrastive_loss(u, v, 10.0, exchange=exchange, group=group)
+            value.backward()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    return f"{bool(value.isnan())} {v.grad is not None and bool(v.grad.isnan().all())}"
+
+
+REASON = "OutOfMemoryError: tried to allocate a tile"
+
+
+@pytest.mark.parametrize(
+    ("exchange", "visit"), [("replicated", 1), ("local", 1), ("gather", 1), ("ring", 1), ("ring", 3)]
+)
+def test_a_rank_that_fails_ends_the_others_with_its_reason(ranks: Workers, exchange: str, visit: int) -> None:
+    others = f"RuntimeError: contrastive_loss failed on rank 1: {REASON}"
+    assert ranks.run(failing, 3, exchange, "forward", visit) == [others, REASON, others]
+    u, v = stacked(3, 5, 6, 8)
+    check(ranks, 3, u, v, 14.3, {"exchange": exchange})  # the group still works
+
+
+@pytest.mark.parametrize("exchange", ["gather", "ring"])
+def test_without_a_check_and_in_the_backward_pass_the_others_get_nan(ranks: Workers, exchange: str) -> None:
+    assert ranks.run(failing, 3, exchange, "backward", 1) == ["False True", REASON, "False True"]
+    assert ranks.run(failing_forward_only, 3, exchange) == ["nan", REASON, "nan"]
+
+
+def failing_forward_only(group: dist.ProcessGroup, rank: int, exchange: str) -> str:
+    def fail(backend: TorchBackend, block: Any) -> None:
+        raise torch.OutOfMemoryError("tried to allocate a tile")
+
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        if rank == 1:
+            patch.setattr(TorchBackend, "forward", fail)
+        try:
+            u, v = torch.ones(2, 4), torch.ones(2, 4)
+            return str(float(contrastive_loss(u, v, 10.0, exchange=exchange, group=group, check=False)))
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
 
 
 def outsider(group: dist.ProcessGroup, rank: int) -> str:

@@ -10,7 +10,7 @@ The logits are l_ij = scale <u_i, v_j> + bias. Below they are negated at the pos
 import triton
 import triton.language as tl
 
-from clipscale.loss.triton.tiles import crosses, left_out, quarters, tile_dots, tile_position
+from clipscale.loss.triton.tiles import crosses, left_out, quarters, summable, tile_dots, tile_position
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -111,4 +111,4 @@ def _sigmoid_gradient_part(
     if STORE:
         at = panel + rows.to(tl.int64)[:, None] * stride_panel + cols[None, :]
         tl.store(at, (g * gradient_scale).to(panel.dtype.element_ty))
-    return tl.sum(g, axis=1), tl.sum(g * dots, axis=1)
+    return tl.sum(g, axis=1), tl.sum(g * summable(dots, n), axis=1)

@@ -12,7 +12,7 @@ Letters: N rows (images) and M columns (texts) of the panel, D feature width; BM
 import triton
 import triton.language as tl
 
-from clipscale.loss.triton.tiles import crosses, left_out, quarters, tile_dots, tile_position
+from clipscale.loss.triton.tiles import crosses, left_out, quarters, summable, tile_dots, tile_position
 
 NOTHING = tl.constexpr(float("-inf"))
 # Smallest total of a column, relative to the tile's largest score. Terms below 2^-126 are lost; above this floor 256 lost terms
@@ -203,4 +203,4 @@ def _softmax_gradient_part(
     if STORE:
         at = panel + rows.to(tl.int64)[:, None] * stride_panel + cols[None, :]
         tl.store(at, g.to(panel.dtype.element_ty))
-    return tl.sum(g * dots, axis=1)
+    return tl.sum(g * summable(dots, n), axis=1)

@@ -10,6 +10,9 @@ Exponentials are taken in base 2, the one instruction the hardware has for them.
 import triton
 import triton.language as tl
 
+# Triton before 3.9 cannot compile, for sm_100, a sum over columns of dot products as they come from tensor memory.
+HIDES_DOTS = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9))
+
 
 @triton.jit
 def tile_position(n, m, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
@@ -74,3 +77,12 @@ def _halves(x):
     HEIGHT: tl.constexpr = x.shape[0]
     HALF: tl.constexpr = x.shape[1] // 2
     return tl.split(tl.permute(tl.reshape(x, (HEIGHT, 2, HALF)), (0, 2, 1)))
+
+
+@triton.jit
+def summable(dots, n):
+    """The dot products, for use in a sum. Where Triton needs it, they come out of a branch that is never taken (n < 0)."""
+    if HIDES_DOTS:  # noqa: SIM102 - a constant of the compiler, and a branch of the kernel
+        if n < 0:
+            dots = -dots
+    return dots

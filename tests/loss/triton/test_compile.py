@@ -6,6 +6,7 @@ It shows that nothing spills, that the tiles fit and that the tensor cores are u
 import os
 import re
 import subprocess
+import sys
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -31,6 +32,8 @@ from clipscale.loss.triton.sigmoid import sigmoid_gradient_kernel, sigmoid_loss_
 from clipscale.loss.triton.softmax import lse_kernel, merge_kernel, softmax_gradient_kernel
 from clipscale.loss.triton.tuning import AMPERE, TABLE, Tiles, Tuning, tiles_for
 
+ROOT = Path(__file__).parents[3]
+OTHER = "CLIPSCALE_OTHER_TRITON"
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # a program may have, of the multiprocessor's
 SMALLEST_SHARED = 99 * 1024  # sm_86, sm_89, sm_120, which take the default entries
 # Bytes a thread. Triton 3.6 keeps a few load addresses of the forward kernel on the stack, written and read once a tile.
@@ -240,3 +243,17 @@ def test_every_architecture_has_an_entry_for_every_pass() -> None:
         for kernel_pass in ("forward", "forward with keys", "backward", "backward with keys"):
             for arithmetic in ("half", "tf32", "ieee"):
                 assert tiles_for(capability, kernel_pass, arithmetic).rows
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(OTHER not in os.environ, reason=f"{OTHER} names no folder with another version of Triton")
+def test_another_version_of_triton_compiles_the_kernels() -> None:
+    """For example the oldest allowed: pip install --target FOLDER --no-deps triton==3.6.0"""
+    folder = os.environ[OTHER]
+    paths = os.pathsep.join([folder, str(ROOT)])
+    env = {name: x for name, x in os.environ.items() if name != OTHER} | {"PYTHONPATH": paths}
+    version = [sys.executable, "-c", "import triton; print(triton.__file__)"]
+    assert subprocess.run(version, env=env, capture_output=True, text=True, check=True).stdout.startswith(folder)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/loss/triton/test_compile.py"]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=1500)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
