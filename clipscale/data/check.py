@@ -4,29 +4,28 @@ Several processes read shards and send back little: counts, histograms, hashes, 
 """
 
 import base64
-import hashlib
 import heapq
 import io
 import zlib
 from bisect import insort
 from collections import Counter
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from html import escape
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
+from clipscale.config.tools import CheckSettings
 from clipscale.data.decode import IMAGE_TYPES, BrokenSampleError, decode_rgb, image_bytes, resize
 from clipscale.data.filters import Selection
 from clipscale.data.order import CounterRNG, key
 from clipscale.data.sample import RawSample, limits
 from clipscale.data.shards import index
-from clipscale.data.shards.access import Access, leaf_of, scheme_of
+from clipscale.data.shards.access import Access, hash64, leaf_of, scheme_of
 from clipscale.data.shards.reader import ReadProblem, read_shard
-from clipscale.data.shards.scan import HashingStore, map_shards
+from clipscale.data.shards.scan import HashingStore
 from clipscale.report.table import TextTable
 from clipscale.units import format_bytes
 
@@ -37,20 +36,6 @@ THUMBNAIL = 128
 MOST_CHARACTERS, MOST_SIDE, ASPECTS = 2047, 16383, 160
 """Last bins of the histograms: caption lengths, shorter sides in pixels, and aspect ratios in 16ths of an octave."""
 DUPLICATES = {"key": "keys", "bytes": "pictures, byte for byte", "look": "pictures that look alike"}
-
-
-@dataclass(frozen=True)
-class Task:
-    """What every process needs to scan a shard."""
-
-    selection: Selection
-    max_pixels: int
-    max_bytes: int
-    pictures: int
-    seed: int
-    near_duplicates: bool
-    access: Access
-    index_cache: str | None
 
 
 @dataclass(frozen=True, order=True)
@@ -73,12 +58,6 @@ class ShardKeys:
     packed: bytes
     hashes: dict[str, np.ndarray]
     """For each kind of duplicate one uint64 a sample; 0 for a sample without a picture."""
-
-    @classmethod
-    def of(cls, shard: str, keys: Sequence[str], hashes: dict[str, list[int]]) -> "ShardKeys":
-        lines = "\n".join(name.replace("\n", " ") for name in keys).encode("utf-8", "surrogatepass")
-        arrays = {kind: np.array(values, dtype=np.uint64) for kind, values in hashes.items()}
-        return cls(shard, zlib.compress(lines, 1), arrays)
 
     def names(self) -> list[str]:
         """SHARD/KEY of every sample."""
@@ -131,25 +110,19 @@ class Findings:
 # -- scanning ----------------------------------------------------------------------------------------------------------
 
 
-def scans(urls: Sequence[str], task: Task, workers: int) -> Iterator[Findings]:
-    """Every shard's findings, in the order in which they are ready."""
-    for _, found in map_shards(partial(scan, task=task), urls, workers):
-        yield found
-
-
-def scan(url: str, task: Task) -> Findings:
+def scan(url: str, settings: CheckSettings, selection: Selection) -> Findings:
     """Read one shard and every picture in it."""
     found = Findings(shards=1)
-    store, problem = HashingStore(task.access), ReadProblem()
+    store, problem = HashingStore(Access(pipes=settings.allow_pipe)), ReadProblem()
     keys: list[str] = []
-    hashes: dict[str, list[int]] = {kind: [] for kind in list(DUPLICATES)[: 3 if task.near_duplicates else 2]}
-    kinds = limits(IMAGE_TYPES, task.selection.members(), task.max_bytes)
+    hashes: dict[str, list[int]] = {kind: [] for kind in list(DUPLICATES)[: 3 if settings.near_duplicates else 2]}
+    kinds = limits(IMAGE_TYPES, selection.members(), settings.max_bytes)
     for sample in read_shard(url, problem, kinds=kinds, store=store):
         found.samples += 1
-        keys.append(sample.key)
-        hashes["key"].append(_hash(_encoded(sample.key)))
+        keys.append(sample.key.replace("\n", " "))
+        hashes["key"].append(_hash(sample.key))
         try:
-            pixels, data = _use(sample, task, found)
+            pixels, data = _use(sample, settings, selection, found)
         except BrokenSampleError as error:
             group = found.dropped if error.reason.startswith("filter_") else found.broken
             group[error.reason] += 1
@@ -158,34 +131,37 @@ def scan(url: str, task: Task) -> Findings:
                 named.append((_name(sample), str(error)[:200]))
             pixels, data = None, b""
         hashes["bytes"].append(_hash(data) if data else 0)
-        if task.near_duplicates:
+        if settings.near_duplicates:
             hashes["look"].append(0 if pixels is None else look(pixels))
     found.usable = found.samples - found.broken.total() - found.dropped.total()
     if problem.reason:
         found.damaged[url] = f"{problem.reason}: {problem.detail}"
-    found.keys = [ShardKeys.of(leaf_of(url), keys, hashes)]
-    _compare_with_index(url, task, store.hasher.hexdigest(), found)
+    packed = zlib.compress("\n".join(keys).encode("utf-8", "surrogatepass"), 1)
+    arrays = {kind: np.array(values, dtype=np.uint64) for kind, values in hashes.items()}
+    found.keys = [ShardKeys(leaf_of(url), packed, arrays)]
+    if scheme_of(url) not in index.NO_FILE:
+        _compare_with_index(url, settings.cache, store, found)
     return found
 
 
-def _use(sample: RawSample, task: Task, found: Findings) -> tuple[np.ndarray, bytes]:
+def _use(sample: RawSample, settings: CheckSettings, selection: Selection, found: Findings) -> tuple[np.ndarray, bytes]:
     """The sample's pixels, (H, W, C), and its picture's bytes, read as in training. Raises BrokenSampleError."""
     if sample.damage:
         raise BrokenSampleError(sample.damage, sample.detail)
-    rank = key(task.seed, _hash(_encoded(_name(sample))), sample.index)
-    caption = task.selection.caption(sample.members, CounterRNG(rank))
+    rank = key(settings.seed, _hash(_name(sample)), sample.index)
+    caption = selection.caption(sample.members, CounterRNG(rank))
     data = image_bytes(sample.members)
-    pixels = decode_rgb(data, task.max_pixels)
+    pixels = decode_rgb(data, settings.max_pixels)
     height, width = pixels.shape[:2]
     short, long = sorted((width, height))
     found.characters[min(len(caption), MOST_CHARACTERS)] += 1
     found.sides[min(short, MOST_SIDE)] += 1
     found.aspects[min(int(16 * np.log2(long / short)), ASPECTS)] += 1
     found.formats[next(name for name in IMAGE_TYPES if name in sample.members)] += 1
-    task.selection.check(sample, caption)
-    if task.pictures and (len(found.pictures) < task.pictures or rank < found.pictures[-1].rank):
+    selection.check(sample, caption)
+    if settings.pictures and (len(found.pictures) < settings.pictures or rank < found.pictures[-1].rank):
         insort(found.pictures, Picture(rank, _name(sample), caption[:300], width, height, _thumbnail(pixels)))
-        del found.pictures[task.pictures :]
+        del found.pictures[settings.pictures :]
     return pixels, data
 
 
@@ -204,25 +180,19 @@ def look(pixels: np.ndarray) -> int:
     return int.from_bytes(np.packbits(grey[:, 1:] > grey[:, :-1]).tobytes(), "big") or 1
 
 
-def _hash(data: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") or 1
+def _hash(data: str | bytes) -> int:
+    return hash64(data) or 1
 
 
 def _name(sample: RawSample) -> str:
     return f"{leaf_of(sample.url)}/{sample.key}"
 
 
-def _encoded(text: str) -> bytes:
-    return text.encode("utf-8", "surrogatepass")
-
-
-def _compare_with_index(url: str, task: Task, sha256: str, found: Findings) -> None:
-    """Note how the shard differs from its index."""
-    if scheme_of(url) in index.NO_FILE:
-        return
-    entries = index.known([url], task.index_cache).get(url)
+def _compare_with_index(url: str, cache: str | None, store: HashingStore, found: Findings) -> None:
+    """Note how the shard, which the store has read, differs from its index."""
+    entries = index.known([url], cache).get(url)
     try:
-        state = index.state_of(url, task.access)
+        state = index.state_of(url, store.access)
         found.size = state[0]
     except Exception as error:  # reading the shard met the same error and has noted it
         found.damaged.setdefault(url, str(error))
@@ -234,7 +204,7 @@ def _compare_with_index(url: str, task: Task, sha256: str, found: Findings) -> N
         found.mismatch[url] = "changed since it was indexed"
     elif entry.samples != found.samples:
         found.mismatch[url] = f"{found.samples} samples, {entry.samples} in the index"
-    elif entry.sha256 not in (None, sha256):
+    elif entry.sha256 not in (None, store.hasher.hexdigest()):
         found.mismatch[url] = "its bytes are not those that were indexed (checksum)"
 
 

@@ -103,7 +103,7 @@ class Picture:
     Raises BrokenSampleError: `huge_image`, `unreadable_image`.
     """
 
-    def __init__(self, data: bytes, max_pixels: int) -> None:
+    def __init__(self, data: bytes, max_pixels: float = math.inf) -> None:
         with _broken_pictures():
             self._data = data
             self._image: Image.Image = Image.open(io.BytesIO(data), formats=_FORMATS)
@@ -313,16 +313,12 @@ class TrainTransform:
     def crop(self, picture: Picture, rng: CounterRNG) -> Crop:
         """Draw the random choices for a picture. The crop is in pixels of its full size."""
         box = random_box(picture.width, picture.height, self.scale, self.ratio, rng)
-        reduce = self._reduce(picture, box)
+        most = min(box[2] - box[0], box[3] - box[1]) // self.side
+        reduce = next((n for n in (8, 4, 2) if n <= most), 1) if self.fast and picture.is_jpeg else 1
         # Edges between two pixels of the reduced picture would shift its contents.
         left, top, right, bottom = (reduce * (edge // reduce) for edge in box)
         flipped = self.flip > 0 and rng.uniform() < self.flip
         return Crop(left, top, right, bottom, reduce, flipped, 1 + rng.integer(2**62) if self.colour else 0)
-
-    def _reduce(self, picture: Picture, box: Box) -> int:
-        left, top, right, bottom = box
-        most = min(right - left, bottom - top) // self.side
-        return next((n for n in (8, 4, 2) if n <= most), 1) if self.fast and picture.is_jpeg else 1
 
     def cut(self, picture: Picture, crop: Crop) -> np.ndarray:
         """The crop's pixels, (H, W, C) uint8. Raises BrokenSampleError."""

@@ -16,10 +16,9 @@ from functools import partial
 from pathlib import Path
 from random import Random
 
-import platformdirs
-
 from clipscale.config.tools import DemoSettings
 from clipscale.data import scenes
+from clipscale.data.shards.access import user_cache
 from clipscale.errors import UserError
 from clipscale.hardware import cores
 
@@ -52,7 +51,7 @@ class DemoPaths:
 
 def default_root() -> Path:
     """The demo set's folder in the user's cache (XDG_CACHE_HOME is honoured)."""
-    return Path(platformdirs.user_cache_dir("clipscale", appauthor=False)) / "demo"
+    return user_cache() / "demo"
 
 
 def paths(root: Path | None = None) -> DemoPaths:
@@ -72,18 +71,17 @@ def main(settings: DemoSettings) -> Path:
     verb = f"written in {time.monotonic() - begun:.1f} s" if fresh else "already there"
     print(f"demo set {verb}: {place}")
     print(f"  train      {settings.samples:6d} pairs   {found.train}")
-    sizes = {
-        "objects": len(scenes.SEEN) * OBJECTS_PER_CLASS,
-        "unseen": len(scenes.UNSEEN) * UNSEEN_PER_CLASS,
-        "retrieval": RETRIEVAL_IMAGES,
-    }
-    notes = {
-        "objects": f"classification, {len(scenes.CLASSES)} names, held-out pictures",
-        "unseen": f"the same names, the {len(scenes.UNSEEN)} combinations that training never shows",
-        "retrieval": f"{CAPTIONS_PER_IMAGE} captions each",
-    }
-    for name, folder in found.tests.items():
-        print(f"  {name:10s} {sizes[name]:6d} images  {folder}  ({notes[name]})")
+    unseen = f"the same names, the {len(scenes.UNSEEN)} combinations that training never shows"
+    for name, size, note in (
+        (
+            "objects",
+            len(scenes.SEEN) * OBJECTS_PER_CLASS,
+            f"classification, {len(scenes.CLASSES)} names, held-out pictures",
+        ),
+        ("unseen", len(scenes.UNSEEN) * UNSEEN_PER_CLASS, unseen),
+        ("retrieval", RETRIEVAL_IMAGES, f"{CAPTIONS_PER_IMAGE} captions each"),
+    ):
+        print(f"  {name:10s} {size:6d} images  {found.tests[name]}  ({note})")
     return place
 
 

@@ -3,8 +3,6 @@
 Both depend only on the sample and its own random numbers, so filtered epochs are as exact as unfiltered ones.
 """
 
-import hashlib
-import io
 import json
 import math
 import operator
@@ -17,13 +15,12 @@ from typing import Any
 
 import numpy as np
 import yaml
-from PIL import Image
 
 from clipscale.config.data import FilterConfig
-from clipscale.data.decode import BrokenSampleError, caption_of, image_bytes
+from clipscale.data.decode import BrokenSampleError, Picture, caption_of, image_bytes
 from clipscale.data.order import CounterRNG
 from clipscale.data.sample import RawSample
-from clipscale.data.shards.access import leaf_of
+from clipscale.data.shards.access import hash64, leaf_of
 from clipscale.errors import UserError
 
 _COMPARE: dict[str, Callable[[Any, Any], bool]] = {
@@ -123,34 +120,25 @@ class Selection:
 
         Raises BrokenSampleError with the first source's reason if none has a text.
         """
-        if len(self.captions) == 1:
-            text = caption_of(members, self.captions[0][0])
-        else:
-            text = self._drawn(members, rng)
-        if self.templates:
-            text = self.templates[rng.integer(len(self.templates))].replace("{}", text)
-        return text
-
-    def _drawn(self, members: dict[str, bytes], rng: CounterRNG) -> str:
         texts: list[tuple[str, float]] = []
-        first: BrokenSampleError | None = None
+        errors: list[BrokenSampleError] = []
         for source, weight in self.captions:
             try:
                 texts.append((caption_of(members, source), weight))
             except BrokenSampleError as error:
-                first = first or error
-        total = sum(weight for _, weight in texts)
+                errors.append(error)
         if not texts:
-            assert first is not None
-            raise first
-        if not total:  # only sources of weight 0 have a text
-            return texts[0][0]
-        at = rng.uniform() * total
-        for text, weight in texts:
-            at -= weight
-            if at < 0:
-                return text
-        return texts[-1][0]
+            raise errors[0]
+        text, total = texts[0][0], sum(weight for _, weight in texts)
+        if len(self.captions) > 1 and total:  # 0: only sources of weight 0 have a text
+            at = rng.uniform() * total
+            for drawn, weight in texts:
+                text, at = drawn, at - weight
+                if at < 0:
+                    break
+        if self.templates:
+            text = self.templates[rng.integer(len(self.templates))].replace("{}", text)
+        return text
 
     def check(self, sample: RawSample, caption: str) -> None:
         """Raise BrokenSampleError with the filter's reason for a sample that a filter drops."""
@@ -159,14 +147,13 @@ class Selection:
             raise BrokenSampleError("filter_short_caption", f"{len(caption)} characters")
         if filters.max_caption is not None and len(caption) > filters.max_caption:
             raise BrokenSampleError("filter_long_caption", f"{len(caption)} characters")
-        if filters.block_keys:
-            known = _blocked(tuple(filters.block_keys))
-            if _hash(sample.key) in known or _hash(f"{leaf_of(sample.url)}/{sample.key}") in known:
-                raise BrokenSampleError("filter_blocked_key")
+        if filters.block_keys and _blocks(filters.block_keys, sample.key, f"{leaf_of(sample.url)}/{sample.key}"):
+            raise BrokenSampleError("filter_blocked_key")
         if self.conditions or filters.block_urls:
             self._check_json(sample)
         if filters.min_side or filters.max_aspect is not None:
-            width, height = picture_size(image_bytes(sample.members))
+            picture = Picture(image_bytes(sample.members))
+            width, height = picture.width, picture.height
             if min(width, height) < filters.min_side:
                 raise BrokenSampleError("filter_min_side", f"{width} x {height} pixels")
             if filters.max_aspect is not None and max(width, height) > filters.max_aspect * min(width, height):
@@ -190,7 +177,7 @@ class Selection:
                 raise BrokenSampleError(f"filter_no_{wanted.name}") from error
             if not holds:
                 raise BrokenSampleError(f"filter_{wanted.name}", str(value)[:100])
-        if self.filters.block_urls and _hash(str(values.get("url", ""))) in _blocked(tuple(self.filters.block_urls)):
+        if self.filters.block_urls and _blocks(self.filters.block_urls, str(values.get("url", ""))):
             raise BrokenSampleError("filter_blocked_url")
 
 
@@ -210,37 +197,20 @@ def selection(
     return Selection(sources, tuple(templates), conditions, filters)
 
 
-def picture_size(data: bytes) -> tuple[int, int]:
-    """Width and height from a picture's header. Raises BrokenSampleError: `unreadable_image`, `huge_image`."""
-    try:
-        with Image.open(io.BytesIO(data)) as image:
-            return image.width, image.height
-    except Image.DecompressionBombError as error:
-        raise BrokenSampleError("huge_image", str(error)) from error
-    except Exception as error:  # hostile bytes cause many kinds
-        raise BrokenSampleError("unreadable_image", f"{type(error).__name__}: {error}") from error
-
-
-def _hash(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
-
-
-class _Hashes:
-    """A set of texts as sorted 64-bit hashes, 8 bytes each. With 10^8 texts one lookup in 10^11 is wrong."""
-
-    def __init__(self, values: np.ndarray) -> None:
-        self._values = np.unique(values)
-
-    def __contains__(self, value: int) -> bool:
-        at = int(np.searchsorted(self._values, np.uint64(value)))
-        return at < len(self._values) and int(self._values[at]) == value
+def _blocks(paths: Sequence[str], *texts: str) -> bool:
+    """Whether one of the texts is a line of these files."""
+    known, wanted = _blocked(tuple(paths)), np.array([hash64(text) for text in texts], dtype=np.uint64)
+    return bool((np.searchsorted(known, wanted, "right") > np.searchsorted(known, wanted, "left")).any())
 
 
 @lru_cache(maxsize=8)
-def _blocked(paths: tuple[str, ...]) -> _Hashes:
-    """The lines of these files, read once per process."""
+def _blocked(paths: tuple[str, ...]) -> np.ndarray:
+    """The lines of these files, read once per process, as sorted 64-bit hashes of 8 bytes each.
+
+    With 10^8 lines one lookup in 10^11 is wrong.
+    """
     values = []
     for path in paths:
         with Path(path).expanduser().open(encoding="utf-8", errors="surrogateescape") as lines:
-            values += [_hash(text) for line in lines if (text := line.strip()) and not text.startswith("#")]
-    return _Hashes(np.array(values, dtype=np.uint64))
+            values += [hash64(text) for line in lines if (text := line.strip()) and not text.startswith("#")]
+    return np.unique(np.array(values, dtype=np.uint64))

@@ -2,9 +2,10 @@
 
 import json
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -98,19 +99,9 @@ def check_shards(sources: Sequence[str], settings: CheckSettings) -> int:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"out={settings.out}: cannot be written ({error.strerror}); choose another folder") from error
-    task = check.Task(
-        selection,
-        settings.max_pixels,
-        settings.max_bytes,
-        settings.pictures,
-        settings.seed,
-        settings.near_duplicates,
-        Access(pipes=settings.allow_pipe),
-        settings.cache,
-    )
-    found = check.Findings()
+    work, found = partial(check.scan, settings=settings, selection=selection), check.Findings()
     with _progress(urls) as advance:
-        for shard in check.scans(urls, task, settings.workers or cores()):
+        for _, shard in scan.map_shards(work, urls, settings.workers or cores()):
             found.add(shard, settings.pictures)
             advance(shard.size)
     repeated = check.duplicates(found)
@@ -132,13 +123,11 @@ def show_stats(sources: Sequence[str], settings: StatsSettings) -> int:
     if missing:
         listing.scan_counts(missing, settings.cache)
         entries, _ = index.current(urls, settings.cache)
-    rows = sum(count or 0 for url, count in zip(urls, listing.recorded_counts(urls)) if scheme_of(url) == "table")
-    members: Counter[str] = Counter()
-    sizes: Counter[str] = Counter()
+    rows = sum(filter(None, listing.recorded_counts([url for url in urls if scheme_of(url) == "table"])))
+    members: dict[str, Counter[str]] = defaultdict(Counter)
     for entry in entries.values():
         for extension, (number, size) in entry.totals.items():
-            members[extension] += number
-            sizes[extension] += size
+            members[extension].update(count=number, bytes=size)
     counts = [entry.samples for entry in entries.values()] or [0]
     found: dict[str, Any] = {
         "shards": len(urls),
@@ -147,7 +136,7 @@ def show_stats(sources: Sequence[str], settings: StatsSettings) -> int:
         "bytes": sum(entry.size for entry in entries.values()),
         "samples_per_shard": [min(counts), max(counts)],
         "damaged": {url: entry.reason for url, entry in entries.items() if entry.reason},
-        "members": {name: {"count": members[name], "bytes": sizes[name]} for name in sorted(members)},
+        "members": dict(sorted(members.items())),
     }
     if settings.json:
         print(json.dumps(found))
@@ -159,8 +148,8 @@ def show_stats(sources: Sequence[str], settings: StatsSettings) -> int:
     elif len(entries) < len(urls):
         print(f"{len(urls) - len(entries)} of {len(urls)} shards are not counted; run `clipscale data index` on them")
     lines = [
-        (name, str(members[name]), format_bytes(sizes[name]), format_bytes(sizes[name] / max(members[name], 1)))
-        for name in sorted(members)
+        (name, str(of["count"]), format_bytes(of["bytes"]), format_bytes(of["bytes"] / max(of["count"], 1)))
+        for name, of in found["members"].items()
     ]
     plain_console().print(TextTable(("member", "samples that have it", "bytes", "mean"), [lines]))
     for url, reason in found["damaged"].items():

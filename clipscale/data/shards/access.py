@@ -110,9 +110,15 @@ def leaf_of(url: str) -> str:
     return url.split("?", 1)[0].rsplit("/", 1)[-1] if not is_local(url) else os.path.basename(url)  # noqa: PTH119
 
 
+def hash64(data: str | bytes) -> int:
+    """A 64-bit hash of bytes or of any text, a path that is no UTF-8 included."""
+    encoded = data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data
+    return int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), "little")
+
+
 def digest(text: str) -> str:
-    """Sixteen hexadecimal digits for any text, a path that is no UTF-8 included."""
-    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+    """The hash of a text as sixteen hexadecimal digits."""
+    return hash64(text).to_bytes(8, "little").hex()
 
 
 def user_cache() -> Path:

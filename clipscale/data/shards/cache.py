@@ -25,19 +25,20 @@ _PART = ".part"
 
 
 class ShardCache:
-    """The copies in one folder."""
+    """The copies in the cache folder, for one reader."""
 
-    def __init__(self, folder: str, bound: int | None) -> None:
-        self._folder, self._bound = Path(folder).expanduser() / "shards", bound
+    def __init__(self, context: ReadContext) -> None:
+        self._context, self._bound = context, context.access.cache_bytes
+        self._folder = Path(str(context.access.cache)).expanduser() / "shards"
 
-    def open(self, url: str, context: ReadContext) -> Opened:
+    def open(self, url: str) -> Opened:
         """The shard's copy, made now if there is none, or the remote object if no copy fits. Raises SourceError."""
         self._folder.mkdir(parents=True, exist_ok=True)
         try:
-            remote = RemoteFile(remote_object(url, context.access.wait_s), context)
+            remote = RemoteFile(remote_object(url, self._context.access.wait_s), self._context)
         except SourceError as error:
             if error.reason == "unreachable_shard" and (copy := self._last_used(url)):
-                context.count("copy_of_unreachable")
+                self._context.count("copy_of_unreachable")
                 return Opened(copy, None, "")
             raise
         path = self._folder / f"{digest(url)}-{digest(f'{remote.length} {remote.version}')}-{leaf_of(url)[-80:]}"
@@ -49,7 +50,7 @@ class ShardCache:
                     return Opened(copy, remote.length, remote.version)
                 except FileNotFoundError:  # not there yet, or evicted between these two lines
                     pass
-                if not self._make(url, path, remote, context):
+                if not self._make(url, path, remote):
                     remote.seek(0)
                     return Opened(remote, remote.length, remote.version)
         except BaseException:
@@ -67,12 +68,12 @@ class ShardCache:
                 continue
         return None
 
-    def _make(self, url: str, path: Path, remote: RemoteFile, context: ReadContext) -> bool:
+    def _make(self, url: str, path: Path, remote: RemoteFile) -> bool:
         """Write the copy, or wait while another process does. False if it does not fit.
 
         Raises SourceError `wrong_checksum` if the index has another checksum for this version.
         """
-        part = path.with_name("." + path.name + _PART)
+        part, context = path.with_name("." + path.name + _PART), self._context
         with part.open("ab") as out:
             _lock(out, context.tick)
             if path.exists() or not _is_at(out, part):

@@ -5,7 +5,6 @@
 
 import io
 import lzma
-import os
 import tarfile
 import zlib
 from collections import Counter
@@ -30,6 +29,11 @@ from clipscale.data.shards.tar import (
     unpacked,
 )
 
+Want = Callable[[int], bool]
+Kinds = Mapping[str, int] | None
+Offsets = Callable[[str, Opened], np.ndarray | None] | None
+Samples = Generator[RawSample, None, None]
+"""The types of `read_shard`'s arguments and of its result."""
 ONE_READ = 8 << 20
 """Indexed samples up to this size are read as a whole; of larger ones, only the wanted members."""
 
@@ -52,6 +56,8 @@ class ShardStatistics:
     """Extension -> number of members."""
     sizes: Counter[str] = field(default_factory=Counter)
     """Extension -> bytes of content."""
+    packed: bool = False
+    """Whether the shard is compressed, so that `offsets` are not places in the file."""
 
 
 ERRORS = (tarfile.TarError, OSError, EOFError, ValueError, ArithmeticError, zlib.error, lzma.LZMAError, SourceError)
@@ -61,14 +67,14 @@ ERRORS = (tarfile.TarError, OSError, EOFError, ValueError, ArithmeticError, zlib
 def read_shard(
     url: str,
     problem: ReadProblem,
-    want: Callable[[int], bool] = lambda _: True,
-    kinds: Mapping[str, int] | None = None,
+    want: Want = lambda _: True,
+    kinds: Kinds = None,
     *,
     lazy: bool = False,
     store: Store | None = None,
-    offsets: Callable[[str, Opened], np.ndarray | None] | None = None,
+    offsets: Offsets = None,
     statistics: ShardStatistics | None = None,
-) -> Generator[RawSample, None, None]:
+) -> Samples:
     """The raw samples of a shard in their order. Ends early where the shard cannot be read further, and sets `problem`.
 
     A sample is a run of members with one key (webdataset's rule: the key ends at the first dot after the last slash).
@@ -81,51 +87,49 @@ def read_shard(
     """
     count = 0
     try:
-        if scheme_of(url) == "table":
-            from clipscale.data.shards import tables
-
-            for raw in tables.read_rows(url, want, kinds, store or Store()):
+        with closing(_samples(url, want, kinds, store or Store(), offsets, statistics)) as samples:
+            for raw in samples:
                 count += 1
                 if not lazy:
                     raw.load()
                 yield raw
-            return
-        opened = (store or Store()).open(url)
-        with closing(opened.stream) as source:
-            found = offsets(url, opened) if offsets is not None and seekable(source) else None
-            if found is not None:
-                samples = _read_indexed(url, source, found, want, kinds)
-            else:
-                samples = _read_sequential(url, source, want, kinds, statistics)
-            for raw in samples:
-                count += 1
-                yield raw
     except SourceError as error:
         problem.reason, problem.detail = error.reason, f"{url}: {error}"
     except ERRORS as error:
-        problem.reason = "truncated_shard" if count or isinstance(error, _LaterDamage) else "unreadable_shard"
+        problem.reason = "truncated_shard" if count else "unreadable_shard"
         problem.detail = f"{url}: {_message(error)}"
-
-
-class _LaterDamage(tarfile.ReadError):
-    """Damage behind the shard's first member."""
 
 
 def _message(error: Exception) -> str:
     return str(error.args[0] if error.args else type(error).__name__)
 
 
-def _read_sequential(
-    url: str,
-    source: Any,
-    want: Callable[[int], bool],
-    kinds: Mapping[str, int] | None,
-    statistics: ShardStatistics | None,
-) -> Generator[RawSample, None, None]:
+def _samples(
+    url: str, want: Want, kinds: Kinds, store: Store, offsets: Offsets, statistics: ShardStatistics | None
+) -> Samples:
+    """Opens the shard and reads it, whichever kind it is."""
+    if scheme_of(url) == "table":
+        from clipscale.data.shards import tables
+
+        yield from tables.read_rows(url, want, kinds, store)
+        return
+    opened = store.open(url)
+    with closing(opened.stream) as source:
+        found = offsets(url, opened) if offsets is not None and seekable(source) else None
+        if found is not None:
+            yield from _read_indexed(url, source, found, want, kinds)
+        else:
+            yield from _read_sequential(url, source, want, kinds, statistics)
+
+
+def _read_sequential(url: str, source: Any, want: Want, kinds: Kinds, statistics: ShardStatistics | None) -> Samples:
     """Reads header by header."""
     raw: RawSample | None = None
     wanted, first, start = False, 0, 0
-    with closing(CountedStream(unpacked(source))) as stream:
+    archive, packed = unpacked(source)
+    if statistics is not None:
+        statistics.packed = packed
+    with closing(CountedStream(archive)) as stream:
         can_seek = seekable(stream)
         try:
             while True:
@@ -134,10 +138,9 @@ def _read_sequential(
                 if header is None:
                     break
                 name, size = header
-                padded = size + -size % BLOCK
                 named = key_and_extension(name)
                 if named is None:
-                    skip(stream, padded, can_seek)
+                    skip(stream, size + -size % BLOCK, can_seek)
                     continue
                 key, extension = named
                 if raw is None or key != raw.key:
@@ -151,26 +154,33 @@ def _read_sequential(
                 if statistics is not None:
                     statistics.members[extension] += 1
                     statistics.sizes[extension] += size
-                if wanted and raw.accepts(name, extension, size, kinds):
-                    raw.members[extension] = read_exactly(stream, size)
-                    padded -= size
-                skip(stream, padded, can_seek)
+                _read_member(raw, name, extension, size, kinds if wanted else {}, stream, can_seek)
         except ERRORS as error:
             if raw is None or isinstance(error, SourceError):
                 raise
-            raise _LaterDamage(_message(error)) from error
+            raise SourceError("truncated_shard", _message(error)) from error
         if raw is not None:
             raw.extent = start - first
             yield raw
         if statistics is not None:
             statistics.offsets.append(start)
             if stream.at == start:  # no block of zeros: where contents are skipped, the only sign of a cut
-                raise _LaterDamage("ends without the zeros that end an archive: it may have been cut off")
+                message = "ends without the zeros that end an archive: it may have been cut off"
+                raise SourceError("truncated_shard", message)
 
 
-def _read_indexed(
-    url: str, source: Any, offsets: np.ndarray, want: Callable[[int], bool], kinds: Mapping[str, int] | None
-) -> Generator[RawSample, None, None]:
+def _read_member(
+    raw: RawSample, name: str, extension: str, size: int, kinds: Kinds, stream: Any, can_seek: bool
+) -> None:
+    """Reads a member's content if `kinds` has its extension, else skips it."""
+    padded = size + -size % BLOCK
+    if raw.accepts(name, extension, size, kinds):
+        raw.members[extension] = read_exactly(stream, size)
+        padded -= size
+    skip(stream, padded, can_seek)
+
+
+def _read_indexed(url: str, source: Any, offsets: np.ndarray, want: Want, kinds: Kinds) -> Samples:
     """Reads each wanted sample at its offset, with one read."""
     for index in range(len(offsets) - 1):
         start, stop = int(offsets[index]), int(offsets[index + 1])
@@ -186,7 +196,7 @@ def _read_indexed(
         yield raw
 
 
-def _read_sample(raw: RawSample, stream: Any, kinds: Mapping[str, int] | None) -> None:
+def _read_sample(raw: RawSample, stream: Any, kinds: Kinds) -> None:
     while (header := next_member(stream)) is not None:
         name, size = header
         named = key_and_extension(name)
@@ -194,7 +204,6 @@ def _read_sample(raw: RawSample, stream: Any, kinds: Mapping[str, int] | None) -
             raw.key = raw.key or named[0]
             if named[0] != raw.key:
                 raise tarfile.ReadError(f"two samples, {raw.key!r} and {named[0]!r}, where the index has one")
-            if raw.accepts(name, named[1], size, kinds):
-                raw.members[named[1]] = read_exactly(stream, size)
-                stream.seek(-size, os.SEEK_CUR)
-        stream.seek(size + -size % BLOCK, os.SEEK_CUR)
+            _read_member(raw, name, named[1], size, kinds, stream, True)
+        else:
+            skip(stream, size + -size % BLOCK, True)

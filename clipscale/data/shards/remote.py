@@ -215,13 +215,10 @@ class RemoteFile(io.RawIOBase):
             return
         size = min(self._size_after(end), self.length - end)
         if _budget.reserve(size, (self._at - self._start) / len(self._block) if self._block else 1.0):
-            self._prefetch = BlockPrefetch(end, end + size, self._request(end, end + size), self._count_later)
+            self._prefetch = BlockPrefetch(end, end + size, self._request(end, end + size), self.context.count_later)
 
     def _request(self, start: int, stop: int) -> Callable[[], Pieces]:
         return lambda: self._remote.read(start, stop, self.version, self.length)
-
-    def _count_later(self, event: str) -> None:
-        self.context.count_later(event)
 
     def _size_after(self, at: int) -> int:
         """Bytes of a block that begins at `at`."""

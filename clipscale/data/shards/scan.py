@@ -7,7 +7,6 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
-from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import get_context
@@ -30,7 +29,7 @@ from clipscale.data.shards.index import (
 )
 from clipscale.data.shards.reader import ReadProblem, ShardStatistics, read_shard
 from clipscale.data.shards.store import Store
-from clipscale.data.shards.tar import CountedStream, unpacked
+from clipscale.data.shards.tar import CountedStream
 
 T = TypeVar("T")
 
@@ -59,8 +58,6 @@ def scan_shard(url: str, access: Access = DIRECT, checksum: bool = True) -> Entr
     statistics, problem = ShardStatistics(), ReadProblem()
     store = HashingStore(access) if checksum else Store(access)
     samples = sum(1 for _ in read_shard(url, problem, lambda _: False, store=store, statistics=statistics))
-    with closing(Store(access).open(url).stream) as source:
-        packed = unpacked(source) is not source if size else True
     return Entry(
         name=leaf_of(url),
         size=size,
@@ -70,7 +67,9 @@ def scan_shard(url: str, access: Access = DIRECT, checksum: bool = True) -> Entr
         totals={extension: (n, statistics.sizes[extension]) for extension, n in sorted(statistics.members.items())},
         reason=problem.reason,
         detail=problem.detail,
-        offsets=None if packed or not samples else np.asarray(statistics.offsets[: samples + 1], dtype=np.int64),
+        offsets=None
+        if statistics.packed or not samples
+        else np.asarray(statistics.offsets[: samples + 1], dtype=np.int64),
     )
 
 

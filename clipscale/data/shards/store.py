@@ -49,7 +49,7 @@ class Store(ReadContext):
 
     def _open_remote(self, url: str, context: ReadContext) -> Opened:
         if self._copies:
-            return ShardCache(str(self.access.cache), self.access.cache_bytes).open(url, context)
+            return ShardCache(context).open(url)
         remote = RemoteFile(remote_object(url, self.access.wait_s), context)
         return Opened(remote, remote.length, remote.version)
 

@@ -11,6 +11,8 @@ import lzma
 import os
 import tarfile
 from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import chain
 from typing import Any
 
 BLOCK = 512
@@ -196,12 +198,6 @@ def _unpacked_xz(source: Any) -> Iterator[bytes]:
         packed = (decoder.unused_data or source.read(PIECE)).lstrip(b"\0")  # another stream, or padding
 
 
-def _rejoined(first: bytes, rest: Any) -> Iterator[bytes]:
-    yield first
-    while data := rest.read(PIECE):
-        yield data
-
-
 _MAGICS: tuple[tuple[bytes, Callable[[Any], Any]], ...] = (
     (b"\x1f\x8b", lambda stream: gzip.GzipFile(fileobj=stream)),
     (b"BZh", bz2.BZ2File),
@@ -209,8 +205,8 @@ _MAGICS: tuple[tuple[bytes, Callable[[Any], Any]], ...] = (
 )
 
 
-def unpacked(source: Any) -> Any:
-    """The stream itself if it is not packed, else a stream of its content. Raises tarfile.ReadError if it is empty."""
+def unpacked(source: Any) -> tuple[Any, bool]:
+    """A stream of the archive, and whether the source is packed. Raises tarfile.ReadError if it is empty."""
     first = source.read(6)
     if not first:
         raise tarfile.ReadError("empty")
@@ -218,8 +214,8 @@ def unpacked(source: Any) -> Any:
         source.seek(0)
         stream = source
     else:
-        stream = io.BufferedReader(_Pieces(_rejoined(first, source)), PIECE)
+        stream = io.BufferedReader(_Pieces(chain([first], iter(partial(source.read, PIECE), b""))), PIECE)
     for magic, opened in _MAGICS:
         if first.startswith(magic):
-            return opened(stream)
-    return stream
+            return opened(stream), True
+    return stream, False
