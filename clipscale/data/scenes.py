@@ -40,6 +40,7 @@ OTHER_WORDS = {
     "large": ("big",),
 }
 PLURALS = {"cross": "crosses", "box": "boxes"}
+OPPOSITES = {"left of": "right of", "right of": "left of", "above": "below", "below": "above"}
 NUMBERS = {2: "two", 3: "three", 4: "four"}
 TEMPLATES = (
     "one {c}",
@@ -76,7 +77,7 @@ class Scene:
         """The scene as far as captions describe it: equal for two scenes that one caption fits."""
         names = tuple(f"{t.colour} {t.shape}" for t in self.things)
         if self.kind == "pair" and self.relation in ("right of", "below"):
-            return (self.kind, {"right of": "left of", "below": "above"}[self.relation], names[1], names[0])
+            return (self.kind, OPPOSITES[self.relation], names[1], names[0])
         if self.kind == "row":
             names = min(names, names[::-1])  # `b between a and c` fits both
         return (self.kind, self.relation, *names)
@@ -125,9 +126,8 @@ def _near(rng: Random, pair: tuple[str, str], spot: tuple[float, float], low: fl
 
 def caption(scene: Scene, rng: Random) -> str:
     """One English caption for the scene, with random words and constructions."""
-    text = {"one": _caption_one, "count": _caption_count, "pair": _caption_pair, "row": _caption_row}[scene.kind](
-        scene, rng
-    )
+    describe = {"one": _caption_one, "count": _caption_count, "pair": _caption_pair, "row": _caption_row}[scene.kind]
+    text = describe(scene, rng)
     there = "there are {}" if scene.kind == "count" else "there is {}"
     text = rng.choice(
         ("{}", "{}", "{}", "a picture of {}", "an image of {}", there, "a drawing of {}", "this shows {}")
@@ -189,11 +189,9 @@ def _caption_count(scene: Scene, rng: Random) -> str:
 
 
 def _caption_pair(scene: Scene, rng: Random) -> str:
-    first, second = scene.things
-    relation = scene.relation
+    (first, second), relation = scene.things, scene.relation
     if rng.random() < 0.5:
-        first, second = second, first
-        relation = {"left of": "right of", "right of": "left of", "above": "below", "below": "above"}[relation]
+        first, second, relation = second, first, OPPOSITES[relation]
     a, b = _phrase(rng, first), _phrase(rng, second)
     between = {
         "left of": ("to the left of", "left of", "on the left of"),
@@ -214,29 +212,23 @@ def _caption_row(scene: Scene, rng: Random) -> str:
 # -- drawing -----------------------------------------------------------------------------------------------------------
 
 
-def _outline(shape: str) -> list[tuple[float, float]]:
-    """Corners of a shape of radius 1 around the origin, before rotation."""
-    if shape in ("circle", "ring"):
-        return _around(24, [1.0])
-    if shape == "square":
-        return [(-0.85, -0.85), (0.85, -0.85), (0.85, 0.85), (-0.85, 0.85)]
-    if shape == "triangle":
-        return [(0.0, -1.0), (1.0, 0.85), (-1.0, 0.85)]
-    if shape == "star":
-        return _around(10, [1.1, 0.42])
-    assert shape == "cross", shape
-    w = 0.32
-    right = [(w, -1), (w, -w), (1, -w), (1, w), (w, w), (w, 1)]
-    return [*right, *((-x, y) for x, y in reversed(right))]
-
-
 def _around(number: int, radii: list[float]) -> list[tuple[float, float]]:
     """Corners at equal angles around the origin, clockwise from the top. The radii repeat."""
     corners = [(radii[i % len(radii)], 2 * math.pi * i / number) for i in range(number)]
     return [(r * math.sin(a), -r * math.cos(a)) for r, a in corners]
 
 
-_OUTLINES = {shape: _outline(shape) for shape in SHAPES}
+_HALF = [(0.32, -1.0), (0.32, -0.32), (1.0, -0.32), (1.0, 0.32), (0.32, 0.32), (0.32, 1.0)]
+"""The right half of the cross."""
+_OUTLINES = {
+    "circle": _around(24, [1.0]),
+    "square": [(-0.85, -0.85), (0.85, -0.85), (0.85, 0.85), (-0.85, 0.85)],
+    "triangle": [(0.0, -1.0), (1.0, 0.85), (-1.0, 0.85)],
+    "cross": [*_HALF, *((-x, y) for x, y in reversed(_HALF))],
+    "ring": _around(24, [1.0]),
+    "star": _around(10, [1.1, 0.42]),
+}
+"""Corners of each shape of radius 1 around the origin, before rotation."""
 
 
 def _mask(thing: Thing, side: int) -> np.ndarray:
