@@ -232,16 +232,14 @@ def duplicates(found: Findings) -> dict[str, list[list[str]]]:
     return result
 
 
-def quantiles(histogram: np.ndarray, scale: Any = lambda value: value) -> dict[str, float]:
+def quantiles(histogram: np.ndarray) -> dict[str, int]:
     """Minimum, 5 %, median, 95 % and maximum of a histogram's values; empty for an empty one."""
     total = int(histogram.sum())
     if not total:
         return {}
     running = np.cumsum(histogram)
     shares = {"min": 0.0, "p05": 0.05, "median": 0.5, "p95": 0.95, "max": 1.0}
-    return {
-        name: scale(int(np.searchsorted(running, max(1, np.ceil(share * total))))) for name, share in shares.items()
-    }
+    return {name: int(np.searchsorted(running, max(1, np.ceil(share * total)))) for name, share in shares.items()}
 
 
 def summary(found: Findings, repeated: dict[str, list[list[str]]]) -> dict[str, Any]:
@@ -261,7 +259,7 @@ def summary(found: Findings, repeated: dict[str, list[list[str]]]) -> dict[str, 
         },
         "caption_characters": quantiles(found.characters),
         "shorter_side": quantiles(found.sides),
-        "aspect": quantiles(found.aspects, lambda step: round(2 ** (step / 16), 2)),
+        "aspect": {name: round(2 ** (step / 16), 2) for name, step in quantiles(found.aspects).items()},
         "formats": dict(found.formats.most_common()),
         "examples": {reason: [list(pair) for pair in named] for reason, named in found.examples.items()},
     }

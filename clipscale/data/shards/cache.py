@@ -11,6 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -44,12 +45,10 @@ class ShardCache:
         path = self._folder / f"{digest(url)}-{digest(f'{remote.length} {remote.version}')}-{leaf_of(url)[-80:]}"
         try:
             while True:
-                try:
+                with suppress(FileNotFoundError):  # not there yet, or evicted between these two lines
                     copy = path.open("rb", buffering=1 << 17)
                     os.utime(path)
                     return Opened(copy, remote.length, remote.version)
-                except FileNotFoundError:  # not there yet, or evicted between these two lines
-                    pass
                 if not self._make(url, path, remote):
                     remote.seek(0)
                     return Opened(remote, remote.length, remote.version)
@@ -62,10 +61,8 @@ class ShardCache:
         own = digest(url) + "-"
         copies = [(used, path) for path, _, used in self._files() if path.name.startswith(own)]
         for _, path in sorted(copies, reverse=True):
-            try:
+            with suppress(FileNotFoundError):  # evicted meanwhile
                 return path.open("rb")
-            except FileNotFoundError:  # evicted meanwhile
-                continue
         return None
 
     def _make(self, url: str, path: Path, remote: RemoteFile) -> bool:
@@ -132,11 +129,9 @@ class ShardCache:
     def _files(self) -> Iterator[tuple[Path, int, int]]:
         for path in self._folder.iterdir():
             if path.name != ".lock":
-                try:
+                with suppress(FileNotFoundError):
                     about = path.stat()
-                except FileNotFoundError:
-                    continue
-                yield path, about.st_size, about.st_mtime_ns
+                    yield path, about.st_size, about.st_mtime_ns
 
 
 def _lock(file: IO[bytes], tick: Callable[[], None]) -> None:

@@ -193,12 +193,7 @@ def unpack(packed: bytes) -> np.ndarray:
 # -- writing it --------------------------------------------------------------------------------------------------------
 
 STATES = "SELECT name, size, stamp, sha256 FROM shards"
-"""The query whose rows `states` takes."""
-
-
-def states(rows: Iterable[tuple[Any, ...]]) -> dict[str, tuple[State, bool]]:
-    """Name -> state, and whether there is a checksum."""
-    return {name: ((size, version), sha256 is not None) for name, size, version, sha256 in rows}
+"""What decides whether an entry still holds."""
 
 
 def write(base: sqlite3.Connection, entry: Entry) -> None:

@@ -163,9 +163,8 @@ class HttpObject:
         with self._get(0, 1) as answer:
             found = self._size(answer, 0), self._version(answer)
             if answer.status_code == 206:
-                answer.raw.read(
-                    decode_content=False
-                )  # an answer read to its end leaves the connection open for the next
+                # an answer read to its end leaves the connection open for the next
+                answer.raw.read(decode_content=False)
             return found
 
     def read(self, start: int, stop: int, version: str, size: int) -> Pieces:

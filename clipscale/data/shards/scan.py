@@ -5,7 +5,7 @@ Apart from index.py, which the cache uses below the reader; a scan reads shards 
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,18 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from clipscale.data.shards.access import DIRECT, Access, Opened, SourceError, leaf_of
-from clipscale.data.shards.index import (
-    STATES,
-    Entry,
-    State,
-    draft,
-    folder_of,
-    query,
-    state_of,
-    states,
-    writable_path,
-    write,
-)
+from clipscale.data.shards.index import STATES, Entry, State, draft, folder_of, query, state_of, writable_path, write
 from clipscale.data.shards.reader import ReadProblem, ShardStatistics, read_shard
 from clipscale.data.shards.store import Store
 from clipscale.data.shards.tar import CountedStream
@@ -109,11 +98,12 @@ def update_indexes(
         result.failed[url] = why
         done(url, size, None)
 
-    def skip_kept(todo: dict[str, State], held: dict[str, tuple[State, bool]]) -> None:
-        """Take the shards out of `todo` whose entry holds."""
+    def skip_kept(todo: dict[str, State], rows: Iterable[tuple[Any, ...]]) -> None:
+        """Take the shards out of `todo` whose entry holds, by the rows of STATES."""
+        held = {name: ((size, version), sha256) for name, size, version, sha256 in rows}
         for url, state in list(todo.items()):
-            indexed, hashed = held.get(leaf_of(url), (None, False))
-            if not force and indexed == state and (hashed or not checksum):
+            indexed, sha256 = held.get(leaf_of(url), (None, None))
+            if not force and indexed == state and (sha256 is not None or not checksum):
                 result.kept += 1
                 done(url, todo.pop(url)[0], None)
 
@@ -123,13 +113,11 @@ def update_indexes(
         for url in [url for url in found if isinstance(found[url], str)]:
             fail(url, 0, found.pop(url))
         path = writable_path(folder, cache)
-        skip_kept(found, states(query(path, STATES)))
+        skip_kept(found, query(path, STATES))
         if not found:
             continue
         with draft(path) as base:
-            skip_kept(
-                found, states(base.execute(STATES))
-            )  # another process may have scanned some before this one got the lock
+            skip_kept(found, base.execute(STATES))  # another process may have scanned some before this one got the lock
             work = partial(_or_error, scan_shard, access=access, checksum=checksum)
             small = sum(size for size, _ in found.values()) < SERIAL_BYTES
             for url, entry in map_shards(work, list(found), 1 if small else workers):
