@@ -59,11 +59,7 @@ def run(
 def once(name: str, argv: Sequence[str]) -> dict[str, Any] | None:
     """The composed configuration as plain values; None if Hydra only printed something (--cfg, --info)."""
     composed: list[dict[str, Any]] = []
-
-    def keep(config: DictConfig) -> None:
-        composed.append(plain(config))
-
-    run(name, argv, keep)
+    run(name, argv, lambda config: composed.append(plain(config)))
     return composed[0] if composed else None
 
 

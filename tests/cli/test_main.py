@@ -268,28 +268,17 @@ def test_the_first_run_of_the_readme_composes_as_typed(cli: Cli) -> None:
 @pytest.mark.parametrize(
     ("typed", "composed"),
     [
-        ("[/a/{0..9}.tar,/b/*.tar]", "  train:\n  - /a/{0..9}.tar\n  - /b/*.tar\n"),
-        ("/a b/it's:{1,2}.tar", "  train: /a b/it's:{1,2}.tar\n"),
-        ("'/a,b.tar'", "  train: /a,b.tar\n"),
-        ("null", "  train: null\n"),
-    ],
-)
-def test_shard_addresses_are_taken_literally(cli: Cli, typed: str, composed: str) -> None:
-    status, out, err = cli("train", f"data.train={typed}", "--cfg", "job")
-    assert (status, err) == (0, "")
-    assert composed in out
-
-
-@pytest.mark.parametrize(
-    ("typed", "composed"),
-    [
+        ("data.train=[/a/{0..9}.tar,/b/*.tar]", "  train:\n  - /a/{0..9}.tar\n  - /b/*.tar\n"),
+        ("data.train=/a b/it's:{1,2}.tar", "  train: /a b/it's:{1,2}.tar\n"),
+        ("data.train='/a,b.tar'", "  train: /a,b.tar\n"),
+        ("data.train=null", "  train: null\n"),
         ("data.captions={txt: 0.5, 'json:caption': 0.5}", "captions: '{txt: 0.5, ''json:caption'': 0.5}'\n"),
         ("data.captions=[txt=0.5,json:caption=0.5]", "captions:\n  - txt=0.5\n  - json:caption=0.5\n"),
         ("data.filter.fields=[similarity>=0.3,LANGUAGE=en|de]", "    - similarity>=0.3\n    - LANGUAGE=en|de\n"),
         ("data.templates=[a photo of a {}.]", "templates:\n  - a photo of a {}.\n"),
     ],
 )
-def test_captions_and_conditions_are_taken_literally(cli: Cli, typed: str, composed: str) -> None:
+def test_addresses_captions_and_conditions_are_taken_literally(cli: Cli, typed: str, composed: str) -> None:
     status, out, err = cli("train", typed, "--cfg", "job")
     assert (status, err) == (0, "")
     assert composed in out
