@@ -1,10 +1,13 @@
 """Process groups, data-parallel towers, and communication between ranks."""
 
 import os
+import socket
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from inspect import signature
+from ipaddress import ip_address
 from typing import Any, TypeVar
 
 import torch
@@ -215,6 +218,35 @@ def _sum(_: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     return work.get_future().then(lambda future: future.value()[0])
 
 
+STORE = "CLIPSCALE_STORE"
+"""Names the file in which the processes of one machine meet."""
+TIMEOUT = timedelta(minutes=30)
+"""What a process waits for the others, which may be loading models."""
+
+
+@cache
+def store() -> dist.Store:
+    """Where the processes of a run meet: a file that the launcher names, else torchrun's or the scheduler's address.
+
+    Without torchrun's agent, rank 0 listens at MASTER_ADDR alone, unless other machines know this address by a name
+    that means loopback here, as Debian's /etc/hosts does. torch unpickles what it finds in a store.
+    """
+    found: dist.Store
+    rank, size, port = (int(os.environ.get(name, "0")) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    if path := os.environ.get(STORE):
+        found = dist.FileStore(path)
+    elif rank or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or not port:
+        found = next(dist.rendezvous("env://", timeout=TIMEOUT))[0]
+    else:
+        name = os.environ["MASTER_ADDR"]
+        family, *_, (address, *_) = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)[0]
+        everywhere = os.environ.get("LOCAL_WORLD_SIZE") != str(size) and ip_address(address).is_loopback
+        listener = socket.create_server(("" if everywhere else str(address), port), family=family, backlog=size)
+        found = dist.TCPStore(name, port, size, True, TIMEOUT, multi_tenant=True, master_listen_fd=listener.detach())
+    found.set_timeout(TIMEOUT)
+    return found
+
+
 def start(device: str, threads: int | None = None) -> World:
     """Join the process group of torchrun's environment variables; without them, a world of one process.
 
@@ -238,7 +270,8 @@ def start(device: str, threads: int | None = None) -> World:
         torch.set_num_threads(threads)
     if size > 1 and not dist.is_initialized():
         backend = "nccl" if chosen.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(minutes=30))
+        own = dist.PrefixStore(f"group-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store())
+        dist.init_process_group(backend, timeout=TIMEOUT, store=own, rank=rank, world_size=size)
     return World(rank, size, chosen)
 
 

@@ -31,6 +31,7 @@ from clipscale.data.order import CounterRNG
 from clipscale.distributed import World
 from clipscale.errors import UserError
 from clipscale.hardware import cores
+from clipscale.launch import private
 from clipscale.loss.api import contrastive_loss
 from clipscale.loss.reference import dense_contrastive_loss
 from clipscale.report.environment import environment
@@ -124,12 +125,17 @@ def processes(settings: DoctorSettings) -> Iterator[Finding]:
     count = torch.cuda.device_count() or 2
     if count == 1:
         return
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={count}", "--rdzv-backend=c10d"]
     started = time.monotonic()
     try:
-        done = subprocess.run(
-            [*command, "-m", "clipscale.doctor"], capture_output=True, text=True, timeout=settings.timeout_s
-        )
+        with tempfile.TemporaryDirectory(prefix="clipscale-") as folder:
+            done = subprocess.run(
+                [*command, f"--rdzv-endpoint={folder}/agent", "--rdzv-conf=store_type=file", "-m", "clipscale.doctor"],
+                env=os.environ | private(folder),
+                capture_output=True,
+                text=True,
+                timeout=settings.timeout_s,
+            )
     except subprocess.TimeoutExpired:
         yield (
             "problem",

@@ -7,6 +7,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import tempfile
 import uuid
@@ -71,10 +72,10 @@ def under_torchrun() -> bool:
 
 def shared(name: str) -> str:
     """The first rank's default name of the run, on every rank and after a restart: clocks differ, the store's value does not."""
-    import torch
+    from clipscale.distributed import store as common
 
-    store, rank, _ = next(torch.distributed.rendezvous("env://"))
-    if rank == 0:
+    store = common()
+    if os.environ["RANK"] == "0":
         store.compare_set("clipscale/run", "", name)
     store.wait(["clipscale/run"])
     return store.get("clipscale/run").decode()
@@ -114,14 +115,15 @@ def run(config: TrainConfig, *, isolated: bool = False) -> dict[str, Any]:
     if multiprocessing.get_start_method(allow_none=True) not in (None, *multiprocessing.get_all_start_methods()):
         multiprocessing.set_start_method("spawn", force=True)  # workers do not know the method of a Hydra launcher
     threads = config.launch.threads or max(1, cores() // count)
-    with tempfile.TemporaryDirectory(prefix="clipscale-") as folder, _quiet(threads):
+    with tempfile.TemporaryDirectory(prefix="clipscale-") as folder, _quiet(threads, private(folder)):
         elastic = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
             nproc_per_node=count,
             run_id=uuid.uuid4().hex,
             rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
+            rdzv_endpoint=f"{folder}/agent",
+            rdzv_configs={"store_type": "file"},
             local_addr="localhost",
             max_restarts=0,
             start_method="spawn",
@@ -134,6 +136,16 @@ def run(config: TrainConfig, *, isolated: bool = False) -> dict[str, Any]:
             raise first_failure(error) from None
         except SignalException as error:
             raise Interrupted(error.sigval, config.run) from None
+
+
+def private(folder: str) -> dict[str, str]:
+    """Variables by which processes of this machine meet in a folder of the user, and listen on loopback alone.
+
+    A store of torch's on TCP listens on all interfaces, and gives whoever connects the rights of the user.
+    """
+    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
+    interfaces = {name: os.environ.get(name, loopback) for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
+    return {"CLIPSCALE_STORE": f"{folder}/group", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **interfaces}
 
 
 def work(config: TrainConfig) -> dict[str, Any]:
@@ -163,13 +175,13 @@ def first_failure(error: "ChildFailedError") -> UserError | WorkerError:
 
 
 @contextmanager
-def _quiet(threads: int) -> Iterator[None]:
+def _quiet(threads: int, private: dict[str, str]) -> Iterator[None]:
     """Runs the launcher without its log lines and with the workers' variables; restores both and our signal handlers afterwards."""
     loggers = [logging.getLogger(name) for name in ("torch.distributed.elastic", "torch.multiprocessing")]
     levels = [logger.level for logger in loggers]
     handlers = {number: signal.getsignal(number) for number in HANDLED}
     grace = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(GRACE_S))
-    variables = {"OMP_NUM_THREADS": str(threads), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": grace}
+    variables = {"OMP_NUM_THREADS": str(threads), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": grace, **private}
     before = {name: os.environ.get(name) for name in variables}
     for logger in loggers:
         logger.setLevel(logging.CRITICAL)
