@@ -19,12 +19,14 @@ from clipscale.config.renamed import current
 from clipscale.config.setting import settings_of
 from clipscale.config.train import TrainConfig, check
 from clipscale.errors import StoppedError, UserError
+from clipscale.safe_path import protect
 from clipscale.units import nearest, split
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status: 0, 1 (a failure), 2 (a mistake the user can fix) or 128 + signal."""
     argv = list(sys.argv[1:] if argv is None else argv)
+    protect()
     try:
         return dispatch(argv)
     except UserError as error:
