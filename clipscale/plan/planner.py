@@ -115,7 +115,8 @@ class MemoryPlan:
     def needs(self) -> Needs:
         """Memory in shares of what there is."""
         host = self.host(self.local).node / self.config.host_memory if self.config.host_memory else 0.0
-        return Needs(self.total(self.step) / self.usable, host)
+        fixed = sum(self.step.fixed.values()) / self.usable
+        return Needs(self.total(self.step) / self.usable, host, fixed, max(PHASES, key=self.step.phase))
 
     def host(self, batch: int) -> HostMemory:
         """Host memory of a node, at `batch` samples on each rank."""

@@ -9,7 +9,7 @@ from clipscale.config.tools import PlanConfig
 from clipscale.train_state import ELEMENTWISE
 
 MOST_NODES = 8
-"""Times as many nodes as asked for are tried at most."""
+"""Nodes that are tried at most, as a multiple of those asked for."""
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,10 @@ class Needs:
 
     gpu: float
     host: float
+    fixed: float = 0.0
+    """The part of `gpu` that is there between steps."""
+    phase: str = ""
+    """The phase of the step that takes the most."""
 
     @property
     def worst(self) -> float:
@@ -26,7 +30,7 @@ class Needs:
 
 @dataclass(frozen=True)
 class Remedy:
-    """A change of the settings that was tried."""
+    """Changes of the settings that were tried together."""
 
     words: tuple[str, ...]
     """As on the command line: `loss=infcl`."""
@@ -39,70 +43,69 @@ class Remedy:
 
 
 def remedies(
-    config: PlanConfig, before: Needs, measure: Callable[[PlanConfig], Needs], chunk: int | None = None
+    config: PlanConfig, needs: Needs, measure: Callable[[PlanConfig], Needs], chunk: int | None = None
 ) -> list[Remedy]:
     """Changes with which the run fits, the one that helps most first; empty if none was found.
 
-    Tries single settings. If none of them suffices, combines those that help, and then adds nodes. `measure` plans a changed run,
-    `before` is what the run takes unchanged, `chunk` is a chunk size that is expected to fit.
+    Tries single settings. While none of them suffices, keeps the one that helps most and tries further ones; at last adds nodes.
+    `measure` plans a changed run, `needs` is what the run takes unchanged, `chunk` is a chunk size that is expected to fit.
     """
-    singles = candidates(config, before, chunk)
-    tried = [Remedy((word,), changed, measure(changed)) for word, changed in singles.items()]
-    tried.sort(key=lambda remedy: remedy.needs.worst)
-    fitting = [remedy for remedy in tried if remedy.needs.worst <= 1]
-    if fitting:
-        return fitting
-    best = Remedy((), config, before)
-    for remedy in tried:
-        if remedy.needs.worst >= before.worst:
+    best = Remedy((), config, needs)
+    while True:
+        changes = candidates(best.config, best.needs, chunk)
+        tried = [Remedy((*best.words, word), changed, measure(changed)) for word, changed in changes.items()]
+        tried.sort(key=lambda remedy: remedy.needs.worst)
+        fitting = [remedy for remedy in tried if remedy.needs.worst <= 1]
+        if fitting:
+            return fitting
+        if not tried or tried[0].needs.worst >= best.needs.worst:
             break
-        (word,) = remedy.words
-        changed = candidates(best.config, before, chunk).get(word)
-        if changed is None:  # a setting of the best combination replaces it
-            continue
-        needs = measure(changed) if best.words else remedy.needs
-        if needs.worst < best.needs.worst:
-            best = Remedy((*best.words, word), changed, needs)
-        if best.needs.worst <= 1:
-            return [best]
+        best = tried[0]
     factor = 2
-    while factor <= MOST_NODES and best.config.batch % (config.gpus * config.nodes * factor) == 0:
+    while factor <= MOST_NODES and config.batch % (config.gpus * config.nodes * factor) == 0:
         changed = replace(best.config, nodes=config.nodes * factor)
-        needs = measure(changed)
-        if needs.worst <= 1:
-            return [Remedy((*best.words, f"nodes={changed.nodes}"), changed, needs)]
+        more = Remedy((*best.words, f"nodes={changed.nodes}"), changed, measure(changed))
+        if more.needs.worst <= 1:
+            return [more]
         factor *= 2
     return []
 
 
 def candidates(config: PlanConfig, needs: Needs, chunk: int | None) -> dict[str, PlanConfig]:
-    """Single settings that may lower the memory that does not suffice, and the run with each of them."""
+    """The run with each single setting that lowers the memory of which most is missing."""
+    return _for_host(config) if needs.host >= needs.gpu else _for_gpu(config, needs, chunk)
+
+
+def _for_gpu(config: PlanConfig, needs: Needs, chunk: int | None) -> dict[str, PlanConfig]:
+    """Settings that change the phase with the highest peak: only they can help."""
     found: dict[str, PlanConfig] = {}
-    loss, cache, ranks = config.loss, config.cache, config.gpus * config.nodes
-    if needs.gpu > 1:
-        if chunk and cache.chunk != str(chunk) and not (cache.image_chunk or cache.text_chunk):
-            found[f"cache.chunk={chunk}"] = replace(config, cache=replace(cache, chunk=str(chunk)))
-        if (loss.backend, loss.exchange) != ("auto", "auto") and loss.exchange != "none":
-            tiled = replace(loss, backend="auto", exchange="auto")
-            name = "loss=infcl" if tiled == LossConfig() else "loss.backend=auto loss.exchange=auto"
-            found[name] = replace(config, loss=tiled)
-        elif loss.backend == "dense":
-            found["loss.backend=auto"] = replace(config, loss=replace(loss, backend="auto"))
-        if cache.keep != "none":
-            found["cache.keep=none"] = replace(config, cache=replace(cache, keep="none"))
-        if not config.model.grad_checkpointing:
-            found["model.grad_checkpointing=true"] = replace(
-                config, model=replace(config.model, grad_checkpointing=True)
-            )
-        allowed = config.optim.name in ELEMENTWISE and config.precision.weights == "fp32" and not config.log.noise_scale
-        if ranks > 1 and config.launch.parallel == "ddp" and allowed:
-            found["launch.parallel=fsdp"] = replace(config, launch=replace(config.launch, parallel="fsdp"))
-        if config.offload == "none":
-            found["offload=host"] = replace(config, offload="host")
-    if needs.host > 1:
-        for offload in ("encoded", "disk"):
-            if config.offload != offload:
-                found[f"offload={offload}"] = replace(config, offload=offload)
-        if config.data.buffers > 1 and config.data.workers:
-            found["data.buffers=1"] = replace(config, data=replace(config.data, buffers=1))
+    loss, cache, precision = config.loss, config.cache, config.precision
+    if needs.phase == "loss" and (loss.backend != "auto" or loss.exchange not in ("auto", "none")):
+        tiled = replace(loss, backend="auto", exchange="none" if loss.exchange == "none" else "auto")
+        word = "loss=infcl" if tiled == LossConfig() else f"loss.backend=auto loss.exchange={tiled.exchange}"
+        found[word] = replace(config, loss=tiled)
+    own_chunks = cache.image_chunk or cache.text_chunk
+    if needs.phase in ("encode", "replay") and chunk and cache.chunk != str(chunk) and not own_chunks:
+        found[f"cache.chunk={chunk}"] = replace(config, cache=replace(cache, chunk=str(chunk)))
+    if cache.keep != "none":
+        found["cache.keep=none"] = replace(config, cache=replace(cache, keep="none"))
+    if needs.phase == "replay" and not config.model.grad_checkpointing:
+        model = replace(config.model, grad_checkpointing=True)
+        found["model.grad_checkpointing=true"] = replace(config, model=model)
+    # FSDP2 shards what is there between steps, so it can only remove an excess that is smaller than that.
+    shardable = config.optim.name in ELEMENTWISE and precision.weights == "fp32" and not config.log.noise_scale
+    several = config.gpus * config.nodes > 1 and config.launch.parallel == "ddp"
+    if several and shardable and needs.fixed >= needs.gpu - 1:
+        found["launch.parallel=fsdp"] = replace(config, launch=replace(config.launch, parallel="fsdp"))
+    if config.offload == "none":
+        found["offload=host"] = replace(config, offload="host")
+    return found
+
+
+def _for_host(config: PlanConfig) -> dict[str, PlanConfig]:
+    """Settings that lower the host's memory."""
+    offloads = [offload for offload in ("encoded", "disk") if config.offload != offload]
+    found = {f"offload={offload}": replace(config, offload=offload) for offload in offloads}
+    if config.data.buffers > 1 and config.data.workers:
+        found["data.buffers=1"] = replace(config, data=replace(config.data, buffers=1))
     return found

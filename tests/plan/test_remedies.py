@@ -15,19 +15,22 @@ def run(**changed: object) -> PlanConfig:
 
 
 class Machine:
-    """A machine where every setting saves a known share of the memory."""
+    """A GPU with half of the memory that the run takes in one phase; every setting saves a share of the GPU."""
 
-    def __init__(self, **saved: float) -> None:
-        self.saved, self.planned = saved, 0
+    def __init__(self, phase: str, fixed: float = 1.0, **saved: float) -> None:
+        self.phase, self.fixed, self.saved, self.tried = phase, fixed, saved, list[PlanConfig]()
 
     def __call__(self, config: PlanConfig) -> Needs:
-        self.planned += 1
-        gpu, saved = 2.0, self.saved
-        gpu -= saved.get("loss", 0) * (config.loss.backend == "auto")
-        gpu -= saved.get("checkpointing", 0) * config.model.grad_checkpointing
-        gpu -= saved.get("fsdp", 0) * (config.launch.parallel == "fsdp")
-        gpu -= saved.get("chunk", 0) * (config.cache.chunk == "64")
-        return Needs(gpu / config.nodes if saved.get("nodes") else gpu, 0.0)
+        self.tried.append(config)
+        changes = {
+            "loss": config.loss.backend == "auto",
+            "checkpointing": config.model.grad_checkpointing,
+            "fsdp": config.launch.parallel == "fsdp",
+            "chunk": config.cache.chunk == "64",
+            "nodes": config.nodes > 1,
+        }
+        gpu = 2.0 - sum(self.saved.get(name, 0) for name, made in changes.items() if made)
+        return Needs(gpu, 0.0, self.fixed, self.phase)
 
 
 def advised(machine: Machine, config: PlanConfig, chunk: int | None = None) -> list[tuple[str, ...]]:
@@ -35,25 +38,32 @@ def advised(machine: Machine, config: PlanConfig, chunk: int | None = None) -> l
 
 
 def test_single_settings_that_suffice_come_in_the_order_of_their_help() -> None:
-    machine = Machine(loss=1.2, fsdp=1.5, checkpointing=0.9, chunk=1.0)
-    assert advised(machine, run(), 64) == [("launch.parallel=fsdp",), ("loss=infcl",), ("cache.chunk=64",)]
+    machine = Machine("replay", chunk=1.1, fsdp=1.2, checkpointing=0.9)
+    assert advised(machine, run(), 64) == [("launch.parallel=fsdp",), ("cache.chunk=64",)]
+    assert advised(Machine("replay", chunk=1.1, checkpointing=1.3), run(), 64)[0] == ("model.grad_checkpointing=true",)
 
 
-def test_settings_that_suffice_only_together_are_combined_and_useless_ones_left_out() -> None:
-    assert advised(Machine(loss=0.4, fsdp=0.7), run()) == [("launch.parallel=fsdp", "loss=infcl")]
+def test_only_settings_that_change_the_highest_phase_are_tried() -> None:
+    machine = Machine("loss", fixed=0.1, loss=1.5)
+    assert advised(machine, run(), 64) == [("loss=infcl",)]
+    assert len(machine.tried) == 2, "the run, and the run with another loss"
+
+
+def test_settings_that_suffice_only_together_are_combined() -> None:
+    assert advised(Machine("loss", loss=0.4, fsdp=0.7), run()) == [("launch.parallel=fsdp", "loss=infcl")]
 
 
 def test_nodes_are_added_where_no_setting_suffices() -> None:
-    assert advised(Machine(loss=0.4, nodes=1), run()) == [("loss=infcl", "nodes=2")]
-    assert advised(Machine(nodes=1), run(batch=8)) == [], "a batch of 8 cannot be shared by 16 GPUs"
-    assert advised(Machine(), run()) == []
+    assert advised(Machine("loss", loss=0.4, nodes=0.8), run()) == [("loss=infcl", "nodes=2")]
+    assert advised(Machine("loss", nodes=1.5), run(batch=8)) == [], "16 GPUs cannot share a batch of 8"
+    assert advised(Machine("loss"), run()) == []
 
 
 def test_settings_that_the_program_refuses_are_not_tried() -> None:
-    machine = Machine(fsdp=1.5)
     config = run()
     config.optim.name = "lamb"
-    assert advised(machine, config) == [], "FSDP2 takes elementwise optimizers alone"
+    assert advised(Machine("optim", fsdp=1.5), config) == [], "FSDP2 works with elementwise optimizers only"
+    assert advised(Machine("optim", fsdp=1.5), run()) == [("launch.parallel=fsdp",)]
 
 
 def test_host_memory_has_its_own_settings() -> None:
