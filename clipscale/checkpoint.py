@@ -3,9 +3,11 @@
 A checkpoint is written whole or not at all, and its checksums are verified before it is used.
 """
 
+import errno
 import logging
 import os
 import re
+import shutil
 import struct
 import zipfile
 import zlib
@@ -16,10 +18,12 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from clipscale.config.train import TrainConfig
 from clipscale.errors import UserError
 from clipscale.hardware import cores
+from clipscale.units import format_bytes
 
 log = logging.getLogger(__name__)
 
@@ -67,17 +71,25 @@ def found(run: Path) -> list[Path]:
     return sorted(p for p in (run / "checkpoints").glob("step_*.pt") if re.fullmatch(r"step_\d+\.pt", p.name))
 
 
+class DiskFullError(UserError):
+    """There is not enough space for a checkpoint. The run's earlier ones are intact."""
+
+
 def save(run: Path, step: int, state: dict[str, Any], *, keep: int) -> Path:
     """Write `state` (tensors and plain values only) as the run's checkpoint at `step`; then delete all but the newest `keep` up to it.
 
     The file gets its name when it is complete and on disk. A failed write changes no earlier checkpoint.
 
-    Raises UserError where it cannot be written.
+    Raises DiskFullError, before a byte is written where the disk has less space than the checkpoint takes, and UserError where it cannot
+    be written.
     """
     path = path_of(run, step)
     temporary = path.with_suffix(".tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        needed, free = size_of(state), shutil.disk_usage(path.parent).free
+        if needed > free:
+            raise OSError(errno.ENOSPC, f"it takes {format_bytes(needed)}, and {format_bytes(free)} are free")
         torch.serialization.set_crc32_options(True)  # torch's default, which `verify` relies on
         with temporary.open("wb") as file:
             torch.save({"format": FORMAT, "step": step, **state}, file)
@@ -88,11 +100,30 @@ def save(run: Path, step: int, state: dict[str, Any], *, keep: int) -> Path:
         temporary.unlink(missing_ok=True)
         kept = found(run)
         rest = f"the newest complete one is {kept[-1].name}" if kept else "there is no earlier one"
-        raise UserError(f"checkpoint {path} could not be written ({error}); {rest}; make room and resume") from error
+        full = _disk_full(error)
+        raise (DiskFullError if full else UserError)(
+            f"checkpoint {path} could not be written ({full or error}); {rest}"
+        ) from error
     if keep:
         for old in [other for other in found(run) if other.name <= path.name][:-keep]:
             old.unlink()
     return path
+
+
+def size_of(state: dict[str, Any]) -> int:
+    """Bytes of a checkpoint, a little more than it takes: its tensors, and a hundredth and 64 KiB for the rest."""
+    tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return int(1.01 * sum(storages.values())) + 2**16
+
+
+def _disk_full(error: BaseException | None) -> OSError | None:
+    """A full disk or a spent quota among an error's causes. torch raises an error of its own when it closes the archive."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return error
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def save_diverged(run: Path, step: int, state: dict[str, Any]) -> None:

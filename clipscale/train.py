@@ -217,7 +217,10 @@ class Run:
                 self.metrics.close()
         if self.world.main:
             print_results(results, f"{self.folder.name}, step {self.step}")
-            write_report(self.folder)
+            try:
+                write_report(self.folder)
+            except OSError as error:
+                log.warning("%s/report.html could not be written (%s)", self.folder, error.strerror)
         return {"run": str(self.folder), "step": self.step, "loss": self.last_loss, "eval": results}
 
     def optimizer_step(self) -> dict[str, Any]:
@@ -339,7 +342,10 @@ class Run:
         return due
 
     def save(self) -> None:
-        """Write a checkpoint on rank 0. Raises UserError, on every rank, where that fails."""
+        """Write a checkpoint on rank 0. On a full disk, training goes on without it, unless the run ends here.
+
+        Raises UserError, on every rank, where it cannot be written.
+        """
         now = RandomState.now(self.world.device)
         random = self.world.gather({"cpu": now.cpu, "cuda": now.cuda})
         positions = self.world.gather(self.stream.position())
@@ -353,7 +359,12 @@ class Run:
                 "samples": self.sizes.before(self.step),
                 "loss": self.last_loss,
             }
-            checkpoint.save(self.folder, self.step, saved | own, keep=self.config.checkpoint.keep)
+            try:
+                checkpoint.save(self.folder, self.step, saved | own, keep=self.config.checkpoint.keep)
+            except checkpoint.DiskFullError as error:
+                if self.stopping or self.step == self.total:
+                    raise UserError(f"{error}; free some space, and resume") from error
+                log.warning("%s; training goes on without it, free some space", error)
 
         self.world.on_main(write)
         self.saved_at = time.monotonic()

@@ -1,8 +1,10 @@
 """Checkpoints appear whole or not at all, are read without executing code, and name what does not fit."""
 
 import logging
+import os
 import pickle
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,35 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     assert [p.name for p in checkpoint.found(tmp_path)] == ["step_00000003.pt", "step_00000010.pt"]
     checkpoint.save(tmp_path, 11, some_state(), keep=0)
     assert len(checkpoint.found(tmp_path)) == 3
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 2 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", folder]).returncode:
+        pytest.skip("only root may mount a small file system here")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+@pytest.mark.parametrize("foreseen", [True, False])
+def test_a_full_disk_leaves_the_earlier_ones(small_disk: Path, monkeypatch: pytest.MonkeyPatch, foreseen: bool) -> None:
+    """Unforeseen: another process takes the space during the save."""
+    checkpoint.save(small_disk, 1, some_state(), keep=1)
+    if not foreseen:
+        monkeypatch.setattr(checkpoint, "size_of", lambda state: 0)
+    reason = "it takes 4.1 MiB, and 2.0 MiB are free" if foreseen else "No space left on device"
+    with pytest.raises(checkpoint.DiskFullError, match=rf"step_00000002.*{reason}.*step_00000001\.pt"):
+        checkpoint.save(small_disk, 2, {"model": {"w": torch.zeros(2**20)}}, keep=1)
+    assert [path.name for path in (small_disk / "checkpoints").iterdir()] == ["step_00000001.pt"]
+
+
+def test_the_size_of_a_checkpoint_is_known_before(tmp_path: Path) -> None:
+    state = some_state() | {"many": [torch.zeros(1000 + i) for i in range(100)], "view": torch.zeros(2**18)[:10]}
+    written = checkpoint.save(tmp_path, 1, state, keep=0).stat().st_size
+    assert written <= checkpoint.size_of(state) < 1.05 * written + 2**16
 
 
 def test_what_a_dead_run_was_writing_is_removed(tmp_path: Path) -> None:

@@ -92,7 +92,10 @@ def evaluate(
     finally:
         model.train(training)
     if run_dir is not None and world.main and sets:
-        save_results(run_dir, step, results, seconds=time.perf_counter() - started)
+        try:
+            save_results(run_dir, step, results, seconds=time.perf_counter() - started)
+        except OSError as error:  # a full disk: a run goes on
+            log.warning("%s/eval could not be written (%s): %s", run_dir, error.strerror, results)
     return results
 
 

@@ -63,8 +63,8 @@ class MetricLog:
         total_steps: length of the run, for the progress bar; None: unknown.
         world: number of processes, for `env.json`.
 
-    Raises UserError for a bad setting, for a folder that cannot be written, and for a full disk under `metrics.jsonl`: a run must not
-    go on without its record. A failure of wandb or TensorBoard prints a warning and closes that sink.
+    Raises UserError for a bad setting, and for a folder that cannot be written. Later, a full disk under `metrics.jsonl` prints a warning,
+    and its lines wait in memory. A failure of wandb or TensorBoard prints a warning and closes that sink.
     """
 
     def __init__(
@@ -84,6 +84,7 @@ class MetricLog:
         # No highlighting and no wrapping: they put control codes and line breaks into lines that are meant for grep.
         self.console = console or Console(highlight=False, soft_wrap=True, emoji=False)
         self._unprinted: Record | None = None
+        self._unwritten, self._full = bytearray(), False
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
             self._file = _open_from(run_dir / "metrics.jsonl", resume_step)
@@ -114,15 +115,18 @@ class MetricLog:
         self._to_sinks(step, {k: float(v) for k, v in record.items() if isinstance(v, int | float)})
 
     def _append(self, line: str) -> None:
-        data, name = line.encode(), self._file.name
+        """Append to `metrics.jsonl`. What a full disk does not take is kept, and written with the next line."""
+        self._unwritten += line.encode()
+        reason: str | None = "the disk is full"
         try:
-            written = self._file.write(data)
+            del self._unwritten[: self._file.write(self._unwritten)]
         except OSError as error:
-            raise UserError(
-                f"{name} cannot be written ({error.strerror}); free some space, and resume the run"
-            ) from error
-        if written != len(data):
-            raise UserError(f"{name} cannot be written to the end (disk full?); free some space, and resume the run")
+            reason = error.strerror
+        if self._unwritten and not self._full:
+            self.message(
+                f"warning: {self._file.name} cannot be written ({reason}); its lines wait in memory, free some space"
+            )
+        self._full = bool(self._unwritten)
 
     def _print_record(self) -> None:
         """Print the newest record, unless it has been printed."""
@@ -150,7 +154,12 @@ class MetricLog:
         for name in list(self._sinks):
             sink = self._sinks.pop(name)
             self._call(name, sink.close, slow_s=math.inf)
-        self._file.close()
+        if not self._file.closed:
+            self._append("")
+            self._file.close()
+            if self._unwritten:
+                lines = bytes(self._unwritten).count(b"\n")
+                self.message(f"warning: {self._file.name} lacks the last {lines} lines")
 
     def __enter__(self) -> "MetricLog":
         return self

@@ -170,14 +170,18 @@ def test_settings_that_make_no_sense(tmp_path: Path) -> None:
         open_log(tmp_path / "file")
 
 
-def test_a_full_disk_ends_the_run_in_one_line(tmp_path: Path) -> None:
-    with (
-        pytest.raises(UserError, match=r"/dev/full cannot be written \(No space left on device\)"),
-        open_log(tmp_path) as log,
-    ):
-        log._file.close()
-        log._file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115, PTH123
+def test_lines_wait_in_memory_while_the_disk_is_full(tmp_path: Path) -> None:
+    with open_log(tmp_path) as log:
         log.step(record(1))
+        file = log._file
+        log._file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115, PTH123
+        log.step(record(2))
+        log.step(record(3))
+        assert printed(log).count("warning: /dev/full cannot be written (No space left on device)") == 1, printed(log)
+        log._file.close()
+        log._file = file
+        log.step(record(4))
+    assert steps(tmp_path) == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("name", ["metrics", "env", "config"])
