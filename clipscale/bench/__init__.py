@@ -6,6 +6,6 @@
     python -m clipscale.bench.fit       whole runs beside `clipscale plan`
     python -m clipscale.bench.largest   the largest batch that a machine holds
 
-Each declares columns, notes, targets and panels; present.py prints and draws them, and again from the record alone. harness.py starts
-fresh processes, worker.py measures in them, memory.py the memory of a step; record.py keeps what was measured, targets.py judges it.
+Each declares columns, targets and panels. driver.py measures part by part, harness.py starts fresh processes, worker.py measures in them,
+memory.py the memory of a step; record.py writes records, targets.py judges them, present.py prints and draws them.
 """

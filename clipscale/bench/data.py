@@ -4,25 +4,28 @@ On a GPU it also measures the decoder there and what a model takes, to show whet
 """
 
 import io
-import tarfile
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
 from PIL import Image
 from rich.console import Console
+from webdataset import TarWriter
 
-from clipscale.bench.present import Bars, Benchmark, Column, Curves, extent, finish
-from clipscale.bench.record import begin, counts, device_of, processor, write
-from clipscale.bench.worker import Meter, alternating, spread
+from clipscale.bench.driver import drive
+from clipscale.bench.harness import Answer, Job, Task
+from clipscale.bench.present import Bars, Benchmark, Column, Key, extent
+from clipscale.bench.record import begin, counts, device_of, processor
+from clipscale.bench.worker import Meter, Worker, alternating, spread
 from clipscale.config.data import DECODE, DataConfig
 from clipscale.config.tools import DataBenchSettings
 from clipscale.data.decode import TrainTransform
@@ -33,16 +36,12 @@ from clipscale.data.loader.offload import open_backend
 from clipscale.data.loader.stream import BatchShare, open_stream
 from clipscale.data.order import AUGMENT, CounterRNG
 from clipscale.errors import UserError
-from clipscale.report.table import plain_console
 
 Row = dict[str, Any]
-Rates = Mapping[str, Callable[[], list[float]]]
 
 PEER, GPU = "open_clip", "decode=gpu"
 ON_CPU = tuple(name for name in DECODE if name != "gpu")
-TITLES = {"decode": "pictures to pixels, one core", "stream": "shards to batches"}
-KINDS = ("decode", "loader", "device", "step", "stream")
-"""What is measured, in the order of the record."""
+METHODS = [*(f"decode={name}" for name in ON_CPU), PEER]
 CHUNK = 1024
 """Most samples of a chunk of the model's step."""
 FED = 4
@@ -50,39 +49,32 @@ FED = 4
 BATCHES = 3
 """Batches of a stream that are measured, after the first."""
 HOW = {
-    "decode": "pictures a second of one core: JPEG bytes in memory to the pixels of a training sample (random resized crop, bicubic); CPU "
-    "time of one thread, methods interleaved, every second round backwards, after a round that is not counted",
-    "stream": "samples a second from shards on disk through worker processes into whole batches, tokens included: wall clock from the end "
-    "of the first batch on; methods interleaved, each with workers of its own",
-    "loader": "pictures a second of one core that a loader prepares for data.decode=gpu: header read, crop drawn, bytes put into the batch",
-    "device": f"pictures a second of the GPU with data.decode=gpu: bytes in host memory to pixels there, {gpu_decode.AHEAD} at once",
+    "decode": "pictures a second of one core: JPEG bytes in memory to the pixels of a training sample; CPU time of one thread",
+    "stream": "samples a second from shards on disk through workers into whole batches, tokens included; wall clock, first batch aside",
+    "loader": "pictures a second of one core that a loader prepares for data.decode=gpu: header read, crop drawn, bytes copied",
+    "device": f"pictures a second of the GPU with data.decode=gpu: bytes to pixels in host memory, {gpu_decode.AHEAD} at once",
     "step": f"samples a second that the gradient cache takes on the GPU in bf16, pixels at hand, chunks of {CHUNK} at most",
     "difference": "mean difference of decode=fast from decode=exact on the same crops, in parts of 255",
-    "bytes": "what one sample takes of the memory through which workers hand it over, pixels and tokens",
+    "bytes": "memory through which workers hand over one sample, pixels and tokens",
     "pictures": "random, amplitude 1/frequency in every colour, JPEG quality 90",
 }
 
 
 def main(settings: DataBenchSettings, console: Console | None = None) -> list[Row]:
     """Measure, print and save. Raises UserError for settings that cannot be."""
-    console = console or plain_console()
-    counts("sizes", settings.sizes), counts("stream", settings.stream)
-    device, why = usable(settings.device)
+    part, why = plan(settings)
     record, path = begin(settings.out, "data", "data", settings, how=HOW, skipped={GPU: why} if why else {})
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with console.status("data") as status:
-            for kind, side, measure in parts(settings, device, record["skipped"]):
-                if any((row["kind"], row["side"]) == (kind, side) for row in record["rows"]):
-                    continue
-                status.update(f"{kind}, {side} pixels")
-                rows = [{"kind": kind, "side": side} | row for row in measure()]
-                record["rows"] = sorted([*record["rows"], *rows], key=lambda r: (KINDS.index(r["kind"]), r["side"]))
-                write(path, record)  # an interruption leaves what came before
-    finally:
-        torch.set_num_threads(threads)
-    return finish(record, path, console)
+    return drive("clipscale.bench.data:work", [part], record, path, console=console)
+
+
+def plan(settings: DataBenchSettings) -> tuple["DataPart", str]:
+    """What is measured, and why the GPU is not. Raises UserError."""
+    sizes, streams = counts("sizes", settings.sizes), counts("stream", settings.stream)
+    device, why = usable(settings.device)
+    kinds = ("decode", "loader", *(["device"] if device else []))
+    cases = [(kind, side) for kind in kinds for side in sizes]
+    cases += [("step", settings.image_size)] if device and settings.model else []
+    return DataPart(settings, device, [*cases, *(("stream", side) for side in streams)]), why
 
 
 def usable(setting: str) -> tuple[torch.device | None, str]:
@@ -97,37 +89,75 @@ def usable(setting: str) -> tuple[torch.device | None, str]:
     return device, ""
 
 
-def parts(
-    settings: DataBenchSettings, device: torch.device | None, skipped: dict[str, str]
-) -> Iterator[tuple[str, int, Callable[[], list[Row]]]]:
-    """What is measured: kind and side of each part, and what measures it. Where the GPU fails, `skipped` gets the reason."""
+@dataclass(frozen=True)
+class DataPart:
+    """All that is measured, (kind, side) by (kind, side)."""
 
-    def on_gpu(kind: str, side: int, method: str, rates: Callable[[], list[float]]) -> list[Row]:
-        try:
-            return [{"method": method, "per_s": spread(rates())}]
-        except RuntimeError as error:
-            skipped[f"{method}, {kind} {side}"] = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-            return []
+    settings: DataBenchSettings
+    device: torch.device | None
+    """The GPU; None: not measured."""
+    cases: Sequence[tuple[str, int]]
+    label = "data"
 
-    repeats = settings.repeats
-    for side in counts("sizes", settings.sizes):
-        files = photographs(side, settings)
-        yield "decode", side, partial(decode_rows, files, settings)
-        fed = partial(loader_rates, files, settings)
-        yield "loader", side, lambda fed=fed: [{"method": GPU, "per_s": spread(fed())}]  # type: ignore[misc]
-        if device:
-            yield "device", side, partial(on_gpu, "device", side, GPU, partial(device_rates, files, settings, device))
-    if device and settings.model:
-        rates = partial(step_rates, settings.model, settings.batch, repeats, device)
-        yield "step", settings.image_size, partial(on_gpu, "step", settings.image_size, settings.model, rates)
-    for side in counts("stream", settings.stream):
-        decoding = device if not any(name.startswith(GPU) for name in skipped) else None
-        yield "stream", side, partial(stream_rows, side, settings, decoding)
+    def methods(self, kind: str) -> list[str]:
+        gpu = [GPU] if self.device else []
+        return {"decode": METHODS, "stream": [*METHODS, *gpu], "step": [self.settings.model]}.get(kind, [GPU])
+
+    def names(self) -> list[Key]:
+        return [(kind, side, method) for kind, side in self.cases for method in self.methods(kind)]
+
+    def without(self, done: set[Key]) -> Self:
+        measured = {key[:2] for key in done}
+        return replace(self, cases=[case for case in self.cases if case not in measured])
+
+    def jobs(self, answers: Sequence[Sequence[Answer]]) -> Iterator[Job]:
+        """One process of one thread."""
+        device = str(self.device) if self.device else None
+        about = {"settings": asdict(self.settings), "device": device}
+        probed = [(f"{kind} {side}", side) for kind, side in self.cases]
+        yield Job(about, self.device.type if self.device else "cpu", probed, threads=1)
+
+    def found(self, answers: Sequence[Sequence[Answer]]) -> Row:
+        rows, skipped = [], {}
+        for name, record in (item for ranks in answers for answer in ranks for item in answer["cases"].items()):
+            kind, side = name.split()
+            if record["status"] == "ok":
+                rows += [{"kind": kind, "side": int(side)} | row for row in record.get("rows", [])]
+            else:
+                skipped[name] = record["reason"]
+        return {"rows": rows, "skipped": skipped}
 
 
-def photographs(side: int, settings: DataBenchSettings) -> list[bytes]:
-    """The pictures of one size."""
-    return [photograph(side, seed) for seed in range(settings.pictures)]
+def work(task: Task) -> None:
+    DataWorker(Job(**task.job), task.rank, task.leave).work()
+
+
+class DataWorker(Worker):
+    """Measures kind by kind. A GPU that fails costs its own figures alone."""
+
+    def probe(self, name: str, size: int) -> None:
+        settings, device = (
+            DataBenchSettings(**self.job.about["settings"]),
+            torch.device(self.job.about["device"] or "cpu"),
+        )
+        files = [photograph(size, seed) for seed in range(settings.pictures)]
+
+        def on_gpu() -> list[Row]:
+            failed = any(record["status"] != "ok" for record in self.found.values())
+            return stream_rows(files, settings, device if self.job.about["device"] and not failed else None)
+
+        measure: dict[str, Callable[[], list[Row]]] = {
+            "decode": lambda: decode_rows(files, settings),
+            "loader": lambda: rated(GPU, loader_rates(files, settings)),
+            "device": lambda: rated(GPU, device_rates(files, settings, device)),
+            "step": lambda: rated(settings.model, step_rates(settings, device)),
+            "stream": on_gpu,
+        }
+        self.record(name)["rows"] = measure[name.split()[0]]()
+
+
+def rated(method: str, rates: list[float]) -> list[Row]:
+    return [{"method": method, "per_s": spread(rates)}]
 
 
 def photograph(side: int, seed: int) -> bytes:
@@ -255,13 +285,14 @@ def device_rates(files: list[bytes], settings: DataBenchSettings, device: torch.
     return rates[1:]
 
 
-def step_rates(model: str, batch: int, repeats: int, device: torch.device) -> list[float]:
-    """Samples a second that the gradient cache takes with that preset in bf16, pixels and tokens on the device; no update of weights."""
+def step_rates(settings: DataBenchSettings, device: torch.device) -> list[float]:
+    """Samples a second that the gradient cache takes in bf16, pixels and tokens on the device; no update of weights."""
     from clipscale.bench.step_variants import StepVariants
 
-    variants = StepVariants(model, min(CHUNK, batch), "bf16", str(device))
+    batch = settings.batch
+    variants = StepVariants(settings.model, min(CHUNK, batch), "bf16", str(device))
     inputs, cached, rates = variants.on_device(batch), variants.variant("cache"), []
-    for _ in range(repeats + 1):
+    for _ in range(settings.repeats + 1):
         meter = Meter(device)
         cached.step(inputs, meter)
         rates.append(batch / sum(meter.seconds.values()))
@@ -271,7 +302,7 @@ def step_rates(model: str, batch: int, repeats: int, device: torch.device) -> li
 # ---- shards to batches ----
 
 
-def stream_rows(side: int, settings: DataBenchSettings, device: torch.device | None) -> list[Row]:
+def stream_rows(files: list[bytes], settings: DataBenchSettings, device: torch.device | None) -> list[Row]:
     """Samples a second of the whole path from shards to batches, and bytes a sample that pass between processes."""
     import open_clip
 
@@ -279,7 +310,7 @@ def stream_rows(side: int, settings: DataBenchSettings, device: torch.device | N
     rates: dict[str, list[float]] = {}
     sizes: dict[str, int] = {}
     with tempfile.TemporaryDirectory(prefix="clipscale-bench-") as name:
-        pattern = write_shards(Path(name), side, settings, shards=2 * settings.workers, batches=2 + BATCHES)
+        pattern = write_shards(Path(name), files, settings, shards=2 * settings.workers, batches=2 + BATCHES)
         loaders: dict[str, Callable[[], Iterator[int]]] = {
             f"decode={decode}": partial(own_batches, pattern, decode, tokenizer, settings, device)
             for decode in (DECODE if device else ON_CPU)
@@ -296,19 +327,14 @@ def stream_rows(side: int, settings: DataBenchSettings, device: torch.device | N
     return [row | {"bytes": sizes[row["method"]]} for row in with_ratios({name: rates[name] for name in loaders})]
 
 
-def write_shards(folder: Path, side: int, settings: DataBenchSettings, shards: int, batches: int) -> str:
+def write_shards(folder: Path, pictures: list[bytes], settings: DataBenchSettings, shards: int, batches: int) -> str:
     """Shards of so many batches together, with captions and img2dataset-like json members; returns their brace list."""
-    pictures = photographs(side, settings)
     for shard in range(shards):
-        with tarfile.open(folder / f"{shard:05d}.tar", "w") as archive:
+        with TarWriter(str(folder / f"{shard:05d}.tar")) as archive:
             for i in range(-(-batches * settings.batch // shards)):
                 caption = f"a photograph of thing {i} on a table, number {shard}"
-                members = {"jpg": pictures[i % len(pictures)], "txt": caption.encode()}
-                members["json"] = b'{"a": "%s"}' % (b"x" * 500)
-                for extension, data in members.items():
-                    header = tarfile.TarInfo(f"{shard:05d}{i:04d}.{extension}")
-                    header.size = len(data)
-                    archive.addfile(header, io.BytesIO(data))
+                members = {"jpg": pictures[i % len(pictures)], "txt": caption, "json": {"a": "x" * 500}}
+                archive.write({"__key__": f"{shard:05d}{i:04d}"} | members)
     return f"{folder}/{{00000..{shards - 1:05d}}}.tar"
 
 
@@ -361,9 +387,9 @@ def _rate(value: float) -> str:
 
 
 COLUMNS = (
-    Column("what", "kind", words=True),
-    Column("source", "side"),
-    Column("method", "method", words=True),
+    Column("what", "kind", words=True, case=True),
+    Column("source", "side", case=True),
+    Column("method", "method", words=True, case=True),
     Column("samples/s", "per_s.median", _rate),
     Column("min-max", "per_s", extent(_rate)),
     Column(f"to {PEER}", "ratio", "{:.2f}".format),
@@ -390,21 +416,15 @@ def targets(record: Row) -> list[str]:
     return lines
 
 
-def panels(record: Row) -> list[Curves | Bars]:
+def panels(record: Row) -> list[Bars]:
     """Rates of one core and of the whole path, by source size."""
-    found: list[Curves | Bars] = []
-    for kind, heading in TITLES.items():
-        rates = {
-            (row["side"], row["method"]): tuple(row["per_s"][part] for part in ("median", "min", "max"))
-            for row in record["rows"]
-            if row["kind"] == kind
-        }
+    found = []
+    for kind, heading in (("decode", "pictures to pixels, one core"), ("stream", "shards to batches")):
+        rates = {(row["side"], row["method"]): row["per_s"] for row in record["rows"] if row["kind"] == kind}
         sides, methods = dict.fromkeys(side for side, _ in rates), dict.fromkeys(method for _, method in rates)
-        workers = f", {record['settings']['workers']} workers" if kind == "stream" else ""
         series = {method: [rates.get((side, method)) for side in sides] for method in methods}
-        if series:
-            found.append(Bars(f"{heading}{workers}: samples/s by pixels a side", [str(side) for side in sides], series))
+        found.append(Bars(f"{heading}: samples/s by pixels a side", [str(side) for side in sides], series))
     return found
 
 
-BENCHMARKS = {"data": Benchmark(title, lambda _: COLUMNS, lambda _: [], targets, panels, groups=("kind", "side"))}
+BENCHMARKS = {"data": Benchmark(("kind", "side", "method"), title, COLUMNS, targets, panels)}

@@ -1,4 +1,4 @@
-"""Does a run fit as `clipscale plan` predicts: a whole training run in a process of its own, beside its prediction.
+"""Whole training runs in fresh processes, beside what `clipscale plan` predicts for them.
 
     python -m clipscale.bench.fit --record FILE --run runs/NAME --seconds 60 KEY=VALUE ...
 
@@ -14,15 +14,13 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from clipscale.bench import harness
 from clipscale.bench.harness import Task
-from clipscale.bench.memory import bound_address_space, end_first, is_out_of_memory
-from clipscale.bench.present import MIB, Bars, Benchmark, Column, Curves, finish, lookup, mebibytes
+from clipscale.bench.memory import end_first, is_out_of_memory
+from clipscale.bench.present import MIB, Bars, Benchmark, Column, Value, finish, lookup, mebibytes
 from clipscale.bench.record import earlier, final, machine, processor
 from clipscale.bench.targets import Found, Target
 from clipscale.config.tools import PlanConfig
@@ -36,66 +34,54 @@ STEPS = 3
 GRACE = 20.0
 """Seconds that an interrupted run has to end."""
 TENTH = 0.1
-"""What predicted memory may be off by, in parts of the measured."""
+"""Relative error that predicted memory may have."""
 REFUSALS = ("are free for each of", "of a batch are larger than", "was killed by SIGKILL", "samples fit the device")
-"""What the program's own refusals for lack of memory contain (data/loader, autotune)."""
-FITS = "ok"
+"""Parts of the program's own messages for lack of memory (data/loader, autotune)."""
 HOW = {
     "predicted": "clipscale plan run=RUN: a dry run of the step without memory, for the settings and the machine of the run",
-    "measured": "medians over the steps from the second on; encode, loss, replay, optim: peak of torch's CUDA allocator in that part of "
-    "the step beyond what was there when it began; peak: of the whole step; host: resident memory of rank 0",
-    "ratio": "predicted over measured; a CPU has no allocator to ask, so of a run on one the host's alone is measured",
+    "measured": "medians over the steps from the second on: growth of the CUDA allocator's peak by phase; host: resident memory",
+    "ratio": "predicted over measured; of a run on a CPU only the host's memory is measured",
 }
 
 
-# ---- one run in a process of its own ----
+def trained(run: Path, words: Sequence[str], seconds: float) -> Row:
+    """A row: `clipscale train run=RUN WORDS...` in a fresh process, from the start, for `seconds` at most, beside its prediction.
 
-
-@dataclass(frozen=True)
-class Attempt:
-    """How a run ended."""
-
-    status: str
-    """`ok`; `refused`: the program found that memory does not suffice; `out of memory`; `no time`; `failed`: anything else."""
-    reason: str
-    seconds: float
-    batch: int = 0
-    """Of a try in the search for the largest batch."""
-
-    @property
-    def too_large(self) -> bool:
-        return self.status in ("refused", "out of memory")
-
-
-def attempt(run: Path, words: Sequence[str], seconds: float, memory: int | None = None) -> Attempt:
-    """`clipscale train run=RUN WORDS...` in a fresh process, begun anew, for `seconds` at most.
-
-    `memory`: bytes of address space that it may take beyond what the program itself takes; not with CUDA, which reserves more than that.
+    Its status is `ok`; `refused`, if the program found that memory does not suffice; `out of memory`; `no time`; else `failed`.
     """
     shutil.rmtree(run, ignore_errors=True)
     start = time.monotonic()
-    job = {"words": [f"run={run}", *words], "memory": memory}
-    (ended,) = harness.run("clipscale.bench.fit:work", job, seconds=max(1.0, seconds), grace=GRACE)
+    command = ["train", f"run={run}", *words]
+    (ended,) = harness.run("clipscale.bench.fit:work", command, seconds=max(1.0, seconds), grace=GRACE)
     if ended.status is None:
         status, reason = "no time", f"not done within {seconds:.0f} s"
     elif ended.answer:
         status, reason = ended.answer["status"], ended.answer["reason"]
     else:
         status, reason = ended.cause
-    return Attempt(status, reason, time.monotonic() - start)
+    row: Row = {"run": run.name, "settings": list(words), "status": status, "reason": reason}
+    row |= {"seconds": time.monotonic() - start, "command": shlex.join(["clipscale", *command])}
+    return row | (measured(run) if status == "ok" else {})
+
+
+def measured(run: Path) -> Row:
+    """The last steps of a run that ended well, its newest evaluation, and its memory beside the prediction."""
+    steps = [json.loads(text) for text in (run / "metrics.jsonl").read_text().splitlines()]
+    evaluated = max((run / "eval").glob("step_*.json"), default=None)
+    return {
+        "steps": steps[-STEPS:],
+        "evaluated": None if evaluated is None else json.loads(evaluated.read_text()),
+        "predicted": compare(PlanConfig(run=str(run))),
+    }
 
 
 def work(task: Task) -> None:
     """The run, in its process; leaves its status and the reason."""
     from clipscale.cli import main as cli
 
-    job = task.job
     end_first()
-    if job["memory"] is not None:
-        import_module("clipscale.train")  # the program itself does not count
-        bound_address_space(job["memory"])
     try:
-        code = cli.dispatch(["train", *job["words"]])
+        code = cli.dispatch(list(task.job))
         status, reason = ("ok", "") if code == 0 else ("failed", f"status {code}")
     except Exception as error:
         traceback.print_exc()
@@ -111,19 +97,6 @@ def judged(error: Exception) -> tuple[str, str]:
     return ("out of memory" if is_out_of_memory(error) else "failed"), f"{type(error).__name__}: {reason}"
 
 
-def row_of(run: Path, words: Sequence[str]) -> Row:
-    """What a record keeps of a run that ended well: last steps, newest evaluation, and prediction beside measurement."""
-    steps = [json.loads(text) for text in (run / "metrics.jsonl").read_text().splitlines()]
-    evaluated = max((run / "eval").glob("step_*.json"), default=None)
-    return {
-        "run": run.name,
-        "settings": list(words),
-        "steps": steps[-STEPS:],
-        "evaluated": None if evaluated is None else json.loads(evaluated.read_text()),
-        "predicted": compare(PlanConfig(run=str(run))),
-    }
-
-
 def parser(text: str | None) -> argparse.ArgumentParser:
     """The options of both programs."""
     found = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -135,70 +108,62 @@ def parser(text: str | None) -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run, and add the row. Returns 1 where the run did not end well; the record has the reason."""
+    """Run, and add the row. Returns 1 if the run did not end well; the record has the reason."""
     given = parser(__doc__).parse_args(argv)
-    given.record.parent.mkdir(parents=True, exist_ok=True)
-    facts = machine(shlex.join(["clipscale", "train", f"run={given.run}", *given.words]))
-    record: Row = {"benchmark": "runs", "settings": {}, "machine": facts, "how": HOW}
-    record["rows"] = earlier(given.record, record).get("rows", [])
+    record = begun(given.record, ["clipscale", "train", f"run={given.run}", *given.words])
     same = [row for row in record["rows"] if row["run"] == given.run.name]
     if any(final(row) and row["settings"] == given.words for row in same):
         print(f"{given.run.name}: recorded already")
         return 0
-    found = attempt(given.run, given.words, given.seconds)
-    row = row_of(given.run, given.words) if found.status == FITS else {"run": given.run.name, "settings": given.words}
-    row |= {"status": found.status, "reason": found.reason, "seconds": found.seconds}
+    row = trained(given.run, given.words, given.seconds)
     record["rows"] = [*(other for other in record["rows"] if other not in same), row]
     finish(record, given.record)
-    return 0 if found.status == FITS else 1
+    return 0 if row["status"] == "ok" else 1
 
 
-# ---- how the records are shown ----
+def begun(path: Path, command: Sequence[str], **settings: Any) -> Row:
+    """The record at `path`, resumed if it goes with this command's machine, code and settings."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    record = {"benchmark": "runs", "settings": settings, "machine": machine(shlex.join(command)), "how": HOW}
+    return record | {"rows": earlier(path, record).get("rows", [])}
 
 
-RUN_COLUMNS = (
+# ---- how the record is shown ----
+
+COLUMNS = (
     Column("run", "run", words=True, case=True),
     Column("phase", "phase", words=True),
     Column("predicted MiB", "predicted_bytes", mebibytes),
     Column("measured MiB", "measured_bytes", mebibytes),
     Column("ratio", "ratio", "{:.3f}".format),
-    Column("within 10 %", "ratio", lambda ratio: "yes" if abs(ratio - 1) <= TENTH else "no", words=True),
 )
-
-
-def where(record: Row) -> str:
-    return processor(record, "cuda" if record["machine"]["gpus"] else "cpu")
 
 
 def phases(row: Row) -> list[Row]:
     """A line for each phase of a run; of one without figures, one with its status."""
     if row["status"] != "ok":
-        return [{"run": row["run"], "status": row["status"]}]
+        return [row]
     return [{"run": row["run"], "phase": name} | found for name, found in row["predicted"]["compared"].items()]
 
 
-def run_notes(record: Row) -> list[str]:
-    """What each run was, and how well it did where it was evaluated."""
-    lines = []
-    for row in record["rows"]:
-        why = f": {row['status']}: {row['reason']}" if row["status"] != "ok" else ""
-        lines.append(f"{row['run']}: {' '.join(row['settings'])}{why}")
+def notes(record: Row) -> list[str]:
+    """The settings of each run, and how well it did if it was evaluated."""
+    lines = [*record.get("notes", []), *(f"{row['run']}: {' '.join(row['settings'])}" for row in record["rows"])]
     for row in record["rows"]:
         evaluated = row.get("evaluated") or {"results": {}}
         for name, metrics in evaluated["results"].items():
             shares = ", ".join(f"{key} {value:.1%}" for key, value in metrics.items() if isinstance(value, float))
             lines.append(f"{row['run']}: {name} at step {evaluated['step']:,}: {shares}")
-    return [
-        *lines,
-        "Encode to optim: the peak of that part of the step beyond what was there before it. Peak: of the whole step. Host: "
-        "resident memory of the process, which the target leaves out. How each is measured stands in the JSON.",
-    ]
+    return lines
 
 
-def within_a_tenth(rows: Sequence[Row]) -> list[str]:
-    """Of each run the phase that is furthest off. The host's memory, which others share, is left out."""
+def within_a_tenth(record: Row) -> list[str]:
+    """Of each run the phase with the largest error, without the host's memory, which others share.
+
+    Tries of a search for the largest batch (`batch`) that did not fit are left out.
+    """
     found: list[Found] = []
-    for row in rows:
+    for row in (row for row in record["rows"] if row["status"] == "ok" or "batch" not in row):
         compared = (lookup(row, "predicted.compared") or {}).items()
         errors = {name: abs(c["ratio"] - 1) for name, c in compared if name != "host" and c["ratio"] is not None}
         if row["status"] != "ok":
@@ -212,41 +177,29 @@ def within_a_tenth(rows: Sequence[Row]) -> list[str]:
     return [Target(target, lambda x: x <= TENTH, "{:.1%}").judge(found)]
 
 
-def memory_bars(row: Row, title: str) -> Bars:
-    """Predicted and measured bytes of every phase of a run."""
-    compared = row["predicted"]["compared"]
-    series = {
-        side: [(found[f"{side}_bytes"] / MIB,) if found[f"{side}_bytes"] else None for found in compared.values()]
-        for side in ("predicted", "measured")
-    }
-    texts = ["not measured" if found["ratio"] is None else f"{found['ratio']:.2f}" for found in compared.values()]
-    return Bars(title, list(compared), series, texts, log=True)
+def panels(record: Row) -> list[Bars]:
+    """Predicted and measured memory of every phase, run by run."""
+    found = []
+    for row in (row for row in record["rows"] if row["status"] == "ok"):
+        compared = row["predicted"]["compared"]
+        series: dict[str, list[Value]] = {}
+        for side in ("predicted", "measured"):
+            sizes = [phase[f"{side}_bytes"] for phase in compared.values()]
+            series[side] = [None if size is None else size / MIB for size in sizes]
+        found.append(Bars(f"{row['run']}, MiB", list(compared), series))
+    return found
 
 
-def run_panels(record: Row) -> list[Curves | Bars]:
-    """Bytes by phase of every run, and the ratios of all."""
-    rows = [row for row in record["rows"] if row["status"] == "ok"]
-    names = list(dict.fromkeys(name for row in rows for name in row["predicted"]["compared"]))
-    ratios: dict[str, list[tuple[float, ...] | None]] = {}
-    for row in rows:
-        found = [lookup(row, f"predicted.compared.{name}.ratio") for name in names]
-        ratios[row["run"]] = [None if ratio is None else (ratio,) for ratio in found]
-    bars = [memory_bars(row, f"{row['run']}, MiB") for row in rows]
-    return [*bars, Bars(f"predicted over measured (target: within {TENTH:.0%})", names, ratios, mark=1)]
+def title(record: Row) -> str:
+    where = processor(record, "cuda" if record["machine"]["gpus"] else "cpu")
+    return f"memory of a step, predicted by clipscale plan and measured, on {where}"
 
 
-BENCHMARKS = {
-    "runs": Benchmark(
-        lambda record: f"memory of a step, predicted by clipscale plan and measured, on {where(record)}",
-        lambda _: RUN_COLUMNS,
-        run_notes,
-        lambda record: within_a_tenth(record["rows"]),
-        run_panels,
-        across=3,
-        lines=lambda record: [line for row in record["rows"] for line in phases(row)],
-        groups=("run",),
-    ),
-}
+def lines(record: Row) -> list[Row]:
+    return [line for row in record["rows"] for line in phases(row)]
+
+
+BENCHMARKS = {"runs": Benchmark(("run",), title, COLUMNS, within_a_tenth, panels, notes, lines)}
 
 if __name__ == "__main__":
     sys.exit(main())

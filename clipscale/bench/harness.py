@@ -1,10 +1,11 @@
-"""Measures in fresh processes: a job description goes in, and an answer comes back after every measurement.
+"""Measures in fresh processes: a job goes in, and an answer comes back after every measurement.
 
-`run` starts `python -m clipscale.bench.harness MODULE:FUNCTION FOLDER RANK`, watches the process and collects what it leaves.
+`run` starts `python -m clipscale.bench.harness MODULE:FUNCTION FOLDER RANK`, watches the processes and collects what they leave.
 """
 
 import contextlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -12,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
@@ -21,12 +22,12 @@ from typing import Any
 import psutil
 
 RETURNING_MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(2**20), "MALLOC_TRIM_THRESHOLD_": str(2**20)}
-"""Freed memory goes back to the system at once, so that the resident set is what is in use (mallopt(3))."""
+"""glibc returns freed memory to the system at once, so that the resident set is what is in use (mallopt(3))."""
 KEEPING_MALLOC = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
-"""Freed memory stays in the process, so that large blocks are not fetched from the system, page by page, in every step (mallopt(3))."""
+"""glibc keeps freed memory in the process, so that no step waits for page faults of large blocks (mallopt(3))."""
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 MARGIN = 0.95
-"""Part of the free memory that the processes of a job on the CPU may take."""
+"""Share of the free memory that the processes of a job on the CPU may take."""
 
 Answer = dict[str, Any]
 
@@ -39,9 +40,9 @@ class Job:
     """What the worker builds its variants from."""
     device: str
     probed: Sequence[Sequence[Any]] = ()
-    """(variant, size) whose memory is measured."""
+    """(name, size) measured once each, in this order."""
     timed: Sequence[str] = ()
-    """Cases whose time is measured in interleaved rounds; a case that failed when probed is left out."""
+    """Cases timed in interleaved rounds; a case that failed when probed is left out."""
     repeats: int = 0
     ranks: int = 1
     seconds: float | None = None
@@ -52,6 +53,8 @@ class Job:
     """Bytes that a process on the CPU may take beyond what torch itself takes."""
     threads: int | None = None
     """Of a process; None: torch's choice."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Added to the environment."""
 
     @property
     def names(self) -> list[str]:
@@ -65,7 +68,7 @@ class Ended:
     answer: Answer | None
     """Its last one."""
     status: int | None
-    """The exit status; None: the process was ended here, since its time was up or another rank had failed."""
+    """The exit status; None: `run` ended the process, because its time was up or another rank failed."""
     output: str
     """Standard output and error."""
 
@@ -82,7 +85,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Task:
-    """A job as the process that does it sees it."""
+    """A job as one of its processes sees it."""
 
     folder: Path
     rank: int
@@ -105,53 +108,45 @@ def run(
     *,
     ranks: int = 1,
     variables: Mapping[str, str] = MappingProxyType({}),
-    seconds: float | None = None,
+    seconds: float = math.inf,
     grace: float = 0.0,
-    hear: Callable[[Answer], object] | None = None,
+    hear: Callable[[Answer], object] = lambda _: None,
 ) -> list[Ended]:
     """Do `job` (JSON) in `ranks` processes of `target` (MODULE:FUNCTION of a Task); how they ended, in rank order.
 
-    When one fails, the others are ended. `variables` are added to the environment. After `seconds` all are interrupted, and have `grace`
-    seconds to end their own processes. `hear` gets the answer of rank 0 whenever it is replaced.
+    If one fails, the others are ended. After `seconds` all are interrupted and get `grace` seconds to end. `hear` gets the answer
+    of rank 0 whenever it is replaced.
     """
     environment = {key: value for key, value in os.environ.items() if key not in TORCHRUN} | dict(variables)
-    end = None if seconds is None else time.monotonic() + seconds
+    end, heard = time.monotonic() + seconds, 0
     with tempfile.TemporaryDirectory(prefix="clipscale-bench-") as name:
         folder = Path(name)
         (folder / "job.json").write_text(json.dumps(job))
+        answers = [folder / f"answer-{rank}.json" for rank in range(ranks)]
+        outputs = [folder / f"output-{rank}" for rank in range(ranks)]
         processes: list[subprocess.Popen[bytes]] = []
         try:
-            for rank in range(ranks):
+            for rank, path in enumerate(outputs):
                 command = [sys.executable, "-m", "clipscale.bench.harness", target, name, str(rank)]
-                with (folder / f"output-{rank}").open("wb") as output:
+                with path.open("wb") as output:
                     processes.append(subprocess.Popen(command, env=environment, stdout=output, stderr=output))
-            _watch(processes, folder / "answer-0.json", end, hear)
+            while {process.poll() for process in processes} in ({None}, {None, 0}) and time.monotonic() < end:
+                time.sleep(0.02)
+                if answers[0].exists() and answers[0].stat().st_mtime_ns != heard:
+                    heard = answers[0].stat().st_mtime_ns
+                    hear(json.loads(answers[0].read_text()))
+            if any(process.poll() for process in processes):
+                time.sleep(0.2)  # ranks that fail together end together
         finally:
             statuses = [process.poll() for process in processes]
             for process in processes:
                 _end(process, grace)
-        ended = []
-        for rank, status in enumerate(statuses):
-            answer = folder / f"answer-{rank}.json"
-            output_text = (folder / f"output-{rank}").read_text(errors="replace")
-            ended.append(Ended(json.loads(answer.read_text()) if answer.exists() else None, status, output_text))
-        return ended
-
-
-def _watch(
-    processes: list[subprocess.Popen[bytes]], first: Path, end: float | None, hear: Callable[[Answer], object] | None
-) -> None:
-    """Return when all have ended, one has failed, or time is up."""
-    seen = 0
-    while any(process.poll() is None for process in processes) and not any(p.poll() for p in processes):
-        time.sleep(0.02)
-        if end is not None and time.monotonic() > end:
-            return
-        if hear and first.exists() and first.stat().st_mtime_ns != seen:
-            seen = first.stat().st_mtime_ns
-            hear(json.loads(first.read_text()))
-    if any(p.poll() for p in processes):
-        time.sleep(0.2)  # ranks that fail together leave together
+        return [
+            Ended(
+                json.loads(answer.read_text()) if answer.exists() else None, status, output.read_text(errors="replace")
+            )
+            for answer, status, output in zip(answers, statuses, outputs, strict=True)
+        ]
 
 
 def _end(process: subprocess.Popen[bytes], grace: float) -> None:
@@ -164,37 +159,37 @@ def _end(process: subprocess.Popen[bytes], grace: float) -> None:
     process.wait()
 
 
-def measure(
-    target: str, job: Job, variables: Mapping[str, str], hear: Callable[[list[Answer]], object] = lambda _: None
-) -> list[Answer]:
+def measure(target: str, job: Job, hear: Callable[[list[Answer]], object] = lambda _: None) -> list[Answer]:
     """The answers of the job's ranks; what a process did not measure before its end failed for the reason of that end.
 
-    `hear` gets the answers as they grow, of a job of one process, and all at the end.
+    `hear` gets the answers of a job of one process as they grow.
     """
     if job.device == "cpu" and job.memory is None:
-        memory = int(MARGIN * psutil.virtual_memory().available / job.ranks)
-        job = replace(job, memory=memory)
-    heard = (lambda answer: hear([answer])) if job.ranks == 1 else None
-    ended = run(target, asdict(job), ranks=job.ranks, variables=variables, hear=heard)
-    answers = [completed(job, one) for one in ended if one.status is not None]
-    hear(answers)
-    return answers
+        job = replace(job, memory=int(MARGIN * psutil.virtual_memory().available / job.ranks))
+
+    def of_one(answer: Answer) -> None:
+        if job.ranks == 1:
+            hear([answer])
+
+    ended = run(target, asdict(job), ranks=job.ranks, variables=job.variables, hear=of_one)
+    return [completed(job, one) for one in ended if one.status is not None]
 
 
 def completed(job: Job, ended: Ended) -> Answer:
+    """The answer, with a reason in every case that was not measured before the process ended."""
     answer = ended.answer or {"cases": {}, "complete": False}
     if not answer["complete"]:
         status, reason = ended.cause
-        wrong = {"status": status, "reason": reason, "traceback": ended.output[-5000:]}
         for name in job.names:
             record = answer["cases"].setdefault(name, {"status": "ok", "steps": [], "memory": {}})
-            if record["status"] == "ok" and not record["steps"] and (name in job.timed or not record["memory"]):
-                record |= wrong
+            measured = record["steps"] or (name not in job.timed and (record["memory"] or "rows" in record))
+            if record["status"] == "ok" and not measured:
+                record |= {"status": status, "reason": reason, "traceback": ended.output[-5000:]}
     return answer
 
 
 def main(target: str, folder: str, rank: str) -> None:
-    """Do the job in the folder. Heeds interrupts, which a shell's background jobs ignore from birth."""
+    """Do the job in the folder. Heeds interrupts, which a shell's background jobs ignore by default."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     module, _, name = target.partition(":")
     getattr(import_module(module), name)(Task(Path(folder), int(rank)))

@@ -3,40 +3,38 @@
 Letters: N pairs of all ranks (and as many columns: M = N), D feature width.
 """
 
-import math
-import os
-import time
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from statistics import median
-from typing import Any
+from typing import Any, Self
 
 import torch
 from rich.console import Console
 
-from clipscale.bench.harness import RETURNING_MALLOC, Answer, Job, measure
+from clipscale.bench.driver import drive
+from clipscale.bench.harness import RETURNING_MALLOC, Answer, Job
 from clipscale.bench.loss_methods import DTYPES, Case, Method, chosen
 from clipscale.bench.loss_work import unit_flops
 from clipscale.bench.memory import HOW as MEMORY_HOW
 from clipscale.bench.present import (
     MIB,
-    Bars,
     Benchmark,
     Column,
-    Curves,
+    Key,
+    Lines,
+    Value,
     extent,
-    finish,
     mebibytes,
     milliseconds,
+    scaled,
 )
-from clipscale.bench.record import begin, counts, device_of, final, processor, words, write
+from clipscale.bench.record import begin, counts, device_of, processor, words
 from clipscale.bench.targets import Target, figures, quotients
 from clipscale.bench.worker import spread
 from clipscale.config.tools import LossBenchSettings
 from clipscale.errors import UserError
 from clipscale.hardware import cores
-from clipscale.report.table import plain_console
 from clipscale.units import format_count, nearest
 
 Row = dict[str, Any]
@@ -44,18 +42,14 @@ Row = dict[str, Any]
 COUNTED_UNITS = 4
 """The work every method is credited with, in units of 2 N M D FLOP: scores forward; scores again and two gradients backward."""
 SHARE = 0.5
-"""Of the time left, what a case may use for rounds after its first."""
+"""Share of the time left that a case may use for rounds after its first."""
 OURS = "infcl"
 """The loss of a user who does not choose."""
-CASE = ("n", "d", "dtype")
 HOW = {
-    "time": "wall clock with the device waited for; methods interleaved, every second round backwards, after a round that is not counted; "
-    "medians, least and most; of several ranks the slowest",
-    "flops": f"{COUNTED_UNITS} units of 2 N M D FLOP for every method, whatever it computes; 'units' is what passes through torch's "
-    "matmuls, all ranks together",
-    "gemm": "after each timed step a burst of torch.mm of square random matrices, `products` of them back to back, and one of (rows, D) by "
-    "(D, rows), same dtype, all ranks at once; 'of GEMM' is of the median over the square bursts",
-    "memory": "forward: growth of the peak; backward: the same less the gradients of the features; the larger one; the most of any rank",
+    "time": "wall clock, device waited for, methods interleaved after a warm-up; of several ranks the slowest",
+    "flops": f"{COUNTED_UNITS} units of 2 N M D FLOP for every method; 'units' are what passes through torch's matmuls, of all ranks",
+    "gemm": "after each timed step a burst of `products` square torch.mm, back to back, on all ranks at once",
+    "memory": "growth of the peak in forward, and in backward less the features' gradients; the larger one; the most of any rank",
     "error": "largest relative distance of value and gradients from the float64 oracle on the same features",
     "sent": "bytes that a rank sends in one step, a collective counted as its ring algorithm",
 }
@@ -63,52 +57,85 @@ HOW = {
 
 def main(settings: LossBenchSettings, console: Console | None = None) -> list[Row]:
     """Measure, print and save. Raises UserError for settings that cannot be."""
-    end = time.monotonic() + (settings.seconds or math.inf)
-    console = console or plain_console()
-    cases, methods = plan(settings)
-    ranks = f"-{settings.ranks}ranks" if settings.ranks > 1 else ""
+    parts = plan(settings)
+    device, methods = parts[0].case.device, parts[0].methods
     record, path = begin(
         settings.out,
-        f"loss-{cases[0].device}{ranks}",
+        f"loss-{device}-{settings.ranks}ranks" if settings.ranks > 1 else f"loss-{device}",
         "loss",
         settings,
-        how=HOW | {"memory_source": MEMORY_HOW[cases[0].device]},
+        how=HOW | {"memory_source": MEMORY_HOW[device]},
         methods={method.name: method.about for method in methods},
-        load_average_before=_load(),
         gemm=[],
     )
-    for case in sorted(cases, key=unit_flops):
-        own = [row for row in record["rows"] if same_case(row, case)]
-        done = {row["method"] for row in own if final(row)}
-        todo = [method for method in methods if method.name not in done]
-        names = {method.name for method in todo}
-        kept = [row for row in record["rows"] if not (same_case(row, case) and row["method"] in names)]
-        gemm = record["gemm"]
-        finished: list[list[Answer]] = []
-
-        def hear(answers: list[Answer]) -> None:
-            """Every measurement goes into the record at once, so that an interruption leaves what came before."""
-            rows, bursts = rows_of(case, todo, [*finished, answers])  # noqa: B023
-            record["rows"] = ordered([*kept, *rows], cases, methods)  # noqa: B023
-            record["gemm"] = [*gemm, *bursts]  # noqa: B023
-            write(path, record | {"load_average_after": _load()})
-
-        where = f"N={format_count(case.n)} D={case.d} {case.dtype}"
-        with console.status(where) as status:
-            while job := next_job(case, todo, finished, settings):
-                status.update(f"{where}: {'time' if job.timed else f'memory of {job.names[0]}'}")
-                if not math.isinf(end):
-                    job = replace(job, seconds=max(0.0, end - time.monotonic()))
-                malloc = RETURNING_MALLOC if job.probed and case.device == "cpu" else {}
-                finished.append(measure("clipscale.bench.loss_work:work", job, malloc, hear))
-        if not finished:
-            hear([])
-    record["load_average_after"] = _load()
-    return finish(record, path, console)
+    return drive("clipscale.bench.loss_work:work", parts, record, path, settings.seconds, console)
 
 
-def plan(settings: LossBenchSettings) -> tuple[list[Case], list[Method]]:
-    """The cases and the methods of the settings. Raises UserError."""
+@dataclass(frozen=True)
+class LossPart:
+    """One case of all methods."""
+
+    case: Case
+    methods: Sequence[Method]
+    settings: LossBenchSettings
+
+    @property
+    def label(self) -> str:
+        return f"N={format_count(self.case.n)} D={self.case.d} {self.case.dtype}"
+
+    def names(self) -> list[Key]:
+        return [(self.case.n, self.case.d, self.case.dtype, method.name) for method in self.methods]
+
+    def without(self, done: set[Key]) -> Self:
+        left = [method for method, key in zip(self.methods, self.names(), strict=True) if key not in done]
+        return replace(self, methods=left)
+
+    def jobs(self, answers: Sequence[Sequence[Answer]]) -> Iterator[Job]:
+        """On the CPU, and on several ranks, the memory of each method in processes of its own, so that one method's peak or failure
+        does not reach the next; then the time of all, interleaved, in one set of processes."""
+        case, cpu = self.case, self.case.device == "cpu"
+        able = [method.name for method in self.methods if method.installed and method.obstacle(case) is None]
+        about = {"case": asdict(case), "reference": self.settings.reference, "profile": self.settings.profile}
+        threads = max(1, cores() // case.ranks) if cpu and case.ranks > 1 else None
+        job = Job(about, case.device, ranks=case.ranks, threads=threads, share=SHARE)
+        apart = able if cpu or case.ranks > 1 else []
+        for name in apart:
+            yield replace(job, probed=[(name, case.n)], variables=RETURNING_MALLOC if cpu else {})
+        records = [item for answer in flat(answers) for item in answer["cases"].items()]
+        failed = {name for name, record in records if record["status"] != "ok"}
+        if timed := [name for name in able if name not in failed]:
+            probed = [] if apart else [(name, case.n) for name in able]
+            yield replace(job, probed=probed, timed=timed, repeats=self.settings.repeats)
+
+    def found(self, answers: Sequence[Sequence[Answer]]) -> Row:
+        """One row for each method, and the GEMM measurement, from the answers of each job's ranks."""
+        case, where = self.case, asdict(self.case)
+        found: dict[str, Row] = {}
+        for ranks in answers:
+            for name in ranks[0]["cases"] if ranks else ():
+                found[name] = found.get(name, {}) | joined([answer["cases"][name] for answer in ranks], case)
+        gemm = [where | rates(ranks, case) for ranks in answers if ranks and ranks[0]["gemm"]["seconds"]]
+        rows = []
+        for method in self.methods:
+            row: Row = where | {"method": method.name, "scale": method.scale or case.scale}
+            if not method.installed:
+                row |= {"status": "not installed", "reason": f"install {method.package}"}
+            elif obstacle := method.obstacle(case):
+                row |= {"status": "not supported", "reason": obstacle}
+            else:
+                row |= found.get(method.name, {"status": "ok"})
+            if row["status"] == "ok" and "total_s" not in row:
+                row |= {"status": "not run", "reason": "its time was not measured: the run was stopped"}
+            if row["status"] == "ok":
+                row["counted_flops"] = COUNTED_UNITS * unit_flops(case)
+                row["flops_per_s"] = row["counted_flops"] / row["total_s"]["median"]
+                row["gemm_fraction"] = row["flops_per_s"] / gemm[0]["flops_per_s"]
+            rows.append(row)
+        return {"rows": rows, "gemm": gemm}
+
+
+def plan(settings: LossBenchSettings) -> list[LossPart]:
+    """The cases with their methods, the least work first. Raises UserError."""
     device = device_of(settings.device)
     if not settings.scale > 0:
         raise UserError(f"scale={settings.scale:g}: must be positive; it is the multiplier, not its logarithm")
@@ -129,82 +156,23 @@ def plan(settings: LossBenchSettings) -> tuple[list[Case], list[Method]]:
         if not values:
             raise UserError(f"{name} is empty; give at least one")
     shapes = product(dtypes, widths, sizes)
-    return [Case(n, d, dtype, device, settings.ranks, settings.scale) for dtype, d, n in shapes], methods
-
-
-def same_case(row: Row, case: Case) -> bool:
-    return all(row[key] == getattr(case, key) for key in CASE)
-
-
-def ordered(rows: list[Row], cases: list[Case], methods: Sequence[Method]) -> list[Row]:
-    """Case by case and method by method in the order of the settings; rows of earlier runs that these leave out come first."""
-    places = {(case.n, case.d, case.dtype, m.name): i for i, (case, m) in enumerate(product(cases, methods))}
-    return sorted(rows, key=lambda row: places.get((row["n"], row["d"], row["dtype"], row["method"]), -1))
-
-
-def next_job(
-    case: Case, methods: Sequence[Method], finished: Sequence[list[Answer]], settings: LossBenchSettings
-) -> Job | None:
-    """What the case needs next: on the CPU, and on several ranks, the memory of each method in processes of its own, so that one
-    method's peak or failure does not reach the next; then time of all, interleaved, in one set of processes."""
-    able = [m.name for m in methods if m.installed and m.obstacle(case) is None]
-    apart = able if case.device == "cpu" or case.ranks > 1 else []
-    about = {"case": asdict(case), "reference": settings.reference, "profile": settings.profile}
-    threads = max(1, cores() // case.ranks) if case.device == "cpu" and case.ranks > 1 else None
-    job = Job(about, case.device, ranks=case.ranks, threads=threads, share=SHARE)
-    if len(finished) < len(apart):
-        return replace(job, probed=[(apart[len(finished)], case.n)])
-    records = [(name, found) for answers in finished for answer in answers for name, found in answer["cases"].items()]
-    failed = {name for name, found in records if found["status"] != "ok"}
-    timed = [name for name in able if name not in failed]
-    if len(finished) > len(apart) or not timed:
-        return None
-    probed = [] if apart else [(name, case.n) for name in able]
-    return replace(job, probed=probed, timed=timed, repeats=settings.repeats)
+    cases = [Case(n, d, dtype, device, settings.ranks, settings.scale) for dtype, d, n in shapes]
+    return [LossPart(case, methods, settings) for case in sorted(cases, key=unit_flops)]
 
 
 # ---- rows ----
 
 
-def rows_of(case: Case, methods: Sequence[Method], jobs: Sequence[Sequence[Answer]]) -> tuple[list[Row], list[Row]]:
-    """One row for each method, and the GEMM measurement, from the answers of each job's ranks."""
-    found: dict[str, Row] = {}
-    gemm: list[Row] = []
-    where = asdict(case)
-    for answers in jobs:
-        for name in answers[0]["cases"] if answers else ():
-            found[name] = found.get(name, {}) | joined([answer["cases"][name] for answer in answers], case)
-        seconds = [max(times) for times in zip(*(answer.get("gemm", {}).get("seconds", []) for answer in answers))]
-        if seconds:
-            burst = answers[0]["gemm"]
-            flop, panel = case.ranks * burst["products"] * 2.0, burst["panel"]
-            square = {"side": burst["side"], "products": burst["products"], "seconds": seconds}
-            square |= rates(flop * burst["side"] ** 3, seconds)
-            gemm.append(
-                where | square | {"panel": panel | rates(flop * panel["rows"] ** 2 * panel["width"], panel["seconds"])}
-            )
-    rows = []
-    for method in methods:
-        row: Row = where | {"method": method.name, "scale": method.scale or case.scale}
-        if not method.installed:
-            row |= {"status": "not installed", "reason": f"install {method.package}"}
-        elif obstacle := method.obstacle(case):
-            row |= {"status": "not supported", "reason": obstacle}
-        else:
-            row |= found.get(method.name, {"status": "not run", "reason": "the run was stopped before it"})
-        if row["status"] == "ok" and "total_s" not in row:
-            row |= {"status": "not run", "reason": "its time was not measured: the run was stopped"}
-        if row["status"] == "ok":
-            row["counted_flops"] = COUNTED_UNITS * unit_flops(case)
-            row["flops_per_s"] = row["counted_flops"] / row["total_s"]["median"]
-            row["gemm_fraction"] = row["flops_per_s"] / gemm[0]["flops_per_s"]
-        rows.append(row)
-    return rows, gemm
+def flat(answers: Sequence[Sequence[Answer]]) -> list[Answer]:
+    return [answer for ranks in answers for answer in ranks]
 
 
-def rates(flop: float, seconds: list[float]) -> Row:
-    """Of bursts of so many operations."""
-    return {"flops_per_s": flop / median(seconds), "best_flops_per_s": flop / min(seconds)}
+def rates(ranks: Sequence[Answer], case: Case) -> Row:
+    """FLOP/s of the bursts of matrix products, of all ranks together; the slowest rank's seconds count."""
+    gemm = ranks[0]["gemm"]
+    seconds = [max(times) for times in zip(*(answer["gemm"]["seconds"] for answer in ranks))]
+    flop = 2.0 * case.ranks * gemm["products"] * gemm["side"] ** 3
+    return gemm | {"seconds": seconds, "flops_per_s": flop / median(seconds), "best_flops_per_s": flop / min(seconds)}
 
 
 def joined(ranks: list[Row], case: Case) -> Row:
@@ -212,28 +180,24 @@ def joined(ranks: list[Row], case: Case) -> Row:
     wrong = next((rank for rank in ranks if rank["status"] != "ok"), None)
     if wrong is not None:
         return {key: wrong[key] for key in ("status", "reason", "traceback")}
-    found: Row = {"status": "ok"}
+
+    def most(key: str) -> Any:
+        return max((rank[key] for rank in ranks if rank[key] is not None), default=None)
+
+    found: Row = {"status": "ok"} | {key: value for key, value in ranks[0].items() if key == "profile"}
     if ranks[0]["steps"]:
         steps = list(zip(*(rank["steps"] for rank in ranks)))
         for part in ("forward", "backward"):
-            found[f"{part}_s"] = spread([max(step[part] for step in step_of_ranks) for step_of_ranks in steps])
-        found["total_s"] = spread([max(sum(step.values()) for step in step_of_ranks) for step_of_ranks in steps])
+            found[f"{part}_s"] = spread([max(step[part] for step in of_ranks) for of_ranks in steps])
+        found["total_s"] = spread([max(sum(step.values()) for step in of_ranks) for of_ranks in steps])
     if "extra_bytes" in ranks[0]:
-        for name in ("growth_bytes", "extra_bytes", "sent_bytes", "error"):
-            found[name] = max((rank[name] for rank in ranks if rank[name] is not None), default=None)
+        found |= {key: most(key) for key in ("growth_bytes", "extra_bytes", "sent_bytes", "error")}
         errors = ranks[0]["errors"]
         found["errors"] = errors and {name: max(rank["errors"].get(name, 0.0) for rank in ranks) for name in errors}
         found["units"] = None if ranks[0]["units"] is None else sum(rank["units"] for rank in ranks)
         sent = found["sent_bytes"]
         found["sent_per_feature"] = None if sent is None else sent / (case.n * case.d)
-    if "profile" in ranks[0]:
-        found["profile"] = ranks[0]["profile"]
     return found
-
-
-def _load() -> float | None:
-    """Processes that wanted a core, over the last minute."""
-    return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
 
 
 # ---- how the record is shown ----
@@ -252,16 +216,9 @@ COLUMNS = (
     Column("units", "units", "{:.2f}".format),
     Column("extra MiB", "extra_bytes", mebibytes),
     Column("error", "error", "{:.1e}".format),
-)
-RANKS = (
     Column("sent MiB", "sent_bytes", lambda size: f"{size / MIB:,.2f}"),
     Column("per B*D", "sent_per_feature", "{:.2f}".format),
 )
-"""More columns where there are several ranks."""
-
-
-def columns(record: Row) -> list[Column]:
-    return [*COLUMNS, *(RANKS if record["settings"]["ranks"] > 1 else ())]
 
 
 def title(record: Row) -> str:
@@ -270,79 +227,33 @@ def title(record: Row) -> str:
     return f"contrastive loss, forward and backward, on {where}"
 
 
+def name_of(row: Row) -> str:
+    return f"{format_count(row['n'])} x {row['d']} {row['dtype']}"
+
+
 def notes(record: Row) -> list[str]:
-    """The methods, why some have no figures, the GEMM rates, and where the time goes."""
-    lines = [f"{name}: {about}" for name, about in record["methods"].items()]
-    reasons: dict[tuple[str, str, str], int] = {}
-    for row in record["rows"]:
-        if "reason" in row:
-            reasons.setdefault((row["method"], row["status"], row["reason"]), row["n"])
-    lines += [
-        f"{method}: {status} (first at N = {format_count(n)}): {reason}"
-        for (method, status, reason), n in reasons.items()
-    ]
-    bursts: dict[str, list[Row]] = {}
+    """The GEMM rates, and where the time goes."""
+    speeds: dict[str, list[float]] = {}
     for gemm in record["gemm"]:
-        bursts.setdefault(f"{gemm['dtype']} GEMM of side {gemm['side']}", []).append(gemm)
-        if panel := gemm.get("panel"):
-            shape = f"({panel['rows']}, {gemm['d']}) by ({gemm['d']}, {panel['rows']})"
-            bursts.setdefault(f"{gemm['dtype']} GEMM of {shape}", []).append({"products": gemm["products"]} | panel)
-    for name, found in bursts.items():
-        speeds = [gemm["flops_per_s"] / 1e12 for gemm in found]
-        seconds = [s for gemm in found for s in gemm["seconds"]]
-        products = "/".join(map(str, sorted({gemm.get("products", 1) for gemm in found})))
-        lines.append(
-            f"{name}: {min(speeds):.3g} to {max(speeds):.3g} TFLOP/s by case, medians of bursts of {products} back to back "
-            f"({milliseconds(min(seconds))} to {milliseconds(max(seconds))} ms a burst)"
-        )
+        speeds.setdefault(f"{gemm['dtype']} GEMM of side {gemm['side']}", []).append(gemm["flops_per_s"] / 1e12)
+    lines = [f"{name}: {min(found):.3g} to {max(found):.3g} TFLOP/s by case" for name, found in speeds.items()]
     for row in record["rows"]:
         if "profile" in row:
             kinds = ", ".join(f"{name} {share:.0%}" for name, share in row["profile"]["kinds"].items())
-            lines.append(
-                f"{row['method']} at N = {format_count(row['n'])}, D = {row['d']}, {row['dtype']}: {kinds}{limits(row)}"
-            )
-    return [
-        *lines,
-        *kernel_choices(record["rows"]),
-        "TFLOP/s credits every method with 4 units of 2*N*N*D FLOP; units: the matmuls it really did, all ranks together.",
-        "Extra: peak memory beyond features and their gradients, of one rank. Error: largest relative distance of value and "
-        "gradients from float64. How each is measured stands in the JSON.",
-    ]
+            lines.append(f"{row['method']} at {name_of(row)}: {kinds}{halves(row)}")
+    return lines
 
 
-def limits(row: Row) -> str:
-    """How near to the GEMM rate each half of our kernels' work comes, and what the device idled.
-
-    Of the four units, two are in the score kernels (forward, and again backward) and two in the library's products (two gradients).
-    """
+def halves(row: Row) -> str:
+    """How near to the GEMM rate the score kernels and the library's products come: two of the four units each."""
     profile = row["profile"]
     if "score kernels" not in profile["kinds"] or "gemm_fraction" not in row:
         return ""
     rate = row["flops_per_s"] / row["gemm_fraction"]
-    halves = [
-        f"{name} at {row['counted_flops'] / 2 / (share * profile['total_s']) / rate:.0%}"
-        for name in ("score kernels", "matrix products")
-        if (share := profile["kinds"].get(name))
-    ]
-    return f"; {', '.join(halves)} of the GEMM rate; idle {1e3 * profile.get('idle_s', 0.0):.2g} ms"
-
-
-def kernel_choices(rows: Sequence[Row]) -> list[str]:
-    """What each choice of the kernels made otherwise gains over `triton` as it is."""
-    plain = {
-        _case(row): row["total_s"]["median"] for row in rows if row["method"] == "triton" and row["status"] == "ok"
-    }
-    lines = []
-    for row in rows:
-        if row["method"].startswith("triton-") and row["status"] == "ok" and _case(row) in plain:
-            longer = row["total_s"]["median"] / plain[_case(row)] - 1
-            how = f"{abs(longer):.1%} {'slower' if longer > 0 else 'faster'} than triton as it is"
-            lines.append(f"{row['method']} at {_case(row)}: {how}")
-    return lines
-
-
-def _case(row: Row) -> str:
-    return f"{format_count(row['n'])} x {row['d']} {row['dtype']}"
+    shares = {name: profile["kinds"].get(name, 0.0) for name in ("score kernels", "matrix products")}
+    seconds = {name: share * profile["total_s"] for name, share in shares.items() if share}
+    parts = [f"{name} at {row['counted_flops'] / 2 / time / rate:.0%}" for name, time in seconds.items()]
+    return f"; {', '.join(parts)} of the GEMM rate; idle {1e3 * profile.get('idle_s', 0.0):.2g} ms"
 
 
 def targets(record: Row) -> list[str]:
@@ -358,9 +269,9 @@ def targets(record: Row) -> list[str]:
         speed = Target(f"at least 8 times as fast as inf-cl ({where})", lambda x: x >= 8)
         memory = Target("at most 2 GiB of extra memory (N >= 1M)", lambda x: x <= 2, "{:.2f} GiB")
         lines += [
-            rate.judge(figures(large, _case, "gemm_fraction")),
-            speed.judge(quotients(large, rows, "inf_cl", _case, "total_s.median")),
-            memory.judge(figures(huge, _case, "extra_gib")),
+            rate.judge(figures(large, name_of, "gemm_fraction")),
+            speed.judge(quotients(large, rows, "inf_cl", name_of, "total_s.median")),
+            memory.judge(figures(huge, name_of, "extra_gib")),
         ]
     if "cpu" in devices:
         where = "N >= 16k, D = 512, on a CPU"
@@ -368,36 +279,31 @@ def targets(record: Row) -> list[str]:
         speed = Target(f"at least 1.5 times as fast as ClipLoss ({where})", lambda x: x >= 1.5)
         memory = Target(f"at most a twentieth of ClipLoss's extra memory ({where})", lambda x: x >= 20, "1/{:.0f}")
         lines += [
-            speed.judge(quotients(large, rows, "open_clip", _case, "total_s.median")),
-            memory.judge(quotients(large, rows, "open_clip", _case, "extra_bytes")),
+            speed.judge(quotients(large, rows, "open_clip", name_of, "total_s.median")),
+            memory.judge(quotients(large, rows, "open_clip", name_of, "extra_bytes")),
         ]
     return lines
 
 
-def panels(record: Row) -> list[Curves | Bars]:
+PANELS: dict[str, Callable[[Row], Value]] = {
+    "forward + backward, ms": lambda row: scaled(row["total_s"], 1e3),
+    "extra memory, MiB": lambda row: max(row["extra_bytes"], 2**16) / MIB,
+    "forward, ms": lambda row: scaled(row["forward_s"], 1e3),
+    "backward, ms": lambda row: scaled(row["backward_s"], 1e3),
+}
+
+
+def panels(record: Row) -> list[Lines]:
     """For each width and dtype time and memory against the batch, and forward and backward apart."""
-    found: list[Curves | Bars] = []
-    for d, dtype in dict.fromkeys((row["d"], row["dtype"]) for row in record["rows"]):
-        rows = [row for row in record["rows"] if (row["d"], row["dtype"]) == (d, dtype)]
-        names = list(dict.fromkeys(row["method"] for row in rows))
-        ok = {name: [row for row in rows if row["method"] == name and row["status"] == "ok"] for name in names}
-        full = {name: [r["n"] for r in rows if (r["method"], r["status"]) == (name, "out of memory")] for name in names}
-
-        def times(key: str, heading: str) -> Curves:
-            lines = {
-                name: [(row["n"], *(1e3 * row[key][part] for part in ("median", "min", "max"))) for row in own]
-                for name, own in ok.items()  # noqa: B023
-            }
-            return Curves(f"{heading}, ms (D = {d}, {dtype})", lines, full)  # noqa: B023
-
-        memory = {name: [(row["n"], max(row["extra_bytes"], 2**16) / MIB) for row in own] for name, own in ok.items()}
-        found += [
-            times("total_s", "forward + backward"),
-            Curves(f"extra memory, MiB (D = {d}, {dtype})", memory, full),
-            times("forward_s", "forward"),
-            times("backward_s", "backward"),
-        ]
+    found = []
+    shapes = dict.fromkeys((row["d"], row["dtype"]) for row in record["rows"])
+    for (d, dtype), (heading, value) in product(shapes, PANELS.items()):
+        lines: dict[str, list[tuple[int, Value]]] = {}
+        for row in sorted(record["rows"], key=lambda row: int(row["n"])):
+            if (row["d"], row["dtype"], row["status"]) == (d, dtype, "ok"):
+                lines.setdefault(row["method"], []).append((row["n"], value(row)))
+        found.append(Lines(f"{heading} (D = {d}, {dtype})", lines))
     return found
 
 
-BENCHMARKS = {"loss": Benchmark(title, columns, notes, targets, panels, groups=CASE)}
+BENCHMARKS = {"loss": Benchmark(("n", "d", "dtype", "method"), title, COLUMNS, targets, panels, notes)}

@@ -6,7 +6,7 @@ Letters: N pairs of all ranks, n of this rank, D feature width.
 import os
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -30,33 +30,21 @@ PAIR_COSINE = 0.2
 SMALL = 64
 """Pairs of a rank in the step that warms a method up before its memory is measured."""
 TRIAL = 4
-"""The step that foretells the whole one's time has this fraction of the pairs, and so a sixteenth of the work."""
+"""A trial step has this fraction of the pairs, and so a sixteenth of the work."""
 GEMM_SIDE = {"cpu": 2048, "cuda": 8192}
 PRODUCTS = {"cpu": 4, "cuda": 32}
 """Matrix products of a burst, back to back: a device that lowers its clock under load has lowered it for them too."""
-PANEL_SIDE = {"cpu": 2048, "cuda": 16384}
-"""Rows and columns of the matrix product of the loss's own shape: (rows, D) times (D, columns)."""
 
 
 def work(task: Task) -> None:
     job = Job(**task.job)
-    case = Case(**job.about["case"])
-    if case.ranks > 1:
-        backend = "nccl" if case.device == "cuda" else "gloo"
+    if job.ranks > 1:
+        backend = "nccl" if job.device == "cuda" else "gloo"
         store = f"file://{task.folder / 'store'}"
-        dist.init_process_group(backend, init_method=store, rank=task.rank, world_size=case.ranks)
-    worker = LossWorker(job, task.rank, task.leave)
-    try:
-        worker.work()
-    except RankStoppedError:
-        worker.leave()
-        os._exit(1)  # at once: the other ranks wait for this one
+        dist.init_process_group(backend, init_method=store, rank=task.rank, world_size=job.ranks)
+    LossWorker(job, task.rank, task.leave).work()
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-class RankStoppedError(Exception):
-    """A method failed on this rank, so that the ranks are no longer in step."""
 
 
 @dataclass
@@ -98,10 +86,8 @@ class LossWorker(Worker):
             torch.backends.cuda.matmul.allow_tf32 = self.case.dtype == "tf32"
         self.known = {method.name: method for method in find(job.names)}
         self.losses: dict[str, Loss] = {}
-        side, rows = GEMM_SIDE[self.device.type], min(PANEL_SIDE[self.device.type], self.case.n)
-        self.products = PRODUCTS[self.device.type]
-        self.gemm: dict[str, Any] = {"side": side, "products": self.products, "seconds": []}
-        self.gemm["panel"] = {"rows": rows, "width": self.case.d, "seconds": []}
+        kind = self.device.type
+        self.gemm: dict[str, Any] = {"side": GEMM_SIDE[kind], "products": PRODUCTS[kind], "seconds": []}
 
     def facts(self) -> dict[str, Any]:
         return {"gemm": self.gemm}
@@ -112,12 +98,15 @@ class LossWorker(Worker):
         return self.losses[case]
 
     def attempt(self, name: str, what: Any) -> None:
+        """A method that fails on one of several ranks ends the job: the others wait for it in a collective."""
         super().attempt(name, what)
-        if self.case.ranks > 1 and self.record(name)["status"] in ("failed", "out of memory"):
-            reason = {"status": "failed", "reason": "another method failed and stopped the ranks", "traceback": ""}
-            for record in self.found.values():
-                record |= reason if record["status"] == "ok" else {}
-            raise RankStoppedError
+        record = self.record(name)
+        if self.case.ranks > 1 and record["status"] in ("failed", "out of memory"):
+            self.found = dict.fromkeys(
+                self.job.names, record | {"reason": f"{name} stopped the ranks: {record['reason']}"}
+            )
+            self.leave()
+            os._exit(1)
 
     def agreed(self, value: float) -> float:
         if not dist.is_initialized():
@@ -135,7 +124,7 @@ class LossWorker(Worker):
 
     def probe(self, name: str, size: int) -> None:
         """Memory and bytes of one step after a warm-up; matmuls and error of another."""
-        loss, case = self.variant(name), self.case
+        loss, case, record = self.variant(name), self.case, self.record(name)
         for pairs in (min(SMALL * case.ranks, size), *([size] if loss.method.fixed_shape else [])):
             self.seconds(loss, pairs)
         inputs = loss.inputs(size)
@@ -144,10 +133,9 @@ class LossWorker(Worker):
         sent = Communicator.bytes_sent - sent
         forward, backward = (meter.peak[part] - meter.before["forward"] for part in ("forward", "backward"))
         held = sum(grad.nbytes for grad in grads.values())
-        record = self.record(name)
         record["memory"][str(size)] = meter.growth()
         record |= {"growth_bytes": meter.growth(), "extra_bytes": max(forward, backward - held, 0)}
-        record["sent_bytes"] = sent if loss.method.own and case.ranks > 1 else None
+        record |= {"sent_bytes": sent if loss.method.own and case.ranks > 1 else None}
         record |= {"units": None, "error": None, "errors": None}
         if loss.method.visible(case):
             with FlopCounterMode(display=False) as counter:
@@ -158,41 +146,29 @@ class LossWorker(Worker):
             record["error"] = max(record["errors"].values(), default=None)
 
     def ready(self, case: str) -> None:
-        """A step with a part of the pairs says what the whole one takes; that one is a round that does not count.
-
-        The latter is left out where this process has measured the memory of the whole batch.
-        """
+        """A step with a part of the pairs says what a whole one takes. A whole one warms up, unless the probe was one."""
         loss, size = self.variant(case), self.case.n
         self.record(case)["size"] = size
         part = max(size // TRIAL // (SMALL * self.case.ranks), 1) * SMALL * self.case.ranks
         trial = size if loss.method.fixed_shape else min(part, size)
         self.seconds(loss, trial)
         self.expected[case] = self.seconds(loss, trial) * (size / trial) ** 2
-        if (
-            self.affords(case, self.expected[case])
-            and trial < size
-            and case not in [name for name, _ in self.job.probed]
-        ):
+        warm = trial == size or case in [name for name, _ in self.job.probed]
+        if self.affords(case, self.expected[case]) and not warm:
             self.expected[case] = self.seconds(loss, size)
 
     def measured(self, case: str, meter: Meter) -> None:
-        """After every step a burst of square products, and one of products of the loss's own shape."""
-        dtype, panel = DTYPES[self.case.dtype], self.gemm["panel"]
-        for shape, kept in (((self.gemm["side"],) * 2, self.gemm), ((panel["rows"], panel["width"]), panel)):
-            a, b = (torch.randn(*shape, device=self.device).to(dtype) for _ in "ab")
-            if not kept["seconds"]:
-                self.burst(a, b)
-            kept["seconds"].append(self.burst(a, b))
-
-    def burst(self, a: Tensor, b: Tensor) -> float:
-        """Seconds of products of a and b', back to back, begun by all ranks at once."""
-        out = torch.empty(len(a), len(b), dtype=a.dtype, device=self.device)
-        self.meet()
-        start = time.perf_counter()
-        for _ in range(self.products):
-            torch.mm(a, b.T, out=out)
-        wait(self.device)
-        return time.perf_counter() - start
+        """After every step a burst of square products, begun by all ranks at once. The first burst warms up."""
+        shape, dtype = (self.gemm["side"],) * 2, DTYPES[self.case.dtype]
+        a, b, out = (torch.randn(shape, device=self.device).to(dtype) for _ in range(3))
+        for _ in range(1 if self.gemm["seconds"] else 2):
+            self.meet()
+            start = time.perf_counter()
+            for _ in range(self.gemm["products"]):
+                torch.mm(a, b, out=out)
+            wait(self.device)
+            seconds = time.perf_counter() - start
+        self.gemm["seconds"].append(seconds)
 
     def finish(self) -> None:
         for name in self.job.timed if self.job.about["profile"] else []:
@@ -208,7 +184,7 @@ class LossWorker(Worker):
     ) -> dict[str, float]:
         """Relative distance (Frobenius norm) of value and gradients from the oracle's in float64, on the same rounded features.
 
-        The scale's gradient is a sum over rows of either sign; its yardstick is the sum of their absolute values. Empty where the
+        The scale's gradient is a sum over rows of either sign; it is compared with the sum of their absolute values. Empty if the
         oracle, whose memory is several matrices in float64, does not fit: that is no failure of the method.
         """
         if dist.is_initialized():
@@ -224,15 +200,14 @@ class LossWorker(Worker):
             raise
         own = len(inputs[0])
         rows = slice(self.rank * own, (self.rank + 1) * own)
-        yardstick = float((u.detach() * true["images"]).sum(1).abs().sum() / scale.detach())
+        magnitude = float((u.detach() * true["images"]).sum(1).abs().sum() / scale.detach())
         found = {
             "value": abs(float(value) / float(true_value.detach()) - 1),
-            "scale": abs(float(grads["scale"]) - float(true["scale"])) / yardstick,
+            "scale": abs(float(grads["scale"]) - float(true["scale"])) / magnitude,
         }
-        for name in ("images", "texts"):
-            if name in grads:
-                expected = true[name][rows]
-                found[name] = float((grads[name].double() - expected).norm() / expected.norm())
+        for name in grads.keys() - {"scale"}:
+            expected = true[name][rows]
+            found[name] = float((grads[name].double() - expected).norm() / expected.norm())
         return found
 
     def everyone(self, x: Tensor) -> Tensor:
@@ -280,7 +255,7 @@ def kind(name: str) -> str:
     return next((group for group, signs in KINDS.items() if any(s in low for s in signs)), "elementwise and other")
 
 
-def profiled(step: Any, device: torch.device) -> dict[str, Any]:
+def profiled(step: Callable[[], object], device: torch.device) -> dict[str, Any]:
     """Seconds of one step by kind of kernel and by kernel, on the device; on a CPU by operator, each without those it calls.
 
     `idle_s`: seconds of the step's span in which the device did nothing (launches that came too late).
@@ -289,27 +264,20 @@ def profiled(step: Any, device: torch.device) -> dict[str, Any]:
     with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]) as found:
         step()
         wait(device)
-    attribute = "self_device_time_total" if cuda else "self_cpu_time_total"
-    entries = [
-        {
-            "name": event.key[:120],
-            "kind": kind(event.key),
-            "calls": event.count,
-            "seconds": 1e-6 * getattr(event, attribute),
-        }
-        for event in found.key_averages()
-        if (event.device_type == torch.autograd.DeviceType.CUDA) == cuda
-    ]
-    entries.sort(key=lambda entry: -entry["seconds"])
-    total = sum(entry["seconds"] for entry in entries)
-    kinds: Counter[str] = Counter()
-    for entry in entries:
-        entry["share"] = entry["seconds"] / total if total else 0.0
-        kinds[entry["kind"]] += entry["share"]
-    kernels = [entry for entry in entries[:SHOWN] if entry["seconds"]]
+    attribute, where = "self_device_time_total" if cuda else "self_cpu_time_total", torch.autograd.DeviceType.CUDA
+    events = [event for event in found.key_averages() if (event.device_type == where) == cuda]
+    seconds = {event.key: 1e-6 * getattr(event, attribute) for event in events}
+    total = sum(seconds.values())
+    kinds, kernels = Counter[str](), []
+    for event in sorted(events, key=lambda event: -seconds[event.key]):
+        share = seconds[event.key] / total if total else 0.0
+        kinds[kind(event.key)] += share  # type: ignore[assignment]
+        entry = {"name": event.key[:120], "kind": kind(event.key), "calls": event.count}
+        kernels.append(entry | {"seconds": seconds[event.key], "share": share})
+    kernels = [entry for entry in kernels[:SHOWN] if entry["seconds"]]
     result: dict[str, Any] = {"total_s": total, "kinds": dict(kinds.most_common()), "kernels": kernels}
     if cuda:
-        spans = [e.time_range for e in found.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+        spans = [event.time_range for event in found.events() if event.device_type == where]
         span = 1e-6 * (max(s.end for s in spans) - min(s.start for s in spans)) if spans else 0.0
         result["idle_s"] = max(0.0, span - total)
     return result

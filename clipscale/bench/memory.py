@@ -1,4 +1,4 @@
-"""The memory that a step takes: torch's CUDA allocator, or the resident set of this process; and a bound on what a process may take."""
+"""Measures the memory of a step, bounds that of a process, and chooses the next batch in a search for the largest that fits."""
 
 import gc
 import resource
@@ -8,11 +8,9 @@ from pathlib import Path
 import torch
 
 HOW = {
-    "cpu": "peak resident set of a fresh process for each method during one step (Linux: VmHWM, reset before the step; elsewhere "
-    "ru_maxrss), less its resident set before the step, with inputs in memory and the method warmed up on a few rows",
-    "cuda": "peak of torch's CUDA allocator during one step, less what was allocated before it",
+    "cpu": "growth of the resident set (Linux: VmHWM; elsewhere ru_maxrss) in one step of a fresh process for each method",
+    "cuda": "growth of the peak of torch's CUDA allocator in one step",
 }
-"""What is measured, in words."""
 STATUS = Path("/proc/self/status")
 
 
@@ -55,26 +53,17 @@ class DeviceMemory:
 
 
 def bound_memory(size: int) -> None:
-    """Refuse this process more than `size` bytes beyond what it has, and let the system end it first."""
-    if not STATUS.exists():
-        return
-    data = _status("VmData")
-    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    limit = data + size
-    resource.setrlimit(resource.RLIMIT_DATA, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
-    end_first()
+    """Refuse this process more than `size` bytes beyond what it has, and let the system end it first. Linux alone."""
+    if STATUS.exists():
+        limit, (_, hard) = _status("VmData") + size, resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+        end_first()
 
 
 def end_first() -> None:
-    """Where the system lacks memory and must end a process, let it be this one, or one that it starts (proc(5))."""
+    """If the system lacks memory and must end a process, it chooses this one, or one that it starts (proc(5))."""
     if STATUS.exists():
         Path("/proc/self/oom_score_adj").write_text("1000")
-
-
-def bound_address_space(size: int) -> None:
-    """Let this process map at most `size` bytes beyond what it has mapped. Linux alone."""
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (_status("VmSize") + size, hard))
 
 
 def is_out_of_memory(error: Exception) -> bool:
@@ -83,6 +72,17 @@ def is_out_of_memory(error: Exception) -> bool:
     signs = ["can't allocate memory", "Cannot allocate memory", "not enough memory", "bad_alloc", "out of memory"]
     signs += ["could not create a primitive", "STATUS_ALLOC_FAILED"]
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(sign in message for sign in signs)
+
+
+def next_batch(good: int, bad: int, first: int, *, grain: int, factor: float, close: float) -> int | None:
+    """The batch to try after `good` has fitted and `bad` has not (0: none yet); None once the largest is known.
+
+    From `first` it grows or shrinks by `factor`; then the gap is halved until it is `grain`, or `close` as a share of `bad`.
+    """
+    if bad and bad - good <= max(grain, close * bad):
+        return None
+    size = (good + bad) / 2 if good and bad else factor * good if good else bad / factor if bad else first
+    return max(int(size) // grain * grain, good + grain)
 
 
 def _status(name: str) -> int:

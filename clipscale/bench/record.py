@@ -5,6 +5,7 @@
 
 import json
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -12,6 +13,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, fields
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -35,15 +37,18 @@ FINAL = ("ok", "out of memory", "not supported")
 def begin(folder: str, name: str, verb: str, settings: Any, **more: Any) -> tuple[Row, Path]:
     """The record of `clipscale bench VERB` with these settings, and its path FOLDER/NAME.json.
 
-    With `resume`, it holds the rows, methods and other measurements of the earlier record there, if that goes with this one.
+    With `resume`, it holds the rows, methods and GEMM rates of the earlier record there, if the two go together.
     """
     out = Path(folder).expanduser()
     out.mkdir(parents=True, exist_ok=True)
-    defaults = {field.name: field.default for field in fields(settings)}
     values = {key: value for key, value in asdict(settings).items() if key != "out"}
-    given = [f"{key}={value}" for key, value in values.items() if value != defaults[key]]
+    given = [
+        f"{field.name}={values[field.name]}"
+        for field in fields(settings)
+        if values.get(field.name, field.default) != field.default
+    ]
     facts = machine(shlex.join(["clipscale", "bench", verb, *given]))
-    record: Row = {"benchmark": verb, "settings": values, "machine": facts} | more | {"rows": []}
+    record: Row = {"benchmark": verb, "settings": values, "machine": facts, "rows": []} | more
     path = out / f"{name}.json"
     before = earlier(path, record) if settings.resume else {}
     record |= {key: before[key] for key in ("rows", "gemm") if key in before}
@@ -55,17 +60,16 @@ def begin(folder: str, name: str, verb: str, settings: Any, **more: Any) -> tupl
 def write(path: Path, record: Row) -> None:
     """Put the record at `path`, whole or not at all. Each row gets the command, the commit and the code that measured it."""
     facts = record["machine"]
+    marks = {"command": facts["command"], "commit": facts["commit"], "code": facts["code"]["clipscale"]}
     for row in [*record["rows"], *record.get("gemm", []), *([record["fits"]] if "fits" in record else [])]:
-        row.setdefault("command", facts["command"])
-        row.setdefault("commit", facts["commit"])
-        row.setdefault("code", facts["code"]["clipscale"])
+        row |= {key: value for key, value in marks.items() if key not in row}
     part = path.with_suffix(".part")
     part.write_text(json.dumps(record | {"written": time.strftime("%Y-%m-%dT%H:%M:%S%z")}, indent=1) + "\n")
     part.rename(path)
 
 
 def earlier(path: Path, record: Row) -> Row:
-    """The record at `path`, to resume; nothing where its settings, machine, versions or code are not those of `record`.
+    """The record at `path`, to resume; nothing if its settings, machine, versions or code are not those of `record`.
 
     Such a record is kept beside it with its table and picture: loss-cuda.json as loss-cuda-WHEN.json, by the time it was written.
     """
@@ -74,18 +78,16 @@ def earlier(path: Path, record: Row) -> Row:
     found: Row = json.loads(path.read_text())
     if _marks(found) == _marks(record):
         return found
-    when = "".join(c for c in found.get("written", "before")[:19] if c.isalnum())
-    names = (f"{path.stem}-{when}{again}{path.suffix}" for again in ("", *(f"-{n}" for n in range(2, 100))))
-    aside = next(there for name in names if not (there := path.with_name(name)).exists())
-    for suffix in (path.suffix, ".md", ".png"):
-        if path.with_suffix(suffix).exists():
-            path.with_suffix(suffix).rename(aside.with_suffix(suffix))
+    when = datetime.fromtimestamp(path.stat().st_mtime).strftime("%Y%m%dT%H%M%S%f")
+    for file in map(path.with_suffix, (path.suffix, ".md", ".png")):
+        if file.exists():
+            file.rename(file.with_stem(f"{path.stem}-{when}"))
     return {}
 
 
 def final(row: Row) -> bool:
     """Is there nothing to be gained from measuring the row again."""
-    return row["status"] in FINAL
+    return row.get("status", "ok") in FINAL
 
 
 def _marks(record: Row) -> Row:
@@ -120,7 +122,7 @@ def processor(record: Row, device: str = "cpu", threads: int | None = None) -> s
 
 
 def _driver() -> str | None:
-    """Version of the GPU's driver; None where there is none."""
+    """Version of the GPU's driver; None without one."""
     if shutil.which("nvidia-smi") is None:
         return None
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
@@ -130,9 +132,8 @@ def _driver() -> str | None:
 
 def _cpu_name() -> str:
     source = Path("/proc/cpuinfo")
-    lines = source.read_text().splitlines() if source.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    names = re.findall(r"^model name\s*: (.*)$", source.read_text(), re.MULTILINE) if source.exists() else []
+    return names[0].strip() if names else platform.processor() or platform.machine()
 
 
 # ---- settings that benchmarks share ----

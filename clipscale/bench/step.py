@@ -3,26 +3,25 @@
 Time is compared with plain forward and backward, sample for sample; memory is drawn against the batch at a fixed chunk.
 """
 
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Self
 
 from rich.console import Console
 
-from clipscale.bench.harness import KEEPING_MALLOC, RETURNING_MALLOC, Answer, Job, measure
+from clipscale.bench.driver import drive
+from clipscale.bench.harness import KEEPING_MALLOC, RETURNING_MALLOC, Answer, Job
 from clipscale.bench.memory import HOW as MEMORY_HOW
-from clipscale.bench.present import MIB, Bars, Benchmark, Column, Curves, extent, finish
-from clipscale.bench.record import begin, counts, device_of, final, processor, words, write
+from clipscale.bench.present import MIB, Bars, Benchmark, Column, Key, Lines, Value, extent
+from clipscale.bench.record import begin, counts, device_of, processor, words
 from clipscale.bench.step_variants import Name
 from clipscale.bench.targets import WRONG, Found, Target, figures
 from clipscale.bench.worker import spread
 from clipscale.config.presets import group_options
 from clipscale.config.tools import StepBenchSettings
 from clipscale.errors import UserError
-from clipscale.report.table import plain_console
-from clipscale.units import format_count, nearest, parse_count
+from clipscale.units import format_count, nearest
 
 Row = dict[str, Any]
 
@@ -50,39 +49,20 @@ MFU = {"vit-l14": 0.45, "vit-b16": 0.35}
 FLAT = 2**15, 2**20
 """Batches between which memory is to be flat."""
 HOW = {
-    "time": "wall clock with the device waited for, of forward, loss and backward; methods interleaved, every second round backwards, "
-    "after a warm-up of two chunks; medians, least and most",
-    "ratio": "of seconds a sample to those of `plain` (`frozen-...`: `frozen-plain`, `compiled...`: `compiled-plain`) at the same batch, "
-    "else at plain's largest: median over rounds of the quotient within the round",
-    "samples": "a few chunks of random pixels and captions, which a larger batch repeats; cached methods copy them from a training "
-    "batch's arena in host memory, pinned for CUDA, plain ones and open_clip's have them on the device",
-    "largest": "the largest batch is doubled until a step runs out of memory, beside the weights of all methods; then the gap is halved "
-    "to an eighth",
+    "time": "wall clock of forward, loss and backward, device waited for, methods interleaved after a warm-up of two chunks",
+    "ratio": "of seconds a sample to those of `plain` of the same kind at the same batch, else at its largest, round by round",
+    "samples": "four chunks of random pixels and captions, repeated; cached methods copy them from host memory, plain ones do not",
+    "largest": "the batch is doubled until memory ends, beside the weights of all methods; then the gap is halved to an eighth",
     "mfu": "samples a second times 3 forward passes of every trained tower (1 of a frozen one) over the vendor's dense bf16 rate",
-    "malloc": "keep: glibc keeps freed memory in the process while time is measured, which spares the plain step, whose blocks are large, "
-    "the page faults; system: as glibc does by itself",
-    "memory": "growth of the peak during one step; weights and inputs are there before and not counted, nor, but for timed steps on "
-    "CUDA, are the weights' gradients",
+    "malloc": "keep: glibc keeps freed memory while time is measured; system: as glibc does by itself",
+    "memory": "growth of the peak during one step; weights, their gradients and inputs are there before",
 }
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The settings, checked."""
-
-    job: Job
-    cases: list[str]
-    """METHOD@BATCH or METHOD@max."""
-    batches: list[int]
-    """At which memory is measured."""
 
 
 def main(settings: StepBenchSettings, console: Console | None = None) -> list[Row]:
     """Measure, print and save. Raises UserError for settings that cannot be."""
-    start = time.monotonic()
-    console = console or plain_console()
-    found = plan(settings)
-    device = found.job.device
+    part = plan(settings)
+    device = part.job.device
     record, path = begin(
         settings.out,
         f"step-{device}",
@@ -90,31 +70,81 @@ def main(settings: StepBenchSettings, console: Console | None = None) -> list[Ro
         settings,
         device=device,
         how=HOW | {"memory_source": MEMORY_HOW[device]},
-        methods={name: METHODS.get(name, METHODS["keep-25"]) for name in map(method_of, found.cases)},
+        methods={name: METHODS.get(name, METHODS["keep-25"]) for name in map(method_of, part.cases)},
         threads=None,
         pinned=None,
     )
-    kept: list[Row] = record["rows"]
-    todo = replace(found, cases=unmeasured(found.cases, kept))
-    finished: list[Answer] = []
-
-    def hear(answers: list[Answer]) -> None:
-        """Everything known so far, into the record."""
-        record.update({key: answer.get(key) for answer in answers for key in ("threads", "pinned")})
-        rows = [*(row for row in kept if row["case"] not in todo.cases), *rows_of(todo, [*finished, *answers])]
-        record["rows"] = sorted(rows, key=lambda row: (*found.cases, row["case"]).index(row["case"]))
-        write(path, record)
-
-    with console.status("step") as status:
-        for job in jobs(todo) if todo.cases else []:
-            status.update(f"{'time' if job.timed else 'memory'} of {', '.join(job.names)}")
-            if settings.seconds:
-                job = replace(job, seconds=max(1.0, settings.seconds - (time.monotonic() - start)))
-            finished += measure("clipscale.bench.step_work:work", job, malloc(job, settings.malloc), hear)
-    return finish(record, path, console)
+    return drive("clipscale.bench.step_work:work", [part], record, path, settings.seconds, console)
 
 
-def plan(settings: StepBenchSettings) -> Plan:
+@dataclass(frozen=True)
+class StepPart:
+    """All methods of one model and chunk."""
+
+    job: Job
+    cases: list[str]
+    """METHOD@BATCH or METHOD@max."""
+    batches: list[int]
+    """At which memory is measured."""
+    keep: bool
+    """Does glibc keep freed memory while time is measured."""
+    label = "step"
+
+    def names(self) -> list[Key]:
+        return [(case,) for case in self.cases]
+
+    def without(self, done: set[Key]) -> Self:
+        """The cases that are not done, with what they are compared with."""
+        rest = [case for case in self.cases if (case,) not in done]
+        wanted = set(map(baseline, rest))
+        return replace(self, cases=[case for case in self.cases if case in rest or method_of(case) in wanted])
+
+    def jobs(self, answers: Sequence[Sequence[Answer]]) -> Iterator[Job]:
+        """Memory of each method in a process of its own, so that peaks do not mix; then time of all, interleaved, in one."""
+        cpu = self.job.device == "cpu"
+        for name in dict.fromkeys(map(method_of, self.cases)) if self.batches else []:
+            sizes = {case.partition("@")[2] for case in self.cases if method_of(case) == name} - {"max"}
+            batches = {*map(int, sizes), *(self.batches if name in CURVES else ())}
+            if name == "open_clip":
+                batches = {batch for batch in batches if batch % self.job.about["chunk"] == 0}
+            if batches:
+                probed = [(name, batch) for batch in sorted(batches)]
+                yield replace(self.job, probed=probed, variables=RETURNING_MALLOC if cpu else {})
+        yield replace(self.job, timed=self.cases, variables=KEEPING_MALLOC if cpu and self.keep else {})
+
+    def found(self, answers: Sequence[Sequence[Answer]]) -> Row:
+        """One row for each case from the answers of the memory jobs and the time job."""
+        rows, every = [], [answer for (answer,) in filter(None, answers)]
+        times = {case: record for answer in every for case, record in answer["cases"].items() if "@" in case}
+        lacking = {"status": "not run", "reason": "the run was stopped before it", "traceback": "", "steps": []}
+        for case in self.cases:
+            name, _, size = case.partition("@")
+            probes = [answer["cases"][name] for answer in every if name in answer["cases"]]
+            timed = times.get(case, lacking)
+            batch = timed.get("size", None if size == "max" else int(size))
+            row: Row = {"case": case, "method": name, "batch": batch, "chunk": self.job.about["chunk"], "status": "ok"}
+            row |= {
+                key: timed[key] for key in ("tried", "bound", "expected_s", "flops", "mfu", "parts") if key in timed
+            }
+            memory = {key: value for record in [*probes, timed] for key, value in record.get("memory", {}).items()}
+            row["memory"] = {int(key): value for key, value in memory.items()}
+            row["peak_bytes"] = row["memory"].get(batch)
+            if timed["steps"]:
+                seconds = step_seconds(timed)
+                row["step_s"] = spread(seconds)
+                row["samples_per_s"] = batch / row["step_s"]["median"]
+                if row.get("mfu") is not None:
+                    row["mfu"] *= seconds[-1] / row["step_s"]["median"]
+                row["ratio"] = ratio(seconds, batch, against(case, batch, times))
+            wrong = next((record for record in [timed, *probes] if record["status"] != "ok"), None)
+            if wrong:
+                row |= {key: wrong[key] for key in ("status", "reason", "traceback")}
+            rows.append(row)
+        last = every[-1] if every else {}
+        return {"rows": rows, "threads": last.get("threads"), "pinned": last.get("pinned")}
+
+
+def plan(settings: StepBenchSettings) -> StepPart:
     """What the settings ask for. Raises UserError."""
     presets = group_options()["model"]
     if settings.model not in presets:
@@ -127,7 +157,8 @@ def plan(settings: StepBenchSettings) -> Plan:
         raise UserError(f"chunk={chunk}: a batch={batch} has no chunk that large; choose 1 to {batch}")
     about = {"model": settings.model, "chunk": chunk, "precision": settings.precision}
     job = Job(about, device, repeats=settings.repeats)
-    return Plan(job, chosen(settings.methods, batch, chunk), sorted(set(counts("memory", settings.memory))))
+    batches = sorted(set(counts("memory", settings.memory)))
+    return StepPart(job, chosen(settings.methods, batch, chunk), batches, settings.malloc == "keep")
 
 
 def one_count(name: str, text: str) -> int:
@@ -178,74 +209,12 @@ def baseline(case: str) -> str:
     return Name.of(case).baseline
 
 
-def unmeasured(cases: list[str], kept: Sequence[Row]) -> list[str]:
-    """The cases that an earlier run did not measure, with what they are compared with."""
-    done = {row["case"] for row in kept if final(row)}
-    rest = [case for case in cases if case not in done]
-    wanted = set(map(baseline, rest))
-    return [case for case in cases if case in rest or method_of(case) in wanted]
-
-
-def jobs(found: Plan) -> list[Job]:
-    """Memory of each method in a process of its own, so that no peak is another's; then time of all, interleaved, in one."""
-    result = []
-    for name in dict.fromkeys(map(method_of, found.cases)) if found.batches else []:
-        sizes = {case.partition("@")[2] for case in found.cases if method_of(case) == name} - {"max"}
-        batches = {*map(int, sizes), *(found.batches if name in CURVES else ())}
-        if name == "open_clip":
-            batches = {batch for batch in batches if batch % found.job.about["chunk"] == 0}
-        if batches:
-            result.append(replace(found.job, probed=[(name, batch) for batch in sorted(batches)]))
-    return [*result, replace(found.job, timed=found.cases)]
-
-
-def malloc(job: Job, setting: str) -> dict[str, str]:
-    """Variables by which the C library keeps or returns freed memory during a job."""
-    if job.device != "cpu":
-        return {}
-    if job.probed:
-        return RETURNING_MALLOC
-    return KEEPING_MALLOC if setting == "keep" else {}
-
-
-# ---- rows ----
-
-
-def rows_of(found: Plan, answers: Sequence[Answer]) -> list[Row]:
-    """One row for each case from the answers of the memory jobs and the time job."""
-    rows = []
-    times = {case: record for answer in answers for case, record in answer["cases"].items() if "@" in case}
-    lacking = {"status": "not run", "reason": "the run was stopped before it", "traceback": "", "steps": []}
-    for case in found.cases:
-        name, _, size = case.partition("@")
-        probes = [answer["cases"][name] for answer in answers if name in answer["cases"]]
-        timed = times.get(case, lacking)
-        batch = timed.get("size", None if size == "max" else int(size))
-        row: Row = {"case": case, "method": name, "batch": batch, "chunk": found.job.about["chunk"], "status": "ok"}
-        row |= {key: timed[key] for key in ("tried", "bound", "expected_s", "flops", "mfu", "parts") if key in timed}
-        memory = {key: value for record in [*probes, timed] for key, value in record.get("memory", {}).items()}
-        row["memory"] = {int(key): value for key, value in memory.items()}
-        row["peak_bytes"] = row["memory"].get(batch)
-        if timed["steps"]:
-            seconds = step_seconds(timed)
-            row["step_s"] = spread(seconds)
-            row["samples_per_s"] = batch / row["step_s"]["median"]
-            if row.get("mfu") is not None:
-                row["mfu"] *= seconds[-1] / row["step_s"]["median"]
-            row["ratio"] = ratio(seconds, batch, against(case, batch, times))
-        wrong = next((record for record in [timed, *probes] if record["status"] != "ok"), None)
-        if wrong:
-            row |= {key: wrong[key] for key in ("status", "reason", "traceback")}
-        rows.append(row)
-    return rows
-
-
 def step_seconds(record: Row) -> list[float]:
     return [sum(step.values()) for step in record["steps"]]
 
 
 def against(case: str, batch: int, times: Row) -> Row | None:
-    """The record that a case is compared with: its baseline at the same batch where there is one, else at the largest."""
+    """The record that a case is compared with: its baseline at the same batch if there is one, else at the largest."""
     plains = [record for other, record in times.items() if method_of(other) == baseline(case) and record["steps"]]
     return max(plains, key=lambda record: (record["size"] == batch, record["size"]), default=None)
 
@@ -282,70 +251,39 @@ def title(record: Row) -> str:
 
 
 def notes(record: Row) -> list[str]:
-    rows = record["rows"]
-    lines = [f"{name}: {about}" for name, about in record["methods"].items()]
-    lines += [f"{row['case']}: {row['status']}: {row['reason']}" for row in rows if row["status"] != "ok"]
-    for row in rows:
+    """What was tried to find the largest batches."""
+    lines = []
+    for row in record["rows"]:
         if row.get("tried"):
             tries = ", ".join(f"{size}: {found}" for size, found in row["tried"].items())
             lines.append(f"{row['case']}: {tries}" + (" (more would take too long)" if "bound" in row else ""))
-    for method, least, most, passes in growths(rows):
-        sizes = [
-            f"{n} {min(s) / MIB:,.0f} to {max(s) / MIB:,.0f} MiB ({max(s) / min(s) - 1:.1%})" for n, s in passes.items()
-        ]
-        a_pair = most["parts"]["mem_loss_bytes"] / most["batch"]
-        lines.append(
-            f"{method} from {_span(least, most)} pairs: {', '.join(sizes)}; the loss {a_pair:,.0f} bytes a pair"
-        )
     if record["pinned"] is False:
-        lines.append(
-            "The samples' host memory could not be page-locked: copies to the device were slower than they are in training."
-        )
-    last = "To plain: seconds a sample, against what the method's kind has without the cache. Peak: growth during one step."
-    return [*lines, last]
-
-
-def _span(least: Row, most: Row) -> str:
-    return " to ".join(format_count(row["batch"]) for row in (least, most))
-
-
-def growths(rows: Sequence[Row]) -> list[tuple[str, Row, Row, dict[str, list[int]]]]:
-    """Of every method measured on a device at several batches: its rows at the least and the largest, and the bytes of each pass.
-
-    The features that encoding leaves are the loss's, and taken off.
-    """
-    found = []
-    for method in dict.fromkeys(row["method"] for row in rows):
-        own = [row for row in rows if row["method"] == method and "mem_encode_bytes" in row.get("parts", {})]
-        own.sort(key=lambda row: int(row["batch"]))
-        if len({row["batch"] for row in own}) > 1:
-            parts = [row["parts"] for row in own]
-            encode = [part["mem_encode_bytes"] - part["features_bytes"] for part in parts]
-            passes = {"encode, less features,": encode, "replay": [part["mem_replay_bytes"] for part in parts]}
-            found.append((method, own[0], own[-1], passes))
-    return found
+        lines.append("The samples' host memory could not be page-locked: copies were slower than in training.")
+    return lines
 
 
 def targets(record: Row) -> list[str]:
-    """Utilisation where the model has a target, the cache's time beside plain's, ours beside open_clip's, and flat memory."""
+    """Utilisation, if the model has a target; the cache's time beside plain's; ours beside open_clip's; and flat memory."""
     rows, model, lines = record["rows"], record["settings"]["model"], []
     if model in MFU and record["device"] == "cuda":
         plain = [row for row in rows if row["method"] == "plain"]
         mfu = Target(f"plain at {MFU[model]:.0%} MFU at least", lambda x: x >= MFU[model], "{:.1%}")
         lines.append(mfu.judge(figures(plain, _case, "mfu")))
     cached = [row for row in rows if Name.of(row["method"]).base == "cache"]
-    for frozen, bound, text in (
-        (False, 1.25, "the cache in at most 1.25 times plain's time"),
-        (True, 1.05, "with a frozen image tower, in at most 1.05 times plain's"),
-    ):
-        own = [row for row in cached if (Name.of(row["method"]).kind == "frozen") == frozen]
-        lines.append(Target(text, lambda x, bound=bound: x <= bound).judge(figures(own, _case, "ratio.median")))  # type: ignore[misc]
-    span = " to ".join(map(format_count, FLAT))
-    flat = Target(
-        f"memory flat within 2 % from {span} pairs, the loss's linear part aside", lambda x: x <= 0.02, "{:.1%}"
-    )
+    frozen = [row for row in cached if Name.of(row["method"]).kind == "frozen"]
+    others = [row for row in cached if row not in frozen]
+    cache = Target("the cache in at most 1.25 times plain's time", lambda x: x <= 1.25)
+    locked = Target("with a frozen image tower, in at most 1.05 times plain's", lambda x: x <= 1.05)
     faster = Target("faster than open_clip in every row", lambda x: x > 1)
-    return [*lines, faster.judge(beside_open_clip(rows)), flat.judge(flatness(cached))]
+    span = " to ".join(map(format_count, FLAT))
+    text = f"memory flat within 2 % from {span} pairs, the loss's linear part aside"
+    return [
+        *lines,
+        cache.judge(figures(others, _case, "ratio.median")),
+        locked.judge(figures(frozen, _case, "ratio.median")),
+        faster.judge(beside_open_clip(rows)),
+        Target(text, lambda x: x <= 0.02, "{:.1%}").judge(flatness(cached)),
+    ]
 
 
 def _case(row: Row) -> str:
@@ -375,37 +313,34 @@ def beside_open_clip(rows: Sequence[Row]) -> list[Found]:
 
 
 def flatness(rows: Sequence[Row]) -> list[Found]:
+    """Growth of each pass of a method between the batches of FLAT. The features that encoding leaves belong to the loss."""
     found: list[Found] = [(row["case"], row["status"]) for row in rows if row["status"] in WRONG]
-    for method, least, most, passes in growths(rows):
-        if least["batch"] <= FLAT[0] and most["batch"] >= FLAT[1]:
-            found += [(f"{method}: {name}", max(sizes) / min(sizes) - 1) for name, sizes in passes.items()]
-        else:
-            found.append((method, f"was measured from {_span(least, most)} only"))
+    for method in dict.fromkeys(row["method"] for row in rows):
+        own = {row["batch"]: row["parts"] for row in rows if row["method"] == method and "parts" in row}
+        own = {batch: parts for batch, parts in own.items() if "mem_encode_bytes" in parts}
+        if len(own) > 1 and (min(own) > FLAT[0] or max(own) < FLAT[1]):
+            found.append((method, f"was measured from {format_count(min(own))} to {format_count(max(own))} only"))
+        elif len(own) > 1:
+            encode = [parts["mem_encode_bytes"] - parts["features_bytes"] for parts in own.values()]
+            replay = [parts["mem_replay_bytes"] for parts in own.values()]
+            found.append((f"{method}: encode, less features,", max(encode) / min(encode) - 1))
+            found.append((f"{method}: replay", max(replay) / min(replay) - 1))
     return found
 
 
-def panels(record: Row) -> list[Curves | Bars]:
+def panels(record: Row) -> list[Lines | Bars]:
     """Time beside plain, and memory against the batch."""
-    settings, rows = record["settings"], record["rows"]
-    timed = [row for row in rows if row.get("ratio")]
-    batch = parse_count(settings["batch"])
-    names = [r["method"] + ("" if r["batch"] == batch else f" at {format_count(r['batch'])}") for r in timed]
-    ratios = [tuple(row["ratio"][part] for part in ("median", "min", "max")) for row in timed]
-    heading = f"seconds a sample relative to plain (batch {settings['batch']}, chunk {settings['chunk']})"
-    memory = {
-        method: {
-            int(batch): max(size, 2**16) / MIB
-            for row in rows
-            if row["method"] == method
-            for batch, size in row["memory"].items()
-        }
-        for method in dict.fromkeys(row["method"] for row in rows)
-    }
-    curves = {name: list(sizes.items()) for name, sizes in memory.items() if len(sizes) > 1}
+    timed = [row for row in record["rows"] if row.get("ratio")]
+    memory: dict[str, dict[int, Value]] = {}
+    for row in record["rows"]:
+        sizes = {int(batch): max(size, 2**16) / MIB for batch, size in row["memory"].items()}
+        memory[row["method"]] = memory.get(row["method"], {}) | sizes
+    lines = {name: sorted(sizes.items()) for name, sizes in memory.items() if len(sizes) > 1}
+    names = [f"{row['method']} at {format_count(row['batch'])}" for row in timed]
     return [
-        Bars(heading, names, {"": ratios}, [f"{row['ratio']['median']:.2f}" for row in timed], mark=1),
-        Curves(f"peak memory of a step, MiB (chunk {settings['chunk']})", curves, base=2),
+        Bars("seconds a sample relative to plain", names, {"": [row["ratio"] for row in timed]}, mark=1),
+        Lines("peak memory of a step, MiB", lines),
     ]
 
 
-BENCHMARKS = {"step": Benchmark(title, lambda _: COLUMNS, notes, targets, panels)}
+BENCHMARKS = {"step": Benchmark(("case",), title, COLUMNS, targets, panels, notes)}

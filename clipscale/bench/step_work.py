@@ -1,21 +1,22 @@
 """What the step benchmark measures in a fresh process: memory at several batches, the largest batch that fits, and time."""
 
+import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from clipscale.bench.harness import Job, Task
-from clipscale.bench.memory import is_out_of_memory
+from clipscale.bench.memory import is_out_of_memory, next_batch
 from clipscale.bench.step_variants import Name, StepVariant, StepVariants
 from clipscale.bench.worker import Meter, Worker
 
 FIRST = 64
-"""The first batch that is tried where the largest that fits is looked for."""
-HALVINGS = 3
-"""How often the gap between a batch that fits and one that does not is halved: the largest is known to an eighth."""
+"""The first batch that is tried to find the largest that fits."""
+CLOSE = 1 / 8
+"""The largest batch is known to this share."""
 SEARCH = 0.1
-"""Part of the time left that one trial may take."""
+"""Share of the time left that one trial may take."""
 COMPILING = 60.0
 """Seconds that compiling two towers may take on a CUDA device."""
 WARM = 2
@@ -66,7 +67,7 @@ class StepWorker(Worker):
         if self.late(case) and self.device.type == "cuda" and not self.affords(case, COMPILING):
             return
         if size == "max":
-            self.find_largest(case, record)
+            self.find_largest(case)
             return
         record["size"] = batch = int(size)
         few = min(WARM * self.variants.chunk, batch)
@@ -74,42 +75,39 @@ class StepWorker(Worker):
         self.expected[case] = self.seconds(self.variant(case), few) * batch / few
         self.affords(case, self.expected[case])
 
-    def find_largest(self, case: str, record: dict[str, Any]) -> None:
-        """The largest batch whose step runs: doubled until memory (or the time for a trial) is full, then the gap halved.
+    def find_largest(self, case: str) -> None:
+        """The largest batch whose step runs.
 
         Compiled towers take that of the same method without compiling: every new size would be compiled anew.
         """
-        name = Name.of(case)
-        twin = f"{name.base}@max" if name.kind == "compiled" else case
-        if twin != case:
+        name, record = Name.of(case), self.record(case)
+        if name.kind == "compiled":
+            twin = f"{name.base}@max"
             if "size" not in self.record(twin):
-                self.find_largest(twin, self.record(twin))
-            record |= {"size": (batch := self.record(twin)["size"]), "tried": {}}
-            self.seconds(self.variant(case), batch)
-            self.expected[case] = self.seconds(self.variant(case), batch)
+                self.find_largest(twin)
+            record |= {"size": self.record(twin)["size"], "tried": {}}
+            for _ in ("compile", "measure"):
+                self.expected[case] = self.seconds(self.variant(case), record["size"])
             return
-        tried: dict[int, str] = {}
-        good, bad, step_s, size = 0, 0, 0.0, min(FIRST, self.variants.chunk)
-        for _ in range(64):
-            if step_s * size / max(good, 1) > SEARCH * self.left:
+        good, bad, step_s = 0, 0, 0.0
+        record["tried"] = {}
+        first = min(FIRST, self.variants.chunk)
+        while size := next_batch(good, bad, first, grain=1, factor=2, close=CLOSE):
+            if step_s * size / max(good, 1) > SEARCH * (self.end - time.monotonic()):
                 record["bound"] = "time"
                 break
             found = self.fits(self.variant(case), size)
-            tried[size] = "out of memory" if found is None else f"{found:.3g} s"
+            record["tried"][size] = "out of memory" if found is None else f"{found:.3g} s"
             good, bad, step_s = (good, size, step_s) if found is None else (size, bad, found)
-            if bad and (bad - good) * 2**HALVINGS <= bad:
-                break
-            size = (good + bad) // 2 if bad else 2 * size
-        record["tried"] = tried
-        if not good and "bound" in record:
+        if good:
+            record["size"], self.expected[case] = good, step_s
+        elif "bound" in record:
             record |= {"status": "not run", "reason": "no time was left", "traceback": ""}
-            return
-        if not good:
-            raise MemoryError(f"out of memory: not even a step of {size} samples fits")
-        record["size"], self.expected[case] = good, step_s
+        else:
+            raise MemoryError("out of memory: not even a step of one sample fits")
 
     def fits(self, variant: StepVariant, batch: int) -> float | None:
-        """Seconds of a step; None where memory does not suffice."""
+        """Seconds of a step; None if memory does not suffice."""
         try:
             return self.seconds(variant, batch)
         except Exception as error:
@@ -126,7 +124,7 @@ class StepWorker(Worker):
             torch.cuda.empty_cache()
 
     def time(self, case: str) -> None:
-        """Where a batch that fitted alone does not fit beside the other methods, an eighth less is tried."""
+        """If a batch that fitted alone does not fit beside the other methods, an eighth less is tried."""
         record = self.record(case)
         try:
             super().time(case)

@@ -36,14 +36,12 @@ class Target:
 
 def figures(rows: Iterable[Row], name: Callable[[Row], str], key: str) -> list[Found]:
     """The figure under a dotted key, or why a row has none."""
-    found: list[Found] = []
-    for row in rows:
+
+    def figure(row: Row) -> float | str:
         value = lookup(row, key)
-        if row["status"] != "ok":
-            found.append((name(row), row["status"]))
-        else:
-            found.append((name(row), "has no such figure" if value is None else float(value)))
-    return found
+        return str(row["status"]) if row["status"] != "ok" else "has no such figure" if value is None else float(value)
+
+    return [(name(row), figure(row)) for row in rows]
 
 
 def quotients(ours: Iterable[Row], rows: Sequence[Row], peer: str, name: Callable[[Row], str], key: str) -> list[Found]:

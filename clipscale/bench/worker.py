@@ -1,4 +1,4 @@
-"""Measurements inside a benchmark's process: memory is probed, cases warm up, and their time is measured in interleaved rounds.
+"""Measures in a benchmark's process: probes come first, then every case warms up, then cases are timed in interleaved rounds.
 
 `Worker` does what all benchmarks share; each subclasses it with its variants.
 """
@@ -69,9 +69,9 @@ class Worker:
         self.end = self.start + (math.inf if job.seconds is None else job.seconds)
         self.found: dict[str, dict[str, Any]] = {}
         self.expected: dict[str, float] = {}
-        """Case -> seconds of one step, by its last one or by a smaller one. A case that is not in it is not measured (any more)."""
+        """Case -> seconds of its last step, or an estimate. A case that is not in it is not timed (any more)."""
 
-    # What a benchmark declares:
+    # A benchmark declares:
 
     def variant(self, case: str) -> Variant:
         raise NotImplementedError
@@ -81,25 +81,32 @@ class Worker:
         raise NotImplementedError
 
     def probe(self, name: str, size: int) -> None:
-        """Measure the memory of a step, weights, gradients and inputs aside."""
+        """Measure once: the memory of a step, weights, gradients and inputs aside."""
         raise NotImplementedError
 
     def measured(self, case: str, meter: Meter) -> None:
         """Called after every step that is kept."""
+
+    def finish(self) -> None:
+        """Called after the last round."""
 
     def facts(self) -> dict[str, Any]:
         """Further parts of the answer."""
         return {}
 
     def late(self, case: str) -> bool:
-        """Does getting this case ready take so long that the others are measured once before."""
+        """Does the case take so long to get ready that the others are timed once before."""
         return False
 
     def agreed(self, value: float) -> float:
         """The largest value of any rank."""
         return value
 
-    # What is the same for all:
+    def meet(self) -> None:
+        """Return once all ranks are here."""
+        wait(self.device)
+
+    # The same for all:
 
     def work(self) -> Answer:
         if self.device.type == "cpu" and self.job.memory is not None:
@@ -123,13 +130,10 @@ class Worker:
         self.leave()
         return self.answer()
 
-    def finish(self) -> None:
-        """Called after the last round."""
-
     def round(self, cases: Sequence[str]) -> None:
-        """One step of each case that is still to be measured."""
+        """One step of each case that is still to be timed."""
         for case in cases:
-            if case in self.expected and self.job.repeats:
+            if case in self.expected:
                 self.attempt(case, partial(self.time, case))
 
     def attempt(self, name: str, what: Callable[[], object]) -> None:
@@ -150,14 +154,9 @@ class Worker:
     def record(self, name: str) -> dict[str, Any]:
         return self.found.setdefault(name, {"status": "ok", "steps": [], "memory": {}})
 
-    @property
-    def left(self) -> float:
-        """Seconds until the job has to end."""
-        return self.end - time.monotonic()
-
     def affords(self, case: str, seconds: float) -> bool:
         """Is there time for a step of so many seconds; if not, a case without a measurement is recorded as not run."""
-        left = self.left
+        left = self.end - time.monotonic()
         if self.agreed(seconds - left) <= 0:
             return True
         record = self.record(case)
@@ -183,7 +182,7 @@ class Worker:
         inputs = variant.inputs(record["size"])
         self.release()
         self.meet()
-        meter = Meter(self.device, self.memory() if self.device.type == "cuda" else None)
+        meter = Meter(self.device, DeviceMemory(self.device) if self.device.type == "cuda" else None)
         variant.step(inputs, meter)
         record["steps"].append(meter.seconds)
         self.expected[case] = sum(meter.seconds.values())
@@ -191,15 +190,11 @@ class Worker:
             record["memory"][str(record["size"])] = meter.growth()
         self.measured(case, meter)
 
-    def meet(self) -> None:
-        """Return once all ranks have done what they were given."""
-        wait(self.device)
-
     def memory(self) -> HostMemory | DeviceMemory:
         return DeviceMemory(self.device) if self.device.type == "cuda" else HostMemory()
 
     def release(self) -> None:
-        """Hand back what a step left."""
+        """Free what a step left."""
         gc.collect()
 
     def answer(self) -> Answer:
@@ -210,7 +205,7 @@ class Worker:
 
 
 def wait(device: torch.device) -> None:
-    """Return once the device has done all that it was given."""
+    """Return once the device has done all its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -1,4 +1,4 @@
-"""A task that measures nothing, for the tests of processes: `tests.bench.measuring:work`.
+"""Measures in this process; and a task that measures nothing, for the tests of processes: `tests.bench.measuring:work`.
 
 Its job is a list of words for each rank, done in order: `answer` replaces the answer, `sleep` waits to be ended, `fail` prints and fails.
 """
@@ -6,6 +6,9 @@ Its job is a list of words for each rank, done in order: `answer` replaces the a
 import os
 import sys
 import time
+from typing import Any
+
+import pytest
 
 from clipscale.bench.harness import Task
 
@@ -22,3 +25,12 @@ def work(task: Task) -> None:
         else:
             print("first\nno such thing\n")
             sys.exit(3)
+
+
+def in_process(worker: Any, patch: pytest.MonkeyPatch) -> None:
+    """The driver's jobs are done in this process, by `worker`."""
+
+    def measure(target: str, job: Any, hear: Any) -> list[Any]:
+        return [worker(job, 0, lambda answer: hear([answer])).work()]
+
+    patch.setattr("clipscale.bench.driver.measure", measure)

@@ -2,6 +2,7 @@
 
 import io
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,28 +10,28 @@ import torch
 from PIL import Image
 
 from clipscale.bench import data
-from clipscale.bench.data import GPU, ON_CPU, PEER, main, photograph, targets, with_ratios
+from clipscale.bench.data import GPU, ON_CPU, PEER, DataWorker, main, photograph, targets, with_ratios
 from clipscale.config.tools import DataBenchSettings
 from clipscale.data.loader import gpu_decode as on
 from clipscale.errors import UserError
+from tests.bench.measuring import in_process
+
+SMALL = {"image_size": 32, "pictures": 2, "repeats": 1, "workers": 1, "batch": 16}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def here() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    with pytest.MonkeyPatch.context() as patch:
+        in_process(DataWorker, patch)
+        yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
-def record(tmp_path_factory: pytest.TempPathFactory) -> dict:
+def record(tmp_path_factory: pytest.TempPathFactory, here: None) -> dict:
     out = tmp_path_factory.mktemp("bench")
-    main(
-        DataBenchSettings(
-            sizes="40,80",
-            image_size=32,
-            pictures=2,
-            repeats=1,
-            stream="40",
-            workers=1,
-            batch=16,
-            device="cpu",
-            out=str(out),
-        )
-    )
+    main(DataBenchSettings(sizes="40,80", stream="40", device="cpu", out=str(out), **SMALL))
     assert (out / "data.png").stat().st_size > 10_000
     assert "| decode | 40 | decode=exact |" in (out / "data.md").read_text()
     return json.loads((out / "data.json").read_text())
@@ -63,8 +64,7 @@ def test_with_a_gpu_all_of_it_is_measured_and_the_question_answered(
     monkeypatch.setattr(on, "require_gpu", lambda device: None)
     monkeypatch.setattr(data, "usable", lambda setting: (torch.device("cpu"), ""))
     monkeypatch.setattr(on, "AHEAD", 8)
-    small = {"image_size": 32, "pictures": 2, "repeats": 1, "workers": 1, "batch": 16}
-    main(DataBenchSettings(sizes="40", stream="40", model="tiny", out=str(tmp_path), **small))
+    main(DataBenchSettings(sizes="40", stream="40", model="tiny", out=str(tmp_path), **SMALL))
     record = json.loads((tmp_path / "data.json").read_text())
     found = [(r["kind"], r["method"]) for r in record["rows"]]
     assert {("device", GPU), ("stream", GPU), ("step", "tiny")} <= set(found), found
@@ -79,20 +79,17 @@ def test_a_gpu_that_fails_costs_its_own_figures_alone(tmp_path: Path, monkeypatc
     monkeypatch.setattr(data, "usable", lambda setting: (torch.device("cpu"), ""))
     monkeypatch.setattr(data, "device_rates", failing)
     monkeypatch.setattr(data, "step_rates", failing)
-    small = {"image_size": 32, "pictures": 2, "repeats": 1, "workers": 1, "batch": 16}
-    main(DataBenchSettings(sizes="40", stream="", model="tiny", out=str(tmp_path), **small))
+    main(DataBenchSettings(sizes="40", stream="", model="tiny", out=str(tmp_path), **SMALL))
     record = json.loads((tmp_path / "data.json").read_text())
     assert [r["kind"] for r in record["rows"]] == ["decode"] * 3 + ["loader"]
-    assert record["skipped"] == dict.fromkeys(
-        ("decode=gpu, device 40", "tiny, step 32"), "RuntimeError: the device refused pictures"
-    )
+    assert record["skipped"] == dict.fromkeys(("device 40", "step 32"), "RuntimeError: the device refused pictures")
 
 
 def test_what_a_record_holds_is_not_measured_again(tmp_path: Path) -> None:
-    small = {"image_size": 32, "pictures": 2, "workers": 1, "batch": 16, "device": "cpu", "out": str(tmp_path)}
-    main(DataBenchSettings(sizes="80", stream="", repeats=2, **small))
-    (before, *_) = main(DataBenchSettings(sizes="", stream="", repeats=2, resume=True, **small))
-    rows = main(DataBenchSettings(sizes="40,80", stream="", repeats=1, resume=True, **small))
+    small = SMALL | {"device": "cpu", "out": str(tmp_path)}
+    main(DataBenchSettings(sizes="80", stream="", **small | {"repeats": 2}))
+    (before, *_) = main(DataBenchSettings(sizes="", stream="", resume=True, **small | {"repeats": 2}))
+    rows = main(DataBenchSettings(sizes="40,80", stream="", resume=True, **small))
     assert [(r["kind"], r["side"]) for r in rows] == [("decode", 40)] * 3 + [("decode", 80)] * 3 + [
         ("loader", 40), ("loader", 80),
     ]  # fmt: skip

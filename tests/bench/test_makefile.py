@@ -112,7 +112,6 @@ def test_what_is_command_of_a_gpu_is_command_rightly(target: str, monkeypatch: p
         "clipscale bench step device=cuda resume=true methods=cahce",
         "clipscale.bench.fit --record x --run y cache.kept=40G",
         "clipscale.bench.largest --record x --run y data.bufers=1",
-        "clipscale.bench.largest --record x --run y data.buffers=1 offload=hots",
     ],
 )
 def test_a_slip_would_be_seen(line: str, monkeypatch: pytest.MonkeyPatch) -> None:

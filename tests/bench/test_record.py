@@ -1,14 +1,16 @@
 """Records that are resumed, those of something else that are moved aside, and the ones in the documents."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from clipscale.bench import present
+from clipscale.bench.harness import Job
 from clipscale.bench.record import earlier, final, write
-from clipscale.bench.step import unmeasured
+from clipscale.bench.step import StepPart
 
 RECORDS = sorted((Path(__file__).parents[2] / "docs" / "benchmarks").rglob("*.json"))
 MACHINE = {
@@ -45,8 +47,11 @@ def test_an_interrupted_run_is_resumed_with_all_its_rows(tmp_path: Path) -> None
     kept = earlier(path, again)["rows"]
     assert [{"case": row["case"], "status": row["status"]} for row in kept] == ROWS
     assert [final(row) for row in kept] == [True, True, False], "what had no time is tried again"
-    assert unmeasured(["plain@8", "cache@8"], kept) == []
-    assert unmeasured(["plain@8", "cache@8", "cache@16"], kept) == ["plain@8", "cache@16"], "with its baseline"
+    done = {(row["case"],) for row in kept}
+    part = StepPart(Job({}, "cpu"), ["plain@8", "cache@8"], [], keep=True)
+    assert part.without(done).cases == []
+    again_part = replace(part, cases=[*part.cases, "cache@16"])
+    assert again_part.without(done).cases == ["plain@8", "cache@16"], "with its baseline"
     write(path, again | {"rows": [*kept, {"case": "cache@16", "status": "ok"}]})
     rows = json.loads(path.read_text())["rows"]
     commands = ["clipscale bench step"] * 3 + ["clipscale bench step seconds=60"]

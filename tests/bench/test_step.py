@@ -15,8 +15,8 @@ from rich.console import Console
 from torch import Tensor
 
 from clipscale.bench import present
-from clipscale.bench.harness import RETURNING_MALLOC, Job, measure
-from clipscale.bench.step import METHODS, Plan, chosen, jobs, notes, plan, rows_of
+from clipscale.bench.harness import KEEPING_MALLOC, RETURNING_MALLOC, Job, measure
+from clipscale.bench.step import METHODS, StepPart, chosen, plan
 from clipscale.bench.step_variants import StepVariant, StepVariants
 from clipscale.bench.step_work import StepWorker
 from clipscale.bench.worker import Meter
@@ -112,7 +112,7 @@ def test_the_largest_batch_is_found_between_one_that_fits_and_one_that_does_not(
 ) -> None:
     """With memory for 1,500 samples: doubling stops at 2,048, and the gap above 1,024 is halved to an eighth of that."""
     monkeypatch.setattr(work, "fits", lambda variant, size: 1e-6 * size if size <= 1500 else None)
-    work.find_largest("plain@max", work.record("plain@max"))
+    work.find_largest("plain@max")
     record = work.found.pop("plain@max")
     assert record["size"] == 1408, record["tried"]
     assert work.expected.pop("plain@max") == pytest.approx(1408e-6)
@@ -124,7 +124,7 @@ def test_the_largest_batch_is_found_between_one_that_fits_and_one_that_does_not(
 def test_the_largest_batch_is_bounded_by_time_too(work: StepWorker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(work, "end", time.monotonic() + 100)
     monkeypatch.setattr(work, "fits", lambda variant, size: float(size))
-    work.find_largest("plain@max", work.record("plain@max"))
+    work.find_largest("plain@max")
     record = work.found.pop("plain@max")
     work.expected.clear()
     assert (record["size"], record["bound"]) == (8, "time"), record
@@ -162,8 +162,10 @@ def test_samples_lie_in_a_training_batchs_arena_which_is_pinned_for_cuda(monkeyp
 @pytest.mark.slow
 def test_memory_itself_bounds_the_largest_batch() -> None:
     """In 600 MB beyond what torch takes, a process finds a batch that fits and one that does not."""
-    job = Job(ABOUT | {"chunk": 32}, "cpu", timed=["plain@max"], repeats=1, memory=6 * 10**8)
-    (found,) = measure("clipscale.bench.step_work:work", job, RETURNING_MALLOC)
+    job = Job(
+        ABOUT | {"chunk": 32}, "cpu", timed=["plain@max"], repeats=1, memory=6 * 10**8, variables=RETURNING_MALLOC
+    )
+    (found,) = measure("clipscale.bench.step_work:work", job)
     record = found["cases"]["plain@max"]
     assert record["status"] == "ok" and "out of memory" in record["tried"].values(), record
     assert record["size"] >= 64 and len(record["steps"]) == 1
@@ -175,9 +177,9 @@ def steps(seconds: list[float]) -> list[dict[str, float]]:
 
 def by_hand() -> dict[str, Any]:
     settings = StepBenchSettings(methods="cache,frozen", batch="8", chunk="4", memory="4,8", device="cpu")
-    found = plan(settings)
+    part = plan(settings)
     names = ["plain", "frozen-plain", "cache", "frozen"]
-    assert found.cases == [f"{name}@8" for name in names]
+    assert part.cases == [f"{name}@8" for name in names]
     ok = {"status": "ok", "steps": [], "memory": {"4": 1 << 20, "8": 3 << 20}}
     answers = [{"cases": {name: dict(ok)}} for name in names]
     answers[3]["cases"]["frozen"] |= {"status": "out of memory", "reason": "no memory", "traceback": ""}
@@ -186,16 +188,17 @@ def by_hand() -> dict[str, Any]:
     answers.append({"cases": {f"{name}@8": timed | {"steps": steps(seconds)} for name, seconds in times.items()}})
     facts = {"gpus": [], "cpu": "a processor", "versions": {"torch": "2"}}
     shown = {"batch": "8", "chunk": "4", "model": "tiny", "precision": "fp32", "memory": "4,8"}
-    return {
-        "benchmark": "step",
-        "device": "cpu",
-        "settings": shown,
-        "machine": facts,
-        "threads": 2,
-        "pinned": None,
-        "rows": rows_of(found, answers),
-        "methods": METHODS,
-    }
+    return (
+        {
+            "benchmark": "step",
+            "device": "cpu",
+            "settings": shown,
+            "machine": facts,
+            "methods": METHODS,
+        }
+        | part.found([[answer] for answer in answers])
+        | {"threads": 2}
+    )
 
 
 def test_ratios_are_taken_within_a_round() -> None:
@@ -217,41 +220,28 @@ def test_the_table_and_the_picture_show_every_method(tmp_path: Path) -> None:
     assert len(figure.axes[1].get_lines()) == 4, "one curve of memory for each method with several batches"
 
 
-def test_a_note_compares_the_memory_of_several_batches() -> None:
-    """Made-up figures of a device: encode grows with the features alone, replay by 1 %, the loss by 8 kB a pair."""
-    rows: list[dict[str, Any]] = []
-    for batch, replay in ((32768, 1000 << 20), (1 << 20, 1010 << 20)):
-        features = 4096 * batch
-        parts = {"features_bytes": features, "mem_encode_bytes": (300 << 20) + features, "mem_loss_bytes": 8192 * batch}
-        parts["mem_replay_bytes"] = replay
-        rows.append({"method": "cache", "case": f"cache@{batch}", "batch": batch, "status": "ok", "parts": parts})
-    line, _ = notes({"rows": rows, "methods": {}, "pinned": True})
-    assert line.startswith("cache from 32k to 1M pairs: encode, less features, 300 to 300 MiB (0.0%)"), line
-    assert "replay 1,000 to 1,010 MiB (1.0%)" in line and line.endswith("the loss 8,192 bytes a pair"), line
-
-
 def test_of_several_batches_a_method_is_compared_with_plain_at_the_same_or_the_largest() -> None:
-    found = Plan(JOB, ["plain@8", "cache@8", "cache@64", "plain@max"], [])
+    part = StepPart(JOB, ["plain@8", "cache@8", "cache@64", "plain@max"], [], keep=True)
     times = {"plain@8": (8, [1.0]), "cache@8": (8, [1.5]), "cache@64": (64, [8.0]), "plain@max": (16, [1.6])}
     answers = [{"cases": {c: {"status": "ok", "size": b, "steps": steps(s)} for c, (b, s) in times.items()}}]
-    rows = {row["case"]: row for row in rows_of(found, answers)}
+    rows = {row["case"]: row for row in part.found([answers])["rows"]}
     assert rows["cache@8"]["ratio"]["median"] == pytest.approx(1.5)
     assert rows["cache@64"]["ratio"]["median"] == pytest.approx((8 / 64) / (1.6 / 16))
     assert rows["plain@max"]["batch"] == 16 and rows["cache@64"]["samples_per_s"] == 8
-    unfinished = rows_of(found, [{"cases": {}}])
+    unfinished = part.found([[]])["rows"]
     assert [row["status"] for row in unfinished] == ["not run"] * 4, "no case goes missing"
 
 
 def test_memory_is_measured_in_processes_apart_and_time_in_one() -> None:
     settings = StepBenchSettings(methods="cache,keep-30", batch="8", chunk="4", memory="4,16", device="cpu")
-    *apart, last = jobs(plan(settings))
+    *apart, last = plan(settings).jobs([])
     assert [job.probed for job in apart] == [
         [("plain", 4), ("plain", 8), ("plain", 16)],
         [("cache", 4), ("cache", 8), ("cache", 16)],
         [("keep-30", 8)],
     ]
     assert last.timed == ["plain@8", "cache@8", "keep-30@8"] and not last.probed
-    (only,) = jobs(plan(replace(settings, memory="", methods="plain@max,cache@16,open_clip@8")))
+    (only,) = plan(replace(settings, memory="", methods="plain@max,cache@16,open_clip@8")).jobs([])
     assert only.timed == ["plain@max", "cache@16", "open_clip@8"], "no memory asked for"
 
 
@@ -305,16 +295,15 @@ def test_the_command_line_measures_with_its_settings_and_keeps_the_record(
 ) -> None:
     measured: list[Job] = []
 
-    def answer(target: str, job: Job, variables: Any, hear: Any) -> list[dict[str, Any]]:
+    def answer(target: str, job: Job, hear: Any) -> list[dict[str, Any]]:
         measured.append(job)
         timed = {case: {"status": "ok", "size": 8, "steps": steps([0.5, 1.0]), "memory": {}} for case in job.timed}
-        hear(found := [{"cases": timed, "threads": 1, "pinned": None, "complete": True}])
-        return found
+        return [{"cases": timed, "threads": 1, "pinned": None, "complete": True}]
 
-    monkeypatch.setattr("clipscale.bench.step.measure", answer)
+    monkeypatch.setattr("clipscale.bench.driver.measure", answer)
     words = ["batch=8", "chunk=4", "memory=", "methods=cache", "repeats=2", "device=cpu", f"out={tmp_path}"]
     assert cli.main(["bench", "step", *words]) == 0
-    assert measured == [replace(JOB, timed=["plain@8", "cache@8"], repeats=2)]
+    assert measured == [replace(JOB, timed=["plain@8", "cache@8"], repeats=2, variables=KEEPING_MALLOC)]
     record = json.loads((tmp_path / "step-cpu.json").read_text())
     assert [row["samples_per_s"] for row in record["rows"]] == [8 / 0.75] * 2
     assert all(row["commit"] == record["machine"]["commit"] and row["code"] for row in record["rows"])

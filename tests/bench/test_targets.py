@@ -6,7 +6,6 @@ import pytest
 
 from clipscale.bench import loss, step
 from clipscale.bench.fit import within_a_tenth
-from clipscale.bench.loss import kernel_choices
 
 Row = dict[str, Any]
 
@@ -46,20 +45,6 @@ def test_the_loss_on_cuda_is_held_to_the_gemm_rate_to_inf_cl_and_to_two_gibibyte
     lacking = of_loss([row for row in rows if row["n"] == 32768])
     assert [line.split(":")[0] for line in lacking] == ["not measured"] * 3
     assert lacking[0].endswith("there are no such rows")
-
-
-def test_a_choice_made_otherwise_is_compared_with_triton_as_it_is() -> None:
-    rows = [
-        loss_row("triton", 65536, 0.050),
-        loss_row("triton-panel-64M", 65536, 0.055),
-        loss_row("triton-tiles-64x64x64-4w-2s", 65536, 0.049),
-        loss_row("triton-panel-64M", 131072, 0.2),
-        loss_row("triton-panel-2G", 65536, 0.1, status="failed"),
-    ]
-    assert kernel_choices(rows) == [
-        "triton-panel-64M at 64k x 768 bf16: 10.0% slower than triton as it is",
-        "triton-tiles-64x64x64-4w-2s at 64k x 768 bf16: 2.0% faster than triton as it is",
-    ]
 
 
 def test_the_loss_on_a_cpu_is_held_to_clip_loss() -> None:
@@ -142,11 +127,11 @@ def run_row(run: str, **ratios: float | None) -> Row:
 
 def test_the_plan_is_held_to_a_tenth() -> None:
     runs = [run_row("a", encode=0.97, peak=1.01), run_row("b", encode=1.0, loss=1.099, host=2.0)]
-    (line,) = within_a_tenth(runs)
+    (line,) = within_a_tenth({"rows": runs})
     assert line == "reached: memory predicted within 10% of measured in every phase: a (encode) 3.0%, b (loss) 9.9%"
-    assert within_a_tenth([*runs, run_row("c", replay=0.89)])[0].startswith("missed")
-    assert within_a_tenth([*runs, {"run": "c", "status": "failed"}])[0].startswith("missed")
-    assert within_a_tenth([run_row("c", encode=None, host=1.0)])[0].startswith("not measured"), (
+    assert within_a_tenth({"rows": [*runs, run_row("c", replay=0.89)]})[0].startswith("missed")
+    assert within_a_tenth({"rows": [*runs, {"run": "c", "status": "failed"}]})[0].startswith("missed")
+    assert within_a_tenth({"rows": [run_row("c", encode=None, host=1.0)]})[0].startswith("not measured"), (
         "on a CPU the host alone is"
     )
-    assert within_a_tenth([])[0].endswith("there are no such rows")
+    assert within_a_tenth({"rows": []})[0].endswith("there are no such rows")
