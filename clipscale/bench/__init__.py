@@ -2,7 +2,7 @@
 
     clipscale bench loss    loss.py   loss_work.py: what a process measures    loss_methods.py: what is compared
     clipscale bench step    step.py   step_work.py                             step_variants.py
-    clipscale bench data    data.py
+    clipscale bench data    data.py   data_work.py
     python -m clipscale.bench.fit       whole runs beside `clipscale plan`
     python -m clipscale.bench.largest   the largest batch that a machine holds
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 from PIL import Image
 
-from clipscale.bench import data
-from clipscale.bench.data import GPU, ON_CPU, PEER, DataWorker, main, photograph, targets, with_ratios
+from clipscale.bench import data, data_work
+from clipscale.bench.data import main, targets
+from clipscale.bench.data_work import GPU, ON_CPU, PEER, DataWorker, photograph, with_ratios
 from clipscale.config.tools import DataBenchSettings
 from clipscale.data.loader import gpu_decode as on
 from clipscale.errors import UserError
@@ -77,8 +78,8 @@ def test_a_gpu_that_fails_costs_its_own_figures_alone(tmp_path: Path, monkeypatc
         raise RuntimeError("the device refused\npictures")
 
     monkeypatch.setattr(data, "usable", lambda setting: (torch.device("cpu"), ""))
-    monkeypatch.setattr(data, "device_rates", failing)
-    monkeypatch.setattr(data, "step_rates", failing)
+    monkeypatch.setattr(data_work, "device_rates", failing)
+    monkeypatch.setattr(data_work, "step_rates", failing)
     main(DataBenchSettings(sizes="40", stream="", model="tiny", out=str(tmp_path), **SMALL))
     record = json.loads((tmp_path / "data.json").read_text())
     assert [r["kind"] for r in record["rows"]] == ["decode"] * 3 + ["loader"]

@@ -15,7 +15,7 @@ from PIL import Image, ImageOps
 from torchvision.transforms import InterpolationMode, RandomResizedCrop
 from torchvision.transforms import functional as tv
 
-from clipscale.bench.data import photograph
+from clipscale.bench.data_work import photograph
 from clipscale.data.decode import (
     BrokenSampleError,
     Colour,

@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from clipscale.bench.data import photograph
+from clipscale.bench.data_work import photograph
 from clipscale.data.decode import TrainTransform
 from clipscale.data.loader import gpu_decode as on
 from clipscale.data.loader.gpu_decode import DeviceDecoder

@@ -13,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import settings as bounded
 from hypothesis import strategies as st
 
-from clipscale.bench.data import photograph
+from clipscale.bench.data_work import photograph
 from clipscale.data.decode import BrokenSampleError, Colour, Crop, Picture, TrainTransform, resize, stored_box
 from clipscale.data.loader import gpu_decode as on
 from clipscale.data.loader.gpu_decode import Torchvision, jpeg_decoder

@@ -1,0 +1,291 @@
+"""What the data benchmark measures in a fresh process: decoding on one core and on a GPU, a model's step, and shards to batches."""
+
+import io
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from itertools import cycle, islice
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from webdataset import TarWriter
+
+from clipscale.bench.harness import Job, Task
+from clipscale.bench.worker import Meter, Worker, alternating, spread
+from clipscale.config.data import DECODE, DataConfig
+from clipscale.config.tools import DataBenchSettings
+from clipscale.data.decode import TrainTransform
+from clipscale.data.loader import gpu_decode
+from clipscale.data.loader.gpu_decode import DecodePrefetcher, DeviceDecoder, jpeg_decoder
+from clipscale.data.loader.host_batch import Arena, Layout, Stopwatch
+from clipscale.data.loader.offload import open_backend
+from clipscale.data.loader.stream import BatchShare, open_stream
+from clipscale.data.order import AUGMENT, CounterRNG
+
+Row = dict[str, Any]
+
+PEER, GPU = "open_clip", "decode=gpu"
+ON_CPU = tuple(name for name in DECODE if name != "gpu")
+CHUNK = 1024
+"""Most samples of a chunk of the model's step."""
+FED = 4
+"""How often the GPU is given `gpu_decode.AHEAD` pictures in one measurement."""
+BATCHES = 3
+"""Batches of a stream that are measured, after the first."""
+
+
+def work(task: Task) -> None:
+    DataWorker(Job(**task.job), task.rank, task.leave).work()
+
+
+class DataWorker(Worker):
+    """Measures kind by kind. A GPU that fails costs its own figures alone."""
+
+    def probe(self, name: str, size: int) -> None:
+        settings, device = (
+            DataBenchSettings(**self.job.about["settings"]),
+            torch.device(self.job.about["device"] or "cpu"),
+        )
+        files = [photograph(size, seed) for seed in range(settings.pictures)]
+
+        def on_gpu() -> list[Row]:
+            failed = any(record["status"] != "ok" for record in self.found.values())
+            return stream_rows(files, settings, device if self.job.about["device"] and not failed else None)
+
+        measure: dict[str, Callable[[], list[Row]]] = {
+            "decode": lambda: decode_rows(files, settings),
+            "loader": lambda: rated(GPU, loader_rates(files, settings)),
+            "device": lambda: rated(GPU, device_rates(files, settings, device)),
+            "step": lambda: rated(settings.model, step_rates(settings, device)),
+            "stream": on_gpu,
+        }
+        self.record(name)["rows"] = measure[name.split()[0]]()
+
+
+def rated(method: str, rates: list[float]) -> list[Row]:
+    return [{"method": method, "per_s": spread(rates)}]
+
+
+def photograph(side: int, seed: int) -> bytes:
+    """A JPEG of side x side random pixels, quality 90, with the amplitude spectrum of natural scenes, 1/f (Field 1987).
+
+    The time to decode a JPEG follows its content.
+    """
+    random = np.random.default_rng(seed)
+    frequency = np.hypot(np.fft.fftfreq(side)[:, None], np.fft.rfftfreq(side)[None, :])
+    frequency[0, 0] = np.inf
+    common = random.normal(size=(side, side))
+    channels = []
+    for _ in range(3):  # colours of a photograph are alike
+        noise = np.fft.rfft2(common + 0.5 * random.normal(size=(side, side)))
+        field = np.fft.irfft2(noise / frequency, (side, side))
+        channels.append(128 + 52 * field / field.std())
+    pixels = np.stack(channels, 2).clip(0, 255).astype(np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "JPEG", quality=90)
+    return file.getvalue()
+
+
+# ---- one core ----
+
+
+def training_transform(side: int, decode: str = "exact") -> TrainTransform:
+    """open_clip's training crop, which is ours by default."""
+    return TrainTransform(side, (0.9, 1.0), (3 / 4, 4 / 3), 0.0, 2**30, decode == "fast")
+
+
+def transforms(side: int) -> dict[str, Callable[[bytes, int], Any]]:
+    """Method -> what turns picture bytes, with a number for the random crop, into training pixels."""
+    from open_clip.transform import image_transform
+
+    out = np.empty((3, side, side), np.uint8)
+    peer = image_transform(side, is_train=True)
+
+    def own(transform: TrainTransform) -> Callable[[bytes, int], Any]:
+        return lambda data, number: transform(data, CounterRNG(0, AUGMENT, number), out)
+
+    found = {f"decode={name}": own(training_transform(side, name)) for name in ON_CPU}
+    return found | {PEER: lambda data, _: peer(Image.open(io.BytesIO(data)).convert("RGB"))}
+
+
+def decode_rows(pictures: list[bytes], settings: DataBenchSettings) -> list[Row]:
+    """Pictures a second and core of every transform on sources of one size."""
+    methods = transforms(settings.image_size)
+    rates: dict[str, list[float]] = {name: [] for name in methods}
+    for number, name in alternating(list(methods), settings.repeats + 1):
+        begun = time.process_time()
+        for place, data in enumerate(pictures):
+            methods[name](data, number * len(pictures) + place)
+        rates[name].append(len(pictures) / (time.process_time() - begun))
+    rows = with_ratios({name: found[1:] for name, found in rates.items()})
+    rows[ON_CPU.index("fast")]["difference"] = difference(settings.image_size, pictures)
+    return rows
+
+
+def difference(side: int, pictures: list[bytes]) -> float:
+    """Of `fast` pixels from `exact` ones of the same crops, mean of the absolute values, in parts of 255."""
+    means = []
+    for number, data in enumerate(pictures):
+        found = np.zeros((2, 3, side, side), np.uint8)
+        for name, pixels in zip(("exact", "fast"), found):
+            training_transform(side, name)(data, CounterRNG(0, AUGMENT, number), pixels)
+        means.append(np.abs(found[0].astype(np.int16) - found[1]).mean())
+    return float(np.mean(means))
+
+
+# ---- the GPU ----
+
+
+class EncodedBatch:
+    """`gpu_decode.AHEAD` pictures as the loaders leave them for the device."""
+
+    def __init__(self, files: list[bytes], side: int) -> None:
+        count = gpu_decode.AHEAD
+        self.files, self.transform = list(islice(cycle(files), count)), training_transform(side)
+        pool = sum(map(len, self.files)) + count * 3 * side**2
+        self.arena = Arena(Layout(1, count, (3, side, side), 1, backend="device", decoded=True, pool=pool))
+        self.slot = self.arena.slots[0]
+        self._backend = open_backend(self.arena, self.transform, (0, count))
+        self.fill(0)
+
+    def fill(self, number: int) -> None:
+        """Put every picture into its place, as a loader does, with crops by `number`."""
+        self._backend.begin(self.slot)
+        for place, data in enumerate(self.files):
+            self._backend.put(self.slot, place, data, CounterRNG(0, AUGMENT, number + place))
+
+
+def loader_rates(files: list[bytes], settings: DataBenchSettings) -> list[float]:
+    """Pictures a second of one core: bytes in memory to bytes in the batch, with the header read and the crop drawn. CPU time."""
+    batch, rates = EncodedBatch(files, settings.image_size), []
+    for number in range(settings.repeats + 1):
+        begun = time.process_time()
+        batch.fill(number * len(batch.files))
+        rates.append(len(batch.files) / (time.process_time() - begun))
+    batch.arena.close()
+    return rates[1:]
+
+
+def device_rates(files: list[bytes], settings: DataBenchSettings, device: torch.device) -> list[float]:
+    """Pictures a second of the device: bytes in host memory to pixels in host memory, wall clock."""
+    batch, refused, rates = EncodedBatch(files, settings.image_size), Counter[str](), []
+    if device.type == "cuda":
+        batch.arena.pin()
+    count, decoder = len(batch.files), DeviceDecoder(batch.transform, jpeg_decoder(device), refused, refused)
+    ahead = DecodePrefetcher(decoder, batch.arena.buffers, Stopwatch())
+    try:
+        for _ in range(settings.repeats + 1):
+            begun = time.perf_counter()
+            for step in range(FED):
+                ahead.arrived(step, batch.slot, count, count)
+            for step in range(FED):
+                ahead.open(step, batch.slot)
+                ahead.rows(0, count)
+                ahead.release(step)
+            rates.append(FED * count / (time.perf_counter() - begun))
+    finally:
+        ahead.close()
+        batch.arena.close()
+    if refused:
+        raise RuntimeError(f"the device refused pictures of the benchmark: {dict(refused)}")
+    return rates[1:]
+
+
+def step_rates(settings: DataBenchSettings, device: torch.device) -> list[float]:
+    """Samples a second that the gradient cache takes in bf16, pixels and tokens on the device; no update of weights."""
+    from clipscale.bench.step_variants import StepVariants
+
+    batch = settings.batch
+    variants = StepVariants(settings.model, min(CHUNK, batch), "bf16", str(device))
+    inputs, cached, rates = variants.on_device(batch), variants.variant("cache"), []
+    for _ in range(settings.repeats + 1):
+        meter = Meter(device)
+        cached.step(inputs, meter)
+        rates.append(batch / sum(meter.seconds.values()))
+    return rates[1:]
+
+
+# ---- shards to batches ----
+
+
+def stream_rows(files: list[bytes], settings: DataBenchSettings, device: torch.device | None) -> list[Row]:
+    """Samples a second of the whole path from shards to batches, and bytes a sample that pass between processes."""
+    import open_clip
+
+    tokenizer = open_clip.get_tokenizer("ViT-B-32")
+    rates: dict[str, list[float]] = {}
+    sizes: dict[str, int] = {}
+    with tempfile.TemporaryDirectory(prefix="clipscale-bench-") as name:
+        pattern = write_shards(Path(name), files, settings, shards=2 * settings.workers, batches=2 + BATCHES)
+        loaders: dict[str, Callable[[], Iterator[int]]] = {
+            f"decode={decode}": partial(own_batches, pattern, decode, tokenizer, settings, device)
+            for decode in (DECODE if device else ON_CPU)
+        }
+        loaders[PEER] = partial(peer_batches, pattern, tokenizer, settings)
+        for _, method in alternating(list(loaders), settings.repeats):
+            batches = loaders[method]()
+            sizes[method] = next(batches)
+            begun = time.perf_counter()
+            for _ in range(BATCHES):
+                next(batches)
+            rates.setdefault(method, []).append(BATCHES * settings.batch / (time.perf_counter() - begun))
+            batches.close()  # type: ignore[attr-defined]
+    return [row | {"bytes": sizes[row["method"]]} for row in with_ratios({name: rates[name] for name in loaders})]
+
+
+def write_shards(folder: Path, pictures: list[bytes], settings: DataBenchSettings, shards: int, batches: int) -> str:
+    """Shards of so many batches together, with captions and img2dataset-like json members; returns their brace list."""
+    for shard in range(shards):
+        with TarWriter(str(folder / f"{shard:05d}.tar")) as archive:
+            for i in range(-(-batches * settings.batch // shards)):
+                caption = f"a photograph of thing {i} on a table, number {shard}"
+                members = {"jpg": pictures[i % len(pictures)], "txt": caption, "json": {"a": "x" * 500}}
+                archive.write({"__key__": f"{shard:05d}{i:04d}"} | members)
+    return f"{folder}/{{00000..{shards - 1:05d}}}.tar"
+
+
+def own_batches(
+    pattern: str, decode: str, tokenizer: Any, settings: DataBenchSettings, device: torch.device | None = None
+) -> Iterator[int]:
+    """Whole batches of the training stream in host memory; yields the bytes of a sample."""
+    config = DataConfig(train=[pattern], workers=settings.workers, decode=decode, order="epochs")
+    size, side = settings.batch, settings.image_size
+    with open_stream(config, BatchShare(size), image_size=side, tokenizer=tokenizer, seed=0, device=device) as stream:
+        while True:
+            batch = stream.next_batch()
+            yield (batch.pixels(0, size).nbytes + batch.tokens(0, size).nbytes) // size
+
+
+def peer_batches(pattern: str, tokenizer: Any, settings: DataBenchSettings) -> Iterator[int]:
+    """Whole batches through webdataset's stages in the order and at the buffer sizes of open_clip's trainer, with its transform."""
+    import webdataset as wds
+    from open_clip.transform import image_transform
+
+    transform = image_transform(settings.image_size, is_train=True)
+    stages = [
+        wds.ResampledShards(pattern),
+        wds.tarfile_to_samples(),
+        wds.shuffle(bufsize=5000, initial=1000),
+        wds.decode("pilrgb"),
+        wds.rename(image="jpg;png;jpeg;webp", text="txt"),
+        wds.map_dict(image=transform, text=lambda text: tokenizer(text)[0]),
+        wds.to_tuple("image", "text"),
+        wds.batched(settings.batch),
+    ]
+    loader = wds.WebLoader(wds.DataPipeline(*stages), batch_size=None, shuffle=False, num_workers=settings.workers)
+    for pixels, tokens in loader:
+        yield (pixels.nbytes + tokens.nbytes) // len(pixels)
+
+
+def with_ratios(rates: Mapping[str, list[float]]) -> list[Row]:
+    """A row for each method, with its rate over the peer's: the median over rounds of the quotient within the round."""
+    return [
+        {"method": name, "per_s": spread(own), "ratio": median(a / b for a, b in zip(own, rates[PEER]))}
+        for name, own in rates.items()
+    ]
