@@ -52,6 +52,14 @@ class World:
         dist.all_gather(parts, rows.contiguous())
         return torch.cat(parts)
 
+    def highest(self, *values: int) -> list[int]:
+        """The largest of every rank's values, one by one, on every rank. One reduction."""
+        if self.size == 1:
+            return list(values)
+        tensor = torch.tensor(values, device=self.device)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX)
+        return [int(value) for value in tensor.tolist()]
+
     def broadcast(self, value: Any) -> Any:
         """Rank 0's `value` on every rank."""
         if self.size == 1:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 GRACE_S = 300
 """Seconds for workers to end their step and save after a signal. torch 2.11 allows 30, whatever this setting is."""
-HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 
 
 class WorkerError(Exception):
@@ -127,6 +127,7 @@ def run(config: TrainConfig, *, isolated: bool = False) -> dict[str, Any]:
             local_addr="localhost",
             max_restarts=0,
             start_method="spawn",
+            signals_to_handle=",".join(number.name for number in HANDLED),
             logs_specs=DefaultLogsSpecs(log_dir=folder),
         )
         try:
@@ -135,7 +136,8 @@ def run(config: TrainConfig, *, isolated: bool = False) -> dict[str, Any]:
         except ChildFailedError as error:
             raise first_failure(error) from None
         except SignalException as error:
-            raise Interrupted(error.sigval, config.run) from None
+            number = signal.SIGTERM if error.sigval == signal.SIGUSR1 else error.sigval  # as in a worker
+            raise Interrupted(number, config.run) from None
 
 
 def private(folder: str) -> dict[str, str]:

@@ -8,11 +8,13 @@ from typing import Any
 
 AGAIN_S = 1.0
 """A second Ctrl-C within this time is the same one: the terminal sends it to the launcher and the workers, and the launcher forwards it."""
+WARNINGS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class Stop:
-    """A context in which SIGTERM, such as a scheduler's warning, and Ctrl-C are only recorded, so that the loop can end its step and save.
+    """A context in which a scheduler's warning and Ctrl-C are only recorded, so that the loop can end its step and save.
 
+    Warnings are SIGTERM and SIGUSR1, which Slurm's users choose for it. Both count as SIGTERM, so the run ends with the same status.
     A later Ctrl-C raises KeyboardInterrupt. Works in the main thread only.
     """
 
@@ -24,7 +26,7 @@ class Stop:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> None:
-        self._before = {number: signal.signal(number, self._record) for number in (signal.SIGTERM, signal.SIGINT)}
+        self._before = {number: signal.signal(number, self._record) for number in WARNINGS + (signal.SIGINT,)}
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
@@ -36,4 +38,4 @@ class Stop:
             raise KeyboardInterrupt
         if self._announce and not self.number and number == signal.SIGINT:
             os.write(2, b"\nfinishing the step and saving; Ctrl-C again ends the run at once\n")
-        self.number, self._first = number, min(self._first, now)
+        self.number, self._first = signal.SIGTERM if number in WARNINGS else number, min(self._first, now)

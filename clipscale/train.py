@@ -2,7 +2,6 @@
 
 import logging
 import math
-import signal
 import time
 from contextlib import nullcontext
 from functools import partial
@@ -102,7 +101,7 @@ class Run:
             self.metrics.console.print(self.stream.memory, markup=False)
         self.saved_at = time.monotonic()
         self.stop = Stop(announce=world.main)  # signals that this rank has received
-        self.stopping = False  # whether all ranks have agreed to stop
+        self.stopping = 0  # the signal at which all ranks have agreed to stop; 0: none
 
     # ---- build ----
 
@@ -207,7 +206,7 @@ class Run:
                         stopped = StoppedError(
                             f"stopped by a signal after step {self.step}; go on with run={config.run} resume=auto"
                         )
-                        stopped.number = self.stop.number or signal.SIGTERM
+                        stopped.number = self.stopping
                         raise stopped
             if config.eval.sets:
                 results = self.evaluate()
@@ -333,13 +332,12 @@ class Run:
     # ---- save ----
 
     def save_due(self) -> bool:
-        """Whether this step ends with a checkpoint: by steps, by minutes, at a signal and at the end. Rank 0 decides for all."""
+        """Whether this step ends with a checkpoint: by steps, by minutes, at a signal to any rank and at the end. All ranks agree."""
         c = self.config.checkpoint
         due = self.step == self.total or (c.every > 0 and self.step % c.every == 0)
-        if self.world.main:
-            due = due or bool(self.stop.number) or (c.minutes > 0 and time.monotonic() - self.saved_at > 60 * c.minutes)
-        due, self.stopping = self.world.broadcast((due, bool(self.stop.number)))
-        return due
+        late = self.world.main and c.minutes > 0 and time.monotonic() - self.saved_at > 60 * c.minutes
+        due_by_time, self.stopping = self.world.highest(int(late), self.stop.number)
+        return due or bool(due_by_time or self.stopping)
 
     def save(self) -> None:
         """Write a checkpoint on rank 0. On a full disk, training goes on without it, unless the run ends here.

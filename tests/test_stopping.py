@@ -29,7 +29,8 @@ def test_a_schedulers_warning_may_come_again(
     monkeypatch.setattr(stopping, "AGAIN_S", -1.0)
     with (stop := Stop(announce=False)):
         assert stop.number == 0
-        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGUSR1)
+        assert stop.number == signal.SIGTERM
         signal.raise_signal(signal.SIGTERM)
         assert stop.number == signal.SIGTERM
     assert capfd.readouterr().err == ""

@@ -12,6 +12,7 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -266,6 +267,42 @@ def test_a_run_that_was_stopped_ends_with_the_signals_status(
 
 def on_a_rank(rank: int, world: int, config: TrainConfig) -> None:
     train(config)
+
+
+def signalled_on_one_rank(rank: int, world: int, config: TrainConfig, number: int) -> tuple[int, int, int]:
+    """Rank 1 gets the signal within its second step. Its status and step, and how many collectives decide on a step's save."""
+    step, due, all_reduce = Run.optimizer_step, Run.save_due, torch.distributed.all_reduce
+    calls: list[int] = []
+    steps: list[int] = []
+
+    def with_signal(run: Run) -> dict[str, Any]:
+        if rank == 1 and run.step == 1:
+            os.kill(os.getpid(), number)
+        return step(run)
+
+    def counted(run: Run) -> bool:
+        with (
+            patch.object(torch.distributed, "all_reduce", lambda *a, **k: calls.append(1) or all_reduce(*a, **k)),
+            patch.object(torch.distributed, "broadcast_object_list", side_effect=AssertionError("two broadcasts")),
+        ):
+            steps.append(run.step)
+            return due(run)
+
+    with patch.object(Run, "optimizer_step", with_signal), patch.object(Run, "save_due", counted):
+        try:
+            train(config)
+        except StoppedError as stopped:
+            return stopped.number, steps[-1], len(calls)
+    return 0, steps[-1], len(calls)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)])
+def test_a_signal_to_any_rank_stops_all_at_one_step_with_a_save(
+    demo: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    found = run_ranks(signalled_on_one_rank, 2, settings(demo, tmp_path / "run"), int(number))
+    assert found == [(signal.SIGTERM, 2, 2)] * 2, "status, step, and one reduction in each of two steps"
+    assert [path.name for path in checkpoint.found(tmp_path / "run")] == ["step_00000002.pt"]
 
 
 @pytest.mark.parametrize("procs", [2, 4])
