@@ -255,10 +255,10 @@ def store() -> dist.Store:
     return found
 
 
-def start(device: str, threads: int | None = None) -> World:
+def start(device: str, threads: int | None = None, timeout_s: float = TIMEOUT.total_seconds()) -> World:
     """Join the process group of torchrun's environment variables; without them, a world of one process.
 
-    Raises UserError if the requested device does not exist.
+    `timeout_s`: how long a rank waits for the others in a collective. Raises UserError if the requested device does not exist.
     """
     size, rank, local_rank = (
         int(os.environ.get(k, d)) for k, d in (("WORLD_SIZE", "1"), ("RANK", "0"), ("LOCAL_RANK", "0"))
@@ -279,7 +279,7 @@ def start(device: str, threads: int | None = None) -> World:
     if size > 1 and not dist.is_initialized():
         backend = "nccl" if chosen.type == "cuda" else "gloo"
         own = dist.PrefixStore(f"group-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store())
-        dist.init_process_group(backend, timeout=TIMEOUT, store=own, rank=rank, world_size=size)
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), store=own, rank=rank, world_size=size)
     return World(rank, size, chosen)
 
 

@@ -21,6 +21,13 @@ def cores() -> int:
     return count if quota == "max" else max(1, min(count, math.ceil(int(quota) / int(period))))
 
 
+def cores_of_rank() -> int:
+    """Cores that one rank may use. Slurm gives each task cores of its own; otherwise the ranks of a machine share the same ones."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    own = "SLURM_PROCID" in os.environ and cores() * ranks <= (os.cpu_count() or 1)
+    return cores() if own else max(1, cores() // ranks)
+
+
 @dataclass(frozen=True)
 class Hardware:
     """A GPU model. Rates are from the data sheets: dense, without sparsity."""

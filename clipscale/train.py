@@ -45,7 +45,7 @@ def train(config: TrainConfig) -> dict[str, Any]:
     Returns {"run": folder, "step": steps done, "loss": last loss, "eval": results by set}, the same on every rank.
     Raises UserError for every mistake that the user can fix.
     """
-    world = distributed.start(config.device, config.launch.threads)
+    world = distributed.start(config.device, config.launch.threads, config.launch.timeout_s)
     folder = Path(config.run)
     new = world.main and not folder.exists()  # a sweep makes its jobs' folders, and keeps them
     lock = RunLock(folder)
@@ -99,7 +99,7 @@ class Run:
                 world=world.size,
             )
             self.metrics.console.print(self.stream.memory, markup=False)
-        self.saved_at = time.monotonic()
+        self.saved_at = self.measured_at = time.monotonic()
         self.stop = Stop(announce=world.main)  # signals that this rank has received
         self.stopping = 0  # the signal at which all ranks have agreed to stop; 0: none
 
@@ -191,6 +191,7 @@ class Run:
             print(
                 f"run={config.run} is complete at step {self.step}: nothing is left to train; more samples= go on with it"
             )
+        self.measured_at = time.monotonic()
         try:
             with self.stop:
                 while self.step < self.total:
@@ -279,8 +280,13 @@ class Run:
         """The part of a step's record that measures speed, memory and data."""
         wait = self.stream.take_wait()
         rate = size / phases.total
+        now, before = time.monotonic(), self.measured_at
+        self.measured_at = now
         return {
+            "time": round(time.time(), 3),
             "samples_per_s": rate,
+            "samples_per_s_wall": size
+            / (now - before),  # with what came between the steps: waiting, evaluations, saves
             "samples_per_s_per_gpu": rate / self.world.size,
             "data_wait_frac": wait / phases.total,
             **phases.record(),

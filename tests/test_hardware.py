@@ -50,3 +50,15 @@ def test_cores_follow_the_quota_of_the_container(
     unlimited = machine.cores()
     (tmp_path / "cpu.max").write_text(share + "\n")
     assert machine.cores() == min(unlimited, most)
+
+
+def test_a_rank_has_a_share_of_the_cores_or_its_own_under_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "cores", lambda: 12)
+    monkeypatch.setattr("os.cpu_count", lambda: 48)
+    monkeypatch.delenv("SLURM_PROCID", raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert machine.cores_of_rank() == 3
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    assert machine.cores_of_rank() == 12
+    monkeypatch.setattr("os.cpu_count", lambda: 12)
+    assert machine.cores_of_rank() == 3, "tasks that are not bound to cores"

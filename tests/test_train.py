@@ -53,7 +53,9 @@ FIELDS = [
     "logit_scale",
     "lr",
     "grad_norm",
+    "time",
     "samples_per_s",
+    "samples_per_s_wall",
     "samples_per_s_per_gpu",
     "data_wait_frac",
     "step_s",
@@ -130,6 +132,10 @@ def test_a_run_learns_and_leaves_its_record(finished: Path) -> None:
     record = json.loads((finished / "metrics.jsonl").read_text().splitlines()[-1])
     assert not set(FIELDS) - set(record), f"missing: {set(FIELDS) - set(record)}"
     assert record["samples"] == 640
+    records = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
+    assert all(one["samples_per_s_wall"] <= one["samples_per_s"] for one in records)
+    between = sum(one["batch"] / one["samples_per_s_wall"] for one in records[1:])
+    assert between == pytest.approx(records[-1]["time"] - records[0]["time"], rel=0.05), "evaluations are in it"
     assert record["step_s"] == pytest.approx(sum(record[f"{p}_s"] for p in ("encode", "loss", "replay", "optim")))
     for name in (
         "config.yaml",

@@ -85,7 +85,11 @@ class DataConfig:
         "the sample counts are known.",
         choices=("auto", "epochs", "resampled"),
     )
-    workers: int = setting(2, "Loader processes per rank; 0: decode in the training process.", least=0)
+    workers: int | None = setting(
+        None,
+        "Loader processes per rank; null: a rank's cores less one, 1 to 16; 0: decode in the training process.",
+        least=0,
+    )
     shard_streams: int | None = setting(
         None,
         "Logical readers, each with its own order; together they make the global order. null: 64, or what batch and "

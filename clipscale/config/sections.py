@@ -33,6 +33,11 @@ class LaunchConfig:
 
     procs: int | None = setting(None, "Worker processes; null: one per visible GPU, or one without GPUs.", least=1)
     threads: int | None = setting(None, "CPU threads per worker; null: an even share of the cores.", least=1)
+    timeout_s: float = setting(
+        1800.0,
+        "Seconds that a process waits for the others, in a save or an evaluation too, before the run fails.",
+        least=1,
+    )
     parallel: str = setting(
         "ddp",
         "`ddp`: every rank holds the whole model; `fsdp`: FSDP2 shards parameters, gradients and optimizer state.",

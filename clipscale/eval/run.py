@@ -8,7 +8,6 @@ N: images, M: captions, n: one rank's share, C: classes, D: feature width.
 
 import json
 import logging
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +29,7 @@ from clipscale.errors import UserError
 from clipscale.eval import datasets, retrieval, zero_shot
 from clipscale.eval.datasets import EvalSet
 from clipscale.eval.examples import save_examples
-from clipscale.hardware import cores
+from clipscale.hardware import cores_of_rank
 from clipscale.models.towers import ClipModel
 
 log = logging.getLogger(__name__)
@@ -77,7 +76,7 @@ def evaluate(
     """
     started = time.perf_counter()
     sets = check(config, world)
-    threads = config.workers or max(1, min(8, cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    threads = config.workers or min(8, cores_of_rank())
     encoder = _Encoder(model, world, autocast, config.batch, threads)
     results: Results = {}
     training = model.training

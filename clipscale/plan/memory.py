@@ -11,6 +11,7 @@ from clipscale.autotune import MARGIN
 from clipscale.config.tools import PlanConfig
 from clipscale.data.loader.host_batch import Layout
 from clipscale.data.loader.memory import largest_pool
+from clipscale.data.loader.stream import worker_count
 from clipscale.data.order import default_streams
 from clipscale.plan.dry_run import DryRun, StepMemory
 from clipscale.units import parse_count
@@ -157,7 +158,7 @@ def host_memory(config: PlanConfig, run: DryRun, batch: int, chunk: int, *, cuda
     """Host memory of a node. `batch`: samples of one rank; `chunk`: of the image tower."""
     data, ranks = config.data, config.gpus * config.nodes
     streams = data.shard_streams or default_streams(config.batch, ranks, None)
-    workers = min(data.workers, max(1, streams // ranks))
+    workers = min(worker_count(data, streams // ranks), max(1, streams // ranks))
     backend = config.offload if config.offload != "none" else "host"
     layout = Layout(
         slots=data.buffers if workers else 1,

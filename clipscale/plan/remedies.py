@@ -106,6 +106,6 @@ def _for_host(config: PlanConfig) -> dict[str, PlanConfig]:
     """Settings that lower the host's memory."""
     offloads = [offload for offload in ("encoded", "disk") if config.offload != offload]
     found = {f"offload={offload}": replace(config, offload=offload) for offload in offloads}
-    if config.data.buffers > 1 and config.data.workers:
+    if config.data.buffers > 1 and config.data.workers != 0:
         found["data.buffers=1"] = replace(config, data=replace(config.data, buffers=1))
     return found

@@ -30,6 +30,7 @@ from clipscale.data.order import Epochs, stream_bounds
 from clipscale.data.shards.access import Access
 from clipscale.data.shards.listing import build_order, list_shards
 from clipscale.errors import UserError
+from clipscale.hardware import cores_of_rank
 
 log = logging.getLogger(__name__)
 
@@ -191,8 +192,9 @@ def open_stream(
     check_ramp(share.size(0), share.batch, order.streams, share.world)
     shards = OrderedShards(tuple(urls), order, max(config.shuffle, 1), seed)
     start = start_positions(shards, position, share)
+    workers = worker_count(config, len(start))
     layout = Layout(
-        slots=config.buffers if config.workers else 1,
+        slots=config.buffers if workers else 1,
         samples=share.batch // share.world,
         row=kind.shape,
         dtype=kind.dtype,
@@ -203,7 +205,7 @@ def open_stream(
         folder=offload.folder,
     )
     arena, memory = allocate(layout, urls, kind.members, access, free=offload.free, pin=device.type == "cuda")
-    parts = divide(start, config.workers)
+    parts = divide(start, workers)
     specs = [
         WorkerSpec(
             shards=shards,
@@ -220,8 +222,8 @@ def open_stream(
         )
         for part, span in zip(parts, spans(parts, share.batch, order.streams))
     ]
-    workers = Workers(specs, arena, config.timeout_s) if config.workers else InProcess(specs[0], arena)
-    assembler = BatchAssembler(specs, workers, share.size, SampleCounts())
+    readers = Workers(specs, arena, config.timeout_s) if workers else InProcess(specs[0], arena)
+    assembler = BatchAssembler(specs, readers, share.size, SampleCounts())
     rows = row_source(arena, assembler, kind.transform, decoder, copy=device.type == "cpu")
     return TrainStream(shards, start, arena, assembler, rows, memory)
 
@@ -242,6 +244,14 @@ def start_positions(shards: OrderedShards, position: dict[str, Any] | None, shar
             "the shards, data.shuffle, data.order or the seed differ from the checkpoint's: this data is read from its first sample on"
         )
     return [StreamPosition(stream, 0, 0) for stream in own]
+
+
+def worker_count(config: DataConfig, streams: int) -> int:
+    """Loader processes of a rank that reads `streams` shard streams."""
+    if config.workers is not None:
+        return config.workers
+    # One core is left to the training process. Each worker takes host memory, and 16 of them decode over 2,000 pictures a second.
+    return min(max(1, cores_of_rank() - 1), 16, max(1, streams))
 
 
 def divide(start: Sequence[StreamPosition], workers: int) -> list[tuple[StreamPosition, ...]]:
