@@ -17,6 +17,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
+from clipscale.cli import received
 from clipscale.cli.overrides import prepare, quoted, several
 from clipscale.cli.verbs import TOOLS
 from clipscale.config.parse import misnamed
@@ -47,6 +48,7 @@ def run(
     sys.argv = [f"clipscale {name}", *flags, *overrides]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing and exiting
     try:
+        received.install()
         hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=tool.file)(job)()
     except (HydraException, OmegaConfBaseException) as error:
         raise explain(error, declared) from error

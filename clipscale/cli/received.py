@@ -1,0 +1,90 @@
+"""Configuration files may come from strangers, so they choose values and start no code.
+
+Hydra can start code from many of its own settings. Here its loader refuses these, or accepts them from the command line alone.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import hydra._internal.hydra as internal
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+
+from clipscale.errors import UserError
+
+TARGETS = re.compile(
+    r"hydra\._internal\.core_plugins\.(basic_launcher\.BasicLauncher|basic_sweeper\.BasicSweeper)"
+    r"|hydra_plugins\.hydra_submitit_launcher\.submitit_launcher\.(Local|Slurm)Launcher"
+    r"|hydra_plugins\.hydra_joblib_launcher\.joblib_launcher\.JoblibLauncher"
+    r"|hydra_plugins\.hydra_optuna_sweeper\.optuna_sweeper\.OptunaSweeper"
+    r"|optuna\.samplers\.[A-Z]\w*"
+)
+"""The classes that a configuration may name."""
+NEVER = ("hydra.callbacks", "hydra.job_logging.root", "hydra.hydra_logging.root")
+"""Settings that start code, and that clipscale does not use."""
+TYPED = (
+    "data.allow_pipe", "hydra.job.env_set", "hydra.sweeper.custom_search_space", "hydra.sweeper.storage",
+    *(f"hydra.launcher.{name}" for name in ("setup", "python", "srun_args", "additional_parameters")),
+)  # fmt: skip
+"""Settings that run commands, or change the environment of the workers: only the command line may give them."""
+PRE_DISPATCH = re.compile(r"(\d+ ?\* ?)?n_jobs|\d+|all")
+"""joblib evaluates other texts."""
+
+
+class Loader(ConfigLoaderImpl):
+    """Hydra's loader, for every run and every job of a sweep."""
+
+    def load_configuration(
+        self,
+        config_name: str | None,
+        overrides: list[str],
+        run_mode: RunMode,
+        from_shell: bool = True,
+        validate_sweep_overrides: bool = True,
+    ) -> DictConfig:
+        found = super().load_configuration(config_name, overrides, run_mode, from_shell, validate_sweep_overrides)
+        refuse(found, overrides)
+        return found
+
+
+def install() -> None:
+    """Make Hydra use this loader. A launcher plugin's processes unpickle it, and so check their jobs too."""
+    vars(internal)["ConfigLoaderImpl"] = Loader  # Hydra has no public way to choose it
+
+
+def refuse(config: DictConfig, overrides: Sequence[str]) -> None:
+    """Raise UserError for a configuration that would start code which `overrides`, the command line, does not name."""
+    typed = [word.lstrip("+~").partition("=")[0] for word in overrides]
+    for name in NEVER:
+        found = OmegaConf.select(config, name, throw_on_missing=False)
+        if found is not None and (found or name.endswith(".root")):  # Hydra starts logging for an empty root, too
+            raise UserError(f"{name}: a configuration may not start code; take it out of the file")
+    for name in TYPED:
+        given = OmegaConf.select(config, name, throw_on_missing=False)
+        if given and not any(name == key or key.startswith(f"{name}.") for key in typed):
+            raise UserError(f"{name} runs commands, so no file may set it; if you want it, give {name}= as an argument")
+    for kind in ("hydra", "task"):
+        if any(word not in overrides for word in OmegaConf.select(config, f"hydra.overrides.{kind}") or ()):
+            raise UserError(f"hydra.overrides.{kind}: no file may set it; give the settings as arguments")
+    for name, value in targets(OmegaConf.to_container(config.hydra, resolve=False), "hydra"):
+        pattern = TARGETS if name.endswith("._target_") else PRE_DISPATCH
+        if not pattern.fullmatch(str(value)):
+            raise UserError(
+                f"{name}={value}: a configuration may not start code; there are the launchers basic, submitit and joblib, "
+                "and the sweepers basic and optuna"
+            )
+
+
+def targets(node: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """What Hydra or a plugin would instantiate or evaluate, anywhere in a configuration, with its name."""
+    if isinstance(node, dict):
+        for key, value in node.items():
+            if key in ("_target_", "pre_dispatch"):
+                yield f"{name}.{key}", value
+            else:
+                yield from targets(value, f"{name}.{key}")
+    elif isinstance(node, list):
+        for at, value in enumerate(node):
+            yield from targets(value, f"{name}.{at}")
