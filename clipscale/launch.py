@@ -26,6 +26,14 @@ if TYPE_CHECKING:
 GRACE_S = 300
 """Seconds for workers to end their step and save after a signal. torch 2.11 allows 30, whatever this setting is."""
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
+LOST = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Timed out waiting",
+    "DistBackendError",
+    "DistNetworkError",
+)
+"""Words of gloo and NCCL for a rank that does not answer."""
 
 
 class WorkerError(Exception):
@@ -159,7 +167,7 @@ def work(config: TrainConfig) -> dict[str, Any]:
 
 def first_failure(error: "ChildFailedError") -> UserError | WorkerError:
     """The first failure as an exception. A worker's UserError comes back as a UserError."""
-    rank, failure = error.get_first_failure()
+    rank, failure = min(error.failures.items(), key=lambda item: (_follows(item[1].message), item[1].timestamp))
     message, details = failure.message, ""
     if isinstance(message, dict):
         details = message["extraInfo"]["py_callstack"]
@@ -174,6 +182,12 @@ def first_failure(error: "ChildFailedError") -> UserError | WorkerError:
     else:
         message = f"ended with status {failure.exitcode}"
     return WorkerError(f"worker {rank} failed: {message.strip().splitlines()[0]}", details)
+
+
+def _follows(message: str | dict[str, Any]) -> bool:
+    """Whether a rank failed because it has lost another one. Times are in whole seconds, and do not show which failed first."""
+    text = message["message"] if isinstance(message, dict) else message
+    return any(sign in text for sign in LOST)
 
 
 @contextmanager

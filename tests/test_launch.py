@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -110,6 +111,16 @@ def test_a_signal_stops_the_workers_too(start: Start, shards: str, tmp_path: Pat
     assert errors.splitlines()[-1] == f"stopped by {number.name}; go on with run=runs/long resume=auto"
     assert "Traceback" not in errors
     assert gone(everyone, 15)
+
+
+def test_the_cause_is_shown_and_not_the_ranks_that_it_took_along() -> None:
+    def failure(text: str, timestamp: int) -> SimpleNamespace:
+        message = {"message": text, "extraInfo": {"py_callstack": "stack"}}
+        return SimpleNamespace(message=message, timestamp=timestamp, exitcode=1)
+
+    lost = failure("RuntimeError: [pair.cc:534] Connection closed by peer [127.0.0.1]:1", 5)
+    error: Any = SimpleNamespace(failures={0: lost, 1: failure("ValueError: bad row", 5), 2: lost})
+    assert str(launch.first_failure(error)) == "worker 1 failed: ValueError: bad row"
 
 
 def test_workers_get_time_to_save(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
