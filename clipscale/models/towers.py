@@ -25,6 +25,9 @@ from clipscale.errors import UserError
 from clipscale.hardware import HARDWARE, hardware_of
 from clipscale.units import nearest
 
+TOKENIZER_OPTIONS = {"clean", "strip_sep_token"}
+"""The options that open_clip's own descriptions give their tokenizers. Others can run code, such as trust_remote_code."""
+
 
 class ImageTower(nn.Module):
     """uint8 pixels (N, 3, H, W) -> unit feature rows (N, D), float32 (float64 for a float64 encoder)."""
@@ -139,6 +142,16 @@ def architecture(config: ModelConfig) -> dict[str, Any]:
     if "multimodal_cfg" in description:
         raise UserError(f"model.name={config.name!r} is a captioning model; choose a two-tower architecture")
     description.pop("custom_text", None)
+    options = set(description["text_cfg"].get("tokenizer_kwargs") or {}) - TOKENIZER_OPTIONS
+    if options:
+        raise UserError(
+            f"model.architecture: tokenizer_kwargs may not hold {min(options)}; it takes {', '.join(sorted(TOKENIZER_OPTIONS))}"
+        )
+    image = str(description["vision_cfg"].get("timm_model_name") or "")
+    if ":" in image:  # of a hub, or of a folder
+        raise UserError(
+            f"model.architecture: timm_model_name={image!r} is an address; give the name of one of timm's models"
+        )
     if config.patch_dropout:
         description["vision_cfg"]["patch_dropout"] = config.patch_dropout
     # Weights come from `pretrained` alone. Building a model downloads nothing.
