@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -38,6 +39,9 @@ class Backend(Protocol):
         bool  # does backward sum the scale's gradient; otherwise scale dL/dscale = sum_i <u_i, dU_i> gives it
     )
 
+    def padded_width(self, features: Tensor) -> int:
+        """The width that the features are padded to with zeros, once, before they meet: at least their own."""
+
     def forward(self, block: Block) -> None: ...
 
     def backward(self, block: Block) -> None: ...
@@ -56,8 +60,11 @@ class LossCall:
     check: bool  # refuse a result that is not finite, which waits for the device
 
     def own_blocks(self, image_features: Tensor, text_features: Tensor) -> tuple[RowBlock, RowBlock]:
-        """This rank's rows and columns, with their weights."""
+        """This rank's rows and columns, with their weights, as the backend takes them."""
         rows, cols = self.extras.blocks(image_features, text_features)
+        for side in (rows, cols):
+            missing = self.backend.padded_width(side.features) - side.features.shape[-1]
+            side.features = F.pad(side.features, (0, missing)) if missing else side.features
         for side, weight in zip((rows, cols), self.weights):
             if weight is not None:
                 side.weight = widened(side.features.new_full((len(side),), weight))
@@ -130,18 +137,17 @@ class ContrastiveLoss(torch.autograd.Function):
         rounding = Rounding(grad_output / ctx.count, from_rows)
         images = texts = None
         if needs_images or (from_rows and not needs_texts):
-            images = _row_gradient(rows, image_features.dtype, rounding, call)
-        if needs_texts and exchange.size == 1 and _is_large(cols, text_features.dtype, call):
-            texts = SplitGradient(cols, text_features.dtype, rounding, SPARE_BYTES)
+            images = _row_gradient(rows, image_features, rounding, call)
+        if needs_texts and exchange.size == 1 and _is_large(cols, text_features, call):
+            texts = SplitGradient(cols, text_features, rounding, SPARE_BYTES)
 
         def visit(cols: RowBlock, positive: int | None) -> None:
             for row, row_part in images.parts() if images else [(0, rows)]:
                 for col, col_part in texts.parts() if texts else [(0, cols)]:
                     offset = None if positive is None else positive + row - col
                     call.backend.backward(Block(row_part, col_part, parameters, offset))
-            for col, col_part in (
-                texts.later_parts() if texts else []
-            ):  # their scores once more, for their gradient alone
+            # The scores of these once more, for their gradient alone.
+            for col, col_part in texts.later_parts() if texts else []:
                 call.backend.backward(Block(replace(rows, grad=None), col_part, Parameters(scale, bias), -col))
 
         with _arithmetic(image_features.device, call), _replayed(ctx.random):
@@ -155,7 +161,7 @@ class ContrastiveLoss(torch.autograd.Function):
                 text_grad, text_products = texts.result()
             elif text_sums is not None:
                 own = exchange.own_cols(cols.features), exchange.own_cols(text_sums)
-                text_grad, text_products = rounding.finished(*own, text_features.dtype)
+                text_grad, text_products = rounding.finished(*own, text_features)
             products = text_products if products is None else products
         replicated = (
             (scale, parameters.scale_grad),
@@ -178,18 +184,21 @@ class Rounding:
     factor: Tensor
     needs_products: bool  # whether <u_i, dU_i> is needed for each row
 
-    def finished(self, features: Tensor, sums: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-        """(the gradient in `dtype`; its products with the features in float64). Overwrites the sums."""
+    def finished(self, features: Tensor, sums: Tensor, like: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(the gradient, with the type and the width of `like`; its products with the features in float64). Overwrites the sums."""
         sums.mul_(self.factor)
         products = row_products(features, sums) if self.needs_products else None
-        return sums.to(dtype), products
+        return _unpadded(sums, like).to(like.dtype).contiguous(), products
 
 
 class WholeGradient:
-    """The gradient of a side, with the sums of all rows at once."""
+    """The gradient of a side, with the sums of all rows at once.
 
-    def __init__(self, side: RowBlock, dtype: torch.dtype, rounding: Rounding) -> None:
-        self.side, self.dtype, self.rounding = side, dtype, rounding
+    `like` are the caller's features: they have the gradient's type, and no padding.
+    """
+
+    def __init__(self, side: RowBlock, like: Tensor, rounding: Rounding) -> None:
+        self.side, self.like, self.rounding = side, like, rounding
         side.grad = side.empty_grad()
 
     def parts(self) -> Iterator[tuple[int, RowBlock]]:
@@ -199,15 +208,17 @@ class WholeGradient:
     def result(self) -> tuple[Tensor, Tensor | None]:
         """The gradient, and with `rounding.needs_products` its products with the features."""
         assert self.side.grad is not None
-        return self.rounding.finished(self.side.features, self.side.grad, self.dtype)
+        return self.rounding.finished(self.side.features, self.side.grad, self.like)
 
 
 class SlabGradient(WholeGradient):
     """The same in half precision, for rows that are visited once: SLAB rows at a time have float32 sums."""
 
-    def __init__(self, side: RowBlock, dtype: torch.dtype, rounding: Rounding) -> None:
-        self.side, self.dtype, self.rounding = side, dtype, rounding
-        self.grad = torch.empty_like(side.features, dtype=dtype)
+    def __init__(self, side: RowBlock, like: Tensor, rounding: Rounding) -> None:
+        self.side, self.like, self.rounding = side, like, rounding
+        self.grad = torch.empty_like(
+            _unpadded(side.features, like), dtype=like.dtype, memory_format=torch.contiguous_format
+        )
         self.products = side.features.new_empty(len(side), dtype=torch.float64) if rounding.needs_products else None
 
     def parts(self) -> Iterator[tuple[int, RowBlock]]:
@@ -222,7 +233,7 @@ class SlabGradient(WholeGradient):
         for i in range(0, len(sums), SLAB // 4):  # of which a copy in half precision exists at a time
             u, x = features[i : i + SLAB // 4], sums[i : i + SLAB // 4]
             here = slice(start + i, start + i + len(x))
-            self.grad[here], products = self.rounding.finished(u, x, self.dtype)
+            self.grad[here], products = self.rounding.finished(u, x, self.like)
             if self.products is not None and products is not None:
                 self.products[here] = products
 
@@ -233,16 +244,16 @@ class SlabGradient(WholeGradient):
 class SplitGradient(SlabGradient):
     """The same for rows that are visited several times, or for columns.
 
-    The sums of the first half are in the memory of the result. Row i is rounded to where row i/2 was, never over a later row. The sums
-    of the second half have their own memory, at most `spare_bytes` of it. Rows beyond that, `later_parts`, are visited once more: the
-    first visits leave their gradient out.
+    The sums of the first half (of fewer rows where features are padded) are in the memory of the result. Row i is rounded to where row
+    i/2 was, never over a later row. The sums of the other rows have their own memory, at most `spare_bytes` of it. Rows beyond that,
+    `later_parts`, are visited once more: the first visits leave their gradient out.
     """
 
-    def __init__(self, side: RowBlock, dtype: torch.dtype, rounding: Rounding, spare_bytes: int | None = None) -> None:
-        super().__init__(side, dtype, rounding)
+    def __init__(self, side: RowBlock, like: Tensor, rounding: Rounding, spare_bytes: int | None = None) -> None:
+        super().__init__(side, like, rounding)
         self.is_finished = False
         n, row_size = len(side), side.features[0].numel()
-        self.half = n // 2 // GRAIN * GRAIN
+        self.half = self.grad.numel() // (2 * row_size) // GRAIN * GRAIN
         self.spare = n - self.half
         if spare_bytes is not None:
             self.spare = min(self.spare, max(1, spare_bytes // (4 * row_size) // GRAIN) * GRAIN)
@@ -279,15 +290,19 @@ class SplitGradient(SlabGradient):
         return super().result()
 
 
-def _is_large(side: RowBlock, dtype: torch.dtype, call: LossCall) -> bool:
+def _unpadded(x: Tensor, like: Tensor) -> Tensor:
+    return x[..., : like.shape[-1]] if like.dim() > 1 else x
+
+
+def _is_large(side: RowBlock, like: Tensor, call: LossCall) -> bool:
     """Whether a gradient is too large for a second copy of it in float32."""
-    return dtype.itemsize < 4 and len(side) > SLAB and call.backend.splits_rows
+    return like.dtype.itemsize < 4 and len(side) > SLAB and call.backend.splits_rows
 
 
-def _row_gradient(rows: RowBlock, dtype: torch.dtype, rounding: Rounding, call: LossCall) -> WholeGradient:
-    if not _is_large(rows, dtype, call):
-        return WholeGradient(rows, dtype, rounding)
-    return (SlabGradient if call.exchange.visits == 1 else SplitGradient)(rows, dtype, rounding)
+def _row_gradient(rows: RowBlock, like: Tensor, rounding: Rounding, call: LossCall) -> WholeGradient:
+    if not _is_large(rows, like, call):
+        return WholeGradient(rows, like, rounding)
+    return (SlabGradient if call.exchange.visits == 1 else SplitGradient)(rows, like, rounding)
 
 
 @contextlib.contextmanager

@@ -37,6 +37,9 @@ class TorchBackend:
         self._kept: Tensor | None = None
         self._buffers: list[Tensor] = []
 
+    def padded_width(self, features: Tensor) -> int:
+        return features.shape[-1]
+
     def forward(self, block: Block) -> None:
         """Merge the block into the log-sum-exps of its rows and columns and into its rows' targets, in place."""
         bound = self.similarity.bound(block)

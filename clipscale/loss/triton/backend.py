@@ -7,6 +7,8 @@ as the GEMM library does on one stream).
 Letters: n rows (images), m columns (texts), D feature width. x_ij = scale <u_i, v_j>.
 """
 
+import math
+
 import torch
 import triton
 from torch import Tensor
@@ -18,7 +20,7 @@ from clipscale.loss.similarity import product, row_products
 from clipscale.loss.triton.panels import PaddedBlock, RunningSum, in_units
 from clipscale.loss.triton.sigmoid import sigmoid_gradient_kernel, sigmoid_loss_kernel
 from clipscale.loss.triton.softmax import lse_kernel, softmax_gradient_kernel
-from clipscale.loss.triton.tuning import Tuning
+from clipscale.loss.triton.tuning import PASSES, Tuning, arithmetic_of
 
 
 class TritonBackend:
@@ -32,6 +34,13 @@ class TritonBackend:
 
     def __init__(self, fp32_precision: str, tuning: Tuning, machine: Machine) -> None:
         self.precision, self.tuning, self.machine = fp32_precision, tuning, machine
+
+    def padded_width(self, features: Tensor) -> int:
+        """A whole number of steps of every pass's kernels."""
+        arithmetic = arithmetic_of(features.dtype, self.precision)
+        depths = (self.machine.tiles(features.device, name, arithmetic).depth for name in PASSES)
+        step = self.tuning.tiles.depth if self.tuning.tiles else math.lcm(*depths)
+        return -(-features.shape[-1] // step) * step
 
     def padded(self, block: Block, backward: bool) -> PaddedBlock:
         return PaddedBlock(block, self.precision, backward, self.tuning, self.machine)

@@ -57,6 +57,7 @@ class Tuning:
     """Of partial sums at a time: a 32k x 32k panel with 128 x 128 tiles."""
 
 
+PASSES = ("forward", "forward with keys", "backward", "backward with keys")
 IEEE = Tiles(64, 64, 32, warps=4, stages=3)
 # (pass, arithmetic) -> tiles. With keys, a pass has masks that take registers.
 AMPERE = {

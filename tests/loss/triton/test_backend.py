@@ -16,10 +16,12 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("no CUDA device; test_interpreter.py runs these", allow_module_level=True)
 
+from clipscale import contrastive_loss  # noqa: E402
 from clipscale.loss.machine import Machine  # noqa: E402
 from clipscale.loss.triton import backend as triton_backend  # noqa: E402
 from clipscale.loss.triton.panels import PaddedBlock, Panel  # noqa: E402
 from clipscale.loss.triton.tuning import Tiles, Tuning  # noqa: E402
+from tests.loss.cases import results  # noqa: E402
 from tests.loss.triton.truth import Problem, Weights, distance, error_of, features, scale_error_of  # noqa: E402
 
 SHAPES = [(1, 1, 1), (2, 2, 3), (33, 31, 64), (17, 65, 40)]
@@ -301,3 +303,30 @@ def test_a_kernel_that_fails_leaves_float16_gradients_in_their_own_unit(monkeypa
     with pytest.raises(RuntimeError, match="out of memory"):
         p.computed_softmax((tiny, tiny), lse, grads=grads)
     assert torch.equal(grads[0], before) and torch.equal(grads[1], before)
+
+
+@pytest.mark.parametrize("width", [20, 41])
+def test_features_are_padded_once_and_gradients_are_not(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither pass copies what it is given; in a ring it would do so at every hop."""
+    copied: list[tuple[int, ...]] = []
+    aligned = Machine.aligned
+
+    def recorded(self: Machine, x: Tensor, depth: int) -> Tensor:
+        result = aligned(self, x, depth)
+        if result.data_ptr() != x.data_ptr():
+            copied.append(tuple(x.shape))
+        return result
+
+    monkeypatch.setattr(Machine, "aligned", recorded)
+    for slab in (2**14, 16):  # gradients summed at once, and in parts
+        monkeypatch.setattr("clipscale.loss.autograd.SLAB", slab)
+        monkeypatch.setattr("clipscale.loss.autograd.GRAIN", 8)
+        u, v = (x.half() for x in features("pairs", 50, 60, width, torch.float32, DEVICE))
+        found, true = (
+            results(contrastive_loss, u.to(dtype), v.to(dtype), 10.0, backend=backend)
+            for dtype, backend in ((torch.float16, "triton"), (torch.float64, "tiled"))
+        )
+        assert not copied, f"copies of {copied}"
+        for name, got, truth in zip(("value", "images", "texts", "scale"), found, true):
+            assert got.is_contiguous() and got.untyped_storage().nbytes() == got.nbytes, name
+            assert distance(got, truth) <= 1e-3, f"{name} is off by {distance(got, truth):.1e}"

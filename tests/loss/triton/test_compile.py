@@ -30,7 +30,7 @@ from clipscale.loss.triton.backend import triton_backend
 from clipscale.loss.triton.panels import MERGED_LINES, MERGED_WIDTH
 from clipscale.loss.triton.sigmoid import sigmoid_gradient_kernel, sigmoid_loss_kernel
 from clipscale.loss.triton.softmax import lse_kernel, merge_kernel, softmax_gradient_kernel
-from clipscale.loss.triton.tuning import AMPERE, TABLE, Tiles, Tuning, tiles_for
+from clipscale.loss.triton.tuning import AMPERE, PASSES, TABLE, Tiles, Tuning, tiles_for
 
 ROOT = Path(__file__).parents[3]
 OTHER = "CLIPSCALE_OTHER_TRITON"
@@ -240,7 +240,7 @@ def test_the_launches_bind_and_compile_as_the_host_makes_them(monkeypatch: pytes
 
 def test_every_architecture_has_an_entry_for_every_pass() -> None:
     for capability in (*TABLE, 75, 86, 89, 120):
-        for kernel_pass in ("forward", "forward with keys", "backward", "backward with keys"):
+        for kernel_pass in PASSES:
             for arithmetic in ("half", "tf32", "ieee"):
                 assert tiles_for(capability, kernel_pass, arithmetic).rows
 
