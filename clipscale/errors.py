@@ -14,4 +14,6 @@ class UserError(Exception):
 class StoppedError(UserError):
     """A signal stopped the run after a whole step and a checkpoint. The command line exits with 128 + `number`, as for the signal."""
 
-    number: int = signal.SIGTERM
+    def __init__(self, message: str, number: int = signal.SIGTERM) -> None:
+        super().__init__(message)
+        self.number = number

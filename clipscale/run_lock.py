@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 
+from clipscale import checkpoint
 from clipscale.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -38,6 +39,12 @@ class RunLock:
         self.run, self.held = run, False
         self._ended = threading.Event()
         self._touched, self._seen = 0, 0.0  # time of the file's last change, and when it was first seen here
+
+    def enter(self) -> None:
+        """Make the folder, take the lock and remove what a dead run left half-written. Raises UserError where that cannot be."""
+        checkpoint.make_folder(self.run)
+        self.acquire()
+        checkpoint.remove_temporary(self.run)
 
     def acquire(self) -> None:
         """Take the lock, if need be after a short wait for its holder. Raises UserError if another run keeps it."""

@@ -50,7 +50,7 @@ def train(config: TrainConfig) -> dict[str, Any]:
     new = world.main and not folder.exists()  # a sweep makes its jobs' folders, and keeps them
     lock = RunLock(folder)
     try:
-        world.on_main(lambda: enter(folder, lock))
+        world.on_main(lock.enter)
         try:
             run = Run(config, world)
         except UserError:
@@ -61,13 +61,6 @@ def train(config: TrainConfig) -> dict[str, Any]:
     finally:
         lock.release()
         distributed.stop()
-
-
-def enter(folder: Path, lock: RunLock) -> None:
-    """Make the run's folder, and keep other runs out of it. Raises UserError for a folder that is in use or cannot be written."""
-    checkpoint.make_folder(folder)
-    lock.acquire()
-    checkpoint.remove_temporary(folder)
 
 
 class Run:
@@ -136,7 +129,6 @@ class Run:
     def open_stream(self, saved: dict[str, Any] | None) -> TrainStream:
         """The data, from its start or from a checkpoint's position."""
         config, state = self.config, self.state
-        image_size = state.image_size()
         first = 0 if saved is None else saved["step"]
         free = free_memory()
         self.world.gather(None)  # all ranks have looked before the first takes its share
@@ -149,7 +141,7 @@ class Run:
                 folder=config.offload_dir or str(self.folder),
                 free=free,
             ),
-            image_size=image_size,
+            image_size=state.image_size(),
             tokenizer=state.model.tokenizer,
             seed=config.seed,
             position=None if saved is None else saved["position"],
@@ -191,7 +183,6 @@ class Run:
             print(
                 f"run={config.run} is complete at step {self.step}: nothing is left to train; more samples= go on with it"
             )
-        self.measured_at = time.monotonic()
         try:
             with self.stop:
                 while self.step < self.total:
@@ -204,11 +195,8 @@ class Run:
                     if self.save_due():
                         self.save()
                     if self.stopping:
-                        stopped = StoppedError(
-                            f"stopped by a signal after step {self.step}; go on with run={config.run} resume=auto"
-                        )
-                        stopped.number = self.stopping
-                        raise stopped
+                        message = f"stopped by a signal after step {self.step}; go on with run={config.run} resume=auto"
+                        raise StoppedError(message, self.stopping)
             if config.eval.sets:
                 results = self.evaluate()
         finally:
@@ -269,48 +257,33 @@ class Run:
         }
 
     def set_learning_rate(self, size: int, samples: int) -> float:
-        """Set the learning rate of a step of `size` samples, the last of `samples`; returns it.
-
-        The schedule counts full batches, so under a ramp it follows the samples. A scaled peak follows the step's own batch.
-        """
+        """Set and return the learning rate of a step of `size` samples that ends at `samples`. A scaled peak follows `size`."""
         factor = (size / self.config.batch) ** LR_SCALING[self.config.optim.lr_scaling]
         return self.schedule.apply(self.state.optimizer, samples / self.config.batch - 1, factor)
 
     def measurements(self, size: int, phases: Phases) -> dict[str, Any]:
         """The part of a step's record that measures speed, memory and data."""
-        wait = self.stream.take_wait()
         rate = size / phases.total
         now, before = time.monotonic(), self.measured_at
         self.measured_at = now
         return {
             "time": round(time.time(), 3),
             "samples_per_s": rate,
-            "samples_per_s_wall": size
-            / (now - before),  # with what came between the steps: waiting, evaluations, saves
+            "samples_per_s_wall": size / (now - before),  # counts waiting, evaluations and saves between the steps too
             "samples_per_s_per_gpu": rate / self.world.size,
-            "data_wait_frac": wait / phases.total,
+            "data_wait_frac": self.stream.take_wait() / phases.total,
             **phases.record(),
             "host_rss_bytes": psutil.Process().memory_info().rss,
-            "host_pinned": self.stream.pinned,
-            "broken": sum(self.stream.broken.values()),
-            "broken_by": dict(self.stream.broken),
-            "faults": sum(self.stream.seen.values()),
-            "faults_by": dict(self.stream.seen),
-            "truncated": self.stream.truncated,
+            **self.stream.record(),
             "mfu": self.flops.utilisation(rate / self.world.size),
         }
 
     def stop_diverged(self, loss: float, grad_norm: float, ids: Tensor) -> None:
         """End the run before the optimizer changes the weights; write these and the batch's sample ids to RUN/diverged/."""
         every = torch.cat(self.world.gather(ids.clone()))
-        state = {
-            "step": self.step,
-            "loss": loss,
-            "grad_norm": grad_norm,
-            "model": self.state.weights(),
-            "samples": every,
-        }
+        weights = self.state.weights()
         if self.world.main:
+            state = {"step": self.step, "loss": loss, "grad_norm": grad_norm, "model": weights, "samples": every}
             checkpoint.save_diverged(self.folder, self.step, state)
         raise UserError(
             f"step {self.step}: loss={loss}, gradient norm={grad_norm}: training has diverged; earlier checkpoints are intact and "

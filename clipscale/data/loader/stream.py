@@ -97,6 +97,17 @@ class TrainStream:
         order = self._shards.order
         return sum(order.counts) if isinstance(order, Epochs) else None
 
+    def record(self) -> dict[str, Any]:
+        """This rank's counts since the start, by the names of `metrics.jsonl`."""
+        return {
+            "host_pinned": self.pinned,
+            "broken": self.broken.total(),
+            "broken_by": dict(self.broken),
+            "faults": self.seen.total(),
+            "faults_by": dict(self.seen),
+            "truncated": self.truncated,
+        }
+
     @property
     def truncated(self) -> int:
         """Captions so far that filled the whole context: cut, or exactly as long."""
