@@ -119,14 +119,27 @@ def render_demo(root: Path, *, seed: int = 0, train_samples: int = 20_000, force
 
 
 def _swap(new: Path, root: Path) -> None:
-    """Put `new` in the place of `root`. Whatever set another process has put there meanwhile is replaced."""
+    """Put `new` in the place of `root`, a demo set that another process may have put there meanwhile.
+
+    Raises UserError if `root` holds anything that is no file of a demo set: only these are deleted.
+    """
     if root.exists():
+        if foreign := sorted(_names(root) - _names(new)):
+            raise UserError(
+                f"root={root}: holds {', '.join(foreign[:3])}{', ...' * (len(foreign) > 3)}, which the demo set does not have; "
+                "move what you need away, or choose another folder"
+            )
         old = Path(tempfile.mkdtemp(prefix=f".{root.name}-old-", dir=root.parent))
         root.rename(old / "set")
         new.rename(root)
         shutil.rmtree(old)
     else:
         new.rename(root)
+
+
+def _names(root: Path) -> set[str]:
+    """Everything below a folder, by relative path; a link's path ends with @."""
+    return {f"{path.relative_to(root)}{'@' * path.is_symlink()}" for path in root.rglob("*")}
 
 
 def _write_all(root: Path, seed: int, train_samples: int) -> None:

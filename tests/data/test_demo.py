@@ -191,6 +191,20 @@ def test_a_set_is_reused_replaced_or_refused(tmp_path: Path, capsys: pytest.Capt
         demo.render_demo(place / "recipe.json" / "below", train_samples=64)
 
 
+def test_only_files_of_a_demo_set_are_deleted(tmp_path: Path) -> None:
+    """A `recipe.json` in a folder, which may come from anybody, does not make its other files part of a set."""
+    received = tmp_path / "received"
+    (received / "train").mkdir(parents=True)
+    (received / "recipe.json").write_text("{}")
+    (received / "train" / "thesis.tex").write_text("years of work")
+    (received / "objects").symlink_to(tmp_path)
+    for force in (False, True):
+        with pytest.raises(UserError, match=r"holds objects@, train/thesis.tex, which the demo set does not have"):
+            demo.render_demo(received, train_samples=64, force=force)
+    assert (received / "train" / "thesis.tex").read_text() == "years of work"
+    assert [p.name for p in tmp_path.iterdir()] == ["received"], "nothing is left beside it"
+
+
 def test_an_interrupted_rendering_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise KeyboardInterrupt
