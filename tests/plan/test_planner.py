@@ -93,6 +93,7 @@ def test_a_run_that_does_not_fit_gets_a_remedy_that_fits(capsys: pytest.CaptureF
     assert planned("model=tiny", "batch=256k", "hardware=v100-16g", f"cache.chunk={chunk}", "precision=fp32")["fits"]
 
 
+@pytest.mark.slow
 def test_a_loss_with_a_square_matrix_is_cured_by_another_loss_alone() -> None:
     """Checkpointing, FSDP2 and offloading do not shrink a B x B matrix, so they are not advised."""
     words = ("model=tiny", "batch=256k", "hardware=h100-80g", "gpus=8", "cache.chunk=256")
