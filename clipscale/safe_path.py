@@ -26,7 +26,7 @@ def protect() -> None:
     named = {os.path.abspath(folder) for folder in given}  # noqa: PTH100
     if here not in named:
         sys.path[:] = [folder for folder in sys.path if folder not in ("", here)]
-    if own_module() and here == ROOT and here not in named:
+    if here == ROOT and here not in named:
         sys.path.append(here)
         given.append(here)
     if given:

@@ -52,20 +52,30 @@ def test_modules_in_the_working_directory_are_not_imported(
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_a_checkout_works_as_the_working_directory(tmp_path: Path, environment: dict[str, str]) -> None:
-    """Also without installation and without PYTHONPATH."""
-    program = (
-        "import subprocess, sys, clipscale.units;"
-        "subprocess.run([sys.executable, '-c', 'import clipscale.units; print(clipscale.__file__)'], check=True)"
-    )
+@pytest.mark.parametrize("start", ["module", "script"])
+def test_a_checkout_works_as_the_working_directory(start: str, tmp_path: Path, environment: dict[str, str]) -> None:
+    """Both as `python -m` without installation, and as the installed script of an editable checkout, whose folder a
+    file of site-packages adds to the path. Processes that it starts find the package too.
+    """
     root = tmp_path / "checkout"
     (root / "clipscale").mkdir(parents=True)
     for name in ("__init__.py", "safe_path.py", "units.py", "errors.py"):
         (root / "clipscale" / name).write_bytes((PACKAGE / name).read_bytes())
-    (root / "clipscale/try_it.py").write_text(program)
-    variables = {name: value for name, value in environment.items() if name not in ("PYTHONPATH", "PYTHONSAFEPATH")}
-    done = subprocess.run(
-        [sys.executable, "-m", "clipscale.try_it"], cwd=root, env=variables, capture_output=True, text=True, timeout=60
+    (root / "clipscale/try_it.py").write_text(
+        "import subprocess, sys; from clipscale.safe_path import protect; protect(); import clipscale.units\n"
+        "multiprocessing = 'import sys; sys.path = %r; import clipscale.units; print(clipscale.__file__)' % sys.path\n"
+        "subprocess.run([sys.executable, '-Sc', multiprocessing], check=True)\n"
+        "subprocess.run([sys.executable, '-Sc', 'import clipscale.units; print(clipscale.__file__)'], check=True)\n"
     )
+    script = tmp_path / "bin/clipscale"
+    script.parent.mkdir()
+    script.write_text(f"import sys\nsys.path.append({str(root)!r})\nimport clipscale.try_it\n")
+    command = [
+        sys.executable,
+        "-S",
+        *([str(script)] if start == "script" else ["-m", "clipscale.try_it"]),
+    ]  # -S: no installed clipscale
+    variables = {name: value for name, value in environment.items() if name not in ("PYTHONPATH", "PYTHONSAFEPATH")}
+    done = subprocess.run(command, cwd=root, env=variables, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert str(root / "clipscale") in done.stdout
+    assert done.stdout.count(str(root / "clipscale")) == 2
