@@ -31,7 +31,7 @@ from clipscale.data.order import CounterRNG
 from clipscale.distributed import World
 from clipscale.errors import UserError
 from clipscale.hardware import cores
-from clipscale.launch import private
+from clipscale.launch.local import private
 from clipscale.loss.api import contrastive_loss
 from clipscale.loss.reference import dense_contrastive_loss
 from clipscale.report.environment import environment

@@ -17,7 +17,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from clipscale import checkpoint, launch
+from clipscale import checkpoint
 from clipscale.autotune import CHUNKS, save_chunk_sizes, saved_chunk_sizes
 from clipscale.cli import main as cli
 from clipscale.config.sections import (
@@ -37,6 +37,7 @@ from clipscale.data.loader.stream import DataConfig
 from clipscale.data.loader.to_device import ChunkLoader, copy_stream
 from clipscale.distributed import World
 from clipscale.errors import StoppedError, UserError
+from clipscale.launch import local
 from clipscale.models.towers import build_model, load_model
 from clipscale.train import Run, train
 from tests.ranks import forks, run_ranks
@@ -318,7 +319,7 @@ def test_the_number_of_processes_does_not_change_the_curve(
     config = settings(demo, tmp_path / "run", cache=CacheConfig(chunk="12"))
     if procs == 2:  # as users start them, each with loader processes
         data = DataConfig(train=[paths(demo).train], workers=2)
-        launch.run(replace(config, data=data, launch=LaunchConfig(procs=procs, threads=1)))
+        local.run(replace(config, data=data, launch=LaunchConfig(procs=procs, threads=1)))
     else:
         run_ranks(on_a_rank, procs, config)
     one, several = curve(finished), curve(tmp_path / "run")

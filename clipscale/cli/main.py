@@ -10,7 +10,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
-from clipscale import __version__, launch
+from clipscale import __version__
 from clipscale.cli import help, overrides
 from clipscale.cli.verbs import TOOLS, VERBS, tools_of
 from clipscale.config.checks import check_values
@@ -19,6 +19,7 @@ from clipscale.config.renamed import current
 from clipscale.config.setting import settings_of
 from clipscale.config.train import TrainConfig, check
 from clipscale.errors import StoppedError, UserError
+from clipscale.launch import local
 from clipscale.safe_path import protect
 from clipscale.units import nearest, split
 
@@ -79,7 +80,7 @@ def dispatch(argv: list[str]) -> int:
 def train(argv: list[str]) -> int:
     """One run, whose settings this process composes for all workers; under torchrun, this process's part of it; or a sweep."""
     sweep = any(word in overrides.MULTIRUN for word in argv)
-    if sweep and launch.under_torchrun():
+    if sweep and local.under_torchrun():
         raise UserError(
             "-m under torchrun would start the whole sweep in every rank; leave torchrun out, "
             "clipscale starts the workers of each job itself"
@@ -94,10 +95,10 @@ def train(argv: list[str]) -> int:
         return 0
     named = bool(config.run)
     check(config)
-    launch.make_ready(config, named=named)
+    local.make_ready(config, named=named)
     try:
-        result = launch.join(config) if launch.under_torchrun() else launch.run(config)
-    except launch.WorkerError as error:
+        result = local.join(config) if local.under_torchrun() else local.run(config)
+    except local.WorkerError as error:
         print(f"{error.details}error: {error}", file=sys.stderr)
         return 1
     if os.environ.get("RANK", "0") == "0":

@@ -16,11 +16,11 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from clipscale import launch
 from clipscale.cli import compose
 from clipscale.config.parse import typed
 from clipscale.config.train import TrainConfig, check
 from clipscale.errors import UserError
+from clipscale.launch import local
 from clipscale.report.table import TextTable, plain_console
 from clipscale.units import run_folder, split, unused
 
@@ -67,11 +67,11 @@ def job(values: DictConfig) -> float:
         plain = compose.plain(values)
         plain["run"] = plain["run"] or str(folder)
         config = check(typed(TrainConfig, plain))
-        launch.make_ready(config, named=True)
-        record |= launch.run(config, isolated=True)
+        local.make_ready(config, named=True)
+        record |= local.run(config, isolated=True)
     except UserError as error:
         record["error"] = str(error)
-    except launch.WorkerError as error:
+    except local.WorkerError as error:
         print(error.details, end="", file=sys.stderr)
         record["error"] = str(error)
     except Exception as error:

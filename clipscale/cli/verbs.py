@@ -48,7 +48,7 @@ VERBS = {
 TOOLS = {
     "train": Tool(
         TrainConfig,
-        "clipscale.launch:run",
+        "clipscale.launch.local:run",
         """\
 clipscale train model=vit-l14 batch=1M data.train='/data/laion/{00000..41455}.tar'
 clipscale train experiment=openclip-vit-b32-laion400m data.train='/data/laion/*.tar' run=b32

@@ -13,7 +13,7 @@ from clipscale.config.sections import CacheConfig, LaunchConfig, RampConfig, Sch
 from clipscale.config.train import TrainConfig
 from clipscale.data.demo import paths
 from clipscale.errors import UserError
-from clipscale.launch import run as launch_run
+from clipscale.launch.local import run as launch_run
 from clipscale.train import Run, distributed, train
 from tests.test_train import curve, demo, settings
 

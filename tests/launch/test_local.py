@@ -13,10 +13,10 @@ from typing import Any
 import psutil
 import pytest
 
-from clipscale import launch
 from clipscale.config.presets import PACKAGE
 from clipscale.config.sections import LaunchConfig
 from clipscale.config.train import TrainConfig
+from clipscale.launch import local
 from tests.conftest import TINY, Command
 
 LONG = (
@@ -120,7 +120,7 @@ def test_the_cause_is_shown_and_not_the_ranks_that_it_took_along() -> None:
 
     lost = failure("RuntimeError: [pair.cc:534] Connection closed by peer [127.0.0.1]:1", 5)
     error: Any = SimpleNamespace(failures={0: lost, 1: failure("ValueError: bad row", 5), 2: lost})
-    assert str(launch.first_failure(error)) == "worker 1 failed: ValueError: bad row"
+    assert str(local.first_failure(error)) == "worker 1 failed: ValueError: bad row"
 
 
 def test_workers_get_time_to_save(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -133,12 +133,12 @@ def test_workers_get_time_to_save(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
     monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", elastic_launch)
     config = TrainConfig(batch=16, samples=16, run=str(tmp_path), launch=LaunchConfig(procs=2))
-    launch.run(config)
+    local.run(config)
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "7")
-    launch.run(config)
+    local.run(config)
     if not hasattr(made[0], "shutdown_timeout"):
         pytest.skip("this torch always waits 30 s")
-    assert [config.shutdown_timeout for config in made] == [launch.GRACE_S, 7]
+    assert [config.shutdown_timeout for config in made] == [local.GRACE_S, 7]
     assert dict(os.environ) == before | {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "7"}
 
 
