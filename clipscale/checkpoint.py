@@ -66,6 +66,11 @@ def path_of(run: Path, step: int) -> Path:
     return run / "checkpoints" / f"step_{step:08d}.pt"
 
 
+def step_of(path: Path) -> int:
+    """The step of a checkpoint, by its name."""
+    return int(path.stem.removeprefix("step_"))
+
+
 def found(run: Path) -> list[Path]:
     """The run's checkpoints, oldest first."""
     return sorted(p for p in (run / "checkpoints").glob("step_*.pt") if re.fullmatch(r"step_\d+\.pt", p.name))
@@ -75,8 +80,10 @@ class DiskFullError(UserError):
     """There is not enough space for a checkpoint. The run's earlier ones are intact."""
 
 
-def save(run: Path, step: int, state: dict[str, Any], *, keep: int) -> Path:
+def save(run: Path, step: int, state: dict[str, Any], *, keep: int, keep_every: int = 0) -> Path:
     """Write `state` (tensors and plain values only) as the run's checkpoint at `step`; then delete all but the newest `keep` up to it.
+
+    Steps that are a multiple of `keep_every` are never deleted, and do not count among the newest.
 
     The file gets its name when it is complete and on disk. A failed write changes no earlier checkpoint.
 
@@ -104,10 +111,15 @@ def save(run: Path, step: int, state: dict[str, Any], *, keep: int) -> Path:
         raise (DiskFullError if full else UserError)(
             f"checkpoint {path} could not be written ({full or error}); {rest}"
         ) from error
-    if keep:
-        for old in [other for other in found(run) if other.name <= path.name][:-keep]:
-            old.unlink()
+    for old in outdated(run, step, keep, keep_every):
+        old.unlink()
     return path
+
+
+def outdated(run: Path, step: int, keep: int, keep_every: int) -> list[Path]:
+    """The checkpoints up to `step` that are neither among the newest `keep` (0: all) nor of a multiple of `keep_every` (0: none) steps."""
+    passing = [path for path in found(run) if not (keep_every and step_of(path) % keep_every == 0)]
+    return [path for path in passing if step_of(path) <= step][:-keep] if keep else []
 
 
 def size_of(state: dict[str, Any]) -> int:
@@ -255,7 +267,7 @@ def to_resume(run: Path, resume: str) -> Path | None:
 def newest_step(run: Path) -> int | None:
     """The step of a run's newest checkpoint, by its name."""
     candidates = found(run)
-    return int(candidates[-1].stem.removeprefix("step_")) if candidates else None
+    return step_of(candidates[-1]) if candidates else None
 
 
 def check_same_step(steps: Sequence[int | None], run: Path) -> None:

@@ -21,7 +21,7 @@ def main(settings: ExportSettings) -> Path:
     """Write the folder and return it. Raises UserError without a readable checkpoint, or if the folder cannot be written."""
     check_values(settings)
     folder = check_run(settings)
-    model, config, step = load_model(folder, settings.checkpoint)
+    model, config, step = load_model(folder, settings.checkpoint, settings.weights)
     out = Path(settings.out).expanduser() if settings.out else folder / "export"
     try:
         out.mkdir(parents=True, exist_ok=True)

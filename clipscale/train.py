@@ -294,14 +294,16 @@ class Run:
         """Zero-shot and retrieval metrics of the model as it is now, also written to RUN/eval/step_N.json."""
         state = self.state
         state.model.image.to(self.world.device)
-        results = evaluate(
-            state.model,
-            self.config.eval,
-            self.world,
-            autocast=state.precision.autocast,
-            run_dir=self.folder,
-            step=self.step,
-        )
+        averaged = state.average if self.config.eval.weights == "ema" else None
+        with averaged.in_place(state.model) if averaged else nullcontext():
+            results = evaluate(
+                state.model,
+                self.config.eval,
+                self.world,
+                autocast=state.precision.autocast,
+                run_dir=self.folder,
+                step=self.step,
+            )
         if state.stored:
             state.model.image.cpu()
         if self.metrics:
@@ -337,7 +339,8 @@ class Run:
                 "loss": self.last_loss,
             }
             try:
-                checkpoint.save(self.folder, self.step, saved | own, keep=self.config.checkpoint.keep)
+                c = self.config.checkpoint
+                checkpoint.save(self.folder, self.step, saved | own, keep=c.keep, keep_every=c.keep_every)
             except checkpoint.DiskFullError as error:
                 if self.stopping or self.step == self.total:
                     raise UserError(f"{error}; free some space, and resume") from error

@@ -22,6 +22,7 @@ from clipscale.autotune import batch_norm_chunk, chunk_sizes, find_chunk, save_c
 from clipscale.config.train import TrainConfig
 from clipscale.data.features import StoredFeatures, stored_features
 from clipscale.distributed import World
+from clipscale.ema import WeightAverage
 from clipscale.errors import UserError
 from clipscale.grad_cache import GradCache
 from clipscale.loss.api import configured_loss
@@ -58,6 +59,7 @@ class TrainState:
                 "log.noise_scale: FSDP2 keeps no gradient of a chunk to look at; leave it 0, or use launch.parallel=ddp"
             )
         self.noise = NoiseScale([self.model.image, self.model.text])
+        self.average = WeightAverage(config.ema, self.trained_by_name()) if config.ema else None
         if saved is not None:
             self.load(saved)
         if self.stored:
@@ -91,6 +93,10 @@ class TrainState:
         """One tower's parameters that the optimizer updates: its master weights where it has any."""
         copies = self.masters[name].of if name in self.masters else {}
         return [copies.get(id(p), p) for p in self.towers[name].parameters() if p.requires_grad]
+
+    def trained_by_name(self) -> dict[str, nn.Parameter]:
+        """The parameters that the optimizer updates, by the model's names."""
+        return {name: p for name, p in self.optimized().named_parameters() if p.requires_grad}
 
     @property
     def unwrapped(self) -> list[nn.Parameter]:
@@ -211,6 +217,8 @@ class TrainState:
             masters.spread()
         with torch.no_grad():
             self.model.logit_scale.clamp_(max=math.log(config.max_logit_scale))
+        if self.average:
+            self.average.update()
 
     # ---- save and load ----
 
@@ -230,18 +238,23 @@ class TrainState:
             "optimizer": self.optimizer_state(),
             "optimizer_name": self.config.optim.name,
             "scaler": self.precision.scaler.state_dict() if self.precision.scaler else None,
+            "ema": self.whole(self.average.state_dict()) if self.average else None,
         }
 
     def optimizer_state(self) -> dict[str, Any]:
         """The optimizer's whole state by parameter name, on rank 0."""
         sharded = get_optimizer_state_dict(self.optimized(), self.optimizer)
+        # Gathered here: the library's own gathering refuses the torch.dtype in adafactorbv's parameter groups.
+        return {"state": self.whole(sharded["state"]), "param_groups": sharded["param_groups"]}
 
-        def whole(x: Tensor) -> Tensor | None:
+    def whole(self, tree: Any) -> Any:
+        """The tree with whole tensors in host memory, on rank 0. All ranks call it."""
+
+        def gathered(x: Tensor) -> Tensor | None:
             full = x.full_tensor() if isinstance(x, DTensor) else x
             return full.cpu() if self.world.main else None
 
-        # Gathered here: the library's own gathering refuses the torch.dtype in adafactorbv's parameter groups.
-        return {"state": tree_map_only(Tensor, whole, sharded["state"]), "param_groups": sharded["param_groups"]}
+        return tree_map_only(Tensor, gathered, tree)
 
     def load(self, saved: dict[str, Any]) -> None:
         """Take weights, optimizer and scaler from a checkpoint. Raises UserError where they do not fit."""
@@ -252,6 +265,8 @@ class TrainState:
             masters.load({key: saved["model"][f"{name}.{key}"] for key in masters.copies})
         if self.precision.scaler and saved["scaler"]:
             self.precision.scaler.load_state_dict(saved["scaler"])
+        if self.average:
+            self.average.load(saved.get("ema"))
 
     def load_optimizer(self, state: dict[str, Any]) -> None:
         module = self.optimized()

@@ -43,6 +43,12 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     assert len(checkpoint.found(tmp_path)) == 3
 
 
+def test_every_mth_is_kept_for_good(tmp_path: Path) -> None:
+    for step in range(1, 10):
+        checkpoint.save(tmp_path, step, some_state(), keep=2, keep_every=4)
+    assert [checkpoint.step_of(path) for path in checkpoint.found(tmp_path)] == [4, 7, 8, 9]
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 2 MiB."""

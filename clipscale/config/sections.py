@@ -15,6 +15,8 @@ BACKENDS = ("auto", "dense", "tiled", "triton")
 PRECISIONS = ("ieee", "tf32")
 WANDB = ("disabled", "offline", "online")
 
+WEIGHTS = ("trained", "ema")
+WEIGHTS_HELP = "The weights as they are (`trained`), or their moving average (`ema`), which a run with `ema` keeps."
 DEVICE_HELP = "`auto` (CUDA if there is a GPU), `cpu` or `cuda`."
 
 
@@ -25,6 +27,9 @@ class CheckpointConfig:
     every: int = setting(0, "Steps between checkpoints; 0: none by steps.", least=0)
     minutes: float = setting(30.0, "Minutes between checkpoints; 0: none by time. A run always ends with one.", least=0)
     keep: int = setting(2, "Newest checkpoints kept; 0: all.", least=0)
+    keep_every: int = setting(
+        0, "Checkpoints of steps that are a multiple of this are kept for good; 0: none.", least=0
+    )
 
 
 @dataclass
@@ -226,6 +231,7 @@ class EvalConfig:
     batch: int = setting(256, "Images or captions encoded at once.", least=1)
     workers: int = setting(0, "Decoding threads per process; 0: one per core, at most 8.", least=0)
     limit: int | None = setting(None, "Most images of each set, evenly spaced over it; null: all.", least=1)
+    weights: str = setting("trained", WEIGHTS_HELP, choices=WEIGHTS)
 
 
 @dataclass

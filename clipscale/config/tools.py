@@ -5,7 +5,15 @@ from pathlib import Path
 
 from clipscale.config.checks import begun_run, check_values, existing_run, shared
 from clipscale.config.data import DataConfig, FilterConfig, TableConfig
-from clipscale.config.sections import DEVICE_HELP, DEVICES, EvalConfig, ModelConfig, PrecisionConfig
+from clipscale.config.sections import (
+    DEVICE_HELP,
+    DEVICES,
+    WEIGHTS,
+    WEIGHTS_HELP,
+    EvalConfig,
+    ModelConfig,
+    PrecisionConfig,
+)
 from clipscale.config.setting import setting, summary
 from clipscale.config.train import TrainConfig
 from clipscale.errors import UserError
@@ -45,6 +53,7 @@ class ExportSettings:
     run: str = setting("", RUN_HELP, literal=True)
     checkpoint: str = setting("latest", CHECKPOINT_HELP, literal=True)
     out: str | None = setting(None, "Folder to write; null: RUN/export.", literal=True)
+    weights: str = setting("trained", WEIGHTS_HELP, choices=WEIGHTS)
     dtype: str = setting(
         "float32",
         "Dtype of the matrices: `float32`, `bfloat16` or `float16`; vectors and the logit scale stay float32.",

@@ -52,6 +52,11 @@ class TrainConfig:
     )
     seed: int = setting(0, "Random seed of weights, sample order, crops and dropout.", least=0)
     device: str = setting("auto", DEVICE_HELP, choices=DEVICES)
+    ema: float = setting(
+        0.0,
+        "Decay of an exponential moving average of the weights, kept in checkpoints, as in 0.9999; 0: none.",
+        least=0,
+    )
     offload: str = setting(
         "host",
         "Where the batch's pixels are kept between the passes: on the device (`none`), in `host` memory, on `disk`; or "
@@ -84,6 +89,10 @@ def check(config: TrainConfig, *, now: datetime | None = None) -> TrainConfig:
         raise UserError(f"epochs={config.epochs:g} trains nothing; give a positive number")
     if not config.model.patch_dropout < 1:
         raise UserError(f"model.patch_dropout={config.model.patch_dropout:g}: a share of the patches; give less than 1")
+    if not config.ema < 1:
+        raise UserError(f"ema={config.ema:g}: a decay a step; give less than 1, as in 0.9999")
+    if config.eval.weights == "ema" and not config.ema:
+        raise UserError("eval.weights=ema: this run keeps no average; give ema=0.9999, or eval.weights=trained")
     if not config.loss.label_smoothing < 1:
         raise UserError(
             f"loss.label_smoothing={config.loss.label_smoothing:g}: a share of the target; give less than 1"

@@ -71,7 +71,8 @@ def evaluate(
     """Metrics of every set, the same on every rank. A collective: every rank calls it.
 
     Broken images count as misses, so every metric covers all images of its set; the metric `broken` counts them. With `run_dir`, rank 0
-    writes `eval/step_N.json` and the retrieved examples there. The model is in evaluation mode meanwhile, and put back afterwards.
+    writes `eval/step_N.json` and the retrieved examples there. The model is in evaluation mode meanwhile, and put back afterwards. Sets
+    evaluated with averaged weights, which the caller puts into the model, are named `SET (ema)`.
     Raises UserError for sets that cannot be used.
     """
     started = time.perf_counter()
@@ -90,6 +91,8 @@ def evaluate(
                     results[item.name] = _classification(encoder, item)
     finally:
         model.train(training)
+    if config.weights == "ema":
+        results = {f"{name} (ema)": metrics for name, metrics in results.items()}
     if run_dir is not None and world.main and sets:
         try:
             save_results(run_dir, step, results, seconds=time.perf_counter() - started)

@@ -22,7 +22,7 @@ def main(config: EvalRunConfig) -> Results:
     try:
         check(config.eval, world)  # before the model is loaded: a mistyped path is reported at once
         precision = Precision(config.precision, world.device)
-        model, _, step = load_model(folder, config.checkpoint)
+        model, _, step = load_model(folder, config.checkpoint, config.eval.weights)
         model.to(world.device)
         results = evaluate(model, config.eval, world, autocast=precision.autocast, run_dir=folder, step=step)
     finally:

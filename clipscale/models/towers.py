@@ -187,15 +187,20 @@ def build_model(config: ModelConfig) -> ClipModel:
     return model.train()
 
 
-def load_model(run: Path, which: str = "latest") -> tuple[ClipModel, ModelConfig, int]:
+def load_model(run: Path, which: str = "latest", weights: str = "trained") -> tuple[ClipModel, ModelConfig, int]:
     """The trained model of a run, in evaluation mode on the CPU, its settings, and the step of its checkpoint.
 
-    `which` is `latest`, a step number, or a path. Raises UserError where there is no such checkpoint.
+    `which` is `latest`, a step number, or a path; `weights` is `trained` or `ema`, their moving average. Raises UserError where there is no
+    such checkpoint or average.
     """
-    state = checkpoint.load(checkpoint.locate(run, which))
+    path = checkpoint.locate(run, which)
+    state = checkpoint.load(path)
+    if weights == "ema" and not state.get("ema"):
+        raise UserError(f"weights=ema: {path} holds no average; take weights=trained, or train with ema=0.9999")
     config = ModelConfig(**{**state["model_config"], "pretrained": None, "pretrained_image": None, "compile": False})
     model = build_model(config)
-    model.load_state_dict(state["model"])
+    averaged = state["ema"]["weights"] if weights == "ema" else {}
+    model.load_state_dict(state["model"] | averaged)
     return model.eval(), config, int(state["step"])
 
 

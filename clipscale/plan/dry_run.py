@@ -225,6 +225,7 @@ class DryRun:
         parts = {
             "master weights": [x for masters in state.masters.values() for x in masters.copies.values()],
             "optimizer state": [x for values in state.optimizer.state.values() for x in values.values()],
+            "moving average": list(state.average.values.values()) if state.average else [],
             "DDP buckets": [view for tower in buckets for view in tower.views.values()],
         }
         sizes = {name: sum(local_bytes(x) for x in xs if isinstance(x, Tensor)) for name, xs in parts.items()}
