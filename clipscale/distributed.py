@@ -5,7 +5,7 @@ import socket
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache
+from functools import cache, cached_property
 from inspect import signature
 from ipaddress import ip_address
 from typing import Any, TypeVar
@@ -24,6 +24,22 @@ from clipscale.errors import UserError
 T = TypeVar("T")
 
 
+class Later:
+    """The result of a reduction that goes on in the background."""
+
+    def __init__(self, tensor: Tensor, work: dist.Work) -> None:
+        self._tensor, self._work = tensor, work
+
+    def values(self) -> list[int]:
+        """Wait for the result."""
+        self._work.wait()
+        return [int(value) for value in self._tensor.tolist()]
+
+
+TIMEOUT = timedelta(minutes=30)
+"""What a process waits for the others, which may be loading models."""
+
+
 @dataclass(frozen=True)
 class World:
     """This process's rank, the number of processes, and its device."""
@@ -31,6 +47,8 @@ class World:
     rank: int
     size: int
     device: torch.device
+    timeout: timedelta = TIMEOUT
+    """What a process waits for the others in a collective."""
 
     @property
     def main(self) -> bool:
@@ -53,12 +71,20 @@ class World:
         return torch.cat(parts)
 
     def highest(self, *values: int) -> list[int]:
-        """The largest of every rank's values, one by one, on every rank. One reduction."""
-        if self.size == 1:
-            return list(values)
-        tensor = torch.tensor(values, device=self.device)
-        dist.all_reduce(tensor, dist.ReduceOp.MAX)
-        return [int(value) for value in tensor.tolist()]
+        """The largest of every rank's values, one by one, on every rank. One reduction, which does not wait for the device."""
+        return self.highest_later(*values).values() if self.size > 1 else list(values)
+
+    def highest_later(self, *values: int) -> Later:
+        """`highest` in the background, over several ranks."""
+        tensor = torch.tensor(values)
+        work = dist.all_reduce(tensor, dist.ReduceOp.MAX, self.control, async_op=True)
+        assert work is not None
+        return Later(tensor, work)
+
+    @cached_property
+    def control(self) -> dist.ProcessGroup:
+        """All ranks on the CPU, beside the group of the features and gradients. All ranks make it at the same place."""
+        return dist.new_group(backend="gloo", timeout=self.timeout)
 
     def broadcast(self, value: Any) -> Any:
         """Rank 0's `value` on every rank."""
@@ -228,8 +254,6 @@ def _sum(_: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
 
 STORE = "CLIPSCALE_STORE"
 """Names the file in which the processes of one machine meet."""
-TIMEOUT = timedelta(minutes=30)
-"""What a process waits for the others, which may be loading models."""
 
 
 @cache
@@ -280,7 +304,7 @@ def start(device: str, threads: int | None = None, timeout_s: float = TIMEOUT.to
         backend = "nccl" if chosen.type == "cuda" else "gloo"
         own = dist.PrefixStore(f"group-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store())
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), store=own, rank=rank, world_size=size)
-    return World(rank, size, chosen)
+    return World(rank, size, chosen, timedelta(seconds=timeout_s))
 
 
 def stop() -> None:

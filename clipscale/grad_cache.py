@@ -53,7 +53,7 @@ class GradCache:
         scaler: a gradient scaler for fp16. It scales the loss before the backward pass.
 
     `after_chunk(tower, rows)`, if set, is called when the second pass has added the gradient of `rows` samples of that tower. All kept
-    graphs together count as one chunk.
+    graphs together count as one chunk. `before_chunk()` is called before each of them in both passes; what it raises ends the step.
 
     Raises ValueError for chunk sizes below 1, input tensors of unequal length, an encoder whose output has another number of rows than
     its input, a loss that does not use a representation, and batch normalisation in training mode over more than one chunk, or over
@@ -87,6 +87,7 @@ class GradCache:
         self.loss = loss
         self.scaler = scaler
         self.after_chunk: Callable[[int, int], None] | None = None
+        self.before_chunk: Callable[[], None] = lambda: None
         self.budget = ActivationBudget(keep_bytes)
         self.towers = [
             _Tower(
@@ -116,7 +117,7 @@ class GradCache:
         if len(inputs) != len(self.towers):
             raise ValueError(f"{len(inputs)} inputs for {len(self.towers)} encoders")
         self.budget.used = 0
-        return [tower.encode(batch) for tower, batch in zip(self.towers, inputs, strict=True)]
+        return [tower.encode(batch, self.before_chunk) for tower, batch in zip(self.towers, inputs, strict=True)]
 
     def ranges(self, tower: int, rows: int) -> Iterator[tuple[int, int]]:
         """The row ranges that both passes of a tower over a batch ask for, in order. Read at most one range ahead of the passes.
@@ -137,7 +138,7 @@ class GradCache:
     def replay(self) -> None:
         """Second pass: encode every chunk again, with a graph, and backpropagate its rows of the representations' gradient."""
         for i, tower in enumerate(self.towers):
-            for rows in tower.replay():
+            for rows in tower.replay(self.before_chunk):
                 if self.after_chunk:
                     self.after_chunk(i, rows)
 
@@ -183,7 +184,7 @@ class _Tower:
             return False
         return not isinstance(self.encoder, nn.Module) or any(p.requires_grad for p in self.encoder.parameters())
 
-    def encode(self, batch: Any) -> Tensor:
+    def encode(self, batch: Any, before_chunk: Callable[[], None]) -> Tensor:
         self.inputs = batch if isinstance(batch, Chunked) and not isinstance(batch, Tensor) else _Rows(batch)
         rows = len(self.inputs)
         if rows == 0:
@@ -192,6 +193,7 @@ class _Tower:
         self.refuse_batch_norm()
         self.random_states, self.kept = [], []
         for i, (start, stop) in enumerate(self.spans):
+            before_chunk()
             self.random_states.append(RandomState.now())
             # DDP decides in the forward pass whether the backward pass synchronises. If the last chunk is kept, this is its only forward.
             with gradient_sync(self.encoder, self.last and i == len(self.spans) - 1):
@@ -254,7 +256,7 @@ class _Tower:
             raise ValueError(f"an encoder returned {out.shape[0]} rows for {stop - start} samples")
         return out
 
-    def replay(self) -> Iterator[int]:
+    def replay(self, before_chunk: Callable[[], None]) -> Iterator[int]:
         """Backpropagate through all kept graphs at once, then replay the other chunks one by one. Yields the samples of each."""
         gradient = self.representations.grad
         if gradient is None:
@@ -262,12 +264,14 @@ class _Tower:
         first = len(self.kept)
         kept_rows = [gradient[start:stop] for start, stop in self.spans[:first]]
         if self.kept:
+            before_chunk()
             with gradient_sync(self.encoder, self.last and first == len(self.spans)):
                 torch.autograd.backward(self.kept, kept_rows)
             self.kept = []
             yield sum(len(rows) for rows in kept_rows)
         with unchanged_buffers(self.encoder), RandomState.now().preserved():
             for (start, stop), random_state in zip(self.spans[first:], self.random_states[first:], strict=True):
+                before_chunk()
                 random_state.restore()
                 with gradient_sync(self.encoder, self.last and stop == self.spans[-1][1]):
                     self.run(start, stop).backward(gradient[start:stop])

@@ -33,7 +33,7 @@ from clipscale.report.page import write_report
 from clipscale.report.table import print_results
 from clipscale.rng import RandomState
 from clipscale.run_lock import RunLock
-from clipscale.stopping import Stop
+from clipscale.stopping import AbandonedError, Stop
 from clipscale.train_state import TrainState
 
 log = logging.getLogger(__name__)
@@ -93,7 +93,9 @@ class Run:
             )
             self.metrics.console.print(self.stream.memory, markup=False)
         self.saved_at = self.measured_at = time.monotonic()
-        self.stop = Stop(announce=world.main)  # signals that this rank has received
+        self.stop = Stop(world, config.launch.grace_s)  # signals that this rank has received
+        self.saved_step = self.step if resumed else 0
+        self.step_s = self.eval_s = 0.0  # what the last of each took
         self.stopping = 0  # the signal at which all ranks have agreed to stop; 0: none
 
     # ---- build ----
@@ -195,10 +197,14 @@ class Run:
                     if self.save_due():
                         self.save()
                     if self.stopping:
-                        message = f"stopped by a signal after step {self.step}; go on with run={config.run} resume=auto"
-                        raise StoppedError(message, self.stopping)
-            if config.eval.sets:
-                results = self.evaluate()
+                        raise self.stopped()
+                if config.eval.sets:
+                    results = self.evaluate()
+        except AbandonedError:
+            (self.stopping,) = self.world.highest(self.stop.number)
+            if self.step > self.saved_step:
+                self.save()
+            raise self.stopped() from None
         finally:
             self.stream.close()
             if self.metrics:
@@ -211,8 +217,32 @@ class Run:
                 log.warning("%s/report.html could not be written (%s)", self.folder, error.strerror)
         return {"run": str(self.folder), "step": self.step, "loss": self.last_loss, "eval": results}
 
+    def stopped(self) -> StoppedError:
+        """The end of the run at a signal. A checkpoint holds everything up to here."""
+        return StoppedError(
+            f"stopped by a signal after step {self.step}; go on with run={self.config.run} resume=auto", self.stopping
+        )
+
     def optimizer_step(self) -> dict[str, Any]:
-        """One exact step over the global batch; returns its record for `metrics.jsonl`."""
+        """One exact step over the global batch; returns its record for `metrics.jsonl`.
+
+        Raises AbandonedError, with everything as it was before the step, where a signal leaves no time for the rest of it.
+        """
+        before, buffers, started = RandomState.now(self.world.device), self.state.statistics(), time.monotonic()
+        self.stop.begin(self.step_s)
+        try:
+            record = self.whole_step()
+        except AbandonedError:
+            before.restore()
+            self.state.set_statistics(buffers)
+            self.state.optimizer.zero_grad()
+            self.stream.give_back()
+            raise
+        self.step_s = time.monotonic() - started
+        return record
+
+    def whole_step(self) -> dict[str, Any]:
+        """The step itself."""
         state, phases = self.state, Phases(self.world.device)
         size, samples = self.sizes.at(self.step), self.sizes.before(self.step + 1)
         every = self.config.log.noise_scale
@@ -224,12 +254,15 @@ class Run:
         load = partial(ChunkLoader, device=self.world.device, resident=self.config.offload == "none")
         images, texts = load(batch.pixels, len(batch)), load(batch.tokens, len(batch))
         batch.expect(state.cache.ranges(0, len(batch)))
+        state.cache.before_chunk = self.stop.check
         with phases("encode"):
             features = state.cache.encode(images, texts)
         with phases("loss"):
             value = state.loss(*features)
             state.cache.backward(value)
             del features
+        if self.world.size > 1 and self.config.cache.keep != "none":
+            state.cache.before_chunk = lambda: None  # ranks may have kept differently many graphs
         with phases("replay"), state.noise.measure(state.cache) if measured else nullcontext():
             state.cache.replay()
         with phases("optim"):
@@ -295,6 +328,8 @@ class Run:
         state = self.state
         state.model.image.to(self.world.device)
         averaged = state.average if self.config.eval.weights == "ema" else None
+        started = time.monotonic()
+        self.stop.begin(self.eval_s)
         with averaged.in_place(state.model) if averaged else nullcontext():
             results = evaluate(
                 state.model,
@@ -303,7 +338,9 @@ class Run:
                 autocast=state.precision.autocast,
                 run_dir=self.folder,
                 step=self.step,
+                before_batch=self.stop.check,
             )
+        self.eval_s = time.monotonic() - started
         if state.stored:
             state.model.image.cpu()
         if self.metrics:
@@ -325,7 +362,7 @@ class Run:
 
         Raises UserError, on every rank, where it cannot be written.
         """
-        now = RandomState.now(self.world.device)
+        started, now = time.monotonic(), RandomState.now(self.world.device)
         random = self.world.gather({"cpu": now.cpu, "cuda": now.cuda})
         positions = self.world.gather(self.stream.position())
         saved = self.state.state_dict()
@@ -347,4 +384,5 @@ class Run:
                 log.warning("%s; training goes on without it, free some space", error)
 
         self.world.on_main(write)
-        self.saved_at = time.monotonic()
+        self.saved_at, self.saved_step = time.monotonic(), self.step
+        self.stop.save_s = self.saved_at - started

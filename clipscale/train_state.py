@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map_only
 
 from clipscale import distributed
@@ -221,6 +222,18 @@ class TrainState:
             self.average.update()
 
     # ---- save and load ----
+
+    def statistics(self) -> list[Tensor]:
+        """Copies of the running statistics of batch normalisation, which a forward pass changes."""
+        return [buffer.clone() for buffer in self._statistics()]
+
+    def set_statistics(self, values: list[Tensor]) -> None:
+        """Put back what `statistics` gave."""
+        for buffer, value in zip(self._statistics(), values, strict=True):
+            buffer.copy_(value)
+
+    def _statistics(self) -> list[Tensor]:
+        return [b for module in self.model.modules() if isinstance(module, _BatchNorm) for b in module.buffers()]
 
     def weights(self) -> dict[str, Any]:
         """The model's whole state dict on rank 0, with master weights in place of the rounded ones. All ranks call it."""

@@ -43,6 +43,12 @@ class LaunchConfig:
         "Seconds that a process waits for the others, in a save or an evaluation too, before the run fails.",
         least=1,
     )
+    grace_s: float = setting(
+        120.0,
+        "Seconds that the scheduler leaves between a signal to stop and the end of the processes. A step that would outlast "
+        "them is abandoned, and the state before it is saved.",
+        least=0,
+    )
     parallel: str = setting(
         "ddp",
         "`ddp`: every rank holds the whole model; `fsdp`: FSDP2 shards parameters, gradients and optimizer state.",

@@ -67,18 +67,21 @@ def evaluate(
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     run_dir: Path | None = None,
     step: int | None = None,
+    before_batch: Callable[[], None] = lambda: None,
 ) -> Results:
     """Metrics of every set, the same on every rank. A collective: every rank calls it.
 
     Broken images count as misses, so every metric covers all images of its set; the metric `broken` counts them. With `run_dir`, rank 0
     writes `eval/step_N.json` and the retrieved examples there. The model is in evaluation mode meanwhile, and put back afterwards. Sets
-    evaluated with averaged weights, which the caller puts into the model, are named `SET (ema)`.
+    evaluated with averaged weights, which the caller puts into the model, are named `SET (ema)`. `before_batch()` is called equally often
+    on every rank; what it raises ends the evaluation.
+
     Raises UserError for sets that cannot be used.
     """
     started = time.perf_counter()
     sets = check(config, world)
     threads = config.workers or min(8, cores_of_rank())
-    encoder = _Encoder(model, world, autocast, config.batch, threads)
+    encoder = _Encoder(model, world, autocast, config.batch, threads, before_batch)
     results: Results = {}
     training = model.training
     model.train(False)
@@ -171,8 +174,10 @@ class _Encoder:
     autocast: Callable[[], AbstractContextManager[Any]]
     batch: int
     threads: int
+    before_batch: Callable[[], None]
 
     def text(self, tokens_nT: Tensor) -> Tensor:
+        self.before_batch()
         with self.autocast():
             return self.model.text(tokens_nT.to(self.world.device))
 
@@ -209,6 +214,7 @@ class _Encoder:
         with ThreadPoolExecutor(self.threads) as pool:
             waiting = [pool.submit(pixels_of, i) for i in spans[0]]
             for indices, following in zip(spans, [*spans[1:], []]):
+                self.before_batch()
                 decoded = [future.result() for future in waiting]
                 waiting = [pool.submit(pixels_of, i) for i in following]
                 usable = torch.tensor([pixels is not None for pixels in decoded], device=device)

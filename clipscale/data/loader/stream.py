@@ -85,7 +85,7 @@ class TrainStream:
         """`memory`: a line that states the memory of the batches."""
         self._shards, self._arena, self._assembler, self._rows, self.memory = shards, arena, assembler, rows, memory
         self._positions = {s.stream: (s.epoch, s.index) for s in start}
-        self._step = -1
+        self._step, self._given_back = -1, False
         self.broken, self.seen = assembler.counts.broken, assembler.counts.seen
         """Reason -> samples skipped so far on this rank; and event -> how often it happened without costing a sample."""
         for step in range(len(arena.slots)):
@@ -145,12 +145,16 @@ class TrainStream:
         self._assembler.forget(step)
         self._assembler.begin(step + len(self._arena.slots))
 
+    def give_back(self) -> None:
+        """Count the batch handed out last as not used: `position` is the one before it, and no other batch follows."""
+        self._given_back = True
+
     def position(self) -> dict[str, Any]:
         """This rank's record of where its shard streams stand after the last batch handed out. Blocks until that batch is complete.
 
         Checkpoints hold it, so its keys stay as they were: `at` maps each stream ("lane") to epoch and samples read.
         """
-        at = self._assembler.finish(self._step) if self._step >= 0 else self._positions
+        at = self._positions if self._step < 0 or self._given_back else self._assembler.finish(self._step)
         return {
             "order": self._shards.fingerprint(),
             "windows": order_version(),
