@@ -84,7 +84,9 @@ class World:
     @cached_property
     def control(self) -> dist.ProcessGroup:
         """All ranks on the CPU, beside the group of the features and gradients. All ranks make it at the same place."""
-        return dist.new_group(backend="gloo", timeout=self.timeout)
+        group = dist.new_group(backend="gloo", timeout=self.timeout)
+        assert isinstance(group, dist.ProcessGroup)
+        return group
 
     def broadcast(self, value: Any) -> Any:
         """Rank 0's `value` on every rank."""
