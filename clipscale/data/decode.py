@@ -335,26 +335,52 @@ class TrainTransform:
         np.copyto(out, resized[:, :, ::-1] if crop.flipped else resized)
 
 
+RESIZE_MODES = ("shortest", "squash", "longest")
+INTERPOLATIONS = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}
+
+
 @dataclass(frozen=True)
 class EvalTransform:
-    """Picture bytes to the pixels of open_clip's evaluation transform: shorter side to S, central crop, bicubic.
+    """Picture bytes to the pixels of open_clip's evaluation transform, on which published results were measured.
 
-    Pillow resizes, as in open_clip, so published results can be reproduced with the same pixels.
+    As there, Pillow decodes, converts to RGB and resizes; the EXIF orientation is ignored.
     """
 
     side: int
     max_pixels: int = 89_478_485
+    mode: str = "shortest"
+    """`shortest`: the shorter side becomes S, the centre is cut out; `squash`: both sides become S; `longest`: the longer
+    side becomes S, black fills the rest."""
+    interpolation: str = "bicubic"
+    border: int = 0
+    """Pixels cut off every side first."""
 
     def __call__(self, data: bytes) -> np.ndarray:
         """(C, S, S) uint8. Raises BrokenSampleError."""
-        pixels = decode_rgb(data, self.max_pixels)
-        height, width = pixels.shape[:2]
-        # torchvision's Resize truncates the longer side; its CenterCrop rounds the corner.
+        with _broken_pictures():
+            image: Image.Image = Image.open(io.BytesIO(data), formats=_FORMATS)
+            if image.width * image.height > self.max_pixels:
+                raise BrokenSampleError("huge_image", f"{image.width} x {image.height} pixels")
+            image = image.convert("RGB")
+            if self.border:
+                image = image.crop((self.border, self.border, image.width - self.border, image.height - self.border))
+            image = image.resize(self._size(*image.size), INTERPOLATIONS[self.interpolation])
+            # torchvision's CenterCrop rounds the corner. open_clip's crop that can fill rounds it down.
+            corner = [
+                (s - self.side) // 2 if self.mode == "longest" else round((s - self.side) / 2) for s in image.size
+            ]
+            if image.size != (self.side, self.side):
+                image = image.crop((*corner, corner[0] + self.side, corner[1] + self.side))
+        return np.ascontiguousarray(np.asarray(image).transpose(2, 0, 1))
+
+    def _size(self, width: int, height: int) -> tuple[int, int]:
+        """Width and height after the resize."""
+        if self.mode == "squash":
+            return self.side, self.side
+        if self.mode == "longest":
+            ratio = max(width, height) / self.side
+            return round(width / ratio), round(height / ratio)
+        # torchvision's Resize truncates the longer side.
         if width <= height:
-            width, height = self.side, int(self.side * height / width)
-        else:
-            width, height = int(self.side * width / height), self.side
-        left, top = round((width - self.side) / 2), round((height - self.side) / 2)
-        image = Image.fromarray(pixels).resize((width, height), Image.Resampling.BICUBIC)
-        cut = np.asarray(image)[top : top + self.side, left : left + self.side]
-        return np.ascontiguousarray(cut.transpose(2, 0, 1))
+            return self.side, int(self.side * height / width)
+        return int(self.side * width / height), self.side

@@ -11,7 +11,7 @@ from PIL import Image
 from torch import Tensor
 
 from clipscale.data.decode import BrokenSampleError, EvalTransform
-from clipscale.eval.datasets import EvalSet, ImageRef
+from clipscale.eval.sets.item import EvalSet, ImageRef
 
 QUERIES, TOP, TILE = 8, 5, 112
 """Captions shown, images per caption, and the side of a thumbnail in pixels."""

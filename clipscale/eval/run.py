@@ -26,9 +26,10 @@ from clipscale.config.sections import EvalConfig
 from clipscale.data.decode import BrokenSampleError, EvalTransform
 from clipscale.distributed import World
 from clipscale.errors import UserError
-from clipscale.eval import datasets, retrieval, zero_shot
-from clipscale.eval.datasets import EvalSet
+from clipscale.eval import retrieval, zero_shot
 from clipscale.eval.examples import save_examples
+from clipscale.eval.sets.item import RETRIEVAL, EvalSet
+from clipscale.eval.sets.load import load_sets
 from clipscale.hardware import cores_of_rank
 from clipscale.models.towers import ClipModel
 
@@ -46,7 +47,7 @@ def check(config: EvalConfig, world: World) -> list[EvalSet]:
     sets, problem = [], ""
     try:
         check_values(config, "eval.")
-        sets = datasets.load_sets(config.sets, config.limit)
+        sets = load_sets(config.sets, config.limit)
     except UserError as error:
         problem = str(error)
     view = (problem, [(s.name, len(s), len(s.captions)) for s in sets])
@@ -88,7 +89,7 @@ def evaluate(
     try:
         with torch.no_grad():
             for item in sets:
-                if item.kind == datasets.RETRIEVAL:
+                if item.kind == RETRIEVAL:
                     results[item.name] = _retrieval(encoder, item, run_dir, step)
                 else:
                     results[item.name] = _classification(encoder, item)
@@ -195,7 +196,7 @@ class _Encoder:
 
         Threads decode the next batch while the device encodes this one.
         """
-        transform = EvalTransform(self.model.image_size)
+        transform = EvalTransform(self.model.image_size, border=item.border)
         broken: Counter[str] = Counter()
 
         def pixels_of(index: int | None) -> Tensor | None:

@@ -9,25 +9,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Template = Callable[[str], str]
+from clipscale.eval.sets.prompts import render
 
 
 def class_embeddings(
     encode_text: Callable[[Tensor], Tensor],
     tokenizer: Callable[[list[str]], Tensor],
     classnames: Sequence[str],
-    templates: Sequence[Template],
+    templates: Sequence[str],
     *,
     batch: int = 256,
 ) -> Tensor:
     """Class embeddings: the normalised mean over templates of normalised prompt features (CLIP, section 3.1.4).
 
-    encode_text: (n, T) integer tokens -> (n, D), called with exactly `batch` rows except at the end.
+    encode_text: (n, T) integer tokens -> (n, D), called with exactly `batch` rows except at the end. templates: with {c} for the class.
     Returns (C, D) float32 on the device of the encoder's output, rows of length 1.
     """
     if not classnames or not templates:
         raise ValueError(f"class embeddings need classes and templates, got {len(classnames)} and {len(templates)}")
-    prompts = [template(name) for name in classnames for template in templates]
+    prompts = [render(template, name) for name in classnames for template in templates]
     sums: Tensor | None = None
     for start in range(0, len(prompts), batch):
         features = F.normalize(encode_text(tokenizer(prompts[start : start + batch])).double(), dim=-1)

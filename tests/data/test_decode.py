@@ -42,16 +42,53 @@ def encode(image: Image.Image, kind: str = "PNG", **options: object) -> bytes:
 # -- the pixels of open_clip -------------------------------------------------------------------------------------------
 
 
+def published(data: bytes, **options: object) -> np.ndarray:
+    """The pixels that open_clip's evaluation transform makes of a picture that a data set has converted to RGB."""
+    transform = open_clip.image_transform(64, is_train=False, mean=(0.0,) * 3, std=(1.0,) * 3, **options)
+    return np.round(transform(Image.open(io.BytesIO(data)).convert("RGB")).numpy() * 255).astype(np.uint8)
+
+
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "AVIF"])
 @pytest.mark.parametrize("size", [(64, 64), (301, 97), (97, 301), (640, 480), (31, 33), (20, 300)])
-def test_evaluation_pixels_are_open_clips(size: tuple[int, int], kind: str) -> None:
+def test_evaluation_pixels_are_open_clips_bit_for_bit(size: tuple[int, int], kind: str) -> None:
     data = picture(1, size, kind)
-    transform = open_clip.image_transform(64, is_train=False, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
-    theirs = transform(Image.open(io.BytesIO(data))) * 255
-    ours = EvalTransform(64)(data).astype(np.float32)
-    assert ours.shape == (3, 64, 64)
-    difference = np.abs(ours - theirs.numpy())
-    assert difference.max() < 0.01, f"largest difference {difference.max()}/255"
+    assert np.array_equal(EvalTransform(64)(data), published(data))
+
+
+@pytest.mark.parametrize("mode", ["shortest", "squash", "longest"])
+@pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
+@pytest.mark.parametrize("size", [(301, 98), (97, 301), (64, 64), (33, 32)])
+def test_evaluation_pixels_follow_the_models_own_preprocessing(
+    mode: str, interpolation: str, size: tuple[int, int]
+) -> None:
+    data = picture(1, size)
+    theirs = published(data, resize_mode=mode, interpolation=interpolation)
+    assert np.array_equal(EvalTransform(64, mode=mode, interpolation=interpolation)(data), theirs)
+
+
+@pytest.mark.parametrize("orientation", range(2, 9))
+def test_evaluation_ignores_the_exif_orientation_as_open_clip_does(orientation: int) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = encode(photograph(120, 200), "JPEG", exif=exif)
+    assert np.array_equal(EvalTransform(64)(data), published(data))
+
+
+@pytest.mark.parametrize("mode", ["P", "LA", "RGBA", "I;16", "L", "1"])
+def test_evaluation_pixels_of_other_modes_are_pillows(mode: str) -> None:
+    source = photograph(90, 70)
+    if mode == "I;16":
+        image = Image.fromarray(np.asarray(source.convert("L")).astype(np.uint16) * 257)
+    else:
+        image = source.convert(mode)
+    data = encode(image)
+    assert np.array_equal(EvalTransform(64)(data), published(data))
+
+
+def test_a_border_is_cut_off_before_the_resize() -> None:
+    framed = Image.new("RGB", (68, 68), "red")
+    framed.paste(photograph(64, 64), (2, 2))
+    assert np.array_equal(EvalTransform(64, border=2)(encode(framed)), published(encode(photograph(64, 64))))
 
 
 @pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])

@@ -46,7 +46,7 @@ def test_accuracy_of_nothing_is_refused() -> None:
         accuracy_metrics(torch.zeros(3, 4, dtype=torch.int64))
 
 
-TEMPLATES = [lambda c: f"a photo of a {c}.", lambda c: f"a {c}", lambda c: f"the {c} of many words"]
+TEMPLATES = ["a photo of a {c}.", "a {c}", "the {c} of many words"]
 NAMES = ["cat", "dog", "red fox", "owl"]
 
 
@@ -63,7 +63,7 @@ def encode(tokens: torch.Tensor) -> torch.Tensor:
 def test_class_embedding_is_the_normalised_mean_of_normalised_prompts(batch: int) -> None:
     found = class_embeddings(encode, hashed_tokens, NAMES, TEMPLATES, batch=batch)
     for name, row in zip(NAMES, found):
-        prompts = F.normalize(encode(hashed_tokens([t(name) for t in TEMPLATES])), dim=-1)
+        prompts = F.normalize(encode(hashed_tokens([t.replace("{c}", name) for t in TEMPLATES])), dim=-1)
         wanted = F.normalize(prompts.mean(0), dim=-1)
         assert torch.allclose(row, wanted, atol=1e-6), f"{name}, batch {batch}: {row} instead of {wanted}"
 

@@ -1,11 +1,13 @@
 """Every layout of evaluation sets is read, and unusable sets are refused with the reason."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from clipscale.errors import UserError
-from clipscale.eval.datasets import load_set, load_sets
+from clipscale.eval.sets.load import load_set, load_sets
+from clipscale.eval.sets.prompts import render
 from tests.eval.sets import NAMES, classification_set, karpathy_json, picture, retrieval_set, write_shards
 
 
@@ -13,7 +15,7 @@ def test_classification_shards(tmp_path: Path) -> None:
     item = load_set(classification_set(tmp_path / "colours"))
     assert (item.kind, len(item), item.labels) == ("classification", 6, list(range(6)))
     assert item.classnames == NAMES
-    assert [t("red") for t in item.templates] == ["a photo of red.", "the colour red {{no braces}}"]
+    assert [render(t, "red") for t in item.templates] == ["a photo of red.", "the colour red {{no braces}}"]
     assert [image.read() for image in item.images] == [picture(name) for name in NAMES]
 
 
@@ -39,12 +41,12 @@ def test_limit_spreads_over_the_set(tmp_path: Path) -> None:
     assert captions.owner == [0, 0, 1, 1, 2, 2]
 
 
-@pytest.mark.parametrize(("name", "classes"), [("imagenet1k", [3, 998]), ("anything", range(1000))])
+@pytest.mark.parametrize(("name", "classes"), [("imagenet1k", [3, 998]), ("imagenetv2", range(10))])
 def test_imagenet_needs_no_class_names(tmp_path: Path, name: str, classes: range) -> None:
     members = [m for i in classes for m in ((f"{i}.webp", picture("red", "WEBP")), (f"{i}.cls", str(i).encode()))]
     item = load_set(write_shards(tmp_path / name, [members], {}))
     assert len(item.classnames) == 1000 and len(item.templates) == 80
-    assert item.classnames[0] == "tench" and item.templates[0]("tench") == "a bad photo of a tench."
+    assert item.classnames[0] == "tench" and item.templates[0] == "a bad photo of a {c}."
 
 
 @pytest.mark.parametrize("name", ["imagenet-a", "wds_imagenet-r", "imagenet_o"])
@@ -68,7 +70,7 @@ def folders(root: Path, names: list[str]) -> Path:
 def test_class_folders_by_name(tmp_path: Path) -> None:
     item = load_set(folders(tmp_path / "set", ["red_fox", "cat"]))
     assert item.classnames == ["cat", "red fox"] and item.labels == [0, 0, 1]
-    assert [t("cat") for t in item.templates] == ["a photo of a cat."]
+    assert item.templates == ["a photo of a {c}."]
 
 
 def test_class_folders_by_wordnet_id(tmp_path: Path) -> None:
@@ -158,3 +160,73 @@ def test_missing_images_of_a_caption_file(tmp_path: Path) -> None:
     (tmp_path / "images" / "blue.png").unlink()
     with pytest.raises(UserError, match=r"1 of 5 images .* are missing, such as .*blue\.png"):
         load_set(path)
+
+
+# -- class folders whose names are codes --------------------------------------------------------------------------------------------
+
+
+def test_the_folders_of_imagenet_v2_are_the_labels(tmp_path: Path) -> None:
+    """As published: folders "0" to "999", which alphabetical order would mix up."""
+    item = load_set(folders(tmp_path / "imagenetv2-matched-frequency-format-val", ["0", "2", "10", "999"]))
+    wanted = ["tench"] + 2 * ["great white shark"] + 3 * ["brambling"] + 4 * ["toilet paper"]
+    assert [item.classnames[label] for label in item.labels] == wanted
+    assert len(item.classnames) == 1000 and len(item.templates) == 80
+
+
+@pytest.mark.parametrize("names", [["0", "1"], ["10", "9"], ["c0", "c1"], ["001.Albatross", "002.Auklet"], ["a", "b"]])
+def test_folders_whose_names_are_codes_need_class_names(tmp_path: Path, names: list[str]) -> None:
+    root = folders(tmp_path / "set", names)
+    with pytest.raises(UserError, match=r"say no class; write one class name a line into .*classnames\.txt"):
+        load_set(root)
+    (root / "classnames.txt").write_text("\n".join(f"name {i}" for i in range(11 if "10" in names else 2)))
+    load_set.cache_clear()
+    item = load_set(root)
+    wanted = sorted(names, key=lambda n: (int(n) if n.isdecimal() else 0, n))
+    first = item.labels[0] if wanted[0].isdecimal() else 0
+    assert (
+        item.labels[0] == (int(wanted[0]) if wanted[0].isdecimal() else 0) and item.classnames[first] == f"name {first}"
+    )
+
+
+def test_a_number_beyond_the_class_names_is_named(tmp_path: Path) -> None:
+    root = folders(tmp_path / "set", ["0", "7"])
+    (root / "classnames.txt").write_text("red\ngreen\n")
+    with pytest.raises(UserError, match="7 is beyond the 2 lines"):
+        load_set(root)
+
+
+@pytest.mark.parametrize("names", [["images"], ["train", "val"], ["pictures"]])
+def test_folders_that_are_no_classes_are_refused(tmp_path: Path, names: list[str]) -> None:
+    with pytest.raises(UserError, match="no class folders but"):
+        load_set(folders(tmp_path / "set", names))
+
+
+def test_a_thousand_labels_alone_are_not_imagenets(tmp_path: Path) -> None:
+    members = [m for i in range(1000) for m in ((f"{i}.png", PNG), (f"{i}.cls", str(i).encode()))]
+    for name in ("anything", "imagenet21k", "tiny-imagenet", "imagenet100"):
+        with pytest.raises(UserError, match=r"no classnames\.txt"):
+            load_set(write_shards(tmp_path / name, [members], {}))
+
+
+def objectnet(root: Path) -> Path:
+    """ObjectNet's archive with three classes, two of which ImageNet has, and a red border around each picture."""
+    base = root / "objectnet-1.0"
+    folders(base / "images", ["air_freshener", "alarm_clock", "backpack"])
+    (base / "mappings").mkdir()
+    labels = {"air_freshener": "Air freshener", "alarm_clock": "Alarm clock", "backpack": "Backpack"}
+    (base / "mappings/folder_to_objectnet_label.json").write_text(json.dumps(labels))
+    overlap = {"Alarm clock": "analog clock; digital clock", "Backpack": "backpack, back pack"}
+    (base / "mappings/objectnet_to_imagenet_1k.json").write_text(json.dumps(overlap))
+    return base
+
+
+def test_objectnet_is_scored_on_the_classes_of_imagenet_without_its_border(tmp_path: Path) -> None:
+    base = objectnet(tmp_path)
+    for root in (base, tmp_path, base / "images"):
+        item = load_set(root)
+        assert item.classnames == ["alarm clock", "backpack"] and item.labels == [0, 0, 1, 1, 1], root
+        assert item.border == 2 and len(item.templates) == 80
+    (base / "mappings/folder_to_objectnet_label.json").write_text("{")
+    load_set.cache_clear()
+    with pytest.raises(UserError, match="is ObjectNet, but"):
+        load_set(base)

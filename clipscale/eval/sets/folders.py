@@ -1,0 +1,86 @@
+"""Reads folders of class folders. A folder's name is a class name only where it reads as one; codes need a file of names."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from clipscale.errors import UserError
+from clipscale.eval.sets import prompts
+from clipscale.eval.sets.item import CLASSIFICATION, IMAGE_SUFFIXES, EvalSet, ImageRef
+from clipscale.eval.sets.prompts import CLASSNAMES
+
+_WNID = re.compile(r"n\d{8}")
+_SPLITS = {"train", "training", "val", "valid", "validation", "test", "images", "image", "img", "data"}
+"""Names of folders that hold parts of a set, not classes."""
+
+
+def found(root: Path) -> bool:
+    """Whether `root` holds folders with images."""
+    return any(is_image(file) for folder in root.iterdir() if folder.is_dir() for file in folder.iterdir())
+
+
+def is_image(file: Path) -> bool:
+    return file.suffix.lower().removeprefix(".") in IMAGE_SUFFIXES
+
+
+def load(root: Path) -> EvalSet:
+    """The set in class folders. Their order is alphabetical, or numeric where every name is a number: then it is the label.
+
+    Names come from classnames.txt, else from WordNet ids as in ImageNet, else ImageNet's for the numbers of ImageNet-v2, else from the
+    folders themselves. Raises UserError for folders whose names are codes.
+    """
+    folders = sorted(folder for folder in root.iterdir() if folder.is_dir())
+    numbers = all(folder.name.isdecimal() for folder in folders)
+    label_of = {folder: int(folder.name) if numbers else place for place, folder in enumerate(folders)}
+    names = classnames(root, [folder.name for folder in folders], numbers=numbers)
+    beyond = [folder.name for folder, label in label_of.items() if label >= len(names)]
+    if beyond or (not numbers and len(names) != len(folders)):
+        raise UserError(
+            f"eval.sets: {root} has {len(folders)} class folders"
+            + (f", of which {beyond[0]} is beyond the" if numbers else " but")
+            + f" {len(names)} lines in {CLASSNAMES}"
+        )
+    images, labels = [], []
+    for folder in sorted(folders, key=label_of.__getitem__):
+        files = sorted(file for file in folder.iterdir() if is_image(file))
+        images += [ImageRef(file) for file in files]
+        labels += [label_of[folder]] * len(files)
+    wnids = all(_WNID.fullmatch(folder.name) for folder in folders)
+    own = (root / prompts.TEMPLATES).is_file()
+    texts = prompts.imagenet_templates() if wnids and not own else prompts.templates(root)
+    return EvalSet(root.name, root, CLASSIFICATION, images, labels, names, texts)
+
+
+def classnames(root: Path, folders: Sequence[str], *, numbers: bool) -> list[str]:
+    """The class names of a set of folders, by label. Raises UserError where nothing says what the folders mean."""
+    if (root / CLASSNAMES).is_file():
+        return prompts.lines(root / CLASSNAMES)
+    if all(_WNID.fullmatch(name) for name in folders):
+        return _names_of_wnids(root, folders)
+    if numbers and prompts.imagenet_1k(root):
+        return prompts.imagenet_classnames()
+    if len(folders) < 2 or _SPLITS.issuperset(name.lower() for name in folders):
+        raise UserError(
+            f"eval.sets: {root} has no class folders but {', '.join(folders)}; give the folder that holds one folder a class"
+        )
+    codes = [name for name in folders if not re.fullmatch(r"[^\W\d][^\d]+", name)]
+    if codes:
+        order = "line N + 1 names folder N" if numbers else "in the alphabetical order of the folders"
+        raise UserError(
+            f"eval.sets: {root} has class folders such as {codes[0]!r}, which say no class; write one class name a line into "
+            f"{root / CLASSNAMES} ({order}), or name ImageNet-v2's folder imagenetv2"
+        )
+    return [name.replace("_", " ") for name in folders]
+
+
+def _names_of_wnids(root: Path, wnids: Sequence[str]) -> list[str]:
+    from timm.data import ImageNetInfo
+
+    order = {wnid: index for index, wnid in enumerate(ImageNetInfo().label_names())}
+    unknown = [wnid for wnid in wnids if wnid not in order]
+    if unknown:
+        raise UserError(
+            f"eval.sets: {root / unknown[0]} is no class of ImageNet-1k; write the class names into {CLASSNAMES}"
+        )
+    names = prompts.imagenet_classnames()
+    return [names[order[wnid]] for wnid in wnids]

@@ -1,0 +1,61 @@
+"""What an evaluation set holds, whatever layout it was read from."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+CLASSIFICATION, RETRIEVAL = "classification", "retrieval"
+IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp")
+
+
+class ImageRef(NamedTuple):
+    """The place of one encoded image: a whole file, or `size` bytes from `offset` within a tar."""
+
+    path: Path
+    offset: int = 0
+    size: int = -1
+
+    def read(self) -> bytes:
+        with self.path.open("rb") as file:
+            file.seek(self.offset)
+            return file.read(self.size)
+
+
+@dataclass(frozen=True)
+class EvalSet:
+    """One classification set (labels, classnames, templates) or retrieval set (captions, owner), in reading order."""
+
+    name: str
+    path: Path
+    kind: str
+    images: Sequence[ImageRef]
+    labels: Sequence[int] = ()
+    """Classification: the class of each image."""
+    classnames: Sequence[str] = ()
+    templates: Sequence[str] = ()
+    """Classification: the prompts, with {c} for the class name."""
+    captions: Sequence[str] = ()
+    """Retrieval: all captions."""
+    owner: Sequence[int] = ()
+    """Retrieval: the image each caption belongs to."""
+    border: int = 0
+    """Pixels that are cut off every side of an image before it is resized."""
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def limited(self, limit: int | None) -> "EvalSet":
+        """At most `limit` images, evenly spaced: a set that is sorted by class keeps all its classes."""
+        if limit is None or limit >= len(self):
+            return self
+        kept = [i * len(self) // limit for i in range(limit)]
+        new_index = {old: new for new, old in enumerate(kept)}
+        pairs = [(c, new_index[o]) for c, o in zip(self.captions, self.owner) if o in new_index]
+        return replace(
+            self,
+            images=[self.images[i] for i in kept],
+            labels=[self.labels[i] for i in kept] if self.labels else (),
+            captions=[caption for caption, _ in pairs],
+            owner=[owner for _, owner in pairs],
+        )

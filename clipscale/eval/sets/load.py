@@ -1,0 +1,60 @@
+"""Loads evaluation sets: recognises the layout of each path, and gives each set a name of its own.
+
+Loading a set notes each image's place, and its label or captions. Images are read when they are evaluated.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+
+from clipscale.errors import UserError
+from clipscale.eval.sets import captions, folders, objectnet, shards
+from clipscale.eval.sets.item import EvalSet
+
+
+def load_sets(paths: Sequence[str], limit: int | None = None) -> list[EvalSet]:
+    """Every set of `eval.sets`, named after its folder, and its parents where two folders share a name.
+
+    Loaded sets are cached. Raises UserError for a set that is missing, empty or inconsistent.
+    """
+    resolved = [Path(path).expanduser().absolute() for path in paths]
+    if len(set(resolved)) < len(resolved):
+        raise UserError(f"eval.sets names a set twice: {', '.join(sorted(map(str, paths)))}; keep one of them")
+    return [replace(load_set(path), name=name).limited(limit) for path, name in zip(resolved, _names(resolved))]
+
+
+def _names(paths: Sequence[Path]) -> list[str]:
+    """The fewest trailing path parts by which the sets differ."""
+    plain = [path.with_suffix("") if path.suffix == ".json" else path for path in paths]
+    for parts in range(1, max((len(path.parts) for path in plain), default=1) + 1):
+        names = ["/".join(path.parts[-parts:]).removeprefix("wds_") for path in plain]
+        if len(set(names)) == len(names):
+            return names
+    return [str(path) for path in paths]
+
+
+@lru_cache(maxsize=64)
+def load_set(path: Path) -> EvalSet:
+    """Recognise the layout of `path` and load the set. Raises UserError."""
+    if not path.exists():
+        raise UserError(
+            f"eval.sets: {path} does not exist; give a folder in CLIP_benchmark's layout (PATH/test/nshards.txt)"
+        )
+    if path.is_file():
+        if path.suffix != ".json":
+            raise UserError(f"eval.sets: {path} is a file that is no caption JSON; give the set's folder")
+        return captions.load(path)
+    if (path / "test" / "nshards.txt").is_file():
+        return shards.load(path)
+    if objectnet.found(path):
+        return objectnet.load(path)
+    if folders.found(path):
+        return folders.load(path)
+    jsons = sorted(path.glob("*.json"))
+    if len(jsons) == 1:
+        return captions.load(jsons[0])
+    raise UserError(
+        f"eval.sets: {path} is none of the known layouts; it needs test/nshards.txt (CLIP_benchmark), folders of images named "
+        "after their classes, or one caption JSON"
+    )

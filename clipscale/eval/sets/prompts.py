@@ -1,0 +1,68 @@
+"""Class names and prompts of classification sets: their own files first, else those of a known data set. Nothing is guessed."""
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from clipscale.errors import UserError
+
+CLASSNAMES, TEMPLATES = "classnames.txt", "zeroshot_classification_templates.txt"
+SINGLE = "a photo of a {c}."
+_IMAGENET_1K = re.compile(
+    r"(wds_)?(imagenet|ilsvrc)[-_]?(1k|2012)?([-_]?(val|validation|test))?|(wds_)?imagenet[-_]?(v2.*|sketch)"
+)
+"""Names of folders whose labels are ImageNet-1k's: ImageNet itself, its second version, and ImageNet-Sketch."""
+
+
+def imagenet_1k(root: Path) -> bool:
+    """Whether a set's folder is named as one whose labels 0 to 999 are the classes of ImageNet-1k."""
+    return _IMAGENET_1K.fullmatch(root.name.lower()) is not None
+
+
+def imagenet_classnames() -> list[str]:
+    """The names of ImageNet's 1000 classes that CLIP's authors curated."""
+    from open_clip import IMAGENET_CLASSNAMES
+
+    return list(IMAGENET_CLASSNAMES)
+
+
+def render(template: str, name: str) -> str:
+    """The prompt for a class. Not by str.format, because templates may contain other braces."""
+    return template.replace("{c}", name)
+
+
+def lines(file: Path) -> list[str]:
+    """The lines of a text file without spaces around them; empty ones are left out."""
+    return stripped(file.read_text(encoding="utf-8").splitlines())
+
+
+def stripped(texts: Iterable[str]) -> list[str]:
+    """The texts without spaces around them; empty ones are left out."""
+    return [text for text in map(str.strip, texts) if text]
+
+
+def templates(root: Path) -> list[str]:
+    """The set's own templates; without any, CLIP's 80 for ImageNet and its variants, or a single one. Raises UserError."""
+    if (root / TEMPLATES).is_file():
+        return templates_of(root / TEMPLATES)
+    return imagenet_templates() if "imagenet" in root.name.lower() else [SINGLE]
+
+
+def imagenet_templates() -> list[str]:
+    """CLIP's 80 prompts for ImageNet."""
+    from open_clip import OPENAI_IMAGENET_TEMPLATES
+
+    return [template("{c}") for template in OPENAI_IMAGENET_TEMPLATES]
+
+
+def templates_of(file: Path) -> list[str]:
+    """The templates in a file, one a line, with {c}, {classname} or {} for the class. Raises UserError."""
+    found = lines(file)
+    for line in found:
+        if not re.search(r"\{(c|classname)?\}", line):
+            raise UserError(
+                f"eval.sets: the template {line!r} of {file} has no place for the class; write {{c}} where it goes"
+            )
+    if not found:
+        raise UserError(f"eval.sets: {file} holds no template; write one a line, such as: {SINGLE}")
+    return [re.sub(r"\{(c|classname)?\}", "{c}", line) for line in found]

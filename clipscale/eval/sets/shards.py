@@ -1,0 +1,118 @@
+"""Reads CLIP_benchmark's webdataset layout: test/nshards.txt, test/0.tar, ..., and text files beside them."""
+
+import tarfile
+from collections.abc import Iterator
+from itertools import groupby
+from operator import itemgetter
+from pathlib import Path
+
+from clipscale.data.sample import key_and_extension
+from clipscale.errors import UserError
+from clipscale.eval.sets import prompts
+from clipscale.eval.sets.item import CLASSIFICATION, IMAGE_SUFFIXES, RETRIEVAL, EvalSet, ImageRef
+
+
+def load(root: Path) -> EvalSet:
+    """The set in `root`. Raises UserError."""
+    kind = _dataset_type(root)
+    images: list[ImageRef] = []
+    labels: list[int] = []
+    captions: list[str] = []
+    owner: list[int] = []
+    for shard in _shard_paths(root):
+        for key, image, members in _samples(shard):
+            if kind == RETRIEVAL:
+                lines = prompts.stripped(members.get("txt", b"").decode("utf-8", "replace").splitlines())
+                if not lines:
+                    raise UserError(
+                        f"eval.sets: sample {key} of {shard} has no captions; add {key}.txt with one caption a line"
+                    )
+                captions += lines
+                owner += [len(images)] * len(lines)
+            else:
+                labels.append(_label(key, shard, members.get("cls")))
+            images.append(image)
+    if not images:
+        raise UserError(f"eval.sets: {root} holds no image; check {root / 'test'}")
+    if kind == RETRIEVAL:
+        return EvalSet(root.name, root, kind, images, captions=captions, owner=owner)
+
+    names = _classnames(root)
+    outside = [label for label in labels if not 0 <= label < len(names)]
+    if outside:
+        raise UserError(
+            f"eval.sets: {root} has {len(outside)} labels outside its {len(names)} classes (such as {outside[0]}); "
+            "check classnames.txt against the labels"
+        )
+    return EvalSet(root.name, root, kind, images, labels, names, prompts.templates(root))
+
+
+def _dataset_type(root: Path) -> str:
+    file = root / "dataset_type.txt"
+    kind = file.read_text().strip().lower() if file.is_file() else CLASSIFICATION
+    if kind not in (CLASSIFICATION, RETRIEVAL):
+        raise UserError(f"eval.sets: {file} says {kind!r}; only classification and retrieval sets are evaluated")
+    return kind
+
+
+def _shard_paths(root: Path) -> Iterator[Path]:
+    file = root / "test" / "nshards.txt"
+    text = file.read_text().strip()
+    if not text.isdigit():
+        raise UserError(f"eval.sets: {file} must hold the number of shards, it holds {text[:40]!r}")
+    for index in range(int(text)):
+        shard = root / "test" / f"{index}.tar"
+        if not shard.is_file():
+            raise UserError(
+                f"eval.sets: {shard} is missing though {file} counts {text} shards; fetch it, or correct the count"
+            )
+        yield shard
+
+
+def _samples(shard: Path) -> Iterator[tuple[str, ImageRef, dict[str, bytes]]]:
+    """Key, image and text members of each sample. As in webdataset, a sample's members follow one another.
+
+    Raises UserError for a label or captions without an image: the set is incomplete.
+    """
+    try:
+        with tarfile.open(shard, "r:") as tar:
+            files = ((key_and_extension(file.name), file) for file in tar if file.isfile())
+            named = ((*name, file) for name, file in files if name)
+            for key, members in groupby(named, key=itemgetter(0)):
+                image, texts = None, dict[str, bytes]()
+                for _, extension, file in members:
+                    if extension in IMAGE_SUFFIXES:
+                        image = ImageRef(shard, file.offset_data, file.size)
+                    elif extension in ("cls", "txt"):
+                        content = tar.extractfile(file)
+                        assert content is not None
+                        texts[extension] = content.read()
+                if image is not None:
+                    yield key, image, texts
+                elif texts:
+                    raise UserError(
+                        f"eval.sets: sample {key} of {shard} has no image ({', '.join(IMAGE_SUFFIXES)}); fetch it again"
+                    )
+    except (tarfile.TarError, EOFError, OSError) as error:
+        raise UserError(f"eval.sets: cannot read {shard} ({error}); fetch it again") from error
+
+
+def _label(key: str, shard: Path, text: bytes | None) -> int:
+    try:
+        return int(text or b"")
+    except ValueError:
+        what = "no .cls member" if text is None else f"the label {text[:20]!r}"
+        raise UserError(
+            f"eval.sets: sample {key} of {shard} has {what}; it needs {key}.cls holding a whole number"
+        ) from None
+
+
+def _classnames(root: Path) -> list[str]:
+    file = root / prompts.CLASSNAMES
+    if file.is_file():
+        return prompts.lines(file)
+    if prompts.imagenet_1k(root):
+        return prompts.imagenet_classnames()
+    raise UserError(
+        f"eval.sets: {root} has no {prompts.CLASSNAMES}; write one class name a line, in the order of the labels"
+    )
