@@ -366,11 +366,9 @@ class EvalTransform:
                 image = image.crop((self.border, self.border, image.width - self.border, image.height - self.border))
             image = image.resize(self._size(*image.size), INTERPOLATIONS[self.interpolation])
             # torchvision's CenterCrop rounds the corner. open_clip's crop that can fill rounds it down.
-            corner = [
-                (s - self.side) // 2 if self.mode == "longest" else round((s - self.side) / 2) for s in image.size
-            ]
-            if image.size != (self.side, self.side):
-                image = image.crop((*corner, corner[0] + self.side, corner[1] + self.side))
+            S = self.side
+            left, top = ((side - S) // 2 if self.mode == "longest" else round((side - S) / 2) for side in image.size)
+            image = image.crop((left, top, left + S, top + S))  # beyond the edges it is black
         return np.ascontiguousarray(np.asarray(image).transpose(2, 0, 1))
 
     def _size(self, width: int, height: int) -> tuple[int, int]:
