@@ -91,7 +91,8 @@ class Run:
                 total_steps=self.total,
                 world=world.size,
             )
-            self.metrics.console.print(self.stream.memory, markup=False)
+            for line in (self.stream.memory, *self.state.notes):
+                self.metrics.console.print(line, markup=False)
         self.saved_at = self.measured_at = time.monotonic()
         self.stop = Stop(world, config.launch.grace_s)  # signals that this rank has received
         self.saved_step = self.step if resumed else 0

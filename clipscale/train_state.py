@@ -1,7 +1,7 @@
 """What a run trains: the model, the gradient cache around its towers, the optimizer, and how a batch's gradient updates them."""
 
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,13 @@ class TrainState:
     """Where the loss runs; None: on this machine. A dry run replaces it."""
 
     def __init__(self, config: TrainConfig, world: World, folder: Path, saved: dict[str, Any] | None) -> None:
+        self.notes: list[str] = []
+        """Lines for the user, printed at the start."""
+        if saved is not None and config.model.lean and not saved["model_config"].get("lean", False):
+            config = replace(config, model=replace(config.model, lean=False))
+            self.notes.append(
+                "model.lean: the checkpoint was trained without it; the towers keep open_clip's forward pass"
+            )
         self.config, self.world, self.folder = config, world, folder
         self.local_batch = config.batch // world.size
         torch.manual_seed(config.seed)

@@ -1,5 +1,6 @@
 """The trainer's state comes back from a checkpoint bit for bit, from today's format and from the one before."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,3 +57,24 @@ def test_a_sharded_run_writes_whole_tensors_that_one_process_reads(shards: str, 
     torch.testing.assert_close(found["optimizer"]["state"], wanted["optimizer"]["state"], rtol=1e-2, atol=1e-4)
     train(small(shards, tmp_path / "run", precision=PrecisionConfig()))
     assert len(records(tmp_path / "run")) == 4
+
+
+def test_an_old_checkpoint_keeps_its_forward_pass(
+    shards: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A checkpoint from before `model.lean` goes on bit for bit as it was trained: with open_clip's forward pass."""
+
+    def run(name: str, lean: bool, **changes: Any) -> TrainConfig:
+        config = small(shards, tmp_path / name, checkpoint=CheckpointConfig(every=2, keep=0), **changes)
+        return replace(config, precision=PrecisionConfig(), model=replace(config.model, lean=lean))
+
+    train(run("whole", lean=False))
+    middle = checkpoint.path_of(tmp_path / "whole", 2)
+    saved = checkpoint.load(middle)
+    del saved["model_config"]["lean"]
+    torch.save(saved, middle)
+    capsys.readouterr()
+    train(run("parts", lean=True, resume=str(middle)))
+    assert "model.lean: the checkpoint was trained without it" in capsys.readouterr().out
+    assert [r["loss"] for r in records(tmp_path / "parts")] == [r["loss"] for r in records(tmp_path / "whole")][2:]
+    assert checkpoint.load(checkpoint.path_of(tmp_path / "parts", 4))["model_config"]["lean"] is False

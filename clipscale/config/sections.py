@@ -208,6 +208,10 @@ class ModelConfig:
     )
     patch_dropout: float = setting(0.0, "Share of image patches dropped in training, below 1.", least=0)
     compile: bool = setting(False, "Compile the towers with torch.compile.")
+    lean: bool = setting(
+        True,
+        "A shorter forward pass for open_clip's own transformers: the same features to rounding. false: open_clip's forward.",
+    )
     init_scale: float | None = setting(
         None, "Initial logit scale (the factor itself, not its logarithm); null: the architecture's, 1/0.07 for CLIP."
     )

@@ -23,6 +23,7 @@ from clipscale import checkpoint
 from clipscale.config.sections import ModelConfig
 from clipscale.errors import UserError
 from clipscale.hardware import HARDWARE, hardware_of
+from clipscale.models.lean import make_lean, take_short_captions
 from clipscale.units import nearest
 
 TOKENIZER_OPTIONS = {"clean", "strip_sep_token"}
@@ -182,6 +183,9 @@ def build_model(config: ModelConfig) -> ClipModel:
         load_weights(encoders.visual, config.pretrained_image, "model.pretrained_image", load_tower)
     if config.grad_checkpointing:
         encoders.set_grad_checkpointing(True)
+    for encoder in (encoders.visual, encoders.text):
+        if not (config.lean and make_lean(encoder)):
+            take_short_captions(encoder)
     model = ClipModel(encoders, description["embed_dim"], config, tokenizer(config, description))
     model.freeze(image=config.freeze_image, text=config.freeze_text)
     return model.train()
@@ -252,7 +256,7 @@ def forward_flops(config: ModelConfig) -> tuple[int, int]:
     """FLOPs of one image's and one caption's forward pass (matrix products only, 2 per multiply-add)."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    plain = partial(build_model, ModelConfig(name=config.name, architecture=config.architecture))
+    plain = partial(build_model, ModelConfig(name=config.name, architecture=config.architecture, lean=False))
     with torch.device("meta"):
         model = plain().eval()
         pixels = torch.empty(1, 3, model.image_size, model.image_size, dtype=torch.uint8)

@@ -1,0 +1,143 @@
+"""A shorter forward pass for open_clip's own transformers: the same parameters and features, with less work.
+
+- Queries, keys and values are views of one projection, which `scaled_dot_product_attention` takes without a copy.
+- A causal mask is a flag, not a matrix, and follows the length of the captions.
+- The last block computes the pooled token alone. Of all other tokens it needs the keys and values.
+
+N: samples, T: tokens, W: width, H: heads.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from open_clip.transformer import (
+    ResidualAttentionBlock,
+    TextTransformer,
+    Transformer,
+    VisionTransformer,
+    text_global_pool,
+)
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+Position = int | Tensor
+"""A token: one position for all samples, or one for each (N,)."""
+
+
+def make_lean(encoder: nn.Module) -> bool:
+    """Give one of open_clip's transformers the shorter forward pass, in place; False for any other module, which stays as it is."""
+    kinds: dict[type, type[LeanVision] | type[LeanText]] = {VisionTransformer: LeanVision, TextTransformer: LeanText}
+    kind, transformer = kinds.get(type(encoder)), getattr(encoder, "transformer", None)
+    if kind is None or not isinstance(transformer, Transformer) or not kind.suits(encoder):
+        return False
+    if not all(map(LeanBlock.suits, transformer.resblocks)):
+        return False
+    encoder.__class__ = kind
+    for block in transformer.resblocks:
+        block.__class__ = LeanBlock
+    return True
+
+
+def take_short_captions(encoder: nn.Module) -> None:
+    """Let open_clip's text transformer, with its own forward pass, take captions shorter than the context."""
+    if type(encoder) is TextTransformer:
+        encoder.__class__ = ShortText
+
+
+class LeanBlock(ResidualAttentionBlock):
+    """open_clip's block over (N, T, W)."""
+
+    @staticmethod
+    def suits(block: nn.Module) -> bool:
+        return type(block) is ResidualAttentionBlock and not hasattr(block, "ln_1_kv")
+
+    def forward(self, x: Tensor, causal: bool, position: Position | None = None) -> Tensor:
+        """(N, T, W) -> (N, T, W); with `position`, the output of that token alone, (N, W)."""
+        y = self.ln_1(x)
+        if position is None:
+            attended = self.attend(y, causal)
+        else:
+            x, attended = token(x, position), self.attend_from(y, position, causal)
+        x = x + self.ls_1(self.attn.out_proj(attended))
+        return x + self.ls_2(self.mlp(self.ln_2(x)))
+
+    def attend(self, y: Tensor, causal: bool) -> Tensor:
+        """Attention from every token (N, T, W), before the output's projection."""
+        q, k, v = self.heads(F.linear(y, self.attn.in_proj_weight, self.attn.in_proj_bias), 3)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2).reshape(y.shape)
+
+    def attend_from(self, y: Tensor, position: Position, causal: bool) -> Tensor:
+        """Attention from one token of each sample to all, or to those up to it: (N, W)."""
+        samples, length, width = y.shape
+        weights, biases = (p.split([width, 2 * width]) for p in (self.attn.in_proj_weight, self.attn.in_proj_bias))
+        mask = None
+        if causal and isinstance(position, int):
+            y = y[:, : position % length + 1]
+        elif causal and isinstance(position, Tensor):
+            mask = (torch.arange(length, device=y.device) <= position[:, None])[:, None, None]
+        (q,) = self.heads(F.linear(token(y, position)[:, None], weights[0], biases[0]), 1)
+        k, v = self.heads(F.linear(y, weights[1], biases[1]), 2)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).reshape(samples, width)
+
+    def heads(self, projected: Tensor, parts: int) -> tuple[Tensor, ...]:
+        """(N, T, parts * W) -> `parts` views (N, H, T, W / H)."""
+        samples, length, _ = projected.shape
+        return projected.view(samples, length, parts, self.attn.num_heads, -1).permute(2, 0, 3, 1, 4).unbind()
+
+
+class LeanVision(VisionTransformer):
+    """Pixels (N, 3, S, S) -> features (N, D)."""
+
+    @staticmethod
+    def suits(tower: nn.Module) -> bool:
+        return tower.attn_pool is None and not tower.output_tokens
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = run(self.transformer, self._embeds(x), False, 0 if self.pool_type == "tok" else None)
+        pooled = self._pool(x)[0] if x.ndim == 3 else self.ln_post(x)
+        return pooled if self.proj is None else pooled @ self.proj
+
+
+class LeanText(TextTransformer):
+    """Tokens (N, T) -> features (N, D). T is any length up to the context's."""
+
+    @staticmethod
+    def suits(tower: nn.Module) -> bool:
+        return tower.cls_emb is None and not tower.use_pad_mask and not tower.output_tokens
+
+    def forward(self, text: Tensor) -> Tensor:
+        x = run(self.transformer, self._embeds(text)[0], self.attn_mask is not None, self.position(text))
+        x = self.ln_final(x)
+        pooled = text_global_pool(x, text, self.pool_type) if x.ndim == 3 else x
+        if isinstance(self.text_projection, nn.Linear):
+            return self.text_projection(pooled)
+        return pooled if self.text_projection is None else pooled @ self.text_projection
+
+    def position(self, text: Tensor) -> Position | None:
+        """The token whose output is the feature; None: all of them are."""
+        if self.pool_type in ("argmax", "eos"):
+            return (text if self.pool_type == "argmax" else (text == self.eos_id).int()).argmax(dim=-1)
+        return {"first": 0, "last": -1}.get(self.pool_type)
+
+
+class ShortText(TextTransformer):
+    """open_clip's forward pass for captions shorter than the context: the causal mask is cut to their length."""
+
+    def _embeds(self, text: Tensor) -> tuple[Tensor, Tensor | None]:
+        x, mask = super()._embeds(text)
+        return x, mask if mask is None else mask[..., : x.shape[1], : x.shape[1]]
+
+
+def run(transformer: Transformer, x: Tensor, causal: bool, position: Position | None) -> Tensor:
+    """All blocks; the last one for `position` alone, if that is given."""
+    last = transformer.resblocks[-1]
+    for block in transformer.resblocks:
+        arguments: tuple[Any, ...] = (x, causal, position if block is last else None)
+        x = checkpoint(block, *arguments, use_reentrant=False) if transformer.grad_checkpointing else block(*arguments)
+    return x
+
+
+def token(x: Tensor, position: Position) -> Tensor:
+    """One token of each sample: (N, T, W) -> (N, W)."""
+    return x[:, position] if isinstance(position, int) else x[torch.arange(len(x), device=x.device), position]

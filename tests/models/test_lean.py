@@ -1,0 +1,232 @@
+"""The shorter forward pass gives open_clip's features and gradients, from open_clip's parameters."""
+
+from copy import deepcopy
+from typing import Any
+
+import open_clip
+import pytest
+import torch
+from open_clip.model import CustomTextCLIP
+from torch import Tensor, nn
+
+from clipscale.config.sections import ModelConfig
+from clipscale.models.lean import LeanText, LeanVision, make_lean, take_short_captions
+from clipscale.models.towers import build_model
+
+SIDE, WORDS, VOCABULARY = 12, 9, 60
+SMALL: dict[str, Any] = {
+    "embed_dim": 16,
+    "vision_cfg": {"image_size": SIDE, "layers": 2, "width": 32, "head_width": 16, "patch_size": 6},
+    "text_cfg": {"context_length": WORDS, "vocab_size": VOCABULARY, "width": 32, "heads": 2, "layers": 3},
+}
+SIZES = {
+    "image_size",
+    "layers",
+    "width",
+    "head_width",
+    "patch_size",
+    "context_length",
+    "vocab_size",
+    "heads",
+    "mlp_ratio",
+}
+NAMES = ("timm_", "hf_", "tokenizer_")
+
+
+def described(image: dict[str, Any], text: dict[str, Any], **top: Any) -> dict[str, Any]:
+    return SMALL | top | {"vision_cfg": SMALL["vision_cfg"] | image, "text_cfg": SMALL["text_cfg"] | text}
+
+
+def options(part: dict[str, Any]) -> dict[str, Any]:
+    """A registered description's settings that change what is computed, and not only how large it is."""
+    return {key: value for key, value in part.items() if key not in SIZES and not key.startswith(NAMES)}
+
+
+def registered() -> list[str]:
+    return [name for name in open_clip.list_models() if "multimodal_cfg" not in open_clip.get_model_config(name)]
+
+
+def kinds() -> list[dict[str, Any]]:
+    """Every combination of options among the registered architectures whose towers are open_clip's own, at a small size."""
+    found = []
+    for name in registered():
+        config = open_clip.get_model_config(name)
+        image, text = config["vision_cfg"], config["text_cfg"]
+        own = {} if "timm_model_name" in image or isinstance(image["layers"], list) else options(image)
+        kind = described(
+            own, options(text) if "hf_model_name" not in text else {}, quick_gelu=config.get("quick_gelu", False)
+        )
+        if kind not in found:
+            found.append(kind)
+    return found
+
+
+def inputs(samples: int = 5) -> tuple[Tensor, Tensor]:
+    """Pixels, and captions of all lengths: words, the end (the highest number, and number 2), padding."""
+    pixels = torch.randn(samples, 3, SIDE, SIDE, dtype=torch.float64)
+    tokens = torch.randint(3, VOCABULARY - 1, (samples, WORDS))
+    for row, caption in enumerate(tokens):
+        end = WORDS - 1 - row % 4
+        caption[end], caption[end - 1] = VOCABULARY - 1, 2
+        caption[end + 1 :] = 0
+    return pixels, tokens
+
+
+def both(description: dict[str, Any], dtype: torch.dtype = torch.float64) -> tuple[CustomTextCLIP, CustomTextCLIP]:
+    """open_clip's model, and the same one with the shorter forward pass in the towers that it claims."""
+    torch.manual_seed(0)
+    theirs = CustomTextCLIP(**description).to(dtype)
+    ours = deepcopy(theirs)
+    make_lean(ours.visual)
+    make_lean(ours.text)
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    return theirs, ours
+
+
+def gradients(tower: nn.Module, rows: Tensor, seed: int = 1) -> tuple[Tensor, dict[str, Tensor]]:
+    torch.manual_seed(seed)
+    features = tower(rows)
+    features.backward(torch.randn_like(features))
+    return features.detach(), {name: p.grad for name, p in tower.named_parameters() if p.grad is not None}
+
+
+def assert_same(theirs: nn.Module, ours: nn.Module, rows: Tensor, bound: float) -> None:
+    (wanted, wanted_gradients), (found, found_gradients) = gradients(theirs, rows), gradients(ours, rows)
+    error = ((found - wanted).norm() / wanted.norm()).item()
+    assert error <= bound, f"features differ by {error:.1e}"
+    assert found_gradients.keys() == wanted_gradients.keys()
+    largest = max(gradient.norm() for gradient in wanted_gradients.values())
+    for name, gradient in wanted_gradients.items():
+        # The keys' bias moves no score, so its gradient is rounding alone; hence the floor.
+        error = ((found_gradients[name] - gradient).norm() / gradient.norm().clamp_min(1e-2 * largest)).item()
+        assert error <= bound, f"{name}: {error:.1e} > {bound:.0e}"
+
+
+@pytest.mark.parametrize("description", kinds(), ids=str)
+def test_every_registered_kind_has_open_clips_features_and_gradients(description: dict[str, Any]) -> None:
+    theirs, ours = both(description)
+    assert isinstance(ours.visual, LeanVision)
+    assert isinstance(ours.text, LeanText)
+    for tower, rows in zip(("visual", "text"), inputs()):
+        assert_same(getattr(theirs, tower), getattr(ours, tower), rows, 1e-12)
+
+
+@pytest.mark.parametrize(
+    "description",
+    [
+        described({}, {"pool_type": "first"}),
+        described({}, {"pool_type": "first", "no_causal_mask": True}),
+        described({"ls_init_value": 0.3}, {"pool_type": "last", "ls_init_value": 0.3}),
+        described({"pos_embed_type": "sin_cos_2d", "pool_type": "avg"}, {"pool_type": "none"}),
+        described(
+            {"image_size": [12, 18], "patch_size": [6, 3]}, {"pool_type": "eos", "eos_id": 2, "no_causal_mask": True}
+        ),
+    ],
+    ids=str,
+)
+def test_options_that_no_registered_architecture_has(description: dict[str, Any]) -> None:
+    theirs, ours = both(description)
+    pixels, tokens = inputs()
+    if theirs.visual.image_size != (SIDE, SIDE):
+        pixels = torch.randn(5, 3, *theirs.visual.image_size, dtype=torch.float64)
+    for tower, rows in (("visual", pixels), ("text", tokens)):
+        assert_same(getattr(theirs, tower), getattr(ours, tower), rows, 1e-12)
+
+
+def test_patch_dropout_and_checkpointing_draw_and_compute_the_same() -> None:
+    theirs, ours = both(described({"patch_dropout": 0.5}, {}))
+    for model in (theirs, ours):
+        model.set_grad_checkpointing(True)
+    for tower, rows in zip(("visual", "text"), inputs()):
+        assert_same(getattr(theirs, tower), getattr(ours, tower), rows, 1e-12)
+
+
+@pytest.mark.parametrize("lean", [True, False])
+def test_a_cut_caption_has_the_feature_of_the_whole_one(lean: bool) -> None:
+    theirs, ours = both(SMALL)
+    if not lean:
+        ours = deepcopy(theirs)
+        take_short_captions(ours.text)
+    tokens = inputs()[1][3:4]
+    cut = tokens[:, : int(tokens.argmax()) + 1]
+    assert cut.shape[1] < WORDS
+    (wanted, wanted_gradients), (found, found_gradients) = gradients(theirs.text, tokens), gradients(ours.text, cut)
+    assert torch.allclose(found, wanted, rtol=0, atol=1e-13)
+    for name, gradient in wanted_gradients.items():
+        assert torch.allclose(found_gradients[name], gradient, rtol=0, atol=1e-12), name
+
+
+def test_bf16_is_as_near_to_float64_as_open_clips() -> None:
+    """Under autocast: at most twice open_clip's own distance, and never more than a percent."""
+    theirs, ours = both(SMALL, torch.float32)
+    for tower, rows in zip(("visual", "text"), inputs(32)):
+        truth = deepcopy(getattr(theirs, tower)).double()(rows)
+        error = {}
+        for name, model in (("theirs", theirs), ("ours", ours)):
+            with torch.autocast("cpu", torch.bfloat16):
+                features = getattr(model, tower)(rows.float() if rows.is_floating_point() else rows)
+            error[name] = ((features.double() - truth).norm() / truth.norm()).item()
+        assert error["ours"] <= min(2 * error["theirs"], 0.01), error
+
+
+@pytest.mark.parametrize(
+    "description",
+    [
+        described({"qk_norm": True}, {"qk_norm": True}),
+        described({"attentional_pool": True, "attn_pooler_heads": 2}, {"embed_cls": True}),
+    ],
+    ids=["custom blocks", "attention pooling"],
+)
+def test_other_towers_keep_their_own_forward(description: dict[str, Any]) -> None:
+    theirs, ours = both(description)
+    assert [type(tower) for tower in (ours.visual, ours.text)] == [
+        type(tower) for tower in (theirs.visual, theirs.text)
+    ]
+
+
+def test_a_run_has_lean_towers_unless_it_asks_for_open_clips() -> None:
+    assert isinstance(build_model(ModelConfig(name="small", architecture=SMALL)).image.encoder, LeanVision)
+    plain = build_model(ModelConfig(name="small", architecture=SMALL, lean=False))
+    assert not isinstance(plain.image.encoder, LeanVision)
+    pixels, tokens = inputs()
+    theirs = CustomTextCLIP(**SMALL)
+    theirs.load_state_dict({**theirs.state_dict(), **plain_state(plain)})
+    assert torch.equal(plain.text.encoder(tokens), theirs.text(tokens))
+    assert torch.equal(plain.image.encoder(pixels.float()), theirs.visual(pixels.float()))
+
+
+def plain_state(model: Any) -> dict[str, Tensor]:
+    parts = (("visual.", model.image.encoder), ("text.", model.text.encoder))
+    return {prefix + name: value for prefix, part in parts for name, value in part.state_dict().items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", registered())
+def test_features_of_every_registered_architecture_at_its_width(name: str) -> None:
+    """Real widths, pictures and captions; two layers, because all are alike, and a vocabulary of a thousand."""
+    description = deepcopy(open_clip.get_model_config(name))
+    image, text = description["vision_cfg"], description["text_cfg"]
+    description.pop("custom_text", None)
+    timm = "timm_model_name" in image or isinstance(image["layers"], list)
+    hugging_face = "hf_model_name" in text
+    side, words = image.get("image_size", 224), text.get("context_length", 77)
+    if timm:
+        description["vision_cfg"] = SMALL["vision_cfg"]
+    else:
+        image["layers"] = 2
+    if hugging_face:
+        description["text_cfg"] = SMALL["text_cfg"]
+    else:
+        text |= {"layers": 2, "vocab_size": 1000}
+    theirs, ours = both(description, torch.float32)
+    tokens = torch.randint(3, 999, (2, words))
+    tokens[0, words // 2], tokens[0, words // 2 + 1 :] = 999, 0
+    with torch.no_grad():
+        for claimed, tower, rows in (
+            (not timm, "visual", torch.randn(2, 3, side, side)),
+            (not hugging_face, "text", tokens),
+        ):
+            if claimed:
+                assert isinstance(getattr(ours, tower), LeanVision | LeanText)
+                wanted, found = getattr(theirs, tower)(rows), getattr(ours, tower)(rows)
+                assert ((found - wanted).norm() / wanted.norm()).item() <= 1e-5
