@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -108,13 +109,24 @@ def samples_per_second(tower: nn.Module, inputs: Tensor) -> float:
     return len(inputs) / seconds
 
 
-def saved_chunk_sizes(folder: Path) -> dict[str, int]:
-    """Chunk sizes that an earlier start of this run has used, by tower. A resumed run must cut its batches alike."""
+def device_name(device: torch.device) -> str:
+    """The kind of device that chunk sizes are found for: its name and memory."""
+    if device.type == "cpu":
+        return "cpu"
+    found = torch.cuda.get_device_properties(device)
+    return f"{found.name}, {found.total_memory / 2**30:.0f} GiB"
+
+
+def saved_chunk_sizes(folder: Path) -> dict[str, Any]:
+    """Chunk sizes that an earlier start of this run has used, by tower, and the `device` that they were found for.
+
+    A resumed run on the same kind of device must cut its batches alike: random numbers are drawn chunk by chunk.
+    """
     path = folder / CHUNKS
     return dict(json.loads(path.read_text())) if path.is_file() else {}
 
 
-def save_chunk_sizes(folder: Path, sizes: dict[str, int]) -> None:
+def save_chunk_sizes(folder: Path, sizes: dict[str, Any]) -> None:
     """Keep them for later starts. Replaces the file atomically, since other ranks may be reading it."""
     part = folder / f"{CHUNKS}.part"
     part.write_text(json.dumps(sizes) + "\n")

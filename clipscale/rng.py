@@ -5,7 +5,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+
+def draws_random_numbers(module: nn.Module) -> bool:
+    """Whether a module in training draws random numbers: dropout, stochastic depth, patch dropout, dropout in attention."""
+    rates = ("p", "prob", "drop_prob", "dropout")
+    found = (getattr(m, rate, 0) for m in module.modules() if m.training for rate in rates)
+    return any(isinstance(rate, float) and rate > 0 for rate in found)
 
 
 @dataclass

@@ -19,7 +19,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map_only
 
 from clipscale import distributed
-from clipscale.autotune import batch_norm_chunk, chunk_sizes, find_chunk, save_chunk_sizes, saved_chunk_sizes
+from clipscale.autotune import (
+    batch_norm_chunk,
+    chunk_sizes,
+    device_name,
+    find_chunk,
+    save_chunk_sizes,
+    saved_chunk_sizes,
+)
 from clipscale.config.train import TrainConfig
 from clipscale.data.features import StoredFeatures, stored_features
 from clipscale.distributed import World
@@ -32,6 +39,7 @@ from clipscale.models.towers import ClipModel, StoredTower, build_model
 from clipscale.noise_scale import NoiseScale
 from clipscale.optim import build_optimizer
 from clipscale.precision import MasterWeights, Precision
+from clipscale.rng import draws_random_numbers
 
 ELEMENTWISE = ("adamw", "lion", "adam", "nadamw", "sgd")
 """Optimizers whose update of a shard is the shard of their update."""
@@ -56,6 +64,7 @@ class TrainState:
         self.config, self.world, self.folder = config, world, folder
         self.local_batch = config.batch // world.size
         torch.manual_seed(config.seed)
+        self.earlier_chunks = (saved or {}).get("chunks", {})
         self.precision = Precision(config.precision, world.device)
         self.model = self.build_model()
         self.stored = self.stored_features()
@@ -140,7 +149,10 @@ class TrainState:
         return build_optimizer(self.model, self.config.optim, masters)
 
     def chunks(self) -> list[int]:
-        """Samples per chunk of the image and the text tower: from the settings, an earlier start of this run, or a measurement."""
+        """Samples per chunk of the image and the text tower: from the settings, an earlier start of this run, or a measurement.
+
+        On another kind of device than the earlier start's they are measured anew.
+        """
         side, length, device = self.model.image_size, self.model.context_length, self.world.device
 
         def pixels(n: int) -> Tensor:
@@ -150,19 +162,27 @@ class TrainState:
             return torch.randint(1, 100, (n, length), device=device)
 
         sizes = chunk_sizes(self.config.cache, self.local_batch)
-        earlier = self.world.broadcast(saved_chunk_sizes(self.folder))
-        found: dict[str, int] = {}
+        earlier = self.world.broadcast(saved_chunk_sizes(self.folder) or self.earlier_chunks)
+        now = " and ".join(sorted(set(self.world.gather(device_name(device)))))
+        other = earlier.get("device", now) != now
+        found: dict[str, Any] = {"device": now}
         for name, tower, sample in (("image", self.model.image, pixels), ("text", self.model.text, tokens)):
             if self.stored and name == "image":
                 found[name] = self.local_batch
                 continue
-            size = batch_norm_chunk(tower, name, sizes[name], self.local_batch) or sizes[name] or earlier.get(name)
+            size = batch_norm_chunk(tower, name, sizes[name], self.local_batch) or sizes[name]
+            if size is None and not other:
+                size = earlier.get(name)
             if size is None:
                 with self.precision.autocast():
                     size = min(self.world.gather(find_chunk(tower, sample, self.local_batch, device)))
             found[name] = size
         if self.world.main:
             save_chunk_sizes(self.folder, found)
+            if other and None in sizes.values():
+                old, new = (f"{c.get('image')} and {c.get('text')}" for c in (earlier, found))
+                print(f"cache.chunk=auto: {old} samples were found on {earlier['device']}; on {now} they are {new}")
+        self.cut = found
         return [found["image"], found["text"]]
 
     def image_size(self) -> int:
@@ -257,6 +277,7 @@ class TrainState:
             "model_config": asdict(self.config.model),
             "optimizer": self.optimizer_state(),
             "optimizer_name": self.config.optim.name,
+            "chunks": self.cut,
             "scaler": self.precision.scaler.state_dict() if self.precision.scaler else None,
             "ema": self.whole(self.average.state_dict()) if self.average else None,
         }
@@ -287,6 +308,19 @@ class TrainState:
             self.precision.scaler.load_state_dict(saved["scaler"])
         if self.average:
             self.average.load(saved.get("ema"))
+        if self.world.main and (reason := self.other_random_numbers(saved)):
+            print(
+                f"{reason}: the towers draw other random numbers than before, so this curve is not exactly that of an undisturbed run"
+            )
+
+    def other_random_numbers(self, saved: dict[str, Any]) -> str:
+        """Why a run that goes on from `saved` draws other random numbers than one that was never stopped; empty where it does not."""
+        if not any(draws_random_numbers(tower) for tower in self.towers.values()):
+            return ""
+        if len(saved["random"]) != self.world.size:
+            return f"resumed on {self.world.size} processes instead of {len(saved['random'])}"
+        before, now = ([c.get(name) for name in ("image", "text")] for c in (saved.get("chunks", self.cut), self.cut))
+        return f"resumed with chunks of {now} samples instead of {before}" if before != now else ""
 
     def load_optimizer(self, state: dict[str, Any]) -> None:
         module = self.optimized()

@@ -337,6 +337,47 @@ def test_a_run_goes_on_with_another_number_of_processes_and_another_parallelism(
     assert worst < 1e-4, f"{curve(tmp_path / 'run')} instead of {curve(tmp_path / 'whole')}"
 
 
+def test_chunks_found_on_another_device_are_found_anew(
+    demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They may be too large for it. Without dropout the curve stays the same to rounding; with it, a line says that it does not."""
+    for rate, said in ((0.0, False), (0.3, True)):
+        run = tmp_path / f"run{rate}"
+        model = ModelConfig(name="test", architecture=ARCHITECTURE, patch_dropout=rate)
+        config = settings(
+            demo, run, samples=128, model=model, cache=CacheConfig(), checkpoint=CheckpointConfig(every=1)
+        )
+        train(replace(config, samples=64))
+        card = {"image": 16, "text": 16, "device": "NVIDIA H200, 140 GiB"}
+        save_chunk_sizes(run, card)
+        path = checkpoint.path_of(run, 1)
+        torch.save(checkpoint.load(path) | {"chunks": card}, path)
+        capsys.readouterr()
+        train(config)
+        out = capsys.readouterr().out
+        assert (
+            "cache.chunk=auto: 16 and 16 samples were found on NVIDIA H200, 140 GiB; on cpu they are 64 and 64" in out
+        )
+        assert ("resumed with chunks of [64, 64] samples instead of [16, 16]: the towers draw other" in out) == said, (
+            out
+        )
+        assert saved_chunk_sizes(run) == {"image": 64, "text": 64, "device": "cpu"}
+
+
+def test_a_run_goes_on_with_any_number_of_processes(
+    demo: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """From 1 to 3, which share the 64 shard streams unevenly. The global batches stay the same."""
+    constant = ScheduleConfig(name="constant", warmup="0")
+    given = {"batch": 48, "schedule": constant, "cache": CacheConfig(chunk="8")}
+    train(settings(demo, tmp_path / "run", samples=96, **given))
+    run_ranks(on_a_rank, 3, settings(demo, tmp_path / "run", samples=192, **given))
+    assert "other random numbers" not in capfd.readouterr().out, "there are none"
+    train(settings(demo, tmp_path / "whole", samples=192, **given))
+    worst = max(abs(a - b) / a for a, b in zip(curve(tmp_path / "run"), curve(tmp_path / "whole"), strict=True))
+    assert worst < 1e-4, f"{curve(tmp_path / 'run')} instead of {curve(tmp_path / 'whole')}"
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_half_precision_follows_the_same_curve(demo: Path, finished: Path, tmp_path: Path, precision: str) -> None:
     train(settings(demo, tmp_path / "run", precision=PrecisionConfig(name=precision)))

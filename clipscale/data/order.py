@@ -67,12 +67,25 @@ class CounterRNG:
 
 
 def stream_bounds(batch: int, streams: int) -> np.ndarray:
-    """(L+1,): stream l fills places bounds[l]..bounds[l+1] of the global batch. Every L/P-th bound is a multiple of B/P."""
+    """(L+1,): stream l fills places bounds[l]..bounds[l+1] of the global batch.
+
+    Where P divides L, every L/P-th bound is a multiple of B/P, so no stream crosses a border between ranks.
+    """
     return np.arange(streams + 1, dtype=np.int64) * batch // streams
 
 
+def streams_of(streams: int, batch: int, rank: int, world: int) -> range:
+    """The shard streams with a place in the rank's part of the global batch. One that crosses a border belongs to both ranks."""
+    bounds, own = stream_bounds(batch, streams), batch // world
+    first = int(np.searchsorted(bounds, rank * own, side="right")) - 1
+    return range(first, int(np.searchsorted(bounds, (rank + 1) * own, side="left")))
+
+
 def local_places(stream: int, streams: int, batch: int, rank: int, world: int) -> range:
-    """The places that a stream fills, counted from the start of the rank's part of the global batch."""
+    """The places that a stream fills, counted from the start of the rank's part of the global batch.
+
+    Places below 0 or from B/P on are another rank's.
+    """
     bounds, origin = stream_bounds(batch, streams), rank * (batch // world)
     return range(int(bounds[stream]) - origin, int(bounds[stream + 1]) - origin)
 
@@ -80,7 +93,8 @@ def local_places(stream: int, streams: int, batch: int, rank: int, world: int) -
 def default_streams(batch: int, world: int, samples: int | None) -> int:
     """The usual number of shard streams: 64, or 8 a rank beyond 8 ranks; halved while the batch or the data set is too small.
 
-    The same for 1, 2, 4 and 8 ranks, so that their runs see the same batches. Always a multiple of `world`.
+    The same for 1, 2, 4 and 8 ranks, so that their runs see the same batches. Always a multiple of
+    `world`, so that no stream is read twice.
     """
     streams = math.lcm(64, 8 * world)
     while streams % (2 * world) == 0 and not streams_fit(streams, batch, samples):

@@ -12,7 +12,7 @@ from clipscale.config.tools import PlanConfig
 from clipscale.data.loader.host_batch import Layout
 from clipscale.data.loader.memory import largest_pool
 from clipscale.data.loader.stream import worker_count
-from clipscale.data.order import default_streams
+from clipscale.data.order import default_streams, streams_of
 from clipscale.plan.dry_run import DryRun, StepMemory
 from clipscale.units import parse_count
 
@@ -158,7 +158,8 @@ def host_memory(config: PlanConfig, run: DryRun, batch: int, chunk: int, *, cuda
     """Host memory of a node. `batch`: samples of one rank; `chunk`: of the image tower."""
     data, ranks = config.data, config.gpus * config.nodes
     streams = data.shard_streams or default_streams(config.batch, ranks, None)
-    workers = min(worker_count(data, streams // ranks), max(1, streams // ranks))
+    own = len(streams_of(streams, batch * ranks, 0, ranks))
+    workers = min(worker_count(data, own), own)
     backend = config.offload if config.offload != "none" else "host"
     layout = Layout(
         slots=data.buffers if workers else 1,
@@ -176,7 +177,7 @@ def host_memory(config: PlanConfig, run: DryRun, batch: int, chunk: int, *, cuda
         "batch": layout.memory_bytes(
             config.image_bytes if data.on_device else min(config.image_bytes, layout.row_bytes)
         ),
-        "shuffle windows": streams // ranks * max(data.shuffle, 1) * config.image_bytes,
+        "shuffle windows": own * max(data.shuffle, 1) * config.image_bytes,
         "loader workers": LOADER + workers * WORKER if workers else 0,
     }
     return HostMemory(process, config.gpus, config.gpus * layout.disk_bytes())

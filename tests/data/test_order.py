@@ -15,9 +15,11 @@ from clipscale.data.order import (
     default_streams,
     fingerprint,
     key,
+    local_places,
     permutation,
     stream_bounds,
     streams_fit,
+    streams_of,
 )
 
 
@@ -67,6 +69,16 @@ def test_ranks_own_whole_streams_that_fill_their_share(world: int, per_rank: int
     for rank in range(world):
         assert bounds[(rank + 1) * streams_per_rank] - bounds[rank * streams_per_rank] == batch // world
     assert (np.diff(bounds) > 0).all()
+
+
+@given(st.integers(1, 40), st.integers(1, 8), st.data())
+def test_ranks_read_the_streams_of_their_places_and_no_others(world: int, per_rank: int, data: st.DataObject) -> None:
+    batch = world * per_rank
+    streams = data.draw(st.integers(1, batch))
+    for rank in range(world):
+        own = range(per_rank)
+        read = [s for s in range(streams) if any(p in own for p in local_places(s, streams, batch, rank, world))]
+        assert list(streams_of(streams, batch, rank, world)) == read
 
 
 @given(st.integers(1, 512), st.integers(1, 300), st.one_of(st.none(), st.integers(1, 10_000)))

@@ -93,7 +93,9 @@ class BatchAssembler:
 
     def _first_rows(self, batch: _Filling) -> int:
         missing = (int(places[done]) for places, done in zip(batch.places, batch.done) if done < len(places))
-        return min(missing, default=batch.size)
+        return min(
+            max(0, min(missing, default=batch.size)), batch.size
+        )  # places outside of the batch are another rank's
 
     def finish(self, step: int) -> dict[int, tuple[int, int]]:
         """Block until the batch is complete; returns the position of every stream after it."""

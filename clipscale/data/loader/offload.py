@@ -77,6 +77,10 @@ class OffloadBackend(ABC):
         """Store one sample. Raises BrokenSampleError before anything is written, UserError where memory or disk is full."""
 
     @abstractmethod
+    def check(self, data: bytes, rng: CounterRNG) -> None:
+        """Raise BrokenSampleError where `put` does, but store nothing."""
+
+    @abstractmethod
     def load(self, slot: Slot, start: int, out: np.ndarray) -> None:
         """Write the image rows from `start` on to `out`, as many as it has. Raises UserError where they cannot be read."""
 
@@ -85,7 +89,7 @@ def open_backend(arena: Arena, transform: Transform, span: tuple[int, int]) -> O
     """The arena's backend, for a process that fills samples span[0]..span[1] of a batch, counted one process after another."""
     name = arena.layout.backend
     if name == "host":
-        return HostBackend(transform)
+        return HostBackend(arena, transform)
     if name == "disk":
         return DiskBackend(arena, transform)
     assert isinstance(transform, TrainTransform)
@@ -95,11 +99,15 @@ def open_backend(arena: Arena, transform: Transform, span: tuple[int, int]) -> O
 class HostBackend(OffloadBackend):
     """Keeps image rows in shared memory."""
 
-    def __init__(self, transform: Transform) -> None:
+    def __init__(self, arena: Arena, transform: Transform) -> None:
         self._transform = transform
+        self._row = np.empty(arena.layout.row, arena.layout.dtype)
 
     def put(self, slot: Slot, place: int, data: bytes, rng: CounterRNG) -> None:
         self._transform(data, rng, slot["rows"][place])
+
+    def check(self, data: bytes, rng: CounterRNG) -> None:
+        self._transform(data, rng, self._row)
 
     def load(self, slot: Slot, start: int, out: np.ndarray) -> None:
         np.copyto(out, slot["rows"][start : start + len(out)])
@@ -113,8 +121,11 @@ class DiskBackend(OffloadBackend):
         self._row = np.empty(arena.layout.row, arena.layout.dtype)
 
     def put(self, slot: Slot, place: int, data: bytes, rng: CounterRNG) -> None:
-        self._transform(data, rng, self._row)
+        self.check(data, rng)
         self._transfer(os.pwrite, "written", self._row, slot, place)
+
+    def check(self, data: bytes, rng: CounterRNG) -> None:
+        self._transform(data, rng, self._row)
 
     def load(self, slot: Slot, start: int, out: np.ndarray) -> None:
         def read(fd: int, rest: memoryview, offset: int) -> int:
@@ -182,6 +193,10 @@ class EncodedBackend(OffloadBackend):
         else:
             self._keep_pixels(slot, place, cut, crop)
 
+    def check(self, data: bytes, rng: CounterRNG) -> None:
+        picture = Picture(data, self._transform.max_pixels)
+        self._transform.cut(picture, self._transform.crop(picture, rng))
+
     def _keep_pixels(self, slot: Slot, place: int, cut: np.ndarray, crop: Crop) -> None:
         self._transform.render(cut, crop, self._row)
         self._keep(slot, place, self._row.data.cast("B"), Recipe(self._end, 0), crop)
@@ -239,3 +254,9 @@ class DeviceBackend(EncodedBackend):
         else:
             self._keep_pixels(slot, place, self._transform.cut(picture, crop), crop)
         self._left -= 1
+
+    def check(self, data: bytes, rng: CounterRNG) -> None:
+        picture = Picture(data, self._transform.max_pixels)
+        crop = self._transform.crop(picture, rng)
+        if not picture.fits_device(crop, self._transform.side):
+            self._transform.cut(picture, crop)

@@ -64,7 +64,8 @@ def check_ramp(size: int, batch: int, streams: int, world: int) -> None:
         raise UserError(
             f"ramp.start: a batch of {size} cannot be shared evenly by {world} processes; choose a multiple"
         )
-    best = max(n for n in range(world, streams + 1, world) if size % n == 0 and batch % n == 0)
+    fitting = [n for n in range(1, streams + 1) if size % n == 0 and batch % n == 0]
+    best = max([n for n in fitting if n % world == 0] or fitting)
     raise UserError(
         f"ramp.start: batches of {size} to {batch} are not all multiples of the {streams} shard streams in which the data is read; set "
         f"data.shard_streams={best}, or choose another start"

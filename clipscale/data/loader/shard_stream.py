@@ -52,7 +52,7 @@ class WorkerSpec:
     """Samples that the worker delivers at once."""
 
     def places(self, batch: int) -> list[np.ndarray]:
-        """The places that each stream fills in the local part of a global batch of that size."""
+        """The places that each stream fills in the local part of a global batch of that size. Those outside of it are another rank's."""
         count = self.shards.order.streams
         spans = (local_places(s.stream, count, batch, self.rank, self.world) for s in self.streams)
         return [np.arange(span.start, span.stop) for span in spans]
@@ -167,24 +167,29 @@ class BatchFiller:
         self.streams = [ShardStream(spec, start, self.counts, tick) for start in spec.streams]
 
     def fill(self, slot: Slot, batch: int) -> Iterator[int]:
-        """Fill this worker's places of a global batch of that size. After every piece, yields how many places are filled.
+        """Fill this worker's places of a global batch of that size. After every piece, yields how many places are done.
 
+        Another rank's samples of a stream that both read are checked and left out, so that both skip the same broken ones.
         Raises UserError.
         """
         pairs = zip(self.streams, self._spec.places(batch))
         work = [(stream, int(place)) for stream, places in pairs for place in places]
+        own = range(batch // self._spec.world)
         self.backend.begin(slot)
         for start in range(0, len(work), self._spec.piece):
             piece = work[start : start + self._spec.piece]
-            captions = []
+            captions: dict[int, str] = {}
             for stream, place in piece:
                 self._tick()
-                caption, slot["ids"][place] = stream.take(partial(self.backend.put, slot, place))
-                captions.append(caption)
-            tokens = np.asarray(self._spec.tokenizer(captions))
-            if full := int((tokens[:, self._last] != self._padding).sum()):
-                self.counts[EVENT + TRUNCATED] += full
-            slot["tokens"][[place for _, place in piece]] = tokens
+                if place in own:
+                    captions[place], slot["ids"][place] = stream.take(partial(self.backend.put, slot, place))
+                else:
+                    stream.take(self.backend.check)
+            if captions:
+                tokens = np.asarray(self._spec.tokenizer(list(captions.values())))
+                if full := int((tokens[:, self._last] != self._padding).sum()):
+                    self.counts[EVENT + TRUNCATED] += full
+                slot["tokens"][list(captions)] = tokens
             yield start + len(piece)
 
     def take_counts(self) -> dict[str, int]:

@@ -26,7 +26,7 @@ from clipscale.data.loader.ramp import check_ramp
 from clipscale.data.loader.shard_reader import OrderedShards, StreamPosition, order_version
 from clipscale.data.loader.shard_stream import WorkerSpec
 from clipscale.data.loader.workers import InProcess, Workers
-from clipscale.data.order import Epochs, stream_bounds
+from clipscale.data.order import Epochs, local_places, streams_of
 from clipscale.data.shards.access import Access
 from clipscale.data.shards.listing import build_order, list_shards
 from clipscale.errors import UserError
@@ -152,6 +152,8 @@ class TrainStream:
     def position(self) -> dict[str, Any]:
         """This rank's record of where its shard streams stand after the last batch handed out. Blocks until that batch is complete.
 
+        A stream that two ranks read stands at the same place for both.
+
         Checkpoints hold it, so its keys stay as they were: `at` maps each stream ("lane") to epoch and samples read.
         """
         at = self._positions if self._step < 0 or self._given_back else self._assembler.finish(self._step)
@@ -235,7 +237,7 @@ def open_stream(
             span=span,
             piece=max(PIECE, layout.samples // (len(parts) * PIECES)),
         )
-        for part, span in zip(parts, spans(parts, share.batch, order.streams))
+        for part, span in zip(parts, spans(parts, share, order.streams))
     ]
     readers = Workers(specs, arena, config.timeout_s) if workers else InProcess(specs[0], arena)
     assembler = BatchAssembler(specs, readers, share.size, SampleCounts())
@@ -246,7 +248,7 @@ def open_stream(
 def start_positions(shards: OrderedShards, position: dict[str, Any] | None, share: BatchShare) -> list[StreamPosition]:
     """Where each of this rank's shard streams starts."""
     streams = shards.order.streams
-    own = range(share.rank * streams // share.world, (share.rank + 1) * streams // share.world)
+    own = streams_of(streams, share.batch, share.rank, share.world)
     if position is not None and position["order"] == shards.fingerprint():
         if position.get("windows") != order_version():
             log.warning(
@@ -282,11 +284,15 @@ def divide(start: Sequence[StreamPosition], workers: int) -> list[tuple[StreamPo
     return [tuple(start[number :: max(count, 1)]) for number in range(max(count, 1))]
 
 
-def spans(parts: Sequence[Sequence[StreamPosition]], batch: int, streams: int) -> Iterator[tuple[int, int]]:
-    """Each worker's samples of a whole batch, (first, stop), where the samples are counted one worker after another."""
-    bounds = stream_bounds(batch, streams)
-    sizes = (sum(int(bounds[s.stream + 1] - bounds[s.stream]) for s in part) for part in parts)
-    return pairwise(accumulate(sizes, initial=0))
+def spans(parts: Sequence[Sequence[StreamPosition]], share: BatchShare, streams: int) -> Iterator[tuple[int, int]]:
+    """Each worker's samples of a whole local batch, (first, stop), where the samples are counted one worker after another."""
+    local = share.batch // share.world
+
+    def size(stream: int) -> int:
+        places = local_places(stream, streams, share.batch, share.rank, share.world)
+        return min(places.stop, local) - max(places.start, 0)
+
+    return pairwise(accumulate((sum(size(s.stream) for s in part) for part in parts), initial=0))
 
 
 def row_source(

@@ -326,19 +326,12 @@ def _stream_count(
 ) -> int:
     if position is not None:
         streams = int(position["lanes"])
-        if streams % world:
-            raise UserError(
-                f"resume: the checkpoint's data position has {streams} shard streams, which {world} processes cannot share; "
-                f"resume with a number of processes that divides {streams}"
-            )
         if streams_fit(streams, batch, total):
             return streams
         log.warning(
             "the checkpoint's %d shard streams do not fit this batch and data; its data position is given up", streams
         )
     streams = config.shard_streams or default_streams(batch, world, total)
-    if streams % world:
-        raise UserError(f"data.shard_streams={streams} is not a multiple of the {world} processes; take a multiple")
     if not streams_fit(streams, batch, total):
         size = f"the batch of {batch}" if streams > batch else f"the {total} samples in data.train"
         raise UserError(f"data.shard_streams={streams}: too many for {size}; take fewer, fewer processes or more data")

@@ -42,8 +42,8 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
 
 # -- the same samples follow -------------------------------------------------------------------------------------------
 
-SPREADS = [(1, 0), (1, 1), (1, 3), (2, 0), (2, 2), (2, 3), (4, 1), (4, 2), (8, 1)]
-"""Ranks, and workers of each."""
+SPREADS = [(1, 0), (1, 3), (2, 2), (2, 3), (3, 0), (3, 2), (4, 1), (6, 1), (8, 1), (12, 2), (24, 1)]
+"""Ranks, and workers of each. Of the ranks, 3, 6, 12 and 24 cannot share the 8 shard streams evenly."""
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,15 @@ def dirty(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.mark.parametrize("backend", ["encoded", "disk"])
+def test_ranks_that_share_a_stream_keep_their_own_samples_of_it(dirty: Path, tmp_path: Path, backend: str) -> None:
+    options = {"batch": 12, "shard_streams": 4, "backend": backend, "folder": str(tmp_path), "chunk": 3}
+    whole = ids(open_stream(dirty, **options), 4)
+    parts = [ids(open_stream(dirty, rank=rank, world=3, **options), 4) for rank in range(3)]
+    assert [flat(part[step] for part in parts) for step in range(4)] == whole
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.sampled_from(["epochs", "resampled"]),
     st.sampled_from(SPREADS),
@@ -70,8 +78,8 @@ def test_a_resumed_run_sees_what_an_uninterrupted_one_would(
     """With other ranks and other numbers of workers, which get on at different speeds."""
 
     def opened(world: int, workers: int, position: Any = None) -> list[TrainStream]:
-        options = {"order": order, "workers": workers, "position": position}
-        return [open_stream(dirty, batch=16, rank=r, world=world, **options) for r in range(world)]
+        options = {"order": order, "workers": workers, "position": position, "shard_streams": 8}
+        return [open_stream(dirty, batch=24, rank=r, world=world, **options) for r in range(world)]
 
     def read(streams: list[TrainStream], steps: int) -> list[Any]:
         parts = [contents(stream, steps) for stream in streams]
