@@ -364,6 +364,7 @@ def test_chunks_found_on_another_device_are_found_anew(
         assert saved_chunk_sizes(run) == {"image": 64, "text": 64, "device": "cpu"}
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_any_number_of_processes(
     demo: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
