@@ -213,7 +213,8 @@ class Run:
         if self.world.main:
             print_results(results, f"{self.folder.name}, step {self.step}")
             try:
-                write_report(self.folder)
+                if config.log.report:
+                    write_report(self.folder)
             except OSError as error:
                 log.warning("%s/report.html could not be written (%s)", self.folder, error.strerror)
         return {"run": str(self.folder), "step": self.step, "loss": self.last_loss, "eval": results}

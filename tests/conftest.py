@@ -28,6 +28,7 @@ TINY = (
     "data.workers=0",
     "device=cpu",
     "log.progress=false",
+    "log.report=false",
 )
 """A training run of two steps, two chunks each."""
 

@@ -1,5 +1,6 @@
 """Whole runs on a small demo set: they learn, resume after a kill, and do not depend on the number of processes."""
 
+import fcntl
 import json
 import math
 import os
@@ -81,9 +82,14 @@ FIELDS = [
 
 @pytest.fixture(scope="session")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("demo")
-    render_demo(root / "set", train_samples=640)
-    return root / "set"
+    """One set for all of pytest's workers: whoever comes first renders it."""
+    root = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent
+    with (root / "demo.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        render_demo(root / "demo", train_samples=640)
+    return root / "demo"
 
 
 def settings(demo: Path, run: Path, **changes: Any) -> TrainConfig:
@@ -99,7 +105,7 @@ def settings(demo: Path, run: Path, **changes: Any) -> TrainConfig:
         cache=CacheConfig(image_chunk=24, text_chunk=32),
         optim=OptimConfig(lr=1e-3),
         schedule=ScheduleConfig(warmup="2"),
-        log=LogConfig(progress=False, every=5),
+        log=LogConfig(progress=False, report=False, every=5),
         launch=LaunchConfig(threads=1),
     )
     return check(replace(base, **changes))
@@ -115,9 +121,8 @@ def curve(run: Path) -> list[float]:
 def finished(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An uninterrupted run, to which others are compared."""
     run = tmp_path_factory.mktemp("runs") / "finished"
-    result = train(
-        settings(demo, run, eval=EvalConfig(every=5, sets=[str(demo / "objects"), str(demo / "retrieval")], limit=64))
-    )
+    sets = EvalConfig(every=5, sets=[str(demo / "objects"), str(demo / "retrieval")], limit=64)
+    result = train(settings(demo, run, eval=sets, log=LogConfig(progress=False)))
     assert result["step"] == 10
     assert set(result["eval"]) == {"objects", "retrieval"}
     return run
@@ -248,7 +253,7 @@ def test_a_full_disk_costs_a_checkpoint_but_not_the_run(
     assert len(curve(tmp_path / "run")) == 3
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_signal_saves_before_the_end(demo: Path, tmp_path: Path, number: signal.Signals) -> None:
     process = start(demo, tmp_path / "run")
     wait_for_lines(process, tmp_path / "run/metrics.jsonl", 1)
@@ -312,7 +317,7 @@ def test_a_signal_to_any_rank_stops_all_at_one_step_with_a_save(
     assert [path.name for path in checkpoint.found(tmp_path / "run")] == ["step_00000002.pt"]
 
 
-@pytest.mark.parametrize("procs", [2, 4])
+@pytest.mark.parametrize("procs", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_number_of_processes_does_not_change_the_curve(
     demo: Path, finished: Path, tmp_path: Path, procs: int
 ) -> None:

@@ -25,9 +25,19 @@ def by_position(path: Path) -> None:
     torch.save(saved | {"format": 1, "optimizer": {"state": state, "param_groups": groups}}, path)
 
 
-@pytest.mark.parametrize("precision", [PrecisionConfig(), BF16], ids=["fp32", "masters"])
-@pytest.mark.parametrize("name", ["adafactorbv", "muon"])
-@pytest.mark.parametrize("old", [False, True], ids=["by name", "by position"])
+@pytest.mark.parametrize(
+    ("name", "precision", "old"),
+    [
+        pytest.param("muon", PrecisionConfig(), False, id="muon"),
+        pytest.param("adafactorbv", BF16, True, id="adafactorbv masters by position"),
+        pytest.param("muon", PrecisionConfig(), True, id="muon by position", marks=pytest.mark.slow),
+        pytest.param("muon", BF16, False, id="muon masters", marks=pytest.mark.slow),
+        pytest.param("muon", BF16, True, id="muon masters by position", marks=pytest.mark.slow),
+        pytest.param("adafactorbv", PrecisionConfig(), False, id="adafactorbv", marks=pytest.mark.slow),
+        pytest.param("adafactorbv", PrecisionConfig(), True, id="adafactorbv by position", marks=pytest.mark.slow),
+        pytest.param("adafactorbv", BF16, False, id="adafactorbv masters", marks=pytest.mark.slow),
+    ],
+)
 def test_a_resumed_run_ends_with_the_same_weights_and_optimizer(
     shards: str, tmp_path: Path, name: str, precision: PrecisionConfig, old: bool
 ) -> None:

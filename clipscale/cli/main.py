@@ -26,8 +26,10 @@ from clipscale.units import nearest, split
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status: 0, 1 (a failure), 2 (a mistake the user can fix) or 128 + signal."""
-    argv = list(sys.argv[1:] if argv is None else argv)
-    protect()
+    if argv is None:  # a program of its own; a caller keeps its module path
+        argv = sys.argv[1:]
+        protect()
+    argv = list(argv)
     try:
         return dispatch(argv)
     except UserError as error:

@@ -183,6 +183,7 @@ class LogConfig:
         least=0,
     )
     tensorboard: bool = setting(False, "Write event files to RUN/tensorboard.")
+    report: bool = setting(True, "Write RUN/report.html and report.png at the end.")
 
 
 @dataclass

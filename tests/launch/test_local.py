@@ -158,6 +158,7 @@ def test_under_torchrun_all_ranks_share_one_run(start: Start, shards: str, tmp_p
     assert_one_run(tmp_path, out)
 
 
+@pytest.mark.slow
 def test_two_agents_meet_and_train_one_run(start: Start, shards: str, tmp_path: Path, free_port: int) -> None:
     """Without a run name."""
     script = PACKAGE.parent / "launch/torchrun-multi.sh"

@@ -17,6 +17,9 @@ from clipscale.config.sections import LossConfig
 from clipscale.loss.api import configured_loss
 from clipscale.plan.memory_tracker import DryMachine, cuda_autocast, without_memory
 
+QUICK = {(512, torch.bfloat16), (1280, torch.float16)}
+"""Width and type of a million pairs in the ordinary suite: the ends of the range; the others take a minute."""
+
 # Prints by how many bytes the peak of a forward and a backward pass exceeds what the process holds before them. The process is a fresh
 # one, and its peak is reset first (proc(5), clear_refs).
 PROGRAM = """
@@ -68,7 +71,9 @@ def assert_straight(sizes: list[int], peaks: list[int], width: int, tolerance: f
     assert per_row < 8, f"a row costs {per_row:.1f} times a feature's size"
 
 
-@pytest.mark.parametrize("options", [{}, {"objective": "sigmoid"}], ids=["softmax", "sigmoid"])
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"objective": "sigmoid"}, marks=pytest.mark.slow)], ids=["softmax", "sigmoid"]
+)
 def test_extra_memory_is_linear_in_the_batch(options: dict[str, object]) -> None:
     sizes = [2048, 4096, 8192]
     peaks = [peak_growth("ours", n, 64, tile=512, **options) for n in sizes]
@@ -91,9 +96,21 @@ def test_extra_memory_at_16k_is_at_most_a_twentieth_of_clip_loss() -> None:
     assert ours * 20 <= peer, f"{ours / 2**20:.0f} MiB against ClipLoss's {peer / 2**20:.0f} MiB"
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("width", [512, 640, 768, 1024, 1280])
-@pytest.mark.parametrize("objective", ["softmax", "sigmoid"])
+@pytest.mark.parametrize(
+    ("objective", "width", "dtype"),
+    [
+        pytest.param(
+            objective,
+            width,
+            dtype,
+            id=f"{objective}-{width}-{dtype}",
+            marks=() if (width, dtype) in QUICK else pytest.mark.slow,
+        )
+        for objective in ("softmax", "sigmoid")
+        for width in (512, 640, 768, 1024, 1280)
+        for dtype in (torch.bfloat16, torch.float16)
+    ],
+)
 def test_a_million_pairs_take_at_most_1900_mib_on_a_gpu(objective: str, width: int, dtype: torch.dtype) -> None:
     """Beyond half-precision features and their gradients, as the memory tracker counts it; nothing is left afterwards."""
     n = 2**20

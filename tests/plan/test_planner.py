@@ -104,8 +104,11 @@ def test_a_loss_with_a_square_matrix_is_cured_by_another_loss_alone() -> None:
     assert planned(*words, "loss=infcl")["fits"]
 
 
-def test_the_main_figures_are_at_the_top_level_of_the_json() -> None:
-    result = planned("model=tiny", "batch=4k", "hardware=h100-80g", "cache.chunk=256")
+def test_the_main_figures_are_at_the_top_level_and_an_automatic_chunk_is_assumed() -> None:
+    result = planned("model=tiny", "batch=64k", "hardware=h100-80g")
+    assert result["settings"]["chunk"] == {"image": 512, "text": 512}
+    assert result["settings"]["chunk_assumed"]
+    assert any("cache.chunk=auto: 512 assumed" in note for note in result["notes"])
     assert result["peak_bytes"] == result["device"]["peak_bytes"] > 0
     assert result["loss_bytes"] == result["device"]["phases"]["loss"]["extra_bytes"] > 0
     assert result["host_bytes"] == result["host"]["node_bytes"] > 0
@@ -137,13 +140,6 @@ def test_memory_grows_with_the_batch_by_its_features_alone() -> None:
         grown = large["device"]["phases"][phase]["peak_bytes"] - small["device"]["phases"][phase]["peak_bytes"]
         assert 0 < grown <= per_sample * (2**20 - 2**15), phase
     assert large["device"]["phases"]["optim"] == small["device"]["phases"]["optim"]
-
-
-def test_an_automatic_chunk_is_assumed_and_a_note_says_so() -> None:
-    result = planned("model=tiny", "batch=64k", "hardware=h100-80g")
-    assert result["settings"]["chunk"] == {"image": 512, "text": 512}
-    assert result["settings"]["chunk_assumed"]
-    assert any("cache.chunk=auto: 512 assumed" in note for note in result["notes"])
 
 
 @pytest.mark.slow
