@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from clipscale.config.train import TrainConfig
 from clipscale.errors import UserError
 from clipscale.hardware import cores
-from clipscale.units import format_bytes
+from clipscale.units import format_bytes, whole_number
 
 log = logging.getLogger(__name__)
 
@@ -319,4 +319,5 @@ def locate(run: Path, which: str) -> Path:
         if not candidates:
             raise UserError(f"run={run}: no checkpoint in {run / 'checkpoints'}")
         return candidates[-1]
-    return path_of(run, int(which)) if which.isdigit() else Path(which).expanduser()
+    step = whole_number(which)
+    return path_of(run, step) if step is not None else Path(which).expanduser()

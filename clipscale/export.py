@@ -15,6 +15,7 @@ from clipscale.config.sections import ModelConfig
 from clipscale.config.tools import ExportSettings, check_run
 from clipscale.errors import UserError
 from clipscale.models.towers import ClipModel, architecture, load_model
+from clipscale.terminal import say
 
 
 def main(settings: ExportSettings) -> Path:
@@ -34,7 +35,7 @@ def main(settings: ExportSettings) -> Path:
             model.tokenizer.save_pretrained(str(out))
     except OSError as error:
         raise UserError(f"out={out}: cannot be written ({error.strerror or error}); choose another folder") from error
-    print(f"{out}: step {step}; open_clip.create_model_from_pretrained('local-dir:{out.resolve()}')")
+    say(f"{out}: step {step}; open_clip.create_model_from_pretrained('local-dir:{out.resolve()}')")
     return out
 
 

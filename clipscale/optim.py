@@ -11,6 +11,7 @@ from torch import nn
 
 from clipscale.config.sections import LR_SCALING, OptimConfig, ScheduleConfig
 from clipscale.errors import UserError
+from clipscale.terminal import say
 from clipscale.units import nearest
 
 
@@ -128,9 +129,7 @@ class Schedule:
         """The schedule of a run of `samples` in full batches; `epoch` is the samples of an epoch. `announce` prints a scaled peak."""
         peak = peak_lr(optim, batch)
         if optim.lr_scaling != "none" and announce:
-            print(
-                f"peak learning rate {peak:.4g}: optim.lr={optim.lr:g}, {optim.lr_scaling} in batch / reference_batch"
-            )
+            say(f"peak learning rate {peak:.4g}: optim.lr={optim.lr:g}, {optim.lr_scaling} in batch / reference_batch")
         per_epoch = None if epoch is None else epoch / batch
         return Schedule.build(config, peak=peak, total=max(1, samples // batch), per_epoch=per_epoch)
 

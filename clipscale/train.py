@@ -34,6 +34,7 @@ from clipscale.report.table import print_results
 from clipscale.rng import RandomState
 from clipscale.run_lock import RunLock
 from clipscale.stopping import AbandonedError, Stop
+from clipscale.terminal import say
 from clipscale.train_state import TrainState
 
 log = logging.getLogger(__name__)
@@ -92,7 +93,7 @@ class Run:
                 world=world.size,
             )
             for line in (self.stream.memory, *self.state.notes):
-                self.metrics.console.print(line, markup=False)
+                self.metrics.message(line)
         self.saved_at = self.measured_at = time.monotonic()
         self.stop = Stop(world, config.launch.grace_s)  # signals that this rank has received
         self.saved_step = self.step if resumed else 0
@@ -174,7 +175,7 @@ class Run:
         file = self.folder / "config.yaml"
         found = changes(file.read_text(encoding="utf-8"), self.config) if file.exists() else []
         changed = "; changed: " + ", ".join(found) if found else ""
-        print(f"run={self.config.run}: going on after step {self.step} of {self.total}{changed}")
+        say(f"run={self.config.run}: going on after step {self.step} of {self.total}{changed}")
 
     # ---- loop ----
 
@@ -183,7 +184,7 @@ class Run:
         config = self.config
         results: dict[str, Any] = {}
         if self.step >= self.total and self.world.main:
-            print(
+            say(
                 f"run={config.run} is complete at step {self.step}: nothing is left to train; more samples= go on with it"
             )
         try:

@@ -39,6 +39,7 @@ from clipscale.models.towers import ClipModel, StoredTower, build_model
 from clipscale.noise_scale import NoiseScale
 from clipscale.optim import build_optimizer
 from clipscale.precision import MasterWeights, Precision
+from clipscale.terminal import say
 from clipscale.rng import draws_random_numbers
 
 ELEMENTWISE = ("adamw", "lion", "adam", "nadamw", "sgd")
@@ -181,7 +182,7 @@ class TrainState:
             save_chunk_sizes(self.folder, found)
             if other and None in sizes.values():
                 old, new = (f"{c.get('image')} and {c.get('text')}" for c in (earlier, found))
-                print(f"cache.chunk=auto: {old} samples were found on {earlier['device']}; on {now} they are {new}")
+                say(f"cache.chunk=auto: {old} samples were found on {earlier['device']}; on {now} they are {new}")
         self.cut = found
         return [found["image"], found["text"]]
 
@@ -309,7 +310,7 @@ class TrainState:
         if self.average:
             self.average.load(saved.get("ema"))
         if self.world.main and (reason := self.other_random_numbers(saved)):
-            print(
+            say(
                 f"{reason}: the towers draw other random numbers than before, so this curve is not exactly that of an undisturbed run"
             )
 

@@ -1,5 +1,6 @@
 """Counts, bytes and run folders as text, and suggestions for mistyped words."""
 
+import math
 import re
 from collections.abc import Iterable
 from difflib import get_close_matches
@@ -19,12 +20,19 @@ def unused(folder: Path) -> Path:
     return folder if not folder.exists() else next(path for path in numbered if not path.exists())
 
 
+def whole_number(text: str) -> int | None:
+    """The number that up to 18 ASCII digits write; None for any other text, such as `²`, which `isdigit` accepts and `int` refuses."""
+    return int(text) if text.isascii() and text.isdecimal() and len(text) <= 18 else None
+
+
 def parse_count(text: str) -> int:
     """`768k` -> 786,432: the suffixes k, M and G are powers of 1024, a plain integer is itself. Raises ValueError otherwise."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKmMgG]?)\s*", text)
     if match is None:
         raise ValueError(f"{text!r} is not a count such as 100000, 768k or 1.5M")
     value = float(match[1]) * UNITS[match[2].lower()]
+    if math.isinf(value):
+        raise ValueError(f"{text[:20]}... is too large")
     if value != int(value):
         raise ValueError(f"{text!r} is not a whole number")
     return int(value)

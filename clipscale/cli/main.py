@@ -21,6 +21,7 @@ from clipscale.config.train import TrainConfig, check
 from clipscale.errors import StoppedError, UserError
 from clipscale.launch import local
 from clipscale.safe_path import protect
+from clipscale.terminal import message, prepare, say, say_all
 from clipscale.units import nearest, split
 
 
@@ -30,17 +31,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv = sys.argv[1:]
         protect()
     argv = list(argv)
+    prepare()
     try:
         return dispatch(argv)
     except UserError as error:
         if os.environ.get("CLIPSCALE_DEBUG") == "1":
             traceback.print_exc()
         if os.environ.get("RANK", "0") == "0":  # torchrun's report shows the errors of the other ranks
-            print(f"error: {error}", file=sys.stderr)
+            say(message(f"error: {error}"), error=True)
         return 128 + error.number if isinstance(error, StoppedError) else 2
     except KeyboardInterrupt as error:
         number = getattr(error, "signum", signal.SIGINT)
-        print(str(error) or "stopped by SIGINT", file=sys.stderr)
+        say(str(error) or "stopped by SIGINT", error=True)
         return 128 + number
     except BrokenPipeError:  # the reader of our output has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -53,7 +55,7 @@ def dispatch(argv: list[str]) -> int:
         help.show_overview()
         return 0
     if argv[0] in ("-V", "--version", "version"):
-        print(f"clipscale {__version__}")
+        say(f"clipscale {__version__}")
         return 0
     name, *rest = argv
     if name not in VERBS:
@@ -101,10 +103,11 @@ def train(argv: list[str]) -> int:
     try:
         result = local.join(config) if local.under_torchrun() else local.run(config)
     except local.WorkerError as error:
-        print(f"{error.details}error: {error}", file=sys.stderr)
+        say_all(error.details, error=True)
+        say(message(f"error: {error}"), error=True)
         return 1
     if os.environ.get("RANK", "0") == "0":
-        print(f"done: {result['run']} (step {result['step']}, loss {result['loss']:.4f})")
+        say(f"done: {result['run']} (step {result['step']}, loss {result['loss']:.4f})")
     return 0
 
 

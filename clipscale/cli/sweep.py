@@ -5,7 +5,6 @@ The runs follow one another, or are distributed by a Hydra launcher plugin.
 
 import json
 import math
-import sys
 import time
 import traceback
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ from clipscale.config.train import TrainConfig, check
 from clipscale.errors import UserError
 from clipscale.launch import local
 from clipscale.report.table import TextTable, plain_console
+from clipscale.terminal import message, say, say_all
 from clipscale.units import run_folder, split, unused
 
 RESULT = "result.json"
@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
             plain_console().print(table(results, folder))
     failed = sum("error" in result for result in results)
     if failed:
-        print(f"error: {failed} of {len(results)} jobs failed", file=sys.stderr)
+        say(f"error: {failed} of {len(results)} jobs failed", error=True)
     return 1 if failed or not results else 0
 
 
@@ -62,7 +62,8 @@ def job(values: DictConfig) -> float:
     hydra = HydraConfig.get()
     folder = Path(hydra.runtime.output_dir)
     record: dict[str, Any] = {"job": int(hydra.job.num), "name": folder.name}
-    print(f"\njob {record['job'] + 1}: {folder.name}", flush=True)
+    say("")
+    say(f"job {record['job'] + 1}: {folder.name}")
     try:
         plain = compose.plain(values)
         plain["run"] = plain["run"] or str(folder)
@@ -72,13 +73,13 @@ def job(values: DictConfig) -> float:
     except UserError as error:
         record["error"] = str(error)
     except local.WorkerError as error:
-        print(error.details, end="", file=sys.stderr)
+        say_all(error.details, error=True)
         record["error"] = str(error)
     except Exception as error:
         traceback.print_exc()
         record["error"] = f"{type(error).__name__}: {error}"
     if "error" in record:
-        print(f"error: {record['error']}", file=sys.stderr)
+        say(message(f"error: {record['error']}"), error=True)
     temporary = folder / (RESULT + ".tmp")
     temporary.write_text(json.dumps(record) + "\n")
     temporary.replace(folder / RESULT)

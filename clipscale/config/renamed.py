@@ -1,12 +1,12 @@
 """Settings that have a new name. The old name is accepted for one release, with a notice."""
 
 import os
-import sys
 from collections.abc import Container, Mapping
 from functools import cache
 from typing import Any
 
 from clipscale.config.setting import Setting
+from clipscale.terminal import say
 
 RENAMED = {
     "data.lanes": "data.shard_streams",
@@ -30,7 +30,7 @@ def current(key: str, declared: Container[str]) -> str:
 def notice(old: str, new: str) -> None:
     """One line on stderr, once per process and on the first rank only."""
     if os.environ.get("RANK", "0") == "0":
-        print(f"notice: {old} is now called {new}; the next release refuses the old name", file=sys.stderr)
+        say(f"notice: {old} is now called {new}; the next release refuses the old name", error=True)
 
 
 def with_current_names(values: dict[str, Any], prefix: str, settings: Mapping[str, Setting]) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from clipscale.distributed import World
 from clipscale.errors import UserError
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.precision import Precision
+from clipscale.terminal import say
 
 log = logging.getLogger(__name__)
 
@@ -88,14 +89,14 @@ def _write(config: FeaturesConfig, urls: Sequence[str], world: World) -> Path:
         count = writer.shard(url, path)
         if count is not None:
             counts[path.name] = count
-            print(f"{path}: {count} samples", flush=True)
+            say(f"{path}: {count} samples")
     counts = {name: count for part in world.gather(counts) for name, count in part.items()}
     missing = sum(world.gather(writer.missing))
     unread = [problem for part in world.gather(writer.unread) for problem in part]
     if world.main:
         write_counts(folder, counts)
         lost = f", {missing} of them without features, for broken pictures" if missing else ""
-        print(
+        say(
             f"features of {sum(counts.values())} samples{lost}: {folder}; train with data.train={folder} data.image_features=true"
         )
     if unread:

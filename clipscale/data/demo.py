@@ -21,6 +21,7 @@ from clipscale.data import scenes
 from clipscale.data.shards.access import user_cache
 from clipscale.errors import UserError
 from clipscale.hardware import cores
+from clipscale.terminal import say
 
 Sample = dict[str, str | bytes]
 """A sample as webdataset's writer takes it: `__key__`, and bytes by extension."""
@@ -69,8 +70,8 @@ def main(settings: DemoSettings) -> Path:
     fresh = render_demo(place, seed=settings.seed, train_samples=settings.samples, force=settings.force)
     found = paths(place)
     verb = f"written in {time.monotonic() - begun:.1f} s" if fresh else "already there"
-    print(f"demo set {verb}: {place}")
-    print(f"  train      {settings.samples:6d} pairs   {found.train}")
+    say(f"demo set {verb}: {place}")
+    say(f"  train      {settings.samples:6d} pairs   {found.train}")
     unseen = f"the same names, the {len(scenes.UNSEEN)} combinations that training never shows"
     for name, size, note in (
         (
@@ -81,7 +82,7 @@ def main(settings: DemoSettings) -> Path:
         ("unseen", len(scenes.UNSEEN) * UNSEEN_PER_CLASS, unseen),
         ("retrieval", RETRIEVAL_IMAGES, f"{CAPTIONS_PER_IMAGE} captions each"),
     ):
-        print(f"  {name:10s} {size:6d} images  {found.tests[name]}  ({note})")
+        say(f"  {name:10s} {size:6d} images  {found.tests[name]}  ({note})")
     return place
 
 

@@ -19,6 +19,7 @@ from clipscale.data.shards.access import Access, is_local, scheme_of
 from clipscale.errors import UserError
 from clipscale.hardware import cores
 from clipscale.report.table import TextTable, plain_console
+from clipscale.terminal import say
 from clipscale.units import format_bytes
 
 
@@ -74,17 +75,17 @@ def make_index(sources: Sequence[str], settings: IndexSettings) -> int:
             done=done,
         )
     if not urls:
-        print("tables and pipes have no index; their rows are counted as they are")
+        say("tables and pipes have no index; their rows are counted as they are")
         return 0
     entries, _ = index.current(urls, settings.cache)
     samples = sum(entry.samples for entry in entries.values())
-    print(f"{samples} samples in {len(entries)} shards; {update.read} indexed now, {update.kept} unchanged")
+    say(f"{samples} samples in {len(entries)} shards; {update.read} indexed now, {update.kept} unchanged")
     for url, entry in damaged:
-        print(f"{entry.reason} after {entry.samples} samples: {entry.detail or url}")
+        say(f"{entry.reason} after {entry.samples} samples: {entry.detail or url}")
     for url, why in update.failed.items():
-        print(f"not indexed: {url}: {why}")
+        say(f"not indexed: {url}: {why}")
     for place in sorted({str(index.writable_path(index.folder_of(url), settings.cache)) for url in urls}):
-        print(f"  {place}")
+        say(f"  {place}")
     return 1 if damaged or update.failed else 0
 
 
@@ -111,7 +112,7 @@ def check_shards(sources: Sequence[str], settings: CheckSettings) -> int:
     surplus = dict.fromkeys(name for groups in repeated.values() for group in groups for name in group[1:])
     (out / "duplicates.txt").write_text("".join(f"{name}\n" for name in surplus), errors="surrogateescape")
     plain_console().print(check.table(summary))
-    print(f"{out}/check.html, check.json, duplicates.txt")
+    say(f"{out}/check.html, check.json, duplicates.txt")
     return 1 if found.failed else 0
 
 
@@ -139,19 +140,19 @@ def show_stats(sources: Sequence[str], settings: StatsSettings) -> int:
         "members": dict(sorted(members.items())),
     }
     if settings.json:
-        print(json.dumps(found))
+        say(json.dumps(found))
         return 0
     low, high = found["samples_per_shard"]
-    print(f"{found['samples']} samples in {len(entries)} shards of {low} to {high}, {format_bytes(found['bytes'])}")
+    say(f"{found['samples']} samples in {len(entries)} shards of {low} to {high}, {format_bytes(found['bytes'])}")
     if rows:
-        print(f"{rows} of them are rows of tables")
+        say(f"{rows} of them are rows of tables")
     elif len(entries) < len(urls):
-        print(f"{len(urls) - len(entries)} of {len(urls)} shards are not counted; run `clipscale data index` on them")
+        say(f"{len(urls) - len(entries)} of {len(urls)} shards are not counted; run `clipscale data index` on them")
     lines = [
         (name, str(of["count"]), format_bytes(of["bytes"]), format_bytes(of["bytes"] / max(of["count"], 1)))
         for name, of in found["members"].items()
     ]
     plain_console().print(TextTable(("member", "samples that have it", "bytes", "mean"), [lines]))
     for url, reason in found["damaged"].items():
-        print(f"{reason}: {url}")
+        say(f"{reason}: {url}")
     return 0

@@ -8,13 +8,13 @@ import multiprocessing
 import os
 import signal
 import socket
-import sys
 import tempfile
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from clipscale import terminal
 from clipscale.config import checks
 from clipscale.config.train import TrainConfig, warnings
 from clipscale.errors import StoppedError, UserError
@@ -63,7 +63,7 @@ def make_ready(config: TrainConfig, *, named: bool) -> None:
         raise UserError("data.decode=gpu needs a GPU, and this run has none; take data.decode=fast, or exact")
     if os.environ.get("RANK", "0") == "0":
         for warning in warnings(config):
-            print(f"warning: {warning}", file=sys.stderr)
+            terminal.say(f"warning: {warning}", error=True)
 
 
 def gpus() -> int:
@@ -161,6 +161,8 @@ def private(folder: str) -> dict[str, str]:
 def work(config: TrainConfig) -> dict[str, Any]:
     """One worker's part."""
     from clipscale.train import train
+
+    terminal.prepare()
 
     return train(config)
 

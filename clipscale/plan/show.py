@@ -1,7 +1,6 @@
 """`clipscale plan`: prints whether a run fits before it starts and how long a step may take, or compares the prediction with a run."""
 
 import json
-import sys
 from typing import Any
 
 from rich.console import Console
@@ -10,6 +9,7 @@ from clipscale.config.tools import PlanConfig
 from clipscale.plan.compare import compare
 from clipscale.plan.planner import plan
 from clipscale.report.table import TextTable, plain_console
+from clipscale.terminal import printable, say
 from clipscale.units import format_bytes, format_count
 
 Result = dict[str, Any]
@@ -26,7 +26,7 @@ CONTENTS = {
 def main(config: PlanConfig, console: Console | None = None) -> int:
     """Plan, or with `run` compare, and print; returns the exit status: 1 if the run does not fit. Raises UserError."""
     console = console or plain_console()
-    result = (compare if config.run else plan)(config, lambda line: print(line, file=sys.stderr))
+    result = (compare if config.run else plan)(config, lambda line: say(line, error=True))
     if config.json:
         console.print(json.dumps(result, indent=1), soft_wrap=True)
     else:
@@ -39,11 +39,12 @@ def show_plan(result: Result, console: Console) -> None:
     settings, time, limits = (result[name] for name in ("settings", "time", "limits"))
     image, text = settings["chunk"].values()
     chunks = str(image) if image == text else f"{image} and {text}"
-    console.print(
+    heading = (
         f"{settings['model']}, batch {format_count(settings['batch'])}: {settings['local_batch']} samples on each of "
         f"{settings['nodes']} x {settings['gpus']} x {settings['hardware']}, in chunks of {chunks}, "
         f"{settings['precision']}, {settings['optim']}, offload={settings['offload']}, {settings['parallel']}"
     )
+    console.print(printable(heading))
     for table in memory_tables(result["device"], result["host"]):
         console.print(table)
     if result["host"]["disk_bytes"]:
@@ -61,7 +62,7 @@ def show_plan(result: Result, console: Console) -> None:
         bound = f" (bounded by {limits['batch_bound']})" if limits["batch_bound"] else ""
         console.print(f"largest power of two that fits: at this batch {chunk}; with this chunk {batch}{bound}")
     for note in result["notes"]:
-        console.print(note)
+        console.print(printable(note))
     console.print(result["verdict"], style="bold")
 
 
@@ -113,4 +114,4 @@ def show_comparison(result: Result, console: Console) -> None:
     title = f"{result['run']}: {result['hardware']}, medians of {result['steps']} steps"
     console.print(TextTable(("what", "predicted", "measured", "predicted / measured"), [rows], title))
     for note in result["notes"]:
-        console.print(note)
+        console.print(printable(note))

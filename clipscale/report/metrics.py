@@ -21,6 +21,7 @@ from clipscale.config.checks import at_least, choice
 from clipscale.config.sections import WANDB, LogConfig
 from clipscale.errors import UserError
 from clipscale.report.environment import environment
+from clipscale.terminal import printable
 
 Record = Mapping[str, Any]
 
@@ -143,7 +144,7 @@ class MetricLog:
 
     def message(self, text: str) -> None:
         """Print a line on the console."""
-        self.console.print(text, markup=False)
+        self.console.print(printable(text), markup=False)
 
     def close(self) -> None:
         """Flush and close every sink. Safe to call twice."""

@@ -18,6 +18,7 @@ from clipscale.errors import UserError
 from clipscale.report.metrics import read_metrics
 from clipscale.report.plots import STYLE, draw
 from clipscale.report.table import TextTable, result_tables
+from clipscale.terminal import say
 
 CSS = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1f2937; max-width: 1100px; margin: 2rem auto; padding: 0 1rem; }
@@ -34,7 +35,8 @@ Record = dict[str, Any]
 def main(settings: ReportSettings) -> Path:
     """Write the report and print its paths. Returns the page's path. Raises UserError."""
     html = write_report(check_run(settings))
-    print(f"{html}\n{html.with_suffix('.png')}")
+    say(html)
+    say(html.with_suffix(".png"))
     return html
 
 

@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from clipscale.terminal import printable
+
 Results = Mapping[str, Mapping[str, float]]
 
 TITLES = {
@@ -48,20 +50,20 @@ class TextTable:
 
     def __rich_console__(self, *_: object) -> Iterator[Text | Table]:
         if self.title:
-            yield Text(self.title)
+            yield Text(printable(self.title))
         titled = any(self.heads)
         table = Table(box=SIMPLE_HEAD if titled else None, show_header=titled, pad_edge=False, padding=(0, 1, 0, 0))
         names = max((len(row[0]) for group in self.groups for row in group), default=0)
         for column, head in enumerate(self.heads):
             table.add_column(
-                Text(head),
+                Text(printable(head)),
                 justify="left" if self.is_text(column) else "right",
                 no_wrap=column == 0 and names <= NAME_WIDTH,
                 overflow="fold",
             )
         for group in self.groups:
             for row in group:
-                table.add_row(*map(Text, row))
+                table.add_row(*(Text(printable(cell)) for cell in row))
             table.add_section()
         yield table
 
@@ -69,7 +71,7 @@ class TextTable:
         """An HTML table of class `css`; cells are escaped."""
 
         def line(tag: str, cells: Sequence[str]) -> str:
-            return "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+            return "<tr>" + "".join(f"<{tag}>{escape(printable(cell))}</{tag}>" for cell in cells) + "</tr>"
 
         body = "\n".join(line("td", row) for group in self.groups for row in group)
         return f"<table class='{css}'>{line('th', self.heads) if any(self.heads) else ''}\n{body}</table>"

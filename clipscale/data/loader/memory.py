@@ -15,7 +15,7 @@ from clipscale.data.shards.access import Access
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.store import Store
 from clipscale.errors import UserError
-from clipscale.units import format_bytes
+from clipscale.units import format_bytes, whole_number
 
 PEEK = 64
 """Samples of the first shard from which the size of encoded pictures is estimated."""
@@ -49,9 +49,9 @@ def free_memory() -> int:
     """Bytes that are free on this machine and in this process's control group (container)."""
     free = int(psutil.virtual_memory().available)
     limit, stat = _GROUP / "memory.max", _GROUP / "memory.stat"
-    if limit.is_file() and stat.is_file() and (text := limit.read_text().strip()).isdigit():
+    if limit.is_file() and stat.is_file() and (number := whole_number(limit.read_text().strip())) is not None:
         used = dict(line.split() for line in stat.read_text().splitlines())
-        free = min(free, int(text) - int(used.get("anon", 0)) - int(used.get("shmem", 0)))
+        free = min(free, number - int(used.get("anon", 0)) - int(used.get("shmem", 0)))
     return max(0, free)
 
 

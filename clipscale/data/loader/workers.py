@@ -20,6 +20,7 @@ import torch
 from clipscale.data.loader.host_batch import Arena
 from clipscale.data.loader.shard_stream import BatchFiller, WorkerSpec
 from clipscale.errors import UserError
+from clipscale.terminal import prepare
 
 ALIVE_S = 2.0
 """A worker that reads but has nothing to deliver reports at most this often."""
@@ -163,6 +164,7 @@ def work(connection: Connection, spec: WorkerSpec, arena: Arena) -> None:
         signal.signal(number, signal.SIG_IGN)
     # Damaged pictures are counted, and data.max_pixels judges sizes.
     warnings.filterwarnings("ignore", module=r"PIL\.")
+    prepare()
     torch.set_num_threads(1)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # those of transformers would start a thread a core, too
     try:

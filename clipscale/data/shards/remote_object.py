@@ -19,6 +19,7 @@ import requests
 from requests.adapters import HTTPAdapter
 
 from clipscale.data.shards.access import ReadContext, SourceError, scheme_of
+from clipscale.units import whole_number
 
 SLOWEST = 1024
 """Bytes a second; an answer slower than this over the length of a time-out is cut off and requested again."""
@@ -30,7 +31,7 @@ MOST_CONNECTIONS = 32
 """Connections that one process keeps open to one server."""
 _TRANSIENT = {408, 425, 429, 500, 502, 503, 504}
 """HTTP statuses that may pass."""
-_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)$")
+_RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18})$")
 _HUB = re.compile(r"hf://(?:(datasets|spaces)/)?([^/@]+/[^/@]+)(?:@((?:refs/(?:pr|convert)/)?[^/]+))?/(.+)$")
 _HUB_BUCKET = re.compile(r"hf://buckets/([^/]+/[^/]+)/(.+)$")
 
@@ -204,8 +205,8 @@ class HttpObject:
             return answer
         answer.close()
         if answer.status_code in _TRANSIENT:
-            wait = answer.headers.get("Retry-After", "")
-            raise TransientError(f"http_{answer.status_code}", wait_s=float(wait) if wait.isdigit() else 0.0)
+            wait = whole_number(answer.headers.get("Retry-After", ""))
+            raise TransientError(f"http_{answer.status_code}", wait_s=float(wait or 0))
         if answer.status_code == 416:
             raise SourceError("changed_shard" if start else "unreadable_shard", "shorter than it was, or empty")
         raise SourceError("missing_shard", f"HTTP status {answer.status_code}")
@@ -235,11 +236,11 @@ class HttpObject:
                 answer.close()
                 raise TransientError("wrong_range", answer.headers.get("Content-Range", "no Content-Range"))
             return int(found[3])
-        length = answer.headers.get("Content-Length", "")
-        if not length.isdigit():
+        length = whole_number(answer.headers.get("Content-Length", ""))
+        if length is None:
             answer.close()
             raise SourceError("unknown_length", "the server does not say how long it is")
-        return int(length)
+        return length
 
 
 # -- through fsspec ----------------------------------------------------------------------------------------------------

@@ -62,7 +62,7 @@ class Part:
 
 def part_of(url: str) -> Part:
     """The virtual shard at an address."""
-    match = re.match(r"^table:([^?]*)\?([^#]*)#(\d+)-(\d+)@([\d.]+)$", url)
+    match = re.match(r"^table:([^?]*)\?([^#]*)#([0-9]{1,18})-([0-9]{1,18})@([0-9]{1,18}(?:\.[0-9]{1,18})?)$", url)
     if not match:
         raise ValueError(f"{url!r} is no address of a table's rows")
     columns = dict(parse_qsl(match[2]))

@@ -10,6 +10,7 @@ from clipscale.data.sample import key_and_extension
 from clipscale.errors import UserError
 from clipscale.eval.sets import prompts
 from clipscale.eval.sets.item import CLASSIFICATION, IMAGE_SUFFIXES, RETRIEVAL, EvalSet, ImageRef
+from clipscale.units import whole_number
 
 
 def load(root: Path) -> EvalSet:
@@ -58,9 +59,10 @@ def _dataset_type(root: Path) -> str:
 def _shard_paths(root: Path) -> Iterator[Path]:
     file = root / "test" / "nshards.txt"
     text = file.read_text().strip()
-    if not text.isdigit():
+    count = whole_number(text)
+    if count is None:
         raise UserError(f"eval.sets: {file} must hold the number of shards, it holds {text[:40]!r}")
-    for index in range(int(text)):
+    for index in range(count):
         shard = root / "test" / f"{index}.tar"
         if not shard.is_file():
             raise UserError(
