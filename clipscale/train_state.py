@@ -39,8 +39,8 @@ from clipscale.models.towers import ClipModel, StoredTower, build_model
 from clipscale.noise_scale import NoiseScale
 from clipscale.optim import build_optimizer
 from clipscale.precision import MasterWeights, Precision
-from clipscale.terminal import say
 from clipscale.rng import draws_random_numbers
+from clipscale.terminal import say
 
 ELEMENTWISE = ("adamw", "lion", "adam", "nadamw", "sgd")
 """Optimizers whose update of a shard is the shard of their update."""
