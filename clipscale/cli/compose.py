@@ -22,6 +22,7 @@ from clipscale.cli.overrides import prepare, quoted, several
 from clipscale.cli.verbs import TOOLS
 from clipscale.config.parse import misnamed
 from clipscale.config.presets import conf_dir, group_options
+from clipscale.config.redact import remember
 from clipscale.config.setting import Setting, defaults, settings_of
 from clipscale.errors import UserError
 from clipscale.units import nearest, one_of
@@ -61,7 +62,17 @@ def run(
 def once(name: str, argv: Sequence[str]) -> dict[str, Any] | None:
     """The composed configuration as plain values; None if Hydra only printed something (--cfg, --info)."""
     composed: list[dict[str, Any]] = []
-    run(name, argv, lambda config: composed.append(plain(config)))
+    failed: list[OmegaConfBaseException] = []
+
+    def job(config: DictConfig) -> None:
+        try:
+            composed.append(plain(config))
+        except OmegaConfBaseException as error:  # outside the job, or Hydra prints a line of its own
+            failed.append(error)
+
+    run(name, argv, job)
+    if failed:
+        raise explain(failed[0], settings_of(TOOLS[name].settings)) from failed[0]
     return composed[0] if composed else None
 
 
@@ -91,9 +102,20 @@ def demo_path(part: str) -> str:
     return found.train if part == "train" else str(found.tests[part])
 
 
+def variable(name: str, *default: str | None) -> str | None:
+    """`${oc.env:NAME}` and `${oc.env:NAME,DEFAULT}`: as OmegaConf's own, but the value counts as a secret."""
+    if name not in os.environ and not default:
+        raise UserError(
+            f"${{oc.env:{name}}}: the environment variable {name} is not set; export it, in every process of the run"
+        )
+    remember(name)
+    return os.environ.get(name, *default)
+
+
 # Registered on import, so that every process in which a launcher plugin runs a job has them.
 OmegaConf.register_new_resolver("job_dir", job_dir, replace=True)
 OmegaConf.register_new_resolver("demo", demo_path, replace=True)
+OmegaConf.register_new_resolver("oc.env", variable, replace=True)
 
 
 def plain(config: DictConfig) -> dict[str, Any]:
@@ -116,6 +138,8 @@ def explain(error: Exception, declared: Sequence[Setting] = ()) -> UserError:
 
 def _explain_one(error: BaseException, names: list[str]) -> str | None:
     text = " ".join(str(error).split())
+    if ours := re.search(r"UserError raised while resolving interpolation: (.*?)(?: full_key:|$)", text):
+        return ours[1]
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, _, choice = str(error.missing_cfg_file).rpartition("/")
         options = list(error.options or ()) or group_options().get(group, [])

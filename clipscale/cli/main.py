@@ -15,6 +15,7 @@ from clipscale.cli import help, overrides
 from clipscale.cli.verbs import TOOLS, VERBS, tools_of
 from clipscale.config.checks import check_values
 from clipscale.config.parse import misnamed, typed
+from clipscale.config.redact import redacted_output
 from clipscale.config.renamed import current
 from clipscale.config.setting import settings_of
 from clipscale.config.train import TrainConfig, check
@@ -32,6 +33,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         protect()
     argv = list(argv)
     prepare()
+    with redacted_output():
+        return _main(argv)
+
+
+def _main(argv: list[str]) -> int:
     try:
         return dispatch(argv)
     except UserError as error:

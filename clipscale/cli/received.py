@@ -66,7 +66,8 @@ def refuse(config: DictConfig, overrides: Sequence[str]) -> None:
         if given and not any(name == key or key.startswith(f"{name}.") for key in typed):
             raise UserError(f"{name} runs commands, so no file may set it; if you want it, give {name}= as an argument")
     for kind in ("hydra", "task"):
-        if any(word not in overrides for word in OmegaConf.select(config, f"hydra.overrides.{kind}") or ()):
+        words = OmegaConf.select(config, f"hydra.overrides.{kind}") or OmegaConf.create([])
+        if any(word not in overrides for word in OmegaConf.to_container(words, resolve=False) or ()):
             raise UserError(f"hydra.overrides.{kind}: no file may set it; give the settings as arguments")
     for name, value in targets(OmegaConf.to_container(config.hydra, resolve=False), "hydra"):
         pattern = TARGETS if name.endswith("._target_") else PRE_DISPATCH

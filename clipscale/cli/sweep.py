@@ -17,6 +17,7 @@ from omegaconf import DictConfig
 
 from clipscale.cli import compose
 from clipscale.config.parse import typed
+from clipscale.config.redact import redacted, redacted_output
 from clipscale.config.train import TrainConfig, check
 from clipscale.errors import UserError
 from clipscale.launch import local
@@ -59,6 +60,11 @@ def job(values: DictConfig) -> float:
 
     Writes RESULT to its folder. Returns the last loss, or NaN after a failure, as Hydra's optimising sweepers expect.
     """
+    with redacted_output():
+        return _job(values)
+
+
+def _job(values: DictConfig) -> float:
     hydra = HydraConfig.get()
     folder = Path(hydra.runtime.output_dir)
     record: dict[str, Any] = {"job": int(hydra.job.num), "name": folder.name}
@@ -81,7 +87,7 @@ def job(values: DictConfig) -> float:
     if "error" in record:
         say(message(f"error: {record['error']}"), error=True)
     temporary = folder / (RESULT + ".tmp")
-    temporary.write_text(json.dumps(record) + "\n")
+    temporary.write_text(json.dumps(redacted(record)) + "\n")
     temporary.replace(folder / RESULT)
     return float(record.get("loss", math.nan))
 

@@ -11,6 +11,7 @@ import yaml
 
 from clipscale.config.checks import check_values, shared
 from clipscale.config.data import DataConfig
+from clipscale.config.redact import redacted
 from clipscale.config.renamed import current
 from clipscale.config.sections import (
     DEVICE_HELP,
@@ -148,12 +149,12 @@ def changes(before: str, config: TrainConfig) -> list[str]:
     if not isinstance(tree, dict):
         return []
     new = dict(flat(yaml.safe_load(to_yaml(config))))
-    old = {current(key, new): value for key, value in flat(tree)}
+    old = {current(key, new): value for key, value in flat(redacted(tree))}
     differing = [key for key in {**old, **new} if key not in ("run", "resume") and old.get(key) != new.get(key)]
     return [f"{key} {old.get(key)} -> {new.get(key)}" for key in differing]
 
 
 def to_yaml(config: Any) -> str:
-    """The configuration as YAML, which `typed` reads back."""
-    plain = json.loads(json.dumps(asdict(config)))  # tuples become lists: YAML has no tuples
+    """The configuration as YAML without its secrets. `typed` reads it back, after `restored` where secrets matter."""
+    plain = redacted(json.loads(json.dumps(asdict(config))))  # tuples become lists: YAML has no tuples
     return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from clipscale.config.checks import check_values
+from clipscale.config.redact import redacted
 from clipscale.config.sections import EvalConfig
 from clipscale.data.decode import BrokenSampleError, EvalTransform
 from clipscale.distributed import World
@@ -112,7 +113,7 @@ def save_results(run_dir: Path, step: int | None, results: Results, *, seconds: 
     earlier = json.loads(path.read_text())["results"] if path.is_file() else {}
     record = {"step": step, "seconds": round(seconds, 3), "results": earlier | results}
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(record, indent=1) + "\n")
+    temporary.write_text(json.dumps(redacted(record), indent=1) + "\n")
     temporary.replace(path)
     return path
 

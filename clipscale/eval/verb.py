@@ -5,6 +5,7 @@ from pathlib import Path
 import yaml
 
 from clipscale import distributed
+from clipscale.config.redact import incomplete, restored
 from clipscale.config.tools import EvalRunConfig, check_run
 from clipscale.errors import UserError
 from clipscale.eval.run import Results, check, evaluate
@@ -35,7 +36,11 @@ def main(config: EvalRunConfig) -> Results:
 def _sets_of(settings: Path) -> list[str]:
     """The evaluation sets in the run's settings. Raises UserError where there are none."""
     record = yaml.safe_load(settings.read_text()) if settings.is_file() else None
-    sets = (record or {}).get("eval", {}).get("sets", [])
+    sets = restored((record or {}).get("eval", {}).get("sets", []))
     if not sets:
         raise UserError("eval.sets is empty, here and in the run's own settings; give eval.sets=[FOLDER,...]")
+    if any(map(incomplete, sets)):
+        raise UserError(
+            f"eval.sets={sets}: the run's settings hold no secrets; give eval.sets again, or set the variable"
+        )
     return list(sets)

@@ -12,10 +12,12 @@ import tempfile
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clipscale import terminal
 from clipscale.config import checks
+from clipscale.config.redact import redact, redacted_output
 from clipscale.config.train import TrainConfig, warnings
 from clipscale.errors import StoppedError, UserError
 from clipscale.hardware import cores
@@ -93,7 +95,13 @@ def join(config: TrainConfig) -> dict[str, Any]:
     """This process's part of a run that torchrun has started. A failure is recorded for torchrun's report."""
     from torch.distributed.elastic.multiprocessing.errors import record
 
-    result = record(work)(config)
+    try:
+        result = record(work)(config)
+    except BaseException:
+        file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
+        if file.is_file():
+            file.write_text(redact(file.read_text()))  # torchrun prints it
+        raise
     assert result is not None  # record raises every error, unless it is asked to swallow them
     return result
 
@@ -163,8 +171,8 @@ def work(config: TrainConfig) -> dict[str, Any]:
     from clipscale.train import train
 
     terminal.prepare()
-
-    return train(config)
+    with redacted_output():
+        return train(config)
 
 
 def first_failure(error: "ChildFailedError") -> UserError | WorkerError:

@@ -12,6 +12,7 @@ import yaml
 from clipscale.autotune import saved_chunk_sizes
 from clipscale.config.checks import begun_run
 from clipscale.config.parse import typed
+from clipscale.config.redact import restored
 from clipscale.config.tools import PlanConfig
 from clipscale.config.train import TrainConfig
 from clipscale.errors import UserError
@@ -65,7 +66,7 @@ def compare(config: PlanConfig, announce: Callable[[str], None] = lambda line: N
 
 def settings_of(config: PlanConfig, folder: Path) -> PlanConfig:
     """The run's settings, on the machine it ran on unless `config` names another."""
-    trained = typed(TrainConfig, yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8")))
+    trained = typed(TrainConfig, restored(yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))))
     environment = json.loads((folder / "env.json").read_text(encoding="utf-8"))
     processes, gpus = environment["processes"], environment["gpus"]
     on_gpu = bool(gpus) and trained.device != "cpu"

@@ -14,6 +14,7 @@ import torch
 
 import clipscale
 from clipscale.config.presets import conf_dir
+from clipscale.config.redact import redacted
 from clipscale.hardware import cores
 
 PACKAGES = (
@@ -24,8 +25,8 @@ VARIABLES = ("NCCL_", "OMP_NUM", "CUDA_VISIBLE", "SLURM_JOB_ID")
 
 
 def environment(world: int = 1) -> dict[str, Any]:
-    """A JSON-like record of this process's environment. It holds no secrets: the only variables in it are those that affect speed."""
-    return {
+    """A JSON-like record of this process's environment, without secrets. The only variables in it are those that affect speed."""
+    record = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": sys.argv,
         "hostname": platform.node(),
@@ -40,6 +41,7 @@ def environment(world: int = 1) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "variables": {name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)},
     }
+    return dict(redacted(record))
 
 
 def _version(package: str) -> str | None:

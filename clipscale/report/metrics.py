@@ -242,7 +242,8 @@ class _Wandb:
             dir=str(run_dir),
             config=dict(settings),
             mode=config.wandb,  # type: ignore[arg-type]
-            settings=wandb.Settings(silent=True, init_timeout=60),
+            # wandb would send the command line, and what is printed before the secrets are taken out.
+            settings=wandb.Settings(silent=True, init_timeout=60, console="off", x_disable_meta=True),
         )
         # wandb's own step counter cannot go back when a run is resumed; our step is the x axis instead.
         self.run.define_metric("*", step_metric="step")

@@ -12,6 +12,7 @@ from typing import Any
 import matplotlib
 import yaml
 
+from clipscale.config.redact import redacted
 from clipscale.config.setting import flat
 from clipscale.config.tools import ReportSettings, check_run
 from clipscale.errors import UserError
@@ -100,5 +101,5 @@ def summary(records: Sequence[Record]) -> str:
 def _details(title: str, file: Path, read: Callable[[str], Any]) -> str:
     """A table of dotted names and values, folded away; empty if there is no file."""
     tree = read(file.read_text()) if file.is_file() else {}
-    rows = [(name, str(value)) for name, value in flat(tree or {})]
+    rows = [(name, str(value)) for name, value in flat(redacted(tree or {}))]
     return f"<details><summary>{title}</summary>{TextTable(('', ''), [rows]).html('plain')}</details>" if rows else ""

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from clipscale.data.shards.access import unsigned
 from clipscale.errors import UserError
 from clipscale.units import format_bytes
 
@@ -34,7 +35,7 @@ RECIPE = 11
 
 def sample_id(url: str, key: str) -> int:
     """A 64-bit name of a sample. It does not depend on the shard's folder."""
-    text = f"{url.rsplit('/', 1)[-1]}/{key}".encode("utf-8", "surrogatepass")
+    text = f"{unsigned(url).rsplit('/', 1)[-1]}/{key}".encode("utf-8", "surrogatepass")
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from clipscale.data.order import WINDOW, Order, Segment, fingerprint, permutation
 from clipscale.data.sample import RawSample
 from clipscale.data.shards import index
+from clipscale.data.shards.access import unsigned
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.store import Store
 
@@ -38,7 +39,7 @@ class OrderedShards:
 
     def fingerprint(self) -> str:
         """A digest of everything that a position refers to. The shards' folder is not part of it."""
-        return fingerprint(self.order, [url.rsplit("/", 1)[-1] for url in self.urls], self.window)
+        return fingerprint(self.order, [unsigned(url).rsplit("/", 1)[-1] for url in self.urls], self.window)
 
 
 @dataclass(frozen=True)

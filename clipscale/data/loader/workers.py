@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from clipscale.config.redact import redacted_output
 from clipscale.data.loader.host_batch import Arena
 from clipscale.data.loader.shard_stream import BatchFiller, WorkerSpec
 from clipscale.errors import UserError
@@ -168,7 +169,8 @@ def work(connection: Connection, spec: WorkerSpec, arena: Arena) -> None:
     torch.set_num_threads(1)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # those of transformers would start a thread a core, too
     try:
-        Worker(connection, spec, arena).run()
+        with redacted_output():
+            Worker(connection, spec, arena).run()
     except ClosedError:
         return
     except Exception as error:

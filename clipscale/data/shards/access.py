@@ -16,6 +16,12 @@ import platformdirs
 
 EVENT = "event:"
 """Prefix of the counters of events that cost no sample, such as repeated requests."""
+_SIGNATURE = re.compile(
+    r"x-(amz|goog|oss|cos|obs)-.*|(aws|google|oss)?access(key)?id|signature|expires|key-pair-id|policy|(security-|access_)?token"
+    r"|s(ig|e|p|v|r|t|ip|pr|koid|ktid|kt|ke|ks|kv|aoid|uoid|cid)|auth|api_?key",
+    re.IGNORECASE,
+)
+"""Parameters of presigned addresses of S3, Google, Azure, Alibaba, Tencent, Huawei and CloudFront."""
 _SCHEME = re.compile(r"^[a-z][a-z0-9+.-]+:", re.IGNORECASE)
 
 
@@ -103,6 +109,15 @@ def as_path(name: str) -> str:
 def scheme_of(url: str) -> str:
     """The scheme in lower case, empty for a path."""
     return "" if is_local(url) else url.split(":", 1)[0].lower()
+
+
+def unsigned(url: str) -> str:
+    """The address without the parameters that grant access to it: an address that is signed anew names the same shard."""
+    if "?" not in url or is_local(url):
+        return url
+    base, _, query = url.partition("?")
+    kept = [part for part in query.split("&") if not _SIGNATURE.fullmatch(part.partition("=")[0])]
+    return base + "?" * bool(kept) + "&".join(kept)
 
 
 def leaf_of(url: str) -> str:

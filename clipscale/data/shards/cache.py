@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from clipscale.data.shards import index
-from clipscale.data.shards.access import Opened, ReadContext, SourceError, digest, leaf_of
+from clipscale.data.shards.access import Opened, ReadContext, SourceError, digest, leaf_of, unsigned
 from clipscale.data.shards.remote import LARGEST_BLOCK, RemoteFile
 from clipscale.data.shards.remote_object import remote_object
 
@@ -42,7 +42,9 @@ class ShardCache:
                 self._context.count("copy_of_unreachable")
                 return Opened(copy, None, "")
             raise
-        path = self._folder / f"{digest(url)}-{digest(f'{remote.length} {remote.version}')}-{leaf_of(url)[-80:]}"
+        path = (
+            self._folder / f"{digest(unsigned(url))}-{digest(f'{remote.length} {remote.version}')}-{leaf_of(url)[-80:]}"
+        )
         try:
             while True:
                 with suppress(FileNotFoundError):  # not there yet, or evicted between these two lines
@@ -58,7 +60,7 @@ class ShardCache:
 
     def _last_used(self, url: str) -> IO[bytes] | None:
         """Of the copies of this shard's versions, the one opened last: the newest version that any process has seen."""
-        own = digest(url) + "-"
+        own = digest(unsigned(url)) + "-"
         copies = [(used, path) for path, _, used in self._files() if path.name.startswith(own)]
         for _, path in sorted(copies, reverse=True):
             with suppress(FileNotFoundError):  # evicted meanwhile
