@@ -342,6 +342,7 @@ class Run:
                 run_dir=self.folder,
                 step=self.step,
                 before_batch=self.stop.check,
+                about={"precision": self.config.precision.name},
             )
         self.eval_s = time.monotonic() - started
         if state.stored:

@@ -46,6 +46,10 @@ def _main(argv: list[str]) -> int:
         if os.environ.get("RANK", "0") == "0":  # torchrun's report shows the errors of the other ranks
             say(message(f"error: {error}"), error=True)
         return 128 + error.number if isinstance(error, StoppedError) else 2
+    except local.WorkerError as error:
+        say_all(error.details, error=True)
+        say(message(f"error: {error}"), error=True)
+        return 1
     except KeyboardInterrupt as error:
         number = getattr(error, "signum", signal.SIGINT)
         say(str(error) or "stopped by SIGINT", error=True)
@@ -106,12 +110,7 @@ def train(argv: list[str]) -> int:
     named = bool(config.run)
     check(config)
     local.make_ready(config, named=named)
-    try:
-        result = local.join(config) if local.under_torchrun() else local.run(config)
-    except local.WorkerError as error:
-        say_all(error.details, error=True)
-        say(message(f"error: {error}"), error=True)
-        return 1
+    result = local.join(config) if local.under_torchrun() else local.run(config)
     if os.environ.get("RANK", "0") == "0":
         say(f"done: {result['run']} (step {result['step']}, loss {result['loss']:.4f})")
     return 0

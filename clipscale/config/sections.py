@@ -34,7 +34,7 @@ class CheckpointConfig:
 
 @dataclass
 class LaunchConfig:
-    """How many worker processes `clipscale train` starts on this machine when it is not run under torchrun."""
+    """How many worker processes `train` and `eval` start on this machine when they are not run under torchrun."""
 
     procs: int | None = setting(None, "Worker processes; null: one per visible GPU, or one without GPUs.", least=1)
     threads: int | None = setting(None, "CPU threads per worker; null: an even share of the cores.", least=1)

@@ -11,6 +11,7 @@ from clipscale.config.sections import (
     WEIGHTS,
     WEIGHTS_HELP,
     EvalConfig,
+    LaunchConfig,
     ModelConfig,
     PrecisionConfig,
 )
@@ -44,6 +45,7 @@ class EvalRunConfig:
     device: str = setting("auto", DEVICE_HELP, choices=DEVICES)
     eval: EvalConfig = field(default_factory=EvalConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
 
 
 @dataclass

@@ -365,9 +365,9 @@ class EvalTransform:
             if self.border:
                 image = image.crop((self.border, self.border, image.width - self.border, image.height - self.border))
             image = image.resize(self._size(*image.size), INTERPOLATIONS[self.interpolation])
-            # torchvision's CenterCrop rounds the corner. open_clip's crop that can fill rounds it down.
+            # torchvision's CenterCrop rounds the corner. open_clip rounds a margin that it fills down.
             S = self.side
-            left, top = ((side - S) // 2 if self.mode == "longest" else round((side - S) / 2) for side in image.size)
+            left, top = (-((S - n) // 2) if self.mode == "longest" else round((n - S) / 2) for n in image.size)
             image = image.crop((left, top, left + S, top + S))  # beyond the edges it is black
         return np.ascontiguousarray(np.asarray(image).transpose(2, 0, 1))
 

@@ -1,4 +1,4 @@
-"""The verb `clipscale eval`: evaluates a run's checkpoint. Under torchrun every rank does its share."""
+"""The verb `clipscale eval`: evaluates a run's checkpoint. Every process does its share."""
 
 from pathlib import Path
 
@@ -8,24 +8,41 @@ from clipscale import distributed
 from clipscale.config.redact import incomplete, restored
 from clipscale.config.tools import EvalRunConfig, check_run
 from clipscale.errors import UserError
-from clipscale.eval.run import Results, check, evaluate
+from clipscale.eval.results import Results
+from clipscale.eval.run import check, evaluate
+from clipscale.launch import local
 from clipscale.models.towers import load_model
 from clipscale.precision import Precision
 from clipscale.report.table import print_results
 
 
 def main(config: EvalRunConfig) -> Results:
-    """Evaluate and print a table. Without `eval.sets` it takes the sets of the run's settings. Raises UserError."""
+    """Evaluate, on `launch.procs` processes or as one of torchrun's. Without `eval.sets` it takes the run's own. Raises UserError."""
     folder = check_run(config)
     if not config.eval.sets:
         config.eval.sets = _sets_of(folder / "config.yaml")
-    world = distributed.start(config.device)
+    work = "clipscale.eval.verb:work"
+    return local.join(config, work) if local.under_torchrun() else local.run(config, work)
+
+
+def work(config: EvalRunConfig) -> Results:
+    """One process's part. Rank 0 prints a table. Raises UserError."""
+    folder = check_run(config)
+    world = distributed.start(config.device, config.launch.threads, config.launch.timeout_s)
     try:
         check(config.eval, world)  # before the model is loaded: a mistyped path is reported at once
         precision = Precision(config.precision, world.device)
         model, _, step = load_model(folder, config.checkpoint, config.eval.weights)
         model.to(world.device)
-        results = evaluate(model, config.eval, world, autocast=precision.autocast, run_dir=folder, step=step)
+        results = evaluate(
+            model,
+            config.eval,
+            world,
+            autocast=precision.autocast,
+            run_dir=folder,
+            step=step,
+            about={"precision": config.precision.name, "checkpoint": config.checkpoint},
+        )
     finally:
         distributed.stop()
     if world.main:

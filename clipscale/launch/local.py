@@ -13,11 +13,13 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from clipscale import terminal
 from clipscale.config import checks
 from clipscale.config.redact import redact, redacted_output
+from clipscale.config.tools import EvalRunConfig
 from clipscale.config.train import TrainConfig, warnings
 from clipscale.errors import StoppedError, UserError
 from clipscale.hardware import cores
@@ -25,6 +27,9 @@ from clipscale.hardware import cores
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+Launched = TrainConfig | EvalRunConfig
+TRAIN = "clipscale.train:train"
+"""What the workers of a training run call."""
 GRACE_S = 300
 """Seconds for workers to end their step and save after a signal. torch 2.11 allows 30, whatever this setting is."""
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
@@ -49,8 +54,10 @@ class WorkerError(Exception):
 class Interrupted(KeyboardInterrupt):
     """A signal stopped the launcher. The workers have saved and ended."""
 
-    def __init__(self, signum: int, run: str) -> None:
-        super().__init__(f"stopped by {signal.Signals(signum).name}; go on with run={run} resume=auto")
+    def __init__(self, signum: int, run: str = "") -> None:
+        """`run`: the run that can go on."""
+        remedy = f"; go on with run={run} resume=auto" if run else ""
+        super().__init__(f"stopped by {signal.Signals(signum).name}{remedy}")
         self.signum = signum
 
 
@@ -91,12 +98,12 @@ def shared(name: str) -> str:
     return store.get("clipscale/run").decode()
 
 
-def join(config: TrainConfig) -> dict[str, Any]:
+def join(config: Launched, main: str = TRAIN) -> dict[str, Any]:
     """This process's part of a run that torchrun has started. A failure is recorded for torchrun's report."""
     from torch.distributed.elastic.multiprocessing.errors import record
 
     try:
-        result = record(work)(config)
+        result = record(work)(config, main)
     except BaseException:
         file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
         if file.is_file():
@@ -106,24 +113,26 @@ def join(config: TrainConfig) -> dict[str, Any]:
     return result
 
 
-def workers(config: TrainConfig) -> int:
-    """Processes of the run on this machine. Raises UserError if they cannot share the batch evenly."""
+def workers(config: Launched) -> int:
+    """Processes of the run on this machine. Raises UserError if they cannot share a training batch evenly."""
     count = config.launch.procs
     if count is None:
         count = 1 if config.device == "cpu" else max(1, gpus())
-    checks.shared(config.batch, count, f"{count} processes (one per GPU)", ", or fewer processes with launch.procs=N")
+    if isinstance(config, TrainConfig):
+        remedy = ", or fewer processes with launch.procs=N"
+        checks.shared(config.batch, count, f"{count} processes (one per GPU)", remedy)
     return count
 
 
-def run(config: TrainConfig, *, isolated: bool = False) -> dict[str, Any]:
-    """Train in this process or in several workers. With `isolated`, a single worker gets a process of its own too.
+def run(config: Launched, main: str = TRAIN, *, isolated: bool = False) -> dict[str, Any]:
+    """Call `main` in this process or in several workers. With `isolated`, a single worker gets a process of its own too.
 
-    Returns the result of `train` on rank 0. Raises UserError if a worker does, WorkerError for other failures, Interrupted for a signal.
+    Returns its result on rank 0. Raises UserError if a worker does, WorkerError for other failures, Interrupted for a signal.
     No worker outlives this call. If this process is killed, the kernel interrupts its workers.
     """
     count = workers(config)
     if count == 1 and not isolated:
-        return work(config)
+        return work(config, main)
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -147,13 +156,13 @@ def run(config: TrainConfig, *, isolated: bool = False) -> dict[str, Any]:
             logs_specs=DefaultLogsSpecs(log_dir=folder),
         )
         try:
-            results: dict[int, dict[str, Any]] = elastic_launch(elastic, work)(config)
+            results: dict[int, dict[str, Any]] = elastic_launch(elastic, work)(config, main)
             return results[0]
         except ChildFailedError as error:
             raise first_failure(error) from None
         except SignalException as error:
             number = signal.SIGTERM if error.sigval == signal.SIGUSR1 else error.sigval  # as in a worker
-            raise Interrupted(number, config.run) from None
+            raise Interrupted(number, config.run if main == TRAIN else "") from None
 
 
 def private(folder: str) -> dict[str, str]:
@@ -166,13 +175,12 @@ def private(folder: str) -> dict[str, str]:
     return {"CLIPSCALE_STORE": f"{folder}/group", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **interfaces}
 
 
-def work(config: TrainConfig) -> dict[str, Any]:
+def work(config: Launched, main: str = TRAIN) -> dict[str, Any]:
     """One worker's part."""
-    from clipscale.train import train
-
     terminal.prepare()
     with redacted_output():
-        return train(config)
+        result: dict[str, Any] = resolve_name(main)(config)
+        return result
 
 
 def first_failure(error: "ChildFailedError") -> UserError | WorkerError:

@@ -2,7 +2,6 @@
 
 import base64
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -16,6 +15,7 @@ from clipscale.config.redact import redacted
 from clipscale.config.setting import flat
 from clipscale.config.tools import ReportSettings, check_run
 from clipscale.errors import UserError
+from clipscale.report.evaluations import read_evaluations
 from clipscale.report.metrics import read_metrics
 from clipscale.report.plots import STYLE, draw
 from clipscale.report.table import TextTable, result_tables
@@ -56,12 +56,6 @@ def write_report(run_dir: Path) -> Path:
     html = run_dir / "report.html"
     html.write_text(page(run_dir, records, evaluations, picture.read_bytes()), encoding="utf-8")
     return html
-
-
-def read_evaluations(run_dir: Path) -> list[Record]:
-    """The contents of `eval/step_N.json`, by step."""
-    files = [f for f in (run_dir / "eval").glob("step_*.json") if re.fullmatch(r"step_\d+\.json", f.name)]
-    return sorted((json.loads(file.read_text()) for file in files), key=lambda record: record["step"])
 
 
 def page(run_dir: Path, records: Sequence[Record], evaluations: Sequence[Record], picture: bytes) -> str:

@@ -1,7 +1,6 @@
 """The report's picture: curves of loss, evaluation, throughput and memory, and the images retrieved for a few captions."""
 
 import itertools
-import json
 import math
 import textwrap
 from collections.abc import Sequence
@@ -11,9 +10,10 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.image import imread
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+
+from clipscale.report.evaluations import read_galleries
 
 Record = dict[str, Any]
 
@@ -47,8 +47,7 @@ POINTS = 4000
 
 def draw(run_dir: Path, records: Sequence[Record], evaluations: Sequence[Record]) -> Figure:
     """Four plots, and below them a gallery of retrieved images for each retrieval set (two at most)."""
-    files = sorted((run_dir / "eval" / "retrieved").glob("*.json"))[:2]
-    galleries = [(json.loads(file.read_text()), imread(file.with_suffix(".png"))) for file in files]
+    galleries = read_galleries(run_dir, 2)
     heights = [2.9, 2.9, *(0.5 + 1.14 * math.ceil(len(record["rows"]) / 2) for record, _ in galleries)]
     figure = Figure(figsize=(11, sum(heights) + 0.6), layout="constrained")
     parts = figure.subfigures(len(heights) - 1, 1, height_ratios=[sum(heights[:2]), *heights[2:]], squeeze=False)[:, 0]

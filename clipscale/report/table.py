@@ -23,9 +23,13 @@ TITLES = {
     "image_to_text_r1": "I→T R@1",
     "image_to_text_r5": "R@5",
     "image_to_text_r10": "R@10",
+    "image_to_text_rank_mean": "mean rank",
+    "image_to_text_rank_median": "median rank",
     "text_to_image_r1": "T→I R@1",
     "text_to_image_r5": "R@5",
     "text_to_image_r10": "R@10",
+    "text_to_image_rank_mean": "mean rank",
+    "text_to_image_rank_median": "median rank",
 }
 """Column heads of evaluation metrics, in order. Other metrics come last, under their own names."""
 COUNTS = ("images", "captions", "broken")
@@ -114,4 +118,6 @@ def print_results(results: Results, title: str = "", console: Console | None = N
 
 
 def _cell(metric: str, value: float) -> str:
-    return f"{value:,.0f}" if metric in COUNTS else f"{100 * value:.1f}"
+    if metric in COUNTS:
+        return f"{value:,.0f}"
+    return f"{value:,.1f}" if "_rank_" in metric else f"{100 * value:.1f}"

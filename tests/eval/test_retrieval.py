@@ -2,11 +2,14 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
+from clipscale.distributed import World
 from clipscale.eval.retrieval import UNREACHABLE, recall_at, retrieval_metrics, retrieval_ranks
+from tests.ranks import run_ranks
 
 
 def test_hand_made_case_with_several_captions_an_image() -> None:
@@ -40,17 +43,19 @@ def test_features_that_are_not_numbers_find_nothing() -> None:
     images, captions = torch.full((3, 2), math.nan), torch.ones(3, 2)
     image_ranks, caption_ranks = retrieval_ranks(images, captions, torch.arange(3))
     assert (image_ranks == UNREACHABLE).all() and (caption_ranks == UNREACHABLE).all()
-    assert set(retrieval_metrics(image_ranks, caption_ranks).values()) == {0.0}
+    metrics = retrieval_metrics(image_ranks, caption_ranks)
+    assert {metrics.pop(name) for name in list(metrics) if "_rank_" in name} == {4.0}, "after all three candidates"
+    assert set(metrics.values()) == {0.0}
 
 
-@pytest.mark.parametrize("max_elements", [1, 40, 1000, 1 << 24])
-def test_chunks_do_not_change_the_ranks(max_elements: int) -> None:
+@pytest.mark.parametrize("tile", [1, 7, 23, 4096])
+def test_tiles_do_not_change_the_ranks(tile: int) -> None:
     generator = torch.Generator().manual_seed(1)
     N, M, D = 23, 61, 8
     images = F.normalize(torch.randn(N, D, generator=generator, dtype=torch.float64), dim=-1)
     captions = F.normalize(torch.randn(M, D, generator=generator, dtype=torch.float64), dim=-1)
     owner = torch.cat([torch.arange(N), torch.randint(0, N, (M - N,), generator=generator)])
-    image_ranks, caption_ranks = retrieval_ranks(images, captions, owner, max_elements=max_elements)
+    image_ranks, caption_ranks = retrieval_ranks(images, captions, owner, tile=tile)
 
     scores = images @ captions.T
     for i in range(N):
@@ -60,6 +65,25 @@ def test_chunks_do_not_change_the_ranks(max_elements: int) -> None:
     for m in range(M):
         wanted = int((scores[:, m].argsort(descending=True) == owner[m]).nonzero())
         assert caption_ranks[m] == wanted, f"caption {m}: {caption_ranks[m]} instead of {wanted}"
+
+    metrics = retrieval_metrics(image_ranks, caption_ranks)
+    assert metrics["text_to_image_rank_mean"] == pytest.approx(1 + np.mean(caption_ranks.numpy()))
+    assert metrics["image_to_text_rank_median"] == 1 + math.floor(np.median(image_ranks.numpy()))
+
+
+def rank_on_rank(rank: int, world: int, *features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return retrieval_ranks(*features, tile=5, world=World(rank, world, torch.device("cpu")))
+
+
+def test_ranks_of_a_group_share_the_tiles() -> None:
+    generator = torch.Generator().manual_seed(2)
+    images, captions = (F.normalize(torch.randn(n, 4, generator=generator), dim=-1) for n in (23, 46))
+    images[3] = captions[7] = math.nan
+    captions[20] = captions[21]  # a tie
+    owner = (torch.arange(46) * 7) % 23
+    alone = retrieval_ranks(images, captions, owner, tile=5)
+    for answer in run_ranks(rank_on_rank, 3, images, captions, owner):
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(answer, alone)), f"{answer} instead of {alone}"
 
 
 def test_recall_is_the_share_of_ranks_below_k() -> None:

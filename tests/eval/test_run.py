@@ -11,7 +11,8 @@ from torch import Tensor
 from clipscale.config.sections import EvalConfig
 from clipscale.distributed import World
 from clipscale.errors import UserError
-from clipscale.eval.run import check, evaluate, save_results
+from clipscale.eval.results import save_results, weights_digest
+from clipscale.eval.run import check, evaluate
 from tests.eval.sets import (
     NAMES,
     TEMPLATES,
@@ -32,7 +33,7 @@ def test_perfect_model_is_perfect(tmp_path: Path) -> None:
     results = evaluate(ColourModel(), EvalConfig(sets=[str(s) for s in sets]), ALONE)
     assert results["classes"] == {"top1": 1, "top5": 1, "mean_per_class_recall": 1, "images": 6, "broken": 0}
     shares = {k: v for k, v in results["captions"].items() if "_r" in k}
-    assert len(shares) == 6 and set(shares.values()) == {1.0}
+    assert len(shares) == 10 and set(shares.values()) == {1.0}, "six recalls, and four ranks that count from 1"
     assert (results["captions"]["images"], results["captions"]["captions"]) == (6, 12)
 
 
@@ -76,7 +77,7 @@ def test_broken_images_are_misses_and_counted(tmp_path: Path, caplog: pytest.Log
     results = evaluate(ColourModel(), EvalConfig(sets=[str(classes), str(captions)]), ALONE, run_dir=tmp_path / "run")
     assert results["classes"]["top1"] == 5 / 6 and results["classes"]["top5"] == 5 / 6
     assert results["classes"]["images"] == 6 and results["classes"]["broken"] == 1
-    assert {v for k, v in results["captions"].items() if "_r" in k} == {5 / 6}, results["captions"]
+    assert {v for k, v in results["captions"].items() if "_r" in k and "rank" not in k} == {5 / 6}, results["captions"]
     assert results["captions"]["images"] == 6 and results["captions"]["broken"] == 1
     assert sum("counted as misses: 1" in message for message in caplog.messages) == 2, caplog.messages
 
@@ -119,6 +120,38 @@ def test_later_results_join_earlier_ones(tmp_path: Path) -> None:
     save_results(tmp_path, 5, {"a": {"top1": 0.1}, "b": {"top1": 0.2}}, seconds=1)
     path = save_results(tmp_path, 5, {"b": {"top1": 0.3}}, seconds=1)
     assert json.loads(path.read_text())["results"] == {"a": {"top1": 0.1}, "b": {"top1": 0.3}}
+
+
+def test_a_result_says_what_was_measured_on_which_weights_with_which_prompts(tmp_path: Path) -> None:
+    root, run = classification_set(tmp_path / "classes"), tmp_path / "run"
+    model = ColourModel()
+    model.register_buffer("weight", torch.ones(3))
+    config = EvalConfig(sets=[str(root)])
+    evaluate(model, config, ALONE, run_dir=run, step=1, about={"precision": "bf16"})
+    record = json.loads((run / "eval/step_00000001.json").read_text())["measured"]["classes"]
+    assert (record["path"], record["images"], record["limit"]) == (str(root), 6, None)
+    assert record["prompts"] == TEMPLATES and record["classes"] == 6 and record["precision"] == "bf16"
+    assert record["versions"]["clipscale"] and record["weights"] == weights_digest(model)
+    model.weight[0] = 2
+    assert record["weights"] != weights_digest(model)
+
+
+def test_limited_results_have_another_name_and_replace_nothing(tmp_path: Path) -> None:
+    root, run = classification_set(tmp_path / "classes", wrong=[1]), tmp_path / "run"
+    for limit in (None, 3, 6, 50):
+        evaluate(ColourModel(), EvalConfig(sets=[str(root)], limit=limit), ALONE, run_dir=run, step=1)
+    record = json.loads((run / "eval/step_00000001.json").read_text())
+    assert list(record["results"]) == ["classes", "classes (limit 3)"], "a limit of the whole set limits nothing"
+    assert record["results"]["classes"]["top1"] == 5 / 6 and record["results"]["classes (limit 3)"]["images"] == 3
+    assert record["measured"]["classes (limit 3)"]["limit"] == 3 and record["measured"]["classes (limit 3)"]["of"] == 6
+
+
+def test_a_torn_earlier_file_is_put_aside(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = save_results(tmp_path, 5, {"a": {"top1": 0.1}}, seconds=1)
+    path.write_text(path.read_text()[:40])
+    save_results(tmp_path, 5, {"b": {"top1": 0.3}}, seconds=1)
+    assert json.loads(path.read_text())["results"] == {"b": {"top1": 0.3}}
+    assert path.with_name(path.name + ".damaged").exists() and "cannot be read" in caplog.text
 
 
 def evaluate_on_rank(rank: int, world: int, sets: list[str], run: str) -> tuple[dict[str, dict[str, float]], int]:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from clipscale import checkpoint
-from clipscale.config.sections import EvalConfig, ModelConfig
+from clipscale.config.sections import EvalConfig, LaunchConfig, ModelConfig
 from clipscale.config.tools import EvalRunConfig
 from clipscale.distributed import World
 from clipscale.errors import UserError
@@ -88,3 +88,14 @@ def test_class_embeddings_are_open_clips(model: ClipModel, batch: int) -> None:
         found = class_embeddings(model.text, model.tokenizer, names, prompts, batch=batch)
     worst = float((found - wanted).abs().max())
     assert worst < 1e-6, f"largest difference {worst:.2e}"
+
+
+@pytest.mark.slow
+def test_the_verb_starts_processes_of_its_own(tmp_path: Path, model: ClipModel) -> None:
+    sets = [str(classification_set(tmp_path / "classes")), str(retrieval_set(tmp_path / "captions"))]
+    save(tmp_path / "run", model, 7)
+    results = [
+        main(EvalRunConfig(str(tmp_path / "run"), device="cpu", eval=EvalConfig(sets=sets, batch=2), launch=launch))
+        for launch in (LaunchConfig(procs=1, threads=1), LaunchConfig(procs=2), LaunchConfig(procs=4))
+    ]
+    assert results[0] == results[1] == results[2]

@@ -127,9 +127,9 @@ def test_workers_get_time_to_save(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     made: list[Any] = []
     before = dict(os.environ)
 
-    def elastic_launch(config: Any, _: Any) -> Callable[[TrainConfig], dict[int, Any]]:
+    def elastic_launch(config: Any, _: Any) -> Callable[..., dict[int, Any]]:
         made.append(config)
-        return lambda _: {0: {}}
+        return lambda *_: {0: {}}
 
     monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", elastic_launch)
     config = TrainConfig(batch=16, samples=16, run=str(tmp_path), launch=LaunchConfig(procs=2))

@@ -12,6 +12,7 @@ from PIL import Image
 
 from clipscale.config.sections import LogConfig
 from clipscale.errors import UserError
+from clipscale.report.evaluations import read_evaluations, read_galleries
 from clipscale.report.metrics import MetricLog
 from clipscale.report.page import write_report
 
@@ -97,3 +98,16 @@ def test_page_is_self_contained_and_escaped(tmp_path: Path) -> None:
 def test_a_run_without_steps_has_no_report(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds no step"):
         write_report(tmp_path)
+
+
+def test_damaged_results_are_left_out_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    add_evaluation(tmp_path, 10, 0.2)
+    torn = tmp_path / "eval/step_00000020.json"
+    torn.write_text((tmp_path / "eval/step_00000010.json").read_text()[:30])
+    (tmp_path / "eval/step_00000030.json").write_text('{"results": {"a": {"top1": "high"}}}')
+    assert [record["step"] for record in read_evaluations(tmp_path)] == [10]
+    assert f"{torn} is left out" in caplog.text and "no number" in caplog.text
+    (tmp_path / "eval/retrieved").mkdir()
+    (tmp_path / "eval/retrieved/a.json").write_text('{"set": "a", "step": 1, "tile": 1, "columns": 1, "rows": []}')
+    (tmp_path / "eval/retrieved/a.png").write_bytes(b"no picture")
+    assert read_galleries(tmp_path, 2) == []

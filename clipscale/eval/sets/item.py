@@ -39,6 +39,8 @@ class EvalSet:
     """Retrieval: all captions."""
     owner: Sequence[int] = ()
     """Retrieval: the image each caption belongs to."""
+    whole: int | None = None
+    """Images of the whole set, if this is a part of it."""
     border: int = 0
     """Pixels that are cut off every side of an image before it is resized."""
 
@@ -46,7 +48,10 @@ class EvalSet:
         return len(self.images)
 
     def limited(self, limit: int | None) -> "EvalSet":
-        """At most `limit` images, evenly spaced: a set that is sorted by class keeps all its classes."""
+        """At most `limit` images, evenly spaced: a set that is sorted by class keeps all its classes.
+
+        The part has another name, so that its figures never stand for those of the set.
+        """
         if limit is None or limit >= len(self):
             return self
         kept = [i * len(self) // limit for i in range(limit)]
@@ -54,6 +59,8 @@ class EvalSet:
         pairs = [(c, new_index[o]) for c, o in zip(self.captions, self.owner) if o in new_index]
         return replace(
             self,
+            name=f"{self.name} (limit {limit})",
+            whole=len(self),
             images=[self.images[i] for i in kept],
             labels=[self.labels[i] for i in kept] if self.labels else (),
             captions=[caption for caption, _ in pairs],

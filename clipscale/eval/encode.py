@@ -1,0 +1,117 @@
+"""Encodes images and texts on all ranks.
+
+The work is cut into batches that do not depend on the number of ranks, and the ranks take them in turn. So 1, 2 and 4 processes make
+the same forward passes and get the same features. All ranks make equally many passes: one without work repeats an input. FSDP2's towers,
+which communicate in their forward pass, can thus be used as they are.
+
+N: inputs, B: inputs of a batch, n: inputs of this one, D: feature width, S: side of the pixels.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from clipscale.data.decode import BrokenSampleError, EvalTransform
+from clipscale.distributed import World
+from clipscale.eval import zero_shot
+from clipscale.eval.sets.item import EvalSet
+from clipscale.models.towers import ClipModel
+
+log = logging.getLogger(__name__)
+
+
+def spans(count: int, batch: int, world: World) -> list[range]:
+    """This rank's batches of 0..count-1, equally many on each rank; the last ones may be empty."""
+    rounds = -(-count // (batch * world.size))
+    starts = [min(count, (r * world.size + world.rank) * batch) for r in range(rounds)]
+    return [range(start, min(count, start + batch)) for start in starts]
+
+
+def join(parts: Sequence[Tensor], count: int, batch: int, world: World) -> Tensor:
+    """The rows of all batches on every rank, in order: (count, ...). `parts` has the rows of each of this rank's `spans`."""
+    batch = min(batch, count)
+    rows = torch.stack([torch.cat([part, part.new_zeros(batch - len(part), *part.shape[1:])]) for part in parts])
+    joined = world.gather_rows(rows)
+    ordered = joined.view(world.size, len(parts), *rows.shape[1:]).transpose(0, 1)
+    return ordered.reshape(-1, *rows.shape[2:])[:count]
+
+
+@dataclass
+class Encoder:
+    """Unit features of this rank's share of images, texts and classes."""
+
+    model: ClipModel
+    world: World
+    autocast: Callable[[], AbstractContextManager[Any]]
+    batch: int
+    threads: int
+    before_batch: Callable[[], None] = lambda: None
+
+    def text(self, tokens_nT: Tensor) -> Tensor:
+        self.before_batch()
+        with self.autocast():
+            return self.model.text(tokens_nT.to(self.world.device))
+
+    def texts(self, texts: Sequence[str]) -> Tensor:
+        """Features (N, D) of all texts, on every rank."""
+        parts = []
+        for span in spans(len(texts), self.batch, self.world):
+            tokens = self.model.tokenizer([texts[i] for i in span or range(1)])
+            parts.append(F.normalize(self.text(tokens).float(), dim=-1)[: len(span)])
+        return join(parts, len(texts), self.batch, self.world)
+
+    def classes(self, item: EvalSet) -> Tensor:
+        """Class embeddings (C, D) of a classification set, on every rank."""
+        names, batch = item.classnames, max(1, self.batch // len(item.templates))
+        parts = []
+        for span in spans(len(names), batch, self.world):
+            some = [names[i] for i in span or range(1)]
+            rows = zero_shot.class_embeddings(self.text, self.model.tokenizer, some, item.templates, batch=self.batch)
+            parts.append(rows[: len(span)])
+        return join(parts, len(names), batch, self.world)
+
+    def images(self, item: EvalSet) -> Iterator[tuple[range, Tensor, Tensor]]:
+        """For each of this rank's batches: indices, features (n, D), and whether each image could be decoded (n,).
+
+        Threads decode the next batch while the device encodes this one.
+        """
+        transform = self.transform(item)
+        broken: Counter[str] = Counter()
+
+        def pixels_of(index: int) -> Tensor | None:
+            try:
+                return torch.from_numpy(transform(item.images[index].read()))
+            except BrokenSampleError as error:
+                broken[error.reason] += 1
+            except OSError:
+                broken["unreadable_file"] += 1
+            return None
+
+        device, mine = self.world.device, spans(len(item), self.batch, self.world)
+        blank = torch.zeros(3, transform.side, transform.side, dtype=torch.uint8)
+        with ThreadPoolExecutor(self.threads) as pool:
+            waiting = [pool.submit(pixels_of, i) for i in mine[0]]
+            for span, following in zip(mine, [*mine[1:], range(0)]):
+                self.before_batch()
+                decoded = [future.result() for future in waiting]
+                waiting = [pool.submit(pixels_of, i) for i in following]
+                usable = torch.tensor([pixels is not None for pixels in decoded], device=device, dtype=torch.bool)
+                pixels = torch.stack([blank if p is None else p for p in decoded or [None]]).to(device)
+                with self.autocast():
+                    features = self.model.image(pixels)
+                yield span, F.normalize(features.float(), dim=-1)[: len(span)], usable
+        if broken:
+            reasons = ", ".join(f"{count} {reason}" for reason, count in broken.most_common())
+            log.warning("eval.sets: %s: broken images, counted as misses: %s", item.path, reasons)
+
+    def transform(self, item: EvalSet) -> EvalTransform:
+        """How the model wants the pictures of a set."""
+        return EvalTransform(self.model.image_size, border=item.border)

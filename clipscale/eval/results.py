@@ -1,0 +1,88 @@
+"""Result files: what was measured, on which weights and with which prompts.
+
+RUN/eval/step_N.json has `results` (set -> metric -> value) and `measured` (set -> what the figures belong to).
+"""
+
+import hashlib
+import logging
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import open_clip
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from clipscale import __version__, files
+from clipscale.config.redact import redacted
+from clipscale.eval.sets.item import EvalSet
+from clipscale.report.evaluations import read_evaluation
+
+log = logging.getLogger(__name__)
+
+Results = dict[str, dict[str, float]]
+"""Set name -> metric name -> value. Metrics are shares in [0, 1], except the counts `images`, `captions` and `broken`, and ranks."""
+
+
+def weights_digest(model: nn.Module) -> str:
+    """A digest of all weights, on any device and under any sharding: names, and values as they are used.
+
+    A collective for weights that FSDP2 has sharded.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for name, value in sorted(model.state_dict().items()):
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        digest.update(name.encode())
+        digest.update(whole.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def measured(item: EvalSet, about: dict[str, Any]) -> dict[str, Any]:
+    """What the figures of a set belong to: the set, how much of it, the prompts, the versions, and what the caller knows."""
+    found: dict[str, Any] = {"path": str(item.path), "kind": item.kind, "images": len(item)}
+    found["limit"] = len(item) if item.whole is not None else None
+    if item.whole is not None:
+        found["of"] = item.whole
+    if item.templates:
+        names = hashlib.blake2b("\n".join(item.classnames).encode("utf-8", "replace"), digest_size=16).hexdigest()
+        found |= {"prompts": list(item.templates), "classes": len(item.classnames), "classnames": names}
+    versions = {"clipscale": __version__, "torch": str(torch.__version__), "open_clip": open_clip.__version__}
+    return found | about | {"versions": versions, "time": datetime.now(UTC).isoformat(timespec="seconds")}
+
+
+def save_results(
+    run_dir: Path,
+    step: int | None,
+    results: Results,
+    *,
+    seconds: float,
+    about: dict[str, dict[str, Any]] | None = None,
+) -> Path:
+    """Write `eval/step_N.json`, or `eval/final.json`, as a whole. Results of other sets from an earlier call stay in the file.
+
+    An earlier file that cannot be read is renamed. Raises OSError.
+    """
+    path = files.inner_folder(run_dir, "eval") / ("final.json" if step is None else f"step_{step:08d}.json")
+    earlier = _earlier(path)
+    record = {
+        "step": step,
+        "seconds": round(seconds, 3),
+        "results": earlier.get("results", {}) | results,
+        "measured": earlier.get("measured", {}) | (about or {}),
+    }
+    files.write_json(path, redacted(record))
+    return path
+
+
+def _earlier(path: Path) -> dict[str, Any]:
+    """The content of an earlier file; nothing if there is none, or if it is damaged."""
+    if not path.exists():
+        return {}
+    try:
+        return read_evaluation(path)
+    except ValueError as error:
+        aside = path.with_name(f"{path.name}.damaged")
+        path.replace(aside)
+        log.warning("%s cannot be read (%s); it is now %s", path, error, aside.name)
+        return {}
