@@ -80,7 +80,7 @@ def retrieval_metrics(image_ranks_N: Tensor, caption_ranks_M: Tensor) -> dict[st
     `..._rank_mean` and `..._rank_median` count from 1; a query without a usable answer comes after all candidates. The median of an even
     number of queries is rounded down, as in VSE++ (Faghri et al. 2018).
     """
-    metrics = {}
+    metrics: dict[str, float] = {}
     directions = (("image_to_text", image_ranks_N, caption_ranks_M), ("text_to_image", caption_ranks_M, image_ranks_N))
     for name, ranks, candidates in directions:
         metrics |= {f"{name}_r{k}": value for k, value in recall_at(ranks).items()}
