@@ -133,6 +133,8 @@ class LossWorker(Worker):
         sent = Communicator.bytes_sent - sent
         forward, backward = (meter.peak[part] - meter.before["forward"] for part in ("forward", "backward"))
         held = sum(grad.nbytes for grad in grads.values())
+        if loss.method.own and loss.method.objective == "sigmoid":  # whose gradients are made in the forward pass
+            forward -= held
         record["memory"][str(size)] = meter.growth()
         record |= {"growth_bytes": meter.growth(), "extra_bytes": max(forward, backward - held, 0)}
         record |= {"sent_bytes": sent if loss.method.own and case.ranks > 1 else None}
@@ -242,7 +244,7 @@ def unit_pairs(pairs: int, width: int, device: torch.device) -> tuple[Tensor, Te
 SHOWN = 12
 """Kernels listed one by one; the rest are summed by kind."""
 KINDS = {
-    "score kernels": ("lse_kernel", "softmax_gradient_kernel", "sigmoid_loss_kernel", "sigmoid_gradient_kernel"),
+    "score kernels": ("lse_kernel", "softmax_gradient_kernel", "sigmoid_kernel"),
     "matrix products": ("gemm", "xmma", "cutlass", "nvjet", "cublas", "aten::mm", "aten::addmm", "aten::bmm", "aten::matmul"),
     "copies": ("memcpy", "memset", "copy_", "aten::fill_", "aten::zero_", "aten::cat"),
     "reductions": ("reduce", "merge_kernel", "logsumexp", "aten::sum", "aten::amax", "softmax", "aten::exp"),

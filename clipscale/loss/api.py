@@ -143,7 +143,7 @@ def configured_loss(
 
     `module` is a similarity module, in place of config.similarity. `masks` and `keys` are those of (images, texts).
     """
-    comm = None if config.exchange == "none" else Communicator.of(group)
+    comm, trains = None if config.exchange == "none" else Communicator.of(group), torch.is_grad_enabled()
     machine = machine or Machine()
     similarity_name = "module" if module is not None else config.similarity
     try:
@@ -164,7 +164,7 @@ def configured_loss(
         facts = [*inputs.facts(), OBJECTIVES.index(config.objective), EXCHANGES.index(config.exchange)]
         agree(comm, facts, NAMES, None, image_features.device)
 
-    def loss(inputs: Inputs, similarity: Similarity, weights: Weights) -> Tensor:
+    def loss(inputs: Inputs, similarity: Similarity, weights: Weights, is_second: bool = False) -> Tensor:
         """The loss of this rank's rows against the columns of all ranks."""
         objective: Objective = Sigmoid()
         if config.objective != "sigmoid":
@@ -179,21 +179,25 @@ def configured_loss(
             is_dense = backend_name == "dense"
             tile = 0 if is_dense else config.tile
             backend = TorchBackend(objective, similarity, tile, keep=exchange.visits == 1, machine=machine)
-        call = LossCall(exchange, backend, similarity, weights, inputs.extras, config.fp32_precision, check)
+        call = LossCall(
+            exchange, backend, similarity, weights, inputs.extras, config.fp32_precision, check, trains, is_second
+        )
         numbers = (inputs.scale, inputs.bias, *similarity.parameters)
         return cast(Tensor, ContrastiveLoss.apply(call, inputs.rows, inputs.cols, *numbers))
 
     similarity = _similarity(config.similarity, module, image_features.device)
     if config.objective == "softmax_text":
         inputs = inputs.positives_only()  # a hard negative is in no text's softmax
+    terms, one_sided = [], WEIGHTS["softmax_image"]
     if config.exchange != "local" or config.objective == "sigmoid":
-        return loss(inputs, similarity, WEIGHTS[config.objective])
-    # OpenCLIP's local loss: one-sided in both directions, the second time with the roles exchanged.
-    one_sided, terms = WEIGHTS["softmax_image"], []
-    if config.objective != "softmax_text":
-        terms.append(loss(inputs, similarity, one_sided))
-    if config.objective != "softmax_image":
-        terms.append(loss(inputs.swapped(), similarity.swapped(), one_sided))
+        terms.append(loss(inputs, similarity, WEIGHTS[config.objective]))
+    else:  # OpenCLIP's local loss: one-sided in both directions, the second time with the roles exchanged
+        if config.objective != "softmax_text":
+            terms.append(loss(inputs, similarity, one_sided))
+        if config.objective != "softmax_image":
+            terms.append(loss(inputs.swapped(), similarity.swapped(), one_sided, is_second=bool(terms)))
+    if exchange.failure is not None:  # without `check`; all transfers are done
+        raise exchange.failure
     return terms[0] if len(terms) == 1 else (terms[0] + terms[1]) / 2
 
 

@@ -114,6 +114,9 @@ class Single:
     local_fraction = 1.0
     failure: Exception | None = None  # of this rank in a sweep that other ranks take part in
 
+    def prepare(self, warm_up: Callable[[], None]) -> None:
+        """Called before the first transfer of a sweep that other ranks take part in."""
+
     def forward(self, cols: RowBlock, visit: Visit) -> Tensor | None:
         """Visit all columns. Returns the log-sum-exps of this rank's columns, None where they have no softmax."""
         return self.sweep(cols, None if cols.weight is None else LSE, visit)
@@ -164,6 +167,12 @@ class Grouped(Single):
 
     def total(self, x: Tensor) -> Tensor:
         return self.comm.reduce(x.clone())
+
+    def prepare(self, warm_up: Callable[[], None]) -> None:
+        try:
+            warm_up()
+        except Exception as error:
+            self.failure = error
 
     def collected(self, cols: RowBlock, sums: Sums | None, visit: Visit, positive: int | None) -> Tensor | None:
         """A visit that fails becomes `failure`. The other visits are skipped and their sums are NaN, so no rank waits for this one."""

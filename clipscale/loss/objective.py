@@ -130,13 +130,24 @@ class Sigmoid:
 
     def forward(self, scores: list[Tensor], tile: Block, bound: float, spare: Tensor) -> None:
         """Subtract a tile's part of the value from the rows' targets."""
-        logits = self._signed_logits(scores, tile)
-        assert tile.rows.target is not None
-        tile.rows.target -= torch.logaddexp(logits, logits.new_zeros(()), out=spare).sum(1)
+        self._subtract_value(self._signed_logits(scores, tile), tile, spare)
 
     def backward(self, scores: list[Tensor], tile: Block, bound: float, spare: Tensor) -> list[Tensor]:
         """Replace the scores, in place, by the derivative of the loss with respect to them, and add to the bias's gradient."""
-        g = self._signed_logits(scores, tile).sigmoid_()
+        return self._derivative(self._signed_logits(scores, tile), scores, tile)
+
+    def forward_backward(self, scores: list[Tensor], tile: Block, bound: float, spare: Tensor) -> list[Tensor]:
+        """Both."""
+        logits = self._signed_logits(scores, tile)
+        self._subtract_value(logits, tile, spare)
+        return self._derivative(logits, scores, tile)
+
+    def _subtract_value(self, logits: Tensor, tile: Block, spare: Tensor) -> None:
+        assert tile.rows.target is not None
+        tile.rows.target -= torch.logaddexp(logits, logits.new_zeros(()), out=spare).sum(1)
+
+    def _derivative(self, logits: Tensor, scores: list[Tensor], tile: Block) -> list[Tensor]:
+        g = logits.sigmoid_()
         if tile.diagonal() is not None:
             g.diagonal(tile.offset).neg_()  # sigmoid(y) - 1 is -sigmoid(-y), without the cancellation
         if tile.parameters.bias_grad is not None:

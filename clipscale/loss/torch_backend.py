@@ -3,18 +3,18 @@
 With tiles the extra memory is two tiles. As `dense` one tile is the whole block, with memory quadratic in the batch.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from torch import Tensor
 
 from clipscale.loss.block import Block, exclude_duplicates
 from clipscale.loss.machine import Machine
-from clipscale.loss.objective import Objective
+from clipscale.loss.objective import Objective, Sigmoid
 from clipscale.loss.similarity import Dot, Similarity
 
 
 class TorchBackend:
-    """The two functions of a backend, written over an objective and a similarity.
+    """The functions of a backend, written over an objective and a similarity.
 
     `tile` is the side of the tiles; None: the similarity's choice; 0: the whole block. With `keep` (for the dot product and a single
     visit to a single tile) the scores stay in memory between the passes, as in a plain graph: three matmuls instead of four.
@@ -33,12 +33,16 @@ class TorchBackend:
         # A module's tiles must be the same in both passes, or they would draw other random numbers.
         self.splits_rows = tile != 0 and similarity.homogeneous
         self.sums_scale_grad = not similarity.homogeneous
+        self.sums_pairs = isinstance(objective, Sigmoid)
         self.keep = keep and tile == 0 and isinstance(similarity, Dot)
         self._kept: Tensor | None = None
         self._buffers: list[Tensor] = []
 
     def padded_width(self, features: Tensor) -> int:
         return features.shape[-1]
+
+    def warm_up(self, block: Block) -> None:
+        """Nothing is compiled."""
 
     def forward(self, block: Block) -> None:
         """Merge the block into the log-sum-exps of its rows and columns and into its rows' targets, in place."""
@@ -55,6 +59,14 @@ class TorchBackend:
 
     def backward(self, block: Block) -> None:
         """Add the block's part of the gradients to every `grad` that is not None, in place, given both complete log-sum-exps."""
+        self._differentiate(block, self.objective.backward)
+
+    def forward_backward(self, block: Block) -> None:
+        """Both in one pass over the tiles, for a sum over pairs."""
+        assert isinstance(self.objective, Sigmoid)
+        self._differentiate(block, self.objective.forward_backward)
+
+    def _differentiate(self, block: Block, derivative: Callable[..., list[Tensor]]) -> None:
         bound = self.similarity.bound(block)
         for tile in self._tiles(block):
             out, spare = self._scratch(tile)
@@ -62,7 +74,7 @@ class TorchBackend:
             self._kept = None
             tile_bound = _bound(scores) if bound is None else bound
             exclude_duplicates(scores, tile)
-            vjp(self.objective.backward(scores, tile, tile_bound, spare))
+            vjp(derivative(scores, tile, tile_bound, spare))
         self._buffers = []
 
     def _tiles(self, block: Block) -> Iterator[Block]:

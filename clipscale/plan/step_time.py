@@ -10,8 +10,9 @@ from clipscale.hardware import Hardware
 from clipscale.models.towers import forward_flops
 from clipscale.plan.dry_run import DryRun
 
-RING_BYTES = 8
-"""Bytes that a GPU sends for each number of each column of the batch (docs/loss.md): in bf16 twice, and a float32 gradient once."""
+LAP_BYTES, GRADIENT_BYTES = 2, 4
+"""Bytes that a GPU sends for each number of each column of the batch: in bf16 with each sweep over the scores, and a float32 gradient
+once (docs/loss.md)."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +43,13 @@ def step_time(config: PlanConfig, gpu: Hardware, run: DryRun, batch: int, kept: 
     # Forward and backward passes cost 1 and 2 forward passes; a kept graph saves the forward pass.
     replay = sum(f * (3 - share + recomputed) for f, share, one in zip(forward, kept, trained) if one)
     pairs = batch * batch * ranks * (ranks if config.loss.exchange == "replicated" else 1)
-    matmuls = 2 + sum(trained) if any(trained) else 1
+    sweeps = 1 if config.loss.objective == "sigmoid" or not any(trained) else 2
+    matmuls = sweeps + sum(trained)
     columns = batch * (ranks - 1) * run.width
     return StepTime(
         encode=batch * sum(forward) / rate,
         loss=matmuls * 2 * pairs * run.width / rate,
-        ring=RING_BYTES * columns / link,
+        ring=(sweeps * LAP_BYTES + GRADIENT_BYTES) * columns / link,
         replay=batch * replay / rate,
         gradients=2 * (ranks - 1) / ranks * run.gradient_bytes() / link,
     )

@@ -2,11 +2,14 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from clipscale import contrastive_loss
 from clipscale.config.sections import OBJECTIVES
 from clipscale.loss.reference import dense_contrastive_loss
+from clipscale.loss.torch_backend import TorchBackend
 from tests.loss.cases import Phi, assert_exact, error, errors, features, keys, oracle, results, token_features
 
 BARS = {torch.float64: 1e-10, torch.float32: 1e-5}
@@ -203,7 +206,7 @@ def test_gradients_summed_in_parts_are_those_summed_at_once(
     u, v = U.bfloat16(), V.bfloat16()
     whole = results(contrastive_loss, u, v, 20.0, tile=16, objective=objective)
     for name, value in (("SLAB", slab), ("GRAIN", 8), ("SPARE_BYTES", spare)):
-        monkeypatch.setattr(f"clipscale.loss.autograd.{name}", value)
+        monkeypatch.setattr(f"clipscale.loss.side_gradient.{name}", value)
     parts = results(contrastive_loss, u, v, 20.0, tile=16, objective=objective)
     for name, a, b in zip(("value", "images", "texts", "scale", "bias"), parts, whole):
         bar = (
@@ -214,8 +217,8 @@ def test_gradients_summed_in_parts_are_those_summed_at_once(
 
 def test_a_half_precision_gradient_has_no_larger_storage(monkeypatch: pytest.MonkeyPatch) -> None:
     for slab in (2**14, 16):  # whole, and in parts
-        monkeypatch.setattr("clipscale.loss.autograd.SLAB", slab)
-        monkeypatch.setattr("clipscale.loss.autograd.GRAIN", 8)
+        monkeypatch.setattr("clipscale.loss.side_gradient.SLAB", slab)
+        monkeypatch.setattr("clipscale.loss.side_gradient.GRAIN", 8)
         for name, grad in zip(("images", "texts"), results(contrastive_loss, U.bfloat16(), V.bfloat16(), 20.0)[1:3]):
             assert grad.untyped_storage().nbytes() == grad.nbytes, f"{name}: {grad.untyped_storage().nbytes()} bytes"
 
@@ -239,6 +242,54 @@ def test_a_second_backward_pass_gives_the_same_gradient() -> None:
         first = torch.autograd.grad(value, u, retain_graph=True)[0]
         second = torch.autograd.grad(value, u)[0]
         assert torch.equal(first, second), f"{backend}: they differ by {float((first - second).abs().max())}"
+
+
+@pytest.mark.parametrize("similarity", ["dot", "late", "deep"])
+def test_a_sum_over_pairs_takes_one_sweep_in_the_forward_pass(similarity: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second backward pass through the graph computes the gradients again."""
+    torch.manual_seed(0)
+    shape = (9, 3, 8) if similarity == "late" else (9, 8)
+    u, v = (F.normalize(torch.randn(shape, dtype=torch.float64), dim=-1).requires_grad_() for _ in range(2))
+    given: str | Phi = Phi(8, dropout=0.3).double() if similarity == "deep" else similarity
+    sweeps: list[str] = []
+    for name in ("forward", "backward", "forward_backward"):
+        swept = getattr(TorchBackend, name)
+        monkeypatch.setattr(
+            TorchBackend, name, lambda self, block, run=swept, name=name: (sweeps.append(name), run(self, block))[1]
+        )
+    value = 3 * contrastive_loss(u, v, 10.0, logit_bias=-2.0, objective="sigmoid", similarity=given, tile=4)
+    assert sweeps == ["forward_backward"]
+    first = torch.autograd.grad(value, (u, v), retain_graph=True)
+    assert sweeps == ["forward_backward"]
+    second = torch.autograd.grad(value, (u, v))
+    assert sweeps == ["forward_backward", "backward"]
+    for a, b in zip(first, second):
+        assert error(a, b, 1e-6) <= 1e-12, "the second backward pass gives another gradient"
+    with torch.no_grad():
+        contrastive_loss(u, v, 10.0, objective="sigmoid", similarity=given)
+    assert sweeps[2:] == ["forward"], "without gradients the value alone is computed"
+
+
+def test_the_one_sweep_takes_three_units() -> None:
+    u, v = (x.float().requires_grad_() for x in features(64, 64, 32))
+    for objective, units in (("sigmoid", 3), ("softmax", 4)):
+        with FlopCounterMode(display=False) as counter:
+            contrastive_loss(u, v, 10.0, objective=objective, tile=16).backward()
+        assert counter.get_total_flops() == units * 2 * 64 * 64 * 32, objective
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("factor", [2.0**-20, 0.3, 2.0**20])
+def test_gradients_of_a_sum_over_pairs_keep_their_precision_under_any_factor(factor: float, dtype: torch.dtype) -> None:
+    """They are found before the loss scaler's factor is known, which brings them into float16's range."""
+    u, v = (x.to(dtype) for x in (U, V))
+    scaled = lambda *a, **k: factor * 1e-3 * contrastive_loss(*a, **k)  # noqa: E731
+    found = results(scaled, u, v, 20.0, objective="sigmoid", tile=16)
+    for name, x, true in zip(("images", "texts"), found[1:], oracle(u, v, 20.0, objective="sigmoid")[1:]):
+        true *= factor * 1e-3
+        tiny = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+        off = (x.double() - true).abs() - tiny
+        assert bool((off <= 2**-7 * true.abs().amax(1, keepdim=True)).all()), f"{name} off by {float(off.max()):.1e}"
 
 
 def test_a_change_in_place_before_the_backward_pass_is_noticed() -> None:

@@ -8,19 +8,23 @@ Letters: n rows (images), m columns (texts), D feature width. x_ij = scale <u_i,
 """
 
 import math
+from collections.abc import Hashable
+from dataclasses import replace
 
 import torch
 import triton
 from torch import Tensor
 
-from clipscale.loss.block import Block
+from clipscale.loss.block import Block, Parameters
 from clipscale.loss.machine import Machine
 from clipscale.loss.objective import Direction, Objective, Sigmoid, Softmax
 from clipscale.loss.similarity import product, row_products
 from clipscale.loss.triton.panels import PaddedBlock, RunningSum, in_units
-from clipscale.loss.triton.sigmoid import sigmoid_gradient_kernel, sigmoid_loss_kernel
+from clipscale.loss.triton.sigmoid import sigmoid_kernel
 from clipscale.loss.triton.softmax import lse_kernel, softmax_gradient_kernel
 from clipscale.loss.triton.tuning import PASSES, Tuning, arithmetic_of
+
+WARM: set[tuple[Hashable, ...]] = set()  # what has been warmed up in this process
 
 
 class TritonBackend:
@@ -31,9 +35,19 @@ class TritonBackend:
 
     splits_rows = True
     sums_scale_grad = True
+    sums_pairs = False
 
-    def __init__(self, fp32_precision: str, tuning: Tuning, machine: Machine) -> None:
-        self.precision, self.tuning, self.machine = fp32_precision, tuning, machine
+    def __init__(self, objective: Objective, fp32_precision: str, tuning: Tuning, machine: Machine) -> None:
+        self.objective, self.precision, self.tuning, self.machine = objective, fp32_precision, tuning, machine
+
+    def forward(self, block: Block) -> None:
+        raise NotImplementedError
+
+    def backward(self, block: Block) -> None:
+        raise NotImplementedError
+
+    def forward_backward(self, block: Block) -> None:
+        raise NotImplementedError
 
     def padded_width(self, features: Tensor) -> int:
         """A whole number of steps of every pass's kernels."""
@@ -42,16 +56,35 @@ class TritonBackend:
         step = self.tuning.tiles.depth if self.tuning.tiles else math.lcm(*depths)
         return -(-features.shape[-1] // step) * step
 
-    def padded(self, block: Block, backward: bool) -> PaddedBlock:
-        return PaddedBlock(block, self.precision, backward, self.tuning, self.machine)
+    def warm_up(self, block: Block) -> None:
+        """Run every kernel once on this block, one row against one column, which has the variants of any larger one."""
+        rows, cols = block.rows, block.cols
+        facts = [x is not None for side in (rows, cols) for x in (side.keys, side.weight, side.grad)]
+        features = rows.features
+        key = (features.device, features.dtype, features.shape[1], self.precision, self.tuning, self.objective, *facts)
+        if key in WARM:
+            return
+        zero = torch.zeros((), dtype=torch.float64, device=features.device)
+        rows, cols = (replace(x, lse=None if x.weight is None else x.empty_lse()) for x in (rows, cols))
+        rows.target = zero.expand(1).clone()
+        scale, bias = block.parameters.scale, block.parameters.bias
+        block = Block(rows, cols, Parameters(scale, bias, zero.clone(), zero.clone()), 0)
+        trains = rows.grad is not None or cols.grad is not None
+        if not (trains and self.sums_pairs):
+            self.forward(block)
+        if trains:
+            (self.forward_backward if self.sums_pairs else self.backward)(block)
+        zero.item()  # waits for the device
+        WARM.add(key)
+
+    def padded(self, block: Block, kernel_pass: str) -> PaddedBlock:
+        return PaddedBlock(block, self.precision, kernel_pass, self.tuning, self.machine)
 
 
 class TritonSoftmax(TritonBackend):
     """The softmax objective."""
 
-    def __init__(self, objective: Softmax, fp32_precision: str, tuning: Tuning, machine: Machine) -> None:
-        super().__init__(fp32_precision, tuning, machine)
-        self.objective = objective
+    objective: Softmax
 
     def forward(self, block: Block) -> None:
         """Log-sum-exps by the kernels, targets by the library.
@@ -83,7 +116,7 @@ class TritonSoftmax(TritonBackend):
 
     def log_sum_exps(self, block: Block) -> tuple[Tensor | None, Tensor | None]:
         """Of this block's rows (n,) and columns (m,); None in a direction without a softmax."""
-        padded = self.padded(block, backward=False)
+        padded = self.padded(block, "forward")
         tiles, device, machine = padded.tiles, padded.device, self.machine
         n, m = len(padded.u), len(padded.v)
         rows = None if block.rows.lse is None else RunningSum(n, device, machine)
@@ -114,7 +147,7 @@ class TritonSoftmax(TritonBackend):
         """
         rows, cols, scale, e = block.rows, block.cols, block.parameters.scale, self.objective.smoothing
         constants = (e / self.objective.total_cols, e / self.objective.total_rows)
-        padded = self.padded(block, backward=True)
+        padded = self.padded(block, "backward")
         row_terms = in_units(rows.lse, rows.weight, padded.units)
         col_terms = in_units(cols.lse, cols.weight, padded.units)
         store = rows.grad is not None or cols.grad is not None
@@ -147,26 +180,14 @@ class TritonSoftmax(TritonBackend):
 class TritonSigmoid(TritonBackend):
     """The sigmoid objective."""
 
-    def __init__(self, objective: Sigmoid, fp32_precision: str, tuning: Tuning, machine: Machine) -> None:
-        super().__init__(fp32_precision, tuning, machine)
+    sums_pairs = True
 
     def forward(self, block: Block) -> None:
         """Subtract the sum over the pairs that count of softplus(-z_ij (x_ij + bias)) from the target of row 0: any row would do.
 
         z = 1 at positives and -1 elsewhere. Tiles are summed in float32, their sums in float64.
         """
-        padded, parameters = self.padded(block, backward=False), block.parameters
-        total = torch.zeros((), dtype=torch.float64, device=padded.device)
-        area = self.tuning.partial_bytes // 4 * padded.tiles.rows * padded.tiles.cols
-        for panel in padded.panels(*padded.panel_shape(area)):
-            sums = torch.empty(padded.grid(panel), device=padded.device)
-            padded.launch(
-                sigmoid_loss_kernel, panel, panel.u, panel.v, parameters.scale, parameters.bias, *panel.keys, sums,
-                *panel.sizes, panel.positive,
-            )  # fmt: skip
-            total += sums.sum(dtype=torch.float64)
-        assert block.rows.target is not None
-        block.rows.target[0] -= total.float()
+        self._sweep(block, value=True, gradient=False)
 
     def backward(self, block: Block) -> None:
         """Add scale * G V to the rows' gradient, scale * G' U to the columns', sum_ij G_ij to the bias's and sum_ij G_ij <u_i, v_j>
@@ -174,21 +195,34 @@ class TritonSigmoid(TritonBackend):
 
         G_ij = sigmoid(x_ij + bias), at positives -sigmoid(-(x_ij + bias)), 0 for a pair left out.
         """
+        self._sweep(block, value=False, gradient=True)
+
+    def forward_backward(self, block: Block) -> None:
+        """Both, from one product of the features."""
+        self._sweep(block, value=True, gradient=True)
+
+    def _sweep(self, block: Block, value: bool, gradient: bool) -> None:
         rows, cols, parameters = block.rows, block.cols, block.parameters
-        padded = self.padded(block, backward=True)
-        store = rows.grad is not None or cols.grad is not None
-        scores = padded.score_gradients()
-        totals = torch.zeros(2, dtype=torch.float64, device=padded.device)
+        padded = self.padded(block, "sigmoid")
+        store = gradient and (rows.grad is not None or cols.grad is not None)
+        area = self.tuning.partial_bytes // 4 * padded.tiles.rows * padded.tiles.cols
+        scores = padded.score_gradients() if gradient else torch.empty(0, 0, device=padded.device)
+        totals = torch.zeros(3, dtype=torch.float64, device=padded.device)
         with padded.accumulating(parameters.scale, rows.grad, cols.grad) as gradient_scale:
-            for panel in padded.panels(*scores.shape):
-                sums = torch.empty(2, padded.grid(panel), device=padded.device)
+            for panel in padded.panels(*(scores.shape if gradient else padded.panel_shape(area))):
+                sums = torch.zeros(3, padded.grid(panel), device=padded.device)
                 padded.launch(
-                    sigmoid_gradient_kernel, panel, panel.u, panel.v, parameters.scale, parameters.bias, gradient_scale,
-                    *panel.keys, scores, *sums, *panel.sizes, scores.stride(0), panel.positive, STORE=store,
+                    sigmoid_kernel, panel, panel.u, panel.v, parameters.scale, parameters.bias, gradient_scale,
+                    *panel.keys, scores, *sums, *panel.sizes, scores.stride(0), panel.positive,
+                    VALUE=value, GRADIENT=gradient, STORE=store,
                 )  # fmt: skip
-                padded.add_products(panel, scores, rows.grad, cols.grad)
+                if store:
+                    padded.add_products(panel, scores, rows.grad, cols.grad)
                 totals += sums.sum(1, dtype=torch.float64)
-        for grad, total in zip((parameters.bias_grad, parameters.scale_grad), totals):
+        assert block.rows.target is not None or not value
+        if block.rows.target is not None and value:
+            block.rows.target[0] -= totals[0]
+        for grad, total in zip((parameters.bias_grad, parameters.scale_grad), totals[1:]):
             if grad is not None:
                 grad += total
 

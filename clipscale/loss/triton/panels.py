@@ -52,14 +52,14 @@ class Panel:
 class PaddedBlock:
     """A block as the kernels take it."""
 
-    def __init__(self, block: Block, fp32_precision: str, backward: bool, tuning: Tuning, machine: Machine) -> None:
+    def __init__(self, block: Block, fp32_precision: str, kernel_pass: str, tuning: Tuning, machine: Machine) -> None:
         rows, cols = block.rows, block.cols
         self.machine, self.tuning = machine, tuning
         self.scale, self.positive = block.parameters.scale, block.positive
         self.row_keys, self.col_keys = (None if x.keys is None else x.keys.contiguous() for x in (rows, cols))
         self.width, self.dtype, self.device = rows.features.shape[1], rows.features.dtype, rows.features.device
         self.arithmetic = arithmetic_of(self.dtype, fp32_precision)
-        kernel_pass = ("backward" if backward else "forward") + ("" if rows.keys is None else " with keys")
+        kernel_pass += "" if rows.keys is None else " with keys"
         self.tiles = tuning.tiles or machine.tiles(self.device, kernel_pass, self.arithmetic)
         self.u, self.v = (machine.aligned(x.features, self.tiles.depth) for x in (rows, cols))  # (n or m, D padded)
 

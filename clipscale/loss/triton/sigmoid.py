@@ -1,4 +1,4 @@
-"""Triton kernels of the sigmoid objective: the loss of a panel, and a panel of the gradient.
+"""The Triton kernel of the sigmoid objective: the loss of a panel, a panel of the gradient, or both.
 
 Letters: N rows (images) and M columns (texts) of the panel, D feature width; BM x BN the tile, BK the step along D.
 The logits are l_ij = scale <u_i, v_j> + bias. Below they are negated at the positives, so that every pair's term is softplus(l).
@@ -13,29 +13,7 @@ import triton.language as tl
 from clipscale.loss.triton.tiles import crosses, left_out, quarters, summable, tile_dots, tile_position
 
 LOG2E = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit(do_not_specialize=["n", "m", "positive"])
-def sigmoid_loss_kernel(
-    u, v, scale, bias, row_keys, col_keys, sums, n, m, depth, stride_u, stride_v, positive,
-    KEYS: tl.constexpr,
-    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
-    """sums[program] = the sum of softplus(l) over the tile."""
-    tile_row, tile_col = tile_position(n, m, BM, BN, GROUP)
-    first_row, first_col = tile_row * BM, tile_col * BN
-    rows = first_row + tl.arange(0, BM)
-    cols = first_col + tl.arange(0, BN)
-    dots = tile_dots(u, v, tile_row, tile_col, n, m, depth, stride_u, stride_v, PRECISION, BM, BN, BK)
-    logits = dots * tl.load(scale) + tl.load(bias)
-    if crosses(first_row, first_col, positive, BM, BN):
-        logits = tl.where(cols[None, :] == (rows + positive)[:, None], -logits, logits)
-    terms = tl.maximum(logits, 0.0) + _log1p(tl.exp2(-tl.abs(logits) * LOG2E))
-    if KEYS:
-        terms = tl.where(left_out(rows, cols, n, m, row_keys, col_keys, positive), 0.0, terms)
-    if (first_row + BM > n) | (first_col + BN > m):
-        terms = tl.where((rows < n)[:, None] & (cols < m)[None, :], terms, 0.0)
-    tl.store(sums + tl.program_id(0), tl.sum(tl.sum(terms, axis=1), axis=0))
+NOTHING = tl.constexpr(float("-inf"))
 
 
 @triton.jit
@@ -58,41 +36,48 @@ def _log1p(x):
 
 
 @triton.jit(do_not_specialize=["n", "m", "positive"])
-def sigmoid_gradient_kernel(
-    u, v, scale, bias, gradient_scale, row_keys, col_keys, panel, sums, products, n, m, depth, stride_u, stride_v, stride_panel, positive,
-    STORE: tl.constexpr, KEYS: tl.constexpr,
+def sigmoid_kernel(
+    u, v, scale, bias, gradient_scale, row_keys, col_keys, panel, values, sums, products,
+    n, m, depth, stride_u, stride_v, stride_panel, positive,
+    VALUE: tl.constexpr, GRADIENT: tl.constexpr, STORE: tl.constexpr, KEYS: tl.constexpr,
     PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """panel (N, M rounded up to whole tiles) = gradient_scale * d softplus / d logit of one tile, zero past the end. sums[program] =
-    the sum of the derivatives; products[program] = the sum of their products with <u_i, v_j>.
+    """With VALUE, values[program] = the sum of softplus(l) over the tile.
 
-    The derivative is sigmoid(l), and -sigmoid(l) at the positives (where l is negated): nothing cancels. With STORE false only the
-    two sums are written.
+    With GRADIENT, sums[program] = the sum of its derivative in the logits, products[program] = the sum of the derivative's products with
+    <u_i, v_j>, and with STORE panel (N, M rounded up to whole tiles) = gradient_scale * the derivative, zero past the end. It is
+    sigmoid(l), and -sigmoid(l) at the positives (where l is negated): nothing cancels.
     """
     tile_row, tile_col = tile_position(n, m, BM, BN, GROUP)
     dots = tile_dots(u, v, tile_row, tile_col, n, m, depth, stride_u, stride_v, PRECISION, BM, BN, BK)
     scale_, bias_, gradient_scale_ = tl.load(scale), tl.load(bias), tl.load(gradient_scale)
     WIDTH: tl.constexpr = BN // 4
     parts = quarters(dots)
+    value = tl.zeros((BM,), dtype=tl.float32)
     sum_ = tl.zeros((BM,), dtype=tl.float32)
     product = tl.zeros((BM,), dtype=tl.float32)
     for part in tl.static_range(4):
-        part_sum, part_product = _sigmoid_gradient_part(
+        part_value, part_sum, part_product = _sigmoid_part(
             parts[part], scale_, bias_, gradient_scale_, tile_row * BM, tile_col * BN + part * WIDTH,
-            row_keys, col_keys, panel, n, m, stride_panel, positive, STORE, KEYS,
+            row_keys, col_keys, panel, n, m, stride_panel, positive, VALUE, GRADIENT, STORE, KEYS,
         )  # fmt: skip
+        value += part_value
         sum_ += part_sum
         product += part_product
-    tl.store(sums + tl.program_id(0), tl.sum(sum_, axis=0))
-    tl.store(products + tl.program_id(0), tl.sum(product, axis=0))
+    program = tl.program_id(0)
+    if VALUE:
+        tl.store(values + program, tl.sum(value, axis=0))
+    if GRADIENT:
+        tl.store(sums + program, tl.sum(sum_, axis=0))
+        tl.store(products + program, tl.sum(product, axis=0))
 
 
 @triton.jit
-def _sigmoid_gradient_part(
+def _sigmoid_part(
     dots, scale, bias, gradient_scale, first_row, first_col, row_keys, col_keys, panel, n, m, stride_panel, positive,
-    STORE: tl.constexpr, KEYS: tl.constexpr,
+    VALUE: tl.constexpr, GRADIENT: tl.constexpr, STORE: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Store this part of the panel. Returns its row sums, (HEIGHT,), of the derivative and of its product with <u_i, v_j>."""
+    """Store this part of the panel. Returns its row sums, (HEIGHT,), of the value, the derivative and its product with <u_i, v_j>."""
     HEIGHT: tl.constexpr = dots.shape[0]
     WIDTH: tl.constexpr = dots.shape[1]
     rows = first_row + tl.arange(0, HEIGHT)
@@ -101,14 +86,23 @@ def _sigmoid_gradient_part(
     has_positive = crosses(first_row, first_col, positive, HEIGHT, WIDTH)
     if has_positive:
         logits = tl.where(cols[None, :] == (rows + positive)[:, None], -logits, logits)
-    g = 1.0 / (1.0 + tl.exp2(-logits * LOG2E))
-    if has_positive:
-        g = tl.where(cols[None, :] == (rows + positive)[:, None], -g, g)
     if KEYS:
-        g = tl.where(left_out(rows, cols, n, m, row_keys, col_keys, positive), 0.0, g)
+        logits = tl.where(left_out(rows, cols, n, m, row_keys, col_keys, positive), NOTHING, logits)
     if (first_row + HEIGHT > n) | (first_col + WIDTH > m):
-        g = tl.where((rows < n)[:, None] & (cols < m)[None, :], g, 0.0)
-    if STORE:
-        at = panel + rows.to(tl.int64)[:, None] * stride_panel + cols[None, :]
-        tl.store(at, (g * gradient_scale).to(panel.dtype.element_ty))
-    return tl.sum(g, axis=1), tl.sum(g * summable(dots, n), axis=1)
+        logits = tl.where((rows < n)[:, None] & (cols < m)[None, :], logits, NOTHING)
+    small = tl.exp2(-tl.abs(logits) * LOG2E)
+    value = tl.zeros((HEIGHT,), dtype=tl.float32)
+    sum_ = value
+    product = value
+    if VALUE:
+        value = tl.sum(tl.maximum(logits, 0.0) + _log1p(small), axis=1)
+    if GRADIENT:
+        g = tl.where(logits >= 0, 1.0, small) / (1.0 + small)
+        if has_positive:
+            g = tl.where(cols[None, :] == (rows + positive)[:, None], -g, g)
+        if STORE:
+            at = panel + rows.to(tl.int64)[:, None] * stride_panel + cols[None, :]
+            tl.store(at, (g * gradient_scale).to(panel.dtype.element_ty))
+        sum_ = tl.sum(g, axis=1)
+        product = tl.sum(g * summable(dots, n), axis=1)
+    return value, sum_, product

@@ -10,6 +10,7 @@ The table is fixed, not tuned at run time, so that two machines of a kind, and t
     sm_89 and sm_120.
     sm_100: the accumulators are in tensor memory with a row to a thread, so column sums cross all lanes; the forward kernels need more
     registers than two programs leave.
+    The sigmoid's value and gradients in one sweep take more registers than two programs leave.
     IEEE float32 has no tensor cores: 64 x 64.
 """
 
@@ -57,7 +58,7 @@ class Tuning:
     """Of partial sums at a time: a 32k x 32k panel with 128 x 128 tiles."""
 
 
-PASSES = ("forward", "forward with keys", "backward", "backward with keys")
+PASSES = ("forward", "forward with keys", "backward", "backward with keys", "sigmoid", "sigmoid with keys")
 IEEE = Tiles(64, 64, 32, warps=4, stages=3)
 # (pass, arithmetic) -> tiles. With keys, a pass has masks that take registers.
 AMPERE = {
@@ -69,6 +70,10 @@ AMPERE = {
     ("forward with keys", "tf32"): Tiles(128, 128, 32, warps=8, stages=3),
     ("backward", "tf32"): Tiles(128, 128, 32, warps=8, stages=3),
     ("backward with keys", "tf32"): Tiles(128, 128, 32, warps=8, stages=3),
+    ("sigmoid", "half"): Tiles(128, 128, 32, warps=8, stages=3),
+    ("sigmoid with keys", "half"): Tiles(128, 128, 32, warps=8, stages=3),
+    ("sigmoid", "tf32"): Tiles(128, 128, 32, warps=8, stages=3),
+    ("sigmoid with keys", "tf32"): Tiles(128, 128, 32, warps=8, stages=3),
 }
 HOPPER = {
     ("forward", "half"): Tiles(128, 128, 64, warps=8, stages=3, registers=128),
@@ -79,6 +84,10 @@ HOPPER = {
     ("forward with keys", "tf32"): Tiles(128, 64, 32, warps=8, stages=3),
     ("backward", "tf32"): Tiles(128, 128, 32, warps=8, stages=3),
     ("backward with keys", "tf32"): Tiles(128, 128, 32, warps=8, stages=3),
+    ("sigmoid", "half"): Tiles(128, 128, 64, warps=8, stages=3),
+    ("sigmoid with keys", "half"): Tiles(128, 128, 64, warps=8, stages=3),
+    ("sigmoid", "tf32"): Tiles(128, 128, 32, warps=8, stages=3),
+    ("sigmoid with keys", "tf32"): Tiles(128, 128, 32, warps=8, stages=3),
 }
 BLACKWELL = HOPPER | {
     ("forward", "half"): Tiles(128, 128, 64, warps=8, stages=3),

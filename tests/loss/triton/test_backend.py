@@ -176,6 +176,7 @@ def test_sigmoid_equals_float64(scale: float, bias: float, keys: int) -> None:
         got, truth = p.computed_sigmoid(bias), p.sigmoid(bias)
         errors = [distance(*pair) for pair in zip(got, truth, strict=True)]
         assert max(errors) <= 1e-5, f"{kind}: loss, d_u, d_v, bias, scale off by {errors}"
+        assert all(map(torch.equal, p.computed_sigmoid(bias, at_once=False), got)), "two sweeps find something else"
         alone = p.computed_sigmoid(bias, needed=(False, False))
         assert all(map(torch.equal, alone, [got[0], *got[3:]]))
 
@@ -319,8 +320,8 @@ def test_features_are_padded_once_and_gradients_are_not(width: int, monkeypatch:
 
     monkeypatch.setattr(Machine, "aligned", recorded)
     for slab in (2**14, 16):  # gradients summed at once, and in parts
-        monkeypatch.setattr("clipscale.loss.autograd.SLAB", slab)
-        monkeypatch.setattr("clipscale.loss.autograd.GRAIN", 8)
+        monkeypatch.setattr("clipscale.loss.side_gradient.SLAB", slab)
+        monkeypatch.setattr("clipscale.loss.side_gradient.GRAIN", 8)
         u, v = (x.half() for x in features("pairs", 50, 60, width, torch.float32, DEVICE))
         found, true = (
             results(contrastive_loss, u.to(dtype), v.to(dtype), 10.0, backend=backend)

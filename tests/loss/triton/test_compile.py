@@ -28,7 +28,7 @@ from clipscale.loss.machine import Machine
 from clipscale.loss.objective import Sigmoid, Softmax
 from clipscale.loss.triton.backend import triton_backend
 from clipscale.loss.triton.panels import MERGED_LINES, MERGED_WIDTH
-from clipscale.loss.triton.sigmoid import sigmoid_gradient_kernel, sigmoid_loss_kernel
+from clipscale.loss.triton.sigmoid import sigmoid_kernel
 from clipscale.loss.triton.softmax import lse_kernel, merge_kernel, softmax_gradient_kernel
 from clipscale.loss.triton.tuning import AMPERE, PASSES, TABLE, Tiles, Tuning, tiles_for
 
@@ -45,6 +45,8 @@ ELEMENT = {"bf16": "half", "fp16": "half", "tf32": "tf32", "ieee": "ieee"}
 
 SOFTMAX = {"ROWS": True, "COLS": True}
 PLAIN_GRADIENT = {"SMOOTH": False, "STORE": True, "KEYS": False}
+VALUE = {"VALUE": True, "GRADIENT": False, "STORE": False}
+ONE_SWEEP = {"VALUE": True, "GRADIENT": True, "STORE": True}
 PLAIN = {
     "lse": (lse_kernel, "forward", SOFTMAX | {"KEYS": False}),
     "softmax gradient": (
@@ -52,8 +54,8 @@ PLAIN = {
         "backward",
         SOFTMAX | PLAIN_GRADIENT,
     ),
-    "sigmoid loss": (sigmoid_loss_kernel, "forward", {"KEYS": False}),
-    "sigmoid gradient": (sigmoid_gradient_kernel, "backward", {"STORE": True, "KEYS": False}),
+    "sigmoid loss": (sigmoid_kernel, "sigmoid", VALUE | {"KEYS": False}),
+    "sigmoid gradient": (sigmoid_kernel, "sigmoid", ONE_SWEEP | {"KEYS": False}),
 }
 LOADED = {
     "lse, keys": (lse_kernel, "forward with keys", SOFTMAX | {"KEYS": True}),
@@ -67,9 +69,10 @@ REST = {
     "lse, rows": (lse_kernel, "forward", {"ROWS": True, "COLS": False, "KEYS": False}),
     "softmax gradient, rows": (softmax_gradient_kernel, "backward", PLAIN_GRADIENT | {"ROWS": True, "COLS": False}),
     "softmax gradient, columns": (softmax_gradient_kernel, "backward", PLAIN_GRADIENT | {"ROWS": False, "COLS": True}),
-    "sigmoid loss, keys": (sigmoid_loss_kernel, "forward with keys", {"KEYS": True}),
+    "sigmoid loss, keys": (sigmoid_kernel, "sigmoid with keys", VALUE | {"KEYS": True}),
     "softmax gradient, smoothing": (softmax_gradient_kernel, "backward", SOFTMAX | PLAIN_GRADIENT | {"SMOOTH": True}),
-    "sigmoid gradient, keys": (sigmoid_gradient_kernel, "backward with keys", {"STORE": True, "KEYS": True}),
+    "sigmoid gradient, keys": (sigmoid_kernel, "sigmoid with keys", ONE_SWEEP | {"KEYS": True}),
+    "sigmoid gradient alone": (sigmoid_kernel, "sigmoid", ONE_SWEEP | {"VALUE": False, "KEYS": False}),
 }  # fmt: skip
 KERNELS: dict[str, Any] = PLAIN | LOADED | REST
 COMMON = [("bf16", name) for name in PLAIN | LOADED] + [
@@ -172,7 +175,7 @@ def test_so_do_the_rarer_variants(capability: int, form: str, name: str) -> None
     check(capability, form, name)
 
 
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("name", ["lse", "softmax gradient"])
 def test_two_programs_share_a_hopper_multiprocessor(name: str) -> None:
     """The exponentials of one then overlap the matmul of the other: the reason for the entries' register limit."""
     binary = entry(90, "bf16", name)
@@ -231,10 +234,10 @@ def test_the_launches_bind_and_compile_as_the_host_makes_them(monkeypatch: pytes
         rows.target = torch.zeros(n, dtype=torch.float64)
         rows.lse, cols.lse = rows.empty_lse(), cols.empty_lse()
         block = Block(rows, cols, Parameters(torch.tensor(10.0), torch.tensor(10.0)), positive)
-        for backend in (softmax, sigmoid):
-            backend.forward(block)
-            backend.backward(block)
-    names = ("lse_kernel", "merge_kernel", "softmax_gradient_kernel", "sigmoid_loss_kernel", "sigmoid_gradient_kernel")
+        softmax.forward(block)
+        softmax.backward(block)
+        sigmoid.forward_backward(block)
+    names = ("lse_kernel", "merge_kernel", "softmax_gradient_kernel", "sigmoid_kernel")
     assert {name: len(variants) for name, variants in machine.compiled.items()} == dict.fromkeys(names, 1)
 
 

@@ -73,13 +73,17 @@ class Problem:
         return _found(block, "scale_grad")
 
     def computed_sigmoid(
-        self, bias: float, needed: tuple[bool, bool] = (True, True), precision: str = "ieee"
+        self,
+        bias: float,
+        needed: tuple[bool, bool] = (True, True),
+        precision: str = "ieee",
+        at_once: bool = True,
     ) -> list[Tensor]:
-        """The backend's loss and its gradients: the features', then the bias's and the scale's."""
+        """The backend's loss and its gradients, from one sweep or two: the features', then the bias's and the scale's."""
         backend = triton_backend(Sigmoid(), precision, Tuning(), Machine())
         block = self.block((None, None), grads=self.zeros(needed), bias=bias)
-        backend.forward(block)
-        backend.backward(block)
+        for sweep in ("forward_backward",) if at_once else ("forward", "backward"):
+            getattr(backend, sweep)(block)
         assert block.rows.target is not None
         return [-block.rows.target.sum(), *_found(block, "bias_grad", "scale_grad")]
 
