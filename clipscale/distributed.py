@@ -88,6 +88,13 @@ class World:
         assert isinstance(group, dist.ProcessGroup)
         return group
 
+    @cached_property
+    def background(self) -> dist.ProcessGroup:
+        """All ranks on the CPU, for a thread that writes checkpoints. All ranks make it at the same place."""
+        group = dist.new_group(backend="gloo", timeout=self.timeout)
+        assert isinstance(group, dist.ProcessGroup)
+        return group
+
     def broadcast(self, value: Any) -> Any:
         """Rank 0's `value` on every rank."""
         if self.size == 1:

@@ -43,7 +43,7 @@ def replacing(path: Path, *, sync: bool = False) -> Iterator[BinaryIO]:
                 os.fsync(file.fileno())
         temporary.replace(path)
         if sync:
-            _sync_folder(path.parent)
+            sync_folder(path.parent)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
@@ -53,7 +53,7 @@ def _not_followed(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Put a rename on the disk, where the file system can."""
     with suppress(OSError):
         number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

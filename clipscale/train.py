@@ -96,6 +96,7 @@ class Run:
                 self.metrics.message(line)
         self.saved_at = self.measured_at = time.monotonic()
         self.stop = Stop(world, config.launch.grace_s)  # signals that this rank has received
+        self.saver = checkpoint.Saver(self.folder, world, config.checkpoint)
         self.saved_step = self.step if resumed else 0
         self.step_s = self.eval_s = 0.0  # what the last of each took
         self.stopping = 0  # the signal at which all ranks have agreed to stop; 0: none
@@ -111,12 +112,11 @@ class Run:
         4. Without these: random weights, by `seed`.
         """
         config, world = self.config, self.world
-        path = world.on_main(lambda: checkpoint.to_resume(self.folder, config.resume))  # 1 and 2
-        saved = checkpoint.load(path, verified=True) if path is not None and path.exists() else None
-        step = checkpoint.newest_step(self.folder) if saved is None else saved["step"]
-        checkpoint.check_same_step(world.gather(step), self.folder)
+        path = checkpoint.to_resume(self.folder, config.resume, world)  # 1 and 2
+        source = checkpoint.Saved(path) if path else None
+        saved = source.values if source else None
         checkpoint.check_fits(saved, self.folder, config, self.sizes.before)
-        self.state = TrainState(config, world, self.folder, saved)  # 3 and 4 inside, before the checkpoint's weights
+        self.state = TrainState(config, world, self.folder, source)  # 3 and 4 inside, before the checkpoint's weights
         self.stream = self.open_stream(saved)
         merge_positions(world.gather(self.stream.position()))  # refuses shards that differ between the ranks
         torch.manual_seed(config.seed + 1 + world.rank)
@@ -209,6 +209,7 @@ class Run:
             raise self.stopped() from None
         finally:
             self.stream.close()
+            self.saver.close()
             if self.metrics:
                 self.metrics.close()
         if self.world.main:
@@ -233,6 +234,7 @@ class Run:
         """
         before, buffers, started = RandomState.now(self.world.device), self.state.statistics(), time.monotonic()
         self.stop.begin(self.step_s)
+        self.stop.save_s = self.saver.save_s
         try:
             record = self.whole_step()
         except AbandonedError:
@@ -317,7 +319,7 @@ class Run:
     def stop_diverged(self, loss: float, grad_norm: float, ids: Tensor) -> None:
         """End the run before the optimizer changes the weights; write these and the batch's sample ids to RUN/diverged/."""
         every = torch.cat(self.world.gather(ids.clone()))
-        weights = self.state.weights()
+        weights = self.state.whole(self.state.weights())
         if self.world.main:
             state = {"step": self.step, "loss": loss, "grad_norm": grad_norm, "model": weights, "samples": every}
             checkpoint.save_diverged(self.folder, self.step, state)
@@ -362,31 +364,17 @@ class Run:
         return due or bool(due_by_time or self.stopping)
 
     def save(self) -> None:
-        """Write a checkpoint on rank 0. On a full disk, training goes on without it, unless the run ends here.
+        """Begin to write a checkpoint; see `checkpoint.Saver`. A run that ends here waits for it.
 
         Raises UserError, on every rank, where it cannot be written.
         """
-        started, now = time.monotonic(), RandomState.now(self.world.device)
-        random = self.world.gather({"cpu": now.cpu, "cuda": now.cuda})
-        positions = self.world.gather(self.stream.position())
-        saved = self.state.state_dict()
-
-        def write() -> None:
-            own = {
-                "random": random,
-                "position": merge_positions(positions),
-                "batch": self.config.batch,
-                "samples": self.sizes.before(self.step),
-                "loss": self.last_loss,
-            }
-            try:
-                c = self.config.checkpoint
-                checkpoint.save(self.folder, self.step, saved | own, keep=c.keep, keep_every=c.keep_every)
-            except checkpoint.DiskFullError as error:
-                if self.stopping or self.step == self.total:
-                    raise UserError(f"{error}; free some space, and resume") from error
-                log.warning("%s; training goes on without it, free some space", error)
-
-        self.world.on_main(write)
+        now = RandomState.now(self.world.device)
+        state = self.state.state_dict() | {
+            "random": self.world.gather({"cpu": now.cpu, "cuda": now.cuda}),
+            "position": merge_positions(self.world.gather(self.stream.position())),
+            "batch": self.config.batch,
+            "samples": self.sizes.before(self.step),
+            "loss": self.last_loss,
+        }
+        self.saver.save(self.step, state, last=bool(self.stopping) or self.step == self.total)
         self.saved_at, self.saved_step = time.monotonic(), self.step
-        self.stop.save_s = self.saved_at - started

@@ -27,6 +27,7 @@ from clipscale.autotune import (
     save_chunk_sizes,
     saved_chunk_sizes,
 )
+from clipscale.checkpoint import Saved
 from clipscale.config.train import TrainConfig
 from clipscale.data.features import StoredFeatures, stored_features
 from clipscale.distributed import World
@@ -40,12 +41,9 @@ from clipscale.noise_scale import NoiseScale
 from clipscale.optim import build_optimizer
 from clipscale.precision import MasterWeights, Precision
 from clipscale.rng import draws_random_numbers
-from clipscale.terminal import say
 
 ELEMENTWISE = ("adamw", "lion", "adam", "nadamw", "sgd")
 """Optimizers whose update of a shard is the shard of their update."""
-WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
-"""State dicts with every sharded tensor gathered, in host memory, on rank 0 alone."""
 
 
 class TrainState:
@@ -54,10 +52,10 @@ class TrainState:
     machine: Machine | None = None
     """Where the loss runs; None: on this machine. A dry run replaces it."""
 
-    def __init__(self, config: TrainConfig, world: World, folder: Path, saved: dict[str, Any] | None) -> None:
+    def __init__(self, config: TrainConfig, world: World, folder: Path, saved: Saved | None) -> None:
         self.notes: list[str] = []
         """Lines for the user, printed at the start."""
-        if saved is not None and config.model.lean and not saved["model_config"].get("lean", False):
+        if saved is not None and config.model.lean and not saved.values["model_config"].get("lean", False):
             config = replace(config, model=replace(config.model, lean=False))
             self.notes.append(
                 "model.lean: the checkpoint was trained without it; the towers keep open_clip's forward pass"
@@ -65,7 +63,7 @@ class TrainState:
         self.config, self.world, self.folder = config, world, folder
         self.local_batch = config.batch // world.size
         torch.manual_seed(config.seed)
-        self.earlier_chunks = (saved or {}).get("chunks", {})
+        self.earlier_chunks = saved.values.get("chunks", {}) if saved else {}
         self.precision = Precision(config.precision, world.device)
         self.model = self.build_model()
         self.stored = self.stored_features()
@@ -79,7 +77,7 @@ class TrainState:
         self.noise = NoiseScale([self.model.image, self.model.text])
         self.average = WeightAverage(config.ema, self.trained_by_name()) if config.ema else None
         if saved is not None:
-            self.load(saved)
+            self.load(saved.state(dict(self.model.named_parameters()), world))
         if self.stored:
             self.model.image.cpu()  # only evaluations use it
 
@@ -180,9 +178,11 @@ class TrainState:
             found[name] = size
         if self.world.main:
             save_chunk_sizes(self.folder, found)
-            if other and None in sizes.values():
-                old, new = (f"{c.get('image')} and {c.get('text')}" for c in (earlier, found))
-                say(f"cache.chunk=auto: {old} samples were found on {earlier['device']}; on {now} they are {new}")
+        if other and None in sizes.values():
+            old, new = (f"{c.get('image')} and {c.get('text')}" for c in (earlier, found))
+            self.notes.append(
+                f"cache.chunk=auto: {old} samples were found on {earlier['device']}; on {now} they are {new}"
+            )
         self.cut = found
         return [found["image"], found["text"]]
 
@@ -264,15 +264,14 @@ class TrainState:
         return [b for module in self.model.modules() if isinstance(module, _BatchNorm) for b in module.buffers()]
 
     def weights(self) -> dict[str, Any]:
-        """The model's whole state dict on rank 0, with master weights in place of the rounded ones. All ranks call it."""
-        state = get_model_state_dict(self.model, options=WHOLE)
-        if self.world.main:
-            for name, masters in self.masters.items():
-                state |= {f"{name}.{key}": copy.detach() for key, copy in masters.copies.items()}
+        """The model's state dict, sharded where the weights are, with master weights in place of the rounded ones."""
+        state = get_model_state_dict(self.model)
+        for name, masters in self.masters.items():
+            state |= {f"{name}.{key}": copy.detach() for key, copy in masters.copies.items()}
         return state
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint holds of this state, on rank 0. All ranks call it."""
+        """What a checkpoint holds of this state, sharded where the weights are. Its tensors change with the next step."""
         return {
             "model": self.weights(),
             "model_config": asdict(self.config.model),
@@ -280,14 +279,13 @@ class TrainState:
             "optimizer_name": self.config.optim.name,
             "chunks": self.cut,
             "scaler": self.precision.scaler.state_dict() if self.precision.scaler else None,
-            "ema": self.whole(self.average.state_dict()) if self.average else None,
+            "ema": self.average.state_dict() if self.average else None,
         }
 
     def optimizer_state(self) -> dict[str, Any]:
-        """The optimizer's whole state by parameter name, on rank 0."""
-        sharded = get_optimizer_state_dict(self.optimized(), self.optimizer)
-        # Gathered here: the library's own gathering refuses the torch.dtype in adafactorbv's parameter groups.
-        return {"state": self.whole(sharded["state"]), "param_groups": sharded["param_groups"]}
+        """The optimizer's state by parameter name."""
+        state = get_optimizer_state_dict(self.optimized(), self.optimizer)
+        return {"state": state["state"], "param_groups": state["param_groups"]}
 
     def whole(self, tree: Any) -> Any:
         """The tree with whole tensors in host memory, on rank 0. All ranks call it."""
@@ -301,17 +299,18 @@ class TrainState:
     def load(self, saved: dict[str, Any]) -> None:
         """Take weights, optimizer and scaler from a checkpoint. Raises UserError where they do not fit."""
         # The optimizer first: to make its state, the library takes a step with zero gradients and a learning rate of 0.
-        self.load_optimizer(saved["optimizer"])
-        set_model_state_dict(self.model, dict(saved["model"]), options=StateDictOptions(full_state_dict=True))
+        whole = not any(isinstance(value, DTensor) for value in saved["model"].values())
+        self.load_optimizer(saved["optimizer"], whole)
+        set_model_state_dict(self.model, dict(saved["model"]), options=StateDictOptions(full_state_dict=whole))
         for name, masters in self.masters.items():
             masters.load({key: saved["model"][f"{name}.{key}"] for key in masters.copies})
         if self.precision.scaler and saved["scaler"]:
             self.precision.scaler.load_state_dict(saved["scaler"])
         if self.average:
             self.average.load(saved.get("ema"))
-        if self.world.main and (reason := self.other_random_numbers(saved)):
-            say(
-                f"{reason}: the towers draw other random numbers than before, so this curve is not exactly that of an undisturbed run"
+        if reason := self.other_random_numbers(saved):
+            self.notes.append(
+                f"{reason}: the towers draw other random numbers than in an undisturbed run, so the curve differs from its"
             )
 
     def other_random_numbers(self, saved: dict[str, Any]) -> str:
@@ -323,7 +322,8 @@ class TrainState:
         before, now = ([c.get(name) for name in ("image", "text")] for c in (saved.get("chunks", self.cut), self.cut))
         return f"resumed with chunks of {now} samples instead of {before}" if before != now else ""
 
-    def load_optimizer(self, state: dict[str, Any]) -> None:
+    def load_optimizer(self, state: dict[str, Any], whole: bool) -> None:
+        """Take the optimizer's state. `whole`: it is not sharded. Raises UserError where it belongs to other parameters."""
         module = self.optimized()
         name_of = {id(p): name for name, p in module.named_parameters()}
         names = [[name_of[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
@@ -344,7 +344,7 @@ class TrainState:
             )
         if state["state"]:
             # Not strict: a parameter that the loss does not use, such as the bias of a softmax loss, has no state.
-            options = StateDictOptions(full_state_dict=True, strict=False)
+            options = StateDictOptions(full_state_dict=whole, strict=False)
             set_optimizer_state_dict(module, self.optimizer, state, options=options)
         for group, settings in zip(self.optimizer.param_groups, state["param_groups"]):  # above, tuples become lists
             group.update({key: value for key, value in settings.items() if key != "params"})

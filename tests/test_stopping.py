@@ -120,7 +120,7 @@ def test_a_step_that_would_outlive_the_grace_is_abandoned_without_a_trace(
 ) -> None:
     config = short(demo, tmp_path / "run", checkpoint=CheckpointConfig(minutes=0))
     assert with_signal_at(20 + call, lambda: train(config)) == signal.SIGTERM
-    assert [path.name for path in checkpoint.found(tmp_path / "run")] == ["step_00000001.pt"]
+    assert [path.name for path in checkpoint.found(tmp_path / "run")] == ["step_00000001"]
     assert curve(tmp_path / "run") == whole[:1]
     train(config)
     assert curve(tmp_path / "run") == whole
@@ -136,7 +136,7 @@ def test_an_evaluation_is_abandoned_too(demo: Path, tmp_path: Path) -> None:
     sets = EvalConfig(sets=[str(demo / "objects")], limit=8, batch=4)
     config = short(demo, tmp_path / "run", eval=sets)
     assert with_signal_at(2 * 20 + 2, lambda: train(config)) == signal.SIGTERM
-    assert [path.name for path in checkpoint.found(tmp_path / "run")] == ["step_00000002.pt"]
+    assert [path.name for path in checkpoint.found(tmp_path / "run")] == ["step_00000002"]
     assert train(config)["eval"], "a resumed run evaluates"
 
 
@@ -150,6 +150,6 @@ def test_all_ranks_abandon_a_step_at_the_same_chunk(demo: Path, tmp_path: Path, 
     config = short(demo, tmp_path / "run", launch=launch)
     assert run_ranks(on_rank_1, 2, short(demo, tmp_path / "whole", launch=launch), -1) == [0, 0]
     assert run_ranks(on_rank_1, 2, config, 10 + 7) == [signal.SIGTERM] * 2
-    assert [path.name for path in checkpoint.found(tmp_path / "run")] == ["step_00000001.pt"]
+    assert [path.name for path in checkpoint.found(tmp_path / "run")] == ["step_00000001"]
     assert run_ranks(on_rank_1, 2, config, -1) == [0, 0]
     assert curve(tmp_path / "run") == curve(tmp_path / "whole")

@@ -15,37 +15,42 @@ from tests.ranks import run_ranks
 from tests.test_precision import BF16, records, small
 
 
-def by_position(path: Path) -> None:
-    """Rewrite a checkpoint in format 1: the optimizer's state by the position of its parameters."""
+def as_one_file(path: Path, format: int) -> Path:
+    """Write a checkpoint again as older versions did: in one file, and in format 1 with the optimizer's state by position."""
     saved = checkpoint.load(path)
+    file = path.with_suffix(".pt")
+    if format == 2:
+        torch.save(saved | {"format": 2}, file)
+        return file
     groups = saved["optimizer"]["param_groups"]
     position = {name: i for i, name in enumerate(name for group in groups for name in group["params"])}
     state = {position[name]: value for name, value in saved["optimizer"]["state"].items()}
     groups = [group | {"params": [position[name] for name in group["params"]]} for group in groups]
-    torch.save(saved | {"format": 1, "optimizer": {"state": state, "param_groups": groups}}, path)
+    torch.save(saved | {"format": 1, "optimizer": {"state": state, "param_groups": groups}}, file)
+    return file
 
 
 @pytest.mark.parametrize(
     ("name", "precision", "old"),
     [
-        pytest.param("muon", PrecisionConfig(), False, id="muon"),
-        pytest.param("adafactorbv", BF16, True, id="adafactorbv masters by position"),
-        pytest.param("muon", PrecisionConfig(), True, id="muon by position", marks=pytest.mark.slow),
-        pytest.param("muon", BF16, False, id="muon masters", marks=pytest.mark.slow),
-        pytest.param("muon", BF16, True, id="muon masters by position", marks=pytest.mark.slow),
-        pytest.param("adafactorbv", PrecisionConfig(), False, id="adafactorbv", marks=pytest.mark.slow),
-        pytest.param("adafactorbv", PrecisionConfig(), True, id="adafactorbv by position", marks=pytest.mark.slow),
-        pytest.param("adafactorbv", BF16, False, id="adafactorbv masters", marks=pytest.mark.slow),
+        pytest.param("muon", PrecisionConfig(), 0, id="muon"),
+        pytest.param("adafactorbv", BF16, 1, id="adafactorbv masters by position"),
+        pytest.param("muon", PrecisionConfig(), 2, id="muon in one file", marks=pytest.mark.slow),
+        pytest.param("muon", BF16, 0, id="muon masters", marks=pytest.mark.slow),
+        pytest.param("muon", BF16, 1, id="muon masters by position", marks=pytest.mark.slow),
+        pytest.param("adafactorbv", PrecisionConfig(), 0, id="adafactorbv", marks=pytest.mark.slow),
+        pytest.param("adafactorbv", PrecisionConfig(), 1, id="adafactorbv by position", marks=pytest.mark.slow),
+        pytest.param("adafactorbv", BF16, 2, id="adafactorbv masters in one file", marks=pytest.mark.slow),
     ],
 )
 def test_a_resumed_run_ends_with_the_same_weights_and_optimizer(
-    shards: str, tmp_path: Path, name: str, precision: PrecisionConfig, old: bool
+    shards: str, tmp_path: Path, name: str, precision: PrecisionConfig, old: int
 ) -> None:
     settings: dict[str, Any] = {"optim": OptimConfig(name=name, lr=1e-3, eps=None), "precision": precision}
     train(small(shards, tmp_path / "whole", checkpoint=CheckpointConfig(every=2, keep=0), **settings))
     middle = checkpoint.path_of(tmp_path / "whole", 2)
     if old:
-        by_position(middle)
+        middle = as_one_file(middle, old)
     train(small(shards, tmp_path / "parts", resume=str(middle), **settings))
     assert [r["loss"] for r in records(tmp_path / "parts")] == [r["loss"] for r in records(tmp_path / "whole")][2:]
     whole, parts = (checkpoint.load(checkpoint.path_of(tmp_path / run, 4)) for run in ("whole", "parts"))
@@ -82,7 +87,7 @@ def test_an_old_checkpoint_keeps_its_forward_pass(
     middle = checkpoint.path_of(tmp_path / "whole", 2)
     saved = checkpoint.load(middle)
     del saved["model_config"]["lean"]
-    torch.save(saved, middle)
+    middle = checkpoint.save(tmp_path / "old", 2, saved, keep=0)
     capsys.readouterr()
     train(run("parts", lean=True, resume=str(middle)))
     assert "model.lean: the checkpoint was trained without it" in capsys.readouterr().out

@@ -198,7 +198,7 @@ def load_model(run: Path, which: str = "latest", weights: str = "trained") -> tu
     such checkpoint or average.
     """
     path = checkpoint.locate(run, which)
-    state = checkpoint.load(path)
+    state = checkpoint.load(path, parts=("model", "ema"))
     if weights == "ema" and not state.get("ema"):
         raise UserError(f"weights=ema: {path} holds no average; take weights=trained, or train with ema=0.9999")
     config = ModelConfig(**{**state["model_config"], "pretrained": None, "pretrained_image": None, "compile": False})

@@ -1,0 +1,39 @@
+"""Checkpoints of a run: sharded, written in the background, and verified before they are used."""
+
+from clipscale.checkpoint.folder import (
+    found,
+    locate,
+    make_folder,
+    newest_step,
+    path_of,
+    remove_empty_run,
+    remove_temporary,
+    set_aside,
+    step_of,
+)
+from clipscale.checkpoint.loading import Saved, load
+from clipscale.checkpoint.resume import check_fits, check_same_step, to_resume
+from clipscale.checkpoint.saving import DiskFullError, Saver, save, save_diverged
+from clipscale.checkpoint.verification import verify
+
+__all__ = [
+    "DiskFullError",
+    "Saved",
+    "Saver",
+    "check_fits",
+    "check_same_step",
+    "found",
+    "load",
+    "locate",
+    "make_folder",
+    "newest_step",
+    "path_of",
+    "remove_empty_run",
+    "remove_temporary",
+    "save",
+    "save_diverged",
+    "set_aside",
+    "step_of",
+    "to_resume",
+    "verify",
+]

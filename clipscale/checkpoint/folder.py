@@ -1,0 +1,116 @@
+"""The folder of a run: its checkpoints RUN/checkpoints/step_00001000, and which of them are kept.
+
+A checkpoint is a folder since format 3. Formats 1 and 2 are files, step_00001000.pt, which are still read.
+"""
+
+import logging
+import re
+import shutil
+from pathlib import Path
+
+from clipscale.errors import UserError
+from clipscale.units import whole_number
+
+log = logging.getLogger(__name__)
+
+TEMPORARY = ".tmp"
+"""Ends the name of what is being written or deleted."""
+
+
+def make_folder(run: Path) -> None:
+    """Make the run's folder. Raises UserError where it cannot be written."""
+    try:
+        (run / "checkpoints").mkdir(parents=True, exist_ok=True)
+        probe = run / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise UserError(f"run={run} cannot be written ({error.strerror}); choose another run=PATH") from error
+
+
+def remove_temporary(run: Path) -> None:
+    """Remove what a run which died has not finished writing or deleting. The caller holds the run's lock."""
+    for path in (*run.glob(f"*{TEMPORARY}"), *run.glob(f"checkpoints/*{TEMPORARY}")):
+        discard(path)
+
+
+def remove_empty_run(run: Path, *files: str) -> None:
+    """Remove the folder of a run that was refused at its start, if it holds no checkpoint and nothing beside `files`."""
+    held = {path.name for path in run.iterdir()} if run.is_dir() else set()
+    if "checkpoints" in held and held <= {"checkpoints", *files} and not any((run / "checkpoints").iterdir()):
+        for file in files:
+            (run / file).unlink(missing_ok=True)
+        (run / "checkpoints").rmdir()
+        run.rmdir()
+
+
+def path_of(run: Path, step: int) -> Path:
+    """The folder of the run's checkpoint at `step`."""
+    return run / "checkpoints" / f"step_{step:08d}"
+
+
+def step_of(path: Path) -> int:
+    """The step of a checkpoint, by its name."""
+    return int(path.name.removesuffix(".pt").removeprefix("step_"))
+
+
+def found(run: Path) -> list[Path]:
+    """The run's checkpoints, oldest first."""
+    paths = (run / "checkpoints").glob("step_*")
+    return sorted((p for p in paths if re.fullmatch(r"step_\d+(\.pt)?", p.name)), key=lambda p: (step_of(p), p.name))
+
+
+def newest_step(run: Path) -> int | None:
+    """The step of a run's newest checkpoint, by its name."""
+    candidates = found(run)
+    return step_of(candidates[-1]) if candidates else None
+
+
+def outdated(run: Path, step: int, keep: int, keep_every: int) -> list[Path]:
+    """The checkpoints up to `step` that are neither among the newest `keep` (0: all) nor of a multiple of `keep_every` (0: none) steps."""
+    passing = [path for path in found(run) if not (keep_every and step_of(path) % keep_every == 0)]
+    return [path for path in passing if step_of(path) <= step][:-keep] if keep else []
+
+
+def remove(checkpoint: Path) -> None:
+    """Delete a checkpoint. It loses its name first, so that a half-deleted one is never taken for whole."""
+    gone = checkpoint.with_name(f"{checkpoint.name}.old{TEMPORARY}")
+    discard(gone)
+    checkpoint.replace(gone)
+    discard(gone)
+
+
+def discard(path: Path) -> None:
+    """Delete a file or a folder, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def set_aside(run: Path, step: int) -> None:
+    """Rename checkpoints beyond `step`, from which a run goes on: they are not the newest any more, but they are not lost."""
+    for path in found(run):
+        if step_of(path) > step:
+            aside = renamed(path, ".aside")
+            log.warning("%s is beyond step %d, from which the run goes on; it is now %s", path.name, step, aside.name)
+
+
+def renamed(checkpoint: Path, end: str) -> Path:
+    """Rename a checkpoint by a further ending, in place of what has that name. Returns its new path."""
+    aside = checkpoint.with_name(checkpoint.name + end)
+    discard(aside)
+    return checkpoint.replace(aside)
+
+
+def locate(run: Path, which: str) -> Path:
+    """A run's checkpoint: `latest`, a step number, or a path. Raises UserError for a run without checkpoints."""
+    candidates = found(run)
+    if which == "latest":
+        if not candidates:
+            raise UserError(f"run={run}: no checkpoint in {run / 'checkpoints'}")
+        return candidates[-1]
+    step = whole_number(which)
+    if step is None:
+        return Path(which).expanduser()
+    return next((path for path in candidates if step_of(path) == step), path_of(run, step))

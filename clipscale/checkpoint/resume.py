@@ -1,0 +1,126 @@
+"""Which checkpoint a run goes on from, and whether its settings fit it."""
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from clipscale.checkpoint import folder, single
+from clipscale.checkpoint.loading import ERRORS, read_plain
+from clipscale.checkpoint.verification import damaged, verify
+from clipscale.config.train import TrainConfig
+from clipscale.distributed import World
+from clipscale.errors import UserError
+
+log = logging.getLogger(__name__)
+
+
+def to_resume(run: Path, resume: str, world: World) -> Path | None:
+    """The checkpoint that a run goes on from, verified. `resume` is `auto` (the run's newest whole checkpoint, or None), `none`, or a path.
+
+    A path is a checkpoint, or a run folder with at least one; its newest whole one counts. With `auto`, damaged checkpoints that are newer
+    are renamed: the run saves the same steps again. A collective: every rank verifies its share.
+
+    Raises UserError for a path without a checkpoint, and if every checkpoint is damaged.
+    """
+    if resume == "auto":
+        check_same_step(world.gather(folder.newest_step(run)), run)
+    candidates: list[Path] = world.on_main(lambda: candidates_of(run, resume))
+    if not all(world.gather(all(path.exists() for path in candidates))):
+        raise UserError(f"resume={resume}: not every process sees it; put it on storage that all nodes share")
+    bad: dict[Path, str] = {}
+    for candidate in candidates:
+        problems = [problem for problem in world.gather(problem_of(candidate, world)) if problem]
+        if problems:
+            bad[candidate] = problems[0]
+            continue
+        world.on_main(partial(set_damaged_aside, bad, candidate, rename=resume == "auto"))
+        return candidate
+    if len(candidates) == 1 and resume != "auto":
+        raise UserError(next(iter(bad.values())))
+    if candidates:
+        raise UserError(
+            f"resume={resume}: none of the {len(candidates)} checkpoints in {candidates[0].parent.parent} can be read; start afresh with "
+            "another run=NAME"
+        )
+    return None
+
+
+def candidates_of(run: Path, resume: str) -> list[Path]:
+    """The checkpoints that may be gone on from, best first. Raises UserError."""
+    if resume == "none":
+        return []
+    if resume == "auto":
+        return folder.found(run)[::-1]
+    path = Path(resume).expanduser()
+    if not path.exists():
+        raise UserError(f"resume={resume}: there is no such file or run folder")
+    if path.is_file() or folder.found(path.parent.parent).count(path):
+        return [path]
+    candidates = folder.found(path)[::-1]
+    if not candidates:
+        raise UserError(f"resume={resume}: no checkpoint in {path / 'checkpoints'}")
+    return candidates
+
+
+def problem_of(path: Path, world: World) -> str:
+    """Why a checkpoint cannot be used, as far as this rank's share shows; empty where it can."""
+    try:
+        verify(path, world.rank, world.size)
+        if world.main:
+            read_plain(path) if path.is_dir() else single.load(path, mmap=True)
+    except UserError as error:
+        return str(error)
+    except ERRORS as error:
+        return str(damaged(path, error))
+    return ""
+
+
+def set_damaged_aside(bad: dict[Path, str], used: Path, *, rename: bool) -> None:
+    """Report the damaged checkpoints, and `rename` them, so that the run can save the same steps again."""
+    for path, reason in bad.items():
+        now = f"; it is now {folder.renamed(path, '.damaged').name}" if rename else ""
+        log.warning("%s%s; the run goes on from %s", reason, now, used.name)
+
+
+def check_same_step(steps: Sequence[int | None], run: Path) -> None:
+    """Raise UserError if the ranks found checkpoints of different steps; None: no checkpoint."""
+    if len(set(steps)) > 1:
+        found = ", ".join(f"rank {rank}: {'none' if n is None else f'step {n}'}" for rank, n in enumerate(steps))
+        raise UserError(
+            f"run={run}: the processes found different checkpoints ({found}); the folder must be one that all nodes share, and hold the "
+            "same for each of them"
+        )
+
+
+def check_fits(
+    saved: dict[str, Any] | None, run: Path, config: TrainConfig, samples_before: Callable[[int], int]
+) -> None:
+    """Raise UserError where a run with these settings cannot go on from the checkpoint `saved`; None: where it cannot begin.
+
+    `samples_before(step)` is the number of samples that these settings train on before a step.
+    """
+    if saved is None:
+        if folder.found(run):
+            raise UserError(f"run={run} already holds checkpoints; go on with resume=auto, or choose another run=NAME")
+        return
+    if saved["batch"] != config.batch:
+        raise UserError(
+            f"batch={config.batch}: the checkpoint was trained with batch={saved['batch']}; go on with that, or choose another run=NAME"
+        )
+    for key in ("name", "architecture"):
+        theirs, ours = saved["model_config"].get(key), getattr(config.model, key)
+        if theirs != ours:
+            raise UserError(
+                f"resume: the checkpoint holds model.{key}={theirs!r}, this run asks for {ours!r}; give the same model, or another run=NAME"
+            )
+    if saved["optimizer_name"] != config.optim.name:
+        raise UserError(
+            f"resume: the checkpoint's optimizer is {saved['optimizer_name']}, not optim.name={config.optim.name}"
+        )
+    if saved["samples"] != samples_before(saved["step"]):
+        raise UserError(
+            f"resume: the checkpoint has seen {saved['samples']} samples in {saved['step']} steps, which these ramp.start, ramp.samples "
+            "and ramp.rule do not make; give the ramp that it was trained with"
+        )

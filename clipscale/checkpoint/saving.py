@@ -1,0 +1,197 @@
+"""Writes checkpoints: every rank its share, in the background, while training goes on."""
+
+import errno
+import logging
+import shutil
+import time
+import warnings
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner, Metadata
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.utils._pytree import tree_leaves
+
+from clipscale.checkpoint import folder
+from clipscale.checkpoint.loading import split
+from clipscale.checkpoint.shards import ShardWriter
+from clipscale.config.sections import CheckpointConfig
+from clipscale.distributed import World
+from clipscale.errors import UserError
+from clipscale.files import sync_folder
+from clipscale.units import format_bytes
+
+log = logging.getLogger(__name__)
+
+ERRORS = (OSError, RuntimeError, CheckpointException)
+
+
+class DiskFullError(UserError):
+    """There is not enough space for a checkpoint. The run's earlier ones are intact."""
+
+
+@dataclass
+class Pending:
+    """A checkpoint that is being written."""
+
+    step: int
+    result: "Future[Metadata]"
+
+
+class Saver:
+    """Writes a run's checkpoints, one at a time. All ranks call its methods at the same places.
+
+    `save` copies the state into host memory, which is the pause that training sees, and returns. A thread then writes this rank's file.
+    When all ranks have written, rank 0 writes the manifest, gives the folder its name and deletes outdated checkpoints. So a
+    checkpoint appears whole or not at all, and a failed write changes no earlier one.
+    """
+
+    def __init__(self, run: Path, world: World, config: CheckpointConfig) -> None:
+        self.run, self.world, self.config = run, world, config
+        self.pause_s = self.save_s = 0.0
+        """Of the last save: the time that training waited, and the whole time until it was complete."""
+        self._pending: Pending | None = None
+        pinned = world.device.type == "cuda"
+        self._stager = DefaultStager(StagingOptions(pinned, False, False, pinned))
+
+    def save(self, step: int, state: dict[str, Any], *, last: bool = False) -> None:
+        """Begin to write `state` as the checkpoint at `step`, when the one before is complete. With `last`, wait for it.
+
+        `state`: a tree of dictionaries with plain values and tensors. Tensors below a dictionary are the same on every rank, or DTensors;
+        everything else is taken from rank 0.
+
+        A full disk is reported, and training goes on; with `last` it raises DiskFullError. Raises UserError where this one or the
+        one before cannot be written for another reason.
+        """
+        try:
+            self.wait()
+        except DiskFullError as error:
+            self._warn(error)
+        try:
+            self._begin(step, state)
+            if last or not self.config.background:
+                self.wait()
+        except DiskFullError as error:
+            if last:
+                raise DiskFullError(f"{error}; free some space, and resume") from error
+            self._warn(error)
+
+    def _begin(self, step: int, state: dict[str, Any]) -> None:
+        started = time.monotonic()
+        plain, tensors = split(state)
+        self._check_space(step, size_of(tensors, plain))
+        temporary = self._temporary(step)
+        about = {key: value for key, value in state.items() if isinstance(value, int | float | str)}
+        writer = ShardWriter(temporary, step, plain | {"step": step} if self.world.main else None, about)
+        writer.complete = lambda: self._complete(step)
+        several = self.world.size > 1
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # also in the thread that writes
+        result = dcp.async_save(
+            tensors,
+            storage_writer=writer,
+            planner=DefaultSavePlanner(),
+            process_group=self.world.background if several else None,
+            async_stager=self._stager,
+            no_dist=not several,
+        )
+        assert isinstance(result, Future)
+        self._pending = Pending(step, result)
+        result.add_done_callback(lambda _: vars(self).update(save_s=time.monotonic() - started))
+        self.pause_s = time.monotonic() - started
+
+    def wait(self) -> None:
+        """Wait until the checkpoint that is being written is complete. Raises DiskFullError or UserError where it could not be."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        try:
+            pending.result.result()
+        except ERRORS as error:
+            raise self._failure(pending.step, error) from error
+
+    def close(self) -> None:
+        """Wait for what is being written at the end of a run that has failed."""
+        try:
+            self.wait()
+        except UserError as error:
+            log.warning("%s", error)
+        self._stager.close()
+
+    def _warn(self, error: DiskFullError) -> None:
+        if self.world.main:
+            log.warning("%s; training goes on without it, free some space", error)
+
+    def _temporary(self, step: int) -> Path:
+        path = folder.path_of(self.run, step)
+        return path.with_name(path.name + folder.TEMPORARY)
+
+    def _complete(self, step: int) -> None:
+        """On rank 0, in the background, when everything is on the disk."""
+        path = folder.path_of(self.run, step)
+        if path.exists():
+            folder.remove(path)
+        self._temporary(step).replace(path)
+        sync_folder(path.parent)
+        for old in folder.outdated(self.run, step, self.config.keep, self.config.keep_every):
+            folder.remove(old)
+
+    def _check_space(self, step: int, needed: int) -> None:
+        def look() -> int:
+            path = folder.path_of(self.run, step)
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                return shutil.disk_usage(path.parent).free
+            except OSError as error:
+                raise self._failure(step, error) from error
+
+        free = self.world.on_main(look)
+        if needed > free:
+            reason = f"it takes {format_bytes(needed)}, and {format_bytes(free)} are free"
+            raise self._failure(step, OSError(errno.ENOSPC, reason))
+
+    def _failure(self, step: int, error: BaseException) -> UserError:
+        if self.world.main:
+            folder.discard(self._temporary(step))
+        kept = [path for path in folder.found(self.run) if folder.step_of(path) != step]
+        rest = f"the newest complete one is {kept[-1].name}" if kept else "there is no earlier one"
+        cause = cause_of(error)
+        full = isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)
+        why = cause.strerror if isinstance(cause, OSError) and cause.strerror else cause
+        message = f"checkpoint {folder.path_of(self.run, step)} could not be written ({why}); {rest}"
+        return (DiskFullError if full else UserError)(message)
+
+
+def save(run: Path, step: int, state: dict[str, Any], *, keep: int, keep_every: int = 0) -> Path:
+    """Write a checkpoint in one process and wait for it; see `Saver`. Returns its folder."""
+    config = CheckpointConfig(keep=keep, keep_every=keep_every, background=False)
+    Saver(run, World(0, 1, torch.device("cpu")), config).save(step, state, last=True)
+    return folder.path_of(run, step)
+
+
+def size_of(tensors: dict[str, Tensor], plain: dict[str, Any]) -> int:
+    """Bytes of a checkpoint, a little more than it takes: its tensors, and a hundredth and 64 KiB for the rest."""
+    others = [leaf for leaf in tree_leaves(plain) if isinstance(leaf, Tensor)]
+    total = sum(x.numel() * x.element_size() for x in (*tensors.values(), *others))
+    return int(1.01 * total) + 512 * (len(tensors) + len(others)) + 2**16
+
+
+def cause_of(error: BaseException) -> BaseException:
+    """What has made a save fail, on whichever rank: a full disk if that is among the causes, else the first."""
+    causes = [error]
+    for one in causes:
+        inner = [failure[0] for failure in one.failures.values()] if isinstance(one, CheckpointException) else []
+        causes += [cause for cause in (*inner, one.__cause__ or one.__context__) if cause is not None]
+    first = next((one for one in causes if not isinstance(one, CheckpointException)), error)
+    return next((one for one in causes if isinstance(one, OSError)), first)
+
+
+def save_diverged(run: Path, step: int, state: dict[str, Any]) -> None:
+    """Write what is needed to look into a divergence to RUN/diverged/."""
+    path = run / "diverged"
+    path.mkdir(exist_ok=True)
+    torch.save(state, path / f"step_{step:08d}.pt")
