@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
@@ -234,6 +234,19 @@ def blocks(tower: nn.Module) -> list[nn.Module]:
         m for m in tower.modules() if isinstance(m, nn.ModuleList | nn.Sequential) and len({type(c) for c in m}) == 1
     ]
     return [block for found in lists if len(found) > 1 for block in found if any(True for _ in block.parameters())]
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a sharded tensor, or the whole of any other; changes to it change the tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def copy_into(target: Tensor, value: Tensor) -> None:
+    """Copy a value, whole or sharded alike, into a tensor that may be sharded."""
+    if isinstance(target, DTensor) and not isinstance(value, DTensor):
+        mesh = target.device_mesh
+        value = distribute_tensor(value.to(mesh.device_type), mesh, target.placements, src_data_rank=None)
+    local(target).copy_(local(value))
 
 
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, distribute_tensor
+
+from clipscale.distributed import copy_into, local
 
 
 class WeightAverage:
@@ -55,16 +56,3 @@ class WeightAverage:
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # weights gathered before are old
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a sharded tensor, or the whole of any other; changes to it change the tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def copy_into(target: Tensor, value: Tensor) -> None:
-    """Copy a value, whole or sharded alike, into a tensor that may be sharded."""
-    if isinstance(target, DTensor) and not isinstance(value, DTensor):
-        mesh = target.device_mesh
-        value = distribute_tensor(value.to(mesh.device_type), mesh, target.placements, src_data_rank=None)
-    local(target).copy_(local(value))

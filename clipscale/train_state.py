@@ -32,6 +32,7 @@ from clipscale.config.train import TrainConfig
 from clipscale.data.features import StoredFeatures, stored_features
 from clipscale.distributed import World
 from clipscale.ema import WeightAverage
+from clipscale.empty_model import EmptyModel
 from clipscale.errors import UserError
 from clipscale.grad_cache import GradCache
 from clipscale.loss.api import configured_loss
@@ -49,6 +50,8 @@ ELEMENTWISE = ("adamw", "lion", "adam", "nadamw", "sgd")
 class TrainState:
     """The model of a run on one rank, from its initial weights or from a checkpoint, and what turns a batch into new weights."""
 
+    empty: EmptyModel | None = None
+    """The model while it has no memory."""
     machine: Machine | None = None
     """Where the loss runs; None: on this machine. A dry run replaces it."""
 
@@ -84,8 +87,17 @@ class TrainState:
     # ---- build ----
 
     def build_model(self) -> ClipModel:
-        """The model of the settings, on this rank's device."""
-        return build_model(self.config.model).to(self.world.device)
+        """The model of the settings, on this rank's device.
+
+        For FSDP2 over several ranks it has no memory before it is sharded, unless stored features need its weights at once.
+        """
+        config = self.config.model
+        if self.config.launch.parallel == "fsdp" and self.world.size > 1 and not self.config.data.stored_member:
+            empty = EmptyModel(config, self.world)
+            if empty.suits:
+                self.empty = empty
+                return empty.model
+        return build_model(config).to(self.world.device)
 
     def stored_features(self) -> StoredFeatures | None:
         """Reads the image tower's features where shards hold them instead of pictures."""
@@ -128,8 +140,12 @@ class TrainState:
             self.model.image.compile()
             self.model.text.compile()
         parallel = {name: "none" if name in self.masters else self.config.launch.parallel for name in self.towers}
+        towers = [self.world.wrap(tower, parallel[name]) for name, tower in self.towers.items()]
+        if self.empty:
+            self.empty.fill()
+            self.empty = None
         return GradCache(
-            [self.world.wrap(tower, parallel[name]) for name, tower in self.towers.items()],
+            towers,
             self.loss,
             chunks=self.chunks(),
             autocast=self.precision.autocast,

@@ -3,13 +3,17 @@
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
-from clipscale import checkpoint
+from clipscale import checkpoint, empty_model, train_state
 from clipscale.config.sections import CheckpointConfig, LaunchConfig, OptimConfig, PrecisionConfig
 from clipscale.config.train import TrainConfig
+from clipscale.distributed import World
+from clipscale.models.towers import build_model
 from clipscale.train import train
 from tests.ranks import run_ranks
 from tests.test_precision import BF16, records, small
@@ -61,6 +65,35 @@ def test_a_resumed_run_ends_with_the_same_weights_and_optimizer(
 
 def train_on_a_rank(rank: int, world: int, config: TrainConfig) -> None:
     train(config)
+
+
+def built(rank: int, world: int, config: TrainConfig) -> dict[str, Any]:
+    """The whole weights of a new run, and where this rank has built the model."""
+    seen: list[str] = []
+    with patch.object(
+        empty_model, "build_model", lambda c: seen.append(str(torch.get_default_device())) or build_model(c)
+    ):
+        state = train_state.TrainState(config, World(rank, world, torch.device("cpu")), Path(config.run), None)
+    whole = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in empty_model.tensors_of(state.model)}
+    return {"seen": seen, "weights": {name: tensor.detach() for name, tensor in whole.items()}}
+
+
+def test_fsdp_builds_the_model_without_memory(shards: str, tmp_path: Path) -> None:
+    """Rank 0 has it in host memory for a moment; every rank ends with the bits of one process."""
+    model = replace(small(shards, tmp_path).model, freeze_image=True)
+    config = small(
+        shards,
+        tmp_path,
+        precision=PrecisionConfig("bf16"),
+        model=model,
+        launch=LaunchConfig(parallel="fsdp", threads=1),
+    )
+    ranks = run_ranks(built, 2, config)
+    alone = built(0, 1, config)["weights"]
+    assert [rank["seen"] for rank in ranks] == [["meta", "cpu"], ["meta"]]
+    for rank in ranks:
+        assert all(torch.equal(value, rank["weights"][name]) for name, value in alone.items())
+        assert alone.keys() == rank["weights"].keys()
 
 
 def test_a_sharded_run_writes_whole_tensors_that_one_process_reads(shards: str, tmp_path: Path) -> None:
