@@ -78,7 +78,10 @@ class DataConfig:
         "Shards: brace lists, globs, `@FILE` listing shards, folders, URLs, tables; several entries are several sources.",
         literal=True,
     )
-    weights: list[float] | None = setting(None, "A weight per source in `train` (with resampling); null: by samples.")
+    weights: list[float] | None = setting(
+        None,
+        "A weight per source in `train`: its share of the samples of every batch, drawn with replacement; null: by samples.",
+    )
     order: str = setting(
         "auto",
         "`epochs`: each sample exactly once an epoch; `resampled`: shards drawn with replacement; `auto`: `epochs` if "

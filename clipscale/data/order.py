@@ -2,7 +2,8 @@
 
 The global order is the union of L independent shard streams. Stream l fills bounds[l+1] - bounds[l] places of every global batch, where
 bounds[l] = l * B // L, so a global batch holds the same samples for any number of ranks and workers. In each epoch a stream reads its
-exact share of all samples, or, where shards are drawn with replacement, one drawn shard.
+exact share of all samples, or, where shards are drawn with replacement, one drawn shard. With weights, each place in a stream belongs to a
+source, and every source has draws of its own.
 
 B: global batch, L: shard streams, P: ranks, S: samples in an epoch.
 """
@@ -10,6 +11,7 @@ B: global batch, L: shard streams, P: ranks, S: samples in an epoch.
 import hashlib
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -20,7 +22,10 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 
 # The use of a random number. It is part of every key, so that no two uses share a sequence.
-SHARDS, WINDOW, DRAW, AUGMENT, CAPTION = 1, 2, 3, 4, 5
+SHARDS, WINDOW, DRAW, AUGMENT, CAPTION, MIX = 1, 2, 3, 4, 5, 6
+
+MIXED = 64
+"""Places of a stream that are shared among the sources at once: few, so that every batch is mixed."""
 
 
 def _finish(z: np.ndarray) -> np.ndarray:
@@ -187,7 +192,56 @@ class Resampled:
         return ["resampled", self.seed, [w / self.cumulative[-1] for w in self.cumulative]]
 
 
-Order = Epochs | Resampled
+@dataclass(frozen=True)
+class Mixed:
+    """Several sources, each with its share of the samples. Within a source, shards are drawn with replacement, all alike: a drawn shard is
+    read to its end, so every sample of a source comes equally often."""
+
+    weights: tuple[float, ...]
+    """Of the sources. Not all are zero."""
+    source_of: tuple[int, ...]
+    """Each shard's source."""
+    counts: tuple[int | None, ...]
+    streams: int
+    seed: int
+
+    def source(self, stream: int, place: int) -> int:
+        """The source of a stream's usable sample number `place`.
+
+        Of every MIXED places, a source gets its share rounded down or up, in a random order. Points at equal distances fall into the
+        sources' intervals of [0, 1). Their start moves by the golden ratio from one such block to the next, so that the shares are exact in
+        the long run.
+        """
+        return int(_mixed(self.weights, self.seed, stream, place // MIXED)[place % MIXED])
+
+    def within(self, source: int) -> Resampled:
+        """The draws of one source."""
+        usable = [own == source and count != 0 for own, count in zip(self.source_of, self.counts)]
+        return Resampled(
+            tuple(np.cumsum(usable, dtype=float).tolist()), self.counts, self.streams, key(self.seed, source)
+        )
+
+    def by_shard(self) -> Resampled:
+        """The order that former versions made of the weights: whole shards drawn, each with an equal part of its source's weight."""
+        shards = Counter(self.source_of)
+        parts = [self.weights[own] / shards[own] for own in self.source_of]
+        return Resampled(tuple(np.cumsum(parts).tolist()), self.counts, self.streams, self.seed)
+
+    def description(self) -> list[object]:
+        """Everything that the order depends on, apart from the shards."""
+        return ["mixed", self.seed, [weight / sum(self.weights) for weight in self.weights], list(self.source_of)]
+
+
+@lru_cache(maxsize=1024)
+def _mixed(weights: tuple[float, ...], seed: int, stream: int, block: int) -> np.ndarray:
+    """The sources of a block of MIXED places."""
+    start = (CounterRNG(seed, MIX, stream).uniform() + block * (_GOLDEN / 2**64)) % 1.0
+    ends = np.cumsum(weights)
+    points = (np.arange(MIXED) + start) * (ends[-1] / MIXED)
+    return np.searchsorted(ends, points, side="right")[permutation(MIXED, seed, MIX, stream, block)]
+
+
+Order = Epochs | Resampled | Mixed
 
 
 def fingerprint(order: Order, names: Sequence[str], window: int) -> str:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from clipscale.data.order import (
     CounterRNG,
     Epochs,
+    Mixed,
     Resampled,
     default_streams,
     fingerprint,
@@ -123,6 +124,26 @@ def test_weighted_draws_follow_the_weights() -> None:
     drawn = Counter(next(order.segments(stream, epoch)).shard for stream in range(4) for epoch in range(1000))
     assert drawn[1] == 0
     assert drawn[0] / 4000 == pytest.approx(0.25, abs=0.03)
+
+
+@given(
+    st.lists(st.sampled_from([0.0, 0.001, 0.1, 1.0, 3.0, 10.0]), min_size=1, max_size=6).filter(any),
+    st.integers(0, 2**32),
+)
+def test_every_stretch_of_a_stream_has_each_source_by_its_weight(weights: list[float], seed: int) -> None:
+    order = Mixed(tuple(weights), tuple(range(len(weights))), (None,) * len(weights), 4, seed)
+    drawn = np.array([order.source(1, place) for place in range(64 * 50)])
+    for source, weight in enumerate(weights):
+        share = weight / sum(weights)
+        of_blocks = (drawn.reshape(50, 64) == source).sum(1)
+        assert of_blocks.min() >= np.floor(64 * share) and of_blocks.max() <= np.ceil(64 * share + 1e-9)
+        assert abs((drawn == source).sum() - 64 * 50 * share) < 4
+
+
+def test_a_sources_samples_come_equally_often_whatever_its_shards_hold() -> None:
+    order = Mixed((1.0, 1.0), (0, 0, 1), (200, 20, 5), 4, seed=3).within(0)
+    drawn = Counter(next(order.segments(stream, epoch)).shard for stream in range(4) for epoch in range(1000))
+    assert set(drawn) == {0, 1} and drawn[0] / 4000 == pytest.approx(0.5, abs=0.03)
 
 
 def test_a_draw_depends_on_its_stream_and_ordinal_alone() -> None:

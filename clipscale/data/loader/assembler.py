@@ -46,7 +46,7 @@ class _Filling:
     """How many of them each worker has filled."""
     unfinished: set[int]
     """Workers that have not reported their positions after this batch."""
-    positions: dict[int, tuple[int, int]] = field(default_factory=dict)
+    positions: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
 
 class BatchAssembler:
@@ -97,7 +97,7 @@ class BatchAssembler:
             max(0, min(missing, default=batch.size)), batch.size
         )  # places outside of the batch are another rank's
 
-    def finish(self, step: int) -> dict[int, tuple[int, int]]:
+    def finish(self, step: int) -> dict[int, tuple[int, ...]]:
         """Block until the batch is complete; returns the position of every stream after it."""
         batch = self._batches[step]
         self._wait(lambda: sorted(batch.unfinished))

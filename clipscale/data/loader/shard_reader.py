@@ -8,7 +8,7 @@ from itertools import islice, pairwise
 
 import numpy as np
 
-from clipscale.data.order import WINDOW, Order, Segment, fingerprint, permutation
+from clipscale.data.order import WINDOW, Mixed, Order, Segment, fingerprint, permutation
 from clipscale.data.sample import RawSample
 from clipscale.data.shards import index
 from clipscale.data.shards.access import unsigned
@@ -161,6 +161,8 @@ class StreamPosition:
     stream: int
     epoch: int
     index: int
+    sources: tuple[int, ...] = ()
+    """With data.weights: `index` counts usable samples, and each source has its own epoch and index here, one after the other."""
 
 
 _Window = tuple[int, Segment, list[Item]]
@@ -175,6 +177,14 @@ class ShardReader:
         self.epoch, self.index = start.epoch, start.index
         self._segment_reader: SegmentReader | None = None
         self._items = self._read()
+
+    @property
+    def position(self) -> tuple[int, ...]:
+        """Epoch, and items given out in it."""
+        return self.epoch, self.index
+
+    def used(self) -> None:
+        """The last item was usable."""
 
     def next_item(self) -> tuple[Segment, Item]:
         """The next item, and the segment it belongs to."""
@@ -228,7 +238,9 @@ class ShardReader:
     def _segments(self) -> Iterator[tuple[int, Segment]]:
         """The segments from the current position on, each with its epoch."""
         epoch, index = self.epoch, self.index
+        order = self._shards.order
+        assert not isinstance(order, Mixed), "each source has a reader of its own"
         while True:
-            for segment in self._shards.order.segments(self._stream, epoch, index):
+            for segment in order.segments(self._stream, epoch, index):
                 yield epoch, segment
             epoch, index = epoch + 1, 0

@@ -13,9 +13,10 @@ import numpy as np
 from clipscale.data.decode import BrokenSampleError, image_bytes
 from clipscale.data.filters import Selection
 from clipscale.data.loader.host_batch import Arena, Slot, sample_id
+from clipscale.data.loader.mixed_reader import MixedReader
 from clipscale.data.loader.offload import RowKind, open_backend
 from clipscale.data.loader.shard_reader import Item, OrderedShards, ShardReader, StreamPosition
-from clipscale.data.order import AUGMENT, CAPTION, CounterRNG, Segment, local_places
+from clipscale.data.order import AUGMENT, CAPTION, CounterRNG, Mixed, Segment, local_places
 from clipscale.data.sample import RawSample, limits
 from clipscale.data.shards.access import EVENT, Access
 from clipscale.data.shards.store import Store
@@ -102,15 +103,24 @@ class ShardStream:
     def __init__(self, spec: WorkerSpec, start: StreamPosition, counts: Counter[str], tick: Callable[[], None]) -> None:
         """`counts` receives the reasons of skipped samples; `tick` is called while the storage keeps the stream waiting."""
         self._spec, self._counts, self.number = spec, counts, start.stream
-        self.store = Store(spec.access, counts, tick)
+        self.stores: list[Store] = []
         kinds = limits(spec.rows.members, spec.selection.members(), spec.max_bytes)
-        self._reader = ShardReader(spec.shards, start, kinds, self.store)
+
+        def open_store() -> Store:
+            self.stores.append(Store(spec.access, counts, tick))
+            return self.stores[-1]
+
+        self._reader: ShardReader | MixedReader
+        if isinstance(spec.shards.order, Mixed):
+            self._reader = MixedReader(spec.shards, start, kinds, open_store)
+        else:
+            self._reader = ShardReader(spec.shards, start, kinds, open_store())
         self._failures = FailureLimit(spec.access.retries)
 
     @property
-    def position(self) -> tuple[int, int]:
-        """Epoch, and samples read in it, broken ones included."""
-        return self._reader.epoch, self._reader.index
+    def position(self) -> tuple[int, ...]:
+        """Epoch, and samples read in it, broken ones included; with data.weights, those of every source too."""
+        return self._reader.position
 
     def take(self, put: Callable[[bytes, CounterRNG], None]) -> tuple[str, int]:
         """Give the next usable sample's picture to `put`; returns its caption and its id. Raises UserError."""
@@ -123,6 +133,7 @@ class ShardStream:
                 self._failures.add(error, segment, item)
             else:
                 self._failures.clear()
+                self._reader.used()
                 return caption, sample_id(sample.url, sample.key)
 
     def _use(self, segment: Segment, item: Item, put: Callable[[bytes, CounterRNG], None]) -> tuple[RawSample, str]:
@@ -198,7 +209,7 @@ class BatchFiller:
         self.counts.clear()
         return counts
 
-    def positions(self) -> dict[int, tuple[int, int]]:
+    def positions(self) -> dict[int, tuple[int, ...]]:
         """Stream -> its position after what has been filled so far."""
         return {stream.number: stream.position for stream in self.streams}
 

@@ -5,7 +5,7 @@ order.py fixes the order, the workers read and decode, the assembler follows wha
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -26,7 +26,7 @@ from clipscale.data.loader.ramp import check_ramp
 from clipscale.data.loader.shard_reader import OrderedShards, StreamPosition, order_version
 from clipscale.data.loader.shard_stream import WorkerSpec
 from clipscale.data.loader.workers import InProcess, Workers
-from clipscale.data.order import Epochs, local_places, streams_of
+from clipscale.data.order import Epochs, Mixed, local_places, streams_of
 from clipscale.data.shards.access import Access
 from clipscale.data.shards.listing import build_order, list_shards
 from clipscale.errors import UserError
@@ -84,7 +84,7 @@ class TrainStream:
     ) -> None:
         """`memory`: a line that states the memory of the batches."""
         self._shards, self._arena, self._assembler, self._rows, self.memory = shards, arena, assembler, rows, memory
-        self._positions = {s.stream: (s.epoch, s.index) for s in start}
+        self._positions = {s.stream: (s.epoch, s.index, *s.sources) for s in start}
         self._step, self._given_back = -1, False
         self.broken, self.seen = assembler.counts.broken, assembler.counts.seen
         """Reason -> samples skipped so far on this rank; and event -> how often it happened without costing a sample."""
@@ -204,8 +204,8 @@ def open_stream(
     chosen = selection(config.caption_key, config.captions, config.templates, config.filter)
     kind = row_kind(config, image_size, stored)
     access = Access(config.cache, config.cache_bytes, config.retries, config.wait_s, config.allow_pipe)
-    urls, weights = list_shards(config)
-    order = build_order(config, urls, weights, share.size(0), share.world, seed, position)
+    urls, source_of = list_shards(config)
+    order = build_order(config, urls, source_of, share.size(0), share.world, seed, position)
     check_ramp(share.size(0), share.batch, order.streams, share.world)
     shards = OrderedShards(tuple(urls), order, max(config.shuffle, 1), seed)
     start = start_positions(shards, position, share)
@@ -255,11 +255,17 @@ def start_positions(shards: OrderedShards, position: dict[str, Any] | None, shar
                 "the checkpoint is of a version of clipscale that may shuffle otherwise within a shard: its place in the data is kept, "
                 "but of the shards it was in, some samples may come twice or not at all"
             )
-        return [StreamPosition(stream, *position["at"][str(stream)]) for stream in own]
-    if position is not None:
-        log.warning(
-            "the shards, data.shuffle, data.order or the seed differ from the checkpoint's: this data is read from its first sample on"
-        )
+        places = ((stream, position["at"][str(stream)]) for stream in own)
+        return [StreamPosition(stream, epoch, index, tuple(sources)) for stream, (epoch, index, *sources) in places]
+    order = shards.order
+    if position is None:
+        reason = ""
+    elif isinstance(order, Mixed) and position["order"] == replace(shards, order=order.by_shard()).fingerprint():
+        reason = "data.weights were parts of whole shards in the checkpoint's version of clipscale, and now are shares of the samples"
+    else:
+        reason = "the shards, data.shuffle, data.order, data.weights or the seed differ from the checkpoint's"
+    if reason:
+        log.warning("%s: this data is read from its first sample on", reason)
     return [StreamPosition(stream, 0, 0) for stream in own]
 
 

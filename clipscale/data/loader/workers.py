@@ -43,7 +43,7 @@ class Report:
     done: int
     counts: dict[str, int]
     """What it has counted since its last report."""
-    positions: dict[int, tuple[int, int]] | None = None
+    positions: dict[int, tuple[int, ...]] | None = None
     """Its streams' positions after the batch; in the last report of a batch."""
 
 

@@ -20,7 +20,7 @@ import numpy as np
 from braceexpand import braceexpand
 
 from clipscale.config.data import DataConfig, TableConfig
-from clipscale.data.order import Epochs, Order, Resampled, default_streams, streams_fit
+from clipscale.data.order import Epochs, Mixed, Order, Resampled, default_streams, streams_fit
 from clipscale.data.shards import index, scan
 from clipscale.data.shards.access import as_path, is_local, leaf_of, scheme_of, user_cache
 from clipscale.data.shards.reader import ReadProblem, read_shard
@@ -39,8 +39,8 @@ _FILE = re.compile(r"^file:(//)?", re.IGNORECASE)
 # -- which shards ------------------------------------------------------------------------------------------------------
 
 
-def list_shards(config: DataConfig) -> tuple[list[str], list[float] | None]:
-    """Every shard of every source, and its part of the source's weight (None: no weights). Raises UserError."""
+def list_shards(config: DataConfig) -> tuple[list[str], list[int] | None]:
+    """Every shard of every source, and the number of its source (None: no weights). Raises UserError."""
     if not config.train:
         raise UserError("data.train is not set; give shards, for example data.train='/data/{00000..00099}.tar'")
     sources = [config.train] if isinstance(config.train, str) else list(config.train)
@@ -54,7 +54,7 @@ def list_shards(config: DataConfig) -> tuple[list[str], list[float] | None]:
         )
     if min(config.weights) < 0 or sum(config.weights) <= 0:
         raise UserError(f"data.weights={list(config.weights)}: must be non-negative and not all zero")
-    return urls, [weight / len(source) for weight, source in zip(config.weights, listed) for _ in source]
+    return urls, [number for number, source in enumerate(listed) for _ in source]
 
 
 def expand(
@@ -277,21 +277,21 @@ def count_samples(path: str) -> int:
 def build_order(
     config: DataConfig,
     urls: Sequence[str],
-    weights: list[float] | None,
+    source_of: Sequence[int] | None,
     batch: int,
     world: int,
     seed: int,
     position: dict[str, Any] | None,
 ) -> Order:
-    """Exact epochs where the samples can be counted, else shards drawn with replacement; and the number of shard
-    streams.
+    """Exact epochs where the samples can be counted, else shards drawn with replacement, with weights by `source_of`; and
+    the number of shard streams.
 
     Raises UserError.
     """
     counts = recorded_counts(urls, config.cache)
-    if config.order == "epochs" and weights is not None:
+    if config.order == "epochs" and source_of is not None:
         raise UserError("data.weights and data.order=epochs exclude each other; weights need data.order=resampled")
-    wants_epochs = config.order == "epochs" or (config.order == "auto" and weights is None)
+    wants_epochs = config.order == "epochs" or (config.order == "auto" and source_of is None)
     if wants_epochs:
         unknown = [url for url, count in zip(urls, counts) if count is None]
         if unknown and all(map(is_local, unknown)) and (config.order == "epochs" or len(urls) <= SCAN_AT_MOST):
@@ -316,8 +316,13 @@ def build_order(
     streams = _stream_count(config, batch, world, total, position)
     if exact:
         return Epochs(tuple(known), batch, streams, seed)
-    if weights is None:
-        weights = [float(count) for count in known] if len(known) == len(counts) else [1.0] * len(counts)
+    if source_of is not None:
+        assert config.weights is not None and config.train is not None
+        for number, weight in enumerate(config.weights):
+            if weight and not any(own == number and count != 0 for own, count in zip(source_of, counts)):
+                raise UserError(f"data.train: {config.train[number]} has data.weights={weight:g} and holds no sample")
+        return Mixed(tuple(map(float, config.weights)), tuple(source_of), tuple(counts), streams, seed)
+    weights = [float(count) for count in known] if len(known) == len(counts) else [1.0] * len(counts)
     return Resampled(tuple(np.cumsum(weights).tolist()), tuple(counts), streams, seed)
 
 

@@ -66,7 +66,7 @@ def test_ranks_that_share_a_stream_keep_their_own_samples_of_it(dirty: Path, tmp
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    st.sampled_from(["epochs", "resampled"]),
+    st.sampled_from(["epochs", "resampled", "weights"]),
     st.sampled_from(SPREADS),
     st.sampled_from(SPREADS),
     st.integers(0, 14),
@@ -78,7 +78,9 @@ def test_a_resumed_run_sees_what_an_uninterrupted_one_would(
     """With other ranks and other numbers of workers, which get on at different speeds."""
 
     def opened(world: int, workers: int, position: Any = None) -> list[TrainStream]:
-        options = {"order": order, "workers": workers, "position": position, "shard_streams": 8}
+        options = {"workers": workers, "position": position, "shard_streams": 8}
+        sources = {"train": [f"{dirty}/0000*.tar", f"{dirty}/dirty.tar"], "weights": [1.0, 2.0]}
+        options |= sources if order == "weights" else {"order": order}
         return [open_stream(dirty, batch=24, rank=r, world=world, **options) for r in range(world)]
 
     def read(streams: list[TrainStream], steps: int) -> list[Any]:
@@ -375,12 +377,12 @@ def test_without_an_index_each_stream_reads_at_most_one_shard_again(
     shares = []
     for stream in streams:
         given = [lies_in[key] for batch in batches for key in batch[3 * stream.number : 3 * stream.number + 3]]
-        asked = opened[id(stream.store)]
+        asked = opened[id(stream.stores[0])]
         assert runs(asked)[: len(runs(given))] == runs(given), (
             f"stream {stream.number} gave of {given}, having read {asked}"
         )
         assert len(asked) <= len(runs(given)) + 1, f"stream {stream.number} gave of {given}, having read {asked}"
-        shares.append(read[id(stream.store), given[0]] / Path(given[0]).stat().st_size)
+        shares.append(read[id(stream.stores[0]), given[0]] / Path(given[0]).stat().st_size)
     assert len(streams) == 8 and max(shares) < (1.01 if packed else 0.9), f"read of the shard it stood in: {shares}"
     print(
         f"{order}, packed {packed}: a stream reads {sum(shares) / 8:.2f} of the shard in which it stands, {max(shares):.2f} at most"

@@ -3,6 +3,7 @@
 import io
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,10 @@ from clipscale.config.data import AugmentConfig, DataConfig, FilterConfig
 from clipscale.data.loader.host_batch import sample_id
 from clipscale.data.loader.stream import BatchShare
 from clipscale.data.loader.stream import open_stream as open_data
-from clipscale.data.order import Epochs, stream_bounds
+from clipscale.data.order import Epochs, Resampled, stream_bounds
 from clipscale.errors import UserError
 from tests.data.files import Letters, Members, picture, sample, write_shards, write_tar
-from tests.data.streams import all_ids, contents, flat, ids, inline_workers, open_stream
+from tests.data.streams import all_ids, contents, flat, ids, inline_workers, open_stream, positions
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -178,17 +179,41 @@ def test_uncounted_local_shards_are_scanned_when_few(
     assert open_stream(tmp_path, batch=4).samples_per_epoch == 12
 
 
-def test_sources_are_drawn_by_their_weights(tmp_path: Path) -> None:
-    rare, often = write_shards(tmp_path / "a", [2, 2, 2]), write_shards(tmp_path / "b", [2])
-    config = {"train": [str(tmp_path / "a"), str(tmp_path / "b")], "weights": [1.0, 3.0], "batch": 128}
+def test_weights_are_of_samples_in_every_batch(tmp_path: Path) -> None:
+    """Sources of one shard of 200 and one of 20 samples, of which half are broken: whole shards drawn alike would give 91 : 9."""
+    write_shards(tmp_path / "large", [200])
+    broken = [member for i in range(20) for member in ([(f"x{i}.txt", b"x")] if i % 2 else sample(f"x{i}", i))]
+    (tmp_path / "small").mkdir()
+    write_tar(tmp_path / "small/0.tar", broken)
+    small = {sample_id("0.tar", f"x{i}") for i in range(0, 20, 2)}
+    config = {"train": [str(tmp_path / "large"), str(tmp_path / "small")], "weights": [1.0, 1.0], "batch": 64}
+    batches = ids(open_stream("", **config, shard_streams=4), 20)
+    shares = [sum(one in small for one in batch) / 64 for batch in batches]
+    assert sum(shares) / 20 == pytest.approx(0.5, abs=0.01)
+    assert min(shares) > 0.25 and max(shares) < 0.75, shares
+    counts = Counter(one for one in flat(batches) if one in small)
+    assert len(counts) == 10 and max(counts.values()) - min(counts.values()) <= 8, counts
+
+
+def test_a_checkpoint_of_weights_by_shard_says_what_has_changed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, sizes in (("a", [20, 20]), ("b", [10])):
+        write_shards(tmp_path / name, sizes)
+    config = {
+        "train": [str(tmp_path / "a"), str(tmp_path / "b")],
+        "weights": [1.0, 3.0],
+        "batch": 8,
+        "shard_streams": 4,
+    }
     stream = open_stream("", **config)
-    assert stream.samples_per_epoch is None
-    keys = Counter(flat(ids(stream, 40)))
-    # both sets name a shard 00000.tar alike, so count by those that only the first set holds: two thirds of its quarter
-    alone = all_ids(rare[1:], [2, 2])
-    share = sum(n for name, n in keys.items() if name in alone) / keys.total()
-    assert share == pytest.approx(1 / 6, abs=0.05), share
-    assert often
+    ids(stream, 2)
+    position = positions([stream])
+    former = Resampled((0.5, 1.0, 4.0), stream._shards.order.counts, 4, seed=0)
+    position["order"] = replace(stream._shards, order=former).fingerprint()
+    first = ids(open_stream("", **config), 1)
+    assert ids(open_stream("", **config, position=position), 1) == first
+    assert "data.weights were parts of whole shards" in caplog.text
 
 
 def test_resampling_draws_within_a_shard_without_replacement(tmp_path: Path) -> None:

@@ -91,7 +91,8 @@ def finish(stream: "TrainStream") -> int:
     workers = stream._assembler.workers
     assert isinstance(workers, InProcess)
     for shard_stream in workers.filler.streams:
-        settle(shard_stream.store)
+        for store in shard_stream.stores:
+            settle(store)
     return stream.seen.total() + sum(n for reason, n in workers.filler.counts.items() if reason.startswith(EVENT))
 
 
