@@ -20,7 +20,7 @@ from clipscale.config.renamed import current
 from clipscale.config.setting import settings_of
 from clipscale.config.train import TrainConfig, check
 from clipscale.errors import StoppedError, UserError
-from clipscale.launch import local
+from clipscale.launch import local, submit
 from clipscale.safe_path import protect
 from clipscale.terminal import message, prepare, say, say_all
 from clipscale.units import nearest, split
@@ -83,6 +83,8 @@ def dispatch(argv: list[str]) -> int:
     match name:
         case "train":
             return train(rest)
+        case "launch":
+            return launch(rest)
         case "plan":
             return plan(rest)
         case "completion":
@@ -109,11 +111,23 @@ def train(argv: list[str]) -> int:
         return 0
     named = bool(config.run)
     check(config)
+    if config.job.scheduler != "local" and not local.under_torchrun():
+        return submit.launch(config, argv, named=named)
     local.make_ready(config, named=named)
     result = local.join(config) if local.under_torchrun() else local.run(config)
     if os.environ.get("RANK", "0") == "0":
         say(f"done: {result['run']} (step {result['step']}, loss {result['loss']:.4f})")
     return 0
+
+
+def launch(argv: list[str]) -> int:
+    """Start a run with the scheduler that `launch=` names; with --dry-run print what would be started."""
+    words = [word for word in argv if word != "--dry-run"]
+    config: TrainConfig | None = composed("launch", words)
+    if config is None:
+        return 0
+    named = bool(config.run)
+    return submit.launch(check(config), words, named=named, dry_run=words != argv)
 
 
 def plan(argv: list[str]) -> int:

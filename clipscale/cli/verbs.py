@@ -35,6 +35,7 @@ class Tool:
 
 VERBS = {
     "train": "train a model, or resume a run",
+    "launch": "start a run with torchrun, Slurm or Kubernetes, or print what would be started",
     "eval": "zero-shot classification and retrieval with a run's checkpoint",
     "plan": "predict whether a run fits, and its time; needs no GPU",
     "data": "`data demo`: a small data set; `index`, `check`, `stats`: inspect shards; `features`: precompute a frozen tower's",
@@ -71,6 +72,18 @@ torchrun --nproc-per-node 8 -m clipscale train batch=64k data.train=...       # 
         notes="""\
 -m runs every combination of the comma-separated values. --cfg job prints the composed configuration instead of
 training. --config-dir DIR adds your own presets, such as DIR/experiment/mine.yaml.""",
+    ),
+    "launch": Tool(
+        TrainConfig,
+        "clipscale.launch.submit:launch",
+        """\
+clipscale launch --dry-run launch=slurm launch.procs=8 job.nodes=8 job.hours=24 run=l14 model=vit-l14 batch=1M data.train=...
+clipscale launch launch=kubernetes launch.procs=8 job.nodes=4 job.image=clipscale 'job.mounts=[data:/data]' run=/data/runs/l14 batch=1M ...
+clipscale train -m launch=slurm launch.procs=1 job.cpus=12 job.hours=4 optim.lr=1e-4,3e-4,1e-3 run=rates batch=32k ...   # a sweep""",
+        file="train",
+        often=("launch.procs", "job.scheduler", "job.nodes", "job.hours"),
+        flags=("--dry-run", "--cfg job", "--config-dir DIR"),
+        notes="The settings are those of `clipscale train`. --dry-run prints the script, the manifest or the command line.",
     ),
     "eval": Tool(
         tools.EvalRunConfig,

@@ -11,6 +11,7 @@ import yaml
 
 from clipscale.config.checks import check_values, shared
 from clipscale.config.data import DataConfig
+from clipscale.config.job import JobConfig
 from clipscale.config.redact import redacted
 from clipscale.config.renamed import current
 from clipscale.config.sections import (
@@ -77,6 +78,7 @@ class TrainConfig:
     log: LogConfig = field(default_factory=LogConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
+    job: JobConfig = field(default_factory=JobConfig)
 
 
 def check(config: TrainConfig, *, now: datetime | None = None) -> TrainConfig:

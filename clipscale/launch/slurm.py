@@ -1,0 +1,79 @@
+"""A job as a script for sbatch."""
+
+import shlex
+import subprocess
+
+from clipscale.errors import UserError
+from clipscale.launch.description import Job
+
+BODY = """\
+set -uo pipefail
+MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+export MASTER_ADDR MASTER_PORT=$((20000 + SLURM_JOB_ID % 40000)) WORLD_SIZE=$SLURM_NTASKS
+# Each task gets its rank from Slurm's variables. Slurm signals the tasks directly, so no launcher ends them before they have saved.
+# When one task ends, for any reason, the others have two minutes: usually all end together, but after a failure they wait
+# for the failed one.
+# Since Slurm 22.05 srun does not take over --cpus-per-task: without it, a task and all its loaders share one core.
+srun {options} --kill-on-bad-exit=0 --wait=120 bash -c '
+    export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID LOCAL_WORLD_SIZE=$SLURM_NTASKS_PER_NODE
+    exec "$@"' clipscale {command}
+status=$?
+if [ "$status" -eq 143 ]; then # stopped by SIGTERM after saving
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$status"
+"""
+
+
+def script(job: Job) -> str:
+    """The text that sbatch gets. A job that is stopped saves, returns to the queue, and resumes the same run."""
+    config = job.config
+    options: dict[str, object] = {
+        "job-name": job.name,
+        "nodes": job.nodes,
+        "ntasks-per-node": job.procs,
+        "gpus-per-node": job.procs if job.gpus else None,
+        "cpus-per-task": config.cpus,
+        "mem": config.memory and f"{-(-config.memory // 2**20)}M",
+        "time": config.hours and duration(config.hours),
+        "signal": f"TERM@{job.grace_s + 60}",
+        "requeue": True,
+        "open-mode": "append",
+        "output": f"{job.name}-%j.log",
+        **config.options,
+    }
+    # `--name=value`; true: `--name`; null and false: nothing
+    lines = [
+        f"#SBATCH --{name}" + ("" if value is True else f"={value}")
+        for name, value in options.items()
+        if value is not None and value is not False
+    ]
+    exports = [f"export {name}={shlex.quote(value)}" for name, value in job.variables() if value is not None]
+    words = ['${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"}']
+    if config.image:
+        words.append(f"--container-image={shlex.quote(config.image)}")
+    if config.mounts:
+        words.append(
+            "--container-mounts=" + shlex.quote(",".join(f"{source}:{target}" for source, target in job.mounts()))
+        )
+    body = BODY.format(options=" ".join(words), command=shlex.join(job.command))
+    return "\n".join(["#!/usr/bin/env bash", *lines, *exports, body])
+
+
+def duration(hours: float) -> str:
+    """HH:MM:SS."""
+    seconds = round(hours * 3600)
+    return f"{seconds // 3600:02d}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
+
+
+def submit(job: Job) -> str:
+    """Give the script to sbatch; returns the job's number. Raises UserError."""
+    try:
+        done = subprocess.run(["sbatch", "--parsable"], input=script(job), capture_output=True, text=True)
+    except FileNotFoundError:
+        raise UserError(
+            "launch=slurm: there is no sbatch on this machine; submit from a login node of the cluster"
+        ) from None
+    if done.returncode:
+        raise UserError(f"launch=slurm: sbatch refused the job: {' '.join(done.stderr.split())}")
+    return done.stdout.strip()
