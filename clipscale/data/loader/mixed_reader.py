@@ -23,7 +23,7 @@ class MixedReader:
         self._kinds, self._open_store = kinds, open_store
         self._place = start.index
         places = start.sources or (0, 0) * len(self._order.weights)
-        self._starts = [StreamPosition(start.stream, *places[at : at + 2]) for at in range(0, len(places), 2)]
+        self._starts = [StreamPosition(start.stream, *place) for place in zip(places[::2], places[1::2])]
         self._readers: dict[int, ShardReader] = {}
 
     @property
