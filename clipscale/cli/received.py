@@ -25,7 +25,7 @@ TARGETS = re.compile(
 NEVER = ("hydra.callbacks", "hydra.job_logging.root", "hydra.hydra_logging.root")
 """Settings that start code, and that clipscale does not use."""
 TYPED = (
-    "data.allow_pipe", "hydra.job.env_set", "hydra.sweeper.custom_search_space", "hydra.sweeper.storage",
+    "data.allow_pipe", "data.pipeline", "hydra.job.env_set", "hydra.sweeper.custom_search_space", "hydra.sweeper.storage",
     *(f"hydra.launcher.{name}" for name in ("setup", "python", "srun_args", "additional_parameters")),
 )  # fmt: skip
 """Settings that run commands, or change the environment of the workers: only the command line may give them."""

@@ -78,6 +78,11 @@ class DataConfig:
         "Shards: brace lists, globs, `@FILE` listing shards, folders, URLs, tables; several entries are several sources.",
         literal=True,
     )
+    pipeline: str | None = setting(
+        None,
+        "`MODULE:FUNCTION` instead of `train`: called with stream, streams and epoch, it gives samples as webdataset's "
+        "pipelines do.",
+    )
     weights: list[float] | None = setting(
         None,
         "A weight per source in `train`: its share of the samples of every batch, drawn with replacement; null: by samples.",

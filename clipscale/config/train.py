@@ -102,7 +102,10 @@ def check(config: TrainConfig, *, now: datetime | None = None) -> TrainConfig:
         )
     if config.model.init_scale is not None and not config.model.init_scale > 0:
         raise UserError(f"model.init_scale={config.model.init_scale:g}: the factor of the scores; give more than 0")
-    if not config.data.train:
+    if config.data.pipeline and (config.data.train or config.data.stored_member):
+        other = "data.train" if config.data.train else "data.image_features"
+        raise UserError(f"data.pipeline={config.data.pipeline}: gives all samples, so {other} cannot be set, too")
+    if not (config.data.train or config.data.pipeline):
         raise UserError("data.train is not set; give shards, data.train='/data/{00000..00099}.tar', or take data=demo")
     if config.data.on_device and config.offload == "disk":
         raise UserError(

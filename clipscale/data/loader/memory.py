@@ -10,9 +10,9 @@ import psutil
 import torch
 
 from clipscale.data.loader.host_batch import Arena, Layout
+from clipscale.data.loader.pipeline import Source
 from clipscale.data.sample import limits
 from clipscale.data.shards.access import Access
-from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.store import Store
 from clipscale.errors import UserError
 from clipscale.units import format_bytes, whole_number
@@ -34,10 +34,10 @@ _GROUP = Path("/sys/fs/cgroup")
 
 
 def allocate(
-    layout: Layout, urls: Sequence[str], members: Sequence[str], access: Access, *, free: int | None, pin: bool
+    layout: Layout, source: Source, members: Sequence[str], access: Access, *, free: int | None, pin: bool
 ) -> tuple[Arena, str]:
     """The memory of the batches, with `pin` page-locked where possible, and a line that states it. Raises UserError if it does not fit."""
-    size = picture_bytes(urls, members, layout, access) if layout.encoded else None
+    size = picture_bytes(source, members, layout, access) if layout.encoded else None
     layout, message = fitted(layout, size, free)
     arena = Arena(layout)
     if pin and torch.cuda.is_available():
@@ -55,15 +55,15 @@ def free_memory() -> int:
     return max(0, free)
 
 
-def picture_bytes(urls: Sequence[str], types: Sequence[str], layout: Layout, access: Access) -> float | None:
-    """Mean bytes that are kept of a picture, estimated from the start of the first shard; None if there is no picture."""
+def picture_bytes(source: Source, types: Sequence[str], layout: Layout, access: Access) -> float | None:
+    """Mean bytes that are kept of a picture, estimated from the first samples; None if there is no picture."""
 
     def kept(data: bytes) -> int:
         if layout.backend == "device":
             return len(data) if data.startswith(JPEG) else layout.row_bytes
         return min(len(data), layout.row_bytes)
 
-    raws = read_shard(urls[0], ReadProblem(), lambda index: index < PEEK, limits(types), store=Store(access))
+    raws = source.first_samples(PEEK, limits(types), Store(access))
     sizes = [kept(data) for raw in islice(raws, PEEK) for data in list(raw.members.values())[:1]]
     raws.close()
     return sum(sizes) / len(sizes) if sizes else None

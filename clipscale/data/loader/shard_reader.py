@@ -2,13 +2,13 @@
 
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice, pairwise
 
 import numpy as np
 
-from clipscale.data.order import WINDOW, Mixed, Order, Segment, fingerprint, permutation
+from clipscale.data.order import WINDOW, Epochs, Mixed, Order, Segment, fingerprint, permutation
 from clipscale.data.sample import RawSample
 from clipscale.data.shards import index
 from clipscale.data.shards.access import unsigned
@@ -37,9 +37,27 @@ class OrderedShards:
     """Samples in a shuffle window."""
     seed: int
 
+    @property
+    def streams(self) -> int:
+        """The number of shard streams."""
+        return self.order.streams
+
+    @property
+    def samples(self) -> int | None:
+        """Samples of an epoch over all streams; None where shards are drawn with replacement."""
+        return sum(self.order.counts) if isinstance(self.order, Epochs) else None
+
     def fingerprint(self) -> str:
         """A digest of everything that a position refers to. The shards' folder is not part of it."""
         return fingerprint(self.order, [unsigned(url).rsplit("/", 1)[-1] for url in self.urls], self.window)
+
+    def former_fingerprint(self) -> str | None:
+        """With data.weights: the digest of former versions, where a weight was a part of whole shards."""
+        return replace(self, order=self.order.by_shard()).fingerprint() if isinstance(self.order, Mixed) else None
+
+    def first_samples(self, count: int, kinds: Mapping[str, int], store: Store) -> Generator[RawSample, None, None]:
+        """The first shard's samples, `count` of them with their members."""
+        return read_shard(self.urls[0], ReadProblem(), lambda index: index < count, kinds, store=store)
 
 
 @dataclass(frozen=True)

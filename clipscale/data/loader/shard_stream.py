@@ -15,7 +15,8 @@ from clipscale.data.filters import Selection
 from clipscale.data.loader.host_batch import Arena, Slot, sample_id
 from clipscale.data.loader.mixed_reader import MixedReader
 from clipscale.data.loader.offload import RowKind, open_backend
-from clipscale.data.loader.shard_reader import Item, OrderedShards, ShardReader, StreamPosition
+from clipscale.data.loader.pipeline import PipelineReader, PipelineSource, Source
+from clipscale.data.loader.shard_reader import Item, ShardReader, StreamPosition
 from clipscale.data.order import AUGMENT, CAPTION, CounterRNG, Mixed, Segment, local_places
 from clipscale.data.sample import RawSample, limits
 from clipscale.data.shards.access import EVENT, Access
@@ -36,7 +37,7 @@ TRUNCATED = "truncated_caption"
 class WorkerSpec:
     """Everything that a worker needs. It is sent by pickle."""
 
-    shards: OrderedShards
+    source: Source
     rows: RowKind
     max_bytes: int
     """Most bytes of a picture, or of the member that replaces it."""
@@ -54,7 +55,7 @@ class WorkerSpec:
 
     def places(self, batch: int) -> list[np.ndarray]:
         """The places that each stream fills in the local part of a global batch of that size. Those outside of it are another rank's."""
-        count = self.shards.order.streams
+        count = self.source.streams
         spans = (local_places(s.stream, count, batch, self.rank, self.world) for s in self.streams)
         return [np.arange(span.start, span.stop) for span in spans]
 
@@ -110,11 +111,13 @@ class ShardStream:
             self.stores.append(Store(spec.access, counts, tick))
             return self.stores[-1]
 
-        self._reader: ShardReader | MixedReader
-        if isinstance(spec.shards.order, Mixed):
-            self._reader = MixedReader(spec.shards, start, kinds, open_store)
+        self._reader: ShardReader | MixedReader | PipelineReader
+        if isinstance(spec.source, PipelineSource):
+            self._reader = PipelineReader(spec.source, start, kinds, tick)
+        elif isinstance(spec.source.order, Mixed):
+            self._reader = MixedReader(spec.source, start, kinds, open_store)
         else:
-            self._reader = ShardReader(spec.shards, start, kinds, open_store())
+            self._reader = ShardReader(spec.source, start, kinds, open_store())
         self._failures = FailureLimit(spec.access.retries)
 
     @property
@@ -138,7 +141,7 @@ class ShardStream:
 
     def _use(self, segment: Segment, item: Item, put: Callable[[bytes, CounterRNG], None]) -> tuple[RawSample, str]:
         """Check the sample and put its picture. Raises BrokenSampleError before anything is written."""
-        spec, seed = self._spec, self._spec.shards.seed
+        spec, seed = self._spec, self._spec.source.seed
         if not isinstance(item, RawSample):
             raise BrokenSampleError(item.reason, item.detail)
         item.load()

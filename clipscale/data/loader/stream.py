@@ -5,7 +5,7 @@ order.py fixes the order, the workers read and decode, the assembler follows wha
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -21,12 +21,13 @@ from clipscale.data.loader.gpu_decode import DecodeOnRequest, DecodePrefetcher, 
 from clipscale.data.loader.host_batch import Arena, HostBatch, Layout, RowSource
 from clipscale.data.loader.memory import allocate
 from clipscale.data.loader.offload import Transform, open_backend, row_kind
+from clipscale.data.loader.pipeline import Source, pipeline_source
 from clipscale.data.loader.prefetch import DECODERS, Prefetcher, ThreadLoader
 from clipscale.data.loader.ramp import check_ramp
 from clipscale.data.loader.shard_reader import OrderedShards, StreamPosition, order_version
 from clipscale.data.loader.shard_stream import WorkerSpec
 from clipscale.data.loader.workers import InProcess, Workers
-from clipscale.data.order import Epochs, Mixed, local_places, streams_of
+from clipscale.data.order import local_places, streams_of
 from clipscale.data.shards.access import Access
 from clipscale.data.shards.listing import build_order, list_shards
 from clipscale.errors import UserError
@@ -75,7 +76,7 @@ class TrainStream:
 
     def __init__(
         self,
-        shards: OrderedShards,
+        source: Source,
         start: Sequence[StreamPosition],
         arena: Arena,
         assembler: BatchAssembler,
@@ -83,7 +84,7 @@ class TrainStream:
         memory: str,
     ) -> None:
         """`memory`: a line that states the memory of the batches."""
-        self._shards, self._arena, self._assembler, self._rows, self.memory = shards, arena, assembler, rows, memory
+        self._source, self._arena, self._assembler, self._rows, self.memory = source, arena, assembler, rows, memory
         self._positions = {s.stream: (s.epoch, s.index, *s.sources) for s in start}
         self._step, self._given_back = -1, False
         self.broken, self.seen = assembler.counts.broken, assembler.counts.seen
@@ -93,9 +94,8 @@ class TrainStream:
 
     @property
     def samples_per_epoch(self) -> int | None:
-        """Samples in an epoch, over all ranks; None where shards are drawn with replacement."""
-        order = self._shards.order
-        return sum(order.counts) if isinstance(order, Epochs) else None
+        """Samples in an epoch, over all ranks; None where shards are drawn with replacement, or a pipeline gives them."""
+        return self._source.samples
 
     def record(self) -> dict[str, Any]:
         """This rank's counts since the start, by the names of `metrics.jsonl`."""
@@ -158,9 +158,9 @@ class TrainStream:
         """
         at = self._positions if self._step < 0 or self._given_back else self._assembler.finish(self._step)
         return {
-            "order": self._shards.fingerprint(),
+            "order": self._source.fingerprint(),
             "windows": order_version(),
-            "lanes": self._shards.order.streams,
+            "lanes": self._source.streams,
             "at": {str(stream): list(place) for stream, place in sorted(at.items())},
         }
 
@@ -204,11 +204,9 @@ def open_stream(
     chosen = selection(config.caption_key, config.captions, config.templates, config.filter)
     kind = row_kind(config, image_size, stored)
     access = Access(config.cache, config.cache_bytes, config.retries, config.wait_s, config.allow_pipe)
-    urls, source_of = list_shards(config)
-    order = build_order(config, urls, source_of, share.size(0), share.world, seed, position)
-    check_ramp(share.size(0), share.batch, order.streams, share.world)
-    shards = OrderedShards(tuple(urls), order, max(config.shuffle, 1), seed)
-    start = start_positions(shards, position, share)
+    source = open_source(config, share, seed, position)
+    check_ramp(share.size(0), share.batch, source.streams, share.world)
+    start = start_positions(source, position, share)
     workers = worker_count(config, len(start))
     layout = Layout(
         slots=config.buffers if workers else 1,
@@ -221,11 +219,11 @@ def open_stream(
         chunk=offload.chunk,
         folder=offload.folder,
     )
-    arena, memory = allocate(layout, urls, kind.members, access, free=offload.free, pin=device.type == "cuda")
+    arena, memory = allocate(layout, source, kind.members, access, free=offload.free, pin=device.type == "cuda")
     parts = divide(start, workers)
     specs = [
         WorkerSpec(
-            shards=shards,
+            source=source,
             rows=kind,
             max_bytes=config.max_bytes,
             tokenizer=tokenizer,
@@ -237,19 +235,28 @@ def open_stream(
             span=span,
             piece=max(PIECE, layout.samples // (len(parts) * PIECES)),
         )
-        for part, span in zip(parts, spans(parts, share, order.streams))
+        for part, span in zip(parts, spans(parts, share, source.streams))
     ]
     readers = Workers(specs, arena, config.timeout_s) if workers else InProcess(specs[0], arena)
     assembler = BatchAssembler(specs, readers, share.size, SampleCounts())
     rows = row_source(arena, assembler, kind.transform, decoder, copy=device.type == "cpu")
-    return TrainStream(shards, start, arena, assembler, rows, memory)
+    return TrainStream(source, start, arena, assembler, rows, memory)
 
 
-def start_positions(shards: OrderedShards, position: dict[str, Any] | None, share: BatchShare) -> list[StreamPosition]:
+def open_source(config: DataConfig, share: BatchShare, seed: int, position: dict[str, Any] | None) -> Source:
+    """The shards in their order, or the pipeline, that the settings name. Raises UserError."""
+    if config.pipeline:
+        return pipeline_source(config, share.size(0), share.world, seed, position)
+    urls, source_of = list_shards(config)
+    order = build_order(config, urls, source_of, share.size(0), share.world, seed, position)
+    return OrderedShards(tuple(urls), order, max(config.shuffle, 1), seed)
+
+
+def start_positions(source: Source, position: dict[str, Any] | None, share: BatchShare) -> list[StreamPosition]:
     """Where each of this rank's shard streams starts."""
-    streams = shards.order.streams
+    streams = source.streams
     own = streams_of(streams, share.batch, share.rank, share.world)
-    if position is not None and position["order"] == shards.fingerprint():
+    if position is not None and position["order"] == source.fingerprint():
         if position.get("windows") != order_version():
             log.warning(
                 "the checkpoint is of a version of clipscale that may shuffle otherwise within a shard: its place in the data is kept, "
@@ -257,10 +264,9 @@ def start_positions(shards: OrderedShards, position: dict[str, Any] | None, shar
             )
         places = ((stream, position["at"][str(stream)]) for stream in own)
         return [StreamPosition(stream, epoch, index, tuple(sources)) for stream, (epoch, index, *sources) in places]
-    order = shards.order
     if position is None:
         reason = ""
-    elif isinstance(order, Mixed) and position["order"] == replace(shards, order=order.by_shard()).fingerprint():
+    elif isinstance(source, OrderedShards) and position["order"] == source.former_fingerprint():
         reason = "data.weights were parts of whole shards in the checkpoint's version of clipscale, and now are shares of the samples"
     else:
         reason = "the shards, data.shuffle, data.order, data.weights or the seed differ from the checkpoint's"
