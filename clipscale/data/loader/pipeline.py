@@ -56,7 +56,7 @@ class PipelineSource:
             raise UserError(
                 f"data.pipeline={self.name}: is no function; it is called with the stream, the streams and the epoch"
             )
-        return found  # type: ignore[no-any-return]
+        return found
 
     def first_samples(self, count: int, kinds: Mapping[str, int], store: Store) -> Generator[RawSample, None, None]:
         """`count` samples of the first stream."""
