@@ -71,7 +71,9 @@ Source = OrderedShards | PipelineSource
 class PipelineReader:
     """Reads one stream of a pipeline, item after item. `epoch` and `index` are its position, counted in items given out."""
 
-    def __init__(self, source: PipelineSource, start: StreamPosition, kinds: Mapping[str, int], store: Store) -> None:
+    def __init__(
+        self, source: PipelineSource, start: StreamPosition, kinds: Mapping[str, int], tick: Callable[[], None]
+    ) -> None:
         self._source, self._stream, self._kinds, self._tick = source, start.stream, kinds, tick
         self._function = source.function()
         self.epoch, self.index = start.epoch, start.index
