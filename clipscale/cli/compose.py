@@ -3,6 +3,7 @@
 Every mistake becomes a UserError of one line; Hydra's stack traces and advice are never shown.
 """
 
+import math
 import os
 import re
 import sys
@@ -112,9 +113,15 @@ def variable(name: str, *default: str | None) -> str | None:
     return os.environ.get(name, *default)
 
 
+def product(first: float | None, second: float | None) -> int | None:
+    """`${product:A,B}`, rounded up; null if one of them is."""
+    return None if first is None or second is None else math.ceil(first * second)
+
+
 # Registered on import, so that every process in which a launcher plugin runs a job has them.
 OmegaConf.register_new_resolver("job_dir", job_dir, replace=True)
 OmegaConf.register_new_resolver("demo", demo_path, replace=True)
+OmegaConf.register_new_resolver("product", product, replace=True)
 OmegaConf.register_new_resolver("oc.env", variable, replace=True)
 
 

@@ -1,14 +1,21 @@
 """`clipscale train -m ...`: a run for every combination of values, each in its own folder, then one table.
 
-The runs follow one another, or are distributed by a Hydra launcher plugin.
+The runs follow one another, or are distributed by a Hydra launcher plugin; with launch=slurm each is a Slurm job. The same command again
+goes on with the sweep: jobs that are done, with the same settings, are neither trained nor evaluated again.
 """
 
+import hashlib
+import importlib.util
 import json
 import math
+import os
+import subprocess
 import time
 import traceback
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -16,29 +23,46 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from clipscale.cli import compose
+from clipscale.config.job import JobConfig
 from clipscale.config.parse import typed
 from clipscale.config.redact import redacted, redacted_output
-from clipscale.config.train import TrainConfig, check
-from clipscale.errors import UserError
+from clipscale.config.sections import LaunchConfig
+from clipscale.config.train import TrainConfig, check, to_yaml
+from clipscale.errors import StoppedError, UserError
 from clipscale.launch import local
+from clipscale.report.page import CSS
 from clipscale.report.table import TextTable, plain_console
 from clipscale.terminal import message, say, say_all
 from clipscale.units import run_folder, split, unused
 
 RESULT = "result.json"
 """File in a job's folder with its outcome."""
+PAGE = "sweep.html"
+"""File in the sweep's folder with the table."""
+SLURM = {
+    "gpus_per_node": "${launch.procs}",
+    "cpus_per_task": "${product:${job.cpus},${launch.procs}}",
+    "timeout_min": "${product:${job.hours},60}",
+    "signal_delay_s": "${launch.grace_s}",
+    "name": "clipscale",
+}
+"""A Slurm job's settings of Hydra's submitit plugin."""
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the sweep; the exit status is 1 if any job failed."""
     folder, rest = sweep_folder(argv)
+    if any(word in ("launch=slurm", "job.scheduler=slurm") for word in rest):
+        rest = [*rest, *slurm_overrides(rest)]
     started = time.time()
     try:
         compose.run("train", rest, job, sweep_dir=str(folder))
     finally:
         results = finished(folder, started)
         if results:
-            plain_console().print(table(results, folder))
+            made = table(results, folder)
+            plain_console().print(made)
+            page(folder, made)
     failed = sum("error" in result for result in results)
     if failed:
         say(f"error: {failed} of {len(results)} jobs failed", error=True)
@@ -53,6 +77,24 @@ def sweep_folder(argv: Sequence[str]) -> tuple[Path, list[str]]:
     if names and len(split(names[-1])) == 1:
         return run_folder(names[-1].strip("'\"")), [word for word in argv if not word.startswith("run=")]
     return unused(Path("runs") / f"{datetime.now():sweep-%Y%m%d-%H%M%S}"), list(argv)
+
+
+def slurm_overrides(argv: Sequence[str]) -> list[str]:
+    """Arguments that let Hydra's submitit plugin start every run as a Slurm job. Raises UserError where the plugin is missing."""
+    if importlib.util.find_spec("hydra_plugins.hydra_submitit_launcher") is None:
+        raise UserError("launch=slurm with -m needs Hydra's submitit plugin; pip install 'clipscale[slurm]'")
+    os.environ["SUBMITIT_PREEMPT_SIGNAL"] = "USR1"  # which a run answers with a save, as it does SIGTERM
+    given = dict(word.partition("=")[::2] for word in argv)
+    device = {"gpus_per_node": "null"} if given.get("device") == "cpu" else {}
+    options = {
+        name.removeprefix("job.options."): value for name, value in given.items() if name.startswith("job.options.")
+    }
+    missing = {"cpus_per_task": "job.cpus", "timeout_min": "job.hours"}
+    chosen = {name: value for name, value in (SLURM | device).items() if missing.get(name, name) in (*given, name)}
+    return [
+        "hydra/launcher=submitit_slurm",
+        *(f"hydra.launcher.{name}={value}" for name, value in (chosen | options).items()),
+    ]
 
 
 def job(values: DictConfig) -> float:
@@ -74,8 +116,12 @@ def _job(values: DictConfig) -> float:
         plain = compose.plain(values)
         plain["run"] = plain["run"] or str(folder)
         config = check(typed(TrainConfig, plain))
-        local.make_ready(config, named=True)
-        record |= local.run(config, isolated=True)
+        record["settings"] = settings_digest(config)
+        if (done := already_done(folder, record["settings"])) and config.resume == "auto":
+            say("done already, with the same settings")
+            record = done | record
+        else:
+            record |= train(config)
     except UserError as error:
         record["error"] = str(error)
     except local.WorkerError as error:
@@ -90,6 +136,49 @@ def _job(values: DictConfig) -> float:
     temporary.write_text(json.dumps(redacted(record)) + "\n")
     temporary.replace(folder / RESULT)
     return float(record.get("loss", math.nan))
+
+
+def train(config: TrainConfig) -> dict[str, Any]:
+    """A run in processes of its own. As a Slurm job that is asked to stop, it goes back into the queue. Raises UserError."""
+    if config.job.nodes > 1:
+        raise UserError(
+            f"job.nodes={config.job.nodes}: a run of a sweep has one node; start runs on several without -m"
+        )
+    try:
+        local.make_ready(config, named=True)
+        return local.run(config, isolated=True)
+    except (StoppedError, KeyboardInterrupt):
+        number = os.environ.get("SLURM_JOB_ID")
+        if number and config.job.scheduler == "slurm":
+            say(f"saved; job {number} goes back into the queue")
+            subprocess.run(["scontrol", "requeue", number])
+            time.sleep(600)  # Slurm ends this process; a result now would be this job's last
+        raise
+
+
+def settings_digest(config: TrainConfig) -> str:
+    """Of all settings that make a run what it is: not of its folder, its processes and where they are started."""
+    launch = LaunchConfig(parallel=config.launch.parallel)
+    common = replace(config, run="", resume="", launch=launch, job=JobConfig())
+    return hashlib.blake2b(to_yaml(common).encode(), digest_size=8).hexdigest()
+
+
+def already_done(folder: Path, settings: str) -> dict[str, Any] | None:
+    """The result of a job that ended without an error and had these settings."""
+    try:
+        record = json.loads((folder / RESULT).read_text())
+    except (OSError, ValueError):
+        return None
+    same = isinstance(record, dict) and "error" not in record and record.get("settings") == settings
+    return record if same else None
+
+
+def page(folder: Path, made: TextTable) -> None:
+    """Write the table as a page, beside the runs."""
+    head = f"<!doctype html><html lang='en'><head><meta charset='utf-8'><title>{escape(folder.name)}</title>"
+    (folder / PAGE).write_text(
+        f"{head}<style>{CSS}</style></head><body>{made.html()}</body></html>\n", encoding="utf-8"
+    )
 
 
 def finished(folder: Path, since: float) -> list[dict[str, Any]]:

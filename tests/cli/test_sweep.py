@@ -4,13 +4,17 @@ import json
 import math
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from clipscale.cli.compose import job_dir
-from clipscale.cli.sweep import finished, sweep_folder, table
+from clipscale.cli.main import main
+from clipscale.cli.sweep import already_done, finished, settings_digest, slurm_overrides, sweep_folder, table
+from clipscale.config.sections import LaunchConfig
+from clipscale.config.train import TrainConfig
 from clipscale.errors import UserError
 from tests.conftest import TINY, Command
 
@@ -75,3 +79,65 @@ def test_run_names_the_sweep_unless_it_varies() -> None:
     assert rest == ["-m", "run=a,b"]
     with pytest.raises(UserError, match="name the sweep's folder with run=NAME"):
         sweep_folder(["-m", "hydra.sweep.subdir=x"])
+
+
+def test_a_repeated_sweep_trains_only_what_is_not_done(
+    shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    trained: list[str] = []
+
+    def run(config: TrainConfig, *, isolated: bool) -> dict[str, object]:
+        trained.append(Path(config.run).name)
+        if config.seed == 1 and len(trained) == 2:
+            raise UserError("went wrong")
+        return {"step": 2, "loss": 1.0 + config.seed, "run": config.run}
+
+    monkeypatch.setattr("clipscale.launch.local.run", run)
+    words = ["train", "-m", *TINY, f"data.train={shards}", "seed=0,1", "run=s"]
+    assert main(words) == 1
+    assert main(words) == 0
+    assert trained == ["seed=0", "seed=1", "seed=1"]
+    assert capfd.readouterr().out.count("done already, with the same settings") == 1
+    assert "2.0000" in (tmp_path / "runs/s/sweep.html").read_text()
+
+
+def test_processes_and_folders_make_no_other_run_but_settings_do(tmp_path: Path) -> None:
+    config = TrainConfig(samples=16, run="a")
+    digest = settings_digest(config)
+    assert digest == settings_digest(replace(config, run="b", resume="none", launch=LaunchConfig(procs=4)))
+    assert digest != settings_digest(replace(config, launch=LaunchConfig(parallel="fsdp")))
+    assert digest != settings_digest(replace(config, seed=1))
+    for record, same in (({"settings": digest}, True), ({"settings": digest, "error": "x"}, False), ({}, False)):
+        (tmp_path / "result.json").write_text(json.dumps(record))
+        assert (already_done(tmp_path, digest) is not None) == same
+    (tmp_path / "result.json").write_text("{")
+    assert already_done(tmp_path, digest) is None
+
+
+def test_slurm_jobs_of_a_sweep_have_the_description(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SUBMITIT_PREEMPT_SIGNAL", "")
+    words = ["-m", "launch=slurm", "launch.procs=4", "job.cpus=8", "job.options.partition=gpu", "seed=0,1"]
+    made = slurm_overrides(words)
+    assert made[0] == "hydra/launcher=submitit_slurm"
+    assert "hydra.launcher.partition=gpu" in made
+    assert "hydra.launcher.gpus_per_node=${launch.procs}" in made
+    assert not any("timeout_min" in word for word in made), "without job.hours, the plugin's own limit counts"
+    assert "hydra.launcher.gpus_per_node=null" in slurm_overrides([*words, "device=cpu"])
+
+
+@pytest.mark.slow
+def test_optuna_chooses_the_values_and_a_repeated_sweep_goes_on(command: Command, shards: str, tmp_path: Path) -> None:
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+    words = ["train", "-m", *TINY, f"data.train={shards}", "optim.lr=interval(1e-4,1e-2)", "run=found"]
+    words += [
+        "hydra/sweeper=optuna",
+        "hydra.sweeper.n_trials=2",
+        "hydra.sweeper.n_jobs=1",
+        "hydra.sweeper.sampler.seed=1",
+    ]
+    first = command(*words)
+    assert first.returncode == 0, first.stderr[-2000:]
+    again = command(*words)
+    assert again.returncode == 0, again.stderr[-2000:]
+    assert again.stdout.count("done already") == 2, again.stdout

@@ -1,4 +1,4 @@
-"""What launch/*.sh ask of a scheduler, with stand-ins for its commands. tests/test_slurm.py runs the real ones."""
+"""What launch/*.sh ask of a scheduler, with stand-ins for its commands. test_slurm.py runs the real ones."""
 
 import os
 import subprocess
