@@ -203,7 +203,7 @@ def test_workers_loaders_wandb_and_tracebacks_leak_nothing(address: str, tmp_pat
     broken.mkdir()
     (broken / "sitecustomize.py").write_text(
         "import clipscale.data.loader.shard_stream as s\n"
-        "def take(self, put):\n    raise ValueError(str(self._spec.shards.urls))\n"
+        "def take(self, put):\n    raise ValueError(str(self._spec.source.urls))\n"
         "s.ShardStream.take = take\n"
     )
     path = os.pathsep.join(filter(None, [str(broken), os.environ.get("PYTHONPATH", "")]))

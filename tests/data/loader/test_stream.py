@@ -16,6 +16,7 @@ from PIL import Image
 
 from clipscale.config.data import AugmentConfig, DataConfig, FilterConfig
 from clipscale.data.loader.host_batch import sample_id
+from clipscale.data.loader.shard_reader import OrderedShards
 from clipscale.data.loader.stream import BatchShare
 from clipscale.data.loader.stream import open_stream as open_data
 from clipscale.data.order import Epochs, Resampled, stream_bounds
@@ -102,7 +103,8 @@ def test_every_shard_stream_gives_its_share_of_an_epoch_once_whoever_reads_it(
             stream = open_stream(
                 folder, batch=batch, rank=rank, world=world, shuffle=shuffle, seed=seed, workers=workers
             )
-        order = stream._shards.order
+        assert isinstance(stream._source, OrderedShards)
+        order = stream._source.order
         assert isinstance(order, Epochs) and stream.samples_per_epoch == total
         bounds = stream_bounds(batch, order.streams)
         numbers = range(rank * order.streams // world, (rank + 1) * order.streams // world)
@@ -209,8 +211,9 @@ def test_a_checkpoint_of_weights_by_shard_says_what_has_changed(
     stream = open_stream("", **config)
     ids(stream, 2)
     position = positions([stream])
-    former = Resampled((0.5, 1.0, 4.0), stream._shards.order.counts, 4, seed=0)
-    position["order"] = replace(stream._shards, order=former).fingerprint()
+    assert isinstance(stream._source, OrderedShards)
+    former = Resampled((0.5, 1.0, 4.0), stream._source.order.counts, 4, seed=0)
+    position["order"] = replace(stream._source, order=former).fingerprint()
     first = ids(open_stream("", **config), 1)
     assert ids(open_stream("", **config, position=position), 1) == first
     assert "data.weights were parts of whole shards" in caplog.text
