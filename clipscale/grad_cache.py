@@ -9,7 +9,7 @@ By the chain rule the sum over chunks is the gradient of one graph over the whol
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Protocol, runtime_checkable
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves, tree_map
 
+from clipscale.pass_contexts import gradient_sync, graph_bytes, unchanged_buffers
 from clipscale.rng import RandomState
 
 
@@ -89,6 +90,8 @@ class GradCache:
         self.after_chunk: Callable[[int, int], None] | None = None
         self.before_chunk: Callable[[], None] = lambda: None
         self.budget = ActivationBudget(keep_bytes)
+        self._encoded: RandomState | None = None  # after the first pass
+        self._random: RandomState | None = None  # at which the next step goes on
         self.towers = [
             _Tower(
                 encoder,
@@ -117,7 +120,25 @@ class GradCache:
         if len(inputs) != len(self.towers):
             raise ValueError(f"{len(inputs)} inputs for {len(self.towers)} encoders")
         self.budget.used = 0
-        return [tower.encode(batch, self.before_chunk) for tower, batch in zip(self.towers, inputs, strict=True)]
+        self._encoded = None
+        for tower in self.towers:
+            tower.begin()
+        if self._random:
+            self._random.restore()
+            self._random = None
+        pairs = zip(self.towers, inputs, strict=True)
+        found, self._encoded = [tower.encode(batch, self.before_chunk) for tower, batch in pairs], RandomState.now()
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the step stands between two chunks: features so far, random states, chunks replayed. Without parameter gradients."""
+        return {"random": (self._encoded or RandomState.now()).pair(), "towers": [t.state_dict() for t in self.towers]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let the next step go on from there. Its inputs, weights and chunk sizes must be the same."""
+        self._random = RandomState(*state["random"])
+        for tower, restored in zip(self.towers, state["towers"], strict=True):
+            tower.restored = restored
 
     def ranges(self, tower: int, rows: int) -> Iterator[tuple[int, int]]:
         """The row ranges that both passes of a tower over a batch ask for, in order. Read at most one range ahead of the passes.
@@ -141,6 +162,8 @@ class GradCache:
             for rows in tower.replay(self.before_chunk):
                 if self.after_chunk:
                     self.after_chunk(i, rows)
+        for tower in self.towers:
+            tower.representations = torch.empty(0)
 
 
 class ActivationBudget:
@@ -177,6 +200,19 @@ class _Tower:
     spans: list[tuple[int, int]] = field(default_factory=list)
     random_states: list[RandomState] = field(default_factory=list)
     kept: list[Tensor] = field(default_factory=list)
+    replayed: int = 0
+    """Chunks whose gradient the second pass has added."""
+    restored: dict[str, Any] | None = None
+    """Where the next step goes on."""
+
+    def begin(self) -> None:
+        """A step begins."""
+        self.random_states, self.kept, self.replayed, self.representations = [], [], 0, torch.empty(0)
+
+    def state_dict(self) -> dict[str, Any]:
+        rows = self.spans[len(self.random_states) - 1][1] if self.random_states else 0
+        random = [one.pair() for one in self.random_states]
+        return {"features": self.representations.detach()[:rows], "random": random, "replayed": self.replayed}
 
     @property
     def trained(self) -> bool:
@@ -191,8 +227,9 @@ class _Tower:
             raise ValueError("an empty batch has no gradient")
         self.spans = self.cut(rows)
         self.refuse_batch_norm()
-        self.random_states, self.kept = [], []
-        for i, (start, stop) in enumerate(self.spans):
+        if self.restored:
+            self.go_on(rows)
+        for i, (start, stop) in list(enumerate(self.spans))[len(self.random_states) :]:
             before_chunk()
             self.random_states.append(RandomState.now())
             # DDP decides in the forward pass whether the backward pass synchronises. If the last chunk is kept, this is its only forward.
@@ -203,13 +240,26 @@ class _Tower:
             self.representations.data[start:stop] = out.detach()
         return self.representations.requires_grad_(self.trained)
 
+    def go_on(self, rows: int) -> None:
+        """Take in the chunks that an interrupted step has done."""
+        assert self.restored
+        self.random_states = [RandomState(*one) for one in self.restored["random"]]
+        self.replayed = self.restored["replayed"]
+        if self.random_states:
+            done = self.restored["features"]
+            device = next((p.device for p in getattr(self.encoder, "parameters", lambda: iter(()))()), done.device)
+            self.representations = torch.empty(rows, *done.shape[1:], dtype=done.dtype, device=device)
+            self.representations[: len(done)] = done.to(device)
+        self.restored = None
+
     def cut(self, rows: int) -> list[tuple[int, int]]:
         return [(start, min(start + self.size, rows)) for start in range(0, rows, self.size)]
 
     def ranges(self, rows: int) -> Iterator[tuple[int, int]]:
         spans, trained = self.cut(rows), self.trained  # evaluated here, because gradients are off inside the first pass
-        replayed = (span for _ in range(trained) for span in spans[len(self.kept) :])
-        return chain(spans, replayed)
+        done = len(self.restored["random"]) if self.restored else 0
+        replayed = (span for _ in range(trained) for span in spans[max(len(self.kept), self.replayed) :])
+        return chain(spans[done:], replayed)
 
     def keeps(self, i: int) -> bool:
         """Whether chunk i keeps its graph. Kept chunks come first, without gaps.
@@ -267,17 +317,17 @@ class _Tower:
             before_chunk()
             with gradient_sync(self.encoder, self.last and first == len(self.spans)):
                 torch.autograd.backward(self.kept, kept_rows)
-            self.kept = []
+            self.kept, self.replayed = [], first
             yield sum(len(rows) for rows in kept_rows)
         with unchanged_buffers(self.encoder), RandomState.now().preserved():
-            for (start, stop), random_state in zip(self.spans[first:], self.random_states[first:], strict=True):
+            for start, stop in self.spans[self.replayed :]:
                 before_chunk()
-                random_state.restore()
+                self.random_states[self.replayed].restore()
                 with gradient_sync(self.encoder, self.last and stop == self.spans[-1][1]):
                     self.run(start, stop).backward(gradient[start:stop])
+                self.replayed += 1
                 yield stop - start
-        self.representations = torch.empty(0)
-        self.inputs = None
+        self.representations, self.inputs = self.representations.detach(), None
 
     def refuse_batch_norm(self) -> None:
         """Raise ValueError for batch normalisation in training mode that does not see the whole batch at once."""
@@ -314,46 +364,3 @@ class _Rows:
 
     def chunk(self, start: int, stop: int) -> Any:
         return tree_map(lambda leaf: leaf[start:stop] if isinstance(leaf, Tensor) else leaf, self.tree)
-
-
-@contextmanager
-def graph_bytes() -> Iterator[Callable[[], int]]:
-    """Measures the graph that is built inside: the allocator's bytes on a GPU, else the bytes of its saved tensors."""
-    saved: dict[int, int] = {}
-
-    def save(tensor: Tensor) -> Tensor:
-        if not isinstance(tensor, nn.Parameter) and not isinstance(tensor._base, nn.Parameter):
-            storage = tensor.untyped_storage()
-            saved[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        before = torch.cuda.memory_allocated()
-        yield lambda: torch.cuda.memory_allocated() - before
-    else:
-        with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
-            yield lambda: sum(saved.values())
-
-
-@contextmanager
-def gradient_sync(encoder: Callable[..., Tensor], enabled: bool) -> Iterator[None]:
-    """Turns the sum of gradients over ranks on or off. DDP reads this in the forward pass, FSDP2 in the backward pass."""
-    if hasattr(encoder, "set_requires_gradient_sync"):
-        encoder.set_requires_gradient_sync(enabled)
-        yield
-    elif hasattr(encoder, "no_sync") and not enabled:
-        with encoder.no_sync():
-            yield
-    else:
-        yield
-
-
-@contextmanager
-def unchanged_buffers(encoder: Callable[..., Tensor]) -> Iterator[None]:
-    """Restores the encoder's buffers afterwards: running statistics are updated by the first pass alone."""
-    buffers = list(encoder.buffers()) if isinstance(encoder, nn.Module) else []
-    before = [b.clone() for b in buffers]
-    yield
-    with torch.no_grad():
-        for buffer, value in zip(buffers, before, strict=True):
-            buffer.copy_(value)

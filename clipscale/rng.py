@@ -33,6 +33,10 @@ class RandomState:
             torch.get_rng_state(), torch.cuda.get_rng_state(device or "cuda") if on_gpu else None, device
         )
 
+    def pair(self) -> tuple[Tensor, Tensor | None]:
+        """The two states as plain tensors."""
+        return self.cpu, self.cuda
+
     def restore(self) -> None:
         """Continue from this state."""
         torch.set_rng_state(self.cpu)

@@ -36,6 +36,7 @@ from clipscale.run_lock import RunLock
 from clipscale.stopping import AbandonedError, Stop
 from clipscale.terminal import say
 from clipscale.train_state import TrainState
+from clipscale.within_step import WithinStep
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +98,7 @@ class Run:
         self.saved_at = self.measured_at = time.monotonic()
         self.stop = Stop(world, config.launch.grace_s)  # signals that this rank has received
         self.saver = checkpoint.Saver(self.folder, world, config.checkpoint)
-        self.saved_step = self.step if resumed else 0
+        self.saver.last_step, self.saved_step = (self.step, self.step) if resumed else (None, 0)
         self.step_s = self.eval_s = 0.0  # what the last of each took
         self.stopping = 0  # the signal at which all ranks have agreed to stop; 0: none
 
@@ -117,6 +118,7 @@ class Run:
         saved = source.values if source else None
         checkpoint.check_fits(saved, self.folder, config, self.sizes.before)
         self.state = TrainState(config, world, self.folder, source)  # 3 and 4 inside, before the checkpoint's weights
+        self.within = WithinStep(self.folder, world, config, self.state)
         self.stream = self.open_stream(saved)
         merge_positions(world.gather(self.stream.position()))  # refuses shards that differ between the ranks
         torch.manual_seed(config.seed + 1 + world.rank)
@@ -128,6 +130,7 @@ class Run:
             RandomState(own["cpu"], own["cuda"] if world.device.type == "cuda" else None).restore()
         else:  # another number of ranks: new random numbers, which differ at every resume
             torch.manual_seed(config.seed + 1 + world.rank + self.step * world.size)
+        self.within.load(self.step, self.last_loss)
         return True
 
     def open_stream(self, saved: dict[str, Any] | None) -> TrainStream:
@@ -233,11 +236,19 @@ class Run:
         Raises AbandonedError, with everything as it was before the step, where a signal leaves no time for the rest of it.
         """
         before, buffers, started = RandomState.now(self.world.device), self.state.statistics(), time.monotonic()
+        position = self.stream.position()
+
+        def save_base() -> None:
+            if self.saver.last_step != self.step:
+                self.save(before, position)
+
+        self.within.save_base = save_base
         self.stop.begin(self.step_s)
         self.stop.save_s = self.saver.save_s
         try:
             record = self.whole_step()
         except AbandonedError:
+            self.within.save()
             before.restore()
             self.state.set_statistics(buffers)
             self.state.optimizer.zero_grad()
@@ -254,12 +265,14 @@ class Run:
         measured = every > 0 and (self.step + 1) % every == 0
         self.budget.before_step(state.cache.budget, size, keep=not measured)  # kept graphs would share one gradient
         state.optimizer.zero_grad()
+        self.within.begin(self.step, self.last_loss, measured=measured)
+        self.within.restore()
         lr = self.set_learning_rate(size, samples)
         batch = self.stream.next_batch()
         load = partial(ChunkLoader, device=self.world.device, resident=self.config.offload == "none")
         images, texts = load(batch.pixels, len(batch)), load(batch.tokens, len(batch))
         batch.expect(state.cache.ranges(0, len(batch)))
-        state.cache.before_chunk = self.stop.check
+        state.cache.before_chunk = self.before_chunk
         with phases("encode"):
             features = state.cache.encode(images, texts)
         with phases("loss"):
@@ -293,6 +306,11 @@ class Run:
             **self.measurements(size, phases),
             **noise,
         }
+
+    def before_chunk(self) -> None:
+        """Between two chunks: leave the step at a signal, or save its progress."""
+        self.stop.check()
+        self.within.check()
 
     def set_learning_rate(self, size: int, samples: int) -> float:
         """Set and return the learning rate of a step of `size` samples that ends at `samples`. A scaled peak follows `size`."""
@@ -363,15 +381,17 @@ class Run:
         due_by_time, self.stopping = self.world.highest(int(late), self.stop.number)
         return due or bool(due_by_time or self.stopping)
 
-    def save(self) -> None:
+    def save(self, random: RandomState | None = None, position: dict[str, Any] | None = None) -> None:
         """Begin to write a checkpoint; see `checkpoint.Saver`. A run that ends here waits for it.
+
+        In the midst of a step, `random` and `position` are those of its begin.
 
         Raises UserError, on every rank, where it cannot be written.
         """
-        now = RandomState.now(self.world.device)
+        now = random or RandomState.now(self.world.device)
         state = self.state.state_dict() | {
             "random": self.world.gather({"cpu": now.cpu, "cuda": now.cuda}),
-            "position": merge_positions(self.world.gather(self.stream.position())),
+            "position": merge_positions(self.world.gather(position or self.stream.position())),
             "batch": self.config.batch,
             "samples": self.sizes.before(self.step),
             "loss": self.last_loss,

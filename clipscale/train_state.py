@@ -300,8 +300,16 @@ class TrainState:
 
     def optimizer_state(self) -> dict[str, Any]:
         """The optimizer's state by parameter name."""
+        if not self.optimizer.state:  # before the first step; the library would take one, which counts
+            groups = zip(self.optimizer.param_groups, self.parameter_names())
+            return {"state": {}, "param_groups": [{**group, "params": names} for group, names in groups]}
         state = get_optimizer_state_dict(self.optimized(), self.optimizer)
         return {"state": state["state"], "param_groups": state["param_groups"]}
+
+    def parameter_names(self) -> list[list[str]]:
+        """The model's names of the optimizer's parameters, by group."""
+        name_of = {id(p): name for name, p in self.optimized().named_parameters()}
+        return [[name_of[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
 
     def whole(self, tree: Any) -> Any:
         """The tree with whole tensors in host memory, on rank 0. All ranks call it."""
@@ -340,9 +348,7 @@ class TrainState:
 
     def load_optimizer(self, state: dict[str, Any], whole: bool) -> None:
         """Take the optimizer's state. `whole`: it is not sharded. Raises UserError where it belongs to other parameters."""
-        module = self.optimized()
-        name_of = {id(p): name for name, p in module.named_parameters()}
-        names = [[name_of[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
+        module, names = self.optimized(), self.parameter_names()
         saved = [list(group["params"]) for group in state["param_groups"]]
         if any(isinstance(key, int) for group in saved for key in group):  # format 1: by position
             position = dict(enumerate(name for group in names for name in group))

@@ -55,6 +55,8 @@ class Saver:
         self.run, self.world, self.config = run, world, config
         self.pause_s = self.save_s = 0.0
         """Of the last save: the time that training waited, and the whole time until it was complete."""
+        self.last_step: int | None = None
+        """Of the newest checkpoint begun."""
         self._pending: Pending | None = None
         pinned = world.device.type == "cuda"
         self._stager = DefaultStager(StagingOptions(pinned, False, False, pinned))
@@ -100,7 +102,7 @@ class Saver:
             no_dist=not several,
         )
         assert isinstance(result, Future)
-        self._pending = Pending(step, result)
+        self._pending, self.last_step = Pending(step, result), step
         result.add_done_callback(lambda _: vars(self).update(save_s=time.monotonic() - started))
         self.pause_s = time.monotonic() - started
 
@@ -137,6 +139,7 @@ class Saver:
             folder.remove(path)
         self._temporary(step).replace(path)
         sync_folder(path.parent)
+        folder.remove_progress(self.run, step)
         for old in folder.outdated(self.run, step, self.config.keep, self.config.keep_every):
             folder.remove(old)
 

@@ -27,6 +27,9 @@ class CheckpointConfig:
     every: int = setting(0, "Steps between checkpoints; 0: none by steps.", least=0)
     minutes: float = setting(30.0, "Minutes between checkpoints; 0: none by time. A run always ends with one.", least=0)
     keep: int = setting(2, "Newest checkpoints kept; 0: all.", least=0)
+    within_step: float = setting(
+        0.0, "Minutes between saves of the progress inside a step, for steps of many minutes; 0: none.", least=0
+    )
     background: bool = setting(True, "Write while training goes on; false: training waits.")
     keep_every: int = setting(
         0, "Checkpoints of steps that are a multiple of this are kept for good; 0: none.", least=0
