@@ -53,6 +53,12 @@ class LaunchConfig:
         "them is abandoned, and the state before it is saved.",
         least=0,
     )
+    bind: str = setting(
+        "auto",
+        "On a machine of several NUMA nodes, `auto` keeps each rank, its loaders and their memory to its share of the cores "
+        "of its GPU's node; `spread` divides the nodes among the ranks without asking the GPUs; `none`.",
+        choices=("auto", "spread", "none"),
+    )
     parallel: str = setting(
         "ddp",
         "`ddp`: every rank holds the whole model; `fsdp`: FSDP2 shards parameters, gradients and optimizer state.",

@@ -23,6 +23,8 @@ from clipscale.config.tools import EvalRunConfig
 from clipscale.config.train import TrainConfig, warnings
 from clipscale.errors import StoppedError, UserError
 from clipscale.hardware import cores
+from clipscale.launch.affinity import bound
+from clipscale.launch.requeue import requeued_run
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -66,6 +68,8 @@ def make_ready(config: TrainConfig, *, named: bool) -> None:
 
     `named`: whether the user has named the run. Raises UserError.
     """
+    if not named:
+        config.run = requeued_run() or config.run
     if under_torchrun() and not named:
         config.run = shared(config.run)
     if config.data.on_device and (config.device == "cpu" or gpus() == 0):
@@ -178,7 +182,7 @@ def private(folder: str) -> dict[str, str]:
 def work(config: Launched, main: str = TRAIN) -> dict[str, Any]:
     """One worker's part."""
     terminal.prepare()
-    with redacted_output():
+    with redacted_output(), bound(config.launch.bind, config.device):
         result: dict[str, Any] = resolve_name(main)(config)
         return result
 
