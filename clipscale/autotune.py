@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from clipscale import files
 from clipscale.config.sections import CacheConfig
 from clipscale.errors import UserError
 from clipscale.grad_cache import ActivationBudget
@@ -123,14 +124,12 @@ def saved_chunk_sizes(folder: Path) -> dict[str, Any]:
     A resumed run on the same kind of device must cut its batches alike: random numbers are drawn chunk by chunk.
     """
     path = folder / CHUNKS
-    return dict(json.loads(path.read_text())) if path.is_file() else {}
+    return dict(files.read_json(path)) if path.is_file() else {}
 
 
 def save_chunk_sizes(folder: Path, sizes: dict[str, Any]) -> None:
     """Keep them for later starts. Replaces the file atomically, since other ranks may be reading it."""
-    part = folder / f"{CHUNKS}.part"
-    part.write_text(json.dumps(sizes) + "\n")
-    part.replace(folder / CHUNKS)
+    files.write_text(folder / CHUNKS, json.dumps(sizes) + "\n")
 
 
 class BudgetTuner:

@@ -1,6 +1,5 @@
 """`clipscale export` writes a run's weights as a folder that open_clip loads."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ from open_clip.tokenizer import HFTokenizer
 from safetensors.torch import save_file
 from torch import Tensor
 
+from clipscale import files
 from clipscale.config.checks import check_values
 from clipscale.config.sections import ModelConfig
 from clipscale.config.tools import ExportSettings, check_run
@@ -22,15 +22,14 @@ def main(settings: ExportSettings) -> Path:
     """Write the folder and return it. Raises UserError without a readable checkpoint, or if the folder cannot be written."""
     check_values(settings)
     folder = check_run(settings)
-    model, config, step = load_model(folder, settings.checkpoint, settings.weights)
+    model, config, step = load_model(folder, settings.checkpoint, settings.weights, hub=settings.hub)
     out = Path(settings.out).expanduser() if settings.out else folder / "export"
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        part = out / f"{HF_SAFE_WEIGHTS_NAME}.part"
+        files.inner_folder(*((out,) if settings.out else (folder, out.name)))
         note = {"format": "pt", "run": folder.name, "step": str(step)}
-        save_file(weights(model, getattr(torch, settings.dtype)), part, metadata=note)
-        part.replace(out / HF_SAFE_WEIGHTS_NAME)
-        (out / HF_CONFIG_NAME).write_text(json.dumps(description(model, config), indent=2) + "\n")
+        with files.replacing(out / HF_SAFE_WEIGHTS_NAME) as file:
+            save_file(weights(model, getattr(torch, settings.dtype)), file.name, metadata=note)
+        files.write_json(out / HF_CONFIG_NAME, description(model, config))
         if isinstance(model.tokenizer, HFTokenizer):
             model.tokenizer.save_pretrained(str(out))
     except OSError as error:

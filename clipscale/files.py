@@ -13,12 +13,14 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any, BinaryIO
+from typing import Any, BinaryIO
 
 from clipscale.errors import UserError
 
 SMALL = 1 << 24
 """Bytes of the largest description or record that is read as a whole. Ours take kilobytes. JSON takes ten times as much as objects."""
+MOST_PARTS = 1 << 22
+"""Lists and objects of JSON text, brackets in its texts included: 64 bytes for two characters. Karpathy's COCO captions have 2 million."""
 _TEMPORARY = re.compile(r"^\..*-[0-9a-f]{16}\.tmp$", re.DOTALL)
 
 
@@ -97,28 +99,29 @@ def inner_folder(root: Path, *names: str) -> Path:
     return root
 
 
-def open_lock(path: Path) -> IO[str]:
-    """A file for `flock`, made if there is none, neither truncated nor reached through a link. Open for reading and appending.
+def open_lock(path: Path) -> BinaryIO:
+    """A file for `flock`, made if there is none, neither truncated nor reached through a link. Open for reading and writing.
 
     Raises OSError for anything but a regular file with one name.
     """
-    number = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     about = os.fstat(number)
     if not stat.S_ISREG(about.st_mode) or about.st_nlink > 1:
         os.close(number)
         raise OSError(errno.EINVAL, "the lock is no regular file, or one with a second name; remove it", str(path))
-    return os.fdopen(number, "a+")
+    return open(number, "r+b")  # noqa: PTH123 (a descriptor)
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-def opened(path: str | Path, *, most: int | None = None, buffering: int = -1) -> BinaryIO:
-    """A regular file, open for reading. A link is followed, a FIFO or device is refused without waiting for it.
+def opened(path: str | Path, *, most: int | None = None, follow: bool = True, buffering: int = -1) -> BinaryIO:
+    """A regular file, open for reading. A FIFO or device is refused without waiting for it, a link unless `follow`.
 
     Raises OSError, also for more than `most` bytes.
     """
-    number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+    number = os.open(path, flags if follow else flags | os.O_NOFOLLOW)
     about = os.fstat(number)
     problem: OSError | None = None
     if stat.S_ISDIR(about.st_mode):
@@ -154,17 +157,34 @@ def read_text(path: str | Path, most: int = SMALL, *, errors: str = "strict") ->
     return read_bytes(path, most).decode("utf-8", errors)
 
 
-def parse_json(text: str | bytes) -> Any:
-    """The value of JSON text. Raises ValueError for all text that is none, nested too deeply included."""
+def parse_json(text: str | bytes, most_parts: int = MOST_PARTS) -> Any:
+    """The value of JSON text. Raises ValueError for all text that is none, or of too many or too deeply nested parts."""
+    parts = text.count("[") + text.count("{") if isinstance(text, str) else text.count(b"[") + text.count(b"{")
+    if parts > most_parts:
+        raise ValueError(f"it has more than {most_parts} lists and objects")
     try:
         return json.loads(text)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
 
 
-def read_json(path: str | Path, most: int = SMALL) -> Any:
+def read_json(path: str | Path, most: int = SMALL, most_parts: int = MOST_PARTS) -> Any:
     """The value in a JSON file. Raises OSError and ValueError."""
-    return parse_json(read_bytes(path, most))
+    return parse_json(read_bytes(path, most), most_parts)
+
+
+def own_root(folder: str | Path) -> Path:
+    """The folder in which files that came with `folder` lie: itself, or for a snapshot of the Hugging Face cache the
+    repository's folder, since a snapshot consists of links to its `blobs`.
+    """
+    real = Path(os.path.realpath(folder))
+    repository = real.parent.parent
+    return repository if real.parent.name == "snapshots" and (repository / "blobs").is_dir() else real
+
+
+def inside(path: str | Path, root: str | Path) -> bool:
+    """Whether a path, all links followed, leads into the folder `root`."""
+    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root))
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from clipscale import checkpoint
+from clipscale import checkpoint, files
 from clipscale.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -48,7 +48,8 @@ class RunLock:
 
     def acquire(self) -> None:
         """Take the lock, if need be after a short wait for its holder. Raises UserError if another run keeps it."""
-        self._file = (self.run / FILE).open("a+")
+        with files.reported("run", self.run / FILE, "choose another run=NAME"):
+            self._file = files.open_lock(self.run / FILE)
         started, announced = time.monotonic(), False
         while self._taken():
             holder = self._holder()
@@ -109,7 +110,7 @@ class RunLock:
 
     def _holder(self) -> dict[str, Any]:
         try:
-            record = json.loads((self.run / FILE).read_text())
+            record = files.read_json(self.run / FILE)
         except (OSError, ValueError):
             return {}
         return record if isinstance(record, dict) else {}
@@ -117,5 +118,6 @@ class RunLock:
     def _write(self, text: str) -> None:
         with contextlib.suppress(OSError):  # a full disk: the lock holds all the same
             self._file.truncate(0)
-            self._file.write(text)
+            self._file.seek(0)
+            self._file.write(text.encode())
             self._file.flush()

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from clipscale import checkpoint
 from clipscale.config.sections import ModelConfig
 from clipscale.config.tools import ExportSettings
-from clipscale.data.decode import EvalTransform
+from clipscale.data.eval_transform import EvalTransform
 from clipscale.errors import UserError
 from clipscale.export import main
 from clipscale.models.towers import ClipModel, build_model

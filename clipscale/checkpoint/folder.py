@@ -6,9 +6,11 @@ A checkpoint is a folder since format 3. Formats 1 and 2 are files, step_0000100
 import logging
 import re
 import shutil
+import tempfile
 from pathlib import Path
 
 from clipscale.errors import UserError
+from clipscale.files import inner_folder, remove_leftovers
 from clipscale.units import whole_number
 
 log = logging.getLogger(__name__)
@@ -20,10 +22,9 @@ TEMPORARY = ".tmp"
 def make_folder(run: Path) -> None:
     """Make the run's folder. Raises UserError where it cannot be written."""
     try:
-        (run / "checkpoints").mkdir(parents=True, exist_ok=True)
-        probe = run / ".writable"
-        probe.touch()
-        probe.unlink()
+        inner_folder(run, "checkpoints")
+        with tempfile.TemporaryFile(dir=run):
+            pass
     except OSError as error:
         raise UserError(f"run={run} cannot be written ({error.strerror}); choose another run=PATH") from error
 
@@ -32,6 +33,8 @@ def remove_temporary(run: Path) -> None:
     """Remove what a run which died has not finished writing or deleting. The caller holds the run's lock."""
     for path in (*run.glob(f"*{TEMPORARY}"), *run.glob(f"checkpoints/*{TEMPORARY}")):
         discard(path)
+    for folder in (run / "eval", run / "eval" / "retrieved"):
+        remove_leftovers(folder)
 
 
 def remove_empty_run(run: Path, *files: str) -> None:

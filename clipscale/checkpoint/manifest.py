@@ -25,6 +25,8 @@ BLOCK = 2**24
 """Bytes of a checksum: a long read for a disk, and little memory in every thread."""
 LARGEST = 2**30
 """Bytes of the largest manifest. One of 512 ranks and 2,400 tensors has about 60 MB."""
+MOST_PARTS = 2**24
+"""Lists and objects in it; that one has 4 million."""
 FILES = re.compile(r"state\.pt|rank_\d{5,}\.safetensors")
 DTYPES = {
     "F64": torch.float64,
@@ -88,7 +90,7 @@ class Manifest:
     @staticmethod
     def read(folder: Path) -> "Manifest":
         """A checkpoint's manifest. Raises OSError, and ValueError for one that is damaged or of another format."""
-        found = read_json(folder / NAME, LARGEST)
+        found = read_json(folder / NAME, LARGEST, MOST_PARTS)
         if not isinstance(found, dict) or not isinstance(found.get("manifest"), dict):
             raise ValueError(f"{NAME} is no manifest")
         tree = found["manifest"]
@@ -117,6 +119,8 @@ class Manifest:
             if one.dtype not in DTYPES:
                 raise ValueError(f"{name} has the unknown type {one.dtype}")
             width = DTYPES[one.dtype].itemsize
+            if sum(torch.Size(piece.sizes).numel() for piece in one.pieces) < torch.Size(one.shape).numel():
+                raise ValueError(f"the pieces of {name} do not fill it")  # its memory is taken before they are read
             for piece in one.pieces:
                 held = self.files.get(piece.file)
                 end = piece.at + width * torch.Size(piece.sizes).numel()

@@ -23,7 +23,7 @@ from clipscale.checkpoint.shards import ShardWriter
 from clipscale.config.sections import CheckpointConfig
 from clipscale.distributed import World
 from clipscale.errors import UserError
-from clipscale.files import sync_folder
+from clipscale.files import inner_folder, replacing, sync_folder
 from clipscale.units import format_bytes
 
 log = logging.getLogger(__name__)
@@ -147,7 +147,7 @@ class Saver:
         def look() -> int:
             path = folder.path_of(self.run, step)
             try:
-                path.parent.mkdir(parents=True, exist_ok=True)
+                inner_folder(self.run, "checkpoints")
                 return shutil.disk_usage(path.parent).free
             except OSError as error:
                 raise self._failure(step, error) from error
@@ -195,6 +195,5 @@ def cause_of(error: BaseException) -> BaseException:
 
 def save_diverged(run: Path, step: int, state: dict[str, Any]) -> None:
     """Write what is needed to look into a divergence to RUN/diverged/."""
-    path = run / "diverged"
-    path.mkdir(exist_ok=True)
-    torch.save(state, path / f"step_{step:08d}.pt")
+    with replacing(inner_folder(run, "diverged") / f"step_{step:08d}.pt") as file:
+        torch.save(state, file)

@@ -27,7 +27,7 @@ from torch.futures import Future
 
 from clipscale import __version__
 from clipscale.checkpoint.manifest import DTYPE_NAMES, DTYPES, PLAIN, File, Manifest, Piece, Stored, SummedFile
-from clipscale.files import opened, replacing
+from clipscale.files import inner_folder, opened, replacing
 
 
 @dataclass
@@ -60,7 +60,7 @@ class ShardWriter(StorageWriter):
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """The folder may not be there yet."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        inner_folder(self.folder.parent, self.folder.name)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan

@@ -25,10 +25,11 @@ TARGETS = re.compile(
 NEVER = ("hydra.callbacks", "hydra.job_logging.root", "hydra.hydra_logging.root")
 """Settings that start code, and that clipscale does not use."""
 TYPED = (
-    "data.allow_pipe", "data.pipeline", "hydra.job.env_set", "hydra.sweeper.custom_search_space", "hydra.sweeper.storage",
+    "data.allow_pipe", "data.pipeline", "model.hub", "hub", "hydra.job.env_set", "hydra.sweeper.custom_search_space",
+    "hydra.sweeper.storage",
     *(f"hydra.launcher.{name}" for name in ("setup", "python", "srun_args", "additional_parameters")),
 )  # fmt: skip
-"""Settings that run commands, or change the environment of the workers: only the command line may give them."""
+"""Settings that run commands, load what a description names, or change the workers' environment: only the command line may give them."""
 PRE_DISPATCH = re.compile(r"(\d+ ?\* ?)?n_jobs|\d+|all")
 """joblib evaluates other texts."""
 
@@ -64,7 +65,9 @@ def refuse(config: DictConfig, overrides: Sequence[str]) -> None:
     for name in TYPED:
         given = OmegaConf.select(config, name, throw_on_missing=False)
         if given and not any(name == key or key.startswith(f"{name}.") for key in typed):
-            raise UserError(f"{name} runs commands, so no file may set it; if you want it, give {name}= as an argument")
+            raise UserError(
+                f"{name} may not be set by a file that can come from a stranger; if you want it, give {name}= as an argument"
+            )
     for kind in ("hydra", "task"):
         words = OmegaConf.select(config, f"hydra.overrides.{kind}") or OmegaConf.create([])
         if any(word not in overrides for word in OmegaConf.to_container(words, resolve=False) or ()):

@@ -22,6 +22,7 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
+from clipscale import files
 from clipscale.cli import compose
 from clipscale.config.job import JobConfig
 from clipscale.config.parse import typed
@@ -132,9 +133,7 @@ def _job(values: DictConfig) -> float:
         record["error"] = f"{type(error).__name__}: {error}"
     if "error" in record:
         say(message(f"error: {record['error']}"), error=True)
-    temporary = folder / (RESULT + ".tmp")
-    temporary.write_text(json.dumps(redacted(record)) + "\n")
-    temporary.replace(folder / RESULT)
+    files.write_text(folder / RESULT, json.dumps(redacted(record)) + "\n")
     return float(record.get("loss", math.nan))
 
 
@@ -183,8 +182,8 @@ def page(folder: Path, made: TextTable) -> None:
 
 def finished(folder: Path, since: float) -> list[dict[str, Any]]:
     """The results of the jobs that ended after `since`, in order. Older ones belong to an earlier sweep of the same name."""
-    files = [path for path in folder.glob(f"*/{RESULT}") if path.stat().st_mtime >= since]
-    return sorted((json.loads(path.read_text()) for path in files), key=lambda record: record["job"])
+    paths = [path for path in folder.glob(f"*/{RESULT}") if path.stat().st_mtime >= since]
+    return sorted((files.read_json(path) for path in paths), key=lambda record: record["job"])
 
 
 def table(results: Sequence[dict[str, Any]], folder: Path) -> TextTable:

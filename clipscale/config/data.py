@@ -35,6 +35,12 @@ class TableConfig:
         "Column with the image's path, address or bytes; null: the first of `filepath`, `image`, `path` and similar.",
     )
     caption: str | None = setting(None, "Column with the caption; null: the first of `title`, `caption`, `text`.")
+    root: str | None = setting(
+        None,
+        "Folder that may hold the files a table names, or for a remote table the beginning of their addresses; null: the "
+        "table's own folder or server. Others count as `refused_file`. `/` allows every local file.",
+        literal=True,
+    )
     rows: int = setting(
         10_000,
         "Rows read as one shard. Epochs shuffle shards, and a resumed run reads its unfinished shards again.",

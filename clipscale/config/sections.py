@@ -204,6 +204,11 @@ class ModelConfig:
     architecture: dict[str, Any] = setting(
         {}, "open_clip's model description (embed_dim, vision_cfg, text_cfg); empty: the one registered under `name`."
     )
+    hub: bool = setting(
+        False,
+        "Let the description's `hf_tokenizer_name` and `hf_model_name` load from the Hugging Face hub or a folder; false: "
+        "open_clip's own names from the local cache. Only the command line may set it.",
+    )
     pretrained: str | None = setting(None, "Local checkpoint of the whole model to start from.", literal=True)
     pretrained_image: str | None = setting(
         None, "Local checkpoint of the image tower to start from (LiT).", literal=True

@@ -43,6 +43,7 @@ class EvalRunConfig:
     run: str = setting("", RUN_HELP, literal=True)
     checkpoint: str = setting("latest", CHECKPOINT_HELP, literal=True)
     device: str = setting("auto", DEVICE_HELP, choices=DEVICES)
+    hub: bool = setting(False, "As `model.hub` in training, for the description in the checkpoint.")
     eval: EvalConfig = field(default_factory=EvalConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
@@ -55,6 +56,7 @@ class ExportSettings:
     run: str = setting("", RUN_HELP, literal=True)
     checkpoint: str = setting("latest", CHECKPOINT_HELP, literal=True)
     out: str | None = setting(None, "Folder to write; null: RUN/export.", literal=True)
+    hub: bool = setting(False, "As `model.hub` in training, for the description in the checkpoint.")
     weights: str = setting("trained", WEIGHTS_HELP, choices=WEIGHTS)
     dtype: str = setting(
         "float32",

@@ -113,7 +113,7 @@ class Findings:
 def scan(url: str, settings: CheckSettings, selection: Selection) -> Findings:
     """Read one shard and every picture in it."""
     found = Findings(shards=1)
-    store, problem = HashingStore(Access(pipes=settings.allow_pipe)), ReadProblem()
+    store, problem = HashingStore(Access(pipes=settings.allow_pipe, root=settings.table.root)), ReadProblem()
     keys: list[str] = []
     hashes: dict[str, list[int]] = {kind: [] for kind in list(DUPLICATES)[: 3 if settings.near_duplicates else 2]}
     kinds = limits(IMAGE_TYPES, selection.members(), settings.max_bytes)

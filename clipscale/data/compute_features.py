@@ -3,28 +3,27 @@
 The shards keep their names, keys, order and members; features take the place of pictures.
 """
 
-import json
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from clipscale import distributed
+from clipscale import distributed, files
 from clipscale.config.checks import check_values
 from clipscale.config.data import FEATURES
 from clipscale.config.tools import FeaturesConfig
-from clipscale.data.decode import IMAGE_TYPES, BrokenSampleError, EvalTransform, TrainTransform, image_bytes
+from clipscale.data.decode import IMAGE_TYPES, BrokenSampleError, TrainTransform, image_bytes
+from clipscale.data.eval_transform import EvalTransform
 from clipscale.data.features import NOTE, encoded_row
 from clipscale.data.order import CounterRNG
 from clipscale.data.sample import RawSample
-from clipscale.data.shards.access import Access, SourceError, leaf_of
-from clipscale.data.shards.listing import count_samples, list_shards
+from clipscale.data.shards.access import SourceError, leaf_of
+from clipscale.data.shards.listing import access_of, count_samples, list_shards
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.store import Store
 from clipscale.data.shards.writer import shard_writer, write_counts
@@ -36,6 +35,8 @@ from clipscale.terminal import say
 
 log = logging.getLogger(__name__)
 
+GROUP_BYTES = 256 << 20
+"""Bytes of samples in memory at once: 256 pictures of a megabyte. A single sample may have 64 MiB."""
 DAMAGED = ("truncated_shard", "unreadable_shard")
 """Reasons that lie in the shard itself, and stay. The others lie in the network or the server."""
 
@@ -112,11 +113,12 @@ def _write_note(folder: Path, kind: dict[str, Any], world: World) -> None:
     failure = None
     path = folder / NOTE
     try:
-        if path.is_file() and json.loads(path.read_text(encoding="utf-8"))["features"] != kind:
+        if path.is_file() and files.read_json(path)["features"] != kind:
             failure = f"out={folder}: holds features of another kind; choose another folder"
         elif world.main:
             folder.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps({"features": kind}, indent=1) + "\n", encoding="utf-8")
+            files.remove_leftovers(folder)  # no rank has begun to write
+            files.write_json(path, {"features": kind})
     except (OSError, ValueError, KeyError) as error:
         failure = f"out={folder}: cannot be written ({error}); choose another folder"
     failure = next(filter(None, world.gather(failure)), None)
@@ -148,12 +150,12 @@ class _Writer:
             return count_samples(str(path))
         problem = ReadProblem()
         data = self.config.data
-        store = Store(Access(data.cache, data.cache_bytes, data.retries, data.wait_s, data.allow_pipe))
+        store = Store(access_of(data))
         written = 0
         try:
             with shard_writer(path) as writer, ThreadPoolExecutor(self.config.threads) as pool:
                 raws = read_shard(url, problem, store=store)
-                while group := list(islice(raws, self.config.batch)):
+                for group in groups(raws, self.config.batch):
                     pictures = list(pool.map(self.pixels, group))
                     self.missing += sum(picture is None for picture in pictures)
                     for raw, row in zip(group, self.features(pictures)):
@@ -194,6 +196,20 @@ class _Writer:
                 out = self.model.image(torch.from_numpy(np.stack(usable)).to(self.device))
             rows = iter(out.float().cpu().numpy().astype(self.config.dtype))
         return (None if picture is None else next(rows) for picture in pictures)
+
+
+def groups(raws: Iterable[RawSample], most: int) -> Iterator[list[RawSample]]:
+    """Consecutive samples, at most `most` together, and no more once they have GROUP_BYTES."""
+    group: list[RawSample] = []
+    held = 0
+    for raw in raws:
+        group.append(raw)
+        held += sum(map(len, raw.members.values()))
+        if len(group) == most or held >= GROUP_BYTES:
+            yield group
+            group, held = [], 0
+    if group:
+        yield group
 
 
 def _sample(raw: RawSample, row: np.ndarray | None) -> dict[str, str | bytes]:

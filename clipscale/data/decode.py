@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # `data check` decodes pictures without loading torch
 
 IMAGE_TYPES = ("jpg", "jpeg", "png", "webp", "avif", "gif", "bmp", "tif", "tiff")
 Image.init()
-_FORMATS = tuple(name for name in ("JPEG", "PNG", "WEBP", "AVIF", "GIF", "BMP", "TIFF") if name in Image.OPEN)
+FORMATS = tuple(name for name in ("JPEG", "PNG", "WEBP", "AVIF", "GIF", "BMP", "TIFF") if name in Image.OPEN)
 """The decoders Pillow may use. EPS is not among them: it would run a program."""
 _ORIENTATION = 0x0112
 _RGB_IDS = (82, 71, 66)
@@ -31,6 +31,10 @@ _TAIL = 64
 """A JPEG without an end marker in its last so many bytes counts as cut off."""
 MOST_DEVICE_PIXELS = 2**24
 """Larger pictures are decoded on the CPU: decoded and resized as floats, they would take too much device memory at once."""
+MOST_SCANS, MOST_SCANNED = 100, 2**30
+"""Scans of a progressive JPEG, and their pixels together. Encoders make ten scans; 2**30 pixels take about five seconds."""
+ROWS = 64
+"""Rows of a 16-bit picture that are turned into 8 bits at once."""
 MOST_SHRINK = 16
 """Largest reduction on the device. CUDA's antialiased resize holds a pixel's weights in shared memory, which is limited."""
 
@@ -104,12 +108,14 @@ class Picture:
     """
 
     def __init__(self, data: bytes, max_pixels: float = math.inf) -> None:
-        with _broken_pictures():
+        with broken_pictures():
             self._data = data
-            self._image: Image.Image = Image.open(io.BytesIO(data), formats=_FORMATS)
+            self._image: Image.Image = Image.open(io.BytesIO(data), formats=FORMATS)
             self.width, self.height = self._image.size
             if self.width * self.height > max_pixels:
                 raise BrokenSampleError("huge_image", f"{self.width} x {self.height} pixels")
+            if "progressive" in self._image.info:
+                check_scans(data, self._image)
             has_exif = "exif" in self._image.info and self._image.format != "TIFF"  # Pillow itself rotates TIFF
             orientation = self._image.getexif().get(_ORIENTATION, 1) if has_exif else 1
             self.orientation: int = orientation if orientation in range(1, 9) else 1
@@ -119,7 +125,7 @@ class Picture:
 
     def decode(self, reduce: int = 1) -> np.ndarray:
         """(H, W, C) uint8 RGB, upright. A JPEG can be decoded at 1/`reduce` (2, 4, 8) of its size, rounded up. Raises BrokenSampleError."""
-        with _broken_pictures():
+        with broken_pictures():
             if self.is_jpeg:
                 pixels = _decode_jpeg(self._data, self._image, reduce)
             else:
@@ -143,7 +149,7 @@ class Picture:
 
 
 @contextmanager
-def _broken_pictures() -> Iterator[None]:
+def broken_pictures() -> Iterator[None]:
     """Report every failure of a decoder as BrokenSampleError: hostile bytes cause many kinds."""
     try:
         yield
@@ -155,6 +161,13 @@ def _broken_pictures() -> Iterator[None]:
         raise BrokenSampleError("unreadable_image", f"{type(error).__name__}: {error}") from error
 
 
+def check_scans(data: bytes, image: Image.Image) -> None:
+    """Raise BrokenSampleError `huge_image` for a JPEG in more scans than decoding can take. Each scan costs a pass over all pixels."""
+    scans = data.count(b"\xff\xda")
+    if scans > MOST_SCANS or scans * image.width * image.height > MOST_SCANNED:
+        raise BrokenSampleError("huge_image", f"{image.width} x {image.height} pixels in {scans} scans")
+
+
 def _decode_jpeg(data: bytes, image: Image.Image, reduce: int) -> np.ndarray:
     width, height = (-(-side // reduce) for side in image.size)
     try:
@@ -162,16 +175,19 @@ def _decode_jpeg(data: bytes, image: Image.Image, reduce: int) -> np.ndarray:
         return pixels if reduce == 1 or pixels.shape[:2] == (height, width) else _decode_jpeg(data, image, 1)
     except ValueError:
         # Pillow tolerates defects, such as stray bytes between markers, that the strict decoder rejects.
+        check_scans(data, image)
         return np.array(image.convert("RGB"))
 
 
 def _decode_other(image: Image.Image) -> np.ndarray:
     image.load()
     if image.mode.startswith("I") or image.mode == "F":
-        values = np.asarray(image, dtype=np.float64)
-        if image.mode.startswith("I;16") or (image.mode == "I" and values.max() > 255):
-            values = values / 257
-        image = Image.fromarray(values.clip(0, 255).round().astype(np.uint8))
+        values = np.asarray(image)
+        scale = 257 if image.mode.startswith("I;16") or (image.mode == "I" and values.max() > 255) else 1
+        grey = np.empty(values.shape, np.uint8)
+        for top in range(0, len(values), ROWS):  # whole, float64 would take eight times the picture, several times
+            grey[top : top + ROWS] = (values[top : top + ROWS] / scale).clip(0, 255).round()
+        image = Image.fromarray(grey)
     return np.array(image.convert("RGB"))
 
 
@@ -333,52 +349,3 @@ class TrainTransform:
         if self.colour and crop.colour:
             resized = self.colour(resized, CounterRNG(crop.colour))
         np.copyto(out, resized[:, :, ::-1] if crop.flipped else resized)
-
-
-RESIZE_MODES = ("shortest", "squash", "longest")
-INTERPOLATIONS = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}
-
-
-@dataclass(frozen=True)
-class EvalTransform:
-    """Picture bytes to the pixels of open_clip's evaluation transform, on which published results were measured.
-
-    As there, Pillow decodes, converts to RGB and resizes; the EXIF orientation is ignored.
-    """
-
-    side: int
-    max_pixels: int = 89_478_485
-    mode: str = "shortest"
-    """`shortest`: the shorter side becomes S, the centre is cut out; `squash`: both sides become S; `longest`: the longer
-    side becomes S, black fills the rest."""
-    interpolation: str = "bicubic"
-    border: int = 0
-    """Pixels cut off every side first."""
-
-    def __call__(self, data: bytes) -> np.ndarray:
-        """(C, S, S) uint8. Raises BrokenSampleError."""
-        with _broken_pictures():
-            image: Image.Image = Image.open(io.BytesIO(data), formats=_FORMATS)
-            if image.width * image.height > self.max_pixels:
-                raise BrokenSampleError("huge_image", f"{image.width} x {image.height} pixels")
-            image = image.convert("RGB")
-            if self.border:
-                image = image.crop((self.border, self.border, image.width - self.border, image.height - self.border))
-            image = image.resize(self._size(*image.size), INTERPOLATIONS[self.interpolation])
-            # torchvision's CenterCrop rounds the corner. open_clip rounds a margin that it fills down.
-            S = self.side
-            left, top = (-((S - n) // 2) if self.mode == "longest" else round((n - S) / 2) for n in image.size)
-            image = image.crop((left, top, left + S, top + S))  # beyond the edges it is black
-        return np.ascontiguousarray(np.asarray(image).transpose(2, 0, 1))
-
-    def _size(self, width: int, height: int) -> tuple[int, int]:
-        """Width and height after the resize."""
-        if self.mode == "squash":
-            return self.side, self.side
-        if self.mode == "longest":
-            ratio = max(width, height) / self.side
-            return round(width / ratio), round(height / ratio)
-        # torchvision's Resize truncates the longer side.
-        if width <= height:
-            return self.side, int(self.side * height / width)
-        return int(self.side * width / height), self.side

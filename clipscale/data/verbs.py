@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from clipscale import files
 from clipscale.config.data import TableConfig
 from clipscale.config.tools import CheckSettings, IndexSettings, StatsSettings
 from clipscale.data.shards import index, listing, scan
@@ -107,10 +108,10 @@ def check_shards(sources: Sequence[str], settings: CheckSettings) -> int:
             advance(shard.size)
     repeated = check.duplicates(found)
     summary = check.summary(found, repeated)
-    (out / "check.json").write_text(json.dumps(summary, indent=1) + "\n")
-    (out / "check.html").write_text(check.page(found, summary, f"{len(urls)} shards: {sources[0]}"))
+    files.write_json(out / "check.json", summary)
+    files.write_text(out / "check.html", check.page(found, summary, f"{len(urls)} shards: {sources[0]}"))
     surplus = dict.fromkeys(name for groups in repeated.values() for group in groups for name in group[1:])
-    (out / "duplicates.txt").write_text("".join(f"{name}\n" for name in surplus), errors="surrogateescape")
+    files.write_text(out / "duplicates.txt", "".join(f"{name}\n" for name in surplus), errors="surrogateescape")
     plain_console().print(check.table(summary))
     say(f"{out}/check.html, check.json, duplicates.txt")
     return 1 if found.failed else 0

@@ -3,14 +3,15 @@
 N: images, M: captions, D: feature width.
 """
 
-import json
 from pathlib import Path
 
 import torch
 from PIL import Image
 from torch import Tensor
 
-from clipscale.data.decode import BrokenSampleError, EvalTransform
+from clipscale import files
+from clipscale.data.decode import BrokenSampleError
+from clipscale.data.eval_transform import EvalTransform
 from clipscale.eval.sets.item import EvalSet, ImageRef
 
 QUERIES, TOP, TILE = 8, 5, 112
@@ -38,12 +39,12 @@ def save_examples(
             grid.paste(_thumbnail(item.images[index]), (x * TILE, y * TILE))
         rows.append({"caption": item.captions[query], "hit": found.index(right) if right in found else None})
 
-    folder = run_dir / "eval" / "retrieved"
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = files.inner_folder(run_dir, "eval", "retrieved")
     name = item.name.replace("/", "-")
-    grid.save(folder / f"{name}.png")
+    with files.replacing(folder / f"{name}.png") as file:
+        grid.save(file, format="PNG")
     record = {"set": item.name, "step": step, "tile": TILE, "columns": TOP, "rows": rows}
-    (folder / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
+    files.write_json(folder / f"{name}.json", record)
 
 
 def _thumbnail(ref: ImageRef) -> Image.Image:

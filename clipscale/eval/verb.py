@@ -32,7 +32,7 @@ def work(config: EvalRunConfig) -> Results:
     try:
         check(config.eval, world)  # before the model is loaded: a mistyped path is reported at once
         precision = Precision(config.precision, world.device)
-        model, _, step = load_model(folder, config.checkpoint, config.eval.weights)
+        model, _, step = load_model(folder, config.checkpoint, config.eval.weights, hub=config.hub)
         model.to(world.device)
         results = evaluate(
             model,

@@ -4,6 +4,7 @@ N: samples, H, W: pixels, T: tokens, D: feature width.
 """
 
 import hashlib
+import importlib
 import math
 import pickle
 from collections.abc import Callable
@@ -23,11 +24,9 @@ from clipscale import checkpoint
 from clipscale.config.sections import ModelConfig
 from clipscale.errors import UserError
 from clipscale.hardware import HARDWARE, hardware_of
+from clipscale.models.description import check, source_of
 from clipscale.models.lean import make_lean, take_short_captions
 from clipscale.units import nearest
-
-TOKENIZER_OPTIONS = {"clean", "strip_sep_token"}
-"""The options that open_clip's own descriptions give their tokenizers. Others can run code, such as trust_remote_code."""
 
 
 class ImageTower(nn.Module):
@@ -143,16 +142,7 @@ def architecture(config: ModelConfig) -> dict[str, Any]:
     if "multimodal_cfg" in description:
         raise UserError(f"model.name={config.name!r} is a captioning model; choose a two-tower architecture")
     description.pop("custom_text", None)
-    options = set(description["text_cfg"].get("tokenizer_kwargs") or {}) - TOKENIZER_OPTIONS
-    if options:
-        raise UserError(
-            f"model.architecture: tokenizer_kwargs may not hold {min(options)}; it takes {', '.join(sorted(TOKENIZER_OPTIONS))}"
-        )
-    image = str(description["vision_cfg"].get("timm_model_name") or "")
-    if ":" in image:  # of a hub, or of a folder
-        raise UserError(
-            f"model.architecture: timm_model_name={image!r} is an address; give the name of one of timm's models"
-        )
+    check(description)
     if config.patch_dropout:
         description["vision_cfg"]["patch_dropout"] = config.patch_dropout
     # Weights come from `pretrained` alone. Building a model downloads nothing.
@@ -161,6 +151,24 @@ def architecture(config: ModelConfig) -> dict[str, Any]:
     if "hf_model_name" in description["text_cfg"]:
         description["text_cfg"]["hf_model_pretrained"] = False
     return description
+
+
+def _encoders(config: ModelConfig, description: dict[str, Any]) -> CustomTextCLIP:
+    """open_clip's model by a checked description, on torch's default device. Raises UserError where it describes none."""
+    text = description["text_cfg"]
+    try:
+        if name := text.get("hf_model_name"):
+            importlib.import_module("transformers")
+            description = description | {"text_cfg": text | {"hf_model_name": source_of(name, config.hub)}}
+        return CustomTextCLIP(**description)
+    except ImportError as error:
+        raise UserError(
+            f"model.name={config.name!r} needs transformers ({error}); pip install 'clipscale[hf]'"
+        ) from error
+    except UserError:
+        raise
+    except Exception as error:  # open_clip and timm check little of what they are given
+        raise UserError(f"model.architecture does not describe an open_clip model: {first_line(error)}") from error
 
 
 def build_model(config: ModelConfig) -> ClipModel:
@@ -173,10 +181,7 @@ def build_model(config: ModelConfig) -> ClipModel:
         description["init_logit_scale"] = math.log(config.init_scale)
     if config.init_bias is not None:
         description["init_logit_bias"] = config.init_bias
-    try:
-        encoders = CustomTextCLIP(**description)
-    except TypeError as error:
-        raise UserError(f"model.architecture does not describe an open_clip model: {error}") from error
+    encoders = _encoders(config, description)
     if config.pretrained:
         load_weights(encoders, config.pretrained, "model.pretrained", open_clip.load_checkpoint)
     if config.pretrained_image:
@@ -191,44 +196,63 @@ def build_model(config: ModelConfig) -> ClipModel:
     return model.train()
 
 
-def load_model(run: Path, which: str = "latest", weights: str = "trained") -> tuple[ClipModel, ModelConfig, int]:
+def load_model(
+    run: Path, which: str = "latest", weights: str = "trained", *, hub: bool = False
+) -> tuple[ClipModel, ModelConfig, int]:
     """The trained model of a run, in evaluation mode on the CPU, its settings, and the step of its checkpoint.
 
-    `which` is `latest`, a step number, or a path; `weights` is `trained` or `ema`, their moving average. Raises UserError where there is no
-    such checkpoint or average.
+    `which` is `latest`, a step number, or a path; `weights` is `trained` or `ema`, their moving average; `hub` takes the place of the
+    checkpoint's `model.hub`. Raises UserError where there is no such checkpoint or average.
     """
     path = checkpoint.locate(run, which)
     state = checkpoint.load(path, parts=("model", "ema"))
     if weights == "ema" and not state.get("ema"):
         raise UserError(f"weights=ema: {path} holds no average; take weights=trained, or train with ema=0.9999")
-    config = ModelConfig(**{**state["model_config"], "pretrained": None, "pretrained_image": None, "compile": False})
+    own = {"pretrained": None, "pretrained_image": None, "compile": False, "hub": hub}
+    config = ModelConfig(**state["model_config"] | own)
+    check_filled(config, state["model"], path)
     model = build_model(config)
     averaged = state["ema"]["weights"] if weights == "ema" else {}
     model.load_state_dict(state["model"] | averaged)
     return model.eval(), config, int(state["step"])
 
 
+def check_filled(config: ModelConfig, state: dict[str, Tensor], path: Path) -> None:
+    """Raise UserError for a checkpoint with fewer weights than the model it describes, before that takes its memory."""
+    with torch.device("meta"):
+        needed = sum(p.numel() for p in _encoders(config, architecture(config)).parameters())
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() // t.itemsize for t in state.values()}
+    if needed > sum(storages.values()):
+        raise UserError(
+            f"checkpoint {path} describes a model of {needed} weights and holds {sum(storages.values())}; it is damaged"
+        )
+
+
 def tokenizer(config: ModelConfig, description: dict[str, Any]) -> Callable[[list[str]], Tensor]:
     """open_clip's tokenizer for the model: captions -> int64 tokens (N, T).
 
-    A custom architecture can name a tokenizer of transformers, or a folder with its files, in `text_cfg.hf_tokenizer_name`, as in
-    open_clip. Raises UserError.
+    `text_cfg.hf_tokenizer_name` names a tokenizer of transformers, or a folder with its files; `source_of` says where it may come from.
+    Raises UserError.
     """
     text = description["text_cfg"]
     length = text.get("context_length", open_clip.tokenizer.DEFAULT_CONTEXT_LENGTH)
-    options = text.get("tokenizer_kwargs") or {}
+    options = dict(text.get("tokenizer_kwargs") or {})
     source = text.get("hf_tokenizer_name") or ""
     try:
-        if not config.architecture:
-            return open_clip.get_tokenizer(config.name.replace("/", "-"), context_length=length)
         if source:
-            return open_clip.tokenizer.HFTokenizer(source, length, tokenizer_mode=text.get("tokenizer_mode"), **options)
+            importlib.import_module("transformers")
+            options |= {"tokenizer_mode": text.get("tokenizer_mode"), "trust_remote_code": False}
+            return open_clip.tokenizer.HFTokenizer(source_of(source, config.hub), length, **options)
         return open_clip.SimpleTokenizer(context_length=length, **options)
     except (ImportError, OSError, ValueError) as error:
         lacks = "; pip install 'clipscale[hf]'" if isinstance(error, ImportError) else ""
         raise UserError(
-            f"model.name={config.name!r}: its tokenizer {source} cannot be loaded ({str(error).splitlines()[0]}){lacks}"
+            f"model.name={config.name!r}: its tokenizer {source} cannot be loaded ({first_line(error)}){lacks}"
         ) from error
+
+
+def first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
 
 
 def load_weights(module: nn.Module, path: str, setting: str, load: Callable[[nn.Module, str], Any]) -> None:

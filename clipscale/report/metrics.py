@@ -17,6 +17,7 @@ import yaml
 from rich import progress
 from rich.console import Console
 
+from clipscale import files
 from clipscale.config.checks import at_least, choice
 from clipscale.config.sections import WANDB, LogConfig
 from clipscale.errors import UserError
@@ -212,7 +213,8 @@ class _TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         # purge_step hides what the interrupted run wrote after the resumed step.
-        self.writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=resume_step + 1 if resume_step else None)
+        folder = files.inner_folder(run_dir, "tensorboard")
+        self.writer = SummaryWriter(str(folder), purge_step=resume_step + 1 if resume_step else None)
 
     def write(self, step: int, values: dict[str, float]) -> None:
         for name, value in values.items():
@@ -230,14 +232,14 @@ class _Wandb:
         import wandb
 
         id_file = run_dir / "wandb" / "run-id.txt"
-        id_file.parent.mkdir(exist_ok=True)
+        files.inner_folder(run_dir, "wandb")
         if not id_file.is_file():
-            id_file.write_text(secrets.token_hex(4) + "\n")
+            files.write_text(id_file, secrets.token_hex(4) + "\n")
         self.run = wandb.init(
             project=config.wandb_project,
             entity=config.wandb_entity,
             name=run_dir.name,
-            id=id_file.read_text().strip(),
+            id=files.read_text(id_file).strip(),
             resume="allow",
             dir=str(run_dir),
             config=dict(settings),
@@ -316,6 +318,4 @@ def _open_from(path: Path, resume_step: int) -> FileIO:
 
 def _replace(path: Path, text: str) -> None:
     """Replace the file as a whole, so that a full disk leaves the old text."""
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+    files.write_text(path, text)

@@ -1,6 +1,7 @@
 """`clipscale report`: writes a run's `report.png` and `report.html`, one self-contained page with results, settings and machine."""
 
 import base64
+import io
 import json
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
@@ -11,6 +12,7 @@ from typing import Any
 import matplotlib
 import yaml
 
+from clipscale import files
 from clipscale.config.redact import redacted
 from clipscale.config.setting import flat
 from clipscale.config.tools import ReportSettings, check_run
@@ -50,11 +52,14 @@ def write_report(run_dir: Path) -> Path:
     if not records:
         raise UserError(f"run={run_dir}: {run_dir / 'metrics.jsonl'} holds no step to report on")
     evaluations = [e for e in read_evaluations(run_dir) if e["step"] <= records[-1]["step"]]
-    picture = run_dir / "report.png"
     with matplotlib.rc_context(STYLE):
-        draw(run_dir, records, evaluations).savefig(picture, dpi=120, facecolor="white")
+        drawn = io.BytesIO()
+        draw(run_dir, records, evaluations).savefig(drawn, format="png", dpi=120, facecolor="white")
     html = run_dir / "report.html"
-    html.write_text(page(run_dir, records, evaluations, picture.read_bytes()), encoding="utf-8")
+    with files.reported("report", html, "make the run's folder writable"):
+        with files.replacing(run_dir / "report.png") as picture:
+            picture.write(drawn.getvalue())
+        files.write_text(html, page(run_dir, records, evaluations, drawn.getvalue()))
     return html
 
 

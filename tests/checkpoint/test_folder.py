@@ -189,7 +189,13 @@ def test_what_is_loaded_is_what_was_saved_whatever_bit_flips(tmp_path: Path, dat
 
 
 @pytest.mark.parametrize(
-    "change", [("rank_00000.safetensors", "../../secret"), ('"at":', '"at":9'), ('"F32"', '"F64"')]
+    "change",
+    [
+        ("rank_00000.safetensors", "../../secret"),
+        ('"at":', '"at":9'),
+        ('"F32"', '"F64"'),
+        ('"shape":[3]', '"shape":[1000000000]'),
+    ],
 )
 def test_a_manifest_that_no_writer_of_ours_makes_is_refused(tmp_path: Path, change: tuple[str, str]) -> None:
     """Its checksum is right: whoever made it wants to reach other files, or bytes outside of a tensor."""

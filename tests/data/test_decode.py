@@ -19,7 +19,6 @@ from clipscale.bench.data_work import photograph
 from clipscale.data.decode import (
     BrokenSampleError,
     Colour,
-    EvalTransform,
     Picture,
     TrainTransform,
     caption_of,
@@ -27,6 +26,7 @@ from clipscale.data.decode import (
     image_bytes,
     random_box,
 )
+from clipscale.data.eval_transform import EvalTransform
 from clipscale.data.order import CounterRNG
 from tests.data.files import picture
 

@@ -6,12 +6,14 @@ import math
 import struct
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from clipscale import files
 from clipscale.config.sections import LogConfig
 from clipscale.errors import UserError
 from clipscale.report import metrics
@@ -185,11 +187,18 @@ def test_lines_wait_in_memory_while_the_disk_is_full(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["metrics", "env", "config"])
-def test_a_disk_that_is_full_at_a_resumption_loses_nothing(tmp_path: Path, name: str) -> None:
+def test_a_disk_that_is_full_at_a_resumption_loses_nothing(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with open_log(tmp_path) as log:
         log.step(record(1))
     config = (tmp_path / "config.yaml").read_text()
-    (tmp_path / f"{name}.tmp").symlink_to("/dev/full")
+    whole = files.replacing
+
+    def full(path: Path, **options: Any) -> Any:
+        return Path("/dev/full").open("wb") if path.stem == name else whole(path, **options)
+
+    monkeypatch.setattr(files, "replacing", full)
     with pytest.raises(UserError, match=r"cannot write there \(No space left on device\)"):
         open_log(tmp_path, resume_step=1)
     assert (tmp_path / "config.yaml").read_text() == config

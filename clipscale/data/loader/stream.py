@@ -28,8 +28,7 @@ from clipscale.data.loader.shard_reader import OrderedShards, StreamPosition, or
 from clipscale.data.loader.shard_stream import WorkerSpec
 from clipscale.data.loader.workers import InProcess, Workers
 from clipscale.data.order import local_places, streams_of
-from clipscale.data.shards.access import Access
-from clipscale.data.shards.listing import build_order, list_shards
+from clipscale.data.shards.listing import access_of, build_order, list_shards
 from clipscale.errors import UserError
 from clipscale.hardware import cores_of_rank
 
@@ -203,7 +202,7 @@ def open_stream(
     decoder = jpeg_decoder(device) if config.on_device else None
     chosen = selection(config.caption_key, config.captions, config.templates, config.filter)
     kind = row_kind(config, image_size, stored)
-    access = Access(config.cache, config.cache_bytes, config.retries, config.wait_s, config.allow_pipe)
+    access = access_of(config)
     source = open_source(config, share, seed, position)
     check_ramp(share.size(0), share.batch, source.streams, share.world)
     start = start_positions(source, position, share)

@@ -50,6 +50,8 @@ class Access:
     """Seconds of a server's silence after which the request is repeated."""
     pipes: bool = False
     """Whether `pipe:` addresses may run their command (data.allow_pipe)."""
+    root: str | None = None
+    """What tables may name files in (data.table.root); None: their own folder or server."""
 
 
 DIRECT = Access()

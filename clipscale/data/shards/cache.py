@@ -9,12 +9,14 @@ import fcntl
 import hashlib
 import logging
 import os
+import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
+from clipscale import files
 from clipscale.data.shards import index
 from clipscale.data.shards.access import Opened, ReadContext, SourceError, digest, leaf_of, unsigned
 from clipscale.data.shards.remote import LARGEST_BLOCK, RemoteFile
@@ -34,7 +36,7 @@ class ShardCache:
 
     def open(self, url: str) -> Opened:
         """The shard's copy, made now if there is none, or the remote object if no copy fits. Raises SourceError."""
-        self._folder.mkdir(parents=True, exist_ok=True)
+        files.inner_folder(self._folder.parent, self._folder.name)
         try:
             remote = RemoteFile(remote_object(url, self._context.access.wait_s), self._context)
         except SourceError as error:
@@ -48,8 +50,8 @@ class ShardCache:
         try:
             while True:
                 with suppress(FileNotFoundError):  # not there yet, or evicted between these two lines
-                    copy = path.open("rb", buffering=1 << 17)
-                    os.utime(path)
+                    copy = _copy(path)
+                    os.utime(copy.fileno())
                     return Opened(copy, remote.length, remote.version)
                 if not self._make(url, path, remote):
                     remote.seek(0)
@@ -64,7 +66,7 @@ class ShardCache:
         copies = [(used, path) for path, _, used in self._files() if path.name.startswith(own)]
         for _, path in sorted(copies, reverse=True):
             with suppress(FileNotFoundError):  # evicted meanwhile
-                return path.open("rb")
+                return _copy(path)
         return None
 
     def _make(self, url: str, path: Path, remote: RemoteFile) -> bool:
@@ -73,24 +75,23 @@ class ShardCache:
         Raises SourceError `wrong_checksum` if the index has another checksum for this version.
         """
         part, context = path.with_name("." + path.name + _PART), self._context
-        with part.open("ab") as out:
+        with _own(part) as out:
             _lock(out, context.tick)
             if path.exists() or not _is_at(out, part):
                 return True  # another process has finished, or failed and left
             try:
-                if not self._reserve(part, remote.length):
+                if not self._reserve(part, out, remote.length):
                     part.unlink()
                     context.count("no_room_for_copy")
                     return False
                 remote.seek(0)
                 checksum = hashlib.sha256()
-                with part.open("r+b") as body:
-                    while data := remote.read(LARGEST_BLOCK):
-                        body.write(data)
-                        checksum.update(data)
-                        context.tick()
-                    body.flush()
-                    os.fsync(body.fileno())
+                while data := remote.read(LARGEST_BLOCK):
+                    out.write(data)
+                    checksum.update(data)
+                    context.tick()
+                out.flush()
+                os.fsync(out.fileno())
                 entries = index.known([url], context.access.cache).get(url, [])
                 entry = index.matching(entries, (remote.length, remote.version))
                 if entry is not None and entry.sha256 not in (None, checksum.hexdigest()):
@@ -108,9 +109,9 @@ class ShardCache:
                 part.unlink(missing_ok=True)
                 raise
 
-    def _reserve(self, part: Path, size: int) -> bool:
+    def _reserve(self, part: Path, out: IO[bytes], size: int) -> bool:
         """Delete old copies until this one fits, and give it its final length, which other processes count."""
-        with (self._folder / ".lock").open("w") as lock:
+        with files.open_lock(self._folder / ".lock") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if self._bound is not None:
                 others = [
@@ -125,15 +126,37 @@ class ShardCache:
                         total -= length
                 if total > self._bound:
                     return False
-            os.truncate(part, size)
+            out.truncate(0)
+            out.truncate(size)
             return True
 
     def _files(self) -> Iterator[tuple[Path, int, int]]:
         for path in self._folder.iterdir():
             if path.name != ".lock":
                 with suppress(FileNotFoundError):
-                    about = path.stat()
-                    yield path, about.st_size, about.st_mtime_ns
+                    about = path.lstat()
+                    if stat.S_ISREG(about.st_mode):
+                        yield path, about.st_size, about.st_mtime_ns
+
+
+def _copy(path: Path) -> IO[bytes]:
+    """A copy, open for reading. What is no regular file was not made here, and is removed. Raises FileNotFoundError."""
+    try:
+        return files.opened(path, follow=False, buffering=1 << 17)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        path.unlink(missing_ok=True)
+        raise FileNotFoundError(str(path)) from None
+
+
+def _own(part: Path) -> IO[bytes]:
+    """The file of an incomplete copy. What else has its name, such as a link, is removed."""
+    try:
+        return files.open_lock(part)
+    except OSError:
+        part.unlink()
+        return files.open_lock(part)
 
 
 def _lock(file: IO[bytes], tick: Callable[[], None]) -> None:
@@ -149,7 +172,7 @@ def _lock(file: IO[bytes], tick: Callable[[], None]) -> None:
 def _is_at(file: IO[bytes], path: Path) -> bool:
     """Whether the path leads to this open file."""
     try:
-        return os.fstat(file.fileno()).st_ino == path.stat().st_ino
+        return os.fstat(file.fileno()).st_ino == path.lstat().st_ino
     except FileNotFoundError:
         return False
 
@@ -157,7 +180,7 @@ def _is_at(file: IO[bytes], path: Path) -> bool:
 def _orphan(part: Path) -> bool:
     """Delete an incomplete copy whose process has ended; whether it is gone."""
     try:
-        file = part.open("rb")
+        file = files.opened(part, follow=False)
     except FileNotFoundError:
         return True
     with file:

@@ -5,17 +5,15 @@ file it was made from: same size and time of change for a local shard, same size
 Offsets take two to four bytes a sample.
 """
 
-import fcntl
 import json
 import logging
 import os
-import shutil
 import sqlite3
+import sys
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,20 +21,21 @@ from typing import Any
 import numpy as np
 
 from clipscale.data.shards.access import Access, Opened, ReadContext, digest, is_local, leaf_of, scheme_of, user_cache
+from clipscale.data.shards.index_file import query
 from clipscale.data.shards.remote_object import Retry, remote_object
 from clipscale.data.shards.tar import BLOCK
 from clipscale.errors import UserError
+from clipscale.files import parse_json
 
 log = logging.getLogger(__name__)
 
 FILE = "clipscale-index.sqlite"
 FEW = 100
 """Up to so many shards are looked up by name; for more, the whole index is read."""
+MOST_SAMPLES = 1 << 24
+"""Samples of a shard whose offsets are used: they take 8 bytes each in memory, and zlib packs zeros a thousand to one."""
 NO_FILE = ("pipe", "table")
 """Schemes whose addresses are not files and have no index."""
-SCHEMA = """CREATE TABLE IF NOT EXISTS shards (name TEXT PRIMARY KEY, size INT, stamp TEXT, samples INT,
-            sha256 TEXT, totals TEXT, reason TEXT, detail TEXT, places BLOB)"""
-"""`stamp` is the version, `places` the offsets. The long column is last: SQLite reads the others without it."""
 _COLUMNS = "name, size, stamp, samples, sha256, totals, reason, detail"
 State = tuple[int, str]
 """Size and version of a shard: they identify its content."""
@@ -110,18 +109,6 @@ def state_of(url: str, access: Access) -> State:
 # -- reading it --------------------------------------------------------------------------------------------------------
 
 
-def query(path: Path, question: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
-    """The rows that answer an SQL query; none if there is no such file. Warns of a damaged file and ignores it."""
-    if not path.is_file():
-        return []
-    try:
-        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro&immutable=1", uri=True)) as base:
-            return base.execute(question, values).fetchall()
-    except sqlite3.Error as error:
-        log.warning("%s: the index cannot be read (%s); going on without it", path, error)
-        return []
-
-
 def known(urls: Iterable[str], cache: str | None = None) -> dict[str, list[Entry]]:
     """The shards' entries in all indexes, in order of precedence, without offsets, whether they still hold or not."""
     wanted: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
@@ -134,11 +121,24 @@ def known(urls: Iterable[str], cache: str | None = None) -> dict[str, list[Entry
             question, names = f"SELECT {_COLUMNS} FROM shards", list(leaves) if len(leaves) < FEW else []
             if names:
                 question += f" WHERE name IN ({', '.join('?' * len(names))})"
-            for name, size, version, samples, sha256, totals, *damage in query(path, question, names):
-                members = {extension: (int(n), int(b)) for extension, (n, b) in json.loads(totals).items()}
-                for url in leaves.get(name, ()):
-                    found[url].append(Entry(name, size, version, samples, sha256, members, *damage))
+            for row in query(path, question, names):
+                if entry := _entry(row):
+                    for url in leaves.get(entry.name, ()):
+                        found[url].append(entry)
     return dict(found)
+
+
+def _entry(row: Sequence[Any]) -> Entry | None:
+    """The entry in a row of an index; None if it is not what `write` writes."""
+    name, size, version, samples, sha256, totals, reason, detail = row
+    texts = all(isinstance(value, str) for value in (name, version, totals, detail, sha256 or "", reason or ""))
+    if not texts or not all(isinstance(value, int) and value >= 0 for value in (size, samples)):
+        return None
+    try:
+        members = {str(extension): (int(n), int(b)) for extension, (n, b) in parse_json(totals).items()}
+    except (ValueError, TypeError, AttributeError):
+        return None
+    return Entry(name, size, version, samples, sha256, members, reason, detail)
 
 
 def matching(entries: Sequence[Entry], state: State) -> Entry | None:
@@ -173,7 +173,11 @@ def sample_offsets(url: str, opened: Opened, cache: str | None = None) -> np.nda
             path, "SELECT size, stamp, places FROM shards WHERE name = ?", [leaf_of(url)]
         ):
             if (size, version) == (opened.size, opened.version):
-                return None if packed is None else unpack(packed)
+                try:
+                    return None if packed is None else unpack(packed, size)
+                except (ValueError, TypeError, zlib.error) as error:
+                    log.warning("%s: its index is damaged (%s); it is read without its index", url, error)
+                    return None
             stale = True
     if stale:
         log.warning("%s has changed since it was indexed; it is read without its index", url)
@@ -185,9 +189,16 @@ def pack(offsets: np.ndarray) -> bytes:
     return zlib.compress(np.diff(offsets // BLOCK, prepend=0).astype("<u4").tobytes(), 6)
 
 
-def unpack(packed: bytes) -> np.ndarray:
-    """The offsets that `pack` packed."""
-    return np.cumsum(np.frombuffer(zlib.decompress(packed), dtype="<u4").astype(np.int64)) * BLOCK
+def unpack(packed: bytes, size: int = sys.maxsize) -> np.ndarray:
+    """The offsets that `pack` packed, of a shard of `size` bytes. Raises zlib.error, and ValueError for what it cannot have."""
+    most = 4 * min(size // BLOCK + 2, MOST_SAMPLES)
+    data = zlib.decompressobj().decompress(packed, most + 1)
+    if len(data) > most:
+        raise ValueError(f"it has more than {most // 4} offsets")
+    offsets = np.cumsum(np.frombuffer(data, dtype="<u4").astype(np.int64)) * BLOCK
+    if not len(offsets) or offsets[-1] > size:
+        raise ValueError(f"its offsets end beyond the shard's {size} bytes")
+    return offsets
 
 
 # -- writing it --------------------------------------------------------------------------------------------------------
@@ -204,45 +215,3 @@ def write(base: sqlite3.Connection, entry: Entry) -> None:
         "INSERT OR REPLACE INTO shards VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
         (*found, entry.reason, entry.detail, offsets),
     )
-
-
-@contextmanager
-def draft(path: Path) -> Iterator[sqlite3.Connection]:
-    """A copy of an index that replaces it at the end; an earlier run's draft is continued. Locks out other processes.
-
-    Raises UserError if it cannot be written.
-    """
-    own = path.with_name(f".{path.name}.draft")
-    try:
-        with path.with_name(f".{path.name}.lock").open("w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                log.info("%s: another process is writing it; waiting", path)
-                fcntl.flock(lock, fcntl.LOCK_EX)
-            except OSError as error:
-                log.warning(
-                    "%s: this file system has no locks (%s); do not index the same folder twice at once", path, error
-                )
-            if path.is_file() and not own.is_file():
-                shutil.copyfile(path, own)
-            with closing(_connect(own)) as base:
-                yield base
-            own.replace(path)
-    except (OSError, sqlite3.Error) as error:
-        raise UserError(f"{path}: cannot be written ({error}); choose another place with cache=") from error
-
-
-def _connect(path: Path) -> sqlite3.Connection:
-    """Open a draft, or begin it anew if it is damaged: its shards can be scanned again."""
-    for _ in range(2):
-        base = sqlite3.connect(path, isolation_level=None)
-        try:
-            base.execute(SCHEMA)
-            base.execute(STATES).fetchall()
-            return base
-        except sqlite3.DatabaseError as error:
-            base.close()
-            log.warning("%s: damaged (%s); indexing anew", path, error)
-            path.unlink()
-    raise sqlite3.DatabaseError("cannot be begun anew")

@@ -22,7 +22,7 @@ from braceexpand import braceexpand
 from clipscale.config.data import DataConfig, TableConfig
 from clipscale.data.order import Epochs, Mixed, Order, Resampled, default_streams, streams_fit
 from clipscale.data.shards import index, scan
-from clipscale.data.shards.access import as_path, is_local, leaf_of, scheme_of, user_cache
+from clipscale.data.shards.access import Access, as_path, is_local, leaf_of, scheme_of, user_cache
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.errors import UserError
 
@@ -37,6 +37,12 @@ _FILE = re.compile(r"^file:(//)?", re.IGNORECASE)
 
 
 # -- which shards ------------------------------------------------------------------------------------------------------
+
+
+def access_of(config: DataConfig) -> Access:
+    """How the shards are read, by these settings."""
+    waits = config.retries, config.wait_s
+    return Access(config.cache, config.cache_bytes, *waits, pipes=config.allow_pipe, root=config.table.root)
 
 
 def list_shards(config: DataConfig) -> tuple[list[str], list[int] | None]:
@@ -160,8 +166,10 @@ def _remote(url: str, setting: str) -> list[str]:
 def _require(url: str, setting: str) -> None:
     """Raise UserError, naming what to install, unless addresses of this scheme can be read."""
     scheme = scheme_of(url)
-    if scheme in ("", "pipe", "table", "http", "https"):
+    if scheme in ("", "pipe", "http", "https"):
         return
+    if scheme == "table":
+        raise UserError(f"{setting}={url!r}: addresses of rows are made by clipscale itself; give the table's path")
     package, extra = EXTRAS.get(scheme, ("", ""))
     if package and importlib.util.find_spec(package) is None:
         raise UserError(

@@ -11,7 +11,6 @@ import io
 import json
 import os
 import re
-import tempfile
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
@@ -21,18 +20,20 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, quote, unquote, urlencode
 
+from clipscale import files
 from clipscale.config.data import TableConfig
 from clipscale.data.decode import IMAGE_TYPES
 from clipscale.data.order import permutation
 from clipscale.data.sample import MAX_IMAGE_BYTES, RawSample
 from clipscale.data.shards.access import SourceError, digest, is_local, leaf_of, scheme_of, user_cache
-from clipscale.data.shards.index import NO_FILE
 from clipscale.data.shards.store import Store
 from clipscale.errors import UserError
 
 IMAGE_COLUMNS = ("filepath", "image", "image_path", "path", "file", "file_name", "filename", "jpg")
 CAPTION_COLUMNS = ("title", "caption", "text", "txt")
 """Names tried in this order where the settings give none (the first ones are open_clip's)."""
+REMOTE = ("http", "https", "s3", "s3a", "gs", "gcs", "hf")
+"""Schemes that a local table may name. fsspec knows others that read this machine's files, such as `simplecache:`."""
 LONGEST_FIELD = 1 << 24
 """Characters of the longest CSV field; the standard library's limit of 128 Ki is too short for some json columns."""
 Cuts = tuple[list[str], list[tuple[int, int, str]]]
@@ -52,11 +53,14 @@ class Part:
     last: int
     where: str
     """Byte offset of the first row (CSV, TSV), or its row group and row in the group, `GROUP.ROW` (Parquet)."""
+    root: str = ""
+    """Folder that may hold the files unless `data.table.root` names one, or empty: the table's own."""
 
     @property
     def url(self) -> str:
         """Its address."""
-        columns = {"image": self.image, "caption": self.caption} | ({"sidecar": self.sidecar} if self.sidecar else {})
+        columns = {"image": self.image, "caption": self.caption}
+        columns |= {"sidecar": self.sidecar, "root": self.root} if self.sidecar else {}
         return f"table:{quote(self.path)}?{urlencode(columns)}#{self.first}-{self.last}@{self.where}"
 
 
@@ -67,7 +71,8 @@ def part_of(url: str) -> Part:
         raise ValueError(f"{url!r} is no address of a table's rows")
     columns = dict(parse_qsl(match[2]))
     rows = int(match[3]), int(match[4])
-    return Part(unquote(match[1]), columns["image"], columns["caption"], columns.get("sidecar", ""), *rows, match[5])
+    named = columns["image"], columns["caption"], columns.get("sidecar", "")
+    return Part(unquote(match[1]), *named, *rows, match[5], columns.get("root", ""))
 
 
 def row_count(url: str) -> int:
@@ -149,11 +154,11 @@ def folder_shards(folder: str, config: TableConfig, setting: str) -> list[str]:
     """
     folder = os.path.abspath(folder)  # noqa: PTH100 (links stay as they are)
     found: list[tuple[str, str, str]] = []
-    for place, folders, files in os.walk(folder):
+    for place, folders, found_files in os.walk(folder):
         folders.sort()
-        present = set(files)
+        present = set(found_files)
         name = Path(place).name.replace("_", " ") if Path(place) != Path(folder) else ""
-        for file in sorted(files):
+        for file in sorted(found_files):
             stem, _, extension = file.rpartition(".")
             if extension.lower() in IMAGE_TYPES and stem:
                 sidecar = str(Path(place) / f"{stem}.txt") if f"{stem}.txt" in present else ""
@@ -173,15 +178,16 @@ def folder_shards(folder: str, config: TableConfig, setting: str) -> list[str]:
     except OSError as error:
         raise UserError(f"{setting}={folder!r}: the list of its pictures cannot be written ({error})") from error
     own = TableConfig(image="filepath", caption="caption", rows=config.rows)
-    return [replace(part_of(url), sidecar="sidecar").url for url in table_shards(str(path), own, setting)]
+    return [
+        replace(part_of(url), sidecar="sidecar", root=str(files.own_root(folder))).url
+        for url in table_shards(str(path), own, setting)
+    ]
 
 
 def _write(path: Path, text: str) -> None:
     """Write the file as a whole or not at all, also when several processes do so at once."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, errors="surrogateescape") as out:
-        out.write(text)
-    Path(out.name).replace(path)
+    files.write_text(path, text, errors="surrogateescape")
 
 
 # -- reading rows ------------------------------------------------------------------------------------------------------
@@ -233,13 +239,14 @@ def _load(
         image = image.get("bytes")
     extension = name.rpartition(".")[2].lower()
     plain = {column: value for column, value in row.items() if not isinstance(value, bytes | dict)}
+    root = store.access.root or part.root
     try:
         if not isinstance(image, bytes) and not name:
             raise FileNotFoundError("no picture is named")
-        picture = (lambda _: image) if isinstance(image, bytes) else partial(_content, _beside(part.path, name), store)
+        picture = (lambda _: image) if isinstance(image, bytes) else partial(_content, part.path, name, root, store)
         keep(extension if extension in IMAGE_TYPES else "jpg", picture)
         if part.sidecar and row.get(part.sidecar):
-            keep("txt", partial(_content, row[part.sidecar], store))
+            keep("txt", partial(_content, part.path, row[part.sidecar], root, store))
         elif caption is not None:
             keep("txt", lambda _: str(caption).encode("utf-8", "surrogatepass"))
         keep("json", lambda _: json.dumps(plain, default=str).encode())
@@ -253,6 +260,27 @@ def _load(
         raw.members = {}
 
 
+def place_of(table: str, name: str, root: str | None = None) -> str:
+    """The path or address of a file that a table names; a relative name lies beside the table.
+
+    A local table may name addresses of web servers and buckets, and local files in its folder. A remote one may name its
+    own server's or bucket's. `root` allows a folder, or addresses that begin with it, instead. Raises SourceError
+    `refused_file` for all others: the writer of a table must not choose among the reader's files.
+    """
+    place = _beside(table, name)
+    if is_local(place):
+        given = Path(root).expanduser() if root else None if scheme_of(table) else files.own_root(Path(table).parent)
+        allowed = given is not None and files.inside(place, given)
+    elif is_local(table):
+        allowed = scheme_of(place) in REMOTE
+    else:
+        allowed = _origin(place) == _origin(table) or bool(root and place.startswith(root.rstrip("/") + "/"))
+    if not allowed or (not is_local(place) and "::" in place):  # fsspec's `::` leads to other file systems
+        what = f"a file outside {root or 'its own folder or server'}"
+        raise SourceError("refused_file", f"{name}: the table names {what}; data.table.root=FOLDER allows one")
+    return place
+
+
 def _beside(table: str, name: str) -> str:
     """Where a picture is that a table names: at an address, at a path of this machine, or beside the table."""
     if is_local(table):
@@ -263,11 +291,14 @@ def _beside(table: str, name: str) -> str:
     return f"{folder}/{quote(name) if scheme_of(table) in ('http', 'https') else name}"
 
 
-def _content(url: str, store: Store, most: int) -> bytes:
-    """The first `most` bytes of a file. Never runs a command: the writer of a table may not."""
-    if scheme_of(url) in NO_FILE:
-        raise SourceError("refused_file", f"{url}: a table names files, not commands")
-    with closing(store.open(url).stream) as stream:
+def _origin(url: str) -> tuple[str, ...]:
+    """What one owner publishes: a server, a bucket, a repository of the hub."""
+    return tuple(url.split("?", 1)[0].split("/")[: 5 if scheme_of(url) == "hf" else 3])
+
+
+def _content(table: str, name: str, root: str | None, store: Store, most: int) -> bytes:
+    """The first `most` bytes of a file that a table names. Never runs a command: the writer of a table may not."""
+    with closing(store.open(place_of(table, name, root)).stream) as stream:
         data: bytes = stream.read(most)
     return data
 

@@ -3,12 +3,13 @@
 Their bytes depend on the samples alone, and a shard has its name only when it is complete.
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from webdataset import TarWriter
+
+from clipscale.files import replacing, write_json
 
 
 @contextmanager
@@ -17,19 +18,14 @@ def shard_writer(path: Path) -> Iterator[TarWriter]:
 
     Raises OSError where it cannot be written.
     """
-    part = path.with_name(path.name + ".part")
-    try:
-        with (
-            part.open("wb") as file,
-            # no time and no owner, which would differ between two runs; extensions that begin with `_` are kept
-            TarWriter(file, user="", group="", mode=0o644, mtime=0, encoder=False, keep_meta=True) as writer,
-        ):
-            yield writer
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    with (
+        replacing(path) as file,
+        # no time and no owner, which would differ between two runs; extensions that begin with `_` are kept
+        TarWriter(file, user="", group="", mode=0o644, mtime=0, encoder=False, keep_meta=True) as writer,
+    ):
+        yield writer
 
 
 def write_counts(folder: Path, counts: Mapping[str, int]) -> None:
     """Write the number of samples of each shard beside the shards, as webdataset's `sizes.json`."""
-    (folder / "sizes.json").write_text(json.dumps(counts, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    write_json(folder / "sizes.json", dict(sorted(counts.items())))

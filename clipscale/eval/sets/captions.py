@@ -1,27 +1,38 @@
 """Reads caption files beside their images: COCO's annotations, and Karpathy's splits of COCO and Flickr30k."""
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from clipscale import files
 from clipscale.errors import UserError
+from clipscale.eval.sets import prompts
 from clipscale.eval.sets.item import RETRIEVAL, EvalSet, ImageRef
 from clipscale.eval.sets.prompts import stripped
+
+MOST_BYTES = 192 << 20
+"""Size of a caption file, which takes ten times as much in memory; Karpathy's of COCO has 138 MiB."""
 
 
 def load(file: Path) -> EvalSet:
     """COCO's caption annotations, or Karpathy's split of COCO / Flickr30k (images marked `test`), images beside the file."""
     try:
-        record = json.loads(file.read_text(encoding="utf-8"))
+        record = files.parse_json(prompts.text_of(file, file.parent, MOST_BYTES))
         entries = list(_karpathy(record) if "sentences" in record["images"][0] else _coco(record))
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise UserError(f"eval.sets: {file} is neither COCO's caption JSON nor Karpathy's ({error!r})") from error
     entries = [(name, kept) for name, texts in entries if (kept := stripped(texts))]
+    outside = [name for name, _ in entries if name.startswith("/") or ".." in PurePosixPath(name).parts]
+    if outside:
+        raise UserError(f"eval.sets: {file} names {outside[0]!r}, which lies outside the set; fetch it again")
     if not entries:
         raise UserError(f"eval.sets: {file} holds no image with captions in its test split")
     find = _image_finder(file, entries[0][0])
     images = [ImageRef(find(name)) for name, _ in entries]
+    roots = [files.own_root(folder) for folder in (find(""), file.parent)]
+    for image in images:
+        if not any(files.inside(image.path, root) for root in roots):
+            raise UserError(f"eval.sets: {file} names {image.path}, which lies outside the set; copy the image there")
     missing = [image.path for image in images if not image.path.is_file()]
     if missing:
         raise UserError(

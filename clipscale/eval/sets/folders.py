@@ -42,9 +42,9 @@ def load(root: Path) -> EvalSet:
         )
     images, labels = [], []
     for folder in sorted(folders, key=label_of.__getitem__):
-        files = sorted(file for file in folder.iterdir() if is_image(file))
-        images += [ImageRef(file) for file in files]
-        labels += [label_of[folder]] * len(files)
+        pictures = sorted(file for file in folder.iterdir() if is_image(file))
+        images += [ImageRef(file) for file in pictures]
+        labels += [label_of[folder]] * len(pictures)
     wnids = all(_WNID.fullmatch(folder.name) for folder in folders)
     own = (root / prompts.TEMPLATES).is_file()
     texts = prompts.imagenet_templates() if wnids and not own else prompts.templates(root)

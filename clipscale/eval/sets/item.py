@@ -5,6 +5,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from clipscale import files
+from clipscale.data.sample import MAX_IMAGE_BYTES
+
 CLASSIFICATION, RETRIEVAL = "classification", "retrieval"
 IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp")
 
@@ -17,7 +20,10 @@ class ImageRef(NamedTuple):
     size: int = -1
 
     def read(self) -> bytes:
-        with self.path.open("rb") as file:
+        """The image's bytes. Raises OSError, also for more than MAX_IMAGE_BYTES."""
+        if self.size < 0:
+            return files.read_bytes(self.path, MAX_IMAGE_BYTES)
+        with files.opened(self.path) as file:
             file.seek(self.offset)
             return file.read(self.size)
 

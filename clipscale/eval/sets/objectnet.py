@@ -3,9 +3,9 @@
 Only the 113 classes that ImageNet has too are scored, and the red border of every picture is cut off, as in CLIP's paper.
 """
 
-import json
 from pathlib import Path
 
+from clipscale import files
 from clipscale.errors import UserError
 from clipscale.eval.sets import prompts
 from clipscale.eval.sets.folders import is_image
@@ -27,9 +27,9 @@ def load(root: Path) -> EvalSet:
     assert parts is not None
     images_folder, mappings = parts
     try:
-        label_of_folder = json.loads((mappings / _FOLDERS).read_text(encoding="utf-8"))
-        overlap = json.loads((mappings / _OVERLAP).read_text(encoding="utf-8"))
-        folders = sorted(folder for folder, label in label_of_folder.items() if label in overlap)
+        label_of_folder = files.read_json(mappings / _FOLDERS)
+        overlap = files.read_json(mappings / _OVERLAP)
+        folders = sorted(folder for folder, label in label_of_folder.items() if label in overlap and is_name(folder))
         names = [label_of_folder[folder].lower() for folder in folders]
     except (OSError, ValueError, AttributeError, TypeError) as error:
         raise UserError(
@@ -38,14 +38,19 @@ def load(root: Path) -> EvalSet:
     images, labels = [], []
     for label, folder in enumerate(folders):
         place = images_folder / folder
-        files = sorted(file for file in place.iterdir() if is_image(file)) if place.is_dir() else []
-        images += [ImageRef(file) for file in files]
-        labels += [label] * len(files)
+        pictures = sorted(file for file in place.iterdir() if is_image(file)) if place.is_dir() else []
+        images += [ImageRef(file) for file in pictures]
+        labels += [label] * len(pictures)
     if not images:
         raise UserError(f"eval.sets: {images_folder} holds no picture of ObjectNet's classes; unpack the archive again")
     own = (root / prompts.TEMPLATES).is_file()
     texts = prompts.templates(root) if own else prompts.imagenet_templates()
     return EvalSet("objectnet", root, CLASSIFICATION, images, labels, names, texts, border=BORDER)
+
+
+def is_name(folder: str) -> bool:
+    """Whether it names a folder right below another."""
+    return "/" not in folder and folder not in ("", ".", "..")
 
 
 def _parts(root: Path) -> tuple[Path, Path] | None:

@@ -4,10 +4,13 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+from clipscale import files
 from clipscale.errors import UserError
 
 CLASSNAMES, TEMPLATES = "classnames.txt", "zeroshot_classification_templates.txt"
 SINGLE = "a photo of a {c}."
+MOST_CLASSES, MOST_TEMPLATES = 1 << 17, 1 << 10
+"""Lines of the texts of a set. The text tower encodes every class with every template; ImageNet-21k has 21,841 and 80."""
 _IMAGENET_1K = re.compile(
     r"(wds_)?(imagenet|ilsvrc)[-_]?(1k|2012)?([-_]?(val|validation|test))?|(wds_)?imagenet[-_]?(v2.*|sketch)"
 )
@@ -31,9 +34,20 @@ def render(template: str, name: str) -> str:
     return template.replace("{c}", name)
 
 
-def lines(file: Path) -> list[str]:
-    """The lines of a text file without spaces around them; empty ones are left out."""
-    return stripped(file.read_text(encoding="utf-8").splitlines())
+def text_of(file: Path, root: Path, most: int = files.SMALL) -> str:
+    """A text of the set in `root`. Raises UserError, also for a link that leads out of the set."""
+    if not files.inside(file, files.own_root(root)):
+        raise UserError(f"eval.sets: {file} is a link to a file outside the set; copy that file there")
+    with files.reported("eval.sets", file, "fetch the set again"):
+        return files.read_text(file, most)
+
+
+def lines(file: Path, most: int = MOST_CLASSES) -> list[str]:
+    """The lines of a text in a set's folder without spaces around them; empty ones are left out. Raises UserError."""
+    found = stripped(text_of(file, file.parent).splitlines())
+    if len(found) > most:
+        raise UserError(f"eval.sets: {file} has {len(found)} lines, more than {most}; fetch the set again")
+    return found
 
 
 def stripped(texts: Iterable[str]) -> list[str]:
@@ -57,7 +71,7 @@ def imagenet_templates() -> list[str]:
 
 def templates_of(file: Path) -> list[str]:
     """The templates in a file, one a line, with {c}, {classname} or {} for the class. Raises UserError."""
-    found = lines(file)
+    found = lines(file, MOST_TEMPLATES)
     for line in found:
         if not re.search(r"\{(c|classname)?\}", line):
             raise UserError(

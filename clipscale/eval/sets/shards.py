@@ -1,12 +1,16 @@
 """Reads CLIP_benchmark's webdataset layout: test/nshards.txt, test/0.tar, ..., and text files beside them."""
 
+import os
 import tarfile
 from collections.abc import Iterator
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
+from typing import BinaryIO
 
-from clipscale.data.sample import key_and_extension
+from clipscale import files
+from clipscale.data.sample import MAX_IMAGE_BYTES, MAX_TEXT_BYTES, key_and_extension
+from clipscale.data.shards.tar import BLOCK, next_member, read_exactly
 from clipscale.errors import UserError
 from clipscale.eval.sets import prompts
 from clipscale.eval.sets.item import CLASSIFICATION, IMAGE_SUFFIXES, RETRIEVAL, EvalSet, ImageRef
@@ -50,15 +54,15 @@ def load(root: Path) -> EvalSet:
 
 def _dataset_type(root: Path) -> str:
     file = root / "dataset_type.txt"
-    kind = file.read_text().strip().lower() if file.is_file() else CLASSIFICATION
+    kind = prompts.text_of(file, root).strip().lower() if file.is_file() else CLASSIFICATION
     if kind not in (CLASSIFICATION, RETRIEVAL):
-        raise UserError(f"eval.sets: {file} says {kind!r}; only classification and retrieval sets are evaluated")
+        raise UserError(f"eval.sets: {file} says {kind[:40]!r}; only classification and retrieval sets are evaluated")
     return kind
 
 
 def _shard_paths(root: Path) -> Iterator[Path]:
     file = root / "test" / "nshards.txt"
-    text = file.read_text().strip()
+    text = prompts.text_of(file, root).strip()
     count = whole_number(text)
     if count is None:
         raise UserError(f"eval.sets: {file} must hold the number of shards, it holds {text[:40]!r}")
@@ -77,26 +81,41 @@ def _samples(shard: Path) -> Iterator[tuple[str, ImageRef, dict[str, bytes]]]:
     Raises UserError for a label or captions without an image: the set is incomplete.
     """
     try:
-        with tarfile.open(shard, "r:") as tar:
-            files = ((key_and_extension(file.name), file) for file in tar if file.isfile())
-            named = ((*name, file) for name, file in files if name)
-            for key, members in groupby(named, key=itemgetter(0)):
+        with files.opened(shard) as tar:
+            for key, members in groupby(_members(tar), key=itemgetter(0)):
                 image, texts = None, dict[str, bytes]()
-                for _, extension, file in members:
+                for _, extension, size in members:
                     if extension in IMAGE_SUFFIXES:
-                        image = ImageRef(shard, file.offset_data, file.size)
+                        image = ImageRef(shard, tar.tell(), size)
                     elif extension in ("cls", "txt"):
-                        content = tar.extractfile(file)
-                        assert content is not None
-                        texts[extension] = content.read()
+                        texts[extension] = read_exactly(tar, size, MAX_TEXT_BYTES)
                 if image is not None:
                     yield key, image, texts
                 elif texts:
                     raise UserError(
                         f"eval.sets: sample {key} of {shard} has no image ({', '.join(IMAGE_SUFFIXES)}); fetch it again"
                     )
-    except (tarfile.TarError, EOFError, OSError) as error:
+    except (tarfile.TarError, ValueError, OSError) as error:
         raise UserError(f"eval.sets: cannot read {shard} ({error}); fetch it again") from error
+
+
+def _members(tar: BinaryIO) -> Iterator[tuple[str, str, int]]:
+    """Key, extension and size of each member of a sample, with the file at its content. Raises tarfile.TarError."""
+    end = tar.seek(0, os.SEEK_END)
+    if not end:
+        raise tarfile.ReadError("empty")
+    tar.seek(0)
+    while (header := next_member(tar)) is not None:
+        name, size = header
+        following = tar.tell() + size + -size % BLOCK
+        if following > end:
+            raise tarfile.ReadError("ends within a member")
+        named = key_and_extension(name)
+        if named:
+            if size > MAX_IMAGE_BYTES:
+                raise tarfile.ReadError(f"member {name!r} has {size} bytes")
+            yield *named, size
+        tar.seek(following)
 
 
 def _label(key: str, shard: Path, text: bytes | None) -> int:

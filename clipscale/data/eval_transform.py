@@ -1,0 +1,80 @@
+"""The pixels of evaluation: open_clip's transform.
+
+C = 3: channels, S: side of the model's input in pixels.
+"""
+
+import io
+from dataclasses import dataclass
+
+import numpy as np
+from PIL import Image
+
+from clipscale.data.decode import FORMATS, BrokenSampleError, broken_pictures, check_scans
+
+LONGEST = 64
+"""Aspect ratio from which evaluation resizes only the part it keeps."""
+RESIZE_MODES = ("shortest", "squash", "longest")
+INTERPOLATIONS = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}
+
+
+@dataclass(frozen=True)
+class EvalTransform:
+    """Picture bytes to the pixels of open_clip's evaluation transform, on which published results were measured.
+
+    As there, Pillow decodes, converts to RGB and resizes; the EXIF orientation is ignored.
+    """
+
+    side: int
+    max_pixels: int = 89_478_485
+    mode: str = "shortest"
+    """`shortest`: the shorter side becomes S, the centre is cut out; `squash`: both sides become S; `longest`: the longer
+    side becomes S, black fills the rest."""
+    interpolation: str = "bicubic"
+    border: int = 0
+    """Pixels cut off every side first."""
+
+    def __call__(self, data: bytes) -> np.ndarray:
+        """(C, S, S) uint8. Raises BrokenSampleError."""
+        with broken_pictures():
+            image: Image.Image = Image.open(io.BytesIO(data), formats=FORMATS)
+            if image.width * image.height > self.max_pixels:
+                raise BrokenSampleError("huge_image", f"{image.width} x {image.height} pixels")
+            if image.format == "JPEG":
+                check_scans(data, image)
+            image = image.convert("RGB")
+            if self.border:
+                image = image.crop((self.border, self.border, image.width - self.border, image.height - self.border))
+            if self.mode == "shortest" and max(image.size) > LONGEST * min(image.size):
+                return _channels_first(self._central(image))
+            image = image.resize(self._size(*image.size), INTERPOLATIONS[self.interpolation])
+            # torchvision's CenterCrop rounds the corner. open_clip rounds a margin that it fills down.
+            S = self.side
+            left, top = (-((S - n) // 2) if self.mode == "longest" else round((n - S) / 2) for n in image.size)
+            image = image.crop((left, top, left + S, top + S))  # beyond the edges it is black
+        return _channels_first(image)
+
+    def _central(self, image: Image.Image) -> Image.Image:
+        """The same pixels, up to 2/255 by rounding, without resizing what the crop leaves out: that grows with the aspect ratio."""
+        box = []
+        for n, resized in zip(image.size, self._size(*image.size)):
+            start = round((resized - self.side) / 2)
+            box.append((start * n / resized, (start + self.side) * n / resized))
+        (left, right), (top, bottom) = box
+        return image.resize((self.side, self.side), INTERPOLATIONS[self.interpolation], (left, top, right, bottom))
+
+    def _size(self, width: int, height: int) -> tuple[int, int]:
+        """Width and height after the resize."""
+        if self.mode == "squash":
+            return self.side, self.side
+        if self.mode == "longest":
+            ratio = max(width, height) / self.side
+            return round(width / ratio), round(height / ratio)
+        # torchvision's Resize truncates the longer side.
+        if width <= height:
+            return self.side, int(self.side * height / width)
+        return int(self.side * width / height), self.side
+
+
+def _channels_first(image: Image.Image) -> np.ndarray:
+    """(C, S, S) of an RGB picture."""
+    return np.ascontiguousarray(np.asarray(image).transpose(2, 0, 1))
