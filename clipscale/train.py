@@ -97,7 +97,7 @@ class Run:
                 self.metrics.message(line)
         self.saved_at = self.measured_at = time.monotonic()
         self.stop = Stop(world, config.launch.grace_s)  # signals that this rank has received
-        self.saver = checkpoint.Saver(self.folder, world, config.checkpoint)
+        self.saver = checkpoint.Saver(self.folder, world, config.checkpoint, self.store)
         self.saver.last_step, self.saved_step = (self.step, self.step) if resumed else (None, 0)
         self.step_s = self.eval_s = 0.0  # what the last of each took
         self.stopping = 0  # the signal at which all ranks have agreed to stop; 0: none
@@ -113,6 +113,7 @@ class Run:
         4. Without these: random weights, by `seed`.
         """
         config, world = self.config, self.world
+        self.store = checkpoint.open_store(config.checkpoint.store, self.folder, world, fetch=config.resume == "auto")
         path = checkpoint.to_resume(self.folder, config.resume, world)  # 1 and 2
         source = checkpoint.Saved(path) if path else None
         saved = source.values if source else None
@@ -236,13 +237,7 @@ class Run:
         Raises AbandonedError, with everything as it was before the step, where a signal leaves no time for the rest of it.
         """
         before, buffers, started = RandomState.now(self.world.device), self.state.statistics(), time.monotonic()
-        position = self.stream.position()
-
-        def save_base() -> None:
-            if self.saver.last_step != self.step:
-                self.save(before, position)
-
-        self.within.save_base = save_base
+        self.within.save_base = partial(self.save, before, self.stream.position())
         self.stop.begin(self.step_s)
         self.stop.save_s = self.saver.save_s
         try:
@@ -308,7 +303,7 @@ class Run:
         }
 
     def before_chunk(self) -> None:
-        """Between two chunks: leave the step at a signal, or save its progress."""
+        """Leave the step at a signal, or save its progress."""
         self.stop.check()
         self.within.check()
 
@@ -384,10 +379,12 @@ class Run:
     def save(self, random: RandomState | None = None, position: dict[str, Any] | None = None) -> None:
         """Begin to write a checkpoint; see `checkpoint.Saver`. A run that ends here waits for it.
 
-        In the midst of a step, `random` and `position` are those of its begin.
+        In the midst of a step, `random` and `position` are those of its begin, and a checkpoint of it is written only once.
 
         Raises UserError, on every rank, where it cannot be written.
         """
+        if random and self.saver.last_step == self.step:
+            return
         now = random or RandomState.now(self.world.device)
         state = self.state.state_dict() | {
             "random": self.world.gather({"cpu": now.cpu, "cuda": now.cuda}),

@@ -14,12 +14,14 @@ from clipscale.checkpoint.folder import (
 from clipscale.checkpoint.loading import Saved, load
 from clipscale.checkpoint.resume import check_fits, check_same_step, to_resume
 from clipscale.checkpoint.saving import DiskFullError, Saver, save, save_diverged
+from clipscale.checkpoint.store import Store, open_store
 from clipscale.checkpoint.verification import verify
 
 __all__ = [
     "DiskFullError",
     "Saved",
     "Saver",
+    "Store",
     "check_fits",
     "check_same_step",
     "found",
@@ -27,6 +29,7 @@ __all__ = [
     "locate",
     "make_folder",
     "newest_step",
+    "open_store",
     "path_of",
     "remove_empty_run",
     "remove_temporary",

@@ -7,6 +7,7 @@ import logging
 import re
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from clipscale.errors import UserError
@@ -81,10 +82,10 @@ def newest_step(run: Path) -> int | None:
     return step_of(candidates[-1]) if candidates else None
 
 
-def outdated(run: Path, step: int, keep: int, keep_every: int) -> list[Path]:
-    """The checkpoints up to `step` that are neither among the newest `keep` (0: all) nor of a multiple of `keep_every` (0: none) steps."""
-    passing = [path for path in found(run) if not (keep_every and step_of(path) % keep_every == 0)]
-    return [path for path in passing if step_of(path) <= step][:-keep] if keep else []
+def outdated(steps: Sequence[int], step: int, keep: int, keep_every: int) -> list[int]:
+    """Of these steps, oldest first, those up to `step` that are neither among the newest `keep` (0: all) nor multiples of `keep_every`."""
+    passing = [one for one in steps if one <= step and not (keep_every and one % keep_every == 0)]
+    return passing[:-keep] if keep else []
 
 
 def remove(checkpoint: Path) -> None:

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from clipscale.checkpoint import folder
 from clipscale.checkpoint.loading import split
 from clipscale.checkpoint.shards import ShardWriter
+from clipscale.checkpoint.store import Store
 from clipscale.config.sections import CheckpointConfig
 from clipscale.distributed import World
 from clipscale.errors import UserError
@@ -51,8 +52,9 @@ class Saver:
     checkpoint appears whole or not at all, and a failed write changes no earlier one.
     """
 
-    def __init__(self, run: Path, world: World, config: CheckpointConfig) -> None:
-        self.run, self.world, self.config = run, world, config
+    def __init__(self, run: Path, world: World, config: CheckpointConfig, store: Store | None = None) -> None:
+        """`store`: on rank 0, where copies go."""
+        self.run, self.world, self.config, self.store = run, world, config, store
         self.pause_s = self.save_s = 0.0
         """Of the last save: the time that training waited, and the whole time until it was complete."""
         self.last_step: int | None = None
@@ -117,12 +119,14 @@ class Saver:
             raise self._failure(pending.step, error) from error
 
     def close(self) -> None:
-        """Wait for what is being written at the end of a run that has failed."""
+        """Wait for what is being written, and sent to the store. A failure is reported."""
         try:
             self.wait()
         except UserError as error:
             log.warning("%s", error)
         self._stager.close()
+        if self.store:
+            self.store.close()
 
     def _warn(self, error: DiskFullError) -> None:
         if self.world.main:
@@ -140,8 +144,13 @@ class Saver:
         self._temporary(step).replace(path)
         sync_folder(path.parent)
         folder.remove_progress(self.run, step)
-        for old in folder.outdated(self.run, step, self.config.keep, self.config.keep_every):
-            folder.remove(old)
+        keep, checkpoints = (self.config.keep, self.config.keep_every), folder.found(self.run)
+        outdated = folder.outdated([folder.step_of(one) for one in checkpoints], step, *keep)
+        for old in checkpoints:
+            if folder.step_of(old) in outdated and not (self.store and self.store.sending == old):
+                folder.remove(old)
+        if self.store:
+            self.store.send(path, *keep)
 
     def _check_space(self, step: int, needed: int) -> None:
         def look() -> int:

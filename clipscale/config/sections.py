@@ -30,6 +30,12 @@ class CheckpointConfig:
     within_step: float = setting(
         0.0, "Minutes between saves of the progress inside a step, for steps of many minutes; 0: none.", least=0
     )
+    store: str = setting(
+        "",
+        "Address of a folder in object storage, `s3://`, `gs://` or any of fsspec's: checkpoints are copied to ADDRESS/NAME in "
+        "the background, and a run whose folder lacks the newest one fetches it. Empty: none.",
+        literal=True,
+    )
     background: bool = setting(True, "Write while training goes on; false: training waits.")
     keep_every: int = setting(
         0, "Checkpoints of steps that are a multiple of this are kept for good; 0: none.", least=0
