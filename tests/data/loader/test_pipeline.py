@@ -122,16 +122,16 @@ def test_decoded_images_keep_their_pixels() -> None:
     [
         ("nowhere.at.all:f", "cannot be imported .*PYTHONPATH"),
         (f"{HERE}:HERE", "is no function"),
-        (tuples, "gave tuple, where a sample is a mapping"),
-        (arrays, "member 'png' of a sample is Tensor; give bytes, text or a PIL image"),
+        (f"{HERE}:tuples", "gave tuple, where a sample is a mapping"),
+        (f"{HERE}:arrays", "member 'png' of a sample is Tensor; give bytes, text or a PIL image"),
         (
             nothing,
             "no sample for stream 0 of 2 in epoch 0; give each stream some of the data, or lower data.shard_streams",
         ),
     ],
-    ids=str,
+    ids=["module", "no function", "tuples", "arrays", "nothing"],
 )
-def test_a_mistake_is_named(function: Any, message: str) -> None:
+def test_a_mistake_is_named(function: str, message: str) -> None:
     with pytest.raises(UserError, match=f"data.pipeline=.*{message}"), stream(function) as found:
         found.next_batch().ids()
 
