@@ -34,6 +34,17 @@ class Chunked(Protocol):
         """Arguments of the encoder for samples start..stop: a tuple, a dict of keywords, or a single value."""
 
 
+@runtime_checkable
+class Arranged(Chunked, Protocol):
+    """A `Chunked` input that orders and cuts its samples by itself, captions by their length for example."""
+
+    def spans(self, size: int) -> list[tuple[int, int]]:
+        """The chunks as ranges start..stop of the input's own order; `size` is the tower's samples per chunk."""
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """The row of the batch of each sample start..stop of that order: (stop - start,) int64."""
+
+
 class GradCache:
     """Exact gradients of `loss(*representations)` at any batch size, for any encoders.
 
@@ -115,7 +126,8 @@ class GradCache:
     def encode(self, *inputs: Any) -> list[Tensor]:
         """First pass: the representations of every tower, as leaf tensors. Those of a trained tower require a gradient.
 
-        An input is a tensor, a nesting of tuples, lists and dicts of tensors with equal first dimensions, or a `Chunked`.
+        An input is a tensor, a nesting of tuples, lists and dicts of tensors with equal first dimensions, or a `Chunked`. The
+        representations of an `Arranged` input are in the batch's order.
         """
         if len(inputs) != len(self.towers):
             raise ValueError(f"{len(inputs)} inputs for {len(self.towers)} encoders")
@@ -142,6 +154,8 @@ class GradCache:
 
     def ranges(self, tower: int, rows: int) -> Iterator[tuple[int, int]]:
         """The row ranges that both passes of a tower over a batch ask for, in order. Read at most one range ahead of the passes.
+
+        Not for an `Arranged` input, which cuts its own.
 
         The second pass leaves out kept chunks. So its ranges are known when the first pass reaches its last chunk.
         """
@@ -198,6 +212,8 @@ class _Tower:
     representations: Tensor = field(default_factory=lambda: torch.empty(0))
     inputs: Any = None
     spans: list[tuple[int, int]] = field(default_factory=list)
+    order: Tensor | None = None
+    """Row of the batch at each position of an `Arranged` input."""
     random_states: list[RandomState] = field(default_factory=list)
     kept: list[Tensor] = field(default_factory=list)
     replayed: int = 0
@@ -208,11 +224,13 @@ class _Tower:
     def begin(self) -> None:
         """A step begins."""
         self.random_states, self.kept, self.replayed, self.representations = [], [], 0, torch.empty(0)
+        self.order = None
 
     def state_dict(self) -> dict[str, Any]:
         rows = self.spans[len(self.random_states) - 1][1] if self.random_states else 0
         random = [one.pair() for one in self.random_states]
-        return {"features": self.representations.detach()[:rows], "random": random, "replayed": self.replayed}
+        done = self.representations.detach()[self.place(0, rows)]
+        return {"features": done, "random": random, "replayed": self.replayed}
 
     @property
     def trained(self) -> bool:
@@ -225,7 +243,8 @@ class _Tower:
         rows = len(self.inputs)
         if rows == 0:
             raise ValueError("an empty batch has no gradient")
-        self.spans = self.cut(rows)
+        self.spans = self.inputs.spans(self.size) if isinstance(self.inputs, Arranged) else self.cut(rows)
+        self.order = self.inputs.rows(0, rows) if isinstance(self.inputs, Arranged) else None
         self.refuse_batch_norm()
         if self.restored:
             self.go_on(rows)
@@ -237,7 +256,7 @@ class _Tower:
                 out = self.run_kept(start, stop) if self.keeps(i) else self.run_without_graph(start, stop)
             if i == 0:
                 self.representations = out.new_empty((rows, *out.shape[1:]))
-            self.representations.data[start:stop] = out.detach()
+            self.representations.data[self.place(start, stop)] = out.detach()
         return self.representations.requires_grad_(self.trained)
 
     def go_on(self, rows: int) -> None:
@@ -249,11 +268,15 @@ class _Tower:
             done = self.restored["features"]
             device = next((p.device for p in getattr(self.encoder, "parameters", lambda: iter(()))()), done.device)
             self.representations = torch.empty(rows, *done.shape[1:], dtype=done.dtype, device=device)
-            self.representations[: len(done)] = done.to(device)
+            self.representations[self.place(0, len(done))] = done.to(device)
         self.restored = None
 
     def cut(self, rows: int) -> list[tuple[int, int]]:
         return [(start, min(start + self.size, rows)) for start in range(0, rows, self.size)]
+
+    def place(self, start: int, stop: int) -> slice | Tensor:
+        """Where a chunk's rows are in the batch."""
+        return slice(start, stop) if self.order is None else self.order[start:stop]
 
     def ranges(self, rows: int) -> Iterator[tuple[int, int]]:
         spans, trained = self.cut(rows), self.trained  # evaluated here, because gradients are off inside the first pass
@@ -312,7 +335,7 @@ class _Tower:
         if gradient is None:
             return
         first = len(self.kept)
-        kept_rows = [gradient[start:stop] for start, stop in self.spans[:first]]
+        kept_rows = [gradient[self.place(start, stop)] for start, stop in self.spans[:first]]
         if self.kept:
             before_chunk()
             with gradient_sync(self.encoder, self.last and first == len(self.spans)):
@@ -324,7 +347,7 @@ class _Tower:
                 before_chunk()
                 self.random_states[self.replayed].restore()
                 with gradient_sync(self.encoder, self.last and stop == self.spans[-1][1]):
-                    self.run(start, stop).backward(gradient[start:stop])
+                    self.run(start, stop).backward(gradient[self.place(start, stop)])
                 self.replayed += 1
                 yield stop - start
         self.representations, self.inputs = self.representations.detach(), None

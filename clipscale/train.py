@@ -4,7 +4,6 @@ import logging
 import math
 import time
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from clipscale.autotune import CHUNKS, BudgetTuner
 from clipscale.config.checks import shared
 from clipscale.config.sections import LR_SCALING
 from clipscale.config.train import TrainConfig, changes, to_yaml
+from clipscale.data.loader.captions import SortedCaptions
 from clipscale.data.loader.memory import free_memory
 from clipscale.data.loader.ramp import BatchSizes
 from clipscale.data.loader.stream import BatchShare, OffloadSpec, TrainStream, merge_positions, open_stream
@@ -264,8 +264,9 @@ class Run:
         self.within.restore()
         lr = self.set_learning_rate(size, samples)
         batch = self.stream.next_batch()
-        load = partial(ChunkLoader, device=self.world.device, resident=self.config.offload == "none")
-        images, texts = load(batch.pixels, len(batch)), load(batch.tokens, len(batch))
+        resident = self.config.offload == "none"
+        images = ChunkLoader(batch.pixels, len(batch), self.world.device, resident=resident)
+        texts = state.captions(batch, sort=not measured)  # the noise scale wants chunks of random samples
         batch.expect(state.cache.ranges(0, len(batch)))
         state.cache.before_chunk = self.before_chunk
         with phases("encode"):
@@ -298,7 +299,7 @@ class Run:
             "lr": lr,
             "grad_norm": grad_norm if finite else None,
             "skipped": not finite,
-            **self.measurements(size, phases),
+            **self.measurements(size, phases, texts),
             **noise,
         }
 
@@ -312,11 +313,12 @@ class Run:
         factor = (size / self.config.batch) ** LR_SCALING[self.config.optim.lr_scaling]
         return self.schedule.apply(self.state.optimizer, samples / self.config.batch - 1, factor)
 
-    def measurements(self, size: int, phases: Phases) -> dict[str, Any]:
+    def measurements(self, size: int, phases: Phases, texts: ChunkLoader | SortedCaptions) -> dict[str, Any]:
         """The part of a step's record that measures speed, memory and data."""
         rate = size / phases.total
         now, before = time.monotonic(), self.measured_at
         self.measured_at = now
+        widths = texts.widths() if isinstance(texts, SortedCaptions) else {self.state.model.context_length: len(texts)}
         return {
             "time": round(time.time(), 3),
             "samples_per_s": rate,
@@ -326,7 +328,8 @@ class Run:
             **phases.record(),
             "host_rss_bytes": psutil.Process().memory_info().rss,
             **self.stream.record(),
-            "mfu": self.flops.utilisation(rate / self.world.size),
+            "caption_tokens": sum(width * count for width, count in widths.items()) / len(texts),
+            "mfu": self.flops.utilisation(rate / self.world.size, widths),
         }
 
     def stop_diverged(self, loss: float, grad_norm: float, ids: Tensor) -> None:

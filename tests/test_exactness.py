@@ -3,7 +3,7 @@
 The cases are a pairwise cover: any two values of any two of the dimensions below meet in at least one case (asserted).
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations, product
 from typing import Any
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from clipscale.config.sections import ModelConfig
+from clipscale.data.loader.captions import SortedCaptions
 from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.distributed import World, gradient_norm
 from clipscale.grad_cache import GradCache
@@ -23,7 +24,7 @@ from clipscale.models.towers import ClipModel, build_model
 from tests.ranks import run_ranks
 
 BATCH = 12
-PIXELS, TOKENS = 12, 6
+PIXELS, TOKENS = 12, 20
 DIMENSIONS: dict[str, tuple[Any, ...]] = {
     "ranks": (1, 2, 4),
     "parallel": ("none", "ddp", "fsdp"),
@@ -33,6 +34,7 @@ DIMENSIONS: dict[str, tuple[Any, ...]] = {
     "keep": (0.0, 60e3, 1e9),
     "loss": ("softmax", "sigmoid", "hard negatives"),
     "checkpointing": (False, True),
+    "captions": ("as they come", "sorted"),
 }
 """Chunks of images and texts: small; ragged, for 12, 6 and 3 images and 24, 12 and 6 texts; one chunk. 60 kB hold some graphs."""
 
@@ -47,6 +49,7 @@ class Case:
     keep: float
     loss: str
     checkpointing: bool
+    captions: str
     dtype: str = "float64"
 
     @property
@@ -119,6 +122,7 @@ def inputs_of(case: Case, rank: int) -> tuple[Tensor, Tensor]:
     g = torch.Generator().manual_seed(1)
     pixels = torch.randint(0, 256, (BATCH, 3, PIXELS, PIXELS), dtype=torch.uint8, generator=g)
     tokens = torch.randint(1, 50, (2, BATCH, TOKENS), dtype=torch.int32, generator=g)
+    tokens *= torch.arange(TOKENS) < torch.randint(1, TOKENS + 1, (2, BATCH, 1), generator=g)  # padded with 0
     own = slice(rank * BATCH // case.ranks, (rank + 1) * BATCH // case.ranks)
     return pixels[own], torch.cat([tokens[0, own], tokens[1, own][: case.negatives]])
 
@@ -133,14 +137,23 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def one_graph(case: Case) -> tuple[dict[str, Tensor], float]:
-    """The oracle. Chunks matter only for the order in which random numbers are drawn: each rank's own, its images first."""
+    """The oracle: whole captions in the batch's order.
+
+    Chunks matter only for the order in which random numbers are drawn: each rank's own, its images first, and captions as they are cut.
+    """
     model = model_of(case)
     images, captions, negatives = [], [], []
     for rank in range(case.ranks):
         pixels, tokens = inputs_of(case, rank)
         torch.manual_seed(7 + rank)
         images += [model.image(rows) for rows in pixels.split(case.chunks[0])]
-        texts = torch.cat([model.text(rows) for rows in tokens.split(case.chunks[1])])
+        if (case.captions, case.noise) == ("sorted", "dropout"):
+            inputs = sorted_captions(case, tokens, lambda _: chunks_of_all_ranks(case))
+            spans = inputs.spans(case.chunks[1])
+            order = torch.cat([inputs.rows(*span) for span in spans])
+            texts = torch.cat([model.text(inputs.chunk(*span)) for span in spans])[order.argsort()]
+        else:
+            texts = torch.cat([model.text(rows) for rows in tokens.split(case.chunks[1])])
         captions.append(texts[: len(pixels)])
         negatives.append(texts[len(pixels) :])
     scale, bias = model.logit_scale.exp(), 0.0 if model.logit_bias is None else model.logit_bias
@@ -161,10 +174,29 @@ def cut_up(case: Case, rank: int) -> tuple[dict[str, Tensor], float, float]:
 
     cache = GradCache(towers, loss, chunks=case.chunks, keep_bytes=case.keep)
     torch.manual_seed(7 + rank)
-    value = cache.step(*(rows_of(tensor, case) for tensor in inputs_of(case, rank)))
+    pixels, tokens = inputs_of(case, rank)
+    texts: ChunkLoader | SortedCaptions = rows_of(tokens, case)
+    if case.captions == "sorted":
+        texts = sorted_captions(case, tokens, lambda own: world.highest(own)[0])
+        if world.size > 1:
+            assert len(set(world.gather(len(texts.spans(case.chunks[1]))))) == 1, "FSDP2 needs equally many chunks"
+    value = cache.step(rows_of(pixels, case), texts)
     scalars = (model.logit_scale, model.logit_bias)
     world.sum_gradients(p for p in scalars if p is not None and p.grad is not None)
     return gradients(model), value.item(), gradient_norm(model.parameters()).item()
+
+
+def sorted_captions(case: Case, tokens: Tensor, most: Callable[[int], int]) -> SortedCaptions:
+    resident = case.offload == "none"
+    return SortedCaptions(
+        lambda start, stop: tokens[start:stop], len(tokens), torch.device("cpu"), pad=0, resident=resident, most=most
+    )
+
+
+def chunks_of_all_ranks(case: Case) -> int:
+    """The most chunks that any rank cuts its captions into."""
+    every = [inputs_of(case, rank)[1] for rank in range(case.ranks)]
+    return max(len(sorted_captions(case, tokens, lambda own: own).spans(case.chunks[1])) for tokens in every)
 
 
 def rows_of(tensor: Tensor, case: Case) -> ChunkLoader:

@@ -76,6 +76,7 @@ FIELDS = [
     "broken_by",
     "faults",
     "faults_by",
+    "caption_tokens",
     "mfu",
 ]
 

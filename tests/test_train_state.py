@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from clipscale import checkpoint, empty_model, train_state
-from clipscale.config.sections import CheckpointConfig, LaunchConfig, OptimConfig, PrecisionConfig
+from clipscale.config.sections import CheckpointConfig, LaunchConfig, LogConfig, OptimConfig, PrecisionConfig
 from clipscale.config.train import TrainConfig
 from clipscale.distributed import World
 from clipscale.models.towers import build_model
@@ -107,22 +107,40 @@ def test_a_sharded_run_writes_whole_tensors_that_one_process_reads(shards: str, 
     assert len(records(tmp_path / "run")) == 4
 
 
-def test_an_old_checkpoint_keeps_its_forward_pass(
+def test_an_old_checkpoint_keeps_its_forward_pass_and_the_order_of_its_captions(
     shards: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A checkpoint from before `model.lean` goes on bit for bit as it was trained: with open_clip's forward pass."""
+    """A checkpoint from before `model.lean` and `data.sort_captions` goes on bit for bit as it was trained."""
 
-    def run(name: str, lean: bool, **changes: Any) -> TrainConfig:
+    def run(name: str, new: bool, **changes: Any) -> TrainConfig:
         config = small(shards, tmp_path / name, checkpoint=CheckpointConfig(every=2, keep=0), **changes)
-        return replace(config, precision=PrecisionConfig(), model=replace(config.model, lean=lean))
+        model, data = replace(config.model, lean=new), replace(config.data, sort_captions=new)
+        return replace(config, precision=PrecisionConfig(), model=model, data=data)
 
-    train(run("whole", lean=False))
+    train(run("whole", new=False))
     middle = checkpoint.path_of(tmp_path / "whole", 2)
     saved = checkpoint.load(middle)
-    del saved["model_config"]["lean"]
+    del saved["model_config"]["lean"], saved["sort_captions"]
     middle = checkpoint.save(tmp_path / "old", 2, saved, keep=0)
     capsys.readouterr()
-    train(run("parts", lean=True, resume=str(middle)))
-    assert "model.lean: the checkpoint was trained without it" in capsys.readouterr().out
+    train(run("parts", new=True, resume=str(middle)))
+    printed = capsys.readouterr().out
+    for setting in ("model.lean", "data.sort_captions"):
+        assert f"{setting}: the checkpoint was trained without it" in printed
     assert [r["loss"] for r in records(tmp_path / "parts")] == [r["loss"] for r in records(tmp_path / "whole")][2:]
-    assert checkpoint.load(checkpoint.path_of(tmp_path / "parts", 4))["model_config"]["lean"] is False
+    last = checkpoint.load(checkpoint.path_of(tmp_path / "parts", 4))
+    assert (last["model_config"]["lean"], last["sort_captions"]) == (False, False)
+
+
+def test_captions_are_sorted_and_a_step_that_measures_noise_leaves_them(shards: str, tmp_path: Path) -> None:
+    log = LogConfig(noise_scale=2, progress=False)
+    whole = small(shards, tmp_path / "given", precision=PrecisionConfig(), log=log)
+    context = whole.model.architecture["text_cfg"]["context_length"]
+    train(replace(whole, data=replace(whole.data, sort_captions=False)))
+    train(replace(whole, run=str(tmp_path / "sorted")))
+    given, found = records(tmp_path / "given"), records(tmp_path / "sorted")
+    assert {r["caption_tokens"] for r in given} == {context}
+    assert [r["caption_tokens"] < context for r in found] == [True, False, True, False]
+    assert [r["loss"] for r in found] == pytest.approx([r["loss"] for r in given], rel=1e-5)
+    assert [r["noise_trace"] for r in found[1::2]] == pytest.approx([r["noise_trace"] for r in given[1::2]], rel=1e-3)
+    assert checkpoint.load(checkpoint.path_of(tmp_path / "sorted", 4))["sort_captions"] is True

@@ -5,7 +5,7 @@ All compute the gradients of the same contrastive loss over the same samples wit
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from types import SimpleNamespace
@@ -19,6 +19,7 @@ from torch import Tensor
 from clipscale.bench.worker import Meter
 from clipscale.config.presets import conf_dir
 from clipscale.config.sections import ModelConfig, PrecisionConfig
+from clipscale.data.loader.captions import SortedCaptions
 from clipscale.data.loader.host_batch import Arena, HostBatch, Layout
 from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.grad_cache import GradCache
@@ -26,11 +27,12 @@ from clipscale.loss.api import contrastive_loss
 from clipscale.models.towers import ClipModel, Flops, architecture, build_model
 from clipscale.precision import Precision
 
-CAPTION = 12
-"""Tokens of a caption; the rest of the context is padding, as in most captions."""
+CAPTION_MEAN, CAPTION_SPREAD = 2.833, 0.570
+"""Of the logarithm of a caption's tokens, start and end included: mean 20, 99th percentile 64, and 0.4 % fill CLIP's context of 77."""
+GOLDEN = (math.sqrt(5) - 1) / 2
 POOL = 4
 """Chunks of distinct samples in host memory. A larger batch repeats them, so that its pixels need not all exist."""
-KINDS = ("frozen", "compiled")
+KINDS = ("frozen", "compiled", "unsorted", "unlean", "neither")
 GIB = 2**30
 
 
@@ -39,7 +41,7 @@ class Name:
     """`plain`, `cache`, `keep-50`, `keep-20G`, `open_clip`, `frozen-plain`, `frozen` (the cache), `compiled-keep-20G` and so on."""
 
     kind: str
-    """`frozen` (image tower), `compiled` (both towers) or nothing."""
+    """`frozen` (image tower), `compiled` (both towers), `unsorted` (captions), `unlean` (towers), `neither` of both, or nothing."""
     base: str
 
     @classmethod
@@ -57,7 +59,12 @@ class Name:
     @property
     def baseline(self) -> str:
         """What its time is compared with."""
-        return f"{self.kind}-plain" if self.kind else "plain"
+        return f"{self.kind}-plain" if self.kind in ("frozen", "compiled") else "plain"
+
+    @property
+    def sorts(self) -> bool:
+        """Does it sort and cut captions."""
+        return self.kind not in ("unsorted", "neither")
 
     @property
     def whole(self) -> bool:
@@ -104,16 +111,18 @@ class StepVariants:
         model, frozen = self.model(name.kind), name.kind == "frozen"
         if name.whole:
             return StepVariant(self.on_device, self.plain_step(model, frozen), self.flops(frozen))
-        return StepVariant(self.rows, self.cached_step(model, name.base), self.flops(frozen))
+        return StepVariant(self.rows, self.cached_step(model, name), self.flops(frozen))
 
     def model(self, kind: str = "") -> ClipModel:
+        kind = {"unsorted": "", "neither": "unlean"}.get(kind, kind)
         if kind not in self._models:
+            config = replace(self.config, freeze_image=kind == "frozen", lean=kind != "unlean")
             torch.manual_seed(0)
             with self.device:  # drawing a large model's weights on a CPU takes longer than timing it
-                model = build_model(replace(self.config, freeze_image=kind == "frozen")).to(self.device)
+                model = build_model(config).to(self.device)
             if kind == "compiled":
                 model.image.compile(dynamic=False)
-                model.text.compile(dynamic=False)
+                model.text.compile()
             self._models[kind] = model
             self.weights.append(model)
         return self._models[kind]
@@ -134,13 +143,14 @@ class StepVariants:
     def pool(self) -> HostBatch:
         """POOL chunks of random pixels and captions in a training batch's arena in host memory, pinned for a CUDA device."""
         model, random = self.model(), np.random.default_rng(0)
-        count, side, words = POOL * self.chunk, model.image_size, min(CAPTION, model.context_length - 1)
-        self.arena = Arena(Layout(1, count, (3, side, side), model.context_length))
+        count, side, context = POOL * self.chunk, model.image_size, model.context_length
+        self.arena = Arena(Layout(1, count, (3, side, side), context))
         (slot,) = self.arena.slots
         for row in slot["rows"]:
             row[:] = random.integers(0, 256, row.shape, np.uint8)
-        slot["tokens"][:, :words] = random.integers(1, 49406, (count, words))
-        slot["tokens"][:, words] = 49407
+        for row, size in zip(slot["tokens"], caption_sizes(count, context)):
+            row[: size - 1] = random.integers(1, 49406, size - 1)
+            row[size - 1] = 49407
         if self.device.type == "cuda":
             self.arena.pin()
             self.pinned = torch.from_numpy(slot["rows"]).is_pinned()
@@ -188,26 +198,35 @@ class StepVariants:
 
         return step
 
-    def cached_step(self, model: ClipModel, base: str) -> Callable[[Any, Meter], None]:
+    def cached_step(self, model: ClipModel, name: Name) -> Callable[[Any, Meter], None]:
         """The gradient cache; `keep-50`: half of all graphs are kept; `keep-20G`: 20 GiB of them are."""
-        towers = [model.image, model.text]
+        towers, base = [model.image, model.text], name.base
         cache = GradCache(towers, self.loss_of(model), chunks=self.chunk, autocast=self.precision.autocast)
         kept = base.removeprefix("keep-") if base.startswith("keep-") else "0"
 
-        def budget(inputs: Any) -> float:
+        def budget(inputs: Sequence[ChunkLoader | SortedCaptions]) -> float:
             if kept.endswith("G"):
                 return int(kept[:-1]) * GIB
             share, trained = int(kept) / 100, [tower for tower in cache.towers if tower.trained]
-            if share and not all(tower.cost for tower in trained):  # the first time: measure one graph of each tower
+            if share in (0, 1):
+                return share * math.inf if share else 0
+            if not all(tower.cost for tower in trained):  # the first time: measure one graph of each tower
                 for tower in trained:
                     cache.budget.bytes = 1
-                    tower.encode(inputs[0] if tower is cache.towers[0] else inputs[1])
-            count = len(inputs[0])
-            return math.inf if share == 1 else share * sum(t.cost * count / min(t.size, count) for t in trained)
+                    tower.encode(inputs[cache.towers.index(tower)])
+            total = 0.0
+            for tower in trained:
+                rows = inputs[cache.towers.index(tower)]
+                whole = rows.contexts(tower.size) if isinstance(rows, SortedCaptions) else len(rows)
+                total += tower.cost * whole / min(tower.size, len(rows))
+            return share * total
 
-        def step(inputs: Any, meter: Meter) -> None:
-            cache.budget.bytes = budget(inputs)
-            representations = cache.encode(*inputs)
+        def step(inputs: tuple[ChunkLoader, ChunkLoader], meter: Meter) -> None:
+            images, texts = inputs
+            # Sorted within the time, as in training.
+            cut = SortedCaptions(texts.rows, len(texts), self.device, pad=0, resident=False) if name.sorts else texts
+            cache.budget.bytes = budget((images, cut))
+            representations = cache.encode(images, cut)
             meter("encode")
             cache.backward(cache.loss(*representations))
             meter("loss")
@@ -241,6 +260,13 @@ class StepVariants:
         data = {"train": SimpleNamespace(dataloader=chunks, set_epoch=lambda _: None)}
         train_one_epoch(self.peer, data, open_clip.ClipLoss(), 0, _NoOptimizer(), None, None, None, args)
         meter("step")
+
+
+def caption_sizes(count: int, context: int) -> list[int]:
+    """Tokens of `count` captions, lognormal: quantiles spread evenly over every stretch of captions, so that any batch has its share."""
+    quantiles = torch.arange(1, count + 1, dtype=torch.float64).mul(GOLDEN).frac()
+    sizes = (CAPTION_MEAN + CAPTION_SPREAD * torch.special.ndtri(quantiles)).exp()
+    return sizes.round().clamp(3, context).long().tolist()
 
 
 def repeated(rows: Callable[[int, int], Tensor], size: int, start: int, stop: int) -> Tensor:

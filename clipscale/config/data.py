@@ -125,6 +125,11 @@ class DataConfig:
         "`[txt=0.5,json:caption=0.5]`. Replaces `caption_key`.",
         literal=True,
     )
+    sort_captions: bool = setting(
+        True,
+        "Text chunks hold captions of like length and no more padding than these need, where the text tower's features "
+        "do not depend on padding. false: the order of the batch, padded to the whole context.",
+    )
     templates: list[str] = setting([], "Texts with `{}` for the caption; one is drawn per sample.", literal=True)
     table: TableConfig = field(default_factory=TableConfig)
     filter: FilterConfig = field(default_factory=FilterConfig)

@@ -155,9 +155,9 @@ class StepBenchSettings:
     memory: str = setting("128,256,512,1k", "Batches at which memory is measured; empty: none.")
     methods: str = setting(
         "auto",
-        "plain, cache, keep-N (activation budget: N per cent of all graphs; keep-NG: N GiB), frozen, compiled, "
-        "open_clip, ...; METHOD@BATCH: at that batch; METHOD@max: at the largest batch that fits; `auto`: all that "
-        "this machine can run, except compiled ones.",
+        "plain, cache, keep-N (activation budget: N per cent of all graphs; keep-NG: N GiB), frozen, compiled, unsorted, "
+        "unlean, neither, open_clip, ...; METHOD@BATCH: at that batch; METHOD@max: at the largest batch that fits; "
+        "`auto`: all that this machine can run, except compiled ones.",
     )
     precision: str = setting("fp32", "`fp32` or `bf16` (autocast).", choices=("fp32", "bf16"))
     device: str = setting("auto", DEVICE_HELP, choices=DEVICES)
@@ -234,6 +234,9 @@ class PlanConfig(TrainConfig):
     reserve: float = setting(0.05, "Share of the GPU's memory to leave free, for example for fragmentation.")
     utilisation: float = setting(0.4, "Assumed share of the GPU's peak FLOP/s, for the predicted time.")
     network: float = setting(25.0, "Assumed GB/s from a GPU to another node, for the predicted time.")
+    caption_tokens: float = setting(
+        20.0, "Assumed mean tokens of a caption, start and end included, for the predicted time.", least=1
+    )
     json: bool = setting(False, "Print one JSON object instead of tables.")
 
 

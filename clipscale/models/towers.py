@@ -7,9 +7,9 @@ import hashlib
 import importlib
 import math
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import deepcopy
-from functools import partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -276,17 +276,21 @@ def load_tower(module: nn.Module, path: str) -> None:
     module.load_state_dict(own)
 
 
-def forward_flops(config: ModelConfig) -> tuple[int, int]:
-    """FLOPs of one image's and one caption's forward pass (matrix products only, 2 per multiply-add)."""
+def forward_flops(config: ModelConfig, length: int | None = None) -> tuple[int, int]:
+    """FLOPs of open_clip's forward pass of one image and one caption (matrix products only, 2 per multiply-add).
+
+    `length`: the caption's tokens; None: the whole context.
+    """
     from torch.utils.flop_counter import FlopCounterMode
 
-    plain = partial(build_model, ModelConfig(name=config.name, architecture=config.architecture, lean=False))
     with torch.device("meta"):
-        model = plain().eval()
-        pixels = torch.empty(1, 3, model.image_size, model.image_size, dtype=torch.uint8)
-        tokens = torch.zeros(1, model.context_length, dtype=torch.long)
+        plain = CustomTextCLIP(**architecture(ModelConfig(name=config.name, architecture=config.architecture))).eval()
+        take_short_captions(plain.text)
+        size = plain.visual.image_size
+        pixels = torch.empty(1, 3, *(size if isinstance(size, tuple) else (size, size)))
+        tokens = torch.zeros(1, length or plain.context_length, dtype=torch.long)
     counts = []
-    for tower, inputs in ((model.image, pixels), (model.text, tokens)):
+    for tower, inputs in ((plain.visual, pixels), (plain.text, tokens)):
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             tower(inputs)
         counts.append(counter.get_total_flops())
@@ -302,11 +306,25 @@ class Flops:
     def __init__(self, config: ModelConfig, device: torch.device, *, stored_images: bool = False) -> None:
         """With `stored_images` the image tower does not run, because its features are read."""
         image, text = forward_flops(config)
-        image = 0 if stored_images else image
-        self.per_sample = image * (1 if config.freeze_image else 3) + text * (1 if config.freeze_text else 3)
+        self.config = config
+        self.image = 0 if stored_images else image * (1 if config.freeze_image else 3)
+        self.text_passes = 1 if config.freeze_text else 3
+        self.per_sample = self.image + text * self.text_passes
+        """Of an image and a caption of the whole context."""
+        self.captions = cache(lambda length: forward_flops(config, length)[1])
         found = hardware_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         self.peak = HARDWARE[found].peak("bf16") if found else None
 
-    def utilisation(self, samples_per_s: float) -> float | None:
-        """MFU: samples_per_s (per device) x per_sample / peak. None where the device's peak is not known."""
-        return None if self.peak is None else samples_per_s * self.per_sample / self.peak
+    def of_batch(self, widths: Mapping[int, int]) -> float:
+        """FLOPs a sample of a batch whose captions are computed at these widths: tokens -> captions."""
+        text = sum(count * self.captions(width) for width, count in widths.items()) / sum(widths.values())
+        return self.image + text * self.text_passes
+
+    def utilisation(self, samples_per_s: float, widths: Mapping[int, int] | None = None) -> float | None:
+        """MFU: samples_per_s (per device) x FLOPs per sample / peak. None where the device's peak is not known.
+
+        `widths`: captions by the tokens at which they are computed; None: the whole context.
+        """
+        if self.peak is None:
+            return None
+        return samples_per_s * (self.of_batch(widths) if widths else self.per_sample) / self.peak

@@ -178,6 +178,9 @@ class DryRunState(TrainState):
         member = self.config.data.stored_member
         return StoredFeatures(member, self.model.width, "float16") if member else None
 
+    def padding(self, saved: dict[str, Any] | None) -> int | None:
+        return None  # chunks of sorted captions hold as many tokens as others
+
     def chunks(self) -> list[int]:
         return [1, 1]
 

@@ -21,7 +21,7 @@ from clipscale.plan.memory import (
     workspace_bytes,
 )
 from clipscale.plan.remedies import Needs, remedies
-from clipscale.plan.step_time import step_time
+from clipscale.plan.step_time import caption_width, step_time
 from clipscale.units import format_bytes
 
 AUTO_MOST = 512
@@ -246,6 +246,8 @@ class MemoryPlan:
             f"cache.chunk=auto: {chunk} assumed; the run finds its own by trial, for speed, with what fits": self.assumed,
             "model.compile=true: predicted as if not compiled": config.model.compile,
             "data.decode=gpu: the decoder's own memory on the GPU is not predicted": config.data.on_device,
+            f"assumed: captions of {config.caption_tokens:g} tokens on average, sorted and cut to their length": self.gpu
+            and caption_width(config, self.run) < self.run.context_length,
             "cache.keep=auto fills the free memory on purpose": config.cache.keep == "auto",
             f"assumed: {format_bytes(self.outside)} outside of torch's allocator (context, NCCL), {format_bytes(self.workspace)} of "
             f"cuBLAS workspace, {config.reserve:.0%} left free": self.gpu,

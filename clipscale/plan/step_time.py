@@ -6,7 +6,9 @@ b: samples of one rank, P: ranks, D: feature width.
 from dataclasses import dataclass
 
 from clipscale.config.tools import PlanConfig
+from clipscale.data.loader.captions import GRAIN
 from clipscale.hardware import Hardware
+from clipscale.models.captions import expected_to_cut
 from clipscale.models.towers import forward_flops
 from clipscale.plan.dry_run import DryRun
 
@@ -36,7 +38,7 @@ def step_time(config: PlanConfig, gpu: Hardware, run: DryRun, batch: int, kept: 
     ranks = config.gpus * config.nodes
     rate = gpu.peak(config.precision.name, config.precision.tf32) * config.utilisation
     link = 1e9 * (config.network if config.nodes > 1 else gpu.link)
-    image, text = forward_flops(config.model)
+    image, text = forward_flops(config.model, caption_width(config, run))
     forward = (0 if run.state.stored else image, text)
     trained = [tower.trained for tower in run.state.cache.towers]
     recomputed = 1 if config.model.grad_checkpointing else 0
@@ -53,3 +55,10 @@ def step_time(config: PlanConfig, gpu: Hardware, run: DryRun, batch: int, kept: 
         replay=batch * replay / rate,
         gradients=2 * (ranks - 1) / ranks * run.gradient_bytes() / link,
     )
+
+
+def caption_width(config: PlanConfig, run: DryRun) -> int:
+    """Tokens at which the text tower computes a caption, on average: the whole context, unless the run sorts captions and cuts them."""
+    if not (config.data.sort_captions and expected_to_cut(run.state.model.text.encoder)):
+        return run.context_length
+    return min(run.context_length, round(config.caption_tokens + GRAIN / 2))

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from clipscale.bench import present
 from clipscale.bench.harness import KEEPING_MALLOC, RETURNING_MALLOC, Job, measure
-from clipscale.bench.step import METHODS, StepPart, chosen, plan
-from clipscale.bench.step_variants import StepVariant, StepVariants
+from clipscale.bench.step import METHODS, StepPart, chosen, plan, ratio, theirs
+from clipscale.bench.step_variants import Name, StepVariant, StepVariants, caption_sizes
 from clipscale.bench.step_work import StepWorker
 from clipscale.bench.worker import Meter
 from clipscale.cli import main as cli
@@ -41,14 +41,17 @@ def step(variant: StepVariant, size: int) -> None:
 def gradients(work: StepWorker, name: str) -> dict[str, Tensor]:
     work.release()
     step(work.variant(name), 12)
-    kind = name.split("-")[0] if name.startswith(("frozen", "compiled")) else ""
+    kind = Name.of(name).kind
     owner = work.variants.peer if name.startswith("open_clip") else work.variants.model(kind)
     found = {k: p.grad for k, p in owner.named_parameters() if p.grad is not None}
     # open_clip's model has no wrappers around its encoders
     return {k.replace("image.encoder.", "visual.").replace("text.encoder.", "text."): g for k, g in found.items()}
 
 
-@pytest.mark.parametrize("name", ["cache", "keep-50", "keep-100", "keep-1G", "frozen", "frozen-keep-100"])
+@pytest.mark.parametrize(
+    "name",
+    ["cache", "keep-50", "keep-100", "keep-1G", "frozen", "frozen-keep-100", "unsorted", "unlean-keep-50", "neither"],
+)
 def test_every_method_leaves_the_gradient_of_plain(work: StepWorker, name: str) -> None:
     wanted = gradients(work, "frozen-plain" if name.startswith("frozen") else "plain")
     found = gradients(work, name)
@@ -78,6 +81,22 @@ def test_kept_graphs_save_second_passes(work: StepWorker) -> None:
         counts.append(len(calls))
     hook.remove()
     assert counts[0] == 6 and counts[0] > counts[1] > counts[2] == 3, counts
+
+
+def test_captions_have_the_lengths_that_are_stated_in_every_batch() -> None:
+    sizes = torch.tensor(caption_sizes(4096, 77)).double()
+    assert sizes.mean().item() == pytest.approx(20, rel=0.02)
+    assert sizes.quantile(0.99).item() == pytest.approx(64, rel=0.03)
+    assert (sizes == 77).double().mean().item() == pytest.approx(0.004, rel=0.2)
+    assert all(batch.mean().item() == pytest.approx(20, rel=0.1) for batch in sizes.split(64))
+    assert max(caption_sizes(64, 28)) == 28
+
+
+def test_a_cached_step_is_compared_with_open_clips_plain_one_round_by_round() -> None:
+    times = {"open_clip-plain@8": {"size": 8, "steps": [{"step": 2.0}, {"step": 4.0}]}}
+    found = ratio([1.0, 3.0], 8, theirs(8, times))
+    assert found is not None and (found["min"], found["max"]) == (0.5, 0.75)
+    assert theirs(16, times) is None
 
 
 def test_a_batch_beyond_the_pool_repeats_its_samples(work: StepWorker) -> None:
@@ -247,7 +266,7 @@ def test_memory_is_measured_in_processes_apart_and_time_in_one() -> None:
 
 def test_auto_leaves_open_clip_out_where_its_chunks_would_be_ragged() -> None:
     assert "open_clip@8" in chosen("auto", 8, 4)
-    assert not [case for case in chosen("auto", 9, 4) if "open_clip" in case]
+    assert [case for case in chosen("auto", 9, 4) if "open_clip" in case] == ["open_clip-plain@9"]
 
 
 def test_a_method_brings_what_it_is_compared_with_unless_that_is_named() -> None:

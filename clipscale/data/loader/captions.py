@@ -1,0 +1,138 @@
+"""The text tower's chunks: captions in order of their length, and each chunk no wider than its longest caption.
+
+N: samples of the local batch, T: tokens of the context.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from clipscale.data.loader.to_device import ChunkLoader
+
+GRAIN = 8
+"""Chunks are a multiple of this wide: tensor cores like that, and torch.compile sees few shapes."""
+MOST = 2**15
+"""Most captions of a chunk, beyond which attention kernels exceed the largest grid."""
+CHUNK_COST = 1 / 16
+"""What one more chunk is assumed to cost, in full chunks. Where cutting saves more padding, a chunk ends early."""
+
+
+def lengths(tokens: Tensor, pad: int) -> Tensor:
+    """Tokens (N, T) -> (N,) int64: tokens up to the last that is no padding, in steps of GRAIN, at least one step, at most T."""
+    width = tokens.shape[1]
+    used = ((tokens != pad) * torch.arange(1, width + 1)).amax(dim=1)
+    return (used + GRAIN - 1).div(GRAIN, rounding_mode="floor").clamp(min=1).mul(GRAIN).clamp(max=width)
+
+
+class SortedCaptions:
+    """An input of `GradCache` whose chunks hold captions of like length, the longest first. Features come back in the batch's order.
+
+    Chunks hold as many tokens as `size` whole contexts do. So they take the memory of a chunk of `size` captions, and short captions come
+    in larger chunks. All ranks make equally many chunks.
+    """
+
+    def __init__(
+        self,
+        tokens: Callable[[int, int], Tensor],
+        count: int,
+        device: torch.device,
+        *,
+        pad: int,
+        resident: bool,
+        most: Callable[[int], int] = lambda own: own,
+    ) -> None:
+        """`tokens(start, stop)` blocks until those captions have arrived. All are asked for when the first chunk is cut.
+
+        `most(own)` is the largest of all ranks' numbers of chunks; every rank calls it once.
+        """
+        self._tokens, self._count, self._device, self._pad, self._most = tokens, count, device, pad, most
+        self._chunks = ChunkLoader(self._cut, count, device, resident=resident)
+        self._spans: list[tuple[int, int]] = []
+
+    def __len__(self) -> int:
+        return self._count
+
+    @cached_property
+    def _captions(self) -> Tensor:
+        return self._tokens(0, self._count)
+
+    @cached_property
+    def _lengths(self) -> Tensor:
+        return lengths(self._captions, self._pad)
+
+    @cached_property
+    def _order(self) -> Tensor:
+        """The batch's row at each position. Equal lengths keep the batch's order."""
+        return self._lengths.argsort(descending=True, stable=True)
+
+    @cached_property
+    def _rows(self) -> Tensor:
+        return self._order.to(self._device)
+
+    def spans(self, size: int) -> list[tuple[int, int]]:
+        """The chunks as ranges of positions, for chunks of `size` captions of the whole context."""
+        sizes = self._lengths[self._order].tolist()
+        self._spans = cut(sizes, size * self._captions.shape[1], max(size, MOST))
+        split(self._spans, self._most(len(self._spans)))
+        return self._spans
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """Rows of the batch at positions start..stop, (stop - start,) int64, on the device."""
+        return self._rows[start:stop]
+
+    def chunk(self, start: int, stop: int) -> Tensor:
+        """The captions at positions start..stop on the device, as wide as the first, which is the longest."""
+        return self._chunks.chunk(start, stop)
+
+    def widths(self) -> Counter[int]:
+        """Captions by the width at which the tower has computed them."""
+        found: Counter[int] = Counter()
+        for start, stop in self._spans:
+            found[self._width(start)] += stop - start
+        return found
+
+    def contexts(self, size: int) -> float:
+        """How many captions of the whole context have as many tokens as these, for chunks of `size`."""
+        self.spans(size)
+        return sum(width * count for width, count in self.widths().items()) / self._captions.shape[1]
+
+    def _width(self, position: int) -> int:
+        return int(self._lengths[self._order[position]])
+
+    def _cut(self, start: int, stop: int) -> Tensor:
+        return self._captions[self._order[start:stop], : self._width(start)]
+
+
+def cut(sizes: list[int], budget: int, most: int) -> list[tuple[int, int]]:
+    """Chunks of captions of falling `sizes`, each within `budget` tokens and `most` captions, but of one caption at least."""
+    found, start = [], 0
+    while start < len(sizes):
+        stop = min(start + max(1, min(budget // sizes[start], most)), len(sizes))
+        stop = early(sizes, start, stop, CHUNK_COST * budget)
+        found.append((start, stop))
+        start = stop
+    return found
+
+
+def split(spans: list[tuple[int, int]], count: int) -> None:
+    """Halve the chunk with the most captions, in place, until there are `count` chunks."""
+    while len(spans) < count:
+        i = max(range(len(spans)), key=lambda i: spans[i][1] - spans[i][0])
+        start, stop = spans[i]
+        middle = (start + stop + 1) // 2
+        spans[i : i + 1] = [(start, middle), (middle, stop)]
+
+
+def early(sizes: list[int], start: int, stop: int, cost: float) -> int:
+    """Where a chunk start..stop of falling `sizes` ends: at the drop that saves the most padding, if that is more than `cost` tokens."""
+    best, saved, width = stop, cost, sizes[start]
+    position = start
+    while position < stop:
+        size = sizes[position]
+        if (stop - position) * (width - size) > saved:
+            best, saved = position, (stop - position) * (width - size)
+        position = next((i for i in range(position, stop) if sizes[i] < size), stop)
+    return best

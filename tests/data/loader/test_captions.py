@@ -1,0 +1,98 @@
+"""Captions are sorted by length, cut into chunks of equal tokens, and trimmed; nothing of them is lost."""
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from clipscale.data.loader.captions import GRAIN, SortedCaptions, cut, early, lengths, split
+
+CPU = torch.device("cpu")
+PAD, END, CONTEXT = 0, 99, 44
+
+
+def captions(words: list[int], context: int = CONTEXT) -> Tensor:
+    """Captions of that many words, each with its number, then the end, then padding; one with a word that looks like padding."""
+    tokens = torch.full((len(words), context), PAD, dtype=torch.int32)
+    for row, count in enumerate(words):
+        tokens[row, :count] = row + 1
+        tokens[row, max(0, count - 1)] = PAD
+        tokens[row, count] = END
+    return tokens
+
+
+def sorted_captions(tokens: Tensor, **settings: object) -> SortedCaptions:
+    return SortedCaptions(lambda a, b: tokens[a:b], len(tokens), CPU, pad=PAD, resident=False, **settings)  # type: ignore[arg-type]
+
+
+def test_lengths_go_in_steps_of_eight_up_to_the_context() -> None:
+    words = [0, 6, 7, 8, 15, 16, 39, 40, 43]
+    assert lengths(captions(words), PAD).tolist() == [8, 8, 8, 16, 16, 24, 40, 44, 44]
+    assert lengths(torch.full((1, CONTEXT), PAD), PAD).tolist() == [GRAIN]
+
+
+def test_chunks_hold_every_caption_once_in_full_within_the_budget() -> None:
+    draw = random.Random(0)
+    tokens, size = captions([min(int(draw.lognormvariate(2.6, 0.6)), CONTEXT - 1) for _ in range(300)]), 16
+    inputs = sorted_captions(tokens)
+    spans = inputs.spans(size)
+    seen = torch.cat([inputs.rows(*span) for span in spans])
+    assert seen.sort().values.tolist() == list(range(300))
+    for span in spans:
+        chunk, whole = inputs.chunk(*span), tokens[inputs.rows(*span)]
+        width = chunk.shape[1]
+        assert chunk.numel() <= size * CONTEXT
+        assert width == CONTEXT or width % GRAIN == 0
+        assert torch.equal(chunk, whole[:, :width])
+        assert not whole[:, width:].any()
+    computed = sum(width * count for width, count in inputs.widths().items())
+    assert computed == sum(inputs.chunk(*span).numel() for span in spans) < 0.7 * tokens.numel()
+    assert len(spans) < 300 // size, "short captions come in larger chunks"
+
+
+def test_equal_lengths_keep_the_batchs_order() -> None:
+    inputs = sorted_captions(captions([3, 20, 5, 20, 4]))
+    inputs.spans(5)
+    assert inputs.rows(0, 5).tolist() == [1, 3, 0, 2, 4]
+
+
+@pytest.mark.parametrize("own", [1, 3, 5])
+def test_ranks_make_equally_many_chunks(own: int) -> None:
+    """A rank with fewer chunks than another halves its largest."""
+    inputs = sorted_captions(captions([5] * own + [30] * (7 - own)), most=lambda chunks: max(chunks, 5))
+    spans = inputs.spans(7)
+    assert len(spans) == 5
+    assert [start for start, _ in spans] == [0, *(stop for _, stop in spans[:-1])]
+    assert spans[-1][1] == 7
+
+
+def test_a_chunk_ends_early_where_that_saves_more_than_a_chunk_costs() -> None:
+    sizes = [40] + 7 * [8]
+    assert cut(sizes, 8 * 40, 8) == [(0, 1), (1, 8)], "7 x 32 tokens of padding for a sixteenth of 320"
+    assert early([40, 32], 0, 2, 20) == 2, "8 tokens would be saved"
+    assert cut([40, 40, 40, 40], 80, 100) == [(0, 2), (2, 4)]
+    assert cut([40, 40], 20, 100) == [(0, 1), (1, 2)], "one caption may exceed the budget"
+    assert cut([8] * 6, 1000, 4) == [(0, 4), (4, 6)]
+
+
+def test_splitting_stops_at_single_captions_when_asked_for_as_many() -> None:
+    spans = [(0, 3), (3, 4)]
+    split(spans, 4)
+    assert spans == [(0, 1), (1, 2), (2, 3), (3, 4)]
+
+
+def test_all_captions_are_asked_for_when_the_first_chunk_is_cut_and_not_before() -> None:
+    asked = []
+    tokens = captions([3, 4])
+
+    def rows(start: int, stop: int) -> Tensor:
+        asked.append((start, stop))
+        return tokens[start:stop]
+
+    inputs = SortedCaptions(rows, 2, CPU, pad=PAD, resident=False)
+    assert len(inputs) == 2
+    assert asked == []
+    inputs.spans(2)
+    inputs.chunk(0, 2)
+    assert asked == [(0, 2)]
