@@ -25,7 +25,7 @@ SMALLEST, LARGEST = 16, 2**15
 """First and last chunk size that is tried on a GPU. Beyond the last, attention kernels exceed the largest grid."""
 CHUNKS = "chunks.json"
 GOOD_ENOUGH = 0.95
-"""Share of the best speed. The smallest chunk that reaches it is chosen, since the memory left over can keep graphs."""
+"""Share of the best speed. Where graphs are kept, the smallest chunk that reaches it is chosen, and the memory left over keeps graphs."""
 MARGIN = 0.9
 """Share of the free memory that kept graphs may use. Fragmentation costs the rest."""
 
@@ -69,8 +69,10 @@ def batch_norm_chunk(tower: nn.Module, name: str, size: int | None, local_batch:
     return local_batch
 
 
-def find_chunk(tower: nn.Module, sample: Callable[[int], Tensor], local_batch: int, device: torch.device) -> int:
-    """The smallest power of two that fits the device and runs forward and backward at nearly the best speed.
+def find_chunk(
+    tower: nn.Module, sample: Callable[[int], Tensor], local_batch: int, device: torch.device, *, keep: bool
+) -> int:
+    """The power of two that fits the device and runs forward and backward fastest; with `keep`, the smallest that is nearly as fast.
 
     `sample(n)` makes an input of n samples on the device. On a CPU nothing is measured.
     """
@@ -92,7 +94,8 @@ def find_chunk(tower: nn.Module, sample: Callable[[int], Tensor], local_batch: i
         raise UserError(f"cache.chunk=auto: not even {size} samples fit the device; set model.grad_checkpointing=true")
     # Beside the largest size that fits, there is no memory for the features, the loss and the other tower's gradients.
     tried = {n: rate for n, rate in rates.items() if n < max(rates)} or rates
-    return min(n for n, rate in tried.items() if rate >= GOOD_ENOUGH * max(tried.values()))
+    least = (GOOD_ENOUGH if keep else 1) * max(tried.values())
+    return min(n for n, rate in tried.items() if rate >= least)
 
 
 def samples_per_second(tower: nn.Module, inputs: Tensor) -> float:

@@ -207,7 +207,9 @@ class TrainState:
                 size = earlier.get(name)
             if size is None:
                 with self.precision.autocast():
-                    size = min(self.world.gather(find_chunk(tower, sample, self.local_batch, device)))
+                    keep = self.config.cache.keep != "none"
+                    found_here = find_chunk(tower, sample, self.local_batch, device, keep=keep)
+                    size = min(self.world.gather(found_here))
             found[name] = size
         if self.world.main:
             save_chunk_sizes(self.folder, found)

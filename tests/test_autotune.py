@@ -1,0 +1,39 @@
+"""Chunk sizes by measurement: the fastest, or the smallest that is nearly as fast where the memory left over keeps graphs."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from clipscale import autotune
+from clipscale.errors import UserError
+
+GPU = torch.device("cuda")
+RATES = {16: 50.0, 32: 80.0, 64: 96.0, 128: 100.0, 256: 99.0, 512: 90.0, 1024: 70.0}
+
+
+def measured(monkeypatch: pytest.MonkeyPatch, fits: int, rates: dict[int, float]) -> Callable[[bool], int]:
+    """`find_chunk` on a device that runs chunks at these samples a second, up to `fits` samples."""
+
+    def rate(tower: nn.Module, inputs: Tensor) -> float:
+        if len(inputs) > fits:
+            raise torch.OutOfMemoryError
+        return rates[len(inputs)]
+
+    monkeypatch.setattr(autotune, "samples_per_second", rate)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    return lambda keep: autotune.find_chunk(nn.Linear(1, 1), torch.empty, 4096, GPU, keep=keep)
+
+
+def test_without_kept_graphs_the_fastest_chunk_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = measured(monkeypatch, fits=4096, rates=RATES)
+    assert find(False) == 128
+    assert find(True) == 64, "96 % of the speed, and memory for graphs"
+
+
+def test_the_largest_chunk_that_fits_leaves_no_memory_and_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    rising = {16 * 2**i: 100.0 * 2**i for i in range(8)}
+    assert measured(monkeypatch, fits=256, rates=rising)(False) == 128
+    with pytest.raises(UserError, match="not even 16 samples fit"):
+        measured(monkeypatch, fits=8, rates=rising)(False)
