@@ -29,6 +29,10 @@ class EmptyModel:
         if self.suits:
             world.on_main(lambda: self._source.update(tensors_of(build_model(config))))
 
+    def weights(self, prefix: str) -> dict[str, Tensor]:
+        """Parameters and buffers of one part, by their names within it, in host memory; on rank 0, before `fill`."""
+        return {name.removeprefix(prefix): x for name, x in self._source.items() if name.startswith(prefix)}
+
     def fill(self) -> None:
         """Give the model memory and weights, tensor by tensor. Sharded parameters take their shards. All ranks call it."""
         self.model.to_empty(device=self._world.device)

@@ -266,7 +266,7 @@ class Run:
         batch = self.stream.next_batch()
         resident = self.config.offload == "none"
         images = ChunkLoader(batch.pixels, len(batch), self.world.device, resident=resident)
-        texts = state.captions(batch, sort=not measured)  # the noise scale wants chunks of random samples
+        texts = state.captions.input(batch, sort=not measured)  # the noise scale wants chunks of random samples
         batch.expect(state.cache.ranges(0, len(batch)))
         state.cache.before_chunk = self.before_chunk
         with phases("encode"):

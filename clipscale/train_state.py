@@ -27,12 +27,10 @@ from clipscale.autotune import (
     save_chunk_sizes,
     saved_chunk_sizes,
 )
+from clipscale.caption_rule import CaptionRule
 from clipscale.checkpoint import Saved
 from clipscale.config.train import TrainConfig
 from clipscale.data.features import StoredFeatures, stored_features
-from clipscale.data.loader.captions import SortedCaptions
-from clipscale.data.loader.host_batch import HostBatch
-from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.distributed import World
 from clipscale.ema import WeightAverage
 from clipscale.empty_model import EmptyModel
@@ -40,7 +38,6 @@ from clipscale.errors import UserError
 from clipscale.grad_cache import GradCache
 from clipscale.loss.api import configured_loss
 from clipscale.loss.machine import Machine
-from clipscale.models.captions import padding
 from clipscale.models.towers import ClipModel, StoredTower, build_model
 from clipscale.noise_scale import NoiseScale
 from clipscale.optim import build_optimizer
@@ -74,7 +71,8 @@ class TrainState:
         self.precision = Precision(config.precision, world.device)
         self.model = self.build_model()
         self.stored = self.stored_features()
-        self.pad = self.padding(saved)
+        self.captions = self.caption_rule(saved)
+        self.notes += filter(None, [self.captions.note])
         self.masters = self.hold_weights()
         self.cache = self.build_cache()
         self.optimizer = self.build_optimizer()
@@ -108,17 +106,9 @@ class TrainState:
         """Reads the image tower's features where shards hold them instead of pictures."""
         return stored_features(self.config.data, self.config.model, self.model)
 
-    def padding(self, saved: dict[str, Any] | None) -> int | None:
-        """The padding token if this run sorts captions and cuts their padding off, else None. A resumed run does as its checkpoint."""
-        if not self.config.data.sort_captions:
-            return None
-        reason: int | str = "the checkpoint was trained without it"
-        if saved is None or saved.get("sort_captions", False):
-            reason = self.world.broadcast(padding(self.model.text, self.model.tokenizer, self.world.device))
-        if isinstance(reason, str):
-            self.notes.append(f"data.sort_captions: {reason}; captions keep their order and the whole context")
-            return None
-        return reason
+    def caption_rule(self, saved: Saved | None) -> CaptionRule:
+        """Whether captions are sorted by length."""
+        return CaptionRule(self.config, self.world, self.model, self.empty, saved.values if saved else None)
 
     def hold_weights(self) -> dict[str, MasterWeights]:
         """Cast the towers' matrices to the type that the settings hold them in; the optimizer's float32 copies by tower."""
@@ -155,7 +145,7 @@ class TrainState:
             # A function with more variants than this falls back to eager, whose random numbers differ from the compiled ones.
             torch._dynamo.config.recompile_limit = 64
             self.model.image.compile()
-            self.model.text.compile(dynamic=None if self.pad is None else True)
+            self.model.text.compile(dynamic=None if self.captions.pad is None else True)
         parallel = {name: "none" if name in self.masters else self.config.launch.parallel for name in self.towers}
         towers = [self.world.wrap(tower, parallel[name]) for name, tower in self.towers.items()]
         if self.empty:
@@ -236,14 +226,6 @@ class TrainState:
 
     # ---- step ----
 
-    def captions(self, batch: HostBatch, *, sort: bool) -> ChunkLoader | SortedCaptions:
-        """The text tower's input: captions sorted by length, if this run sorts them and this step may."""
-        device, resident = self.world.device, self.config.offload == "none"
-        if self.pad is None or not sort:
-            return ChunkLoader(batch.tokens, len(batch), device, resident=resident)
-        most = lambda own: self.world.highest(own)[0]  # noqa: E731
-        return SortedCaptions(batch.tokens, len(batch), device, pad=self.pad, resident=resident, most=most)
-
     def loss(self, image_features: Tensor, text_features: Tensor) -> Tensor:
         """This rank's view of the global loss: its value is the global mean, and its gradients sum over ranks to that mean's.
 
@@ -319,7 +301,7 @@ class TrainState:
             "model": self.weights(),
             "model_config": asdict(self.config.model),
             "optimizer": self.optimizer_state(),
-            "sort_captions": self.pad is not None,
+            "sort_captions": self.captions.pad is not None,
             "optimizer_name": self.config.optim.name,
             "chunks": self.cut,
             "scaler": self.precision.scaler.state_dict() if self.precision.scaler else None,

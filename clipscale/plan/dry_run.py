@@ -19,6 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from clipscale.caption_rule import CaptionRule
+from clipscale.checkpoint import Saved
 from clipscale.config.train import TrainConfig
 from clipscale.data.features import StoredFeatures
 from clipscale.data.loader.to_device import ChunkLoader
@@ -178,8 +180,10 @@ class DryRunState(TrainState):
         member = self.config.data.stored_member
         return StoredFeatures(member, self.model.width, "float16") if member else None
 
-    def padding(self, saved: dict[str, Any] | None) -> int | None:
-        return None  # chunks of sorted captions hold as many tokens as others
+    def caption_rule(self, saved: Saved | None) -> CaptionRule:
+        """Captions in the batch's order. Chunks of sorted captions hold as many tokens."""
+        data = replace(self.config.data, sort_captions=False)
+        return CaptionRule(replace(self.config, data=data), self.world, self.model, None, None)
 
     def chunks(self) -> list[int]:
         return [1, 1]

@@ -1,5 +1,7 @@
 """Captions are cut only for text towers whose features do not depend on padding, which a trial shows."""
 
+from copy import deepcopy
+from itertools import chain
 from typing import Any
 
 import open_clip
@@ -32,6 +34,8 @@ def test_causal_towers_are_cut(text: dict[str, Any], lean: bool) -> None:
     found = tower(lean, **text)
     assert padding(found, tokenizer, CPU) == 0
     assert expected_to_cut(found.encoder)
+    empty = deepcopy(found).to("meta")  # as FSDP2 begins
+    assert padding(empty, tokenizer, CPU, dict(chain(found.named_parameters(), found.named_buffers()))) == 0
     assert found.training, "its mode is as before"
 
 
