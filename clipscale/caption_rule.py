@@ -27,7 +27,7 @@ class CaptionRule:
         saved: Mapping[str, Any] | None,
     ) -> None:
         """`empty` holds the model's weights, if the model has none yet; `saved`: the checkpoint's values. All ranks make it."""
-        self.world, self.resident = world, config.offload == "none"
+        self.world, self.resident, self.context = world, config.offload == "none", model.context_length
         self.pad: int | None = None
         """The padding token; None: captions keep their order and the whole context."""
         self.note = ""
@@ -61,3 +61,7 @@ class CaptionRule:
             resident=self.resident,
             most=lambda own: self.world.highest(own)[0],
         )
+
+    def widths(self, texts: ChunkLoader | SortedCaptions) -> dict[int, int]:
+        """Captions of a step that has run, by the width at which the tower computed them."""
+        return texts.widths() if isinstance(texts, SortedCaptions) else {self.context: len(texts)}

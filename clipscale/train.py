@@ -16,7 +16,6 @@ from clipscale.autotune import CHUNKS, BudgetTuner
 from clipscale.config.checks import shared
 from clipscale.config.sections import LR_SCALING
 from clipscale.config.train import TrainConfig, changes, to_yaml
-from clipscale.data.loader.captions import SortedCaptions
 from clipscale.data.loader.memory import free_memory
 from clipscale.data.loader.ramp import BatchSizes
 from clipscale.data.loader.stream import BatchShare, OffloadSpec, TrainStream, merge_positions, open_stream
@@ -264,8 +263,7 @@ class Run:
         self.within.restore()
         lr = self.set_learning_rate(size, samples)
         batch = self.stream.next_batch()
-        resident = self.config.offload == "none"
-        images = ChunkLoader(batch.pixels, len(batch), self.world.device, resident=resident)
+        images = ChunkLoader(batch.pixels, len(batch), self.world.device, resident=state.captions.resident)
         texts = state.captions.input(batch, sort=not measured)  # the noise scale wants chunks of random samples
         batch.expect(state.cache.ranges(0, len(batch)))
         state.cache.before_chunk = self.before_chunk
@@ -299,7 +297,7 @@ class Run:
             "lr": lr,
             "grad_norm": grad_norm if finite else None,
             "skipped": not finite,
-            **self.measurements(size, phases, texts),
+            **self.measurements(size, phases, state.captions.widths(texts)),
             **noise,
         }
 
@@ -313,12 +311,11 @@ class Run:
         factor = (size / self.config.batch) ** LR_SCALING[self.config.optim.lr_scaling]
         return self.schedule.apply(self.state.optimizer, samples / self.config.batch - 1, factor)
 
-    def measurements(self, size: int, phases: Phases, texts: ChunkLoader | SortedCaptions) -> dict[str, Any]:
+    def measurements(self, size: int, phases: Phases, widths: dict[int, int]) -> dict[str, Any]:
         """The part of a step's record that measures speed, memory and data."""
         rate = size / phases.total
         now, before = time.monotonic(), self.measured_at
         self.measured_at = now
-        widths = texts.widths() if isinstance(texts, SortedCaptions) else {self.state.model.context_length: len(texts)}
         return {
             "time": round(time.time(), 3),
             "samples_per_s": rate,
@@ -328,7 +325,7 @@ class Run:
             **phases.record(),
             "host_rss_bytes": psutil.Process().memory_info().rss,
             **self.stream.record(),
-            "caption_tokens": sum(width * count for width, count in widths.items()) / len(texts),
+            "caption_tokens": sum(width * count for width, count in widths.items()) / sum(widths.values()),
             "mfu": self.flops.utilisation(rate / self.world.size, widths),
         }
 

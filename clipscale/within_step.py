@@ -161,7 +161,14 @@ class WithinStep:
     def _about(self) -> dict[str, Any]:
         tree = asdict(self.config)
         settings = {name: repr(sorted(flat({name: tree[name]}), key=str)) for name in SECTIONS}
-        return {"processes": self.world.size, "chunks": self.state.cut, "loss": self._loss, **settings}
+        sorts = self.state.captions.pad is not None
+        return {
+            "processes": self.world.size,
+            "chunks": self.state.cut,
+            "captions": sorts,
+            "loss": self._loss,
+            **settings,
+        }
 
     def _path(self, round: int) -> Path:
         return folder.within(self.run, self._step) / f"{round:06d}_{self.world.rank:05d}.pt"
