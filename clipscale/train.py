@@ -4,6 +4,7 @@ import logging
 import math
 import time
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
