@@ -90,8 +90,11 @@ class World:
 
     @cached_property
     def background(self) -> dist.ProcessGroup:
-        """All ranks on the CPU, for a thread that writes checkpoints. All ranks make it at the same place."""
-        group = dist.new_group(backend="gloo", timeout=self.timeout)
+        """All ranks on the CPU, for a thread that writes checkpoints. All ranks make it at the same place.
+
+        A slow disk may take four times as long as ranks wait for each other otherwise. A rank that ends closes its connections at once.
+        """
+        group = dist.new_group(backend="gloo", timeout=4 * self.timeout)
         assert isinstance(group, dist.ProcessGroup)
         return group
 

@@ -133,7 +133,7 @@ class Saved:
                 if isinstance(parameter, DTensor) and list(parameter.shape) == one.shape:
                     sharded[name] = torch.empty_like(parameter, dtype=DTYPES[one.dtype], requires_grad=False)
             whole = {name: one for name, one in manifest.tensors.items() if name not in sharded}
-            owners = shares(whole, world.size)
+            owners = shares({name: size_of(one) for name, one in whole.items()}, world.size)
             device = world.device if world.size > 1 else torch.device("cpu")
             own = {n: torch.empty(o.shape, dtype=DTYPES[o.dtype]) for n, o in whole.items() if owners[n] == world.rank}
             self.bytes_read = read_tensors(self.path, manifest, own | sharded)
@@ -143,14 +143,18 @@ class Saved:
         return join(self.values, sharded | tensors)
 
 
-def shares(tensors: Mapping[str, Stored], world: int) -> dict[str, int]:
-    """The rank that reads each tensor: the largest first, to the rank that has least so far."""
-    sizes = {name: DTYPES[one.dtype].itemsize * torch.Size(one.shape).numel() for name, one in tensors.items()}
+def shares(sizes: Mapping[str, int], world: int) -> dict[str, int]:
+    """The rank that writes or reads each tensor, by their bytes: the largest first, to the rank that has least so far."""
     loads, owners = [0] * world, {}
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
         owners[name] = loads.index(min(loads))
         loads[owners[name]] += sizes[name]
     return owners
+
+
+def size_of(one: Stored) -> int:
+    """A tensor's bytes."""
+    return DTYPES[one.dtype].itemsize * torch.Size(one.shape).numel()
 
 
 def exchanged(one: Stored, own: Tensor | None, owner: int, device: torch.device) -> Tensor:

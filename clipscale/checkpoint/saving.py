@@ -15,10 +15,11 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner, Metadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from clipscale.checkpoint import folder
-from clipscale.checkpoint.loading import split
+from clipscale.checkpoint.loading import shares, split
 from clipscale.checkpoint.shards import ShardWriter
 from clipscale.checkpoint.store import Store
 from clipscale.config.sections import CheckpointConfig
@@ -47,7 +48,8 @@ class Pending:
 class Saver:
     """Writes a run's checkpoints, one at a time. All ranks call its methods at the same places.
 
-    `save` copies the state into host memory, which is the pause that training sees, and returns. A thread then writes this rank's file.
+    Ranks share the tensors that all of them hold. `save` copies this rank's share and its shards into host memory, which is the pause
+    that training sees, and returns. A thread then writes its file.
     When all ranks have written, rank 0 writes the manifest, gives the folder its name and deletes outdated checkpoints. So a
     checkpoint appears whole or not at all, and a failed write changes no earlier one.
     """
@@ -89,6 +91,8 @@ class Saver:
         started = time.monotonic()
         plain, tensors = split(state)
         self._check_space(step, size_of(tensors, plain))
+        owners = shares({n: t.nbytes for n, t in tensors.items() if not isinstance(t, DTensor)}, self.world.size)
+        own = {name: t for name, t in tensors.items() if owners.get(name, self.world.rank) == self.world.rank}
         temporary = self._temporary(step)
         about = {key: value for key, value in state.items() if isinstance(value, int | float | str)}
         writer = ShardWriter(temporary, step, plain | {"step": step} if self.world.main else None, about)
@@ -96,7 +100,7 @@ class Saver:
         several = self.world.size > 1
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # also in the thread that writes
         result = dcp.async_save(
-            tensors,
+            own,
             storage_writer=writer,
             planner=DefaultSavePlanner(),
             process_group=self.world.background if several else None,

@@ -1,6 +1,6 @@
 """Storage of torch.distributed.checkpoint in our format: what its planners decide is written to and read from (see manifest.py).
 
-The planners share the tensors that every rank holds among the ranks for writing, and cut and join shards for any number of ranks.
+The planners cut and join shards for any number of ranks.
 """
 
 import json

@@ -70,7 +70,7 @@ def test_each_rank_writes_and_reads_its_share(tmp_path: Path, monkeypatch: pytes
     held = [(path / f"rank_0000{rank}.safetensors").stat().st_size for rank in range(2)]
     total = 2 * sum(t.nbytes for t in WHOLE.values())
     assert sum(held) == pytest.approx(total, rel=0.01), "each tensor once"
-    assert all(0.2 * total < size < 0.8 * total for size in held), held
+    assert all(0.4 * total < size < 0.6 * total for size in held), held
     assert read(0, 1, tmp_path)[1] == pytest.approx(total, rel=0.01)
     _, tensors = zip(*run_ranks(read, 4, tmp_path), strict=True)
     # 7 rows on 4 ranks: 2, 2, 2 and 1. Of 8 whole tensors each rank reads 2.
