@@ -22,7 +22,7 @@ from clipscale.config.setting import flat
 from clipscale.config.train import TrainConfig
 from clipscale.distributed import Later, World
 from clipscale.errors import UserError
-from clipscale.files import replacing
+from clipscale.files import inner_folder, replacing
 from clipscale.train_state import TrainState
 
 log = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ class WithinStep:
                 tower["replayed"] = 0
         path, problem = self._path(self._round), ""
         try:
-            path.parent.mkdir(exist_ok=True)
+            inner_folder(path.parent.parent, path.parent.name)
             with replacing(path, sync=True) as file:
                 torch.save(tree_map_only(Tensor, lambda x: x.cpu(), content), file)
         except (OSError, RuntimeError) as error:

@@ -3,15 +3,22 @@
 Hydra can start code from many of its own settings. Here its loader refuses these, or accepts them from the command line alone.
 """
 
+import io
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any
+from contextlib import contextmanager
+from typing import IO, Any
 
 import hydra._internal.hydra as internal
+import omegaconf._utils as omegaconf_utils
+import yaml
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.core_plugins import file_config_source
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
+from omegaconf._utils import get_yaml_loader
 
+from clipscale import files
 from clipscale.errors import UserError
 
 TARGETS = re.compile(
@@ -30,6 +37,8 @@ TYPED = (
     *(f"hydra.launcher.{name}" for name in ("setup", "python", "srun_args", "additional_parameters")),
 )  # fmt: skip
 """Settings that run commands, load what a description names, or change the workers' environment: only the command line may give them."""
+MOST_BYTES, MOST_NODES, MOST_DEPTH = 1 << 20, 1 << 17, 100
+"""Size of a configuration file, values in it, and nested brackets. Ours have 50; a list of ten thousand shards fits."""
 PRE_DISPATCH = re.compile(r"(\d+ ?\* ?)?n_jobs|\d+|all")
 """joblib evaluates other texts."""
 
@@ -53,6 +62,62 @@ class Loader(ConfigLoaderImpl):
 def install() -> None:
     """Make Hydra use this loader. A launcher plugin's processes unpickle it, and so check their jobs too."""
     vars(internal)["ConfigLoaderImpl"] = Loader  # Hydra has no public way to choose it
+    vars(file_config_source)["open"] = _regular
+    vars(omegaconf_utils)["get_yaml_loader"] = _bounded_loader
+
+
+def _regular(path: str, encoding: str) -> IO[str]:
+    """A configuration file, which is UTF-8. Raises UserError for one that is no regular file, too large or too deep."""
+    with files.reported("configuration", path, "take it away"):
+        text, depth = files.read_text(path, MOST_BYTES), 0
+        for bracket in re.findall(r"[\[\]{}]", text):  # PyYAML takes the square of the depth
+            depth += 1 if bracket in "[{" else -1
+            if depth > MOST_DEPTH:
+                raise ValueError(f"it has more than {MOST_DEPTH} nested brackets")
+        return io.StringIO(text)
+
+
+def _bounded_loader() -> Any:
+    """OmegaConf's YAML loader, with a bound on what aliases stand for: OmegaConf copies each of them."""
+
+    kind: Any = get_yaml_loader()
+
+    class Bounded(kind):
+        def __init__(self, stream: Any) -> None:
+            with _one_line():
+                super().__init__(stream)
+
+        def get_single_node(self) -> Any:
+            with _one_line():
+                node = super().get_single_node()
+                if node is not None:
+                    _measure(node, {})
+                return node
+
+    return Bounded
+
+
+@contextmanager
+def _one_line() -> Iterator[None]:
+    try:
+        yield
+    except RecursionError as error:
+        raise UserError("a configuration file is nested too deeply") from error
+    except yaml.YAMLError as error:
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"a configuration file is no YAML ({reason})") from error
+
+
+def _measure(node: yaml.Node, sizes: dict[int, int]) -> int:
+    """Nodes of a YAML tree, those of an alias each time. Raises UserError for more than MOST_NODES."""
+    if id(node) not in sizes:
+        sizes[id(node)] = MOST_NODES + 1  # as long as it is being measured: a node within itself
+        parts = node.value if not isinstance(node, yaml.ScalarNode) else []
+        children = [one for part in parts for one in (part if isinstance(part, tuple) else (part,))]
+        sizes[id(node)] = 1 + sum(_measure(one, sizes) for one in children)
+    if sizes[id(node)] > MOST_NODES:
+        raise UserError(f"a configuration file stands for more than {MOST_NODES} values; write fewer aliases")
+    return sizes[id(node)]
 
 
 def refuse(config: DictConfig, overrides: Sequence[str]) -> None:

@@ -175,9 +175,7 @@ def already_done(folder: Path, settings: str) -> dict[str, Any] | None:
 def page(folder: Path, made: TextTable) -> None:
     """Write the table as a page, beside the runs."""
     head = f"<!doctype html><html lang='en'><head><meta charset='utf-8'><title>{escape(folder.name)}</title>"
-    (folder / PAGE).write_text(
-        f"{head}<style>{CSS}</style></head><body>{made.html()}</body></html>\n", encoding="utf-8"
-    )
+    files.write_text(folder / PAGE, f"{head}<style>{CSS}</style></head><body>{made.html()}</body></html>\n")
 
 
 def finished(folder: Path, since: float) -> list[dict[str, Any]]:

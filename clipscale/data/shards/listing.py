@@ -6,7 +6,6 @@ reported.
 
 import glob
 import importlib.util
-import json
 import logging
 import os
 import re
@@ -19,6 +18,7 @@ from typing import Any
 import numpy as np
 from braceexpand import braceexpand
 
+from clipscale import files
 from clipscale.config.data import DataConfig, TableConfig
 from clipscale.data.order import Epochs, Mixed, Order, Resampled, default_streams, streams_fit
 from clipscale.data.shards import index, scan
@@ -31,6 +31,11 @@ log = logging.getLogger(__name__)
 TABLES = (".csv", ".tsv", ".parquet")
 SCAN_AT_MOST = 256
 """Shards that are scanned to count their samples if no counts are recorded; more would delay the start of a run."""
+MOST_SHARDS = 1 << 20
+"""Shards that a source may name: twice LAION-5B's. Expanding the braces for so many takes seconds."""
+MOST_BRACES = 64
+MOST_LIST_BYTES = 1 << 28
+"""Size of a list of shards, or of their counts."""
 EXTRAS = {"s3": ("s3fs", "s3"), "s3a": ("s3fs", "s3"), "gs": ("gcsfs", "gs"), "gcs": ("gcsfs", "gs")}
 """Scheme -> the package that reads it, and this project's extra that installs the package."""
 _FILE = re.compile(r"^file:(//)?", re.IGNORECASE)
@@ -94,7 +99,7 @@ def expand(
 
 def _local(source: str, setting: str, table: TableConfig | None) -> list[str]:
     """The files of this machine that a brace list, glob or folder names."""
-    if Path(source).is_dir():
+    if os.path.isdir(source):  # noqa: PTH112 (False for what no file can be named)
         found = sorted(as_path(str(p)) for p in Path(source).glob("*.tar*") if p.is_file())
         if not found:
             from clipscale.data.shards import tables
@@ -119,7 +124,7 @@ def _missing(names: Sequence[str]) -> list[str]:
     def files(folder: str) -> frozenset[str]:
         try:
             return frozenset(os.listdir(folder or "."))  # noqa: PTH208 (names only, fast)
-        except OSError:
+        except (OSError, ValueError):
             return frozenset()
 
     return [name for name in names if os.path.basename(name) not in files(os.path.dirname(name))]  # noqa: PTH119, PTH120 (as it is named)
@@ -138,9 +143,30 @@ def _braces(source: str, setting: str) -> list[str]:
     """Expands braces and `${NAME}` (environment variable WDS_NAME), and splits at `::`."""
     try:
         filled = re.sub(r"\$\{(\w+)\}", lambda name: os.environ["WDS_" + name[1]], source)
+        if sum(map(_expansions, filled.split("::"))) > MOST_SHARDS:
+            raise ValueError(f"it stands for more than {MOST_SHARDS} shards")
         return [url for part in filled.split("::") for url in braceexpand(part)]
-    except (ValueError, KeyError) as error:  # unbalanced braces; a variable that is not set
-        raise UserError(f"{setting}={source!r} cannot be expanded: {error}") from error
+    except (ValueError, KeyError, RecursionError) as error:  # unbalanced braces; a variable that is not set
+        raise UserError(f"{setting}={source[:200]!r} cannot be expanded: {error}") from error
+
+
+def _expansions(pattern: str) -> int:
+    """A bound on the names that a brace list stands for, before it is expanded: the product of its ranges and alternatives."""
+    count, open_braces = 1, list[tuple[int, int]]()  # where each begins, and the commas in it
+    for at in re.finditer(r"\\.|[{},]", pattern, re.DOTALL):
+        if at[0] == "{":
+            open_braces.append((at.end(), 0))
+        elif at[0] == "," and open_braces:
+            open_braces[-1] = (open_braces[-1][0], open_braces[-1][1] + 1)
+        elif at[0] == "}" and open_braces:
+            start, commas = open_braces.pop()
+            ends = re.fullmatch(r"(-?\d+)\.\.(-?\d+)(?:\.\.-?\d+)?\n?", pattern[start : at.start()])
+            count *= 1 + commas + (abs(int(ends[2]) - int(ends[1])) if ends else 0)
+        if len(open_braces) > MOST_BRACES or count > MOST_SHARDS:
+            raise ValueError(
+                f"it stands for more than {MOST_SHARDS} shards, or has more than {MOST_BRACES} nested braces"
+            )
+    return count
 
 
 def _remote(url: str, setting: str) -> list[str]:
@@ -189,11 +215,17 @@ def _require(url: str, setting: str) -> None:
 
 def _from_list(path: Path, allow_pipe: bool, setting: str, table: TableConfig | None) -> list[str]:
     try:
-        lines = [line.strip() for line in path.read_text().splitlines()]
-    except (OSError, UnicodeDecodeError) as error:
+        lines = [line.strip() for line in files.read_text(path, MOST_LIST_BYTES).splitlines()]
+    except (OSError, ValueError) as error:
         raise UserError(f"{setting}='@{path}': the list cannot be read ({error})") from error
     sources = [line for line in lines if line and not line.startswith("#")]
-    urls = [url for line in sources for url in expand(line, allow_pipe, setting=setting, table=table)]
+    urls: list[str] = []
+    for line in sources:
+        if line.startswith("@"):
+            raise UserError(f"{setting}='@{path}': {line[:200]!r} is a list in a list; write its lines here")
+        urls += expand(line, allow_pipe, setting=setting, table=table)
+        if len(urls) > MOST_SHARDS:
+            raise UserError(f"{setting}='@{path}' lists more than {MOST_SHARDS} shards; make them larger")
     if not urls:
         raise UserError(f"{setting}='@{path}' lists no shard; write one address a line")
     return urls
@@ -248,7 +280,7 @@ def _json(path: Path) -> dict[str, int]:
     if not path.is_file():
         return {}
     try:
-        value = json.loads(path.read_text())
+        value = files.read_json(path, MOST_LIST_BYTES)
     except (OSError, ValueError) as error:
         log.warning("%s cannot be read (%s); counting without it", path, error)
         return {}

@@ -101,7 +101,8 @@ def read_shard(
 
 
 def _message(error: Exception) -> str:
-    return str(error.args[0] if error.args else type(error).__name__)
+    reason = getattr(error, "strerror", None) or (error.args[0] if error.args else type(error).__name__)
+    return str(reason)
 
 
 def _samples(

@@ -7,6 +7,7 @@ import os
 import subprocess
 from collections.abc import Callable
 
+from clipscale import files
 from clipscale.data.shards.access import Opened, ReadContext, SourceError, is_local, scheme_of
 from clipscale.data.shards.cache import ShardCache
 from clipscale.data.shards.remote import Prefetch, RemoteFile
@@ -25,7 +26,7 @@ class Store(ReadContext):
         Raises OSError for a local file, SourceError (`unreachable_shard`, `missing_shard`, ...) for a remote one.
         """
         if is_local(url):
-            file = open(url, "rb", buffering=1 << 17)  # noqa: PTH123, SIM115 (a path as it was given; the caller closes)
+            file = files.opened(url, buffering=1 << 17)
             about = os.fstat(file.fileno())
             return Opened(file, about.st_size, str(about.st_mtime_ns))
         if scheme_of(url) == "pipe":

@@ -6,13 +6,12 @@ since pyarrow does not return the byte offset at which a virtual shard's first r
 """
 
 import csv
-import importlib.util
 import io
 import json
 import os
 import re
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -25,6 +24,7 @@ from clipscale.config.data import TableConfig
 from clipscale.data.decode import IMAGE_TYPES
 from clipscale.data.order import permutation
 from clipscale.data.sample import MAX_IMAGE_BYTES, RawSample
+from clipscale.data.shards import parquet
 from clipscale.data.shards.access import SourceError, digest, is_local, leaf_of, scheme_of, user_cache
 from clipscale.data.shards.store import Store
 from clipscale.errors import UserError
@@ -36,8 +36,6 @@ REMOTE = ("http", "https", "s3", "s3a", "gs", "gcs", "hf")
 """Schemes that a local table may name. fsspec knows others that read this machine's files, such as `simplecache:`."""
 LONGEST_FIELD = 1 << 24
 """Characters of the longest CSV field; the standard library's limit of 128 Ki is too short for some json columns."""
-Cuts = tuple[list[str], list[tuple[int, int, str]]]
-"""Column names, and the first row, end and `where` of each virtual shard."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +86,7 @@ def table_shards(path: str, config: TableConfig, setting: str) -> list[str]:
     """The addresses of a table's virtual shards. Raises UserError if it cannot be read or lacks the columns."""
     path = os.path.abspath(path) if is_local(path) else path  # noqa: PTH100 (as it is named)
     try:
-        names, cuts = (_parquet_cuts if _is_parquet(path) else _text_cuts)(path, config.rows)
+        names, cuts = (parquet.cuts if parquet.named(path) else _text_cuts)(path, config.rows)
     except (OSError, UnicodeDecodeError, csv.Error, ValueError, SourceError) as error:
         raise UserError(f"{setting}={path!r}: the table cannot be read ({error})") from error
     image = _column(names, config.image, IMAGE_COLUMNS, "image", path)
@@ -105,7 +103,7 @@ def _column(names: list[str], given: str | None, usual: tuple[str, ...], what: s
     return found
 
 
-def _text_cuts(path: str, rows: int) -> Cuts:
+def _text_cuts(path: str, rows: int) -> parquet.Cuts:
     """Reads the whole table to find every `rows`-th row, and remembers the result until the table changes."""
     opened = Store().open(path)
     with closing(_buffered(opened.stream)) as file:
@@ -129,20 +127,6 @@ def _text_cuts(path: str, rows: int) -> Cuts:
     cuts = [(n * rows, min((n + 1) * rows, count), str(start)) for n, start in enumerate(starts)]
     _write(record, json.dumps({"names": names, "cuts": cuts}))
     return names, cuts
-
-
-def _parquet_cuts(path: str, rows: int) -> Cuts:
-    """Cuts each row group into parts of at most `rows` rows."""
-    cuts = []
-    before = 0
-    with _parquet_file(path, Store()) as file:
-        for group in range(file.num_row_groups):
-            size = file.metadata.row_group(group).num_rows
-            cuts += [
-                (before + start, before + min(start + rows, size), f"{group}.{start}") for start in range(0, size, rows)
-            ]
-            before += size
-        return list(file.schema_arrow.names), cuts
 
 
 def folder_shards(folder: str, config: TableConfig, setting: str) -> list[str]:
@@ -205,7 +189,10 @@ def read_rows(
     part = part_of(url)
     # `store` may hash what it opens, and a hashed stream cannot seek
     own = Store(store.access, store.counts, store.tick, store.pending)
-    rows = _parquet_rows(part, own) if _is_parquet(part.path) else _text_rows(part, own)
+    if parquet.named(part.path):
+        rows = parquet.rows(own, part.path, part.where, part.last - part.first, part.image)
+    else:
+        rows = _text_rows(part, own)
     for index, row in enumerate(rows):
         image = row.get(part.image)
         name = str((image.get("path") or "") if isinstance(image, dict) else image if isinstance(image, str) else "")
@@ -314,7 +301,9 @@ class _Lines:
         file.seek(at)
 
     def __iter__(self) -> Iterator[str]:
-        for line in self._file:
+        while line := self._file.readline(LONGEST_FIELD + 1):
+            if len(line) > LONGEST_FIELD:
+                raise csv.Error(f"a line of more than {LONGEST_FIELD} bytes")
             self.at += len(line)
             yield line.decode("utf-8-sig" if self.at == len(line) else "utf-8")
 
@@ -337,41 +326,4 @@ def _text_rows(part: Part, store: Store) -> Iterator[dict[str, Any]]:
             for row in islice(rows, part.last - part.first):
                 yield dict(zip(names, row))
     except (csv.Error, UnicodeDecodeError) as error:
-        raise SourceError("unreadable_shard", str(error)) from error
-
-
-# -- Parquet -----------------------------------------------------------------------------------------------------------
-
-
-def _is_parquet(url: str) -> bool:
-    return leaf_of(url).endswith(".parquet")
-
-
-@contextmanager
-def _parquet_file(path: str, store: Store) -> Iterator[Any]:
-    """A Parquet file; pyarrow opens local ones itself, without a call to Python for each read."""
-    if importlib.util.find_spec("pyarrow") is None:
-        raise UserError("data.train: Parquet tables need the package pyarrow; pip install 'clipscale[parquet]'")
-    from pyarrow import parquet
-
-    if is_local(path):
-        with parquet.ParquetFile(path) as file:
-            yield file
-    else:
-        with closing(store.open(path).stream) as stream, parquet.ParquetFile(stream) as file:
-            yield file
-
-
-def _parquet_rows(part: Part, store: Store) -> Iterator[dict[str, Any]]:
-    group, start = map(int, part.where.split("."))
-    try:
-        with _parquet_file(part.path, store) as file:
-            kind = str(file.schema_arrow.field(part.image).type)
-            # a column with pictures instead of paths may have large rows, so they are read one by one
-            rows = 1 if "binary" in kind or kind.startswith("struct") else 256
-            # no threads: only the reading thread may run what a remote file does while it waits
-            batches = file.iter_batches(rows, row_groups=[group], use_threads=False)
-            found = (row for batch in batches for row in batch.to_pylist())
-            yield from islice(found, start, start + part.last - part.first)
-    except (ValueError, KeyError) as error:  # pyarrow's own errors are ValueErrors
         raise SourceError("unreadable_shard", str(error)) from error

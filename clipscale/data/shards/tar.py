@@ -22,6 +22,9 @@ LARGEST_HEADER = 1 << 20
 """Limit of an extended header, which is held in memory."""
 XZ_MEMORY = 128 << 20
 """Memory limit of the xz decoder; `xz -9` needs 65 MiB."""
+MOST_EXPANSION, FREE_BYTES = 200, 1 << 26
+"""A packed shard may unpack to so many times what has been read of it, and to so many bytes more. Pictures hardly pack at
+all, a shard of one-letter texts sixty to one, and bzip2 packs zeros twenty thousand to one."""
 PIECE = 1 << 16
 """Bytes read at a time from a stream that is unpacked or cannot seek."""
 
@@ -217,5 +220,23 @@ def unpacked(source: Any) -> tuple[Any, bool]:
         stream = io.BufferedReader(_Pieces(chain([first], iter(partial(source.read, PIECE), b""))), PIECE)
     for magic, opened in _MAGICS:
         if first.startswith(magic):
-            return opened(stream), True
+            packed = CountedStream(stream)
+            return _Unpacked(opened(packed), packed), True
     return stream, False
+
+
+class _Unpacked:
+    """What a decoder unpacks, as long as it is in proportion to what was packed. Raises tarfile.ReadError beyond."""
+
+    def __init__(self, content: Any, packed: CountedStream) -> None:
+        self._content, self._packed, self._at = content, packed, 0
+
+    def read(self, size: int = -1) -> bytes:
+        data: bytes = self._content.read(size)
+        self._at += len(data)
+        if self._at > FREE_BYTES + MOST_EXPANSION * self._packed.at:
+            raise tarfile.ReadError(f"unpacks to more than {MOST_EXPANSION} times its size")
+        return data
+
+    def close(self) -> None:
+        self._content.close()
