@@ -44,7 +44,7 @@ SLURM = {
     "gpus_per_node": "${launch.procs}",
     "cpus_per_task": "${product:${job.cpus},${launch.procs}}",
     "timeout_min": "${product:${job.hours},60}",
-    "signal_delay_s": "${launch.grace_s}",
+    "signal_delay_s": "${product:${launch.grace_s},1}",
     "name": "clipscale",
 }
 """A Slurm job's settings of Hydra's submitit plugin."""
@@ -92,10 +92,9 @@ def slurm_overrides(argv: Sequence[str]) -> list[str]:
     }
     missing = {"cpus_per_task": "job.cpus", "timeout_min": "job.hours"}
     chosen = {name: value for name, value in (SLURM | device).items() if missing.get(name, name) in (*given, name)}
-    return [
-        "hydra/launcher=submitit_slurm",
-        *(f"hydra.launcher.{name}={value}" for name, value in (chosen | options).items()),
-    ]
+    values = {**chosen, **options}
+    words = (f"hydra.launcher.{name}=" + (f"'{value}'" if "$" in value else value) for name, value in values.items())
+    return ["hydra/launcher=submitit_slurm", *words]
 
 
 def job(values: DictConfig) -> float:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from rich.console import Console
 
 from clipscale.cli.compose import job_dir
@@ -121,7 +122,8 @@ def test_slurm_jobs_of_a_sweep_have_the_description(monkeypatch: pytest.MonkeyPa
     made = slurm_overrides(words)
     assert made[0] == "hydra/launcher=submitit_slurm"
     assert "hydra.launcher.partition=gpu" in made
-    assert "hydra.launcher.gpus_per_node=${launch.procs}" in made
+    assert "hydra.launcher.gpus_per_node='${launch.procs}'" in made
+    OverridesParser.create().parse_overrides(made)  # Hydra can read them
     assert not any("timeout_min" in word for word in made), "without job.hours, the plugin's own limit counts"
     assert "hydra.launcher.gpus_per_node=null" in slurm_overrides([*words, "device=cpu"])
 
