@@ -26,11 +26,13 @@ from clipscale import files
 from clipscale.cli import compose
 from clipscale.config.job import JobConfig
 from clipscale.config.parse import typed
-from clipscale.config.redact import redacted, redacted_output
+from clipscale.config.redact import redact, redacted, redacted_output
 from clipscale.config.sections import LaunchConfig
 from clipscale.config.train import TrainConfig, check, to_yaml
 from clipscale.errors import StoppedError, UserError
+from clipscale.files import write_text
 from clipscale.launch import local
+from clipscale.launch.description import refuse_secrets
 from clipscale.report.page import CSS
 from clipscale.report.table import TextTable, plain_console
 from clipscale.terminal import message, say, say_all
@@ -59,6 +61,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         compose.run("train", rest, job, sweep_dir=str(folder))
     finally:
+        hide_secrets(folder)
         results = finished(folder, started)
         if results:
             made = table(results, folder)
@@ -84,6 +87,7 @@ def slurm_overrides(argv: Sequence[str]) -> list[str]:
     """Arguments that let Hydra's submitit plugin start every run as a Slurm job. Raises UserError where the plugin is missing."""
     if importlib.util.find_spec("hydra_plugins.hydra_submitit_launcher") is None:
         raise UserError("launch=slurm with -m needs Hydra's submitit plugin; pip install 'clipscale[slurm]'")
+    refuse_secrets(argv)
     os.environ["SUBMITIT_PREEMPT_SIGNAL"] = "USR1"  # which a run answers with a save, as it does SIGTERM
     given = dict(word.partition("=")[::2] for word in argv)
     device = {"gpus_per_node": "null"} if given.get("device") == "cpu" else {}
@@ -110,6 +114,7 @@ def _job(values: DictConfig) -> float:
     hydra = HydraConfig.get()
     folder = Path(hydra.runtime.output_dir)
     record: dict[str, Any] = {"job": int(hydra.job.num), "name": folder.name}
+    hide_secrets(folder.parent)
     say("")
     say(f"job {record['job'] + 1}: {folder.name}")
     try:
@@ -152,6 +157,14 @@ def train(config: TrainConfig) -> dict[str, Any]:
             subprocess.run(["scontrol", "requeue", number])
             time.sleep(600)  # Slurm ends this process; a result now would be this job's last
         raise
+
+
+def hide_secrets(folder: Path) -> None:
+    """Take the secrets out of the arguments that Hydra has written to the sweep's folder."""
+    for file in folder.glob("*.yaml"):
+        text = file.read_text(encoding="utf-8")
+        if (clean := redact(text)) != text:
+            write_text(file, clean)
 
 
 def settings_digest(config: TrainConfig) -> str:

@@ -72,13 +72,8 @@ def describe(config: TrainConfig, argv: Sequence[str], *, named: bool) -> Job:
     words += [f"run={config.run}"] * fixed + ["job.scheduler=local"]
     if job.scheduler == "local" and config.launch.procs:
         words.append(f"launch.procs={config.launch.procs}")
-    for word in [*words, *job.env] if job.scheduler != "torchrun" else []:
-        if redact(word) != word and "${oc.env:" not in word:
-            name = word.partition("=")[0]
-            raise UserError(
-                f"{name} holds a secret, which everybody could read in the queue; put it into an environment variable and give "
-                f"'{name}=${{oc.env:VARIABLE}}'" + (" or job.env=[VARIABLE]" if word in job.env else "")
-            )
+    if job.scheduler != "torchrun":
+        refuse_secrets([*words, *job.env])
     return Job(
         name=(fixed and re.sub(r"[^a-z0-9-]+", "-", folder.name.lower()).strip("-")[:50]) or "clipscale",
         words=tuple(words),
@@ -87,6 +82,17 @@ def describe(config: TrainConfig, argv: Sequence[str], *, named: bool) -> Job:
         grace_s=round(config.launch.grace_s),
         config=job,
     )
+
+
+def refuse_secrets(words: Sequence[str]) -> None:
+    """Raise UserError for settings that hold a secret: a queue shows a job's words to everybody, and stores them."""
+    for word in words:
+        if redact(word) != word and "${oc.env:" not in word:
+            name = word.partition("=")[0]
+            raise UserError(
+                f"{name} holds a secret, which everybody could read in the queue; put it into an environment variable and give "
+                f"'{name}=${{oc.env:VARIABLE}}' and job.env=[VARIABLE]"
+            )
 
 
 def check(config: TrainConfig) -> None:

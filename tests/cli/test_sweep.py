@@ -13,7 +13,15 @@ from rich.console import Console
 
 from clipscale.cli.compose import job_dir
 from clipscale.cli.main import main
-from clipscale.cli.sweep import already_done, finished, settings_digest, slurm_overrides, sweep_folder, table
+from clipscale.cli.sweep import (
+    already_done,
+    finished,
+    hide_secrets,
+    settings_digest,
+    slurm_overrides,
+    sweep_folder,
+    table,
+)
 from clipscale.config.sections import LaunchConfig
 from clipscale.config.train import TrainConfig
 from clipscale.errors import UserError
@@ -114,6 +122,14 @@ def test_processes_and_folders_make_no_other_run_but_settings_do(tmp_path: Path)
         assert (already_done(tmp_path, digest) is not None) == same
     (tmp_path / "result.json").write_text("{")
     assert already_done(tmp_path, digest) is None
+
+
+def test_hydras_record_of_a_sweep_keeps_no_secret(tmp_path: Path) -> None:
+    (tmp_path / "multirun.yaml").write_text("- data.train=https://host/a.tar?X-Amz-Signature=planted\n")
+    hide_secrets(tmp_path)
+    assert (tmp_path / "multirun.yaml").read_text() == "- data.train=https://host/a.tar?***\n"
+    with pytest.raises(UserError, match=r"data\.train holds a secret"):
+        slurm_overrides(["launch=slurm", "data.train=https://host/a.tar?X-Amz-Signature=planted"])
 
 
 def test_slurm_jobs_of_a_sweep_have_the_description(monkeypatch: pytest.MonkeyPatch) -> None:
