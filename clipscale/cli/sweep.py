@@ -9,6 +9,7 @@ import importlib.util
 import json
 import math
 import os
+import signal
 import subprocess
 import time
 import traceback
@@ -154,6 +155,7 @@ def train(config: TrainConfig) -> dict[str, Any]:
         number = os.environ.get("SLURM_JOB_ID")
         if number and config.job.scheduler == "slurm":
             say(f"saved; job {number} goes back into the queue")
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # which submitit ignores
             subprocess.run(["scontrol", "requeue", number])
             time.sleep(600)  # Slurm ends this process; a result now would be this job's last
         raise
