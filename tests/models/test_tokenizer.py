@@ -84,7 +84,7 @@ def with_tokenizer(source: str) -> ModelConfig:
         "pool_type": "last",
         "no_causal_mask": True,
     }
-    return ModelConfig("own", SMALL | {"text_cfg": text})
+    return ModelConfig("own", SMALL | {"text_cfg": text}, hub=True)
 
 
 def test_an_architecture_brings_its_tokenizer_from_local_files(folder: Path) -> None:
