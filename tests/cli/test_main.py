@@ -44,7 +44,8 @@ def test_the_overview_lists_the_verbs_that_exist(cli: Cli) -> None:
         status, out, err = cli(*words)
         assert (status, err) == (0, "")
         assert set(VERBS) <= set(out.split())
-    assert set(VERBS) == {"train", "eval", "plan", "data", "report", "export", "doctor", "bench", "completion"}
+    verbs = {"train", "launch", "eval", "plan", "data", "report", "export", "doctor", "bench", "completion"}
+    assert set(VERBS) == verbs
 
 
 def test_the_version_is_the_packages(cli: Cli) -> None:
@@ -109,7 +110,7 @@ def test_the_defaults_that_help_shows_are_those_of_a_run(tool: str) -> None:
     assert values is not None
     composed = asdict(typed(TOOLS[tool].settings, values))
     of_files = composed_defaults(TOOLS[tool].file)[1]
-    assert of_files["precision.name"] == ("bf16" if tool in ("train", "plan") else "fp32")
+    assert of_files["precision.name"] == ("bf16" if tool in ("train", "launch", "plan") else "fp32")
     for key in settings_of(TOOLS[tool].settings):
         value: Any = composed
         for part in key.name.split("."):
