@@ -109,7 +109,7 @@ class Run:
 
         1. `resume=auto`, the default: the newest readable checkpoint in the run's own folder.
         2. `resume=PATH`: that checkpoint, or the newest one of that run folder.
-        3. Without a checkpoint, or with `resume=none`: the initial weights `model.pretrained` and `model.pretrained_image`.
+        3. Without a checkpoint, or with `resume=none`: the initial weights `model.weights` and those of the towers.
         4. Without these: random weights, by `seed`.
         """
         config, world = self.config, self.world

@@ -83,7 +83,7 @@ def test_exported_weights_start_another_run(tmp_path: Path) -> None:
     model = saved(tmp_path / "run", ModelConfig("own", ARCHITECTURE))
     out = main(ExportSettings(run=str(tmp_path / "run")))
     torch.manual_seed(1)
-    again = build_model(ModelConfig("own", ARCHITECTURE, pretrained=str(out / "open_clip_model.safetensors")))
+    again = build_model(ModelConfig("own", ARCHITECTURE, weights=str(out / "open_clip_model.safetensors")))
     assert all(torch.equal(value, again.state_dict()[name]) for name, value in model.state_dict().items())
 
 

@@ -136,10 +136,10 @@ clipscale plan run=b16                                                        # 
         tools.FeaturesConfig,
         "clipscale.data.compute_features:main",
         """\
-clipscale data features model=vit-b16 model.pretrained_image=b16.pt data.train='/data/laion/*.tar' out=/data/b16
-clipscale train model=vit-b16 model.pretrained_image=b16.pt model.freeze_image=true data.train=/data/b16 data.image_features=true""",
+clipscale data features model=vit-b16 model.image.weights=b16.pt data.train='/data/laion/*.tar' out=/data/b16
+clipscale train model=vit-b16 model.image.weights=b16.pt model.freeze_image=true data.train=/data/b16 data.image_features=true""",
         file="features",
-        often=("model.pretrained_image", "data.train"),
+        often=("model.image.weights", "data.train"),
     ),
     "report": Tool(
         tools.ReportSettings,

@@ -11,10 +11,12 @@ from clipscale.terminal import say
 RENAMED = {
     "data.lanes": "data.shard_streams",
     "host": "host_memory",
+    "model.pretrained": "model.weights",
+    "model.pretrained_image": "model.image.weights",
     "near": "near_duplicates",
     "picture": "image_bytes",
 }
-"""Old dotted key -> new, in the same section. An entry is removed one release after it was added."""
+"""Old dotted key -> new, in the same section or one inside it. An entry is removed one release after it was added."""
 
 
 def current(key: str, declared: Container[str]) -> str:
@@ -44,6 +46,10 @@ def with_current_names(values: dict[str, Any], prefix: str, settings: Mapping[st
         new = current(f"{prefix}{name}", settings)
         if new != f"{prefix}{name}":
             del result[name]
-            if result.get(new.removeprefix(prefix), settings[new].default) == settings[new].default:
-                result[new.removeprefix(prefix)] = value
+            *inside, leaf = new.removeprefix(prefix).split(".")
+            section = result
+            for part in inside:
+                section[part] = section = dict(section.get(part, {}))
+            if section.get(leaf, settings[new].default) == settings[new].default:
+                section[leaf] = value
     return result

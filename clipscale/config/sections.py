@@ -1,6 +1,6 @@
 """The sections of a training run's settings, one dataclass each."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from clipscale.config.setting import setting
@@ -203,6 +203,17 @@ class LogConfig:
 
 
 @dataclass
+class TowerConfig:
+    """One tower's own weights."""
+
+    weights: str | None = setting(
+        None,
+        "Weights of this tower, in place of `model.weights`: the same sources, or a tower alone (timm, Hugging Face).",
+        literal=True,
+    )
+
+
+@dataclass
 class ModelConfig:
     """Which encoders are trained, and which parts are frozen."""
 
@@ -215,9 +226,19 @@ class ModelConfig:
         "Let the description's `hf_tokenizer_name` and `hf_model_name` load from the Hugging Face hub or a folder; false: "
         "open_clip's own names from the local cache. Only the command line may set it.",
     )
-    pretrained: str | None = setting(None, "Local checkpoint of the whole model to start from.", literal=True)
-    pretrained_image: str | None = setting(
-        None, "Local checkpoint of the image tower to start from (LiT).", literal=True
+    weights: str | None = setting(
+        None,
+        "Weights to start from: one of open_clip's tags for `name`, hf-hub:ORG/NAME, a run, a folder of open_clip or Hugging Face "
+        "(CLIP, SigLIP), or a file. Only a tag and hf-hub: use the network.",
+        literal=True,
+    )
+    image: TowerConfig = field(default_factory=TowerConfig)
+    text: TowerConfig = field(default_factory=TowerConfig)
+    allow_mismatch: bool = setting(
+        False, "Load weights of which some are missing, left over or of another shape, and list them; false: refuse."
+    )
+    image_size: int | None = setting(
+        None, "Side of the pictures in pixels, a multiple of the patch; null: the architecture's.", least=1
     )
     freeze_image: bool = setting(False, "Lock the image tower (LiT): no gradient, no second pass.")
     freeze_text: bool = setting(False, "Lock the text tower.")
@@ -247,6 +268,13 @@ class ModelConfig:
     std: tuple[float, float, float] = setting(
         (0.26862954, 0.26130258, 0.27577711), "Standard deviation of each channel; the default is CLIP's."
     )
+    resize: str = setting(
+        "shortest",
+        "How evaluation resizes a picture: the `shortest` side and a central crop, `squash` to a square, or the `longest` side and a black "
+        "margin.",
+        choices=("shortest", "squash", "longest"),
+    )
+    interpolation: str = setting("bicubic", "Of that resize.", choices=("bicubic", "bilinear"))
 
 
 @dataclass

@@ -120,13 +120,11 @@ def check(config: TrainConfig, *, now: datetime | None = None) -> TrainConfig:
 def warnings(config: TrainConfig) -> list[str]:
     """Warnings about settings that are allowed but probably not intended, a line each."""
     found = []
-    random_image = not (config.model.pretrained or config.model.pretrained_image)
+    random_image = not (config.model.weights or config.model.image.weights)
     if config.model.freeze_image and random_image:
-        found.append("model.freeze_image=true locks a tower of random weights; give model.pretrained_image=PATH")
+        found.append("model.freeze_image=true locks a tower of random weights; give model.image.weights=PATH")
     if config.model.batch_norm == "frozen" and random_image:
-        found.append(
-            "model.batch_norm=frozen keeps the running statistics of random weights; give model.pretrained=PATH"
-        )
+        found.append("model.batch_norm=frozen keeps the running statistics of random weights; give model.weights=PATH")
     if config.ramp.start is None and config.ramp != RampConfig():
         found.append("ramp.samples and ramp.rule have no effect without ramp.start, the batch to begin with")
     if config.optim.lr_scaling == "none" and config.optim.reference_batch is not None:

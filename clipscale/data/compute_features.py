@@ -67,8 +67,8 @@ def main(config: FeaturesConfig) -> Path:
 def _write(config: FeaturesConfig, urls: Sequence[str], world: World) -> Path:
     torch.manual_seed(config.seed)
     model = build_model(config.model).eval()
-    if world.main and not (config.model.pretrained or config.model.pretrained_image):
-        log.warning("these are features of random weights, by seed=%d; give model.pretrained_image=PATH", config.seed)
+    if world.main and not (config.model.weights or config.model.image.weights):
+        log.warning("these are features of random weights, by seed=%d; give model.image.weights=PATH", config.seed)
     folder = Path(config.out).expanduser()
     kind = {
         "model": config.model.name,

@@ -85,7 +85,7 @@ def stored_features(data: DataConfig, config: ModelConfig, model: "ClipModel") -
         if theirs != ours:
             raise UserError(
                 f"data.image_features: computed with {note['model']} of {what} {theirs}, but model.name={config.name} has {ours}; give the "
-                "same model and weights (model.pretrained_image=PATH), or compute them anew with `clipscale data features`"
+                "same model and weights (model.image.weights=PATH), or compute them anew with `clipscale data features`"
             )
     return StoredFeatures(member, note["width"], note["dtype"])
 

@@ -115,4 +115,4 @@ class Encoder:
 
     def transform(self, item: EvalSet) -> EvalTransform:
         """How the model wants the pictures of a set."""
-        return EvalTransform(self.model.image_size, border=item.border)
+        return self.model.eval_transform(item.border)

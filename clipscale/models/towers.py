@@ -6,9 +6,10 @@ N: samples, H, W: pixels, T: tokens, D: feature width.
 import hashlib
 import importlib
 import math
-import pickle
+import re
 from collections.abc import Callable, Mapping
 from copy import deepcopy
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from clipscale import checkpoint
 from clipscale.config.sections import ModelConfig
+from clipscale.data.decode import EvalTransform
 from clipscale.errors import UserError
 from clipscale.hardware import HARDWARE, hardware_of
 from clipscale.models.description import check, source_of
 from clipscale.models.lean import make_lean, take_short_captions
+from clipscale.models.weights import load as load_weights
 from clipscale.units import nearest
 
 
@@ -89,9 +92,14 @@ class ClipModel(nn.Module):
         names = [name for name, _ in encoders.visual.named_parameters()]
         self.any_size = not any(word in name for name in names for word in ("position", "pos_embed"))
         """Whether the image tower takes pictures of any size, having no learned positions."""
+        self.resize, self.interpolation = config.resize, config.interpolation
         self.context_length: int = encoders.context_length
         self.tokenizer = tokenizer
         self.batch_norm_frozen = config.batch_norm == "frozen"
+
+    def eval_transform(self, border: int = 0) -> EvalTransform:
+        """Turns the bytes of a picture into the pixels that the image tower takes, as in open_clip's evaluation."""
+        return EvalTransform(self.image_size, mode=self.resize, interpolation=self.interpolation, border=border)
 
     def freeze(self, *, image: bool, text: bool) -> None:
         """Freeze towers: their parameters take no gradient, their dropout and batch norm stay in evaluation mode."""
@@ -145,7 +153,10 @@ def architecture(config: ModelConfig) -> dict[str, Any]:
     check(description)
     if config.patch_dropout:
         description["vision_cfg"]["patch_dropout"] = config.patch_dropout
-    # Weights come from `pretrained` alone. Building a model downloads nothing.
+    if config.image_size:
+        _check_patches(config.image_size, description["vision_cfg"])
+        description["vision_cfg"]["image_size"] = config.image_size
+    # Weights come from `weights` alone. Building a model downloads nothing else.
     if "timm_model_name" in description["vision_cfg"]:
         description["vision_cfg"]["timm_model_pretrained"] = False
     if "hf_model_name" in description["text_cfg"]:
@@ -171,6 +182,24 @@ def _encoders(config: ModelConfig, description: dict[str, Any]) -> CustomTextCLI
         raise UserError(f"model.architecture does not describe an open_clip model: {first_line(error)}") from error
 
 
+def _set_size(encoders: CustomTextCLIP, config: ModelConfig) -> None:
+    """Let a tower of timm take pictures of `image_size`, since open_clip builds it for its own size."""
+    trunk = getattr(encoders.visual, "trunk", None)
+    if config.image_size and trunk is not None and hasattr(trunk, "set_input_size"):
+        trunk.set_input_size(img_size=(config.image_size, config.image_size))
+
+
+def _check_patches(side: int, vision: dict[str, Any]) -> None:
+    """Raise UserError for pictures that the patches do not divide."""
+    found = re.search(r"_patch(\d+)", str(vision.get("timm_model_name") or ""))
+    patch = int(found[1]) if found else vision.get("patch_size")
+    if patch and side % patch:
+        near = max(1, round(side / patch)) * patch
+        raise UserError(
+            f"model.image_size={side}: the patches are {patch} pixels wide; give a multiple, such as {near}"
+        )
+
+
 def build_model(config: ModelConfig) -> ClipModel:
     """Build the model that `config` describes: float32, on torch's default device, in training mode.
 
@@ -182,10 +211,8 @@ def build_model(config: ModelConfig) -> ClipModel:
     if config.init_bias is not None:
         description["init_logit_bias"] = config.init_bias
     encoders = _encoders(config, description)
-    if config.pretrained:
-        load_weights(encoders, config.pretrained, "model.pretrained", open_clip.load_checkpoint)
-    if config.pretrained_image:
-        load_weights(encoders.visual, config.pretrained_image, "model.pretrained_image", load_tower)
+    _set_size(encoders, config)
+    load_weights(encoders, config, quick_gelu=bool(description.get("quick_gelu")))
     if config.grad_checkpointing:
         encoders.set_grad_checkpointing(True)
     for encoder in (encoders.visual, encoders.text):
@@ -208,8 +235,7 @@ def load_model(
     state = checkpoint.load(path, parts=("model", "ema"))
     if weights == "ema" and not state.get("ema"):
         raise UserError(f"weights=ema: {path} holds no average; take weights=trained, or train with ema=0.9999")
-    own = {"pretrained": None, "pretrained_image": None, "compile": False, "hub": hub}
-    config = ModelConfig(**state["model_config"] | own)
+    config = saved_config(state["model_config"], hub=hub)
     check_filled(config, state["model"], path)
     model = build_model(config)
     averaged = state["ema"]["weights"] if weights == "ema" else {}
@@ -226,6 +252,12 @@ def check_filled(config: ModelConfig, state: dict[str, Tensor], path: Path) -> N
         raise UserError(
             f"checkpoint {path} describes a model of {needed} weights and holds {sum(storages.values())}; it is damaged"
         )
+
+
+def saved_config(saved: dict[str, Any], *, hub: bool) -> ModelConfig:
+    """The settings of a model in a checkpoint, of this version or an earlier one, that loads no other weights."""
+    known = {one.name for one in fields(ModelConfig)} - {"weights", "image", "text", "compile", "hub"}
+    return ModelConfig(**{name: value for name, value in saved.items() if name in known}, hub=hub)
 
 
 def tokenizer(config: ModelConfig, description: dict[str, Any]) -> Callable[[list[str]], Tensor]:
@@ -255,27 +287,6 @@ def first_line(error: Exception) -> str:
     return (str(error) or type(error).__name__).splitlines()[0]
 
 
-def load_weights(module: nn.Module, path: str, setting: str, load: Callable[[nn.Module, str], Any]) -> None:
-    """Load a local checkpoint into a module. Raises UserError for a file that is missing, damaged or of another architecture."""
-    if not Path(path).is_file():
-        raise UserError(f"{setting}={path!r} is not a file")
-    try:
-        load(module, path)
-    except pickle.UnpicklingError as error:
-        raise UserError(f"{setting}={path!r} is damaged or not a checkpoint") from error
-    except (RuntimeError, KeyError, AttributeError, EOFError) as error:
-        raise UserError(
-            f"{setting}={path!r} does not fit this architecture: {str(error).splitlines()[0].split('. ')[0]}"
-        ) from error
-
-
-def load_tower(module: nn.Module, path: str) -> None:
-    """Load an image tower from its own weights, or from those under `visual.` in a whole model's checkpoint."""
-    weights = open_clip.factory.load_state_dict(path)
-    own = {k.removeprefix("visual."): v for k, v in weights.items() if k.startswith("visual.")} or weights
-    module.load_state_dict(own)
-
-
 def forward_flops(config: ModelConfig, length: int | None = None) -> tuple[int, int]:
     """FLOPs of open_clip's forward pass of one image and one caption (matrix products only, 2 per multiply-add).
 
@@ -284,7 +295,9 @@ def forward_flops(config: ModelConfig, length: int | None = None) -> tuple[int, 
     from torch.utils.flop_counter import FlopCounterMode
 
     with torch.device("meta"):
-        plain = CustomTextCLIP(**architecture(ModelConfig(name=config.name, architecture=config.architecture))).eval()
+        same = ModelConfig(name=config.name, architecture=config.architecture, image_size=config.image_size)
+        plain = CustomTextCLIP(**architecture(same)).eval()
+        _set_size(plain, config)
         take_short_captions(plain.text)
         size = plain.visual.image_size
         pixels = torch.empty(1, 3, *(size if isinstance(size, tuple) else (size, size)))

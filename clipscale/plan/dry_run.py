@@ -26,6 +26,7 @@ from clipscale.data.features import StoredFeatures
 from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.distributed import World, sync_batch_norm
 from clipscale.models.towers import ClipModel, build_model
+from clipscale.models.weights import without_weights
 from clipscale.plan.memory_tracker import DryMachine, MemoryTracker, cuda_autocast, without_memory
 from clipscale.train_state import TrainState
 
@@ -174,7 +175,7 @@ class DryRunState(TrainState):
     """The trainer's state without pretrained weights; chunk sizes are set before each step."""
 
     def build_model(self) -> ClipModel:
-        return build_model(replace(self.config.model, pretrained=None, pretrained_image=None))
+        return build_model(without_weights(self.config.model))
 
     def stored_features(self) -> StoredFeatures | None:
         member = self.config.data.stored_member

@@ -10,7 +10,15 @@ import yaml
 
 from clipscale.config.data import DataConfig
 from clipscale.config.parse import typed
-from clipscale.config.sections import LaunchConfig, LossConfig, ModelConfig, OptimConfig, PrecisionConfig, RampConfig
+from clipscale.config.sections import (
+    LaunchConfig,
+    LossConfig,
+    ModelConfig,
+    OptimConfig,
+    PrecisionConfig,
+    RampConfig,
+    TowerConfig,
+)
 from clipscale.config.train import TrainConfig, changes, check, to_yaml, warnings
 from clipscale.errors import UserError
 
@@ -47,9 +55,9 @@ def test_each_mistake_is_one_line_that_names_the_setting_and_the_remedy(changes:
 
 def test_a_locked_tower_of_random_weights_gives_a_warning() -> None:
     assert warnings(config()) == []
-    assert warnings(config(model=ModelConfig(freeze_image=True, pretrained_image="vit.pt"))) == []
+    assert warnings(config(model=ModelConfig(freeze_image=True, image=TowerConfig("vit.pt")))) == []
     [line] = warnings(config(model=ModelConfig(freeze_image=True)))
-    assert "model.pretrained_image=PATH" in line
+    assert "model.image.weights=PATH" in line
 
 
 @pytest.mark.parametrize(

@@ -150,7 +150,7 @@ def test_a_shard_that_could_not_be_fetched_is_fetched_again_and_a_damaged_one_is
             {"model": replace(FROZEN, architecture={**ARCHITECTURE, "embed_dim": 16})},
             r"computed with test of width 32, .* has 16",
         ),
-        ({"seed": 4}, r"computed with test of weights \w+, .*model\.pretrained_image=PATH"),
+        ({"seed": 4}, r"computed with test of weights \w+, .*model\.image\.weights=PATH"),
         ({"model": replace(FROZEN, mean=(0.5, 0.5, 0.5))}, "pixel mean and deviation"),
         ({"offload": "encoded"}, r"offload=encoded is for pictures"),
     ],

@@ -10,6 +10,8 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from clipscale.data.decode import EvalTransform
+
 COLOURS = {
     "red": (230, 20, 20),
     "green": (20, 230, 20),
@@ -96,6 +98,9 @@ class ColourModel(nn.Module):
         super().__init__()
         self.passes = 0
         self.modes: set[bool] = set()
+
+    def eval_transform(self, border: int = 0) -> EvalTransform:
+        return EvalTransform(self.image_size, border=border)
 
     def tokenizer(self, texts: list[str]) -> Tensor:
         return torch.tensor([[next(i for i, name in enumerate(NAMES) if name in text)] for text in texts])

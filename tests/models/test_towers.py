@@ -6,7 +6,7 @@ import open_clip
 import pytest
 import torch
 
-from clipscale.config.sections import ModelConfig
+from clipscale.config.sections import ModelConfig, TowerConfig
 from clipscale.errors import UserError
 from clipscale.models.towers import Flops, build_model, forward_flops
 
@@ -68,11 +68,11 @@ def test_local_weights_are_loaded(tmp_path: Path) -> None:
     theirs = open_clip.model.CustomTextCLIP(**SMALL, init_logit_scale=1.5)
     torch.save(theirs.state_dict(), tmp_path / "whole.pt")
     torch.save(theirs.visual.state_dict(), tmp_path / "image.pt")
-    model = build_model(small(pretrained=str(tmp_path / "whole.pt")))
+    model = build_model(small(weights=str(tmp_path / "whole.pt")))
     assert torch.equal(model.text.encoder.token_embedding.weight, theirs.text.token_embedding.weight)
     assert model.logit_scale.item() == 1.5
     for name in ("whole.pt", "image.pt"):
-        tower = build_model(small(pretrained_image=str(tmp_path / name))).image.encoder
+        tower = build_model(small(image=TowerConfig(str(tmp_path / name)))).image.encoder
         assert torch.equal(tower.conv1.weight, theirs.visual.conv1.weight)
 
 
@@ -80,7 +80,7 @@ def test_local_weights_are_loaded(tmp_path: Path) -> None:
     ("config", "message"),
     [
         (ModelConfig(name="ViT-B32"), "model.name='ViT-B32' is not an open_clip architecture; did you mean 'ViT-B-32'"),
-        (small(pretrained="nowhere.pt"), "model.pretrained='nowhere.pt' is not a file"),
+        (small(weights="nowhere.pt"), "model.weights='nowhere.pt' is no file, no folder, no run and no tag"),
         (ModelConfig(name="x", architecture={"embed_dim": 4}), "model.architecture lacks vision_cfg"),
         (ModelConfig(name="coca_ViT-B-32"), "captioning model"),
     ],
@@ -93,17 +93,17 @@ def test_mistakes_are_named(config: ModelConfig, message: str) -> None:
 def test_weights_of_another_shape_are_refused(tmp_path: Path) -> None:
     torch.save(build_model(small()).text.state_dict(), tmp_path / "w.pt")
     with pytest.raises(UserError, match="does not fit this architecture"):
-        build_model(small(pretrained=str(tmp_path / "w.pt")))
+        build_model(small(weights=str(tmp_path / "w.pt")))
 
 
 @pytest.mark.parametrize(
     ("data", "message"),
-    [(b"no checkpoint", "is damaged or not a checkpoint$"), (b"PK\x03\x04 none", "not a ZIP archive$")],
+    [(b"no checkpoint", "is damaged or not a checkpoint$"), (b"PK\x03\x04 none", "is damaged or not a checkpoint$")],
 )
 def test_a_file_that_is_no_checkpoint_is_refused(tmp_path: Path, data: bytes, message: str) -> None:
     (tmp_path / "w.pt").write_bytes(data)
-    with pytest.raises(UserError, match=rf"^model.pretrained='.*w.pt' .*{message}"):
-        build_model(small(pretrained=str(tmp_path / "w.pt")))
+    with pytest.raises(UserError, match=rf"^model.weights='.*w.pt' {message}"):
+        build_model(small(weights=str(tmp_path / "w.pt")))
 
 
 def test_flops_are_the_published_ones() -> None:

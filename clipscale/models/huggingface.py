@@ -1,0 +1,235 @@
+"""Hugging Face's CLIP and SigLIP models as open_clip's: names of weights both ways, and their configurations.
+
+SigLIP 2 of fixed resolution has SigLIP's architecture.
+"""
+
+import re
+from typing import Any
+
+import torch
+from torch import Tensor
+
+KINDS = ("clip", "siglip")
+
+_TEXT = {
+    "text.token_embedding.": "text_model.embeddings.token_embedding.",
+    "text.positional_embedding": "text_model.embeddings.position_embedding.weight",
+    "text.ln_final.": "text_model.final_layer_norm.",
+    "logit_scale": "logit_scale",
+    "logit_bias": "logit_bias",
+}
+_NAMES: dict[str, dict[str, str]] = {
+    "clip": _TEXT
+    | {
+        "visual.class_embedding": "vision_model.embeddings.class_embedding",
+        "visual.positional_embedding": "vision_model.embeddings.position_embedding.weight",
+        "visual.conv1.": "vision_model.embeddings.patch_embedding.",
+        "visual.ln_pre.": "vision_model.pre_layrnorm.",
+        "visual.ln_post.": "vision_model.post_layernorm.",
+        "visual.proj": "visual_projection.weight",
+        "text.text_projection": "text_projection.weight",
+    },
+    "siglip": _TEXT
+    | {
+        "visual.trunk.patch_embed.proj.": "vision_model.embeddings.patch_embedding.",
+        "visual.trunk.pos_embed": "vision_model.embeddings.position_embedding.weight",
+        "visual.trunk.norm.": "vision_model.post_layernorm.",
+        "visual.trunk.attn_pool.latent": "vision_model.head.probe",
+        "visual.trunk.attn_pool.proj.": "vision_model.head.attention.out_proj.",
+        "visual.trunk.attn_pool.norm.": "vision_model.head.layernorm.",
+        "visual.trunk.attn_pool.mlp.": "vision_model.head.mlp.",
+        "text.text_projection.": "text_model.head.",
+    },
+}
+"""By kind: open_clip's name or prefix -> Hugging Face's."""
+_BLOCKS = {
+    "visual.transformer.resblocks.": "vision_model.encoder.layers.",
+    "visual.trunk.blocks.": "vision_model.encoder.layers.",
+    "text.transformer.resblocks.": "text_model.encoder.layers.",
+}
+_OPEN_CLIP_BLOCK = {
+    "ln_1.": "layer_norm1.",
+    "ln_2.": "layer_norm2.",
+    "mlp.c_fc.": "mlp.fc1.",
+    "mlp.c_proj.": "mlp.fc2.",
+    "attn.out_proj.": "self_attn.out_proj.",
+    "attn.in_proj_": "self_attn.{}_proj.",
+}
+_TIMM_BLOCK = {
+    "norm1.": "layer_norm1.",
+    "norm2.": "layer_norm2.",
+    "mlp.": "mlp.",
+    "attn.proj.": "self_attn.out_proj.",
+    "attn.qkv.": "self_attn.{}_proj.",
+}
+_TRANSPOSED = ("visual.proj", "text.text_projection")
+"""Matrices that open_clip multiplies from the right, and torch's linear layers from the left."""
+_POOL = "visual.trunk.attn_pool."
+_POOL_INPUT = "vision_model.head.attention.in_proj_"
+
+
+def from_open_clip(state: dict[str, Tensor], kind: str) -> dict[str, Tensor]:
+    """open_clip's weights under Hugging Face's names. Raises KeyError for a weight that a model of this kind does not have."""
+    found: dict[str, Tensor] = {}
+    for name, value in state.items():
+        if name.startswith((f"{_POOL}q.", f"{_POOL}kv.")):
+            continue
+        their = _their_name(name, kind)
+        if "{}" in their:
+            for part, rows in zip("qkv", value.chunk(3)):
+                found[their.format(part)] = rows
+        elif name in _TRANSPOSED:
+            found[their] = value.T
+        else:
+            found[their] = value[0] if name.endswith("trunk.pos_embed") else value
+    if kind == "siglip":
+        for part in ("weight", "bias"):
+            found[_POOL_INPUT + part] = torch.cat([state[f"{_POOL}q.{part}"], state[f"{_POOL}kv.{part}"]])
+        for part in ("logit_scale", "logit_bias"):
+            found[part] = found[part].reshape(1)
+    return {name: value.contiguous() for name, value in found.items()}
+
+
+def to_open_clip(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Hugging Face's weights of a CLIP or SigLIP model, or of one of its towers, under open_clip's names.
+
+    Weights whose names are not known keep them, so that a comparison of names lists them.
+    """
+    kind = "siglip" if any("vision_model.head." in n or "text_model.head." in n for n in state) else "clip"
+    their_to_ours = {theirs: ours for ours, theirs in _NAMES[kind].items()}
+    found: dict[str, Tensor] = {}
+    fused: dict[str, dict[str, Tensor]] = {}
+    for name, value in state.items():
+        if name.endswith("position_ids"):
+            continue
+        if name.startswith(_POOL_INPUT):
+            part = name.removeprefix(_POOL_INPUT)
+            found[f"{_POOL}q.{part}"], found[f"{_POOL}kv.{part}"] = value.split([len(value) // 3, 2 * len(value) // 3])
+            continue
+        block = re.fullmatch(r"(vision|text)_model\.encoder\.layers\.(\d+)\.(.+)", name)
+        if block:
+            ours, part = _our_block(*block.groups(), kind)
+            if part:
+                fused.setdefault(ours, {})[part] = value
+                continue
+        else:
+            ours = next((o + name.removeprefix(t) for t, o in their_to_ours.items() if name == t), "") or next(
+                (o + name.removeprefix(t) for t, o in their_to_ours.items() if t.endswith(".") and name.startswith(t)),
+                name,
+            )
+        if ours in _TRANSPOSED and value.dim() == 2:
+            value = value.T
+        found[ours] = value[None] if ours.endswith("trunk.pos_embed") else value
+    return found | {name: torch.cat([parts[p] for p in "qkv"]) for name, parts in fused.items() if len(parts) == 3}
+
+
+def _their_name(name: str, kind: str) -> str:
+    for prefix, their in _BLOCKS.items():
+        if name.startswith(prefix):
+            number, _, rest = name.removeprefix(prefix).partition(".")
+            parts = _TIMM_BLOCK if ".trunk." in prefix else _OPEN_CLIP_BLOCK
+            for ours, theirs in parts.items():
+                if rest.startswith(ours):
+                    return f"{their}{number}.{theirs}{rest.removeprefix(ours)}"
+            raise KeyError(name)
+    for ours, theirs in _NAMES[kind].items():
+        if name == ours or (ours.endswith(".") and name.startswith(ours)):
+            return theirs + name.removeprefix(ours)
+    raise KeyError(name)
+
+
+def _our_block(tower: str, number: str, rest: str, kind: str) -> tuple[str, str]:
+    """open_clip's name of a block's weight, and q, k or v for a part of its fused projection."""
+    timm = kind == "siglip" and tower == "vision"
+    prefix = "text.transformer.resblocks." if tower == "text" else "visual.transformer.resblocks."
+    prefix = "visual.trunk.blocks." if timm else prefix
+    for ours, theirs in (_TIMM_BLOCK if timm else _OPEN_CLIP_BLOCK).items():
+        projection = re.fullmatch(r"self_attn\.([qkv])_proj\.(.+)", rest)
+        if "{}" in theirs and projection:
+            return f"{prefix}{number}.{ours}{projection[2]}", projection[1]
+        if rest.startswith(theirs):
+            return f"{prefix}{number}.{ours}{rest.removeprefix(theirs)}", ""
+    return f"{prefix}{number}.{rest}", ""
+
+
+# -- configurations ----------------------------------------------------------------------------------------------------
+
+_CLIP_DEFAULTS = (
+    {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "image_size": 224, "patch_size": 32},
+    {
+        "hidden_size": 512,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 8,
+        "max_position_embeddings": 77,
+        "vocab_size": 49408,
+    },
+)
+_SIGLIP_DEFAULTS = (
+    {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "image_size": 224, "patch_size": 16},
+    {
+        "hidden_size": 768,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "max_position_embeddings": 64,
+        "vocab_size": 32000,
+    },
+)
+_TIMM_SIGLIP = {(768, 12): "base", (1024, 24): "large", (1152, 27): "so400m", (1536, 40): "giantopt"}
+
+
+def description(config: dict[str, Any], folder: str) -> dict[str, Any]:
+    """open_clip's description of a model from its config.json. Raises ValueError for a model of another kind."""
+    kind = config.get("model_type")
+    if kind not in KINDS:
+        raise ValueError(f"its model_type is {kind!r}; {' and '.join(KINDS)} can be read")
+    vision, text = (
+        defaults
+        | {"intermediate_size": 4 * (config.get(f"{part}_config") or {}).get("hidden_size", defaults["hidden_size"])}
+        | (config.get(f"{part}_config") or {})
+        for part, defaults in zip(("vision", "text"), _CLIP_DEFAULTS if kind == "clip" else _SIGLIP_DEFAULTS)
+    )
+    text_cfg: dict[str, Any] = {
+        "context_length": text["max_position_embeddings"],
+        "vocab_size": text["vocab_size"],
+        "width": text["hidden_size"],
+        "heads": text["num_attention_heads"],
+        "layers": text["num_hidden_layers"],
+        "mlp_ratio": text["intermediate_size"] / text["hidden_size"],
+    }
+    if kind == "siglip":
+        size = _TIMM_SIGLIP.get((vision["hidden_size"], vision["num_hidden_layers"]))
+        if size is None:
+            raise ValueError(f"timm has no SigLIP tower of width {vision['hidden_size']}")
+        name = f"vit_{size}_patch{vision['patch_size']}_siglip_{vision['image_size']}"
+        vision_cfg = {
+            "image_size": vision["image_size"],
+            "timm_model_name": name,
+            "timm_pool": "map",
+            "timm_proj": "none",
+        }
+        text_cfg |= {"no_causal_mask": True, "proj_bias": True, "pool_type": "last", "norm_kwargs": {"eps": 1e-6}}
+        text_cfg |= {"act_kwargs": {"approximate": "tanh"}, "hf_tokenizer_name": folder}
+        text_cfg |= {"tokenizer_kwargs": {"clean": "canonicalize"}}
+        return {
+            "embed_dim": vision["hidden_size"],
+            "vision_cfg": vision_cfg,
+            "text_cfg": text_cfg,
+            "init_logit_bias": -10,
+        }
+    vision_cfg = {
+        "image_size": vision["image_size"],
+        "patch_size": vision["patch_size"],
+        "width": vision["hidden_size"],
+        "head_width": vision["hidden_size"] // vision["num_attention_heads"],
+        "layers": vision["num_hidden_layers"],
+        "mlp_ratio": vision["intermediate_size"] / vision["hidden_size"],
+    }
+    if text["vocab_size"] != 49408:  # CLIP's own vocabulary needs no files
+        text_cfg["hf_tokenizer_name"] = folder
+    quick = {part.get("hidden_act", "quick_gelu") for part in (vision, text)}
+    if len(quick) > 1 or not quick <= {"quick_gelu", "gelu"}:
+        raise ValueError(
+            f"its activations are {' and '.join(sorted(quick))}; quick_gelu or gelu in both towers can be read"
+        )
+    found = {"embed_dim": config.get("projection_dim", 512), "vision_cfg": vision_cfg, "text_cfg": text_cfg}
+    return found | ({"quick_gelu": True} if quick == {"quick_gelu"} else {})

@@ -1,0 +1,383 @@
+"""Finds weights and loads them: open_clip tags and files, Hugging Face folders, clipscale's own runs and exports, single towers.
+
+Names are looked up on the network only where the setting itself is a tag or begins with hf-hub:. Files execute no code.
+"""
+
+import json
+import logging
+import pickle
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import open_clip
+import torch
+from open_clip.convert import convert_state_dict, load_big_vision_weights
+from open_clip.model import CustomTextCLIP, convert_to_custom_text_state_dict, resize_pos_embed, resize_text_pos_embed
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from timm.layers import resample_abs_pos_embed
+from torch import Tensor, nn
+
+from clipscale import checkpoint, files
+from clipscale.config.sections import ModelConfig, TowerConfig
+from clipscale.errors import UserError
+from clipscale.models import huggingface
+from clipscale.units import nearest, run_folder
+
+log = logging.getLogger(__name__)
+
+HUB = "hf-hub:"
+OPEN_CLIP, CONFIG = "open_clip_config.json", "config.json"
+_FILES = (
+    "open_clip_model.safetensors", "model.safetensors", "open_clip_pytorch_model.bin", "pytorch_model.bin", "model.safetensors.index.json"
+)  # fmt: skip
+"""Weights in a folder, the first that there is."""
+_PIXELS = ("mean", "std", "interpolation", "resize")
+_UNREADABLE = (
+    RuntimeError,
+    OSError,
+    EOFError,
+    KeyError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    pickle.UnpicklingError,
+    SafetensorError,
+)
+_BARE = ("head.", "proj.", "pooler.", "cls.", "lm_head.", "fc.", "classifier.", "embeddings.position_ids")
+"""Weights around a tower of another task: its classifier is left out, and our projection keeps its initial values."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where weights are, and what their folder says of the model."""
+
+    setting: str
+    """The setting that asked for them, and its value: the beginning of messages."""
+    path: Path
+    description: dict[str, Any] = field(default_factory=dict)
+    """open_clip's description of the architecture; empty: not known."""
+    pixels: dict[str, Any] = field(default_factory=dict)
+    """The settings of the model by which its pictures were prepared; empty: not known."""
+    quick_gelu: bool | None = None
+
+
+def find(value: str, name: str, setting: str = "model.weights") -> Source:
+    """The weights that a setting names; `name` is the architecture, among whose tags it may be. Raises UserError."""
+    about, path = f"{setting}={value!r}", Path(value).expanduser()
+    if value.startswith(HUB):
+        return _in_folder(_from_hub(value.removeprefix(HUB), about), about)
+    if path.is_dir():
+        return _in_folder(path, about)
+    if path.is_file():
+        return _own_checkpoint(path, about) or Source(about, path)
+    if (run_folder(value) / "checkpoints").is_dir():
+        return _in_folder(run_folder(value), about)
+    return _of_tag(value, name.replace("/", "-"), about)
+
+
+def described(config: ModelConfig) -> ModelConfig:
+    """The settings of a model whose weights describe it: architecture, if no name is given, and preparation of pictures.
+
+    Settings that differ from their defaults stay. Raises UserError.
+    """
+    if not config.weights:
+        return config
+    source = find(config.weights, config.name)
+    if not config.name:
+        if not source.description:
+            raise UserError(
+                f"{source.setting} does not describe its architecture; give a preset too, such as model=vit-b32"
+            )
+        hub = config.hub or source.own_tokenizer
+        config = replace(config, name=source.path.parent.name, architecture=source.description, hub=hub)
+    default = ModelConfig()
+    changed = {key: value for key, value in source.pixels.items() if getattr(config, key) == getattr(default, key)}
+    return replace(config, **changed)
+
+
+def without_weights(config: ModelConfig) -> ModelConfig:
+    """The settings of the same model that loads nothing."""
+    return replace(config, weights=None, image=TowerConfig(), text=TowerConfig())
+
+
+def load(encoders: CustomTextCLIP, config: ModelConfig, *, quick_gelu: bool) -> None:
+    """Load the weights that the settings name: of the whole model, then of each tower. Raises UserError."""
+    if config.weights:
+        source = find(config.weights, config.name)
+        if source.quick_gelu is not None and source.quick_gelu != quick_gelu and not config.allow_mismatch:
+            other = "-quickgelu" if source.quick_gelu else ""
+            raise UserError(
+                f"{source.setting} was trained with{'' if source.quick_gelu else 'out'} QuickGELU, unlike model.name={config.name}; take "
+                f"model.name={config.name.removesuffix('-quickgelu')}{other}"
+            )
+        if source.path.suffix == ".npz":
+            load_big_vision_weights(encoders, str(source.path))
+        else:
+            state = converted(read(source), encoders, source)
+            fill(encoders, state, source, allowed=config.allow_mismatch)
+    for tower, part, chosen in (("image", "visual.", config.image), ("text", "text.", config.text)):
+        if chosen.weights:
+            source = find(chosen.weights, config.name, f"model.{tower}.weights")
+            module = encoders.visual if tower == "image" else encoders.text
+            state = of_tower(read(source), encoders, part, source)
+            fill(encoders, state, source, allowed=config.allow_mismatch, part=part, module=module)
+
+
+# -- where they are ----------------------------------------------------------------------------------------------------
+
+
+def _in_folder(folder: Path, about: str) -> Source:
+    if (folder / "checkpoints").is_dir():
+        return _own_checkpoint(checkpoint.locate(folder, "latest"), about) or Source(about, folder)
+    path = next((folder / name for name in _FILES if (folder / name).is_file()), None)
+    if path is None:
+        raise UserError(
+            f"{about}: the folder holds no weights ({', '.join(_FILES[:4])}); give an open_clip or Hugging Face folder, a run, or a file"
+        )
+    try:
+        if (folder / OPEN_CLIP).is_file():
+            found = files.read_json(folder / OPEN_CLIP)
+            return Source(about, path, dict(found["model_cfg"]), _pixels(found.get("preprocess_cfg") or {}))
+        if not (folder / CONFIG).is_file():
+            return Source(about, path)
+        found = files.read_json(folder / CONFIG)
+        if (
+            "architecture" in found or found.get("model_type") not in huggingface.KINDS
+        ):  # timm's, or a tower of transformers
+            return Source(about, path)
+        made = huggingface.description(found, str(folder.resolve()))
+        return Source(
+            about,
+            path,
+            made,
+            _preprocessor(folder, found["model_type"]),
+            bool(made.get("quick_gelu")),
+            own_tokenizer=True,
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"{about}: its configuration cannot be used ({error}); give model= and the file {path}"
+        ) from error
+
+
+def _pixels(found: dict[str, Any]) -> dict[str, Any]:
+    """open_clip's description of the pictures' preparation, as settings of the model."""
+    values = found | {"resize": found.get("resize_mode", "shortest")}
+    return {key: tuple(values[key]) if key in ("mean", "std") else values[key] for key in _PIXELS if key in values}
+
+
+def _preprocessor(folder: Path, kind: str) -> dict[str, Any]:
+    """transformers' description of the pictures' preparation, as settings of the model."""
+    file = folder / "preprocessor_config.json"
+    found = files.read_json(file) if file.is_file() else {}
+    found = found.get("image_processor", found)
+    pixels = {"resize": "squash" if kind == "siglip" else "shortest", "interpolation": "bicubic"}
+    if found.get("resample") == 2:
+        pixels["interpolation"] = "bilinear"
+    half = [0.5, 0.5, 0.5]
+    for name, key, default in (("image_mean", "mean", half), ("image_std", "std", half)):
+        if name in found or kind == "siglip":
+            pixels[key] = tuple(found.get(name) or default)
+    return pixels
+
+
+def _own_checkpoint(path: Path, about: str) -> Source | None:
+    """A checkpoint of clipscale; None for any other file."""
+    if path.suffix in (".safetensors", ".npz"):
+        return None
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        config = state["model_config"]
+    except _UNREADABLE:
+        return None
+    known = {one: config[one] for one in _PIXELS if one in config}
+    architecture = config["architecture"] or open_clip.get_model_config(config["name"].replace("/", "-")) or {}
+    return Source(about, path, dict(architecture), known)
+
+
+def _from_hub(name: str, about: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    patterns = ["*.json", "*.txt", "*.model", *(file for file in _FILES if file.endswith("safetensors"))]
+    try:
+        folder = Path(snapshot_download(name, allow_patterns=patterns))
+        if not any((folder / file).is_file() for file in _FILES):
+            folder = Path(snapshot_download(name, allow_patterns=[*patterns, "*.bin"]))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(
+            f"{about} cannot be fetched ({reason}); download https://huggingface.co/{name} elsewhere, and give its folder"
+        ) from error
+    return folder
+
+
+def _of_tag(tag: str, name: str, about: str) -> Source:
+    tags = open_clip.list_pretrained_tags_by_model(name)
+    if tag not in tags:
+        known = f"; the tags of {name} are {', '.join(tags)}" if tags else ""
+        raise UserError(
+            f"{about} is no file, no folder, no run and no tag of model.name={name}{nearest(tag, tags)}{known}"
+        )
+    found = open_clip.get_pretrained_cfg(name, tag)
+    try:
+        path = Path(open_clip.download_pretrained(found))
+    except Exception as error:  # open_clip raises what its downloaders do, of many kinds
+        place = found.get("hf_hub") or found.get("url")
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(
+            f"{about} cannot be fetched ({reason}); download {place} elsewhere, and give the file"
+        ) from error
+    return Source(about, path, pixels=_pixels(found), quick_gelu=bool(found.get("quick_gelu", False)))
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+def read(source: Source) -> dict[str, Tensor]:
+    """The weights in a file, without the wrappers of trainers. Raises UserError."""
+    try:
+        if source.path.name.endswith(".index.json"):
+            parts = sorted(set(json.loads(source.path.read_text())["weight_map"].values()))
+            state: Any = {}
+            for part in parts:
+                state |= load_file(source.path.parent / Path(part).name)
+        elif source.path.suffix == ".safetensors":
+            state = load_file(source.path)
+        else:
+            state = torch.load(source.path, map_location="cpu", weights_only=True)
+        if "model_config" in state:
+            return _of_run(state["model"])
+        for wrapper in ("state_dict", "model"):
+            state = state[wrapper] if isinstance(state.get(wrapper), dict) else state
+        found = {name.removeprefix("module."): value for name, value in state.items() if isinstance(value, Tensor)}
+    except _UNREADABLE as error:
+        script = "TorchScript" in str(error)
+        why = (
+            "is a TorchScript archive; take the tag `openai`, or a safetensors file"
+            if script
+            else "is damaged or not a checkpoint"
+        )
+        raise UserError(f"{source.setting} {why}") from error
+    if not found:
+        raise UserError(f"{source.setting} is damaged or not a checkpoint")
+    return found
+
+
+def _of_run(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The weights of a run's model under open_clip's names."""
+    names = {"image.encoder.": "visual.", "text.encoder.": "text."}
+    found = {}
+    for name, value in state.items():
+        prefix = next((one for one in names if name.startswith(one)), "")
+        found[names.get(prefix, "") + name.removeprefix(prefix)] = value
+    return found
+
+
+def converted(state: dict[str, Tensor], encoders: CustomTextCLIP, source: Source) -> dict[str, Tensor]:
+    """The weights of a whole model under the names and in the shapes of `encoders`."""
+    if any(name.startswith(("vision_model.", "text_model.")) for name in state):
+        state = huggingface.to_open_clip(state)
+    elif "positional_embedding" in state:
+        state = convert_to_custom_text_state_dict(state)
+    state = dict(convert_state_dict(encoders, state))
+    ours = encoders.state_dict()
+    for name in ("logit_scale", "logit_bias"):
+        if name in state and name in ours and state[name].numel() == 1:
+            state[name] = state[name].reshape(ours[name].shape)
+    state.pop("text.transformer.embeddings.position_ids", None)
+    return resized(state, encoders, source)
+
+
+def of_tower(state: dict[str, Tensor], encoders: CustomTextCLIP, part: str, source: Source) -> dict[str, Tensor]:
+    """One tower's weights, under the names of the whole model: its part of a whole model, or a tower alone."""
+    if any(name.startswith(("visual.", "text.", "vision_model.", "text_model.")) for name in state):
+        return {name: value for name, value in converted(state, encoders, source).items() if name.startswith(part)}
+    tower = encoders.visual if part == "visual." else encoders.text
+    inner = "trunk." if hasattr(tower, "trunk") else "transformer." if hasattr(tower, "config") else ""
+    ours = tower.state_dict()
+    found = {}
+    for name, value in state.items():
+        # transformers puts the name of the encoder before its weights: bert.encoder..., or nothing.
+        candidates = (name, inner + name, inner + name.partition(".")[2])
+        match = next((one for one in candidates if one in ours), inner + name)
+        found[part + match] = value
+    return resized(found, encoders, source)
+
+
+def resized(state: dict[str, Tensor], encoders: CustomTextCLIP, source: Source) -> dict[str, Tensor]:
+    """The weights with position embeddings for another number of patches or tokens interpolated, with a notice."""
+    names = ("visual.positional_embedding", "visual.trunk.pos_embed", "text.positional_embedding")
+    before = {name: state[name].shape for name in names if name in state}
+    ours = encoders.state_dict()
+    wanted = ours.get("visual.positional_embedding")
+    if wanted is not None and wanted.dim() == 2 and hasattr(encoders.visual, "grid_size"):
+        resize_pos_embed(state, encoders)
+    text, wanted = state.get("text.positional_embedding"), ours.get("text.positional_embedding")
+    if text is not None and wanted is not None and text.shape[-1] == wanted.shape[-1]:
+        resize_text_pos_embed(state, encoders)
+    patches, wanted = state.get("visual.trunk.pos_embed"), ours.get("visual.trunk.pos_embed")
+    trunk = getattr(encoders.visual, "trunk", None)
+    if (
+        patches is not None
+        and wanted is not None
+        and patches.shape != wanted.shape
+        and patches.shape[-1] == wanted.shape[-1]
+    ):
+        extra = 0 if getattr(trunk, "no_embed_class", False) else int(getattr(trunk, "num_prefix_tokens", 0))
+        grid = list(trunk.patch_embed.grid_size)  # type: ignore[union-attr]
+        state["visual.trunk.pos_embed"] = resample_abs_pos_embed(patches, grid, num_prefix_tokens=extra)
+    for name, shape in before.items():
+        if state[name].shape != shape:
+            log.warning(
+                "%s: %s resized from %s to %s positions", source.setting, name, shape[-2], state[name].shape[-2]
+            )
+    return state
+
+
+# -- filling -----------------------------------------------------------------------------------------------------------
+
+
+def fill(
+    encoders: CustomTextCLIP,
+    state: dict[str, Tensor],
+    source: Source,
+    *,
+    allowed: bool,
+    part: str = "",
+    module: nn.Module | None = None,
+) -> None:
+    """Put weights into the model, or one of its towers. Raises UserError for those that do not fit, unless `allowed`.
+
+    The logit scale and bias of the loss, and what surrounds a bare tower, may be missing.
+    """
+    ours = {name: value for name, value in encoders.state_dict().items() if name.startswith(part)}
+    shaped = [name for name in ours if name in state and state[name].shape != ours[name].shape]
+    missing, left_over = [n for n in ours if n not in state], [n for n in state if n not in ours]
+    spare = {n for n in (*missing, *left_over) if n == "logit_bias" or (module and _around(n.removeprefix(part)))}
+    problems = {
+        "missing": [name for name in missing if name not in spare],
+        "left over": [name for name in left_over if name not in spare],
+        "of another shape": [f"{n} {list(state[n].shape)}, not {list(ours[n].shape)}" for n in shaped],
+    }
+    text = "; ".join(f"{what}: {_listed(names, 10 if allowed else 3)}" for what, names in problems.items() if names)
+    if (text and not allowed) or len(missing) + len(shaped) == len(ours):
+        raise UserError(
+            f"{source.setting} does not fit this architecture ({text or 'nothing of it does'}); give the model= that it was trained as, or "
+            "model.allow_mismatch=true"
+        )
+    if text or spare:
+        log.warning("%s: %s", source.setting, text or f"not used: {_listed(sorted(spare), 10)}")
+    good = {name: value for name, value in state.items() if name in ours and name not in shaped}
+    encoders.load_state_dict(good, strict=False)
+
+
+def _around(name: str) -> bool:
+    """Whether a weight is around a bare tower and not in it."""
+    return any(name.startswith(one) or f".{one}" in f".{name}" for one in _BARE)
+
+
+def _listed(names: list[str], most: int) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
