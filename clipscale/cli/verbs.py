@@ -36,7 +36,7 @@ class Tool:
 VERBS = {
     "train": "train a model, or resume a run",
     "launch": "start a run with torchrun, Slurm or Kubernetes, or print what would be started",
-    "eval": "zero-shot classification and retrieval with a run's checkpoint",
+    "eval": "zero-shot classification and retrieval with a run's checkpoint, or any CLIP or SigLIP weights",
     "plan": "predict whether a run fits, and its time; needs no GPU",
     "data": "`data demo`: a small data set; `index`, `check`, `stats`: inspect shards; `features`: precompute a frozen tower's",
     "report": "curves, results and retrieved images of a run, on one page",
@@ -91,9 +91,12 @@ clipscale train -m launch=slurm launch.procs=1 job.cpus=12 job.hours=4 optim.lr=
         """\
 clipscale eval run=demo
 clipscale eval run=b32 'eval.sets=[/data/imagenet1k,/data/mscoco_captions]' precision=bf16
-clipscale eval run=runs/b32 checkpoint=20000 eval.limit=1k""",
+clipscale eval run=runs/b32 checkpoint=20000 eval.limit=1k
+clipscale eval model=vit-b32 model.weights=laion2b_s34b_b79k 'eval.sets=[/data/imagenet1k]'
+clipscale eval model.weights=/models/clip-vit-base-patch32 'eval.sets=[/data/imagenet1k]'""",
         file="eval",
-        check=tools.check_run,
+        often=("model.weights", "eval.sets"),
+        check=tools.check_eval,
         find_run=existing_run,
     ),
     "plan": Tool(

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterator, Mapping
 from copy import copy
-from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from types import NoneType
 from typing import Any, get_args, get_origin
 
@@ -67,17 +67,20 @@ class Setting:
         return found
 
 
-def settings_of(declared: type, prefix: str = "") -> tuple[Setting, ...]:
-    """All settings of a dataclass in the order of declaration, nested sections flattened to dotted names."""
+def settings_of(declared: type, prefix: str = "", values: Any = None) -> tuple[Setting, ...]:
+    """All settings of a dataclass in the order of declaration, nested sections flattened to dotted names.
+
+    `values`: the object whose values are the defaults; None: those of the dataclass.
+    """
     found: list[Setting] = []
     inside = nested(declared)
+    values = declared() if values is None else values
     for one in fields(declared):
         name = prefix + one.name
         if one.name in inside:
-            found += settings_of(inside[one.name], name + ".")
+            found += settings_of(inside[one.name], name + ".", getattr(values, one.name))
         else:
-            default = one.default if one.default_factory is MISSING else one.default_factory()
-            found.append(Setting(name, one.type, default, **one.metadata))
+            found.append(Setting(name, one.type, getattr(values, one.name), **one.metadata))
     return tuple(found)
 
 

@@ -1,5 +1,6 @@
 """The settings of every verb except `train`."""
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from clipscale.config.setting import setting, summary
 from clipscale.config.train import TrainConfig
 from clipscale.errors import UserError
 from clipscale.hardware import Hardware, hardware
+from clipscale.units import run_folder
 
 RUN_HELP = "NAME of the run's folder under runs/, or its path."
 CHECKPOINT_HELP = "`latest`, the number of a step, or the path of a checkpoint."
@@ -38,10 +40,14 @@ class ReportSettings:
 
 @dataclass
 class EvalRunConfig:
-    """`clipscale eval`: zero-shot and retrieval results of a run's checkpoint, as a table and in RUN/eval/step_N.json."""
+    """`clipscale eval`: zero-shot and retrieval results of a run, or of any `model.weights`, as a table and in RUN/eval/step_N.json."""
 
     run: str = setting("", RUN_HELP, literal=True)
     checkpoint: str = setting("latest", CHECKPOINT_HELP, literal=True)
+    out: str | None = setting(
+        None, "Folder for the results of `model.weights`; null: runs/eval-NAME, after the weights.", literal=True
+    )
+    model: ModelConfig = field(default_factory=lambda: ModelConfig(name=""))
     device: str = setting("auto", DEVICE_HELP, choices=DEVICES)
     hub: bool = setting(False, "As `model.hub` in training, for the description in the checkpoint.")
     eval: EvalConfig = field(default_factory=EvalConfig)
@@ -240,12 +246,25 @@ class PlanConfig(TrainConfig):
     json: bool = setting(False, "Print one JSON object instead of tables.")
 
 
-def check_run(config: ReportSettings | EvalRunConfig | ExportSettings) -> Path:
+def check_run(config: ReportSettings | ExportSettings) -> Path:
     """The folder of the run. Raises UserError if `run` is not set, or names no run."""
     if not config.run:
         verb = summary(type(config)).partition("`: ")[0].removeprefix("`clipscale ")
         raise UserError(f"{verb} needs run=NAME or run=PATH")
     return existing_run(config.run)
+
+
+def check_eval(config: EvalRunConfig) -> Path:
+    """The folder of the results. Raises UserError if neither a run nor weights are given, or both, or if there is no such run."""
+    weights = config.model.weights
+    if config.run and weights:
+        raise UserError(f"run={config.run} and model.weights={weights} are two models; give one of them")
+    if not config.run and not weights:
+        raise UserError("eval needs run=NAME or run=PATH, or a model: model=vit-b32 model.weights=laion2b_s34b_b79k")
+    if config.run:
+        return existing_run(config.run)
+    name = re.sub(r"[^\w.-]+", "-", f"{config.model.name}-{weights}").strip("-.")
+    return Path(config.out).expanduser() if config.out else run_folder(f"eval-{name}")
 
 
 def target_gpu(config: PlanConfig) -> Hardware | None:

@@ -1,6 +1,7 @@
 """The eval verb on a real checkpoint, and class embeddings against open_clip's own on a real (untrained) model."""
 
-from dataclasses import asdict
+import json
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import open_clip
@@ -16,7 +17,7 @@ from clipscale.errors import UserError
 from clipscale.eval.run import evaluate
 from clipscale.eval.verb import main
 from clipscale.eval.zero_shot import class_embeddings
-from clipscale.models.towers import ClipModel, build_model
+from clipscale.models.towers import ClipModel, build_model, load_model
 from tests.eval.sets import classification_set, retrieval_set
 
 TINY = ModelConfig(
@@ -88,6 +89,36 @@ def test_class_embeddings_are_open_clips(model: ClipModel, batch: int) -> None:
         found = class_embeddings(model.text, model.tokenizer, names, prompts, batch=batch)
     worst = float((found - wanted).abs().max())
     assert worst < 1e-6, f"largest difference {worst:.2e}"
+
+
+def test_any_weights_are_evaluated_without_a_run(
+    tmp_path: Path, model: ClipModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sets = [str(classification_set(tmp_path / "classes"))]
+    save(tmp_path / "run", model, 7)
+    wanted = main(EvalRunConfig(run=str(tmp_path / "run"), device="cpu", eval=EvalConfig(sets=sets)))
+    monkeypatch.chdir(tmp_path)
+    weights = "run/checkpoints/step_00000007.pt"
+    for made in (ModelConfig(name="", weights=weights), replace(TINY, weights=weights)):
+        assert main(EvalRunConfig(device="cpu", model=made, eval=EvalConfig(sets=sets))) == wanted
+    name = "eval-run-checkpoints-step_00000007.pt"
+    record = json.loads((tmp_path / "runs" / name / "eval/final.json").read_text())
+    theirs = json.loads((tmp_path / "run/eval/step_00000007.json").read_text())
+    assert record["results"] == wanted and name in capsys.readouterr().out
+    assert record["measured"]["classes"]["source"] == weights
+    assert record["measured"]["classes"]["weights"] == theirs["measured"]["classes"]["weights"]
+    with pytest.raises(UserError, match="two models; give one"):
+        main(EvalRunConfig(run="run", model=ModelConfig(weights=weights)))
+
+
+def test_a_file_that_is_no_checkpoint_is_refused_in_one_line(tmp_path: Path, model: ClipModel) -> None:
+    save(tmp_path, model, 7)
+    file = tmp_path / "config.yaml"
+    file.write_text("batch: 4\n")
+    for text in ("batch: 4\n", "", "PK\x03\x04", "\x80\x02}q\x00."):
+        file.write_text(text)
+        with pytest.raises(UserError, match=r"config\.yaml is (damaged or not a checkpoint|not in this)"):
+            load_model(tmp_path, str(file))
 
 
 @pytest.mark.slow
