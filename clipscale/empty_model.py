@@ -1,7 +1,6 @@
 """A model that begins without memory, so that under FSDP2 no device ever holds all of it: it is sharded first and filled afterwards."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import chain
 
 import torch
@@ -12,6 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from clipscale.config.sections import ModelConfig
 from clipscale.distributed import World, copy_into
 from clipscale.models.towers import ClipModel, build_model
+from clipscale.models.weights import without_weights
 
 
 class EmptyModel:
@@ -24,7 +24,7 @@ class EmptyModel:
     def __init__(self, config: ModelConfig, world: World) -> None:
         self._world, self._source = world, dict[str, Tensor]()
         with torch.device("meta"):
-            self.model: ClipModel = build_model(replace(config, pretrained=None, pretrained_image=None))
+            self.model: ClipModel = build_model(without_weights(config))
         self.suits = not any(isinstance(module, _BatchNorm) for module in self.model.modules())
         if self.suits:
             world.on_main(lambda: self._source.update(tensors_of(build_model(config))))

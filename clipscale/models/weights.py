@@ -20,6 +20,7 @@ from timm.layers import resample_abs_pos_embed
 from torch import Tensor, nn
 
 from clipscale import checkpoint, files
+from clipscale.checkpoint.loading import PLAIN, read_plain
 from clipscale.config.sections import ModelConfig, TowerConfig
 from clipscale.errors import UserError
 from clipscale.models import huggingface
@@ -61,6 +62,8 @@ class Source:
     pixels: dict[str, Any] = field(default_factory=dict)
     """The settings of the model by which its pictures were prepared; empty: not known."""
     quick_gelu: bool | None = None
+    of_run: bool = False
+    """Whether it is a checkpoint of clipscale."""
 
 
 def find(value: str, name: str, setting: str = "model.weights") -> Source:
@@ -130,7 +133,9 @@ def load(encoders: CustomTextCLIP, config: ModelConfig, *, quick_gelu: bool) -> 
 
 def _in_folder(folder: Path, about: str) -> Source:
     if (folder / "checkpoints").is_dir():
-        return _own_checkpoint(checkpoint.locate(folder, "latest"), about) or Source(about, folder)
+        folder = checkpoint.locate(folder, "latest")
+    if folder.is_file() or (folder / PLAIN).is_file():
+        return _own_checkpoint(folder, about) or Source(about, folder)
     path = next((folder / name for name in _FILES if (folder / name).is_file()), None)
     if path is None:
         raise UserError(
@@ -184,17 +189,20 @@ def _preprocessor(folder: Path, kind: str) -> dict[str, Any]:
 
 
 def _own_checkpoint(path: Path, about: str) -> Source | None:
-    """A checkpoint of clipscale; None for any other file."""
-    if path.suffix in (".safetensors", ".npz"):
-        return None
+    """A checkpoint of clipscale, a folder or a single file of an earlier version; None for anything else."""
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        if path.is_dir():
+            state = read_plain(path)
+        elif path.suffix in (".safetensors", ".npz"):
+            return None
+        else:
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         config = state["model_config"]
     except _UNREADABLE:
         return None
     known = {one: config[one] for one in _PIXELS if one in config}
     architecture = config["architecture"] or open_clip.get_model_config(config["name"].replace("/", "-")) or {}
-    return Source(about, path, dict(architecture), known)
+    return Source(about, path, dict(architecture), known, of_run=True)
 
 
 def _from_hub(name: str, about: str) -> Path:
@@ -238,6 +246,8 @@ def _of_tag(tag: str, name: str, about: str) -> Source:
 
 def read(source: Source) -> dict[str, Tensor]:
     """The weights in a file, without the wrappers of trainers. Raises UserError."""
+    if source.of_run:
+        return _of_run(checkpoint.load(source.path, parts=("model",))["model"])
     try:
         if source.path.name.endswith(".index.json"):
             parts = sorted(set(json.loads(source.path.read_text())["weight_map"].values()))
@@ -248,8 +258,6 @@ def read(source: Source) -> dict[str, Tensor]:
             state = load_file(source.path)
         else:
             state = torch.load(source.path, map_location="cpu", weights_only=True)
-        if "model_config" in state:
-            return _of_run(state["model"])
         for wrapper in ("state_dict", "model"):
             state = state[wrapper] if isinstance(state.get(wrapper), dict) else state
         found = {name.removeprefix("module."): value for name, value in state.items() if isinstance(value, Tensor)}
