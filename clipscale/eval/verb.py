@@ -41,7 +41,9 @@ def work(config: EvalRunConfig) -> Results:
             model, _, step = load_model(folder, config.checkpoint, config.eval.weights, hub=config.hub)
             about["checkpoint"] = config.checkpoint
         else:
-            found = world.on_main(lambda: described(replace(config.model, hub=config.model.hub or config.hub)))  # one process downloads, if there is something to
+            found = world.on_main(
+                lambda: described(replace(config.model, hub=config.model.hub or config.hub))
+            )  # one process downloads, if there is something to
             model = build_model(found)
             about |= {"model": found.name, "source": config.model.weights}
         model.to(world.device)
