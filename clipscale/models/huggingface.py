@@ -108,7 +108,7 @@ def to_open_clip(state: dict[str, Tensor]) -> dict[str, Tensor]:
             continue
         block = re.fullmatch(r"(vision|text)_model\.encoder\.layers\.(\d+)\.(.+)", name)
         if block:
-            ours, part = _our_block(*block.groups(), kind)
+            ours, part = _our_block(block[1], block[2], block[3], kind)
             if part:
                 fused.setdefault(ours, {})[part] = value
                 continue

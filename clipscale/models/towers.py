@@ -23,7 +23,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from clipscale import checkpoint
 from clipscale.config.sections import ModelConfig
-from clipscale.data.decode import EvalTransform
+from clipscale.data.eval_transform import EvalTransform
 from clipscale.errors import UserError
 from clipscale.hardware import HARDWARE, hardware_of
 from clipscale.models.description import check, source_of

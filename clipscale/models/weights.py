@@ -62,6 +62,8 @@ class Source:
     pixels: dict[str, Any] = field(default_factory=dict)
     """The settings of the model by which its pictures were prepared; empty: not known."""
     quick_gelu: bool | None = None
+    own_tokenizer: bool = False
+    """Whether the description names the source's own folder as that of the tokenizer, and nothing else."""
     of_run: bool = False
     """Whether it is a checkpoint of clipscale."""
 
@@ -178,7 +180,7 @@ def _preprocessor(folder: Path, kind: str) -> dict[str, Any]:
     file = folder / "preprocessor_config.json"
     found = files.read_json(file) if file.is_file() else {}
     found = found.get("image_processor", found)
-    pixels = {"resize": "squash" if kind == "siglip" else "shortest", "interpolation": "bicubic"}
+    pixels: dict[str, Any] = {"resize": "squash" if kind == "siglip" else "shortest", "interpolation": "bicubic"}
     if found.get("resample") == 2:
         pixels["interpolation"] = "bilinear"
     half = [0.5, 0.5, 0.5]

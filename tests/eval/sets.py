@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from clipscale.data.decode import EvalTransform
+from clipscale.data.eval_transform import EvalTransform
 
 COLOURS = {
     "red": (230, 20, 20),

@@ -98,10 +98,10 @@ def test_any_weights_are_evaluated_without_a_run(
     save(tmp_path / "run", model, 7)
     wanted = main(EvalRunConfig(run=str(tmp_path / "run"), device="cpu", eval=EvalConfig(sets=sets)))
     monkeypatch.chdir(tmp_path)
-    weights = "run/checkpoints/step_00000007.pt"
+    weights = "run/checkpoints/step_00000007"
     for made in (ModelConfig(name="", weights=weights), replace(TINY, weights=weights)):
         assert main(EvalRunConfig(device="cpu", model=made, eval=EvalConfig(sets=sets))) == wanted
-    name = "eval-run-checkpoints-step_00000007.pt"
+    name = "eval-run-checkpoints-step_00000007"
     record = json.loads((tmp_path / "runs" / name / "eval/final.json").read_text())
     theirs = json.loads((tmp_path / "run/eval/step_00000007.json").read_text())
     assert record["results"] == wanted and name in capsys.readouterr().out

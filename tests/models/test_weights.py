@@ -95,7 +95,7 @@ def test_the_weights_of_a_run_are_found_by_its_checkpoint_and_by_its_name(
     theirs = random_model(1)
     monkeypatch.chdir(tmp_path)
     run(tmp_path / "runs/mine", theirs)
-    for name in ("mine", "runs/mine", "runs/mine/checkpoints/step_00000003.pt"):
+    for name in ("mine", "runs/mine", "runs/mine/checkpoints/step_00000003"):
         assert torch.equal(features(build_model(config(weights=name)))[1], features(theirs)[1])
 
 
