@@ -13,7 +13,7 @@ from clipscale.config.tools import ExportSettings
 from clipscale.config.train import TrainConfig, check
 from clipscale.ema import WeightAverage
 from clipscale.errors import UserError
-from clipscale.export import main as export
+from clipscale.export.verb import main as export
 from clipscale.models.towers import load_model
 from clipscale.train import Run, train
 from tests.ranks import run_ranks

@@ -40,7 +40,7 @@ VERBS = {
     "plan": "predict whether a run fits, and its time; needs no GPU",
     "data": "`data demo`: a small data set; `index`, `check`, `stats`: inspect shards; `features`: precompute a frozen tower's",
     "report": "curves, results and retrieved images of a run, on one page",
-    "export": "write a run's weights as a folder that open_clip loads",
+    "export": "write a run's weights for open_clip, transformers, ONNX Runtime or torch.export",
     "bench": "`bench loss`, `step`, `data`: time and memory, against other implementations",
     "doctor": "test whether this machine is ready to train",
     "completion": "Tab completion for the shell",
@@ -152,8 +152,11 @@ clipscale train model=vit-b16 model.image.weights=b16.pt model.freeze_image=true
     ),
     "export": Tool(
         tools.ExportSettings,
-        "clipscale.export:main",
-        "clipscale export run=b32\nclipscale export run=b32 checkpoint=20000 dtype=float16 out=/models/b32",
+        "clipscale.export.verb:main",
+        """\
+clipscale export run=b32
+clipscale export run=b32 to=hf out=/models/b32-hf
+clipscale export run=b32 checkpoint=20000 dtype=float16 out=/models/b32""",
         check=tools.check_run,
     ),
     "bench loss": Tool(

@@ -57,16 +57,24 @@ class EvalRunConfig:
 
 @dataclass
 class ExportSettings:
-    """`clipscale export`: a run's weights as a folder for open_clip (`local-dir:FOLDER`) or the Hugging Face hub."""
+    """`clipscale export`: a run's weights as a folder for open_clip (`local-dir:FOLDER`), transformers or a runtime, with a model card."""
 
+    to: str = setting(
+        "open_clip",
+        "`open_clip`; `hf`: CLIP or SigLIP of transformers; `onnx`: two graphs, checked by ONNX Runtime; `torch`: two programs of "
+        "torch.export.",
+        choices=("open_clip", "hf", "onnx", "torch"),
+    )
     run: str = setting("", RUN_HELP, literal=True)
     checkpoint: str = setting("latest", CHECKPOINT_HELP, literal=True)
-    out: str | None = setting(None, "Folder to write; null: RUN/export.", literal=True)
+    out: str | None = setting(
+        None, "Folder to write; null: RUN/export, or RUN/export-TO for the other formats.", literal=True
+    )
     hub: bool = setting(False, "As `model.hub` in training, for the description in the checkpoint.")
     weights: str = setting("trained", WEIGHTS_HELP, choices=WEIGHTS)
     dtype: str = setting(
         "float32",
-        "Dtype of the matrices: `float32`, `bfloat16` or `float16`; vectors and the logit scale stay float32.",
+        "Dtype of the matrices (open_clip, hf): `float32`, `bfloat16` or `float16`; vectors and the logit scale stay float32.",
         choices=("float32", "bfloat16", "float16"),
     )
 

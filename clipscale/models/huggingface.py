@@ -233,3 +233,69 @@ def description(config: dict[str, Any], folder: str) -> dict[str, Any]:
         )
     found = {"embed_dim": config.get("projection_dim", 512), "vision_cfg": vision_cfg, "text_cfg": text_cfg}
     return found | ({"quick_gelu": True} if quick == {"quick_gelu"} else {})
+
+
+_VISION_KEYS = {"image_size", "patch_size", "width", "head_width", "layers", "mlp_ratio", "patch_dropout"}
+_TEXT_KEYS = {
+    "context_length",
+    "vocab_size",
+    "width",
+    "heads",
+    "layers",
+    "mlp_ratio",
+    "hf_tokenizer_name",
+    "tokenizer_kwargs",
+}
+_SIGLIP_TEXT = {"no_causal_mask": True, "proj_bias": True, "pool_type": "last"}
+
+
+def configuration(description: dict[str, Any], visual: Any, *, logit_bias: bool) -> dict[str, Any]:
+    """The config.json of a model by open_clip's description and its image encoder. Raises ValueError for one that has none."""
+    vision, text = description["vision_cfg"], description["text_cfg"]
+    trunk = getattr(visual, "trunk", None)
+    text_config = {
+        "hidden_size": text["width"],
+        "intermediate_size": int(text["width"] * text.get("mlp_ratio", 4.0)),
+        "num_hidden_layers": text["layers"],
+        "num_attention_heads": text["heads"],
+        "max_position_embeddings": text["context_length"],
+        "vocab_size": text["vocab_size"],
+    }
+    if trunk is not None:
+        siglip = {key: text.get(key) for key in _SIGLIP_TEXT} == _SIGLIP_TEXT and hasattr(trunk.attn_pool, "latent")
+        tanh = (text.get("act_kwargs") or {}).get("approximate") == "tanh"
+        left = set(text) - _TEXT_KEYS - set(_SIGLIP_TEXT) - {"norm_kwargs", "act_kwargs"}
+        if not siglip or left or not logit_bias or vision.get("timm_proj") != "none":
+            raise ValueError("only timm's SigLIP towers with SigLIP's text tower and a logit bias")
+        first = trunk.blocks[0]
+        vision_config = {
+            "hidden_size": trunk.embed_dim,
+            "intermediate_size": first.mlp.fc1.out_features,
+            "num_hidden_layers": len(trunk.blocks),
+            "num_attention_heads": first.attn.num_heads,
+            "image_size": trunk.patch_embed.img_size[0],
+            "patch_size": trunk.patch_embed.patch_size[0],
+            "hidden_act": "gelu_pytorch_tanh" if getattr(first.mlp.act, "approximate", "tanh") == "tanh" else "gelu",
+        }
+        text_config |= {
+            "hidden_act": "gelu_pytorch_tanh" if tanh else "gelu",
+            "projection_size": description["embed_dim"],
+        }
+        return {"model_type": "siglip", "vision_config": vision_config, "text_config": text_config}
+    left = (set(vision) - _VISION_KEYS) | (set(text) - _TEXT_KEYS)
+    if left or logit_bias or isinstance(vision["layers"], list | tuple):
+        what = ", ".join(sorted(left)) or ("a logit bias" if logit_bias else "a residual network")
+        raise ValueError(f"{what} is not part of CLIP's own architecture")
+    act = {"hidden_act": "quick_gelu" if description.get("quick_gelu") else "gelu"}
+    vision_config = {
+        "hidden_size": vision["width"],
+        "intermediate_size": int(vision["width"] * vision.get("mlp_ratio", 4.0)),
+        "num_hidden_layers": vision["layers"],
+        "num_attention_heads": vision["width"] // vision.get("head_width", 64),
+        "image_size": vision["image_size"],
+        "patch_size": vision["patch_size"],
+        "projection_dim": description["embed_dim"],
+    }
+    text_config |= {"projection_dim": description["embed_dim"], "bos_token_id": 49406, "eos_token_id": 49407}
+    found = {"model_type": "clip", "projection_dim": description["embed_dim"]}
+    return found | {"vision_config": vision_config | act, "text_config": text_config | act | {"pad_token_id": 49407}}

@@ -22,7 +22,7 @@ from clipscale.errors import UserError
 from clipscale.models import towers
 from clipscale.models.description import FLAGS, NUMBERS, OPTIONS, source_of
 from clipscale.models.towers import architecture, build_model, load_model
-from tests.test_export import ARCHITECTURE, saved
+from tests.export.test_open_clip import ARCHITECTURE, saved
 
 
 @pytest.mark.parametrize(

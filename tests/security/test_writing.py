@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
 
-from clipscale import autotune, checkpoint, export, files
+from clipscale import autotune, checkpoint, files
 from clipscale.config.data import DataConfig
 from clipscale.config.sections import LogConfig, ModelConfig
 from clipscale.config.tools import CheckSettings, ExportSettings, FeaturesConfig
@@ -29,13 +29,14 @@ from clipscale.errors import UserError
 from clipscale.eval.examples import save_examples
 from clipscale.eval.run import save_results
 from clipscale.eval.sets.item import EvalSet, ImageRef
+from clipscale.export.verb import main as export
 from clipscale.models.towers import build_model
 from clipscale.report.metrics import MetricLog
 from clipscale.report.page import write_report
 from clipscale.run_lock import RunLock
 from tests.data.files import picture, write_shards
 from tests.data.shards.web import Web, serving
-from tests.test_export import ARCHITECTURE
+from tests.export.test_open_clip import ARCHITECTURE
 
 THEIRS = "not to be touched"
 MODEL = ModelConfig("own", ARCHITECTURE)
@@ -88,7 +89,7 @@ def exported(folder: Path) -> None:
     if not (folder / "checkpoints").exists():
         state: Any = {"model": build_model(MODEL).state_dict(), "model_config": asdict(MODEL)}
         checkpoint.save(folder, 7, state, keep=1)
-    export.main(ExportSettings(run=str(folder)))
+    export(ExportSettings(run=str(folder)))
 
 
 WRITERS: list[Callable[[Path], None]] = [index, check, metrics, report, lock, save, evaluation]

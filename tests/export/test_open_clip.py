@@ -15,7 +15,7 @@ from clipscale.config.sections import ModelConfig
 from clipscale.config.tools import ExportSettings
 from clipscale.data.eval_transform import EvalTransform
 from clipscale.errors import UserError
-from clipscale.export import main
+from clipscale.export.verb import main
 from clipscale.models.towers import ClipModel, build_model
 
 ARCHITECTURE = {

@@ -1,0 +1,52 @@
+"""The verb `clipscale export`."""
+
+import importlib
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from clipscale import files
+from clipscale.config.checks import check_values
+from clipscale.config.tools import ExportSettings, check_run
+from clipscale.errors import UserError
+from clipscale.export import graphs, hugging_face, open_clip
+from clipscale.export.card import card
+from clipscale.models.towers import build_model, load_model
+from clipscale.terminal import say
+
+NEEDED = {"onnx": ("onnx", "onnxscript", "onnxruntime")}
+"""Packages of a format, in the extra of its name."""
+
+
+def main(settings: ExportSettings) -> Path:
+    """Write the folder and return it. Raises UserError without a readable checkpoint, for a model that the format cannot hold, and if
+    the folder cannot be written."""
+    check_values(settings)
+    folder = check_run(settings)
+    for package in NEEDED.get(settings.to, ()):
+        try:
+            importlib.import_module(package)
+        except ImportError as error:
+            raise UserError(f"to={settings.to} needs {package}; pip install 'clipscale[{settings.to}]'") from error
+    model, config, step = load_model(folder, settings.checkpoint, settings.weights, hub=settings.hub)
+    name = "export" if settings.to == "open_clip" else f"export-{settings.to}"
+    out = Path(settings.out).expanduser() if settings.out else folder / name
+    note = {"run": folder.name, "step": str(step), "weights": settings.weights}
+    dtype = getattr(torch, settings.dtype)
+    try:
+        files.inner_folder(*((out,) if settings.out else (folder, out.name)))
+        match settings.to:
+            case "open_clip":
+                call = open_clip.write(model, config, out, dtype, note)
+            case "hf":
+                call = hugging_face.write(model, config, out, dtype, note)
+            case _:
+                plain = build_model(replace(config, lean=False)).eval()  # open_clip's own forward pass
+                plain.load_state_dict(model.state_dict())
+                call = (graphs.write_onnx if settings.to == "onnx" else graphs.write_torch)(plain, out)
+        files.write_text(out / "README.md", card(folder, model, config, note, call))
+    except OSError as error:
+        raise UserError(f"out={out}: cannot be written ({error.strerror or error}); choose another folder") from error
+    say(f"{out}: step {step}; {call}")
+    return out
