@@ -237,7 +237,8 @@ class Run:
         Raises AbandonedError, with everything as it was before the step, where a signal leaves no time for the rest of it.
         """
         before, buffers, started = RandomState.now(self.world.device), self.state.statistics(), time.monotonic()
-        self.within.save_base = partial(self.save, before, self.stream.position())
+        if self.within.minutes:
+            self.within.save_base = partial(self.save, before, self.stream.position())
         self.stop.begin(self.step_s)
         self.stop.save_s = self.saver.save_s
         try:
