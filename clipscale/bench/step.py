@@ -17,7 +17,7 @@ from clipscale.bench.present import MIB, Bars, Benchmark, Column, Key, Lines, Va
 from clipscale.bench.record import begin, counts, device_of, processor, words
 from clipscale.bench.step_variants import Name
 from clipscale.bench.targets import WRONG, Found, Target, figures
-from clipscale.bench.worker import spread
+from clipscale.bench.worker import CLOCK, spread
 from clipscale.config.presets import group_options
 from clipscale.config.tools import StepBenchSettings
 from clipscale.errors import UserError
@@ -56,7 +56,8 @@ MFU = {"vit-l14": 0.45, "vit-b16": 0.35}
 FLAT = 2**15, 2**20
 """Batches between which memory is to be flat."""
 HOW = {
-    "time": "wall clock of forward, loss and backward, device waited for, methods interleaved after a warm-up of two chunks",
+    "time": "wall clock (clock=cpu: processor time of one thread) of forward, loss and backward, device waited for, methods "
+    "interleaved after a warm-up of two chunks",
     "ratio": "of seconds a sample to those of `plain` of the same kind at the same batch, else at its largest, round by round",
     "samples": "four chunks of random pixels and captions, repeated; cached methods copy them from host memory, plain ones do not; tokens "
     "of a caption, with start and end: lognormal, mean 20, 99th percentile 64, at most the context",
@@ -119,7 +120,10 @@ class StepPart:
             if batches:
                 probed = [(name, batch) for batch in sorted(batches)]
                 yield replace(self.job, probed=probed, variables=RETURNING_MALLOC if cpu else {})
-        yield replace(self.job, timed=self.cases, variables=KEEPING_MALLOC if cpu and self.keep else {})
+        variables = KEEPING_MALLOC if cpu and self.keep else {}
+        if self.job.threads == 1:
+            variables = variables | {CLOCK: "cpu"}
+        yield replace(self.job, timed=self.cases, variables=variables)
 
     def found(self, answers: Sequence[Sequence[Answer]]) -> Row:
         """One row for each case from the answers of the memory jobs and the time job."""
@@ -166,7 +170,10 @@ def plan(settings: StepBenchSettings) -> StepPart:
     if chunk > batch:
         raise UserError(f"chunk={chunk}: a batch={batch} has no chunk that large; choose 1 to {batch}")
     about = {"model": settings.model, "chunk": chunk, "precision": settings.precision}
-    job = Job(about, device, repeats=settings.repeats)
+    busy = settings.clock == "cpu"
+    if busy and device != "cpu":
+        raise UserError("clock=cpu counts the processor's time: give device=cpu, or clock=wall")
+    job = Job(about, device, repeats=settings.repeats, threads=1 if busy else None)
     batches = sorted(set(counts("memory", settings.memory)))
     return StepPart(job, chosen(settings.methods, batch, chunk), batches, settings.malloc == "keep")
 

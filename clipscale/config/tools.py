@@ -176,6 +176,11 @@ class StepBenchSettings:
     precision: str = setting("fp32", "`fp32` or `bf16` (autocast).", choices=("fp32", "bf16"))
     device: str = setting("auto", DEVICE_HELP, choices=DEVICES)
     repeats: int = setting(7, "Measurements of each method.", least=1)
+    clock: str = setting(
+        "wall",
+        "`wall`; or on a machine that others use too `cpu`: the processor time of one thread.",
+        choices=("wall", "cpu"),
+    )
     seconds: float = setting(
         0.0,
         "Most seconds in all; steps that would take longer are recorded as not run, with their expected time. 0: no bound.",

@@ -19,7 +19,7 @@ from clipscale.bench.harness import KEEPING_MALLOC, RETURNING_MALLOC, Job, measu
 from clipscale.bench.step import METHODS, StepPart, chosen, plan, ratio, theirs
 from clipscale.bench.step_variants import Name, StepVariant, StepVariants, caption_sizes
 from clipscale.bench.step_work import StepWorker
-from clipscale.bench.worker import Meter
+from clipscale.bench.worker import CLOCK, Meter
 from clipscale.cli import main as cli
 from clipscale.config.tools import StepBenchSettings
 from clipscale.data.loader.host_batch import Arena
@@ -97,6 +97,20 @@ def test_a_cached_step_is_compared_with_open_clips_plain_one_round_by_round() ->
     found = ratio([1.0, 3.0], 8, theirs(8, times))
     assert found is not None and (found["min"], found["max"]) == (0.5, 0.75)
     assert theirs(16, times) is None
+
+
+def test_on_a_busy_machine_one_threads_processor_time_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    part = plan(StepBenchSettings(clock="cpu", device="cpu", methods="cache", memory=""))
+    (job,) = part.jobs([])
+    assert (job.threads, job.variables[CLOCK]) == (1, "cpu")
+    monkeypatch.setenv(CLOCK, "cpu")
+    meter = Meter(torch.device("cpu"))
+    time.sleep(0.05)
+    meter("idle")
+    assert meter.seconds["idle"] < 0.04, "waiting takes no processor time"
+    monkeypatch.setattr("clipscale.bench.step.device_of", lambda _: "cuda")
+    with pytest.raises(UserError, match="clock=cpu counts the processor's time: give device=cpu"):
+        plan(StepBenchSettings(clock="cpu"))
 
 
 def test_a_batch_beyond_the_pool_repeats_its_samples(work: StepWorker) -> None:
