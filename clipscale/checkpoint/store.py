@@ -14,7 +14,7 @@ from clipscale.checkpoint.verification import verify
 from clipscale.config.redact import redact
 from clipscale.distributed import World
 from clipscale.errors import UserError
-from clipscale.files import sync_folder
+from clipscale.files import inner_folder, sync_folder
 from clipscale.units import format_bytes
 
 log = logging.getLogger(__name__)
@@ -111,7 +111,8 @@ class Store:
             return
 
     def _fetch(self, step: int, to: Path) -> None:
-        to.mkdir(parents=True, exist_ok=True)
+        folder.discard(to)  # a link, or what has links in it
+        inner_folder(to.parent, to.name)
         self._fs.get_file(f"{self._at(step)}/{NAME}", str(to / NAME))
         files = Manifest.read(to).files
         needed, free = sum(file.bytes for file in files.values()), shutil.disk_usage(to).free
