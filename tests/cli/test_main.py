@@ -126,7 +126,7 @@ def test_help_of_a_section_shows_the_defaults_of_a_run(cli: Cli) -> None:
 # ---- mistakes ----
 
 MISTAKES = [
-    ("tran", "unknown verb 'tran'; did you mean 'train'?; there are train, eval, plan, data, report, "),
+    ("tran", "unknown verb 'tran'; did you mean 'train'?; there are train, launch, eval, plan, data, report, "),
     ("train model=vit-b33", "model=vit-b33: unknown; choose ... or vit-l14; did you mean 'vit-b32'"),
     ("train modle=vit-b32", "unknown key 'modle'; did you mean 'model'?"),
     ("train optim.lrr=1", "unknown key 'optim.lrr'; did you mean 'optim.lr'?"),

@@ -195,9 +195,11 @@ def test_workers_loaders_wandb_and_tracebacks_leak_nothing(address: str, tmp_pat
     home = {name: str(tmp_path / "wandb-home") for name in ("WANDB_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR")}
     quiet = [word for word in TINY if not word.startswith("data.workers")]
     given = [*quiet, "data.workers=1", "log.wandb=offline", "data.order=resampled", "launch.procs=2"]
-    done = command("train", *given, f"data.train={address}", "run=r", **home, TMPDIR=str(tmp_path))
+    done = command("train", *given, f"data.train={address}", "run=r", **home, TMPDIR=str(tmp_path), timeout=400)
     assert done.returncode == 0, done.stderr
-    again = command("train", "-m", *given, f"data.train={address}", "seed=0", "run=s", **home, TMPDIR=str(tmp_path))
+    again = command(
+        "train", "-m", *given, f"data.train={address}", "seed=0", "run=s", **home, TMPDIR=str(tmp_path), timeout=400
+    )
     assert again.returncode == 0, again.stderr
     # every rank and loader raises with the address in its message: the stack is printed, the address is not
     broken = tmp_path / "broken"
