@@ -24,11 +24,14 @@ from clipscale.data.order import Epochs, Mixed, Order, Resampled, default_stream
 from clipscale.data.shards import index, scan
 from clipscale.data.shards.access import Access, as_path, is_local, leaf_of, scheme_of, user_cache
 from clipscale.data.shards.reader import ReadProblem, read_shard
+from clipscale.data.shards.remote_object import within
 from clipscale.errors import UserError
 
 log = logging.getLogger(__name__)
 
 TABLES = (".csv", ".tsv", ".parquet")
+LISTING_S = 600.0
+"""Time limit for listing a remote folder."""
 SCAN_AT_MOST = 256
 """Shards that are scanned to count their samples if no counts are recorded; more would delay the start of a run."""
 MOST_SHARDS = 1 << 20
@@ -179,7 +182,7 @@ def _remote(url: str, setting: str) -> list[str]:
     pattern = url + "*.tar*" if url.endswith("/") else url
     try:
         system, path = url_to_fs(pattern)
-        listed = [str(system.unstrip_protocol(name)) for name in system.glob(path)]
+        listed = [str(system.unstrip_protocol(name)) for name in within(LISTING_S, lambda: system.glob(path))]
     except Exception as error:  # each library behind fsspec has its own
         raise UserError(f"{setting}={url!r} cannot be listed ({type(error).__name__}: {error})") from error
     # a server chooses these names: they must not lead to another file system, as fsspec's `::` does

@@ -249,7 +249,7 @@ class RemoteFile(io.RawIOBase):
         pieces: list[bytes] = []
         got, retry = 0, Retry(self.context)
         while got < stop - start:
-            before = got
+            before, asked = got, stop - start - got
             request = prefetch.pieces(self.context.tick) if prefetch else self._request(start + got, stop)()
             prefetch = None
             try:
@@ -259,5 +259,5 @@ class RemoteFile(io.RawIOBase):
                         got += len(piece)
                         self.context.tick()
             except TransientError as error:
-                retry.wait(error, progress=got > before)
+                retry.wait(error, gained=(got - before) / asked)
         return b"".join(pieces)

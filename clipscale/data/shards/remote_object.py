@@ -4,21 +4,21 @@ One method call is one request. A failure that may pass raises TransientError; `
 next attempt. The libraries' own retries are off, so every failure is counted.
 """
 
-import os
 import random
 import re
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol, TypeVar
 from urllib.parse import quote, unquote
 
 import requests
-from requests.adapters import HTTPAdapter
 
 from clipscale.data.shards.access import ReadContext, SourceError, scheme_of
+from clipscale.data.shards.http import TimeLimit, get
 from clipscale.units import whole_number
 
 SLOWEST = 1024
@@ -27,8 +27,8 @@ SLOWEST_WHOLE = 64 << 10
 """Bytes a second by which the time-out of a request through fsspec grows, whose answer comes as a whole."""
 LONGEST_WAIT_S = 30.0
 """Bound on the wait between two attempts."""
-MOST_CONNECTIONS = 32
-"""Connections that one process keeps open to one server."""
+PROGRESS = 1 / 16
+"""Share of a request that is progress. A server that sends one byte a request must not hold a reader for good."""
 _TRANSIENT = {408, 425, 429, 500, 502, 503, 504}
 """HTTP statuses that may pass."""
 _RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18})$")
@@ -54,15 +54,15 @@ class Retry:
     def __init__(self, context: ReadContext) -> None:
         self._context, self._failures = context, 0
 
-    def wait(self, error: TransientError, progress: bool = False) -> None:
+    def wait(self, error: TransientError, gained: float = 0.0) -> None:
         """Wait longer after each failure without progress, for a random time, so that readers do not return all at
-        once.
+        once. `gained` is the share of the request that came before it failed; PROGRESS of it count as progress.
 
         Raises SourceError `unreachable_shard` after too many of them.
         """
         self._context.count(error.reason)
         self._context.tick()
-        self._failures = 0 if progress else self._failures + 1
+        self._failures = 0 if gained >= PROGRESS else self._failures + 1
         if self._failures > self._context.access.retries:
             raise SourceError("unreachable_shard", f"{self._failures} requests failed, the last: {error}") from error
         longest = min(0.25 * 2 ** min(self._failures, 30), LONGEST_WAIT_S)  # 2**1026 is no float
@@ -91,7 +91,14 @@ class RemoteObject(Protocol):
 
 
 def remote_object(url: str, wait_s: float) -> RemoteObject:
-    """The object at an address; requests time out after `wait_s`."""
+    """The object at an address; requests time out after `wait_s`. Raises SourceError for an address that nothing here reads."""
+    try:
+        return _remote_object(url, wait_s)
+    except (ImportError, ValueError) as error:  # a package that is missing, or a scheme that fsspec does not know
+        raise SourceError("missing_shard", f"{scheme_of(url)}: addresses cannot be read: {error}") from error
+
+
+def _remote_object(url: str, wait_s: float) -> RemoteObject:
     match scheme_of(url):
         case "http" | "https":
             return HttpObject(url, wait_s)
@@ -130,19 +137,13 @@ def _hub_address(url: str) -> str:
 
 # -- through https -----------------------------------------------------------------------------------------------------
 
-_sessions: dict[int, requests.Session] = {}
 
-
-def _session() -> requests.Session:
-    """This process's session, which its threads share; connections must not be shared with a forked process."""
-    session = _sessions.get(os.getpid())
-    if session is None:
-        _sessions.clear()
-        session = requests.Session()
-        for scheme in ("http://", "https://"):
-            session.mount(scheme, HTTPAdapter(pool_maxsize=MOST_CONNECTIONS))
-        _sessions[os.getpid()] = session
-    return session
+@contextmanager
+def _dropped_is_transient() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # urllib3, http.client, ssl and socket all have their own
+        raise TransientError("dropped_connection", f"{type(error).__name__}: {error}") from error
 
 
 class HttpObject:
@@ -163,22 +164,23 @@ class HttpObject:
         # not HEAD: addresses that are signed for GET refuse it
         with self._get(0, 1) as answer:
             found = self._size(answer, 0), self._version(answer)
-            if answer.status_code == 206:
+            if answer.status_code == 206 and answer.headers.get("Content-Length") == "1":
                 # an answer read to its end leaves the connection open for the next
-                answer.raw.read(decode_content=False)
+                with _dropped_is_transient(), TimeLimit(self._wait_s, answer.raw.shutdown):
+                    answer.raw.read(1, decode_content=False)
             return found
 
     def read(self, start: int, stop: int, version: str, size: int) -> Pieces:
-        with self._get(start, stop) as answer:
+        # the socket's own time-out starts anew with every byte, also with those around the chunks of a body
+        with self._get(start, stop) as answer, TimeLimit(2 * self._wait_s, answer.raw.shutdown) as limit:
             if self._version(answer) != version or self._size(answer, start) != size:
                 raise SourceError("changed_shard", "it changed on the server while it was read")
             left, skipped = stop - start, start if answer.status_code == 200 else 0
             begun, received = time.monotonic(), 0
             while left > 0:
-                try:
+                limit.begin()
+                with _dropped_is_transient():
                     data = answer.raw.read1(min(skipped or left, 1 << 16), decode_content=False)
-                except Exception as error:  # urllib3, http.client, ssl and socket all have their own
-                    raise TransientError("dropped_connection", f"{type(error).__name__}: {error}") from error
                 if not data:
                     raise TransientError("short_answer", f"{left} bytes missing")
                 received += len(data)
@@ -196,10 +198,12 @@ class HttpObject:
         headers = {"Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
         auth = self._signed if self._sign else None  # not among the headers, where ~/.netrc would replace it
         try:
-            answer = _session().get(self._url, headers=headers, stream=True, timeout=self._wait_s, auth=auth)
-        except (requests.exceptions.InvalidURL, requests.exceptions.MissingSchema) as error:
+            answer = get(self._url, headers, self._wait_s, auth)
+        except (SourceError, TransientError):
+            raise
+        except ValueError as error:  # an address, also one that a redirection gives, that is none
             raise SourceError("missing_shard", str(error)) from error
-        except (requests.RequestException, OSError) as error:
+        except Exception as error:  # urllib3, http.client, ssl and socket all have their own
             raise TransientError("no_connection", f"{type(error).__name__}: {error}") from error
         if answer.status_code in (200, 206):
             return answer
@@ -289,7 +293,7 @@ class FsspecObject:
                 from fsspec.asyn import sync
 
                 return sync(self._fs.loop, getattr(self._fs, f"_{method}"), self._path, timeout=limit_s, **span)
-            return _within(limit_s, partial(getattr(self._fs, method), self._path, **span))
+            return within(limit_s, partial(getattr(self._fs, method), self._path, **span))
         except (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError) as error:
             raise SourceError("missing_shard", f"{type(error).__name__}: {error}") from error
         except TimeoutError as error:
@@ -301,7 +305,7 @@ class FsspecObject:
             raise TransientError("failed_request", f"{type(error).__name__}: {error}") from error
 
 
-def _within(limit_s: float, call: Callable[[], Any]) -> Any:
+def within(limit_s: float, call: Callable[[], Any]) -> Any:
     """The result of a call that may never return. Raises TimeoutError, and what the call raises."""
     answer: Future[Any] = Future()
 
