@@ -1,6 +1,7 @@
 """Measures what fits the device: the samples of a chunk and the memory for kept graphs."""
 
 import json
+import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,8 @@ from clipscale.grad_cache import ActivationBudget
 from clipscale.phases import Phases
 from clipscale.rng import RandomState
 from clipscale.units import parse_count
+
+log = logging.getLogger(__name__)
 
 CPU_CHUNK = 256
 """Samples per chunk on a CPU. Larger chunks fit there too, but are no faster."""
@@ -127,7 +130,15 @@ def saved_chunk_sizes(folder: Path) -> dict[str, Any]:
     A resumed run on the same kind of device must cut its batches alike: random numbers are drawn chunk by chunk.
     """
     path = folder / CHUNKS
-    return dict(files.read_json(path)) if path.is_file() else {}
+    try:
+        found = files.read_tree(path) if path.is_file() else {}
+        sizes = [value for name, value in found.items() if name != "device"]
+        if not all(type(size) is int and size > 0 for size in sizes) or not isinstance(found.get("device", ""), str):
+            raise ValueError("it holds something else than sizes")
+        return found
+    except (OSError, ValueError) as error:
+        log.warning("%s cannot be read (%s); chunk sizes are found anew", path, error)
+        return {}
 
 
 def save_chunk_sizes(folder: Path, sizes: dict[str, Any]) -> None:

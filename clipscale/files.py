@@ -15,6 +15,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import yaml
+
 from clipscale.errors import UserError
 
 SMALL = 1 << 24
@@ -185,6 +187,27 @@ def own_root(folder: str | Path) -> Path:
 def inside(path: str | Path, root: str | Path) -> bool:
     """Whether a path, all links followed, leads into the folder `root`."""
     return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root))
+
+
+class _Plain(yaml.SafeLoader):
+    """YAML without aliases: a few lines of them stand for trees of any size."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise ValueError("it holds aliases")
+        return super().compose_node(parent, index)
+
+
+def read_tree(path: str | Path) -> dict[str, Any]:
+    """The settings in a YAML file, or the object in a JSON file, with texts for keys. Raises OSError and ValueError."""
+    text = read_text(path)
+    try:
+        tree = parse_json(text) if str(path).endswith(".json") else yaml.load(text, Loader=_Plain)
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ValueError(" ".join(str(error).split())) from error
+    if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
+        raise ValueError("it holds no names and values")
+    return tree
 
 
 @contextmanager

@@ -96,7 +96,13 @@ class RunLock:
         if holder.get("host") == socket.gethostname():
             try:
                 return abs(psutil.Process(holder["pid"]).create_time() - holder["created"]) < 1
-            except psutil.NoSuchProcess:
+            except (
+                psutil.Error,
+                KeyError,
+                TypeError,
+                ValueError,
+                OverflowError,
+            ):  # it has ended, or the file is damaged
                 return False
         touched = (self.run / FILE).stat().st_mtime_ns
         if touched != self._touched:

@@ -12,7 +12,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from clipscale import checkpoint, distributed, run_lock
+from clipscale import checkpoint, distributed, run_lock, saved_state
 from clipscale.autotune import CHUNKS, BudgetTuner
 from clipscale.config.checks import shared
 from clipscale.config.sections import LR_SCALING
@@ -114,7 +114,7 @@ class Run:
         """
         config, world = self.config, self.world
         self.store = checkpoint.open_store(config.checkpoint.store, self.folder, world, fetch=config.resume == "auto")
-        path = checkpoint.to_resume(self.folder, config.resume, world)  # 1 and 2
+        path = checkpoint.to_resume(self.folder, config.resume, world, saved_state.check)  # 1 and 2
         source = checkpoint.Saved(path) if path else None
         saved = source.values if source else None
         checkpoint.check_fits(saved, self.folder, config, self.sizes.before)
@@ -177,7 +177,7 @@ class Run:
     def print_resumed(self) -> None:
         """Print the step that the run goes on from, and the settings that have changed."""
         file = self.folder / "config.yaml"
-        found = changes(file.read_text(encoding="utf-8"), self.config) if file.exists() else []
+        found = changes(file.read_text(encoding="utf-8", errors="replace"), self.config) if file.exists() else []
         changed = "; changed: " + ", ".join(found) if found else ""
         say(f"run={self.config.run}: going on after step {self.step} of {self.total}{changed}")
 

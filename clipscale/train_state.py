@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map_only
 
-from clipscale import distributed
+from clipscale import distributed, saved_state
 from clipscale.autotune import (
     batch_norm_chunk,
     chunk_sizes,
@@ -332,6 +332,13 @@ class TrainState:
 
     def load(self, saved: dict[str, Any]) -> None:
         """Take weights, optimizer and scaler from a checkpoint. Raises UserError where they do not fit."""
+        with saved_state.fitting(
+            "resume: the checkpoint", "go on from another with resume=PATH, or choose another run=NAME"
+        ):
+            self.take(saved)
+
+    def take(self, saved: dict[str, Any]) -> None:
+        """The same. Raises whatever torch does where they do not fit."""
         # The optimizer first: to make its state, the library takes a step with zero gradients and a learning rate of 0.
         whole = not any(isinstance(value, DTensor) for value in saved["model"].values())
         self.load_optimizer(saved["optimizer"], whole)
@@ -374,6 +381,7 @@ class TrainState:
                 "resume: the checkpoint's optimizer does not fit this model's parameters (it holds the state of "
                 f"{counts[0]}, and {counts[1]} are trained here); freeze the same towers, or choose another run=NAME"
             )
+        saved_state.check_optimizer(self.optimizer, state, elementwise=self.config.optim.name in ELEMENTWISE)
         if state["state"]:
             # Not strict: a parameter that the loss does not use, such as the bias of a softmax loss, has no state.
             options = StateDictOptions(full_state_dict=whole, strict=False)

@@ -75,9 +75,12 @@ def earlier(path: Path, record: Row) -> Row:
     """
     if not path.exists():
         return {}
-    found: Row = json.loads(path.read_text())
-    if _marks(found) == _marks(record):
-        return found
+    try:
+        found: Row = json.loads(path.read_text())
+        if _marks(found) == _marks(record) and isinstance(found["rows"], list):
+            return found
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        pass  # a damaged record is kept like any other that does not fit
     when = datetime.fromtimestamp(path.stat().st_mtime).strftime("%Y%m%dT%H%M%S%f")
     for file in map(path.with_suffix, (path.suffix, ".md", ".png")):
         if file.exists():

@@ -3,14 +3,12 @@
 import warnings
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from clipscale.checkpoint import single
@@ -20,17 +18,8 @@ from clipscale.checkpoint.verification import damaged, verify
 from clipscale.distributed import World
 from clipscale.errors import UserError
 
-ERRORS = (
-    RuntimeError,
-    EOFError,
-    OSError,
-    UnpicklingError,
-    KeyError,
-    ValueError,
-    AttributeError,
-    IndexError,
-    CheckpointException,
-)
+ERRORS = (Exception,)
+"""The unpickler, zipfile, zlib and torch raise whatever the bytes lead to."""
 SEPARATOR = "/"
 """Between the keys of nested dictionaries in the name of a tensor."""
 

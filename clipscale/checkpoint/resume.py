@@ -16,11 +16,15 @@ from clipscale.errors import UserError
 log = logging.getLogger(__name__)
 
 
-def to_resume(run: Path, resume: str, world: World) -> Path | None:
+Check = Callable[[dict[str, Any]], object]
+"""Raises ValueError for a state that cannot be used."""
+
+
+def to_resume(run: Path, resume: str, world: World, check: Check = lambda state: None) -> Path | None:
     """The checkpoint that a run goes on from, verified. `resume` is `auto` (the run's newest whole checkpoint, or None), `none`, or a path.
 
     A path is a checkpoint, or a run folder with at least one; its newest whole one counts. With `auto`, damaged checkpoints that are newer
-    are renamed: the run saves the same steps again. A collective: every rank verifies its share.
+    are renamed: the run saves the same steps again. A state that `check` refuses counts as damaged. A collective: every rank verifies its share.
 
     Raises UserError for a path without a checkpoint, and if every checkpoint is damaged.
     """
@@ -31,7 +35,7 @@ def to_resume(run: Path, resume: str, world: World) -> Path | None:
         raise UserError(f"resume={resume}: not every process sees it; put it on storage that all nodes share")
     bad: dict[Path, str] = {}
     for candidate in candidates:
-        problems = [problem for problem in world.gather(problem_of(candidate, world)) if problem]
+        problems = [problem for problem in world.gather(problem_of(candidate, world, check)) if problem]
         if problems:
             bad[candidate] = problems[0]
             continue
@@ -64,12 +68,12 @@ def candidates_of(run: Path, resume: str) -> list[Path]:
     return candidates
 
 
-def problem_of(path: Path, world: World) -> str:
+def problem_of(path: Path, world: World, check: Check) -> str:
     """Why a checkpoint cannot be used, as far as this rank's share shows; empty where it can."""
     try:
         verify(path, world.rank, world.size)
         if world.main:
-            read_plain(path) if path.is_dir() else single.load(path, mmap=True)
+            check(read_plain(path) if path.is_dir() else single.load(path, mmap=True))
     except UserError as error:
         return str(error)
     except ERRORS as error:

@@ -148,6 +148,12 @@ class DataConfig:
         "Most encoded bytes of an image; larger ones, and captions beyond 1 MiB, are skipped as broken (`too_large`).",
         least=1,
     )
+    max_word: int = setting(
+        1024,
+        "Most bytes of a word in a caption; the time to tokenise a word grows with its square. Samples with longer ones are "
+        "skipped as broken (`long_word`).",
+        least=1,
+    )
     allow_pipe: bool = setting(False, "Allow `pipe:` shards, which run a shell command.")
     cache: str | None = setting(
         None,

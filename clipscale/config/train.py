@@ -147,7 +147,7 @@ def changes(before: str, config: TrainConfig) -> list[str]:
     """
     try:
         tree = yaml.safe_load(before)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):
         tree = None
     if not isinstance(tree, dict):
         return []

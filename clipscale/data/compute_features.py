@@ -113,7 +113,7 @@ def _write_note(folder: Path, kind: dict[str, Any], world: World) -> None:
     failure = None
     path = folder / NOTE
     try:
-        if path.is_file() and files.read_json(path)["features"] != kind:
+        if path.is_file() and files.read_tree(path).get("features") != kind:
             failure = f"out={folder}: holds features of another kind; choose another folder"
         elif world.main:
             folder.mkdir(parents=True, exist_ok=True)

@@ -4,14 +4,16 @@ D: feature width.
 """
 
 import io
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.lib import format as npy
+from pydantic import ConfigDict, TypeAdapter, with_config
+from typing_extensions import TypedDict
 
+from clipscale import files
 from clipscale.config.data import DataConfig
 from clipscale.config.sections import ModelConfig
 from clipscale.data.decode import BrokenSampleError
@@ -24,6 +26,23 @@ if TYPE_CHECKING:  # loader workers import this module and need no models
 
 NOTE = "features.json"
 """The file beside the shards that describes where the features come from."""
+
+
+@with_config(ConfigDict(strict=True, extra="allow"))
+class _Note(TypedDict):
+    """What the note says of the features: which model computed them, and what they are."""
+
+    member: str
+    model: str
+    width: int
+    dtype: str
+    image_size: int
+    mean: list[float]
+    std: list[float]
+    weights: str
+
+
+_NOTE = TypeAdapter(_Note)
 
 
 @dataclass(frozen=True)
@@ -96,10 +115,11 @@ def _read_note(urls: list[str]) -> dict[str, Any]:
     for folder in sorted({str(Path(url).parent) for url in urls}):
         path = Path(folder) / NOTE
         try:
-            notes[folder] = json.loads(path.read_text(encoding="utf-8"))["features"]
-        except (OSError, ValueError, KeyError) as error:
+            notes[folder] = _NOTE.validate_python(files.read_tree(path).get("features"))
+        except (OSError, ValueError) as error:
+            why = " ".join(str(error).split())[:300]
             raise UserError(
-                f"data.image_features: {path} cannot be read ({error}); give data.train the shards that `clipscale data features` has "
+                f"data.image_features: {path} cannot be read ({why}); give data.train the shards that `clipscale data features` has "
                 "written"
             ) from error
     (first, note), *others = notes.items()

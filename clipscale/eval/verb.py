@@ -4,9 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from clipscale import distributed
+from clipscale import distributed, files
 from clipscale.config.redact import incomplete, restored
 from clipscale.config.tools import EvalRunConfig, check_eval
 from clipscale.errors import UserError
@@ -59,8 +57,12 @@ def work(config: EvalRunConfig) -> Results:
 
 def _sets_of(settings: Path) -> list[str]:
     """The evaluation sets in the run's settings. Raises UserError where there are none."""
-    record = yaml.safe_load(settings.read_text()) if settings.is_file() else None
-    sets = restored((record or {}).get("eval", {}).get("sets", []))
+    with files.reported("eval.sets", settings, "give eval.sets=[FOLDER,...]"):
+        record = files.read_tree(settings) if settings.is_file() else {}
+    found = record["eval"].get("sets") if isinstance(record.get("eval"), dict) else None
+    if found and not (isinstance(found, list) and all(isinstance(one, str) for one in found)):
+        raise UserError(f"eval.sets: {settings} holds no list of folders; give eval.sets=[FOLDER,...]")
+    sets = restored(found or [])
     if not sets:
         raise UserError("eval.sets is empty, here and in the settings of a run; give eval.sets=[FOLDER,...]")
     if any(map(incomplete, sets)):

@@ -34,8 +34,8 @@ def write(model: ClipModel, config: ModelConfig, out: Path, dtype: torch.dtype, 
     found |= {"architectures": [CLASSES[kind]], "dtype": str(dtype).removeprefix("torch.")}
     for name, value in {"config.json": found, "preprocessor_config.json": pictures(model, config, kind)}.items():
         files.write_json(out / name, value)
-    if isinstance(model.tokenizer, HFTokenizer):
-        model.tokenizer.save_pretrained(str(out))
+    if isinstance(inner := getattr(model.tokenizer, "inner", model.tokenizer), HFTokenizer):
+        inner.save_pretrained(str(out))
     else:
         write_tokenizer(out, model.context_length)
     return f"transformers.{CLASSES[kind]}.from_pretrained('{out.resolve()}')"

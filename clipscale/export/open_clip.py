@@ -18,8 +18,8 @@ def write(model: ClipModel, config: ModelConfig, out: Path, dtype: torch.dtype, 
     """Write the folder; returns the call that loads it. Raises OSError."""
     save_weights(weights(model, dtype), out / HF_SAFE_WEIGHTS_NAME, note)
     files.write_json(out / HF_CONFIG_NAME, description(model, config))
-    if isinstance(model.tokenizer, HFTokenizer):
-        model.tokenizer.save_pretrained(str(out))
+    if isinstance(inner := getattr(model.tokenizer, "inner", model.tokenizer), HFTokenizer):
+        inner.save_pretrained(str(out))
     return f"open_clip.create_model_from_pretrained('local-dir:{out.resolve()}')"
 
 

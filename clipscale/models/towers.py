@@ -21,11 +21,12 @@ from open_clip.model import CustomTextCLIP
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from clipscale import checkpoint
+from clipscale import checkpoint, saved_state
 from clipscale.config.sections import ModelConfig
 from clipscale.data.eval_transform import EvalTransform
 from clipscale.errors import UserError
 from clipscale.hardware import HARDWARE, hardware_of
+from clipscale.models.bounded import BoundedTokenizer
 from clipscale.models.description import check, source_of
 from clipscale.models.lean import make_lean, take_short_captions
 from clipscale.models.weights import load as load_weights
@@ -233,13 +234,16 @@ def load_model(
     """
     path = checkpoint.locate(run, which)
     state = checkpoint.load(path, parts=("model", "ema"))
+    with saved_state.fitting(f"checkpoint {path}", "take another with checkpoint=STEP"):
+        saved_state.check(state)
     if weights == "ema" and not state.get("ema"):
         raise UserError(f"weights=ema: {path} holds no average; take weights=trained, or train with ema=0.9999")
     config = saved_config(state["model_config"], hub=hub)
     check_filled(config, state["model"], path)
     model = build_model(config)
-    averaged = state["ema"]["weights"] if weights == "ema" else {}
-    model.load_state_dict(state["model"] | averaged)
+    with saved_state.fitting(f"checkpoint {path}", "take another with checkpoint=STEP"):
+        averaged = state["ema"]["weights"] if weights == "ema" else {}
+        model.load_state_dict(state["model"] | averaged)
     return model.eval(), config, int(state["step"])
 
 
@@ -274,8 +278,8 @@ def tokenizer(config: ModelConfig, description: dict[str, Any]) -> Callable[[lis
         if source:
             importlib.import_module("transformers")
             options |= {"tokenizer_mode": text.get("tokenizer_mode"), "trust_remote_code": False}
-            return open_clip.tokenizer.HFTokenizer(source_of(source, config.hub), length, **options)
-        return open_clip.SimpleTokenizer(context_length=length, **options)
+            return BoundedTokenizer(open_clip.tokenizer.HFTokenizer(source_of(source, config.hub), length, **options), length)
+        return BoundedTokenizer(open_clip.SimpleTokenizer(context_length=length, **options), length)
     except (ImportError, OSError, ValueError) as error:
         lacks = "; pip install 'clipscale[hf]'" if isinstance(error, ImportError) else ""
         raise UserError(

@@ -1,16 +1,14 @@
 """Compares a prediction with the memory that a run has measured, from RUN/config.yaml, env.json and metrics.jsonl."""
 
-import json
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import yaml
-
+from clipscale import files
 from clipscale.autotune import saved_chunk_sizes
-from clipscale.config.checks import begun_run
+from clipscale.config.checks import begun_run, check_values
 from clipscale.config.parse import typed
 from clipscale.config.redact import restored
 from clipscale.config.tools import PlanConfig
@@ -43,7 +41,7 @@ def compare(config: PlanConfig, announce: Callable[[str], None] = lambda line: N
     compared = {}
     for name, size in predicted.items():
         key = "host_rss_bytes" if name == "host" else f"mem_{name}_bytes"
-        values = [record[key] for record in records if record.get(key) is not None]
+        values = [value for record in records if isinstance(value := record.get(key), int | float)]
         measured = round(median(values)) if values else None
         ratio = size / measured if measured else None
         compared[name] = {"predicted_bytes": size, "measured_bytes": measured, "ratio": ratio}
@@ -66,9 +64,10 @@ def compare(config: PlanConfig, announce: Callable[[str], None] = lambda line: N
 
 def settings_of(config: PlanConfig, folder: Path) -> PlanConfig:
     """The run's settings, on the machine it ran on unless `config` names another."""
-    trained = typed(TrainConfig, restored(yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))))
-    environment = json.loads((folder / "env.json").read_text(encoding="utf-8"))
-    processes, gpus = environment["processes"], environment["gpus"]
+    with files.reported(f"run={config.run}", folder / "config.yaml", "restore the file"):
+        trained = typed(TrainConfig, restored(files.read_tree(folder / "config.yaml")))
+    check_values(trained)
+    processes, gpus = _machine_of(config, folder / "env.json")
     on_gpu = bool(gpus) and trained.device != "cpu"
     device = config.hardware or (hardware_of(gpus[0]) if on_gpu else "cpu")
     if not device:
@@ -85,3 +84,15 @@ def steps_of(folder: Path) -> list[dict[str, Any]]:
     if not records:
         raise UserError(f"run={folder}: metrics.jsonl holds no step yet")
     return [record for record in records if record["step"] >= FIRST] or records
+
+
+def _machine_of(config: PlanConfig, file: Path) -> tuple[int, list[str]]:
+    """Processes and GPUs of the run, from its env.json. Raises UserError."""
+    with files.reported(f"run={config.run}", file, "restore the file"):
+        record = files.read_tree(file)
+        processes, gpus = record.get("processes"), record.get("gpus")
+        if type(processes) is not int or not 0 < processes < 2**20:
+            raise ValueError("processes: no number of processes")
+        if not isinstance(gpus, list) or not all(isinstance(gpu, str) for gpu in gpus):
+            raise ValueError("gpus: no list of names")
+        return processes, gpus

@@ -3,16 +3,40 @@
 import logging
 import re
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from PIL import Image
+from pydantic import Field, TypeAdapter
+from typing_extensions import TypedDict
 
 from clipscale import files
 
 log = logging.getLogger(__name__)
 
 Record = dict[str, Any]
+LARGEST = 1e30
+"""No result comes near it. Larger ones cannot be drawn."""
+
+
+class _Row(TypedDict):
+    """A caption, and the column of its image, if it was found."""
+
+    caption: str
+    hit: Annotated[int, Field(ge=0, lt=64)] | None
+
+
+class _Gallery(TypedDict):
+    """What is in the picture beside it: a row of `columns` images for each caption, and one more."""
+
+    set: str
+    step: Annotated[int, Field(ge=0, lt=2**53)] | None
+    tile: Annotated[int, Field(ge=1, le=1024)]
+    columns: Annotated[int, Field(ge=1, lt=64)]
+    rows: Annotated[list[_Row], Field(min_length=1, max_length=64)]
+
+
+_GALLERY = TypeAdapter(_Gallery)
 
 
 def read_evaluation(file: Path) -> Record:
@@ -22,7 +46,7 @@ def read_evaluation(file: Path) -> Record:
     if not isinstance(results, dict) or not all(isinstance(metrics, dict) for metrics in results.values()):
         raise ValueError("it holds no results")
     numbers = [value for metrics in results.values() for value in metrics.values()]
-    if not all(isinstance(value, int | float) for value in numbers):
+    if not all(isinstance(value, int | float) and not abs(value) >= LARGEST for value in numbers):
         raise ValueError("a result is no number")
     return record
 
@@ -45,11 +69,13 @@ def read_galleries(run_dir: Path, most: int) -> list[tuple[Record, np.ndarray]]:
     for file in sorted((run_dir / "eval" / "retrieved").glob("*.json")):
         try:
             record = files.read_json(file)
-            if not isinstance(record, dict) or not {"set", "step", "tile", "columns", "rows"} <= set(record):
-                raise ValueError("it describes no picture")
+            _GALLERY.validate_python(record, strict=True)
             with files.opened(file.with_suffix(".png")) as picture:
-                found.append((record, np.asarray(Image.open(picture, formats=["PNG"]).convert("RGB"))))
-        except (OSError, ValueError, SyntaxError) as error:  # Pillow raises all three for damaged pictures
+                image = Image.open(picture, formats=["PNG"])
+                if image.size != (record["tile"] * (record["columns"] + 1), record["tile"] * len(record["rows"])):
+                    raise ValueError("the picture has another size than it is said to have")
+                found.append((record, np.asarray(image.convert("RGB"))))
+        except Exception as error:  # Pillow raises whatever the bytes lead to
             _left_out(file, error)
         if len(found) == most:
             break
@@ -57,4 +83,4 @@ def read_galleries(run_dir: Path, most: int) -> list[tuple[Record, np.ndarray]]:
 
 
 def _left_out(file: Path, error: Exception) -> None:
-    log.warning("%s is left out: it cannot be read (%s); evaluate again", file, error)
+    log.warning("%s is left out: it cannot be read (%s); evaluate again", file, " ".join(str(error).split())[:300])

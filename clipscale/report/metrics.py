@@ -22,6 +22,7 @@ from clipscale.config.checks import at_least, choice
 from clipscale.config.sections import WANDB, LogConfig
 from clipscale.errors import UserError
 from clipscale.report.environment import environment
+from clipscale.report.wandb_settings import refuse_foreign_settings, wandb_host
 from clipscale.terminal import printable
 
 Record = Mapping[str, Any]
@@ -231,6 +232,9 @@ class _Wandb:
     def __init__(self, run_dir: Path, config: LogConfig, settings: Mapping[str, Any]) -> None:
         import wandb
 
+        host = wandb_host()
+        for folder in (Path(), run_dir):
+            refuse_foreign_settings(folder, host)
         id_file = run_dir / "wandb" / "run-id.txt"
         files.inner_folder(run_dir, "wandb")
         if not id_file.is_file():
@@ -245,7 +249,7 @@ class _Wandb:
             config=dict(settings),
             mode=config.wandb,  # type: ignore[arg-type]
             # wandb would send the command line, and what is printed before the secrets are taken out.
-            settings=wandb.Settings(silent=True, init_timeout=60, console="off", x_disable_meta=True),
+            settings=wandb.Settings(silent=True, init_timeout=60, console="off", x_disable_meta=True, base_url=host),
         )
         # wandb's own step counter cannot go back when a run is resumed; our step is the x axis instead.
         self.run.define_metric("*", step_metric="step")
@@ -300,13 +304,22 @@ def _complete_lines(path: Path) -> list[tuple[str, dict[str, Any]]]:
     for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line) if line.endswith("\n") else None
-        except ValueError:
+        except (ValueError, RecursionError):
             record = None
-        if isinstance(record, dict):
+        if record is not None and _is_record(record):
             records.append((line, record))
         elif number < len(lines):
-            raise UserError(f"{path}, line {number} is not a JSON object; restore the file, or move it away")
+            raise UserError(f"{path}, line {number} is not the record of a step; restore the file, or move it away")
     return records
+
+
+def _is_record(record: Any) -> bool:
+    """Whether it is an object with the number of a step, and with values that a record can have."""
+    if not isinstance(record, dict):
+        return False
+    step = record.get("step", 0)
+    numbers = [value for value in record.values() if isinstance(value, int)]
+    return type(step) is int and 0 <= step < 2**53 and all(abs(value) < 2**63 for value in numbers)
 
 
 def _open_from(path: Path, resume_step: int) -> FileIO:

@@ -2,15 +2,14 @@
 
 import base64
 import io
-import json
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import matplotlib
-import yaml
 
 from clipscale import files
 from clipscale.config.redact import redacted
@@ -21,7 +20,7 @@ from clipscale.report.evaluations import read_evaluations
 from clipscale.report.metrics import read_metrics
 from clipscale.report.plots import STYLE, draw
 from clipscale.report.table import TextTable, result_tables
-from clipscale.terminal import say
+from clipscale.terminal import printable, say
 
 CSS = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1f2937; max-width: 1100px; margin: 2rem auto; padding: 0 1rem; }
@@ -33,6 +32,7 @@ th:first-child, td:first-child, table.plain td { text-align: left; }
 table.plain td { font-family: ui-monospace, monospace; font-size: 13px; } summary { cursor: pointer; font-weight: 600; }
 """
 Record = dict[str, Any]
+log = logging.getLogger(__name__)
 
 
 def main(settings: ReportSettings) -> Path:
@@ -51,7 +51,7 @@ def write_report(run_dir: Path) -> Path:
     records = read_metrics(run_dir / "metrics.jsonl")
     if not records:
         raise UserError(f"run={run_dir}: {run_dir / 'metrics.jsonl'} holds no step to report on")
-    evaluations = [e for e in read_evaluations(run_dir) if e["step"] <= records[-1]["step"]]
+    evaluations = [e for e in read_evaluations(run_dir) if e["step"] <= records[-1].get("step", 0)]
     with matplotlib.rc_context(STYLE):
         drawn = io.BytesIO()
         draw(run_dir, records, evaluations).savefig(drawn, format="png", dpi=120, facecolor="white")
@@ -65,7 +65,7 @@ def write_report(run_dir: Path) -> Path:
 
 def page(run_dir: Path, records: Sequence[Record], evaluations: Sequence[Record], picture: bytes) -> str:
     """The page as text. Everything that comes from files is escaped."""
-    name = escape(run_dir.resolve().name)
+    name = escape(printable(run_dir.resolve().name))
     image = base64.b64encode(picture).decode()
     newest: dict[str, tuple[int, Mapping[str, float]]] = {}
     for evaluation in evaluations:
@@ -76,8 +76,8 @@ def page(run_dir: Path, records: Sequence[Record], evaluations: Sequence[Record]
         f"<h1>{name}</h1><p>{escape(summary(records))}</p>",
         *(table.html() for table in result_tables(results)),
         f"<p><img alt='curves and retrieved images' src='data:image/png;base64,{image}'></p>",
-        _details("Settings", run_dir / "config.yaml", yaml.safe_load),
-        _details("Machine", run_dir / "env.json", json.loads),
+        _details("Settings", run_dir / "config.yaml"),
+        _details("Machine", run_dir / "env.json"),
         "</body></html>",
     ]
     return "\n".join(parts) + "\n"
@@ -86,8 +86,8 @@ def page(run_dir: Path, records: Sequence[Record], evaluations: Sequence[Record]
 def summary(records: Sequence[Record]) -> str:
     """Steps, samples, last loss and median throughput, in one sentence."""
     last = records[-1]
-    text = f"{last['step']:,} steps"
-    if "samples" in last:
+    text = f"{last.get('step', 0):,} steps"
+    if isinstance(last.get("samples"), int):
         text += f", {last['samples']:,} samples"
     if isinstance(last.get("loss"), float):
         text += f", last loss {last['loss']:.4f}"
@@ -97,8 +97,12 @@ def summary(records: Sequence[Record]) -> str:
     return text
 
 
-def _details(title: str, file: Path, read: Callable[[str], Any]) -> str:
-    """A table of dotted names and values, folded away; empty if there is no file."""
-    tree = read(file.read_text()) if file.is_file() else {}
-    rows = [(name, str(value)) for name, value in flat(redacted(tree or {}))]
+def _details(title: str, file: Path) -> str:
+    """A table of dotted names and values, folded away; empty if there is no file, or a damaged one."""
+    try:
+        tree = files.read_tree(file) if file.is_file() else {}
+        rows = [(name, str(value)) for name, value in flat(redacted(tree))]
+    except (OSError, ValueError, RecursionError) as error:
+        log.warning("%s is left out of the report: it cannot be read (%s)", file, error)
+        return ""
     return f"<details><summary>{title}</summary>{TextTable(('', ''), [rows]).html('plain')}</details>" if rows else ""

@@ -14,6 +14,7 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from clipscale.report.evaluations import read_galleries
+from clipscale.terminal import printable
 
 Record = dict[str, Any]
 
@@ -39,6 +40,8 @@ STYLE: Any = {
 }
 PLOTTED = {"top1": "top-1", "image_to_text_r1": "image→text R@1", "text_to_image_r1": "text→image R@1"}
 """Evaluation metrics that have a curve; the page's tables show all of them."""
+LARGEST = 1e30
+"""Values beyond it are left out: matplotlib multiplies them beyond what a float holds."""
 LEGEND_ROWS = 8
 """Curves in one column of a legend: they fill half of a plot's height."""
 POINTS = 4000
@@ -52,9 +55,9 @@ def draw(run_dir: Path, records: Sequence[Record], evaluations: Sequence[Record]
     figure = Figure(figsize=(11, sum(heights) + 0.6), layout="constrained")
     parts = figure.subfigures(len(heights) - 1, 1, height_ratios=[sum(heights[:2]), *heights[2:]], squeeze=False)[:, 0]
     (loss, quality), (speed, memory) = parts[0].subplots(2, 2)
-    parts[0].suptitle(run_dir.resolve().name, x=0.01, ha="left", fontsize=13, fontweight="bold")
+    parts[0].suptitle(printable(run_dir.resolve().name), x=0.01, ha="left", fontsize=13, fontweight="bold")
     draw_loss(loss, records)
-    draw_quality(quality, evaluations, records[-1]["step"])
+    draw_quality(quality, evaluations, records[-1].get("step", 0))
     draw_speed(speed, records)
     draw_memory(memory, records)
     for part, (record, images) in zip(parts[1:], galleries):
@@ -79,9 +82,11 @@ def smoothed(values: np.ndarray, window: int) -> np.ndarray:
 
 def curve(records: Sequence[Record], name: str) -> tuple[np.ndarray, np.ndarray]:
     """Steps and values of a field, from the records that have it."""
-    found = [(r["step"], r[name]) for r in records if isinstance(r.get(name), int | float)]
+    found = [(r.get("step", 0), r[name]) for r in records if isinstance(r.get(name), int | float)]
     steps, values = np.array(found, dtype=float).reshape(-1, 2).T
-    return steps, values
+    if name != "loss":  # a loss that diverges is shown as a gap
+        steps, values = steps[np.isfinite(values)], values[np.isfinite(values)]
+    return steps, np.where(np.abs(values) < LARGEST, values, np.nan)
 
 
 def thinned(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -130,7 +135,7 @@ def draw_quality(axes: Axes, evaluations: Sequence[Record], steps: int) -> None:
                 curves.setdefault((name, metric), []).append((evaluation["step"], 100 * metrics[metric]))
     styles = itertools.cycle(itertools.product(DASHES, COLOURS))
     for (dashes, colour), ((name, metric), points) in zip(styles, curves.items()):
-        label = f"{name}: {PLOTTED[metric]} {points[-1][1]:.1f} %"
+        label = f"{printable(name)}: {PLOTTED[metric]} {points[-1][1]:.1f} %"
         axes.plot(*zip(*points), color=colour, linestyle=dashes, marker="o", markersize=4, label=label)
     best = max((value for points in curves.values() for _, value in points), default=100)
     axes.set_ylim(0, min(102, max(5, 1.25 * best)))
@@ -141,7 +146,7 @@ def draw_quality(axes: Axes, evaluations: Sequence[Record], steps: int) -> None:
 def draw_speed(axes: Axes, records: Sequence[Record]) -> None:
     steps, values = curve(records, "samples_per_s")
     draw_smooth(axes, steps, values, COLOURS[2])
-    axes.set_ylim(0, 1.15 * np.nanmax(values) if len(values) else 1)
+    axes.set_ylim(0, 1.15 * np.nanmax(values) if np.isfinite(values).any() else 1)
     wait_steps, waits = curve(records, "data_wait_frac")
     if len(waits):
         share = axes.twinx()
@@ -159,7 +164,7 @@ def draw_memory(axes: Axes, records: Sequence[Record]) -> None:
         steps, values = curve(records, name)
         if len(values):
             values = values / GIB
-            highest = max(highest, values.max())
+            highest = max(highest, np.nanmax(values, initial=0.0))
             axes.plot(*thinned(steps, values), color=colour, label=f"{label} {values[-1]:.2f}")
     axes.set_ylim(0, 1.25 * highest or 1)
     _finish(axes, "memory, GiB", legend=True)
@@ -185,7 +190,9 @@ def draw_gallery(part: Any, record: Record, images: np.ndarray) -> None:
     """Captions in two columns, each above its nearest images. The correct image is framed, or set apart at the end if it was not found."""
     tile, columns, rows = record["tile"], record["columns"], record["rows"]
     step = f", step {record['step']}" if record["step"] is not None else ""
-    part.suptitle(f"retrieved images: {record['set']}{step}", x=0.01, ha="left", fontsize=10, fontweight="bold")
+    part.suptitle(
+        f"retrieved images: {printable(record['set'])}{step}", x=0.01, ha="left", fontsize=10, fontweight="bold"
+    )
     part.text(0.995, 0.995, "framed: the correct one; dashed: not found", ha="right", va="top", fontsize=8, color=RIGHT)
     grid = part.subplots(math.ceil(len(rows) / 2), 2, squeeze=False)
     for axes in grid.flat:
@@ -205,4 +212,6 @@ def draw_gallery(part: Any, record: Record, images: np.ndarray) -> None:
         axes.set_xlim(-0.03, (columns + 1) * 1.06 + 0.4)
         axes.set_ylim(-0.05, 1.05)
         axes.set_aspect("equal", anchor="W")
-        axes.set_title(textwrap.shorten(row["caption"], 78, placeholder="…"), fontsize=8.5, fontweight="normal", pad=3)
+        axes.set_title(
+            textwrap.shorten(printable(row["caption"]), 78, placeholder="…"), fontsize=8.5, fontweight="normal", pad=3
+        )

@@ -22,6 +22,7 @@ from clipscale.data.sample import RawSample, limits
 from clipscale.data.shards.access import EVENT, Access
 from clipscale.data.shards.store import Store
 from clipscale.errors import UserError
+from clipscale.models.bounded import longest_word
 
 MOST_BROKEN = 20_000
 MOST_FRUITLESS = 200
@@ -43,6 +44,8 @@ class WorkerSpec:
     """Most bytes of a picture, or of the member that replaces it."""
     tokenizer: Callable[[list[str]], object]
     selection: Selection
+    max_word: int
+    """Most bytes of a caption's word."""
     access: Access
     streams: tuple[StreamPosition, ...]
     """The worker's shard streams, and where each starts."""
@@ -150,6 +153,8 @@ class ShardStream:
         place = segment.epoch, segment.shard, item.index
         caption = spec.selection.caption(item.members, CounterRNG(seed, CAPTION, *place))
         spec.selection.check(item, caption)
+        if (size := longest_word(caption)) > spec.max_word:
+            raise BrokenSampleError("long_word", f"{size} bytes")
         put(image_bytes(item.members, spec.rows.members), CounterRNG(seed, AUGMENT, *place))
         return item, caption
 

@@ -227,6 +227,7 @@ def open_stream(
             max_bytes=config.max_bytes,
             tokenizer=tokenizer,
             selection=chosen,
+            max_word=config.max_word,
             access=access,
             streams=part,
             rank=share.rank,

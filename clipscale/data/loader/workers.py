@@ -193,7 +193,7 @@ class Workers:
 
     def __init__(self, specs: Sequence[WorkerSpec], arena: Arena, timeout_s: float) -> None:
         self._rank, self._timeout_s = specs[0].rank, timeout_s
-        warm_up(type(specs[0].tokenizer).__module__)
+        warm_up(type(getattr(specs[0].tokenizer, "inner", specs[0].tokenizer)).__module__)
         context = multiprocessing.get_context("forkserver")
         self._connections: list[Connection] = []
         self._processes: list[Any] = []

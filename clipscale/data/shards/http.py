@@ -61,8 +61,8 @@ class TimeLimit:
 class _InTime:
     """Part of a connection: the status and all headers come within the read time-out, or TimeoutError is raised."""
 
-    sock: socket.socket
-    timeout: float
+    sock: Any
+    timeout: Any
 
     def getresponse(self) -> Any:
         error: Exception | None = None
@@ -87,11 +87,11 @@ class _Secure(_InTime, HTTPSConnection):
 
 
 class _PlainPool(HTTPConnectionPool):
-    ConnectionCls = _Plain
+    ConnectionCls = _Plain  # type: ignore[assignment]  # declared as a protocol
 
 
 class _SecurePool(HTTPSConnectionPool):
-    ConnectionCls = _Secure
+    ConnectionCls = _Secure  # type: ignore[assignment]
 
 
 class _Adapter(HTTPAdapter):

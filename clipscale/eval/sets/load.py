@@ -36,7 +36,17 @@ def _names(paths: Sequence[Path]) -> list[str]:
 
 @lru_cache(maxsize=64)
 def load_set(path: Path) -> EvalSet:
-    """Recognise the layout of `path` and load the set. Raises UserError."""
+    """Recognise the layout of `path` and load the set. Raises UserError, whatever is wrong with its files."""
+    try:
+        return _load_set(path)
+    except UserError:
+        raise
+    except Exception as error:  # each layout's reader has its own
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise UserError(f"eval.sets: {path} cannot be read ({reason}); fetch it again") from error
+
+
+def _load_set(path: Path) -> EvalSet:
     if not path.exists():
         raise UserError(
             f"eval.sets: {path} does not exist; give a folder in CLIP_benchmark's layout (PATH/test/nshards.txt)"

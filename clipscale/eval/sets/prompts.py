@@ -51,8 +51,9 @@ def lines(file: Path, most: int = MOST_CLASSES) -> list[str]:
 
 
 def stripped(texts: Iterable[str]) -> list[str]:
-    """The texts without spaces around them; empty ones are left out."""
-    return [text for text in map(str.strip, texts) if text]
+    """The texts without spaces around them, and without lone surrogates, which JSON can hold; empty ones are left out."""
+    plain = (text.encode("utf-8", "replace").decode() for text in texts)
+    return [text for text in map(str.strip, plain) if text]
 
 
 def templates(root: Path) -> list[str]:

@@ -1,0 +1,145 @@
+"""What a checkpoint must hold. It is checked once, when it is read, so that no later line meets a missing key or another type."""
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Annotated, Any, NotRequired
+
+import torch
+from pydantic import ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError, with_config
+from torch import Tensor
+from typing_extensions import TypedDict
+
+from clipscale.config.parse import typed
+from clipscale.config.sections import ModelConfig
+from clipscale.errors import UserError
+from clipscale.terminal import printable
+
+CHECKED = ConfigDict(arbitrary_types_allowed=True, strict=True)
+Count = Annotated[int, Field(ge=0, lt=2**53)]
+Text = Annotated[str, StringConstraints(max_length=10_000)]
+Place = Annotated[list[Count] | tuple[Count, Count], Field(min_length=2, max_length=2)]
+
+
+@with_config(CHECKED)
+class Position(TypedDict):
+    """Where the data stands: `at` maps each shard stream to epoch and samples read."""
+
+    order: Text
+    windows: NotRequired[Text]
+    lanes: Annotated[int, Field(ge=1, lt=2**24)]
+    at: dict[Text, Place]
+
+
+@with_config(CHECKED)
+class Random(TypedDict):
+    """The state of a rank's generators."""
+
+    cpu: Tensor
+    cuda: Tensor | None
+
+
+@with_config(CHECKED)
+class Group(TypedDict):
+    """A parameter group of an optimizer, by name, or in format 1 by position; with settings that differ between optimizers."""
+
+    params: list[Text] | list[Count]
+
+
+@with_config(CHECKED)
+class Optimizer(TypedDict):
+    state: dict[Text | Count, dict[Text, Tensor | float | int | bool | None]]
+    param_groups: list[Group]
+
+
+@with_config(CHECKED)
+class Average(TypedDict):
+    updates: Count
+    weights: NotRequired[dict[Text, Tensor]]
+
+
+@with_config(CHECKED)
+class State(TypedDict):
+    """The entries of a checkpoint. The tensors of the model may be stored apart."""
+
+    step: Count
+    samples: Count
+    batch: Annotated[int, Field(ge=1, lt=2**53)]
+    loss: float
+    model: NotRequired[dict[Text, Tensor]]
+    model_config: dict[Text, Any]
+    optimizer: Optimizer
+    optimizer_name: Text
+    scaler: dict[Text, Any] | None
+    random: list[Random]
+    position: Position
+    chunks: NotRequired[dict[Text, int | None]]
+    ema: NotRequired[Average | None]
+
+
+_STATE = TypeAdapter(State)
+
+
+def check(state: Mapping[str, Any]) -> None:
+    """Raise ValueError, with the first wrong entry, for a state that training or evaluation could not use."""
+    try:
+        _STATE.validate_python(dict(state))
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        raise ValueError(f"{printable('.'.join(map(str, first['loc'])))}: {printable(first['msg'])}") from error
+    size = torch.get_rng_state().shape
+    if any(one["cpu"].dtype != torch.uint8 or one["cpu"].shape != size for one in state["random"]):
+        raise ValueError("random: no state of torch's generator")
+    if set(state["position"]["at"]) != {str(stream) for stream in range(state["position"]["lanes"])}:
+        raise ValueError("position: not one place for each shard stream")
+    model_config(state)
+
+
+def model_config(state: Mapping[str, Any]) -> ModelConfig:
+    """The settings of the saved model. Raises ValueError for settings that there are not, or of another type."""
+    try:
+        return typed(ModelConfig, dict(state["model_config"]))
+    except UserError as error:
+        raise ValueError(f"model_config: {error}") from error
+
+
+@contextmanager
+def fitting(what: str, remedy: str) -> Iterator[None]:
+    """Around the use of what was read: an error of any kind becomes a UserError, `WHAT does not fit (why); REMEDY`."""
+    try:
+        yield
+    except (UserError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # torch has its own for every way in which values do not fit
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"{what} does not fit ({reason[:300]}); {remedy}") from error
+
+
+def check_optimizer(own: torch.optim.Optimizer, saved: Mapping[str, Any], *, elementwise: bool) -> None:
+    """Raise ValueError for settings or a state that the optimizer cannot take; its parameters are those of `saved`.
+
+    `elementwise`: a parameter's state has the parameter's shape.
+    """
+    for group, theirs in zip(own.param_groups, saved["param_groups"], strict=True):
+        for key, value in group.items():
+            if key != "params" and key in theirs and not _alike(value, theirs[key]):
+                raise ValueError(f"the optimizer's {key} is {printable(theirs[key])[:40]}, not such as {value}")
+        found = [(p, saved["state"].get(name) or {}) for p, name in zip(group["params"], theirs["params"], strict=True)]
+        keys = {tuple(sorted(state)) for _, state in found if state}
+        if len(keys) > 1:
+            raise ValueError("the optimizer's state has not the same entries for all parameters")
+        for parameter, state in found if elementwise else ():
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.shape != (() if key == "step" else parameter.shape):
+                    raise ValueError(f"the optimizer's {printable(key)} has the shape {tuple(value.shape)}")
+
+
+def _alike(own: Any, saved: Any) -> bool:
+    """Whether a setting of an optimizer can take the place of another."""
+    if isinstance(own, list | tuple):
+        return isinstance(saved, list | tuple) and len(saved) == len(own) and all(map(_alike, own, saved))
+    if isinstance(own, bool) or own is None:
+        return saved is None or isinstance(saved, bool | int | float)
+    if isinstance(own, int | float):
+        return isinstance(saved, int | float) and not isinstance(saved, bool) and math.isfinite(saved)
+    return isinstance(saved, type(own))
