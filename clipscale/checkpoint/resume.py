@@ -24,7 +24,8 @@ def to_resume(run: Path, resume: str, world: World, check: Check = lambda state:
     """The checkpoint that a run goes on from, verified. `resume` is `auto` (the run's newest whole checkpoint, or None), `none`, or a path.
 
     A path is a checkpoint, or a run folder with at least one; its newest whole one counts. With `auto`, damaged checkpoints that are newer
-    are renamed: the run saves the same steps again. A state that `check` refuses counts as damaged. A collective: every rank verifies its share.
+    are renamed: the run saves the same steps again. A state that `check` refuses counts as damaged.
+    A collective: every rank verifies its share.
 
     Raises UserError for a path without a checkpoint, and if every checkpoint is damaged.
     """
