@@ -63,7 +63,7 @@ RUN = (
     "run.lock",
     "eval/*.json",
     "eval/retrieved/*",
-    "checkpoints/*3.pt",
+    "checkpoints/*3/*",
 )
 STATE = ("checkpoints/*3/*",)
 TEST_SET = ("*.txt", "test/*", "*.json", "images/*")
