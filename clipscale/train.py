@@ -221,8 +221,8 @@ class Run:
             try:
                 if config.log.report:
                     write_report(self.folder)
-            except OSError as error:
-                log.warning("%s/report.html could not be written (%s)", self.folder, error.strerror)
+            except (OSError, UserError) as error:
+                log.warning("%s/report.html could not be written (%s)", self.folder, error)
         return {"run": str(self.folder), "step": self.step, "loss": self.last_loss, "eval": results}
 
     def stopped(self) -> StoppedError:

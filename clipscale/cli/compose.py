@@ -16,7 +16,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError
 
 from clipscale.cli import received
 from clipscale.cli.overrides import prepare, quoted, several
@@ -52,7 +52,9 @@ def run(
     try:
         received.install()
         hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=tool.file)(job)()
-    except (HydraException, OmegaConfBaseException) as error:
+    except UserError:
+        raise
+    except Exception as error:  # of a file that is no configuration; `job` raises none that is not Hydra's
         raise explain(error, declared) from error
     finally:
         sys.argv = before[0]
@@ -63,12 +65,12 @@ def run(
 def once(name: str, argv: Sequence[str]) -> dict[str, Any] | None:
     """The composed configuration as plain values; None if Hydra only printed something (--cfg, --info)."""
     composed: list[dict[str, Any]] = []
-    failed: list[OmegaConfBaseException] = []
+    failed: list[Exception] = []
 
     def job(config: DictConfig) -> None:
         try:
             composed.append(plain(config))
-        except OmegaConfBaseException as error:  # outside the job, or Hydra prints a line of its own
+        except Exception as error:  # raised outside the job, or Hydra prints a line of its own
             failed.append(error)
 
     run(name, argv, job)
@@ -140,7 +142,7 @@ def explain(error: Exception, declared: Sequence[Setting] = ()) -> UserError:
         if line:
             return UserError(line)
         cause = cause.__cause__
-    return UserError(" ".join(str(error).split()))
+    return UserError(" ".join(str(error).split()) or type(error).__name__)
 
 
 def _explain_one(error: BaseException, names: list[str]) -> str | None:

@@ -16,7 +16,7 @@ import pytest
 
 from clipscale import checkpoint
 from clipscale.cli.main import main
-from tests.data.files import write_shards
+from tests.data.files import sample, write_shards, write_tar
 from tests.eval import sets
 from tests.security.damage import BYTES, WRONG, damaged
 
@@ -63,9 +63,9 @@ RUN = (
     "run.lock",
     "eval/*.json",
     "eval/retrieved/*",
-    "checkpoints/*3/*",
+    "checkpoints/*2/*",
 )
-STATE = ("checkpoints/*3/*",)
+STATE = ("checkpoints/*2/*",)
 TEST_SET = ("*.txt", "test/*", "*.json", "images/*")
 KINDS = {
     "report": Kind("run", RUN[:-1], lambda copy, base: ("report", f"run={copy}"), slow=True),
@@ -89,7 +89,7 @@ KINDS = {
             "samples=32",
             f"data.train={base}/shards/*.tar",
             f"run={copy}-new",
-            f"resume={copy}/checkpoints/step_00000003",
+            f"resume={copy}/checkpoints/step_00000002",
         ),
         slow=True,
     ),
@@ -141,7 +141,7 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of three steps with its states and results, weights, evaluation sets, indexed shards, tables and an experiment."""
+    """A run of two steps with its states and results, weights, evaluation sets, indexed shards, tables and an experiment."""
     import torch
 
     root = tmp_path_factory.mktemp("base")
@@ -156,7 +156,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "checkpoint.keep=0",
         "eval.every=1",
     )
-    assert main([*TRAIN, "samples=24", *words, f"eval.sets=[{root}/cls,{root}/ret]"]) == 0
+    assert main([*TRAIN, "samples=16", *words, f"eval.sets=[{root}/cls,{root}/ret]"]) == 0
     assert main(["data", "index", f"{root}/shards/*.tar", "workers=1"]) == 0
     (root / "weights").mkdir()
     state = checkpoint.load(checkpoint.locate(root / "run", "latest"))
@@ -334,3 +334,19 @@ def test_the_generator_damages(tmp_path: Path) -> None:
     for damage in BYTES:
         assert any(damage(data, random.Random(seed)) != data for seed in range(5))
     assert len({damaged("x.json", data, random.Random(seed)) for seed in range(60)}) > 40
+
+
+def test_names_of_any_bytes_are_shown_escaped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shards and members whose names are no UTF-8, or hold escape sequences, newlines or markup."""
+    monkeypatch.chdir(tmp_path)
+    keys = ("a\udcff\x1b]0;x\x07", "b\n[red]", "c")
+    members = [(name.replace("KEY", key), data) for key in keys for name, data in sample("KEY")]
+    members[4] = (members[4][0], b"\xff")
+    write_tar(tmp_path / "0.tar", members)
+    write_tar(tmp_path / os.fsdecode(b"\xff\x1b[31m.tar"), members[:7])
+    for verb in ("check", "index", "stats"):
+        assert not attempt(("data", verb, str(tmp_path), *(["workers=1"] if verb != "stats" else [])), capsys)
+    words = (f"data.train={tmp_path}", f"run={tmp_path}/run", "samples=8")
+    assert not attempt((*TRAIN, *words), capsys)

@@ -98,6 +98,14 @@ class ReadContext:
         """Called when a file is about to be read to its end."""
 
 
+def is_text(name: str) -> bool:
+    """Whether a name is Unicode, as an index can hold it. Linux allows any bytes, which Python turns into lone surrogates."""
+    try:
+        return bool(name.encode())
+    except UnicodeEncodeError:
+        return False
+
+
 def is_local(url: str) -> bool:
     """Whether the address is a path on this machine rather than a URL."""
     return not _SCHEME.match(url)

@@ -20,12 +20,23 @@ from typing import Any
 
 import numpy as np
 
-from clipscale.data.shards.access import Access, Opened, ReadContext, digest, is_local, leaf_of, scheme_of, user_cache
+from clipscale.data.shards.access import (
+    Access,
+    Opened,
+    ReadContext,
+    digest,
+    is_local,
+    is_text,
+    leaf_of,
+    scheme_of,
+    user_cache,
+)
 from clipscale.data.shards.index_file import query
 from clipscale.data.shards.remote_object import Retry, remote_object
 from clipscale.data.shards.tar import BLOCK
 from clipscale.errors import UserError
 from clipscale.files import parse_json
+from clipscale.terminal import printable
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +124,7 @@ def known(urls: Iterable[str], cache: str | None = None) -> dict[str, list[Entry
     """The shards' entries in all indexes, in order of precedence, without offsets, whether they still hold or not."""
     wanted: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for url in urls:
-        if scheme_of(url) not in NO_FILE:
+        if scheme_of(url) not in NO_FILE and is_text(leaf_of(url)):
             wanted[folder_of(url)][leaf_of(url)].append(url)
     found: dict[str, list[Entry]] = defaultdict(list)
     for folder, leaves in wanted.items():
@@ -168,7 +179,7 @@ def current(urls: Sequence[str], cache: str | None = None) -> tuple[dict[str, En
 def sample_offsets(url: str, opened: Opened, cache: str | None = None) -> np.ndarray | None:
     """Where an opened shard's samples begin, (samples + 1,) int64; None if no index has an entry of its state."""
     stale = False
-    for path in index_paths(folder_of(url), cache):
+    for path in index_paths(folder_of(url), cache) if is_text(leaf_of(url)) else ():
         for size, version, packed in query(
             path, "SELECT size, stamp, places FROM shards WHERE name = ?", [leaf_of(url)]
         ):
@@ -213,5 +224,5 @@ def write(base: sqlite3.Connection, entry: Entry) -> None:
     offsets = None if entry.offsets is None else pack(entry.offsets)
     base.execute(
         "INSERT OR REPLACE INTO shards VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-        (*found, entry.reason, entry.detail, offsets),
+        (*found, entry.reason, printable(entry.detail), offsets),
     )

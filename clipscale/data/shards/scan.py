@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from clipscale.data.shards.access import DIRECT, Access, Opened, SourceError, leaf_of
+from clipscale.data.shards.access import DIRECT, Access, Opened, SourceError, is_text, leaf_of
 from clipscale.data.shards.index import STATES, Entry, State, folder_of, state_of, writable_path, write
 from clipscale.data.shards.index_file import draft, query
 from clipscale.data.shards.reader import ReadProblem, ShardStatistics, read_shard
@@ -113,6 +113,8 @@ def update_indexes(
             found = dict(zip(shards, pool.map(partial(_or_error, state_of, access=access), shards)))
         for url in [url for url in found if isinstance(found[url], str)]:
             fail(url, 0, found.pop(url))
+        for url in [url for url in found if not is_text(leaf_of(url))]:
+            fail(url, found.pop(url)[0], "its name is no UTF-8; rename it")
         path = writable_path(folder, cache)
         skip_kept(found, query(path, STATES))
         if not found:
