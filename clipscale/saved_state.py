@@ -59,40 +59,51 @@ class Average(TypedDict):
 
 
 @with_config(CHECKED)
-class State(TypedDict):
-    """The entries of a checkpoint. The tensors of the model may be stored apart."""
+class Model(TypedDict):
+    """What evaluation takes of a checkpoint. The tensors may be stored apart."""
 
     step: Count
+    model: NotRequired[dict[Text, Tensor]]
+    model_config: dict[Text, Any]
+    ema: NotRequired[Average | None]
+
+
+@with_config(CHECKED)
+class State(Model):
+    """What training also takes, to go on."""
+
     samples: Count
     batch: Annotated[int, Field(ge=1, lt=2**53)]
     loss: float
-    model: NotRequired[dict[Text, Tensor]]
-    model_config: dict[Text, Any]
     optimizer: Optimizer
     optimizer_name: Text
     scaler: dict[Text, Any] | None
     random: list[Random]
     position: Position
-    chunks: NotRequired[dict[Text, int | None]]
-    ema: NotRequired[Average | None]
+    chunks: NotRequired[dict[Text, int | str | None]]
 
 
-_STATE = TypeAdapter(State)
+_MODEL, _STATE = TypeAdapter(Model), TypeAdapter(State)
 
 
-def check(state: Mapping[str, Any]) -> None:
-    """Raise ValueError, with the first wrong entry, for a state that training or evaluation could not use."""
+def check_model(state: Mapping[str, Any], entries: TypeAdapter[Any] = _MODEL) -> None:
+    """Raise ValueError, with the first wrong entry, for a state that evaluation could not use."""
     try:
-        _STATE.validate_python(dict(state))
+        entries.validate_python(dict(state))
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         raise ValueError(f"{printable('.'.join(map(str, first['loc'])))}: {printable(first['msg'])}") from error
+    model_config(state)
+
+
+def check(state: Mapping[str, Any]) -> None:
+    """The same for a state that training could not go on from."""
+    check_model(state, _STATE)
     size = torch.get_rng_state().shape
     if any(one["cpu"].dtype != torch.uint8 or one["cpu"].shape != size for one in state["random"]):
         raise ValueError("random: no state of torch's generator")
     if set(state["position"]["at"]) != {str(stream) for stream in range(state["position"]["lanes"])}:
         raise ValueError("position: not one place for each shard stream")
-    model_config(state)
 
 
 def model_config(state: Mapping[str, Any]) -> ModelConfig:

@@ -235,7 +235,7 @@ def load_model(
     path = checkpoint.locate(run, which)
     state = checkpoint.load(path, parts=("model", "ema"))
     with saved_state.fitting(f"checkpoint {path}", "take another with checkpoint=STEP"):
-        saved_state.check(state)
+        saved_state.check_model(state)
     if weights == "ema" and not state.get("ema"):
         raise UserError(f"weights=ema: {path} holds no average; take weights=trained, or train with ema=0.9999")
     config = saved_config(state["model_config"], hub=hub)

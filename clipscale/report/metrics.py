@@ -309,7 +309,9 @@ def _complete_lines(path: Path) -> list[tuple[str, dict[str, Any]]]:
         if record is not None and _is_record(record):
             records.append((line, record))
         elif number < len(lines):
-            raise UserError(f"{path}, line {number} is not the record of a step; restore the file, or move it away")
+            raise UserError(
+                f"{path}, line {number} is not a JSON object with a step; restore the file, or move it away"
+            )
     return records
 
 

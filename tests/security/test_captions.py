@@ -50,7 +50,7 @@ def test_the_tokens_of_long_captions_are_the_same(clip: object) -> None:
         " ".join(words.choices(["a", "photograph", "of", "squares,", "and\n\n", "Kreise", "\u6f22\u5b57"], k=k))
         for k in (5, 900, 3000)
     ]
-    texts += ["  " * 5000 + "a dog", "\U0001f602" * 1200]
+    texts += ["  " * 5000 + "a dog", "\U0001f602" * 200]
     assert torch.equal(clip(texts), open_clip.get_tokenizer("ViT-B-32")(texts))  # type: ignore[operator]
     assert last_place(clip, 77)  # type: ignore[arg-type]
 
