@@ -18,7 +18,7 @@ from clipscale.terminal import printable
 CHECKED = ConfigDict(arbitrary_types_allowed=True, strict=True)
 Count = Annotated[int, Field(ge=0, lt=2**53)]
 Text = Annotated[str, StringConstraints(max_length=10_000)]
-Place = Annotated[list[Count] | tuple[Count, Count], Field(min_length=2, max_length=2)]
+Place = Annotated[list[Count] | tuple[Count, ...], Field(min_length=2, max_length=8)]
 
 
 @with_config(CHECKED)
