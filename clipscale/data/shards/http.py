@@ -87,11 +87,11 @@ class _Secure(_InTime, HTTPSConnection):
 
 
 class _PlainPool(HTTPConnectionPool):
-    ConnectionCls = _Plain  # type: ignore[assignment]  # declared as a protocol
+    ConnectionCls = _Plain
 
 
 class _SecurePool(HTTPSConnectionPool):
-    ConnectionCls = _Secure  # type: ignore[assignment]
+    ConnectionCls = _Secure
 
 
 class _Adapter(HTTPAdapter):
