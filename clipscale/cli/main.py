@@ -6,7 +6,6 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
-from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
@@ -57,6 +56,11 @@ def _main(argv: list[str]) -> int:
     except BrokenPipeError:  # the reader of our output has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:  # a name that no file can have, a folder without permission, a full disk
+        if os.environ.get("CLIPSCALE_DEBUG") == "1":
+            traceback.print_exc()
+        say(message(f"error: {error}"), error=True)
+        return 1
 
 
 def dispatch(argv: list[str]) -> int:
@@ -201,7 +205,7 @@ def simple(name: str, argv: list[str]) -> tuple[list[str], Any]:
         key, equals, text = word.partition("=")
         key = current(key, settings)
         like_a_key = re.fullmatch(r"[A-Za-z_][\w.]*", key) is not None
-        known = key.partition(".")[0] in sections or (like_a_key and not Path(word).exists())
+        known = key.partition(".")[0] in sections or (like_a_key and not os.path.exists(word))  # noqa: PTH110 (False for a word that no file can be named)
         if tool.words and not (equals and known):
             words.append(word)
             continue

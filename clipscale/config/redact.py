@@ -57,7 +57,7 @@ def secret_variables() -> dict[str, str]:
     read = os.environ.get(READ, "").split(",")
     found = {}
     for name, value in os.environ.items():
-        asked = name in read and not ORDINARY.fullmatch(name) and not value.isdigit()
+        asked = name in read and not ORDINARY.fullmatch(name) and not value.isdecimal()
         if len(value) < LEAST or not (asked or SECRET_VARIABLE.search(name)):
             continue
         if value.startswith(("/", "~")) and os.path.exists(os.path.expanduser(value)):  # noqa: PTH110, PTH111 (texts, not paths)

@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 TABLES = (".csv", ".tsv", ".parquet")
 LISTING_S = 600.0
 """Time limit for listing a remote folder."""
+LONGEST_SOURCE = 1 << 13
+"""Characters of a path, pattern or address. Linux allows 4,096 bytes for a path."""
 SCAN_AT_MOST = 256
 """Shards that are scanned to count their samples if no counts are recorded; more would delay the start of a run."""
 MOST_SHARDS = 1 << 20
@@ -81,6 +83,15 @@ def expand(
     The names of files are paths, whatever they look like. Raises UserError if no shard is left, or for `pipe:` without
     `allow_pipe`.
     """
+    try:
+        return _expand(source, allow_pipe, setting, table)
+    except (OSError, ValueError, RecursionError) as error:  # a name that no file can have
+        raise UserError(f"{setting}={source[:200]!r} cannot be read ({str(error)[:200]})") from error
+
+
+def _expand(source: str, allow_pipe: bool, setting: str, table: TableConfig | None) -> list[str]:
+    if len(source) > LONGEST_SOURCE:
+        raise UserError(f"{setting}={source[:200]!r}...: a source has at most {LONGEST_SOURCE} characters")
     if source.startswith("@"):
         return _from_list(Path(source[1:]).expanduser(), allow_pipe, setting, table)
     if _FILE.match(source) or is_local(source) or (scheme_of(source) == "pipe" and os.path.lexists(source)):
