@@ -239,7 +239,8 @@ def load_model(
     if weights == "ema" and not state.get("ema"):
         raise UserError(f"weights=ema: {path} holds no average; take weights=trained, or train with ema=0.9999")
     config = saved_config(state["model_config"], hub=hub)
-    check_filled(config, state["model"], path)
+    with saved_state.fitting(f"checkpoint {path}", "take another with checkpoint=STEP"):
+        check_filled(config, state["model"], path)
     model = build_model(config)
     with saved_state.fitting(f"checkpoint {path}", "take another with checkpoint=STEP"):
         averaged = state["ema"]["weights"] if weights == "ema" else {}
@@ -278,7 +279,9 @@ def tokenizer(config: ModelConfig, description: dict[str, Any]) -> Callable[[lis
         if source:
             importlib.import_module("transformers")
             options |= {"tokenizer_mode": text.get("tokenizer_mode"), "trust_remote_code": False}
-            return BoundedTokenizer(open_clip.tokenizer.HFTokenizer(source_of(source, config.hub), length, **options), length)
+            return BoundedTokenizer(
+                open_clip.tokenizer.HFTokenizer(source_of(source, config.hub), length, **options), length
+            )
         return BoundedTokenizer(open_clip.SimpleTokenizer(context_length=length, **options), length)
     except (ImportError, OSError, ValueError) as error:
         lacks = "; pip install 'clipscale[hf]'" if isinstance(error, ImportError) else ""
