@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields
 from typing import Annotated, Any, NotRequired
 
 import torch
@@ -107,9 +108,10 @@ def check(state: Mapping[str, Any]) -> None:
 
 
 def model_config(state: Mapping[str, Any]) -> ModelConfig:
-    """The settings of the saved model. Raises ValueError for settings that there are not, or of another type."""
+    """The settings of the saved model, also of another version's. Raises ValueError for a value of another type."""
+    known = {one.name for one in fields(ModelConfig)}
     try:
-        return typed(ModelConfig, dict(state["model_config"]))
+        return typed(ModelConfig, {name: value for name, value in state["model_config"].items() if name in known})
     except UserError as error:
         raise ValueError(f"model_config: {error}") from error
 

@@ -241,8 +241,6 @@ def load_model(
     config = saved_config(state["model_config"], hub=hub)
     with saved_state.fitting(f"checkpoint {path}", "take another with checkpoint=STEP"):
         check_filled(config, state["model"], path)
-    with saved_state.fitting(f"checkpoint {path}", "take another with checkpoint=STEP"):
-        check_filled(config, state["model"], path)
     model = build_model(config)
     with saved_state.fitting(f"checkpoint {path}", "take another with checkpoint=STEP"):
         averaged = state["ema"]["weights"] if weights == "ema" else {}
