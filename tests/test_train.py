@@ -125,7 +125,7 @@ def finished(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     sets = EvalConfig(every=5, sets=[str(demo / "objects"), str(demo / "retrieval")], limit=64)
     result = train(settings(demo, run, eval=sets, log=LogConfig(progress=False)))
     assert result["step"] == 10
-    assert set(result["eval"]) == {"objects", "retrieval"}
+    assert set(result["eval"]) == {"objects (limit 64)", "retrieval (limit 64)"}
     return run
 
 
