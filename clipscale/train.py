@@ -49,7 +49,8 @@ def train(config: TrainConfig) -> dict[str, Any]:
     """
     world = distributed.start(config.device, config.launch.threads, config.launch.timeout_s)
     folder = Path(config.run)
-    new = world.main and not folder.exists()  # a sweep makes its jobs' folders, and keeps them
+    # A sweep makes its jobs' folders, and keeps them. The folder of an unnamed run holds no more than its lock.
+    new = world.main and (not folder.exists() or [path.name for path in folder.iterdir()] == [run_lock.FILE])
     lock = RunLock(folder)
     try:
         world.on_main(lock.enter)

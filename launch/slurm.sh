@@ -24,7 +24,12 @@ srun ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"} --kill-on-ba
     export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID LOCAL_WORLD_SIZE=$SLURM_NTASKS_PER_NODE
     exec python -m clipscale train "$@"' clipscale "$@"
 status=$?
-if [ "$status" -eq 143 ]; then # stopped by SIGTERM after saving
+case "$status" in
+143) again=1 ;; # stopped by SIGTERM after saving
+0 | 2 | 130) again=0 ;; # complete, a mistake, Ctrl-C
+*) again=$((${SLURM_RESTART_COUNT:-0} < ${RESTARTS:-3})) ;; # a crash, a lost rank, no memory, a time-out
+esac
+if [ "$again" = 1 ]; then
     scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$status"

@@ -7,6 +7,5 @@
 # failures, with resume=auto from the newest checkpoint. The run folder must be on storage that all machines share.
 set -euo pipefail
 : "${NODES:?set NODES to the number of machines}" "${HEAD:?set HEAD=ADDRESS:PORT, one of the machines}"
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300}"  # seconds to end the step and save
-exec torchrun --nnodes "$NODES" --nproc-per-node "${PROCS:-gpu}" --max-restarts "${RESTARTS:-0}" \
+exec python -m clipscale.launch.torchrun --nnodes "$NODES" --nproc-per-node "${PROCS:-gpu}" --max-restarts "${RESTARTS:-0}" \
     --rdzv-backend c10d --rdzv-endpoint "$HEAD" --rdzv-id "${JOB:-clipscale}" -m clipscale train "$@"

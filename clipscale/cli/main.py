@@ -18,8 +18,9 @@ from clipscale.config.redact import redacted_output
 from clipscale.config.renamed import current
 from clipscale.config.setting import settings_of
 from clipscale.config.train import TrainConfig, check
-from clipscale.errors import StoppedError, UserError
+from clipscale.errors import UserError
 from clipscale.launch import local, submit
+from clipscale.launch.agent import status
 from clipscale.safe_path import protect
 from clipscale.terminal import message, prepare, say, say_all
 from clipscale.units import nearest, split
@@ -44,7 +45,7 @@ def _main(argv: list[str]) -> int:
             traceback.print_exc()
         if os.environ.get("RANK", "0") == "0":  # torchrun's report shows the errors of the other ranks
             say(message(f"error: {error}"), error=True)
-        return 128 + error.number if isinstance(error, StoppedError) else 2
+        return status(error)
     except local.WorkerError as error:
         say_all(error.details, error=True)
         say(message(f"error: {error}"), error=True)

@@ -53,6 +53,12 @@ class LaunchConfig:
         "Seconds that a process waits for the others, in a save or an evaluation too, before the run fails.",
         least=1,
     )
+    restarts: int = setting(
+        0,
+        "Restarts after a failure (a crash, a killed worker, a time-out), each from the newest checkpoint. A new checkpoint "
+        "resets the count.",
+        least=0,
+    )
     grace_s: float = setting(
         120.0,
         "Seconds that the scheduler leaves between a signal to stop and the end of the processes. A step that would outlast "

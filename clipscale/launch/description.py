@@ -29,6 +29,7 @@ class Job:
     procs: int
     gpus: bool
     grace_s: int
+    restarts: int
     """Seconds before the end at which the processes are asked to save."""
     config: JobConfig
 
@@ -80,6 +81,7 @@ def describe(config: TrainConfig, argv: Sequence[str], *, named: bool) -> Job:
         procs=config.launch.procs or 1,
         gpus=config.device != "cpu",
         grace_s=round(config.launch.grace_s),
+        restarts=config.launch.restarts,
         config=job,
     )
 

@@ -84,7 +84,7 @@ def pytorchjob(job: Job, metadata: Tree) -> Tree:
 
 def command(job: Job) -> list[str]:
     """torchrun, which finds nodes, processes and the rendezvous in its PET_ variables."""
-    return ["torchrun", *job.command[1:]]
+    return ["python", "-m", "clipscale.launch.torchrun", f"--max-restarts={job.restarts}", *job.command[1:]]
 
 
 def resources(job: Job) -> Tree:

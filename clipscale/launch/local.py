@@ -24,7 +24,10 @@ from clipscale.config.train import TrainConfig, warnings
 from clipscale.errors import StoppedError, UserError
 from clipscale.hardware import cores
 from clipscale.launch.affinity import bound
+from clipscale.launch.agent import shared_name
 from clipscale.launch.requeue import requeued_run
+from clipscale.launch.restarts import WorkerError, go_on, group_size, restarted
+from clipscale.units import unused
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -45,14 +48,6 @@ LOST = (
 """Words of gloo and NCCL for a rank that does not answer."""
 
 
-class WorkerError(Exception):
-    """A worker failed, and not by a mistake of the user. The message is one line; `details` is the traceback."""
-
-    def __init__(self, message: str, details: str = "") -> None:
-        super().__init__(message)
-        self.details = details
-
-
 class Interrupted(KeyboardInterrupt):
     """A signal stopped the launcher. The workers have saved and ended."""
 
@@ -64,19 +59,37 @@ class Interrupted(KeyboardInterrupt):
 
 
 def make_ready(config: TrainConfig, *, named: bool) -> None:
-    """The checks of a configuration that look at this machine, and under torchrun one default name of the run for all ranks.
+    """The checks of a configuration that look at this machine, and a default name that no other run has, for all ranks.
 
     `named`: whether the user has named the run. Raises UserError.
     """
     if not named:
-        config.run = requeued_run() or config.run
-    if under_torchrun() and not named:
-        config.run = shared(config.run)
+        again = requeued_run()
+        if under_torchrun():
+            config.run = shared_name(again or config.run)
+        else:
+            config.run = again or claimed(config.run)
     if config.data.on_device and (config.device == "cpu" or gpus() == 0):
         raise UserError("data.decode=gpu needs a GPU, and this run has none; take data.decode=fast, or exact")
     if os.environ.get("RANK", "0") == "0":
         for warning in warnings(config):
             terminal.say(f"warning: {warning}", error=True)
+
+
+def claimed(name: str) -> str:
+    """The default name of a run, whose folder is made here: of two runs that start in the same second, one gets another name."""
+    from clipscale import run_lock
+
+    while True:
+        folder = unused(Path(name))
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError:
+            return name  # `make_folder` names the reason
+        (folder / run_lock.FILE).touch()
+        return str(folder)
 
 
 def gpus() -> int:
@@ -91,21 +104,12 @@ def under_torchrun() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def shared(name: str) -> str:
-    """The first rank's default name of the run, on every rank and after a restart: clocks differ, the store's value does not."""
-    from clipscale.distributed import store as common
-
-    store = common()
-    if os.environ["RANK"] == "0":
-        store.compare_set("clipscale/run", "", name)
-    store.wait(["clipscale/run"])
-    return store.get("clipscale/run").decode()
-
-
 def join(config: Launched, main: str = TRAIN) -> dict[str, Any]:
     """This process's part of a run that torchrun has started. A failure is recorded for torchrun's report."""
     from torch.distributed.elastic.multiprocessing.errors import record
 
+    if isinstance(config, TrainConfig) and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        go_on(config)
     try:
         result = record(work)(config, main)
     except BaseException:
@@ -129,14 +133,28 @@ def workers(config: Launched) -> int:
 
 
 def run(config: Launched, main: str = TRAIN, *, isolated: bool = False) -> dict[str, Any]:
-    """Call `main` in this process or in several workers. With `isolated`, a single worker gets a process of its own too.
+    """Call `main` in this process or in several workers. With `isolated` or restarts, a single worker gets a process of its own too.
 
     Returns its result on rank 0. Raises UserError if a worker does, WorkerError for other failures, Interrupted for a signal.
     No worker outlives this call. If this process is killed, the kernel interrupts its workers.
     """
     count = workers(config)
-    if count == 1 and not isolated:
-        return work(config, main)
+    if isinstance(config, TrainConfig) and config.launch.restarts:
+        return restarted(config, lambda now: start(now, main, remaining(now, count)))
+    return start(config, main, count) if count > 1 or isolated else work(config, main)
+
+
+def remaining(config: TrainConfig, count: int) -> int:
+    """The processes of a restart: `count`, or fewer where GPUs are gone, as many as share the batch evenly."""
+    if config.device == "cpu" or not (found := gpus()) or found >= count:
+        return count
+    smaller = group_size(config.batch, found)
+    terminal.say(f"{found} of {count} GPUs are left: the run goes on with {smaller} processes", error=True)
+    return smaller
+
+
+def start(config: Launched, main: str, count: int) -> dict[str, Any]:
+    """One start of `count` workers, to their end. Raises as `run` does."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch

@@ -18,7 +18,12 @@ srun {options} --kill-on-bad-exit=0 --wait=120 bash -c '
     export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID LOCAL_WORLD_SIZE=$SLURM_NTASKS_PER_NODE
     exec "$@"' clipscale {command}
 status=$?
-if [ "$status" -eq 143 ]; then # stopped by SIGTERM after saving
+case "$status" in
+143) again=1 ;; # stopped by SIGTERM after saving
+0 | 2 | 130) again=0 ;; # complete, a mistake, Ctrl-C
+*) again=$((${{SLURM_RESTART_COUNT:-0}} < {restarts})) ;; # a crash, a lost rank, no memory, a time-out
+esac
+if [ "$again" = 1 ]; then
     scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$status"
@@ -56,7 +61,7 @@ def script(job: Job) -> str:
         words.append(
             "--container-mounts=" + shlex.quote(",".join(f"{source}:{target}" for source, target in job.mounts()))
         )
-    body = BODY.format(options=" ".join(words), command=shlex.join(job.command))
+    body = BODY.format(options=" ".join(words), command=shlex.join(job.command), restarts=job.restarts)
     return "\n".join(["#!/usr/bin/env bash", *lines, *exports, body])
 
 

@@ -41,7 +41,7 @@ def torchrun(job: Job) -> tuple[str, ...]:
     meet = ("--rdzv-backend=c10d", f"--rdzv-endpoint={job.config.head}", f"--rdzv-id={job.name}")
     place = meet if job.nodes > 1 else ("--standalone",)
     return (
-        job.python, "-m", "torch.distributed.run",
+        job.python, "-m", "clipscale.launch.torchrun", f"--max-restarts={job.restarts}",
         f"--nnodes={job.nodes}", f"--nproc-per-node={job.procs}", *place,
         *job.command[1:],
     )  # fmt: skip

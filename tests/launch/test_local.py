@@ -123,6 +123,19 @@ def test_the_cause_is_shown_and_not_the_ranks_that_it_took_along() -> None:
     assert str(local.first_failure(error)) == "worker 1 failed: ValueError: bad row"
 
 
+def test_unnamed_runs_of_the_same_second_get_folders_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    configs = [TrainConfig(batch=16, samples=16, run="runs/20260101-000000-tiny-16") for _ in range(3)]
+    for config in configs:
+        local.make_ready(config, named=False)
+    assert sorted(config.run for config in configs) == sorted(
+        str(path.relative_to(tmp_path)) for path in tmp_path.glob("runs/*")
+    )
+    assert len({config.run for config in configs}) == 3
+
+
 def test_workers_get_time_to_save(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     made: list[Any] = []
     before = dict(os.environ)

@@ -102,7 +102,8 @@ def test_a_manifest_has_the_description(capsys: pytest.CaptureFixture[str]) -> N
     assert (
         pod["command"]
         == new["trainer"]["command"]
-        == ["torchrun", "-m", "clipscale", "train", "batch=1M", "run=/storage/run", "job.scheduler=local"]
+        == ["python", "-m", "clipscale.launch.torchrun", "--max-restarts=0"]
+        + ["-m", "clipscale", "train", "batch=1M", "run=/storage/run", "job.scheduler=local"]
     )
     assert pod["env"] == new["trainer"]["env"] == [{"name": "A", "value": "1"}]
     assert pod["resources"] == new["trainer"]["resourcesPerNode"]
@@ -134,7 +135,7 @@ def test_a_manifest_is_valid_by_the_published_schema(dry: Dry, kind: str) -> Non
         assert made["spec"]["nprocPerNode"] == "8"
         trainer = replicas["Worker"]["template"]["spec"]["containers"][0]
     assert trainer["image"] == "ours:1"
-    assert trainer["command"][:4] == ["torchrun", "-m", "clipscale", "train"] and RUN[3] in trainer["command"]
+    assert trainer["command"][4:7] == ["-m", "clipscale", "train"] and RUN[3] in trainer["command"]
     assert trainer["env"][1]["valueFrom"]["secretKeyRef"] == {"name": "keys", "key": "TOKEN"}
     assert made["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "q"}
     resources = trainer["resourcesPerNode" if kind == "TrainJob" else "resources"]
@@ -163,11 +164,11 @@ def check_fields(models: Any, model: Any, value: dict[str, Any]) -> None:
 
 def test_torchrun_has_the_same_line_on_every_machine(dry: Dry) -> None:
     words = shlex.split(dry("launch=torchrun", "job.head=a:29500", *RUN))
-    assert words[1:8] == [
-        "-m", "torch.distributed.run", "--nnodes=3", "--nproc-per-node=8",
+    assert words[1:9] == [
+        "-m", "clipscale.launch.torchrun", "--max-restarts=0", "--nnodes=3", "--nproc-per-node=8",
         "--rdzv-backend=c10d", "--rdzv-endpoint=a:29500", "--rdzv-id=it-s",
     ]  # fmt: skip
-    assert words[8:] == ["-m", "clipscale", "train", *RUN[:4], "job.scheduler=local"]
+    assert words[9:] == ["-m", "clipscale", "train", *RUN[:4], "job.scheduler=local"]
     unnamed = dry("launch=torchrun", "job.head=a:29500", *(word for word in RUN if not word.startswith("run=")))
     assert "run=" not in unnamed and "--rdzv-id=clipscale" in unnamed
 
@@ -221,7 +222,8 @@ def test_an_experiment_that_chooses_slurm_is_trained_inside_the_job(dry: Dry, tm
     (tmp_path / "conf/experiment/mine.yaml").write_text("# @package _global_\njob: {scheduler: slurm}\n")
     words = ("--config-dir", str(tmp_path / "conf"), "experiment=mine", *RUN)
     assert "experiment=mine" in (text := dry(*words))
-    assert text.splitlines()[-6].endswith("job.scheduler=local"), text
+    (line,) = [line for line in text.splitlines() if 'exec "$@"' in line]
+    assert line.endswith("job.scheduler=local"), text
 
 
 def test_the_standalone_script_is_the_rendered_one(dry: Dry) -> None:

@@ -1,0 +1,44 @@
+"""What a worker leaves for its agent (torchrun.py), and for the worker that takes its place, in a folder of the agent."""
+
+import os
+from pathlib import Path
+
+from clipscale.errors import StoppedError, UserError
+
+AGENT = "CLIPSCALE_AGENT"
+"""Names a folder of one machine's agent, which outlives its workers."""
+STOPPED = "stopped"
+"""File with the exit status of a run that a signal has stopped."""
+
+
+def status(error: UserError) -> int:
+    """The exit status of a process whose run ended with this error.
+
+    All ranks end together after a signal. To an agent this is no failure, which it would answer with a restart: it finds the status in
+    its folder.
+    """
+    if not isinstance(error, StoppedError):
+        return 2
+    number = 128 + error.number
+    if AGENT not in os.environ:
+        return number
+    (Path(os.environ[AGENT]) / STOPPED).write_text(str(number))
+    return 0
+
+
+def shared_name(name: str) -> str:
+    """One default name of the run for all ranks: that of the workers before a restart, or rank 0's. Clocks differ between machines."""
+    from clipscale.distributed import store as common
+
+    store, rank = common(), os.environ["RANK"]
+    held = Path(os.environ[AGENT]) / "run" if AGENT in os.environ else None
+    store.set(f"clipscale/run/{rank}", held.read_text() if held and held.exists() else "")
+    if rank == "0":
+        found = [store.get(f"clipscale/run/{other}").decode() for other in range(int(os.environ["WORLD_SIZE"]))]
+        store.set("clipscale/run", next(filter(None, found), name))
+    chosen = store.get("clipscale/run").decode()
+    if held:
+        temporary = held.with_name(f"run-{rank}")
+        temporary.write_text(chosen)
+        temporary.replace(held)
+    return chosen

@@ -1,0 +1,59 @@
+"""torchrun with the exit statuses of clipscale, restarts that meet in a new store, and one folder for an unnamed run.
+
+    python -m clipscale.launch.torchrun --nnodes 2 ... -m clipscale train ...
+
+`--standalone` is one machine, whose processes meet in a folder of this user and listen on loopback alone.
+
+torchrun itself ends with status 1 after a clean save too, and its shared store keeps the keys of the workers before a restart
+(pytorch #135712, #167288).
+"""
+
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from clipscale import terminal
+from clipscale.errors import UserError
+from clipscale.launch.agent import AGENT, STOPPED
+from clipscale.launch.local import HANDLED, first_failure, private
+from clipscale.safe_path import protect
+
+MEET = ["--rdzv-backend", "c10d", "--rdzv-conf", "store_type=file", "--local-addr", "localhost"]
+GRACE_S = 300
+"""Seconds for workers to end their step and save after a signal to the agent, unless TORCH_ELASTIC_SHUTDOWN_TIMEOUT says otherwise."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run torchrun; returns 0, 1 (a failure), 2 (a mistake that the user can fix), or 128 + the signal after which the run was saved."""
+    protect()
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import parse_args, run
+
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(GRACE_S))
+    with tempfile.TemporaryDirectory(prefix="clipscale-") as folder:
+        os.environ[AGENT] = folder
+        words = sys.argv[1:] if argv is None else list(argv)
+        if "--standalone" in words:
+            os.environ.update(private(folder))
+            words.remove("--standalone")
+            words = [*MEET, "--rdzv-endpoint", f"{folder}/agent", *words]
+        try:
+            run(parse_args(["--signals-to-handle", ",".join(number.name for number in HANDLED), *words]))
+        except SignalException as error:
+            return 128 + (signal.SIGTERM if error.sigval == signal.SIGUSR1 else error.sigval)  # as in a worker
+        except ChildFailedError as error:
+            failure = first_failure(error)
+            terminal.say_all(getattr(failure, "details", ""), error=True)
+            terminal.say(terminal.message(f"error: {failure}"), error=True)
+            return 2 if isinstance(failure, UserError) else 1
+        stopped = Path(folder) / STOPPED
+        return int(stopped.read_text()) if stopped.exists() else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,233 @@
+"""A failed run starts again from its newest checkpoint, by itself and under torchrun, in its own folder; a mistake does not."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch.distributed as dist
+
+from clipscale import distributed
+from clipscale.checkpoint import found, path_of
+from clipscale.config.job import JobConfig
+from clipscale.config.presets import PACKAGE
+from clipscale.config.sections import LaunchConfig
+from clipscale.config.train import TrainConfig
+from clipscale.errors import StoppedError, UserError
+from clipscale.launch import agent, local, restarts, slurm
+from clipscale.launch.description import describe
+from clipscale.launch.restarts import WorkerError, group_size, restarted
+from tests.conftest import TINY
+from tests.launch.test_local import Start, gone, start
+
+__all__ = ["start"]
+
+
+def save(run: Path, step: int) -> None:
+    path_of(run, step).parent.mkdir(parents=True, exist_ok=True)
+    path_of(run, step).touch()
+
+
+def test_a_new_checkpoint_resets_the_count_of_restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two restarts, and a failure after a checkpoint, another, and three without one."""
+    pauses: list[float] = []
+    monkeypatch.setattr(restarts.time, "sleep", pauses.append)
+    config = TrainConfig(run=str(tmp_path), resume="none", launch=LaunchConfig(restarts=2))
+    seen: list[str] = []
+
+    def attempt(now: TrainConfig) -> None:
+        seen.append(now.resume)
+        if len(seen) in (2, 3):
+            save(tmp_path, len(seen))
+        raise WorkerError(f"failure {len(seen)}")
+
+    with pytest.raises(WorkerError, match="failure 5"):
+        restarted(config, attempt)
+    assert seen == ["none", "none", "auto", "auto", "auto"], "from the own folder once it holds a checkpoint"
+    assert pauses == [1.0, 1.0, 1.0, 2.0]
+
+
+def test_a_mistake_is_not_tried_again(tmp_path: Path) -> None:
+    tries: list[int] = []
+
+    def attempt(_: TrainConfig) -> None:
+        tries.append(1)
+        raise UserError("data.train is not set")
+
+    with pytest.raises(UserError):
+        restarted(TrainConfig(run=str(tmp_path), launch=LaunchConfig(restarts=9)), attempt)
+    assert len(tries) == 1
+
+
+@pytest.mark.parametrize(("batch", "left", "size"), [(2**20, 7, 4), (96, 7, 6), (64, 1, 1), (7, 6, 1)])
+def test_a_smaller_group_shares_the_same_batch(batch: int, left: int, size: int) -> None:
+    assert group_size(batch, left) == size
+
+
+def test_a_run_goes_on_with_the_gpus_that_are_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    counts: list[int] = []
+    left = iter([8, 8, 7])
+
+    def fails_once(_: TrainConfig, __: str, count: int) -> dict[str, Any]:
+        counts.append(count)
+        if len(counts) == 1:
+            raise WorkerError("worker 3 failed: CUDA error: device lost")
+        return {}
+
+    monkeypatch.setattr(local, "gpus", lambda: next(left))
+    monkeypatch.setattr(local, "start", fails_once)
+    monkeypatch.setattr(restarts, "PAUSE_S", 0.0)
+    local.run(TrainConfig(batch=1024, run=str(tmp_path), device="cuda", launch=LaunchConfig(restarts=1)))
+    assert counts == [8, 4]
+    assert "7 of 8 GPUs are left: the run goes on with 4 processes" in capsys.readouterr().err
+
+
+def test_a_clean_save_is_no_failure_for_an_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped = StoppedError("stopped", signal.SIGTERM)
+    monkeypatch.delenv(agent.AGENT, raising=False)
+    assert agent.status(UserError("a mistake")) == 2
+    assert agent.status(stopped) == 143
+    monkeypatch.setenv(agent.AGENT, str(tmp_path))
+    assert agent.status(stopped) == 0
+    assert (tmp_path / agent.STOPPED).read_text() == "143"
+    assert agent.status(UserError("a mistake")) == 2
+
+
+def test_an_unnamed_run_keeps_its_name_after_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 has moved to a new machine, which knows no name; rank 1 is on an old one."""
+    (tmp_path / "old").mkdir()
+    (tmp_path / "new").mkdir()
+    store = dist.HashStore()
+    monkeypatch.setattr(distributed, "store", lambda: store)
+
+    def named(rank: int, folder: str, name: str) -> str:
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv(agent.AGENT, str(tmp_path / folder))
+        return agent.shared_name(name)
+
+    store.set("clipscale/run/1", "runs/first")
+    assert named(0, "new", "runs/second") == "runs/first"
+    assert named(1, "old", "runs/third") == "runs/first"
+    assert (tmp_path / "old/run").read_text() == (tmp_path / "new/run").read_text() == "runs/first"
+
+
+def killed_at(run: Callable[[], list[Path]], step: int, process: subprocess.Popen[str], pattern: str) -> None:
+    """Kill one worker of `process` when the only run has a checkpoint of that step."""
+    while not any(found(folder) and found(folder)[-1] >= path_of(folder, step) for folder in run()):
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.05)
+    worker = next(
+        child for child in psutil.Process(process.pid).children(recursive=True) if pattern in " ".join(child.cmdline())
+    )
+    worker.kill()
+
+
+FOUR_STEPS = (*(word for word in TINY if not word.startswith("samples")), "samples=96", "checkpoint.every=1")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("words", [("launch.procs=2",), ("launch.procs=1",)])
+def test_a_killed_worker_is_replaced(start: Start, shards: str, tmp_path: Path, words: tuple[str, ...]) -> None:
+    process = start(
+        sys.executable,
+        "-m",
+        "clipscale",
+        "train",
+        *FOUR_STEPS,
+        f"data.train={shards}",
+        "run=a",
+        "launch.restarts=1",
+        *words,
+    )
+    killed_at(lambda: [tmp_path / "runs/a"], 2, process, "spawn_main")
+    out, errors = process.communicate(timeout=240)
+    assert process.returncode == 0, errors
+    assert "restart 1 of 1, after step" in errors
+    assert "killed by SIGKILL" in errors
+    assert "done: runs/a (step 6" in out
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_torchrun_restarts_an_unnamed_run_in_its_folder(
+    start: Start, shards: str, tmp_path: Path, free_port: int, nodes: int
+) -> None:
+    if nodes == 1:
+        script, variables = "torchrun-single.sh", {"PROCS": "2"}
+    else:
+        script = "torchrun-multi.sh"
+        variables = {"NODES": "2", "PROCS": "1", "HEAD": f"localhost:{free_port}", "JOB": tmp_path.name}
+    command = str(PACKAGE.parent / "launch" / script)
+    agents = [start(command, *FOUR_STEPS, f"data.train={shards}", RESTARTS="2", **variables) for _ in range(nodes)]
+    killed_at(lambda: list(tmp_path.glob("runs/*")), 2, agents[0], "-m clipscale train")
+    printed = ""
+    for one in agents:
+        out, errors = one.communicate(timeout=240)
+        assert one.returncode == 0, errors
+        printed += out
+    (run,) = tmp_path.glob("runs/*")
+    assert f"done: runs/{run.name} (step 6" in printed
+    assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("target", ["agent", "worker"])
+def test_a_signal_under_torchrun_ends_with_its_status_and_no_restart(
+    start: Start, shards: str, tmp_path: Path, target: str
+) -> None:
+    words = [word.replace("samples=96", "samples=1M") for word in FOUR_STEPS]
+    script = str(PACKAGE.parent / "launch/torchrun-single.sh")
+    process = start(script, *words, f"data.train={shards}", "run=a", PROCS="2", RESTARTS="2")
+    while not found(tmp_path / "runs/a"):
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.05)
+    everyone = psutil.Process(process.pid).children(recursive=True)
+    workers = [child for child in everyone if "-m clipscale train" in " ".join(child.cmdline())]
+    (workers[1] if target == "worker" else process).send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=240)
+    assert process.returncode == 143, errors
+    assert "stopped by a signal after step" in errors
+    assert gone(everyone, 15)
+
+
+@pytest.mark.parametrize(
+    ("status", "restarts", "again"),
+    [
+        (0, 0, False),
+        (2, 0, False),
+        (130, 0, False),
+        (143, 0, True),
+        (143, 99, True),
+        (1, 0, True),
+        (137, 2, True),
+        (1, 3, False),
+    ],
+)
+def test_slurm_requeues_what_another_try_can_help(status: int, restarts: int, again: bool, tmp_path: Path) -> None:
+    """`restarts`: how often the job has been in the queue again."""
+    bodies = (("srun", f"exit {status}"), ("scontrol", f"echo $1 >> {tmp_path}/called; echo a"))
+    for name, body in bodies:
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    config = TrainConfig(run="a", launch=LaunchConfig(procs=1, restarts=3), job=JobConfig(scheduler="slurm", nodes=1))
+    (tmp_path / "job.sh").write_text(slurm.script(describe(config, ["run=a"], named=True)))
+    job = {"SLURM_JOB_NODELIST": "a", "SLURM_JOB_ID": "7", "SLURM_NTASKS": "1", "SLURM_NTASKS_PER_NODE": "1"}
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    for script in (tmp_path / "job.sh", PACKAGE.parent / "launch/slurm.sh"):
+        (tmp_path / "called").unlink(missing_ok=True)
+        done = subprocess.run(["bash", str(script)], env=job | {"PATH": path, "SLURM_RESTART_COUNT": str(restarts)})
+        assert done.returncode == status
+        assert ("requeue" in (tmp_path / "called").read_text()) == again, script
