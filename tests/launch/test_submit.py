@@ -221,7 +221,8 @@ def test_an_experiment_that_chooses_slurm_is_trained_inside_the_job(dry: Dry, tm
     (tmp_path / "conf/experiment").mkdir(parents=True)
     (tmp_path / "conf/experiment/mine.yaml").write_text("# @package _global_\njob: {scheduler: slurm}\n")
     words = ("--config-dir", str(tmp_path / "conf"), "experiment=mine", *RUN)
-    assert "experiment=mine" in (text := dry(*words))
+    text = dry(*words)
+    assert "experiment=mine" in text
     (line,) = [line for line in text.splitlines() if 'exec "$@"' in line]
     assert line.endswith("job.scheduler=local"), text
 
