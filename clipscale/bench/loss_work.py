@@ -244,10 +244,10 @@ def unit_pairs(pairs: int, width: int, device: torch.device) -> tuple[Tensor, Te
 SHOWN = 12
 """Kernels listed one by one; the rest are summed by kind."""
 KINDS = {
-    "score kernels": ("lse_kernel", "softmax_gradient_kernel", "sigmoid_kernel"),
+    "score kernels": ("lse_kernel", "softmax_gradient_kernel", "special_gradient_kernel", "sigmoid_kernel"),
     "matrix products": ("gemm", "xmma", "cutlass", "nvjet", "cublas", "aten::mm", "aten::addmm", "aten::bmm", "aten::matmul"),
     "copies": ("memcpy", "memset", "copy_", "aten::fill_", "aten::zero_", "aten::cat"),
-    "reductions": ("reduce", "merge_kernel", "logsumexp", "aten::sum", "aten::amax", "softmax", "aten::exp"),
+    "reductions": ("reduce", "logsumexp", "aten::sum", "aten::amax", "softmax", "aten::exp"),
 }  # fmt: skip
 """Kind -> what its kernels' names contain. Score kernels are ours, a matrix product with what is done to each tile."""
 

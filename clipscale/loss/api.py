@@ -11,6 +11,7 @@ from typing import cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from clipscale.config.sections import EXCHANGES, OBJECTIVES, LossConfig
 from clipscale.config.setting import settings_of
@@ -50,7 +51,7 @@ def contrastive_loss(
     similarity: str | nn.Module = LossConfig.similarity,
     exchange: str = LossConfig.exchange,
     backend: str = LossConfig.backend,
-    group: dist.ProcessGroup | None = None,
+    group: dist.ProcessGroup | DeviceMesh | None = None,
     ranks_per_node: int | None = LossConfig.ranks_per_node,
     label_smoothing: float = LossConfig.label_smoothing,
     image_keys: Tensor | None = None,
@@ -82,7 +83,8 @@ def contrastive_loss(
             one-sided losses of the own rows) | gather (all-gather of the texts, reduce-scatter of their gradients; DisCo-CLIP) |
             ring (the texts travel; least memory) | auto (ring). In a group of one they are the same.
         backend: dense (a block's scores at once) | tiled (torch, any device) | triton (CUDA, dot product) | auto.
-        group: the process group; None: the default group, if there is one. Each rank passes its own rows, equally many.
+        group: the process group, or a mesh of one dimension (FSDP2's, or the data dimension beside tensor parallel's); None: the default
+            group, if there is one. Each rank passes its own rows, equally many.
         ranks_per_node: makes the ring a two-level one, inside a node first and then between nodes.
         label_smoothing: share of the target that is spread evenly over all candidates, as in torch's cross_entropy.
         image_keys, text_keys: (n,) and (m,) int64; pairs that are no positives but have equal keys (duplicate captions) are left out.
@@ -120,7 +122,7 @@ def contrastive_loss(
     masks, keys = (image_mask, text_mask), (image_keys, text_keys)
     return configured_loss(
         image_features, text_features, logit_scale, logit_bias, config,
-        module=module, masks=masks, keys=keys, group=group, check=check,
+        module=module, masks=masks, keys=keys, group=group.get_group() if isinstance(group, DeviceMesh) else group, check=check,
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from clipscale.loss.triton.tuning import Tiles, tiles_on
+from clipscale.loss.triton.tuning import Tiles, capability_of, tiles_on
 
 T = TypeVar("T")
 
@@ -27,6 +27,10 @@ class Machine:
     def tiles(self, device: torch.device, kernel_pass: str, arithmetic: str) -> Tiles:
         """The entry of the tile table for a device."""
         return tiles_on(device, kernel_pass, arithmetic)
+
+    def compute_capability(self, device: torch.device) -> int:
+        """90 for 9.0. Triton's interpreter loads operands as Ampere does, through pointers."""
+        return capability_of(device) if device.type == "cuda" else 80
 
     def aligned(self, x: Tensor, depth: int) -> Tensor:
         """x (n, D) with D padded to a multiple of `depth` and rows that load 16 bytes at a time.

@@ -129,6 +129,9 @@ class DryMachine(Machine):
     def tiles(self, device: torch.device, kernel_pass: str, arithmetic: str) -> Tiles:
         return tiles_for(self.capability, kernel_pass, arithmetic) if self.capability else INTERPRETER
 
+    def compute_capability(self, device: torch.device) -> int:
+        return 80  # operands without values have no descriptors
+
     def aligned(self, x: Tensor, depth: int) -> Tensor:
         padded = -(-x.shape[1] // depth) * depth
         return x if padded == x.shape[1] else x.new_zeros((len(x), padded))

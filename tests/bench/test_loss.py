@@ -121,7 +121,7 @@ def test_the_profile_says_how_near_each_half_of_the_work_comes_to_the_gemm_rate(
         ("lse_kernel", "score kernels"),
         ("nvjet_hsh_128x256_64x4_1x2_h_bz_coopB_NNT", "matrix products"),
         ("sm90_xmma_gemm_bf16f32_bf16f32_f32_tn_n_tilesize128x128x64", "matrix products"),
-        ("merge_kernel", "reductions"),
+        ("special_gradient_kernel", "score kernels"),
         ("Memcpy DtoD (Device -> Device)", "copies"),
         ("void at::native::vectorized_elementwise_kernel<4, at::native::exp2_kernel_cuda>", "elementwise and other"),
     ],

@@ -1,6 +1,6 @@
 """The Triton backend of the dot product: log-sum-exps and gradients of one block, in memory linear in its rows and columns.
 
-The forward kernels leave partial sums of a panel's tiles, which are merged in a fixed order. The backward kernels leave a panel of score
+The forward kernels leave partial sums of a panel's tiles, which are added in a fixed order. The backward kernels leave a panel of score
 gradients, from which the GEMM library adds to both feature gradients in float32. No atomics: the same inputs give the same bits (as far
 as the GEMM library does on one stream).
 
@@ -8,8 +8,9 @@ Letters: n rows (images), m columns (texts), D feature width. x_ij = scale <u_i,
 """
 
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import triton
@@ -19,11 +20,14 @@ from clipscale.loss.block import Block, Parameters
 from clipscale.loss.machine import Machine
 from clipscale.loss.objective import Direction, Objective, Sigmoid, Softmax
 from clipscale.loss.similarity import product, row_products
-from clipscale.loss.triton.panels import PaddedBlock, RunningSum, in_units
+from clipscale.loss.triton.panels import HEADROOM, PaddedBlock, side_terms
 from clipscale.loss.triton.sigmoid import sigmoid_kernel
-from clipscale.loss.triton.softmax import lse_kernel, softmax_gradient_kernel
+from clipscale.loss.triton.softmax import OWN, SUMS, TOPS, lse_kernel, softmax_gradient_kernel, special_gradient_kernel
 from clipscale.loss.triton.tuning import PASSES, Tuning, arithmetic_of
 
+# Of exponentials relative to a reference. Terms below 2^-126 are lost: 2^22 of them are under 2^-24 of the smallest sum.
+SMALLEST_SUM, LARGEST_SUM = 2.0**-80, 2.0**126
+RARE_SIDE = 128  # of a tile in kernels that are seldom run and take more registers
 WARM: set[tuple[Hashable, ...]] = set()  # what has been warmed up in this process
 
 
@@ -93,14 +97,17 @@ class TritonSoftmax(TritonBackend):
         where every pair is left out. One matmul unit (2 n m D FLOP) for one direction or both.
         """
         rows, cols = block.rows, block.cols
-        for side, lse in zip((rows, cols), self.log_sum_exps(block)):
+        u, v, scale, diagonal = rows.features, cols.features, block.parameters.scale, block.diagonal()
+        found = torch.full((len(u),), -torch.inf, dtype=torch.float64, device=u.device)
+        if diagonal is not None:
+            i, j = diagonal
+            found[i] = scale * row_products(self._rounded(u[i]), self._rounded(v[j]))
+        for side, lse in zip((rows, cols), self.log_sum_exps(block, found)):
             if side.lse is not None and lse is not None:
                 side.lse.copy_(torch.logaddexp(side.lse, lse))
-        u, v, scale = rows.features, cols.features, block.parameters.scale
 
         def positives(diagonal: tuple[slice, slice]) -> Tensor:
-            i, j = diagonal
-            return scale * row_products(self._rounded(u[i]), self._rounded(v[j]))
+            return found[diagonal[0]]
 
         def smoothed(side: Direction) -> Tensor:
             # The sum of a row's scores is its product with the sum of the columns; in the texts' direction, with their weighted sum.
@@ -114,28 +121,76 @@ class TritonSoftmax(TritonBackend):
         to_text, to_image = self.objective.directions(block)
         self.objective.add_targets(block, to_text + to_image, positives, smoothed)
 
-    def log_sum_exps(self, block: Block) -> tuple[Tensor | None, Tensor | None]:
-        """Of this block's rows (n,) and columns (m,); None in a direction without a softmax."""
-        padded = self.padded(block, "forward")
-        tiles, device, machine = padded.tiles, padded.device, self.machine
-        n, m = len(padded.u), len(padded.v)
-        rows = None if block.rows.lse is None else RunningSum(n, device, machine)
-        cols = None if block.cols.lse is None else RunningSum(m, device, machine)
-        area = self.tuning.partial_bytes * tiles.rows * tiles.cols // (8 * (tiles.rows + tiles.cols))
-        height, width = padded.panel_shape(area)
-        row_size = 0 if rows is None else triton.cdiv(width, tiles.cols) * height
-        col_size = 0 if cols is None else triton.cdiv(height, tiles.rows) * width
-        row_parts, col_parts = ([torch.empty(size, device=device) for _ in range(2)] for size in (row_size, col_size))
-        for panel in padded.panels(height, width):
+    def log_sum_exps(self, block: Block, positives: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Of this block's rows (n,) and columns (m,); None in a direction without a softmax.
+
+        The reference of a row is a lower bound of its log-sum-exp: what earlier blocks have found, or the score of its positive,
+        `positives` (n,) in float64, -inf where it is elsewhere. If a sum is still so small that terms may be lost, or is infinite, the
+        kernels run twice more: for the largest score of every row and column, and for sums relative to those. The device decides that;
+        nothing waits for it.
+        """
+        padded, rows = self.padded(block, "forward"), block.rows.lse
+        known = positives if rows is None else torch.maximum(positives, rows)
+        base = (known * padded.units).masked_fill(known == -torch.inf, 0).round().float()  # 2^(R_i - t) is then exact
+        t = base.max() - HEADROOM
+        always = torch.ones((), dtype=torch.int32, device=padded.device)
+        row_sum, col_sum = self._found(padded, SUMS, block, (base, None), t, always)
+        # A row that earlier blocks have terms of may have small ones here. NaN is not kept.
+        may_be_small = False if rows is None else rows > -torch.inf, False
+        kept = [
+            ((x <= LARGEST_SUM) & ((x >= SMALLEST_SUM) | small)).all()
+            for x, small in zip((row_sum, col_sum), may_be_small)
+            if x is not None
+        ]
+        again = ~torch.stack(kept).all()
+        tops = self._found(padded, TOPS, block, (base, None), t, again.int())
+        own = [None if x is None else x.masked_fill(x == -torch.inf, 0).float() for x in tops]
+        found = self._found(padded, OWN, block, (base if own[0] is None else own[0], own[1]), t, again.int())
+        row_lse, col_lse = (
+            None
+            if x is None or y is None or r is None
+            else torch.where(again, y.log2() + r, x.log2() + fixed.double()) / padded.units
+            for x, y, r, fixed in zip((row_sum, col_sum), found, own, (base, t))
+        )
+        return row_lse, col_lse
+
+    def _found(
+        self,
+        padded: PaddedBlock,
+        find: Any,
+        block: Block,
+        references: Sequence[Tensor | None],
+        t: Tensor,
+        enabled: Tensor,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """What lse_kernel finds for the rows (n,) and the columns (m,), float64; None in a direction without a softmax."""
+        tiles, start = padded.tiles, -torch.inf if find is TOPS else 0.0
+        found = [None if x.lse is None else torch.full_like(x.lse, start) for x in (block.rows, block.cols)]
+        height, width = padded.panel_shape(self.tuning.partial_bytes // 4 * tiles.cols)
+        rare = replace(tiles, cols=min(tiles.cols, RARE_SIDE), registers=None)  # for what is seldom computed
+        strips, wide = tiles.group, triton.cdiv(width, rare.cols)
+        sizes = [0 if x is None else size for x, size in zip(found, (wide * height, strips * width))]
+        parts = [torch.empty(size, device=padded.device) for size in sizes]
+        for panel in padded.panels(height, width, edge_apart=True):
+            edge = len(panel.v) % tiles.cols != 0
+            used = tiles if find is SUMS and not edge else rare
+            wide = triton.cdiv(len(panel.v), used.cols)
+            where = panel.rows, panel.cols
             padded.launch(
-                lse_kernel, panel, panel.u, panel.v, padded.factor, *panel.keys, *row_parts, *col_parts, *panel.sizes,
-                panel.positive, ROWS=rows is not None, COLS=cols is not None,
+                lse_kernel, panel, strips * wide, padded.factor, t,
+                *(None if x is None else x[part] for x, part in zip(references, where)), enabled, *panel.keys, *parts,
+                *panel.sizes, panel.positive, strips,
+                FIND=find, ROWS=found[0] is not None, COLS=found[1] is not None, EDGE=edge,
+                tiles=used,
             )  # fmt: skip
-            if rows is not None:
-                rows.merge(panel.rows, triton.cdiv(len(panel.v), tiles.cols), *row_parts)
-            if cols is not None:
-                cols.merge(panel.cols, triton.cdiv(len(panel.u), tiles.rows), *col_parts)
-        return None if rows is None else rows.log(padded.units), None if cols is None else cols.log(padded.units)
+            for total, part, here, lines in zip(found, parts, where, (wide, strips)):
+                if total is not None:
+                    of_lines = part[: lines * len(total[here])].view(lines, -1)
+                    if find is TOPS:
+                        torch.maximum(total[here], of_lines.amax(0), out=total[here])
+                    else:
+                        total[here] += of_lines.sum(0, dtype=torch.float64)
+        return found[0], found[1]
 
     def backward(self, block: Block) -> None:
         """Add scale * G V to the rows' gradient, scale * G' U to the columns', and sum_ij G_ij <u_i, v_j> to the scale's.
@@ -146,26 +201,38 @@ class TritonSoftmax(TritonBackend):
         in all. One matmul unit for the scores and one for each side that needs its gradient.
         """
         rows, cols, scale, e = block.rows, block.cols, block.parameters.scale, self.objective.smoothing
-        constants = (e / self.objective.total_cols, e / self.objective.total_rows)
         padded = self.padded(block, "backward")
-        row_terms = in_units(rows.lse, rows.weight, padded.units)
-        col_terms = in_units(cols.lse, cols.weight, padded.units)
         store = rows.grad is not None or cols.grad is not None
         scores = padded.score_gradients()
+        stored = padded.described(scores, padded.tiles.rows, padded.tiles.cols // 4)
         total = torch.zeros((), dtype=torch.float64, device=padded.device)
         bound = scale * sum(side.weight.abs().amax() for side in (rows, cols) if side.weight is not None)
+        special = replace(padded.tiles, rows=min(padded.tiles.rows, RARE_SIDE), registers=None)
+        stored_special = padded.described(scores, special.rows, special.cols // 4)
         with padded.accumulating(bound, rows.grad, cols.grad) as gradient_scale:
+            r, c = side_terms(block, padded, gradient_scale, self.objective)
             for panel in padded.panels(*scores.shape):
-                r, row_corrected, a = (None if x is None else x[panel.rows] for x in row_terms)
-                c, col_corrected, b = (None if x is None else x[panel.cols] for x in col_terms)
-                sums = torch.empty(padded.grid(panel), device=padded.device)
+                a, b = r.part(panel.rows), c.part(panel.cols)
+                high, count = triton.cdiv(len(panel.u), special.rows), padded.grid(panel)
+                sums = torch.empty(count * padded.tiles.rows + high, device=padded.device)
+                flags: dict[str, Any] = {
+                    "ROWS": rows.weight is not None,
+                    "COLS": cols.weight is not None,
+                    "SMOOTH": e > 0,
+                    "STORE": store,
+                }
+                shared = (a.smoothing, b.smoothing, a.low, b.low, *panel.keys)
+                sizes = (*panel.sizes, scores.stride(0), panel.positive)
                 padded.launch(
-                    softmax_gradient_kernel, panel, panel.u, panel.v, padded.factor, gradient_scale, r, c,
-                    row_corrected, col_corrected, a, b, *panel.keys, scores, sums, *panel.sizes, scores.stride(0),
-                    panel.positive, 1.0 - e, *constants,
-                    ROWS=r is not None, COLS=c is not None, SMOOTH=e > 0, STORE=store,
+                    softmax_gradient_kernel, panel, count, padded.factor, a.lse, a.weight, a.factor, b.factor,
+                    *shared, stored, sums[:-high], *sizes, **flags,
                 )  # fmt: skip
-                padded.add_products(panel, scores, rows.grad, cols.grad)
+                padded.launch(
+                    special_gradient_kernel, panel, high, padded.factor, a.lse, b.lse, a.weight, b.weight, a.target, b.target,
+                    *shared, stored_special, sums[-high:], *sizes, **flags, tiles=special,
+                )  # fmt: skip
+                if store:
+                    padded.add_products(panel, scores, rows.grad, cols.grad)
                 total += sums.sum(dtype=torch.float64)
             if block.parameters.scale_grad is not None:
                 block.parameters.scale_grad += total / gradient_scale.double()
@@ -207,13 +274,14 @@ class TritonSigmoid(TritonBackend):
         store = gradient and (rows.grad is not None or cols.grad is not None)
         area = self.tuning.partial_bytes // 4 * padded.tiles.rows * padded.tiles.cols
         scores = padded.score_gradients() if gradient else torch.empty(0, 0, device=padded.device)
+        stored = padded.described(scores, padded.tiles.rows, padded.tiles.cols // 4) if gradient else scores
         totals = torch.zeros(3, dtype=torch.float64, device=padded.device)
         with padded.accumulating(parameters.scale, rows.grad, cols.grad) as gradient_scale:
             for panel in padded.panels(*(scores.shape if gradient else padded.panel_shape(area))):
                 sums = torch.zeros(3, padded.grid(panel), device=padded.device)
                 padded.launch(
-                    sigmoid_kernel, panel, panel.u, panel.v, parameters.scale, parameters.bias, gradient_scale,
-                    *panel.keys, scores, *sums, *panel.sizes, scores.stride(0), panel.positive,
+                    sigmoid_kernel, panel, padded.grid(panel), parameters.scale, parameters.bias, gradient_scale,
+                    *panel.keys, stored, *sums, *panel.sizes, scores.stride(0), panel.positive,
                     VALUE=value, GRADIENT=gradient, STORE=store,
                 )  # fmt: skip
                 if store:

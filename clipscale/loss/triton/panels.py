@@ -13,15 +13,18 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from clipscale.loss.block import Block
 from clipscale.loss.machine import Machine
-from clipscale.loss.triton.softmax import merge_kernel
+from clipscale.loss.objective import Softmax
 from clipscale.loss.triton.tuning import Tiles, Tuning, arithmetic_of
 
 LOG2E = 1 / math.log(2)
 LARGEST_HALF = 2.0**14  # the largest possible score gradient in float16: a quarter of its range
-MERGED_LINES, MERGED_WIDTH = 16, 128
+# The reference t of columns lies so many units of log 2 under the largest of rows. A row or column as far below t loses no probability
+# above 2^-46; further below it is special.
+HEADROOM = 60.0
 
 
 @dataclass
@@ -49,6 +52,28 @@ class Panel:
         return len(self.u), len(self.v), self.u.shape[1], self.u.stride(0), self.v.stride(0)
 
 
+@dataclass
+class SideTerms:
+    """What the gradient kernels take for each row (or column) of a block, float32. r is its log-sum-exp, in units of log 2.
+
+    Every term but r and the rows' factor contains the gradient scale.
+    """
+
+    lse: Tensor  # r
+    factor: Tensor  # of rows 2^(r - t), with one t for the block; of columns weight 2^(t - r)
+    weight: Tensor  # corrected for the rounding of r
+    target: Tensor  # weight (1 - label smoothing)
+    smoothing: Tensor  # weight times the target of each candidate
+    low: Tensor  # for each tile, int8: is an r so far below t that the factor is no use
+    size: int  # rows of a tile
+
+    def part(self, where: slice) -> "SideTerms":
+        """The terms of some rows, which begin a tile."""
+        of_tiles = slice(where.start // self.size, triton.cdiv(where.stop, self.size))
+        lse, factor, weight = self.lse[where], self.factor[where], self.weight[where]
+        return SideTerms(lse, factor, weight, self.target[where], self.smoothing[where], self.low[of_tiles], self.size)
+
+
 class PaddedBlock:
     """A block as the kernels take it."""
 
@@ -56,7 +81,7 @@ class PaddedBlock:
         rows, cols = block.rows, block.cols
         self.machine, self.tuning = machine, tuning
         self.scale, self.positive = block.parameters.scale, block.positive
-        self.row_keys, self.col_keys = (None if x.keys is None else x.keys.contiguous() for x in (rows, cols))
+        self.row_keys, self.col_keys = _ranks(rows.keys, cols.keys)
         self.width, self.dtype, self.device = rows.features.shape[1], rows.features.dtype, rows.features.device
         self.arithmetic = arithmetic_of(self.dtype, fp32_precision)
         kernel_pass += "" if rows.keys is None else " with keys"
@@ -73,10 +98,14 @@ class PaddedBlock:
         """Units of the kernels' scores in a nat, 0-d float64: log2(e), corrected for the rounding of `factor`."""
         return self.factor.double() / self.scale.double()
 
-    def panels(self, height: int, width: int) -> Iterator[Panel]:
-        """All panels of at most height x width, row by row."""
-        corners = ((i, j) for i in range(0, len(self.u), height) for j in range(0, len(self.v), width))
-        return self.machine.parts(self._panel(i, j, height, width) for i, j in corners)
+    def panels(self, height: int, width: int, edge_apart: bool = False) -> Iterator[Panel]:
+        """All panels of at most height x width, row by row. `edge_apart`: columns that fill no whole tile make panels of their own."""
+        m = len(self.v)
+        whole = m // self.tiles.cols * self.tiles.cols if edge_apart else m
+        spans = [(j, min(width, whole - j)) for j in range(0, whole, width)]
+        spans += [(whole, m - whole)] if whole < m else []
+        corners = ((i, *span) for i in range(0, len(self.u), height) for span in spans)
+        return self.machine.parts(self._panel(i, j, height, wide) for i, j, wide in corners)
 
     def _panel(self, i: int, j: int, height: int, width: int) -> Panel:
         u, v = self.u[i : i + height], self.v[j : j + width]
@@ -96,12 +125,30 @@ class PaddedBlock:
         """Number of tiles."""
         return triton.cdiv(len(panel.u), self.tiles.rows) * triton.cdiv(len(panel.v), self.tiles.cols)
 
-    def launch(self, kernel: Any, panel: Panel, *arguments: Any, **constants: Any) -> None:
-        """Run the kernel on every tile of the panel."""
-        t = self.tiles
+    @property
+    def has_descriptors(self) -> bool:
+        """Whether the architecture loads by descriptors. Products of float32 without tensor cores would then spill."""
+        return self.machine.compute_capability(self.device) >= 90 and self.arithmetic != "ieee"
+
+    def described(self, x: Tensor, height: int, width: int) -> Any:
+        """A matrix as kernels take it: with `has_descriptors` a tensor descriptor with blocks of height x width."""
+        return TensorDescriptor.from_tensor(x, [height, width]) if self.has_descriptors else x
+
+    def launch(
+        self, kernel: Any, panel: Panel, grid: int, *arguments: Any, tiles: Tiles | None = None, **constants: Any
+    ) -> None:
+        """Run so many programs of the kernel on the panel, with its operands in front of the arguments."""
+        t, capability = tiles or self.tiles, self.machine.compute_capability(self.device)
+        operands = [self.described(x, size, t.depth) for x, size in ((panel.u, t.rows), (panel.v, t.cols))]
+        optional = {
+            "GROUP": t.group,
+            "HEIGHT": self.tiles.rows,
+            "PAIRS": capability // 10 != 10,  # Blackwell's dot products lie in tensor memory, a row to a thread
+        }
         self.machine.launch(
-            kernel, self.grid(panel), self.device, t, *arguments, **constants, KEYS=self.row_keys is not None,
-            PRECISION="tf32" if self.arithmetic == "tf32" else "ieee", BM=t.rows, BN=t.cols, BK=t.depth, GROUP=t.group,
+            kernel, grid, self.device, t, *operands, *arguments, **constants, KEYS=self.row_keys is not None,
+            TMA=self.has_descriptors, PRECISION="tf32" if self.arithmetic == "tf32" else "ieee",
+            BM=t.rows, BN=t.cols, BK=t.depth, **{name: x for name, x in optional.items() if name in kernel.arg_names},
         )  # fmt: skip
 
     def score_gradients(self) -> Tensor:
@@ -141,41 +188,45 @@ class PaddedBlock:
                     d.mul_(unit)
 
 
-class RunningSum:
-    """Sums of exponentials, total * 2^reference, of the n rows (or m columns) of a block."""
-
-    def __init__(self, size: int, device: torch.device, machine: Machine) -> None:
-        self.reference = torch.full((size,), -torch.inf, dtype=torch.float32, device=device)
-        self.total = torch.zeros(size, dtype=torch.float32, device=device)
-        self.machine = machine
-
-    def merge(self, where: slice, lines: int, references: Tensor, totals: Tensor) -> None:
-        """Merge `lines` lines of partial sums (lines, entries of `where`) into the entries `where`, in their order."""
-        reference, total = self.reference[where], self.total[where]
-        self.machine.launch(
-            merge_kernel, triton.cdiv(len(total), MERGED_WIDTH), total.device, Tiles(0, 0, 0, warps=4, stages=2),
-            references, totals, reference, total, lines, len(total),
-            LINES=MERGED_LINES, WIDTH=MERGED_WIDTH,
-        )  # fmt: skip
-
-    def log(self, units: Tensor) -> Tensor:
-        """The natural logarithms, float64."""
-        return (self.reference.double() + self.total.double().log2()) / units
-
-
-def in_units(
-    lse: Tensor | None, weight: Tensor | None, units: Tensor
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """(lse in the kernels' units, the weight corrected for the rounding of it, the weight), float32; three None without a softmax."""
-    if lse is None or weight is None:
-        return None, None, None
-    exact = lse.double() * units
-    rounded = exact.float()
-    correction = (rounded - exact).nan_to_num(0.0).exp2()  # nan: -inf - -inf, a row with no pairs
-    return rounded, (weight * correction).float(), weight.float().contiguous()
-
-
 def _even(size: int, most: int, tile: int) -> int:
     """Size of each of the fewest about equal parts of at most `most` (rounded up to whole tiles)."""
     parts = triton.cdiv(size, most)
     return triton.cdiv(triton.cdiv(size, parts), tile) * tile
+
+
+def _ranks(row_keys: Tensor | None, col_keys: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Numbers of 32 bits that are equal where the keys are: they take half the registers."""
+    if row_keys is None or col_keys is None:
+        return None, None
+    both = torch.cat([row_keys, col_keys])
+    ranks = torch.searchsorted(both.sort().values, both, out_int32=True)
+    return ranks[: len(row_keys)], ranks[len(row_keys) :].clone()
+
+
+def side_terms(block: Block, padded: PaddedBlock, gradient_scale: Tensor, objective: Softmax) -> list[SideTerms]:
+    """The terms of the rows and of the columns."""
+    sides = (
+        (block.rows, objective.total_cols, padded.tiles.rows),
+        (block.cols, objective.total_rows, padded.tiles.cols),
+    )
+    tops = [side.lse.max() * padded.units for side, _, _ in sides if side.lse is not None and side.weight is not None]
+    t, found = torch.stack(tops).max() - HEADROOM, []
+    for side, count, size in sides:
+        exact, weight = t.expand(len(side)), torch.zeros_like(t).expand(len(side))
+        if side.lse is not None and side.weight is not None:
+            exact, weight = side.lse.double() * padded.units, side.weight.double() * gradient_scale
+        rounded, tiles = exact.float(), triton.cdiv(len(side), size)
+        factor = (rounded.double() - t).exp2() if side is block.rows else weight * (t - exact).exp2()
+        low = torch.nn.functional.pad(exact < t - HEADROOM, (0, tiles * size - len(side))).view(tiles, size).any(1)
+        found.append(
+            SideTerms(
+                rounded,
+                factor.float(),
+                (weight * (rounded - exact).exp2()).float(),
+                (weight * (1 - objective.smoothing)).float(),
+                (weight * (objective.smoothing / count)).float(),
+                low.to(torch.int8),
+                size,
+            )
+        )
+    return found

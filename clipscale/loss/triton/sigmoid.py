@@ -10,7 +10,7 @@ The logits are l_ij = scale <u_i, v_j> + bias. Below they are negated at the pos
 import triton
 import triton.language as tl
 
-from clipscale.loss.triton.tiles import crosses, left_out, quarters, summable, tile_dots, tile_position
+from clipscale.loss.triton.tiles import crosses, left_out, quarters, store_part, summable, tile_dots, tile_position
 
 LOG2E = tl.constexpr(1.4426950408889634)
 NOTHING = tl.constexpr(float("-inf"))
@@ -39,7 +39,7 @@ def _log1p(x):
 def sigmoid_kernel(
     u, v, scale, bias, gradient_scale, row_keys, col_keys, panel, values, sums, products,
     n, m, depth, stride_u, stride_v, stride_panel, positive,
-    VALUE: tl.constexpr, GRADIENT: tl.constexpr, STORE: tl.constexpr, KEYS: tl.constexpr,
+    VALUE: tl.constexpr, GRADIENT: tl.constexpr, STORE: tl.constexpr, KEYS: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """With VALUE, values[program] = the sum of softplus(l) over the tile.
@@ -49,7 +49,7 @@ def sigmoid_kernel(
     sigmoid(l), and -sigmoid(l) at the positives (where l is negated): nothing cancels.
     """
     tile_row, tile_col = tile_position(n, m, BM, BN, GROUP)
-    dots = tile_dots(u, v, tile_row, tile_col, n, m, depth, stride_u, stride_v, PRECISION, BM, BN, BK)
+    dots = tile_dots(u, v, tile_row, tile_col, n, m, depth, stride_u, stride_v, TMA, PRECISION, BM, BN, BK)
     scale_, bias_, gradient_scale_ = tl.load(scale), tl.load(bias), tl.load(gradient_scale)
     WIDTH: tl.constexpr = BN // 4
     parts = quarters(dots)
@@ -59,7 +59,7 @@ def sigmoid_kernel(
     for part in tl.static_range(4):
         part_value, part_sum, part_product = _sigmoid_part(
             parts[part], scale_, bias_, gradient_scale_, tile_row * BM, tile_col * BN + part * WIDTH,
-            row_keys, col_keys, panel, n, m, stride_panel, positive, VALUE, GRADIENT, STORE, KEYS,
+            row_keys, col_keys, panel, n, m, stride_panel, positive, VALUE, GRADIENT, STORE, KEYS, TMA,
         )  # fmt: skip
         value += part_value
         sum_ += part_sum
@@ -75,7 +75,7 @@ def sigmoid_kernel(
 @triton.jit
 def _sigmoid_part(
     dots, scale, bias, gradient_scale, first_row, first_col, row_keys, col_keys, panel, n, m, stride_panel, positive,
-    VALUE: tl.constexpr, GRADIENT: tl.constexpr, STORE: tl.constexpr, KEYS: tl.constexpr,
+    VALUE: tl.constexpr, GRADIENT: tl.constexpr, STORE: tl.constexpr, KEYS: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Store this part of the panel. Returns its row sums, (HEIGHT,), of the value, the derivative and its product with <u_i, v_j>."""
     HEIGHT: tl.constexpr = dots.shape[0]
@@ -101,8 +101,7 @@ def _sigmoid_part(
         if has_positive:
             g = tl.where(cols[None, :] == (rows + positive)[:, None], -g, g)
         if STORE:
-            at = panel + rows.to(tl.int64)[:, None] * stride_panel + cols[None, :]
-            tl.store(at, (g * gradient_scale).to(panel.dtype.element_ty))
+            store_part(panel, g * gradient_scale, first_row, first_col, stride_panel, TMA)
         sum_ = tl.sum(g, axis=1)
         product = tl.sum(g * summable(dots, n), axis=1)
     return value, sum_, product

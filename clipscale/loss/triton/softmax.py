@@ -1,7 +1,9 @@
-"""Triton kernels of the softmax objective: partial log-sum-exps of a panel's tiles, their merge, and a panel of the gradient.
+"""Triton kernels of the softmax objective: sums of exponentials of a panel, and a panel of the gradient.
 
 Scores are in units of log 2: y_ij = factor <u_i, v_j> with factor = scale log2(e), rounded to float32 by the launcher, which corrects for
-that rounding. A sum of exponentials is a pair (reference, total) that stands for total * 2^reference, so no kernel takes a logarithm.
+that rounding. The exponentials of row i are relative to a reference R_i that is known before: 2^(y_ij - R_i). Those of columns are the
+same times 2^(R_i - t), with one t for all columns. Sums that may have lost terms are detected, and computed again with references of
+their own.
 
 Letters: N rows (images) and M columns (texts) of the panel, D feature width; BM x BN the tile, BK the step along D.
 """
@@ -12,195 +14,190 @@ Letters: N rows (images) and M columns (texts) of the panel, D feature width; BM
 import triton
 import triton.language as tl
 
-from clipscale.loss.triton.tiles import crosses, left_out, quarters, summable, tile_dots, tile_position
+from clipscale.loss.triton.tiles import (
+    crosses,
+    fold,
+    left_out,
+    past_end,
+    quarters,
+    store_part,
+    summable,
+    tile_dots,
+    tile_position,
+)
 
 NOTHING = tl.constexpr(float("-inf"))
-# Smallest total of a column, relative to the tile's largest score. Terms below 2^-126 are lost; above this floor 256 lost terms
-# are under 2^-24 of the total.
-SMALLEST_TOTAL = tl.constexpr(2.0**-94)
-# Largest spread of the log-sum-exps of a tile (in units of log 2) for one common reference in its middle: no probability above 2^-60
-# underflows and nothing overflows.
-WIDEST_SPREAD = tl.constexpr(120.0)
+# What lse_kernel finds: sums relative to R_i and t; the largest scores; sums relative to references of rows and of columns.
+SUMS, TOPS, OWN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
-@triton.jit(do_not_specialize=["n", "m", "positive"])
+@triton.jit(do_not_specialize=["n", "m", "positive", "strips"])
 def lse_kernel(
-    u, v, factor, row_keys, col_keys, row_reference, row_total, col_reference, col_total, n, m, depth, stride_u, stride_v, positive,
-    ROWS: tl.constexpr, COLS: tl.constexpr, KEYS: tl.constexpr,
-    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    u, v, factor, reference, row_reference, col_reference, enabled, row_keys, col_keys, row_out, col_out,
+    n, m, depth, stride_u, stride_v, positive, strips,
+    FIND: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, KEYS: tl.constexpr, EDGE: tl.constexpr,
+    TMA: tl.constexpr, PAIRS: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """The sum of exponentials of every row and of every column of one tile: one matmul and one exponential an element.
+    """Out: row_out (ceil(M / BN), N), one line per tile column; col_out (strips, M), one line per strip of tile rows.
 
-    Out: row_* (ceil(M / BN), N), one line per tile column; col_* (ceil(N / BM), M), one line per tile row. Each number is written once.
-
-    A row's reference is its own largest score, so rows are safe at any scale. The columns reuse the rows' exponentials, with a factor
-    per row that makes the tile's largest score their reference. Where a column is so far below it that terms may have underflowed, the
-    whole tile does a second matmul with a reference per column (a uniform branch; rare: at scale 100, a near-duplicate pair among low
-    cosines).
+    A program has one tile column and one strip, whose tiles it visits from top to bottom. It carries the columns' sums element by
+    element, so that sums across a program's threads are taken once at the end. One matmul and one exponential an element; with
+    references of rows and columns two. Does nothing where `enabled` is 0.
     """
-    tile_row, tile_col = tile_position(n, m, BM, BN, GROUP)
-    rows = tile_row * BM + tl.arange(0, BM)
-    cols = tile_col * BN + tl.arange(0, BN)
+    strip, tile_col = tl.program_id(0) % strips, tl.program_id(0) // strips
+    high = tl.cdiv(n, BM)
+    start, stop = strip * high // strips, (strip + 1) * high // strips
+    if FIND != SUMS:
+        stop = tl.where(tl.load(enabled) != 0, stop, start)
     factor_ = tl.load(factor)
-    dots = _valid_dots(
-        u, v, row_keys, col_keys, tile_row, tile_col, n, m, depth, stride_u, stride_v, positive, KEYS, PRECISION, BM, BN, BK,
-    )  # fmt: skip
-    row_top = tl.max(dots, axis=1) * factor_
-    row_base = tl.where(row_top == NOTHING, 0.0, row_top)
-    # The product is not rounded before the subtraction: at scale 100 that rounding alone would be 5e-6 of the exponential.
-    exponentials = tl.exp2(tl.fma(dots, factor_, -row_base[:, None]))
-    if ROWS:
-        line = tile_col.to(tl.int64) * n
-        tl.store(row_reference + line + rows, row_top, mask=rows < n)
-        tl.store(row_total + line + rows, tl.sum(exponentials, axis=1), mask=rows < n)
-    if COLS:
-        line = tile_row.to(tl.int64) * m
-        top = tl.max(row_top, axis=0)
-        base = tl.where(top == NOTHING, 0.0, top)
-        total = tl.sum(exponentials * tl.exp2(row_top - base)[:, None], axis=0)
-        if tl.min(tl.where(cols < m, total, 1.0), axis=0) < SMALLEST_TOTAL:
-            dots = _valid_dots(
-                u, v, row_keys, col_keys, tile_row, tile_col, n, m, depth, stride_u, stride_v, positive, KEYS, PRECISION, BM, BN, BK,
-            )  # fmt: skip
-            col_top = tl.max(dots, axis=0) * factor_
-            col_base = tl.where(col_top == NOTHING, 0.0, col_top)
-            total = tl.sum(tl.exp2(tl.fma(dots, factor_, -col_base[None, :])), axis=0)
-            tl.store(col_reference + line + cols, col_top, mask=cols < m)
+    reference_ = tl.load(reference)
+    cols = tile_col * BN + tl.arange(0, BN)
+    col_reference_ = tl.zeros((BN,), dtype=tl.float32)
+    if FIND == OWN and COLS:
+        col_reference_ = tl.load(col_reference + tl.minimum(cols, m - 1))
+    col_tops = tl.full((BN,), NOTHING, tl.float32)
+    if PAIRS:
+        col_sums = tl.zeros((BM // 16, 8, BN), dtype=tl.float32)
+    else:
+        col_sums = tl.zeros((BM, BN), dtype=tl.float32)
+    for tile_row in range(start, stop):
+        rows = tile_row * BM + tl.arange(0, BM)
+        dots = tile_dots(u, v, tile_row, tile_col, n, m, depth, stride_u, stride_v, TMA, PRECISION, BM, BN, BK)
+        if KEYS:
+            dots = tl.where(left_out(rows, cols, n, m, row_keys, col_keys, positive), NOTHING, dots)
+        if EDGE:
+            dots = tl.where((cols < m)[None, :], dots, NOTHING)
+        out = row_out + tile_col.to(tl.int64) * n + rows
+        if FIND == TOPS:
+            if ROWS:
+                tl.store(out, tl.max(dots, axis=1) * factor_, mask=rows < n)
+            if COLS:
+                col_tops = tl.maximum(col_tops, tl.max(tl.where((rows < n)[:, None], dots, NOTHING), axis=0))
         else:
-            tl.store(col_reference + line + cols, top, mask=cols < m)
-        tl.store(col_total + line + cols, total, mask=cols < m)
+            # The product is not rounded before the subtraction: at scale 100 that rounding alone would be 5e-6 of the exponential.
+            past = tl.where(rows < n, 0.0, NOTHING)
+            base = tl.load(row_reference + tl.minimum(rows, n - 1))
+            terms = tl.exp2(tl.fma(dots, factor_, (past - base)[:, None]))
+            if ROWS:
+                tl.store(out, tl.sum(terms, axis=1), mask=rows < n)
+            if FIND == OWN and COLS:
+                terms = tl.exp2(tl.fma(dots, factor_, past[:, None] - col_reference_[None, :]))
+            elif COLS:
+                terms = terms * tl.exp2(base - reference_)[:, None]
+            if COLS:
+                col_sums += fold(terms, PAIRS)
+    if COLS:
+        out = col_out + strip.to(tl.int64) * m + cols
+        if FIND == TOPS:
+            tl.store(out, col_tops * factor_, mask=cols < m)
+        else:
+            sums = tl.sum(tl.sum(col_sums, axis=0), axis=0) if PAIRS else tl.sum(col_sums, axis=0)
+            tl.store(out, sums, mask=cols < m)
 
 
 @triton.jit
-def _valid_dots(
-    u, v, row_keys, col_keys, tile_row, tile_col, n, m, depth, stride_u, stride_v, positive,
-    KEYS: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
-    """The tile's dot products, -inf where a pair is left out or past the end."""
-    dots = tile_dots(u, v, tile_row, tile_col, n, m, depth, stride_u, stride_v, PRECISION, BM, BN, BK)
-    rows = tile_row * BM + tl.arange(0, BM)
-    cols = tile_col * BN + tl.arange(0, BN)
-    if KEYS:
-        dots = tl.where(left_out(rows, cols, n, m, row_keys, col_keys, positive), NOTHING, dots)
-    if (tile_row * BM + BM > n) | (tile_col * BN + BN > m):
-        dots = tl.where((rows < n)[:, None] & (cols < m)[None, :], dots, NOTHING)
-    return dots
-
-
-@triton.jit(do_not_specialize=["lines", "length"])
-def merge_kernel(references, totals, reference, total, lines, length, LINES: tl.constexpr, WIDTH: tl.constexpr):
-    """Merge `lines` pairs (references, totals), each (lines, length), into the running pair (reference, total), each (length,)."""
-    where = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
-    inside = where < length
-    base = tl.load(reference + where, mask=inside, other=NOTHING)
-    sum_ = tl.load(total + where, mask=inside, other=0.0)
-    for start in range(0, lines, LINES):
-        line = start + tl.arange(0, LINES)
-        at = line.to(tl.int64)[:, None] * length + where[None, :]
-        mask = (line < lines)[:, None] & inside[None, :]
-        bases = tl.load(references + at, mask=mask, other=NOTHING)
-        sums = tl.load(totals + at, mask=mask, other=0.0)
-        top = tl.maximum(base, tl.max(bases, axis=0))
-        finite = tl.where(top == NOTHING, 0.0, top)
-        sum_ = sum_ * tl.exp2(base - finite) + tl.sum(sums * tl.exp2(bases - finite[None, :]), axis=0)
-        base = top
-    tl.store(reference + where, base, mask=inside)
-    tl.store(total + where, sum_, mask=inside)
+def is_special(tile_row, tile_col, n, m, positive, row_low, col_low, BM: tl.constexpr, BN: tl.constexpr):
+    """Whether a tile of the gradient has a positive, an edge, or a row or column whose log-sum-exp is far from t."""
+    low = (tl.load(row_low + tile_row) != 0) | (tl.load(col_low + tile_col) != 0)
+    return low | past_end(tile_row, tile_col, n, m, BM, BN) | crosses(tile_row * BM, tile_col * BN, positive, BM, BN)
 
 
 @triton.jit(do_not_specialize=["n", "m", "positive"])
 def softmax_gradient_kernel(
-    u, v, factor, gradient_scale, row_lse, col_lse, row_corrected, col_corrected, row_weight, col_weight, row_keys, col_keys, panel, sums,
-    n, m, depth, stride_u, stride_v, stride_panel, positive, hard_target, row_constant, col_constant,
-    ROWS: tl.constexpr, COLS: tl.constexpr, SMOOTH: tl.constexpr, STORE: tl.constexpr, KEYS: tl.constexpr,
+    u, v, factor, row_lse, row_weight, row_link, col_factor, row_smoothing, col_smoothing, row_low, col_low, row_keys, col_keys,
+    panel, sums, n, m, depth, stride_u, stride_v, stride_panel, positive,
+    ROWS: tl.constexpr, COLS: tl.constexpr, SMOOTH: tl.constexpr, STORE: tl.constexpr, KEYS: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """panel (N, M rounded up to whole tiles) = gradient_scale * G of one tile, zero past the end, from recomputed scores. sums[program] =
-    the tile's sum of gradient_scale * G_ij <u_i, v_j>, before the panel's precision rounds it. With STORE false only the sum is written.
+    """panel (N, M rounded up to whole tiles) = gradient_scale * G of one tile that is not special, from recomputed scores:
 
-        G_ij = a'_i 2^(y_ij - r_i) + b'_j 2^(y_ij - c_j)
-               - a_i (row_constant + hard_target [j = positive + i]) - b_j (col_constant + hard_target [j = positive + i])
+        gradient_scale G_ij = 2^(y_ij - r_i) (row_weight_i + row_link_i col_factor_j) - row_smoothing_i - col_smoothing_j
 
-    r, c are in units of log 2, rounded to float32; the weights a', b' (row_corrected, col_corrected) correct for that rounding. Both
-    probabilities come from one exponential, 2^(y - t) (a'_i 2^(t - r_i) + b'_j 2^(t - c_j)), with t midway between the tile's extreme
-    log-sum-exps. As y_ij <= min(r_i, c_j), this is safe for any scores. Where the extremes are too far apart the tile takes two
-    exponentials. So do the few parts that hold positives: late in training their probabilities are near 1 and cancel against the
-    weights, and an exponent t - r_i far from 0 would round away what is left.
+    with row_link_i = 2^(r_i - t) and col_factor_j = gradient_scale b_j 2^(t - c_j), one t for the block. sums (programs, BM) =
+    the rows' sums of gradient_scale * G_ij <u_i, v_j>, before the panel's precision rounds it. With STORE false only the sums are
+    written. Nothing overflows: y_ij <= min(r_i, c_j), and r_i and c_j are near t.
     """
     tile_row, tile_col = tile_position(n, m, BM, BN, GROUP)
+    out = sums + tl.program_id(0) * BM + tl.arange(0, BM)
+    if is_special(tile_row, tile_col, n, m, positive, row_low, col_low, BM, BN):
+        tl.store(out, tl.zeros((BM,), dtype=tl.float32))
+    else:
+        dots = tile_dots(u, v, tile_row, tile_col, n, m, depth, stride_u, stride_v, TMA, PRECISION, BM, BN, BK)
+        factor_ = tl.load(factor)
+        rows = tile_row * BM + tl.arange(0, BM)
+        base = -tl.load(row_lse + rows)[:, None]
+        WIDTH: tl.constexpr = BN // 4
+        parts = quarters(dots)
+        products = tl.zeros((BM,), dtype=tl.float32)
+        later = tl.zeros((BM, WIDTH), dtype=tl.float32)
+        for part in tl.static_range(4):
+            cols = tile_col * BN + part * WIDTH + tl.arange(0, WIDTH)
+            g = tl.exp2(tl.fma(parts[part], factor_, base))
+            if ROWS and COLS:
+                link, weight = tl.load(row_link + rows)[:, None], tl.load(row_weight + rows)[:, None]
+                g = g * tl.fma(link, tl.load(col_factor + cols)[None, :], weight)
+            elif ROWS:
+                g = g * tl.load(row_weight + rows)[:, None]
+            else:
+                g = g * (tl.load(row_link + rows)[:, None] * tl.load(col_factor + cols)[None, :])
+            if SMOOTH:
+                g -= tl.load(row_smoothing + rows)[:, None] + tl.load(col_smoothing + cols)[None, :]
+            if KEYS:
+                g = tl.where(left_out(rows, cols, n, m, row_keys, col_keys, positive), 0.0, g)
+            if STORE:
+                store_part(panel, g, tile_row * BM, tile_col * BN + part * WIDTH, stride_panel, TMA)
+            if part == 0:  # while all parts hold registers
+                products = tl.sum(g * summable(parts[part], n), axis=1)
+            else:
+                later = tl.fma(g, summable(parts[part], n), later)
+        tl.store(out, products + tl.sum(later, axis=1))
+
+
+@triton.jit(do_not_specialize=["n", "m", "positive"])
+def special_gradient_kernel(
+    u, v, factor, row_lse, col_lse, row_weight, col_weight, row_target, col_target, row_smoothing, col_smoothing,
+    row_low, col_low, row_keys, col_keys, panel, sums, n, m, depth, stride_u, stride_v, stride_panel, positive,
+    ROWS: tl.constexpr, COLS: tl.constexpr, SMOOTH: tl.constexpr, STORE: tl.constexpr, KEYS: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, HEIGHT: tl.constexpr,
+):  # fmt: skip
+    """The same for BM rows (program) of the special tiles, which have HEIGHT: zero past the end, with two exponentials an element.
+
+        gradient_scale G_ij = row_weight_i 2^(y_ij - r_i) + col_weight_j 2^(y_ij - c_j) - row_smoothing_i - col_smoothing_j
+                              - (row_target_i + col_target_j) [j = positive + i]
+
+    Late in training a positive's probabilities are near 1 and cancel against the weights. A common exponential, with an exponent t - r_i
+    far from 0, would round away what is left. The weights are corrected for the rounding of r and c to float32.
+    """
+    tile_row = tl.program_id(0)
     rows = tile_row * BM + tl.arange(0, BM)
     row_at = tl.minimum(rows, n - 1)
-    col_at = tl.minimum(tile_col * BN + tl.arange(0, BN), m - 1)
-    dots = tile_dots(u, v, tile_row, tile_col, n, m, depth, stride_u, stride_v, PRECISION, BM, BN, BK)
-    factor_, gradient_scale_ = tl.load(factor), tl.load(gradient_scale)
-    none = tl.zeros((BM,), dtype=tl.float32)
-    r, corrected, weight = none, none, none
-    reference, narrow = 0.0, True
-    if ROWS:
-        r = tl.load(row_lse + row_at)
-        corrected = tl.load(row_corrected + row_at) * gradient_scale_
-        weight = tl.load(row_weight + row_at) * gradient_scale_
-    if ROWS and COLS:
-        c = tl.load(col_lse + col_at)
-        highest = tl.maximum(tl.max(r, axis=0), tl.max(c, axis=0))
-        lowest = tl.minimum(tl.min(r, axis=0), tl.min(c, axis=0))
-        reference = 0.5 * (highest + lowest)
-        narrow = highest - lowest <= WIDEST_SPREAD
+    factor_ = tl.load(factor)
     WIDTH: tl.constexpr = BN // 4
-    parts = quarters(dots)
-    products = none
-    for part in tl.static_range(4):
-        products += _softmax_gradient_part(
-            parts[part], factor_, gradient_scale_, tile_row * BM, tile_col * BN + part * WIDTH, r, corrected, weight, reference, narrow,
-            col_lse, col_corrected, col_weight, row_keys, col_keys, panel, n, m, stride_panel, positive, hard_target,
-            row_constant, col_constant,
-            ROWS, COLS, SMOOTH, STORE, KEYS,
-        )  # fmt: skip
-    tl.store(sums + tl.program_id(0), tl.sum(products, axis=0))
-
-
-@triton.jit
-def _softmax_gradient_part(
-    dots, factor, gradient_scale, first_row, first_col, r, row_corrected, row_weight, reference, narrow,
-    col_lse, col_corrected, col_weight, row_keys, col_keys, panel, n, m, stride_panel, positive, hard_target, row_constant, col_constant,
-    ROWS: tl.constexpr, COLS: tl.constexpr, SMOOTH: tl.constexpr, STORE: tl.constexpr, KEYS: tl.constexpr,
-):  # fmt: skip
-    """Store this part of the panel. Returns its row sums of gradient_scale * G_ij <u_i, v_j>, (HEIGHT,)."""
-    HEIGHT: tl.constexpr = dots.shape[0]
-    WIDTH: tl.constexpr = dots.shape[1]
-    rows = first_row + tl.arange(0, HEIGHT)
-    cols = first_col + tl.arange(0, WIDTH)
-    none = tl.zeros((WIDTH,), dtype=tl.float32)
-    c, col_corrected_, col_weight_ = none, none, none
-    if COLS:
-        col_at = tl.minimum(cols, m - 1)
-        c = tl.load(col_lse + col_at)
-        col_corrected_ = tl.load(col_corrected + col_at) * gradient_scale
-        col_weight_ = tl.load(col_weight + col_at) * gradient_scale
-    has_positive = crosses(first_row, first_col, positive, HEIGHT, WIDTH)
-    if ROWS and COLS:
-        if narrow & (has_positive == 0):
-            both = (row_corrected * tl.exp2(reference - r))[:, None] + (col_corrected_ * tl.exp2(reference - c))[
-                None, :
-            ]
-            g = tl.exp2(tl.fma(dots, factor, -reference)) * both
-        else:
-            g = row_corrected[:, None] * tl.exp2(tl.fma(dots, factor, -r[:, None]))
-            g += col_corrected_[None, :] * tl.exp2(tl.fma(dots, factor, -c[None, :]))
-    elif ROWS:
-        g = row_corrected[:, None] * tl.exp2(tl.fma(dots, factor, -r[:, None]))
-    else:
-        g = col_corrected_[None, :] * tl.exp2(tl.fma(dots, factor, -c[None, :]))
-    if has_positive:
-        target = hard_target * (row_weight[:, None] + col_weight_[None, :])
-        g = tl.where(cols[None, :] == (rows + positive)[:, None], g - target, g)
-    if SMOOTH:
-        g -= (row_weight * row_constant)[:, None] + (col_weight_ * col_constant)[None, :]
-    if KEYS:
-        g = tl.where(left_out(rows, cols, n, m, row_keys, col_keys, positive), 0.0, g)
-    if (first_row + HEIGHT > n) | (first_col + WIDTH > m):
-        g = tl.where((rows < n)[:, None] & (cols < m)[None, :], g, 0.0)
-    if STORE:
-        at = panel + rows.to(tl.int64)[:, None] * stride_panel + cols[None, :]
-        tl.store(at, g.to(panel.dtype.element_ty))
-    return tl.sum(g * summable(dots, n), axis=1)
+    products = tl.zeros((BM,), dtype=tl.float32)
+    for tile_col in range(0, tl.cdiv(m, BN)):
+        if is_special(tile_row * BM // HEIGHT, tile_col, n, m, positive, row_low, col_low, HEIGHT, BN):
+            dots = tile_dots(u, v, tile_row, tile_col, n, m, depth, stride_u, stride_v, TMA, PRECISION, BM, BN, BK)
+            parts = quarters(dots)
+            for part in tl.static_range(4):
+                cols = tile_col * BN + part * WIDTH + tl.arange(0, WIDTH)
+                col_at = tl.minimum(cols, m - 1)
+                g = tl.zeros((BM, WIDTH), dtype=tl.float32)
+                target = g
+                if ROWS:
+                    r = tl.load(row_lse + row_at)[:, None]
+                    g += tl.load(row_weight + row_at)[:, None] * tl.exp2(tl.fma(parts[part], factor_, -r))
+                    target += tl.load(row_target + row_at)[:, None]
+                if COLS:
+                    c = tl.load(col_lse + col_at)[None, :]
+                    g += tl.load(col_weight + col_at)[None, :] * tl.exp2(tl.fma(parts[part], factor_, -c))
+                    target += tl.load(col_target + col_at)[None, :]
+                g = tl.where(cols[None, :] == (rows + positive)[:, None], g - target, g)
+                if SMOOTH:
+                    g -= tl.load(row_smoothing + row_at)[:, None] + tl.load(col_smoothing + col_at)[None, :]
+                if KEYS:
+                    g = tl.where(left_out(rows, cols, n, m, row_keys, col_keys, positive), 0.0, g)
+                g = tl.where((rows < n)[:, None] & (cols < m)[None, :], g, 0.0)
+                if STORE:
+                    store_part(panel, g, tile_row * BM, tile_col * BN + part * WIDTH, stride_panel, TMA)
+                products += tl.sum(g * summable(parts[part], n), axis=1)
+    tl.store(sums + tile_row, tl.sum(products, axis=0))

@@ -28,20 +28,39 @@ def tile_position(n, m, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr)
 @triton.jit
 def tile_dots(
     u, v, tile_row, tile_col, n, m, depth, stride_u, stride_v,
-    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """<u_i, v_j> of the tile, (BM, BN) float32. Rows and columns past the end repeat the last one; depth is a multiple of BK."""
-    rows = tl.minimum(tile_row * BM + tl.arange(0, BM), n - 1).to(tl.int64)
-    cols = tl.minimum(tile_col * BN + tl.arange(0, BN), m - 1).to(tl.int64)
-    inner = tl.arange(0, BK)
-    u_at = u + rows[:, None] * stride_u + inner[None, :]
-    v_at = v + cols[None, :] * stride_v + inner[:, None]
+    """<u_i, v_j> of the tile, (BM, BN) float32. Rows and columns past the end are something; depth is a multiple of BK.
+
+    With TMA u and v are tensor descriptors with blocks of (BM, BK) and (BN, BK), else pointers.
+    """
     dots = tl.zeros((BM, BN), dtype=tl.float32)
-    for _ in range(0, depth, BK):
-        dots = tl.dot(tl.load(u_at), tl.load(v_at), dots, input_precision=PRECISION)
-        u_at += BK
-        v_at += BK
+    if TMA:
+        for k in range(0, depth, BK):
+            left, right = u.load([tile_row * BM, k]), v.load([tile_col * BN, k])
+            dots = tl.dot(left, right.T, dots, input_precision=PRECISION)
+    else:
+        rows = tl.minimum(tile_row * BM + tl.arange(0, BM), n - 1).to(tl.int64)
+        cols = tl.minimum(tile_col * BN + tl.arange(0, BN), m - 1).to(tl.int64)
+        inner = tl.arange(0, BK)
+        u_at = u + rows[:, None] * stride_u + inner[None, :]
+        v_at = v + cols[None, :] * stride_v + inner[:, None]
+        for _ in range(0, depth, BK):
+            dots = tl.dot(tl.load(u_at), tl.load(v_at), dots, input_precision=PRECISION)
+            u_at += BK
+            v_at += BK
     return dots
+
+
+@triton.jit
+def store_part(panel, g, first_row, first_col, stride_panel, TMA: tl.constexpr):
+    """Store a quarter of a tile of score gradients. With TMA `panel` is a tensor descriptor with such blocks, else a pointer."""
+    if TMA:
+        panel.store([first_row, first_col], g.to(panel.dtype))
+    else:
+        rows = first_row + tl.arange(0, g.shape[0])
+        cols = first_col + tl.arange(0, g.shape[1])
+        tl.store(panel + rows.to(tl.int64)[:, None] * stride_panel + cols[None, :], g.to(panel.dtype.element_ty))
 
 
 @triton.jit
@@ -57,6 +76,24 @@ def crosses(first_row, first_col, positive, HEIGHT: tl.constexpr, WIDTH: tl.cons
     """Whether this HEIGHT x WIDTH part contains a positive (column positive + i for row i). Most parts do not."""
     start = first_row + positive
     return (start < first_col + WIDTH) & (start + HEIGHT > first_col)
+
+
+@triton.jit
+def past_end(tile_row, tile_col, n, m, BM: tl.constexpr, BN: tl.constexpr):
+    """Whether a part of the tile lies past the end of the panel."""
+    return (tile_row * BM + BM > n) | (tile_col * BN + BN > m)
+
+
+@triton.jit
+def fold(x, PAIRS: tl.constexpr):
+    """x (BM, BN) with fewer numbers whose columns have the same sums. With PAIRS rows r and r + 8 of 16 are added: (BM / 16, 8, BN).
+
+    That is a thread's own addition in the layout of Ampere's and Hopper's dot products.
+    """
+    folded = x
+    if PAIRS:
+        folded = tl.sum(tl.reshape(x, (x.shape[0] // 16, 2, 8, x.shape[1])), axis=1)
+    return folded
 
 
 @triton.jit

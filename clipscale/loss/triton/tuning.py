@@ -4,13 +4,13 @@ The tests compile every entry ahead of time and check registers, shared memory a
 that pass is by reasoning, not yet by measurement; `clipscale bench loss methods=triton,triton-tiles-128x256x64-8w-3s` measures others.
 The table is fixed, not tuned at run time, so that two machines of a kind, and two runs, add in the same order.
 
-    sm_90: 128 x 128 with 8 warps held to 128 registers a thread, so that two programs share a multiprocessor and one's exponentials
-    overlap the other's matmul.
-    sm_80 and the default: 4 warps with up to 255 registers, for the same two programs. Shared memory stays under the 99 KB of sm_86,
-    sm_89 and sm_120.
-    sm_100: the accumulators are in tensor memory with a row to a thread, so column sums cross all lanes; the forward kernels need more
-    registers than two programs leave.
-    The sigmoid's value and gradients in one sweep take more registers than two programs leave.
+    sm_90: by the static model (docs/loss.md) operands from L2 are what limits, so tiles are 128 x 256 and 256 x 128, one program a
+    multiprocessor. Sigmoid and keys take more instructions an element: 128 registers a thread, so that two programs share a multiprocessor
+    and one's epilogue overlaps the other's matmul.
+    sm_80 and the default: shared memory stays under the 99 KB of sm_86, sm_89 and sm_120. 8 warps with up to 255 registers; the gradient
+    fits 4 warps, and two programs.
+    sm_100: the accumulators are in tensor memory with a row to a thread, so the forward kernel carries whole tiles of column sums, and
+    needs more registers than two programs leave.
     IEEE float32 has no tensor cores: 64 x 64.
 """
 
@@ -60,41 +60,37 @@ class Tuning:
 
 PASSES = ("forward", "forward with keys", "backward", "backward with keys", "sigmoid", "sigmoid with keys")
 IEEE = Tiles(64, 64, 32, warps=4, stages=3)
+
+
 # (pass, arithmetic) -> tiles. With keys, a pass has masks that take registers.
-AMPERE = {
-    ("forward", "half"): Tiles(128, 128, 32, warps=4, stages=4),
-    ("forward with keys", "half"): Tiles(128, 64, 32, warps=4, stages=4),
-    ("backward", "half"): Tiles(128, 128, 32, warps=4, stages=4),
-    ("backward with keys", "half"): Tiles(128, 128, 32, warps=4, stages=4),
-    ("forward", "tf32"): Tiles(128, 128, 32, warps=8, stages=3),
-    ("forward with keys", "tf32"): Tiles(128, 128, 32, warps=8, stages=3),
-    ("backward", "tf32"): Tiles(128, 128, 32, warps=8, stages=3),
-    ("backward with keys", "tf32"): Tiles(128, 128, 32, warps=8, stages=3),
-    ("sigmoid", "half"): Tiles(128, 128, 32, warps=8, stages=3),
-    ("sigmoid with keys", "half"): Tiles(128, 128, 32, warps=8, stages=3),
-    ("sigmoid", "tf32"): Tiles(128, 128, 32, warps=8, stages=3),
-    ("sigmoid with keys", "tf32"): Tiles(128, 128, 32, warps=8, stages=3),
-}
-HOPPER = {
-    ("forward", "half"): Tiles(128, 128, 64, warps=8, stages=3, registers=128),
-    ("forward with keys", "half"): Tiles(128, 64, 64, warps=8, stages=3),
-    ("backward", "half"): Tiles(128, 128, 64, warps=8, stages=3, registers=128),
-    ("backward with keys", "half"): Tiles(128, 128, 64, warps=8, stages=3),
-    ("forward", "tf32"): Tiles(128, 128, 32, warps=8, stages=3, registers=128),
-    ("forward with keys", "tf32"): Tiles(128, 64, 32, warps=8, stages=3),
-    ("backward", "tf32"): Tiles(128, 128, 32, warps=8, stages=3),
-    ("backward with keys", "tf32"): Tiles(128, 128, 32, warps=8, stages=3),
-    ("sigmoid", "half"): Tiles(128, 128, 64, warps=8, stages=3),
-    ("sigmoid with keys", "half"): Tiles(128, 128, 64, warps=8, stages=3),
-    ("sigmoid", "tf32"): Tiles(128, 128, 32, warps=8, stages=3),
-    ("sigmoid with keys", "tf32"): Tiles(128, 128, 32, warps=8, stages=3),
-}
-BLACKWELL = HOPPER | {
-    ("forward", "half"): Tiles(128, 128, 64, warps=8, stages=3),
-    ("forward", "tf32"): Tiles(128, 128, 32, warps=8, stages=3),
-}
+def _entries(half: Tiles, tf32: Tiles, **others: Tiles) -> dict[tuple[str, str], Tiles]:
+    """The entries of an architecture: one for all passes, and `others` for a pass in half precision."""
+    entries = {(name, "half"): half for name in PASSES} | {(name, "tf32"): tf32 for name in PASSES}
+    return entries | {(name.replace("_", " "), "half"): tiles for name, tiles in others.items()}
+
+
+AMPERE = _entries(
+    Tiles(128, 128, 32, warps=8, stages=3),
+    Tiles(128, 128, 32, warps=8, stages=3),
+    backward=Tiles(128, 128, 32, warps=4, stages=4),
+)
+HOPPER = _entries(
+    Tiles(128, 128, 64, warps=8, stages=3, registers=128),
+    Tiles(128, 128, 32, warps=8, stages=3),
+    forward=Tiles(128, 256, 64, warps=8, stages=3),
+    backward=Tiles(256, 128, 64, warps=8, stages=3),
+    forward_with_keys=Tiles(128, 64, 64, warps=8, stages=3, registers=128),
+    backward_with_keys=Tiles(128, 64, 64, warps=8, stages=3, registers=128),
+    sigmoid_with_keys=Tiles(128, 64, 64, warps=8, stages=3, registers=128),
+)
+BLACKWELL = _entries(
+    Tiles(128, 128, 64, warps=8, stages=3),
+    Tiles(128, 128, 32, warps=8, stages=3),
+    forward_with_keys=Tiles(128, 64, 64, warps=8, stages=3),
+    backward_with_keys=Tiles(128, 64, 64, warps=8, stages=3, registers=128),
+)
 TABLE = {80: AMPERE, 90: HOPPER, 100: BLACKWELL, 103: BLACKWELL}
-INTERPRETER = Tiles(16, 32, 16, warps=1, stages=1, group=2)  # small, so that small shapes have many tiles
+INTERPRETER = Tiles(16, 32, 32, warps=1, stages=1, group=2)  # small, so that small shapes have many tiles
 
 
 def arithmetic_of(dtype: torch.dtype, fp32_precision: str) -> str:
@@ -109,7 +105,7 @@ def tiles_for(capability: int, kernel_pass: str, arithmetic: str) -> Tiles:
 
 def tiles_on(device: torch.device, kernel_pass: str, arithmetic: str) -> Tiles:
     """The tiles for a device; on the CPU those of Triton's interpreter."""
-    return tiles_for(_capability(device), kernel_pass, arithmetic) if device.type == "cuda" else INTERPRETER
+    return tiles_for(capability_of(device), kernel_pass, arithmetic) if device.type == "cuda" else INTERPRETER
 
 
 def candidates(arithmetic: str) -> list[Tiles]:
@@ -124,6 +120,6 @@ def candidates(arithmetic: str) -> list[Tiles]:
 
 
 @cache
-def _capability(device: torch.device) -> int:
+def capability_of(device: torch.device) -> int:
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor

@@ -18,14 +18,24 @@ if DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
 
 from clipscale import contrastive_loss  # noqa: E402
 from clipscale.loss.machine import Machine  # noqa: E402
+from clipscale.loss.objective import Softmax  # noqa: E402
 from clipscale.loss.triton import backend as triton_backend  # noqa: E402
 from clipscale.loss.triton.panels import PaddedBlock, Panel  # noqa: E402
+from clipscale.loss.triton.softmax import OWN  # noqa: E402
 from clipscale.loss.triton.tuning import Tiles, Tuning  # noqa: E402
 from tests.loss.cases import results  # noqa: E402
 from tests.loss.triton.truth import Problem, Weights, distance, error_of, features, scale_error_of  # noqa: E402
 
-SHAPES = [(1, 1, 1), (2, 2, 3), (33, 31, 64), (17, 65, 40)]
 SCALES = [1.0, 14.3, 100.0]
+# Every shape, scale and kind, and every scale with every kind, but not every triple: the interpreter is slow.
+CASES = [((1, 1, 1), 100.0, "equal"), ((2, 2, 3), 14.3, "pairs"), ((2, 2, 3), 100.0, "random")]
+CASES += [((33, 31, 40), 1.0, "pairs"), ((33, 31, 40), 14.3, "equal"), ((33, 31, 40), 100.0, "pairs")]
+CASES += [
+    ((17, 33, 24), 1.0, "equal"),
+    ((17, 33, 24), 14.3, "random"),
+    ((17, 33, 24), 1.0, "random"),
+    ((17, 33, 24), 100.0, "equal"),
+]
 HALVES = [torch.bfloat16, torch.float16]
 
 
@@ -77,13 +87,12 @@ def check_softmax(p: Problem, smoothing: float = 0.0) -> None:
     got = p.computed_softmax(weights(p), smoothing=smoothing)
     errors = [error_of(p, *pair, *weights(p)) for pair in list(zip(got, truth))[:2]]
     errors.append(scale_error_of(got[2], truth[2], *weights(p)))
-    tolerance = 1e-5 + lse_tolerance(p)  # the error of the scores themselves
+    # The error of the scores themselves, and some roundings of 2^-24, against a hundredth of the weights. With equal features they add up.
+    tolerance = 2e-5 + lse_tolerance(p)
     assert max(errors) <= tolerance, f"d_u, d_v, d_scale off by {errors}, the norms {[float(x.norm()) for x in truth]}"
 
 
-@pytest.mark.parametrize("kind", ["random", "equal", "pairs"])
-@pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "scale", "kind"), CASES)
 def test_softmax_equals_float64(shape: tuple[int, int, int], scale: float, kind: str) -> None:
     p = problem(*shape, scale, kind)
     check_lse(p)
@@ -91,13 +100,13 @@ def test_softmax_equals_float64(shape: tuple[int, int, int], scale: float, kind:
 
 
 def test_softmax_equals_float64_on_a_block_of_many_tiles() -> None:
-    p = problem(252, 507, 123, 14.3) if DEVICE == "cuda" else problem(84, 169, 41, 14.3)
+    p = problem(252, 507, 123, 14.3) if DEVICE == "cuda" else problem(35, 70, 41, 14.3)
     check_lse(p)
     check_softmax(p)
 
 
 def test_scores_that_span_more_than_float32_take_the_second_path() -> None:
-    p = problem(40, 70, 24, 100.0, "extreme")
+    p = problem(20, 40, 24, 100.0, "extreme")
     _, c = p.log_sum_exps()
     spread = float(c.max() - c.min())
     assert spread > 120, f"not a hard case: the columns span {spread:.0f} nats"
@@ -105,16 +114,77 @@ def test_scores_that_span_more_than_float32_take_the_second_path() -> None:
     check_softmax(p)
 
 
-@pytest.mark.parametrize("positive", [None, 5, -12, 1000, -1000])
+def references_lost(p: Problem, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether the forward pass finds sums that may have lost terms, and runs its kernels again."""
+    decisions: list[bool] = []
+    launch = PaddedBlock.launch
+
+    def watched(self: PaddedBlock, kernel: Any, panel: Panel, grid: int, *arguments: Any, **constants: Any) -> None:
+        if constants.get("FIND") is OWN:
+            decisions.append(bool(arguments[4]))
+        launch(self, kernel, panel, grid, *arguments, **constants)
+
+    monkeypatch.setattr(PaddedBlock, "launch", watched)
+    check_lse(p)
+    return decisions[0]
+
+
+PATHS = [
+    ("pairs", 100.0, False),
+    ("random", 14.3, False),
+    ("low", 100.0, False),
+    ("far row", 100.0, False),
+    ("extreme", 100.0, True),
+]
+
+
+@pytest.mark.parametrize(("kind", "scale", "again"), PATHS)
+def test_the_second_path_is_taken_where_terms_may_be_lost_and_nowhere_else(
+    kind: str, scale: float, again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert references_lost(problem(20, 36, 24, scale, kind), monkeypatch) == again
+
+
+def test_a_block_without_positives_may_lose_terms_that_earlier_blocks_outweigh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a ring: the rows' own log-sum-exps are the references, and what lies far below them is nothing."""
+    p = problem(20, 36, 24, 100.0, "low", positive=None)
+    block = p.block(weights(p))
+    assert block.rows.lse is not None and block.cols.lse is not None
+    block.rows.lse.fill_(50.0)
+    triton_backend.triton_backend(Softmax(), "ieee", Tuning(), Machine()).forward(block)
+    assert torch.equal(block.rows.lse, torch.full_like(block.rows.lse, 50.0))
+    truth = p.log_sum_exps()[1]
+    assert float((block.cols.lse - truth).abs().max()) <= lse_tolerance(p)
+
+
+class WithDescriptors(Machine):
+    """Operands are loaded as Hopper and Blackwell do, through tensor descriptors; column sums are folded as on Blackwell."""
+
+    def compute_capability(self, device: torch.device) -> int:
+        return 100
+
+
+def test_tensor_descriptors_find_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    if DEVICE == "cuda":
+        pytest.skip("the device decides how operands are loaded")
+    p = problem(20, 40, 24, 14.3, "random", keys=4)
+    plain = [*everything(p), *p.computed_sigmoid(-5.0)]
+    monkeypatch.setattr("tests.loss.triton.truth.Machine", WithDescriptors)
+    for x, y in zip([*everything(p), *p.computed_sigmoid(-5.0)], plain, strict=True):
+        assert x is not None and y is not None
+        assert distance(x, y.double()) <= 1e-5
+
+
+@pytest.mark.parametrize("positive", [None, 5, -12, 1000])
 def test_positives_may_lie_anywhere_or_outside(positive: int | None) -> None:
-    p = problem(37, 50, 32, 14.3, "pairs", positive=positive, keys=4)
+    p = problem(20, 40, 16, 14.3, "pairs", positive=positive, keys=4)
     check_lse(p)
     check_softmax(p)
 
 
-@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("scale", [14.3, 100.0])
 def test_pairs_with_equal_keys_are_left_out(scale: float) -> None:
-    p = problem(35, 66, 32, scale, keys=3)
+    p = problem(19, 35, 16, scale, keys=3)
     check_lse(p)
     check_softmax(p)
 
@@ -132,12 +202,12 @@ def test_a_row_with_every_pair_left_out_has_no_terms() -> None:
 
 @pytest.mark.parametrize("keys", [0, 3])
 def test_label_smoothing(keys: int) -> None:
-    check_softmax(problem(30, 45, 32, 14.3, "pairs", keys=keys), smoothing=0.1)
+    check_softmax(problem(19, 35, 16, 14.3, "pairs", keys=keys), smoothing=0.1)
 
 
 @pytest.mark.parametrize("side", [0, 1], ids=["rows", "columns"])
 def test_one_direction_alone(side: int) -> None:
-    p = problem(30, 45, 32, 100.0, "pairs", keys=5)
+    p = problem(19, 35, 16, 100.0, "pairs", keys=5)
     weight = weights(p)[side]
     one_sided: Weights = (weight, None) if side == 0 else (None, weight)
     alone, both = (p.computed_lse(w)[side] for w in (one_sided, weights(p)))
@@ -149,7 +219,7 @@ def test_one_direction_alone(side: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
 def test_gradients_are_added_to_what_is_there(dtype: torch.dtype) -> None:
-    p = problem(30, 45, 32, 14.3, dtype=dtype)
+    p = problem(19, 35, 16, 14.3, dtype=dtype)
     before = [torch.randn(x.shape, device=DEVICE) for x in (p.u, p.v)]
     added = p.computed_softmax(weights(p), grads=(before[0].clone(), before[1].clone()))
     for got, old, alone in zip(added, before, p.computed_softmax(weights(p))):
@@ -157,7 +227,7 @@ def test_gradients_are_added_to_what_is_there(dtype: torch.dtype) -> None:
 
 
 def test_a_frozen_side_is_not_computed_and_changes_nothing_for_the_other() -> None:
-    p = problem(30, 45, 32, 14.3)
+    p = problem(19, 35, 16, 14.3)
     d_u, d_v, d_scale = p.computed_softmax(weights(p))
     for needed, truth in (
         ((True, False), [d_u, d_scale]),
@@ -168,11 +238,10 @@ def test_a_frozen_side_is_not_computed_and_changes_nothing_for_the_other() -> No
         assert all(map(torch.equal, got, truth)) and len(got) == len(truth), needed
 
 
-@pytest.mark.parametrize("keys", [0, 3])
-@pytest.mark.parametrize(("scale", "bias"), [(10.0, -10.0), (100.0, 0.0), (1.0, -30.0)])
+@pytest.mark.parametrize(("scale", "bias", "keys"), [(10.0, -10.0, 3), (100.0, 0.0, 0), (1.0, -30.0, 0)])
 def test_sigmoid_equals_float64(scale: float, bias: float, keys: int) -> None:
-    for kind in ("pairs", "equal"):
-        p = problem(35, 66, 40, scale, kind, keys=keys)
+    for kind in ("pairs",) if keys else ("pairs", "equal"):
+        p = problem(17, 35, 16, scale, kind, keys=keys)
         got, truth = p.computed_sigmoid(bias), p.sigmoid(bias)
         errors = [distance(*pair) for pair in zip(got, truth, strict=True)]
         assert max(errors) <= 1e-5, f"{kind}: loss, d_u, d_v, bias, scale off by {errors}"
@@ -183,7 +252,7 @@ def test_sigmoid_equals_float64(scale: float, bias: float, keys: int) -> None:
 
 def test_tiny_sigmoid_terms_keep_their_precision() -> None:
     """log(1 + e^-20) computed as the logarithm of a rounded sum would be off by a factor; so would the loss of a fresh SigLIP."""
-    p = problem(40, 40, 16, 0.001, "equal", positive=None)
+    p = problem(17, 33, 16, 0.001, "equal", positive=None)
     (loss, *_), (got, *_) = p.sigmoid(-20.0), p.computed_sigmoid(-20.0)
     assert distance(got, loss) <= 2e-6, (float(got), float(loss))
 
@@ -227,31 +296,31 @@ def everything(p: Problem, tuning: Tuning | None = None) -> list[Tensor | None]:
 
 
 def test_the_same_inputs_give_the_same_bits() -> None:
-    p = problem(50, 70, 32, 100.0, dtype=torch.bfloat16, keys=6)
+    p = problem(20, 40, 16, 100.0, dtype=torch.bfloat16, keys=6)
     for x, y in zip(everything(p), everything(p), strict=True):
         assert x is not None and y is not None and torch.equal(x, y)
 
 
 def test_panels_bound_the_memory_and_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    p = problem(70, 133, 32, 100.0, keys=5)
+    p = problem(35, 70, 16, 100.0, keys=5)
     whole = everything(p)
     shapes: list[tuple[int, int]] = []
     panels = PaddedBlock.panels
 
-    def recorded(self: PaddedBlock, height: int, width: int) -> Iterator[Panel]:
+    def recorded(self: PaddedBlock, height: int, width: int, edge_apart: bool = False) -> Iterator[Panel]:
         shapes.append((height, width))
-        return panels(self, height, width)
+        return panels(self, height, width, edge_apart)
 
     monkeypatch.setattr(PaddedBlock, "panels", recorded)
-    for x, y in zip(everything(p, Tuning(partial_bytes=512, panel_bytes=4096)), whole, strict=True):
+    for x, y in zip(everything(p, Tuning(partial_bytes=128, panel_bytes=4096)), whole, strict=True):
         assert x is not None and y is not None
         assert distance(x, y.double()) <= 2e-6, distance(x, y.double())
     if DEVICE == "cpu":
-        assert shapes == [(32, 32)] * 3, f"panels of whole tiles near 512 bytes of sums and 4096 of gradients: {shapes}"
+        assert shapes == [(32, 32)] * 7, f"panels of whole tiles near 128 bytes of sums and 4096 of gradients: {shapes}"
 
 
 def test_tiles_may_be_chosen_by_the_caller() -> None:
-    p = problem(40, 70, 32, 10.0)
+    p = problem(20, 40, 32, 10.0)
     for x, y in zip(everything(p, Tuning(Tiles(32, 32, 16, 4, 2))), everything(p), strict=True):
         assert x is not None and y is not None
         assert distance(x, y.double()) <= 2e-6, distance(x, y.double())
@@ -282,6 +351,7 @@ def test_not_a_number_stays_visible() -> None:
 def test_a_kernel_that_fails_is_named_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     class Broken:
         __name__ = "lse_kernel"
+        arg_names = ()
 
         def __getitem__(self, grid: object) -> Any:
             raise RuntimeError("out of resource: shared memory")
@@ -306,7 +376,7 @@ def test_a_kernel_that_fails_leaves_float16_gradients_in_their_own_unit(monkeypa
     assert torch.equal(grads[0], before) and torch.equal(grads[1], before)
 
 
-@pytest.mark.parametrize("width", [20, 41])
+@pytest.mark.parametrize("width", [41])
 def test_features_are_padded_once_and_gradients_are_not(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither pass copies what it is given; in a ring it would do so at every hop."""
     copied: list[tuple[int, ...]] = []
@@ -322,7 +392,7 @@ def test_features_are_padded_once_and_gradients_are_not(width: int, monkeypatch:
     for slab in (2**14, 16):  # gradients summed at once, and in parts
         monkeypatch.setattr("clipscale.loss.side_gradient.SLAB", slab)
         monkeypatch.setattr("clipscale.loss.side_gradient.GRAIN", 8)
-        u, v = (x.half() for x in features("pairs", 50, 60, width, torch.float32, DEVICE))
+        u, v = (x.half() for x in features("pairs", 25, 34, width, torch.float32, DEVICE))
         found, true = (
             results(contrastive_loss, u.to(dtype), v.to(dtype), 10.0, backend=backend)
             for dtype, backend in ((torch.float16, "triton"), (torch.float64, "tiled"))

@@ -184,6 +184,10 @@ def features(kind: str, n: int, m: int, width: int, dtype: torch.dtype, device: 
     elif kind == "pairs":
         u, v = randn(n), randn(m)
         v[:n] = u[:m] + 0.5 * v[:n]
+    elif kind in ("low", "far row"):  # all cosines near -1; all near 1 but for one row
+        towards = torch.eye(1, width)
+        u, v = towards + 0.05 * randn(n) / width**0.5, towards + 0.05 * randn(m) / width**0.5
+        (u if kind == "low" else u[n // 2]).neg_()
     elif kind == "extreme":
         towards = torch.eye(1, width)
         u, v = towards + 0.05 * randn(n) / width**0.5, -towards + 0.05 * randn(m) / width**0.5

@@ -1,0 +1,100 @@
+"""The loss where people have another one: in open_clip's place, under DDP, FSDP2 and tensor parallel's meshes."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from open_clip.loss import ClipLoss as OpenClipLoss
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from clipscale import contrastive_loss
+from clipscale.drop_in import ClipLoss
+from clipscale.loss.reference import dense_contrastive_loss
+from tests.loss.cases import features
+from tests.loss.workers import Workers, stacked, workers
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Workers]:
+    with workers(4) as started:
+        yield started
+
+
+def gradients(loss: nn.Module, u: Tensor, v: Tensor) -> list[Tensor]:
+    """The value and the gradients of images, texts and scale."""
+    inputs = [
+        u.clone().requires_grad_(),
+        v.clone().requires_grad_(),
+        torch.tensor(20.0, dtype=u.dtype).requires_grad_(),
+    ]
+    value = loss(*inputs)
+    return [value.detach(), *torch.autograd.grad(value, inputs)]
+
+
+def test_alone_it_is_clip_loss() -> None:
+    u, v = features(9, 9, 8)
+    for a, b in zip(gradients(ClipLoss(), u, v), gradients(OpenClipLoss(), u, v)):
+        assert torch.allclose(a, b, rtol=1e-10, atol=1e-12)
+    found = ClipLoss()(u, v, 20.0, logit_bias=torch.tensor(-3.0), output_dict=True)
+    assert torch.allclose(found["contrastive_loss"], OpenClipLoss()(u, v, 20.0))
+
+
+def both(group: dist.ProcessGroup, rank: int, u: Tensor, v: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    settings = {"local_loss": True, "gather_with_grad": True, "rank": rank, "world_size": 4}
+    return gradients(ClipLoss(**settings), u[rank], v[rank]), gradients(OpenClipLoss(**settings), u[rank], v[rank])
+
+
+def test_on_ranks_its_features_have_clip_loss_gradients(ranks: Workers) -> None:
+    u, v = stacked(4, 5, 5, 8)
+    answers = ranks.run(both, 4, u, v)
+    for ours, theirs in answers:
+        for name, a, b in zip(("images", "texts"), ours[1:3], theirs[1:3]):
+            assert torch.allclose(a, b, rtol=1e-9, atol=1e-12), f"{name} differ by {float((a - b).abs().max()):.1e}"
+    for index, name in ((0, "value"), (3, "scale")):  # their means over the ranks
+        a, b = (torch.stack([side[index] for side in sides]).mean() for sides in zip(*answers))
+        assert torch.allclose(a, b, rtol=1e-9), f"{name}: {float(a)} and {float(b)}"
+
+
+def on_a_mesh(group: dist.ProcessGroup, rank: int, u: Tensor, v: Tensor) -> Tensor:
+    """The loss of a data-parallel dimension: the two ranks of the other one have the same features."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    mine = mesh.get_local_rank("data")
+    as_group = contrastive_loss(u[mine], v[mine], 20.0, group=mesh.get_group("data"))
+    as_mesh = contrastive_loss(u[mine], v[mine], 20.0, group=mesh["data"])
+    assert torch.equal(as_group, as_mesh)
+    return as_mesh
+
+
+def test_a_dimension_of_a_mesh_is_a_group(ranks: Workers) -> None:
+    u, v = stacked(2, 5, 5, 8)
+    true = dense_contrastive_loss(u.flatten(0, 1), v.flatten(0, 1), 20.0)
+    assert all(torch.allclose(found, true, rtol=1e-10) for found in ranks.run(on_a_mesh, 4, u, v))
+
+
+def under_fsdp2(group: dist.ProcessGroup, rank: int, u: Tensor, v: Tensor, weight: Tensor) -> list[Tensor]:
+    """The whole gradients of two towers whose weights are sharded over all ranks."""
+    mesh = init_device_mesh("cpu", (4,))
+    towers = [nn.Linear(8, 8, bias=False, dtype=u.dtype) for _ in range(2)]
+    for tower in towers:
+        tower.weight.data.copy_(weight)
+        fully_shard(tower, mesh=mesh)
+    ClipLoss(world_size=4, group=mesh)(towers[0](u[rank]), towers[1](v[rank]), 2.0).backward()
+    grads = [tower.weight.grad for tower in towers]
+    return [grad.full_tensor() for grad in grads if isinstance(grad, DTensor)]
+
+
+def test_weights_sharded_by_fsdp2_get_the_gradient_of_the_whole_batch(ranks: Workers) -> None:
+    u, v = stacked(4, 5, 5, 8)
+    torch.manual_seed(0)
+    weights = [torch.randn(8, 8, dtype=u.dtype).requires_grad_() for _ in range(2)]
+    weights[1].data.copy_(weights[0].data)
+    x, y = u.flatten(0, 1) @ weights[0].T, v.flatten(0, 1) @ weights[1].T
+    true = torch.autograd.grad(dense_contrastive_loss(x, y, 2.0), weights)
+    for grads in ranks.run(under_fsdp2, 4, u, v, weights[0].detach()):
+        assert len(grads) == 2
+        for a, b in zip(grads, true):
+            assert torch.allclose(a, b, rtol=1e-9, atol=1e-12), f"off by {float((a - b).abs().max()):.1e}"

@@ -1,0 +1,151 @@
+"""The Triton kernels compiled ahead of time, without a GPU: every variant that is launched, in its entry of the tile table."""
+
+import re
+import subprocess
+import tempfile
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from clipscale.loss.triton.backend import RARE_SIDE
+from clipscale.loss.triton.sigmoid import sigmoid_kernel
+from clipscale.loss.triton.softmax import (
+    OWN,
+    SUMS,
+    TOPS,
+    lse_kernel,
+    softmax_gradient_kernel,
+    special_gradient_kernel,
+)
+from clipscale.loss.triton.tuning import Tiles, tiles_for
+
+REGISTERS = 64 * 1024  # of a multiprocessor
+ELEMENT = {"bf16": "half", "fp16": "half", "tf32": "tf32", "ieee": "ieee"}
+
+SOFTMAX = {"ROWS": True, "COLS": True, "KEYS": False}
+SUM = SOFTMAX | {"FIND": SUMS, "EDGE": False}
+GRADIENT = SOFTMAX | {"SMOOTH": False, "STORE": True}
+VALUE = {"VALUE": True, "GRADIENT": False, "STORE": False, "KEYS": False}
+ONE_SWEEP = {"VALUE": True, "GRADIENT": True, "STORE": True, "KEYS": False}
+KEYS = {"KEYS": True}
+# name: kernel, pass, constants
+PLAIN = {
+    "lse": (lse_kernel, "forward", SUM),
+    "softmax gradient": (softmax_gradient_kernel, "backward", GRADIENT),
+    "sigmoid gradient": (sigmoid_kernel, "sigmoid", ONE_SWEEP),
+}
+LOADED = {
+    "lse, keys": (lse_kernel, "forward with keys", SUM | KEYS),
+    "softmax gradient, keys": (softmax_gradient_kernel, "backward with keys", GRADIENT | KEYS),
+}
+# Of few tiles: with as many registers as there are.
+FREE = {
+    "lse, edge": (lse_kernel, "forward", SUM | {"EDGE": True}),
+    "lse, own references": (lse_kernel, "forward", SUM | {"FIND": OWN, "EDGE": True}),
+    "largest scores": (lse_kernel, "forward", SUM | {"FIND": TOPS, "EDGE": True}),
+    "softmax gradient, special": (special_gradient_kernel, "backward", GRADIENT),
+}
+REST = {
+    "lse, rows": (lse_kernel, "forward", SUM | {"COLS": False}),
+    "sigmoid loss": (sigmoid_kernel, "sigmoid", VALUE),
+    "softmax gradient, rows": (softmax_gradient_kernel, "backward", GRADIENT | {"COLS": False}),
+    "softmax gradient, columns": (softmax_gradient_kernel, "backward", GRADIENT | {"ROWS": False}),
+    "softmax gradient, smoothing": (softmax_gradient_kernel, "backward", GRADIENT | {"SMOOTH": True}),
+    "softmax gradient, special, keys": (
+        special_gradient_kernel,
+        "backward with keys",
+        GRADIENT | KEYS | {"SMOOTH": True},
+    ),
+    "sigmoid gradient, keys": (sigmoid_kernel, "sigmoid with keys", ONE_SWEEP | KEYS),
+    "sigmoid gradient alone": (sigmoid_kernel, "sigmoid", ONE_SWEEP | {"VALUE": False}),
+}
+KERNELS: dict[str, Any] = PLAIN | LOADED | FREE | REST
+
+
+class Binary(NamedTuple):
+    """A compiled kernel: its resources and its code."""
+
+    registers: int
+    stack: int  # bytes a thread spills
+    shared: int  # bytes a program
+    ptx: str
+    tiles: Tiles
+    cubin: bytes
+
+
+def compiled(kernel: Any, capability: int, tiles: Tiles, dtype: str, constants: dict[str, Any]) -> Binary:
+    """The kernel for aligned operands, as the launches have them."""
+    signature, aligned = {}, {}
+    shapes = {"u": (tiles.rows, tiles.depth), "v": (tiles.cols, tiles.depth), "panel": (tiles.rows, tiles.cols // 4)}
+    described = capability >= 90 and (dtype != "fp32" or constants["PRECISION"] == "tf32")
+    constants = constants | {"TMA": described, "PAIRS": capability // 10 != 10}
+    constants = {name: x for name, x in constants.items() if name in kernel.arg_names}
+    for index, name in enumerate(kernel.arg_names):
+        if name in constants:
+            signature[name] = "constexpr"
+            continue
+        if name in shapes and described and (name != "panel" or constants.get("STORE")):
+            signature[name] = f"tensordesc<{dtype}{list(shapes[name])}>"
+        elif name in shapes:
+            signature[name] = f"*{dtype}"
+        elif name.endswith("_keys") or name == "enabled":
+            signature[name] = "*i32"
+        elif name.endswith("_low"):
+            signature[name] = "*i8"
+        elif name in ("n", "m", "depth", "positive", "strips") or name.startswith("stride"):
+            signature[name] = "i32"
+        else:
+            signature[name] = "*fp32"
+        if signature[name].startswith("*") or name == "depth" or name.startswith("stride"):
+            aligned[(index,)] = [["tt.divisibility", 16]]
+    options = {
+        "num_warps": tiles.warps,
+        "num_stages": tiles.stages,
+        "maxnreg": tiles.registers,
+        "enable_fp_fusion": True,
+    }
+    source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
+    built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    return Binary(*resources(built.asm["cubin"]), built.metadata.shared, built.asm["ptx"], tiles, built.asm["cubin"])
+
+
+def resources(cubin: bytes) -> tuple[int, int]:
+    """Registers and stack bytes a thread, as the binary says."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(cubin)
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", printed)
+    assert found, printed
+    return int(found[1]), int(found[2])
+
+
+@cache
+def entry(capability: int, form: str, name: str) -> Binary:
+    """A kernel in its entry of the table."""
+    tiles = tiles_for(capability, KERNELS[name][1], ELEMENT[form])
+    height = tiles.rows
+    if "special" in name:
+        tiles = replace(tiles, rows=min(tiles.rows, RARE_SIDE), registers=None)
+    elif name in FREE:
+        tiles = replace(tiles, cols=min(tiles.cols, RARE_SIDE), registers=None)
+    return compiled_entry(name, capability, form, tiles, height)
+
+
+def compiled_entry(name: str, capability: int, form: str, tiles: Tiles, height: int | None = None) -> Binary:
+    """The same with other tiles, of which special ones have a `height`."""
+    kernel, _, flags = KERNELS[name]
+    shape = {
+        "BM": tiles.rows,
+        "BN": tiles.cols,
+        "BK": tiles.depth,
+        "GROUP": tiles.group,
+        "HEIGHT": height or tiles.rows,
+    }
+    precision = {"PRECISION": "tf32" if form == "tf32" else "ieee"}
+    return compiled(kernel, capability, tiles, form if ELEMENT[form] == "half" else "fp32", flags | precision | shape)

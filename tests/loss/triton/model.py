@@ -1,0 +1,164 @@
+"""A static model of the Triton kernels' speed: instructions of the compiled code, by the unit that runs them, and clocks.
+
+    clocks of a unit = instructions (or bytes) of one tile on one multiprocessor / what the unit does in a clock
+    share of the GEMM rate = clocks of the tensor cores / clocks of the slowest unit
+
+If two programs share a multiprocessor, one's epilogue overlaps the other's matmul, and the slowest unit alone counts. One program alone
+takes the slowest unit of its matmul, then that of the rest. Latencies, waves of programs, clocks that fall under load and bank conflicts
+are left out: the model ranks choices, and is an upper bound of speed.
+
+`python -m tests.loss.triton.model` prints the table of docs/loss.md and writes model.json; `... half` compares every candidate.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import triton
+
+from tests.loss.triton.binaries import REGISTERS, Binary, compiled_entry, entry
+
+RECORD = Path(__file__).with_name("model.json")
+WIDTHS = (512, 768, 1024)
+MATRIX = re.compile(r"HGMMA|HMMA|UTC\w*MMA")
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What a multiprocessor does in a clock (CUDA C++ programming guide, arithmetic instructions; data sheets of A100, H200, B200)."""
+
+    flop: int  # of bf16 on the tensor cores
+    float32: int  # lanes; half of what there is where a warp takes two clocks
+    exponentials: int = 16
+    shuffles: int = 32
+    shared_bytes: int = 128
+    l2_bytes: int = 36  # from L2: between 32 and 39 measured on A100 and H100 (arXiv 2402.13499)
+    memory_bytes: int = (
+        20  # to memory: 4.8 TB/s over 132 multiprocessors at 1.8 GHz; 2.0 over 108 at 1.4; 8 over 148 at 1.9
+    )
+    shared_memory: int = 227 << 10
+
+
+ARCHITECTURES = {
+    80: Architecture(flop=2048, float32=64, memory_bytes=13, shared_memory=163 << 10),
+    90: Architecture(flop=4096, float32=128),
+    100: Architecture(flop=8192, float32=128, memory_bytes=28),
+}
+FLOAT32 = {"FADD", "FMUL", "FFMA", "FADD2", "FMUL2", "FFMA2", "FMNMX", "FSEL", "FSETP"}
+
+
+@dataclass(frozen=True)
+class Code:
+    """Instructions of a warp: of one step of the loop over D, and of the rest of a tile."""
+
+    step: Counter[str]
+    prologue: Counter[str]
+    epilogue: Counter[str]
+
+    @property
+    def tile(self) -> Counter[str]:
+        return self.prologue + self.epilogue
+
+
+def code_of(cubin: bytes, walks: bool) -> Code:
+    """The code by its loops: the smallest with a matrix instruction is that over D; with `walks` the next larger is that over tiles."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(cubin)
+        command = [triton.knobs.nvidia.nvdisasm.path, "-c", file.name]
+        lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    names: list[str] = []
+    labels: dict[str, int] = {}
+    branches: list[tuple[int, str]] = []
+    for line in lines:
+        if found := re.match(r"(\.L_\w+):", line):
+            labels[found[1]] = len(names)
+        elif found := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z]\w*)(.*)", line):
+            if target := re.search(r"\((\.L_\w+)\)", found[2]):
+                branches.append((len(names), target[1]))
+            names.append(found[1])
+    spans = sorted(((labels[to], at) for at, to in branches if labels.get(to, at + 1) <= at), key=lambda x: x[1] - x[0])
+    loops = [x for x in spans if any(MATRIX.match(name) for name in names[x[0] : x[1] + 1])]
+    start, stop = loops[0]
+    step = Counter(names[start : stop + 1])
+    first, last = next(x for x in loops if x[0] < start and x[1] > stop) if walks else (0, len(names) - 1)
+    return Code(step, Counter(names[first:start]), Counter(names[stop + 1 : last + 1]))
+
+
+def clocks(binary: Binary, capability: int, width: int, walks: bool, stores: bool) -> dict[str, float]:
+    """Clocks of one tile on one multiprocessor, by unit; "bound" is what they come to together."""
+    a, t, code = ARCHITECTURES[capability], binary.tiles, code_of(binary.cubin, walks)
+    steps, warps = width // t.depth, t.warps
+
+    def of(instructions: Counter[str], names: set[str] | None, lanes: float) -> float:
+        return sum(n for name, n in instructions.items() if names is None or name in names) * warps * 32 / lanes
+
+    matmul = {
+        "tensor cores": 2 * t.rows * t.cols * width / a.flop,
+        "L2": 2 * (t.rows + t.cols) * width / a.l2_bytes,
+        # Hopper's product reads both operands from shared memory, 64 rows at a time; each is written there once
+        "shared memory": 2 * width * (t.rows + t.cols + (t.rows // 64) * (64 + t.cols)) / a.shared_bytes,
+        "issue": of(code.step, None, 128) * steps,
+    }
+    rest = {
+        "issue": of(code.tile, None, 128),
+        "float32": of(code.tile, FLOAT32, a.float32),
+        "exponentials": of(code.tile, {"MUFU"}, a.exponentials),
+        "shuffles": of(code.tile, {"SHFL"}, a.shuffles),
+        "memory": 2 * t.rows * t.cols / a.memory_bytes if stores else 0.0,
+    }
+    found = matmul | rest | {"issue": matmul["issue"] + rest["issue"]}
+    programs = min(REGISTERS // (32 * warps * binary.registers), a.shared_memory // (binary.shared + 1024))
+    bound = max(found.values()) if programs >= 2 else max(matmul.values()) + max(rest.values())
+    return found | {"bound": bound}
+
+
+def share(binary: Binary, capability: int, width: int, name: str) -> float:
+    """The predicted share of the GEMM rate."""
+    found = clocks(binary, capability, width, name.startswith("lse"), "gradient" in name)
+    return found["tensor cores"] / found["bound"]
+
+
+MODELLED = ("lse", "softmax gradient", "sigmoid gradient", "lse, keys", "softmax gradient, keys")
+
+
+def shares(capability: int, name: str) -> list[float]:
+    return [round(share(entry(capability, "bf16", name), capability, width, name), 3) for width in WIDTHS]
+
+
+def main() -> None:
+    record = {f"sm_{c} {name}": shares(c, name) for c in ARCHITECTURES for name in MODELLED}
+    RECORD.write_text(json.dumps(record, indent=1) + "\n")
+    print(
+        "| kernel | architecture | tiles | instructions a step / the rest | slowest unit | 512 | 768 | 1,024 |\n"
+        + "|---" * 8
+        + "|"
+    )
+    for c in ARCHITECTURES:
+        for name in MODELLED:
+            binary = entry(c, "bf16", name)
+            code = code_of(binary.cubin, name.startswith("lse"))
+            found = clocks(binary, c, 768, name.startswith("lse"), "gradient" in name)
+            slowest = max((x for x in found if x != "bound"), key=lambda x: found[x])
+            alone = "" if found["bound"] == found[slowest] else ", then the rest"
+            percents = " | ".join(f"{100 * x:.0f} %" for x in record[f"sm_{c} {name}"])
+            print(
+                f"| {name} | sm_{c} | {binary.tiles} | {code.step.total()} / {code.tile.total()} | {slowest}{alone} | {percents} |"
+            )
+    if sys.argv[1:]:
+        from clipscale.loss.triton.tuning import candidates
+
+        for c in ARCHITECTURES:
+            for name in MODELLED[:2]:
+                for tiles in candidates(sys.argv[1]):
+                    binary = compiled_entry(name, c, "bf16", tiles)
+                    if not binary.stack and binary.shared <= ARCHITECTURES[c].shared_memory:
+                        print(f"{share(binary, c, 768, name):.3f} sm_{c} {name} {tiles}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
