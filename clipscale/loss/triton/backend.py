@@ -166,8 +166,8 @@ class TritonSoftmax(TritonBackend):
         """What lse_kernel finds for the rows (n,) and the columns (m,), float64; None in a direction without a softmax."""
         tiles, start = padded.tiles, -torch.inf if find is TOPS else 0.0
         found = [None if x.lse is None else torch.full_like(x.lse, start) for x in (block.rows, block.cols)]
-        height, width = padded.panel_shape(self.tuning.partial_bytes // 4 * tiles.cols)
         rare = replace(tiles, cols=min(tiles.cols, RARE_SIDE), registers=None)  # for what is seldom computed
+        height, width = padded.panel_shape(self.tuning.partial_bytes // 4 * rare.cols)
         strips, wide = tiles.group, triton.cdiv(width, rare.cols)
         sizes = [0 if x is None else size for x, size in zip(found, (wide * height, strips * width))]
         parts = [torch.empty(size, device=padded.device) for size in sizes]

@@ -87,7 +87,7 @@ BLACKWELL = _entries(
     Tiles(128, 128, 64, warps=8, stages=3),
     Tiles(128, 128, 32, warps=8, stages=3),
     forward_with_keys=Tiles(128, 64, 64, warps=8, stages=3),
-    backward_with_keys=Tiles(128, 64, 64, warps=8, stages=3, registers=128),
+    backward_with_keys=Tiles(128, 64, 64, warps=8, stages=3),
 )
 TABLE = {80: AMPERE, 90: HOPPER, 100: BLACKWELL, 103: BLACKWELL}
 INTERPRETER = Tiles(16, 32, 32, warps=1, stages=1, group=2)  # small, so that small shapes have many tiles
