@@ -16,9 +16,9 @@ from clipscale.loss.similarity import row_products
 # Rows whose float32 gradient exists at a time, where it is then rounded to half precision: the height of a panel.
 SLAB = 2**14
 # Float32 sums of columns beyond those that fit into the result's own memory. With panels of 512 MiB the loss of 2^20 pairs then takes
-# under 1.9 GiB beyond features and gradients up to D = 1280. From D = 641 on some columns need a second pass over their scores: 8 % of
-# them at D = 768 and 25 % at D = 1280, which is 2 % and 6 % of the matmuls.
-SPARE_BYTES = 5 << 28
+# under 1.9 GiB beyond features and gradients up to D = 1280. From D = 641 on some columns need a second pass over their scores: 10 % of
+# them at D = 768 and 26 % at D = 1280, which is 3 % and 7 % of the matmuls.
+SPARE_BYTES = (5 << 28) - (1 << 26)
 GRAIN = 2**12  # columns at which a gradient is split: whole tiles of every backend
 LARGEST_HALF = 2.0**14  # the largest number of a row in float16: a quarter of its range
 
