@@ -289,15 +289,9 @@ def store() -> dist.Store:
     that means loopback here, as Debian's /etc/hosts does. torch unpickles what it finds in a store.
     """
     found: dist.Store
-    # An agent's store, new at every restart. torch's own way to it adds the agent's count of restarts, which differs between agents.
-    unshared = (
-        "TORCHELASTIC_USE_AGENT_STORE" in os.environ and os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") == "1"
-    )
     rank, size, port = (int(os.environ.get(name, "0")) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
     if path := os.environ.get(STORE):
         found = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", dist.FileStore(path))
-    elif unshared:
-        found = dist.TCPStore(os.environ["MASTER_ADDR"], port, size, False, TIMEOUT)
     elif rank or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or not port:
         found = next(dist.rendezvous("env://", timeout=TIMEOUT))[0]
     else:
