@@ -12,8 +12,9 @@ import psutil
 import torch
 from torch import Tensor
 
-from clipscale import checkpoint, distributed, run_lock, saved_state
+from clipscale import checkpoint, distributed
 from clipscale.autotune import CHUNKS, BudgetTuner
+from clipscale.checkpoint import saved_state
 from clipscale.config.checks import shared
 from clipscale.config.sections import LR_SCALING
 from clipscale.config.train import TrainConfig, changes, to_yaml
@@ -25,6 +26,9 @@ from clipscale.distributed import World
 from clipscale.errors import StoppedError, UserError
 from clipscale.eval.run import check as check_sets
 from clipscale.eval.run import evaluate
+from clipscale.launch import run_lock
+from clipscale.launch.run_lock import RunLock
+from clipscale.launch.stopping import AbandonedError, Stop
 from clipscale.models.towers import Flops
 from clipscale.optim import Schedule
 from clipscale.phases import Phases
@@ -32,11 +36,9 @@ from clipscale.report.metrics import MetricLog
 from clipscale.report.page import write_report
 from clipscale.report.table import print_results
 from clipscale.rng import RandomState
-from clipscale.run_lock import RunLock
-from clipscale.stopping import AbandonedError, Stop
+from clipscale.state.train_state import TrainState
+from clipscale.state.within_step import WithinStep
 from clipscale.terminal import say
-from clipscale.train_state import TrainState
-from clipscale.within_step import WithinStep
 
 log = logging.getLogger(__name__)
 

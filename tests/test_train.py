@@ -230,7 +230,7 @@ def test_a_second_run_of_the_same_name_is_refused_and_changes_nothing(
 ) -> None:
     first = start(demo, tmp_path / "run")
     wait_for_lines(first, tmp_path / "run/metrics.jsonl", 1)
-    monkeypatch.setattr("clipscale.run_lock.SAME_HOST_S", 0.0)
+    monkeypatch.setattr("clipscale.launch.run_lock.SAME_HOST_S", 0.0)
     with pytest.raises(UserError, match=rf"run={tmp_path}/run is in use by process {first.pid} on "):
         train(settings(demo, tmp_path / "run"))
     first.join(180)

@@ -78,7 +78,7 @@ def make_ready(config: TrainConfig, *, named: bool) -> None:
 
 def claimed(name: str) -> str:
     """The default name of a run, whose folder is made here: of two runs that start in the same second, one gets another name."""
-    from clipscale import run_lock
+    from clipscale.launch import run_lock
 
     while True:
         folder = unused(Path(name))

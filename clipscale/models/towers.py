@@ -21,7 +21,8 @@ from open_clip.model import CustomTextCLIP
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from clipscale import checkpoint, saved_state
+from clipscale import checkpoint
+from clipscale.checkpoint import saved_state
 from clipscale.config.sections import ModelConfig
 from clipscale.data.eval_transform import EvalTransform
 from clipscale.errors import UserError

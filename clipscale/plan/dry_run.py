@@ -19,7 +19,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from clipscale.caption_rule import CaptionRule
 from clipscale.checkpoint import Saved
 from clipscale.config.train import TrainConfig
 from clipscale.data.features import StoredFeatures
@@ -28,7 +27,8 @@ from clipscale.distributed import World, sync_batch_norm
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.models.weights import without_weights
 from clipscale.plan.memory_tracker import DryMachine, MemoryTracker, cuda_autocast, without_memory
-from clipscale.train_state import TrainState
+from clipscale.state.caption_rule import CaptionRule
+from clipscale.state.train_state import TrainState
 
 CPU = torch.device("cpu")
 TOWERS = ("image", "text")

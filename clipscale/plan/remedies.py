@@ -6,7 +6,7 @@ from typing import Any
 
 from clipscale.config.sections import LossConfig
 from clipscale.config.tools import PlanConfig
-from clipscale.train_state import ELEMENTWISE
+from clipscale.state.train_state import ELEMENTWISE
 
 MOST_NODES = 8
 """Nodes that are tried at most, as a multiple of those asked for."""

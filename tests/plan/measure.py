@@ -17,7 +17,7 @@ from clipscale.config.train import TrainConfig
 from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.distributed import World
 from clipscale.plan.dry_run import CPU, PHASES, StepMemory
-from clipscale.train_state import TrainState
+from clipscale.state.train_state import TrainState
 
 ARCHITECTURE = {
     "embed_dim": 64,

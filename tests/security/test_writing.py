@@ -30,10 +30,10 @@ from clipscale.eval.examples import save_examples
 from clipscale.eval.run import save_results
 from clipscale.eval.sets.item import EvalSet, ImageRef
 from clipscale.export.verb import main as export
+from clipscale.launch.run_lock import RunLock
 from clipscale.models.towers import build_model
 from clipscale.report.metrics import MetricLog
 from clipscale.report.page import write_report
-from clipscale.run_lock import RunLock
 from tests.data.files import picture, write_shards
 from tests.data.shards.web import Web, serving
 from tests.export.test_open_clip import ARCHITECTURE

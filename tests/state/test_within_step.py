@@ -16,7 +16,7 @@ from clipscale.config.sections import (
     PrecisionConfig,
 )
 from clipscale.config.train import TrainConfig
-from clipscale.stopping import AbandonedError
+from clipscale.launch.stopping import AbandonedError
 from clipscale.train import Run, train
 from tests.ranks import run_ranks
 from tests.test_precision import BF16, small

@@ -10,12 +10,13 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from clipscale import checkpoint, stopping
+from clipscale import checkpoint
 from clipscale.config.sections import CacheConfig, CheckpointConfig, EvalConfig, LaunchConfig
 from clipscale.config.train import TrainConfig
 from clipscale.distributed import World
 from clipscale.errors import StoppedError
-from clipscale.stopping import AbandonedError, Stop
+from clipscale.launch import stopping
+from clipscale.launch.stopping import AbandonedError, Stop
 from clipscale.train import train
 from tests.ranks import run_ranks
 from tests.test_train import curve, demo, settings

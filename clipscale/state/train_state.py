@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map_only
 
-from clipscale import distributed, saved_state
+from clipscale import distributed
 from clipscale.autotune import (
     batch_norm_chunk,
     chunk_sizes,
@@ -27,13 +27,10 @@ from clipscale.autotune import (
     save_chunk_sizes,
     saved_chunk_sizes,
 )
-from clipscale.caption_rule import CaptionRule
-from clipscale.checkpoint import Saved
+from clipscale.checkpoint import Saved, saved_state
 from clipscale.config.train import TrainConfig
 from clipscale.data.features import StoredFeatures, stored_features
 from clipscale.distributed import World
-from clipscale.ema import WeightAverage
-from clipscale.empty_model import EmptyModel
 from clipscale.errors import UserError
 from clipscale.grad_cache import GradCache
 from clipscale.loss.api import configured_loss
@@ -43,6 +40,9 @@ from clipscale.noise_scale import NoiseScale
 from clipscale.optim import build_optimizer
 from clipscale.precision import MasterWeights, Precision
 from clipscale.rng import draws_random_numbers
+from clipscale.state.caption_rule import CaptionRule
+from clipscale.state.ema import WeightAverage
+from clipscale.state.empty_model import EmptyModel
 
 ELEMENTWISE = ("adamw", "lion", "adam", "nadamw", "sgd")
 """Optimizers whose update of a shard is the shard of their update."""

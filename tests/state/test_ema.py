@@ -11,10 +11,10 @@ from clipscale import checkpoint
 from clipscale.config.sections import CheckpointConfig, EvalConfig, LaunchConfig, PrecisionConfig
 from clipscale.config.tools import ExportSettings
 from clipscale.config.train import TrainConfig, check
-from clipscale.ema import WeightAverage
 from clipscale.errors import UserError
 from clipscale.export.verb import main as export
 from clipscale.models.towers import load_model
+from clipscale.state.ema import WeightAverage
 from clipscale.train import Run, train
 from tests.ranks import run_ranks
 from tests.test_precision import small

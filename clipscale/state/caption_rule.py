@@ -10,9 +10,9 @@ from clipscale.data.loader.captions import SortedCaptions
 from clipscale.data.loader.host_batch import HostBatch
 from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.distributed import World
-from clipscale.empty_model import EmptyModel
 from clipscale.models.captions import padding
 from clipscale.models.towers import ClipModel
+from clipscale.state.empty_model import EmptyModel
 
 
 class CaptionRule:

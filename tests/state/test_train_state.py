@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from clipscale import checkpoint, empty_model, train_state
+from clipscale import checkpoint
 from clipscale.config.sections import CheckpointConfig, LaunchConfig, LogConfig, OptimConfig, PrecisionConfig
 from clipscale.config.train import TrainConfig
 from clipscale.distributed import World
 from clipscale.models.towers import build_model
+from clipscale.state import empty_model, train_state
 from clipscale.train import train
 from tests.ranks import run_ranks
 from tests.test_precision import BF16, records, small

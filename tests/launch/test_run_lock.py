@@ -14,9 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from clipscale import run_lock
 from clipscale.errors import UserError
-from clipscale.run_lock import FILE, RunLock
+from clipscale.launch import run_lock
+from clipscale.launch.run_lock import FILE, RunLock
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_a_run_that_ends_is_waited_for(tmp_path: Path, caplog: pytest.LogCapture
 
 @pytest.mark.usefixtures("at_once")
 def test_a_killed_run_leaves_no_lock(tmp_path: Path) -> None:
-    code = f"from clipscale.run_lock import *; lock = RunLock(Path({str(tmp_path)!r})); lock.acquire(); time.sleep(60)"
+    code = f"from clipscale.launch.run_lock import *; lock = RunLock(Path({str(tmp_path)!r})); lock.acquire(); time.sleep(60)"
     process = subprocess.Popen([sys.executable, "-c", code])
     deadline = time.monotonic() + 60
     while not ((tmp_path / FILE).exists() and (tmp_path / FILE).read_text()):

@@ -23,7 +23,7 @@ from clipscale.config.train import TrainConfig
 from clipscale.distributed import Later, World
 from clipscale.errors import UserError
 from clipscale.files import inner_folder, replacing
-from clipscale.train_state import TrainState
+from clipscale.state.train_state import TrainState
 
 log = logging.getLogger(__name__)
 
