@@ -38,7 +38,7 @@ from clipscale.hardware import HARDWARE
         ("clipscale train precision.name=b", ["precision.name=bf16"]),
         ("clipscale eval prec", ["precision.", "precision="]),
         ("clipscale eval device=c", ["device=cpu", "device=cuda"]),
-        ("clipscale eval model=", []),
+        ("clipscale eval model=vit-l", ["model=vit-l14"]),
         ("clipscale completion ", ["bash", "fish", "zsh"]),
         ("clipscale data features model=vit-h", ["model=vit-h14"]),
         ("clipscale data check filter.k", ["filter.keep_missing="]),

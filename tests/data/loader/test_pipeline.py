@@ -23,7 +23,7 @@ HERE = __name__
 
 
 def tars(stream: int, streams: int, epoch: int) -> Iterable[dict[str, Any]]:
-    """webdataset's pipeline over the shards of $SHARDS; the workers see the environment, too."""
+    """webdataset's pipeline over the shards of $SHARDS, which only this process sees."""
     shards = sorted(map(str, Path(os.environ["SHARDS"]).glob("*.tar")))[stream::streams]
     return wds.DataPipeline(  # type: ignore[no-any-return]
         wds.SimpleShardList(shards, seed=epoch), wds.tarfile_to_samples(), wds.shuffle(4, seed=epoch)
@@ -89,14 +89,16 @@ def test_every_sample_of_a_webdataset_pipeline_comes_once_an_epoch(shards: Path)
 
 
 @pytest.mark.parametrize("backend", ["host", "encoded"])
-def test_a_resumed_run_goes_on_where_the_pipeline_was(shards: Path, backend: str) -> None:
-    with stream(tars, backend=backend) as whole:
+@pytest.mark.parametrize(("function", "workers", "stop"), [(tars, 0, 1), (decoded, 2, 6)], ids=["tars", "decoded"])
+def test_a_resumed_run_goes_on_where_the_pipeline_was(
+    shards: Path, backend: str, function: Callable[..., Any], workers: int, stop: int
+) -> None:
+    with stream(function, backend=backend) as whole:
         wanted = ids(whole, 9)
-    for workers, stop in ((0, 1), (2, 6)):
-        with stream(tars, backend=backend) as first:
+        with stream(function, backend=backend) as first:
             ids(first, stop)
             position = merge_positions([first.position()])
-        with stream(tars, position=position, workers=workers, backend=backend) as second:
+        with stream(function, position=position, workers=workers, backend=backend) as second:
             assert ids(second, 9 - stop) == wanted[stop:]
 
 
