@@ -84,6 +84,7 @@ def test_a_workers_mistake_is_shown_once_as_if_made_here(command: Command) -> No
     assert done.stderr.count("\n") == 1, done.stderr
 
 
+@pytest.mark.slow
 def test_a_killed_worker_ends_the_run_with_its_name_and_takes_the_others_along(
     start: Start, shards: str, tmp_path: Path
 ) -> None:
@@ -98,7 +99,10 @@ def test_a_killed_worker_ends_the_run_with_its_name_and_takes_the_others_along(
 
 @pytest.mark.parametrize(
     "number",
-    [pytest.param(signal.SIGINT, id="ctrl-c", marks=pytest.mark.slow), pytest.param(signal.SIGTERM, id="sigterm")],
+    [
+        pytest.param(signal.SIGINT, id="ctrl-c", marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, id="sigterm", marks=pytest.mark.slow),
+    ],
 )
 def test_a_signal_stops_the_workers_too(start: Start, shards: str, tmp_path: Path, number: signal.Signals) -> None:
     process, _, everyone = training(start, shards, tmp_path)

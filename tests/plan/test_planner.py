@@ -79,6 +79,7 @@ def test_a_large_batch_of_a_small_model_fits(capsys: pytest.CaptureFixture[str])
         assert word in out, word
 
 
+@pytest.mark.slow
 def test_a_run_that_does_not_fit_gets_a_remedy_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
     status = main(
         ["plan", "model=tiny", "batch=256k", "hardware=v100-16g", "cache.chunk=256k", "precision=fp32", "json=true"]
