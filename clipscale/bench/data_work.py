@@ -26,6 +26,7 @@ from clipscale.data.loader.gpu_decode import DecodePrefetcher, DeviceDecoder, jp
 from clipscale.data.loader.host_batch import Arena, Layout, Stopwatch
 from clipscale.data.loader.offload import open_backend
 from clipscale.data.loader.stream import BatchShare, open_stream
+from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.data.order import AUGMENT, CounterRNG
 
 Row = dict[str, Any]
@@ -198,15 +199,17 @@ def device_rates(files: list[bytes], settings: DataBenchSettings, device: torch.
 
 
 def step_rates(settings: DataBenchSettings, device: torch.device) -> list[float]:
-    """Samples a second that the gradient cache takes in bf16, pixels and tokens on the device; no update of weights."""
+    """Samples a second that the gradient cache takes in bf16, pixels on the device, captions sorted in that time; no update of weights."""
     from clipscale.bench.step_variants import StepVariants
 
     batch = settings.batch
     variants = StepVariants(settings.model, min(CHUNK, batch), "bf16", str(device))
-    inputs, cached, rates = variants.on_device(batch), variants.variant("cache"), []
+    pixels, (_, texts) = variants.on_device(batch)[0], variants.rows(batch)
+    images = ChunkLoader(lambda start, stop: pixels[start:stop], batch, device, resident=True)
+    cached, rates = variants.variant("cache"), []
     for _ in range(settings.repeats + 1):
         meter = Meter(device)
-        cached.step(inputs, meter)
+        cached.step((images, texts), meter)
         rates.append(batch / sum(meter.seconds.values()))
     return rates[1:]
 
