@@ -3,7 +3,7 @@
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from clipscale import files
 from clipscale.config.sections import CacheConfig
+from clipscale.distributed import World
 from clipscale.errors import UserError
 from clipscale.grad_cache import ActivationBudget
 from clipscale.phases import Phases
@@ -70,6 +71,44 @@ def batch_norm_chunk(tower: nn.Module, name: str, size: int | None, local_batch:
             f"model.batch_norm=frozen, or cache.{name}_chunk={local_batch}, all that one process holds"
         )
     return local_batch
+
+
+def agreed_chunk_sizes(
+    config: CacheConfig,
+    towers: Mapping[str, tuple[nn.Module, Callable[[int], Tensor]] | None],
+    local_batch: int,
+    world: World,
+    folder: Path,
+    earlier: dict[str, Any],
+) -> tuple[dict[str, Any], str]:
+    """Samples per chunk by tower, with the `device` that they hold for, the same on all ranks; and a line for the user, or "".
+
+    They come from the settings; else from an earlier start of this run on the same kind of device, by its folder or as `earlier`; else
+    from a measurement of the tower with inputs of its sampler. None in place of a tower: its input is not cut.
+    """
+    settings = chunk_sizes(config, local_batch)
+    earlier = world.broadcast(saved_chunk_sizes(folder) or earlier)
+    device = " and ".join(sorted(set(world.gather(device_name(world.device)))))
+    same = earlier.get("device", device) == device
+    sizes: dict[str, Any] = {"device": device}
+    for name, encoder in towers.items():
+        if encoder is None:
+            sizes[name] = local_batch
+            continue
+        tower, sample = encoder
+        size = batch_norm_chunk(tower, name, settings[name], local_batch) or settings[name]
+        if size is None and same:
+            size = earlier.get(name)
+        if size is None:
+            found = find_chunk(tower, sample, local_batch, world.device, keep=config.keep != "none")
+            size = min(world.gather(found))
+        sizes[name] = size
+    if world.main:
+        save_chunk_sizes(folder, sizes)
+    if same or None not in settings.values():
+        return sizes, ""
+    old, new = (f"{found.get('image')} and {found.get('text')}" for found in (earlier, sizes))
+    return sizes, f"cache.chunk=auto: {old} samples were found on {earlier['device']}; on {device} they are {new}"
 
 
 def find_chunk(

@@ -2,13 +2,18 @@
 
 import signal
 
+from clipscale.terminal import printable
+
 
 class UserError(Exception):
     """A mistake in the settings, the data or the machine that the user can fix.
 
     The message is one line: the setting, its value, and the remedy. The command line prints it as `error: ...` without a traceback and
-    exits with status 2.
+    exits with status 2. Control characters, such as newlines in the value, are escaped.
     """
+
+    def __init__(self, message: object) -> None:
+        super().__init__(printable(message))
 
 
 class StoppedError(UserError):

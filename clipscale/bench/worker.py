@@ -8,6 +8,7 @@ import math
 import os
 import time
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from statistics import median
@@ -64,7 +65,7 @@ class Variant(Protocol):
         """Compute; close every part on the meter."""
 
 
-class Worker:
+class Worker(ABC):
     """Measures the cases of a job. A case that fails is a record with the reason; the others go on."""
 
     def __init__(self, job: Job, rank: int = 0, leave: Callable[[Answer], object] = lambda _: None) -> None:
@@ -82,21 +83,22 @@ class Worker:
 
     # A benchmark declares:
 
-    def variant(self, case: str) -> Variant:
-        raise NotImplementedError
-
-    def ready(self, case: str) -> None:
-        """Warm up, and set the step's `expected` seconds."""
-        raise NotImplementedError
-
+    @abstractmethod
     def probe(self, name: str, size: int) -> None:
         """Measure once: the memory of a step, weights, gradients and inputs aside."""
-        raise NotImplementedError
 
-    def measured(self, case: str, meter: Meter) -> None:
+    def variant(self, case: str) -> Variant:
+        """One way to compute a timed case."""
+        raise KeyError(case)
+
+    def ready(self, case: str) -> None:
+        """Warm up a timed case, and set its step's `expected` seconds."""
+        raise KeyError(case)
+
+    def measured(self, case: str, meter: Meter) -> None:  # noqa: B027, optional
         """Called after every step that is kept."""
 
-    def finish(self) -> None:
+    def finish(self) -> None:  # noqa: B027, optional
         """Called after the last round."""
 
     def facts(self) -> dict[str, Any]:

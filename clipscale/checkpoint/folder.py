@@ -84,8 +84,8 @@ def newest_step(run: Path) -> int | None:
 
 def outdated(steps: Sequence[int], step: int, keep: int, keep_every: int) -> list[int]:
     """Of these steps, oldest first, those up to `step` that are neither among the newest `keep` (0: all) nor multiples of `keep_every`."""
-    passing = [one for one in steps if one <= step and not (keep_every and one % keep_every == 0)]
-    return passing[:-keep] if keep else []
+    temporary = [one for one in steps if one <= step and not (keep_every and one % keep_every == 0)]
+    return temporary[:-keep] if keep else []
 
 
 def remove(checkpoint: Path) -> None:

@@ -19,14 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map_only
 
 from clipscale import distributed
-from clipscale.autotune import (
-    batch_norm_chunk,
-    chunk_sizes,
-    device_name,
-    find_chunk,
-    save_chunk_sizes,
-    saved_chunk_sizes,
-)
+from clipscale.autotune import agreed_chunk_sizes
 from clipscale.checkpoint import Saved, saved_state
 from clipscale.config.train import TrainConfig
 from clipscale.data.features import StoredFeatures, stored_features
@@ -171,10 +164,7 @@ class TrainState:
         return build_optimizer(self.model, self.config.optim, masters)
 
     def chunks(self) -> list[int]:
-        """Samples per chunk of the image and the text tower: from the settings, an earlier start of this run, or a measurement.
-
-        On another kind of device than the earlier start's they are measured anew.
-        """
+        """Samples per chunk of the image and the text tower; `cut` names them, and the device that they were found for."""
         side, length, device = self.model.image_size, self.model.context_length, self.world.device
 
         def pixels(n: int) -> Tensor:
@@ -183,33 +173,13 @@ class TrainState:
         def tokens(n: int) -> Tensor:
             return torch.randint(1, 100, (n, length), device=device)
 
-        sizes = chunk_sizes(self.config.cache, self.local_batch)
-        earlier = self.world.broadcast(saved_chunk_sizes(self.folder) or self.earlier_chunks)
-        now = " and ".join(sorted(set(self.world.gather(device_name(device)))))
-        other = earlier.get("device", now) != now
-        found: dict[str, Any] = {"device": now}
-        for name, tower, sample in (("image", self.model.image, pixels), ("text", self.model.text, tokens)):
-            if self.stored and name == "image":
-                found[name] = self.local_batch
-                continue
-            size = batch_norm_chunk(tower, name, sizes[name], self.local_batch) or sizes[name]
-            if size is None and not other:
-                size = earlier.get(name)
-            if size is None:
-                with self.precision.autocast():
-                    keep = self.config.cache.keep != "none"
-                    found_here = find_chunk(tower, sample, self.local_batch, device, keep=keep)
-                    size = min(self.world.gather(found_here))
-            found[name] = size
-        if self.world.main:
-            save_chunk_sizes(self.folder, found)
-        if other and None in sizes.values():
-            old, new = (f"{c.get('image')} and {c.get('text')}" for c in (earlier, found))
-            self.notes.append(
-                f"cache.chunk=auto: {old} samples were found on {earlier['device']}; on {now} they are {new}"
+        towers = {"image": None if self.stored else (self.model.image, pixels), "text": (self.model.text, tokens)}
+        with self.precision.autocast():
+            self.cut, note = agreed_chunk_sizes(
+                self.config.cache, towers, self.local_batch, self.world, self.folder, self.earlier_chunks
             )
-        self.cut = found
-        return [found["image"], found["text"]]
+        self.notes += filter(None, [note])
+        return [self.cut["image"], self.cut["text"]]
 
     def image_size(self) -> int:
         """Side of the pictures that the data stream makes. Raises UserError for settings that this model cannot take."""

@@ -106,14 +106,14 @@ def test_a_job_told_to_stop_saves_goes_back_into_the_queue_and_ends_the_run(
 def high() -> str:
     """A partition whose jobs preempt those of the default one, which requeues them."""
     done = subprocess.run(["sinfo", "-h", "-o", "%R %p"], capture_output=True, text=True)
-    tiers = {name.split()[0]: int(name.split()[1]) for name in done.stdout.splitlines()}
+    priorities = {name.split()[0]: int(name.split()[1]) for name in done.stdout.splitlines()}
     preempts = (
         "PreemptMode             = REQUEUE"
         in subprocess.run(["scontrol", "show", "config"], capture_output=True, text=True).stdout
     )
-    if not preempts or len(tiers) < 2:
-        pytest.skip("needs PreemptMode=REQUEUE and a second partition of a higher tier")
-    return max(tiers, key=lambda name: tiers[name])
+    if not preempts or len(priorities) < 2:
+        pytest.skip("needs PreemptMode=REQUEUE and a second partition of a higher priority")
+    return max(priorities, key=lambda name: priorities[name])
 
 
 def test_launch_slurm_is_preempted_requeued_and_finished(

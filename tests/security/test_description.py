@@ -12,7 +12,7 @@ from typing import Any
 import open_clip
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from clipscale import checkpoint
@@ -83,6 +83,7 @@ sys.addaudithook(_note)
 
 
 @settings(max_examples=60, deadline=None)
+@example(part="", key="\n", value=[])
 @given(part=st.sampled_from(["", "vision_cfg", "text_cfg"]), key=KEYS | st.text(max_size=8), value=VALUES)
 def test_any_description_builds_a_model_or_is_one_clear_line(part: str, key: str, value: Any) -> None:
     """On the meta device: the memory of what builds is `check_filled`'s matter."""

@@ -8,6 +8,7 @@ Letters: n rows (images), m columns (texts), D feature width. x_ij = scale <u_i,
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -31,7 +32,7 @@ RARE_SIDE = 128  # of a tile in kernels that are seldom run and take more regist
 WARM: set[tuple[Hashable, ...]] = set()  # what has been warmed up in this process
 
 
-class TritonBackend:
+class TritonBackend(ABC):
     """A backend (see TorchBackend) on CUDA or in Triton's interpreter, for bfloat16, float16 and float32 features with any strides.
 
     Raises RuntimeError with the reason where a kernel cannot be compiled or launched.
@@ -44,14 +45,17 @@ class TritonBackend:
     def __init__(self, objective: Objective, fp32_precision: str, tuning: Tuning, machine: Machine) -> None:
         self.objective, self.precision, self.tuning, self.machine = objective, fp32_precision, tuning, machine
 
+    @abstractmethod
     def forward(self, block: Block) -> None:
-        raise NotImplementedError
+        """Add a block's sums."""
 
+    @abstractmethod
     def backward(self, block: Block) -> None:
-        raise NotImplementedError
+        """Add a block's gradients, given the sums of all blocks."""
 
     def forward_backward(self, block: Block) -> None:
-        raise NotImplementedError
+        """Both at once, where the objective is a sum over pairs. Raises TypeError where it is not."""
+        raise TypeError(f"{type(self).__name__}: the gradient needs the sums of all blocks")
 
     def padded_width(self, features: Tensor) -> int:
         """A whole number of steps of every pass's kernels."""

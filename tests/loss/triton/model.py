@@ -33,7 +33,7 @@ class Architecture:
     """What a multiprocessor does in a clock (CUDA C++ programming guide, arithmetic instructions; data sheets of A100, H200, B200)."""
 
     flop: int  # of bf16 on the tensor cores
-    float32: int  # lanes; half of what there is where a warp takes two clocks
+    float32: int  # operations; half of what there is where a warp takes two clocks
     exponentials: int = 16
     shuffles: int = 32
     shared_bytes: int = 128
@@ -94,8 +94,8 @@ def clocks(binary: Binary, capability: int, width: int, walks: bool, stores: boo
     a, t, code = ARCHITECTURES[capability], binary.tiles, code_of(binary.cubin, walks)
     steps, warps = width // t.depth, t.warps
 
-    def of(instructions: Counter[str], names: set[str] | None, lanes: float) -> float:
-        return sum(n for name, n in instructions.items() if names is None or name in names) * warps * 32 / lanes
+    def of(instructions: Counter[str], names: set[str] | None, a_clock: float) -> float:
+        return sum(n for name, n in instructions.items() if names is None or name in names) * warps * 32 / a_clock
 
     matmul = {
         "tensor cores": 2 * t.rows * t.cols * width / a.flop,
