@@ -154,26 +154,18 @@ def _our_block(tower: str, number: str, rest: str, kind: str) -> tuple[str, str]
 
 # -- configurations ----------------------------------------------------------------------------------------------------
 
-_CLIP_DEFAULTS = (
-    {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "image_size": 224, "patch_size": 32},
-    {
-        "hidden_size": 512,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 8,
-        "max_position_embeddings": 77,
-        "vocab_size": 49408,
-    },
-)
-_SIGLIP_DEFAULTS = (
-    {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "image_size": 224, "patch_size": 16},
-    {
-        "hidden_size": 768,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 12,
-        "max_position_embeddings": 64,
-        "vocab_size": 32000,
-    },
-)
+_TOWER = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12}
+_DEFAULTS = {
+    "clip": (
+        {**_TOWER, "image_size": 224, "patch_size": 32},
+        {**_TOWER, "hidden_size": 512, "num_attention_heads": 8, "max_position_embeddings": 77, "vocab_size": 49408},
+    ),
+    "siglip": (
+        {**_TOWER, "image_size": 224, "patch_size": 16},
+        {**_TOWER, "max_position_embeddings": 64, "vocab_size": 32000},
+    ),
+}
+"""Of the vision and the text tower, where config.json leaves them out."""
 _TIMM_SIGLIP = {(768, 12): "base", (1024, 24): "large", (1152, 27): "so400m", (1536, 40): "giantopt"}
 
 
@@ -186,7 +178,7 @@ def description(config: dict[str, Any], folder: str) -> dict[str, Any]:
         defaults
         | {"intermediate_size": 4 * (config.get(f"{part}_config") or {}).get("hidden_size", defaults["hidden_size"])}
         | (config.get(f"{part}_config") or {})
-        for part, defaults in zip(("vision", "text"), _CLIP_DEFAULTS if kind == "clip" else _SIGLIP_DEFAULTS)
+        for part, defaults in zip(("vision", "text"), _DEFAULTS[kind])
     )
     text_cfg: dict[str, Any] = {
         "context_length": text["max_position_embeddings"],
