@@ -46,7 +46,7 @@ def estimate(towers: list[nn.Module], inputs: list[Tensor], chunks: list[int], s
     return noise.estimate(ALONE, len(inputs[0]), scale, norms)
 
 
-@pytest.mark.parametrize("chunks", [[8, 8], [7, 24], [64, 4]])
+@pytest.mark.parametrize("chunks", [[7, 24], *(pytest.param(x, marks=pytest.mark.slow) for x in ([8, 8], [64, 4]))])
 def test_the_estimate_is_unbiased_for_any_chunks(chunks: list[int]) -> None:
     """Two towers whose parts add up; means over 300 batches of 128."""
     towers: list[nn.Module] = [Product(), Product()]

@@ -318,12 +318,13 @@ def test_a_signal_to_any_rank_stops_all_at_one_step_with_a_save(
     assert [path.name for path in checkpoint.found(tmp_path / "run")] == ["step_00000002"]
 
 
+@pytest.mark.parametrize("started", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["forked", "started"])
 @pytest.mark.parametrize("procs", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_number_of_processes_does_not_change_the_curve(
-    demo: Path, finished: Path, tmp_path: Path, procs: int
+    demo: Path, finished: Path, tmp_path: Path, procs: int, started: bool
 ) -> None:
     config = settings(demo, tmp_path / "run", cache=CacheConfig(chunk="12"))
-    if procs == 2:  # as users start them, each with loader processes
+    if started:  # as users start them, each with loader processes
         data = DataConfig(train=[paths(demo).train], workers=2)
         local.run(replace(config, data=data, launch=LaunchConfig(procs=procs, threads=1)))
     else:

@@ -28,6 +28,7 @@ from clipscale.errors import UserError
 from tests.conftest import TINY, Command
 
 
+@pytest.mark.slow  # three processes that import torch
 def test_each_job_has_a_folder_a_failed_one_ends_nothing_and_a_table_closes(
     command: Command, shards: str, tmp_path: Path
 ) -> None:

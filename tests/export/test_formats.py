@@ -78,6 +78,7 @@ def test_a_model_that_transformers_does_not_have_is_refused(tmp_path: Path, bias
         main(ExportSettings(run=str(tmp_path / "run"), to="hf"))
 
 
+@pytest.mark.slow  # torch.export traces both towers
 def test_torchs_programs_compute_the_same(tmp_path: Path) -> None:
     model = saved(tmp_path / "run", ModelConfig("own", ARCHITECTURE))
     out = main(ExportSettings(run=str(tmp_path / "run"), to="torch"))

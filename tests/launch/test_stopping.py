@@ -145,7 +145,8 @@ def on_rank_1(rank: int, world: int, config: TrainConfig, call: int) -> int:
     return with_signal_at(call if rank == 1 else -1, lambda: train(config))
 
 
-@pytest.mark.parametrize("parallel", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+@pytest.mark.slow  # three starts of two ranks
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_all_ranks_abandon_a_step_at_the_same_chunk(demo: Path, tmp_path: Path, parallel: str) -> None:
     launch = LaunchConfig(threads=1, grace_s=0, parallel=parallel)
     config = short(demo, tmp_path / "run", launch=launch)

@@ -30,12 +30,14 @@ def ranks() -> Iterator[Workers]:
 @pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_dot_product_is_exact_on_any_number_of_ranks(ranks: Workers, world: int, exchange: str, backend: str) -> None:
+    """Every size, scale and type on three ranks; elsewhere the largest."""
+    cases = [(1, 1, 1.0), (7, 9, 1.0), (1, 1, 100.0), (7, 9, 100.0)]
     for objective in OBJECTIVES:
-        for n, m in ((1, 1), (7, 9)):
-            for scale in (1.0, 100.0):
-                u, v = stacked(world, n, m, 12)
-                options = {"objective": objective, "exchange": exchange, "backend": backend, "tile": 4}
-                check(ranks, world, u, v, scale, options)
+        options = {"objective": objective, "exchange": exchange, "backend": backend, "tile": 4}
+        for n, m, scale in cases if world == 3 else cases[-1:]:
+            u, v = stacked(world, n, m, 12)
+            check(ranks, world, u, v, scale, options)
+            if world == 3:
                 check(ranks, world, u.float(), v.float(), scale, options, bar=1e-5)
 
 

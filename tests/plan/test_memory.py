@@ -49,11 +49,11 @@ QUICK: dict[str, dict[str, Any]] = {
     "bf16": {"precision__name": "bf16", "chunk": 32},
     "checkpointing": {"model__grad_checkpointing": True},
     "frozen": {"model__freeze_image": True, "optim__name": "lion"},
-    "resident": {"offload": "none", "model__patch_dropout": 0.5, "optim__name": "adafactorbv"},
     "sigmoid": {"loss__objective": "sigmoid", "model__init_bias": -10, "optim__name": "muon"},
-    "many chunks": {"batch": 320, "chunk": 32, "optim__name": "lamb", "optim__clip_norm": 1.0},
 }
 SLOW: dict[str, dict[str, Any]] = {
+    "resident": {"offload": "none", "model__patch_dropout": 0.5, "optim__name": "adafactorbv"},
+    "many chunks": {"batch": 320, "chunk": 32, "optim__name": "lamb", "optim__clip_norm": 1.0},
     "fp16": {"precision__name": "fp16"},
     "one chunk": {"chunk": 64},
     "ragged": {"batch": 72, "chunk": 32},
@@ -79,6 +79,7 @@ def test_rarer_settings_take_the_predicted_memory(changed: dict[str, Any]) -> No
     assert_agree(predicted(config), measured(config))
 
 
+@pytest.mark.slow
 def test_bf16_weights_with_masters() -> None:
     """The CPU's kernel makes a float32 copy of a bf16 gradient, a GPU's does not; these bytes are too few to matter here."""
     config = settings(precision__name="bf16", precision__weights="bf16")
@@ -87,7 +88,7 @@ def test_bf16_weights_with_masters() -> None:
     assert step.fixed["master weights"] > 0.9 * 2 * step.fixed["weights"] - 2**20
 
 
-@pytest.mark.parametrize("share", [0.4, 1.5])
+@pytest.mark.parametrize("share", [pytest.param(0.4, marks=pytest.mark.slow), 1.5])
 def test_kept_graphs(share: float) -> None:
     """Some chunks' graphs, and all of them. Growth is predicted too large where a kept chunk's backward pass finds no gradients yet."""
     config = settings(batch=96)
@@ -114,6 +115,7 @@ def test_two_ranks(parallel: str) -> None:
     assert ("DDP buckets" in step.fixed) == (parallel == "ddp")
 
 
+@pytest.mark.slow
 def test_more_chunks_and_larger_ones_follow_a_straight_line() -> None:
     """The extrapolation from two chunks equals a dry run of twelve."""
     config = settings(offload="none", precision__name="bf16")

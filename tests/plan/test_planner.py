@@ -117,6 +117,7 @@ def test_the_main_figures_are_at_the_top_level_and_an_automatic_chunk_is_assumed
     assert result["fits"] and "remedies" not in result
 
 
+@pytest.mark.slow
 def test_host_memory_bounds_the_batch() -> None:
     words = ("model=tiny", "batch=1M", "hardware=h100-80g", "cache.chunk=1k")
     result = planned(*words, "host_memory=5G")
@@ -132,6 +133,7 @@ def test_host_memory_bounds_the_batch() -> None:
     assert disk.disk == 2 * 2**20 * 3 * 30 * 30
 
 
+@pytest.mark.slow
 def test_memory_grows_with_the_batch_by_its_features_alone() -> None:
     small, large = (
         planned("model=tiny", f"batch={batch}", "hardware=h100-80g", "cache.chunk=4k") for batch in ("32k", "1M")

@@ -181,7 +181,10 @@ def taken(stream: Any) -> int:
     return int(os.fstat(stream._arena._fd).st_blocks * 512)
 
 
-@pytest.mark.parametrize(("side", "quality", "most"), [(256, 90, 0.25), (512, 75, 0.45), (512, 95, 0.80)])
+@pytest.mark.parametrize(
+    ("side", "quality", "most"),
+    [(256, 90, 0.25), *(pytest.param(512, *rest, marks=pytest.mark.slow) for rest in ((75, 0.45), (95, 0.80)))],
+)
 def test_encoded_pictures_take_their_bytes_and_no_more(tmp_path: Path, side: int, quality: int, most: float) -> None:
     path = photographs(tmp_path, side, quality, 64)
     size: dict[str, list[int]] = {}
@@ -203,7 +206,13 @@ def test_encoded_pictures_take_their_bytes_and_no_more(tmp_path: Path, side: int
     assert size["encoded"][0] == pytest.approx(need, rel=0.1), "as stated beforehand"
 
 
-@pytest.mark.parametrize(("backend", "workers"), [("host", 0), *((backend, 2) for backend in ("host", *BACKENDS))])
+@pytest.mark.parametrize(
+    ("backend", "workers"),
+    [
+        ("encoded", 2),
+        *(pytest.param(name, n, marks=pytest.mark.slow) for name, n in (("host", 0), ("host", 2), ("disk", 2))),
+    ],
+)
 def test_memory_does_not_grow_over_steps(mixed: Path, tmp_path: Path, backend: str, workers: int) -> None:
     options = {"backend": backend, "chunk": CHUNK, "folder": str(tmp_path), "workers": workers}
     with open_stream(mixed, batch=BATCH, side=64, **options) as stream:

@@ -38,7 +38,12 @@ def host(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 
 @pytest.mark.parametrize(
     ("offload", "workers", "keep"),
-    [("disk", 0, "none"), ("encoded", 2, "none"), ("encoded", 0, "2M"), ("none", 0, "none")],
+    [
+        ("disk", 0, "none"),
+        pytest.param("encoded", 2, "none", marks=pytest.mark.slow),
+        ("encoded", 0, "2M"),
+        ("none", 0, "none"),
+    ],
 )
 def test_where_pixels_wait_does_not_change_a_bit_of_the_curve(
     demo: Path, host: list[float], tmp_path: Path, offload: str, workers: int, keep: str
@@ -82,6 +87,7 @@ def test_a_growing_batch_is_counted_and_scheduled_by_samples(demo: Path, tmp_pat
             assert record["lr"] == pytest.approx(plain.schedule.lr(record["samples"] // 64 - 1)), record["samples"]
 
 
+@pytest.mark.slow  # five runs; tests/data/loader/test_ramp.py has the stream alone
 def test_a_ramp_goes_on_exactly_after_a_stop_at_any_step(demo: Path, tmp_path: Path) -> None:
     train(growing(demo, tmp_path / "whole"))
     stop = random.Random(0).randrange(17, 250)

@@ -141,6 +141,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_a_program_ends_that_has_not_closed_its_stream(tmp_path: Path) -> None:
     write_shards(tmp_path, [50])
     script = tmp_path / "script.py"

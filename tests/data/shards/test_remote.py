@@ -153,14 +153,15 @@ def test_a_shard_that_stays_away_is_given_up(tmp_path: Path, web: Web) -> None:
     assert counts == {EVENT + "http_503": 4}
 
 
+@pytest.mark.parametrize("refusals", [60, pytest.param(1100, marks=pytest.mark.slow)])
 def test_a_server_may_stay_away_for_as_long_as_data_retries_says(
-    tmp_path: Path, web: Web, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, web: Web, monkeypatch: pytest.MonkeyPatch, refusals: int
 ) -> None:
     monkeypatch.setattr(remote_object, "LONGEST_WAIT_S", 0.0)
     write_shards(tmp_path, [3])
-    web.faults = lambda number, _: "503" if number < 1100 else None
+    web.faults = lambda number, _: "503" if number < refusals else None
     samples, problem, counts = read(f"{web.url}/00000.tar", retries=2000)
-    assert len(samples) == 3 and problem.reason is None and counts == {EVENT + "http_503": 1100}
+    assert len(samples) == 3 and problem.reason is None and counts == {EVENT + "http_503": refusals}
 
 
 def test_a_missing_shard_is_not_retried(tmp_path: Path, web: Web) -> None:
@@ -325,7 +326,7 @@ def indexed(urls: list[str]) -> None:
     assert scan.update_indexes(urls).failed == {}
 
 
-@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("cached", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_an_epoch_over_a_bad_network_loses_nothing(
     tmp_path: Path, web: Web, cached: bool, called_off: list[int]
 ) -> None:
