@@ -63,6 +63,12 @@ def make_ready(config: TrainConfig, *, named: bool) -> None:
 
     `named`: whether the user has named the run. Raises UserError.
     """
+    if not under_torchrun():  # there all ranks find it out together
+        from clipscale.data.shards import listing
+
+        listing.check_local(config.data)
+        if config.resume not in ("auto", "none") and not Path(config.resume).expanduser().exists():
+            raise UserError(f"resume={config.resume}: there is no such file or run folder")
     if not named:
         again = requeued_run()
         if under_torchrun():

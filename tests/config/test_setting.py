@@ -98,7 +98,15 @@ LIGHT = [
     "export run=nope",
     "data check a.tar near_duplicates=perhaps",
 ]
-COMPOSED = ["eval", "plan hardware=h101-80g", "train data=demo epochs=1 samples=2", "train"]
+COMPOSED = [
+    "eval",
+    "plan hardware=h101-80g",
+    "train data=demo epochs=1 samples=2",
+    "train",
+    "train data.train=/nowhere/{0..3}.tar",
+    "train data.train=@nowhere.txt",
+    "train data.train=/dev/null run=x resume=nowhere",
+]
 """Mistakes that only the whole composition shows."""
 
 

@@ -73,6 +73,20 @@ def list_shards(config: DataConfig) -> tuple[list[str], list[int] | None]:
     return urls, [number for number, source in enumerate(listed) for _ in source]
 
 
+def check_local(config: DataConfig) -> None:
+    """Raise UserError for a source on this machine that names no shard. Asks no server, loads no torch, and warns of nothing."""
+    for source in config.train or []:
+        path = Path(os.path.expanduser(source.removeprefix("@")))  # noqa: PTH111 (a pattern)
+        if len(source) > LONGEST_SOURCE or not is_local(source):
+            continue
+        if source.startswith("@") or path.is_dir():
+            empty = not path.exists() or not (path.stat().st_size if path.is_file() else any(path.iterdir()))
+        else:
+            empty = not any(os.path.lexists(name) or glob.glob(name) for name in _braces(str(path), "data.train"))  # noqa: PTH207
+        if empty:
+            expand(source, table=config.table)
+
+
 def expand(
     source: str, allow_pipe: bool = False, *, setting: str = "data.train", table: TableConfig | None = None
 ) -> list[str]:
