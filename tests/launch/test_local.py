@@ -16,8 +16,9 @@ import pytest
 from clipscale.config.presets import PACKAGE
 from clipscale.config.sections import LaunchConfig
 from clipscale.config.train import TrainConfig
+from clipscale.errors import UserError
 from clipscale.launch import local
-from tests.conftest import TINY, Command
+from tests.conftest import TINY
 
 LONG = (
     *(word for word in TINY if not word.startswith(("samples", "data"))),
@@ -77,11 +78,14 @@ def gone(processes: list[psutil.Process], seconds: float) -> bool:
     return not psutil.wait_procs(processes, timeout=seconds)[1]
 
 
-def test_a_workers_mistake_is_shown_once_as_if_made_here(command: Command) -> None:
-    done = command("train", *TINY, "data.train=/nowhere/{0..3}.tar", "launch.procs=2")
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: data.train"), done.stderr
-    assert done.stderr.count("\n") == 1, done.stderr
+def mistaken(config: TrainConfig) -> dict[str, Any]:
+    raise UserError(f"run={config.run}: found by a worker")
+
+
+def test_a_workers_mistake_comes_back_as_if_made_here(tmp_path: Path) -> None:
+    config = TrainConfig(run=str(tmp_path / "run"), batch=16, device="cpu", launch=LaunchConfig(procs=2, threads=1))
+    with pytest.raises(UserError, match=rf"^run={tmp_path}/run: found by a worker$"):
+        local.run(config, f"{__name__}:mistaken")
 
 
 @pytest.mark.slow
