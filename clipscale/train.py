@@ -34,6 +34,7 @@ from clipscale.optim import Schedule
 from clipscale.phases import Phases
 from clipscale.report.metrics import MetricLog
 from clipscale.report.page import write_report
+from clipscale.report.profile import Profiler
 from clipscale.report.table import print_results
 from clipscale.rng import RandomState
 from clipscale.state.train_state import TrainState
@@ -102,6 +103,7 @@ class Run:
         self.stop = Stop(world, config.launch.grace_s)  # signals that this rank has received
         self.saver = checkpoint.Saver(self.folder, world, config.checkpoint, self.store)
         self.saver.last_step, self.saved_step = (self.step, self.step) if resumed else (None, 0)
+        self.profiler = Profiler(self.folder, config.log.profile, world.rank, world.device)
         self.step_s = self.eval_s = 0.0  # what the last of each took
         self.stopping = 0  # the signal at which all ranks have agreed to stop; 0: none
 
@@ -245,7 +247,8 @@ class Run:
         self.stop.begin(self.step_s)
         self.stop.save_s = self.saver.save_s
         try:
-            record = self.whole_step()
+            with self.profiler(self.step + 1):
+                record = self.whole_step()
         except AbandonedError:
             self.within.save()
             before.restore()

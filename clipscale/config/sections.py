@@ -206,6 +206,12 @@ class LogConfig:
     )
     tensorboard: bool = setting(False, "Write event files to RUN/tensorboard.")
     report: bool = setting(True, "Write RUN/report.html and report.png at the end.")
+    profile: int = setting(
+        0,
+        "Steps to record with torch's profiler, from the third of this start on, into RUN/profile: a timeline for "
+        "chrome://tracing or ui.perfetto.dev; 0: none.",
+        least=0,
+    )
 
 
 @dataclass
