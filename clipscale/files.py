@@ -21,6 +21,8 @@ from clipscale.errors import UserError
 
 SMALL = 1 << 24
 """Bytes of the largest description or record that is read as a whole. Ours take kilobytes. JSON takes ten times as much as objects."""
+MOST_YAML = 1 << 18
+"""Bytes of a run's settings, which take about ten kilobytes. PyYAML takes up to 8 s for them."""
 MOST_PARTS = 1 << 22
 """Lists and objects of JSON text, brackets in its texts included: 64 bytes for two characters. Karpathy's COCO captions have 2 million."""
 _TEMPORARY = re.compile(r"^\..*-[0-9a-f]{16}\.tmp$", re.DOTALL)
@@ -198,13 +200,17 @@ class _Plain(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
 
-def read_tree(path: str | Path) -> dict[str, Any]:
-    """The settings in a YAML file, or the object in a JSON file, with texts for keys. Raises OSError and ValueError."""
-    text = read_text(path)
+def parse_yaml(text: str) -> Any:
+    """The value of YAML text without aliases. Raises ValueError."""
     try:
-        tree = parse_json(text) if str(path).endswith(".json") else yaml.load(text, Loader=_Plain)
+        return yaml.load(text, Loader=_Plain)
     except (yaml.YAMLError, RecursionError) as error:
         raise ValueError(" ".join(str(error).split())) from error
+
+
+def read_tree(path: str | Path) -> dict[str, Any]:
+    """The settings in a YAML file, or the object in a JSON file, with texts for keys. Raises OSError and ValueError."""
+    tree = read_json(path) if str(path).endswith(".json") else parse_yaml(read_text(path, MOST_YAML))
     if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
         raise ValueError("it holds no names and values")
     return tree

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves, tree_map
 
+from clipscale.errors import UserError
 from clipscale.pass_contexts import gradient_sync, graph_bytes, unchanged_buffers
 from clipscale.rng import RandomState
 
@@ -264,6 +265,11 @@ class _Tower:
         assert self.restored
         self.random_states = [RandomState(*one) for one in self.restored["random"]]
         self.replayed = self.restored["replayed"]
+        chunks = len(self.random_states)
+        if chunks > len(self.spans) or (chunks and len(self.restored["features"]) != self.spans[chunks - 1][1]):
+            raise UserError(
+                "the progress within the step is of another batch; delete its folder, checkpoints/step_*.within"
+            )
         if self.random_states:
             done = self.restored["features"]
             device = next((p.device for p in getattr(self.encoder, "parameters", lambda: iter(()))()), done.device)

@@ -17,7 +17,7 @@ from clipscale.autotune import CHUNKS, BudgetTuner
 from clipscale.checkpoint import saved_state
 from clipscale.config.checks import shared
 from clipscale.config.sections import LR_SCALING
-from clipscale.config.train import TrainConfig, changes, to_yaml
+from clipscale.config.train import TrainConfig, changes_since, to_yaml
 from clipscale.data.loader.memory import free_memory
 from clipscale.data.loader.ramp import BatchSizes
 from clipscale.data.loader.stream import BatchShare, OffloadSpec, TrainStream, merge_positions, open_stream
@@ -181,8 +181,7 @@ class Run:
 
     def print_resumed(self) -> None:
         """Print the step that the run goes on from, and the settings that have changed."""
-        file = self.folder / "config.yaml"
-        found = changes(file.read_text(encoding="utf-8", errors="replace"), self.config) if file.exists() else []
+        found = changes_since(self.folder / "config.yaml", self.config)
         changed = "; changed: " + ", ".join(found) if found else ""
         say(f"run={self.config.run}: going on after step {self.step} of {self.total}{changed}")
 

@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from clipscale.checkpoint import single
+from clipscale.checkpoint import archive, single
 from clipscale.checkpoint.manifest import DTYPES, PLAIN, Manifest, Stored
 from clipscale.checkpoint.shards import ShardReader
 from clipscale.checkpoint.verification import damaged, verify
@@ -78,7 +78,7 @@ def load(path: Path, *, verified: bool = False, parts: Collection[str] | None = 
 
 def read_plain(path: Path) -> dict[str, Any]:
     """Everything in a checkpoint's folder that is no tensor of the model. Executes no pickled code."""
-    state = torch.load(path / PLAIN, map_location="cpu", weights_only=True)
+    state = archive.load(path / PLAIN)
     if not isinstance(state, dict):
         raise ValueError(f"{PLAIN} holds no state")
     return state

@@ -115,12 +115,16 @@ class Manifest:
         for name in self.files:
             if not FILES.fullmatch(name):
                 raise ValueError(f"{NAME} names the file {name!r}")
+        left = sum(file.bytes for file in self.files.values())
         for name, one in self.tensors.items():
             if one.dtype not in DTYPES:
                 raise ValueError(f"{name} has the unknown type {one.dtype}")
             width = DTYPES[one.dtype].itemsize
             if sum(torch.Size(piece.sizes).numel() for piece in one.pieces) < torch.Size(one.shape).numel():
                 raise ValueError(f"the pieces of {name} do not fill it")  # its memory is taken before they are read
+            left -= width * torch.Size(one.shape).numel()
+            if left < 0:
+                raise ValueError("the tensors have more bytes than the files")
             for piece in one.pieces:
                 held = self.files.get(piece.file)
                 end = piece.at + width * torch.Size(piece.sizes).numel()

@@ -1,7 +1,7 @@
 """What a checkpoint must hold. It is checked once, when it is read, so that no later line meets a missing key or another type."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import Annotated, Any, NotRequired
@@ -60,6 +60,30 @@ class Average(TypedDict):
 
 
 @with_config(CHECKED)
+class Tower(TypedDict):
+    """How far a tower has come within a step."""
+
+    features: Tensor
+    random: list[tuple[Tensor, Tensor | None]]
+    replayed: Count
+
+
+@with_config(CHECKED)
+class Cache(TypedDict):
+    random: tuple[Tensor, Tensor | None]
+    towers: list[Tower]
+
+
+@with_config(CHECKED)
+class Progress(TypedDict):
+    """The progress within a step, of one rank. `gradients` has tensors, and under `complete` names of towers."""
+
+    about: dict[Text, Any]
+    cache: Cache
+    gradients: dict[Text, Tensor | list[Text]]
+
+
+@with_config(CHECKED)
 class Model(TypedDict):
     """What evaluation takes of a checkpoint. The tensors may be stored apart."""
 
@@ -84,27 +108,69 @@ class State(Model):
     chunks: NotRequired[dict[Text, int | str | None]]
 
 
-_MODEL, _STATE = TypeAdapter(Model), TypeAdapter(State)
+_MODEL, _STATE, _PROGRESS = TypeAdapter(Model), TypeAdapter(State), TypeAdapter(Progress)
 
 
-def check_model(state: Mapping[str, Any], entries: TypeAdapter[Any] = _MODEL) -> None:
-    """Raise ValueError, with the first wrong entry, for a state that evaluation could not use."""
+def check_entries(state: Any, entries: TypeAdapter[Any]) -> None:
+    """Raise ValueError, with the first wrong entry, for what has not these entries."""
     try:
-        entries.validate_python(dict(state))
+        entries.validate_python(state)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         raise ValueError(f"{printable('.'.join(map(str, first['loc'])))}: {printable(first['msg'])}") from error
+
+
+def check_model(state: Mapping[str, Any], entries: TypeAdapter[Any] = _MODEL) -> None:
+    """Raise ValueError for a state that evaluation could not use."""
+    check_entries(dict(state), entries)
     model_config(state)
 
 
 def check(state: Mapping[str, Any]) -> None:
     """The same for a state that training could not go on from."""
     check_model(state, _STATE)
-    size = torch.get_rng_state().shape
-    if any(one["cpu"].dtype != torch.uint8 or one["cpu"].shape != size for one in state["random"]):
-        raise ValueError("random: no state of torch's generator")
+    for one in state["random"]:
+        check_generators(one["cpu"], one["cuda"])
     if set(state["position"]["at"]) != {str(stream) for stream in range(state["position"]["lanes"])}:
         raise ValueError("position: not one place for each shard stream")
+
+
+def check_progress(
+    progress: Any, towers: Sequence[Sequence[Tensor]], names: Sequence[str], shape: tuple[int, int]
+) -> None:
+    """Raise ValueError for progress within a step that these `towers`, by their parameters and `names`, cannot go on from.
+
+    `shape`: rows and width of the features of a whole batch. Rows of chunks are checked when the batch is there.
+    """
+    check_entries(progress, _PROGRESS)
+    check_generators(*progress["cache"]["random"])
+    gradients, found = progress["gradients"], progress["cache"]["towers"]
+    if len(found) != len(towers) or not set(gradients.get("complete", [""])) <= set(names):
+        raise ValueError("cache: other towers")
+    for tower in found:
+        features, random = tower["features"], tower["random"]
+        fits = features.dim() == 2 and len(features) <= shape[0] and features.shape[1] == shape[1]
+        if (random and not (fits and features.is_floating_point())) or not tower["replayed"] <= len(random) <= shape[0]:
+            raise ValueError("cache: features or chunks of another batch")
+        for pair in random:
+            check_generators(*pair)
+    own = {f"{name}.{i}": p for name, tower in zip(names, towers) for i, p in enumerate(tower)}
+    for key, value in gradients.items():
+        p = own.get(key)
+        if key != "complete" and not (
+            isinstance(value, Tensor) and p is not None and value.shape == p.shape and value.dtype == p.dtype
+        ):
+            raise ValueError(f"gradients: {printable(key)[:80]} is no gradient of the model")
+
+
+def check_generators(cpu: Tensor, cuda: Tensor | None) -> None:
+    """Raise ValueError for what is no state of torch's random number generators. That of a GPU is checked where there is one."""
+    try:
+        torch.Generator().set_state(cpu)
+        if cuda is not None and torch.cuda.is_available():
+            torch.Generator("cuda").set_state(cuda)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"random: no state of torch's generators ({str(error).splitlines()[0][:200]})") from error
 
 
 def model_config(state: Mapping[str, Any]) -> ModelConfig:

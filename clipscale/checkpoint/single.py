@@ -11,8 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from clipscale.checkpoint import archive
 from clipscale.checkpoint.manifest import BLOCK
 from clipscale.files import opened
 from clipscale.hardware import cores
@@ -24,28 +23,24 @@ def verify(path: Path) -> int:
     The archive is a zip file, for which `torch.save` computes a CRC-32 of every tensor. `torch.load` ignores them. Reads in one thread per
     core: a checksum takes longer than a read from the page cache. Raises OSError, ValueError and zipfile's errors.
     """
-    if not _is_archive(path):
-        return 0  # loading it fails, unless it is older than torch's archives
-    with opened(path) as file, zipfile.ZipFile(file) as archive:
-        records = archive.infolist()
+    with opened(path) as file:
+        if not archive.is_archive(file):
+            return 0  # loading it fails, unless it is older than torch's archives
+        size = path.stat().st_size
+        archive.check_records(file, size)
+        packed = zipfile.ZipFile(file)
+        records = packed.infolist()
         for record in records:
-            archive.open(record).close()  # compares the record's header with the directory
+            packed.open(record).close()  # compares the record's header with the directory
         with ThreadPoolExecutor(cores()) as threads:
             for record, found in zip(records, threads.map(lambda one: checksum(file.fileno(), one), records)):
                 if found != record.CRC:
                     raise ValueError(f"checksum of {record.filename} differs")
-    return path.stat().st_size
-
-
-def _is_archive(path: Path) -> bool:
-    with opened(path) as file:
-        return file.read(4) == b"PK\x03\x04"
+    return size
 
 
 def checksum(file: int, record: zipfile.ZipInfo) -> int:
-    """CRC-32 of a record's bytes in the open file of the archive."""
-    if record.compress_type != zipfile.ZIP_STORED or record.file_size != record.compress_size:
-        raise ValueError(f"{record.filename} is compressed")
+    """CRC-32 of a record's bytes in the open file of the archive; see `archive.check_records`."""
     header = os.pread(file, 30, record.header_offset)
     name, extra = struct.unpack_from("<HH", header, 26)
     position = record.header_offset + 30 + name + extra
@@ -64,7 +59,7 @@ def load(path: Path, *, mmap: bool = False) -> dict[str, Any]:
 
     Raises ValueError for an unknown format, and torch's errors.
     """
-    state = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap and _is_archive(path))
+    state = archive.load(path, mmap=mmap)
     if not isinstance(state, dict) or state.get("format") not in (1, 2):
         raise ValueError("it is not in this version's format")
     return state

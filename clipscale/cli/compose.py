@@ -129,6 +129,7 @@ OmegaConf.register_new_resolver("oc.env", variable, replace=True)
 
 def plain(config: DictConfig) -> dict[str, Any]:
     """A composed configuration with its interpolations resolved."""
+    received.BUDGET.begin()  # also in the process of a launcher plugin
     values = OmegaConf.to_container(config, resolve=True)
     assert isinstance(values, dict)
     return {str(key): value for key, value in values.items()}

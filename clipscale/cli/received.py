@@ -5,7 +5,7 @@ Hydra can start code from many of its own settings. Here its loader refuses thes
 
 import io
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import IO, Any
 
@@ -17,6 +17,7 @@ from hydra._internal.core_plugins import file_config_source
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf._utils import get_yaml_loader
+from omegaconf.base import Container, Node
 
 from clipscale import files
 from clipscale.errors import UserError
@@ -39,8 +40,63 @@ TYPED = (
 """Settings that run commands, load what a description names, or change the workers' environment: only the command line may give them."""
 MOST_BYTES, MOST_NODES, MOST_DEPTH = 1 << 20, 1 << 17, 100
 """Size of a configuration file, values in it, and nested brackets. Ours have 50; a list of ten thousand shards fits."""
+SEPARATORS = (",", ":", "\n", "[", "{", "- ")
+"""Characters of which YAML has one for each value, at least."""
+MOST_REFERENCES = 1 << 12
+"""`${...}` in a file. OmegaConf takes up to a millisecond for each."""
+MOST_WORK = 1 << 21
+"""What all `${...}` of a composition may come to: LOOKUP for each time that one is resolved, 64 for each value, one for a character."""
+LOOKUP = 1 << 12
+"""OmegaConf takes up to ten milliseconds to resolve one. Ours are resolved five times."""
 PRE_DISPATCH = re.compile(r"(\d+ ?\* ?)?n_jobs|\d+|all")
 """joblib evaluates other texts."""
+
+
+class Budget:
+    """Bounds what interpolations stand for: a setting may name another several times, and that one others."""
+
+    def __init__(self) -> None:
+        self.left, self.watches = MOST_WORK, False
+
+    def begin(self) -> None:
+        """A composition begins."""
+        self.left = MOST_WORK
+        for name in ("resolve_parse_tree", "_resolve_node_interpolation", "_evaluate_custom_resolver"):
+            if not self.watches:
+                setattr(Container, name, self.watched(getattr(Container, name)))
+        self.watches = True
+
+    def watched(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+        """One of OmegaConf's methods that look something up, with its result counted."""
+
+        def resolve(*given: Any, **named: Any) -> Any:
+            found = inner(*given, **named)
+            self.take(found)
+            return found
+
+        return resolve
+
+    def take(self, found: Any) -> None:
+        """Raise UserError if the values of this interpolation and of all before are too many."""
+        nodes = [found]
+        self.left -= LOOKUP
+        while nodes and self.left >= 0:
+            node = nodes.pop()
+            value = node._value() if isinstance(node, Node) else node
+            self.left -= 64
+            if isinstance(value, str | bytes):
+                self.left -= len(value)
+            elif isinstance(value, dict | list) and len(value) <= self.left:
+                nodes += value.values() if isinstance(value, dict) else value
+            elif isinstance(value, dict | list):
+                self.left = -1
+        if self.left < 0:
+            raise UserError(
+                "the configuration's interpolations, ${...}, stand for too many values; write fewer of them"
+            )
+
+
+BUDGET = Budget()
 
 
 class Loader(ConfigLoaderImpl):
@@ -54,6 +110,7 @@ class Loader(ConfigLoaderImpl):
         from_shell: bool = True,
         validate_sweep_overrides: bool = True,
     ) -> DictConfig:
+        BUDGET.begin()
         found = super().load_configuration(config_name, overrides, run_mode, from_shell, validate_sweep_overrides)
         refuse(found, overrides)
         return found
@@ -70,6 +127,10 @@ def _regular(path: str, encoding: str) -> IO[str]:
     """A configuration file, which is UTF-8. Raises UserError for one that is no regular file, too large or too deep."""
     with files.reported("configuration", path, "take it away"):
         text, depth = files.read_text(path, MOST_BYTES), 0
+        if text.count("${") > MOST_REFERENCES:
+            raise ValueError(f"it has more than {MOST_REFERENCES} interpolations")
+        if sum(map(text.count, SEPARATORS)) > MOST_NODES:  # PyYAML takes 60 us for each
+            raise ValueError(f"it has more than {MOST_NODES} values")
         for bracket in re.findall(r"[\[\]{}]", text):  # PyYAML takes the square of the depth
             depth += 1 if bracket in "[{" else -1
             if depth > MOST_DEPTH:

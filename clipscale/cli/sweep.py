@@ -14,14 +14,17 @@ import subprocess
 import time
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
+from pydantic import TypeAdapter
+from typing_extensions import TypedDict
 
 from clipscale import files
 from clipscale.cli import compose
@@ -40,6 +43,21 @@ from clipscale.terminal import message, say, say_all
 from clipscale.units import run_folder, split, unused
 
 RESULT = "result.json"
+
+
+class _Result(TypedDict):
+    """What a job leaves."""
+
+    job: int
+    name: str
+    settings: NotRequired[str]
+    error: NotRequired[str]
+    step: NotRequired[int]
+    loss: NotRequired[float]
+    eval: NotRequired[dict[str, dict[str, float | int]]]
+
+
+_RESULT = TypeAdapter(_Result)
 """File in a job's folder with its outcome."""
 PAGE = "sweep.html"
 """File in the sweep's folder with the table."""
@@ -164,7 +182,10 @@ def train(config: TrainConfig) -> dict[str, Any]:
 def hide_secrets(folder: Path) -> None:
     """Take the secrets out of the arguments that Hydra has written to the sweep's folder."""
     for file in folder.glob("*.yaml"):
-        text = file.read_text(encoding="utf-8")
+        try:
+            text = files.read_text(file)
+        except (OSError, ValueError):  # none of Hydra's
+            continue
         if (clean := redact(text)) != text:
             write_text(file, clean)
 
@@ -179,11 +200,10 @@ def settings_digest(config: TrainConfig) -> str:
 def already_done(folder: Path, settings: str) -> dict[str, Any] | None:
     """The result of a job that ended without an error and had these settings."""
     try:
-        record = json.loads((folder / RESULT).read_text())
+        record = _RESULT.validate_python(files.read_json(folder / RESULT), strict=True)
     except (OSError, ValueError):
         return None
-    same = isinstance(record, dict) and "error" not in record and record.get("settings") == settings
-    return record if same else None
+    return record if "error" not in record and record.get("settings") == settings else None
 
 
 def page(folder: Path, made: TextTable) -> None:
@@ -194,8 +214,12 @@ def page(folder: Path, made: TextTable) -> None:
 
 def finished(folder: Path, since: float) -> list[dict[str, Any]]:
     """The results of the jobs that ended after `since`, in order. Older ones belong to an earlier sweep of the same name."""
-    paths = [path for path in folder.glob(f"*/{RESULT}") if path.stat().st_mtime >= since]
-    return sorted((files.read_json(path) for path in paths), key=lambda record: record["job"])
+    found = []
+    for path in folder.glob(f"*/{RESULT}"):
+        with suppress(OSError, ValueError):  # none of ours
+            if path.stat().st_mtime >= since:
+                found.append(_RESULT.validate_python(files.read_json(path), strict=True))
+    return sorted(found, key=lambda record: record["job"])
 
 
 def table(results: Sequence[dict[str, Any]], folder: Path) -> TextTable:

@@ -31,6 +31,7 @@ from clipscale.config.sections import (
 )
 from clipscale.config.setting import flat, setting
 from clipscale.errors import UserError
+from clipscale.files import MOST_YAML, parse_yaml, read_text
 from clipscale.units import format_count, run_folder, unused
 
 
@@ -140,14 +141,22 @@ def default_name(config: TrainConfig, now: datetime | None = None) -> str:
     return f"{now or datetime.now():%Y%m%d-%H%M%S}-{model}-{format_count(config.batch)}"
 
 
+def changes_since(file: Path, config: TrainConfig) -> list[str]:
+    """The changes since the settings in a run's `config.yaml`, which is a record: none if it cannot be read."""
+    try:
+        return changes(read_text(file, MOST_YAML, errors="replace"), config)
+    except OSError:
+        return []
+
+
 def changes(before: str, config: TrainConfig) -> list[str]:
     """Settings that differ from those in `before`, YAML of `to_yaml`, as `key old -> new`; except `run` and `resume`.
 
     A damaged file counts as equal: it is a record, and no reason to refuse to resume.
     """
     try:
-        tree = yaml.safe_load(before)
-    except (yaml.YAMLError, ValueError, RecursionError):
+        tree = parse_yaml(before)
+    except ValueError:
         tree = None
     if not isinstance(tree, dict):
         return []

@@ -11,11 +11,13 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from random import Random
 
+from clipscale import files
 from clipscale.config.tools import DemoSettings
 from clipscale.data import scenes
 from clipscale.data.shards.access import user_cache
@@ -98,8 +100,9 @@ def render_demo(root: Path, *, seed: int = 0, train_samples: int = 20_000, force
         )
     note = root / "recipe.json"
     if note.is_file():
-        if not force and json.loads(note.read_text()) == recipe:
-            return False
+        with suppress(OSError, ValueError):  # another file of that name
+            if not force and files.read_json(note) == recipe:
+                return False
     elif root.exists() and (not root.is_dir() or any(root.iterdir())):
         raise UserError(f"root={root}: exists and is not a demo set; choose an empty or new folder")
     try:

@@ -7,15 +7,16 @@ import json
 import math
 import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import yaml
 
+from clipscale import files
 from clipscale.config.data import FilterConfig
 from clipscale.data.decode import BrokenSampleError, Picture, caption_of, image_bytes
 from clipscale.data.order import CounterRNG
@@ -31,6 +32,8 @@ _COMPARE: dict[str, Callable[[Any, Any], bool]] = {
     "<": operator.lt,
     "=": operator.eq,
 }
+LONGEST_LINE = 1 << 16
+"""Bytes of a line in a list of keys or addresses; a longer one counts as several."""
 _CONDITION = re.compile(r"^\s*([\w .:-]+?)\s*(>=|<=|!=|==|=|>|<)\s*(.*?)\s*$")
 
 
@@ -209,8 +212,13 @@ def _blocked(paths: tuple[str, ...]) -> np.ndarray:
 
     With 10^8 lines one lookup in 10^11 is wrong.
     """
-    values = []
-    for path in paths:
-        with Path(path).expanduser().open(encoding="utf-8", errors="surrogateescape") as lines:
-            values += [hash64(text) for line in lines if (text := line.strip()) and not text.startswith("#")]
-    return np.unique(np.array(values, dtype=np.uint64))
+    return np.unique(np.fromiter((hash64(text) for path in paths for text in _lines(path)), dtype=np.uint64))
+
+
+def _lines(path: str) -> Iterator[str]:
+    """The lines of a file that are neither empty nor remarks."""
+    with files.opened(Path(path).expanduser()) as file:
+        for line in iter(partial(file.readline, LONGEST_LINE), b""):
+            text = line.decode("utf-8", "surrogateescape").strip()
+            if text and not text.startswith("#"):
+                yield text

@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from clipscale import __version__
+from clipscale import __version__, files
 from clipscale.config.redact import redacted
 from clipscale.config.sections import ModelConfig
 from clipscale.models.towers import ClipModel
@@ -46,10 +46,9 @@ def card(run: Path, model: ClipModel, config: ModelConfig, note: dict[str, str],
 
 def _settings(file: Path) -> dict[str, Any]:
     try:
-        found = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
+        return dict(redacted(files.read_tree(file)))
+    except (OSError, ValueError):
         return {}
-    return redacted(found) if isinstance(found, dict) else {}
 
 
 def _value(settings: dict[str, Any], name: str) -> str:

@@ -3,27 +3,27 @@
 Names are looked up on the network only where the setting itself is a tag or begins with hf-hub:. Files execute no code.
 """
 
-import json
 import logging
-import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import open_clip
-import torch
 from open_clip.convert import convert_state_dict, load_big_vision_weights
 from open_clip.model import CustomTextCLIP, convert_to_custom_text_state_dict, resize_pos_embed, resize_text_pos_embed
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from timm.layers import resample_abs_pos_embed
 from torch import Tensor, nn
 
 from clipscale import checkpoint, files
+from clipscale.checkpoint import archive, saved_state
 from clipscale.checkpoint.loading import PLAIN, read_plain
+from clipscale.config.checks import check_values
+from clipscale.config.parse import typed
 from clipscale.config.sections import ModelConfig, TowerConfig
 from clipscale.errors import UserError
-from clipscale.models import huggingface
+from clipscale.models import huggingface, weight_files
 from clipscale.units import nearest, run_folder
 
 log = logging.getLogger(__name__)
@@ -35,17 +35,6 @@ _FILES = (
 )  # fmt: skip
 """Weights in a folder, the first that there is."""
 _PIXELS = ("mean", "std", "interpolation", "resize")
-_UNREADABLE = (
-    RuntimeError,
-    OSError,
-    EOFError,
-    KeyError,
-    ValueError,
-    TypeError,
-    AttributeError,
-    pickle.UnpicklingError,
-    SafetensorError,
-)
 _BARE = ("head.", "proj.", "pooler.", "cls.", "lm_head.", "fc.", "classifier.", "embeddings.position_ids")
 """Weights around a tower of another task: its classifier is left out, and our projection keeps its initial values."""
 
@@ -118,7 +107,9 @@ def load(encoders: CustomTextCLIP, config: ModelConfig, *, quick_gelu: bool) -> 
                 f"model.name={config.name.removesuffix('-quickgelu')}{other}"
             )
         if source.path.suffix == ".npz":
-            load_big_vision_weights(encoders, str(source.path))
+            with _usable(source):
+                weight_files.check_npz(source.path)
+                load_big_vision_weights(encoders, str(source.path))
         else:
             state = converted(read(source), encoders, source)
             fill(encoders, state, source, allowed=config.allow_mismatch)
@@ -163,16 +154,23 @@ def _in_folder(folder: Path, about: str) -> Source:
             bool(made.get("quick_gelu")),
             own_tokenizer=True,
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except Exception as error:  # a value of another type fails wherever it is used
         raise UserError(
-            f"{about}: its configuration cannot be used ({error}); give model= and the file {path}"
+            f"{about}: its configuration cannot be used ({_reason(error)}); give model= and the file {path}"
         ) from error
 
 
 def _pixels(found: dict[str, Any]) -> dict[str, Any]:
-    """open_clip's description of the pictures' preparation, as settings of the model."""
+    """open_clip's description of the pictures' preparation, as settings of the model. Raises UserError for values that they cannot have."""
     values = found | {"resize": found.get("resize_mode", "shortest")}
-    return {key: tuple(values[key]) if key in ("mean", "std") else values[key] for key in _PIXELS if key in values}
+    return _checked({key: values[key] for key in _PIXELS if key in values})
+
+
+def _checked(values: dict[str, Any]) -> dict[str, Any]:
+    """Settings of the model, with their types. Raises UserError."""
+    made = typed(ModelConfig, values)
+    check_values(made, "model.")
+    return {key: getattr(made, key) for key in values}
 
 
 def _preprocessor(folder: Path, kind: str) -> dict[str, Any]:
@@ -187,23 +185,28 @@ def _preprocessor(folder: Path, kind: str) -> dict[str, Any]:
     for name, key, default in (("image_mean", "mean", half), ("image_std", "std", half)):
         if name in found or kind == "siglip":
             pixels[key] = tuple(found.get(name) or default)
-    return pixels
+    return _checked(pixels)
 
 
 def _own_checkpoint(path: Path, about: str) -> Source | None:
-    """A checkpoint of clipscale, a folder or a single file of an earlier version; None for anything else."""
+    """A checkpoint of clipscale, a folder or a single file of an earlier version; None for anything else. Raises UserError."""
     try:
         if path.is_dir():
             state = read_plain(path)
         elif path.suffix in (".safetensors", ".npz"):
             return None
         else:
-            state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        config = state["model_config"]
-    except _UNREADABLE:
+            state = archive.load(path, mmap=True)
+    except Exception:  # the unpickler, zipfile and torch have their own; `read` reports them
         return None
-    known = {one: config[one] for one in _PIXELS if one in config}
-    architecture = config["architecture"] or open_clip.get_model_config(config["name"].replace("/", "-")) or {}
+    if not isinstance(state, dict) or not isinstance(state.get("model_config"), dict):
+        return None
+    try:
+        config = saved_state.model_config(state)
+    except ValueError as error:
+        raise UserError(f"{about} is damaged or not a checkpoint ({error})") from error
+    known = {one: getattr(config, one) for one in _PIXELS if one in state["model_config"]}
+    architecture = config.architecture or open_clip.get_model_config(config.name.replace("/", "-")) or {}
     return Source(about, path, dict(architecture), known, of_run=True)
 
 
@@ -248,32 +251,33 @@ def _of_tag(tag: str, name: str, about: str) -> Source:
 
 def read(source: Source) -> dict[str, Tensor]:
     """The weights in a file, without the wrappers of trainers. Raises UserError."""
-    if source.of_run:
-        return _of_run(checkpoint.load(source.path, parts=("model",))["model"])
+    with _usable(source):
+        if source.of_run:
+            state = checkpoint.load(source.path, parts=("model",))
+            saved_state.check_model(state)
+            return _of_run(state["model"])
+        return weight_files.read(source.path)
+
+
+@contextmanager
+def _usable(source: Source) -> Iterator[None]:
+    """Report whatever a damaged or foreign file of weights leads to as a UserError."""
     try:
-        if source.path.name.endswith(".index.json"):
-            parts = sorted(set(json.loads(source.path.read_text())["weight_map"].values()))
-            state: Any = {}
-            for part in parts:
-                state |= load_file(source.path.parent / Path(part).name)
-        elif source.path.suffix == ".safetensors":
-            state = load_file(source.path)
-        else:
-            state = torch.load(source.path, map_location="cpu", weights_only=True)
-        for wrapper in ("state_dict", "model"):
-            state = state[wrapper] if isinstance(state.get(wrapper), dict) else state
-        found = {name.removeprefix("module."): value for name, value in state.items() if isinstance(value, Tensor)}
-    except _UNREADABLE as error:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # torch, safetensors, zipfile and numpy have their own
         script = "TorchScript" in str(error)
         why = (
             "is a TorchScript archive; take the tag `openai`, or a safetensors file"
             if script
-            else "is damaged or not a checkpoint"
+            else f"is damaged or not a checkpoint ({_reason(error)})"
         )
         raise UserError(f"{source.setting} {why}") from error
-    if not found:
-        raise UserError(f"{source.setting} is damaged or not a checkpoint")
-    return found
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 def _of_run(state: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -5,9 +5,11 @@ The console, wandb and TensorBoard are sinks. A sink that fails does not stop th
 
 import json
 import math
+import re
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from io import FileIO
 from pathlib import Path
@@ -43,6 +45,10 @@ CONSOLE_FIELDS = {
 }
 """Fields of the console line, in order, with their formats. Fields that a record lacks are left out."""
 
+LONGEST_LINE, MOST_PARTS = 1 << 20, 1 << 12
+"""Bytes, and lists and objects, of a record. Ours take a kilobyte."""
+MOST_BYTES = 1 << 26
+"""Bytes of records that are read into memory, where they take up to twenty times as much: those of 90,000 steps."""
 SLOW_SINK_S = 5.0
 """The log warns once about a sink that takes longer than this for a record, because it holds up training."""
 
@@ -237,13 +243,11 @@ class _Wandb:
             refuse_foreign_settings(folder, host)
         id_file = run_dir / "wandb" / "run-id.txt"
         files.inner_folder(run_dir, "wandb")
-        if not id_file.is_file():
-            files.write_text(id_file, secrets.token_hex(4) + "\n")
         self.run = wandb.init(
             project=config.wandb_project,
             entity=config.wandb_entity,
             name=run_dir.name,
-            id=files.read_text(id_file).strip(),
+            id=_run_id(id_file),
             resume="allow",
             dir=str(run_dir),
             config=dict(settings),
@@ -261,6 +265,16 @@ class _Wandb:
         self.run.finish()
 
 
+def _run_id(file: Path) -> str:
+    """The id in a file, or a new one that is written there. It is sent to wandb, so a link or anything else but an id is replaced."""
+    with suppress(OSError), files.opened(file, most=100, follow=False) as known:
+        if found := re.fullmatch(rb"\s*([a-z0-9]{1,64})\s*", known.read()):
+            return found[1].decode()
+    made = secrets.token_hex(4)
+    files.write_text(file, made + "\n")
+    return made
+
+
 def console_line(record: Record) -> str:
     """`step=120 samples=30720 loss=2.1034 ...`: fields in a fixed order, for grep and awk."""
     parts = []
@@ -274,9 +288,21 @@ def console_line(record: Record) -> str:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The records of a `metrics.jsonl`, in order, without an incomplete last line. NaN and infinity are floats again.
 
+    Of more than MOST_BYTES only every second, fourth, ... and the last are kept: a report draws 4,000 points of a curve.
+
     Raises UserError for any other damage.
     """
-    return [{k: _decoded(v) for k, v in record.items()} for _, record in _complete_lines(path)]
+    kept: list[dict[str, Any]] = []
+    last: list[dict[str, Any]] = []
+    held, every = 0, 1
+    for number, (line, record) in enumerate(_complete_lines(path) if path.is_file() else ()):
+        last = [{k: _decoded(v) for k, v in record.items()}]
+        if number % every == 0:
+            kept += last
+            held += len(line)
+        while held > MOST_BYTES:
+            kept, held, every = kept[::2], held // 2, 2 * every
+    return kept if kept[-1:] == last else kept + last
 
 
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -297,22 +323,29 @@ def _decoded(value: Any) -> Any:
     return _NON_FINITE.get(value, value) if isinstance(value, str) else value
 
 
-def _complete_lines(path: Path) -> list[tuple[str, dict[str, Any]]]:
-    """Text and object of every complete line."""
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True) if path.is_file() else []
-    records = []
-    for number, line in enumerate(lines, 1):
-        try:
-            record = json.loads(line) if line.endswith("\n") else None
-        except (ValueError, RecursionError):
-            record = None
-        if record is not None and _is_record(record):
-            records.append((line, record))
-        elif number < len(lines):
-            raise UserError(
-                f"{path}, line {number} is not a JSON object with a step; restore the file, or move it away"
-            )
-    return records
+def _complete_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Text and object of every complete line. Raises UserError for damage before the last line."""
+    damaged = 0
+    with files.reported("metrics", path, "make it readable, or move it away"), files.opened(path) as file:
+        for number, line in enumerate(iter(partial(file.readline, LONGEST_LINE), b""), 1):
+            if damaged:
+                break
+            record = _record_of(line)
+            if record is None:
+                damaged = number
+            else:
+                yield line, record
+        else:
+            return
+    raise UserError(f"{path}, line {damaged} is not a JSON object with a step; restore the file, or move it away")
+
+
+def _record_of(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = files.parse_json(line.decode("utf-8", "replace"), MOST_PARTS) if line.endswith(b"\n") else None
+    except ValueError:
+        return None
+    return record if _is_record(record) else None
 
 
 def _is_record(record: Any) -> bool:
@@ -326,8 +359,10 @@ def _is_record(record: Any) -> bool:
 
 def _open_from(path: Path, resume_step: int) -> FileIO:
     """Open for appending, without the lines of steps after `resume_step`. Unbuffered: a killed run loses no line."""
-    lines = _complete_lines(path) if resume_step else []
-    _replace(path, "".join(line for line, record in lines if record.get("step", 0) <= resume_step))
+    with files.replacing(path) as new:
+        for line, record in _complete_lines(path) if resume_step and path.is_file() else ():
+            if record.get("step", 0) <= resume_step:
+                new.write(line)
     return path.open("ab", buffering=0)
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from clipscale.checkpoint import folder, single
+from clipscale.checkpoint import archive, folder, saved_state, single
 from clipscale.config.setting import flat
 from clipscale.config.train import TrainConfig
 from clipscale.distributed import Later, World
@@ -100,9 +100,11 @@ class WithinStep:
         for path in sorted(self._path(0).parent.glob(f"*_{self.world.rank:05d}.pt")):
             try:
                 single.verify(path)
-                own[int(path.name.split("_")[0])] = torch.load(path, map_location="cpu", weights_only=True)
-            except Exception as error:
-                log.warning("%s is damaged (%s)", path, str(error).splitlines()[0])
+                content = archive.load(path, mmap=True)  # of several files, the one that is used is read
+                self._check(content)
+                own[int(path.name.split("_")[0])] = content
+            except Exception as error:  # the unpickler, zipfile and torch have their own
+                log.warning("%s is damaged (%s)", path, " ".join(str(error).split())[:300] or type(error).__name__)
         rounds = set.intersection(*map(set, self.world.gather(sorted(own))))
         if not rounds:
             return
@@ -119,6 +121,12 @@ class WithinStep:
             " and ".join(str(n) for n in c) for c in zip(*((len(t["random"]), t["replayed"]) for t in towers))
         )
         self.state.notes.append(f"step {step + 1} goes on where it was: {encoded} chunks encoded, {replayed} replayed")
+
+    def _check(self, content: Any) -> None:
+        """Raise ValueError for progress that this run cannot go on from."""
+        names = list(self.state.towers)
+        shape = (self.state.local_batch, self.state.model.width)
+        saved_state.check_progress(content, [self.state.trained(name) for name in names], names, shape)
 
     def restore(self) -> None:
         """Let the step that begins go on from what `load` has found. Its gradients are clear."""

@@ -5,6 +5,7 @@ The ordinary suite draws a few cases of each kind, the slow test many. CASES=N d
 
 import os
 import random
+import re
 import shutil
 import sys
 import tempfile
@@ -23,6 +24,7 @@ from clipscale.data.shards.access import user_cache
 from tests.data.files import sample, write_shards, write_tar
 from tests.eval import sets
 from tests.security.damage import BYTES, WRONG, damaged
+from tests.security.limits import address_space
 
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.filterwarnings("ignore")]
 
@@ -220,6 +222,10 @@ def peak_bytes() -> int:
     return peak
 
 
+REFUSED_MEMORY = re.compile(r"MemoryError|[Oo]ut of memory|alloc", re.ASCII)
+"""How Python, numpy, torch, pyarrow and the system call memory that RLIMIT_AS has refused."""
+
+
 def attempt(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> str:
     """Run one command; what is wrong with how it ended, or nothing."""
     began = time.monotonic()
@@ -228,7 +234,8 @@ def attempt(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> str:
     WATCH.seen.clear()
     WATCH.on = True
     try:
-        status = main(list(words))
+        with address_space(MOST_BYTES):
+            status = main(list(words))
     except BaseException as error:
         frames, trace = [], error.__traceback__
         while trace:
@@ -246,6 +253,8 @@ def attempt(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> str:
         return f"not one line: {shown.err[-300:]!r}"
     if not all(line.isprintable() for line in lines):
         return f"not printable: {shown.err[-300:]!r}"
+    if REFUSED_MEMORY.search(shown.err):
+        return f"asked for more than {MOST_BYTES} bytes: {shown.err[-300:]!r}"
     if WATCH.seen:
         return f"did {WATCH.seen}"
     if taken > MOST_S or grown > MOST_BYTES:

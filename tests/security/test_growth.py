@@ -2,51 +2,30 @@
 
 import bz2
 import gzip
-import io
 import lzma
 import os
-import resource
 import sqlite3
 import tarfile
 import time
-import zipfile
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from clipscale import checkpoint
 from clipscale.cli.main import main
-from clipscale.config.data import TableConfig
 from clipscale.data.shards import index, index_file, listing, scan
-from clipscale.data.shards import parquet as reader
 from clipscale.data.shards.listing import expand, recorded_counts
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.store import Store
 from clipscale.errors import UserError
 from clipscale.eval.sets.load import load_set
 from tests.data.files import picture, sample, write_shards, write_tar
-
-
-@contextmanager
-def bounded(seconds: float = 10, grown: int = 512 << 20) -> Iterator[None]:
-    """The clock, and the memory of this process, meanwhile."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + grown, hard))
-    started = time.monotonic()
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-    assert time.monotonic() - started < seconds
-
+from tests.security.limits import bounded
 
 # -- indexes ----------------------------------------------------------------------------------------------------------
 
@@ -185,47 +164,6 @@ def test_shards_that_pack_well_are_read(tmp_path: Path, packer: str) -> None:
 # -- tables -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_text_that_a_parquet_dictionary_repeats_is_held_once(tmp_path: Path) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
-    from pyarrow import parquet
-
-    count, text = 5000, os.urandom(1 << 19).hex()  # a mebibyte, five thousand times
-    names = pyarrow.array(["1.png"] * count)
-    texts = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * count), pyarrow.array([text]))
-    parquet.write_table(pyarrow.table({"filepath": names, "title": texts}), tmp_path / "t.parquet")
-    assert (tmp_path / "t.parquet").stat().st_size < 3 << 20
-    with bounded(seconds=20, grown=512 << 20):
-        raws = [
-            raw
-            for url in expand(f"{tmp_path}/t.parquet")
-            for raw in read_shard(url, ReadProblem(), want=lambda _: False)
-        ]
-    assert len(raws) == count and raws[-1].extent > len(text)
-
-
-def test_a_parquet_column_unpacks_in_proportion(tmp_path: Path) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
-    from pyarrow import parquet
-
-    table = pyarrow.table({"filepath": ["1.png"] * 100, "title": ["a" * (1 << 20)] * 100})
-    parquet.write_table(table, tmp_path / "t.parquet", compression="zstd", use_dictionary=False)
-    assert (tmp_path / "t.parquet").stat().st_size < 1 << 20
-    problem = ReadProblem()
-    with bounded(grown=256 << 20):
-        assert not [raw for url in expand(f"{tmp_path}/t.parquet") for raw in read_shard(url, problem)]
-    assert "out of proportion" in problem.detail
-
-
-def test_a_parquet_footer_that_claims_rows_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
-    from pyarrow import parquet
-
-    parquet.write_table(pyarrow.table({"filepath": ["1.png"] * 100, "title": ["a"] * 100}), tmp_path / "t.parquet")
-    monkeypatch.setattr(reader, "MOST_PARTS", 50)
-    with pytest.raises(UserError, match="claims more than 50"):
-        expand(f"{tmp_path}/t.parquet", table=TableConfig(rows=1))
-
-
 @pytest.mark.parametrize("start", [b"filepath,title\n", b"", b'filepath,title\n"'])
 def test_a_table_of_one_endless_line_is_one_message(tmp_path: Path, start: bytes) -> None:
     path = tmp_path / "t.csv"
@@ -357,7 +295,28 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
 MERGED = "a: &a {x: 1}\n" + "".join(
     f"{n}: &{n} {{<<: [{', '.join(['*' + p] * 9)}]}}\n" for p, n in zip("abcdefgh", "bcdefghi")
 )
+OPTIONS = "optim:\n  options:\n    a0: {}\n"
+
+
+def laughs(first: str, then: str, levels: int = 40) -> str:
+    """Settings each of which names the one before several times."""
+    lines = (f"    a{n}: {then.replace('%', f'${{optim.options.a{n - 1}}}')}\n" for n in range(1, levels))
+    return OPTIONS.format(first) + "".join(lines)
+
+
+INTERPOLATIONS = {
+    "text": laughs("xxxxxxxxxx", "'" + "%" * 10 + "'"),
+    "empty": laughs("''", "'" + "%" * 10 + "'"),
+    "tree": laughs("{x: 1}", "{x: '%', y: '%', z: '%'}"),
+    "list": laughs("[1]", "['%', '%', '%']"),
+    "long": laughs("x" * 500_000, "'" + "%" * 200 + "'", 2),
+    "wide": OPTIONS.format("x") + "    a1: '" + "${optim.options.a0}" * 40_000 + "'\n",
+    "own": OPTIONS.format("${optim.options.a0}${optim.options.a0}"),
+    "pair": laughs("${optim.options.a2}", "%"),
+    "decoded": laughs("'1'", "'${oc.decode:\"[%,%,%]\"}'"),
+}
 CONFIGURATIONS = [
+    *INTERPOLATIONS.values(),
     BOMB,
     MERGED,
     "a: &a [*a]\n",
@@ -392,15 +351,3 @@ def test_a_configuration_that_is_no_file_is_one_message(
     with bounded():
         assert main(["train", "--config-dir", str(tmp_path), "experiment=received", "data.train=/nowhere/0.tar"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
-
-
-def test_a_deflated_checkpoint_is_not_unpacked(tmp_path: Path) -> None:
-    whole = io.BytesIO()
-    torch.save({"format": 2, "step": 1, "model": {"w": torch.zeros(1 << 22)}}, whole)
-    with zipfile.ZipFile(whole) as old, zipfile.ZipFile(tmp_path / "x.pt", "w", zipfile.ZIP_DEFLATED) as packed:
-        for record in old.infolist():
-            packed.writestr(record.filename, old.read(record))
-    del whole
-    assert (tmp_path / "x.pt").stat().st_size < 1 << 20
-    with bounded(grown=128 << 20), pytest.raises(UserError, match="is compressed"):
-        checkpoint.load(tmp_path / "x.pt")

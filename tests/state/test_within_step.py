@@ -1,11 +1,15 @@
 """A step that is killed in its midst goes on from the chunk at which its progress was saved, bit for bit."""
 
+import io
 import json
+import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from clipscale.config.sections import (
     CacheConfig,
@@ -16,6 +20,8 @@ from clipscale.config.sections import (
     PrecisionConfig,
 )
 from clipscale.config.train import TrainConfig
+from clipscale.distributed import World
+from clipscale.errors import UserError
 from clipscale.launch.stopping import AbandonedError
 from clipscale.train import Run, train
 from tests.ranks import run_ranks
@@ -127,6 +133,60 @@ def test_progress_of_other_settings_is_left_out(
     train(config)
     out = " ".join(capsys.readouterr().out.split())
     assert f"step 1 starts over: its progress was saved with other {change}" in out
+
+
+WRONG: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "no about": lambda saved: saved.pop("about"),
+    "no cache": lambda saved: saved.update(cache=None),
+    "another tower": lambda saved: saved["cache"]["towers"].pop(),
+    "wide features": lambda saved: saved["cache"]["towers"][0].update(features=torch.zeros(12, 3)),
+    "many features": lambda saved: saved["cache"]["towers"][0].update(features=torch.zeros(13, 8)),
+    "more replayed": lambda saved: saved["cache"]["towers"][0].update(replayed=2**40),
+    "random of nothing": lambda saved: saved["cache"].update(random=(torch.zeros(1), None)),
+    "random of another kind": lambda saved: saved["cache"]["towers"][0]["random"].append(3),
+    "random state": lambda saved: saved["cache"].update(random=(torch.full_like(torch.get_rng_state(), 255), None)),
+    "gradients": lambda saved: saved["gradients"].update({"image.0": torch.zeros(1)}),
+    "gradient of nothing": lambda saved: saved["gradients"].update({"image.x": torch.zeros(1)}),
+    "complete": lambda saved: saved["gradients"].update(complete=["x"]),
+}
+
+
+@pytest.fixture(scope="module")
+def killed(shards: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainConfig, Path]:
+    """A run that was killed in its first step, and the file with its progress."""
+    config = long_steps(shards, tmp_path_factory.mktemp("killed") / "run")
+    with pytest.MonkeyPatch.context() as patch:
+        killed_at(config, 0, 5, patch)
+    (file,) = Path(config.run).glob("checkpoints/*.within/*")
+    return config, file
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_progress_that_no_run_of_ours_leaves_is_left_out(
+    killed: tuple[TrainConfig, Path], name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its checksums are right: a stranger has written it."""
+    config, file = killed
+    whole = file.read_bytes()
+    saved = torch.load(io.BytesIO(whole), weights_only=True)
+    WRONG[name](saved)
+    torch.save(saved, file)
+    try:
+        within = Run(config, World(0, 1, torch.device("cpu"))).within
+    finally:
+        file.write_bytes(whole)
+    assert within.found is None and f"{file} is damaged (" in caplog.text, caplog.text
+
+
+def test_progress_in_other_chunks_is_one_line(killed: tuple[TrainConfig, Path], tmp_path: Path) -> None:
+    config, file = killed
+    shutil.copytree(config.run, tmp_path / "run")
+    (file,) = (tmp_path / "run").glob("checkpoints/*.within/*")
+    saved = torch.load(file, weights_only=True)
+    saved["cache"]["towers"][0]["features"] = saved["cache"]["towers"][0]["features"][:-1].clone()
+    torch.save(saved, file)
+    with pytest.raises(UserError, match=r"of another batch; delete its folder"):
+        train(replace(config, run=str(tmp_path / "run")))
 
 
 def test_damaged_progress_is_left_out(

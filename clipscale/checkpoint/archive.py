@@ -1,0 +1,95 @@
+"""Reads torch's archives, which may come from strangers: nothing in them runs, and they take about as much memory as they have bytes.
+
+`torch.load(weights_only=True)` alone unpacks compressed records, makes `bytearray(2**40)`, and returns lists and tensors that stand for
+any size, since their parts are shared.
+"""
+
+import pickletools
+import re
+import zipfile
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from clipscale.files import opened
+
+NAMES = re.compile(
+    r"collections OrderedDict|torch Size|torch device|torch Tensor|torch\.nn\.parameter Parameter|torch\.serialization _get_layout"
+    r"|torch (float|bfloat|u?int|complex|bool)\w*|torch(\.storage)? (?!Untyped)\w+Storage"
+    r"|torch\._utils _rebuild_(tensor|tensor_v2|parameter|parameter_with_state|device_tensor_from_cpu_tensor)"
+)
+"""Modules and names that values, tensors and parameters need."""
+MOST_VALUES = 1 << 18
+"""Values in an archive, apart from tensors' numbers: five for each shard stream, a few for each parameter and for each chunk of a step."""
+FREE_BYTES = 1 << 20
+"""Tensors may share memory: together they have at most twice the file's bytes and these."""
+_LEGACY = 5
+"""Pickles in a file of torch before 1.6: a mark, a version, the machine, the values, the keys of the storages."""
+
+
+def load(path: Path, *, mmap: bool = False) -> Any:
+    """The values in an archive, with tensors on the CPU. With `mmap`, tensors are read from the file when they are used.
+
+    Raises OSError, ValueError, and torch's and zipfile's errors.
+    """
+    with opened(path) as file:
+        size, packed = path.stat().st_size, is_archive(file)
+        if packed:
+            check_records(file, size)
+        else:
+            for _ in range(_LEGACY):
+                check_names(file)
+    values = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap and packed)
+    check_size(values, size)
+    return values
+
+
+def is_archive(file: BinaryIO) -> bool:
+    """Whether it is a zip file, as torch has written since 1.6."""
+    file.seek(0)
+    start = file.read(4)
+    file.seek(0)
+    return start == b"PK\x03\x04"
+
+
+def check_records(file: BinaryIO, size: int) -> None:
+    """Raise ValueError for an archive of `size` bytes with records that are packed or overlap, or that name more than values."""
+    with zipfile.ZipFile(file) as archive:
+        records = archive.infolist()
+        for record in records:
+            if record.compress_type != zipfile.ZIP_STORED or record.file_size != record.compress_size:
+                raise ValueError(f"{record.filename[:80]} is compressed")
+            if record.filename.endswith("/constants.pkl"):
+                raise ValueError("it is a TorchScript archive")
+        if sum(record.file_size for record in records) > size:
+            raise ValueError("its records overlap")
+        for record in records:
+            if record.filename.endswith("data.pkl"):
+                with archive.open(record) as pickled:
+                    check_names(pickled)
+
+
+def check_names(pickled: Any) -> None:
+    """Raise ValueError for a pickle that calls anything but what makes values and tensors."""
+    for operation, argument, _ in pickletools.genops(pickled):
+        if operation.name == "STACK_GLOBAL" or (operation.name == "GLOBAL" and not NAMES.fullmatch(str(argument))):
+            raise ValueError(f"it holds {str(argument)[:80]!r}, which is no value")
+
+
+def check_size(values: Any, size: int) -> None:
+    """Raise ValueError for values that stand for much more than the `size` bytes of their file: shared parts count each time."""
+    count, tensors, left = 1, 0, [values]
+    while left:
+        node = left.pop()
+        if isinstance(node, Tensor):
+            tensors += node.nbytes if node.layout is torch.strided else size + FREE_BYTES
+            continue
+        parts = node.values() if isinstance(node, dict) else node if isinstance(node, list | tuple) else ()
+        count += len(parts) + (len(node) >> 6 if isinstance(node, str | bytes) else 0)
+        if count > MOST_VALUES:
+            raise ValueError(f"it holds more than {MOST_VALUES} values")
+        left += [part for part in parts if not isinstance(part, int | float | None)]
+    if tensors > 2 * size + FREE_BYTES:
+        raise ValueError("its tensors have more bytes than the file")
