@@ -57,7 +57,7 @@ class _Result(TypedDict):
     eval: NotRequired[dict[str, dict[str, float | int]]]
 
 
-_RESULT = TypeAdapter(_Result)
+_RESULT: TypeAdapter[Any] = TypeAdapter(_Result)
 """File in a job's folder with its outcome."""
 PAGE = "sweep.html"
 """File in the sweep's folder with the table."""

@@ -128,10 +128,10 @@ def check_pages(file: BinaryIO, start: int, end: int, most: int) -> None:
     while start < end:
         file.seek(start)
         header = Compact(file.read(min(HEADER_BYTES, end - start)))
-        fields = header.struct()
-        sizes = [fields.get(2), fields.get(3)]
+        fields: dict[int, Any] = header.struct()
+        sizes: list[Any] = [fields.get(2, -1), fields.get(3, -1)]
         counts = [part[1] for number in (5, 7, 8) if isinstance(part := fields.get(number), dict) and 1 in part]
-        if not all(isinstance(value, int) and value >= 0 for value in [*sizes, *counts]):
+        if any(type(value) is not int or value < 0 for value in [*sizes, *counts]):
             raise ValueError("a page has no size")
         unpacked += sizes[0]
         if unpacked > most or max(counts, default=0) > most or (_DICTIONARY in fields and counts[0] > sizes[0]):
