@@ -12,7 +12,7 @@ from unittest import mock
 
 from clipscale.config.data import DataConfig
 from clipscale.data.loader import stream as loader
-from clipscale.data.loader.host_batch import Arena, sample_id
+from clipscale.data.loader.host_batch import Arena, HostBatch, sample_id
 from clipscale.data.loader.shard_reader import SegmentReader
 from clipscale.data.loader.shard_stream import BatchFiller, WorkerSpec
 from clipscale.data.loader.stream import BatchShare, OffloadSpec, TrainStream, merge_positions
@@ -44,12 +44,13 @@ def open_stream(
 
 def contents(stream: TrainStream, steps: int) -> list[tuple[list[int], bytes, bytes]]:
     """Of each of the next batches: ids, pixels, tokens."""
-    found = []
-    for _ in range(steps):
-        batch = stream.next_batch()
-        pixels, tokens = batch.pixels(0, len(batch)), batch.tokens(0, len(batch))
-        found.append((batch.ids().tolist(), pixels.numpy().tobytes(), tokens.numpy().tobytes()))
-    return found
+    return [content(stream.next_batch()) for _ in range(steps)]
+
+
+def content(batch: HostBatch) -> tuple[list[int], bytes, bytes]:
+    """Its ids, pixels, tokens."""
+    pixels, tokens = batch.pixels(0, len(batch)), batch.tokens(0, len(batch))
+    return batch.ids().tolist(), pixels.numpy().tobytes(), tokens.numpy().tobytes()
 
 
 def ids(stream: TrainStream, steps: int) -> list[list[int]]:

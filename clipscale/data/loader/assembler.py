@@ -8,7 +8,7 @@ import numpy as np
 
 from clipscale.data.loader.host_batch import Slot, Stopwatch
 from clipscale.data.loader.shard_stream import TRUNCATED, WorkerSpec
-from clipscale.data.loader.workers import Fill, InProcess, Loaded, Report, Workers
+from clipscale.data.loader.workers import Fill, InProcess, Loaded, Message, Restarted, Workers
 from clipscale.data.shards.access import EVENT
 
 
@@ -32,6 +32,13 @@ class SampleCounts:
                 self.seen[reason.removeprefix(EVENT)] += count
             else:
                 self.broken[reason] += count
+
+    def take_back(self, counts: dict[str, int]) -> None:
+        """Forget what will be counted again."""
+        self.add({reason: -count for reason, count in counts.items()})
+        for counter in (self.broken, self.seen):
+            for reason in [reason for reason, count in counter.items() if not count]:
+                del counter[reason]
 
 
 @dataclass
@@ -64,6 +71,8 @@ class BatchAssembler:
         self._batches: dict[int, _Filling] = {}
         self._loads: dict[int, set[int]] = {}
         """Ticket -> workers that have not loaded their part."""
+        self._recent: list[Counter[str]] = [Counter() for _ in specs]
+        """What each worker has counted since its last complete batch."""
         self._ticket = 0
         self.waited = Stopwatch()
 
@@ -122,17 +131,24 @@ class BatchAssembler:
                 for number, message in self.workers.receive(late):
                     self._note(number, message)
 
-    def _note(self, number: int, message: Report | Loaded) -> None:
+    def _note(self, number: int, message: Message) -> None:
         if isinstance(message, Loaded):
             missing = self._loads[message.ticket]
             missing.remove(number)
             if not missing:
                 del self._loads[message.ticket]
             return
+        if isinstance(message, Restarted):  # rows that have arrived stay as they are
+            self.counts.take_back(self._recent[number])
+            self._recent[number].clear()
+            return
         self.counts.add(message.counts)
+        self._recent[number].update(message.counts)
         if message.positions is not None:
             batch = self._batches[message.step]
             batch.positions.update(message.positions)
             batch.unfinished.remove(number)
+            self._recent[number].clear()
         elif message.step >= 0:
-            self._batches[message.step].done[number] = message.done
+            done = self._batches[message.step].done
+            done[number] = max(done[number], message.done)

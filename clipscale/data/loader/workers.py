@@ -1,5 +1,6 @@
 """The worker processes of one rank: how they start and end, and the messages between them and the training process."""
 
+import logging
 import multiprocessing
 import os
 import signal
@@ -9,7 +10,7 @@ import warnings
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.util import Finalize
@@ -19,9 +20,12 @@ import torch
 
 from clipscale.config.redact import redacted_output
 from clipscale.data.loader.host_batch import Arena
+from clipscale.data.loader.shard_reader import StreamPosition
 from clipscale.data.loader.shard_stream import BatchFiller, WorkerSpec
 from clipscale.errors import UserError
 from clipscale.terminal import prepare
+
+log = logging.getLogger(__name__)
 
 ALIVE_S = 2.0
 """A worker that reads but has nothing to deliver reports at most this often."""
@@ -64,6 +68,14 @@ class Loaded:
     """A worker has done a Load."""
 
     ticket: int
+
+
+@dataclass(frozen=True)
+class Restarted:
+    """A worker has died. Another one does its work again, from its last complete batch on, with the same result."""
+
+
+Message = Report | Loaded | Restarted
 
 
 def fill_batch(filler: BatchFiller, arena: Arena, fill: Fill) -> Iterator[Report]:
@@ -189,54 +201,64 @@ def warm_up(*modules: str) -> None:
 
 
 class Workers:
-    """The worker processes of one rank, as the training process sees them."""
+    """The worker processes of one rank, as the training process sees them.
+
+    A worker that dies is replaced: the order of samples is exact, so another one starts where the last complete batch ended, and writes
+    the same bytes into the same places. A second death in the same epoch ends the run.
+    """
 
     def __init__(self, specs: Sequence[WorkerSpec], arena: Arena, timeout_s: float) -> None:
-        self._rank, self._timeout_s = specs[0].rank, timeout_s
+        self._specs, self._arena, self._timeout_s = list(specs), arena, timeout_s
         warm_up(type(getattr(specs[0].tokenizer, "inner", specs[0].tokenizer)).__module__)
-        context = multiprocessing.get_context("forkserver")
         self._connections: list[Connection] = []
         self._processes: list[Any] = []
         # Also runs when the program ends without `close`, before multiprocessing sends its children the signal that they ignore, and waits.
         self.close = Finalize(self, _end, (self._connections, self._processes), exitpriority=10)
         """End the processes."""
-        for number, spec in enumerate(specs):
-            ours, theirs = context.Pipe()
-            process = context.Process(
-                target=work, args=(theirs, spec, arena), name=f"data-worker-{number}", daemon=True
-            )
-            process.start()
-            theirs.close()
-            self._connections.append(ours)
-            self._processes.append(process)
-        self._last = [time.monotonic()] * len(specs)
+        self._asked: list[list[Fill | Load]] = [[] for _ in specs]
+        """What each worker has not done yet."""
+        self._epochs: set[int] = set()
+        """Those in which a worker has died."""
+        self._last = [0.0] * len(specs)
         """When each worker's last message came."""
+        for number in range(len(specs)):
+            self._start(number)
 
     def __len__(self) -> int:
         return len(self._processes)
 
+    def _start(self, number: int) -> None:
+        context = multiprocessing.get_context("forkserver")
+        ours, theirs = context.Pipe()
+        arguments = (theirs, self._specs[number], self._arena)
+        process = context.Process(target=work, args=arguments, name=f"data-worker-{number}", daemon=True)
+        process.start()
+        theirs.close()
+        self._connections[number : number + 1] = [ours]
+        self._processes[number : number + 1] = [process]
+        self._last[number] = time.monotonic()
+
     def fill(self, fill: Fill) -> None:
         """Let every worker fill its part of a batch."""
         for number in range(len(self)):
-            self._send(number, fill)
+            self._ask(number, fill)
 
     def load(self, ticket: int, slot: int, start: int, stop: int, buffer: int) -> None:
         """Let every worker load a part of image rows start..stop."""
         bounds = [start + (stop - start) * number // len(self) for number in range(len(self) + 1)]
         for number in range(len(self)):
             first, last = bounds[number : number + 2]
-            self._send(number, Load(ticket, slot, first, last, buffer, first - start))
+            self._ask(number, Load(ticket, slot, first, last, buffer, first - start))
 
-    def _send(self, number: int, message: Fill | Load) -> None:
-        try:
+    def _ask(self, number: int, message: Fill | Load) -> None:
+        self._asked[number].append(message)
+        with suppress(ConnectionError):  # it has died: whoever waits for it replaces it, and asks again
             self._connections[number].send(message)
-        except ConnectionError as error:
-            self._raise_death(number, error)
 
-    def receive(self, needed: Sequence[int]) -> list[tuple[int, Report | Loaded]]:
+    def receive(self, needed: Sequence[int]) -> list[tuple[int, Message]]:
         """Block until a message has come; returns all that are there, each with its worker's number.
 
-        Raises UserError when a worker cannot go on or has died, or when one of `needed` has been silent for the time-out.
+        Raises UserError when a worker cannot go on or has died again, or when one of `needed` has been silent for the time-out.
         """
         begun = time.monotonic()
         while True:
@@ -253,31 +275,48 @@ class Workers:
             if late:
                 names = ", ".join(f"{n} (process {self._processes[n].pid})" for n in late)
                 raise UserError(
-                    f"data.timeout_s={self._timeout_s:g}: data worker {names} of rank {self._rank} has been silent for that long; "
-                    "the storage may be stuck; raise the time-out or look at the process"
+                    f"data.timeout_s={self._timeout_s:g}: data worker {names} of rank {self._specs[0].rank} has been silent for that "
+                    "long; the storage may be stuck; raise the time-out or look at the process"
                 )
 
-    def received(self) -> list[tuple[int, Report | Loaded]]:
+    def received(self) -> list[tuple[int, Message]]:
         """The messages that are there already, each with its worker's number."""
         return [
             (n, message) for n, connection in enumerate(self._connections) for message in self._drain(n, connection)
         ]
 
-    def _drain(self, number: int, connection: Connection) -> Iterator[Report | Loaded]:
-        try:
-            while connection.poll():
-                message = connection.recv()
-                self._last[number] = time.monotonic()
-                if isinstance(message, str):
-                    raise UserError(message)
-                if isinstance(message, Exception):
-                    raise message
-                yield message
-        except (EOFError, ConnectionError) as error:
-            self._raise_death(number, error)
+    def _drain(self, number: int, connection: Connection) -> Iterator[Message]:
+        while True:
+            try:
+                message = connection.recv() if connection.poll() else None
+            except (EOFError, OSError) as error:  # OSError: it has died within a message
+                self._replace(number, error)
+                yield Restarted()
+                return
+            if message is None:
+                return
+            self._last[number] = time.monotonic()
+            if isinstance(message, str):
+                raise UserError(message)
+            if isinstance(message, Exception):
+                raise message
+            self._note(number, message)
+            yield message
 
-    def _raise_death(self, number: int, cause: Exception) -> None:
-        process = self._processes[number]
+    def _note(self, number: int, message: Report | Loaded) -> None:
+        """Keep what a worker in this one's place would have to do, and from where on."""
+        asked = self._asked[number]
+        if isinstance(message, Loaded):
+            asked[:] = [one for one in asked if not (isinstance(one, Load) and one.ticket == message.ticket)]
+        elif message.positions is not None:
+            asked[:] = [one for one in asked if not (isinstance(one, Fill) and one.step == message.step)]
+            places = ((s.stream, *message.positions[s.stream]) for s in self._specs[number].streams)
+            streams = tuple(StreamPosition(stream, epoch, index, tuple(rest)) for stream, epoch, index, *rest in places)
+            self._specs[number] = replace(self._specs[number], streams=streams)
+
+    def _replace(self, number: int, cause: Exception) -> None:
+        """Let another worker take the place of one that has died. Raises UserError for a second death in an epoch."""
+        process, spec = self._processes[number], self._specs[number]
         process.join(5)
         code = process.exitcode
         how = (
@@ -285,10 +324,21 @@ class Workers:
             if code is not None and code < 0
             else f"ended with status {code}"
         )
-        raise UserError(
-            f"data worker {number} (process {process.pid}) of rank {self._rank} {how}; if the machine ran out of memory, lower "
-            "data.workers, data.shard_streams or data.shuffle"
-        ) from cause
+        who, remedy = (
+            f"data worker {number} (process {process.pid}) of rank {spec.rank}",
+            "if the machine ran out of memory, lower ",
+        )
+        remedy += "data.workers, data.shard_streams or data.shuffle"
+        epoch = max(place.epoch for place in spec.streams)
+        if epoch in self._epochs:
+            raise UserError(f"{who} {how}, the second death of a loader in epoch {epoch}; {remedy}") from cause
+        self._epochs.add(epoch)
+        log.warning("%s %s; another one goes on where it was; %s", who, how, remedy)
+        self._connections[number].close()
+        self._start(number)
+        asked, self._asked[number] = self._asked[number], []
+        for message in asked:
+            self._ask(number, message)
 
 
 def _end(connections: Sequence[Connection], processes: Sequence[Any]) -> None:

@@ -6,14 +6,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import torch
 
+from clipscale.data.loader.stream import TrainStream
 from clipscale.errors import UserError
-from tests.data.files import SIDE, Letters, write_shards
-from tests.data.streams import contents, open_stream, processes_of
+from tests.data.files import SIDE, Letters, sample, write_shards, write_tar
+from tests.data.streams import content, contents, open_stream, processes_of
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -60,14 +62,65 @@ def test_a_silent_worker_is_named(tmp_path: Path) -> None:
     assert not psutil.pid_exists(pid)
 
 
-def test_a_killed_worker_is_named(tmp_path: Path) -> None:
-    write_shards(tmp_path, [50])
-    with open_stream(tmp_path, batch=40, workers=2) as stream:
+def killed(stream: TrainStream, number: int) -> int:
+    """Kill one of the stream's worker processes; returns its number."""
+    victim = processes_of(stream)[number]
+    os.kill(victim.pid, signal.SIGKILL)
+    victim.join(10)
+    return int(victim.pid)
+
+
+class Slow(Letters):
+    """A tokenizer that takes its time, so that a kill comes in the midst of a batch."""
+
+    def __call__(self, texts: list[str]) -> torch.Tensor:
+        time.sleep(0.02)
+        return super().__call__(texts)
+
+
+@pytest.mark.parametrize("backend", ["host", "disk", "encoded"])
+def test_a_killed_worker_is_replaced_and_no_byte_differs(
+    tmp_path: Path, backend: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One is killed in the first epochs, and one later in the midst of a batch of which rows have arrived."""
+    for shard in range(2):
+        good = [sample(f"{shard}{i:04d}", i) for i in range(120)]
+        members = [
+            member for i, one in enumerate(good) for member in one[i % 7 == 0 :]
+        ]  # every seventh lacks its picture
+        write_tar(tmp_path / f"{shard}.tar", members)
+    options: dict[str, Any] = {"batch": 200, "shard_streams": 2, "backend": backend, "chunk": 10, "tokenizer": Slow()}
+    with open_stream(tmp_path, **options, workers=0) as stream:
+        whole, position = contents(stream, 6), stream.position()
         contents(stream, 1)
-        victim = processes_of(stream)[1]
-        os.kill(victim.pid, signal.SIGKILL)
-        begun = time.monotonic()
-        with pytest.raises(UserError, match=rf"worker 1 \(process {victim.pid}\) of rank 0 was killed by SIGKILL"):
+        counts = stream.broken
+    with open_stream(tmp_path, **options, workers=2) as stream:
+        found = contents(stream, 1)
+        victim = killed(stream, 1)
+        found += contents(stream, 3)
+        batch = stream.next_batch()
+        batch.tokens(0, 3)
+        killed(stream, 0)
+        found += [content(batch), *contents(stream, 1)]
+        assert stream.position() == position
+        stream._assembler.finish(6)  # which is filled already
+        assert stream.broken == counts
+    assert [step[0] for step in found] == [step[0] for step in whole]
+    assert found == whole
+    message = f"data worker 1 (process {victim}) of rank 0 was killed by SIGKILL; another one goes on where it was"
+    assert message in caplog.text
+
+
+def test_a_second_death_in_an_epoch_ends_the_run(tmp_path: Path) -> None:
+    write_shards(tmp_path, [50])
+    with open_stream(tmp_path, batch=10, workers=2) as stream:
+        contents(stream, 1)
+        killed(stream, 1)
+        contents(stream, 1)
+        victim, begun = killed(stream, 0), time.monotonic()
+        with pytest.raises(
+            UserError, match=rf"0 \(process {victim}\).*killed by SIGKILL, the second death.*in epoch 0"
+        ):
             contents(stream, 5)
         assert time.monotonic() - begun < 10
 
