@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from clipscale.errors import UserError
+from clipscale.errors import LostRankError, UserError
 
 T = TypeVar("T")
 
@@ -307,7 +307,8 @@ def store() -> dist.Store:
 def start(device: str, threads: int | None = None, timeout_s: float = TIMEOUT.total_seconds()) -> World:
     """Join the process group of torchrun's environment variables; without them, a world of one process.
 
-    `timeout_s`: how long a rank waits for the others in a collective. Raises UserError if the requested device does not exist.
+    `timeout_s`: how long a rank waits for the others, here and in a collective. Raises UserError if the requested device does not exist,
+    and LostRankError that names the ranks which have not come.
     """
     size, rank, local_rank = (
         int(os.environ.get(k, d)) for k, d in (("WORLD_SIZE", "1"), ("RANK", "0"), ("LOCAL_RANK", "0"))
@@ -327,9 +328,29 @@ def start(device: str, threads: int | None = None, timeout_s: float = TIMEOUT.to
         torch.set_num_threads(threads)
     if size > 1 and not dist.is_initialized():
         backend = "nccl" if chosen.type == "cuda" else "gloo"
-        own = dist.PrefixStore("group", store())
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), store=own, rank=rank, world_size=size)
+        join(backend, rank, size, timedelta(seconds=timeout_s))
     return World(rank, size, chosen, timedelta(seconds=timeout_s))
+
+
+def join(backend: str, rank: int, size: int, timeout: timedelta) -> None:
+    """Meet the other ranks in the store. Raises LostRankError that names those which have not come within the time-out."""
+    own, here = dist.PrefixStore("group", store()), "here/{}".format
+    own.set_timeout(timeout)
+    own.set(here(rank), socket.gethostname())
+    try:
+        own.wait([here(other) for other in range(size)])
+        dist.init_process_group(backend, timeout=timeout, store=own, rank=rank, world_size=size)
+    except RuntimeError as error:  # also of the network
+        come = [other for other in range(size) if own.check([here(other)])]
+        missing = sorted({*range(size)} - {*come})
+        if not missing:
+            raise
+        hosts = ", ".join(sorted({own.get(here(other)).decode() for other in come}))
+        raise LostRankError(
+            f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing[:8]))}{', ...' * (len(missing) > 8)} of {size} "
+            f"did not start within launch.timeout_s={timeout.total_seconds():g}; the others are on {hosts}",
+            first=rank == come[0],
+        ) from error
 
 
 def stop() -> None:

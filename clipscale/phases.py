@@ -1,7 +1,7 @@
 """Times the parts of one optimizer step and measures their device memory."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -11,14 +11,16 @@ from torch.profiler import record_function
 class Phases:
     """`with phases("encode"): ...` around each part. Memory figures are None on a CPU, which has no allocator statistics."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, entered: Callable[[str], None] = lambda name: None) -> None:
+        """`entered` is called with the name of every part that begins."""
+        self.device, self.entered = device, entered
         self.seconds: dict[str, float] = {}
         self.before: dict[str, int] = {}
         self.peak: dict[str, int] = {}
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
+        self.entered(name)
         cuda = self.device.type == "cuda"
         if cuda:
             torch.cuda.reset_peak_memory_stats(self.device)

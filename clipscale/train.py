@@ -23,10 +23,11 @@ from clipscale.data.loader.ramp import BatchSizes
 from clipscale.data.loader.stream import BatchShare, OffloadSpec, TrainStream, merge_positions, open_stream
 from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.distributed import World
-from clipscale.errors import StoppedError, UserError
+from clipscale.errors import LostRankError, StoppedError, UserError, lost_rank
 from clipscale.eval.run import check as check_sets
 from clipscale.eval.run import evaluate
 from clipscale.launch import run_lock
+from clipscale.launch.heartbeat import Heartbeat
 from clipscale.launch.run_lock import RunLock
 from clipscale.launch.stopping import AbandonedError, Stop
 from clipscale.models.towers import Flops
@@ -48,35 +49,41 @@ def train(config: TrainConfig) -> dict[str, Any]:
     """Train as configured, from the start or from the newest checkpoint, and evaluate at the end.
 
     Returns {"run": folder, "step": steps done, "loss": last loss, "eval": results by set}, the same on every rank.
-    Raises UserError for every mistake that the user can fix.
+    Raises UserError for every mistake that the user can fix, LostRankError where another rank hangs or has died.
     """
     world = distributed.start(config.device, config.launch.threads, config.launch.timeout_s)
     folder = Path(config.run)
     # A sweep makes its jobs' folders, and keeps them. The folder of an unnamed run holds no more than its lock.
     new = world.main and (not folder.exists() or [path.name for path in folder.iterdir()] == [run_lock.FILE])
-    lock = RunLock(folder)
+    lock, lost = RunLock(folder), False
     try:
         world.on_main(lock.enter)
-        try:
-            run = Run(config, world)
-        except UserError:
-            if new:
-                checkpoint.remove_empty_run(folder, CHUNKS, run_lock.FILE)
-            raise
-        return run.go()
+        with Heartbeat(folder, world, config.launch.timeout_s) as heart:
+            try:
+                run = Run(config, world, heart)
+            except UserError:
+                if new:
+                    checkpoint.remove_empty_run(folder, CHUNKS, run_lock.FILE)
+                raise
+            return run.go()
+    except LostRankError:
+        lost = True
+        raise
     finally:
         lock.release()
-        distributed.stop()
+        if not lost:  # the group would wait for the lost rank
+            distributed.stop()
 
 
 class Run:
     """Everything one training process holds."""
 
-    def __init__(self, config: TrainConfig, world: World) -> None:
+    def __init__(self, config: TrainConfig, world: World, heart: Heartbeat | None = None) -> None:
         self.config, self.world = config, world
         shared(config.batch, world.size, f"{world.size} processes")
         self.sizes = BatchSizes(config.batch, config.ramp)
         self.folder = Path(config.run)
+        self.heart = heart or Heartbeat(self.folder, world, config.launch.timeout_s)
         world.on_main(lambda: checkpoint.make_folder(self.folder))
         check_sets(config.eval, world)
         self.budget = BudgetTuner(config.cache.keep, world.device)
@@ -104,6 +111,7 @@ class Run:
         self.saver = checkpoint.Saver(self.folder, world, config.checkpoint, self.store)
         self.saver.last_step, self.saved_step = (self.step, self.step) if resumed else (None, 0)
         self.profiler = Profiler(self.folder, config.log.profile, world.rank, world.device)
+        self.heart.detail, self.saver.check = self.doing, self.heart.check
         self.step_s = self.eval_s = 0.0  # what the last of each took
         self.stopping = 0  # the signal at which all ranks have agreed to stop; 0: none
 
@@ -118,6 +126,7 @@ class Run:
         4. Without these: random weights, by `seed`.
         """
         config, world = self.config, self.world
+        self.heart.enter("load", 0, beat=True)
         self.store = checkpoint.open_store(config.checkpoint.store, self.folder, world, fetch=config.resume == "auto")
         path = checkpoint.to_resume(self.folder, config.resume, world, saved_state.check)  # 1 and 2
         source = checkpoint.Saved(path) if path else None
@@ -164,16 +173,8 @@ class Run:
 
     def length_and_schedule(self) -> tuple[int, Schedule]:
         """Steps of the run, and the learning rate over them."""
-        config, samples, epoch = self.config, self.config.samples, self.stream.samples_per_epoch
-        if samples is None:
-            assert config.epochs is not None
-            if epoch is None:
-                raise UserError(
-                    f"epochs={config.epochs}: the samples of an epoch are not known for this data; give samples=N"
-                )
-            samples = round(config.epochs * epoch)
-        if samples < self.sizes.at(0):
-            raise UserError(f"samples={samples} is less than one batch={self.sizes.at(0)}; nothing would be trained")
+        config, epoch = self.config, self.stream.samples_per_epoch
+        samples = self.sizes.samples(config.samples, config.epochs, epoch)
         schedule = Schedule.of_run(
             config.schedule, config.optim, batch=config.batch, samples=samples, epoch=epoch, announce=self.world.main
         )
@@ -215,6 +216,10 @@ class Run:
             if self.step > self.saved_step:
                 self.save()
             raise self.stopped() from None
+        except Exception as error:
+            if lost_rank(error):
+                self.saver.forget()
+            raise
         finally:
             self.stream.close()
             self.saver.close()
@@ -260,7 +265,7 @@ class Run:
 
     def whole_step(self) -> dict[str, Any]:
         """The step itself."""
-        state, phases = self.state, Phases(self.world.device)
+        state, phases = self.state, Phases(self.world.device, lambda name: self.heart.enter(name, self.step + 1))
         size, samples = self.sizes.at(self.step), self.sizes.before(self.step + 1)
         every = self.config.log.noise_scale
         measured = every > 0 and (self.step + 1) % every == 0
@@ -281,7 +286,7 @@ class Run:
             state.cache.backward(value)
             del features
         if self.world.size > 1 and self.config.cache.keep != "none":
-            state.cache.before_chunk = lambda: None  # ranks may have kept differently many graphs
+            state.cache.before_chunk = self.heart.move  # ranks may have kept differently many graphs
         with phases("replay"), state.noise.measure(state.cache) if measured else nullcontext():
             state.cache.replay()
         with phases("optim"):
@@ -310,8 +315,18 @@ class Run:
 
     def before_chunk(self) -> None:
         """Leave the step at a signal, or save its progress."""
-        self.stop.check()
+        self.before_batch()
         self.within.check()
+
+    def before_batch(self) -> None:
+        """Leave an evaluation at a signal."""
+        self.heart.move()
+        self.stop.check()
+
+    def doing(self) -> str:
+        """What this rank does or waits for beside its phase."""
+        waits = "waiting for data" if self.stream.waiting else ""
+        return "; ".join(filter(None, (waits, "writing a checkpoint" if self.saver.writing else "")))
 
     def set_learning_rate(self, size: int, samples: int) -> float:
         """Set and return the learning rate of a step of `size` samples that ends at `samples`. A scaled peak follows `size`."""
@@ -354,6 +369,7 @@ class Run:
         state.model.image.to(self.world.device)
         averaged = state.average if self.config.eval.weights == "ema" else None
         started = time.monotonic()
+        self.heart.enter("evaluation", self.step, beat=True)
         self.stop.begin(self.eval_s)
         with averaged.in_place(state.model) if averaged else nullcontext():
             results = evaluate(
@@ -363,7 +379,7 @@ class Run:
                 autocast=state.precision.autocast,
                 run_dir=self.folder,
                 step=self.step,
-                before_batch=self.stop.check,
+                before_batch=self.before_batch,
                 about={"precision": self.config.precision.name},
             )
         self.eval_s = time.monotonic() - started
@@ -392,6 +408,7 @@ class Run:
         """
         if random and self.saver.last_step == self.step:
             return
+        self.heart.enter("save", self.step, beat=True)
         now = random or RandomState.now(self.world.device)
         state = self.state.state_dict() | {
             "random": self.world.gather({"cpu": now.cpu, "cuda": now.cuda}),

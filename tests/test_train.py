@@ -282,14 +282,14 @@ def on_a_rank(rank: int, world: int, config: TrainConfig) -> None:
     train(config)
 
 
-def signalled_on_one_rank(rank: int, world: int, config: TrainConfig, number: int) -> tuple[int, int, int]:
-    """Rank 1 gets the signal within its second step. Its status and step, and how many collectives decide on a step's save."""
+def signalled_on_one_rank(rank: int, world: int, config: TrainConfig, number: int, victim: int) -> tuple[int, int, int]:
+    """A rank gets the signal within its second step. Its status and step, and how many collectives decide on a step's save."""
     step, due, all_reduce = Run.optimizer_step, Run.save_due, torch.distributed.all_reduce
     calls: list[int] = []
     steps: list[int] = []
 
     def with_signal(run: Run) -> dict[str, Any]:
-        if rank == 1 and run.step == 1:
+        if rank == victim and run.step == 1:
             os.kill(os.getpid(), number)
         return step(run)
 
@@ -309,11 +309,18 @@ def signalled_on_one_rank(rank: int, world: int, config: TrainConfig, number: in
     return 0, steps[-1], len(calls)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("number", "victim"),
+    [
+        (signal.SIGTERM, 1),
+        pytest.param(signal.SIGTERM, 0, marks=pytest.mark.slow),
+        pytest.param(signal.SIGUSR1, 1, marks=pytest.mark.slow),
+    ],
+)
 def test_a_signal_to_any_rank_stops_all_at_one_step_with_a_save(
-    demo: Path, tmp_path: Path, number: signal.Signals
+    demo: Path, tmp_path: Path, number: signal.Signals, victim: int
 ) -> None:
-    found = run_ranks(signalled_on_one_rank, 2, settings(demo, tmp_path / "run"), int(number))
+    found = run_ranks(signalled_on_one_rank, 2, settings(demo, tmp_path / "run"), int(number), victim)
     assert found == [(signal.SIGTERM, 2, 2)] * 2, "status, step, and one reduction in each of two steps"
     assert [path.name for path in checkpoint.found(tmp_path / "run")] == ["step_00000002"]
 

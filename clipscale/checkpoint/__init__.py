@@ -13,15 +13,15 @@ from clipscale.checkpoint.folder import (
 )
 from clipscale.checkpoint.loading import Saved, load
 from clipscale.checkpoint.resume import check_fits, check_same_step, to_resume
-from clipscale.checkpoint.saving import DiskFullError, Saver, save, save_diverged
+from clipscale.checkpoint.saving import Saver, UnwritableError, save, save_diverged
 from clipscale.checkpoint.store import Store, open_store
 from clipscale.checkpoint.verification import verify
 
 __all__ = [
-    "DiskFullError",
     "Saved",
     "Saver",
     "Store",
+    "UnwritableError",
     "check_fits",
     "check_same_step",
     "found",

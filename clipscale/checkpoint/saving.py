@@ -5,7 +5,8 @@ import logging
 import shutil
 import time
 import warnings
-from concurrent.futures import Future
+from collections.abc import Callable
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from clipscale.checkpoint.shards import ShardWriter
 from clipscale.checkpoint.store import Store
 from clipscale.config.sections import CheckpointConfig
 from clipscale.distributed import World
-from clipscale.errors import UserError
+from clipscale.errors import UserError, causes_of, lost_rank
 from clipscale.files import inner_folder, replacing, sync_folder
 from clipscale.units import format_bytes
 
@@ -33,8 +34,12 @@ log = logging.getLogger(__name__)
 ERRORS = (OSError, RuntimeError, CheckpointException)
 
 
-class DiskFullError(UserError):
-    """There is not enough space for a checkpoint. The run's earlier ones are intact."""
+class UnwritableError(UserError):
+    """The disk does not take a checkpoint: it is full, read-only, stale, or fails. The run's earlier ones are intact."""
+
+    def __init__(self, message: str, remedy: str) -> None:
+        super().__init__(message)
+        self.remedy = remedy
 
 
 @dataclass
@@ -61,6 +66,8 @@ class Saver:
         """Of the last save: the time that training waited, and the whole time until it was complete."""
         self.last_step: int | None = None
         """Of the newest checkpoint begun."""
+        self.check: Callable[[], None] = lambda: None
+        """Called every second of a wait. What it raises ends the wait."""
         self._pending: Pending | None = None
         pinned = world.device.type == "cuda"
         self._stager = DefaultStager(StagingOptions(pinned, False, False, pinned))
@@ -71,20 +78,20 @@ class Saver:
         `state`: a tree of dictionaries with plain values and tensors. Tensors below a dictionary are the same on every rank, or DTensors;
         everything else is taken from rank 0.
 
-        A full disk is reported, and training goes on; with `last` it raises DiskFullError. Raises UserError where this one or the
-        one before cannot be written for another reason.
+        A disk that does not take it is reported, and training goes on: the next one may find it in order. With `last` it raises
+        UnwritableError. Raises UserError where this one or the one before cannot be written for another reason.
         """
         try:
             self.wait()
-        except DiskFullError as error:
+        except UnwritableError as error:
             self._warn(error)
         try:
             self._begin(step, state)
             if last or not self.config.background:
                 self.wait()
-        except DiskFullError as error:
+        except UnwritableError as error:
             if last:
-                raise DiskFullError(f"{error}; free some space, and resume") from error
+                raise UnwritableError(f"{error}; {error.remedy}, and resume", error.remedy) from error
             self._warn(error)
 
     def _begin(self, step: int, state: dict[str, Any]) -> None:
@@ -113,14 +120,30 @@ class Saver:
         self.pause_s = time.monotonic() - started
 
     def wait(self) -> None:
-        """Wait until the checkpoint that is being written is complete. Raises DiskFullError or UserError where it could not be."""
+        """Wait until the checkpoint that is being written is complete. Raises UnwritableError or UserError where it could not be.
+
+        Raises RuntimeError where another rank is lost.
+        """
         pending, self._pending = self._pending, None
         if pending is None:
             return
+        while not wait([pending.result], timeout=1.0).done:
+            self.check()
         try:
             pending.result.result()
         except ERRORS as error:
+            if lost_rank(error):
+                raise RuntimeError(f"{cause_of(error)}") from error
             raise self._failure(pending.step, error) from error
+
+    @property
+    def writing(self) -> bool:
+        """Whether a checkpoint is being written."""
+        return self._pending is not None and not self._pending.result.done()
+
+    def forget(self) -> None:
+        """Wait no longer for what is being written: another rank is lost, and the thread may wait for it for long."""
+        self._pending = None
 
     def close(self) -> None:
         """Wait for what is being written, and sent to the store. A failure is reported."""
@@ -132,9 +155,9 @@ class Saver:
         if self.store:
             self.store.close()
 
-    def _warn(self, error: DiskFullError) -> None:
+    def _warn(self, error: UnwritableError) -> None:
         if self.world.main:
-            log.warning("%s; training goes on without it, free some space", error)
+            log.warning("%s; training goes on without it, %s", error, error.remedy)
 
     def _temporary(self, step: int) -> Path:
         path = folder.path_of(self.run, step)
@@ -157,29 +180,35 @@ class Saver:
             self.store.send(path, *keep)
 
     def _check_space(self, step: int, needed: int) -> None:
-        def look() -> int:
+        def look() -> tuple[int, int, str]:
             path = folder.path_of(self.run, step)
             try:
                 inner_folder(self.run, "checkpoints")
-                return shutil.disk_usage(path.parent).free
+                return shutil.disk_usage(path.parent).free, 0, ""
             except OSError as error:
-                raise self._failure(step, error) from error
+                return 0, error.errno or errno.EIO, error.strerror or str(error)
 
-        free = self.world.on_main(look)
-        if needed > free:
-            reason = f"it takes {format_bytes(needed)}, and {format_bytes(free)} are free"
-            raise self._failure(step, OSError(errno.ENOSPC, reason))
+        free, number, reason = self.world.on_main(look)
+        if not number and needed > free:
+            number, reason = errno.ENOSPC, f"it takes {format_bytes(needed)}, and {format_bytes(free)} are free"
+        if number:
+            raise self._failure(step, OSError(number, reason))
 
     def _failure(self, step: int, error: BaseException) -> UserError:
-        if self.world.main:
-            folder.discard(self._temporary(step))
-        kept = [path for path in folder.found(self.run) if folder.step_of(path) != step]
-        rest = f"the newest complete one is {kept[-1].name}" if kept else "there is no earlier one"
+        try:
+            if self.world.main:
+                folder.discard(self._temporary(step))
+            kept = [path for path in folder.found(self.run) if folder.step_of(path) != step]
+            rest = f"the newest complete one is {kept[-1].name}" if kept else "there is no earlier one"
+        except OSError:
+            rest = "the earlier ones cannot be seen either"
         cause = cause_of(error)
-        full = isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)
         why = cause.strerror if isinstance(cause, OSError) and cause.strerror else cause
         message = f"checkpoint {folder.path_of(self.run, step)} could not be written ({why}); {rest}"
-        return (DiskFullError if full else UserError)(message)
+        if not isinstance(cause, OSError):
+            return UserError(message)
+        full = cause.errno in (errno.ENOSPC, errno.EDQUOT)
+        return UnwritableError(message, "free some space" if full else "look at its disk")
 
 
 def save(run: Path, step: int, state: dict[str, Any], *, keep: int, keep_every: int = 0) -> Path:
@@ -198,10 +227,7 @@ def size_of(tensors: dict[str, Tensor], plain: dict[str, Any]) -> int:
 
 def cause_of(error: BaseException) -> BaseException:
     """What has made a save fail, on whichever rank: a full disk if that is among the causes, else the first."""
-    causes = [error]
-    for one in causes:
-        inner = [failure[0] for failure in one.failures.values()] if isinstance(one, CheckpointException) else []
-        causes += [cause for cause in (*inner, one.__cause__ or one.__context__) if cause is not None]
+    causes = causes_of(error)
     first = next((one for one in causes if not isinstance(one, CheckpointException)), error)
     return next((one for one in causes if isinstance(one, OSError)), first)
 

@@ -76,12 +76,12 @@ def main(argv: Sequence[str]) -> int:
     folder, rest = sweep_folder(argv)
     if any(word in ("launch=slurm", "job.scheduler=slurm") for word in rest):
         rest = [*rest, *slurm_overrides(rest)]
-    started = time.time()
+    earlier = written(folder)
     try:
         compose.run("train", rest, job, sweep_dir=str(folder))
     finally:
         hide_secrets(folder)
-        results = finished(folder, started)
+        results = finished(folder, earlier)
         if results:
             made = table(results, folder)
             plain_console().print(made)
@@ -212,12 +212,21 @@ def page(folder: Path, made: TextTable) -> None:
     files.write_text(folder / PAGE, f"{head}<style>{CSS}</style></head><body>{made.html()}</body></html>\n")
 
 
-def finished(folder: Path, since: float) -> list[dict[str, Any]]:
-    """The results of the jobs that ended after `since`, in order. Older ones belong to an earlier sweep of the same name."""
-    found = []
+def written(folder: Path) -> dict[Path, int]:
+    """The result files of a sweep, and when each was written."""
+    found = {}
     for path in folder.glob(f"*/{RESULT}"):
+        with suppress(OSError):  # a link to nothing
+            found[path] = path.stat().st_mtime_ns
+    return found
+
+
+def finished(folder: Path, earlier: dict[Path, int]) -> list[dict[str, Any]]:
+    """The results, in order, that are not those `earlier`, which belong to an earlier sweep of the same name. The clock may jump."""
+    found = []
+    for path, at in written(folder).items():
         with suppress(OSError, ValueError):  # none of ours
-            if path.stat().st_mtime >= since:
+            if earlier.get(path) != at:
                 found.append(_RESULT.validate_python(files.read_json(path), strict=True))
     return sorted(found, key=lambda record: record["job"])
 

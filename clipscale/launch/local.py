@@ -4,25 +4,28 @@ Imports torch only when a run starts.
 """
 
 import logging
+import math
 import multiprocessing
 import os
 import signal
 import socket
+import sys
 import tempfile
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from clipscale import terminal
 from clipscale.config import checks
 from clipscale.config.redact import redact, redacted_output
 from clipscale.config.tools import EvalRunConfig
 from clipscale.config.train import TrainConfig, warnings
-from clipscale.errors import StoppedError, UserError
+from clipscale.errors import LOST, LostRankError, StoppedError, UserError
 from clipscale.hardware import cores
+from clipscale.launch import heartbeat
 from clipscale.launch.affinity import bound
 from clipscale.launch.agent import shared_name
 from clipscale.launch.requeue import requeued_run
@@ -35,17 +38,9 @@ if TYPE_CHECKING:
 Launched = TrainConfig | EvalRunConfig
 TRAIN = "clipscale.train:train"
 """What the workers of a training run call."""
-GRACE_S = 300
-"""Seconds for workers to end their step and save after a signal. torch 2.11 allows 30, whatever this setting is."""
+MARGIN_S = 30
+"""After a signal, the launcher kills workers that have not ended so long after `launch.grace_s`: a save may take longer than it should."""
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
-LOST = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Timed out waiting",
-    "DistBackendError",
-    "DistNetworkError",
-)
-"""Words of gloo and NCCL for a rank that does not answer."""
 
 
 class Interrupted(KeyboardInterrupt):
@@ -118,6 +113,10 @@ def join(config: Launched, main: str = TRAIN) -> dict[str, Any]:
         go_on(config)
     try:
         result = record(work)(config, main)
+    except LostRankError as error:
+        if error.first:
+            terminal.say(terminal.message(f"error: {error}"), error=True)
+        leave()
     except BaseException:
         file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
         if file.is_file():
@@ -168,7 +167,12 @@ def start(config: Launched, main: str, count: int) -> dict[str, Any]:
     if multiprocessing.get_start_method(allow_none=True) not in (None, *multiprocessing.get_all_start_methods()):
         multiprocessing.set_start_method("spawn", force=True)  # workers do not know the method of a Hydra launcher
     threads = config.launch.threads or max(1, cores() // count)
-    with tempfile.TemporaryDirectory(prefix="clipscale-") as folder, _quiet(threads, private(folder)):
+    run = Path(config.run) if main == TRAIN else None
+    variables = {
+        "OMP_NUM_THREADS": str(threads),
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(end_s(config))),
+    }
+    with tempfile.TemporaryDirectory(prefix="clipscale-") as folder, _quiet(variables | private(folder)):
         elastic = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -184,10 +188,10 @@ def start(config: Launched, main: str, count: int) -> dict[str, Any]:
             logs_specs=DefaultLogsSpecs(log_dir=folder),
         )
         try:
-            results: dict[int, dict[str, Any]] = elastic_launch(elastic, work)(config, main)
+            results: dict[int, dict[str, Any]] = elastic_launch(elastic, worker)(config, main)
             return results[0]
         except ChildFailedError as error:
-            raise first_failure(error) from None
+            raise first_failure(error, run) from None
         except SignalException as error:
             number = signal.SIGTERM if error.sigval == signal.SIGUSR1 else error.sigval  # as in a worker
             raise Interrupted(number, config.run if main == TRAIN else "") from None
@@ -203,6 +207,29 @@ def private(folder: str) -> dict[str, str]:
     return {"CLIPSCALE_STORE": f"{folder}/group", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **interfaces}
 
 
+def end_s(config: Launched) -> int:
+    """Seconds that workers have after a signal to end their step and save. torch 2.11 allows 30, whatever this is."""
+    return (math.ceil(config.launch.grace_s) if isinstance(config, TrainConfig) else 0) + MARGIN_S
+
+
+def leave() -> NoReturn:
+    """End this process now: Python would wait for threads that write a checkpoint, and these for the lost rank."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def worker(config: Launched, main: str = TRAIN) -> dict[str, Any]:
+    """The main function of a process that `start` starts. The launcher reads why it failed from a file."""
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    try:
+        return work(config, main)
+    except LostRankError as error:
+        get_error_handler().record_exception(error)
+        leave()
+
+
 def work(config: Launched, main: str = TRAIN) -> dict[str, Any]:
     """One worker's part."""
     terminal.prepare()
@@ -211,8 +238,8 @@ def work(config: Launched, main: str = TRAIN) -> dict[str, Any]:
         return result
 
 
-def first_failure(error: "ChildFailedError") -> UserError | WorkerError:
-    """The first failure as an exception. A worker's UserError comes back as a UserError."""
+def first_failure(error: "ChildFailedError", run: Path | None = None) -> UserError | WorkerError:
+    """The first failure as an exception. A worker's UserError comes back as a UserError. `run`: the folder of the ranks' heartbeats."""
     rank, failure = min(error.failures.items(), key=lambda item: (_follows(item[1].message), item[1].timestamp))
     message, details = failure.message, ""
     if isinstance(message, dict):
@@ -221,12 +248,14 @@ def first_failure(error: "ChildFailedError") -> UserError | WorkerError:
         for kind in (UserError, StoppedError):
             if message.startswith(f"{kind.__name__}: "):
                 return kind(message.removeprefix(f"{kind.__name__}: "))
+        if message.startswith(f"{LostRankError.__name__}: "):
+            return WorkerError(message.removeprefix(f"{LostRankError.__name__}: "))
     elif failure.exitcode < 0:
         name = failure.signal_name()
         hint = "; the machine may be out of memory" if name == "SIGKILL" else ""
-        message = f"killed by {name}{hint}"
+        message = f"killed by {name}{heartbeat.where(run, rank)}{hint}"
     else:
-        message = f"ended with status {failure.exitcode}"
+        message = f"ended with status {failure.exitcode}{heartbeat.where(run, rank)}"
     return WorkerError(f"worker {rank} failed: {message.strip().splitlines()[0]}", details)
 
 
@@ -237,13 +266,11 @@ def _follows(message: str | dict[str, Any]) -> bool:
 
 
 @contextmanager
-def _quiet(threads: int, private: dict[str, str]) -> Iterator[None]:
+def _quiet(variables: dict[str, str]) -> Iterator[None]:
     """Runs the launcher without its log lines and with the workers' variables; restores both and our signal handlers afterwards."""
     loggers = [logging.getLogger(name) for name in ("torch.distributed.elastic", "torch.multiprocessing")]
     levels = [logger.level for logger in loggers]
     handlers = {number: signal.getsignal(number) for number in HANDLED}
-    grace = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(GRACE_S))
-    variables = {"OMP_NUM_THREADS": str(threads), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": grace, **private}
     before = {name: os.environ.get(name) for name in variables}
     for logger in loggers:
         logger.setLevel(logging.CRITICAL)

@@ -12,10 +12,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from clipscale import checkpoint, files
 from clipscale.errors import UserError
+from clipscale.launch import processes
 
 log = logging.getLogger(__name__)
 
@@ -64,8 +63,7 @@ class RunLock:
                 announced = True
             time.sleep(min(0.2, limit))
         self.held = True
-        me = psutil.Process()
-        record = {"host": socket.gethostname(), "pid": me.pid, "created": me.create_time()}
+        record = {"host": socket.gethostname(), "pid": os.getpid(), "started": processes.started(os.getpid())}
         self._write(json.dumps(record | {"since": f"{datetime.now():%Y-%m-%d %H:%M:%S}"}))
 
     def release(self) -> None:
@@ -94,16 +92,7 @@ class RunLock:
         if not holder:
             return False
         if holder.get("host") == socket.gethostname():
-            try:
-                return abs(psutil.Process(holder["pid"]).create_time() - holder["created"]) < 1
-            except (
-                psutil.Error,
-                KeyError,
-                TypeError,
-                ValueError,
-                OverflowError,
-            ):  # it has ended, or the file is damaged
-                return False
+            return processes.state(holder.get("pid", 0), holder.get("started", 0.0)) != processes.DEAD
         touched = (self.run / FILE).stat().st_mtime_ns
         if touched != self._touched:
             self._touched, self._seen = touched, time.monotonic()

@@ -3,6 +3,7 @@
 The console, wandb and TensorBoard are sinks. A sink that fails does not stop the run.
 """
 
+import errno
 import json
 import math
 import re
@@ -126,15 +127,16 @@ class MetricLog:
     def _append(self, line: str) -> None:
         """Append to `metrics.jsonl`. What a full disk does not take is kept, and written with the next line."""
         self._unwritten += line.encode()
-        reason: str | None = "the disk is full"
+        reason, remedy = "the disk is full", ", free some space"
         try:
             del self._unwritten[: self._file.write(self._unwritten)]
         except OSError as error:
-            reason = error.strerror
+            reason, remedy = error.strerror or str(error), remedy if error.errno == errno.ENOSPC else ""
+            if error.errno == errno.ESTALE:  # the server has forgotten the open file; a new handle finds it again
+                with suppress(OSError):
+                    self._file = Path(self._file.name).open("ab", buffering=0)  # noqa: SIM115 (closed by `close`)
         if self._unwritten and not self._full:
-            self.message(
-                f"warning: {self._file.name} cannot be written ({reason}); its lines wait in memory, free some space"
-            )
+            self.message(f"warning: {self._file.name} cannot be written ({reason}); its lines wait in memory{remedy}")
         self._full = bool(self._unwritten)
 
     def _print_record(self) -> None:

@@ -74,7 +74,7 @@ def test_a_full_disk_leaves_the_earlier_ones(small_disk: Path, monkeypatch: pyte
     if not known:
         monkeypatch.setattr("clipscale.checkpoint.saving.size_of", lambda *state: 0)
     reason = "it takes 4.1 MiB, and 2.0 MiB are free" if known else "No space left on device"
-    with pytest.raises(checkpoint.DiskFullError, match=rf"step_00000002.*{reason}.*step_00000001; free some"):
+    with pytest.raises(checkpoint.UnwritableError, match=rf"step_00000002.*{reason}.*step_00000001; free some"):
         checkpoint.save(small_disk, 2, {"model": {"w": torch.zeros(2**20)}}, keep=1)
     assert [path.name for path in (small_disk / "checkpoints").iterdir()] == ["step_00000001"]
 

@@ -1,28 +1,41 @@
-"""Processes that are killed while they save or load leave a checkpoint from which a run goes on."""
+"""Processes that are killed at any moment leave a checkpoint from which a run goes on, and its curve is the undisturbed one.
+
+CLIPSCALE_KILLS and CLIPSCALE_SEED repeat what a failure has printed. A kill takes a fork of a server that has imported everything.
+"""
 
 import os
 import random
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from clipscale import checkpoint
-from clipscale.config.sections import CheckpointConfig
+from clipscale.config.sections import CheckpointConfig, ModelConfig
+from clipscale.config.train import TrainConfig
 from clipscale.distributed import World
+from clipscale.report.metrics import read_metrics
+from clipscale.train import train
 from tests.ranks import forks
+from tests.test_train import ARCHITECTURE, demo, settings
 
+__all__ = ["demo"]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
 ALONE = World(0, 1, torch.device("cpu"))
-KILLS = 20
+KILLS = int(os.environ.get("CLIPSCALE_KILLS", "200"))
+SEED = int(os.environ.get("CLIPSCALE_SEED", time.time_ns() % 2**32))
 
 
 def values(step: int) -> dict:
     return {"model": {str(i): torch.full((40_000,), float(step)) for i in range(8)}, "loss": float(step)}
 
 
-def work(run: Path) -> None:
-    """Resume and save, again and again, until killed."""
+def save_for_ever(run: Path) -> None:
+    """Resume and save, again and again."""
     checkpoint.remove_temporary(run)
     path = checkpoint.to_resume(run, "auto", ALONE)
     step = checkpoint.load(path)["step"] if path else 0
@@ -34,30 +47,71 @@ def work(run: Path) -> None:
         (run / "complete").write_text(str(step))
 
 
-@pytest.mark.slow
+def kill(work: Callable[..., None], given: Any, seconds: float) -> None:
+    """Let a process work for some seconds, and kill it."""
+    process = forks().Process(target=work, args=(given,))
+    process.start()
+    process.join(seconds)
+    assert process.is_alive(), f"it ended by itself with status {process.exitcode}"
+    process.kill()
+    process.join()
+
+
 def test_a_kill_at_any_moment_of_a_save_or_load_loses_no_complete_checkpoint(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    seed = int(os.environ.get("CLIPSCALE_SEED", time.time_ns() % 2**32))
-    numbers = random.Random(seed)
+    numbers = random.Random(SEED)
     checkpoint.make_folder(tmp_path)
     reached = []
     for _ in range(KILLS):
-        process = forks().Process(target=work, args=(tmp_path,))
-        process.start()
-        time.sleep(numbers.uniform(0.05, 2.0))
-        process.kill()
-        process.join()
+        kill(save_for_ever, tmp_path, numbers.uniform(0.02, 0.6))
         written = tmp_path / "complete"
         complete = int(written.read_text() or 0) if written.exists() else 0
         path = checkpoint.to_resume(tmp_path, "auto", ALONE)
         step = checkpoint.load(path)["step"] if path else 0
-        assert step >= complete, f"seed {seed}: step {complete} was complete, and {path} is the newest"
+        assert step >= complete, f"seed {SEED}: step {complete} was complete, and {path} is the newest"
         if path:
             assert all(
                 torch.equal(t, torch.full((40_000,), float(step))) for t in checkpoint.load(path)["model"].values()
             )
         reached.append(step)
-    assert not list((tmp_path / "checkpoints").glob("*.damaged")), f"seed {seed}: a half checkpoint was taken for whole"
+    assert not list((tmp_path / "checkpoints").glob("*.damaged")), f"seed {SEED}: a half checkpoint was taken for whole"
     with capsys.disabled():
-        print(f"{KILLS} kills, seed {seed}, steps reached {reached}")
+        print(f"\n{KILLS} kills of saves and loads, seed {SEED}: step {reached[-1]} reached")
+
+
+def train_quietly(config: TrainConfig) -> None:
+    """A run that prints nothing."""
+    os.close(1)
+    os.open(os.devnull, os.O_WRONLY)
+    train(config)
+
+
+def test_a_run_that_is_killed_again_and_again_has_the_undisturbed_curve(
+    demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bit for bit, with patch dropout, whose random state has to come back; kills come while it loads, trains and saves."""
+    numbers = random.Random(SEED)
+    model = ModelConfig(name="test", patch_dropout=0.3, architecture=ARCHITECTURE)
+    config = settings(demo, tmp_path / "killed", batch=16, samples=16 * 10**6, model=model)
+    config = replace(config, checkpoint=CheckpointConfig(every=1, keep=2))
+    for _ in range(KILLS):
+        kill(train_quietly, config, numbers.uniform(0.1, 1.5))
+    steps = checkpoint.newest_step(tmp_path / "killed")
+    assert steps, "no kill left time for a step"
+    process = forks().Process(target=train_quietly, args=(replace(config, run=str(tmp_path / "whole")),))
+    process.start()
+    while len(whole := losses(tmp_path / "whole")) < steps:
+        process.join(0.5)
+        assert process.is_alive()
+    process.kill()
+    process.join()
+    pairs = zip(losses(tmp_path / "killed")[:steps], whole[:steps], strict=True)
+    differing = [step for step, (found, expected) in enumerate(pairs, 1) if found != expected]
+    assert not differing, f"seed {SEED}: {len(differing)} of {steps} steps differ, the first is {differing[0]}"
+    with capsys.disabled():
+        print(f"\n{KILLS} kills of a run, seed {SEED}: {steps} steps, each with the undisturbed loss")
+
+
+def losses(run: Path) -> list[float]:
+    return [record["loss"] for record in read_metrics(run / "metrics.jsonl")]

@@ -21,6 +21,7 @@ from clipscale.cli.sweep import (
     slurm_overrides,
     sweep_folder,
     table,
+    written,
 )
 from clipscale.config.sections import LaunchConfig
 from clipscale.config.train import TrainConfig
@@ -64,13 +65,20 @@ def test_the_table_shows_loss_and_the_main_figure_of_every_set() -> None:
 
 
 def test_results_of_an_earlier_sweep_are_left_out(tmp_path: Path) -> None:
-    for name, number, age in (("new", 1, 0), ("other", 0, 0), ("old", 0, 1000)):
-        (tmp_path / name).mkdir()
+    """Whatever the clock says: new results may look older than those of the earlier sweep."""
+
+    def write(name: str, number: int, age: float) -> None:
         file = tmp_path / name / "result.json"
+        file.parent.mkdir(exist_ok=True)
         file.write_text(json.dumps({"job": number, "name": name}))
         os.utime(file, (file.stat().st_mtime - age,) * 2)
-    since = (tmp_path / "new/result.json").stat().st_mtime - 10
-    assert [record["name"] for record in finished(tmp_path, since)] == ["other", "new"]
+
+    write("old", 0, 0)
+    write("again", 2, 0)
+    earlier = written(tmp_path)
+    write("again", 2, 3600)
+    write("new", 1, 7200)
+    assert [record["name"] for record in finished(tmp_path, earlier)] == ["new", "again"]
 
 
 def test_a_jobs_folder_is_named_after_its_values_and_safe() -> None:

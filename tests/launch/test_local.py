@@ -153,13 +153,13 @@ def test_workers_get_time_to_save(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         return lambda *_: {0: {}}
 
     monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", elastic_launch)
-    config = TrainConfig(batch=16, samples=16, run=str(tmp_path), launch=LaunchConfig(procs=2))
+    config = TrainConfig(batch=16, samples=16, run=str(tmp_path), launch=LaunchConfig(procs=2, grace_s=44.5))
     local.run(config)
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "7")
     local.run(config)
     if not hasattr(made[0], "shutdown_timeout"):
         pytest.skip("this torch always waits 30 s")
-    assert [config.shutdown_timeout for config in made] == [local.GRACE_S, 7]
+    assert [config.shutdown_timeout for config in made] == [45 + local.MARGIN_S, 7]
     assert dict(os.environ) == before | {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "7"}
 
 

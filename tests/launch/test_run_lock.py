@@ -11,11 +11,10 @@ import threading
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from clipscale.errors import UserError
-from clipscale.launch import run_lock
+from clipscale.launch import processes, run_lock
 from clipscale.launch.run_lock import FILE, RunLock
 
 
@@ -35,8 +34,8 @@ def no_flock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def record(run: Path, **changes: object) -> None:
-    me = psutil.Process()
-    own = {"host": socket.gethostname(), "pid": me.pid, "created": me.create_time(), "since": "2026-01-01 00:00:00"}
+    me = os.getpid()
+    own = {"host": socket.gethostname(), "pid": me, "started": processes.started(me), "since": "2026-01-01 00:00:00"}
     (run / FILE).write_text(json.dumps(own | changes))
 
 
@@ -88,7 +87,7 @@ def test_a_killed_run_leaves_no_lock(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_flock", "at_once")
-@pytest.mark.parametrize("changes", [{"pid": 2**22 + 1}, {"created": 1.0}])
+@pytest.mark.parametrize("changes", [{"pid": 2**22 + 1}, {"started": 1.0}, {"pid": "1"}, {"started": None}])
 def test_without_flock_a_dead_process_holds_nothing(tmp_path: Path, changes: dict[str, object]) -> None:
     """Its number may belong to another process by now."""
     record(tmp_path, **changes)

@@ -1,8 +1,10 @@
 """The metric log: what is written, what a resumed run cuts off, and that a failing sink costs a run nothing but a warning."""
 
+import errno
 import io
 import json
 import math
+import os
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -184,6 +186,24 @@ def test_lines_wait_in_memory_while_the_disk_is_full(tmp_path: Path) -> None:
         log._file = file
         log.step(record(4))
     assert steps(tmp_path) == [1, 2, 3, 4]
+
+
+class Stale(io.FileIO):
+    """A file whose server has forgotten it."""
+
+    def write(self, data: Any) -> int:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+
+def test_a_file_that_its_server_has_forgotten_is_opened_again(tmp_path: Path) -> None:
+    with open_log(tmp_path) as log:
+        log.step(record(1))
+        log._file.close()
+        log._file = Stale(tmp_path / "metrics.jsonl", "ab")
+        log.step(record(2))
+        assert "metrics.jsonl cannot be written (Stale file handle); its lines wait in memory\n" in printed(log)
+        log.step(record(3))
+    assert steps(tmp_path) == [1, 2, 3]
 
 
 @pytest.mark.parametrize("name", ["metrics", "env", "config"])

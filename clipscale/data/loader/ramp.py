@@ -46,6 +46,17 @@ class BatchSizes:
         ramped = min(step, len(self._sizes))
         return self._ends[ramped] + (step - ramped) * self.batch
 
+    def samples(self, samples: int | None, epochs: float | None, epoch: int | None) -> int:
+        """The samples of a run of `samples`, or of that many epochs of `epoch` samples. Raises UserError for less than one batch."""
+        if samples is None:
+            assert epochs is not None
+            if epoch is None:
+                raise UserError(f"epochs={epochs}: the samples of an epoch are not known for this data; give samples=N")
+            samples = round(epochs * epoch)
+        if samples < self.at(0):
+            raise UserError(f"samples={samples} is less than one batch={self.at(0)}; nothing would be trained")
+        return samples
+
     def steps(self, samples: int) -> int:
         """The number of whole batches in `samples`."""
         if samples < self._ends[-1]:

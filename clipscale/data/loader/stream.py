@@ -163,6 +163,11 @@ class TrainStream:
             "at": {str(stream): list(place) for stream, place in sorted(at.items())},
         }
 
+    @property
+    def waiting(self) -> bool:
+        """Whether the training process waits for samples right now."""
+        return self._assembler.waited.running
+
     def take_wait(self) -> float:
         """Seconds spent waiting for samples since the last call."""
         return self._assembler.waited.take()
