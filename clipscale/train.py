@@ -26,7 +26,7 @@ from clipscale.distributed import World
 from clipscale.errors import LostRankError, StoppedError, UserError, lost_rank
 from clipscale.eval.run import check as check_sets
 from clipscale.eval.run import evaluate
-from clipscale.launch import run_lock
+from clipscale.launch import heartbeat, run_lock
 from clipscale.launch.heartbeat import Heartbeat
 from clipscale.launch.run_lock import RunLock
 from clipscale.launch.stopping import AbandonedError, Stop
@@ -59,13 +59,11 @@ def train(config: TrainConfig) -> dict[str, Any]:
     try:
         world.on_main(lock.enter)
         with Heartbeat(folder, world, config.launch.timeout_s) as heart:
-            try:
-                run = Run(config, world, heart)
-            except UserError:
-                if new:
-                    checkpoint.remove_empty_run(folder, CHUNKS, run_lock.FILE)
-                raise
-            return run.go()
+            return Run(config, world, heart).go()
+    except UserError:
+        if new:
+            checkpoint.remove_empty_run(folder, CHUNKS, run_lock.FILE, heartbeat.FOLDER)
+        raise
     except LostRankError:
         lost = True
         raise

@@ -38,12 +38,12 @@ def remove_temporary(run: Path) -> None:
         remove_leftovers(folder)
 
 
-def remove_empty_run(run: Path, *files: str) -> None:
-    """Remove the folder of a run that was refused at its start, if it holds no checkpoint and nothing beside `files`."""
+def remove_empty_run(run: Path, *names: str) -> None:
+    """Remove the folder of a run that was refused at its start, if it holds no checkpoint and nothing beside these names."""
     held = {path.name for path in run.iterdir()} if run.is_dir() else set()
-    if "checkpoints" in held and held <= {"checkpoints", *files} and not any((run / "checkpoints").iterdir()):
-        for file in files:
-            (run / file).unlink(missing_ok=True)
+    if "checkpoints" in held and held <= {"checkpoints", *names} and not any((run / "checkpoints").iterdir()):
+        for name in names:
+            discard(run / name)
         (run / "checkpoints").rmdir()
         run.rmdir()
 

@@ -77,12 +77,20 @@ def path_of(run: Path, rank: int) -> Path:
     return run / FOLDER / f"{rank:05d}.json"
 
 
+def clear(run: Path) -> None:
+    """Remove the records of an earlier start. The caller holds the run's lock."""
+    for path in (run / FOLDER).glob("*.json"):
+        path.unlink(missing_ok=True)
+
+
 def read(run: Path) -> list[Beat]:
     """The last beats of all ranks, in their order. Damaged records are left out."""
     found = []
     for path in sorted((run / FOLDER).glob("*.json")):
         with suppress(OSError, ValueError, TypeError):
-            found.append(Beat(**files.read_json(path, most=SIZE)))
+            beat = Beat(**files.read_json(path, most=SIZE))
+            if all(isinstance(number, int) for number in (beat.rank, beat.number, beat.place, beat.step)):
+                found.append(beat)
     return found
 
 
@@ -179,8 +187,8 @@ class Heartbeat:
         self._ended.set()
         self._thread.join()
         if not self._failure:
-            path_of(self.run, self.world.rank).unlink(missing_ok=True)
-            with suppress(OSError):  # other ranks' records are in it
+            with suppress(OSError):  # other ranks' records are in the folder
+                path_of(self.run, self.world.rank).unlink(missing_ok=True)
                 (self.run / FOLDER).rmdir()
         if lost:
             survivors = [beat.rank for beat in read(self.run) if beat.lost]

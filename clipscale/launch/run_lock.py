@@ -14,7 +14,7 @@ from typing import Any
 
 from clipscale import checkpoint, files
 from clipscale.errors import UserError
-from clipscale.launch import processes
+from clipscale.launch import heartbeat, processes
 
 log = logging.getLogger(__name__)
 
@@ -40,10 +40,11 @@ class RunLock:
         self._touched, self._seen = 0, 0.0  # time of the file's last change, and when it was first seen here
 
     def enter(self) -> None:
-        """Make the folder, take the lock and remove what a dead run left half-written. Raises UserError where that cannot be."""
+        """Make the folder, take the lock and remove what a dead run left: half-written files, heartbeats. Raises UserError."""
         checkpoint.make_folder(self.run)
         self.acquire()
         checkpoint.remove_temporary(self.run)
+        heartbeat.clear(self.run)
 
     def acquire(self) -> None:
         """Take the lock, if need be after a short wait for its holder. Raises UserError if another run keeps it."""

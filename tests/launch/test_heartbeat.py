@@ -1,5 +1,6 @@
 """When ranks lose each other, the heartbeats name the one that failed first: the rank, its machine, its phase and step."""
 
+import json
 import os
 import re
 import signal
@@ -21,6 +22,7 @@ from clipscale.errors import LostRankError, StoppedError, UserError, lost_rank
 from clipscale.launch import heartbeat, local, processes
 from clipscale.launch.heartbeat import Beat, Heartbeat, first_cause, own_beat, path_of, read
 from clipscale.launch.processes import ALIVE, DEAD, STOPPED
+from clipscale.launch.run_lock import RunLock
 
 CPU = torch.device("cpu")
 CLOSED = RuntimeError("[pair.cc:534] Connection closed by peer [127.0.0.1]:1")
@@ -127,7 +129,7 @@ def other(run: Path, process: subprocess.Popen[bytes], **changes: Any) -> None:
     """The record of rank 1, which is that process."""
     run.joinpath(heartbeat.FOLDER).mkdir(parents=True, exist_ok=True)
     it = replace(own_beat(1), pid=process.pid, started=processes.started(process.pid), **{"number": 1, **changes})
-    path_of(run, 1).write_text(heartbeat.json.dumps(asdict(it)))
+    path_of(run, 1).write_text(json.dumps(asdict(it)))
 
 
 def explained(run: Path, error: BaseException, timeout_s: float = 0.3) -> str:
@@ -231,6 +233,17 @@ def test_a_full_or_damaged_folder_stops_nothing(tmp_path: Path, monkeypatch: pyt
     with Heartbeat(tmp_path, World(0, 1, CPU), 60.0) as heart:
         heart.enter("encode", 5)
         assert read(tmp_path) == []
+
+
+def test_a_new_start_knows_nothing_of_the_ranks_before(tmp_path: Path) -> None:
+    """They may have been more, on other machines."""
+    (tmp_path / heartbeat.FOLDER).mkdir()
+    path_of(tmp_path, 3).write_text(json.dumps(asdict(beat(3, failure="ValueError: of yesterday"))))
+    assert len(read(tmp_path)) == 1
+    lock = RunLock(tmp_path)
+    lock.enter()
+    lock.release()
+    assert read(tmp_path) == []
 
 
 def test_the_launcher_says_where_a_killed_worker_was(tmp_path: Path, child: subprocess.Popen[bytes]) -> None:
