@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -25,7 +26,7 @@ from clipscale import checkpoint
 from clipscale.checkpoint.manifest import SummedFile
 from clipscale.config.sections import CheckpointConfig, EvalConfig, LaunchConfig
 from clipscale.config.train import TrainConfig
-from clipscale.errors import UserError
+from clipscale.errors import StoppedError, UserError
 from clipscale.eval.encode import Encoder
 from clipscale.launch import heartbeat, local
 from clipscale.train import Run, train
@@ -45,6 +46,20 @@ def some_steps(demo: Path, run: Path, **changes: Any) -> TrainConfig:
     sets = EvalConfig(every=3, sets=[str(demo / "objects")], limit=16, batch=4)
     fixed = {"samples": 64 * STEPS, "eval": sets, "checkpoint": CheckpointConfig(every=2), **changes}
     return settings(demo, run, **fixed)
+
+
+def interrupted(rank: int, world: int, config: TrainConfig, steps: int) -> None:
+    """A rank of a run that a signal stops after some steps, with a save."""
+    step = Run.optimizer_step
+
+    def disturbed(run: Run) -> dict[str, Any]:
+        record = step(run)
+        if run.step + 1 == steps:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return record
+
+    with patch.object(Run, "optimizer_step", disturbed), pytest.raises(StoppedError):
+        train(config)
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +135,7 @@ def test_killed_ranks_are_named_and_the_run_goes_on(
 ) -> None:
     config = some_steps(demo, tmp_path / "run")
     if phase == "load":
-        run_ranks(on_a_rank, 2, some_steps(demo, tmp_path / "run", samples=64 * 3))
+        run_ranks(interrupted, 2, config, 3)
     found = outcomes(tmp_path, killed_at, 2, config, phase, victims)
     for rank, (status, text) in enumerate(found):
         if rank in victims:
@@ -188,7 +203,7 @@ def test_a_killed_parent_takes_its_ranks_along_and_the_run_goes_on(
 ) -> None:
     config = some_steps(demo, tmp_path / phase, launch=LaunchConfig(procs=2, threads=1))
     if phase == "load":
-        run_ranks(on_a_rank, 2, some_steps(demo, tmp_path / phase, samples=64 * 3))
+        run_ranks(interrupted, 2, replace(config, launch=LaunchConfig(threads=1)), 3)
     parent = forks().Process(target=launcher, args=(config,))
     parent.start()
     deadline = time.monotonic() + 120
@@ -288,7 +303,7 @@ def test_a_folder_that_fails_for_a_while_costs_a_save_and_no_record(
 
 def test_a_read_only_folder_is_one_line_and_nothing_changes(demo: Path, alone: list[float], tmp_path: Path) -> None:
     run = tmp_path / "run"
-    train(some_steps(demo, run, samples=64 * 4))
+    interrupted(0, 1, some_steps(demo, run), 4)
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
     mounted("--bind", run, run)
     try:
@@ -306,7 +321,7 @@ def test_a_read_only_folder_is_one_line_and_nothing_changes(demo: Path, alone: l
 def test_a_run_goes_on_from_before_its_damaged_checkpoint(
     demo: Path, alone: list[float], tmp_path: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    train(some_steps(demo, tmp_path / "run", samples=64 * 4))
+    interrupted(0, 1, some_steps(demo, tmp_path / "run"), 4)
     newest = checkpoint.found(tmp_path / "run")[-1]
     damage(newest / "rank_00000.safetensors")
     train(some_steps(demo, tmp_path / "run"))
