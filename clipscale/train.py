@@ -10,7 +10,6 @@ from typing import Any
 
 import psutil
 import torch
-from torch import Tensor
 
 from clipscale import checkpoint, distributed
 from clipscale.autotune import CHUNKS, BudgetTuner
@@ -293,7 +292,7 @@ class Run:
             loss, grad_norm = value.item(), norm.item()
             finite = math.isfinite(loss) and math.isfinite(grad_norm)
             if not (finite or state.precision.can_lower_loss_scale) and self.config.optim.on_divergence == "stop":
-                self.stop_diverged(loss, grad_norm, batch.ids())
+                state.stop_diverged(self.step, loss, grad_norm, batch.ids())
             if finite or state.precision.scaler:  # after an overflow the scaler skips the step and lowers its scale
                 state.update(norm)
         self.budget.after_step(phases)
@@ -323,8 +322,8 @@ class Run:
 
     def doing(self) -> str:
         """What this rank does or waits for beside its phase."""
-        waits = "waiting for data" if self.stream.waiting else ""
-        return "; ".join(filter(None, (waits, "writing a checkpoint" if self.saver.writing else "")))
+        parts = {"waiting for data": self.stream.waiting, "writing a checkpoint": self.saver.writing}
+        return "; ".join(name for name, true in parts.items() if true)
 
     def set_learning_rate(self, size: int, samples: int) -> float:
         """Set and return the learning rate of a step of `size` samples that ends at `samples`. A scaled peak follows `size`."""
@@ -348,18 +347,6 @@ class Run:
             "caption_tokens": sum(width * count for width, count in widths.items()) / sum(widths.values()),
             "mfu": self.flops.utilisation(rate / self.world.size, widths),
         }
-
-    def stop_diverged(self, loss: float, grad_norm: float, ids: Tensor) -> None:
-        """End the run before the optimizer changes the weights; write these and the batch's sample ids to RUN/diverged/."""
-        every = torch.cat(self.world.gather(ids.clone()))
-        weights = self.state.whole(self.state.weights())
-        if self.world.main:
-            state = {"step": self.step, "loss": loss, "grad_norm": grad_norm, "model": weights, "samples": every}
-            checkpoint.save_diverged(self.folder, self.step, state)
-        raise UserError(
-            f"step {self.step}: loss={loss}, gradient norm={grad_norm}: training has diverged; earlier checkpoints are intact and "
-            f"{self.folder}/diverged holds the weights; lower optim.lr, set optim.clip_norm, or use another precision"
-        )
 
     def evaluate(self) -> dict[str, Any]:
         """Zero-shot and retrieval metrics of the model as it is now, also written to RUN/eval/step_N.json."""

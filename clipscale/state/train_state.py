@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 from clipscale import distributed
 from clipscale.autotune import agreed_chunk_sizes
-from clipscale.checkpoint import Saved, saved_state
+from clipscale.checkpoint import Saved, save_diverged, saved_state
 from clipscale.config.train import TrainConfig
 from clipscale.data.features import StoredFeatures, stored_features
 from clipscale.distributed import World
@@ -299,6 +299,18 @@ class TrainState:
             return full.cpu() if self.world.main else None
 
         return tree_map_only(Tensor, gathered, tree)
+
+    def stop_diverged(self, step: int, loss: float, grad_norm: float, ids: Tensor) -> None:
+        """End the run before the optimizer changes the weights; write these and the batch's sample ids to RUN/diverged/."""
+        every = torch.cat(self.world.gather(ids.clone()))
+        weights = self.whole(self.weights())
+        if self.world.main:
+            state = {"step": step, "loss": loss, "grad_norm": grad_norm, "model": weights, "samples": every}
+            save_diverged(self.folder, step, state)
+        raise UserError(
+            f"step {step}: loss={loss}, gradient norm={grad_norm}: training has diverged; earlier checkpoints are intact and "
+            f"{self.folder}/diverged holds the weights; lower optim.lr, set optim.clip_norm, or use another precision"
+        )
 
     def load(self, saved: dict[str, Any]) -> None:
         """Take weights, optimizer and scaler from a checkpoint. Raises UserError where they do not fit."""
