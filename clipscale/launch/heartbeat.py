@@ -196,9 +196,11 @@ class Heartbeat:
 
     def cause(self) -> str:
         """A line about the rank that failed first, after a wait for beats where nothing shows it at once."""
-        deadline, found = time.monotonic() + (MISSED + 1) * self.interval, None
-        while time.monotonic() < deadline:
+        self._look()
+        begun, late, found = time.monotonic(), False, None
+        while not late:
             time.sleep(min(0.5, self.interval))  # the records of ranks that fail now
+            late = time.monotonic() - begun > (MISSED + 0.5) * self.interval
             found = self._look()
             if found and (found[0].failure or found[0].rank in self._gone):
                 break
