@@ -8,8 +8,10 @@ from torch import Tensor, nn
 
 from clipscale.config.sections import PrecisionConfig
 from clipscale.errors import UserError
+from clipscale.models import fp8
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+"""Type of autocast."""
 LEAST_LOSS_SCALE = 1.0
 """If fp16 gradients overflow even below this loss scale, the training itself diverges."""
 
@@ -23,7 +25,7 @@ class Precision:
                 f"precision.weights={config.weights} with precision.name={config.name}: bf16 weights go with precision=bf16; "
                 "else leave precision.weights=fp32"
             )
-        self.dtype = DTYPES[config.name]
+        self.dtype, self.fp8 = DTYPES[config.name], config.name == "fp8"
         self.device = device
         self.half_weights = config.weights == "bf16"
         self.master = self.half_weights and config.master
@@ -47,6 +49,11 @@ class Precision:
     def can_lower_loss_scale(self) -> bool:
         """Whether a lower loss scale may remove an overflow."""
         return self.scaler is not None and self.loss_scale >= LEAST_LOSS_SCALE
+
+    def convert(self, tower: nn.Module) -> None:
+        """With precision=fp8, replace the tower's linear layers in place; see `fp8.convert`. Comes before `hold` and any wrapper."""
+        if self.fp8:
+            fp8.convert(tower, self.device)
 
     def hold(self, tower: nn.Module) -> "MasterWeights | None":
         """Cast the tower's matrices in place, if the settings hold them in half precision; returns float32 copies for the optimizer.

@@ -120,6 +120,8 @@ class StepVariants:
             torch.manual_seed(0)
             with self.device:  # drawing a large model's weights on a CPU takes longer than timing it
                 model = build_model(config).to(self.device)
+            for tower in (model.image, model.text):
+                self.precision.convert(tower)
             if kind == "compiled":
                 model.image.compile(dynamic=False)
                 model.text.compile()

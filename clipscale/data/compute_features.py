@@ -83,7 +83,9 @@ def _write(config: FeaturesConfig, urls: Sequence[str], world: World) -> Path:
     }
     _write_note(folder, kind, world)
     model.image.to(world.device)
-    writer = _Writer(config, model, Precision(config.precision, world.device), world.device)
+    precision = Precision(config.precision, world.device)
+    precision.convert(model.image)
+    writer = _Writer(config, model, precision, world.device)
     counts = {}
     for url in urls[world.rank :: world.size]:
         path = folder / leaf_of(url)

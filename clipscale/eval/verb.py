@@ -45,6 +45,8 @@ def work(config: EvalRunConfig) -> Results:
             model = build_model(found)
             about |= {"model": found.name, "source": config.model.weights}
         model.to(world.device)
+        for tower in (model.image, model.text):
+            precision.convert(tower)
         results = evaluate(
             model, config.eval, world, autocast=precision.autocast, run_dir=folder, step=step, about=about
         )

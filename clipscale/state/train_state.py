@@ -63,6 +63,8 @@ class TrainState:
         self.earlier_chunks = saved.values.get("chunks", {}) if saved else {}
         self.precision = Precision(config.precision, world.device)
         self.model = self.build_model()
+        for tower in (self.model.image, self.model.text):
+            self.precision.convert(tower)
         self.stored = self.stored_features()
         self.captions = self.caption_rule(saved)
         self.notes += filter(None, [self.captions.note])

@@ -219,7 +219,7 @@ def test_a_stale_entry_is_named_and_not_used(tmp_path: Path, caplog: pytest.LogC
 def test_a_stale_index_beside_the_shards_does_not_hide_a_newer_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """On a read-only folder with an outdated index, the cache holds the new counts."""
+    """On a read-only folder with an outdated index, the cache holds the new update."""
     paths = write_shards(tmp_path, [3, 5], sized=False)
     make(paths)
     write_tar(paths[0], [*sample("a"), *sample("b")])
