@@ -17,7 +17,7 @@ from PIL import Image
 from clipscale.cli.main import main
 from clipscale.data.loader.host_batch import sample_id
 from clipscale.data.sample import RawSample
-from clipscale.data.shards import remote, remote_object, tables
+from clipscale.data.shards import remote, tables
 from clipscale.data.shards.access import EVENT, Access
 from clipscale.data.shards.listing import expand, recorded_counts
 from clipscale.data.shards.reader import ReadProblem, read_shard
