@@ -122,7 +122,7 @@ def contrastive_loss(
     masks, keys = (image_mask, text_mask), (image_keys, text_keys)
     return configured_loss(
         image_features, text_features, logit_scale, logit_bias, config,
-        module=module, masks=masks, keys=keys, group=group.get_group() if isinstance(group, DeviceMesh) else group, check=check,
+        module=module, masks=masks, keys=keys, group=_process_group(group), check=check,
     )  # fmt: skip
 
 
@@ -201,6 +201,18 @@ def configured_loss(
     if exchange.failure is not None:  # without `check`; all transfers are done
         raise exchange.failure
     return terms[0] if len(terms) == 1 else (terms[0] + terms[1]) / 2
+
+
+def _process_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:
+    if not isinstance(group, DeviceMesh):
+        return group
+    if group.ndim != 1:
+        names = group.mesh_dim_names or tuple(map(str, range(group.ndim)))
+        raise ValueError(
+            f"group is a mesh of {group.ndim} dimensions, {' x '.join(names)}; pass the one that splits the batch, such as "
+            f'mesh["{names[0]}"]'
+        )
+    return group.get_group()
 
 
 def _check_config(config: LossConfig) -> None:

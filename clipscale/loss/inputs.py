@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from clipscale.loss.block import RowBlock, sum_dtype
 
@@ -105,6 +106,11 @@ def checked_inputs(
 
 
 def _check_features(u: Tensor, v: Tensor, similarity: str) -> None:
+    for name, x in (("image_features", u), ("text_features", v)):
+        _require(
+            not isinstance(x, DTensor),
+            f"{name} is a DTensor; pass this rank's own rows: x.full_tensor() if all hold the same",
+        )
     shapes = f"image_features {tuple(u.shape)}, text_features {tuple(v.shape)}"
     _require(
         u.dtype in DTYPES and v.dtype in DTYPES, f"features must be floating-point numbers, not {u.dtype} and {v.dtype}"
@@ -145,6 +151,7 @@ def _feature_dtype(u: Tensor, v: Tensor) -> torch.dtype:
 def _number(name: str, x: Tensor | float, dtype: torch.dtype, device: torch.device) -> Tensor:
     if not isinstance(x, Tensor):
         x = torch.tensor(x, dtype=dtype, device=device)
+    _require(not isinstance(x, DTensor), f"{name} is a DTensor; pass x.full_tensor()")
     _require(x.numel() == 1, f"{name} must be a single number, not a tensor of shape {tuple(x.shape)}")
     return x.reshape(()).to(device=device, dtype=dtype)
 
