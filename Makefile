@@ -63,7 +63,7 @@ TILES := $(patsubst %,triton-tiles-%,128x128x64-4w-3s 128x128x64-8w-4s 128x256x6
 PANELS := $(patsubst %,triton-panel-%,64M 256M 2G 8G)
 comma := ,
 listed = $(subst $(eval ) ,$(comma),$(strip $(1)))
-PEERS := infcl,open_clip,inf_cl,compile
+PEERS := infcl,open_clip,inf_cl,memeff,compile,siglip,siglip_kernel
 gpu-loss:
 	$(call loss,70) n=64k d=768 dtype=bf16 profile=true methods=$(PEERS)
 	$(call loss,100) n=1M d=768 dtype=bf16 repeats=2 methods=infcl
@@ -148,7 +148,7 @@ gpu-data:
 # python3 -m pip install --no-index --no-deps --target SITE build/wheels/*.whl; PYTHONPATH=SITE make gpu-right INSTALLED= RUN=python3
 PYTHON_VERSION ?= 3.12
 WHEELS ?= build/wheels
-LACKING := braceexpand ftfy hydra-core inf-cl omegaconf open-clip-torch platformdirs simplejpeg wcwidth webdataset
+LACKING := braceexpand ftfy hydra-core inf-cl memeff omegaconf open-clip-torch platformdirs siglip-kernel simplejpeg wcwidth webdataset
 PLATFORMS := $(foreach n,28 27 24 17,--platform manylinux_2_$(n)_x86_64) --platform manylinux2014_x86_64 --platform manylinux1_x86_64
 PIP := -m pip --quiet --disable-pip-version-check
 wheels:

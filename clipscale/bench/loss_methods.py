@@ -55,7 +55,7 @@ class Method:
     about: str
     """What it is, with the version where it is somebody else's."""
     build: Callable[[Case, int], LossFunction]
-    """Given the case and this process's rank."""
+    """Given the case, with the method's own scale if it has one, and this process's rank."""
     obstacle: Callable[[Case], str | None] = lambda _: None
     """Why it cannot do a case; None where it can."""
     package: str | None = None
@@ -65,6 +65,8 @@ class Method:
     scale: float | None = None
     """Its own logit scale, where it has one; else the case's."""
     frozen_images: bool = False
+    frozen_scale: bool = False
+    """Is the scale a plain number to it, which gets no gradient."""
     own: bool = True
     """Ours: gradients sum over the ranks to the gradient."""
     visible: Callable[[Case], bool] = lambda _: True
@@ -142,14 +144,33 @@ def _inf_cl(case: Case, rank: int) -> LossFunction:
     return loss
 
 
-def _inf_cl_obstacle(case: Case) -> str | None:
+def _siglip_kernel(case: Case, rank: int) -> LossFunction:
+    from siglip_kernel import fused_siglip_loss
+
+    bias = torch.tensor(preset("siglip").bias, device=case.device)
+
+    def loss(u: Tensor, v: Tensor, scale: Tensor) -> Tensor:
+        return cast(Tensor, fused_siglip_loss(u, v, scale.log(), bias))
+
+    return loss
+
+
+def _memeff(case: Case, rank: int) -> LossFunction:
+    from memeff import MemoryEfficientCLIPLoss
+
+    clip_loss = MemoryEfficientCLIPLoss(temperature=1 / case.scale, normalized_inputs=True, stable=False)
+    return lambda u, v, scale: cast(Tensor, clip_loss(u, v))
+
+
+def _kernel_obstacle(case: Case, sides: int = 1, width: int = 1) -> str | None:
+    """Of other people's Triton kernels, which take multiples of `sides` pairs and of `width` features."""
     if case.device != "cuda":
         return "its kernels need CUDA"
     if case.ranks > 1:
         return "compared on one rank only"
-    if case.d % 256:
-        return f"D={case.d} is no multiple of 256"
-    return f"N={case.n} is no multiple of 64" if case.n % 64 else None
+    if case.d % width:
+        return f"D={case.d} is no multiple of {width}"
+    return f"N={case.n} is no multiple of {sides}" if case.n % sides else None
 
 
 def cross_entropy(u: Tensor, v: Tensor, scale: Tensor) -> Tensor:
@@ -179,12 +200,19 @@ def methods() -> dict[str, Method]:
     clip_loss = f"open_clip.loss.ClipLoss of open_clip_torch {_version('open_clip', 'open_clip_torch')}"
     flash_loss = f"inf_cl.cal_flash_loss, both ways, of inf-cl {_version('inf_cl', 'inf-cl')}"
     peer = partial(Method, own=False)
+    siglip = preset("siglip")
+    its_own: dict[str, Any] = {"objective": siglip.objective, "scale": siglip.scale, "bias": siglip.bias}
     compiled: dict[str, Any] = {"visible": lambda _: False, "fixed_shape": True}
+    fused = f"siglip_kernel.fused_siglip_loss of siglip-kernel {_version('siglip_kernel', 'siglip-kernel')}; compare with siglip"
+    efficient = f"memeff.MemoryEfficientCLIPLoss of memeff {_version('memeff', 'memeff')}; no gradient of the scale"
+    kernels = partial(peer, visible=lambda _: False)
     found = [
         *(preset(name) for name in group_options()["loss"]),
         *(_own(name, f"backend={name}: {about}", LossConfig(backend=name)) for name, about in backends.items()),
         peer("open_clip", clip_loss, _open_clip, package="open_clip"),
-        peer("inf_cl", flash_loss, _inf_cl, _inf_cl_obstacle, "inf_cl", visible=lambda _: False),
+        kernels("inf_cl", flash_loss, _inf_cl, partial(_kernel_obstacle, sides=64, width=256), "inf_cl"),
+        kernels("memeff", efficient, _memeff, partial(_kernel_obstacle, width=64), "memeff", frozen_scale=True),
+        kernels("siglip_kernel", fused, _siglip_kernel, _kernel_obstacle, "siglip_kernel", **its_own),
         peer("torch", "torch's cross_entropy of one matrix, both ways", lambda *_: cross_entropy, _one_rank),
         peer(
             "compile",
@@ -217,6 +245,6 @@ def chosen(names: str, device: str, ranks: int) -> list[Method]:
     """
     if names == "auto":
         names = "clip,openclip,disco,ring,infcl" if ranks > 1 else "infcl,dense,open_clip,torch"
-        names += ",inf_cl" if ranks == 1 and device == "cuda" else ""
+        names += ",inf_cl,memeff,siglip,siglip_kernel" if ranks == 1 and device == "cuda" else ""
     tiles = [f"triton-tiles-{candidate}" for candidate in candidates("half")]
     return find([name for word in words(names) for name in (tiles if word == "triton-tiles" else [word])])

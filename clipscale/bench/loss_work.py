@@ -7,7 +7,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -57,15 +57,17 @@ class Loss:
     device: torch.device
 
     def __post_init__(self) -> None:
-        self._loss: LossFunction = self.method.build(self.case, self.rank)
+        scale = self.method.scale or self.case.scale
+        self._loss: LossFunction = self.method.build(replace(self.case, scale=scale), self.rank)
 
     def inputs(self, size: int) -> list[Tensor]:
-        """This rank's part of `size` pairs of unit rows, and the logit scale; all want a gradient, but for frozen images."""
+        """This rank's part of `size` pairs of unit rows, and the logit scale; all want a gradient, but for what is frozen."""
         own = size // self.case.ranks
         u, v = (x[self.rank * own :][:own] for x in unit_pairs(size, self.case.d, self.device))
         u, v = (x.to(DTYPES[self.case.dtype]).clone() for x in (u, v))
         scale = torch.tensor(self.method.scale or self.case.scale, device=self.device)
-        return [u.requires_grad_(not self.method.frozen_images), v.requires_grad_(), scale.requires_grad_()]
+        u.requires_grad_(not self.method.frozen_images)
+        return [u, v.requires_grad_(), scale.requires_grad_(not self.method.frozen_scale)]
 
     def step(self, inputs: Sequence[Tensor], meter: Meter) -> tuple[Tensor, dict[str, Tensor]]:
         """The value and the gradients."""
@@ -133,7 +135,7 @@ class LossWorker(Worker):
         sent = Communicator.bytes_sent - sent
         forward, backward = (meter.peak[part] - meter.before["forward"] for part in ("forward", "backward"))
         held = sum(grad.nbytes for grad in grads.values())
-        if loss.method.own and loss.method.objective == "sigmoid":  # whose gradients are made in the forward pass
+        if loss.method.objective == "sigmoid":  # whose gradients are made in the forward pass
             forward -= held
         record["memory"][str(size)] = meter.growth()
         record |= {"growth_bytes": meter.growth(), "extra_bytes": max(forward, backward - held, 0)}
@@ -189,7 +191,7 @@ class LossWorker(Worker):
         The scale's gradient is a sum over rows of either sign; it is compared with the sum of their absolute values. Empty if the
         oracle, whose memory is several matrices in float64, does not fit: that is no failure of the method.
         """
-        if dist.is_initialized():
+        if dist.is_initialized() and "scale" in grads:
             dist.all_reduce(grads["scale"])  # its parts sum to the gradient
         u, v = (self.everyone(x.detach()).double().requires_grad_() for x in inputs[:2])
         scale = inputs[2].detach().double().requires_grad_()
@@ -202,11 +204,10 @@ class LossWorker(Worker):
             raise
         own = len(inputs[0])
         rows = slice(self.rank * own, (self.rank + 1) * own)
-        magnitude = float((u.detach() * true["images"]).sum(1).abs().sum() / scale.detach())
-        found = {
-            "value": abs(float(value) / float(true_value.detach()) - 1),
-            "scale": abs(float(grads["scale"]) - float(true["scale"])) / magnitude,
-        }
+        found = {"value": abs(float(value) / float(true_value.detach()) - 1)}
+        if "scale" in grads:
+            magnitude = float((u.detach() * true["images"]).sum(1).abs().sum() / scale.detach())
+            found["scale"] = abs(float(grads["scale"]) - float(true["scale"])) / magnitude
         for name in grads.keys() - {"scale"}:
             expected = true[name][rows]
             found[name] = float((grads[name].double() - expected).norm() / expected.norm())

@@ -204,7 +204,7 @@ class LossBenchSettings:
     d: str = setting("512", "Feature widths, separated by commas.")
     methods: str = setting(
         "auto",
-        "Presets (infcl, clip, ...), backends (tiled, dense, triton) and peers (open_clip, inf_cl, torch, compile).",
+        "Presets (infcl, clip, ...), backends (tiled, dense, triton) and peers (open_clip, inf_cl, memeff, siglip_kernel, torch, compile).",
     )
     dtype: str = setting("fp32", "`fp32`, `bf16`, `fp16`, `tf32`.")
     device: str = setting("auto", DEVICE_HELP, choices=DEVICES)

@@ -18,7 +18,7 @@ def test_every_preset_backend_and_peer_has_a_name() -> None:
     assert set(methods()) == {
         *group_options()["loss"],
         *("tiled", "dense", "triton"),
-        *("open_clip", "inf_cl", "torch", "compile"),
+        *("open_clip", "inf_cl", "memeff", "siglip_kernel", "torch", "compile"),
     }
 
 
@@ -41,9 +41,10 @@ def test_a_method_named_twice_is_measured_once() -> None:
     assert [method.name for method in chosen("infcl, torch,infcl", "cpu", 1)] == ["infcl", "torch"]
 
 
-def test_by_default_inf_cl_is_compared_where_it_can_run() -> None:
-    assert "inf_cl" not in [method.name for method in chosen("auto", "cpu", 1)]
-    assert "inf_cl" in [method.name for method in chosen("auto", "cuda", 1)]
+def test_by_default_other_kernels_are_compared_where_they_can_run() -> None:
+    kernels = {"inf_cl", "memeff", "siglip_kernel"}
+    assert not kernels & {method.name for method in chosen("auto", "cpu", 1)}
+    assert kernels <= {method.name for method in chosen("auto", "cuda", 1)}
     assert [method.name for method in chosen("auto", "cpu", 4)] == ["clip", "openclip", "disco", "ring", "infcl"]
 
 
@@ -57,6 +58,12 @@ def test_by_default_inf_cl_is_compared_where_it_can_run() -> None:
         ("inf_cl", replace(CUDA, d=640), "D=640 is no multiple of 256"),
         ("inf_cl", replace(CUDA, n=100), "N=100 is no multiple of 64"),
         ("inf_cl", replace(CUDA, ranks=2), "one rank"),
+        ("memeff", CPU, "need CUDA"),
+        ("memeff", replace(CUDA, d=96), "D=96 is no multiple of 64"),
+        ("memeff", replace(CUDA, n=100), None),
+        ("siglip_kernel", CPU, "need CUDA"),
+        ("siglip_kernel", replace(CUDA, n=100, d=96), None),
+        ("siglip_kernel", replace(CUDA, ranks=2), "one rank"),
         ("torch", replace(CPU, ranks=2), "one rank"),
         ("infcl", replace(CPU, ranks=2), None),
     ],
@@ -71,7 +78,19 @@ def test_matmuls_inside_kernels_are_not_counted_as_if_seen() -> None:
     seen = {name: (known[name].visible(CPU), known[name].visible(CUDA)) for name in known}
     assert seen["infcl"] == (True, False)
     assert seen["tiled"] == seen["clip"] == seen["open_clip"] == (True, True)
-    assert seen["inf_cl"] == seen["compile"] == (False, False)
+    assert seen["inf_cl"] == seen["memeff"] == seen["siglip_kernel"] == seen["compile"] == (False, False)
+
+
+def test_the_kernels_of_siglip_are_compared_with_its_preset() -> None:
+    ours, theirs = find(["siglip", "siglip_kernel"])
+    assert (theirs.objective, theirs.scale, theirs.bias) == (ours.objective, ours.scale, ours.bias)
+
+
+def test_a_peer_that_is_not_installed_names_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("clipscale.bench.loss_methods.find_spec", lambda _: None)
+    for name in ("memeff", "siglip_kernel", "inf_cl"):
+        method = methods()[name]
+        assert not method.installed and method.package == name and "(not installed)" in method.about
 
 
 def test_a_choice_of_the_kernels_has_a_name() -> None:
