@@ -188,6 +188,11 @@ class LossConfig:
         "ieee", "`ieee` or `tf32` for matmuls of float32 features on CUDA.", choices=PRECISIONS
     )
     tile: int | None = setting(None, "Side of the torch backend's tiles; null: automatic.", least=1)
+    keep: str = setting(
+        "none",
+        "GPU memory for exponentials of scores that the backward pass then need not compute again: `none`, bytes (`8G`), or "
+        "`auto` (half of what is free when the loss begins).",
+    )
 
 
 @dataclass

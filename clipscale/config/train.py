@@ -32,7 +32,7 @@ from clipscale.config.sections import (
 from clipscale.config.setting import flat, setting
 from clipscale.errors import UserError
 from clipscale.files import MOST_YAML, parse_yaml, read_text
-from clipscale.units import format_count, run_folder, unused
+from clipscale.units import format_count, parse_count, run_folder, unused
 
 
 @dataclass
@@ -101,6 +101,11 @@ def check(config: TrainConfig, *, now: datetime | None = None) -> TrainConfig:
         raise UserError(
             f"loss.label_smoothing={config.loss.label_smoothing:g}: a share of the target; give less than 1"
         )
+    if config.loss.keep not in ("none", "auto"):
+        try:
+            parse_count(config.loss.keep)
+        except ValueError as error:
+            raise UserError(f"loss.keep={config.loss.keep}: give none, auto, or bytes such as 8G") from error
     if config.model.init_scale is not None and not config.model.init_scale > 0:
         raise UserError(f"model.init_scale={config.model.init_scale:g}: the factor of the scores; give more than 0")
     if config.data.pipeline and (config.data.train or config.data.stored_member):

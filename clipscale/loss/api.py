@@ -4,6 +4,7 @@ Letters: n rows (images) and m columns (texts) of this rank, D feature width, T 
 """
 
 import logging
+import math
 import os
 from functools import cache
 from typing import cast
@@ -18,11 +19,12 @@ from clipscale.config.setting import settings_of
 from clipscale.loss.autograd import Backend, ContrastiveLoss, LossCall
 from clipscale.loss.exchange import Communicator, Gather, Replicated, Ring, Single, agree
 from clipscale.loss.inputs import FACTS, Inputs, Pair, checked_inputs
+from clipscale.loss.kept import Kept, kept_bytes
 from clipscale.loss.machine import Machine
 from clipscale.loss.objective import Objective, Sigmoid, Softmax
 from clipscale.loss.similarity import Deep, Dot, Late, Similarity
 from clipscale.loss.torch_backend import TorchBackend
-from clipscale.loss.triton.tuning import Tuning
+from clipscale.loss.triton.tuning import PASSES, Tuning, arithmetic_of
 
 Weights = tuple[float | None, float | None]
 # N times the weights of the image-to-text and the text-to-image direction
@@ -60,6 +62,7 @@ def contrastive_loss(
     text_mask: Tensor | None = None,
     fp32_precision: str = LossConfig.fp32_precision,
     tile: int | None = LossConfig.tile,
+    keep: str = LossConfig.keep,
     check: bool = True,
 ) -> Tensor:
     """The contrastive loss of a batch of image-text pairs spread over the ranks of a group, without a batch x batch matrix.
@@ -92,6 +95,8 @@ def contrastive_loss(
         image_mask, text_mask: (n, T) bool, for late interaction: which tokens count.
         fp32_precision: ieee | tf32, for matmuls of float32 features on CUDA.
         tile: side of the torch backend's tiles.
+        keep: memory for exponentials of scores, which the backward pass then need not compute again (softmax of dot products): none, bytes
+            ("8G"), or auto (half of the GPU's free memory). For half-precision features they are rounded to bfloat16.
         check: refuse a result that is not finite and a scale that is not positive, which waits for the device.
 
     Returns:
@@ -118,6 +123,7 @@ def contrastive_loss(
         ranks_per_node=ranks_per_node,
         fp32_precision=fp32_precision,
         tile=tile,
+        keep=keep,
     )
     masks, keys = (image_mask, text_mask), (image_keys, text_keys)
     return configured_loss(
@@ -158,13 +164,15 @@ def configured_loss(
             )
         backend_name = _chosen_backend(config.backend, similarity_name, inputs, machine)
         exchange = _exchange(config, comm)
+        budget = kept_bytes(config.keep, machine, image_features.device)
     except ValueError as error:
         if comm is not None:
             agree(comm, [0] * len(NAMES), NAMES, error, image_features.device)
         raise
     if comm is not None:
         facts = [*inputs.facts(), OBJECTIVES.index(config.objective), EXCHANGES.index(config.exchange)]
-        agree(comm, facts, NAMES, None, image_features.device)
+        wish = _blocks_at_once(backend_name, inputs, config, machine)
+        exchange.join(agree(comm, facts, NAMES, None, image_features.device, wish))
 
     def loss(inputs: Inputs, similarity: Similarity, weights: Weights, is_second: bool = False) -> Tensor:
         """The loss of this rank's rows against the columns of all ranks."""
@@ -173,20 +181,24 @@ def configured_loss(
             rows, cols = exchange.size * len(inputs.rows), exchange.size * len(inputs.cols)
             objective = Softmax(config.label_smoothing, rows, cols)
         backend: Backend
+        kept = Kept(budget / (2 if is_one_of_two else 1))
         if backend_name == "triton":
             from clipscale.loss.triton.backend import triton_backend  # Triton is imported where it is used
 
-            backend = triton_backend(objective, config.fp32_precision, tuning or Tuning(), machine)
+            backend = triton_backend(objective, config.fp32_precision, tuning or Tuning(), machine, kept)
         else:
             is_dense = backend_name == "dense"
             tile = 0 if is_dense else config.tile
-            backend = TorchBackend(objective, similarity, tile, keep=exchange.visits == 1, machine=machine)
+            backend = TorchBackend(objective, similarity, tile, exchange.visits == 1, machine, kept)
         call = LossCall(
-            exchange, backend, similarity, weights, inputs.extras, config.fp32_precision, check, trains, is_second
+            exchange, backend, similarity, weights, inputs.extras, config.fp32_precision, check, trains, kept, is_second
         )
         numbers = (inputs.scale, inputs.bias, *similarity.parameters)
         return cast(Tensor, ContrastiveLoss.apply(call, inputs.rows, inputs.cols, *numbers))
 
+    if not (trains and (image_features.requires_grad or text_features.requires_grad)):
+        budget = 0.0
+    is_one_of_two = config.exchange == "local" and config.objective == "softmax"
     similarity = _similarity(config.similarity, module, image_features.device)
     if config.objective == "softmax_text":
         inputs = inputs.positives_only()  # a hard negative is in no text's softmax
@@ -234,6 +246,16 @@ def _exchange(config: LossConfig, comm: Communicator | None) -> Single:
     if config.exchange == "replicated":
         return Replicated(comm)
     return Ring(comm, config.ranks_per_node) if config.exchange in ("ring", "auto") else Gather(comm)
+
+
+def _blocks_at_once(backend: str, inputs: Inputs, config: LossConfig, machine: Machine) -> int:
+    """Blocks of how many ranks fill the GPU: at least a tile for each multiprocessor."""
+    if backend != "triton":
+        return 1
+    device, arithmetic = inputs.rows.device, arithmetic_of(inputs.extras.dtype, config.fp32_precision)
+    shape = machine.tiles(device, PASSES[0], arithmetic)
+    tiles = math.ceil(len(inputs.rows) / shape.rows) * math.ceil(len(inputs.cols) / shape.cols)
+    return math.ceil(machine.multiprocessors(device) / tiles)
 
 
 def _similarity(name: str, module: nn.Module | None, device: torch.device) -> Similarity:

@@ -4,6 +4,7 @@ Letters: n rows (images) and m columns (texts) of this rank, N rows of all ranks
 """
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from clipscale.loss.block import Block, Parameters, RowBlock, widened
 from clipscale.loss.exchange import Single
 from clipscale.loss.inputs import Extras
+from clipscale.loss.kept import Kept
 from clipscale.loss.machine import float32_matmuls
 from clipscale.loss.side_gradient import (
     SPARE_BYTES,
@@ -63,6 +65,7 @@ class LossCall:
     fp32_precision: str  # of float32 matmuls on CUDA: "ieee" or "tf32"
     check: bool  # refuse a result that is not finite, which waits for the device
     trains: bool  # may a backward pass follow
+    kept: Kept
     is_second: bool = False  # another call on the same exchange comes before; its backward pass comes after
 
     def own_blocks(self, image_features: Tensor, text_features: Tensor) -> tuple[RowBlock, RowBlock]:
@@ -101,8 +104,10 @@ class ContrastiveLoss(torch.autograd.Function):
         parameters = Parameters(scale, bias)
         needed = [call.trains and need for need in ctx.needs_input_grad[1:]]
 
+        visits = itertools.count()
+
         def visit(cols: RowBlock, positive: int | None) -> None:
-            call.backend.forward(Block(rows, cols, parameters, positive))
+            call.backend.forward(Block(rows, cols, parameters, positive, (next(visits), 0, 0)))
 
         with _arithmetic(device, call):
             own = call.own_blocks(image_features, text_features)
@@ -153,6 +158,7 @@ class ContrastiveLoss(torch.autograd.Function):
             with _arithmetic(image_features.device, call), _replayed(ctx.random):
                 grads = gradients(call, rows, cols, like, numbers, needed, rounding, run)
             found = [*(None if x is None else x.grad for x in grads[:2]), *grads[2:]]
+        call.kept.visits.clear()
         if call.exchange.failure is not None and not call.is_second:
             raise call.exchange.failure
         return None, *(None if x is None else x.to(like) for x, like in zip(found, ctx.saved_tensors))
@@ -195,14 +201,17 @@ def gradients(
     if needs_texts and exchange.size == 1 and backend.splits_rows and is_large(cols, like[1]):
         texts = SplitGradient(cols, like[1], rounding, SPARE_BYTES)
 
+    visits = itertools.count()
+
     def visit(cols: RowBlock, positive: int | None) -> None:
+        number = next(visits)
         for row, row_part in images.parts() if images else [(0, rows)]:
             for col, col_part in texts.parts() if texts else [(0, cols)]:
                 offset = None if positive is None else positive + row - col
-                run(Block(row_part, col_part, parameters, offset))
+                run(Block(row_part, col_part, parameters, offset, (number, row, col)))
         # The scores of these once more, for their gradient alone.
         for col, col_part in texts.later_parts() if texts else []:
-            backend.backward(Block(replace(rows, grad=None), col_part, Parameters(scale, bias), -col))
+            backend.backward(Block(replace(rows, grad=None), col_part, Parameters(scale, bias), -col, (number, 0, col)))
 
     text_sums = exchange.backward(cols, visit, needs_texts and texts is None)
     found: list[Finished | None] = [images.result().part(exchange.own_rows) if images else None, None]

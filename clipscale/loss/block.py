@@ -3,6 +3,7 @@
 Letters: n rows (images), m columns (texts), D feature width, T tokens of one sample.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -54,6 +55,12 @@ class RowBlock:
         return torch.zeros_like(self.features, dtype=sum_dtype(self.features.dtype))
 
 
+def joined(blocks: Sequence[RowBlock]) -> RowBlock:
+    """The rows of several blocks as one."""
+    names = blocks[0].present()
+    return RowBlock(**{name: torch.cat([getattr(block, name) for block in blocks]) for name in names})
+
+
 @dataclass
 class Parameters:
     """The tensors that every rank has a copy of. The backward pass adds this rank's part of their gradients here."""
@@ -70,18 +77,21 @@ class Block:
     """The scores of `rows` against `cols`.
 
     `positive` is the column of row 0's positive. Row i has its positive in column positive + i, which may be outside of the block
-    (and negative in a tile). None: the block holds no positive.
+    (and negative in a tile). None: the block holds no positive. `at` is where the block begins: the number of the visit in its sweep,
+    and the row and column of that visit.
     """
 
     rows: RowBlock
     cols: RowBlock
     parameters: Parameters
     positive: int | None
+    at: tuple[int, int, int] = (0, 0, 0)
 
     def tile(self, row: int, height: int, col: int, width: int) -> "Block":
         """The part of the block from (row, col) on, at most height x width. All tensors are views."""
         positive = None if self.positive is None else self.positive + row - col
-        return Block(self.rows[row : row + height], self.cols[col : col + width], self.parameters, positive)
+        at = self.at[0], self.at[1] + row, self.at[2] + col
+        return Block(self.rows[row : row + height], self.cols[col : col + width], self.parameters, positive, at)
 
     @property
     def offset(self) -> int:

@@ -14,9 +14,12 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import record_function
 
-from clipscale.loss.block import RowBlock
+from clipscale.loss.block import RowBlock, joined
 
+MOST_JOINED = 8  # the first transfers of joined blocks overlap nothing
+BLOCK, WAIT = "contrastive_loss: block", "contrastive_loss: wait"  # spans in a profiler's trace
 Visit = Callable[[RowBlock, int | None], None]  # computes the rows against these columns; the number is Block.positive
 Hop = tuple[int, int]  # (rank to send to, rank to receive from)
 
@@ -29,8 +32,9 @@ class Transfer:
 
     def wait(self) -> list[Tensor]:
         """The received tensors, once both directions are done."""
-        for work in self._works:
-            work.wait()
+        with record_function(WAIT):
+            for work in self._works:
+                work.wait()
         return self._received
 
 
@@ -114,6 +118,9 @@ class Single:
     local_fraction = 1.0
     failure: Exception | None = None  # of this rank in a sweep that other ranks take part in
 
+    def join(self, ranks: int) -> None:
+        """Compute the blocks of about so many ranks at once, where an exchange has a choice. All ranks ask for the same number."""
+
     def prepare(self, warm_up: Callable[[], None]) -> None:
         """Called before the first transfer of a sweep that other ranks take part in."""
 
@@ -178,7 +185,8 @@ class Grouped(Single):
         """A visit that fails becomes `failure`. The other visits are skipped and their sums are NaN, so no rank waits for this one."""
         if self.failure is None:
             try:
-                return super().collected(cols, sums, visit, positive)
+                with record_function(BLOCK):
+                    return super().collected(cols, sums, visit, positive)
             except Exception as error:
                 self.failure = error
         return None if sums is None else sums.empty(cols).fill_(torch.nan)
@@ -233,25 +241,70 @@ class Gather(Grouped):
 
 
 class Ring(Grouped):
-    """Rows stay. Columns travel from rank to rank, and their sums follow one hop behind."""
+    """Rows stay. Columns travel from rank to rank, and their sums follow one hop behind.
+
+    Small blocks are joined: 2, 4 or 8 ranks, of as many nodes where there are two levels, first put their columns together. The joined
+    blocks travel past as many ranks (nodes) in a hop, so there are fewer visits, each of more columns. In the end the ranks add up what
+    they have found for each other. A rank sends the same features, and the sums of at most seven blocks more.
+    """
 
     def __init__(self, communicator: Communicator, ranks_per_node: int | None = None) -> None:
         super().__init__(communicator)
-        self.visits = self.size
-        self.hops = ring_hops(self.rank, self.size, ranks_per_node or self.size)
+        self.ranks_per_node = ranks_per_node or self.size
+        self.join(1)
+
+    def join(self, ranks: int) -> None:
+        self.joined, levels = 1, self.ranks_per_node < self.size
+        self.stride = self.ranks_per_node if levels else 1  # between the ranks of a joined block
+        while self.joined < min(ranks, MOST_JOINED) and self.size // self.stride % (2 * self.joined) == 0:
+            self.joined *= 2
+        self.visits = self.size // self.joined
+        node, local = divmod(self.rank, self.stride)
+        place, self.seat = divmod(node, self.joined)
+        hops = ring_hops(place * self.stride + local, self.visits, self.stride if levels else self.visits)
+        self.hops = [(self._at(dest), self._at(src)) for dest, src in hops]
+
+    def _at(self, place: int) -> int:
+        """The rank with this one's seat at a place of the ring of joined blocks."""
+        node, local = divmod(place, self.stride)
+        return (node * self.joined + self.seat) * self.stride + local
 
     def sweep(self, cols: RowBlock, sums: Sums | None, visit: Visit) -> Tensor | None:
-        behind: Transfer | None = None
+        own = self.seat * len(cols)
+        cols, part, behind = self._together(cols), None, None
         for number, hop in enumerate(self.hops, start=1):
-            ahead = self.comm.post(cols.sent(), hop) if number < self.size else None
-            part = self.collected(cols, sums, visit, 0 if number == 1 else None)
-            if sums is not None and part is not None:
+            ahead = self.comm.post(cols.sent(), hop) if number < self.visits else None
+            part = self.collected(cols, sums, visit, own if number == 1 else None)
+            if sums is not None and part is not None and self.visits > 1:
                 if behind is not None:
                     sums.join(part, behind.wait()[0], out=part)
                 behind = self.comm.post([part], hop, tag=1)
             if ahead is not None:
                 cols = cols.received(ahead.wait())
-        return None if behind is None else behind.wait()[0]
+        if sums is None or part is None:
+            return None
+        return self._apart(part if behind is None else behind.wait()[0], sums)
+
+    def _neighbours(self) -> list[int]:
+        """The ranks whose columns join this one's, one after the other: each time those that its partner has so far."""
+        seats = [self.seat ^ distance for distance in (1, 2, 4) if distance < self.joined]
+        return [self.rank + (seat - self.seat) * self.stride for seat in seats]
+
+    def _together(self, cols: RowBlock) -> RowBlock:
+        """The columns of the ranks of a joined block, in their order."""
+        for other in self._neighbours():
+            theirs = cols.received(self.comm.post(cols.sent(), (other, other)).wait())
+            cols = joined([cols, theirs] if self.rank < other else [theirs, cols])
+        return cols
+
+    def _apart(self, part: Tensor, sums: Sums) -> Tensor:
+        """This rank's sums, given those that the ranks at its seat have found for the whole joined block."""
+        for other in reversed(self._neighbours()):
+            halves = part.chunk(2)
+            mine, theirs = halves if self.rank < other else halves[::-1]
+            found = self.comm.post([theirs], (other, other), tag=1).wait()[0]
+            part = sums.join(mine, found, out=found)
+        return part
 
 
 def ring_hops(rank: int, size: int, ranks_per_node: int) -> list[Hop]:
@@ -276,16 +329,22 @@ def ring_hops(rank: int, size: int, ranks_per_node: int) -> list[Hop]:
 
 
 def agree(
-    comm: Communicator, facts: Sequence[int], names: Sequence[str], problem: Exception | None, device: torch.device
-) -> None:
-    """Raise ValueError if another rank has a problem, or if the ranks differ in one of the named facts.
+    comm: Communicator,
+    facts: Sequence[int],
+    names: Sequence[str],
+    problem: Exception | None,
+    device: torch.device,
+    wish: int = 1,
+) -> int:
+    """Raise ValueError if another rank has a problem, or if the ranks differ in one of the named facts. Returns their largest wish.
 
     One small all-gather. Without it the other ranks would wait forever for a rank that raises, or that brings another batch size.
     """
-    mine = torch.tensor([problem is not None, *facts], dtype=torch.int64, device=device)
+    mine = torch.tensor([problem is not None, *facts, wish], dtype=torch.int64, device=device)
     gathered = comm.gather(mine).view(comm.size, -1).tolist()
+    largest = max(row[-1] for row in gathered)
     if problem is not None:
-        return
+        return largest
     if faulty := [str(rank) for rank, (failed, *_) in enumerate(gathered) if failed]:
         raise ValueError(
             f"contrastive_loss was refused on rank {', '.join(faulty)} of the group; the reason is in the error there"
@@ -295,3 +354,4 @@ def agree(
             raise ValueError(
                 f"contrastive_loss needs the same {name} on all ranks, but rank by rank it is {list(values)}"
             )
+    return largest

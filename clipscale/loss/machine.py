@@ -32,6 +32,17 @@ class Machine:
         """90 for 9.0. Triton's interpreter loads operands as Ampere does, through pointers."""
         return capability_of(device) if device.type == "cuda" else 80
 
+    def multiprocessors(self, device: torch.device) -> int:
+        """Of the GPU; the interpreter has one."""
+        return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+    def free_bytes(self, device: torch.device) -> int:
+        """Memory of the GPU that is free, with what torch's allocator holds in reserve; none elsewhere."""
+        if device.type != "cuda":
+            return 0
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
     def aligned(self, x: Tensor, depth: int) -> Tensor:
         """x (n, D) with D padded to a multiple of `depth` and rows that load 16 bytes at a time.
 

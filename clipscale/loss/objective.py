@@ -36,19 +36,34 @@ class Softmax:
     total_rows: int = 1
     total_cols: int = 1
 
-    def forward(self, scores: list[Tensor], tile: Block, bound: float, spare: Tensor) -> None:
-        """Merge a tile into the running log-sum-exps and targets. `bound` limits |x|; `spare` is scratch of the scores' shape."""
+    def forward(self, scores: list[Tensor], tile: Block, bound: float, spare: Tensor) -> tuple[Tensor, float] | None:
+        """Merge a tile into the running log-sum-exps and targets. `bound` limits |x|; `spare` is scratch of the scores' shape.
+
+        Returns e^(x - t), and t, where one tensor of scores has them for all its directions.
+        """
         reference = _reference(bound)
+        found = None
         for x, directions in self._served(scores, tile):
             if not directions:
                 continue
             self._add_tile_targets(x, directions, tile, spare)
             exponentials = torch.sub(x, reference, out=spare).exp_() if reference else torch.exp(x, out=spare)
+            found = (exponentials, reference) if len(scores) == 1 else None
             for side in directions:
                 total = exponentials.sum(side.dim)
                 underflow = reference > 0 and bool(total.min() < SMALLEST_SUM)
                 lse = _logsumexp(x, side.dim) if underflow else total.double().log_().add_(reference)
                 side.lse.copy_(torch.logaddexp(side.lse, lse))
+        return found
+
+    def backward_from(self, e: Tensor, reference: float, tile: Block, spare: Tensor) -> list[Tensor] | None:
+        """`backward` from e^(x - t) instead of scores, in place. None, with e as it was, where t does not suit the log-sum-exps."""
+        directions = [side for of_side in self.directions(tile) for side in of_side]
+        if not _is_near(reference, directions):
+            return None
+        self._weigh(e, reference, directions, spare)
+        self._subtract_targets(e, directions, tile)
+        return [e]
 
     def backward(self, scores: list[Tensor], tile: Block, bound: float, spare: Tensor) -> list[Tensor]:
         """Replace the scores, in place, by the derivative of the loss with respect to them."""
@@ -57,16 +72,19 @@ class Softmax:
             if not directions:
                 x.zero_()
                 continue
-            if all(reference - float(side.lse.min()) <= MARGIN for side in directions):
-                # One exponential an element: e^(x - t) (a e^(t - r) + b e^(t - c)).
-                factors = [side.across((side.weight * (reference - side.lse).exp()).to(x.dtype)) for side in directions]
+            if _is_near(reference, directions):  # one exponential an element
                 (x.sub_(reference) if reference else x).exp_()
-                x.mul_(torch.add(*factors, out=spare) if len(factors) == 2 else factors[0])
+                self._weigh(x, reference, directions, spare)
             else:
                 terms = [_weighted_probabilities(x, side) for side in directions]
                 torch.add(*terms, out=x) if len(terms) == 2 else x.copy_(terms[0])
             self._subtract_targets(x, directions, tile)
         return scores
+
+    def _weigh(self, e: Tensor, reference: float, directions: list["Direction"], spare: Tensor) -> None:
+        """e = e^(x - t) becomes a e^(x - r) + b e^(x - c), in place."""
+        factors = [side.across((side.weight * (reference - side.lse).exp()).to(e.dtype)) for side in directions]
+        e.mul_(torch.add(*factors, out=spare) if len(factors) == 2 else factors[0])
 
     def add_targets(
         self,
@@ -181,6 +199,11 @@ class Direction:
 def _reference(bound: float) -> float:
     """t, given a bound of |x|: e^(x - t) never overflows. t = 0 costs nothing and loses nothing, and is chosen wherever it can be."""
     return max(0.0, bound - MARGIN)
+
+
+def _is_near(reference: float, directions: list[Direction]) -> bool:
+    """Whether e^(t - r) and e^(t - c) are finite, and what underflows in e^(x - t) is nothing beside them."""
+    return all(reference - float(side.lse.min()) <= MARGIN for side in directions)
 
 
 def _logsumexp(x: Tensor, dim: int) -> Tensor:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from torch import Tensor
 
 from clipscale.loss.block import Block, exclude_duplicates
+from clipscale.loss.kept import Kept
 from clipscale.loss.machine import Machine
 from clipscale.loss.objective import Objective, Sigmoid
 from clipscale.loss.similarity import Dot, Similarity
@@ -17,7 +18,8 @@ class TorchBackend:
     """The functions of a backend, written over an objective and a similarity.
 
     `tile` is the side of the tiles; None: the similarity's choice; 0: the whole block. With `keep` (for the dot product and a single
-    visit to a single tile) the scores stay in memory between the passes, as in a plain graph: three matmuls instead of four.
+    visit to a single tile) the scores stay in memory between the passes, as in a plain graph: three matmuls instead of four. `kept` does
+    the same, for the dot product, with exponentials of as many tiles as fit its budget.
     """
 
     def __init__(
@@ -27,6 +29,7 @@ class TorchBackend:
         tile: int | None = None,
         keep: bool = False,
         machine: Machine | None = None,
+        kept: Kept | None = None,
     ) -> None:
         self.objective, self.similarity, self.tile = objective, similarity, tile
         self.machine = machine or Machine()
@@ -35,6 +38,7 @@ class TorchBackend:
         self.sums_scale_grad = not similarity.homogeneous
         self.sums_pairs = isinstance(objective, Sigmoid)
         self.keep = keep and tile == 0 and isinstance(similarity, Dot)
+        self.kept = kept if kept is not None and not self.keep and isinstance(similarity, Dot) else Kept()
         self._kept: Tensor | None = None
         self._buffers: list[Tensor] = []
 
@@ -54,7 +58,9 @@ class TorchBackend:
                 self._kept = scores[0].clone()
             tile_bound = _bound(scores) if bound is None else bound
             exclude_duplicates(scores, tile)
-            self.objective.forward(scores, tile, tile_bound, spare)
+            found = self.objective.forward(scores, tile, tile_bound, spare)
+            if found is not None:
+                self.kept.add(*found, tile, block)
         self._buffers = []
 
     def backward(self, block: Block) -> None:
@@ -70,12 +76,26 @@ class TorchBackend:
         bound = self.similarity.bound(block)
         for tile in self._tiles(block):
             out, spare = self._scratch(tile)
+            if self._differentiated_from_kept(tile, out, spare):
+                continue
             scores, vjp = self.similarity.vjp(tile, out, self._kept)
             self._kept = None
             tile_bound = _bound(scores) if bound is None else bound
             exclude_duplicates(scores, tile)
             vjp(derivative(scores, tile, tile_bound, spare))
         self._buffers = []
+
+    def _differentiated_from_kept(self, tile: Block, out: Tensor, spare: Tensor) -> bool:
+        """Whether the tile's exponentials were kept and of use; then its gradients are added."""
+        reference = self.kept.take(tile, out)
+        if reference is None or isinstance(self.objective, Sigmoid):
+            return False
+        grads = self.objective.backward_from(out, reference, tile, spare)
+        if grads is None:
+            return False
+        _, vjp = self.similarity.vjp(tile, out, out)
+        vjp(grads)
+        return True
 
     def _tiles(self, block: Block) -> Iterator[Block]:
         n, m = len(block.rows), len(block.cols)

@@ -110,6 +110,10 @@ def without_memory() -> Iterator[MemoryTracker]:
         yield tracker
 
 
+MULTIPROCESSORS = {8: 108, 9: 132, 10: 148}
+"""Of an A100, an H100 or H200, and a B200, by compute capability."""
+
+
 class DryMachine(Machine):
     """A GPU of a compute capability, or (None) the CPU, for the loss of tensors without values.
 
@@ -131,6 +135,9 @@ class DryMachine(Machine):
 
     def compute_capability(self, device: torch.device) -> int:
         return 80  # operands without values have no descriptors
+
+    def multiprocessors(self, device: torch.device) -> int:
+        return MULTIPROCESSORS.get((self.capability or 0) // 10, 1)
 
     def aligned(self, x: Tensor, depth: int) -> Tensor:
         padded = -(-x.shape[1] // depth) * depth

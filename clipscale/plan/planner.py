@@ -249,6 +249,7 @@ class MemoryPlan:
             f"assumed: captions of {config.caption_tokens:g} tokens on average, sorted and cut to their length": self.gpu
             and caption_width(config, self.run) < self.run.context_length,
             "cache.keep=auto fills the free memory on purpose": config.cache.keep == "auto",
+            "loss.keep=auto takes half of what the loss leaves free: not in these figures": config.loss.keep == "auto",
             f"assumed: {format_bytes(self.outside)} outside of torch's allocator (context, NCCL), {format_bytes(self.workspace)} of "
             f"cuBLAS workspace, {config.reserve:.0%} left free": self.gpu,
             f"assumed: {config.image_bytes / 1000:g} kB a picture in the shards, and the host memory of processes": True,

@@ -11,6 +11,7 @@ from clipscale.hardware import Hardware
 from clipscale.models.captions import expected_to_cut
 from clipscale.models.towers import forward_flops
 from clipscale.plan.dry_run import DryRun
+from clipscale.units import parse_count
 
 LAP_BYTES, GRADIENT_BYTES = 2, 4
 """Bytes that a GPU sends for each number of each column of the batch: in bf16 with each sweep over the scores, and a float32 gradient
@@ -46,7 +47,7 @@ def step_time(config: PlanConfig, gpu: Hardware, run: DryRun, batch: int, kept: 
     replay = sum(f * (3 - share + recomputed) for f, share, one in zip(forward, kept, trained) if one)
     pairs = batch * batch * ranks * (ranks if config.loss.exchange == "replicated" else 1)
     sweeps = 1 if config.loss.objective == "sigmoid" or not any(trained) else 2
-    matmuls = sweeps + sum(trained)
+    matmuls = sweeps + sum(trained) - (kept_share(config, batch, ranks) if sweeps == 2 else 0)
     columns = batch * (ranks - 1) * run.width
     return StepTime(
         encode=batch * sum(forward) / rate,
@@ -55,6 +56,13 @@ def step_time(config: PlanConfig, gpu: Hardware, run: DryRun, batch: int, kept: 
         replay=batch * replay / rate,
         gradients=2 * (ranks - 1) / ranks * run.gradient_bytes() / link,
     )
+
+
+def kept_share(config: PlanConfig, batch: int, ranks: int) -> float:
+    """Share of a rank's scores whose exponentials `loss.keep` keeps, in bfloat16. `auto` may keep more than the 0 that is assumed."""
+    if config.loss.keep in ("none", "auto") or config.loss.similarity != "dot":
+        return 0.0
+    return min(1.0, parse_count(config.loss.keep) / (2 * batch * batch * ranks))
 
 
 def caption_width(config: PlanConfig, run: DryRun) -> int:

@@ -45,6 +45,7 @@ def config(**changes: Any) -> TrainConfig:
         ({"model": ModelConfig(patch_dropout=1.0)}, "model.patch_dropout=1: .*; give less than 1"),
         ({"model": ModelConfig(init_scale=-5.0)}, "model.init_scale=-5: .*; give more than 0"),
         ({"loss": LossConfig(label_smoothing=3.0)}, "loss.label_smoothing=3: .*; give less than 1"),
+        ({"loss": LossConfig(keep="lots")}, "loss.keep=lots: give none, auto, or bytes such as 8G"),
     ],
 )
 def test_each_mistake_is_one_line_that_names_the_setting_and_the_remedy(changes: dict[str, Any], message: str) -> None:

@@ -46,3 +46,11 @@ def test_a_step_of_short_captions_is_shorter() -> None:
     short, long = settings({}, 12), settings({}, 70)
     run = run_of(short.model)
     assert step_time(short, GPU, run, 64, (0, 0)).step < 0.95 * step_time(long, GPU, run, 64, (0, 0)).step
+
+
+def test_kept_exponentials_save_a_quarter_of_the_loss() -> None:
+    none, some, everything = (settings({}, 12) for _ in range(3))
+    batch = 1024
+    some.loss.keep, everything.loss.keep = str(batch * batch), "1G"
+    times = [step_time(one, GPU, run_of(one.model), batch, (0, 0)).loss for one in (none, some, everything)]
+    assert times == pytest.approx([times[0], 0.875 * times[0], 0.75 * times[0]])

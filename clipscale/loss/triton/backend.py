@@ -18,12 +18,21 @@ import triton
 from torch import Tensor
 
 from clipscale.loss.block import Block, Parameters
+from clipscale.loss.kept import Exponentials, Kept
 from clipscale.loss.machine import Machine
 from clipscale.loss.objective import Direction, Objective, Sigmoid, Softmax
 from clipscale.loss.similarity import product, row_products
 from clipscale.loss.triton.panels import HEADROOM, PaddedBlock, side_terms
 from clipscale.loss.triton.sigmoid import sigmoid_kernel
-from clipscale.loss.triton.softmax import OWN, SUMS, TOPS, lse_kernel, softmax_gradient_kernel, special_gradient_kernel
+from clipscale.loss.triton.softmax import (
+    OWN,
+    SUMS,
+    TOPS,
+    kept_gradient_kernel,
+    lse_kernel,
+    softmax_gradient_kernel,
+    special_gradient_kernel,
+)
 from clipscale.loss.triton.tuning import PASSES, Tuning, arithmetic_of
 
 # Of exponentials relative to a reference. Terms below 2^-126 are lost: 2^22 of them are under 2^-24 of the smallest sum.
@@ -42,8 +51,11 @@ class TritonBackend(ABC):
     sums_scale_grad = True
     sums_pairs = False
 
-    def __init__(self, objective: Objective, fp32_precision: str, tuning: Tuning, machine: Machine) -> None:
+    def __init__(
+        self, objective: Objective, fp32_precision: str, tuning: Tuning, machine: Machine, kept: Kept | None = None
+    ) -> None:
         self.objective, self.precision, self.tuning, self.machine = objective, fp32_precision, tuning, machine
+        self.kept = kept or Kept()
 
     @abstractmethod
     def forward(self, block: Block) -> None:
@@ -69,9 +81,12 @@ class TritonBackend(ABC):
         rows, cols = block.rows, block.cols
         facts = [x is not None for side in (rows, cols) for x in (side.keys, side.weight, side.grad)]
         features = rows.features
+        kept = self.kept
+        facts.append(kept.budget > 0)
         key = (features.device, features.dtype, features.shape[1], self.precision, self.tuning, self.objective, *facts)
         if key in WARM:
             return
+        self.kept = Kept(math.inf if kept.budget else 0.0)
         zero = torch.zeros((), dtype=torch.float64, device=features.device)
         rows, cols = (replace(x, lse=None if x.weight is None else x.empty_lse()) for x in (rows, cols))
         rows.target = zero.expand(1).clone()
@@ -82,6 +97,7 @@ class TritonBackend(ABC):
             self.forward(block)
         if trains:
             (self.forward_backward if self.sums_pairs else self.backward)(block)
+        self.kept = kept
         zero.item()  # waits for the device
         WARM.add(key)
 
@@ -134,22 +150,26 @@ class TritonSoftmax(TritonBackend):
         nothing waits for it.
         """
         padded, rows = self.padded(block, "forward"), block.rows.lse
+        kept = self._opened(padded, block)
         known = positives if rows is None else torch.maximum(positives, rows)
         base = (known * padded.units).masked_fill(known == -torch.inf, 0).round().float()  # 2^(R_i - t) is then exact
         t = base.max() - HEADROOM
         always = torch.ones((), dtype=torch.int32, device=padded.device)
-        row_sum, col_sum = self._found(padded, SUMS, block, (base, None), t, always)
+        row_sum, col_sum = self._found(padded, SUMS, block, (base, None), t, always, kept)
         # A row that earlier blocks have terms of may have small ones here. NaN is not kept.
         may_be_small = False if rows is None else rows > -torch.inf, False
-        kept = [
+        sound = [
             ((x <= LARGEST_SUM) & ((x >= SMALLEST_SUM) | small)).all()
             for x, small in zip((row_sum, col_sum), may_be_small)
             if x is not None
         ]
-        again = ~torch.stack(kept).all()
+        again = ~torch.stack(sound).all()
         tops = self._found(padded, TOPS, block, (base, None), t, again.int())
         own = [None if x is None else x.masked_fill(x == -torch.inf, 0).float() for x in tops]
-        found = self._found(padded, OWN, block, (base if own[0] is None else own[0], own[1]), t, again.int())
+        found = self._found(padded, OWN, block, (base if own[0] is None else own[0], own[1]), t, again.int(), kept)
+        if kept is not None and own[0] is not None:
+            references = torch.where(again, own[0], base)[: len(kept.per_row)]
+            kept.per_row[: len(references)] = references
         row_lse, col_lse = (
             None
             if x is None or y is None or r is None
@@ -166,8 +186,12 @@ class TritonSoftmax(TritonBackend):
         references: Sequence[Tensor | None],
         t: Tensor,
         enabled: Tensor,
+        kept: Exponentials | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """What lse_kernel finds for the rows (n,) and the columns (m,), float64; None in a direction without a softmax."""
+        """What lse_kernel finds for the rows (n,) and the columns (m,), float64; None in a direction without a softmax.
+
+        Exponentials of the rows that `kept` has memory for are stored there.
+        """
         tiles, start = padded.tiles, -torch.inf if find is TOPS else 0.0
         found = [None if x.lse is None else torch.full_like(x.lse, start) for x in (block.rows, block.cols)]
         rare = replace(tiles, cols=min(tiles.cols, RARE_SIDE), registers=None)  # for what is seldom computed
@@ -180,12 +204,14 @@ class TritonSoftmax(TritonBackend):
             used = tiles if find is SUMS and not edge else rare
             wide = triton.cdiv(len(panel.v), used.cols)
             where = panel.rows, panel.cols
+            store = parts[0][:1] if kept is None else kept.values[panel.i :, panel.j :]
             padded.launch(
                 lse_kernel, panel, strips * wide, padded.factor, t,
                 *(None if x is None else x[part] for x, part in zip(references, where)), enabled, *panel.keys, *parts,
-                *panel.sizes, panel.positive, strips,
+                padded.described(store, used.rows, used.cols // 4) if len(store) and store.dim() > 1 else store,
+                *panel.sizes, panel.positive, strips, len(store), store.stride(0),
                 FIND=find, ROWS=found[0] is not None, COLS=found[1] is not None, EDGE=edge,
-                tiles=used,
+                KEEP=len(store) > 0 and store.dim() > 1, tiles=used,
             )  # fmt: skip
             for total, part, here, lines in zip(found, parts, where, (wide, strips)):
                 if total is not None:
@@ -195,6 +221,15 @@ class TritonSoftmax(TritonBackend):
                     else:
                         total[here] += of_lines.sum(0, dtype=torch.float64)
         return found[0], found[1]
+
+    def _opened(self, padded: PaddedBlock, block: Block) -> Exponentials | None:
+        """Memory for the exponentials of this visit's first rows, in whole tiles of both passes; None: for none."""
+        if block.rows.weight is None or self.objective.smoothing or not self.kept.budget:
+            return None
+        later = self.padded(block, "backward").tiles
+        high, wide = (math.lcm(*x) for x in ((padded.tiles.rows, later.rows), (padded.tiles.cols, later.cols)))
+        rows, cols = triton.cdiv(len(padded.u), high) * high, triton.cdiv(len(padded.v), wide) * wide
+        return self.kept.open(block.at[0], rows, cols, high, block.rows.features)
 
     def backward(self, block: Block) -> None:
         """Add scale * G V to the rows' gradient, scale * G' U to the columns', and sum_ij G_ij <u_i, v_j> to the scale's.
@@ -213,9 +248,11 @@ class TritonSoftmax(TritonBackend):
         bound = scale * sum(side.weight.abs().amax() for side in (rows, cols) if side.weight is not None)
         special = replace(padded.tiles, rows=min(padded.tiles.rows, RARE_SIDE), registers=None)
         stored_special = padded.described(scores, special.rows, special.cols // 4)
+        kept = self._kept_part(padded, block)
+        split = 0 if kept is None else len(kept.per_row)
         with padded.accumulating(bound, rows.grad, cols.grad) as gradient_scale:
             r, c = side_terms(block, padded, gradient_scale, self.objective)
-            for panel in padded.panels(*scores.shape):
+            for panel in padded.panels(scores.shape[0], scores.shape[1], split=split):
                 a, b = r.part(panel.rows), c.part(panel.cols)
                 high, count = triton.cdiv(len(panel.u), special.rows), padded.grid(panel)
                 sums = torch.empty(count * padded.tiles.rows + high, device=padded.device)
@@ -227,10 +264,20 @@ class TritonSoftmax(TritonBackend):
                 }
                 shared = (a.smoothing, b.smoothing, a.low, b.low, *panel.keys)
                 sizes = (*panel.sizes, scores.stride(0), panel.positive)
-                padded.launch(
-                    softmax_gradient_kernel, panel, count, padded.factor, a.lse, a.weight, a.factor, b.factor,
-                    *shared, stored, sums[:-high], *sizes, **flags,
-                )  # fmt: skip
+                if kept is not None and panel.i < split:
+                    from_reference = (kept.per_row[panel.rows] - a.lse).exp2()
+                    values = kept.values[panel.i :, panel.j :]
+                    padded.launch(
+                        kept_gradient_kernel, panel, count, padded.factor, kept.per_row[panel.rows], a.weight * from_reference,
+                        a.factor * from_reference, b.factor, a.low, b.low,
+                        padded.described(values, padded.tiles.rows, padded.tiles.cols // 4), stored, sums[:-high], *panel.sizes,
+                        values.stride(0), *sizes[5:], COLS=flags["COLS"], STORE=store,
+                    )  # fmt: skip
+                else:
+                    padded.launch(
+                        softmax_gradient_kernel, panel, count, padded.factor, a.lse, a.weight, a.factor, b.factor,
+                        *shared, stored, sums[:-high], *sizes, **flags,
+                    )  # fmt: skip
                 padded.launch(
                     special_gradient_kernel, panel, high, padded.factor, a.lse, b.lse, a.weight, b.weight, a.target, b.target,
                     *shared, stored_special, sums[-high:], *sizes, **flags, tiles=special,
@@ -240,6 +287,16 @@ class TritonSoftmax(TritonBackend):
                 total += sums.sum(dtype=torch.float64)
             if block.parameters.scale_grad is not None:
                 block.parameters.scale_grad += total / gradient_scale.double()
+
+    def _kept_part(self, padded: PaddedBlock, block: Block) -> Exponentials | None:
+        """What is kept of this part of a visit, in whole tiles of its first rows."""
+        visit, row, col = block.at
+        kept = self.kept.visits.get(visit)
+        if kept is None:
+            return None
+        count = min(len(kept.values) - row, len(padded.u))
+        count = count if count == len(padded.u) else count // padded.tiles.rows * padded.tiles.rows
+        return None if count <= 0 else Exponentials(kept.values[row:, col:], kept.per_row[row : row + count])
 
     def _rounded(self, x: Tensor) -> Tensor:
         """The features as the kernels multiply them: TF32 drops the last 13 bits of a float32."""
@@ -300,9 +357,8 @@ class TritonSigmoid(TritonBackend):
 
 
 def triton_backend(
-    objective: Objective, fp32_precision: str, tuning: Tuning, machine: Machine
+    objective: Objective, fp32_precision: str, tuning: Tuning, machine: Machine, kept: Kept | None = None
 ) -> TritonSoftmax | TritonSigmoid:
     """The backend with the kernels of an objective."""
-    if isinstance(objective, Sigmoid):
-        return TritonSigmoid(objective, fp32_precision, tuning, machine)
-    return TritonSoftmax(objective, fp32_precision, tuning, machine)
+    kind = TritonSigmoid if isinstance(objective, Sigmoid) else TritonSoftmax
+    return kind(objective, fp32_precision, tuning, machine, kept)

@@ -98,14 +98,20 @@ class PaddedBlock:
         """Units of the kernels' scores in a nat, 0-d float64: log2(e), corrected for the rounding of `factor`."""
         return self.factor.double() / self.scale.double()
 
-    def panels(self, height: int, width: int, edge_apart: bool = False) -> Iterator[Panel]:
-        """All panels of at most height x width, row by row. `edge_apart`: columns that fill no whole tile make panels of their own."""
-        m = len(self.v)
+    def panels(self, height: int, width: int, edge_apart: bool = False, split: int = 0) -> Iterator[Panel]:
+        """All panels of at most height x width, row by row. `edge_apart`: columns that fill no whole tile make panels of their own.
+
+        `split`: no panel has rows before and after this one.
+        """
+        n, m = len(self.u), len(self.v)
         whole = m // self.tiles.cols * self.tiles.cols if edge_apart else m
         spans = [(j, min(width, whole - j)) for j in range(0, whole, width)]
         spans += [(whole, m - whole)] if whole < m else []
-        corners = ((i, *span) for i in range(0, len(self.u), height) for span in spans)
-        return self.machine.parts(self._panel(i, j, height, wide) for i, j, wide in corners)
+        rows = [
+            (i, min(height, stop - i)) for start, stop in ((0, split), (split, n)) for i in range(start, stop, height)
+        ]
+        corners = ((i, j, high, wide) for i, high in rows for j, wide in spans)
+        return self.machine.parts(self._panel(*corner) for corner in corners)
 
     def _panel(self, i: int, j: int, height: int, width: int) -> Panel:
         u, v = self.u[i : i + height], self.v[j : j + width]
@@ -141,14 +147,16 @@ class PaddedBlock:
         t, capability = tiles or self.tiles, self.machine.compute_capability(self.device)
         operands = [self.described(x, size, t.depth) for x, size in ((panel.u, t.rows), (panel.v, t.cols))]
         optional = {
+            "KEYS": self.row_keys is not None,
+            "PRECISION": "tf32" if self.arithmetic == "tf32" else "ieee",
+            "BK": t.depth,
             "GROUP": t.group,
             "HEIGHT": self.tiles.rows,
             "PAIRS": capability // 10 != 10,  # Blackwell's dot products lie in tensor memory, a row to a thread
         }
         self.machine.launch(
-            kernel, grid, self.device, t, *operands, *arguments, **constants, KEYS=self.row_keys is not None,
-            TMA=self.has_descriptors, PRECISION="tf32" if self.arithmetic == "tf32" else "ieee",
-            BM=t.rows, BN=t.cols, BK=t.depth, **{name: x for name, x in optional.items() if name in kernel.arg_names},
+            kernel, grid, self.device, t, *operands, *arguments, **constants, TMA=self.has_descriptors, BM=t.rows, BN=t.cols,
+            **{name: x for name, x in optional.items() if name in kernel.arg_names},
         )  # fmt: skip
 
     def score_gradients(self) -> Tensor:

@@ -27,22 +27,24 @@ from clipscale.loss.triton.tiles import (
 )
 
 NOTHING = tl.constexpr(float("-inf"))
+SMALLEST = tl.constexpr(2.0**-126)
 # What lse_kernel finds: sums relative to R_i and t; the largest scores; sums relative to references of rows and of columns.
 SUMS, TOPS, OWN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
-@triton.jit(do_not_specialize=["n", "m", "positive", "strips"])
+@triton.jit(do_not_specialize=["n", "m", "positive", "strips", "kept_rows"])
 def lse_kernel(
-    u, v, factor, reference, row_reference, col_reference, enabled, row_keys, col_keys, row_out, col_out,
-    n, m, depth, stride_u, stride_v, positive, strips,
-    FIND: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, KEYS: tl.constexpr, EDGE: tl.constexpr,
+    u, v, factor, reference, row_reference, col_reference, enabled, row_keys, col_keys, row_out, col_out, kept,
+    n, m, depth, stride_u, stride_v, positive, strips, kept_rows, stride_kept,
+    FIND: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, KEYS: tl.constexpr, EDGE: tl.constexpr, KEEP: tl.constexpr,
     TMA: tl.constexpr, PAIRS: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """Out: row_out (ceil(M / BN), N), one line per tile column; col_out (strips, M), one line per strip of tile rows.
 
     A program has one tile column and one strip, whose tiles it visits from top to bottom. It carries the columns' sums element by
     element, so that sums across a program's threads are taken once at the end. One matmul and one exponential an element; with
-    references of rows and columns two. Does nothing where `enabled` is 0.
+    references of rows and columns two. Does nothing where `enabled` is 0. With KEEP the exponentials relative to R_i of the first
+    `kept_rows` rows, whole tiles, are stored in `kept` too.
     """
     strip, tile_col = tl.program_id(0) % strips, tl.program_id(0) // strips
     high = tl.cdiv(n, BM)
@@ -80,6 +82,11 @@ def lse_kernel(
             terms = tl.exp2(tl.fma(dots, factor_, (past - base)[:, None]))
             if ROWS:
                 tl.store(out, tl.sum(terms, axis=1), mask=rows < n)
+            if KEEP:  # noqa: SIM102 - a constant of the compiler, and a branch of the kernel
+                if tile_row * BM < kept_rows:
+                    parts = quarters(terms)
+                    for part in tl.static_range(4):
+                        store_part(kept, parts[part], tile_row * BM, tile_col * BN + part * (BN // 4), stride_kept, TMA)
             if FIND == OWN and COLS:
                 terms = tl.exp2(tl.fma(dots, factor_, past[:, None] - col_reference_[None, :]))
             elif COLS:
@@ -151,6 +158,40 @@ def softmax_gradient_kernel(
             else:
                 later = tl.fma(g, summable(parts[part], n), later)
         tl.store(out, products + tl.sum(later, axis=1))
+
+
+@triton.jit(do_not_specialize=["n", "m", "positive"])
+def kept_gradient_kernel(
+    u, v, factor, row_reference, row_weight, row_link, col_factor, row_low, col_low, kept, panel, sums,
+    n, m, depth, stride_u, stride_v, stride_kept, stride_panel, positive,
+    COLS: tl.constexpr, STORE: tl.constexpr, TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """The same from kept exponentials 2^(y_ij - R_i), without a matmul and without smoothing. row_weight and row_link have the factor
+    2^(R_i - r_i); <u_i, v_j> is (R_i + log2 of the exponential) / factor.
+    """
+    tile_row, tile_col = tile_position(n, m, BM, BN, GROUP)
+    products = tl.zeros((BM,), dtype=tl.float32)
+    if not is_special(tile_row, tile_col, n, m, positive, row_low, col_low, BM, BN):
+        rows = tile_row * BM + tl.arange(0, BM)
+        base = tl.load(row_reference + rows)[:, None]
+        WIDTH: tl.constexpr = BN // 4
+        for part in tl.static_range(4):
+            first = tile_col * BN + part * WIDTH
+            cols = first + tl.arange(0, WIDTH)
+            if TMA:
+                e = kept.load([tile_row * BM, first]).to(tl.float32)
+            else:
+                e = tl.load(kept + rows.to(tl.int64)[:, None] * stride_kept + cols[None, :]).to(tl.float32)
+            weight = tl.load(row_weight + rows)[:, None]
+            if COLS:
+                weight = tl.fma(tl.load(row_link + rows)[:, None], tl.load(col_factor + cols)[None, :], weight)
+            g = e * weight
+            if STORE:
+                store_part(panel, g, tile_row * BM, first, stride_panel, TMA)
+            scores = base + tl.log2(tl.maximum(e, SMALLEST))  # of what has underflowed g is nothing
+            products += tl.sum(g * scores, axis=1)
+        products = products / tl.load(factor)
+    tl.store(sums + tl.program_id(0) * BM + tl.arange(0, BM), products)
 
 
 @triton.jit(do_not_specialize=["n", "m", "positive"])

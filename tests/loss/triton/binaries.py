@@ -18,6 +18,7 @@ from clipscale.loss.triton.softmax import (
     OWN,
     SUMS,
     TOPS,
+    kept_gradient_kernel,
     lse_kernel,
     softmax_gradient_kernel,
     special_gradient_kernel,
@@ -28,7 +29,7 @@ REGISTERS = 64 * 1024  # of a multiprocessor
 ELEMENT = {"bf16": "half", "fp16": "half", "tf32": "tf32", "ieee": "ieee"}
 
 SOFTMAX = {"ROWS": True, "COLS": True, "KEYS": False}
-SUM = SOFTMAX | {"FIND": SUMS, "EDGE": False}
+SUM = SOFTMAX | {"FIND": SUMS, "EDGE": False, "KEEP": False}
 GRADIENT = SOFTMAX | {"SMOOTH": False, "STORE": True}
 VALUE = {"VALUE": True, "GRADIENT": False, "STORE": False, "KEYS": False}
 ONE_SWEEP = {"VALUE": True, "GRADIENT": True, "STORE": True, "KEYS": False}
@@ -42,6 +43,10 @@ PLAIN = {
 LOADED = {
     "lse, keys": (lse_kernel, "forward with keys", SUM | KEYS),
     "softmax gradient, keys": (softmax_gradient_kernel, "backward with keys", GRADIENT | KEYS),
+}
+KEPT = {
+    "lse, kept": (lse_kernel, "forward", SUM | {"KEEP": True}),
+    "kept gradient": (kept_gradient_kernel, "backward", {"COLS": True, "STORE": True}),
 }
 # Of few tiles: with as many registers as there are.
 FREE = {
@@ -64,7 +69,7 @@ REST = {
     "sigmoid gradient, keys": (sigmoid_kernel, "sigmoid with keys", ONE_SWEEP | KEYS),
     "sigmoid gradient alone": (sigmoid_kernel, "sigmoid", ONE_SWEEP | {"VALUE": False}),
 }
-KERNELS: dict[str, Any] = PLAIN | LOADED | FREE | REST
+KERNELS: dict[str, Any] = PLAIN | LOADED | KEPT | FREE | REST
 
 
 class Binary(NamedTuple):
@@ -81,7 +86,9 @@ class Binary(NamedTuple):
 def compiled(kernel: Any, capability: int, tiles: Tiles, dtype: str, constants: dict[str, Any]) -> Binary:
     """The kernel for aligned operands, as the launches have them."""
     signature, aligned = {}, {}
-    shapes = {"u": (tiles.rows, tiles.depth), "v": (tiles.cols, tiles.depth), "panel": (tiles.rows, tiles.cols // 4)}
+    shapes = {"u": (tiles.rows, tiles.depth), "v": (tiles.cols, tiles.depth)}
+    stored = {"panel": constants.get("STORE"), "kept": constants.get("KEEP", kernel is kept_gradient_kernel)}
+    shapes |= dict.fromkeys(stored, (tiles.rows, tiles.cols // 4))
     described = capability >= 90 and (dtype != "fp32" or constants["PRECISION"] == "tf32")
     constants = constants | {"TMA": described, "PAIRS": capability // 10 != 10}
     constants = {name: x for name, x in constants.items() if name in kernel.arg_names}
@@ -89,15 +96,15 @@ def compiled(kernel: Any, capability: int, tiles: Tiles, dtype: str, constants: 
         if name in constants:
             signature[name] = "constexpr"
             continue
-        if name in shapes and described and (name != "panel" or constants.get("STORE")):
+        if name in shapes and described and stored.get(name, True):
             signature[name] = f"tensordesc<{dtype}{list(shapes[name])}>"
         elif name in shapes:
-            signature[name] = f"*{dtype}"
+            signature[name] = f"*{dtype}" if stored.get(name, True) else "*fp32"
         elif name.endswith("_keys") or name == "enabled":
             signature[name] = "*i32"
         elif name.endswith("_low"):
             signature[name] = "*i8"
-        elif name in ("n", "m", "depth", "positive", "strips") or name.startswith("stride"):
+        elif name in ("n", "m", "depth", "positive", "strips", "kept_rows") or name.startswith("stride"):
             signature[name] = "i32"
         else:
             signature[name] = "*fp32"

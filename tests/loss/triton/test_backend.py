@@ -17,13 +17,16 @@ if DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("no CUDA device; test_interpreter.py runs these", allow_module_level=True)
 
 from clipscale import contrastive_loss  # noqa: E402
+from clipscale.config.sections import LossConfig  # noqa: E402
+from clipscale.loss.api import configured_loss  # noqa: E402
 from clipscale.loss.machine import Machine  # noqa: E402
 from clipscale.loss.objective import Softmax  # noqa: E402
+from clipscale.loss.reference import dense_contrastive_loss  # noqa: E402
 from clipscale.loss.triton import backend as triton_backend  # noqa: E402
 from clipscale.loss.triton.panels import PaddedBlock, Panel  # noqa: E402
 from clipscale.loss.triton.softmax import OWN  # noqa: E402
 from clipscale.loss.triton.tuning import Tiles, Tuning  # noqa: E402
-from tests.loss.cases import results  # noqa: E402
+from tests.loss.cases import assert_exact, errors, oracle, results  # noqa: E402
 from tests.loss.triton.truth import Problem, Weights, distance, error_of, features, scale_error_of  # noqa: E402
 
 SCALES = [1.0, 14.3, 100.0]
@@ -291,6 +294,45 @@ def test_float16_gradients_keep_their_precision_at_any_weight(weight: float) -> 
     assert max(errors) <= 1e-3, errors
 
 
+def kept_results(p: Problem, keep: str, machine: Machine | None = None) -> list[Tensor]:
+    """The whole loss's value and gradients with this budget for kept exponentials."""
+    config = LossConfig(backend="triton", keep=keep)
+
+    def loss(u: Tensor, v: Tensor, scale: Tensor, logit_bias: Tensor) -> Tensor:
+        return configured_loss(u, v, scale, None, config, machine=machine)
+
+    return results(loss, p.u, p.v, float(p.scale))
+
+
+# 17 x 64 scores fill 2 x 2 tiles of the interpreter, one of which is not special. Its row of tiles takes 4096 bytes.
+@pytest.mark.parametrize(("keep", "kind", "described"), [("4096", "random", True), ("1G", "extreme", False)])
+def test_gradients_from_kept_exponentials_equal_float64(
+    keep: str, kind: str, described: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p = problem(17, 64, 16, 100.0, kind)
+    kernels: list[str] = []
+    launch = PaddedBlock.launch
+
+    def watched(self: PaddedBlock, kernel: Any, *arguments: Any, **constants: Any) -> None:
+        kernels.append(kernel.__name__)
+        launch(self, kernel, *arguments, **constants)
+
+    monkeypatch.setattr(PaddedBlock, "launch", watched)
+    machine = WithDescriptors() if described and DEVICE == "cpu" else None
+    assert_exact(kept_results(p, keep, machine), oracle(p.u, p.v, 100.0), 100.0, 1e-5, (keep, kind))
+    assert "kept_gradient_kernel" in kernels
+    assert ("softmax_gradient_kernel" in kernels) == (keep != "1G"), "of the other rows"
+
+
+def test_kept_exponentials_are_no_further_from_float64_than_twice_plain_bfloat16() -> None:
+    p = problem(17, 64, 16, 14.3, "random", torch.bfloat16)
+    true = oracle(p.u, p.v, 14.3)
+    plain = errors(results(dense_contrastive_loss, p.u, p.v, 14.3), true, 14.3)
+    found = errors(kept_results(p, "1G"), true, 14.3)
+    assert all(found[name] <= 2 * plain[name] + 1e-6 for name in ("value", "images", "texts")), (found, plain)
+    assert found["scale"] <= 2**-8, "the rounding of one probability: in a sum over more pairs it averages out"
+
+
 def everything(p: Problem, tuning: Tuning | None = None) -> list[Tensor | None]:
     return [*p.computed_lse(weights(p), tuning=tuning), *p.computed_softmax(weights(p), tuning=tuning)]
 
@@ -307,9 +349,9 @@ def test_panels_bound_the_memory_and_change_nothing(monkeypatch: pytest.MonkeyPa
     shapes: list[tuple[int, int]] = []
     panels = PaddedBlock.panels
 
-    def recorded(self: PaddedBlock, height: int, width: int, edge_apart: bool = False) -> Iterator[Panel]:
+    def recorded(self: PaddedBlock, height: int, width: int, *options: Any, **more: Any) -> Iterator[Panel]:
         shapes.append((height, width))
-        return panels(self, height, width, edge_apart)
+        return panels(self, height, width, *options, **more)
 
     monkeypatch.setattr(PaddedBlock, "panels", recorded)
     for x, y in zip(everything(p, Tuning(partial_bytes=128, panel_bytes=4096)), whole, strict=True):

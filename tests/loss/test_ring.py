@@ -1,0 +1,216 @@
+"""The ring at any number of ranks: bytes and hops counted, blocks that are joined, and transfers that overlap the blocks' computation."""
+
+import itertools
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from clipscale import contrastive_loss
+from clipscale.config.sections import OBJECTIVES, LossConfig
+from clipscale.loss import api
+from clipscale.loss.exchange import BLOCK, WAIT, Communicator, Ring
+from clipscale.loss.inputs import checked_inputs
+from clipscale.plan.memory_tracker import DryMachine
+from tests.loss.cases import assert_exact, keys, oracle, results
+from tests.loss.ring import COLS, NODE, Span, leaves_the_node, sent_by, timeline
+from tests.loss.workers import Workers, stacked, stacked_again, whole, workers
+from tests.ranks import run_ranks
+
+WIDTH = 512
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Workers]:
+    with workers(4) as started:
+        yield started
+
+
+# ---- bytes ----
+
+
+def per_feature(sent: int, size: int) -> float:
+    """Of bytes that were sent with COLS columns a rank: bytes for each number of the columns of all ranks."""
+    return sent / (size * COLS * WIDTH)
+
+
+@pytest.mark.parametrize("per_node", [None, NODE])
+@pytest.mark.parametrize("size", [8, 64])
+def test_bytes_and_hops_at_any_number_of_ranks(size: int, per_node: int | None) -> None:
+    """A feature is sent P - 1 times in bfloat16 in each sweep, its gradient P times in float32. Sums of columns are small."""
+    for sigmoid, sweeps in ((False, 2), (True, 1)):
+        sent = sent_by(0, size, per_node, WIDTH, sigmoid=sigmoid)
+        features_, sums = ([one for one in sent if one.is_sums == is_sums] for is_sums in (False, True))
+        assert (len(features_), len(sums)) == (sweeps * (size - 1), sweeps * size)
+        expected = sweeps * 2 * (size - 1) / size + 4
+        assert expected <= per_feature(sum(one.bytes for one in sent), size) < 1.01 * expected + 8 * 3 / WIDTH
+
+
+@pytest.mark.slow  # seconds
+@pytest.mark.parametrize("size", [512, 1024, 2048, 4096])
+def test_bytes_and_hops_at_thousands_of_ranks(size: int) -> None:
+    test_bytes_and_hops_at_any_number_of_ranks(size, NODE)
+
+
+def test_two_levels_divide_what_leaves_a_node_among_its_ranks() -> None:
+    """In one ring the last rank of a node sends everything out of it; in two levels each rank sends an eighth."""
+    size, ends = 32, (0, NODE - 1)
+    one_ring = [leaves_the_node(rank, sent_by(rank, size, None, WIDTH)) for rank in ends]
+    levels = [leaves_the_node(rank, sent_by(rank, size, NODE, WIDTH)) for rank in ends]
+    assert one_ring[0] == 0 and levels[0] == levels[1]
+    assert 0.8 < NODE * levels[0] / one_ring[1] < 1.05
+
+
+@pytest.mark.parametrize(("size", "per_node"), [(8, None), (64, None), (64, NODE)])
+def test_joined_blocks_send_the_same_features_and_at_most_seven_blocks_of_sums_more(
+    size: int, per_node: int | None
+) -> None:
+    alone = sent_by(3, size, per_node, WIDTH)
+    for blocks in (2, 4, 8):
+        sent = sent_by(3, size, per_node, WIDTH, blocks)
+        count = [sum(one.bytes for one in x if not one.is_sums) for x in (alone, sent)]
+        assert count[0] == count[1], "bytes of features"
+        more = sum(one.bytes for one in sent) - sum(one.bytes for one in alone)
+        assert more <= (blocks - 1) * COLS * (WIDTH * 4 + 8)
+        assert len(sent) < len(alone) / blocks + 12, "transfers"
+        if per_node:
+            assert leaves_the_node(3, sent) <= leaves_the_node(3, alone) + (blocks - 1) * COLS * (WIDTH * 4 + 8)
+
+
+def sent_in_a_step(group: dist.ProcessGroup, rank: int, options: dict[str, Any], blocks: int = 1) -> int:
+    u, v = (torch.randn(COLS, WIDTH).bfloat16().requires_grad_() for _ in range(2))
+    before = Communicator.bytes_sent
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(api, "_blocks_at_once", lambda *_: blocks)
+        contrastive_loss(u, v, 10.0, group=group, exchange="ring", **options).backward()
+    return Communicator.bytes_sent - before
+
+
+def assert_counted(found: list[int], options: dict[str, Any], blocks: int) -> None:
+    size, per_node = len(found), options.get("ranks_per_node")
+    for rank, sent in enumerate(found):
+        counted = sum(one.bytes for one in sent_by(rank, size, per_node, WIDTH, blocks))
+        assert counted <= sent < counted + 600, f"rank {rank} of {size}: {sent} bytes, of which {counted} by count"
+
+
+@pytest.mark.parametrize("per_node", [None, 2])
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_real_ranks_send_what_is_counted(ranks: Workers, blocks: int, per_node: int | None) -> None:
+    for world in (2, 4):
+        options = {"ranks_per_node": per_node}
+        assert_counted(ranks.run(sent_in_a_step, world, options, blocks), options, blocks)
+
+
+# ---- many ranks, and joined blocks ----
+
+
+def local_results(
+    group: dist.ProcessGroup | None, rank: int, given: Any, scale: float, options: dict[str, Any], wishes: list[int]
+) -> list[torch.Tensor]:
+    """This rank's results where it asks for so many blocks at once."""
+    u, v, extras = given
+    own = {name: x[rank] for name, x in extras.items()}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(api, "_blocks_at_once", lambda *_: wishes[rank % len(wishes)])
+        return results(contrastive_loss, u[rank], v[rank], scale, group=group, exchange="ring", **own, **options)
+
+
+@pytest.mark.parametrize("per_node", [None, 1, 2])
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_joined_blocks_are_exact(ranks: Workers, world: int, per_node: int | None) -> None:
+    if world % (per_node or 1):
+        return
+    for objective, wishes, m in itertools.product(OBJECTIVES, ([2], [8], [1, 2]), (5, 7)):
+        u, v = stacked(world, 5, m, 8)
+        drawn = keys(world * 5, world * m)
+        extras = {
+            "image_keys": drawn["image_keys"].view(world, 5),
+            "text_keys": stacked_again(drawn["text_keys"], world, 5),
+        }
+        options = {"objective": objective, "ranks_per_node": per_node, "tile": 4}
+        found = whole(ranks.run(local_results, world, (u, v, extras), 14.3, options, wishes))
+        true = oracle(
+            u.flatten(0, 1),
+            torch.cat([v[:, :5].flatten(0, 1), v[:, 5:].flatten(0, 1)]),
+            14.3,
+            objective=objective,
+            **drawn,
+        )
+        true[2] = stacked_again(true[2], world, 5).flatten(0, 1)
+        found[1:3] = (x.flatten(0, 1) for x in found[1:3])
+        assert_exact(found, true, 14.3, 1e-10, (world, per_node, objective, wishes, m))
+
+
+def on_many(rank: int, world: int, u: torch.Tensor, v: torch.Tensor, options: dict[str, Any], blocks: int) -> Any:
+    given = (u, v, {})
+    sent = sent_in_a_step(dist.group.WORLD, rank, options, blocks)
+    return local_results(None, rank, given, 14.3, options, [blocks]), sent
+
+
+@pytest.mark.slow  # sixteen processes
+@pytest.mark.parametrize(("world", "per_node", "blocks"), [(8, 4, 1), (8, 2, 4), (16, 8, 1), (16, 4, 2), (16, None, 8)])
+def test_eight_and_sixteen_real_ranks_are_exact_and_send_what_is_counted(
+    world: int, per_node: int | None, blocks: int
+) -> None:
+    u, v = stacked(world, 3, 3, 8)
+    options = {"ranks_per_node": per_node}
+    answers = run_ranks(on_many, world, u, v, options, blocks)
+    found = whole([answer for answer, _ in answers])
+    found[1:3] = (x.flatten(0, 1) for x in found[1:3])
+    assert_exact(found, oracle(u.flatten(0, 1), v.flatten(0, 1), 14.3), 14.3, 1e-10, (world, per_node, blocks))
+    assert_counted([sent for _, sent in answers], options, blocks)
+
+
+@pytest.mark.parametrize(("n", "blocks"), [(256, 66), (1024, 5), (2048, 2), (4096, 1)])
+def test_blocks_are_joined_where_one_has_fewer_tiles_than_the_gpu_has_multiprocessors(n: int, blocks: int) -> None:
+    u, v = (torch.zeros(n, 8, dtype=torch.bfloat16) for _ in range(2))
+    inputs, gpu = checked_inputs(u, v, 1.0, 0.0, (None, None), (None, None), "dot"), DryMachine(90)
+    assert api._blocks_at_once("triton", inputs, LossConfig(), gpu) == blocks
+    assert api._blocks_at_once("tiled", inputs, LossConfig(), gpu) == 1
+
+
+@pytest.mark.parametrize(
+    ("size", "per_node", "wish", "joined"),
+    [
+        (8, None, 1, 1),
+        (8, None, 3, 4),
+        (6, None, 8, 2),
+        (7, None, 8, 1),
+        (64, 8, 66, 8),
+        (24, 8, 8, 1),
+        (2, None, 2, 2),
+    ],
+)
+def test_as_many_blocks_are_joined_as_divide_the_ranks(size: int, per_node: int | None, wish: int, joined: int) -> None:
+    ring = Ring(cast(Communicator, SimpleNamespace(rank=0, size=size)), per_node)
+    ring.join(wish)
+    assert (ring.joined, ring.visits) == (joined, size // joined)
+
+
+# ---- overlap ----
+
+
+def waits(spans: list[Span]) -> list[float]:
+    """But for the last, after which nothing is left to compute."""
+    return [end - start for name, start, end in spans if name == WAIT][:-1]
+
+
+def timelines(group: dist.ProcessGroup, rank: int) -> tuple[list[Span], list[Span]]:
+    alone = timeline(group, 4, 0.0)
+    longest = torch.tensor(max(waits(alone)))
+    dist.all_reduce(longest, dist.ReduceOp.MAX, group=group)
+    return alone, timeline(group, 4, max(0.03, 3e-3 * float(longest)))
+
+
+def test_a_hop_is_under_way_while_its_block_is_computed(ranks: Workers) -> None:
+    """In the trace every transfer of features begins before a block and ends after it, and what it takes alone is not waited for."""
+    for alone, overlapped in ranks.run(timelines, 4):
+        blocks = [span for span in overlapped if span[0] == BLOCK]
+        assert len(blocks) == 4
+        for _, start, end in blocks[:-1]:
+            around = {name for name, a, b in overlapped if name.startswith("gloo") and a <= start and b >= end}
+            assert around == {"gloo:send", "gloo:recv"}, f"during the block of {start:.1f} to {end:.1f} ms: {around}"
+        assert sum(waits(overlapped)) < 0.5 * sum(waits(alone)), f"{waits(overlapped)} against {waits(alone)} ms"
