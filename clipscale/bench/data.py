@@ -10,8 +10,9 @@ from typing import Any, Self
 import torch
 from rich.console import Console
 
-from clipscale.bench.data_work import CHUNK, GPU, ON_CPU, PEER
+from clipscale.bench.data_work import CHUNK, GPU, ON_CPU, OWN_TOKENS, PEER, WORDS
 from clipscale.bench.driver import drive
+from clipscale.bench.feeding import feeding
 from clipscale.bench.harness import Answer, Job
 from clipscale.bench.present import Bars, Benchmark, Column, Key, extent
 from clipscale.bench.record import begin, counts, device_of, processor
@@ -24,6 +25,7 @@ Row = dict[str, Any]
 METHODS = [*(f"decode={name}" for name in ON_CPU), PEER]
 HOW = {
     "decode": "pictures a second of one core: JPEG bytes in memory to the pixels of a training sample; CPU time of one thread",
+    "tokens": "captions a second of one core, by words a caption: open_clip's CLIP tokenizer, and with the loader's bounds; CPU time",
     "stream": "samples a second from shards on disk through workers into whole batches, tokens included; wall clock, first batch aside",
     "loader": "pictures a second of one core that a loader prepares for data.decode=gpu: header read, crop drawn, bytes copied",
     "device": f"pictures a second of the GPU with data.decode=gpu: bytes to pixels in host memory, {AHEAD} at once",
@@ -48,7 +50,8 @@ def plan(settings: DataBenchSettings) -> tuple["DataPart", str]:
     kinds = ("decode", "loader", *(["device"] if device else []))
     cases = [(kind, side) for kind in kinds for side in sizes]
     cases += [("step", settings.image_size)] if device and settings.model else []
-    return DataPart(settings, device, [*cases, *(("stream", side) for side in streams)]), why
+    words = [("tokens", WORDS)] if sizes else []
+    return DataPart(settings, device, [*cases, *words, *(("stream", side) for side in streams)]), why
 
 
 def usable(setting: str) -> tuple[torch.device | None, str]:
@@ -75,7 +78,13 @@ class DataPart:
 
     def methods(self, kind: str) -> list[str]:
         gpu = [GPU] if self.device else []
-        return {"decode": METHODS, "stream": [*METHODS, *gpu], "step": [self.settings.model]}.get(kind, [GPU])
+        of_kind = {
+            "decode": METHODS,
+            "tokens": [OWN_TOKENS, PEER],
+            "stream": [*METHODS, *gpu],
+            "step": [self.settings.model],
+        }
+        return of_kind.get(kind, [GPU])
 
     def names(self) -> list[Key]:
         return [(kind, side, method) for kind, side in self.cases for method in self.methods(kind)]
@@ -126,7 +135,7 @@ def title(record: Row) -> str:
 
 
 def targets(record: Row) -> list[str]:
-    """Does the data path give as many samples as the model takes; and what was left out."""
+    """Does the data path give as many samples as the model takes, and which GPUs would it feed; and what was left out."""
     lines = [f"{name} was not measured: {why}" for name, why in record["skipped"].items()]
     streams = [row for row in record["rows"] if row["kind"] == "stream" and row["method"] != PEER]
     for step in (row for row in record["rows"] if row["kind"] == "step"):
@@ -136,7 +145,7 @@ def targets(record: Row) -> list[str]:
             share = f"{gives:,.0f} samples/s, {gives / need:.2f} of the {need:,.0f} that {step['method']} takes"
             where = f"{row['side']}-pixel sources, {row['method']}, {record['settings']['workers']} workers"
             lines.append(f"{where}: {share}")
-    return lines
+    return lines + feeding(record)
 
 
 def panels(record: Row) -> list[Bars]:

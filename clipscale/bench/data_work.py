@@ -25,9 +25,10 @@ from clipscale.data.loader import gpu_decode
 from clipscale.data.loader.gpu_decode import DecodePrefetcher, DeviceDecoder, jpeg_decoder
 from clipscale.data.loader.host_batch import Arena, Layout, Stopwatch
 from clipscale.data.loader.offload import open_backend
-from clipscale.data.loader.stream import BatchShare, open_stream
+from clipscale.data.loader.stream import PIECE, BatchShare, open_stream
 from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.data.order import AUGMENT, CounterRNG
+from clipscale.models.bounded import BoundedTokenizer
 
 Row = dict[str, Any]
 
@@ -37,6 +38,11 @@ CHUNK = 1024
 """Most samples of a chunk of the model's step."""
 FED = 4
 """How often the GPU is given `gpu_decode.AHEAD` pictures in one measurement."""
+WORDS = 12
+"""Words of a caption whose tokenising is measured; LAION's have 10 or so."""
+CAPTIONS = 40
+"""For each of `pictures`."""
+OWN_TOKENS = "clipscale"
 BATCHES = 3
 """Batches of a stream that are measured, after the first."""
 
@@ -53,7 +59,7 @@ class DataWorker(Worker):
             DataBenchSettings(**self.job.about["settings"]),
             torch.device(self.job.about["device"] or "cpu"),
         )
-        files = [photograph(size, seed) for seed in range(settings.pictures)]
+        files = [photograph(size, seed) for seed in range(settings.pictures)] if not name.startswith("tokens") else []
 
         def on_gpu() -> list[Row]:
             failed = any(record["status"] != "ok" for record in self.found.values())
@@ -61,6 +67,7 @@ class DataWorker(Worker):
 
         measure: dict[str, Callable[[], list[Row]]] = {
             "decode": lambda: decode_rows(files, settings),
+            "tokens": lambda: token_rows(size, settings),
             "loader": lambda: rated(GPU, loader_rates(files, settings)),
             "device": lambda: rated(GPU, device_rates(files, settings, device)),
             "step": lambda: rated(settings.model, step_rates(settings, device)),
@@ -127,6 +134,24 @@ def decode_rows(pictures: list[bytes], settings: DataBenchSettings) -> list[Row]
     rows = with_ratios({name: found[1:] for name, found in rates.items()})
     rows[ON_CPU.index("fast")]["difference"] = difference(settings.image_size, pictures)
     return rows
+
+
+def token_rows(words: int, settings: DataBenchSettings) -> list[Row]:
+    """Captions a second and core, from words of ImageNet's class names."""
+    import open_clip
+
+    vocabulary = " ".join(open_clip.IMAGENET_CLASSNAMES).split()
+    draws = np.random.default_rng(0).integers(0, len(vocabulary), (CAPTIONS * settings.pictures, words))
+    captions = [" ".join(vocabulary[place] for place in row) for row in draws]
+    inner = open_clip.get_tokenizer("ViT-B-32")
+    methods = {OWN_TOKENS: BoundedTokenizer(inner, inner.context_length), PEER: inner}
+    rates: dict[str, list[float]] = {name: [] for name in methods}
+    for _, name in alternating(list(methods), settings.repeats + 1):
+        begun = time.process_time()
+        for start in range(0, len(captions), PIECE):
+            methods[name](captions[start : start + PIECE])
+        rates[name].append(len(captions) / (time.process_time() - begun))
+    return with_ratios({name: found[1:] for name, found in rates.items()})
 
 
 def difference(side: int, pictures: list[bytes]) -> float:
