@@ -8,6 +8,7 @@ torchrun itself ends with status 1 after a clean save too, and its shared store 
 (pytorch #135712, #167288).
 """
 
+import math
 import os
 import signal
 import sys
@@ -16,14 +17,23 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from clipscale import terminal
+from clipscale.config.sections import LaunchConfig
 from clipscale.errors import UserError
 from clipscale.launch.agent import AGENT, STOPPED
-from clipscale.launch.local import HANDLED, first_failure, private
+from clipscale.launch.local import HANDLED, MARGIN_S, first_failure, private
 from clipscale.safe_path import protect
 
 MEET = ["--rdzv-backend", "c10d", "--rdzv-conf", "store_type=file", "--local-addr", "localhost"]
-GRACE_S = 300
-"""Seconds for workers to end their step and save after a signal to the agent, unless TORCH_ELASTIC_SHUTDOWN_TIMEOUT says otherwise."""
+
+
+def end_s(words: Sequence[str]) -> int:
+    """Seconds for workers to end their step and save after a signal to the agent, by the run's `launch.grace_s` among these words."""
+    given = [word.partition("=")[2] for word in words if word.startswith("launch.grace_s=")]
+    try:
+        grace_s = float(given[-1])
+    except (IndexError, ValueError):  # the workers name the mistake
+        grace_s = LaunchConfig().grace_s
+    return math.ceil(min(grace_s, 1e6)) + MARGIN_S if grace_s >= 0 else MARGIN_S
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,10 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     from torch.distributed.run import parse_args, run
 
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(GRACE_S))
+    words = sys.argv[1:] if argv is None else list(argv)
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(end_s(words)))
     with tempfile.TemporaryDirectory(prefix="clipscale-") as folder:
         os.environ[AGENT] = folder
-        words = sys.argv[1:] if argv is None else list(argv)
         if "--standalone" in words:
             os.environ.update(private(folder))
             words.remove("--standalone")

@@ -21,7 +21,7 @@ from clipscale.config.presets import PACKAGE
 from clipscale.config.sections import LaunchConfig
 from clipscale.config.train import TrainConfig
 from clipscale.errors import StoppedError, UserError
-from clipscale.launch import agent, local, restarts, slurm
+from clipscale.launch import agent, local, restarts, slurm, torchrun
 from clipscale.launch.description import describe
 from clipscale.launch.restarts import WorkerError, group_size, restarted
 from tests.conftest import TINY
@@ -119,6 +119,19 @@ def test_an_unnamed_run_keeps_its_name_after_a_restart(tmp_path: Path, monkeypat
     assert named(0, "new", "runs/second") == "runs/first"
     assert named(1, "old", "runs/third") == "runs/first"
     assert (tmp_path / "old/run").read_text() == (tmp_path / "new/run").read_text() == "runs/first"
+
+
+@pytest.mark.parametrize(
+    ("words", "seconds"),
+    [
+        (["-m", "clipscale"], 120),
+        (["launch.grace_s=44.5"], 45),
+        (["launch.grace_s=soon"], 120),
+        (["launch.grace_s=-1"], 0),
+    ],
+)
+def test_torchruns_workers_have_the_runs_grace_after_a_signal(words: list[str], seconds: int) -> None:
+    assert torchrun.end_s(words) == seconds + local.MARGIN_S
 
 
 def killed_at(run: Callable[[], list[Path]], step: int, process: subprocess.Popen[str], pattern: str) -> None:
