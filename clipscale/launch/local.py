@@ -11,12 +11,16 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
+import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, NoReturn
+
+import psutil
 
 from clipscale import terminal
 from clipscale.config import checks
@@ -40,6 +44,8 @@ TRAIN = "clipscale.train:train"
 """What the workers of a training run call."""
 MARGIN_S = 30
 """After a signal, the launcher kills workers that have not ended so long after `launch.grace_s`: a save may take longer than it should."""
+AGAIN_S, ALONE_S = 1.0, 3.0
+"""A second Ctrl-C within the first time is the same one. After a second one, workers have the other time to end by themselves."""
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 
 
@@ -172,7 +178,11 @@ def start(config: Launched, main: str, count: int) -> dict[str, Any]:
         "OMP_NUM_THREADS": str(threads),
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(end_s(config))),
     }
-    with tempfile.TemporaryDirectory(prefix="clipscale-") as folder, _quiet(variables | private(folder)):
+    with (
+        tempfile.TemporaryDirectory(prefix="clipscale-") as folder,
+        _quiet(variables | private(folder)),
+        _end_at_second(),
+    ):
         elastic = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -287,3 +297,35 @@ def _quiet(variables: dict[str, str]) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+@contextmanager
+def _end_at_second() -> Iterator[None]:
+    """A second Ctrl-C kills the workers where they do not end by themselves: one that waits for a hanging rank cannot react to it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+
+    def watch() -> None:
+        first = 0.0
+        while number := os.read(reader, 1):
+            again = first and time.monotonic() - first > AGAIN_S
+            if number[0] == signal.SIGINT and again and not ended.wait(ALONE_S):
+                for child in psutil.Process().children(recursive=True):
+                    with suppress(psutil.Error):
+                        child.kill()
+            first = first or (time.monotonic() if number[0] == signal.SIGINT else 0.0)
+
+    ended, thread = threading.Event(), threading.Thread(target=watch, daemon=True)
+    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        signal.set_wakeup_fd(before)
+        os.close(writer)
+        thread.join()
+        os.close(reader)

@@ -171,7 +171,7 @@ def test_a_stopped_rank_is_named_within_the_time_out(start: Start, shards: str, 
 
 
 def slow_phase(config: TrainConfig) -> dict[str, Any]:
-    """`train` for a launcher whose ranks take long in the phase that the run's name says, and say when they are in it."""
+    """`train` for a launcher whose ranks take five seconds in the phase that the run's name says, and say when they are in it."""
     folder = Path(config.run)
     phase = folder.name
     places: dict[str, tuple[Any, str]] = {
@@ -180,12 +180,12 @@ def slow_phase(config: TrainConfig) -> dict[str, Any]:
         "evaluation": (Encoder, "text"),
     }
     owner, name = places[phase]
-    original = getattr(owner, name)
+    original, said = getattr(owner, name), folder.parent / f"in-{os.environ['RANK']}"
 
     def slow(*given: Any, **named: Any) -> Any:
-        if not (folder.parent / "go").exists():
-            (folder.parent / f"in-{os.environ['RANK']}").touch()
-            time.sleep(60)
+        if not said.exists():
+            said.touch()
+            time.sleep(5)
         return original(*given, **named)
 
     with patch.object(owner, name, slow):
@@ -214,8 +214,7 @@ def test_a_killed_parent_takes_its_ranks_along_and_the_run_goes_on(
     everyone = psutil.Process(parent.pid).children(recursive=True)
     parent.kill()
     parent.join()
-    assert gone(everyone, 30), [left.cmdline() for left in everyone if left.is_running()]
-    (tmp_path / "go").touch()
+    assert gone(everyone, 60), [left.cmdline() for left in everyone if left.is_running()]
     run_ranks(on_a_rank, 2, config)
     assert curve(tmp_path / phase) == pytest.approx(together, rel=1e-6)
 
@@ -395,6 +394,23 @@ def test_ctrl_c_ends_everything_within_seconds_and_leaves_nothing(start: Start, 
     assert [path for folder in (shm, temporary) for path in folder.rglob("*")] == []
     assert not list((tmp_path / "runs/long").rglob("*.tmp"))
     assert not (tmp_path / "runs/long" / heartbeat.FOLDER).exists()
+
+
+def test_a_second_ctrl_c_ends_a_run_whose_rank_hangs(start: Start, shards: str, tmp_path: Path) -> None:
+    """The other rank waits for it in native code, and cannot react."""
+    process, _, everyone = training(start, shards, tmp_path)
+    (victim,) = [beat.pid for beat in heartbeat.read(tmp_path / "runs/long") if beat.rank == 1]
+    os.kill(victim, signal.SIGSTOP)
+    os.killpg(process.pid, signal.SIGINT)
+    time.sleep(2)
+    assert process.poll() is None, "one Ctrl-C leaves time for a save"
+    begun = time.monotonic()
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    taken = time.monotonic() - begun
+    assert process.returncode == 130, errors
+    assert taken < 15, f"{taken:.1f} s"
+    assert gone(everyone, 5)
 
 
 def test_runs_that_start_at_once_do_not_collide(start: Start, shards: str, tmp_path: Path) -> None:
