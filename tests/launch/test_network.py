@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -53,6 +54,9 @@ def nodes() -> Iterator[Nodes]:
     cables = [f"c{os.getpid() % 10**6}-{end}" for end in range(2)]
     try:
         for name in names:
+            hosts = Path("/etc/netns") / name / "hosts"  # `ip netns exec` puts it in the place of /etc/hosts
+            hosts.parent.mkdir(parents=True)
+            hosts.write_text("127.0.0.1 localhost\n10.77.0.1 node0\n10.77.0.2 node1\n")
             made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
             if made.returncode:
                 pytest.skip(f"no network namespaces here: {made.stderr.strip()}")
@@ -63,11 +67,12 @@ def nodes() -> Iterator[Nodes]:
             for device in ("lo", "cable"):
                 subprocess.run(["ip", "-n", name, "link", "set", device, "up"], check=True)
         yield Nodes(names)
-    except FileNotFoundError:
-        pytest.skip("there is no `ip` on this machine")
+    except (FileNotFoundError, PermissionError) as error:
+        pytest.skip(f"no network namespaces here: {error}")
     finally:
         for name in names:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
+            shutil.rmtree(Path("/etc/netns") / name, ignore_errors=True)
 
 
 def steps(folder: Path) -> int:
