@@ -16,13 +16,17 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.distributed._tools.fake_collectives  # registers collectives for tensors without memory
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from clipscale.config.sections import LossConfig
+from clipscale.loss.api import configured_loss
 from clipscale.loss.block import RowBlock
 from clipscale.loss.exchange import GRAD, Communicator, Hop, Ring, Transfer
 from clipscale.loss.triton.tuning import PASSES, tiles_for
+from clipscale.plan.memory_tracker import DryMachine, cuda_autocast, without_memory
 from tests.ranks import run_ranks
 
 NODE = 8
@@ -90,6 +94,19 @@ def line(size: int, pairs: int, width: int) -> str:
         f"{gib * step:.2f}", *(f"{gib * x:.3f}" for x in out),
     ]  # fmt: skip
     return "| " + " | ".join(cells) + " |"
+
+
+def memory_of(size: int, pairs: int, width: int) -> int:
+    """Bytes that a rank of a two-level ring takes beyond bfloat16 features and gradients, by the memory tracker, on an H200."""
+    n = pairs // size
+    with fake_group(size, 0), without_memory() as memory, cuda_autocast():
+        u, v = (torch.empty(n, width, dtype=torch.bfloat16).requires_grad_() for _ in range(2))
+        scale = torch.tensor(10.0).requires_grad_()
+        before = memory.live
+        memory.take_peak()
+        config = LossConfig(exchange="ring", ranks_per_node=NODE)
+        configured_loss(u, v, scale, None, config, check=False, machine=DryMachine(90)).backward()
+        return memory.take_peak() - before - u.nbytes - v.nbytes
 
 
 Span = tuple[str, float, float]

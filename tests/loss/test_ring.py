@@ -16,7 +16,7 @@ from clipscale.loss.exchange import BLOCK, WAIT, Communicator, Ring
 from clipscale.loss.inputs import checked_inputs
 from clipscale.plan.memory_tracker import DryMachine
 from tests.loss.cases import assert_exact, keys, oracle, results
-from tests.loss.ring import COLS, NODE, Span, leaves_the_node, sent_by, timeline
+from tests.loss.ring import COLS, NODE, Span, leaves_the_node, memory_of, sent_by, timeline
 from tests.loss.workers import Workers, stacked, stacked_again, whole, workers
 from tests.ranks import run_ranks
 
@@ -78,6 +78,13 @@ def test_joined_blocks_send_the_same_features_and_at_most_seven_blocks_of_sums_m
         assert len(sent) < len(alone) / blocks + 12, "transfers"
         if per_node:
             assert leaves_the_node(3, sent) <= leaves_the_node(3, alone) + (blocks - 1) * COLS * (WIDTH * 4 + 8)
+
+
+@pytest.mark.slow  # seconds of tensors without memory
+def test_a_ranks_memory_falls_with_their_number() -> None:
+    """Of a million pairs, beyond features and gradients: blocks of columns with their gradients, and panels of 512 MiB."""
+    sizes = [memory_of(size, 2**20, 768) / 2**30 for size in (8, 32)]
+    assert sizes[0] < 2.1 and sizes[1] < 1.0, sizes
 
 
 def sent_in_a_step(group: dist.ProcessGroup, rank: int, options: dict[str, Any], blocks: int = 1) -> int:

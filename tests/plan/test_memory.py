@@ -61,6 +61,8 @@ SLOW: dict[str, dict[str, Any]] = {
     "frozen text": {"model__freeze_text": True},
     "dense loss": {"batch": 512, "chunk": 64, "loss__backend": "dense"},
     "small tiles": {"batch": 512, "chunk": 64, "loss__tile": 64},
+    "kept exponentials": {"batch": 1024, "chunk": 64, "loss__keep": "16M"},
+    "some exponentials": {"batch": 1024, "chunk": 64, "loss__keep": "3M", "loss__tile": 128},
     "large chunk": {"batch": 2048, "chunk": 512},
     "ViT-B/32": {"model__name": "ViT-B-32", "model__architecture": {}, "chunk": 32, "precision__name": "bf16"},
 }

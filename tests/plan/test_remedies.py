@@ -24,6 +24,7 @@ class Machine:
         self.tried.append(config)
         changes = {
             "loss": config.loss.backend == "auto",
+            "keep": config.loss.keep == "none",
             "checkpointing": config.model.grad_checkpointing,
             "fsdp": config.launch.parallel == "fsdp",
             "chunk": config.cache.chunk == "64",
@@ -47,6 +48,10 @@ def test_only_settings_that_change_the_highest_phase_are_tried() -> None:
     machine = Machine("loss", fixed=0.1, loss=1.5)
     assert advised(machine, run(), 64) == [("loss=infcl",)]
     assert len(machine.tried) == 2, "the run, and the run with another loss"
+
+
+def test_kept_exponentials_are_given_up() -> None:
+    assert advised(Machine("loss", keep=1.5), run(loss=LossConfig(keep="8G"))) == [("loss.keep=none",)]
 
 
 def test_settings_that_suffice_only_together_are_combined() -> None:

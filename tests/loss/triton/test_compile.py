@@ -21,6 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from clipscale.loss.block import Block, Parameters, RowBlock
+from clipscale.loss.kept import Kept
 from clipscale.loss.machine import Machine
 from clipscale.loss.objective import Sigmoid, Softmax
 from clipscale.loss.triton.backend import triton_backend
@@ -152,6 +153,28 @@ def test_the_launches_bind_and_compile_as_the_host_makes_them(monkeypatch: pytes
         sigmoid.forward_backward(block)
     # Of lse_kernel: what it finds three times, whole tiles and the columns past them
     counts = {"lse_kernel": 6, "softmax_gradient_kernel": 1, "special_gradient_kernel": 1, "sigmoid_kernel": 1}
+    assert {name: len(variants) for name, variants in machine.compiled.items()} == counts
+
+
+@pytest.mark.slow
+def test_the_launches_with_kept_exponentials_bind_and_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the rows, and all; whole tiles, and the columns past them."""
+    monkeypatch.setattr(driver, "_active", NoDevice())
+    machine, n, m = CompilesForHopper(), 700, 900
+    for budget in (300 * 2 * 1024, 1e9):
+        kept = Kept(budget)
+        softmax = triton_backend(Softmax(), "ieee", Tuning(), machine, kept)
+        rows, cols = (
+            RowBlock(torch.zeros(size, 123, dtype=torch.bfloat16), weight=torch.ones(size), grad=torch.zeros(size, 123))
+            for size in (n, m)
+        )
+        rows.target = torch.zeros(n, dtype=torch.float64)
+        rows.lse, cols.lse = rows.empty_lse(), cols.empty_lse()
+        block = Block(rows, cols, Parameters(torch.tensor(10.0), torch.tensor(10.0)), 0)
+        softmax.forward(block)
+        assert kept.visits[0].values.shape == (256 if budget < 1e6 else 768, 1024)
+        softmax.backward(block)
+    counts = {"lse_kernel": 6, "softmax_gradient_kernel": 1, "kept_gradient_kernel": 1, "special_gradient_kernel": 1}
     assert {name: len(variants) for name, variants in machine.compiled.items()} == counts
 
 
