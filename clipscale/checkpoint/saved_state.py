@@ -106,6 +106,7 @@ class State(Model):
     random: list[Random]
     position: Position
     chunks: NotRequired[dict[Text, int | str | None]]
+    sort_captions: NotRequired[bool]
 
 
 _MODEL, _STATE, _PROGRESS = TypeAdapter(Model), TypeAdapter(State), TypeAdapter(Progress)

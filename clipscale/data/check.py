@@ -18,10 +18,10 @@ import numpy as np
 from PIL import Image
 
 from clipscale.config.tools import CheckSettings
-from clipscale.data.decode import IMAGE_TYPES, BrokenSampleError, decode_rgb, image_bytes, resize
+from clipscale.data.decode import IMAGE_TYPES, decode_rgb, image_bytes, resize
 from clipscale.data.filters import Selection
 from clipscale.data.order import CounterRNG, key
-from clipscale.data.sample import RawSample, limits
+from clipscale.data.sample import BrokenSampleError, RawSample, limits
 from clipscale.data.shards import index
 from clipscale.data.shards.access import Access, hash64, leaf_of, scheme_of
 from clipscale.data.shards.reader import ReadProblem, read_shard

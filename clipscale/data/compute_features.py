@@ -17,11 +17,11 @@ from clipscale import distributed, files
 from clipscale.config.checks import check_values
 from clipscale.config.data import FEATURES
 from clipscale.config.tools import FeaturesConfig
-from clipscale.data.decode import IMAGE_TYPES, BrokenSampleError, TrainTransform, image_bytes
+from clipscale.data.decode import IMAGE_TYPES, TrainTransform, image_bytes
 from clipscale.data.eval_transform import EvalTransform
 from clipscale.data.features import NOTE, encoded_row
 from clipscale.data.order import CounterRNG
-from clipscale.data.sample import RawSample
+from clipscale.data.sample import BrokenSampleError, RawSample
 from clipscale.data.shards.access import SourceError, leaf_of
 from clipscale.data.shards.listing import access_of, count_samples, list_shards
 from clipscale.data.shards.reader import ReadProblem, read_shard

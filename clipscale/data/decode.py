@@ -3,8 +3,6 @@
 C = 3: channels, H, W: the picture's pixels, S: side of the model's input in pixels.
 """
 
-import io
-import json
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,14 +14,14 @@ import simplejpeg
 from PIL import Image
 
 from clipscale.data.order import CounterRNG
+from clipscale.data.picture_bounds import open_picture
+from clipscale.data.sample import MOST_PARTS, BrokenSampleError
+from clipscale.files import parse_json
 
 if TYPE_CHECKING:  # `data check` decodes pictures without loading torch
     from torch import Tensor
 
 IMAGE_TYPES = ("jpg", "jpeg", "png", "webp", "avif", "gif", "bmp", "tif", "tiff")
-Image.init()
-FORMATS = tuple(name for name in ("JPEG", "PNG", "WEBP", "AVIF", "GIF", "BMP", "TIFF") if name in Image.OPEN)
-"""The decoders Pillow may use. EPS is not among them: it would run a program."""
 _ORIENTATION = 0x0112
 _RGB_IDS = (82, 71, 66)
 """Component names (the letters R, G, B) by which libjpeg recognises an RGB-coded JPEG that has no marker."""
@@ -31,20 +29,10 @@ _TAIL = 64
 """A JPEG without an end marker in its last so many bytes counts as cut off."""
 MOST_DEVICE_PIXELS = 2**24
 """Larger pictures are decoded on the CPU: decoded and resized as floats, they would take too much device memory at once."""
-MOST_SCANS, MOST_SCANNED = 100, 2**30
-"""Scans of a progressive JPEG, and their pixels together. Encoders make ten scans; 2**30 pixels take about five seconds."""
 ROWS = 64
 """Rows of a 16-bit picture that are turned into 8 bits at once."""
 MOST_SHRINK = 16
 """Largest reduction on the device. CUDA's antialiased resize holds a pixel's weights in shared memory, which is limited."""
-
-
-class BrokenSampleError(Exception):
-    """A sample that cannot be used. `reason` is one of a small set of words; such samples are counted by it."""
-
-    def __init__(self, reason: str, detail: str = "") -> None:
-        super().__init__(f"{reason}: {detail}" if detail else reason)
-        self.reason = reason
 
 
 # -- caption -----------------------------------------------------------------------------------------------------------
@@ -65,8 +53,8 @@ def caption_of(members: dict[str, bytes], key: str) -> str:
         raise BrokenSampleError("caption_not_utf8", str(error)) from error
     if field:
         try:
-            value = json.loads(text)
-        except (ValueError, RecursionError) as error:
+            value = parse_json(text, MOST_PARTS)
+        except ValueError as error:
             raise BrokenSampleError("bad_json", str(error)) from error
         value = value.get(field) if isinstance(value, dict) else None
         if not isinstance(value, str):
@@ -110,12 +98,8 @@ class Picture:
     def __init__(self, data: bytes, max_pixels: float = math.inf) -> None:
         with broken_pictures():
             self._data = data
-            self._image: Image.Image = Image.open(io.BytesIO(data), formats=FORMATS)
+            self._image = open_picture(data, max_pixels)
             self.width, self.height = self._image.size
-            if self.width * self.height > max_pixels:
-                raise BrokenSampleError("huge_image", f"{self.width} x {self.height} pixels")
-            if "progressive" in self._image.info:
-                check_scans(data, self._image)
             has_exif = "exif" in self._image.info and self._image.format != "TIFF"  # Pillow itself rotates TIFF
             orientation = self._image.getexif().get(_ORIENTATION, 1) if has_exif else 1
             self.orientation: int = orientation if orientation in range(1, 9) else 1
@@ -161,13 +145,6 @@ def broken_pictures() -> Iterator[None]:
         raise BrokenSampleError("unreadable_image", f"{type(error).__name__}: {error}") from error
 
 
-def check_scans(data: bytes, image: Image.Image) -> None:
-    """Raise BrokenSampleError `huge_image` for a JPEG in more scans than decoding can take. Each scan costs a pass over all pixels."""
-    scans = data.count(b"\xff\xda")
-    if scans > MOST_SCANS or scans * image.width * image.height > MOST_SCANNED:
-        raise BrokenSampleError("huge_image", f"{image.width} x {image.height} pixels in {scans} scans")
-
-
 def _decode_jpeg(data: bytes, image: Image.Image, reduce: int) -> np.ndarray:
     width, height = (-(-side // reduce) for side in image.size)
     try:
@@ -175,7 +152,6 @@ def _decode_jpeg(data: bytes, image: Image.Image, reduce: int) -> np.ndarray:
         return pixels if reduce == 1 or pixels.shape[:2] == (height, width) else _decode_jpeg(data, image, 1)
     except ValueError:
         # Pillow tolerates defects, such as stray bytes between markers, that the strict decoder rejects.
-        check_scans(data, image)
         return np.array(image.convert("RGB"))
 
 

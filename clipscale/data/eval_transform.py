@@ -3,13 +3,13 @@
 C = 3: channels, S: side of the model's input in pixels.
 """
 
-import io
 from dataclasses import dataclass
 
 import numpy as np
 from PIL import Image
 
-from clipscale.data.decode import FORMATS, BrokenSampleError, broken_pictures, check_scans
+from clipscale.data.decode import broken_pictures
+from clipscale.data.picture_bounds import open_picture
 
 LONGEST = 64
 """Aspect ratio from which evaluation resizes only the part it keeps."""
@@ -36,12 +36,7 @@ class EvalTransform:
     def __call__(self, data: bytes) -> np.ndarray:
         """(C, S, S) uint8. Raises BrokenSampleError."""
         with broken_pictures():
-            image: Image.Image = Image.open(io.BytesIO(data), formats=FORMATS)
-            if image.width * image.height > self.max_pixels:
-                raise BrokenSampleError("huge_image", f"{image.width} x {image.height} pixels")
-            if image.format == "JPEG":
-                check_scans(data, image)
-            image = image.convert("RGB")
+            image = open_picture(data, self.max_pixels).convert("RGB")
             if self.border:
                 image = image.crop((self.border, self.border, image.width - self.border, image.height - self.border))
             if self.mode == "shortest" and max(image.size) > LONGEST * min(image.size):

@@ -16,8 +16,8 @@ from typing_extensions import TypedDict
 from clipscale import files
 from clipscale.config.data import DataConfig
 from clipscale.config.sections import ModelConfig
-from clipscale.data.decode import BrokenSampleError
 from clipscale.data.order import CounterRNG
+from clipscale.data.sample import BrokenSampleError
 from clipscale.data.shards.listing import list_shards
 from clipscale.errors import UserError
 

@@ -3,7 +3,6 @@
 Both depend only on the sample and its own random numbers, so filtered epochs are as exact as unfiltered ones.
 """
 
-import json
 import math
 import operator
 import re
@@ -18,9 +17,9 @@ import yaml
 
 from clipscale import files
 from clipscale.config.data import FilterConfig
-from clipscale.data.decode import BrokenSampleError, Picture, caption_of, image_bytes
+from clipscale.data.decode import Picture, caption_of, image_bytes
 from clipscale.data.order import CounterRNG
-from clipscale.data.sample import RawSample
+from clipscale.data.sample import MOST_PARTS, BrokenSampleError, RawSample
 from clipscale.data.shards.access import hash64, leaf_of
 from clipscale.errors import UserError
 
@@ -164,8 +163,8 @@ class Selection:
 
     def _check_json(self, sample: RawSample) -> None:
         try:
-            values = json.loads(sample.members.get("json", b"{}"))
-        except (ValueError, RecursionError) as error:
+            values = files.parse_json(sample.members.get("json", b"{}"), MOST_PARTS)
+        except ValueError as error:
             raise BrokenSampleError("bad_json", str(error)) from error
         values = values if isinstance(values, dict) else {}
         for wanted in self.conditions:

@@ -13,6 +13,8 @@ MAX_IMAGE_BYTES = 64 << 20
 """Size limit of an encoded picture unless `data.max_bytes` sets another."""
 MAX_TEXT_BYTES = 1 << 20
 """Size limit of a caption or json member; a parser may need thirty times as much memory."""
+MOST_PARTS = 1 << 16
+"""Lists and objects in a json member; a parser takes a microsecond for each."""
 TOO_LARGE = "too_large"
 """Reason counted for samples over a size limit. Their content is never read."""
 
@@ -63,3 +65,11 @@ def key_and_extension(name: str) -> tuple[str, str] | None:
     """The sample key and extension in a member's name, or None if it belongs to no sample."""
     match = None if _META.match(name) else _NAME.match(name)
     return (match[1], match[2].lower()) if match else None
+
+
+class BrokenSampleError(Exception):
+    """A sample that cannot be used. `reason` is one of a small set of words; such samples are counted by it."""
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(f"{reason}: {detail}" if detail else reason)
+        self.reason = reason

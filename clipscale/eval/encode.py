@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from clipscale.data.decode import BrokenSampleError
 from clipscale.data.eval_transform import EvalTransform
+from clipscale.data.sample import BrokenSampleError
 from clipscale.distributed import World
 from clipscale.eval import zero_shot
 from clipscale.eval.sets.item import EvalSet

@@ -10,8 +10,8 @@ from PIL import Image
 from torch import Tensor
 
 from clipscale import files
-from clipscale.data.decode import BrokenSampleError
 from clipscale.data.eval_transform import EvalTransform
+from clipscale.data.sample import BrokenSampleError
 from clipscale.eval.sets.item import EvalSet, ImageRef
 
 QUERIES, TOP, TILE = 8, 5, 112

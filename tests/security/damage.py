@@ -15,6 +15,8 @@ WRONG: tuple[Any, ...] = (
     True,
     -1,
     0,
+    7,
+    2**40,
     2**70,
     float("nan"),
     float("inf"),

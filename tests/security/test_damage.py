@@ -5,26 +5,23 @@ The ordinary suite draws a few cases of each kind, the slow test many. CASES=N d
 
 import os
 import random
-import re
 import shutil
-import sys
-import tempfile
-import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
+import numpy as np
 import pytest
 
 from clipscale import checkpoint
 from clipscale.cli.main import main
-from clipscale.data.shards.access import user_cache
+from clipscale.errors import UserError
+from clipscale.train import Run
 from tests.data.files import sample, write_shards, write_tar
 from tests.eval import sets
+from tests.security import pipelines
+from tests.security.attempts import attempt
 from tests.security.damage import BYTES, WRONG, damaged
-from tests.security.limits import address_space
 
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.filterwarnings("ignore")]
 
@@ -45,7 +42,6 @@ TRAIN = (
     "log.progress=false",
     "log.tensorboard=false",
 )
-MOST_S, MOST_BYTES = 60.0, 2 << 30
 
 
 @dataclass(frozen=True)
@@ -59,6 +55,20 @@ class Kind:
     """The command line, from the damaged copy and the whole base."""
     slow: bool = False
     """It takes over a second a case."""
+
+
+LONG = ("cache.chunk=4", "checkpoint.within_step=1e-9", "cache.keep=none")
+"""Settings of a run that saves its progress at every chunk of a step."""
+
+
+def new_run(copy: Path, base: Path) -> tuple[str, ...]:
+    return *TRAIN, "samples=8", f"data.train={base}/shards/*.tar", f"run={copy}-new"
+
+
+def pipeline(file: Path) -> tuple[str, ...]:
+    """The setting of the pipeline, and where it reads."""
+    os.environ[pipelines.SAMPLES] = str(file)
+    return f"data.pipeline={pipelines.__name__}:samples", "data.shard_streams=1"
 
 
 RUN = (
@@ -99,16 +109,37 @@ KINDS = {
         ),
         slow=True,
     ),
-    "pretrained": Kind(
+    "resume within a step": Kind(
+        "long",
+        ("checkpoints/*.within/*",),
+        lambda copy, base: (*TRAIN, *LONG, "samples=16", f"data.train={base}/shards/*.tar", f"run={copy}"),
+        slow=True,
+    ),
+    "model.weights, file": Kind(
         "weights",
-        ("*",),
-        lambda copy, base: (
-            *TRAIN,
-            "samples=8",
-            f"data.train={base}/shards/*.tar",
-            f"run={copy}-new",
-            f"model.pretrained={copy}/w.pt",
-        ),
+        ("w.pt",),
+        lambda copy, base: (*new_run(copy, base), f"model.weights={copy}/w.pt"),
+    ),
+    "model.weights, arrays": Kind(
+        "weights",
+        ("w.npz",),
+        lambda copy, base: (*new_run(copy, base), f"model.weights={copy}/w.npz"),
+    ),
+    "model.weights, run": Kind(
+        "run",
+        STATE,
+        lambda copy, base: (*new_run(copy, base), f"model.weights={copy}"),
+    ),
+    "model.weights, folder": Kind(
+        "exported",
+        ("*.json", "*.safetensors"),
+        lambda copy, base: ("eval", f"model.weights={copy}", "device=cpu", f"eval.sets=[{base}/ret]"),
+        slow=True,
+    ),
+    "data.pipeline": Kind(
+        "samples",
+        ("*.json",),
+        lambda copy, base: (*TRAIN, "samples=8", f"run={copy}-new", *pipeline(copy / "s.json")),
     ),
     "eval.sets, shards": Kind(
         "ret", TEST_SET, lambda copy, base: ("eval", f"run={base}/run", "device=cpu", f"eval.sets=[{copy}]")
@@ -170,6 +201,17 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {name.replace("image.encoder", "visual"): value for name, value in state["model"].items()},
         root / "weights/w.pt",
     )
+    np.savez(root / "weights/w.npz", **{"params/t": np.ones(1, np.float32), "params/b": np.ones(1, np.float32)})  # type: ignore[arg-type]
+    assert main(["export", f"run={root}/run", f"out={root}/exported"]) == 0
+    (root / "samples").mkdir()
+    members = [dict(sample(f"{n}", seed=n)) for n in range(8)]
+    pipelines.written(
+        root / "samples/s.json", [{name.split(".")[1]: data for name, data in one.items()} for one in members]
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Run, "before_chunk", dying_at(6, Run.before_chunk))
+        main([*TRAIN, *LONG, "samples=16", f"data.train={root}/shards/*.tar", f"run={root}/long"])
+    assert list((root / "long").glob("checkpoints/*.within/*"))
     (root / "table").mkdir()
     (root / "table/list.txt").write_text(f"# shards\n{shards[0]}\n{root}/shards/{{00000..00001}}.tar\n")
     rows = [(f"{root}/kar/images/{name}.png", f"all {name}") for name in sets.NAMES]
@@ -187,79 +229,17 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-class Watch:
-    """What a command does beside its work, by Python's audit events: it starts programs, connects, or writes outside its folders."""
+def dying_at(call: int, inner: Callable[[Run], None]) -> Callable[[Run], None]:
+    """`inner`, which fails when it is called once more than that."""
+    left = [call]
 
-    def __init__(self) -> None:
-        self.on, self.seen = False, list[str]()
-        sys.addaudithook(self.hear)  # for the rest of the process: Python has no way to take it back
+    def before_chunk(run: Run) -> None:
+        inner(run)
+        left[0] -= 1
+        if left[0] < 0:
+            raise UserError("killed")
 
-    def hear(self, event: str, arguments: tuple[object, ...]) -> None:
-        if not self.on:
-            return
-        if event in ("os.system", "os.exec", "os.posix_spawn", "socket.connect") or (
-            event == "subprocess.Popen" and Path(str(arguments[0])).name not in PROGRAMS
-        ):
-            self.seen.append(f"{event} {arguments[:2]}")
-        elif event == "open" and isinstance(arguments[0], str) and isinstance(arguments[2], int):
-            path = os.path.realpath(arguments[0])
-            if arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT) and not path.startswith(WRITABLE):
-                self.seen.append(f"writes {path}")
-
-
-PROGRAMS = ("git", "uname", "ldconfig", "nvidia-smi")
-"""What `env.json` and torch ask."""
-WRITABLE = (tempfile.gettempdir(), str(user_cache()), "/dev/", "/proc/")
-WATCH = Watch()
-
-
-def peak_bytes() -> int:
-    """The most memory of this process since it was last asked, or now where the kernel does not say."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    peak = next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM"))
-    with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
-    return peak
-
-
-REFUSED_MEMORY = re.compile(r"MemoryError|[Oo]ut of memory|alloc", re.ASCII)
-"""How Python, numpy, torch, pyarrow and the system call memory that RLIMIT_AS has refused."""
-
-
-def attempt(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> str:
-    """Run one command; what is wrong with how it ended, or nothing."""
-    began = time.monotonic()
-    peak_bytes()
-    before = psutil.Process().memory_info().rss
-    WATCH.seen.clear()
-    WATCH.on = True
-    try:
-        with address_space(MOST_BYTES):
-            status = main(list(words))
-    except BaseException as error:
-        frames, trace = [], error.__traceback__
-        while trace:
-            frames.append(f"{Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno}")
-            trace = trace.tb_next
-        return f"{type(error).__name__}: {str(error)[:100]!r} at {' '.join(frames[-4:])}"
-    finally:
-        WATCH.on = False
-        shown = capsys.readouterr()
-    lines = shown.err.strip("\n").split("\n")
-    taken, grown = time.monotonic() - began, peak_bytes() - before
-    if status not in (0, 1, 2) or "Traceback" in shown.err + shown.out:
-        return f"status {status}: {shown.err[-300:]}"
-    if status == 2 and (not lines[-1].startswith("error: ") or sum(line.startswith("error: ") for line in lines) != 1):
-        return f"not one line: {shown.err[-300:]!r}"
-    if not all(line.isprintable() for line in lines):
-        return f"not printable: {shown.err[-300:]!r}"
-    if REFUSED_MEMORY.search(shown.err):
-        return f"asked for more than {MOST_BYTES} bytes: {shown.err[-300:]!r}"
-    if WATCH.seen:
-        return f"did {WATCH.seen}"
-    if taken > MOST_S or grown > MOST_BYTES:
-        return f"took {taken:.0f} s and {grown >> 20} MiB"
-    return ""
+    return before_chunk
 
 
 def case(kind: Kind, seed: int, base: Path, place: Path, capsys: pytest.CaptureFixture[str]) -> str:
@@ -318,6 +298,8 @@ KEYS = (
         "samples",
         "checkpoint",
         "eval.sets",
+        "data.pipeline",
+        "model.weights",
         "data.train",
         "model.architecture",
         "seed",

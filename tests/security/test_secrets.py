@@ -190,17 +190,15 @@ def test_an_error_line_shows_no_secret(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1500)
 def test_workers_loaders_wandb_and_tracebacks_leak_nothing(address: str, tmp_path: Path, command: Command) -> None:
     home = {name: str(tmp_path / "wandb-home") for name in ("WANDB_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR")}
     quiet = [word for word in TINY if not word.startswith("data.workers")]
     given = [*quiet, "data.workers=1", "log.wandb=offline", "data.order=resampled", "launch.procs=2"]
-    done = command("train", *given, f"data.train={address}", "run=r", **home, TMPDIR=str(tmp_path), timeout=400)
+    home |= {"TMPDIR": str(tmp_path)}
+    done = command("train", "-m", *given, f"data.train={address}", "seed=0", "run=s", **home, timeout=700)
     assert done.returncode == 0, done.stderr
-    again = command(
-        "train", "-m", *given, f"data.train={address}", "seed=0", "run=s", **home, TMPDIR=str(tmp_path), timeout=400
-    )
-    assert again.returncode == 0, again.stderr
+    assert list(tmp_path.rglob("*.wandb"))
     # every rank and loader raises with the address in its message: the stack is printed, the address is not
     broken = tmp_path / "broken"
     broken.mkdir()
@@ -211,9 +209,8 @@ def test_workers_loaders_wandb_and_tracebacks_leak_nothing(address: str, tmp_pat
     )
     path = os.pathsep.join(filter(None, [str(broken), os.environ.get("PYTHONPATH", "")]))
     words = ["train", *given, f"data.train={address}", "run=f"]
-    failed = command(*words, **home, TMPDIR=str(tmp_path), PYTHONPATH=path)
+    failed = command(*words, **home, PYTHONPATH=path, timeout=700)
     assert failed.returncode == 1 and "ValueError" in failed.stderr, failed.stderr
-    for result in (done, again, failed):
+    for result in (done, failed):
         assert PLANTED not in result.stdout + result.stderr
-    assert list(tmp_path.rglob("*.wandb"))
     assert [path for path in leaks(tmp_path) if "sitecustomize" not in path] == []

@@ -17,10 +17,11 @@ import simplejpeg
 import torch
 from torch import Tensor
 
-from clipscale.data.decode import BrokenSampleError, Crop, TrainTransform, stored_box, upright_steps
+from clipscale.data.decode import Crop, TrainTransform, stored_box, upright_steps
 from clipscale.data.loader.host_batch import RowSource, Slot, Stopwatch
 from clipscale.data.loader.offload import Recipe, restore
 from clipscale.data.order import CounterRNG
+from clipscale.data.sample import BrokenSampleError
 from clipscale.errors import UserError
 
 MOST_BYTES = 2**28

@@ -14,11 +14,12 @@ from hypothesis import settings as bounded
 from hypothesis import strategies as st
 
 from clipscale.bench.data_work import photograph
-from clipscale.data.decode import BrokenSampleError, Colour, Crop, Picture, TrainTransform, resize, stored_box
+from clipscale.data.decode import Colour, Crop, Picture, TrainTransform, resize, stored_box
 from clipscale.data.loader import gpu_decode as on
 from clipscale.data.loader.gpu_decode import Torchvision, jpeg_decoder
 from clipscale.data.loader.offload import GREY
 from clipscale.data.order import CounterRNG
+from clipscale.data.sample import BrokenSampleError
 from tests.data.files import picture
 from tests.data.loader.ondevice import (
     CROPPED,

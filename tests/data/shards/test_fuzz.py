@@ -28,10 +28,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from clipscale.config.data import FilterConfig
-from clipscale.data.decode import IMAGE_TYPES, BrokenSampleError, TrainTransform, image_bytes
+from clipscale.data.decode import IMAGE_TYPES, TrainTransform, image_bytes
 from clipscale.data.filters import selection
 from clipscale.data.order import CounterRNG
-from clipscale.data.sample import limits
+from clipscale.data.sample import BrokenSampleError, limits
 from clipscale.data.shards import scan
 from clipscale.data.shards.listing import expand
 from clipscale.data.shards.reader import ReadProblem, read_shard
