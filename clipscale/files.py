@@ -12,6 +12,7 @@ import secrets
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -25,6 +26,8 @@ MOST_YAML = 1 << 18
 """Bytes of a run's settings, which take about ten kilobytes. PyYAML takes up to 8 s for them."""
 MOST_PARTS = 1 << 22
 """Lists and objects of JSON text, brackets in its texts included: 64 bytes for two characters. Karpathy's COCO captions have 2 million."""
+MOST_VALUES = 3 << 22
+"""Commas of JSON text. A value with its name takes 160 bytes, so they take 2 GiB. Karpathy's COCO captions have 10 million."""
 _TEMPORARY = re.compile(r"^\..*-[0-9a-f]{16}\.tmp$", re.DOTALL)
 
 
@@ -161,11 +164,19 @@ def read_text(path: str | Path, most: int = SMALL, *, errors: str = "strict") ->
     return read_bytes(path, most).decode("utf-8", errors)
 
 
+def lines(path: str | Path, longest: int, most: int | None = None) -> Iterator[bytes]:
+    """A regular file's lines; of a longer one, `longest` bytes at a time. Raises OSError, also for more than `most` bytes."""
+    with opened(path, most=most) as file:
+        yield from iter(partial(file.readline, longest), b"")
+
+
 def parse_json(text: str | bytes, most_parts: int = MOST_PARTS) -> Any:
     """The value of JSON text. Raises ValueError for all text that is none, or of too many or too deeply nested parts."""
     parts = text.count("[") + text.count("{") if isinstance(text, str) else text.count(b"[") + text.count(b"{")
     if parts > most_parts:
         raise ValueError(f"it has more than {most_parts} lists and objects")
+    if (text.count(",") if isinstance(text, str) else text.count(b",")) > MOST_VALUES:
+        raise ValueError(f"it has more than {MOST_VALUES} values")
     try:
         return json.loads(text)
     except RecursionError as error:

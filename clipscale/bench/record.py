@@ -21,6 +21,7 @@ import psutil
 import torch
 
 from clipscale.errors import UserError
+from clipscale.files import read_json
 from clipscale.report.environment import environment
 from clipscale.units import parse_count
 
@@ -76,7 +77,7 @@ def earlier(path: Path, record: Row) -> Row:
     if not path.exists():
         return {}
     try:
-        found: Row = json.loads(path.read_text())
+        found: Row = read_json(path)
         if _marks(found) == _marks(record) and isinstance(found["rows"], list):
             return found
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):

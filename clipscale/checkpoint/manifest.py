@@ -23,9 +23,9 @@ NAME, PLAIN = "manifest.json", "state.pt"
 FORMAT = 3
 BLOCK = 2**24
 """Bytes of a checksum: a long read for a disk, and little memory in every thread."""
-LARGEST = 2**30
+LARGEST = 96 * 2**20
 """Bytes of the largest manifest. One of 512 ranks and 2,400 tensors has about 60 MB."""
-MOST_PARTS = 2**24
+MOST_PARTS = 2**23
 """Lists and objects in it; that one has 4 million."""
 FILES = re.compile(r"state\.pt|rank_\d{5,}\.safetensors")
 DTYPES = {

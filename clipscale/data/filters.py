@@ -8,7 +8,7 @@ import operator
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -216,8 +216,7 @@ def _blocked(paths: tuple[str, ...]) -> np.ndarray:
 
 def _lines(path: str) -> Iterator[str]:
     """The lines of a file that are neither empty nor remarks."""
-    with files.opened(Path(path).expanduser()) as file:
-        for line in iter(partial(file.readline, LONGEST_LINE), b""):
-            text = line.decode("utf-8", "surrogateescape").strip()
-            if text and not text.startswith("#"):
-                yield text
+    for line in files.lines(Path(path).expanduser(), LONGEST_LINE):
+        text = line.decode("utf-8", "surrogateescape").strip()
+        if text and not text.startswith("#"):
+            yield text

@@ -5,10 +5,12 @@ It runs no code. Tokenizers and configurations come from the hub or a folder onl
 
 import re
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import open_clip
 
+from clipscale import files
 from clipscale.errors import UserError
 
 TOP = {"vision_cfg", "text_cfg"}
@@ -35,6 +37,8 @@ OPTIONS = {
     "norm_kwargs": {"eps", "elementwise_affine"},
 }
 """The options of parts. Others can run code, such as trust_remote_code."""
+TOKENIZER, MOST_BYTES = (".json", ".txt", ".model", ".jinja"), 1 << 28
+"""Files of a tokenizer, and the size of the largest. The largest known one has 33 MB."""
 HUB = ("hf_model_name", "hf_tokenizer_name")
 """Names of repositories or folders; see `source_of`."""
 
@@ -81,6 +85,7 @@ def source_of(name: str, hub: bool) -> str:
     Raises UserError where this is not so.
     """
     if hub:
+        _check_folder(Path(name))
         return name
     remedy = "set model.hub=true (eval and export: hub=true) to load it from the Hugging Face hub or a folder"
     if name not in _own_names():
@@ -92,6 +97,14 @@ def source_of(name: str, hub: bool) -> str:
         return str(snapshot_download(name, local_files_only=True))
     except LocalEntryNotFoundError as error:
         raise UserError(f"the model needs {name!r}, which is not in the local cache; {remedy}") from error
+
+
+def _check_folder(folder: Path) -> None:
+    """Raise UserError for a folder, if it is one, with what transformers would wait for, or read without end."""
+    for file in folder.iterdir() if folder.is_dir() else ():
+        if not file.is_dir():
+            with files.reported("model.architecture names a file", file, "remove it"):
+                files.opened(file, most=MOST_BYTES if file.suffix in TOKENIZER else None).close()
 
 
 @cache

@@ -19,6 +19,10 @@ LARGEST = 1e30
 """No result comes near it. Larger ones cannot be drawn."""
 
 
+MOST_PIXELS = 1 << 24
+"""Pixels of a picture of retrieved images. Ours have 600,000; matplotlib takes some hundred bytes for each."""
+
+
 class _Row(TypedDict):
     """A caption, and the column of its image, if it was found."""
 
@@ -70,6 +74,8 @@ def read_galleries(run_dir: Path, most: int) -> list[tuple[Record, np.ndarray]]:
         try:
             record = files.read_json(file)
             _GALLERY.validate_python(record, strict=True)
+            if record["tile"] ** 2 * (record["columns"] + 1) * len(record["rows"]) > MOST_PIXELS:
+                raise ValueError(f"the picture has more than {MOST_PIXELS} pixels")
             with files.opened(file.with_suffix(".png")) as picture:
                 image = Image.open(picture, formats=["PNG"])
                 if image.size != (record["tile"] * (record["columns"] + 1), record["tile"] * len(record["rows"])):

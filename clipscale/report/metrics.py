@@ -328,8 +328,8 @@ def _decoded(value: Any) -> Any:
 def _complete_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
     """Text and object of every complete line. Raises UserError for damage before the last line."""
     damaged = 0
-    with files.reported("metrics", path, "make it readable, or move it away"), files.opened(path) as file:
-        for number, line in enumerate(iter(partial(file.readline, LONGEST_LINE), b""), 1):
+    with files.reported("metrics", path, "make it readable, or move it away"):
+        for number, line in enumerate(files.lines(path, LONGEST_LINE), 1):
             if damaged:
                 break
             record = _record_of(line)

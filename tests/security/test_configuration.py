@@ -5,8 +5,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from omegaconf import OmegaConf
 
+from clipscale.cli import received
 from clipscale.cli.main import main
+from clipscale.errors import UserError
 from tests.conftest import TINY, Command
 
 TARGETS = {
@@ -59,6 +62,15 @@ def test_a_received_experiment_does_not_allow_commands(
     assert main(["train", *words]) == 2
     assert "data.allow_pipe" in capsys.readouterr().err
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("name", received.TYPED)
+def test_what_runs_code_is_given_as_an_argument_alone(name: str) -> None:
+    config = OmegaConf.create({"hydra": {}})
+    OmegaConf.update(config, name, "x", force_add=True)
+    with pytest.raises(UserError, match=f"{name} may not be set by a file"):
+        received.refuse(config, ["batch=16", f"x{name}=x"])
+    received.refuse(config, [f"+{name}=x"])
 
 
 @pytest.mark.slow

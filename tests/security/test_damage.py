@@ -3,6 +3,7 @@
 The ordinary suite draws a few cases of each kind, the slow test many. CASES=N draws other numbers, FIRST=SEED other cases.
 """
 
+import contextlib
 import os
 import random
 import shutil
@@ -260,7 +261,8 @@ def case(kind: Kind, seed: int, base: Path, place: Path, capsys: pytest.CaptureF
     data = damaged(chosen.name, chosen.read_bytes(), rng)
     chosen.unlink()
     chosen.write_bytes(data)
-    wrong = attempt(kind.words(copy, base), capsys)
+    with contextlib.chdir(place):  # an evaluation without a run writes to runs/
+        wrong = attempt(kind.words(copy, base), capsys)
     return wrong and f"seed {seed}, {chosen.relative_to(copy)}: {wrong}"
 
 

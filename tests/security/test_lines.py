@@ -9,15 +9,20 @@ from typing import Any
 
 import pytest
 
+from clipscale import files
 from clipscale.cli import sweep
 from clipscale.config.sections import LogConfig
 from clipscale.config.train import TrainConfig, changes_since
 from clipscale.data import demo, filters
+from clipscale.data.shards import listing
 from clipscale.errors import UserError
-from clipscale.report import metrics
+from clipscale.models import description
+from clipscale.report import evaluations, metrics
+from clipscale.report.evaluations import read_galleries
 from clipscale.report.metrics import MetricLog, read_metrics
 from tests.security.damage import WRONG
 from tests.security.limits import bounded
+from tests.security.test_pictures import png
 
 QUIET = LogConfig(tensorboard=False, wandb="disabled", progress=False)
 
@@ -167,3 +172,55 @@ def test_what_is_no_id_of_wandb_is_replaced(tmp_path: Path, text: str) -> None:
     (tmp_path / "run-id.txt").write_text(text)
     made = metrics._run_id(tmp_path / "run-id.txt")
     assert made.isalnum() and made == metrics._run_id(tmp_path / "run-id.txt")
+
+
+# -- lists of shards, counts and pictures of results ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("line", [b"a.tar\n", b"#\n", b"\n"])
+def test_a_list_of_shards_takes_no_more_than_its_file(
+    tmp_path: Path, line: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sixty bytes of memory for each line would be thirty times as much."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.tar").touch()
+    (tmp_path / "list").write_bytes(line * (1 << 19))
+    monkeypatch.setattr(listing, "MOST_SHARDS", 1000)
+    with bounded(seconds=30, grown=16 << 20), pytest.raises(UserError, match=r"lists (more than 1000 shards|no shard)"):
+        listing.expand("@list")
+
+
+def test_an_endless_line_of_a_list_is_one_message(tmp_path: Path) -> None:
+    (tmp_path / "list").write_text("# list\n")
+    with bounded(grown=32 << 20), pytest.raises(UserError, match="a line has more than 65536 bytes"):
+        listing.expand(f"@{sparse(tmp_path / 'list', 1 << 27)}")
+
+
+@pytest.mark.parametrize("text", ["[" + "1," * 2000 + "1]", "{" + ",".join(f'"{n}":1' for n in range(2000)) + "}"])
+def test_json_has_a_bounded_number_of_values(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "MOST_VALUES", 1000)
+    for given in (text, text.encode()):
+        with pytest.raises(ValueError, match="more than 1000 values"):
+            files.parse_json(given)
+
+
+def test_a_picture_of_results_has_bounded_pixels(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its record asks for a size, and 200 kB hold 180 million pixels of one colour."""
+    folder = tmp_path / "eval/retrieved"
+    folder.mkdir(parents=True)
+    rows = [{"caption": "x", "hit": None}] * 2
+    (folder / "s.json").write_text(json.dumps({"set": "s", "step": 1, "tile": 32, "columns": 2, "rows": rows}))
+    (folder / "s.png").write_bytes(png(32 * 3, 32 * 2))
+    assert len(read_galleries(tmp_path, 2)) == 1
+    monkeypatch.setattr(evaluations, "MOST_PIXELS", 6000)
+    assert read_galleries(tmp_path, 2) == [] and "more than 6000 pixels" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["fifo", "device", "large"])
+def test_a_tokenizers_folder_holds_files(tmp_path: Path, kind: str) -> None:
+    """transformers would wait for a FIFO, and read the others without end."""
+    odd(tmp_path / "tokenizer.json", kind)
+    with bounded(grown=64 << 20), pytest.raises(UserError, match=r"tokenizer\.json"):
+        description.source_of(str(tmp_path), hub=True)

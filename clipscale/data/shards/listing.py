@@ -9,7 +9,7 @@ import importlib.util
 import logging
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache as cached
 from pathlib import Path
@@ -39,7 +39,7 @@ SCAN_AT_MOST = 256
 MOST_SHARDS = 1 << 20
 """Shards that a source may name: twice LAION-5B's. Expanding the braces for so many takes seconds."""
 MOST_BRACES = 64
-MOST_LIST_BYTES = 1 << 28
+MOST_LIST_BYTES, LONGEST_LINE, MOST_COUNT_BYTES = 1 << 28, 1 << 16, 1 << 26
 """Size of a list of shards, or of their counts."""
 EXTRAS = {"s3": ("s3fs", "s3"), "s3a": ("s3fs", "s3"), "gs": ("gcsfs", "gs"), "gcs": ("gcsfs", "gs")}
 """Scheme -> the package that reads it, and this project's extra that installs the package."""
@@ -242,13 +242,8 @@ def _require(url: str, setting: str) -> None:
 
 
 def _from_list(path: Path, allow_pipe: bool, setting: str, table: TableConfig | None) -> list[str]:
-    try:
-        lines = [line.strip() for line in files.read_text(path, MOST_LIST_BYTES).splitlines()]
-    except (OSError, ValueError) as error:
-        raise UserError(f"{setting}='@{path}': the list cannot be read ({error})") from error
-    sources = [line for line in lines if line and not line.startswith("#")]
     urls: list[str] = []
-    for line in sources:
+    for line in _sources(path, setting):
         if line.startswith("@"):
             raise UserError(f"{setting}='@{path}': {line[:200]!r} is a list in a list; write its lines here")
         urls += expand(line, allow_pipe, setting=setting, table=table)
@@ -257,6 +252,19 @@ def _from_list(path: Path, allow_pipe: bool, setting: str, table: TableConfig | 
     if not urls:
         raise UserError(f"{setting}='@{path}' lists no shard; write one address a line")
     return urls
+
+
+def _sources(path: Path, setting: str) -> Iterator[str]:
+    """The lines of a list that are neither empty nor remarks. Raises UserError."""
+    try:
+        for line in files.lines(path, LONGEST_LINE + 1, MOST_LIST_BYTES):
+            if len(line) > LONGEST_LINE:
+                raise ValueError(f"a line has more than {LONGEST_LINE} bytes")
+            text = line.decode().strip()
+            if text and not text.startswith("#"):
+                yield text
+    except (OSError, ValueError) as error:
+        raise UserError(f"{setting}='@{path}': the list cannot be read ({error})") from error
 
 
 # -- how many samples --------------------------------------------------------------------------------------------------
@@ -308,7 +316,7 @@ def _json(path: Path) -> dict[str, int]:
     if not path.is_file():
         return {}
     try:
-        value = files.read_json(path, MOST_LIST_BYTES)
+        value = files.read_json(path, MOST_COUNT_BYTES)
     except (OSError, ValueError) as error:
         log.warning("%s cannot be read (%s); counting without it", path, error)
         return {}
