@@ -37,6 +37,7 @@ from clipscale.loss.triton.tuning import PASSES, Tuning, arithmetic_of
 
 # Of exponentials relative to a reference. Terms below 2^-126 are lost: 2^22 of them are under 2^-24 of the smallest sum.
 SMALLEST_SUM, LARGEST_SUM = 2.0**-80, 2.0**126
+WARM_BYTES = 2**24  # for the exponentials of a warm-up
 RARE_SIDE = 128  # of a tile in kernels that are seldom run and take more registers
 WARM: set[tuple[Hashable, ...]] = set()  # what has been warmed up in this process
 
@@ -77,27 +78,30 @@ class TritonBackend(ABC):
         return -(-features.shape[-1] // step) * step
 
     def warm_up(self, block: Block) -> None:
-        """Run every kernel once on this block, one row against one column, which has the variants of any larger one."""
-        rows, cols = block.rows, block.cols
-        facts = [x is not None for side in (rows, cols) for x in (side.keys, side.weight, side.grad)]
+        """Run every variant of every kernel once, on this block's row against a tile of its column and one more."""
+        rows, cols, keeps = block.rows, block.cols, self.kept.budget > 0
+        facts = [keeps, *(x is not None for side in (rows, cols) for x in (side.keys, side.weight, side.grad))]
         features = rows.features
-        kept = self.kept
-        facts.append(kept.budget > 0)
         key = (features.device, features.dtype, features.shape[1], self.precision, self.tuning, self.objective, *facts)
         if key in WARM:
             return
-        self.kept = Kept(math.inf if kept.budget else 0.0)
         zero = torch.zeros((), dtype=torch.float64, device=features.device)
+        width = self.padded(block, "sigmoid" if self.sums_pairs else "forward").tiles.cols + 1
+        cols = cols[torch.zeros(width, dtype=torch.int64, device=features.device)]
         rows, cols = (replace(x, lse=None if x.weight is None else x.empty_lse()) for x in (rows, cols))
         rows.target = zero.expand(1).clone()
         scale, bias = block.parameters.scale, block.parameters.bias
         block = Block(rows, cols, Parameters(scale, bias, zero.clone(), zero.clone()), 0)
-        trains = rows.grad is not None or cols.grad is not None
-        if not (trains and self.sums_pairs):
-            self.forward(block)
-        if trains:
-            (self.forward_backward if self.sums_pairs else self.backward)(block)
-        self.kept = kept
+        trains, kept = rows.grad is not None or cols.grad is not None, self.kept
+        try:
+            for budget in (0.0, WARM_BYTES) if keeps else (0.0,):
+                self.kept = Kept(budget)
+                if not (trains and self.sums_pairs):
+                    self.forward(block)
+                if trains:
+                    (self.forward_backward if self.sums_pairs else self.backward)(block)
+        finally:
+            self.kept = kept
         zero.item()  # waits for the device
         WARM.add(key)
 

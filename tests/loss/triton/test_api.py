@@ -44,6 +44,13 @@ def test_float32_is_exact(ranks: Workers, objective: str, extra: str, exchange: 
             check(ranks, world, u, v, scale, options, per_image, per_text, bar=1e-5)
 
 
+@pytest.mark.slow  # whole tiles in the interpreter
+def test_kept_exponentials_are_exact_on_ranks(ranks: Workers) -> None:
+    """Whole tiles on two visits: the budget is for the first and a part of the second."""
+    u, v = (x.float() for x in stacked(2, 33, 65, 24))
+    check(ranks, 2, u, v, 100.0, {"exchange": "ring", "backend": "triton", "keep": str(5 * 16 * 96 * 4)}, bar=1e-5)
+
+
 def on_triton(group: dist.ProcessGroup, rank: int, objective: str, *args: Any) -> list[Tensor]:
     return results(contrastive_loss, *args, objective=objective, backend="triton", group=group)
 

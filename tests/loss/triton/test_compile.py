@@ -24,6 +24,7 @@ from clipscale.loss.block import Block, Parameters, RowBlock
 from clipscale.loss.kept import Kept
 from clipscale.loss.machine import Machine
 from clipscale.loss.objective import Sigmoid, Softmax
+from clipscale.loss.triton import backend
 from clipscale.loss.triton.backend import triton_backend
 from clipscale.loss.triton.tuning import AMPERE, PASSES, TABLE, Tiles, Tuning, tiles_for
 from tests.loss.triton.binaries import ELEMENT, KERNELS, LOADED, PLAIN, REGISTERS, entry
@@ -154,6 +155,43 @@ def test_the_launches_bind_and_compile_as_the_host_makes_them(monkeypatch: pytes
     # Of lse_kernel: what it finds three times, whole tiles and the columns past them
     counts = {"lse_kernel": 6, "softmax_gradient_kernel": 1, "special_gradient_kernel": 1, "sigmoid_kernel": 1}
     assert {name: len(variants) for name, variants in machine.compiled.items()} == counts
+
+
+class Launches(Machine):
+    """Notes which variants of the kernels are launched, and runs nothing."""
+
+    def __init__(self) -> None:
+        self.variants: set[str] = set()
+
+    def launch(self, kernel: Any, grid: int, device: torch.device, tiles: Tiles, *given: Any, **constants: Any) -> None:
+        self.variants.add(f"{kernel.__name__} {tiles} {sorted((name, str(x)) for name, x in constants.items())}")
+
+
+@pytest.mark.parametrize("budget", [0.0, 6000.0])
+@pytest.mark.parametrize("objective", [Softmax(), Softmax(0.1, 40, 70), Sigmoid()])
+def test_a_warm_up_launches_every_variant_that_a_block_does(objective: Softmax | Sigmoid, budget: float) -> None:
+    """Of 40 x 70 scores: whole tiles and others, kept rows and others."""
+    backend.WARM.clear()
+    seen = []
+    for warms in (True, False):
+        machine = Launches()
+        found = triton_backend(objective, "ieee", Tuning(), machine, Kept(budget))
+        rows, cols = (RowBlock(torch.zeros(size, 64), grad=torch.zeros(size, 64)) for size in (40, 70))
+        rows.target = torch.zeros(40, dtype=torch.float64)
+        if isinstance(objective, Softmax):
+            rows.weight, cols.weight = torch.ones(40), torch.ones(70)
+            rows.lse, cols.lse = rows.empty_lse(), cols.empty_lse()
+        parameters = Parameters(torch.tensor(10.0), torch.tensor(1.0))
+        if warms:
+            found.warm_up(Block(rows[:1], cols[:1], parameters, 0))
+            assert found.kept.budget == budget and not found.kept.visits, "it takes nothing of the budget"
+        elif isinstance(objective, Sigmoid):
+            found.forward_backward(Block(rows, cols, parameters, 0))
+        else:
+            found.forward(Block(rows, cols, parameters, 0))
+            found.backward(Block(rows, cols, parameters, 0))
+        seen.append(machine.variants)
+    assert seen[1] <= seen[0], f"compiled at the first hop: {seen[1] - seen[0]}"
 
 
 @pytest.mark.slow
