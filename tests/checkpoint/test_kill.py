@@ -95,22 +95,31 @@ def test_a_run_that_is_killed_again_and_again_has_the_undisturbed_curve(
     model = ModelConfig(name="test", patch_dropout=0.3, architecture=ARCHITECTURE)
     config = settings(demo, tmp_path / "killed", batch=16, samples=16 * 10**6, model=model)
     config = replace(config, checkpoint=CheckpointConfig(every=1, keep=2))
+    begun = time.monotonic()
+    until_steps(config, 2)
+    longest = 2 * (time.monotonic() - begun)  # half of the kills come after a step, on any machine
     for _ in range(KILLS):
-        kill(train_quietly, config, numbers.uniform(0.1, 1.5))
+        kill(train_quietly, config, numbers.uniform(0.05, longest))
     steps = checkpoint.newest_step(tmp_path / "killed")
     assert steps, "no kill left time for a step"
-    process = forks().Process(target=train_quietly, args=(replace(config, run=str(tmp_path / "whole")),))
-    process.start()
-    while len(whole := losses(tmp_path / "whole")) < steps:
-        process.join(0.5)
-        assert process.is_alive()
-    process.kill()
-    process.join()
+    whole = until_steps(replace(config, run=str(tmp_path / "whole")), steps)
     pairs = zip(losses(tmp_path / "killed")[:steps], whole[:steps], strict=True)
     differing = [step for step, (found, expected) in enumerate(pairs, 1) if found != expected]
     assert not differing, f"seed {SEED}: {len(differing)} of {steps} steps differ, the first is {differing[0]}"
     with capsys.disabled():
         print(f"\n{KILLS} kills of a run, seed {SEED}: {steps} steps, each with the undisturbed loss")
+
+
+def until_steps(config: TrainConfig, steps: int) -> list[float]:
+    """The losses of a run that is killed after so many steps."""
+    process, run = forks().Process(target=train_quietly, args=(config,)), Path(config.run)
+    process.start()
+    while len(found := losses(run)) < steps:
+        process.join(0.1)
+        assert process.is_alive()
+    process.kill()
+    process.join()
+    return found
 
 
 def losses(run: Path) -> list[float]:
