@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from clipscale import checkpoint
-from clipscale.config.sections import CheckpointConfig, ModelConfig
+from clipscale.config.sections import CacheConfig, CheckpointConfig, ModelConfig
 from clipscale.config.train import TrainConfig
 from clipscale.distributed import World
 from clipscale.report.metrics import read_metrics
@@ -62,10 +62,17 @@ def test_a_kill_at_any_moment_of_a_save_or_load_loses_no_complete_checkpoint(
 ) -> None:
     numbers = random.Random(SEED)
     checkpoint.make_folder(tmp_path)
-    reached = []
+    reached, written, begun = [], tmp_path / "complete", time.monotonic()
+    process = forks().Process(target=save_for_ever, args=(tmp_path,))
+    process.start()
+    while not written.exists():
+        process.join(0.01)
+        assert process.is_alive()
+    process.kill()
+    process.join()
+    longest = 2 * (time.monotonic() - begun)  # half of the kills come after a save, on any machine
     for _ in range(KILLS):
-        kill(save_for_ever, tmp_path, numbers.uniform(0.02, 0.6))
-        written = tmp_path / "complete"
+        kill(save_for_ever, tmp_path, numbers.uniform(0.02, longest))
         complete = int(written.read_text() or 0) if written.exists() else 0
         path = checkpoint.to_resume(tmp_path, "auto", ALONE)
         step = checkpoint.load(path)["step"] if path else 0
@@ -94,7 +101,9 @@ def test_a_run_that_is_killed_again_and_again_has_the_undisturbed_curve(
     numbers = random.Random(SEED)
     model = ModelConfig(name="test", patch_dropout=0.3, architecture=ARCHITECTURE)
     config = settings(demo, tmp_path / "killed", batch=16, samples=16 * 10**6, model=model)
-    config = replace(config, checkpoint=CheckpointConfig(every=1, keep=2))
+    config = replace(
+        config, cache=CacheConfig(image_chunk=6, text_chunk=8), checkpoint=CheckpointConfig(every=1, keep=2)
+    )
     begun = time.monotonic()
     until_steps(config, 2)
     longest = 2 * (time.monotonic() - begun)  # half of the kills come after a step, on any machine
