@@ -185,7 +185,7 @@ class Heartbeat:
             self._write()
         line = self.cause() if lost else ""
         self._ended.set()
-        self._thread.join()
+        self._thread.join(self.interval)  # its disk may hang
         if not self._failure:
             with suppress(OSError):  # other ranks' records are in the folder
                 path_of(self.run, self.world.rank).unlink(missing_ok=True)
