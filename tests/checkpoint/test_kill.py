@@ -47,6 +47,13 @@ def save_for_ever(run: Path) -> None:
         (run / "complete").write_text(str(step))
 
 
+def warm_up() -> None:
+    """Let the server of the forks import everything."""
+    process = forks().Process(target=random.random)
+    process.start()
+    process.join()
+
+
 def kill(work: Callable[..., None], given: Any, seconds: float) -> None:
     """Let a process work for some seconds, and kill it."""
     process = forks().Process(target=work, args=(given,))
@@ -62,6 +69,7 @@ def test_a_kill_at_any_moment_of_a_save_or_load_loses_no_complete_checkpoint(
 ) -> None:
     numbers = random.Random(SEED)
     checkpoint.make_folder(tmp_path)
+    warm_up()
     reached, written, begun = [], tmp_path / "complete", time.monotonic()
     process = forks().Process(target=save_for_ever, args=(tmp_path,))
     process.start()
@@ -104,6 +112,7 @@ def test_a_run_that_is_killed_again_and_again_has_the_undisturbed_curve(
     config = replace(
         config, cache=CacheConfig(image_chunk=6, text_chunk=8), checkpoint=CheckpointConfig(every=1, keep=2)
     )
+    warm_up()
     begun = time.monotonic()
     until_steps(config, 2)
     longest = 2 * (time.monotonic() - begun)  # half of the kills come after a step, on any machine
