@@ -181,6 +181,7 @@ def start(config: Launched, main: str, count: int) -> dict[str, Any]:
     with (
         tempfile.TemporaryDirectory(prefix="clipscale-") as folder,
         _quiet(variables | private(folder)),
+        _temporary_files(folder),
         _end_at_second(),
     ):
         elastic = LaunchConfig(
@@ -273,6 +274,16 @@ def _follows(message: str | dict[str, Any]) -> bool:
     """Whether a rank failed because it has lost another one. Times are in whole seconds, and do not show which failed first."""
     text = message["message"] if isinstance(message, dict) else message
     return any(sign in text for sign in LOST)
+
+
+@contextmanager
+def _temporary_files(folder: str) -> Iterator[None]:
+    """Let this process make temporary files there. torch leaves files with its workers' tracebacks, which can hold secrets."""
+    before, tempfile.tempdir = tempfile.tempdir, folder
+    try:
+        yield
+    finally:
+        tempfile.tempdir = before
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import json
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from clipscale.config.train import TrainConfig, changes, to_yaml
 from clipscale.data.shards.access import unsigned
 from clipscale.errors import UserError
 from clipscale.eval.verb import _sets_of
+from clipscale.launch import local
 from tests.conftest import TINY, Command
 from tests.data.files import write_shards
 from tests.data.shards.web import Web, serving
@@ -187,6 +189,15 @@ def test_an_error_line_shows_no_secret(
         "error: ${oc.env:NOT_SET_ANYWHERE}: the environment variable NOT_SET_ANYWHERE is not set"
         in capsys.readouterr().err
     )
+
+
+def test_torchs_files_with_tracebacks_lie_in_the_launchers_own_folder(tmp_path: Path) -> None:
+    """They are not redacted; the folder is deleted with the workers' end. The slow test below starts workers that fail."""
+    before = tempfile.gettempdir()
+    with local._temporary_files(str(tmp_path)):
+        handle, name = tempfile.mkstemp()
+        os.close(handle)
+    assert Path(name).parent == tmp_path and tempfile.gettempdir() == before
 
 
 @pytest.mark.slow
