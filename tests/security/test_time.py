@@ -124,6 +124,15 @@ def test_a_picture_in_many_parts_is_refused(name: str, monkeypatch: pytest.Monke
             work(data)
 
 
+def test_a_tiff_of_many_strips_is_not_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pillow makes an object of each strip when it opens the file, before it reads one."""
+    monkeypatch.setattr(picture_bounds, "MOST_STRIPS", 100)
+    train(strips(100))
+    for work in (train, EvalTransform(32)):
+        with pytest.raises(BrokenSampleError, match="huge_image: 101 strips"):
+            work(strips(101))
+
+
 def test_ordinary_pictures_have_few_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(picture_bounds, "MOST_READS", 1 << 12)
     for format, options in (
