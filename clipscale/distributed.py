@@ -14,12 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from clipscale.errors import LostRankError, UserError
+from clipscale.parallel.fsdp import STAGE_3, ShardedTower, Sharding
+from clipscale.parallel.sums import GradientSum, begin_sums
 
 T = TypeVar("T")
 
@@ -120,23 +121,23 @@ class World:
         return answer
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Sum gradients over ranks for parameters outside DDP and FSDP2: logit scale and bias, and towers with master weights."""
-        if self.size > 1:
-            for gradients in buckets([p.grad for p in parameters if p.grad is not None]):
-                flat = torch.cat([g.reshape(-1) for g in gradients])
-                dist.all_reduce(flat)
-                for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-                    gradient.copy_(part.view_as(gradient))
+        """Sum gradients over ranks for parameters outside DDP and FSDP2, such as logit scale and bias."""
+        for one in self.begin_sums(parameters):
+            one.wait()
+
+    def begin_sums(self, parameters: Iterable[nn.Parameter]) -> list[GradientSum]:
+        """Begin to sum them in the background. They are not to be read before the sums are waited for."""
+        return begin_sums(parameters) if self.size > 1 else []
 
     def mesh(self) -> DeviceMesh:
         """All ranks in one dimension, for FSDP2."""
         return init_device_mesh(self.device.type, (self.size,))
 
-    def wrap(self, tower: nn.Module, parallel: str = "ddp") -> nn.Module:
+    def wrap(self, tower: nn.Module, parallel: str = "ddp", sharding: Sharding = STAGE_3) -> nn.Module:
         """The tower under DDP or FSDP2, with gradients SUMMED over ranks, since each rank's loss gradient is a share of the whole.
 
-        A frozen tower is returned as it is; `none` leaves the sum to `sum_gradients`. Batch normalisation is synchronised. FSDP2 changes
-        the module in place and shards block by block.
+        A frozen tower is returned as it is; `none` leaves the sum to others. Batch normalisation is synchronised. FSDP2 changes
+        the module in place and shards block by block, as `sharding` says.
         """
         if self.size == 1 or not any(p.requires_grad for p in tower.parameters()):
             return tower
@@ -144,32 +145,12 @@ class World:
         if parallel == "none":
             return tower
         if parallel == "fsdp":
-            mesh = self.mesh()
-            for module in [*blocks(tower), tower]:
-                fully_shard(module, mesh=mesh)
-            for module in tower.modules():
-                if isinstance(module, FSDPModule):
-                    module.set_gradient_divide_factor(1.0)
-                    module.set_force_sum_reduction_for_comms(True)
-            return tower
+            return ShardedTower(tower, self.mesh(), sharding)
         ids = [self.device.index] if self.device.type == "cuda" else None
         constant_buffers: dict[str, Any] = {_BUFFERS: False}
         wrapped = DistributedDataParallel(tower, device_ids=ids, gradient_as_bucket_view=True, **constant_buffers)
         wrapped.register_comm_hook(None, _sum)
         return wrapped
-
-
-def buckets(tensors: list[Tensor], elements: int = 2**24) -> list[list[Tensor]]:
-    """Tensors in order, in groups of one type and at most `elements` elements, unless a single tensor is larger."""
-    groups: list[list[Tensor]] = []
-    size = 0
-    for tensor in tensors:
-        if not groups or size + tensor.numel() > elements or tensor.dtype != groups[-1][0].dtype:
-            groups.append([])
-            size = 0
-        groups[-1].append(tensor)
-        size += tensor.numel()
-    return groups
 
 
 def sync_batch_norm(module: nn.Module) -> nn.Module:
@@ -229,14 +210,6 @@ class SyncBatchNorm(_BatchNorm):
                 self.running_var.lerp_((variance * count / (count - 1)).to(self.running_var.dtype), rate)
         out = centred * (variance + self.eps).rsqrt().view(shape)
         return out if self.weight is None else out * self.weight.view(shape) + self.bias.view(shape)
-
-
-def blocks(tower: nn.Module) -> list[nn.Module]:
-    """The repeated blocks of a transformer, or the stages of a convolutional network. FSDP2 gathers one at a time."""
-    lists = [
-        m for m in tower.modules() if isinstance(m, nn.ModuleList | nn.Sequential) and len({type(c) for c in m}) == 1
-    ]
-    return [block for found in lists if len(found) > 1 for block in found if any(True for _ in block.parameters())]
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -30,12 +30,27 @@ def peak_lr(config: OptimConfig, batch: int) -> float:
     return float(config.lr * (batch / config.reference_batch) ** LR_SCALING[config.lr_scaling])
 
 
+ELEMENTWISE = ("adamw", "lion", "adam", "nadamw", "sgd")
+"""Optimizers whose update of a shard is the shard of their update."""
+SHARDED = (*ELEMENTWISE, "adafactorbv", "lamb", "muon", "lars", "adopt", "laprop", "radam", "rmsprop")
+"""Optimizers whose update of a matrix in shards is the one of the whole matrix: a test compares them."""
+OWN_CLIP = {"lamb": 1.0}
+"""Optimizers that clip by the global norm themselves, at timm's `max_grad_norm`."""
+
+
+def largest_norm(config: OptimConfig, *, sharded: bool) -> float | None:
+    """The norm at which gradients are clipped before the optimizer; `sharded`: it leaves its own clipping to us."""
+    own = config.options.get("max_grad_norm", OWN_CLIP[config.name]) if sharded and config.name in OWN_CLIP else None
+    return min((limit for limit in (config.clip_norm, own) if limit), default=None)
+
+
 def build_optimizer(
-    model: nn.Module, config: OptimConfig, masters: Mapping[int, nn.Parameter] | None = None
+    model: nn.Module, config: OptimConfig, masters: Mapping[int, nn.Parameter] | None = None, *, sharded: bool = False
 ) -> torch.optim.Optimizer:
     """timm's optimizer over the trainable parameters, with weight decay on matrices only.
 
-    `masters` maps the id of a parameter to the copy that the optimizer updates instead.
+    `masters` maps the id of a parameter to the copy that the optimizer updates instead. `sharded`: matrices and vectors are in shards,
+    the scalars are not.
 
     Raises UserError for an optimizer that timm does not have, and for options that the optimizer does not take.
     """
@@ -50,6 +65,13 @@ def build_optimizer(
         options.setdefault("beta2_cap", config.betas[1])
     if config.eps is not None and info.has_eps:
         options.setdefault("eps", config.eps)
+    if sharded and config.name not in SHARDED:
+        raise UserError(
+            f"optim.name={config.name}: not with launch.parallel=fsdp, where a parameter is in shards; choose one of {', '.join(SHARDED)}, "
+            "or launch.parallel=ddp"
+        )
+    if sharded and config.name in OWN_CLIP:  # it would join the norms of shards with those of whole scalars
+        options |= {"max_grad_norm": None, "foreach": False}
     groups = parameter_groups(model, config.weight_decay)
     for group in groups:
         group["params"] = [(masters or {}).get(id(p), p) for p in group["params"]]

@@ -28,8 +28,14 @@ def graph_bytes() -> Iterator[Callable[[], int]]:
 
 @contextmanager
 def gradient_sync(encoder: Callable[..., Tensor], enabled: bool) -> Iterator[None]:
-    """Turns the sum of gradients over ranks on or off. DDP reads this in the forward pass, FSDP2 in the backward pass."""
-    if hasattr(encoder, "set_requires_gradient_sync"):
+    """Turns the sum of gradients over ranks on or off. DDP reads this in the forward pass, FSDP2 in the backward pass.
+
+    An encoder's own `gradient_sync` decides by itself what it does in the last chunk (`enabled`) and in others.
+    """
+    if hasattr(encoder, "gradient_sync"):
+        with encoder.gradient_sync(enabled):
+            yield
+    elif hasattr(encoder, "set_requires_gradient_sync"):
         encoder.set_requires_gradient_sync(enabled)
         yield
     elif hasattr(encoder, "no_sync") and not enabled:

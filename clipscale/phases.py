@@ -1,22 +1,47 @@
-"""Times the parts of one optimizer step and measures their device memory."""
+"""Times the parts of one optimizer step, measures their device memory, and reads its results from the device."""
 
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.profiler import record_function
 
 
+class Readback:
+    """Scalars on their way from the device to the host. Reading waits for them, not for what was queued later."""
+
+    def __init__(self, *values: Tensor) -> None:
+        stacked = torch.stack([value.detach().double() for value in values])
+        self._event = None
+        if stacked.device.type == "cuda":
+            stacked = stacked.to("cpu", non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+        self._values = stacked
+
+    def read(self) -> list[float]:
+        """The values, on the host."""
+        if self._event is not None:
+            self._event.synchronize()
+        return [float(value) for value in self._values.tolist()]
+
+
 class Phases:
-    """`with phases("encode"): ...` around each part. Memory figures are None on a CPU, which has no allocator statistics."""
+    """`with phases("encode"): ...` around each part. Memory figures are None on a CPU, which has no allocator statistics.
+
+    On a GPU, parts are timed where they run, by events in its queue. Nothing waits before the times are read.
+    """
 
     def __init__(self, device: torch.device, entered: Callable[[str], None] = lambda name: None) -> None:
         """`entered` is called with the name of every part that begins."""
         self.device, self.entered = device, entered
-        self.seconds: dict[str, float] = {}
         self.before: dict[str, int] = {}
         self.peak: dict[str, int] = {}
+        self._spans: dict[str, tuple[Any, Any]] = {}
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -25,13 +50,28 @@ class Phases:
         if cuda:
             torch.cuda.reset_peak_memory_stats(self.device)
             self.before[name] = torch.cuda.memory_allocated(self.device)
-        started = time.perf_counter()
+        started = self._now()
         with record_function(name):  # its name in a profiler's timeline
             yield
+        self._spans[name] = (started, self._now())
         if cuda:
-            torch.cuda.synchronize(self.device)
             self.peak[name] = torch.cuda.max_memory_allocated(self.device)
-        self.seconds[name] = time.perf_counter() - started
+
+    def _now(self) -> Any:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    @cached_property
+    def seconds(self) -> dict[str, float]:
+        """Of all parts, when the last has begun. On a GPU this waits for its end, not for what was queued later."""
+        if self.device.type != "cuda":
+            return {name: ended - started for name, (started, ended) in self._spans.items()}
+        for _, ended in self._spans.values():
+            ended.synchronize()
+        return {name: started.elapsed_time(ended) / 1e3 for name, (started, ended) in self._spans.items()}
 
     @property
     def total(self) -> float:
@@ -40,6 +80,10 @@ class Phases:
     def peak_bytes(self) -> int | None:
         """Highest allocation in any part."""
         return max(self.peak.values()) if self.peak else None
+
+    def working_bytes(self) -> int:
+        """The peak beyond the allocation at the step's start. On a GPU."""
+        return max(self.peak.values()) - self.before["encode"]
 
     def extra_bytes(self, name: str) -> int | None:
         """One part's peak beyond the allocation at its start."""

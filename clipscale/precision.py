@@ -55,13 +55,14 @@ class Precision:
         if self.fp8:
             fp8.convert(tower, self.device)
 
-    def hold(self, tower: nn.Module) -> "MasterWeights | None":
+    def hold(self, tower: nn.Module, *, sharded: bool = False) -> "MasterWeights | None":
         """Cast the tower's matrices in place, if the settings hold them in half precision; returns float32 copies for the optimizer.
 
-        A frozen tower computes the same as before, since autocast rounds its matrices anyway.
+        A frozen tower computes the same as before, since autocast rounds its matrices anyway. One that FSDP2 shards (`sharded`) keeps
+        float32 shards, which are cast when they are gathered.
         """
         frozen = not any(p.requires_grad for p in tower.parameters())
-        if self.dtype == torch.float32 or not (frozen or self.half_weights):
+        if self.dtype == torch.float32 or not (frozen or (self.half_weights and not sharded)):
             return None
         matrices = {name: p for name, p in tower.named_parameters() if p.ndim >= 2}
         masters = MasterWeights(matrices) if self.master and not frozen else None

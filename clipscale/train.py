@@ -8,11 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from clipscale import checkpoint, distributed
-from clipscale.autotune import CHUNKS, BudgetTuner
+from clipscale.autotune import CHUNKS, BudgetTuner, StageTuner
 from clipscale.checkpoint import saved_state
 from clipscale.config.checks import shared
 from clipscale.config.sections import LR_SCALING
@@ -31,10 +30,12 @@ from clipscale.launch.run_lock import RunLock
 from clipscale.launch.stopping import AbandonedError, Stop
 from clipscale.models.towers import Flops
 from clipscale.optim import Schedule
-from clipscale.phases import Phases
+from clipscale.parallel.fsdp import reshard
+from clipscale.phases import Phases, Readback
 from clipscale.report.metrics import MetricLog
 from clipscale.report.page import write_report
 from clipscale.report.profile import Profiler
+from clipscale.report.step_record import StepRecords
 from clipscale.report.table import print_results
 from clipscale.rng import RandomState
 from clipscale.state.train_state import TrainState
@@ -86,7 +87,8 @@ class Run:
         self.budget = BudgetTuner(config.cache.keep, world.device)
         self.step, self.last_loss = 0, math.nan
         resumed = self.start()
-        self.flops = Flops(config.model, world.device, stored_images=self.state.stored is not None)
+        self.stages = StageTuner(config.launch.zero, [tower.encoder for tower in self.state.cache.towers], world)
+        flops = Flops(config.model, world.device, stored_images=self.state.stored is not None)
         self.total, self.schedule = self.length_and_schedule()
         self.metrics = None
         if world.main:
@@ -103,13 +105,15 @@ class Run:
             )
             for line in (self.stream.memory, *self.state.notes):
                 self.metrics.message(line)
-        self.saved_at = self.measured_at = time.monotonic()
+        self.records = StepRecords(self.metrics.step if self.metrics else None, world.size, flops, self.stream)
+        self.saved_at = time.monotonic()
         self.stop = Stop(world, config.launch.grace_s)  # signals that this rank has received
         self.saver = checkpoint.Saver(self.folder, world, config.checkpoint, self.store)
         self.saver.last_step, self.saved_step = (self.step, self.step) if resumed else (None, 0)
         self.profiler = Profiler(self.folder, config.log.profile, world.rank, world.device)
         self.heart.detail, self.saver.check = self.doing, self.heart.check
         self.step_s = self.eval_s = 0.0  # what the last of each took
+        self.busy = False  # whether the device has work of the present step
         self.stopping = 0  # the signal at which all ranks have agreed to stop; 0: none
 
     # ---- build ----
@@ -196,10 +200,8 @@ class Run:
         try:
             with self.stop:
                 while self.step < self.total:
-                    record = self.optimizer_step()
+                    self.optimizer_step()
                     self.step += 1
-                    if self.metrics:
-                        self.metrics.step(record)
                     if config.eval.every and self.step % config.eval.every == 0 and self.step < self.total:
                         results = self.evaluate()
                     if self.save_due():
@@ -220,6 +222,7 @@ class Run:
         finally:
             self.stream.close()
             self.saver.close()
+            self.records.finish()
             if self.metrics:
                 self.metrics.close()
         if self.world.main:
@@ -263,10 +266,12 @@ class Run:
     def whole_step(self) -> dict[str, Any]:
         """The step itself."""
         state, phases = self.state, Phases(self.world.device, lambda name: self.heart.enter(name, self.step + 1))
+        self.busy = False
         size, samples = self.sizes.at(self.step), self.sizes.before(self.step + 1)
         every = self.config.log.noise_scale
         measured = every > 0 and (self.step + 1) % every == 0
-        self.budget.before_step(state.cache.budget, size, keep=not measured)  # kept graphs would share one gradient
+        self.stages.before_step(size)  # below, kept graphs would share one gradient
+        self.budget.before_step(state.cache.budget, size, keep=not measured, taken=self.stages.taken)
         state.optimizer.zero_grad()
         self.within.begin(self.step, self.last_loss, measured=measured)
         self.within.restore()
@@ -280,7 +285,7 @@ class Run:
             features = state.cache.encode(images, texts)
         with phases("loss"):
             value = state.loss(*features)
-            state.cache.backward(value)
+            state.backward(value)
             del features
         if self.world.size > 1 and self.config.cache.keep != "none":
             state.cache.before_chunk = self.heart.move  # ranks may have kept differently many graphs
@@ -289,29 +294,33 @@ class Run:
         with phases("optim"):
             norm = state.gradient_norm()
             noise = state.noise_scale(size) if measured else {}
-            loss, grad_norm = value.item(), norm.item()
+            loss, grad_norm = Readback(value, norm).read()  # the only place where the device waits for the host
             finite = math.isfinite(loss) and math.isfinite(grad_norm)
             if not (finite or state.precision.can_lower_loss_scale) and self.config.optim.on_divergence == "stop":
                 state.stop_diverged(self.step, loss, grad_norm, batch.ids())
             if finite or state.precision.scaler:  # after an overflow the scaler skips the step and lowers its scale
                 state.update(norm)
         self.budget.after_step(phases)
+        self.stages.after_step(phases)
         self.last_loss = loss
-        return {
+        record = {
             "step": self.step + 1,
             "samples": samples,
             "batch": size,
             "loss": loss,
-            "logit_scale": state.model.logit_scale.exp().item(),
             "lr": lr,
             "grad_norm": grad_norm if finite else None,
             "skipped": not finite,
-            **self.measurements(size, phases, state.captions.widths(texts)),
             **noise,
         }
+        self.records.add(record, phases, state.model.logit_scale.exp(), state.captions.widths(texts))
+        return record
 
     def before_chunk(self) -> None:
         """Leave the step at a signal, or save its progress."""
+        if self.busy:
+            self.records.finish()
+        self.busy = True
         self.before_batch()
         self.within.check()
 
@@ -330,27 +339,10 @@ class Run:
         factor = (size / self.config.batch) ** LR_SCALING[self.config.optim.lr_scaling]
         return self.schedule.apply(self.state.optimizer, samples / self.config.batch - 1, factor)
 
-    def measurements(self, size: int, phases: Phases, widths: dict[int, int]) -> dict[str, Any]:
-        """The part of a step's record that measures speed, memory and data."""
-        rate = size / phases.total
-        now, before = time.monotonic(), self.measured_at
-        self.measured_at = now
-        return {
-            "time": round(time.time(), 3),
-            "samples_per_s": rate,
-            "samples_per_s_wall": size / (now - before),  # counts waiting, evaluations and saves between the steps too
-            "samples_per_s_per_gpu": rate / self.world.size,
-            "data_wait_frac": self.stream.take_wait() / phases.total,
-            **phases.record(),
-            "host_rss_bytes": psutil.Process().memory_info().rss,
-            **self.stream.record(),
-            "caption_tokens": sum(width * count for width, count in widths.items()) / sum(widths.values()),
-            "mfu": self.flops.utilisation(rate / self.world.size, widths),
-        }
-
     def evaluate(self) -> dict[str, Any]:
         """Zero-shot and retrieval metrics of the model as it is now, also written to RUN/eval/step_N.json."""
         state = self.state
+        self.records.finish()
         state.model.image.to(self.world.device)
         averaged = state.average if self.config.eval.weights == "ema" else None
         started = time.monotonic()
@@ -367,6 +359,7 @@ class Run:
                 before_batch=self.before_batch,
                 about={"precision": self.config.precision.name},
             )
+        reshard(state.model)
         self.eval_s = time.monotonic() - started
         if state.stored:
             state.model.image.cpu()
@@ -393,6 +386,7 @@ class Run:
         """
         if random and self.saver.last_step == self.step:
             return
+        self.records.finish()
         self.heart.enter("save", self.step, beat=True)
         now = random or RandomState.now(self.world.device)
         state = self.state.state_dict() | {

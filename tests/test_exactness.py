@@ -21,6 +21,7 @@ from clipscale.grad_cache import GradCache
 from clipscale.loss.api import contrastive_loss
 from clipscale.loss.reference import dense_contrastive_loss
 from clipscale.models.towers import ClipModel, build_model
+from clipscale.parallel.fsdp import Sharding
 from tests.ranks import run_ranks
 
 BATCH = 12
@@ -35,8 +36,10 @@ DIMENSIONS: dict[str, tuple[Any, ...]] = {
     "loss": ("softmax", "sigmoid", "hard negatives"),
     "checkpointing": (False, True),
     "captions": ("as they come", "sorted"),
+    "stage": (1, 2, 3),
 }
-"""Chunks of images and texts: small; ragged, for 12, 6 and 3 images and 24, 12 and 6 texts; one chunk. 60 kB hold some graphs."""
+"""Chunks of images and texts: small; ragged, for 12, 6 and 3 images and 24, 12 and 6 texts; one chunk. 60 kB hold some graphs.
+Stages are FSDP2's."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,7 @@ class Case:
     loss: str
     checkpointing: bool
     captions: str
+    stage: int
     dtype: str = "float64"
 
     @property
@@ -166,7 +170,8 @@ def one_graph(case: Case) -> tuple[dict[str, Tensor], float]:
 def cut_up(case: Case, rank: int) -> tuple[dict[str, Tensor], float, float]:
     """The same step by the cache, on this rank."""
     model, world = model_of(case), World(rank, case.ranks, torch.device("cpu"))
-    towers = [world.wrap(tower, case.parallel) if world.size > 1 else tower for tower in (model.image, model.text)]
+    sharding = Sharding(case.stage)
+    towers = [world.wrap(tower, case.parallel, sharding) for tower in (model.image, model.text)]
 
     def loss(u: Tensor, v: Tensor) -> Tensor:
         bias = model.logit_bias if case.loss == "sigmoid" else None

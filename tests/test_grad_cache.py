@@ -21,6 +21,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 import clipscale
 from clipscale.distributed import World, gradient_norm
 from clipscale.grad_cache import GradCache
+from clipscale.parallel.fsdp import Sharding
 from clipscale.pass_contexts import graph_bytes
 from clipscale.rng import RandomState
 from tests.ranks import run_ranks
@@ -425,7 +426,7 @@ def _data_parallel(
         return share
 
     torch.manual_seed(5 + rank)
-    image, text = peers.wrap(m["image"], parallel), peers.wrap(m["text"], parallel)
+    image, text = (peers.wrap(m[name], parallel, Sharding(1)) for name in ("image", "text"))
     with CommDebugMode() as reductions:
         GradCache([image, text], loss, chunks=[2, 5], keep_bytes=keep).step(x, y)
     counts = reductions.get_comm_counts()

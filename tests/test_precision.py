@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,6 +20,7 @@ from clipscale.config.sections import (
     ModelConfig,
     OptimConfig,
     PrecisionConfig,
+    ScheduleConfig,
 )
 from clipscale.config.train import TrainConfig
 from clipscale.distributed import World
@@ -135,6 +137,13 @@ def _run(rank: int, world: int, config: TrainConfig) -> tuple[dict[str, torch.Te
     return weights, norms
 
 
+CONSTANT = ScheduleConfig(name="constant", warmup="0")
+
+
+def _train(rank: int, world: int, config: TrainConfig) -> None:
+    train(config)
+
+
 def test_several_ranks_with_master_weights_take_the_step_of_one(shards: str, tmp_path: Path) -> None:
     """Equal up to bf16 rounding, which differs between chunks. All ranks hold the same weights afterwards."""
     config = small(
@@ -146,10 +155,28 @@ def test_several_ranks_with_master_weights_take_the_step_of_one(shards: str, tmp
     assert answers[0][1] == pytest.approx(norms, rel=0.02)
 
 
-def test_fsdp_takes_no_bf16_weights(shards: str, tmp_path: Path) -> None:
-    config = small(shards, tmp_path / "run", launch=LaunchConfig(parallel="fsdp", threads=1))
-    with pytest.raises(UserError, match=r"precision\.weights=bf16.*launch\.parallel=ddp"):
+def test_fsdp_takes_masters_alone(shards: str, tmp_path: Path) -> None:
+    launch = LaunchConfig(parallel="fsdp", threads=1)
+    config = small(shards, tmp_path / "run", launch=launch, precision=replace(BF16, master=False))
+    with pytest.raises(UserError, match=r"precision\.master=false.*launch\.parallel=ddp"):
         train(config)
+
+
+@pytest.mark.slow
+def test_under_fsdp_the_float32_shards_are_the_masters(shards: str, tmp_path: Path) -> None:
+    """The curve and the gradient norms of DDP with masters, and a checkpoint that either of them goes on from."""
+    ddp, fsdp = (LaunchConfig(parallel=parallel, threads=1) for parallel in ("ddp", "fsdp"))
+    for name, launch in (("ddp", ddp), ("fsdp", fsdp)):
+        config = small(shards, tmp_path / name, launch=launch, samples=24, schedule=CONSTANT)
+        run_ranks(_train, 2, config)
+    one, other = ([(r["loss"], r["grad_norm"]) for r in records(tmp_path / name)] for name in ("ddp", "fsdp"))
+    assert np.allclose(one, other, rtol=1e-3), f"{other} instead of {one}"
+    state = checkpoint.load(checkpoint.found(tmp_path / "fsdp")[-1])["model"]
+    assert all(value.dtype == torch.float32 for value in state.values() if value.is_floating_point())
+    train(small(shards, tmp_path / "fsdp", schedule=CONSTANT))
+    train(small(shards, tmp_path / "ddp", schedule=CONSTANT))
+    one, other = ([r["loss"] for r in records(tmp_path / name)] for name in ("ddp", "fsdp"))
+    assert other == pytest.approx(one, rel=1e-3)
 
 
 # ---- batch normalisation: synchronised or frozen ----

@@ -76,6 +76,13 @@ class LaunchConfig:
         "`ddp`: every rank holds the whole model; `fsdp`: FSDP2 shards parameters, gradients and optimizer state.",
         choices=("ddp", "fsdp"),
     )
+    zero: str = setting(
+        "auto",
+        "With parallel=fsdp: what stays whole within a step, by ZeRO's stages. `3`: nothing, each chunk gathers weights block by block "
+        "and sums its gradients into shards; `2`: the weights; `1`: the weights and gradients, which are summed over ranks once; "
+        "`auto`: the lowest for which the memory suffices that a first step at 3 leaves free.",
+        choices=("auto", "1", "2", "3"),
+    )
 
 
 @dataclass

@@ -26,6 +26,7 @@ from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.distributed import World, sync_batch_norm
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.models.weights import without_weights
+from clipscale.parallel.fsdp import STAGE_3, Sharding
 from clipscale.plan.memory_tracker import DryMachine, MemoryTracker, cuda_autocast, without_memory
 from clipscale.state.caption_rule import CaptionRule
 from clipscale.state.train_state import TrainState
@@ -122,11 +123,11 @@ class DryRunWorld(World):
         with unset_fake_temporarily():  # the mesh needs a table of ranks with real values
             return super().mesh()
 
-    def wrap(self, tower: nn.Module, parallel: str = "ddp") -> nn.Module:
+    def wrap(self, tower: nn.Module, parallel: str = "ddp", sharding: Sharding = STAGE_3) -> nn.Module:
         trained = any(p.requires_grad for p in tower.parameters())
         if self.size > 1 and trained and parallel == "ddp":
             return DdpBuckets(sync_batch_norm(tower))
-        return super().wrap(tower, parallel)
+        return super().wrap(tower, parallel, sharding)
 
 
 class DdpBuckets(nn.Module):
@@ -268,7 +269,7 @@ class DryRun:
         features = state.cache.encode(*inputs)
         recorder.begin_phase("loss")
         recorder.begin_stage("loss")
-        state.cache.backward(state.loss(*features))
+        state.backward(state.loss(*features))
         del features
         recorder.begin_phase("replay")
         state.cache.replay()

@@ -6,7 +6,7 @@ from typing import Any
 
 from clipscale.config.sections import LossConfig
 from clipscale.config.tools import PlanConfig
-from clipscale.state.train_state import ELEMENTWISE
+from clipscale.optim import SHARDED
 
 MOST_NODES = 8
 """Nodes that are tried at most, as a multiple of those asked for."""
@@ -95,7 +95,8 @@ def _for_gpu(config: PlanConfig, needs: Needs, chunk: int | None) -> dict[str, P
         model = replace(config.model, grad_checkpointing=True)
         found["model.grad_checkpointing=true"] = replace(config, model=model)
     # FSDP2 shards what is there between steps, so it can only remove an excess that is smaller than that.
-    shardable = config.optim.name in ELEMENTWISE and precision.weights == "fp32" and not config.log.noise_scale
+    masters = precision.weights == "fp32" or precision.master
+    shardable = config.optim.name in SHARDED and masters and not config.log.noise_scale
     several = config.gpus * config.nodes > 1 and config.launch.parallel == "ddp"
     if several and shardable and needs.fixed >= needs.gpu - 1:
         found["launch.parallel=fsdp"] = replace(config, launch=replace(config.launch, parallel="fsdp"))

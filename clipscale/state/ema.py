@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from clipscale.distributed import copy_into, local
+from clipscale.parallel.fsdp import reshard
 
 
 class WeightAverage:
@@ -53,6 +53,4 @@ class WeightAverage:
     def _set(self, model: nn.Module, held: Mapping[str, nn.Parameter], values: Mapping[str, Tensor]) -> None:
         for name, p in held.items():
             local(p.detach()).copy_(local(values[name]))
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()  # weights gathered before are old
+        reshard(model)  # weights gathered before are old

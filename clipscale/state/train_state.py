@@ -1,6 +1,7 @@
 """What a run trains: the model, the gradient cache around its towers, the optimizer, and how a batch's gradient updates them."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -30,15 +31,14 @@ from clipscale.loss.api import configured_loss
 from clipscale.loss.machine import Machine
 from clipscale.models.towers import ClipModel, StoredTower, build_model
 from clipscale.noise_scale import NoiseScale
-from clipscale.optim import build_optimizer
+from clipscale.optim import ELEMENTWISE, build_optimizer, largest_norm
+from clipscale.parallel.fsdp import check_weights, replicate_state, sharding
+from clipscale.parallel.sums import GradientSum, SummedTower
 from clipscale.precision import MasterWeights, Precision
 from clipscale.rng import draws_random_numbers
 from clipscale.state.caption_rule import CaptionRule
 from clipscale.state.ema import WeightAverage
 from clipscale.state.empty_model import EmptyModel
-
-ELEMENTWISE = ("adamw", "lion", "adam", "nadamw", "sgd")
-"""Optimizers whose update of a shard is the shard of their update."""
 
 
 class TrainState:
@@ -46,6 +46,8 @@ class TrainState:
 
     empty: EmptyModel | None = None
     """The model while it has no memory."""
+    sums: Sequence[GradientSum] = ()
+    """Of the gradients of scale and bias, since the loss's backward pass."""
     machine: Machine | None = None
     """Where the loss runs; None: on this machine. A dry run replaces it."""
 
@@ -107,12 +109,16 @@ class TrainState:
 
     def hold_weights(self) -> dict[str, MasterWeights]:
         """Cast the towers' matrices to the type that the settings hold them in; the optimizer's float32 copies by tower."""
-        if self.precision.half_weights and self.config.launch.parallel == "fsdp":
-            raise UserError(
-                "precision.weights=bf16: FSDP2 shards weights of one type; leave it fp32, or use launch.parallel=ddp"
-            )
-        held = {name: self.precision.hold(tower) for name, tower in self.towers.items()}
+        if self.sharded:
+            check_weights(self.config.precision)
+        shards = self.sharded and self.world.size > 1
+        held = {name: self.precision.hold(tower, sharded=shards) for name, tower in self.towers.items()}
         return {name: masters for name, masters in held.items() if masters is not None}
+
+    @property
+    def sharded(self) -> bool:
+        """Whether the settings ask for FSDP2, on one process too."""
+        return self.config.launch.parallel == "fsdp"
 
     @property
     def towers(self) -> dict[str, nn.Module]:
@@ -128,12 +134,6 @@ class TrainState:
         """The parameters that the optimizer updates, by the model's names."""
         return {name: p for name, p in self.optimized().named_parameters() if p.requires_grad}
 
-    @property
-    def unwrapped(self) -> list[nn.Parameter]:
-        """Parameters whose gradients no wrapper sums over ranks: scale, bias, and towers with master weights."""
-        parts = [p for name in self.masters for p in self.trained(name)]
-        return parts + [p for p in (self.model.logit_scale, self.model.logit_bias) if p is not None]
-
     def build_cache(self) -> GradCache:
         """The gradient cache over both towers, data-parallel over several ranks."""
         if self.config.model.compile:
@@ -141,8 +141,7 @@ class TrainState:
             torch._dynamo.config.recompile_limit = 64
             self.model.image.compile()
             self.model.text.compile(dynamic=None if self.captions.pad is None else True)
-        parallel = {name: "none" if name in self.masters else self.config.launch.parallel for name in self.towers}
-        towers = [self.world.wrap(tower, parallel[name]) for name, tower in self.towers.items()]
+        towers = [self.data_parallel(name, tower) for name, tower in self.towers.items()]
         if self.empty:
             self.empty.fill()
             self.empty = None
@@ -154,16 +153,17 @@ class TrainState:
             scaler=self.precision.scaler,
         )
 
+    def data_parallel(self, name: str, tower: nn.Module) -> nn.Module:
+        """The tower with its gradients summed over ranks, as `launch.parallel` says."""
+        if name in self.masters:
+            tower = self.world.wrap(tower, "none")
+            return SummedTower(tower, self.masters[name].of) if self.world.size > 1 else tower
+        return self.world.wrap(tower, self.config.launch.parallel, sharding(self.config.launch.zero, self.precision))
+
     def build_optimizer(self) -> torch.optim.Optimizer:
         """The optimizer. Comes after the cache, because FSDP2 replaces parameters by sharded ones."""
-        name = self.config.optim.name
-        if self.config.launch.parallel == "fsdp" and name not in ELEMENTWISE:
-            raise UserError(
-                f"optim.name={name}: with launch.parallel=fsdp a parameter is in pieces; choose one that works element by element "
-                f"({', '.join(ELEMENTWISE)}), or launch.parallel=ddp"
-            )
         masters = {key: copy for held in self.masters.values() for key, copy in held.of.items()}
-        return build_optimizer(self.model, self.config.optim, masters)
+        return build_optimizer(self.model, self.config.optim, masters, sharded=self.sharded)
 
     def chunks(self) -> list[int]:
         """Samples per chunk of the image and the text tower; `cut` names them, and the device that they were found for."""
@@ -214,9 +214,19 @@ class TrainState:
             ]
             return torch.stack(parts).sum()
 
+    def backward(self, value: Tensor) -> None:
+        """Gradients of the loss with respect to the features, scale and bias. These two are summed over ranks in the background."""
+        self.cache.backward(value)
+        scalars = [p for p in (self.model.logit_scale, self.model.logit_bias) if p is not None]
+        self.sums = self.world.begin_sums(scalars)
+
     def gradient_norm(self) -> Tensor:
-        """Finish the gradients (the remaining sums over ranks, the scaler's factor); their global norm, 0-d."""
-        self.world.sum_gradients(self.unwrapped)
+        """Finish the gradients (the sums over ranks, the scaler's factor); their global norm, 0-d."""
+        for tower in self.cache.towers:
+            if isinstance(tower.encoder, SummedTower):
+                tower.encoder.finish()
+        for one in self.sums:
+            one.wait()
         if self.precision.scaler:
             self.precision.scaler.unscale_(self.optimizer)
         return distributed.gradient_norm(self.with_gradient())
@@ -232,8 +242,8 @@ class TrainState:
     def update(self, norm: Tensor) -> None:
         """Clip by the gradients' `norm`, step, and clamp the logit scale. After an overflow the scaler skips the step on all ranks."""
         config, scaler = self.config.optim, self.precision.scaler
-        if config.clip_norm:
-            torch.nn.utils.clip_grads_with_norm_(self.with_gradient(), config.clip_norm, norm)
+        if limit := largest_norm(config, sharded=self.sharded):
+            torch.nn.utils.clip_grads_with_norm_(self.with_gradient(), limit, norm)
         if scaler:
             scaler.step(self.optimizer)
             scaler.update()
@@ -370,6 +380,7 @@ class TrainState:
             # Not strict: a parameter that the loss does not use, such as the bias of a softmax loss, has no state.
             options = StateDictOptions(full_state_dict=whole, strict=False)
             set_optimizer_state_dict(module, self.optimizer, state, options=options)
+            replicate_state(self.optimizer)
         for group, settings in zip(self.optimizer.param_groups, state["param_groups"]):  # above, tuples become lists
             group.update({key: value for key, value in settings.items() if key != "params"})
 

@@ -23,6 +23,7 @@ from clipscale.config.train import TrainConfig
 from clipscale.distributed import Later, World
 from clipscale.errors import UserError
 from clipscale.files import inner_folder, replacing
+from clipscale.parallel.sums import SummedTower
 from clipscale.state.train_state import TrainState
 
 log = logging.getLogger(__name__)
@@ -153,8 +154,11 @@ class WithinStep:
         if self.config.launch.parallel == "fsdp" and self.world.size > 1:
             return found
         for name, tower in zip(self.state.towers, self.state.cache.towers, strict=True):
-            complete = name not in self.state.masters and tower.replayed == len(tower.spans)
-            found["complete"] += [name] if complete else []
+            complete = tower.replayed == len(tower.spans)
+            if complete and isinstance(tower.encoder, SummedTower):
+                tower.encoder.finish()
+            elif complete:
+                found["complete"].append(name)
             for index, p in enumerate(self.state.trained(name) if tower.replayed else ()):
                 if p.grad is None:
                     continue

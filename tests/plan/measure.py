@@ -108,7 +108,7 @@ def one_step(
         features = state.cache.encode(images, texts)
     gc.collect()
     with mark("loss"):
-        state.cache.backward(state.loss(*features))
+        state.backward(state.loss(*features))
         del features
     gc.collect()
     with mark("replay"):

@@ -228,8 +228,6 @@ def on_a_rank(rank: int, world: int, config: TrainConfig, call: int) -> list[str
 def test_ranks_go_on_within_a_step(
     shards: str, tmp_path: Path, precision: PrecisionConfig, parallel: str, call: int
 ) -> None:
-    if parallel == "fsdp" and precision is BF16:
-        pytest.skip("FSDP2 has no master weights")
     config = long_steps(
         shards,
         tmp_path / "run",

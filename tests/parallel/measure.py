@@ -1,0 +1,220 @@
+"""Counts what FSDP2 sends and holds in a step, by the stage of `launch.zero`.
+
+    python -m tests.parallel.measure ranks=2 chunks=8 layers=4 width=64 precision=bf16
+
+    python -m tests.parallel.measure sums ranks=2 chunks=4 layers=4 width=256 rounds=15
+
+The first prints a table: collectives and bytes of one step on one rank, and the bytes of whole weights and gradients that it holds between
+two chunks. The second times the sums of master weights' gradients, in pairs.
+"""
+
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from clipscale.config.sections import ModelConfig, PrecisionConfig
+from clipscale.distributed import World
+from clipscale.grad_cache import GradCache
+from clipscale.loss.api import contrastive_loss
+from clipscale.models.towers import ClipModel, build_model
+from clipscale.parallel.fsdp import ShardedTower, Sharding, reshard, sharded
+from clipscale.parallel.sums import SummedTower
+from clipscale.precision import Precision
+from clipscale.report.table import TextTable
+from tests.ranks import run_ranks
+
+CPU = torch.device("cpu")
+PIXELS, TOKENS = 12, 20
+GATHER, SUM = "all-gathers", "reduce-scatters"
+
+
+class Collectives(TorchDispatchMode):
+    """Counts the calls of FSDP2's collectives, and the bytes that this rank puts in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.bytes = {GATHER: 0, SUM: 0}, {GATHER: 0, SUM: 0}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = {"_allgather_base_": GATHER, "_reduce_scatter_base_": SUM}.get(func._schema.name.split("::")[1])
+        if name:
+            self.calls[name] += 1
+            self.bytes[name] += args[1].nbytes
+        return func(*args, **(kwargs or {}))
+
+
+def small_model(layers: int = 2, width: int = 32) -> ClipModel:
+    """The same weights everywhere."""
+    torch.manual_seed(0)
+    architecture = {
+        "embed_dim": 16,
+        "vision_cfg": {"image_size": PIXELS, "layers": layers, "width": width, "head_width": 16, "patch_size": 3},
+        "text_cfg": {"context_length": TOKENS, "vocab_size": 50, "width": width, "heads": 2, "layers": layers},
+    }
+    return build_model(ModelConfig(name="small", architecture=architecture, init_scale=5.0))
+
+
+def inputs(rank: int, samples: int) -> tuple[Tensor, Tensor]:
+    """A rank's pixels and tokens."""
+    g = torch.Generator().manual_seed(1 + rank)
+    pixels = torch.randint(0, 256, (samples, 3, PIXELS, PIXELS), dtype=torch.uint8, generator=g)
+    return pixels, torch.randint(1, 50, (samples, TOKENS), generator=g)
+
+
+def held(tower: nn.Module) -> tuple[int, int]:
+    """Bytes of whole weights and of their gradients. FSDP2 keeps the latter aside while a weight is in shards."""
+    weights = sum(p.nbytes for p in tower.parameters() if not isinstance(p, DTensor))
+    groups = [group for part in sharded(tower) for group in part._get_fsdp_state()._fsdp_param_groups]
+    whole = [getattr(one, "_unsharded_param", None) for group in groups for one in group.fsdp_params]
+    return weights, sum(p.grad.nbytes for p in whole if p is not None and p.grad is not None)
+
+
+def step(
+    rank: int,
+    ranks: int,
+    stage: int,
+    chunks: int,
+    layers: int = 2,
+    width: int = 32,
+    half: str = "",
+    weights: str = "",
+    steps: int = 1,
+) -> dict[str, Any]:
+    """The last step of one rank, over `chunks` chunks of two samples for each tower, with Sharding's `stage`.
+
+    Stage 0: FSDP2 as it is by itself, summing gradients with the last chunk alone.
+    """
+    model, world = small_model(layers, width), World(rank, ranks, CPU)
+    dtype = getattr(torch, half) if half else None
+
+    def autocast() -> torch.autocast:
+        return torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None)
+
+    batch = inputs(rank, 2 * chunks)
+    with torch.no_grad(), autocast():  # one after the other, without FSDP2
+        alone = [torch.cat([tower(part) for part in x.split(2)]) for tower, x in zip((model.image, model.text), batch)]
+    sharding = Sharding(stage or 3, dtype, bool(weights))
+    towers: Sequence[Any] = [world.wrap(tower, "fsdp", sharding) for tower in (model.image, model.text)]
+    if not stage:
+        assert all(isinstance(tower, ShardedTower) for tower in towers)
+        towers = [tower.module for tower in towers]
+
+    def loss(u: Tensor, v: Tensor) -> Tensor:
+        return contrastive_loss(u, v, model.logit_scale.exp())
+
+    cache = GradCache(towers, loss, chunks=2, autocast=autocast)
+    found: dict[str, Any] = {}
+
+    def after_chunk(tower: int, rows: int) -> None:
+        weights, gradients = held(towers[tower])
+        found["whole weights"] = max(found.get("whole weights", 0), weights)
+        found["whole gradients"] = max(found.get("whole gradients", 0), gradients)
+
+    for _ in range(steps):
+        model.zero_grad()
+        found.clear()
+        counted = Collectives()
+        with counted:
+            features = cache.encode(*batch)
+        cache.backward(cache.loss(*features))
+        cache.after_chunk = after_chunk
+        with counted:
+            cache.replay()
+        cache.after_chunk = None
+    found |= {**counted.calls, f"{GATHER} bytes": counted.bytes[GATHER], f"{SUM} bytes": counted.bytes[SUM]}
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert not any(held(tower)[0] for tower in towers), "no weights are whole between steps"
+    reshard(model)
+    return found | {
+        "same features": all(torch.equal(*pair) for pair in zip(features, alone)),
+        "gradients": {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in gradients.items()},
+    }
+
+
+def measured(rank: int, ranks: int, cases: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [step(rank, ranks, **case) for case in cases]
+
+
+def sums(rank: int, ranks: int, rounds: int, chunks: int, layers: int, width: int) -> list[tuple[float, float]]:
+    """Seconds of the second pass with bf16 weights and float32 masters, in pairs: summed afterwards, and during the last backward pass."""
+    seconds: list[dict[bool, float]] = []
+    variants = {}
+    for overlapped in (False, True):
+        model = small_model(layers, width)
+        masters = [Precision(PrecisionConfig("bf16", "bf16"), CPU).hold(tower) for tower in (model.image, model.text)]
+        towers = [SummedTower(t, m.of) for t, m in zip((model.image, model.text), masters) if m is not None]
+        encoders = towers if overlapped else [tower.module for tower in towers]
+
+        def loss(u: Tensor, v: Tensor, model: ClipModel = model) -> Tensor:
+            return contrastive_loss(u, v, model.logit_scale.exp())
+
+        autocast = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
+        trained = [p for m in masters if m is not None for p in m.copies.values()]
+        variants[overlapped] = GradCache(encoders, loss, chunks=8, autocast=autocast), towers, trained
+    batch = inputs(rank, 8 * chunks)
+    for number in range(rounds + 1):
+        seconds.append({})
+        for overlapped in (False, True) if number % 2 else (True, False):
+            cache, towers, trained = variants[overlapped]
+            for p in trained:
+                p.grad = None
+            cache.backward(cache.loss(*cache.encode(*batch)))
+            for tower in () if overlapped else towers:
+                with tower.gradient_sync(False):
+                    pass  # a new step
+            dist.barrier()
+            started = time.perf_counter()
+            cache.replay()
+            for tower in towers:
+                tower.finish()
+            seconds[-1][overlapped] = time.perf_counter() - started
+    return [(one[False], one[True]) for one in seconds[1:]]
+
+
+def print_sums(ranks: int, sizes: dict[str, int]) -> None:
+    """Medians of the slowest rank, and of the ratio round by round."""
+    answers = run_ranks(sums, ranks, sizes.pop("rounds", 15), *(sizes[name] for name in ("chunks", "layers", "width")))
+    pairs = [tuple(map(max, zip(*rounds))) for rounds in zip(*answers)]
+    ratios = sorted(later / before for before, later in pairs)
+    before, later = (median(column) for column in zip(*pairs))
+    print(
+        f"afterwards {before:.3f} s, overlapped {later:.3f} s; ratio {median(ratios):.3f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+    )
+
+
+def main(words: Sequence[str]) -> None:
+    """Print the table, or the times of sums."""
+    given = dict(word.split("=") for word in words if "=" in word)
+    ranks, sizes = int(given.pop("ranks", 2)), {"chunks": 8, "layers": 4, "width": 64}
+    precision = given.pop("precision", "fp32")
+    sizes |= {name: int(value) for name, value in given.items()}
+    if "sums" in words:
+        print_sums(ranks, sizes)
+    else:
+        print_stages(ranks, sizes, precision)
+
+
+def print_stages(ranks: int, sizes: dict[str, int], precision: str) -> None:
+    """One row for each stage."""
+    half = {"bf16": "bfloat16", "fp16": "float16"}.get(precision, "")
+    stages = {"FSDP2 by itself": 0, "launch.zero=3": 3, "launch.zero=2": 2, "launch.zero=1": 1}
+    cases = [{**sizes, "stage": stage, "half": half if stage else ""} for stage in stages.values()]
+    keys = [GATHER, f"{GATHER} bytes", SUM, f"{SUM} bytes", "whole weights", "whole gradients"]
+    rows = [
+        [name, *(f"{result[key]:,}" for key in keys)]
+        for name, result in zip(stages, run_ranks(measured, ranks, cases)[0])
+    ]
+    print(TextTable(["", *keys], [rows]).markdown())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
