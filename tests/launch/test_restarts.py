@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -245,31 +244,3 @@ def test_slurm_requeues_what_another_try_can_help(status: int, restarts: int, ag
         done = subprocess.run(["bash", str(script)], env=job | {"PATH": path, "SLURM_RESTART_COUNT": str(restarts)})
         assert done.returncode == status
         assert ("requeue" in (tmp_path / "called").read_text()) == again, script
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_torchrun_goes_on_with_the_nodes_that_are_left(
-    start: Start, shards: str, tmp_path: Path, free_port: int
-) -> None:
-    """`NODES=1:2`: one of two nodes dies, with its agent. The other one, which holds the rendezvous, goes on alone, with the same batch."""
-    script = str(PACKAGE.parent / "launch/torchrun-multi.sh")
-    variables = {"NODES": "1:2", "PROCS": "1", "HEAD": f"localhost:{free_port}", "JOB": tmp_path.name, "RESTARTS": "2"}
-    words = [word.replace("samples=96", "samples=1600") for word in FOUR_STEPS]
-    agents = [start(script, *words, f"data.train={shards}", "run=a", **variables)]
-    with socket.socket() as probe:
-        while probe.connect_ex(("localhost", free_port)):
-            time.sleep(0.1)
-    agents.append(start(script, *words, f"data.train={shards}", "run=a", **variables))
-    run = tmp_path / "runs/a"
-    while not found(run) or found(run)[-1] < path_of(run, 2):
-        assert all(agent.poll() is None for agent in agents), agents[0].communicate()[1]
-        time.sleep(0.05)
-    os.killpg(agents[1].pid, signal.SIGKILL)
-    out, errors = agents[0].communicate(timeout=400)
-    assert agents[0].returncode == 0, errors
-    assert "done: runs/a (step 100" in out
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [record["step"] for record in records] == list(range(1, 101))
-    assert {record["batch"] for record in records} == {16}
-    assert json.loads((run / "env.json").read_text())["processes"] == 1
