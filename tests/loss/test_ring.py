@@ -100,7 +100,10 @@ def assert_counted(found: list[int], options: dict[str, Any], blocks: int) -> No
     size, per_node = len(found), options.get("ranks_per_node")
     for rank, sent in enumerate(found):
         counted = sum(one.bytes for one in sent_by(rank, size, per_node, WIDTH, blocks))
-        assert counted <= sent < counted + 600, f"rank {rank} of {size}: {sent} bytes, of which {counted} by count"
+        agreement = 100 * size  # the ranks compare their inputs' sizes, and add up the value
+        assert counted <= sent < counted + agreement, (
+            f"rank {rank} of {size}: {sent} bytes, of which {counted} by count"
+        )
 
 
 @pytest.mark.parametrize("per_node", [None, 2])
