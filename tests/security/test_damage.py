@@ -125,11 +125,13 @@ KINDS = {
         "weights",
         ("w.npz",),
         lambda copy, base: (*new_run(copy, base), f"model.weights={copy}/w.npz"),
+        slow=True,
     ),
     "model.weights, run": Kind(
         "run",
         STATE,
         lambda copy, base: (*new_run(copy, base), f"model.weights={copy}"),
+        slow=True,
     ),
     "model.weights, folder": Kind(
         "exported",
@@ -141,6 +143,7 @@ KINDS = {
         "samples",
         ("*.json",),
         lambda copy, base: (*TRAIN, "samples=8", f"run={copy}-new", *pipeline(copy / "s.json")),
+        slow=True,
     ),
     "eval.sets, shards": Kind(
         "ret", TEST_SET, lambda copy, base: ("eval", f"run={base}/run", "device=cpu", f"eval.sets=[{copy}]")
