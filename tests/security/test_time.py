@@ -237,6 +237,9 @@ def test_json_of_a_sample_takes_a_bounded_time(name: str) -> None:
                 continue
 
     assert seconds(work) < MOST_S / 10
+    if name in ("lists", "objects", "deep"):
+        with pytest.raises(BrokenSampleError, match="bad_json"):
+            caption_of({"json": data}, "json:caption")
 
 
 @pytest.mark.slow
