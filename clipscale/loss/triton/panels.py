@@ -71,7 +71,9 @@ class SideTerms:
         """The terms of some rows, which begin a tile."""
         of_tiles = slice(where.start // self.size, triton.cdiv(where.stop, self.size))
         lse, factor, weight = self.lse[where], self.factor[where], self.weight[where]
-        return SideTerms(lse, factor, weight, self.target[where], self.smoothing[where], self.low[of_tiles], self.size)
+        return SideTerms(
+            lse, factor, weight, self.target[where], self.smoothing[where], self.low[of_tiles].clone(), self.size
+        )
 
 
 class PaddedBlock:
