@@ -8,17 +8,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from clipscale import checkpoint, distributed
 from clipscale.autotune import CHUNKS, BudgetTuner, StageTuner
-from clipscale.checkpoint import saved_state
 from clipscale.config.checks import shared
 from clipscale.config.sections import LR_SCALING
 from clipscale.config.train import TrainConfig, changes_since, to_yaml
-from clipscale.data.loader.memory import free_memory
+from clipscale.data.loader.host_batch import HostBatch
 from clipscale.data.loader.ramp import BatchSizes
-from clipscale.data.loader.stream import BatchShare, OffloadSpec, TrainStream, merge_positions, open_stream
+from clipscale.data.loader.stream import merge_positions
 from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.distributed import World
 from clipscale.errors import LostRankError, StoppedError, UserError, lost_rank
@@ -38,8 +35,7 @@ from clipscale.report.profile import Profiler
 from clipscale.report.step_record import StepRecords
 from clipscale.report.table import print_results
 from clipscale.rng import RandomState
-from clipscale.state.train_state import TrainState
-from clipscale.state.within_step import WithinStep
+from clipscale.state.start import start
 from clipscale.terminal import say
 
 log = logging.getLogger(__name__)
@@ -85,8 +81,10 @@ class Run:
         world.on_main(lambda: checkpoint.make_folder(self.folder))
         check_sets(config.eval, world)
         self.budget = BudgetTuner(config.cache.keep, world.device)
-        self.step, self.last_loss = 0, math.nan
-        resumed = self.start()
+        self.heart.enter("load", 0, beat=True)
+        begun = start(config, world, self.folder, self.sizes)
+        self.state, self.stream, self.within = begun.state, begun.stream, begun.within
+        self.step, self.last_loss, resumed = begun.step, begun.loss, begun.resumed
         self.stages = StageTuner(config.launch.zero, [tower.encoder for tower in self.state.cache.towers], world)
         flops = Flops(config.model, world.device, stored_images=self.state.stored is not None)
         self.total, self.schedule = self.length_and_schedule()
@@ -108,69 +106,13 @@ class Run:
         self.records = StepRecords(self.metrics.step if self.metrics else None, world.size, flops, self.stream)
         self.saved_at = time.monotonic()
         self.stop = Stop(world, config.launch.grace_s)  # signals that this rank has received
-        self.saver = checkpoint.Saver(self.folder, world, config.checkpoint, self.store)
+        self.saver = checkpoint.Saver(self.folder, world, config.checkpoint, begun.store)
         self.saver.last_step, self.saved_step = (self.step, self.step) if resumed else (None, 0)
         self.profiler = Profiler(self.folder, config.log.profile, world.rank, world.device)
         self.heart.detail, self.saver.check = self.doing, self.heart.check
         self.step_s = self.eval_s = 0.0  # what the last of each took
         self.busy = False  # whether the device has work of the present step
         self.stopping = 0  # the signal at which all ranks have agreed to stop; 0: none
-
-    # ---- build ----
-
-    def start(self) -> bool:
-        """Make model, optimizer and data stream; returns whether they come from a checkpoint. The order of their sources:
-
-        1. `resume=auto`, the default: the newest readable checkpoint in the run's own folder.
-        2. `resume=PATH`: that checkpoint, or the newest one of that run folder.
-        3. Without a checkpoint, or with `resume=none`: the initial weights `model.weights` and those of the towers.
-        4. Without these: random weights, by `seed`.
-        """
-        config, world = self.config, self.world
-        self.heart.enter("load", 0, beat=True)
-        self.store = checkpoint.open_store(config.checkpoint.store, self.folder, world, fetch=config.resume == "auto")
-        path = checkpoint.to_resume(self.folder, config.resume, world, saved_state.check)  # 1 and 2
-        source = checkpoint.Saved(path) if path else None
-        saved = source.values if source else None
-        checkpoint.check_fits(saved, self.folder, config, self.sizes.before)
-        self.state = TrainState(config, world, self.folder, source)  # 3 and 4 inside, before the checkpoint's weights
-        self.within = WithinStep(self.folder, world, config, self.state)
-        self.stream = self.open_stream(saved)
-        merge_positions(world.gather(self.stream.position()))  # refuses shards that differ between the ranks
-        torch.manual_seed(config.seed + 1 + world.rank)
-        if saved is None:
-            return False
-        self.step, self.last_loss = saved["step"], saved["loss"]
-        if len(saved["random"]) == world.size:
-            own = saved["random"][world.rank]
-            RandomState(own["cpu"], own["cuda"] if world.device.type == "cuda" else None).restore()
-        else:  # another number of ranks: new random numbers, which differ at every resume
-            torch.manual_seed(config.seed + 1 + world.rank + self.step * world.size)
-        self.within.load(self.step, self.last_loss)
-        return True
-
-    def open_stream(self, saved: dict[str, Any] | None) -> TrainStream:
-        """The data, from its start or from a checkpoint's position."""
-        config, state = self.config, self.state
-        first = 0 if saved is None else saved["step"]
-        free = free_memory()
-        self.world.gather(None)  # all ranks have looked before the first takes its share
-        return open_stream(
-            config.data,
-            BatchShare(config.batch, self.world.rank, self.world.size, sizes=lambda i: self.sizes.at(first + i)),
-            OffloadSpec(
-                backend=config.offload if config.offload != "none" else "host",
-                chunk=state.cache.towers[0].size,
-                folder=config.offload_dir or str(self.folder),
-                free=free,
-            ),
-            image_size=state.image_size(),
-            tokenizer=state.model.tokenizer,
-            seed=config.seed,
-            position=None if saved is None else saved["position"],
-            stored=state.stored,
-            device=self.world.device,
-        )
 
     def length_and_schedule(self) -> tuple[int, Schedule]:
         """Steps of the run, and the learning rate over them."""
@@ -186,8 +128,6 @@ class Run:
         found = changes_since(self.folder / "config.yaml", self.config)
         changed = "; changed: " + ", ".join(found) if found else ""
         say(f"run={self.config.run}: going on after step {self.step} of {self.total}{changed}")
-
-    # ---- loop ----
 
     def go(self) -> dict[str, Any]:
         """All steps that are left, and the evaluation at the end."""
@@ -265,32 +205,22 @@ class Run:
 
     def whole_step(self) -> dict[str, Any]:
         """The step itself."""
-        state, phases = self.state, Phases(self.world.device, lambda name: self.heart.enter(name, self.step + 1))
-        self.busy = False
-        size, samples = self.sizes.at(self.step), self.sizes.before(self.step + 1)
+        state, cache, size = self.state, self.state.cache, self.sizes.at(self.step)
         every = self.config.log.noise_scale
         measured = every > 0 and (self.step + 1) % every == 0
-        self.stages.before_step(size)  # below, kept graphs would share one gradient
-        self.budget.before_step(state.cache.budget, size, keep=not measured, taken=self.stages.taken)
-        state.optimizer.zero_grad()
-        self.within.begin(self.step, self.last_loss, measured=measured)
-        self.within.restore()
-        lr = self.set_learning_rate(size, samples)
-        batch = self.stream.next_batch()
-        images = ChunkLoader(batch.pixels, len(batch), self.world.device, resident=state.captions.resident)
-        texts = state.captions.input(batch, sort=not measured)  # the noise scale wants chunks of random samples
-        batch.expect(state.cache.ranges(0, len(batch)))
-        state.cache.before_chunk = self.before_chunk
+        phases = Phases(self.world.device, lambda name: self.heart.enter(name, self.step + 1))
+        lr = self.set_learning_rate(size)
+        batch, images, texts = self.inputs(size, measured=measured)
         with phases("encode"):
-            features = state.cache.encode(images, texts)
+            features = cache.encode(images, texts)
         with phases("loss"):
             value = state.loss(*features)
             state.backward(value)
             del features
         if self.world.size > 1 and self.config.cache.keep != "none":
-            state.cache.before_chunk = self.heart.move  # ranks may have kept differently many graphs
-        with phases("replay"), state.noise.measure(state.cache) if measured else nullcontext():
-            state.cache.replay()
+            cache.before_chunk = self.heart.move  # ranks may have kept differently many graphs
+        with phases("replay"), state.noise.measure(cache) if measured else nullcontext():
+            cache.replay()
         with phases("optim"):
             norm = state.gradient_norm()
             noise = state.noise_scale(size) if measured else {}
@@ -305,7 +235,7 @@ class Run:
         self.last_loss = loss
         record = {
             "step": self.step + 1,
-            "samples": samples,
+            "samples": self.sizes.before(self.step + 1),
             "batch": size,
             "loss": loss,
             "lr": lr,
@@ -315,6 +245,24 @@ class Run:
         }
         self.records.add(record, phases, state.model.logit_scale.exp(), state.captions.widths(texts))
         return record
+
+    def inputs(self, size: int, *, measured: bool) -> tuple[HostBatch, ChunkLoader, Any]:
+        """Begin a step of `size` samples; returns its batch, which may still be arriving, and the towers' inputs.
+
+        `measured`: the step measures the noise scale.
+        """
+        state, self.busy = self.state, False
+        self.stages.before_step(size)  # below, kept graphs would share one gradient
+        self.budget.before_step(state.cache.budget, size, keep=not measured, taken=self.stages.taken)
+        state.optimizer.zero_grad()
+        self.within.begin(self.step, self.last_loss, measured=measured)
+        self.within.restore()
+        batch = self.stream.next_batch()
+        images = ChunkLoader(batch.pixels, len(batch), self.world.device, resident=state.captions.resident)
+        texts = state.captions.input(batch, sort=not measured)  # the noise scale wants chunks of random samples
+        batch.expect(state.cache.ranges(0, len(batch)))
+        state.cache.before_chunk = self.before_chunk
+        return batch, images, texts
 
     def before_chunk(self) -> None:
         """Leave the step at a signal, or save its progress."""
@@ -334,8 +282,9 @@ class Run:
         parts = {"waiting for data": self.stream.waiting, "writing a checkpoint": self.saver.writing}
         return "; ".join(name for name, true in parts.items() if true)
 
-    def set_learning_rate(self, size: int, samples: int) -> float:
-        """Set and return the learning rate of a step of `size` samples that ends at `samples`. A scaled peak follows `size`."""
+    def set_learning_rate(self, size: int) -> float:
+        """Set and return the learning rate of the next step, of `size` samples. A scaled peak follows `size`."""
+        samples = self.sizes.before(self.step + 1)
         factor = (size / self.config.batch) ** LR_SCALING[self.config.optim.lr_scaling]
         return self.schedule.apply(self.state.optimizer, samples / self.config.batch - 1, factor)
 
@@ -366,8 +315,6 @@ class Run:
         if self.metrics:
             self.metrics.eval(self.step, results)
         return dict(results)
-
-    # ---- save ----
 
     def save_due(self) -> bool:
         """Whether this step ends with a checkpoint: by steps, by minutes, at a signal to any rank and at the end. All ranks agree."""

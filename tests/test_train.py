@@ -564,7 +564,7 @@ def test_a_rank_judges_the_memory_before_others_take_theirs(
         events.append("looked")
         return 2**30
 
-    monkeypatch.setattr("clipscale.train.free_memory", look)
+    monkeypatch.setattr("clipscale.state.start.free_memory", look)
     monkeypatch.setattr("clipscale.data.loader.memory.free_memory", lambda: 0)  # the others have been quicker
 
     class Waits(World):

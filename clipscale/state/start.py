@@ -1,0 +1,87 @@
+"""How a run begins: its model, optimizer and data, from a checkpoint or anew."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from clipscale import checkpoint
+from clipscale.checkpoint import saved_state
+from clipscale.checkpoint.store import Store
+from clipscale.config.train import TrainConfig
+from clipscale.data.loader.memory import free_memory
+from clipscale.data.loader.ramp import BatchSizes
+from clipscale.data.loader.stream import BatchShare, OffloadSpec, TrainStream, merge_positions, open_stream
+from clipscale.distributed import World
+from clipscale.rng import RandomState
+from clipscale.state.train_state import TrainState
+from clipscale.state.within_step import WithinStep
+
+
+@dataclass
+class Started:
+    """What a run goes on with after `step` steps, the last of which had `loss`."""
+
+    state: TrainState
+    stream: TrainStream
+    within: WithinStep
+    store: Store | None
+    resumed: bool = False
+    step: int = 0
+    loss: float = math.nan
+
+
+def start(config: TrainConfig, world: World, folder: Path, sizes: BatchSizes) -> Started:
+    """Make model, optimizer and data stream. The order of their sources:
+
+    1. `resume=auto`, the default: the newest readable checkpoint in the run's own folder.
+    2. `resume=PATH`: that checkpoint, or the newest one of that run folder.
+    3. Without a checkpoint, or with `resume=none`: the initial weights `model.weights` and those of the towers.
+    4. Without these: random weights, by `seed`.
+    """
+    store = checkpoint.open_store(config.checkpoint.store, folder, world, fetch=config.resume == "auto")
+    path = checkpoint.to_resume(folder, config.resume, world, saved_state.check)  # 1 and 2
+    source = checkpoint.Saved(path) if path else None
+    saved = source.values if source else None
+    checkpoint.check_fits(saved, folder, config, sizes.before)
+    state = TrainState(config, world, folder, source)  # 3 and 4 inside, before the checkpoint's weights
+    stream = data_stream(state, sizes, saved)
+    begun = Started(state, stream, WithinStep(folder, world, config, state), store)
+    merge_positions(world.gather(stream.position()))  # refuses shards that differ between the ranks
+    torch.manual_seed(config.seed + 1 + world.rank)
+    if saved is None:
+        return begun
+    begun.resumed, begun.step, begun.loss = True, saved["step"], saved["loss"]
+    if len(saved["random"]) == world.size:
+        own = saved["random"][world.rank]
+        RandomState(own["cpu"], own["cuda"] if world.device.type == "cuda" else None).restore()
+    else:  # another number of ranks: new random numbers, which differ at every resume
+        torch.manual_seed(config.seed + 1 + world.rank + begun.step * world.size)
+    begun.within.load(begun.step, begun.loss)
+    return begun
+
+
+def data_stream(state: TrainState, sizes: BatchSizes, saved: dict[str, Any] | None) -> TrainStream:
+    """The data, from its start or from a checkpoint's position."""
+    config, world = state.config, state.world
+    first = 0 if saved is None else saved["step"]
+    free = free_memory()
+    world.gather(None)  # all ranks have looked before the first takes its share
+    return open_stream(
+        config.data,
+        BatchShare(config.batch, world.rank, world.size, sizes=lambda i: sizes.at(first + i)),
+        OffloadSpec(
+            backend=config.offload if config.offload != "none" else "host",
+            chunk=state.cache.towers[0].size,
+            folder=config.offload_dir or str(state.folder),
+            free=free,
+        ),
+        image_size=state.image_size(),
+        tokenizer=state.model.tokenizer,
+        seed=config.seed,
+        position=None if saved is None else saved["position"],
+        stored=state.stored,
+        device=world.device,
+    )
