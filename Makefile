@@ -24,7 +24,7 @@ demo: $(INSTALLED)
 	$(CLIPSCALE) report run=demo
 
 test: $(INSTALLED)
-	$(RUN) -m pytest -n 2 $(TESTS)
+	$(RUN) -m pytest -n 2 --dist worksteal $(TESTS)
 
 lint: $(INSTALLED)
 	$(RUN) -m ruff check .
