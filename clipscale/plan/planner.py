@@ -40,7 +40,7 @@ def plan(config: PlanConfig, announce: Callable[[str], None] = lambda line: None
         announce("it does not fit; planning it with other settings")
         found = remedies(config, needs, measured_needs, result["limits"]["chunk"])
         result["remedies"] = [remedy.record() for remedy in found]
-    result["verdict"] = verdict(result)
+    result["conclusion"] = conclusion(result)
     return result
 
 
@@ -158,7 +158,7 @@ class MemoryPlan:
     # ---- the result ----
 
     def result(self) -> Result:
-        """The plan as JSON-like values (docs/plan.md), without remedies and verdict."""
+        """The plan as JSON-like values (docs/plan.md), without remedies and conclusion."""
         config, node = self.config, self.host(self.local)
         device, time = self.device_record(), self.time_record()
         host_fits = node.node <= config.host_memory if config.host_memory else None
@@ -257,7 +257,7 @@ class MemoryPlan:
         return [note for note, applies in notes.items() if applies]
 
 
-def verdict(result: Result) -> str:
+def conclusion(result: Result) -> str:
     """Whether it fits, and if not, what to change: one line."""
     device, limits, host = result["device"], result["limits"], result["host"]
     total, usable = device["total_bytes"], device["usable_bytes"]

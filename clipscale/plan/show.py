@@ -35,7 +35,7 @@ def main(config: PlanConfig, console: Console | None = None) -> int:
 
 
 def show_plan(result: Result, console: Console) -> None:
-    """Print a plan as tables and lines; the last line is the verdict."""
+    """Print a plan as tables and lines; the last line is the conclusion."""
     settings, time, limits = (result[name] for name in ("settings", "time", "limits"))
     image, text = settings["chunk"].values()
     chunks = str(image) if image == text else f"{image} and {text}"
@@ -63,7 +63,7 @@ def show_plan(result: Result, console: Console) -> None:
         console.print(f"largest power of two that fits: at this batch {chunk}; with this chunk {batch}{bound}")
     for note in result["notes"]:
         console.print(printable(note))
-    console.print(result["verdict"], style="bold")
+    console.print(result["conclusion"], style="bold")
 
 
 def memory_tables(device: Result, host: Result) -> list[TextTable]:

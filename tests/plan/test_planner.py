@@ -1,4 +1,4 @@
-"""`clipscale plan`: the verdict, the limits, JSON, and the comparison with a run."""
+"""`clipscale plan`: the conclusion, the limits, JSON, and the comparison with a run."""
 
 import json
 import os
@@ -89,7 +89,7 @@ def test_a_run_that_does_not_fit_gets_a_remedy_that_fits(capsys: pytest.CaptureF
     assert result["device"]["total_bytes"] > result["device"]["usable_bytes"]
     chunk = result["limits"]["chunk"]
     assert 256 <= chunk < 256 * 1024
-    assert f"cache.chunk={chunk}" in result["verdict"]
+    assert f"cache.chunk={chunk}" in result["conclusion"]
     assert [remedy["gpu_share"] for remedy in result["remedies"]] == sorted(r["gpu_share"] for r in result["remedies"])
     assert planned("model=tiny", "batch=256k", "hardware=v100-16g", f"cache.chunk={chunk}", "precision=fp32")["fits"]
 
@@ -101,7 +101,7 @@ def test_a_loss_with_a_square_matrix_is_cured_by_another_loss_alone() -> None:
     result = planned(*words, "loss=clip")
     assert result["loss_bytes"] > result["device"]["usable_bytes"]
     assert [remedy["settings"] for remedy in result["remedies"]] == [["loss=infcl"]]
-    assert f"; try loss=infcl, or batch={result['limits']['batch']}" in result["verdict"]
+    assert f"; try loss=infcl, or batch={result['limits']['batch']}" in result["conclusion"]
     assert planned(*words, "loss=infcl")["fits"]
 
 
@@ -124,7 +124,7 @@ def test_host_memory_bounds_the_batch() -> None:
     disk = host_memory(replace(settings(*words), offload="disk"), PICTURES, 2**20, 1024, cuda=True)
     assert (result["fits"], result["host"]["fits"]) == (False, False)
     assert result["host"]["process_bytes"]["batch"] > 2 * 2**20 * 3 * 30 * 30
-    assert "; try offload=disk, or batch=" in result["verdict"], (
+    assert "; try offload=disk, or batch=" in result["conclusion"], (
         "encoded pictures of 40 kB are larger than these pixels"
     )
     assert result["limits"]["batch_bound"] == "host memory"
