@@ -126,7 +126,8 @@ def test_processes_and_folders_make_no_other_run_but_settings_do(tmp_path: Path)
     assert digest == settings_digest(replace(config, run="b", resume="none", launch=LaunchConfig(procs=4)))
     assert digest != settings_digest(replace(config, launch=LaunchConfig(parallel="fsdp")))
     assert digest != settings_digest(replace(config, seed=1))
-    for record, same in (({"settings": digest}, True), ({"settings": digest, "error": "x"}, False), ({}, False)):
+    done = {"job": 0, "name": "a", "settings": digest}
+    for record, same in ((done, True), (done | {"error": "x"}, False), ({"settings": digest}, False), ({}, False)):
         (tmp_path / "result.json").write_text(json.dumps(record))
         assert (already_done(tmp_path, digest) is not None) == same
     (tmp_path / "result.json").write_text("{")

@@ -143,12 +143,12 @@ def test_results_of_a_received_sweep_are_read_or_left_out(tmp_path: Path, key: s
     (tmp_path / "worse").mkdir()
     os.mkfifo(tmp_path / "worse" / sweep.RESULT)
     with bounded():
-        assert sweep.finished(tmp_path, 0) == [RESULT]
+        assert sweep.finished(tmp_path, {}) == [RESULT]
         assert (
             sweep.already_done(tmp_path / "bad", "x") is None and sweep.already_done(tmp_path / "good", "x") == RESULT
         )
         assert sweep.already_done(tmp_path / "worse", "x") is None
-    sweep.table(sweep.finished(tmp_path, 0), tmp_path)
+    sweep.table(sweep.finished(tmp_path, {}), tmp_path)
 
 
 @pytest.mark.parametrize("value", [value for value in WRONG if value not in (0, 7, 1, 2**40)], ids=repr)
