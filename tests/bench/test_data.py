@@ -86,6 +86,7 @@ def test_cores_that_feed_a_gpu_are_those_that_give_what_it_takes() -> None:
     assert feeding(record | {"rows": rows[:2]}) == [], "without the tokenizer's rate nothing is said"
 
 
+@pytest.mark.slow
 def test_with_a_gpu_all_of_it_is_measured_and_the_question_answered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,6 +115,7 @@ def test_a_gpu_that_fails_costs_its_own_figures_alone(tmp_path: Path, monkeypatc
     assert record["skipped"] == dict.fromkeys(("device 40", "step 32"), "RuntimeError: the device refused pictures")
 
 
+@pytest.mark.slow
 def test_what_a_record_holds_is_not_measured_again(tmp_path: Path) -> None:
     small = SMALL | {"device": "cpu", "out": str(tmp_path)}
     main(DataBenchSettings(sizes="80", stream="", **small | {"repeats": 2}))

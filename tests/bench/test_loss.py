@@ -137,6 +137,7 @@ def part_of(case: Case, names: str) -> LossPart:
     return LossPart(case, find(names.split(",")), LossBenchSettings())
 
 
+@pytest.mark.slow
 def test_what_there_is_no_time_for_is_named_with_what_it_would_take() -> None:
     """Of two methods the second takes 8,000 s a step by a step with a quarter of the pairs, and 5,000 s are left."""
     case = Case(256, 32, "fp32", "cpu", 1, 100.0)

@@ -358,7 +358,7 @@ def augmented(demo: Path, run: Path, decode: str, **changes: Any) -> TrainConfig
 
 @pytest.mark.parametrize(
     ("offload", "workers", "passes"),
-    [("encoded", 0, 2), ("host", 0, 1), pytest.param("none", 2, 1, marks=pytest.mark.slow)],
+    [("encoded", 0, 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("host", 0, 1), ("none", 2, 1)))],
 )
 def test_a_run_learns_as_with_the_exact_pixels(
     device: torch.device,

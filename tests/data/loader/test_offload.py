@@ -206,13 +206,8 @@ def test_encoded_pictures_take_their_bytes_and_no_more(tmp_path: Path, side: int
     assert size["encoded"][0] == pytest.approx(need, rel=0.1), "as stated beforehand"
 
 
-@pytest.mark.parametrize(
-    ("backend", "workers"),
-    [
-        ("encoded", 2),
-        *(pytest.param(name, n, marks=pytest.mark.slow) for name, n in (("host", 0), ("host", 2), ("disk", 2))),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("backend", "workers"), [("host", 0), *((backend, 2) for backend in ("host", *BACKENDS))])
 def test_memory_does_not_grow_over_steps(mixed: Path, tmp_path: Path, backend: str, workers: int) -> None:
     options = {"backend": backend, "chunk": CHUNK, "folder": str(tmp_path), "workers": workers}
     with open_stream(mixed, batch=BATCH, side=64, **options) as stream:

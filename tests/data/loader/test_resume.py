@@ -268,7 +268,7 @@ def server() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-@pytest.mark.parametrize("kills", [3, pytest.param(30, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [1, pytest.param(30, marks=pytest.mark.slow)])
 def test_killed_at_any_moment_the_same_samples_follow(tmp_path: Path, kills: int, server: None) -> None:
     """SIGKILL after random delays, with other numbers of loader processes each time. What is compared is every step's samples, by key,
     and their pixels and tokens."""

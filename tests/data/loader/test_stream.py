@@ -45,7 +45,7 @@ def test_global_batches_do_not_depend_on_ranks(tmp_path: Path, order: str) -> No
         assert together == alone, f"{world} ranks"
 
 
-@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_batches_do_not_depend_on_workers(tmp_path: Path, workers: int) -> None:
     write_shards(tmp_path, [30, 20, 50])
     options = {"batch": 200, "augment": AugmentConfig(scale=(0.3, 1.0), flip=0.5)}

@@ -218,7 +218,7 @@ def test_shards_are_read_from_s3(tmp_path: Path, s3: str) -> None:
     assert [row.members["png"] for row in rows] == [picture(3)] and rows[0].members["txt"] == b"hello"
 
 
-@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("ahead", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_an_epoch_from_s3_with_faults_loses_nothing(
     tmp_path: Path, s3: str, ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

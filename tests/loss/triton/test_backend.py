@@ -260,9 +260,15 @@ def test_tiny_sigmoid_terms_keep_their_precision() -> None:
     assert distance(got, loss) <= 2e-6, (float(got), float(loss))
 
 
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("kind", ["random", "pairs"])
-@pytest.mark.parametrize("scale", [14.3, 100.0])
+@pytest.mark.parametrize(
+    ("dtype", "kind", "scale"),
+    [
+        (torch.bfloat16, "random", 14.3),
+        (torch.bfloat16, "pairs", 100.0),
+        (torch.float16, "random", 100.0),
+        (torch.float16, "pairs", 14.3),
+    ],
+)
 def test_half_precision_is_no_further_from_float64_than_twice_plain_torch(
     dtype: torch.dtype, kind: str, scale: float
 ) -> None:
@@ -281,7 +287,7 @@ def test_half_precision_is_no_further_from_float64_than_twice_plain_torch(
         assert errors[0] <= 2 * errors[1] + 1e-5, f"ours {errors[0]:.2e}, plain torch {errors[1]:.2e}"
 
 
-@pytest.mark.parametrize("weight", [1e-9, 1.0, 2.0**20])
+@pytest.mark.parametrize("weight", [1e-9, 2.0**20])
 def test_float16_gradients_keep_their_precision_at_any_weight(weight: float) -> None:
     """1/2N is below float16's numbers for a large batch, a loss scaler's factor above them."""
     p = problem(40, 40, 32, 5.0, "pairs", torch.float16)
