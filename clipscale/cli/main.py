@@ -20,7 +20,8 @@ from clipscale.config.setting import settings_of
 from clipscale.config.train import TrainConfig, check
 from clipscale.errors import UserError
 from clipscale.launch import local, submit
-from clipscale.launch.agent import status
+from clipscale.launch.agent import speaks, status
+from clipscale.launch.processes import end_with_launcher
 from clipscale.safe_path import protect
 from clipscale.terminal import message, prepare, say, say_all
 from clipscale.units import nearest, split
@@ -31,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is None:  # a program of its own; a caller keeps its module path
         argv = sys.argv[1:]
         protect()
+        end_with_launcher()
     argv = list(argv)
     prepare()
     with redacted_output():
@@ -43,7 +45,7 @@ def _main(argv: list[str]) -> int:
     except UserError as error:
         if os.environ.get("CLIPSCALE_DEBUG") == "1":
             traceback.print_exc()
-        if os.environ.get("RANK", "0") == "0":  # torchrun's report shows the errors of the other ranks
+        if speaks(error):
             say(message(f"error: {error}"), error=True)
         return status(error)
     except local.WorkerError as error:

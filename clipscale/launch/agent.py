@@ -1,14 +1,22 @@
 """What a worker leaves for its agent (torchrun.py), and for the worker that takes its place, in a folder of the agent."""
 
+import json
 import os
+import time
 from pathlib import Path
 
+from clipscale.config.redact import redact
 from clipscale.errors import StoppedError, UserError
 
 AGENT = "CLIPSCALE_AGENT"
 """Names a folder of one machine's agent, which outlives its workers."""
 STOPPED = "stopped"
 """File with the exit status of a run that a signal has stopped."""
+
+
+def speaks(error: UserError) -> bool:
+    """Whether this process prints the error: rank 0 does. Its agent, if it is ours, prints a mistake of any rank."""
+    return os.environ.get("RANK", "0") == "0" and (AGENT not in os.environ or isinstance(error, StoppedError))
 
 
 def status(error: UserError) -> int:
@@ -18,12 +26,22 @@ def status(error: UserError) -> int:
     its folder.
     """
     if not isinstance(error, StoppedError):
+        record(error)
         return 2
     number = 128 + error.number
     if AGENT not in os.environ:
         return number
     (Path(os.environ[AGENT]) / STOPPED).write_text(str(number))
     return 0
+
+
+def record(error: UserError) -> None:
+    """Name the mistake to torchrun, also where it is found before the run begins."""
+    file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
+    if file.name and not file.exists():
+        about = {"py_callstack": "", "timestamp": str(int(time.time()))}
+        text = redact(f"{UserError.__name__}: {error}")
+        file.write_text(json.dumps({"message": {"message": text, "extraInfo": about}}))
 
 
 def shared_name(name: str) -> str:

@@ -32,6 +32,7 @@ from clipscale.hardware import cores
 from clipscale.launch import heartbeat
 from clipscale.launch.affinity import bound
 from clipscale.launch.agent import shared_name
+from clipscale.launch.processes import as_launcher, end_with_launcher
 from clipscale.launch.requeue import requeued_run
 from clipscale.launch.restarts import WorkerError, go_on, group_size, restarted
 from clipscale.units import unused
@@ -147,7 +148,7 @@ def run(config: Launched, main: str = TRAIN, *, isolated: bool = False) -> dict[
     """Call `main` in this process or in several workers. With `isolated` or restarts, a single worker gets a process of its own too.
 
     Returns its result on rank 0. Raises UserError if a worker does, WorkerError for other failures, Interrupted for a signal.
-    No worker outlives this call. If this process is killed, the kernel interrupts its workers.
+    No worker outlives this call. If this process is killed, the kernel kills its workers.
     """
     count = workers(config)
     if isinstance(config, TrainConfig) and config.launch.restarts:
@@ -180,7 +181,7 @@ def start(config: Launched, main: str, count: int) -> dict[str, Any]:
     }
     with (
         tempfile.TemporaryDirectory(prefix="clipscale-") as folder,
-        _quiet(variables | private(folder)),
+        _quiet(variables | private(folder) | as_launcher()),
         _temporary_files(folder),
         _end_at_second(),
     ):
@@ -234,6 +235,7 @@ def worker(config: Launched, main: str = TRAIN) -> dict[str, Any]:
     """The main function of a process that `start` starts. The launcher reads why it failed from a file."""
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+    end_with_launcher()
     try:
         return work(config, main)
     except LostRankError as error:
@@ -260,7 +262,9 @@ def first_failure(error: "ChildFailedError", run: Path | None = None) -> UserErr
             if message.startswith(f"{kind.__name__}: "):
                 return kind(message.removeprefix(f"{kind.__name__}: "))
         if message.startswith(f"{LostRankError.__name__}: "):
-            return WorkerError(message.removeprefix(f"{LostRankError.__name__}: "))
+            line = message.removeprefix(f"{LostRankError.__name__}: ")
+            where, mistake, what = line.partition(f": {UserError.__name__}: ")  # of a rank on another machine
+            return UserError(f"{where}: {what}") if mistake else WorkerError(line)
     elif failure.exitcode < 0:
         name = failure.signal_name()
         hint = "; the machine may be out of memory" if name == "SIGKILL" else ""

@@ -1,10 +1,21 @@
-"""Whether a process of this machine lives, by its number and its start. The clock, which may jump, has no part in it."""
+"""Whether a process of this machine lives, by its number and its start. The clock, which may jump, has no part in it.
 
+A rank ends with the process that has started it: a launcher of ours, or torchrun's agent.
+"""
+
+import ctypes
+import os
+import signal
+import sys
 from pathlib import Path
 
 import psutil
 
 ALIVE, STOPPED, DEAD = "alive", "stopped", "dead"
+LAUNCHER = "CLIPSCALE_LAUNCHER"
+"""Names the process that starts the ranks: its number and its start."""
+PR_SET_PDEATHSIG = 1
+"""Linux's number of the option of prctl."""
 
 
 def started(pid: int) -> float:
@@ -32,3 +43,22 @@ def _look(pid: int) -> tuple[str, float]:
         return process.status()[0].upper(), process.create_time()
     except (OSError, psutil.Error, ValueError, IndexError, OverflowError):
         return "X", 0.0
+
+
+def as_launcher() -> dict[str, str]:
+    """The variable by which ranks know this process as their launcher."""
+    return {LAUNCHER: f"{os.getpid()} {started(os.getpid())}"}
+
+
+def end_with_launcher() -> None:
+    """Let the kernel kill this rank when the process that has started it dies, however it dies. On Linux alone.
+
+    Does nothing without a launcher of ours or torchrun's agent: srun, for one, ends its tasks by itself.
+    """
+    if sys.platform != "linux" or not {LAUNCHER, "TORCHELASTIC_RUN_ID"} & set(os.environ):
+        return
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
+    pid, _, begun = os.environ.pop(LAUNCHER, "").partition(" ")
+    if os.getppid() != parent or (pid and state(int(pid), float(begun)) == DEAD):  # it died before
+        os.kill(os.getpid(), signal.SIGKILL)

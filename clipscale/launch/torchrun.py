@@ -1,5 +1,7 @@
 """torchrun with the exit statuses of clipscale, restarts that meet in a new store, and one folder for an unnamed run.
 
+A mistake in the settings or the data is not tried again.
+
     python -m clipscale.launch.torchrun --nnodes 2 ... -m clipscale train ...
 
 `--standalone` is one machine, whose processes meet in a folder of this user and listen on loopback alone.
@@ -8,6 +10,7 @@ torchrun itself ends with status 1 after a clean save too, and its shared store 
 (pytorch #135712, #167288).
 """
 
+import logging
 import math
 import os
 import signal
@@ -15,12 +18,14 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from clipscale import terminal
 from clipscale.config.sections import LaunchConfig
 from clipscale.errors import UserError
 from clipscale.launch.agent import AGENT, STOPPED
 from clipscale.launch.local import HANDLED, MARGIN_S, first_failure, private
+from clipscale.launch.processes import as_launcher
 from clipscale.safe_path import protect
 
 MEET = ["--rdzv-backend", "c10d", "--rdzv-conf", "store_type=file", "--local-addr", "localhost"]
@@ -36,14 +41,40 @@ def end_s(words: Sequence[str]) -> int:
     return math.ceil(min(grace_s, 1e6)) + MARGIN_S if grace_s >= 0 else MARGIN_S
 
 
+def agent() -> Any:
+    """torchrun's agent, which says why it starts the workers again, and does not after a mistake."""
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    class Agent(LocalElasticAgent):
+        def _monitor_workers(self, worker_group: Any) -> Any:
+            result = super()._monitor_workers(worker_group)
+            if result.is_failed() and result.failures and self._remaining_restarts:
+                failure = first_failure(ChildFailedError("clipscale", result.failures))
+                if isinstance(failure, UserError):
+                    self._remaining_restarts = 0
+                else:
+                    most = worker_group.spec.max_restarts
+                    terminal.say_all(failure.details, error=True)
+                    terminal.say(terminal.message(f"error: {failure}"), error=True)
+                    terminal.say(f"restart {most - self._remaining_restarts + 1} of {most}", error=True)
+            return result
+
+    return Agent
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run torchrun; returns 0, 1 (a failure), 2 (a mistake that the user can fix), or 128 + the signal after which the run was saved."""
     protect()
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
+    from torch.distributed.launcher import api
     from torch.distributed.run import parse_args, run
 
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    os.environ |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} | as_launcher()
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the lines below say it once
+    api.LocalElasticAgent = agent()
     words = sys.argv[1:] if argv is None else list(argv)
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(end_s(words)))
     with tempfile.TemporaryDirectory(prefix="clipscale-") as folder:
@@ -61,6 +92,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             terminal.say_all(getattr(failure, "details", ""), error=True)
             terminal.say(terminal.message(f"error: {failure}"), error=True)
             return 2 if isinstance(failure, UserError) else 1
+        except RendezvousClosedError:
+            terminal.say("error: another machine has ended the run, and says why", error=True)
+            return 1
         stopped = Path(folder) / STOPPED
         return int(stopped.read_text()) if stopped.exists() else 0
 

@@ -28,6 +28,9 @@ LONG = (
 )
 """A run of two workers, each with a loader process, long enough to be stopped."""
 
+TRAIN = (sys.executable, "-m", "clipscale", "train")
+"""The command as a process of its own."""
+
 Start = Callable[..., subprocess.Popen[str]]
 
 
@@ -57,21 +60,32 @@ def start(tmp_path: Path, environment: dict[str, str]) -> Iterator[Start]:
         process.communicate()
 
 
+def wait_until(true: Callable[[], bool], *processes: subprocess.Popen[str], seconds: float = 180) -> None:
+    """Wait for what these processes do. Fails when one of them ends before."""
+    deadline = time.monotonic() + seconds
+    while not true():
+        ended = [process for process in processes if process.poll() is not None]
+        assert not ended, ended[0].communicate()[1]
+        assert time.monotonic() < deadline, f"not within {seconds:.0f} s"
+        time.sleep(0.05)
+
+
 Running = tuple[subprocess.Popen[str], list[psutil.Process], list[psutil.Process]]
 
 
 def training(start: Start, shards: str, folder: Path, *words: str) -> Running:
     """A running run, its two workers, and all its child processes."""
-    process = start(sys.executable, "-m", "clipscale", "train", *LONG, f"data.train={shards}", "run=long", *words)
-    metrics, deadline = folder / "runs/long/metrics.jsonl", time.monotonic() + 180
-    while not (metrics.is_file() and metrics.stat().st_size):
-        assert process.poll() is None, process.communicate()[1]
-        assert time.monotonic() < deadline, "no step within 180 s"
-        time.sleep(0.2)
+    process = start(*TRAIN, *LONG, f"data.train={shards}", "run=long", *words)
+    wait_until(lambda: has_steps(folder / "runs/long"), process)
     parent = psutil.Process(process.pid)
     workers = [child for child in parent.children() if "spawn_main" in " ".join(child.cmdline())]
     assert len(workers) == 2, [child.cmdline() for child in parent.children()]
     return process, workers, parent.children(recursive=True)
+
+
+def has_steps(run: Path) -> bool:
+    metrics = run / "metrics.jsonl"
+    return metrics.is_file() and metrics.stat().st_size > 0
 
 
 def gone(processes: list[psutil.Process], seconds: float) -> bool:

@@ -4,15 +4,16 @@ import json
 import os
 import signal
 import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 import torch.distributed as dist
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from clipscale import distributed
 from clipscale.checkpoint import found, path_of
@@ -25,7 +26,7 @@ from clipscale.launch import agent, local, restarts, slurm, torchrun
 from clipscale.launch.description import describe
 from clipscale.launch.restarts import WorkerError, group_size, restarted
 from tests.conftest import TINY
-from tests.launch.test_local import Start, gone, start
+from tests.launch.test_local import TRAIN, Start, gone, start, wait_until
 
 __all__ = ["start"]
 
@@ -52,6 +53,45 @@ def test_a_new_checkpoint_resets_the_count_of_restarts(tmp_path: Path, monkeypat
         restarted(config, attempt)
     assert seen == ["none", "none", "auto", "auto", "auto"], "from the own folder once it holds a checkpoint"
     assert pauses == [1.0, 1.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("message", "left"),
+    [
+        ("UserError: lr=1: unknown", 0),
+        ("LostRankError: rank 3 on node1 (process 7) failed in load: UserError: lr=1: unknown", 0),
+        ("LostRankError: rank 3 on node1 (process 7) has died", 2),
+        ("RuntimeError: out of memory", 2),
+    ],
+)
+def test_torchruns_agent_does_not_try_a_mistake_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], message: str, left: int
+) -> None:
+    """Of a rank here, or on another machine, whose loss a rank here reports. Of other failures it prints the cause."""
+    text = {"message": message, "extraInfo": {"py_callstack": "", "timestamp": "5"}}
+    failure = SimpleNamespace(message=text, timestamp=5, exitcode=1)
+    result = SimpleNamespace(is_failed=lambda: True, failures={1: failure})
+    monkeypatch.setattr(LocalElasticAgent, "_monitor_workers", lambda *_: result)
+    monkeypatch.setattr(ChildFailedError, "__init__", lambda self, _, failures: vars(self).update(failures=failures))
+    kind = torchrun.agent()
+    one = kind.__new__(kind)
+    one._remaining_restarts = 2
+    assert one._monitor_workers(SimpleNamespace(spec=SimpleNamespace(max_restarts=2))) is result
+    assert one._remaining_restarts == left
+    printed = capsys.readouterr().err
+    assert (printed == "") if left == 0 else printed.endswith("\nrestart 1 of 2\n") and "error: " in printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrong", ["lr=1", "data.train=/nowhere/*.tar", "resume=/nowhere"])
+def test_a_mistake_under_torchrun_is_one_line_at_once(start: Start, shards: str, tmp_path: Path, wrong: str) -> None:
+    """Found before the ranks meet, by all of them, and by rank 0 alone."""
+    script = str(PACKAGE.parent / "launch/torchrun-single.sh")
+    process = start(script, *TINY, f"data.train={shards}", "run=a", wrong, PROCS="2", RESTARTS="2")
+    out, errors = process.communicate(timeout=240)
+    assert process.returncode == 2, errors
+    assert out == "" and len(errors.splitlines()) == 1, errors
+    assert errors.startswith("error: ") and wrong.partition("=")[0] in errors
 
 
 def test_a_mistake_is_not_tried_again(tmp_path: Path) -> None:
@@ -96,10 +136,16 @@ def test_a_clean_save_is_no_failure_for_an_agent(tmp_path: Path, monkeypatch: py
     monkeypatch.delenv(agent.AGENT, raising=False)
     assert agent.status(UserError("a mistake")) == 2
     assert agent.status(stopped) == 143
+    assert agent.speaks(stopped) and agent.speaks(UserError("a mistake"))
     monkeypatch.setenv(agent.AGENT, str(tmp_path))
     assert agent.status(stopped) == 0
     assert (tmp_path / agent.STOPPED).read_text() == "143"
-    assert agent.status(UserError("a mistake")) == 2
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    mistake = UserError("wandb.key=https://u:secret@host: a mistake")
+    assert agent.status(mistake) == 2
+    assert agent.speaks(stopped) and not agent.speaks(mistake), "the agent reads it in the file, and prints it"
+    text = (tmp_path / "error.json").read_text()
+    assert json.loads(text)["message"]["message"].startswith("UserError: wandb.key=") and "secret" not in text
 
 
 def test_an_unnamed_run_keeps_its_name_after_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,9 +182,7 @@ def test_torchruns_workers_have_the_runs_grace_after_a_signal(words: list[str], 
 
 def killed_at(run: Callable[[], list[Path]], step: int, process: subprocess.Popen[str], pattern: str) -> None:
     """Kill one worker of `process` when the only run has a checkpoint of that step."""
-    while not any(found(folder) and found(folder)[-1] >= path_of(folder, step) for folder in run()):
-        assert process.poll() is None, process.communicate()[1]
-        time.sleep(0.05)
+    wait_until(lambda: any(found(one) and found(one)[-1] >= path_of(one, step) for one in run()), process)
     worker = next(
         child for child in psutil.Process(process.pid).children(recursive=True) if pattern in " ".join(child.cmdline())
     )
@@ -152,17 +196,7 @@ FOUR_STEPS = (*(word for word in TINY if not word.startswith("samples")), "sampl
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("words", [("launch.procs=2",), ("launch.procs=1",)])
 def test_a_killed_worker_is_replaced(start: Start, shards: str, tmp_path: Path, words: tuple[str, ...]) -> None:
-    process = start(
-        sys.executable,
-        "-m",
-        "clipscale",
-        "train",
-        *FOUR_STEPS,
-        f"data.train={shards}",
-        "run=a",
-        "launch.restarts=1",
-        *words,
-    )
+    process = start(*TRAIN, *FOUR_STEPS, f"data.train={shards}", "run=a", "launch.restarts=1", *words)
     killed_at(lambda: [tmp_path / "runs/a"], 2, process, "spawn_main")
     out, errors = process.communicate(timeout=240)
     assert process.returncode == 0, errors
@@ -204,9 +238,7 @@ def test_a_signal_under_torchrun_ends_with_its_status_and_no_restart(
     words = [word.replace("samples=96", "samples=1M") for word in FOUR_STEPS]
     script = str(PACKAGE.parent / "launch/torchrun-single.sh")
     process = start(script, *words, f"data.train={shards}", "run=a", PROCS="2", RESTARTS="2")
-    while not found(tmp_path / "runs/a"):
-        assert process.poll() is None, process.communicate()[1]
-        time.sleep(0.05)
+    wait_until(lambda: bool(found(tmp_path / "runs/a")), process)
     everyone = psutil.Process(process.pid).children(recursive=True)
     workers = [child for child in everyone if "-m clipscale train" in " ".join(child.cmdline())]
     (workers[1] if target == "worker" else process).send_signal(signal.SIGTERM)
