@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     os.environ |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} | as_launcher()
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the lines below say it once
-    api.LocalElasticAgent = agent()
+    vars(api)["LocalElasticAgent"] = agent()
     words = sys.argv[1:] if argv is None else list(argv)
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(end_s(words)))
     with tempfile.TemporaryDirectory(prefix="clipscale-") as folder:
