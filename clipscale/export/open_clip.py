@@ -1,8 +1,10 @@
 """A folder that open_clip loads: weights under its names, and its description of the model and of the pictures."""
 
+import re
 from pathlib import Path
 from typing import Any
 
+import timm
 import torch
 from open_clip.constants import HF_CONFIG_NAME, HF_SAFE_WEIGHTS_NAME
 from open_clip.tokenizer import HFTokenizer
@@ -11,13 +13,17 @@ from torch import Tensor
 
 from clipscale import files
 from clipscale.config.sections import ModelConfig
-from clipscale.models.towers import ClipModel, architecture
+from clipscale.errors import UserError
+from clipscale.models.huggingface import gelu_of
+from clipscale.models.towers import ClipModel, architecture, encoders_of
 
 
 def write(model: ClipModel, config: ModelConfig, out: Path, dtype: torch.dtype, note: dict[str, str]) -> str:
-    """Write the folder; returns the call that loads it. Raises OSError."""
-    save_weights(weights(model, dtype), out / HF_SAFE_WEIGHTS_NAME, note)
-    files.write_json(out / HF_CONFIG_NAME, description(model, config))
+    """Write the folder; returns the call that loads it. Raises OSError, and UserError for a model that open_clip would build otherwise."""
+    state, found = weights(model, dtype), description(model, config)
+    check_same(model, found["model_cfg"], config)
+    save_weights(state, out / HF_SAFE_WEIGHTS_NAME, note)
+    files.write_json(out / HF_CONFIG_NAME, found)
     if isinstance(inner := getattr(model.tokenizer, "inner", model.tokenizer), HFTokenizer):
         inner.save_pretrained(str(out))
     return f"open_clip.create_model_from_pretrained('local-dir:{out.resolve()}')"
@@ -43,7 +49,11 @@ def weights(model: ClipModel, dtype: torch.dtype) -> dict[str, Tensor]:
 def description(model: ClipModel, config: ModelConfig) -> dict[str, Any]:
     """open_clip's description of the model and of its preprocessing."""
     found = architecture(config) | {"custom_text": True}
-    found["vision_cfg"].pop("patch_dropout", None)  # for training only
+    vision = found["vision_cfg"]
+    vision.pop("patch_dropout", None)  # for training only
+    sized = re.sub(r"_\d+$", f"_{model.image_size}", vision.get("timm_model_name", ""))
+    if config.image_size and timm.is_model(sized):  # open_clip builds a tower of timm for its own size
+        vision["timm_model_name"] = sized
     if model.logit_bias is not None:  # makes open_clip create the bias; its saved value replaces this one
         found["init_logit_bias"] = 0.0
     pixels = {"size": model.image_size, "mean": list(config.mean), "std": list(config.std)}
@@ -51,3 +61,23 @@ def description(model: ClipModel, config: ModelConfig) -> dict[str, Any]:
         "model_cfg": found,
         "preprocess_cfg": pixels | {"interpolation": config.interpolation, "resize_mode": config.resize},
     }
+
+
+def check_same(model: ClipModel, found: dict[str, Any], config: ModelConfig) -> None:
+    """Raise UserError unless open_clip builds this image tower by a description: it knows timm's towers as timm has them."""
+    with torch.device("meta"):
+        theirs = encoders_of(config, {key: value for key, value in found.items() if key != "custom_text"}).visual
+    ours, shapes = model.image.encoder, {name: list(value.shape) for name, value in theirs.state_dict().items()}
+    about = f"to=open_clip: open_clip builds {found['vision_cfg'].get('timm_model_name', config.name)}"
+    for name, value in ours.state_dict().items():
+        if shapes[name] != list(value.shape):
+            raise UserError(
+                f"{about} with a {name} of {shapes[name]}, and model.image_size={config.image_size} has made it {list(value.shape)}; "
+                "take to=onnx or to=torch, or for SigLIP to=hf"
+            )
+    if (
+        found["vision_cfg"].get("act_kwargs")
+        and hasattr(ours, "trunk")
+        and gelu_of(ours.trunk) != gelu_of(theirs.trunk)
+    ):
+        raise UserError(f"{about} with another GELU than Hugging Face, where these weights come from; take to=hf")

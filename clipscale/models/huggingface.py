@@ -4,8 +4,10 @@ SigLIP 2 of fixed resolution has SigLIP's architecture.
 """
 
 import re
+from pathlib import Path
 from typing import Any
 
+import timm
 import torch
 from torch import Tensor
 
@@ -192,15 +194,19 @@ def description(config: dict[str, Any], folder: str) -> dict[str, Any]:
         size = _TIMM_SIGLIP.get((vision["hidden_size"], vision["num_hidden_layers"]))
         if size is None:
             raise ValueError(f"timm has no SigLIP tower of width {vision['hidden_size']}")
-        name = f"vit_{size}_patch{vision['patch_size']}_siglip_{vision['image_size']}"
+        kin = f"vit_{size}_patch{vision['patch_size']}_siglip_"
+        name = f"{kin}{vision['image_size']}"
+        if not timm.is_model(name):
+            name = next(iter(timm.list_models(f"{kin}[0-9]*")), name)
         vision_cfg = {
             "image_size": vision["image_size"],
             "timm_model_name": name,
             "timm_pool": "map",
             "timm_proj": "none",
+            "act_kwargs": {"approximate": _gelu(vision)},
         }
         text_cfg |= {"no_causal_mask": True, "proj_bias": True, "pool_type": "last", "norm_kwargs": {"eps": 1e-6}}
-        text_cfg |= {"act_kwargs": {"approximate": "tanh"}, "hf_tokenizer_name": folder}
+        text_cfg |= {"act_kwargs": {"approximate": _gelu(text)}, "hf_tokenizer_name": folder}
         text_cfg |= {"tokenizer_kwargs": {"clean": "canonicalize"}}
         return {
             "embed_dim": vision["hidden_size"],
@@ -225,6 +231,37 @@ def description(config: dict[str, Any], folder: str) -> dict[str, Any]:
         )
     found = {"embed_dim": config.get("projection_dim", 512), "vision_cfg": vision_cfg, "text_cfg": text_cfg}
     return found | ({"quick_gelu": True} if quick == {"quick_gelu"} else {})
+
+
+def _gelu(tower: dict[str, Any]) -> str:
+    """How a tower computes GELU, as torch names it. Raises ValueError for another activation."""
+    kinds = {"gelu_pytorch_tanh": "tanh", "gelu": "none"}
+    act = tower.get("hidden_act", "gelu_pytorch_tanh")
+    if act not in kinds:
+        raise ValueError(f"its activation is {act}; {' or '.join(kinds)} can be read")
+    return kinds[act]
+
+
+def gelu_of(trunk: Any) -> str:
+    """The same of a tower of timm."""
+    return str(getattr(trunk.blocks[0].mlp.act, "approximate", "tanh"))
+
+
+def with_own_tokenizer(description: dict[str, Any], folder: Path) -> tuple[dict[str, Any], bool]:
+    """open_clip's description, naming the folder that it came with as that of its tokenizer, if the files are there; whether they are.
+
+    open_clip does the same. A description with a tower of transformers stays: its name leads to the hub, which only `hub` allows.
+    """
+    text = description["text_cfg"]
+    own = "hf_tokenizer_name" in text and not text.get("hf_model_name") and (folder / "tokenizer_config.json").is_file()
+    return description | ({"text_cfg": text | {"hf_tokenizer_name": str(folder.resolve())}} if own else {}), own
+
+
+def resolution(description: dict[str, Any]) -> dict[str, int]:
+    """`image_size` as a setting of the model, where timm has the tower of a description for other sizes only."""
+    vision = description["vision_cfg"]
+    other = not str(vision.get("timm_model_name", vision["image_size"])).endswith(str(vision["image_size"]))
+    return {"image_size": vision["image_size"]} if other else {}
 
 
 _VISION_KEYS = {"image_size", "patch_size", "width", "head_width", "layers", "mlp_ratio", "patch_dropout"}
@@ -267,7 +304,7 @@ def configuration(description: dict[str, Any], visual: Any, *, logit_bias: bool)
             "num_attention_heads": first.attn.num_heads,
             "image_size": trunk.patch_embed.img_size[0],
             "patch_size": trunk.patch_embed.patch_size[0],
-            "hidden_act": "gelu_pytorch_tanh" if getattr(first.mlp.act, "approximate", "tanh") == "tanh" else "gelu",
+            "hidden_act": "gelu_pytorch_tanh" if gelu_of(trunk) == "tanh" else "gelu",
         }
         text_config |= {
             "hidden_act": "gelu_pytorch_tanh" if tanh else "gelu",

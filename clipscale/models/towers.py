@@ -18,6 +18,7 @@ import open_clip
 import torch
 import torch.nn.functional as F
 from open_clip.model import CustomTextCLIP
+from timm.layers import GELUTanh
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -166,7 +167,7 @@ def architecture(config: ModelConfig) -> dict[str, Any]:
     return description
 
 
-def _encoders(config: ModelConfig, description: dict[str, Any]) -> CustomTextCLIP:
+def encoders_of(config: ModelConfig, description: dict[str, Any]) -> CustomTextCLIP:
     """open_clip's model by a checked description, on torch's default device. Raises UserError where it describes none."""
     text = description["text_cfg"]
     try:
@@ -184,11 +185,15 @@ def _encoders(config: ModelConfig, description: dict[str, Any]) -> CustomTextCLI
         raise UserError(f"model.architecture does not describe an open_clip model: {first_line(error)}") from error
 
 
-def _set_size(encoders: CustomTextCLIP, config: ModelConfig) -> None:
-    """Let a tower of timm take pictures of `image_size`, since open_clip builds it for its own size."""
+def _adapt(encoders: CustomTextCLIP, config: ModelConfig, description: dict[str, Any]) -> None:
+    """Give a tower of timm the `image_size` of the settings and the `act_kwargs` of its description, which open_clip does not."""
     trunk = getattr(encoders.visual, "trunk", None)
     if config.image_size and trunk is not None and hasattr(trunk, "set_input_size"):
         trunk.set_input_size(img_size=(config.image_size, config.image_size))
+    if trunk is not None and (options := description["vision_cfg"].get("act_kwargs")):
+        for module in trunk.modules():
+            if isinstance(getattr(module, "act", None), nn.GELU | GELUTanh):
+                module.act = nn.GELU(**options)
 
 
 def _check_patches(side: int, vision: dict[str, Any]) -> None:
@@ -212,8 +217,8 @@ def build_model(config: ModelConfig) -> ClipModel:
         description["init_logit_scale"] = math.log(config.init_scale)
     if config.init_bias is not None:
         description["init_logit_bias"] = config.init_bias
-    encoders = _encoders(config, description)
-    _set_size(encoders, config)
+    encoders = encoders_of(config, description)
+    _adapt(encoders, config, description)
     load_weights(encoders, config, quick_gelu=bool(description.get("quick_gelu")))
     if config.grad_checkpointing:
         encoders.set_grad_checkpointing(True)
@@ -252,7 +257,7 @@ def load_model(
 def check_filled(config: ModelConfig, state: dict[str, Tensor], path: Path) -> None:
     """Raise UserError for a checkpoint with fewer weights than the model it describes, before that takes its memory."""
     with torch.device("meta"):
-        needed = sum(p.numel() for p in _encoders(config, architecture(config)).parameters())
+        needed = sum(p.numel() for p in encoders_of(config, architecture(config)).parameters())
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() // t.itemsize for t in state.values()}
     if needed > sum(storages.values()):
         raise UserError(
@@ -304,8 +309,9 @@ def forward_flops(config: ModelConfig, length: int | None = None) -> tuple[int, 
 
     with torch.device("meta"):
         same = ModelConfig(name=config.name, architecture=config.architecture, image_size=config.image_size)
-        plain = CustomTextCLIP(**architecture(same)).eval()
-        _set_size(plain, config)
+        description = architecture(same)
+        plain = CustomTextCLIP(**description).eval()
+        _adapt(plain, config, description)
         take_short_captions(plain.text)
         size = plain.visual.image_size
         pixels = torch.empty(1, 3, *(size if isinstance(size, tuple) else (size, size)))

@@ -137,7 +137,8 @@ def _in_folder(folder: Path, about: str) -> Source:
     try:
         if (folder / OPEN_CLIP).is_file():
             found = files.read_json(folder / OPEN_CLIP)
-            return Source(about, path, dict(found["model_cfg"]), _pixels(found.get("preprocess_cfg") or {}))
+            made, own = huggingface.with_own_tokenizer(found["model_cfg"], folder)
+            return Source(about, path, made, _pixels(found.get("preprocess_cfg") or {}), own_tokenizer=own)
         if not (folder / CONFIG).is_file():
             return Source(about, path)
         found = files.read_json(folder / CONFIG)
@@ -146,14 +147,8 @@ def _in_folder(folder: Path, about: str) -> Source:
         ):  # timm's, or a tower of transformers
             return Source(about, path)
         made = huggingface.description(found, str(folder.resolve()))
-        return Source(
-            about,
-            path,
-            made,
-            _preprocessor(folder, found["model_type"]),
-            bool(made.get("quick_gelu")),
-            own_tokenizer=True,
-        )
+        pixels = _preprocessor(folder, found["model_type"]) | huggingface.resolution(made)
+        return Source(about, path, made, pixels, bool(made.get("quick_gelu")), own_tokenizer=True)
     except Exception as error:  # a value of another type fails wherever it is used
         raise UserError(
             f"{about}: its configuration cannot be used ({_reason(error)}); give model= and the file {path}"
