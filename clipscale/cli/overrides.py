@@ -3,6 +3,7 @@
 Importing Hydra takes longer than all else on the way to an error message.
 """
 
+import os
 import re
 from collections.abc import Sequence
 from itertools import pairwise
@@ -45,6 +46,8 @@ def prepare(tool: Tool, argv: Sequence[str]) -> tuple[list[str], list[str]]:
         typed, equals, value = word.partition("=")
         prefix = typed[: len(typed) - len(typed.lstrip("+~"))]
         key = current(typed.lstrip("+~"), settings)
+        if key == "data" and "data.train" in settings and is_source(value, options["data"]):
+            key = "data.train"
         given.add(key)
         if word.startswith("~") and key in settings:
             raise UserError(f"{word}: a setting cannot be taken away; give it another value")
@@ -70,6 +73,12 @@ def prepare(tool: Tool, argv: Sequence[str]) -> tuple[list[str], list[str]]:
         if one in given and other not in given and other in settings:
             result.append(f"{other}=null")
     return flags, result
+
+
+def is_source(text: str, presets: Sequence[str]) -> bool:
+    """Whether `data=TEXT` names shards, a table or a folder, and no preset."""
+    address = re.search(r"[/*{@]|\.(tar|csv|tsv|parquet)\b", text) is not None
+    return text not in presets and (address or os.path.exists(text))  # noqa: PTH110 (False for a text that no file can be named)
 
 
 def check_text(declared: Setting, text: str, sweep: bool) -> None:

@@ -37,6 +37,7 @@ VERBS = {
     "train": "train a model, or resume a run",
     "launch": "start a run with torchrun, Slurm or Kubernetes, or print what would be started",
     "eval": "zero-shot classification and retrieval with a run's checkpoint, or any CLIP or SigLIP weights",
+    "embed": "features of pictures and texts, as arrays, tables or shards",
     "plan": "predict whether a run fits, and its time; needs no GPU",
     "data": "`data demo`: a small data set; `index`, `check`, `stats`: inspect shards; `features`: precompute a frozen tower's",
     "report": "curves, results and retrieved images of a run, on one page",
@@ -99,6 +100,19 @@ clipscale eval model.weights=/models/clip-vit-base-patch32 'eval.sets=[/data/ima
         check=tools.check_eval,
         find_run=existing_run,
     ),
+    "embed": Tool(
+        tools.EmbedConfig,
+        "clipscale.embed.verb:main",
+        """\
+clipscale embed run=b32 data='/data/laion/*.tar' out=/data/b32
+clipscale embed run=b32 data=/data/pairs.parquet out=/data/b32 format=parquet launch.procs=8
+clipscale embed model=vit-b32 model.weights=laion2b_s34b_b79k data=/data/pictures out=/data/b32 features=image""",
+        file="embed",
+        often=("model.weights", "data.train", "launch.procs"),
+        notes="data=SHARDS is short for data.train=SHARDS.",
+        check=tools.check_embed,
+        find_run=existing_run,
+    ),
     "plan": Tool(
         tools.PlanConfig,
         "clipscale.plan.show:main",
@@ -137,12 +151,14 @@ clipscale plan run=b16                                                        # 
     ),
     "data features": Tool(
         tools.FeaturesConfig,
-        "clipscale.data.compute_features:main",
+        "clipscale.embed.verb:main",
         """\
 clipscale data features model=vit-b16 model.image.weights=b16.pt data.train='/data/laion/*.tar' out=/data/b16
 clipscale train model=vit-b16 model.image.weights=b16.pt model.freeze_image=true data.train=/data/b16 data.image_features=true""",
         file="features",
         often=("model.image.weights", "data.train"),
+        check=tools.check_embed,
+        find_run=existing_run,
     ),
     "report": Tool(
         tools.ReportSettings,

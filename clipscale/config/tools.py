@@ -138,25 +138,52 @@ class CheckSettings:
     filter: FilterConfig = field(default_factory=FilterConfig)
 
 
-@dataclass
-class FeaturesConfig:
-    """`clipscale data features`: the image tower's features of every image in `data.train`, in shards of the same names."""
+IMAGE, TEXT = "image", "text"
 
-    out: str = setting("", "Folder to write; complete shards in it are kept.", literal=True)
+
+@dataclass
+class EmbedConfig:
+    """`clipscale embed`: features of the pictures and texts in `data.train`, with their keys, by a run or any `model.weights`."""
+
+    run: str = setting("", RUN_HELP, literal=True)
+    checkpoint: str = setting("latest", CHECKPOINT_HELP, literal=True)
+    weights: str = setting("trained", f"Of a run. {WEIGHTS_HELP}", choices=WEIGHTS)
+    out: str = setting("", "Folder to write; complete files in it are kept.", literal=True)
+    format: str = setting(
+        "npy",
+        "`npy`: arrays, and the keys and captions as JSON lines; `parquet`: tables; `webdataset`: shards with features in the place of "
+        "pictures.",
+        choices=("npy", "parquet", "webdataset"),
+    )
+    features: str = setting("both", "Of what: `image`, `text` or `both`.", choices=(IMAGE, TEXT, "both"))
     dtype: str = setting("float16", "Dtype of the features: `float16` or `float32`.", choices=("float16", "float32"))
     transform: str = setting(
         "eval",
-        "`eval`: resize the shorter side and crop the centre, as in evaluation; `train`: resize the largest central "
-        "square, as in training without augmentation.",
+        "`eval`: the pixels of evaluation; `train`: resize the largest central square, as in training without augmentation.",
         choices=("eval", "train"),
     )
-    batch: int = setting(256, "Images encoded at once.", least=1)
-    threads: int = setting(4, "Decoding threads.", least=1)
+    batch: int = setting(256, "Pictures or texts encoded at once.", least=1)
+    threads: int = setting(4, "Decoding threads of each process.", least=1)
     device: str = setting("auto", DEVICE_HELP, choices=DEVICES)
     seed: int = setting(0, "Random seed of the weights, if no pretrained ones are given.", least=0)
-    model: ModelConfig = field(default_factory=ModelConfig)
+    hub: bool = setting(False, "As `model.hub` in training, for the description in the checkpoint.")
+    model: ModelConfig = field(default_factory=lambda: ModelConfig(name=""))
     data: DataConfig = field(default_factory=DataConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The features of a sample."""
+        return (IMAGE, TEXT) if self.features == "both" else (self.features,)
+
+
+@dataclass
+class FeaturesConfig(EmbedConfig):
+    """`clipscale data features`: `clipscale embed` of pictures into shards, for training with a frozen image tower."""
+
+    format: str = setting("webdataset", "As in `clipscale embed`.", choices=("npy", "parquet", "webdataset"))
+    features: str = setting(IMAGE, "Of what: `image`, `text` or `both`.", choices=(IMAGE, TEXT, "both"))
 
 
 @dataclass
@@ -278,6 +305,20 @@ def check_eval(config: EvalRunConfig) -> Path:
         return existing_run(config.run)
     name = re.sub(r"[^\w.-]+", "-", f"{config.model.name}-{weights}").strip("-.")
     return Path(config.out).expanduser() if config.out else run_folder(f"eval-{name}")
+
+
+def check_embed(config: EmbedConfig) -> Path | None:
+    """The folder of the run; None for a model of its own. Raises UserError if neither is given, or both, or no folder to write."""
+    weights = config.model.weights or config.model.image.weights or config.model.text.weights
+    if not config.out:
+        raise UserError("out is not set; give the folder to write, out=DIR")
+    if config.run and weights:
+        raise UserError(f"run={config.run} and model.weights={weights} are two models; give one of them")
+    if config.run:
+        return existing_run(config.run)
+    if not config.model.name and not config.model.weights:
+        raise UserError("embed needs run=NAME or run=PATH, or a model: model=vit-b32 model.weights=laion2b_s34b_b79k")
+    return None
 
 
 def target_gpu(config: PlanConfig) -> Hardware | None:

@@ -25,7 +25,7 @@ import psutil
 from clipscale import terminal
 from clipscale.config import checks
 from clipscale.config.redact import redact, redacted_output
-from clipscale.config.tools import EvalRunConfig
+from clipscale.config.tools import EmbedConfig, EvalRunConfig
 from clipscale.config.train import TrainConfig, warnings
 from clipscale.errors import LOST, LostRankError, StoppedError, UserError
 from clipscale.hardware import cores
@@ -40,7 +40,7 @@ from clipscale.units import unused
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-Launched = TrainConfig | EvalRunConfig
+Launched = TrainConfig | EvalRunConfig | EmbedConfig
 TRAIN = "clipscale.train:train"
 """What the workers of a training run call."""
 MARGIN_S = 30

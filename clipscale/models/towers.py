@@ -124,11 +124,20 @@ class ClipModel(nn.Module):
 
     def image_digest(self) -> str:
         """A digest of the image tower's weights, on any device."""
-        digest = hashlib.blake2b(digest_size=16)
-        for name, value in sorted(self.image.state_dict().items()):
-            digest.update(name.encode())
-            digest.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-        return digest.hexdigest()
+        return digest(self.image)
+
+    def text_digest(self) -> str:
+        """A digest of the text tower's weights, on any device."""
+        return digest(self.text)
+
+
+def digest(module: nn.Module) -> str:
+    """A digest of a module's weights, on any device."""
+    found = hashlib.blake2b(digest_size=16)
+    for name, value in sorted(module.state_dict().items()):
+        found.update(name.encode())
+        found.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
 
 
 def architecture(config: ModelConfig) -> dict[str, Any]:

@@ -14,11 +14,11 @@ from clipscale.config.data import AugmentConfig, DataConfig
 from clipscale.config.sections import EvalConfig, ModelConfig
 from clipscale.config.tools import FeaturesConfig
 from clipscale.config.train import TrainConfig
-from clipscale.data.compute_features import main
 from clipscale.data.demo import paths
 from clipscale.data.shards.access import Opened, SourceError
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.store import Store
+from clipscale.embed.verb import main
 from clipscale.errors import UserError
 from clipscale.train import train
 from tests.data.files import sample, write_tar
@@ -40,7 +40,7 @@ def compute(source: str, out: Path, **changes: Any) -> Path:
         seed=SEED,
         transform="train",
     )
-    return main(replace(config, **changes))
+    return Path(main(replace(config, **changes))["out"])
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +137,12 @@ def test_a_shard_that_could_not_be_fetched_is_fetched_again_and_a_damaged_one_is
         patch.setattr(Store, "open", fail_to_open)
         with pytest.raises(UserError, match=r"1 of 2 shards .*a\.tar: 9 requests failed\); start again"):
             compute(str(tmp_path / "{a,b}.tar"), tmp_path / "out")
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["b.tar", "features.json", "sizes.json"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "b.tar",
+        "features.json",
+        "shards.json",
+        "sizes.json",
+    ]
     compute(str(tmp_path / "{a,b}.tar"), tmp_path / "out")
     assert json.loads((tmp_path / "out/sizes.json").read_text())["a.tar"] == 4
 
@@ -185,5 +190,5 @@ def test_the_verb(
     row = np.load(io.BytesIO(first.members["npy"]))
     assert row.dtype == note["dtype"] == "float16" and row.shape == (note["width"],)
     assert np.linalg.norm(row.astype(np.float64)) == pytest.approx(1, abs=1e-3)
-    with pytest.raises(UserError, match="data features needs out=DIR"):
+    with pytest.raises(UserError, match="out is not set; give the folder to write"):
         main(FeaturesConfig(data=DataConfig(train=[shards])))

@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from clipscale.data import eval_transform
-from clipscale.data.compute_features import GROUP_BYTES, groups
 from clipscale.data.decode import TrainTransform, decode_rgb
 from clipscale.data.eval_transform import EvalTransform
 from clipscale.data.features import StoredFeatures, encoded_row
 from clipscale.data.order import CounterRNG
 from clipscale.data.sample import BrokenSampleError, RawSample
+from clipscale.embed.encode import GROUP_BYTES, groups
 from tests.data.files import picture
 
 SIDE = 32

@@ -21,10 +21,11 @@ from clipscale import autotune, checkpoint, files
 from clipscale.config.data import DataConfig
 from clipscale.config.sections import LogConfig, ModelConfig
 from clipscale.config.tools import CheckSettings, ExportSettings, FeaturesConfig
-from clipscale.data import compute_features, verbs
+from clipscale.data import verbs
 from clipscale.data.shards import scan
 from clipscale.data.shards.access import Access
 from clipscale.data.shards.store import Store
+from clipscale.embed import verb as embed
 from clipscale.errors import UserError
 from clipscale.eval.examples import save_examples
 from clipscale.eval.run import save_results
@@ -52,7 +53,7 @@ def check(folder: Path) -> None:
 
 def features(folder: Path) -> None:
     data = DataConfig(train=[str(write_shards(folder.parent / "shards", [2])[0])])
-    compute_features.main(FeaturesConfig(out=str(folder), model=MODEL, data=data, device="cpu", threads=1))
+    embed.main(FeaturesConfig(out=str(folder), model=MODEL, data=data, device="cpu", threads=1))
 
 
 def metrics(folder: Path) -> None:

@@ -1,0 +1,1 @@
+"""Features of pictures and texts, computed once and stored."""

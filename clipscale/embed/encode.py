@@ -1,0 +1,140 @@
+"""Computes the features of a shard's samples, in groups whose size does not depend on the number of processes.
+
+n: samples of a group, K: features of a sample (picture, text or both), D: feature width, C: channels, S: side of the pixels.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from clipscale.config.tools import IMAGE, TEXT, EmbedConfig
+from clipscale.data.decode import TrainTransform, caption_of, image_bytes
+from clipscale.data.filters import caption_sources
+from clipscale.data.order import CounterRNG
+from clipscale.data.sample import BrokenSampleError, RawSample
+from clipscale.embed.progress import Progress
+from clipscale.models.bounded import longest_word
+from clipscale.models.towers import ClipModel
+from clipscale.precision import Precision
+
+T = TypeVar("T")
+GROUP_BYTES = 128 << 20
+"""Bytes of a group's samples, of which two are in memory at once: 128 pictures of a megabyte. A single sample may have 64 MiB."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Consecutive samples with their features."""
+
+    raws: Sequence[RawSample]
+    captions: Sequence[str | None]
+    rows: np.ndarray
+    """(n, K, D). A feature of a sample without a usable picture or text is NaN."""
+
+
+class FeatureEncoder:
+    """Computes unit features on one device."""
+
+    def __init__(self, config: EmbedConfig, model: ClipModel, precision: Precision, device: torch.device) -> None:
+        self.config, self.model, self.precision, self.device = config, model, precision, device
+        self.dtype = np.dtype(config.dtype)
+        self.side = config.data.image_size or model.image_size
+        self.sources = [name for name, _ in caption_sources(config.data.captions or [config.data.caption_key])]
+        most = config.data.max_pixels
+        self.whole = TrainTransform(self.side, (1.0, 1.0), (1.0, 1.0), 0.0, most)
+        self.central = replace(model.eval_transform(), side=self.side, max_pixels=most)
+
+    def groups(self, raws: Iterable[RawSample], progress: Progress) -> Iterator[Group]:
+        """All samples in their order. Groups that `progress` has are not encoded again. Threads decode the next group meanwhile."""
+        with ThreadPoolExecutor(self.config.threads) as pool:
+            waiting: tuple[Group | list[RawSample], list[Future[np.ndarray | None]]] | None = None
+            for some in groups(raws, self.config.batch):
+                done = progress.next(_keys(some))
+                pixels = [pool.submit(self.pixels, raw) for raw in some] if done is None and self.has(IMAGE) else []
+                if waiting:
+                    yield self.finish(*waiting, progress)
+                waiting = (some if done is None else Group(some, [*map(self.caption, some)], done)), pixels
+            if waiting:
+                yield self.finish(*waiting, progress)
+
+    def finish(
+        self, group: Group | list[RawSample], pixels: Sequence[Future[np.ndarray | None]], progress: Progress
+    ) -> Group:
+        """Encode a group, unless that is done, and add it to `progress`."""
+        if isinstance(group, Group):
+            return group
+        captions = [self.caption(raw) for raw in group]
+        parts = []
+        if self.has(IMAGE):
+            parts.append(self.encode([future.result() for future in pixels], self.images))
+        if self.has(TEXT):
+            parts.append(self.encode(captions, self.texts))
+        rows = np.stack(parts, 1)
+        progress.append(_keys(group), rows)
+        return Group(group, captions, rows)
+
+    def has(self, what: str) -> bool:
+        return what in self.config.kinds
+
+    def encode(self, inputs: Sequence[T | None], encode: Callable[[list[T]], Tensor]) -> np.ndarray:
+        """A feature row for every input, (n, D); NaN for None."""
+        rows = np.full((len(inputs), self.model.width), np.nan, self.dtype)
+        usable = [one for one in inputs if one is not None]
+        if usable:
+            with torch.inference_mode(), self.precision.autocast():
+                features = encode(usable)
+            rows[[one is not None for one in inputs]] = features.float().cpu().numpy().astype(self.dtype)
+        return rows
+
+    def images(self, pixels: Sequence[np.ndarray]) -> Tensor:
+        out: Tensor = self.model.image(torch.from_numpy(np.stack(pixels)).to(self.device))
+        return out
+
+    def texts(self, captions: Sequence[str]) -> Tensor:
+        out: Tensor = self.model.text(self.model.tokenizer(list(captions)).to(self.device))
+        return out
+
+    def pixels(self, raw: RawSample) -> np.ndarray | None:
+        """(C, S, S) uint8; None for a picture that cannot be used."""
+        try:
+            data = image_bytes(raw.members)
+            if self.config.transform == "eval":
+                return self.central(data)
+            out = np.empty((3, self.side, self.side), np.uint8)
+            self.whole(data, CounterRNG(0), out)
+        except BrokenSampleError:
+            return None
+        return out
+
+    def caption(self, raw: RawSample) -> str | None:
+        """The first of the sample's texts that can be used; None if there is none."""
+        for source in self.sources:
+            with suppress(BrokenSampleError):
+                text = caption_of(raw.members, source)
+                if longest_word(text) <= self.config.data.max_word:
+                    return text
+        return None
+
+
+def groups(raws: Iterable[RawSample], most: int) -> Iterator[list[RawSample]]:
+    """Consecutive samples, at most `most` together, and no more once they have GROUP_BYTES."""
+    group: list[RawSample] = []
+    held = 0
+    for raw in raws:
+        group.append(raw)
+        held += sum(map(len, raw.members.values()))
+        if len(group) == most or held >= GROUP_BYTES:
+            yield group
+            group, held = [], 0
+    if group:
+        yield group
+
+
+def _keys(raws: Sequence[RawSample]) -> list[str]:
+    return [raw.key for raw in raws]

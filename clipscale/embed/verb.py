@@ -1,0 +1,244 @@
+"""The verbs `clipscale embed` and `clipscale data features`: features of pictures and texts, computed once and stored.
+
+Each shard, or some thousand rows of a table, has a file of its own. Processes take the shards in turn.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from clipscale import distributed, files
+from clipscale.config.checks import check_values
+from clipscale.config.data import FEATURES
+from clipscale.config.redact import redacted
+from clipscale.config.sections import ModelConfig
+from clipscale.config.tools import IMAGE, TEXT, EmbedConfig, check_embed
+from clipscale.data.decode import IMAGE_TYPES
+from clipscale.data.features import NOTE
+from clipscale.data.sample import limits
+from clipscale.data.shards.access import SourceError, is_local, leaf_of, scheme_of, unsigned
+from clipscale.data.shards.listing import access_of, list_shards
+from clipscale.data.shards.reader import ReadProblem, read_shard
+from clipscale.data.shards.store import Store
+from clipscale.data.shards.tables import part_of
+from clipscale.data.shards.writer import write_counts
+from clipscale.distributed import World
+from clipscale.embed.encode import FeatureEncoder, Group
+from clipscale.embed.formats import FORMATS
+from clipscale.embed.progress import Progress
+from clipscale.errors import UserError
+from clipscale.launch import local
+from clipscale.models.towers import ClipModel, build_model, load_model
+from clipscale.models.weights import described
+from clipscale.precision import Precision
+from clipscale.terminal import say
+
+log = logging.getLogger(__name__)
+
+SHARDS = "shards.json"
+"""The file that says, for each of the files with features, its source and its number of samples."""
+DAMAGED = ("truncated_shard", "unreadable_shard")
+"""Reasons that lie in the shard itself, and stay. The others lie in the network or the server."""
+
+
+def main(config: EmbedConfig) -> dict[str, Any]:
+    """Write features to `out`, on `launch.procs` processes or as one of torchrun's. Returns its folder and samples. Raises UserError."""
+    check_values(config)
+    check_embed(config)
+    task = "clipscale.embed.verb:work"
+    return local.join(config, task) if local.under_torchrun() else local.run(config, task)
+
+
+def work(config: EmbedConfig) -> dict[str, Any]:
+    """One process's part. Raises UserError."""
+    world = distributed.start(config.device, config.launch.threads, config.launch.timeout_s)
+    try:
+        sources = world.on_main(lambda: _sources(config))
+        return _write(config, sources, world)
+    finally:
+        distributed.stop()
+
+
+def _sources(config: EmbedConfig) -> dict[str, str]:
+    """The shards by the names of their files in `out`. Raises UserError."""
+    urls, _ = list_shards(config.data)
+    out = Path(config.out).expanduser().resolve()
+    names = [_name(url) + FORMATS[config.format].end for url in urls]
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        raise UserError(
+            f"data.train: two shards are called {twice[0]}; take sources one at a time, each with an out=DIR of its own"
+        )
+    if any(is_local(url) and Path(url).expanduser().parent.resolve() == out for url in urls):
+        raise UserError(
+            f"out={config.out}: data.train has shards there, which would be overwritten; choose another folder"
+        )
+    return dict(zip(names, urls))
+
+
+def _name(url: str) -> str:
+    """The name of a shard, or of a part of a table or of a folder of pictures."""
+    if scheme_of(url) != "table":
+        return leaf_of(url).partition(".tar")[0]
+    part = part_of(url)
+    stem = Path(part.root).name if part.sidecar else leaf_of(part.path).rpartition(".")[0]
+    return f"{stem}-{part.first:09d}"
+
+
+def _write(config: EmbedConfig, sources: dict[str, str], world: World) -> dict[str, Any]:
+    model, settings = _model(config, world)
+    folder = Path(config.out).expanduser()
+    _write_note(folder, _note(config, model, settings), world)
+    precision = Precision(config.precision, world.device)
+    for tower in [model.image] * (IMAGE in config.kinds) + [model.text] * (TEXT in config.kinds):
+        precision.convert(tower.to(world.device))
+    writer = _Writer(config, FeatureEncoder(config, model, precision, world.device), folder)
+    own = {name: writer.shard(sources[name], name) for name in list(sources)[world.rank :: world.size]}
+    counts = {name: count for part in world.gather(own) for name, count in part.items() if count is not None}
+    missing = sum(map(Counter, world.gather(dict(writer.missing))), Counter[str]())
+    unread = [problem for part in world.gather(writer.unread) for problem in part]
+    if world.main:
+        _finish(config, folder, sources, counts)
+        lost = "".join(f", {count} without features of their {kind}" for kind, count in sorted(missing.items()))
+        say(f"features of {sum(counts.values())} samples{lost}: {folder}{_next(config, folder)}")
+    if unread:
+        raise UserError(
+            f"out={folder}: {len(unread)} of {len(sources)} shards could not be fetched and are not written (the first: "
+            f"{unread[0]}); start again to fetch them"
+        )
+    return {"out": str(folder), "samples": sum(counts.values())}
+
+
+def _next(config: EmbedConfig, folder: Path) -> str:
+    """What may be done with the features."""
+    if config.format != "webdataset" or IMAGE not in config.kinds:
+        return ""
+    return f"; train with data.train={folder} data.image_features=true"
+
+
+def _model(config: EmbedConfig, world: World) -> tuple[ClipModel, ModelConfig]:
+    """The model and its settings. Raises UserError."""
+    if folder := check_embed(config):
+        model, settings, _ = load_model(folder, config.checkpoint, config.weights, hub=config.hub)
+        return model, settings
+    torch.manual_seed(config.seed)
+    settings = world.on_main(lambda: described(replace(config.model, hub=config.model.hub or config.hub)))
+    model = build_model(settings).eval()
+    kinds = [kind for kind in config.kinds if not (settings.weights or getattr(settings, kind).weights)]
+    if world.main and kinds:
+        log.warning(
+            "these are features of random weights, by seed=%d; give model.%s.weights=PATH", config.seed, kinds[0]
+        )
+    return model, settings
+
+
+def _note(config: EmbedConfig, model: ClipModel, settings: ModelConfig) -> dict[str, Any]:
+    """What the features are. Two that differ in it are never written to one folder."""
+    note = {
+        "model": settings.name,
+        "weights": model.image_digest(),
+        "width": model.width,
+        "dtype": config.dtype,
+        "member": FEATURES,
+        "image_size": config.data.image_size or model.image_size,
+        "mean": list(settings.mean),
+        "std": list(settings.std),
+        "transform": config.transform,
+    }
+    return note | ({"text": model.text_digest(), "kinds": list(config.kinds)} if TEXT in config.kinds else {})
+
+
+def _write_note(folder: Path, note: dict[str, Any], world: World) -> None:
+    """Write the note on the features' origin. Raises UserError, on every rank, where features of another kind are there already."""
+
+    def write() -> None:
+        path = folder / NOTE
+        try:
+            if path.is_file() and files.read_tree(path).get("features") != note:
+                raise UserError(f"out={folder}: holds features of another kind; choose another folder")
+            folder.mkdir(parents=True, exist_ok=True)
+            files.remove_leftovers(folder)
+            files.write_json(path, {"features": note})
+        except (OSError, ValueError, KeyError) as error:
+            raise UserError(f"out={folder}: cannot be written ({error}); choose another folder") from error
+
+    world.on_main(write)
+
+
+def _finish(config: EmbedConfig, folder: Path, sources: dict[str, str], counts: dict[str, int]) -> None:
+    """Write where the samples of each file come from. Entries of earlier starts stay."""
+    path = folder / SHARDS
+    place = {
+        name: str(Path(url).expanduser().absolute()) if is_local(url) else unsigned(url)
+        for name, url in sources.items()
+    }
+    try:
+        earlier = files.read_tree(path) if path.is_file() else {}
+        now = {name: {"source": redacted(place[name]), "samples": count} for name, count in counts.items()}
+        files.write_json(path, dict(sorted((earlier | now).items())))
+        if config.format == "webdataset":
+            write_counts(folder, counts)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"out={folder}: {SHARDS} cannot be written ({error}); make it readable, or remove it"
+        ) from error
+
+
+class _Writer:
+    """Writes shards on one rank."""
+
+    def __init__(self, config: EmbedConfig, encoder: FeatureEncoder, folder: Path) -> None:
+        self.config, self.encoder, self.folder = config, encoder, folder
+        self.format = FORMATS[config.format]
+        self.missing: Counter[str] = Counter()
+        """Samples without a usable picture or text."""
+        self.unread: list[str] = []
+        """Why shards could not be fetched, one line each."""
+
+    def shard(self, url: str, name: str) -> int | None:
+        """Write one shard's features completely or not at all, unless they are there. The samples; None if it could not be fetched.
+
+        A damaged shard is written as far as it can be read: it will not get better. A shard that could not be fetched is left out,
+        so that the next start fetches it again.
+        """
+        path = self.folder / name
+        if path.is_file():
+            return self.format.count(path)
+        try:
+            shape = len(self.config.kinds), self.encoder.model.width
+            with closing(Progress(path.with_name(f".{name}.progress"), shape, self.encoder.dtype)) as progress:
+                self.format.write(path, self.groups(url, progress), self.config.kinds)
+                progress.close(complete=True)
+        except SourceError as error:
+            self.unread.append(str(error))
+            return None
+        except OSError as error:
+            raise UserError(
+                f"out={self.folder}: {name} cannot be written ({error.strerror}); free disk space and start again"
+            ) from error
+        count = self.format.count(path)
+        say(f"{path}: {count} samples")
+        return count
+
+    def groups(self, url: str, progress: Progress) -> Iterator[Group]:
+        """A shard's samples with their features. Raises SourceError for a shard that could not be fetched."""
+        problem, data = ReadProblem(), self.config.data
+        captions = {source.partition(":")[0] for source in self.encoder.sources}
+        kinds = None if self.format.all_members else limits(IMAGE_TYPES, captions, data.max_bytes)
+        written = 0
+        for group in self.encoder.groups(read_shard(url, problem, kinds=kinds, store=Store(access_of(data))), progress):
+            for number, kind in enumerate(self.config.kinds):
+                self.missing[kind] += int(np.isnan(group.rows[:, number]).all(1).sum())
+            written += len(group.raws)
+            yield group
+        if problem.reason:
+            log.warning("%s after %d samples: %s", problem.reason, written, problem.detail)
+            if problem.reason not in DAMAGED:
+                raise SourceError(problem.reason, problem.detail)

@@ -1,0 +1,140 @@
+"""TensorBoard and wandb. A sink that fails does not stop what writes to it."""
+
+import math
+import re
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from clipscale import files
+from clipscale.config.sections import SinkConfig
+from clipscale.report.wandb_settings import refuse_foreign_settings, wandb_host
+
+SLOW_SINK_S = 5.0
+"""The log warns once about a sink that takes longer than this for a record, because it holds up training."""
+
+
+class Sink(Protocol):
+    """Receives every record. `values` holds only numbers."""
+
+    def write(self, step: int, values: dict[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Sinks:
+    """The sinks that the settings ask for. Whatever fails in one gives one warning, and closes it."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        config: SinkConfig,
+        settings: Mapping[str, Any],
+        message: Callable[[str], None],
+        resume_step: int = 0,
+    ) -> None:
+        """`settings`: those of the run, for wandb. `message` prints a line."""
+        self.message = message
+        self._sinks: dict[str, Sink] = {}
+        self._slow: set[str] = set()
+        if config.tensorboard:
+            self._open("tensorboard", lambda: _TensorBoard(run_dir, resume_step))
+        if config.wandb != "disabled":
+            self._open("wandb", lambda: _Wandb(run_dir, config, settings))
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        """Give the values to every sink."""
+        for name, sink in list(self._sinks.items()):
+            self._call(name, partial(sink.write, step, values), SLOW_SINK_S)
+
+    def eval(self, step: int, results: Mapping[str, Mapping[str, float]]) -> None:
+        """Give evaluation results to every sink, as `eval/SET/METRIC`."""
+        self.write(step, {f"eval/{n}/{k}": float(v) for n, m in results.items() for k, v in m.items()})
+
+    def close(self) -> None:
+        """Close every sink. Safe to call twice."""
+        for name in list(self._sinks):
+            sink = self._sinks.pop(name)
+            self._call(name, sink.close, slow_s=math.inf)
+
+    def _open(self, name: str, make: Callable[[], Sink]) -> None:
+        self._call(name, lambda: self._sinks.update({name: make()}), slow_s=math.inf)
+
+    def _call(self, name: str, call: Callable[[], None], slow_s: float) -> None:
+        """Call a sink. Whatever fails in it prints one warning and closes that sink."""
+        started = time.perf_counter()
+        try:
+            call()
+        except Exception as error:
+            self._sinks.pop(name, None)
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            self.message(f"warning: {name} failed and is off from here on ({reason})")
+            return
+        taken = time.perf_counter() - started
+        if taken > slow_s and name not in self._slow:
+            self._slow.add(name)
+            self.message(f"warning: {name} took {taken:.1f} s for one record and holds up training")
+
+
+class _TensorBoard:
+    def __init__(self, run_dir: Path, resume_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        # purge_step hides what the interrupted run wrote after the resumed step.
+        folder = files.inner_folder(run_dir, "tensorboard")
+        self.writer = SummaryWriter(str(folder), purge_step=resume_step + 1 if resume_step else None)
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        for name, value in values.items():
+            if name != "step":
+                self.writer.add_scalar(name if "/" in name else f"train/{name}", value, step)
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class _Wandb:
+    """One wandb run per run folder. Its id is kept in the folder, so that a resumed run continues the same curves."""
+
+    def __init__(self, run_dir: Path, config: SinkConfig, settings: Mapping[str, Any]) -> None:
+        import wandb
+
+        host = wandb_host()
+        for folder in (Path(), run_dir):
+            refuse_foreign_settings(folder, host)
+        id_file = run_dir / "wandb" / "run-id.txt"
+        files.inner_folder(run_dir, "wandb")
+        self.run = wandb.init(
+            project=config.wandb_project,
+            entity=config.wandb_entity,
+            name=run_dir.name,
+            id=_run_id(id_file),
+            resume="allow",
+            dir=str(run_dir),
+            config=dict(settings),
+            mode=config.wandb,  # type: ignore[arg-type]
+            # wandb would send the command line, and what is printed before the secrets are taken out.
+            settings=wandb.Settings(silent=True, init_timeout=60, console="off", x_disable_meta=True, base_url=host),
+        )
+        # wandb's own step counter cannot go back when a run is resumed; our step is the x axis instead.
+        self.run.define_metric("*", step_metric="step")
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        self.run.log({**values, "step": step})
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+def _run_id(file: Path) -> str:
+    """The id in a file, or a new one that is written there. It is sent to wandb, so a link or anything else but an id is replaced."""
+    with suppress(OSError), files.opened(file, most=100, follow=False) as known:
+        if found := re.fullmatch(rb"\s*([a-z0-9]{1,64})\s*", known.read()):
+            return found[1].decode()
+    made = secrets.token_hex(4)
+    files.write_text(file, made + "\n")
+    return made

@@ -1,0 +1,286 @@
+"""Stored features equal the model's own, whatever is embedded, in every format, by any number of processes, and after a kill."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from clipscale import checkpoint, distributed
+from clipscale.cli.main import main as cli
+from clipscale.config.data import DataConfig
+from clipscale.config.sections import LaunchConfig
+from clipscale.config.tools import EmbedConfig
+from clipscale.data.shards.reader import ReadProblem, read_shard
+from clipscale.distributed import World
+from clipscale.embed.encode import FeatureEncoder
+from clipscale.embed.progress import Progress
+from clipscale.embed.verb import main
+from clipscale.errors import UserError
+from clipscale.models.towers import ClipModel, build_model
+from tests.data.files import picture, sample, write_shards, write_tar
+from tests.eval.test_verb import TINY
+from tests.ranks import run_ranks
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> str:
+    torch.manual_seed(3)
+    folder = tmp_path_factory.mktemp("run")
+    checkpoint.save(folder, 7, {"model": build_model(TINY).state_dict(), "model_config": asdict(TINY)}, keep=0)
+    return str(folder)
+
+
+def embed(run: str, source: str | Path, out: Path, **changes: Any) -> Path:
+    config = EmbedConfig(
+        run=run,
+        out=str(out),
+        data=DataConfig(train=[str(source)]),
+        batch=4,
+        dtype="float32",
+        device="cpu",
+        launch=LaunchConfig(threads=1),
+    )
+    return Path(main(replace(config, **changes))["out"])
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def of_npy(folder: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    found = {}
+    for file in folder.glob("*.jsonl"):
+        arrays = [np.load(file.with_name(f"{file.stem}.{kind}.npy"), mmap_mode="r") for kind in ("image", "text")]
+        for number, line in enumerate(file.read_text().splitlines()):
+            found[json.loads(line)["key"]] = (arrays[0][number], arrays[1][number])
+    return found
+
+
+def of_parquet(folder: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    rows = [row for file in folder.glob("*.parquet") for row in pq.read_table(file).to_pylist()]
+    for row in rows:
+        assert row["similarity"] == pytest.approx(np.dot(row["image"], row["text"]), abs=1e-6)
+    return {row["key"]: (np.float32(row["image"]), np.float32(row["text"])) for row in rows}
+
+
+def of_shards(folder: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    raws = [raw for file in folder.glob("*.tar") for raw in read_shard(str(file), ReadProblem())]
+    arrays = {raw.key: [np.load(io.BytesIO(raw.members[name])) for name in ("npy", "text.npy")] for raw in raws}
+    return {key: (image, text) for key, (image, text) in arrays.items()}
+
+
+def plain(model: ClipModel, data: bytes, caption: str) -> tuple[np.ndarray, np.ndarray]:
+    """Features one at a time, by the model itself."""
+    with torch.no_grad():
+        image = model.image(torch.from_numpy(model.eval_transform()(data))[None])[0]
+        return image.numpy(), model.text(model.tokenizer([caption]))[0].numpy()
+
+
+@pytest.mark.parametrize(("form", "read"), [("npy", of_npy), ("parquet", of_parquet), ("webdataset", of_shards)])
+def test_features_are_the_models_own_under_the_samples_keys(run: str, tmp_path: Path, form: str, read: Any) -> None:
+    torch.manual_seed(3)
+    model = build_model(TINY).eval()
+    write_shards(tmp_path / "in", [5, 6])
+    found = read(embed(run, tmp_path / "in", tmp_path / "out", format=form))
+    assert len(found) == 11
+    for key, (image, text) in found.items():
+        theirs = plain(model, picture(int(key[-4:]) % 7), f"caption {key}")
+        assert max(np.abs(image - theirs[0]).max(), np.abs(text - theirs[1]).max()) < 1e-6, key
+    shards = json.loads((tmp_path / "out/shards.json").read_text())
+    assert [entry["samples"] for entry in shards.values()] == [5, 6]
+    assert next(iter(shards.values()))["source"] == str(tmp_path / "in/00000.tar")
+
+
+def test_tables_and_folders_of_pictures_are_embedded_as_shards_are(run: str, tmp_path: Path) -> None:
+    pictures = tmp_path / "pictures"
+    pictures.mkdir()
+    lines = ["filepath,title"]
+    members = []
+    for number in range(6):
+        (pictures / f"{number}.png").write_bytes(picture(number))
+        (pictures / f"{number}.txt").write_text(f"caption {number}")
+        lines.append(f"{number}.png,caption {number}")
+        members += sample(str(number), number)
+    (pictures / "all.csv").write_text("\n".join(lines))
+    write_tar(tmp_path / "a.tar", members)
+    shard = of_npy(embed(run, tmp_path / "a.tar", tmp_path / "of-shard"))
+    table = of_npy(embed(run, pictures / "all.csv", tmp_path / "of-table"))
+    folder = of_npy(embed(run, pictures, tmp_path / "of-folder"))
+    assert set(table) == {f"{number}.png" for number in range(6)}
+    assert set(folder) == {str(pictures / f"{number}.png") for number in range(6)}
+    for number in range(6):
+        for kind in range(2):
+            wanted = shard[str(number)][kind]
+            for found in (table[f"{number}.png"], folder[str(pictures / f"{number}.png")]):
+                assert np.abs(found[kind] - wanted).max() < 1e-6
+    rows = of_shards(embed(run, pictures / "all.csv", tmp_path / "shards", format="webdataset"))
+    assert set(rows) == {f"{number:09d}" for number in range(6)}, "a path is no key of a shard"
+
+
+def test_a_sample_without_a_usable_picture_or_text_keeps_its_row(run: str, tmp_path: Path) -> None:
+    members = [*sample("a"), ("b.png", b"no picture"), ("b.txt", b"words"), ("c.png", picture(1)), *sample("d")]
+    write_tar(tmp_path / "x.tar", members)
+    found = of_npy(embed(run, tmp_path / "x.tar", tmp_path / "npy"))
+    assert [key for key, (image, _) in found.items() if np.isnan(image).all()] == ["b"]
+    assert [key for key, (_, text) in found.items() if np.isnan(text).all()] == ["c"]
+    table = pq.read_table(embed(run, tmp_path / "x.tar", tmp_path / "parquet", format="parquet") / "x.parquet")
+    assert table["key"].to_pylist() == ["a", "b", "c", "d"]
+    assert [row is None for row in table["image"].to_pylist()] == [False, True, False, False]
+    assert [row is None for row in table["similarity"].to_pylist()] == [False, True, True, False]
+
+
+@contextmanager
+def counted(monkeypatch: pytest.MonkeyPatch, most: float = float("inf")) -> Iterator[list[int]]:
+    """The number of inputs of each pass; the process is stopped in the pass after `most`."""
+    passes: list[int] = []
+    original = FeatureEncoder.encode
+
+    def encode(self: FeatureEncoder, inputs: Any, towers: Any) -> np.ndarray:
+        if len(passes) >= most:
+            raise KeyboardInterrupt
+        passes.append(len(inputs))
+        return original(self, inputs, towers)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FeatureEncoder, "encode", encode)
+        yield passes
+
+
+@pytest.mark.parametrize("form", ["npy", "parquet", "webdataset"])
+def test_an_interrupted_embedding_goes_on_and_gives_the_same_bytes(
+    run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    write_shards(tmp_path / "in", [9, 10])
+    wanted = contents(embed(run, tmp_path / "in", tmp_path / "whole", format=form))
+    with counted(monkeypatch, most=9), pytest.raises(KeyboardInterrupt):  # in the second shard, after its first group
+        embed(run, tmp_path / "in", tmp_path / "out", format=form)
+    with counted(monkeypatch) as passes:
+        out = embed(run, tmp_path / "in", tmp_path / "out", format=form)
+    assert sum(passes) == 2 * 6, "of the ten samples of the second shard, four are done"
+    assert contents(out) == wanted
+
+
+def test_a_damaged_group_of_an_unfinished_shard_is_encoded_again(tmp_path: Path) -> None:
+    rows = [np.full((2, 1, 3), value, np.float32) for value in (1, 2, 3)]
+    keys = [["a", "b"], ["c", "d"], ["e", "f"]]
+
+    def stored(names: list[list[str]]) -> list[float | None]:
+        progress = Progress(tmp_path / "p", (1, 3), np.dtype(np.float32))
+        found = [progress.next(name) for name in names]
+        progress.close()
+        return [None if group is None else float(group[0, 0, 0]) for group in found]
+
+    for damage in ("torn", "changed", "other keys"):
+        progress = Progress(tmp_path / "p", (1, 3), np.dtype(np.float32))
+        for names, group in zip(keys, rows):
+            progress.next(names)
+            progress.append(names, group)
+        with pytest.raises(UserError, match="another process writes there"):
+            Progress(tmp_path / "p", (1, 3), np.dtype(np.float32))
+        progress.close()
+        assert stored(keys) == [1, 2, 3]
+        data = bytearray((tmp_path / "p").read_bytes())
+        if damage == "torn":
+            (tmp_path / "p").write_bytes(data[:-1])
+            assert stored(keys) == [1, 2, None]
+        elif damage == "changed":
+            data[35] ^= 1
+            (tmp_path / "p").write_bytes(data)
+            assert stored(keys) == [1, None, None]
+        else:
+            assert stored([["x", "b"], *keys[1:]]) == [None, None, None]
+        (tmp_path / "p").unlink(missing_ok=True)
+
+
+def share(rank: int, size: int, run: str, source: str, out: str) -> None:
+    embed(run, source, Path(out))
+
+
+@pytest.mark.slow
+def test_processes_share_the_shards_and_write_the_same_files(run: str, tmp_path: Path) -> None:
+    write_shards(tmp_path / "in", [3, 5, 2])
+    wanted = contents(embed(run, tmp_path / "in", tmp_path / "1"))
+    for size in (2, 4):
+        run_ranks(share, size, run, str(tmp_path / "in"), str(tmp_path / str(size)))
+        assert contents(tmp_path / str(size)) == wanted, f"{size} processes"
+
+
+class Part(World):
+    """One rank of several, without the others."""
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
+    def on_main(self, work: Any) -> Any:
+        return work()
+
+
+def test_each_process_writes_its_own_shards(run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_shards(tmp_path / "in", [3, 5, 2])
+    wanted = contents(embed(run, tmp_path / "in", tmp_path / "1"))
+    for rank, names in ((0, {"00000.jsonl", "00002.jsonl"}), (1, {"00001.jsonl"})):
+        with monkeypatch.context() as patch:
+            patch.setattr(distributed, "start", lambda *_, rank=rank: Part(rank, 2, torch.device("cpu")))
+            found = contents(embed(run, tmp_path / "in", tmp_path / f"of-{rank}"))
+        assert {name for name in found if name.endswith(".jsonl")} == names
+        assert all(found[name] == wanted[name] for name in found if name != "shards.json")
+
+
+def test_features_of_another_model_or_kind_are_refused(run: str, tmp_path: Path) -> None:
+    source = write_shards(tmp_path / "in", [2])[0]
+    embed(run, source, tmp_path / "out")
+    for changes in ({"dtype": "float16"}, {"features": "image"}, {"transform": "train"}):
+        with pytest.raises(UserError, match="holds features of another kind; choose another folder"):
+            embed(run, source, tmp_path / "out", **changes)
+
+
+def test_the_verb_takes_a_source_as_data(run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write_shards(tmp_path / "in", [3])[0]
+    words = [f"run={run}", f"data={source}", f"out={tmp_path / 'out'}", "device=cpu", "features=text"]
+    assert cli(["embed", *words]) == 0
+    assert "features of 3 samples" in capsys.readouterr().out
+    assert np.load(tmp_path / "out/00000.text.npy").shape == (3, 16)
+    assert not (tmp_path / "out/00000.image.npy").exists()
+
+
+@pytest.mark.slow
+def test_a_killed_embedding_goes_on_and_gives_the_same_bytes(
+    run: str, tmp_path: Path, environment: dict[str, str]
+) -> None:
+    write_shards(tmp_path / "in", [400, 400, 400])
+    wanted = contents(embed(run, tmp_path / "in", tmp_path / "whole"))
+    words = [
+        sys.executable,
+        "-m",
+        "clipscale",
+        "embed",
+        f"run={run}",
+        f"data={tmp_path / 'in'}",
+        "batch=4",
+        "dtype=float32",
+    ]
+    words += [f"out={tmp_path / 'out'}", "device=cpu", "launch.threads=1", "launch.procs=2"]
+    for kill in (True, True, False):
+        process = subprocess.Popen(words, env=environment, start_new_session=True)
+        if kill:
+            deadline = time.monotonic() + 120
+            before = sum(path.stat().st_size for path in tmp_path.glob("out/.*"))
+            while sum(path.stat().st_size for path in tmp_path.glob("out/.*")) < before + 2000:
+                assert process.poll() is None and time.monotonic() < deadline
+                time.sleep(0.01)
+            os.killpg(process.pid, signal.SIGKILL)
+        assert process.wait(240) == (-signal.SIGKILL if kill else 0)
+    assert contents(tmp_path / "out") == wanted
