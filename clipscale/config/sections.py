@@ -203,20 +203,26 @@ class LossConfig:
 
 
 @dataclass
-class LogConfig:
+class SinkConfig:
+    """Where results go, in addition to the run's folder."""
+
+    wandb: str = setting("disabled", "`online`, `offline` or `disabled`.", choices=WANDB)
+    wandb_project: str = setting("clipscale", "Project on Weights & Biases.")
+    wandb_entity: str | None = setting(None, "Team or user on Weights & Biases; null: the account's default.")
+    tensorboard: bool = setting(False, "Write event files to RUN/tensorboard.")
+
+
+@dataclass
+class LogConfig(SinkConfig):
     """Where metrics go, in addition to `metrics.jsonl`, which is always written."""
 
     every: int = setting(1, "Steps between console lines.", least=1)
     progress: bool = setting(True, "A live progress bar if the console is a terminal.")
-    wandb: str = setting("disabled", "`online`, `offline` or `disabled`.", choices=WANDB)
-    wandb_project: str = setting("clipscale", "Project on Weights & Biases.")
-    wandb_entity: str | None = setting(None, "Team or user on Weights & Biases; null: the account's default.")
     noise_scale: int = setting(
         0,
         "Steps between estimates of the gradient noise scale, beyond which larger batches pay off less; 0: none.",
         least=0,
     )
-    tensorboard: bool = setting(False, "Write event files to RUN/tensorboard.")
     report: bool = setting(True, "Write RUN/report.html and report.png at the end.")
     profile: int = setting(
         0,

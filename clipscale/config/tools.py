@@ -15,6 +15,7 @@ from clipscale.config.sections import (
     LaunchConfig,
     ModelConfig,
     PrecisionConfig,
+    SinkConfig,
 )
 from clipscale.config.setting import setting, summary
 from clipscale.config.train import TrainConfig
@@ -43,7 +44,11 @@ class EvalRunConfig:
     """`clipscale eval`: zero-shot and retrieval results of a run, or of any `model.weights`, as a table and in RUN/eval/step_N.json."""
 
     run: str = setting("", RUN_HELP, literal=True)
-    checkpoint: str = setting("latest", CHECKPOINT_HELP, literal=True)
+    checkpoint: str = setting(
+        "latest",
+        f"{CHECKPOINT_HELP} `all`: every checkpoint; results that are there are not computed again.",
+        literal=True,
+    )
     out: str | None = setting(
         None, "Folder for the results of `model.weights`; null: runs/eval-NAME, after the weights.", literal=True
     )
@@ -51,6 +56,7 @@ class EvalRunConfig:
     device: str = setting("auto", DEVICE_HELP, choices=DEVICES)
     hub: bool = setting(False, "As `model.hub` in training, for the description in the checkpoint.")
     eval: EvalConfig = field(default_factory=EvalConfig)
+    log: SinkConfig = field(default_factory=SinkConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
 

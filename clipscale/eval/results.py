@@ -51,6 +51,28 @@ def measured(item: EvalSet, about: dict[str, Any]) -> dict[str, Any]:
     return found | about | {"versions": versions, "time": datetime.now(UTC).isoformat(timespec="seconds")}
 
 
+def known_results(run_dir: Path, step: int | None, about: dict[str, dict[str, Any]]) -> Results:
+    """The sets of `about` whose figures are in the step's file already, for the same weights, prompts, precision and versions."""
+    record = _earlier(_file(run_dir, step))
+    stored = record.get("measured", {})
+    results: Results = record.get("results", {})
+    return {
+        name: results[name] for name, now in about.items() if name in results and _same(stored.get(name), redacted(now))
+    }
+
+
+def _same(one: Any, other: dict[str, Any]) -> bool:
+    """Whether two entries of `measured` are equal, apart from times and the name of the checkpoint."""
+    free = {"time", "seconds", "checkpoint"}
+    return isinstance(one, dict) and not any(
+        one.get(key) != other.get(key) for key in (one.keys() | other.keys()) - free
+    )
+
+
+def _file(run_dir: Path, step: int | None) -> Path:
+    return files.inner_folder(run_dir, "eval") / ("final.json" if step is None else f"step_{step:08d}.json")
+
+
 def save_results(
     run_dir: Path,
     step: int | None,
@@ -63,13 +85,13 @@ def save_results(
 
     An earlier file that cannot be read is renamed. Raises OSError.
     """
-    path = files.inner_folder(run_dir, "eval") / ("final.json" if step is None else f"step_{step:08d}.json")
+    path = _file(run_dir, step)
     earlier = _earlier(path)
+    about = {name: entry | {"seconds": round(seconds, 3)} for name, entry in (about or {}).items()}
     record = {
         "step": step,
-        "seconds": round(seconds, 3),
         "results": earlier.get("results", {}) | results,
-        "measured": earlier.get("measured", {}) | (about or {}),
+        "measured": earlier.get("measured", {}) | about,
     }
     files.write_json(path, redacted(record))
     return path

@@ -19,7 +19,7 @@ from clipscale.errors import UserError
 from clipscale.eval import retrieval, zero_shot
 from clipscale.eval.encode import Encoder, join
 from clipscale.eval.examples import save_examples
-from clipscale.eval.results import Results, measured, save_results, weights_digest
+from clipscale.eval.results import Results, known_results, measured, save_results, weights_digest
 from clipscale.eval.sets.item import RETRIEVAL, EvalSet
 from clipscale.eval.sets.load import load_sets
 from clipscale.hardware import cores_of_rank
@@ -59,46 +59,57 @@ def evaluate(
     step: int | None = None,
     before_batch: Callable[[], None] = lambda: None,
     about: dict[str, Any] | None = None,
+    reuse: bool = False,
 ) -> Results:
     """Metrics of every set, the same on every rank. A collective: every rank calls it.
 
     Broken images count as misses, so every metric covers all images of its set; the metric `broken` counts them. With `run_dir`, rank 0
     writes `eval/step_N.json` and the retrieved examples there. The model is in evaluation mode meanwhile, and put back afterwards. Sets
     evaluated with averaged weights, which the caller puts into the model, are named `SET (ema)`, parts of sets `SET (limit N)`. `about`
-    is what the caller knows of the figures, such as the precision; it is kept beside them. `before_batch()` is called equally often
-    on every rank; what it raises ends the evaluation.
+    is what the caller knows of the figures, such as the precision; it is kept beside them. `reuse`: figures that are stored already are
+    not computed again. `before_batch()` is called equally often on every rank; what it raises ends the evaluation.
 
     Raises UserError for sets that cannot be used.
     """
-    started = time.perf_counter()
     sets = check(config, world)
     threads = config.workers or min(8, cores_of_rank())
     encoder = Encoder(model, world, autocast, config.batch, threads, before_batch)
+    named = {item.name: f"{item.name} (ema)" if config.weights == "ema" else item.name for item in sets}
+    records: dict[str, dict[str, Any]] = {}
+    if run_dir is not None and sets:
+        facts = {"weights": weights_digest(model), "averaged": config.weights == "ema", "batch": config.batch}
+        records = {named[item.name]: measured(item, facts | (about or {})) for item in sets}
+    known: Results = {}
+    if reuse and run_dir is not None:
+        known = world.on_main(lambda: known_results(run_dir, step, records))
     results: Results = {}
     training = model.training
     model.train(False)
     try:
         with torch.no_grad():
             for item in sets:
+                name, started = named[item.name], time.perf_counter()
+                if name in known:
+                    results[name] = known[name]
+                    continue
                 if item.kind == RETRIEVAL:
-                    results[item.name] = _retrieval(encoder, item, run_dir, step)
+                    results[name] = _retrieval(encoder, item, run_dir, step)
                 else:
-                    results[item.name] = _classification(encoder, item)
+                    results[name] = _classification(encoder, item)
+                if run_dir is not None and world.main:
+                    seconds = time.perf_counter() - started
+                    _save(run_dir, step, {name: results[name]}, seconds, {name: records[name]})
     finally:
         model.train(training)
-    named = {item.name: f"{item.name} (ema)" if config.weights == "ema" else item.name for item in sets}
-    results = {named[name]: metrics for name, metrics in results.items()}
-    if run_dir is not None and sets:
-        facts = {"weights": weights_digest(model), "averaged": config.weights == "ema", "batch": config.batch}
-        facts |= about or {}
-        if world.main:
-            try:
-                seconds = time.perf_counter() - started
-                records = {named[item.name]: measured(item, facts) for item in sets}
-                save_results(run_dir, step, results, seconds=seconds, about=records)
-            except OSError as error:  # a full disk: a run goes on
-                log.warning("%s/eval could not be written (%s): %s", run_dir, error.strerror, results)
     return results
+
+
+def _save(run_dir: Path, step: int | None, results: Results, seconds: float, about: dict[str, dict[str, Any]]) -> None:
+    """Write the figures of a set as soon as they are known: an evaluation that is stopped keeps them."""
+    try:
+        save_results(run_dir, step, results, seconds=seconds, about=about)
+    except OSError as error:  # a full disk: a run goes on
+        log.warning("%s/eval could not be written (%s): %s", run_dir, error.strerror, results)
 
 
 def _classification(encoder: Encoder, item: EvalSet) -> dict[str, float]:

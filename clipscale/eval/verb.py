@@ -1,20 +1,29 @@
 """The verb `clipscale eval`: evaluates a run's checkpoint, or any weights. Every process does its share."""
 
+import logging
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from clipscale import distributed, files
+from clipscale import checkpoint, distributed, files
 from clipscale.config.redact import incomplete, restored
+from clipscale.config.sections import SinkConfig
 from clipscale.config.tools import EvalRunConfig, check_eval
+from clipscale.distributed import World
 from clipscale.errors import UserError
 from clipscale.eval.results import Results
 from clipscale.eval.run import check, evaluate
 from clipscale.launch import local
-from clipscale.models.towers import build_model, load_model
+from clipscale.models.towers import ClipModel, build_model, load_model
 from clipscale.models.weights import described
 from clipscale.precision import Precision
+from clipscale.report.page import write_report
+from clipscale.report.sinks import Sinks
 from clipscale.report.table import print_results
+from clipscale.terminal import say
+
+log = logging.getLogger(__name__)
 
 
 def main(config: EvalRunConfig) -> Results:
@@ -27,34 +36,85 @@ def main(config: EvalRunConfig) -> Results:
 
 
 def work(config: EvalRunConfig) -> Results:
-    """One process's part. Rank 0 prints a table. Raises UserError."""
+    """One process's part. Rank 0 prints tables. Returns the results, of `checkpoint=all` those of the newest. Raises UserError."""
     folder = check_eval(config)
     world = distributed.start(config.device, config.launch.threads, config.launch.timeout_s)
-    about: dict[str, Any] = {"precision": config.precision.name}
-    step = None
+    results: Results = {}
     try:
-        check(config.eval, world)  # before the model is loaded: a mistyped path is reported at once
-        precision = Precision(config.precision, world.device)
-        if config.run:
-            model, _, step = load_model(folder, config.checkpoint, config.eval.weights, hub=config.hub)
-            about["checkpoint"] = config.checkpoint
-        else:
-            found = world.on_main(
-                lambda: described(replace(config.model, hub=config.model.hub or config.hub))
-            )  # one process downloads, if there is something to
-            model = build_model(found)
-            about |= {"model": found.name, "source": config.model.weights}
-        model.to(world.device)
-        for tower in (model.image, model.text):
-            precision.convert(tower)
-        results = evaluate(
-            model, config.eval, world, autocast=precision.autocast, run_dir=folder, step=step, about=about
-        )
+        check(config.eval, world)  # before a model is loaded: a mistyped path is reported at once
+        every = bool(config.run) and config.checkpoint == "all"
+        which = world.on_main(lambda: _checkpoints(folder)) if every else [config.checkpoint]
+        with closing(Sinks(folder, config.log if world.main else SinkConfig(), {}, say)) as sinks:
+            for number, one in enumerate(which):
+                try:
+                    model, step, about = _model(config, folder, one, world)
+                except UserError as error:
+                    if number == len(which) - 1:
+                        raise
+                    log.warning("%s is left out: %s", one, error)
+                    continue
+                results = _results(config, folder, world, model, step, about, reuse=every)
+                if world.main and step is not None:
+                    sinks.eval(step, results)
+                del model
     finally:
         distributed.stop()
+    if every and world.main:
+        _write_report(folder)
+    return results
+
+
+def _checkpoints(folder: Path) -> list[str]:
+    """The paths of a run's checkpoints, oldest first. Raises UserError if there is none."""
+    checkpoint.locate(folder, "latest")
+    return [str(path) for path in checkpoint.found(folder)]
+
+
+def _model(
+    config: EvalRunConfig, folder: Path, which: str, world: World
+) -> tuple[ClipModel, int | None, dict[str, Any]]:
+    """The model, its step, and what is known of it. Raises UserError."""
+    if config.run:
+        model, _, step = load_model(folder, which, config.eval.weights, hub=config.hub)
+        return model, step, {"checkpoint": Path(which).name}
+    found = world.on_main(
+        lambda: described(replace(config.model, hub=config.model.hub or config.hub))
+    )  # one process downloads, if there is something to
+    return build_model(found), None, {"model": found.name, "source": config.model.weights}
+
+
+def _results(
+    config: EvalRunConfig,
+    folder: Path,
+    world: World,
+    model: ClipModel,
+    step: int | None,
+    about: dict[str, Any],
+    *,
+    reuse: bool,
+) -> Results:
+    """Evaluate one model, and print its results."""
+    precision = Precision(config.precision, world.device)
+    model.to(world.device)
+    for tower in (model.image, model.text):
+        precision.convert(tower)
+    about = {"precision": config.precision.name} | about
+    autocast = precision.autocast
+    results = evaluate(
+        model, config.eval, world, autocast=autocast, run_dir=folder, step=step, about=about, reuse=reuse
+    )
     if world.main:
         print_results(results, folder.name if step is None else f"{folder.name}, step {step}")
     return results
+
+
+def _write_report(folder: Path) -> None:
+    """Write the run's report, which shows the results of all checkpoints as curves, if the run has one."""
+    if (folder / "metrics.jsonl").is_file():
+        try:
+            say(write_report(folder))
+        except (OSError, UserError) as error:
+            log.warning("%s/report.html could not be written (%s)", folder, error)
 
 
 def _sets_of(settings: Path) -> list[str]:

@@ -6,15 +6,11 @@ The console, wandb and TensorBoard are sinks. A sink that fails does not stop th
 import errno
 import json
 import math
-import re
-import secrets
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from functools import partial
 from io import FileIO
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import yaml
 from rich import progress
@@ -25,7 +21,7 @@ from clipscale.config.checks import at_least, choice
 from clipscale.config.sections import WANDB, LogConfig
 from clipscale.errors import UserError
 from clipscale.report.environment import environment
-from clipscale.report.wandb_settings import refuse_foreign_settings, wandb_host
+from clipscale.report.sinks import Sinks
 from clipscale.terminal import printable
 
 Record = Mapping[str, Any]
@@ -50,16 +46,6 @@ LONGEST_LINE, MOST_PARTS = 1 << 20, 1 << 12
 """Bytes, and lists and objects, of a record. Ours take a kilobyte."""
 MOST_BYTES = 1 << 26
 """Bytes of records that are read into memory, where they take up to twenty times as much: those of 90,000 steps."""
-SLOW_SINK_S = 5.0
-"""The log warns once about a sink that takes longer than this for a record, because it holds up training."""
-
-
-class Sink(Protocol):
-    """Receives every record. `values` holds only numbers."""
-
-    def write(self, step: int, values: dict[str, float]) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class MetricLog:
@@ -103,12 +89,7 @@ class MetricLog:
             _replace(run_dir / "config.yaml", resolved_config)
         except OSError as error:
             raise UserError(f"run={run_dir}: cannot write there ({error.strerror}); choose another folder") from error
-        self._sinks: dict[str, Sink] = {}
-        self._slow: set[str] = set()
-        if config.tensorboard:
-            self._open("tensorboard", lambda: _TensorBoard(run_dir, resume_step))
-        if config.wandb != "disabled":
-            self._open("wandb", lambda: _Wandb(run_dir, config, yaml.safe_load(resolved_config)))
+        self._sinks = Sinks(run_dir, config, yaml.safe_load(resolved_config), self.message, resume_step)
         self._progress = self._start_progress(resume_step, total_steps) if config.progress else None
 
     def step(self, record: Record) -> None:
@@ -122,7 +103,7 @@ class MetricLog:
             bar, task = self._progress
             rate = f"{record['samples_per_s']:,.0f}/s" if "samples_per_s" in record else ""
             bar.update(task, completed=step, rate=rate, loss=f"loss {record.get('loss', math.nan):.4f}")
-        self._to_sinks(step, {k: float(v) for k, v in record.items() if isinstance(v, int | float)})
+        self._sinks.write(step, {k: float(v) for k, v in record.items() if isinstance(v, int | float)})
 
     def _append(self, line: str) -> None:
         """Append to `metrics.jsonl`. What a full disk does not take is kept, and written with the next line."""
@@ -150,7 +131,7 @@ class MetricLog:
         for name, metrics in results.items():
             values = " ".join(f"{k}={v:d}" if isinstance(v, int) else f"{k}={v:.4f}" for k, v in metrics.items())
             self.message(f"eval step={step} set={name} {values}")
-        self._to_sinks(step, {f"eval/{n}/{k}": float(v) for n, m in results.items() for k, v in m.items()})
+        self._sinks.eval(step, results)
 
     def message(self, text: str) -> None:
         """Print a line on the console."""
@@ -162,9 +143,7 @@ class MetricLog:
         if self._progress is not None:
             self._progress[0].stop()
             self._progress = None
-        for name in list(self._sinks):
-            sink = self._sinks.pop(name)
-            self._call(name, sink.close, slow_s=math.inf)
+        self._sinks.close()
         if not self._file.closed:
             self._append("")
             self._file.close()
@@ -193,88 +172,6 @@ class MetricLog:
         task = bar.add_task("train", total=total, completed=done, rate="", loss="")
         bar.start()
         return bar, task
-
-    def _open(self, name: str, make: Callable[[], Sink]) -> None:
-        self._call(name, lambda: self._sinks.update({name: make()}), slow_s=math.inf)
-
-    def _to_sinks(self, step: int, values: dict[str, float]) -> None:
-        for name, sink in list(self._sinks.items()):
-            self._call(name, partial(sink.write, step, values), SLOW_SINK_S)
-
-    def _call(self, name: str, call: Callable[[], None], slow_s: float) -> None:
-        """Call a sink. Whatever fails in it prints one warning and closes that sink; `metrics.jsonl` is not affected."""
-        started = time.perf_counter()
-        try:
-            call()
-        except Exception as error:
-            self._sinks.pop(name, None)
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
-            self.message(f"warning: {name} failed and is off from here on ({reason})")
-            return
-        taken = time.perf_counter() - started
-        if taken > slow_s and name not in self._slow:
-            self._slow.add(name)
-            self.message(f"warning: {name} took {taken:.1f} s for one record and holds up training")
-
-
-class _TensorBoard:
-    def __init__(self, run_dir: Path, resume_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        # purge_step hides what the interrupted run wrote after the resumed step.
-        folder = files.inner_folder(run_dir, "tensorboard")
-        self.writer = SummaryWriter(str(folder), purge_step=resume_step + 1 if resume_step else None)
-
-    def write(self, step: int, values: dict[str, float]) -> None:
-        for name, value in values.items():
-            if name != "step":
-                self.writer.add_scalar(name if "/" in name else f"train/{name}", value, step)
-
-    def close(self) -> None:
-        self.writer.close()
-
-
-class _Wandb:
-    """One wandb run per run folder. Its id is kept in the folder, so that a resumed run continues the same curves."""
-
-    def __init__(self, run_dir: Path, config: LogConfig, settings: Mapping[str, Any]) -> None:
-        import wandb
-
-        host = wandb_host()
-        for folder in (Path(), run_dir):
-            refuse_foreign_settings(folder, host)
-        id_file = run_dir / "wandb" / "run-id.txt"
-        files.inner_folder(run_dir, "wandb")
-        self.run = wandb.init(
-            project=config.wandb_project,
-            entity=config.wandb_entity,
-            name=run_dir.name,
-            id=_run_id(id_file),
-            resume="allow",
-            dir=str(run_dir),
-            config=dict(settings),
-            mode=config.wandb,  # type: ignore[arg-type]
-            # wandb would send the command line, and what is printed before the secrets are taken out.
-            settings=wandb.Settings(silent=True, init_timeout=60, console="off", x_disable_meta=True, base_url=host),
-        )
-        # wandb's own step counter cannot go back when a run is resumed; our step is the x axis instead.
-        self.run.define_metric("*", step_metric="step")
-
-    def write(self, step: int, values: dict[str, float]) -> None:
-        self.run.log({**values, "step": step})
-
-    def close(self) -> None:
-        self.run.finish()
-
-
-def _run_id(file: Path) -> str:
-    """The id in a file, or a new one that is written there. It is sent to wandb, so a link or anything else but an id is replaced."""
-    with suppress(OSError), files.opened(file, most=100, follow=False) as known:
-        if found := re.fullmatch(rb"\s*([a-z0-9]{1,64})\s*", known.read()):
-            return found[1].decode()
-    made = secrets.token_hex(4)
-    files.write_text(file, made + "\n")
-    return made
 
 
 def console_line(record: Record) -> str:

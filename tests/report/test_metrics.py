@@ -18,7 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from clipscale import files
 from clipscale.config.sections import LogConfig
 from clipscale.errors import UserError
-from clipscale.report import metrics
+from clipscale.report import sinks
 from clipscale.report.metrics import MetricLog, console_line, read_metrics
 
 SETTINGS = "batch: 256\nmodel:\n  name: ViT-B-32\n"
@@ -256,7 +256,7 @@ class Broken:
 
 
 def test_a_failing_sink_costs_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics, "_TensorBoard", Broken)
+    monkeypatch.setattr(sinks, "_TensorBoard", Broken)
     with open_log(tmp_path, LogConfig(tensorboard=True, every=100)) as log:
         for step in range(1, 6):
             log.step(record(step))
@@ -278,8 +278,8 @@ def test_a_slow_sink_is_named_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
         def close(self) -> None: ...
 
-    monkeypatch.setattr(metrics, "_TensorBoard", Idle)
-    monkeypatch.setattr(metrics, "SLOW_SINK_S", -1.0)
+    monkeypatch.setattr(sinks, "_TensorBoard", Idle)
+    monkeypatch.setattr(sinks, "SLOW_SINK_S", -1.0)
     with open_log(tmp_path, LogConfig(tensorboard=True)) as log:
         log.step(record(1))
         log.step(record(2))

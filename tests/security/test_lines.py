@@ -17,7 +17,7 @@ from clipscale.data import demo, filters
 from clipscale.data.shards import listing
 from clipscale.errors import UserError
 from clipscale.models import description
-from clipscale.report import evaluations, metrics
+from clipscale.report import evaluations, metrics, sinks
 from clipscale.report.evaluations import read_galleries
 from clipscale.report.metrics import MetricLog, read_metrics
 from tests.security.damage import WRONG
@@ -163,15 +163,15 @@ def test_a_result_is_an_object_with_a_job(tmp_path: Path, value: Any) -> None:
 def test_a_link_in_the_place_of_wandbs_run_id_is_not_sent(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("abc123\n")
     (tmp_path / "run-id.txt").symlink_to(tmp_path / "secret")
-    assert metrics._run_id(tmp_path / "run-id.txt") != "abc123"
+    assert sinks._run_id(tmp_path / "run-id.txt") != "abc123"
     assert not (tmp_path / "run-id.txt").is_symlink() and (tmp_path / "secret").read_text() == "abc123\n"
 
 
 @pytest.mark.parametrize("text", ["", "x" * 99, "a b", "../../x", "\x1b]0;x", "A" * 1000])
 def test_what_is_no_id_of_wandb_is_replaced(tmp_path: Path, text: str) -> None:
     (tmp_path / "run-id.txt").write_text(text)
-    made = metrics._run_id(tmp_path / "run-id.txt")
-    assert made.isalnum() and made == metrics._run_id(tmp_path / "run-id.txt")
+    made = sinks._run_id(tmp_path / "run-id.txt")
+    assert made.isalnum() and made == sinks._run_id(tmp_path / "run-id.txt")
 
 
 # -- lists of shards, counts and pictures of results ---------------------------------------------------------------------
