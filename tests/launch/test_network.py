@@ -4,7 +4,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ import pytest
 from clipscale.config.presets import PACKAGE
 from clipscale.report.metrics import read_metrics
 from tests.conftest import TINY
-from tests.launch.test_local import Start, start
+from tests.launch.test_local import TRAIN, Start, start, wait_until
 
 __all__ = ["start"]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -80,12 +79,7 @@ def steps(folder: Path) -> int:
 
 
 def wait_for_steps(folder: Path, count: int, processes: list[subprocess.Popen[str]]) -> None:
-    deadline = time.monotonic() + 180
-    while steps(folder) < count:
-        ended = [process for process in processes if process.poll() is not None]
-        assert not ended, ended[0].communicate()[1]
-        assert time.monotonic() < deadline, f"{steps(folder)} steps within 180 s"
-        time.sleep(0.1)
+    wait_until(lambda: steps(folder) >= count, *processes)
 
 
 def losses(folder: Path) -> list[float]:
@@ -98,15 +92,7 @@ def test_a_cut_network_is_named_on_both_sides_and_the_run_goes_on(
     start: Start, shards: str, tmp_path: Path, nodes: Nodes
 ) -> None:
     """Started as Slurm does. The nodes share the run's folder, as they share storage."""
-    words = (
-        sys.executable,
-        "-m",
-        "clipscale",
-        "train",
-        *WORDS,
-        f"data.train={shards}",
-        f"launch.timeout_s={TIMEOUT_S}",
-    )
+    words = (*TRAIN, *WORDS, f"data.train={shards}", f"launch.timeout_s={TIMEOUT_S}")
 
     def both() -> list[subprocess.Popen[str]]:
         return [start(*nodes.command(node, *words), **nodes.variables(node)) for node in range(2)]
