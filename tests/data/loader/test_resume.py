@@ -273,7 +273,7 @@ def test_killed_at_any_moment_the_same_samples_follow(tmp_path: Path, kills: int
     """SIGKILL after random delays, with other numbers of loader processes each time. What is compared is every step's samples, by key,
     and their pixels and tokens."""
     write_shards(tmp_path / "set", [70, 41, 90, 7])
-    steps, seed = 20 * kills, random.randrange(2**32)
+    steps, seed = 20 * kills + 40, random.randrange(2**32)
     chosen = random.Random(seed)
     whole, home = tmp_path / "whole", tmp_path / "killed"
     whole.mkdir()
@@ -290,14 +290,14 @@ def test_killed_at_any_moment_the_same_samples_follow(tmp_path: Path, kills: int
     struck = []
     for kill in range(kills):
         child = begin(tmp_path / "set", home, chosen.choice([1, 2, 3]), steps)
-        if kill % 3 == 0:  # while it opens its shards and starts its loaders
+        if kill % 3 == 1:  # while it opens its shards and starts its loaders
             time.sleep(chosen.uniform(0, lasts / 3))
         else:  # in mid-run: some moments after it has got further than ever
             most = max(struck, default=0)
             while most < steps and lines() <= most:
                 assert not (home / "error").exists(), (home / "error").read_text()
                 time.sleep(0.001)
-            time.sleep(chosen.uniform(0, lasts / kills))
+            time.sleep(chosen.uniform(0, lasts / (kills + 20)))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         struck.append(lines())
