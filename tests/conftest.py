@@ -15,8 +15,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests.data.files import write_shards
+
+settings.register_profile("shared machine")
+settings.load_profile("shared machine")
 
 TINY = (
     "model=tiny",

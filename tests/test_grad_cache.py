@@ -111,7 +111,7 @@ def test_gradient_is_that_of_one_graph(
     assert torch.equal(after_found, after_wanted), "the replay must leave the random state where the first pass left it"
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(n=st.integers(2, 24), image_chunk=st.integers(1, 26), text_chunk=st.integers(1, 26), keep=st.floats(0, 20_000))
 def test_any_chunk_sizes_give_the_same_gradient(n: int, image_chunk: int, text_chunk: int, keep: float) -> None:
     wanted, found = models(), models()

@@ -392,7 +392,7 @@ def test_a_run_goes_on_with_any_number_of_processes(
     assert worst < 1e-4, f"{curve(tmp_path / 'run')} instead of {curve(tmp_path / 'whole')}"
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
 def test_half_precision_follows_the_same_curve(demo: Path, finished: Path, tmp_path: Path, precision: str) -> None:
     train(settings(demo, tmp_path / "run", precision=PrecisionConfig(name=precision)))
     worst = max(abs(a - b) for a, b in zip(curve(finished), curve(tmp_path / "run"), strict=True))

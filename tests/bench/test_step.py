@@ -50,7 +50,11 @@ def gradients(work: StepWorker, name: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(
     "name",
-    ["cache", "keep-50", "keep-100", "keep-1G", "frozen", "frozen-keep-100", "unsorted", "unlean-keep-50", "neither"],
+    ["cache", "keep-50", "frozen", "unsorted", "neither"]
+    + [
+        pytest.param(name, marks=pytest.mark.slow)
+        for name in ("keep-100", "keep-1G", "frozen-keep-100", "unlean-keep-50")
+    ],
 )
 def test_every_method_leaves_the_gradient_of_plain(work: StepWorker, name: str) -> None:
     wanted = gradients(work, "frozen-plain" if name.startswith("frozen") else "plain")

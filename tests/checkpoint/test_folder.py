@@ -170,7 +170,7 @@ def test_a_run_without_a_whole_checkpoint_does_not_begin_again(tmp_path: Path) -
             checkpoint.to_resume(tmp_path, "auto", ALONE)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_what_is_loaded_is_what_was_saved_whatever_bit_flips(tmp_path: Path, data: st.DataObject) -> None:
     """Every flip is found, but for one in the spaces of the manifest, which changes nothing."""

@@ -115,7 +115,7 @@ def test_training_pixels_of_whole_jpegs_are_open_clips(size: tuple[int, int], mo
         assert difference.mean() < 0.35 and difference.max() < 4, text
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.integers(8, 200), st.integers(8, 200), st.integers(0, 2**32), st.sampled_from(["PNG", "JPEG", "WEBP", "AVIF"])
 )
@@ -273,7 +273,7 @@ def test_unreadable_pictures_have_their_reason(data: bytes) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:PIL")
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.sampled_from(["JPEG", "PNG", "WEBP", "GIF", "TIFF", "BMP", "AVIF"]),
     st.lists(st.tuples(st.floats(0, 1), st.integers(0, 255)), min_size=1, max_size=10),

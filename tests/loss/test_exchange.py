@@ -380,7 +380,7 @@ def test_without_an_exchange_each_rank_has_its_own_loss(ranks: Workers) -> None:
         assert_exact(found, oracle(u[rank], v[rank], 7.0), 7.0, 1e-10, f"rank {rank}")
 
 
-@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     world=st.integers(1, 4),
     n=st.integers(1, 6),

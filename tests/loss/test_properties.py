@@ -12,7 +12,7 @@ from clipscale import contrastive_loss
 from clipscale.config.sections import OBJECTIVES
 from tests.loss.cases import error, features, results
 
-ordinary = settings(max_examples=40, deadline=None, derandomize=True)
+ordinary = settings(max_examples=40, derandomize=True)
 
 
 @dataclass

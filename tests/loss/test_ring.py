@@ -128,8 +128,11 @@ def local_results(
         return results(contrastive_loss, u[rank], v[rank], scale, group=group, exchange="ring", **own, **options)
 
 
-@pytest.mark.parametrize("per_node", [None, 1, 2])
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("world", "per_node"),
+    [(2, None), (3, None), (4, 2)]
+    + [pytest.param(*case, marks=pytest.mark.slow) for case in ((2, 1), (2, 2), (3, 1), (3, 2), (4, None), (4, 1))],
+)
 def test_joined_blocks_are_exact(ranks: Workers, world: int, per_node: int | None) -> None:
     if world % (per_node or 1):
         return

@@ -83,7 +83,7 @@ def test_an_archive_takes_no_more_than_its_file(tmp_path: Path, name: str) -> No
     assert str(caught.value).isprintable()
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=30, suppress_health_check=list(HealthCheck))
 @given(
     sizes=st.lists(st.lists(st.integers(0, 5), max_size=3), max_size=5),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.uint8, torch.bool]),

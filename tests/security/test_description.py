@@ -82,7 +82,7 @@ def _note(event: str, values: tuple[Any, ...]) -> None:
 sys.addaudithook(_note)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @example(part="", key="\n", value=[])
 @given(part=st.sampled_from(["", "vision_cfg", "text_cfg"]), key=KEYS | st.text(max_size=8), value=VALUES)
 def test_any_description_builds_a_model_or_is_one_clear_line(part: str, key: str, value: Any) -> None:

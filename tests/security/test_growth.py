@@ -89,7 +89,7 @@ def test_offsets_of_a_sparse_shard_are_bounded_too(tmp_path: Path) -> None:
         index.unpack(packed, 1 << 50)
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=20, suppress_health_check=list(HealthCheck))
 @given(
     column=st.sampled_from(["name", "size", "stamp", "samples", "sha256", "totals", "reason", "detail"]),
     value=st.none()
@@ -201,7 +201,7 @@ def test_braces_stand_for_a_bounded_list(tmp_path: Path, monkeypatch: pytest.Mon
         assert len(str(caught.value)) < 1000
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.text("{}.,0123ab\\", max_size=24))
 def test_the_bound_on_braces_holds(pattern: str) -> None:
     """For every pattern that is expanded at all."""

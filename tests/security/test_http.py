@@ -164,7 +164,7 @@ def test_credentials_stay_with_the_host_they_are_for(monkeypatch: pytest.MonkeyP
     assert seen == [url]
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_any_bytes_for_an_answer_give_a_reason(data: st.DataObject) -> None:
     """Lines of headers with any values, and whatever follows."""

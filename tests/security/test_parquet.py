@@ -96,7 +96,7 @@ def page(unpacked: int, packed: int, kind: int, values: int) -> bytes:
     return start + bytes([(kind - 3) << 4 | 12]) + b"\x15" + varint(values) + b"\x15\x00\x00\x00"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     pages=st.lists(
         st.tuples(st.integers(-10, 2**31), st.integers(-10, 100), st.sampled_from([5, 7, 8]), st.integers(-10, 2**31)),
@@ -115,7 +115,7 @@ def test_pages_claim_no_more_than_the_bound(pages: list[tuple[int, int, int, int
         check_pages(io.BytesIO(data), 0, len(data), most)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.binary(max_size=60))
 def test_headers_of_any_bytes_are_an_error_or_a_structure(data: bytes) -> None:
     with suppress(ValueError):

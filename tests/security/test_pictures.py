@@ -74,7 +74,7 @@ def limited(work: Callable[..., Any], value: Any, extra: int = 1 << 30) -> tuple
 # -- aspect -----------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     short=st.integers(1, 3),
     long=st.integers(1, 200) | st.integers(20_000, 80_000),
@@ -159,7 +159,7 @@ HEADERS = [
 ]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     data=st.sampled_from([npy_of(header) for header in HEADERS] + [b"PK\x03\x04", b""])
     | st.binary(max_size=80)
@@ -181,7 +181,7 @@ def test_an_npy_that_claims_terabytes_takes_no_memory() -> None:
     assert outcome == "bad_features"
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(sizes=st.lists(st.integers(0, GROUP_BYTES), max_size=30), most=st.integers(1, 8))
 def test_whole_samples_wait_in_groups_of_bounded_bytes(sizes: list[int], most: int) -> None:
     class Claimed(bytes):

@@ -130,7 +130,7 @@ OTHERS += [
 OTHERS += ["memory://x", "s3://bucket/a::file:///etc/passwd", "//evil/1.png", "https:/etc/passwd", "https://host"]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     table=st.sampled_from(TABLES),
     name=st.sampled_from(OTHERS)
@@ -164,7 +164,7 @@ def test_a_root_of_the_user_allows_other_places() -> None:
 # -- evaluation sets --------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     kind=st.sampled_from(["coco", "karpathy"]),
     name=st.sampled_from(

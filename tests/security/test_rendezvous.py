@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -16,7 +17,15 @@ import torch.distributed as dist
 
 from clipscale import distributed
 from clipscale.config.presets import PACKAGE
+from clipscale.config.sections import LaunchConfig
+from clipscale.config.train import TrainConfig
+from clipscale.errors import UserError
+from clipscale.launch import local
 from tests.conftest import TINY
+
+
+def listens(connection: Any) -> bool:
+    return connection.status == psutil.CONN_LISTEN
 
 
 def listeners(process: subprocess.Popen[str]) -> Iterator[str]:
@@ -26,18 +35,32 @@ def listeners(process: subprocess.Popen[str]) -> Iterator[str]:
         with suppress(psutil.Error):
             for one in (parent, *parent.children(recursive=True)):
                 with suppress(psutil.Error):
-                    yield from (at.laddr.ip for at in one.net_connections("inet") if at.status == psutil.CONN_LISTEN)
+                    yield from (at.laddr.ip for at in one.net_connections("inet") if listens(at))
         time.sleep(0.05)
 
 
+def listening(config: TrainConfig) -> dict[str, Any]:
+    """A worker that joins the others and reports where it, and the launcher, listen."""
+    world = distributed.start("cpu", 1, 60)
+    own = psutil.Process()
+    addresses = {at.laddr.ip for one in (own, own.parent()) if one for at in one.net_connections("inet") if listens(at)}
+    every = set().union(*world.gather(addresses))
+    distributed.stop()
+    raise UserError(f"run={config.run}: {world.size} workers listen at {' '.join(sorted(every))}")
+
+
+def test_the_workers_of_a_run_and_their_launcher_listen_on_loopback_alone(tmp_path: Path) -> None:
+    config = TrainConfig(run=str(tmp_path / "run"), batch=16, device="cpu", launch=LaunchConfig(procs=2, threads=1))
+    with pytest.raises(UserError, match="2 workers listen at ") as caught:
+        local.run(config, f"{__name__}:listening")
+    found = str(caught.value).partition("listen at ")[2].split()
+    assert found and all(ipaddress.ip_address(address).is_loopback for address in found), found
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "verb",
-    [
-        pytest.param("train", id="train"),
-        pytest.param("doctor", id="doctor", marks=pytest.mark.slow),
-        pytest.param("torchrun", id="torchrun", marks=pytest.mark.slow),
-        pytest.param("bench", id="bench", marks=pytest.mark.slow),
-    ],
+    ["train", "doctor", "torchrun", "bench"],
 )
 def test_the_processes_of_one_machine_listen_on_loopback_alone(
     verb: str, shards: str, tmp_path: Path, environment: dict[str, str]

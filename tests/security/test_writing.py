@@ -157,7 +157,7 @@ def test_no_link_in_a_received_folder_is_followed(write: Callable[[Path], None])
     names = names_of(write)
     assert len(names) > 1, names
 
-    @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+    @settings(max_examples=12, suppress_health_check=list(HealthCheck), database=None)
     @given(st.data())
     def holds(data: st.DataObject) -> None:
         with TemporaryDirectory() as place:
@@ -175,7 +175,7 @@ def test_no_link_in_a_received_folder_is_followed(write: Callable[[Path], None])
     holds()
 
 
-@settings(max_examples=12, deadline=None, database=None)
+@settings(max_examples=12, database=None)
 @given(data=st.data())
 def test_no_link_in_a_received_cache_is_followed(data: st.DataObject) -> None:
     with TemporaryDirectory() as place, serving(Web(Path(place) / "remote")) as web:

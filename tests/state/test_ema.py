@@ -38,7 +38,13 @@ def test_the_average_follows_its_formula_and_lends_its_values() -> None:
     assert torch.equal(model.weight, trained)
 
 
-@pytest.mark.parametrize("precision", [PrecisionConfig(), PrecisionConfig("bf16", "bf16")], ids=["fp32", "masters"])
+@pytest.mark.parametrize(
+    "precision",
+    [
+        pytest.param(PrecisionConfig(), id="fp32", marks=pytest.mark.slow),
+        pytest.param(PrecisionConfig("bf16", "bf16"), id="masters"),
+    ],
+)
 def test_a_resumed_average_goes_on_bit_for_bit(shards: str, tmp_path: Path, precision: PrecisionConfig) -> None:
     train(small(shards, tmp_path / "whole", ema=0.9, precision=precision, checkpoint=CheckpointConfig(every=2, keep=0)))
     middle = str(checkpoint.path_of(tmp_path / "whole", 2))

@@ -46,7 +46,7 @@ def as_one_file(path: Path, format: int) -> Path:
 @pytest.mark.parametrize(
     ("name", "precision", "old"),
     [
-        pytest.param("muon", PrecisionConfig(), 0, id="muon"),
+        pytest.param("muon", PrecisionConfig(), 0, id="muon", marks=pytest.mark.slow),
         pytest.param("adafactorbv", BF16, 1, id="adafactorbv masters by position"),
         pytest.param("muon", PrecisionConfig(), 2, id="muon in one file", marks=pytest.mark.slow),
         pytest.param("muon", BF16, 0, id="muon masters", marks=pytest.mark.slow),

@@ -89,7 +89,7 @@ def test_every_orientation_and_a_flip_of_each(device: torch.device, crops: Train
     assert 10 < flips.sum() < 38, "both kinds are among them"
 
 
-@bounded(max_examples=200, deadline=None)
+@bounded(max_examples=200)
 @given(st.integers(1, 8), st.integers(1, 40), st.integers(1, 40), st.data())
 def test_a_box_is_found_again_in_the_stored_picture(
     orientation: int, width: int, height: int, data: st.DataObject
@@ -242,7 +242,7 @@ def test_a_picture_that_nothing_can_decode_is_grey_and_counted_once(device: torc
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:PIL")
-@bounded(max_examples=150, deadline=None)
+@bounded(max_examples=150)
 @example([(0.072265625, 178)], False)
 @given(st.lists(st.tuples(st.floats(0, 1), st.integers(0, 255)), min_size=1, max_size=8), st.booleans())
 def test_damaged_pictures_are_refused_grey_or_pixels_and_harm_no_other(

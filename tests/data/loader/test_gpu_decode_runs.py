@@ -46,7 +46,7 @@ pytestmark = pytest.mark.timeout(60)
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
-@bounded(max_examples=30, deadline=None)
+@bounded(max_examples=30)
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=20), st.floats(1, 2))
 def test_large_pictures_stay_encoded_while_the_pool_can_hold_the_pixels_of_all_others(
     kinds: list[int], factor: float

@@ -93,7 +93,7 @@ def test_every_sample_comes_once_an_epoch_while_the_batch_grows(tmp_path: Path, 
         assert Counter(given_out[:end]) == expected, f"after {end // 128} epochs"
 
 
-@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=5, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.sampled_from([(1, 1), (2, 2), (1, 4), (4, 2)]), st.integers(0, 16), st.sampled_from(["linear", "double"]))
 def test_a_resumed_ramp_sees_what_an_uninterrupted_one_would(
     tmp_path_factory: pytest.TempPathFactory, worlds: tuple[int, int], stop: int, rule: str

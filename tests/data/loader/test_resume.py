@@ -64,7 +64,7 @@ def test_ranks_that_share_a_stream_keep_their_own_samples_of_it(dirty: Path, tmp
     assert [flat(part[step] for part in parts) for step in range(4)] == whole
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.sampled_from(["epochs", "resampled", "weights"]),
     st.sampled_from(SPREADS),

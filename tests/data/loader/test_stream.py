@@ -71,7 +71,7 @@ def test_rows_carry_what_the_shard_holds(tmp_path: Path) -> None:
 # -- exact epochs ------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(st.integers(0, 25), min_size=1, max_size=6),
     st.sampled_from([1, 2, 4]),

@@ -214,7 +214,7 @@ edits = st.lists(
 
 
 def rounds(examples: int) -> settings:
-    return settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))
+    return settings(max_examples=examples, suppress_health_check=list(HealthCheck))
 
 
 @rounds(40)

@@ -84,7 +84,7 @@ def test_it_describes_the_shards(tmp_path: Path) -> None:
     assert recorded_counts([str(path) for path in paths]) == [3, 5]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(
         st.tuples(st.sampled_from(["a.png", "a.txt", "b.png", "c/d.x.json", "n", "__m__", "e.txt", "x" * 120 + ".txt"]))

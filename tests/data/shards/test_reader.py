@@ -115,7 +115,7 @@ def test_nothing_is_written_by_member_names(tmp_path: Path, monkeypatch: pytest.
     assert sorted(os.walk(tmp_path)) == before
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(st.tuples(st.floats(0, 1), st.integers(0, 255)), max_size=12), st.floats(0, 1))
 def test_damaged_bytes_end_a_shard_but_not_the_reader(
     tmp_path_factory: pytest.TempPathFactory, hits: list[tuple[float, int]], cut: float

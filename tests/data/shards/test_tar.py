@@ -15,7 +15,7 @@ names = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.lists(st.tuples(names, st.binary(max_size=1500)), max_size=6),
     st.sampled_from([tarfile.GNU_FORMAT, tarfile.PAX_FORMAT]),
@@ -67,7 +67,7 @@ def test_records_that_do_not_add_up_are_damage(content: bytes) -> None:
         next_member(extended(content))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.lists(
         st.one_of(st.sampled_from([b"10 path=b\n", b"9 size=4\n", b"6 a=b\n"]), st.binary(max_size=30)), max_size=4

@@ -18,8 +18,18 @@ from tests.loss.cases import errors, features, keys, oracle, results
 from tests.loss.workers import Workers, check, stacked, stacked_again, workers
 
 EXTRAS = ("plain", "keys", "smoothing")
+ORDINARY = {
+    ("softmax", "plain", "ring"),
+    ("softmax", "plain", "gather"),
+    ("softmax", "smoothing", "ring"),
+    ("softmax_image", "keys", "ring"),
+    ("softmax_text", "plain", "ring"),
+    ("sigmoid", "keys", "ring"),
+}
+"""Every objective, extra and way of exchange that has its own code; their combinations are slow in the interpreter."""
 CASES = [(o, e, "ring") for o in OBJECTIVES for e in EXTRAS if (o, e) != ("sigmoid", "smoothing")]
 CASES += [("softmax", "plain", x) for x in ("replicated", "local", "gather")]
+MARKED = [pytest.param(*case, marks=[] if case in ORDINARY else pytest.mark.slow) for case in CASES]
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +38,7 @@ def ranks() -> Iterator[Workers]:
         yield started
 
 
-@pytest.mark.parametrize(("objective", "extra", "exchange"), CASES)
+@pytest.mark.parametrize(("objective", "extra", "exchange"), MARKED)
 def test_float32_is_exact(ranks: Workers, objective: str, extra: str, exchange: str) -> None:
     for world, n, m in ((1, 37, 45), (2, 18, 21)) if extra == "plain" else ((2, 18, 21),):
         u, v = (x.float() for x in stacked(world, n, m, 24))
@@ -55,8 +65,15 @@ def on_triton(group: dist.ProcessGroup, rank: int, objective: str, *args: Any) -
     return results(contrastive_loss, *args, objective=objective, backend="triton", group=group)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("objective", ["softmax", "sigmoid"])
+@pytest.mark.parametrize(
+    ("objective", "dtype"),
+    [
+        ("softmax", torch.bfloat16),
+        ("sigmoid", torch.float16),
+        pytest.param("softmax", torch.float16, marks=pytest.mark.slow),
+        pytest.param("sigmoid", torch.bfloat16, marks=pytest.mark.slow),
+    ],
+)
 def test_half_precision_is_no_further_from_the_truth_than_twice_plain_torch(
     ranks: Workers, objective: str, dtype: torch.dtype
 ) -> None:

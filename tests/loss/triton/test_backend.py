@@ -29,15 +29,18 @@ from clipscale.loss.triton.tuning import Tiles, Tuning  # noqa: E402
 from tests.loss.cases import assert_exact, errors, oracle, results  # noqa: E402
 from tests.loss.triton.truth import Problem, Weights, distance, error_of, features, scale_error_of  # noqa: E402
 
+LONG = [] if DEVICE == "cuda" else [pytest.mark.slow]
+"""Marks of what takes seconds in the interpreter, and repeats a path at other values."""
+
 SCALES = [1.0, 14.3, 100.0]
 # Every shape, scale and kind, and every scale with every kind, but not every triple: the interpreter is slow.
-CASES = [((1, 1, 1), 100.0, "equal"), ((2, 2, 3), 14.3, "pairs"), ((2, 2, 3), 100.0, "random")]
-CASES += [((33, 31, 40), 1.0, "pairs"), ((33, 31, 40), 14.3, "equal"), ((33, 31, 40), 100.0, "pairs")]
+CASES: list[Any] = [((1, 1, 1), 100.0, "equal"), ((2, 2, 3), 14.3, "pairs"), ((2, 2, 3), 100.0, "random")]
+CASES += [((33, 31, 40), 1.0, "pairs"), ((33, 31, 40), 100.0, "pairs"), ((17, 33, 24), 14.3, "random")]
 CASES += [
-    ((17, 33, 24), 1.0, "equal"),
-    ((17, 33, 24), 14.3, "random"),
-    ((17, 33, 24), 1.0, "random"),
-    ((17, 33, 24), 100.0, "equal"),
+    pytest.param((33, 31, 40), 14.3, "equal", marks=LONG),
+    pytest.param((17, 33, 24), 1.0, "equal", marks=LONG),
+    pytest.param((17, 33, 24), 1.0, "random", marks=LONG),
+    pytest.param((17, 33, 24), 100.0, "equal", marks=LONG),
 ]
 HALVES = [torch.bfloat16, torch.float16]
 
@@ -178,14 +181,14 @@ def test_tensor_descriptors_find_the_same(monkeypatch: pytest.MonkeyPatch) -> No
         assert distance(x, y.double()) <= 1e-5
 
 
-@pytest.mark.parametrize("positive", [None, 5, -12, 1000])
+@pytest.mark.parametrize("positive", [None, 5, -12, pytest.param(1000, marks=LONG)])
 def test_positives_may_lie_anywhere_or_outside(positive: int | None) -> None:
     p = problem(20, 40, 16, 14.3, "pairs", positive=positive, keys=4)
     check_lse(p)
     check_softmax(p)
 
 
-@pytest.mark.parametrize("scale", [14.3, 100.0])
+@pytest.mark.parametrize("scale", [pytest.param(14.3, marks=LONG), 100.0])
 def test_pairs_with_equal_keys_are_left_out(scale: float) -> None:
     p = problem(19, 35, 16, scale, keys=3)
     check_lse(p)
@@ -203,12 +206,12 @@ def test_a_row_with_every_pair_left_out_has_no_terms() -> None:
     assert r is not None and r[:3].tolist() == [-torch.inf] * 3 and bool(r[3:].isfinite().all()), r
 
 
-@pytest.mark.parametrize("keys", [0, 3])
+@pytest.mark.parametrize("keys", [pytest.param(0, marks=LONG), 3])
 def test_label_smoothing(keys: int) -> None:
     check_softmax(problem(19, 35, 16, 14.3, "pairs", keys=keys), smoothing=0.1)
 
 
-@pytest.mark.parametrize("side", [0, 1], ids=["rows", "columns"])
+@pytest.mark.parametrize("side", [pytest.param(0, id="rows"), pytest.param(1, id="columns", marks=LONG)])
 def test_one_direction_alone(side: int) -> None:
     p = problem(19, 35, 16, 100.0, "pairs", keys=5)
     weight = weights(p)[side]
@@ -220,7 +223,7 @@ def test_one_direction_alone(side: int) -> None:
     assert max(errors) <= 3e-5, errors
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=LONG)])
 def test_gradients_are_added_to_what_is_there(dtype: torch.dtype) -> None:
     p = problem(19, 35, 16, 14.3, dtype=dtype)
     before = [torch.randn(x.shape, device=DEVICE) for x in (p.u, p.v)]
@@ -241,7 +244,14 @@ def test_a_frozen_side_is_not_computed_and_changes_nothing_for_the_other() -> No
         assert all(map(torch.equal, got, truth)) and len(got) == len(truth), needed
 
 
-@pytest.mark.parametrize(("scale", "bias", "keys"), [(10.0, -10.0, 3), (100.0, 0.0, 0), (1.0, -30.0, 0)])
+@pytest.mark.parametrize(
+    ("scale", "bias", "keys"),
+    [
+        (10.0, -10.0, 3),
+        pytest.param(100.0, 0.0, 0, marks=LONG),
+        pytest.param(1.0, -30.0, 0, marks=LONG),
+    ],
+)
 def test_sigmoid_equals_float64(scale: float, bias: float, keys: int) -> None:
     for kind in ("pairs",) if keys else ("pairs", "equal"):
         p = problem(17, 35, 16, scale, kind, keys=keys)
@@ -264,9 +274,9 @@ def test_tiny_sigmoid_terms_keep_their_precision() -> None:
     ("dtype", "kind", "scale"),
     [
         (torch.bfloat16, "random", 14.3),
-        (torch.bfloat16, "pairs", 100.0),
-        (torch.float16, "random", 100.0),
-        (torch.float16, "pairs", 14.3),
+        (torch.float16, "pairs", 100.0),
+        pytest.param(torch.bfloat16, "pairs", 100.0, marks=LONG),
+        pytest.param(torch.float16, "random", 100.0, marks=LONG),
     ],
 )
 def test_half_precision_is_no_further_from_float64_than_twice_plain_torch(
@@ -287,7 +297,7 @@ def test_half_precision_is_no_further_from_float64_than_twice_plain_torch(
         assert errors[0] <= 2 * errors[1] + 1e-5, f"ours {errors[0]:.2e}, plain torch {errors[1]:.2e}"
 
 
-@pytest.mark.parametrize("weight", [1e-9, 2.0**20])
+@pytest.mark.parametrize("weight", [1e-9, pytest.param(2.0**20, marks=LONG)])
 def test_float16_gradients_keep_their_precision_at_any_weight(weight: float) -> None:
     """1/2N is below float16's numbers for a large batch, a loss scaler's factor above them."""
     p = problem(40, 40, 32, 5.0, "pairs", torch.float16)
@@ -314,7 +324,9 @@ def kept_results(p: Problem, keep: str, machine: Machine | None = None) -> list[
 SMALL, SOME = ((17, 64, 16), "4096") if DEVICE == "cpu" else ((600, 1100, 64), "2M")
 
 
-@pytest.mark.parametrize(("keep", "kind", "described"), [(SOME, "random", True), ("1G", "extreme", False)])
+@pytest.mark.parametrize(
+    ("keep", "kind", "described"), [(SOME, "random", True), pytest.param("1G", "extreme", False, marks=LONG)]
+)
 def test_gradients_from_kept_exponentials_equal_float64(
     keep: str, kind: str, described: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

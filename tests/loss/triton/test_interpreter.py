@@ -18,8 +18,9 @@ PEERS = ("memeff", "siglip_kernel")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="they run on the CUDA device")
-def test_the_kernels_in_the_interpreter() -> None:
-    pytest_options = ["-o", "addopts=", "-p", "no:cacheprovider"]
+@pytest.mark.parametrize("chosen", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_the_kernels_in_the_interpreter(chosen: str) -> None:
+    pytest_options = ["-o", "addopts=", "-p", "no:cacheprovider", "-m", chosen]
     command = [sys.executable, "-m", "pytest", *pytest_options, *FILES]
     env = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
