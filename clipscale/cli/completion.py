@@ -115,7 +115,7 @@ def values(name: str, key: str, groups: Iterable[str]) -> Iterable[str]:
         return ["true", "false"]
     if key == "hardware":
         return [*HARDWARE, "cpu"]
-    if key == "run" and not declared.default:  # the doctor's is a folder for runs
+    if key in ("run", "against") and not declared.default:  # the doctor's is a folder for runs
         return runs()
     return declared.choices or ()
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from clipscale.config import tools
 from clipscale.config.checks import begun_run, existing_run
+from clipscale.config.explore import ExploreConfig, check_explore
 from clipscale.config.train import TrainConfig
 
 
@@ -38,6 +39,7 @@ VERBS = {
     "launch": "start a run with torchrun, Slurm or Kubernetes, or print what would be started",
     "eval": "zero-shot classification and retrieval with a run's checkpoint, or any CLIP or SigLIP weights",
     "embed": "features of pictures and texts, as arrays, tables or shards",
+    "explore": "a local page: pictures by text, captions and classes of a picture, two models side by side",
     "plan": "predict whether a run fits, and its time; needs no GPU",
     "data": "`data demo`: a small data set; `index`, `check`, `stats`: inspect shards; `features`: precompute a frozen tower's",
     "report": "curves, results and retrieved images of a run, on one page",
@@ -112,6 +114,20 @@ clipscale embed model=vit-b32 model.weights=laion2b_s34b_b79k data=/data/picture
         often=("model.weights", "data.train", "launch.procs"),
         notes="data=SHARDS is short for data.train=SHARDS.",
         check=tools.check_embed,
+        find_run=existing_run,
+    ),
+    "explore": Tool(
+        ExploreConfig,
+        "clipscale.explore.verb:main",
+        """\
+clipscale explore run=b32 data=/data/laion-b32
+clipscale explore run=b32 data='/data/laion/{00000..00009}.tar' against=b16
+clipscale explore run=b32 checkpoint=20000 against=b32 data=/data/pictures
+clipscale explore model=vit-b32 model.weights=laion2b_s34b_b79k data=/data/pictures""",
+        file="explore",
+        often=("model.weights", "data.train"),
+        notes="data= takes folders of `clipscale embed format=npy`, or anything that data.train= does.",
+        check=check_explore,
         find_run=existing_run,
     ),
     "plan": Tool(

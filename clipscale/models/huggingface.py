@@ -282,6 +282,8 @@ def configuration(description: dict[str, Any], visual: Any, *, logit_bias: bool)
     """The config.json of a model by open_clip's description and its image encoder. Raises ValueError for one that has none."""
     vision, text = description["vision_cfg"], description["text_cfg"]
     trunk = getattr(visual, "trunk", None)
+    if text.get("hf_model_name"):
+        raise ValueError(f"its text tower is {text['hf_model_name']}")
     text_config = {
         "hidden_size": text["width"],
         "intermediate_size": int(text["width"] * text.get("mlp_ratio", 4.0)),
@@ -291,7 +293,9 @@ def configuration(description: dict[str, Any], visual: Any, *, logit_bias: bool)
         "vocab_size": text["vocab_size"],
     }
     if trunk is not None:
-        siglip = {key: text.get(key) for key in _SIGLIP_TEXT} == _SIGLIP_TEXT and hasattr(trunk.attn_pool, "latent")
+        siglip = {key: text.get(key) for key in _SIGLIP_TEXT} == _SIGLIP_TEXT and hasattr(
+            getattr(trunk, "attn_pool", None), "latent"
+        )
         tanh = (text.get("act_kwargs") or {}).get("approximate") == "tanh"
         left = set(text) - _TEXT_KEYS - set(_SIGLIP_TEXT) - {"norm_kwargs", "act_kwargs"}
         if not siglip or left or not logit_bias or vision.get("timm_proj") != "none":

@@ -65,6 +65,7 @@ def test_runs_are_offered_by_name_and_those_of_a_sweep_by_path(
         f"run={name}" for name in ("b16", "b32", "runs/sizes/batch=1k", "runs/sizes/batch=2k")
     ]
     assert complete(f"clipscale {verb} run=b1") == ["run=b16"]
+    assert complete("clipscale explore against=b1") == ["against=b16"]
     assert complete("clipscale doctor run=") == []
 
 

@@ -44,7 +44,20 @@ def test_the_overview_lists_the_verbs_that_exist(cli: Cli) -> None:
         status, out, err = cli(*words)
         assert (status, err) == (0, "")
         assert set(VERBS) <= set(out.split())
-    verbs = {"train", "launch", "eval", "embed", "plan", "data", "report", "export", "doctor", "bench", "completion"}
+    verbs = {
+        "train",
+        "launch",
+        "eval",
+        "embed",
+        "explore",
+        "plan",
+        "data",
+        "report",
+        "export",
+        "doctor",
+        "bench",
+        "completion",
+    }
     assert set(VERBS) == verbs
 
 
@@ -126,7 +139,10 @@ def test_help_of_a_section_shows_the_defaults_of_a_run(cli: Cli) -> None:
 # ---- mistakes ----
 
 MISTAKES = [
-    ("tran", "unknown verb 'tran'; did you mean 'train'?; there are train, launch, eval, embed, plan, data, report, "),
+    (
+        "tran",
+        "unknown verb 'tran'; did you mean 'train'?; there are train, launch, eval, embed, explore, plan, data, report, ",
+    ),
     ("train model=vit-b33", "model=vit-b33: unknown; choose ... or vit-l14; did you mean 'vit-b32'"),
     ("train modle=vit-b32", "unknown key 'modle'; did you mean 'model'?"),
     ("train optim.lrr=1", "unknown key 'optim.lrr'; did you mean 'optim.lr'?"),
@@ -183,6 +199,11 @@ MISTAKES = [
     ("embed data=x out=y", "data=x: unknown; choose default or demo"),
     ("embed model=tiny data=x.tar out=y", "data.train='x.tar' matches no shard; ..."),
     ("embed model=tiny data=x.tar out=y format=csv", "format=csv: choose npy, parquet or webdataset"),
+    ("explore", "explore needs run=NAME or run=PATH, or a model: model=vit-b32 model.weights="),
+    ("explore run=nowhere data=x.tar", "run=nowhere: there is no folder runs/nowhere"),
+    ("explore model.weights=a.pt", "data is not set; give a folder of `clipscale embed`, or shards"),
+    ("explore run=. model.weights=a.pt", "run=. and model.weights=a.pt are two models; give the second as against="),
+    ("explore run=. data=x.tar port=70000", "port=70000: give 0 to 65535"),
     ("plan", "hardware is not set; give the GPU, hardware=a100-80g, or run=NAME"),
     ("plan hardware=h101-80g", "hardware=h101-80g: unknown; did you mean 'h100-80g'"),
     ("plan hardware=h100-80g gpu=8", "unknown key 'gpu'; did you mean 'gpus'?"),

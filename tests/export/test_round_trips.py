@@ -218,3 +218,18 @@ def test_hugging_faces_siglip_of_a_resolution_that_timm_does_not_name() -> None:
     named = huggingface.description({"model_type": "siglip", "vision_config": {"image_size": 256}}, "folder")
     assert named["vision_cfg"]["timm_model_name"].endswith("256") and huggingface.resolution(named) == {}
     assert huggingface.resolution(huggingface.description({"model_type": "clip"}, "folder")) == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "bias", "message"),
+    [
+        ({"hf_model_name": "roberta-base"}, False, "its text tower is roberta-base"),
+        (SMALL["text_cfg"], False, "only timm's SigLIP towers with SigLIP's text tower and a logit bias"),
+        (SIGLIP["text_cfg"], True, "only timm's SigLIP towers with SigLIP's text tower and a logit bias"),
+    ],
+)
+def test_towers_that_transformers_does_not_unite_are_refused(text: dict[str, Any], bias: bool, message: str) -> None:
+    convnext = SimpleNamespace(trunk=SimpleNamespace(stages=()))
+    described_so = SMALL | {"vision_cfg": {"timm_model_name": "convnext_tiny", "image_size": 224}, "text_cfg": text}
+    with pytest.raises(ValueError, match=message):
+        huggingface.configuration(described_so, convnext, logit_bias=bias)

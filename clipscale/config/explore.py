@@ -1,0 +1,92 @@
+"""The settings of `clipscale explore`."""
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from clipscale.config.checks import existing_run
+from clipscale.config.data import DataConfig
+from clipscale.config.sections import (
+    DEVICE_HELP,
+    DEVICES,
+    WEIGHTS,
+    WEIGHTS_HELP,
+    LaunchConfig,
+    ModelConfig,
+    PrecisionConfig,
+)
+from clipscale.config.setting import setting
+from clipscale.config.tools import CHECKPOINT_HELP, RUN_HELP, EmbedConfig
+from clipscale.errors import UserError
+from clipscale.units import run_folder
+
+
+@dataclass
+class ExploreConfig:
+    """`clipscale explore`: a local page that searches a set by texts and pictures, with one model, or two side by side."""
+
+    run: str = setting("", RUN_HELP, literal=True)
+    checkpoint: str = setting("latest", CHECKPOINT_HELP, literal=True)
+    weights: str = setting("trained", f"Of the runs. {WEIGHTS_HELP}", choices=WEIGHTS)
+    against: str = setting(
+        "", "A second model, to compare: a run, or any value of `model.weights`. Empty: none.", literal=True
+    )
+    against_checkpoint: str = setting("latest", f"Of `against`, if it is a run: {CHECKPOINT_HELP}", literal=True)
+    host: str = setting("127.0.0.1", "Address of the page. Others than loopback let whoever reaches it see the set.")
+    port: int = setting(8765, "Port of the page; 0: a free one.", least=0)
+    out: str = setting(
+        "", "Folder for features that it computes itself; empty: explore/ in the folder of each run.", literal=True
+    )
+    batch: int = setting(256, "Pictures or texts encoded at once.", least=1)
+    threads: int = setting(4, "Decoding threads of each process.", least=1)
+    device: str = setting("auto", DEVICE_HELP, choices=DEVICES)
+    hub: bool = setting(False, "As `model.hub` in training, for the description in the checkpoint.")
+    model: ModelConfig = field(default_factory=lambda: ModelConfig(name=""))
+    data: DataConfig = field(default_factory=DataConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+
+    def sides(self) -> list[EmbedConfig]:
+        """How each model embeds the set. `out` is the folder that the features' own folders go to. Raises UserError."""
+        first = EmbedConfig(
+            run=self.run,
+            checkpoint=self.checkpoint,
+            weights=self.weights,
+            batch=self.batch,
+            threads=self.threads,
+            device=self.device,
+            hub=self.hub,
+            model=self.model,
+            data=self.data,
+            precision=self.precision,
+            launch=self.launch,
+        )
+        found = [first]
+        if self.against:
+            trained = (run_folder(self.against) / "checkpoints").is_dir()
+            other = ModelConfig(name="" if trained else self.model.name, weights=None if trained else self.against)
+            found.append(
+                replace(first, run=self.against if trained else "", checkpoint=self.against_checkpoint, model=other)
+            )
+        return [replace(one, out=str(Path(self.out).expanduser() if self.out else _folder(one))) for one in found]
+
+
+def check_explore(config: ExploreConfig) -> None:
+    """Raises UserError if neither a run nor weights are given, or both, or no data."""
+    if config.run and config.model.weights:
+        raise UserError(
+            f"run={config.run} and model.weights={config.model.weights} are two models; give the second as against="
+        )
+    if config.run:
+        existing_run(config.run)
+    elif not config.model.weights:
+        raise UserError("explore needs run=NAME or run=PATH, or a model: model=vit-b32 model.weights=laion2b_s34b_b79k")
+    if not config.data.train:
+        raise UserError(
+            "data is not set; give a folder of `clipscale embed`, or shards, a table or a folder: data=PATH"
+        )
+    if config.port > 65535:
+        raise UserError(f"port={config.port}: give 0 to 65535")
+
+
+def _folder(config: EmbedConfig) -> Path:
+    return existing_run(config.run) / "explore" if config.run else run_folder("explore")

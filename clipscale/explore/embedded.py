@@ -1,0 +1,108 @@
+"""An embedded set, as `clipscale embed format=npy` writes it: its features are mapped, its captions are read as they are shown."""
+
+import json
+from array import array
+from bisect import bisect_right
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from clipscale import files
+from clipscale.config.tools import IMAGE, TEXT
+from clipscale.data.features import NOTE
+from clipscale.embed.formats import LONGEST_LINE, array_path
+from clipscale.embed.verb import SHARDS
+from clipscale.errors import UserError
+
+KINDS = (IMAGE, TEXT)
+
+
+class Sample(NamedTuple):
+    """A row of a set, as the page names and shows it."""
+
+    part: str
+    """The file that it is in, without `.jsonl`."""
+    row: int
+    key: str
+    caption: str
+
+
+@dataclass(frozen=True)
+class Part:
+    """The rows of one shard."""
+
+    name: str
+    source: str
+    """Where its pictures are."""
+    path: Path
+    lines: "array[int]"
+    """Where the line of each row begins in `path`."""
+    features: dict[str, np.ndarray]
+    """Of each kind, (rows, D), mapped."""
+
+
+class EmbeddedSet:
+    """The parts of a folder. Raises UserError for a folder that holds anything else, and for damaged files."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        with files.reported("data", folder / SHARDS, "embed the set again, with format=npy"):
+            try:
+                self._read()
+            except (KeyError, TypeError, AttributeError) as error:
+                raise ValueError(f"an entry is missing or of another type: {error}") from error
+        self.firsts = np.cumsum([0, *(len(part.lines) for part in self.parts)]).tolist()
+        if not len(self):
+            raise UserError(f"data={folder}: the set has no samples")
+
+    def _read(self) -> None:
+        self.note: dict[str, Any] = dict(files.read_tree(self.folder / NOTE)["features"])
+        sources = {str(name): str(entry["source"]) for name, entry in files.read_tree(self.folder / SHARDS).items()}
+        if others := [name for name in sources if not name.endswith(".jsonl")]:
+            raise ValueError(f"{others[0]} is not of format=npy, which explore reads")
+        self.kinds = tuple(kind for kind in KINDS if kind in self.note.get("kinds", [IMAGE]))
+        self.parts = [self._part(name, source) for name, source in sources.items()]
+
+    def __len__(self) -> int:
+        return int(self.firsts[-1])
+
+    def _part(self, name: str, source: str) -> Part:
+        path = self.folder / Path(name).name
+        lines: array[int] = array("q")
+        at = 0
+        for line in files.lines(path, LONGEST_LINE):
+            lines.append(at)
+            at += len(line)
+        features = {kind: self._mapped(array_path(path, kind), len(lines)) for kind in self.kinds}
+        return Part(path.name.removesuffix(".jsonl"), source, path, lines, features)
+
+    def _mapped(self, path: Path, rows: int) -> np.ndarray:
+        files.opened(path).close()  # a FIFO or device is refused
+        if not rows:
+            return np.empty((0, self.note["width"]), np.float32)
+        try:
+            found: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
+        except Exception as error:  # numpy parses the header as Python's literals, which fail in many ways
+            raise ValueError(f"{path.name}: {error}") from error
+        if found.shape != (rows, self.note["width"]) or found.dtype not in (np.float16, np.float32):
+            raise ValueError(f"{path.name} holds {found.dtype} {list(found.shape)}")
+        return found
+
+    def features(self, kind: str) -> list[np.ndarray]:
+        """Of each part, (rows, D); none if the set was embedded without them."""
+        return [part.features[kind] for part in self.parts] if kind in self.kinds else []
+
+    def sample(self, number: int) -> Sample:
+        """The row of that number, counted through all parts. Raises OSError."""
+        place = bisect_right(self.firsts, number) - 1
+        part, row = self.parts[place], number - self.firsts[place]
+        with files.opened(part.path) as file:
+            file.seek(part.lines[row])
+            line = file.readline(LONGEST_LINE)
+        try:
+            found = json.loads(line)
+            return Sample(part.name, row, str(found["key"]), str(found.get("caption") or ""))
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise OSError(f"{part.path}: row {row} is damaged") from error

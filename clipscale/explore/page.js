@@ -1,0 +1,219 @@
+"use strict";
+// Texts of the set reach the page as text nodes alone, never as markup.
+
+const id = (name) => document.getElementById(name);
+let models = [];
+let asked = null; // the picture that is looked at: a file, or a sample's {part, row}
+let key = null; // the server's name for it
+let turn = 0; // answers to earlier questions are dropped
+
+function make(tag, values = {}, ...children) {
+  const node = Object.assign(document.createElement(tag), values);
+  node.append(...children);
+  return node;
+}
+
+async function answer(path, body) {
+  const json = !(body instanceof Blob);
+  const response = await fetch(path, {
+    method: "POST",
+    body: json ? JSON.stringify(body) : body,
+    headers: { "Content-Type": json ? "application/json" : "application/octet-stream" },
+  });
+  const found = await response.json().catch(() => ({ error: `the server answers ${response.status}` }));
+  if (!response.ok) throw Object.assign(new Error(found.error), { status: response.status });
+  return found;
+}
+
+function say(text, bad = false) {
+  id("hint").hidden = true;
+  id("status").hidden = !text;
+  id("status").textContent = text;
+  id("status").className = bad ? "bad" : "";
+}
+
+// Ask, and show the answer unless another question has been asked since.
+async function ask(path, body, show) {
+  const mine = ++turn;
+  say("Searching");
+  const start = performance.now();
+  try {
+    const found = await answer(path, body);
+    if (mine !== turn) return;
+    show(found);
+    const seconds = ((performance.now() - start) / 1000).toFixed(2);
+    say(`${models[0].samples.toLocaleString("en")} samples compared in ${seconds} s${common(found)}`);
+  } catch (error) {
+    if (mine === turn) say(error.message === "Failed to fetch" ? "clipscale explore has ended" : error.message, true);
+  }
+}
+
+const name = (row) => `${row.part}/${row.row}`;
+
+function common(found) {
+  const [first, second] = found.sides.map((side) => new Set((side.pictures || side.images || []).map(name)));
+  if (!second) return "";
+  return `; ${[...first].filter((one) => second.has(one)).length} of ${first.size} pictures found by both`;
+}
+
+// One column for each model.
+function columns(place, sides, fill) {
+  place.classList.toggle("two", sides.length > 1);
+  place.replaceChildren(
+    ...sides.map((side, number) => {
+      const column = make("div", { className: number ? "b" : "a" });
+      if (sides.length > 1) column.append(make("h3", { textContent: models[number].title }));
+      column.append(fill(side, number));
+      return column;
+    }),
+  );
+}
+
+function grid(rows, others) {
+  if (!rows.length) return make("p", { className: "none", textContent: "No picture has features." });
+  const list = make("div", { className: "grid" });
+  rows.forEach((row, number) => {
+    const picture = make("img", {
+      src: `small/${encodeURIComponent(row.part)}/${row.row}`, alt: row.caption || row.key, loading: "lazy",
+    });
+    picture.onerror = () => picture.replaceWith(make("span", { className: "missing", textContent: "not readable" }));
+    const place = others ? others.findIndex((other) => name(other) === name(row)) : -1;
+    const also = !others ? "" : place < 0 ? "here only" : place === number ? "same place" : `there ${place + 1}`;
+    const card = make(
+      "button", { className: "card", type: "button", title: `${row.caption}\n${row.part}, ${row.key}` }, picture,
+      make("div", {},
+        make("div", { className: "line" },
+          make("span", { textContent: `${number + 1}` }),
+          make("span", { textContent: also, className: others && place < 0 ? "only" : "" }),
+          make("span", { className: "score", textContent: row.score === undefined ? "" : row.score.toFixed(3) })),
+        make("p", { textContent: row.caption || row.key })),
+    );
+    card.dataset.name = name(row);
+    card.onclick = () => look({ part: row.part, row: row.row }, row.caption || row.key, picture.src);
+    card.onmouseenter = () => light(card.dataset.name, true);
+    card.onmouseleave = () => light(card.dataset.name, false);
+    list.append(card);
+  });
+  return list;
+}
+
+// The same picture in the other column.
+function light(wanted, on) {
+  for (const card of document.querySelectorAll(".card")) card.classList.toggle("lit", on && card.dataset.name === wanted);
+}
+
+function pictures(title, sides) {
+  id("found").hidden = false;
+  id("what").textContent = title;
+  columns(id("pictures"), sides, (side, number) => grid(side, sides.length > 1 ? sides[1 - number] : null));
+}
+
+// Without a question, some of the set.
+async function start() {
+  const mine = ++turn;
+  asked = null;
+  id("query").hidden = true;
+  try {
+    const found = await answer("some", { count: Number(id("count").value) });
+    if (mine !== turn) return;
+    say("");
+    id("hint").hidden = false;
+    pictures("Some of the set", [found.samples]);
+  } catch (error) {
+    if (mine === turn) say(error.message, true);
+  }
+}
+
+function search(text) {
+  if (!text.trim()) return void start();
+  id("query").hidden = true;
+  asked = null;
+  history.replaceState(null, "", `#${encodeURIComponent(text)}`);
+  ask("search", { text, count: Number(id("count").value) }, (found) =>
+    pictures(`Pictures for “${text}”`, found.sides.map((side) => side.pictures)));
+}
+
+function look(picture, about, source) {
+  asked = picture;
+  key = null;
+  id("text").value = "";
+  history.replaceState(null, "", " ");
+  const count = Number(id("count").value);
+  const body = picture instanceof Blob ? picture : { ...picture, count };
+  ask(picture instanceof Blob ? `picture?count=${count}` : "sample", body, (found) => {
+    key = found.picture;
+    id("query").hidden = false;
+    id("asked").src = source;
+    id("about").textContent = about;
+    columns(id("captions"), found.sides, (side) => captions(side.texts));
+    pictures("Pictures like it", found.sides.map((side) => side.images));
+    window.scrollTo({ top: 0, behavior: "smooth" });
+    classify();
+  });
+}
+
+function captions(rows) {
+  if (!rows.length) return make("p", { className: "none", textContent: "The set was embedded without texts." });
+  const seen = new Set();
+  const unlike = rows.filter((row) => !seen.has(row.caption) && seen.add(row.caption)).slice(0, 8);
+  return make("ol", { className: "rows" }, ...unlike.map((row) =>
+    make("li", { title: `${row.part}, ${row.key}` },
+      make("span", { textContent: row.caption || row.key }), make("b", { textContent: row.score.toFixed(3) }))));
+}
+
+const labels = () => id("labels").value.split(/[,\n]/).map((one) => one.trim()).filter(Boolean);
+
+async function classify() {
+  id("classes").replaceChildren();
+  if (!key || !labels().length) return;
+  localStorage.setItem("labels", id("labels").value);
+  localStorage.setItem("template", id("template").value);
+  try {
+    const found = await answer("classes", { picture: key, labels: [...new Set(labels())], template: id("template").value });
+    columns(id("classes"), found.sides, (side) =>
+      make("ol", { className: "rows" }, ...side.sort((a, b) => b.share - a.share).slice(0, 12).map((row) => {
+        const bar = make("i");
+        bar.style.width = `${100 * row.share}%`;
+        return make("li", { title: `similarity ${row.score.toFixed(3)}` }, bar,
+          make("span", { textContent: row.label }), make("b", { textContent: `${(100 * row.share).toFixed(1)} %` }));
+      })));
+  } catch (error) {
+    if (error.status === 404 && asked) look(asked, id("about").textContent, id("asked").src);
+    else say(error.message, true);
+  }
+}
+
+let shown = null;
+function open(file) {
+  if (!file) return;
+  if (shown) URL.revokeObjectURL(shown);
+  shown = URL.createObjectURL(file);
+  look(file, file.name || "pasted picture", shown);
+}
+
+async function begin() {
+  models = await (await fetch("about")).json();
+  id("models").replaceChildren(...models.map((model, number) =>
+    make("li", { className: number ? "model b" : "model" }, `${model.title} `,
+      make("small", { textContent: `${model.samples.toLocaleString("en")} samples` }))));
+  id("labels").value = localStorage.getItem("labels") || "";
+  id("template").value = localStorage.getItem("template") || id("template").value;
+  let text = "";
+  try { text = decodeURIComponent(location.hash.slice(1)); } catch { /* a broken link */ }
+  id("text").value = text;
+  search(text);
+}
+
+id("ask").onsubmit = (event) => { event.preventDefault(); search(id("text").value); };
+id("count").onchange = () => (asked ? look(asked, id("about").textContent, id("asked").src) : search(id("text").value));
+id("file").onchange = (event) => { open(event.target.files[0]); event.target.value = ""; };
+id("choose").onkeydown = (event) => { if (event.key === "Enter" || event.key === " ") id("file").click(); };
+id("classify").onsubmit = (event) => { event.preventDefault(); classify(); };
+document.onpaste = (event) => {
+  const file = [...event.clipboardData.files].find((one) => one.type.startsWith("image/"));
+  if (file) open(file);
+};
+document.ondragover = (event) => { event.preventDefault(); id("drop").hidden = false; };
+document.ondragleave = (event) => { if (!event.relatedTarget) id("drop").hidden = true; };
+document.ondrop = (event) => { event.preventDefault(); id("drop").hidden = true; open(event.dataTransfer.files[0]); };
+begin();

@@ -1,0 +1,107 @@
+"""Pictures of the shards, one at a time: the bytes for a query, a small JPEG for the page."""
+
+import io
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping
+from typing import TypeVar
+
+import numpy as np
+from PIL import Image
+
+from clipscale.config.data import DataConfig
+from clipscale.data.decode import IMAGE_TYPES, broken_pictures, image_bytes
+from clipscale.data.picture_bounds import open_picture
+from clipscale.data.sample import BrokenSampleError, limits
+from clipscale.data.shards import index
+from clipscale.data.shards.access import Opened, is_local
+from clipscale.data.shards.listing import access_of
+from clipscale.data.shards.reader import ReadProblem, ShardStatistics, read_shard
+from clipscale.data.shards.store import Store
+
+T = TypeVar("T")
+SIDE = 320
+"""Longest side of a picture on the page, in pixels."""
+KEPT_PICTURES, KEPT_SHARDS = 2048, 1024
+"""Small pictures of about 20 kB, and the offsets of shards of about 80 kB, in memory."""
+AT_ONCE = 2
+"""Pictures decoded at once; a large one takes 268 MB."""
+
+
+class Recent(OrderedDict[Hashable, T]):
+    """The values that were used last, at most `most` of them."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.most, self.lock = most, threading.Lock()
+
+    def get_or(self, key: Hashable, make: Callable[[], T]) -> T:
+        """The value of a key, which `make` makes if there is none."""
+        with self.lock:
+            if key in self:
+                self.move_to_end(key)
+                return self[key]
+        value = make()
+        with self.lock:
+            self[key] = value
+            while len(self) > self.most:
+                self.popitem(last=False)
+        return value
+
+
+class Pictures:
+    """The pictures of embedded sets, by the name of their part and their row."""
+
+    def __init__(self, sources: Mapping[str, str], data: DataConfig) -> None:
+        self.sources, self.data = dict(sources), data
+        self.kinds = limits(IMAGE_TYPES, (), data.max_bytes)
+        self.small: Recent[bytes] = Recent(KEPT_PICTURES)
+        self.offsets: Recent[np.ndarray | None] = Recent(KEPT_SHARDS)
+        self.turns = threading.Semaphore(AT_ONCE)
+
+    def encoded(self, part: str, row: int) -> bytes:
+        """A picture's bytes. Raises BrokenSampleError: also `no_such_sample` and the reasons of shards that cannot be read."""
+        if part not in self.sources:
+            raise BrokenSampleError("no_such_sample", part)
+        problem = ReadProblem()
+        store = Store(access_of(self.data))
+        wanted = read_shard(
+            self.sources[part], problem, lambda n: n == row, self.kinds, lazy=True, store=store, offsets=self._offsets
+        )
+        for raw in wanted:
+            if raw.index == row:
+                raw.load()
+                wanted.close()
+                if raw.damage:
+                    raise BrokenSampleError(raw.damage, raw.detail)
+                return image_bytes(raw.members)
+        raise BrokenSampleError(problem.reason or "no_such_sample", problem.detail or f"{part}, row {row}")
+
+    def shown(self, part: str, row: int) -> bytes:
+        """The picture as a JPEG of at most SIDE x SIDE pixels. Raises BrokenSampleError."""
+        return self.small.get_or((part, row), lambda: self._shown(part, row))
+
+    def _shown(self, part: str, row: int) -> bytes:
+        out = io.BytesIO()
+        with self.turns, broken_pictures():
+            image = open_picture(self.encoded(part, row), self.data.max_pixels)
+            image.draft("RGB", (2 * SIDE, 2 * SIDE))
+            image = image.convert("RGB")
+            image.thumbnail((SIDE, SIDE), Image.Resampling.BICUBIC)
+            image.save(out, "JPEG", quality=88)
+        return out.getvalue()
+
+    def _offsets(self, url: str, opened: Opened) -> np.ndarray | None:
+        """Where a shard's samples begin: from its index, or, if it is a local tar, from its headers, which are read once."""
+        return self.offsets.get_or(url, lambda: self._found_offsets(url, opened))
+
+    def _found_offsets(self, url: str, opened: Opened) -> np.ndarray | None:
+        found = index.sample_offsets(url, opened, self.data.cache)
+        if found is not None or not is_local(url):
+            return found
+        problem, statistics = ReadProblem(), ShardStatistics()
+        for _ in read_shard(
+            url, problem, lambda _: False, {}, store=Store(access_of(self.data)), statistics=statistics
+        ):
+            pass
+        return None if problem.reason or statistics.packed else np.array(statistics.offsets)

@@ -1,0 +1,287 @@
+"""The page's server. It answers this machine's browser: other hosts, other pages and large bodies are refused."""
+
+import asyncio
+import hashlib
+import json
+import socket
+from collections.abc import Callable, Sequence
+from functools import partial
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from clipscale.config.explore import ExploreConfig
+from clipscale.config.tools import IMAGE, TEXT
+from clipscale.data.sample import BrokenSampleError
+from clipscale.explore.pictures import Pictures, Recent
+from clipscale.explore.side import Found, Side
+
+PAGE = {"": "text/html", "page.css": "text/css", "page.js": "text/javascript"}
+MOST_TEXT, MOST_LABELS, MOST_RESULTS = 1 << 16, 1000, 200
+"""Bytes of a request without a picture, labels of one, and results of one."""
+KEPT_QUERIES = 256
+"""Dropped pictures whose features are kept, so that labels can be changed without sending the picture again."""
+HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob: data:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+    "cross-origin-opener-policy": "same-origin",
+    "cache-control": "no-store",
+}
+
+
+def serve(taken: socket.socket, sides: Sequence[Side], pictures: Pictures, config: ExploreConfig) -> None:
+    """Answer at a socket until SIGINT or SIGTERM."""
+    import uvicorn
+
+    settings = uvicorn.Config(
+        application(sides, pictures, config),
+        log_level="error",
+        access_log=False,
+        server_header=False,
+        limit_concurrency=128,
+        timeout_graceful_shutdown=2,
+    )
+    asyncio.run(uvicorn.Server(settings).serve(sockets=[taken]))
+
+
+def application(sides: Sequence[Side], pictures: Pictures, config: ExploreConfig) -> ASGIApp:
+    """The page and its answers."""
+    answers = _Answers(sides, pictures, config)
+    routes = [Route(f"/{name}", partial(_file, name or "page.html", kind)) for name, kind in PAGE.items()]
+    routes += [
+        Route("/about", answers.about),
+        Route("/small/{part}/{row:int}", answers.small),
+        Route("/some", answers.some, methods=["POST"]),
+        Route("/search", answers.search, methods=["POST"]),
+        Route("/picture", answers.picture, methods=["POST"]),
+        Route("/sample", answers.sample, methods=["POST"]),
+        Route("/classes", answers.classes, methods=["POST"]),
+    ]
+    app = Starlette(
+        routes=routes, exception_handlers={HTTPException: _refused, BrokenSampleError: _broken, OSError: _failed}
+    )
+    return Guard(app, config.host)
+
+
+async def _file(name: str, kind: str, request: Request) -> Response:
+    return Response(Path(__file__).with_name(name).read_bytes(), media_type=kind)
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return _json({"error": error.detail}, error.status_code)
+
+
+async def _broken(request: Request, error: Exception) -> Response:
+    return _json({"error": f"this picture cannot be used ({error})"}, 422)
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    return _json({"error": f"the set cannot be read ({error})"}, 500)
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    """JSON in ASCII: captions may hold lone surrogates."""
+    return Response(json.dumps(value, allow_nan=False), status, media_type="application/json")
+
+
+class Guard:
+    """Lets requests pass that name this machine, and come from its own page or from none. Every answer gets HEADERS.
+
+    A foreign page could otherwise send requests, or read the set under a name that it lets point to this machine (DNS rebinding).
+    """
+
+    def __init__(self, app: ASGIApp, host: str) -> None:
+        self.app = app
+        self.names = {"localhost", host.lower()}
+        self.open = not _loopback(host)
+        if self.open:
+            self.names |= {socket.gethostname().lower(), socket.getfqdn().lower()}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            return await self.app(scope, receive, send)
+
+        async def guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                added = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
+                message = message | {"headers": [*message["headers"], *added]}
+            await send(message)
+
+        if scope["type"] != "http" or (problem := self.problem(Request(scope))):
+            refused = Response(problem if scope["type"] == "http" else "", 403)
+            return await refused(scope, receive, guarded)
+        return await self.app(scope, receive, guarded)
+
+    def problem(self, request: Request) -> str:
+        """Why a request is refused; empty if it is not."""
+        host = request.headers.get("host", "")
+        if not self.known(host):
+            return "this page answers only under the address that clipscale explore has printed"
+        origin, site = request.headers.get("origin"), request.headers.get("sec-fetch-site", "none")
+        if (origin is not None and urlsplit(origin).netloc != host) or site not in ("same-origin", "none"):
+            return "requests of other pages are refused"
+        return ""
+
+    def known(self, host: str) -> bool:
+        """Whether the Host header names this machine. A page elsewhere has a name, so any address of the right kind is good."""
+        try:
+            name = (urlsplit(f"//{host}").hostname or "").lower()
+        except ValueError:
+            return False
+        return name in self.names or _loopback(name) or (self.open and _is_address(name))
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _loopback(name: str) -> bool:
+    return name == "localhost" or (_is_address(name) and ip_address(name).is_loopback)
+
+
+class _Answers:
+    """What the page asks for. Models and files work in threads."""
+
+    def __init__(self, sides: Sequence[Side], pictures: Pictures, config: ExploreConfig) -> None:
+        self.sides, self.pictures, self.most_bytes = sides, pictures, config.data.max_bytes
+        self.queries: Recent[list[torch.Tensor]] = Recent(KEPT_QUERIES)
+
+    async def about(self, request: Request) -> Response:
+        """The models, and what their sets hold."""
+        return _json([{"title": one.title, "samples": len(one.embedded or ())} for one in self.sides])
+
+    async def small(self, request: Request) -> Response:
+        """A picture of a set, for the page."""
+        part, row = request.path_params["part"], request.path_params["row"]
+        data = await run_in_threadpool(self.pictures.shown, part, row)
+        return Response(data, media_type="image/jpeg")
+
+    async def some(self, request: Request) -> Response:
+        """Samples from everywhere in the first model's set."""
+        count = _count(await _asked(request))
+        found = await run_in_threadpool(self.sides[0].some, count)
+        return _json({"samples": [sample._asdict() for sample in found]})
+
+    async def search(self, request: Request) -> Response:
+        """The pictures nearest to a text, by each model."""
+        asked = await _asked(request)
+        text, count = _text(asked, "text"), _count(asked)
+
+        def work(side: Side) -> Any:
+            return {"pictures": _rows(side.found(side.of_text(text), IMAGE, count))}
+
+        return await self.of_all(work)
+
+    async def picture(self, request: Request) -> Response:
+        """The captions and pictures nearest to a picture that the request holds, by each model."""
+        count = request.query_params.get("count", "24")
+        asked = {"count": int(count) if count.isdecimal() and len(count) < 9 else 0}
+        _count(asked)
+        return await self.near(await _body(request, self.most_bytes), asked)
+
+    async def sample(self, request: Request) -> Response:
+        """The same for a picture of the set."""
+        asked = await _asked(request)
+        part, row = asked.get("part"), asked.get("row")
+        if not isinstance(part, str) or type(row) is not int:
+            raise HTTPException(400, "give a part and a row")
+        return await self.near(await run_in_threadpool(self.pictures.encoded, part, row), asked)
+
+    async def near(self, data: bytes, asked: dict[str, Any]) -> Response:
+        key, count = hashlib.blake2b(data, digest_size=16).hexdigest(), _count(asked)
+        features = await run_in_threadpool(lambda: [side.of_picture(data) for side in self.sides])
+        self.queries.get_or(key, lambda: features)
+
+        def work(side: Side) -> Any:
+            query = features[self.sides.index(side)]
+            return {kind + "s": _rows(side.found(query, kind, count)) for kind in (TEXT, IMAGE)}
+
+        return await self.of_all(work, picture=key)
+
+    async def classes(self, request: Request) -> Response:
+        """The probabilities of labels for a picture that was asked for before, by each model."""
+        asked = await _asked(request)
+        labels, template = asked.get("labels"), _text(asked, "template")
+        if (
+            not isinstance(labels, list)
+            or not 0 < len(labels) <= MOST_LABELS
+            or not all(isinstance(one, str) for one in labels)
+        ):
+            raise HTTPException(400, f"give 1 to {MOST_LABELS} labels")
+        if "{}" not in template:
+            raise HTTPException(400, "write {} where the label goes in the prompt")
+        with self.queries.lock:
+            features = self.queries.get(str(asked.get("picture")))
+        if features is None:
+            raise HTTPException(404, "this picture is no longer kept; give it again")
+
+        def work(side: Side) -> Any:
+            found = side.classes(features[self.sides.index(side)], labels, template.replace("{}", "{c}"))
+            return [{"label": label, "share": share, "score": score} for label, (share, score) in zip(labels, found)]
+
+        return await self.of_all(work)
+
+    async def of_all(self, work: Callable[[Side], Any], **more: Any) -> Response:
+        """One answer of each model, one after another."""
+        return _json({"sides": [await run_in_threadpool(work, side) for side in self.sides], **more})
+
+
+def _rows(found: Sequence[Found]) -> list[dict[str, Any]]:
+    return [{**one.sample._asdict(), "score": one.score} for one in found]
+
+
+async def _body(request: Request, most: int) -> bytes:
+    """The body of a request. Refuses more than `most` bytes, before they are in memory."""
+    parts, size = [], 0
+    claimed = request.headers.get("content-length", "0")
+    if not claimed.isdigit() or int(claimed) > most:
+        raise HTTPException(413, f"more than {most} bytes")
+    async for part in request.stream():
+        size += len(part)
+        if size > most:
+            raise HTTPException(413, f"more than {most} bytes")
+        parts.append(part)
+    return b"".join(parts)
+
+
+async def _asked(request: Request) -> dict[str, Any]:
+    """The JSON object in a request."""
+    try:
+        found = json.loads(await _body(request, MOST_TEXT))
+    except (ValueError, RecursionError) as error:
+        raise HTTPException(400, "this is no JSON") from error
+    if not isinstance(found, dict):
+        raise HTTPException(400, "this is no JSON object")
+    return found
+
+
+def _text(asked: dict[str, Any], name: str) -> str:
+    found = asked.get(name)
+    if not isinstance(found, str) or not found.strip():
+        raise HTTPException(400, f"give a {name}")
+    return found.encode("utf-8", "replace").decode().strip()
+
+
+def _count(asked: dict[str, Any]) -> int:
+    found = asked.get("count", 24)
+    if type(found) is not int or not 0 < found <= MOST_RESULTS:
+        raise HTTPException(400, f"give a count of 1 to {MOST_RESULTS}")
+    return found

@@ -1,0 +1,98 @@
+"""One model with its embedded set: it turns texts, pictures and labels into features, and finds their nearest rows.
+
+D: feature width, C: classes.
+"""
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from clipscale.config.checks import existing_run
+from clipscale.config.tools import EmbedConfig
+from clipscale.data.sample import BrokenSampleError
+from clipscale.eval.zero_shot import class_embeddings
+from clipscale.explore.embedded import EmbeddedSet, Sample
+from clipscale.explore.search import nearest
+from clipscale.models.towers import ClipModel, build_model, load_model
+from clipscale.models.weights import described
+from clipscale.precision import Precision
+
+
+class Found(NamedTuple):
+    """A sample and its similarity to the query."""
+
+    sample: Sample
+    score: float
+
+
+@dataclass
+class Side:
+    """A model, its set, and what it computes. Queries come from several threads, and the model takes one at a time."""
+
+    title: str
+    model: ClipModel
+    config: EmbedConfig
+    embedded: EmbeddedSet | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self.digests = self.model.image_digest(), self.model.text_digest()
+        self.device = next(self.model.parameters()).device
+        self.precision = Precision(self.config.precision, self.device)
+        for tower in (self.model.image, self.model.text):
+            self.precision.convert(tower)
+        self.transform = replace(self.model.eval_transform(), max_pixels=self.config.data.max_pixels)
+
+    def of_text(self, text: str) -> Tensor:
+        """The unit feature (D,) of a text."""
+        return self._text(self.model.tokenizer([text]))[0]
+
+    def of_picture(self, data: bytes) -> Tensor:
+        """The unit feature (D,) of an encoded picture. Raises BrokenSampleError."""
+        pixels = torch.from_numpy(self.transform(data))[None].to(self.device)
+        with self.lock, torch.no_grad(), self.precision.autocast():
+            found = F.normalize(self.model.image(pixels)[0].float(), dim=-1)
+        if not bool(found.isfinite().all()):
+            raise BrokenSampleError("unusable_features", f"{self.title} computes no numbers")
+        return found
+
+    def classes(self, picture_D: Tensor, labels: Sequence[str], template: str) -> list[tuple[float, float]]:
+        """Probability and similarity of each label for a picture: the softmax over the labels, by the model's logit scale."""
+        classes_CD = class_embeddings(self._text, self.model.tokenizer, labels, [template], batch=self.config.batch)
+        scores = classes_CD.to(self.device) @ picture_D
+        shares = (scores * self.model.logit_scale.detach().float().exp()).softmax(0)
+        return list(zip(shares.tolist(), scores.tolist()))
+
+    def found(self, query_D: Tensor, kind: str, count: int) -> list[Found]:
+        """The samples whose feature of that kind is nearest to a query, best first."""
+        assert self.embedded is not None
+        matches = nearest(self.embedded.features(kind), query_D, count)
+        return [Found(self.embedded.sample(match.row), match.score) for match in matches]
+
+    def some(self, count: int) -> list[Sample]:
+        """Samples at even distances."""
+        assert self.embedded is not None
+        total = len(self.embedded)
+        shown = min(count, total)
+        return [self.embedded.sample(n * total // shown) for n in range(shown)]
+
+    def _text(self, tokens: Tensor) -> Tensor:
+        with self.lock, torch.no_grad(), self.precision.autocast():
+            return F.normalize(self.model.text(tokens.to(self.device)).float(), dim=-1)
+
+
+def load(config: EmbedConfig, device: torch.device) -> Side:
+    """The model that `config` names, on a device, without a set. Raises UserError."""
+    if config.run:
+        folder = existing_run(config.run)
+        model, _, step = load_model(folder, config.checkpoint, config.weights, hub=config.hub)
+        title = f"{folder.name}, step {step}{', averaged' if config.weights == 'ema' else ''}"
+    else:
+        model = build_model(described(config.model)).eval()
+        title = str(config.model.weights)
+    return Side(title, model.to(device), config)

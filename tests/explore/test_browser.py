@@ -1,0 +1,104 @@
+"""The page in a real Chromium: it finds, shows and compares, runs nothing of the set, and asks nobody else."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from clipscale.explore import verb
+from tests.data.files import picture
+from tests.explore.browser import PROGRAM, Browser
+from tests.explore.test_explore import config, place  # noqa: F401 (a fixture)
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(PROGRAM is None, reason="chromium is not installed")]
+uvicorn = pytest.importorskip("uvicorn", reason="uvicorn is not installed (clipscale[explore])")
+
+
+@pytest.fixture(scope="module")
+def address(place: Path) -> Iterator[str]:  # noqa: F811
+    from clipscale.explore.server import application
+
+    settings = config(place, "embedded", "shards", against=str(place / "b"), port=0)
+    sides, pictures = verb.prepared(settings)
+    with verb.listening(settings) as taken:
+        server = uvicorn.Server(uvicorn.Config(application(sides, pictures, settings), log_level="error"))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [taken]})
+        thread.start()
+        yield f"http://127.0.0.1:{taken.getsockname()[1]}/"
+        server.should_exit = True
+        thread.join(30)
+
+
+@pytest.fixture
+def browser(tmp_path: Path) -> Iterator[Browser]:
+    browser = Browser(tmp_path / "profile")
+    yield browser
+    browser.close()
+
+
+LOADED = (
+    "[...document.images].filter((one) => one.closest('.card')).every((one) => one.complete && one.naturalWidth > 0)"
+)
+
+
+def test_one_looks_at_a_set_in_a_browser(browser: Browser, address: str, tmp_path: Path) -> None:
+    browser.open(address)
+    browser.wait("models.length === 2")
+    assert browser.run("document.getElementById('models').innerText.includes('b, step 7')")
+
+    browser.wait("document.querySelectorAll('.card').length === 12 && document.activeElement.id === 'text'")
+    browser.type("two cats")
+    browser.wait(
+        "document.querySelectorAll('.b .card').length === 12 && document.querySelectorAll('.a .card').length === 12"
+    )
+    browser.run("for (const one of document.images) one.loading = 'eager'")
+    browser.wait(LOADED)
+    assert "12 of 12 pictures found by both" in browser.run("document.getElementById('status').textContent")
+    assert browser.run("document.querySelector('.card p').textContent").startswith("<b>"), "a caption is no markup"
+    assert browser.run("document.querySelectorAll('.card b').length") == 0
+    assert browser.run("location.hash") == "#two%20cats"
+
+    name = browser.run("document.querySelector('.card').dataset.name")
+    browser.run("document.querySelector('.card').click()")
+    browser.wait("key && !document.getElementById('query').hidden")
+    assert browser.run("document.querySelector('.card').dataset.name") == name, "a picture is nearest to itself"
+    assert browser.run("document.querySelectorAll('#captions .rows').length") == 2
+
+    (tmp_path / "mine.png").write_bytes(picture(3, (40, 30)))
+    browser.choose("#file", tmp_path / "mine.png")
+    browser.wait(
+        "document.getElementById('about').textContent === 'mine.png' && document.getElementById('asked').naturalWidth === 40"
+    )
+    assert browser.run("document.querySelector('.card').dataset.name") == "00000/3"
+
+    browser.run("document.getElementById('labels').value = 'a ring, a <i>cat</i>, a dog'")
+    browser.run("document.querySelector('#classify button').click()")
+    browser.wait("document.querySelectorAll('#classes li').length === 6")
+    shares = browser.run("[...document.querySelectorAll('#classes .a b')].map((one) => parseFloat(one.textContent))")
+    assert sum(shares) == pytest.approx(100, abs=0.2) and shares == sorted(shares, reverse=True)
+    assert "a <i>cat</i>" in browser.run("document.getElementById('classes').innerText")
+
+    dropped = "new File([new Uint8Array([1, 2, 3])], 'bad.png', {type: 'image/png'})"
+    browser.run(
+        f"const data = new DataTransfer(); data.items.add({dropped}); "
+        "document.dispatchEvent(new DragEvent('drop', {dataTransfer: data}))"
+    )
+    browser.wait("document.getElementById('status').className === 'bad'")
+    assert "this picture cannot be used" in browser.run("document.getElementById('status').textContent")
+
+    requests = [event["request"]["url"] for event in browser.reported("Network.requestWillBeSent")]
+    assert requests and all(url.startswith((address, "blob:", "data:")) for url in requests)
+    assert not browser.reported("Runtime.exceptionThrown")
+    entries = [event["entry"] for event in browser.reported("Log.entryAdded")]
+    assert [one["text"] for one in entries if "422" not in one["text"]] == [], "such as a breach of the policy"
+
+
+def test_the_page_says_when_the_server_has_ended(browser: Browser, address: str) -> None:
+    browser.open(address)
+    browser.wait("models.length === 2")
+    browser.call(
+        "Network.emulateNetworkConditions", offline=True, latency=0, downloadThroughput=-1, uploadThroughput=-1
+    )
+    browser.type("a ring")
+    browser.wait("document.getElementById('status').textContent === 'clipscale explore has ended'")

@@ -1,0 +1,333 @@
+"""The page's answers are the model's own: pictures of a text, captions, pictures and classes of a picture, by one model or two."""
+
+import io
+import json
+import shutil
+import socket
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+
+from clipscale import checkpoint
+from clipscale.config.data import DataConfig
+from clipscale.config.explore import ExploreConfig
+from clipscale.config.sections import LaunchConfig
+from clipscale.errors import UserError
+from clipscale.explore import verb
+from clipscale.explore.embedded import EmbeddedSet
+from clipscale.models.towers import ClipModel, build_model
+from tests.data.files import picture, write_tar
+from tests.embed.test_embed import embed
+from tests.eval.test_verb import TINY
+
+testclient = pytest.importorskip("starlette.testclient", reason="starlette is not installed (clipscale[explore])")
+HOME = "http://127.0.0.1:8765"
+
+
+def random_run(folder: Path, seed: int) -> str:
+    torch.manual_seed(seed)
+    checkpoint.save(folder, 7, {"model": build_model(TINY).state_dict(), "model_config": asdict(TINY)}, keep=0)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two runs, two shards of 7 and 5 pictures, and their features by the first run. All pictures differ."""
+    root = tmp_path_factory.mktemp("explore")
+    for number, size in enumerate((7, 5)):
+        members = []
+        for i in range(size):
+            key = f"{number}{i:03d}"
+            members += [
+                (f"{key}.png", picture(10 * number + i, (40, 30))),
+                (f"{key}.txt", f"<b>{key}</b> & a ring".encode()),
+            ]
+        (root / "shards").mkdir(exist_ok=True)
+        write_tar(root / f"shards/{number:05d}.tar", members)
+    for number, name in enumerate("ab"):
+        random_run(root / name, number)
+    embed(str(root / "a"), root / "shards", root / "embedded")
+    return root
+
+
+def config(place: Path, *data: str, **values: Any) -> ExploreConfig:
+    found = [str(place / one) for one in data]
+    return ExploreConfig(
+        **({"run": str(place / "a"), "device": "cpu"} | values),
+        data=DataConfig(train=found),
+        launch=LaunchConfig(threads=1),
+    )
+
+
+def client(settings: ExploreConfig) -> Any:
+    from clipscale.explore.server import application
+
+    return testclient.TestClient(application(*verb.prepared(settings), settings), base_url=HOME)
+
+
+@pytest.fixture(scope="module")
+def page(place: Path) -> Any:
+    return client(config(place, "embedded"))
+
+
+@pytest.fixture(scope="module")
+def model(place: Path) -> ClipModel:
+    from clipscale.models.towers import load_model
+
+    return load_model(place / "a")[0]
+
+
+def expected(place: Path, query: torch.Tensor, kind: str) -> list[tuple[str, int]]:
+    """Parts and rows by falling similarity, by a plain product."""
+    named, rows = [], []
+    for part in ("00000", "00001"):
+        array = np.load(place / f"embedded/{part}.{kind}.npy")
+        named += [(part, n) for n in range(len(array))]
+        rows.append(array)
+    scores = torch.from_numpy(np.concatenate(rows)).float() @ query
+    return [named[n] for n in scores.argsort(descending=True, stable=True).tolist()]
+
+
+def names(rows: list[dict[str, Any]]) -> list[tuple[str, int]]:
+    return [(row["part"], row["row"]) for row in rows]
+
+
+def test_a_text_finds_the_pictures_that_the_model_puts_nearest(place: Path, page: Any, model: ClipModel) -> None:
+    found = page.post("/search", json={"text": "two cats", "count": 5}).json()["sides"]
+    with torch.no_grad():
+        query = model.text(model.tokenizer(["two cats"]))[0]
+    assert len(found) == 1 and names(found[0]["pictures"]) == expected(place, query, "image")[:5]
+    best = found[0]["pictures"][0]
+    assert best["caption"] == f"<b>{best['key']}</b> & a ring", "texts come as they are; the page shows them as text"
+
+
+def test_the_page_begins_with_samples_from_everywhere(page: Any) -> None:
+    assert names(page.post("/some", json={"count": 4}).json()["samples"]) == [
+        ("00000", 0), ("00000", 3), ("00000", 6), ("00001", 2)
+    ]  # fmt: skip
+    assert len(page.post("/some", json={"count": 100}).json()["samples"]) == 12
+
+
+def test_a_picture_finds_itself_its_captions_and_its_classes(place: Path, page: Any, model: ClipModel) -> None:
+    data = picture(12, (40, 30))  # the third of the second shard
+    found = page.post("/picture?count=12", content=data).json()
+    with torch.no_grad():
+        query = model.image(torch.from_numpy(model.eval_transform()(data))[None])[0]
+        prompts = model.text(model.tokenizer(["a drawing of a cat.", "a drawing of a dog."]))
+    (side,) = found["sides"]
+    assert names(side["images"]) == expected(place, query, "image") and names(side["images"])[0] == ("00001", 2)
+    assert side["images"][0]["score"] == pytest.approx(1, abs=1e-5)
+    assert names(side["texts"]) == expected(place, query, "text")
+    asked = {"picture": found["picture"], "labels": ["cat", "dog"], "template": "a drawing of a {}."}
+    (classes,) = page.post("/classes", json=asked).json()["sides"]
+    wanted = F.softmax(model.logit_scale.exp() * (prompts @ query), 0).tolist()
+    assert [row["label"] for row in classes] == ["cat", "dog"]
+    assert [row["share"] for row in classes] == pytest.approx(wanted, abs=1e-5)
+    same = page.post("/sample", json={"part": "00001", "row": 2, "count": 12}).json()
+    assert same == found, "a picture of the set is the same query"
+
+
+def test_pictures_are_shown_small_and_by_their_place_alone(page: Any) -> None:
+    answer = page.get("/small/00001/2")
+    shown = Image.open(io.BytesIO(answer.content))
+    assert answer.headers["content-type"] == "image/jpeg" and shown.size == (40, 30)
+    wanted = np.asarray(Image.open(io.BytesIO(picture(12, (40, 30)))), np.float32)
+    assert np.abs(np.asarray(shown, np.float32) - wanted).mean() < 6
+    for name in ("00001/5", "00002/0", "..%2f00000/0", "00000/99999999999"):
+        assert page.get(f"/small/{name}").status_code in (404, 422), name
+
+
+def test_two_models_answer_side_by_side_and_the_second_embeds_the_set_itself(place: Path) -> None:
+    settings = config(place, "embedded", "shards", against=str(place / "b"))
+    page = client(settings)
+    about = page.get("/about").json()
+    assert [side["title"] for side in about] == ["a, step 7", "b, step 7"] and {side["samples"] for side in about} == {
+        12
+    }
+    first, second = page.post("/search", json={"text": "two cats", "count": 12}).json()["sides"]
+    assert sorted(names(first["pictures"])) == sorted(names(second["pictures"]))
+    assert [row["score"] for row in first["pictures"]] != [row["score"] for row in second["pictures"]]
+    found = page.post("/picture", content=picture(3, (40, 30))).json()
+    assert [names(side["images"])[0] for side in found["sides"]] == [("00000", 3)] * 2
+    (made,) = (place / "b/explore").iterdir()
+    before = {path.name: path.stat().st_mtime_ns for path in made.glob("*.npy")}
+    verb.prepared(settings)
+    assert before and {path.name: path.stat().st_mtime_ns for path in made.glob("*.npy")} == before, (
+        "it is embedded once"
+    )
+    assert not (place / "a/explore").exists(), "the first model has its embedded set"
+
+
+def test_pictures_of_a_table_are_found(place: Path, tmp_path: Path) -> None:
+    (tmp_path / "pictures").mkdir()
+    for number in range(3):
+        (tmp_path / f"pictures/{number}.png").write_bytes(picture(number, (40, 30)))
+    (tmp_path / "pictures/t.csv").write_text("image,caption\n" + "".join(f"{n}.png,caption {n}\n" for n in range(3)))
+    page = client(config(place, str(tmp_path / "pictures/t.csv"), out=str(tmp_path / "out")))
+    (side,) = page.post("/picture", content=picture(1, (40, 30))).json()["sides"]
+    best = side["images"][0]
+    assert best["caption"] == "caption 1" and best["score"] > 0.999
+    assert Image.open(io.BytesIO(page.get(f"/small/{best['part']}/{best['row']}").content)).size == (40, 30)
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"host": "localhost:9000"}, 200),  # a forwarded port
+        ({"host": "[::1]:8765"}, 200),
+        ({"host": "evil.example:8765"}, 403),  # a name that was let point to this machine
+        ({"host": "127.0.0.1.evil.example"}, 403),
+        ({"host": "192.168.0.7:8765"}, 403),
+        ({"host": ""}, 403),
+        ({"host": "[::1"}, 403),
+        ({"origin": HOME, "sec-fetch-site": "same-origin"}, 200),
+        ({"origin": "https://evil.example", "sec-fetch-site": "cross-site"}, 403),
+        ({"origin": "null"}, 403),
+        ({"sec-fetch-site": "cross-site"}, 403),
+        ({"sec-fetch-site": "same-site"}, 403),
+    ],
+)
+def test_requests_of_other_hosts_and_pages_are_refused(page: Any, headers: dict[str, str], status: int) -> None:
+    for answer in (page.get("/about", headers=headers), page.post("/search", json={"text": "a"}, headers=headers)):
+        assert answer.status_code == status
+        assert "frame-ancestors 'none'" in answer.headers["content-security-policy"]
+        assert "access-control-allow-origin" not in answer.headers
+
+
+def test_a_page_for_other_machines_answers_under_addresses_and_its_own_name(place: Path) -> None:
+    from clipscale.explore.server import Guard
+
+    guard = Guard(lambda *_: None, "0.0.0.0")  # type: ignore[arg-type, return-value]
+    assert guard.known("192.168.0.7:8765") and guard.known(socket.gethostname()) and guard.known("localhost")
+    assert not guard.known("evil.example")
+
+
+def test_large_and_foreign_bodies_are_refused(page: Any, place: Path) -> None:
+    small = client(replace(config(place, "embedded"), data=DataConfig(train=[str(place / "embedded")], max_bytes=5000)))
+    assert small.post("/picture", content=b"x" * 5001).status_code == 413
+    assert small.post("/picture", content=iter([b"x" * 3000, b"x" * 3000])).status_code == 413, "without a length"
+    assert page.post("/search", content=b" " * (1 << 17)).status_code == 413
+    for body, message in (
+        (b"{", "no JSON"),
+        (b"[" * 20_000, "no JSON"),
+        (b"[]", "no JSON object"),
+        (b"{}", "give a text"),
+        (b'{"text": " "}', "give a text"),
+        (b'{"text": "a", "count": 0}', "count of 1 to"),
+        (b'{"text": "a", "count": 1e9}', "count of 1 to"),
+    ):
+        answer = page.post("/search", content=body)
+        assert answer.status_code == 400 and message in answer.json()["error"], body[:20]
+    assert page.post("/search", content=b'{"text": "\\ud800"}').status_code == 200
+    for body in (b"", b"no picture", picture(0)[:40], b"<svg xmlns='http://www.w3.org/2000/svg'/>"):
+        answer = page.post("/picture", content=body)
+        assert answer.status_code == 422 and "cannot be used" in answer.json()["error"]
+    assert page.post("/sample", json={"part": 3, "row": 1}).status_code == 400
+
+
+def test_a_picture_of_too_many_pixels_is_refused_before_it_is_decoded(place: Path) -> None:
+    few = client(replace(config(place, "embedded"), data=DataConfig(train=[str(place / "embedded")], max_pixels=1000)))
+    answer = few.post("/picture", content=picture(0, (40, 30)))
+    assert answer.status_code == 422 and "huge_image" in answer.json()["error"]
+    assert few.get("/small/00000/0").status_code == 422
+
+
+def test_labels_are_checked(page: Any) -> None:
+    key = page.post("/picture", content=picture(1, (40, 30))).json()["picture"]
+    good = {"picture": key, "labels": ["a"], "template": "{}"}
+    assert page.post("/classes", json=good).json()["sides"][0][0]["share"] == 1
+    for change, status in (
+        ({"labels": []}, 400),
+        ({"labels": ["a"] * 1001}, 400),
+        ({"labels": [3]}, 400),
+        ({"template": "a"}, 400),
+        ({"picture": "gone"}, 404),
+    ):
+        assert page.post("/classes", json=good | change).status_code == status, change
+
+
+# -- mistakes and damage ----------------------------------------------------------------------------------------------------
+
+
+def test_features_of_other_weights_are_refused(place: Path) -> None:
+    message = r"its features are of other weights of tiny \(digest \w{8}\) than those of b, step 7 \(\w{8}\); embed the set with that model"
+    with pytest.raises(UserError, match=message):
+        verb.prepared(config(place, "embedded", run=str(place / "b")))
+    with pytest.raises(UserError, match=message):
+        verb.prepared(config(place, "embedded", against=str(place / "b")))
+
+
+def test_a_port_in_use_and_an_unknown_host_are_one_line(place: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        settings = config(place, "embedded", port=other.getsockname()[1])
+        with pytest.raises(UserError, match=r"port=\d+: cannot listen at 127.0.0.1 \(.*in use.*\); give another port="):
+            verb.main(settings)
+    with pytest.raises(UserError, match=r"cannot listen at no\.such\.host\.invalid"):
+        verb.main(replace(settings, host="no.such.host.invalid"))
+
+
+def damaged(folder: Path, kind: str) -> None:
+    match kind:
+        case "no list":
+            (folder / "shards.json").unlink()
+        case "another format":
+            (folder / "shards.json").write_text('{"00000.tar": {"source": "x", "samples": 1}}')
+        case "no entries":
+            (folder / "shards.json").write_text('{"00000.jsonl": 3}')
+        case "nothing":
+            (folder / "shards.json").write_text("{}")
+        case "fewer lines":
+            (folder / "00000.jsonl").write_text("{}\n")
+        case "torn":
+            data = (folder / "00000.image.npy").read_bytes()
+            (folder / "00000.image.npy").write_bytes(data[:-9])
+        case "objects":
+            np.save(folder / "00000.text.npy", np.array([{}] * 7), allow_pickle=True)
+        case "another width":
+            np.save(folder / "00000.text.npy", np.zeros((7, 3), np.float32))
+
+
+@pytest.mark.parametrize(
+    "kind", ["no list", "another format", "no entries", "nothing", "fewer lines", "torn", "objects", "another width"]
+)
+def test_a_damaged_set_is_one_line(place: Path, tmp_path: Path, kind: str) -> None:
+    shutil.copytree(place / "embedded", tmp_path / "set")
+    damaged(tmp_path / "set", kind)
+    with pytest.raises(UserError, match=f"data.*{tmp_path / 'set'}"):
+        EmbeddedSet(tmp_path / "set")
+
+
+def test_a_set_that_changes_under_the_page_and_lost_pictures_are_said(place: Path, tmp_path: Path) -> None:
+    shutil.copytree(place / "embedded", tmp_path / "set")
+    listed = json.loads((tmp_path / "set/shards.json").read_text())
+    listed["00000.jsonl"]["source"] = str(tmp_path / "gone.tar")
+    (tmp_path / "set/shards.json").write_text(json.dumps(listed))
+    page = client(config(place, str(tmp_path / "set")))
+    assert page.get("/small/00000/0").status_code == 422 and page.get("/small/00001/0").status_code == 200
+    (tmp_path / "set/00001.jsonl").write_text("{" * 2000)
+    answer = page.post("/search", json={"text": "a"})
+    assert answer.status_code == 500 and "row" in answer.json()["error"]
+
+
+def test_the_page_loads_nothing_from_elsewhere_and_writes_no_markup(page: Any) -> None:
+    texts = {path: page.get(path).text for path in ("/", "/page.css", "/page.js")}
+    assert all("http://" not in text and "https://" not in text and "//cdn" not in text for text in texts.values())
+    assert not any(
+        word in texts["/page.js"]
+        for word in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(")
+    )
+    policy = page.get("/").headers["content-security-policy"]
+    assert "default-src 'none'" in policy and "unsafe" not in policy
+    assert "<script>" not in texts["/"] and "style=" not in texts["/"], "the policy refuses them"
