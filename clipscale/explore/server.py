@@ -118,7 +118,7 @@ class Guard:
         async def guarded(message: Message) -> None:
             if message["type"] == "http.response.start":
                 added = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
-                message = message | {"headers": [*message["headers"], *added]}
+                message = {**message, "headers": [*message["headers"], *added]}
             await send(message)
 
         if scope["type"] != "http" or (problem := self.problem(Request(scope))):
