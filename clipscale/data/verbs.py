@@ -17,6 +17,7 @@ from clipscale.config.data import TableConfig
 from clipscale.config.tools import CheckSettings, IndexSettings, StatsSettings
 from clipscale.data.shards import index, listing, scan
 from clipscale.data.shards.access import Access, is_local, scheme_of
+from clipscale.data.shards.counts import recorded_counts, scan_counts
 from clipscale.errors import UserError
 from clipscale.hardware import cores
 from clipscale.report.table import TextTable, plain_console
@@ -123,9 +124,9 @@ def show_stats(sources: Sequence[str], settings: StatsSettings) -> int:
     entries, _ = index.current(urls, settings.cache)
     missing = [url for url in urls if url not in entries and is_local(url)]
     if missing:
-        listing.scan_counts(missing, settings.cache)
+        scan_counts(missing, settings.cache)
         entries, _ = index.current(urls, settings.cache)
-    rows = sum(filter(None, listing.recorded_counts([url for url in urls if scheme_of(url) == "table"])))
+    rows = sum(filter(None, recorded_counts([url for url in urls if scheme_of(url) == "table"])))
     members: dict[str, Counter[str]] = defaultdict(Counter)
     for entry in entries.values():
         for extension, (number, size) in entry.totals.items():

@@ -18,7 +18,7 @@ from clipscale.data.decode import IMAGE_TYPES
 from clipscale.data.features import encoded_row
 from clipscale.data.sample import RawSample
 from clipscale.data.shards.access import scheme_of
-from clipscale.data.shards.listing import count_samples
+from clipscale.data.shards.counts import count_samples
 from clipscale.data.shards.tables import part_of
 from clipscale.data.shards.writer import shard_writer
 from clipscale.embed.encode import Group

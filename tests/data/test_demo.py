@@ -17,7 +17,8 @@ from PIL import Image
 
 from clipscale.data import demo, scenes
 from clipscale.data.sample import RawSample
-from clipscale.data.shards.listing import expand, recorded_counts
+from clipscale.data.shards.counts import recorded_counts
+from clipscale.data.shards.listing import expand
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.errors import UserError
 

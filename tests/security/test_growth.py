@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 
 from clipscale.cli.main import main
 from clipscale.data.shards import index, index_file, listing, scan
-from clipscale.data.shards.listing import expand, recorded_counts
+from clipscale.data.shards.counts import recorded_counts
+from clipscale.data.shards.listing import expand
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.store import Store
 from clipscale.errors import UserError

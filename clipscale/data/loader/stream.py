@@ -28,7 +28,8 @@ from clipscale.data.loader.shard_reader import OrderedShards, StreamPosition, or
 from clipscale.data.loader.shard_stream import WorkerSpec
 from clipscale.data.loader.workers import InProcess, Workers
 from clipscale.data.order import local_places, streams_of
-from clipscale.data.shards.listing import access_of, build_order, list_shards
+from clipscale.data.shards.counts import build_order
+from clipscale.data.shards.listing import access_of, list_shards
 from clipscale.errors import UserError
 from clipscale.hardware import cores_of_rank
 

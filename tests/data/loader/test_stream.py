@@ -175,7 +175,7 @@ def test_uncounted_local_shards_are_scanned_when_few(
 ) -> None:
     write_shards(tmp_path, [3, 4, 5], sized=False)
     with monkeypatch.context() as patch:
-        patch.setattr("clipscale.data.shards.listing.SCAN_AT_MOST", 2)
+        patch.setattr("clipscale.data.shards.counts.SCAN_AT_MOST", 2)
         assert open_stream(tmp_path, batch=4).samples_per_epoch is None
     assert "drawn with replacement" in caplog.text
     assert open_stream(tmp_path, batch=4).samples_per_epoch == 12

@@ -21,7 +21,7 @@ from clipscale.data.order import Segment
 from clipscale.data.sample import RawSample, limits
 from clipscale.data.shards import index, scan
 from clipscale.data.shards.access import Opened
-from clipscale.data.shards.listing import recorded_counts, scan_counts
+from clipscale.data.shards.counts import recorded_counts, scan_counts
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.store import Store
 from tests.data.files import sample, write_shards, write_tar

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from webdataset.tariterators import tarfile_samples
 
 from clipscale.data.sample import RawSample
-from clipscale.data.shards.listing import count_samples
+from clipscale.data.shards.counts import count_samples
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from tests.data.files import sample, write_shards, write_tar
 

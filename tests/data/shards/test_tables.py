@@ -19,7 +19,8 @@ from clipscale.data.loader.host_batch import sample_id
 from clipscale.data.sample import RawSample
 from clipscale.data.shards import remote, tables
 from clipscale.data.shards.access import EVENT, Access
-from clipscale.data.shards.listing import expand, recorded_counts
+from clipscale.data.shards.counts import recorded_counts
+from clipscale.data.shards.listing import expand
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.store import Store
 from clipscale.errors import UserError

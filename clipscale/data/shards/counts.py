@@ -1,0 +1,176 @@
+"""Counts the samples of shards, and builds the order that the counts allow."""
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from clipscale import files
+from clipscale.config.data import DataConfig
+from clipscale.data.order import Epochs, Mixed, Order, Resampled, default_streams, streams_fit
+from clipscale.data.shards import index, scan
+from clipscale.data.shards.access import is_local, scheme_of, user_cache
+from clipscale.data.shards.reader import ReadProblem, read_shard
+from clipscale.errors import UserError
+
+log = logging.getLogger(__name__)
+
+SCAN_AT_MOST = 256
+"""Shards that are scanned to count their samples if no counts are recorded; more would delay the start of a run."""
+MOST_COUNT_BYTES = 1 << 26
+"""Size of a file of counts."""
+
+
+def recorded_counts(urls: Sequence[str], cache: str | None = None) -> list[int | None]:
+    """Samples per shard by an index, `sizes.json` (webdataset) or `NNNNN_stats.json` (img2dataset); None: unknown."""
+    entries, stale = index.current(urls, cache)
+    if stale:
+        log.warning(
+            f"the index of {len(stale)} of {len(urls)} shards is out of date (first: {stale[0]}): they have changed since; "
+            "counting them without it, run `clipscale data index` again"
+        )
+    _warn_of_damage(entries, len(urls))
+    folders = {os.path.dirname(url) for url in urls if is_local(url)}  # noqa: PTH120 (as it is named)
+    sizes = {folder: _json(Path(folder) / "sizes.json") for folder in folders}
+
+    def recorded(url: str) -> int | None:
+        if url in entries:
+            return entries[url].samples
+        if scheme_of(url) == "table":
+            from clipscale.data.shards.tables import row_count
+
+            return row_count(url)
+        if not is_local(url):
+            return None
+        folder, leaf = os.path.split(url)
+        value = sizes[folder].get(leaf)
+        if value is None:
+            value = _json(Path(folder) / f"{leaf.split('.')[0]}_stats.json").get("successes")
+        return value if isinstance(value, int) and value >= 0 else None
+
+    with ThreadPoolExecutor(16) as pool:  # waits on the file system, seldom on the processor
+        return list(pool.map(recorded, urls))
+
+
+def _warn_of_damage(entries: Mapping[str, index.Entry], count: int) -> None:
+    damaged = [(url, entry.reason) for url, entry in entries.items() if entry.reason]
+    if damaged:
+        url, reason = damaged[0]
+        log.warning(
+            f"{len(damaged)} of {count} shards are damaged (first: {url}, {reason}): what lies behind the damage is left out; "
+            "`clipscale data check` shows it all"
+        )
+
+
+def _json(path: Path) -> dict[str, int]:
+    """The object in a json file; empty if there is no such file or it is damaged."""
+    if not path.is_file():
+        return {}
+    try:
+        value = files.read_json(path, MOST_COUNT_BYTES)
+    except (OSError, ValueError) as error:
+        log.warning("%s cannot be read (%s); counting without it", path, error)
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def scan_counts(urls: Sequence[str], cache: str | None = None) -> list[int]:
+    """Samples per local shard from its tar headers; an index in the cache folder remembers them.
+
+    A damaged shard counts the samples before the damage. One process of a machine scans while the others wait.
+    """
+    found: dict[str, index.Entry] = {}
+    try:
+        scan.update_indexes(urls, cache=cache or str(user_cache()), checksum=False)
+        found, _ = index.current(urls, cache)
+        _warn_of_damage(found, len(urls))
+    except UserError as error:
+        log.warning("counts are not remembered: %s", error)
+    return [found[url].samples if url in found else count_samples(url) for url in urls]
+
+
+def count_samples(path: str) -> int:
+    """Samples in a local shard, as `read_shard` groups them, from its headers alone."""
+    problem = ReadProblem()
+    samples = sum(1 for _ in read_shard(path, problem, want=lambda _: False))
+    if problem.reason:
+        log.warning("%s after %d samples: %s", problem.reason, samples, problem.detail)
+    return samples
+
+
+def build_order(
+    config: DataConfig,
+    urls: Sequence[str],
+    source_of: Sequence[int] | None,
+    batch: int,
+    world: int,
+    seed: int,
+    position: dict[str, Any] | None,
+) -> Order:
+    """The order of all samples, and the number of shard streams.
+
+    Exact epochs where every shard's samples are known. Else shards are drawn with replacement, or mixed by `data.weights`;
+    `source_of` is each shard's source. Raises UserError.
+    """
+    if config.order == "epochs" and source_of is not None:
+        raise UserError("data.weights and data.order=epochs exclude each other; weights need data.order=resampled")
+    epochs = config.order == "epochs" or (config.order == "auto" and source_of is None)
+    counts = recorded_counts(urls, config.cache)
+    if epochs:
+        counts = _scanned(config, urls, counts)
+    known = [count for count in counts if count is not None]
+    complete = len(known) == len(counts)
+    if complete and not sum(known):
+        raise UserError(
+            f"data.train={config.train}: the {len(urls)} shards hold no sample; check that they are image-text tar files"
+        )
+    if epochs and complete:
+        return Epochs(tuple(known), batch, _stream_count(config, batch, world, sum(known), position), seed)
+    if epochs:
+        log.warning(
+            f"the samples of {len(urls)} shards are not known: shards are drawn with replacement (data.order=resampled)"
+        )
+    streams = _stream_count(config, batch, world, None, position)
+    if source_of is None:
+        weights = [float(count) for count in known] if complete else [1.0] * len(counts)
+        return Resampled(tuple(np.cumsum(weights).tolist()), tuple(counts), streams, seed)
+    assert config.weights is not None and config.train is not None
+    for number, weight in enumerate(config.weights):
+        if weight and not any(own == number and count != 0 for own, count in zip(source_of, counts)):
+            raise UserError(f"data.train: {config.train[number]} has data.weights={weight:g} and holds no sample")
+    return Mixed(tuple(map(float, config.weights)), tuple(source_of), tuple(counts), streams, seed)
+
+
+def _scanned(config: DataConfig, urls: Sequence[str], counts: list[int | None]) -> list[int | None]:
+    """The counts, with those of local shards that nothing records: they are scanned, unless they are too many."""
+    unknown = [url for url, count in zip(urls, counts) if count is None]
+    if unknown and all(map(is_local, unknown)) and (config.order == "epochs" or len(urls) <= SCAN_AT_MOST):
+        found = dict(zip(unknown, scan_counts(unknown, config.cache)))
+        return [found[url] if count is None else count for url, count in zip(urls, counts)]
+    if unknown and config.order == "epochs":
+        raise UserError(
+            f"data.order=epochs: the samples in {unknown[0]} are not known; run `clipscale data index` on the shards, "
+            "or take data.order=resampled"
+        )
+    return counts
+
+
+def _stream_count(
+    config: DataConfig, batch: int, world: int, total: int | None, position: dict[str, Any] | None
+) -> int:
+    if position is not None:
+        streams = int(position["lanes"])
+        if streams_fit(streams, batch, total):
+            return streams
+        log.warning(
+            "the checkpoint's %d shard streams do not fit this batch and data; its data position is given up", streams
+        )
+    streams = config.shard_streams or default_streams(batch, world, total)
+    if not streams_fit(streams, batch, total):
+        size = f"the batch of {batch}" if streams > batch else f"the {total} samples in data.train"
+        raise UserError(f"data.shard_streams={streams}: too many for {size}; take fewer, fewer processes or more data")
+    return streams
