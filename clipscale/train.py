@@ -47,6 +47,7 @@ def train(config: TrainConfig) -> dict[str, Any]:
     Returns {"run": folder, "step": steps done, "loss": last loss, "eval": results by set}, the same on every rank.
     Raises UserError for every mistake that the user can fix, LostRankError where another rank hangs or has died.
     """
+    begun = time.monotonic()
     world = distributed.start(config.device, config.launch.threads, config.launch.timeout_s)
     folder = Path(config.run)
     # A sweep makes its jobs' folders, and keeps them. The folder of an unnamed run holds no more than its lock.
@@ -55,7 +56,7 @@ def train(config: TrainConfig) -> dict[str, Any]:
     try:
         world.on_main(lock.enter)
         with Heartbeat(folder, world, config.launch.timeout_s) as heart:
-            return Run(config, world, heart).go()
+            return Run(config, world, heart, begun).go()
     except UserError:
         if new:
             checkpoint.remove_empty_run(folder, CHUNKS, run_lock.FILE, heartbeat.FOLDER)
@@ -72,8 +73,12 @@ def train(config: TrainConfig) -> dict[str, Any]:
 class Run:
     """Everything one training process holds."""
 
-    def __init__(self, config: TrainConfig, world: World, heart: Heartbeat | None = None) -> None:
+    def __init__(
+        self, config: TrainConfig, world: World, heart: Heartbeat | None = None, begun: float | None = None
+    ) -> None:
+        """`begun`: when this start of the run began, by the monotonic clock."""
         self.config, self.world = config, world
+        self.begun = begun or time.monotonic()
         shared(config.batch, world.size, f"{world.size} processes")
         self.sizes = BatchSizes(config.batch, config.ramp)
         self.folder = Path(config.run)
@@ -82,9 +87,9 @@ class Run:
         check_sets(config.eval, world)
         self.budget = BudgetTuner(config.cache.keep, world.device)
         self.heart.enter("load", 0, beat=True)
-        begun = start(config, world, self.folder, self.sizes)
-        self.state, self.stream, self.within = begun.state, begun.stream, begun.within
-        self.step, self.last_loss, resumed = begun.step, begun.loss, begun.resumed
+        found = start(config, world, self.folder, self.sizes)
+        self.state, self.stream, self.within = found.state, found.stream, found.within
+        self.step, self.last_loss, resumed = found.step, found.loss, found.resumed
         self.stages = StageTuner(config.launch.zero, [tower.encoder for tower in self.state.cache.towers], world)
         flops = Flops(config.model, world.device, stored_images=self.state.stored is not None)
         self.total, self.schedule = self.length_and_schedule()
@@ -106,11 +111,12 @@ class Run:
         self.records = StepRecords(self.metrics.step if self.metrics else None, world.size, flops, self.stream)
         self.saved_at = time.monotonic()
         self.stop = Stop(world, config.launch.grace_s)  # signals that this rank has received
-        self.saver = checkpoint.Saver(self.folder, world, config.checkpoint, begun.store)
+        self.saver = checkpoint.Saver(self.folder, world, config.checkpoint, found.store)
         self.saver.last_step, self.saved_step = (self.step, self.step) if resumed else (None, 0)
         self.profiler = Profiler(self.folder, config.log.profile, world.rank, world.device)
         self.heart.detail, self.saver.check = self.doing, self.heart.check
         self.step_s = self.eval_s = 0.0  # what the last of each took
+        self.first: dict[str, float] = {}  # of this start's first record
         self.busy = False  # whether the device has work of the present step
         self.stopping = 0  # the signal at which all ranks have agreed to stop; 0: none
 
@@ -139,6 +145,7 @@ class Run:
             )
         try:
             with self.stop:
+                self.first = {"start_s": time.monotonic() - self.begun}
                 while self.step < self.total:
                     self.optimizer_step()
                     self.step += 1
@@ -242,7 +249,9 @@ class Run:
             "grad_norm": grad_norm if finite else None,
             "skipped": not finite,
             **noise,
+            **self.first,
         }
+        self.first = {}
         self.records.add(record, phases, state.model.logit_scale.exp(), state.captions.widths(texts))
         return record
 

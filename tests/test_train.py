@@ -143,6 +143,7 @@ def test_a_run_learns_and_leaves_its_record(finished: Path) -> None:
     assert all(one["samples_per_s_wall"] <= one["samples_per_s"] for one in records)
     between = sum(one["batch"] / one["samples_per_s_wall"] for one in records[1:])
     assert between == pytest.approx(records[-1]["time"] - records[0]["time"], rel=0.05), "evaluations are in it"
+    assert [one["start_s"] > 0 for one in records if "start_s" in one] == [True] and "start_s" in records[0]
     assert record["step_s"] == pytest.approx(sum(record[f"{p}_s"] for p in ("encode", "loss", "replay", "optim")))
     for name in (
         "config.yaml",
@@ -223,6 +224,8 @@ def test_a_killed_run_resumes_to_the_same_losses_bit_for_bit(demo: Path, tmp_pat
         process.join(180)
         assert process.exitcode == 0, process
     assert curve(tmp_path / "killed") == curve(tmp_path / "whole")
+    records = [json.loads(line) for line in (tmp_path / "killed/metrics.jsonl").read_text().splitlines()]
+    assert [one["step"] % 3 for one in records if "start_s" in one] == [1, 1], "of the start, and after a checkpoint"
 
 
 def test_a_second_run_of_the_same_name_is_refused_and_changes_nothing(

@@ -10,8 +10,13 @@ from clipscale.errors import StoppedError, UserError
 
 AGENT = "CLIPSCALE_AGENT"
 """Names a folder of one machine's agent, which outlives its workers."""
+ELASTIC = "CLIPSCALE_ELASTIC"
+"""Set where torchrun may start the workers on fewer nodes than before, or on more."""
 STOPPED = "stopped"
 """File with the exit status of a run that a signal has stopped."""
+END = "clipscale/end"
+"""In the store of the ranks: 0, or the signal that has stopped the run."""
+LOOK_S = 1.0
 
 
 def speaks(error: UserError) -> bool:
@@ -42,6 +47,30 @@ def record(error: UserError) -> None:
         about = {"py_callstack": "", "timestamp": str(int(time.time()))}
         text = redact(f"{UserError.__name__}: {error}")
         file.write_text(json.dumps({"message": {"message": text, "extraInfo": about}}))
+
+
+def begin() -> None:
+    """The workers of this agent begin. A signal before, for a restart with more nodes, is not the end of the run."""
+    if AGENT in os.environ:
+        (Path(os.environ[AGENT]) / STOPPED).unlink(missing_ok=True)
+
+
+def end(number: int) -> None:
+    """On rank 0: release the ranks that wait for the run's end. `number`: the signal that has stopped it, or 0."""
+    from clipscale.distributed import store
+
+    if ELASTIC in os.environ and os.environ["RANK"] == "0":
+        store().set(END, str(number))
+
+
+def wait_for_end() -> None:
+    """Wait for the end of a run that does not need this rank. Raises StoppedError where a signal has stopped it."""
+    from clipscale.distributed import store
+
+    while not store().check([END]):
+        time.sleep(LOOK_S)
+    if number := int(store().get(END)):
+        raise StoppedError("stopped by a signal", number)
 
 
 def shared_name(name: str) -> str:

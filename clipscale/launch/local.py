@@ -29,12 +29,11 @@ from clipscale.config.tools import EmbedConfig, EvalRunConfig
 from clipscale.config.train import TrainConfig, warnings
 from clipscale.errors import LOST, LostRankError, StoppedError, UserError
 from clipscale.hardware import cores
-from clipscale.launch import heartbeat
+from clipscale.launch import agent, heartbeat
 from clipscale.launch.affinity import bound
-from clipscale.launch.agent import shared_name
 from clipscale.launch.processes import as_launcher, end_with_launcher
 from clipscale.launch.requeue import requeued_run
-from clipscale.launch.restarts import WorkerError, go_on, group_size, restarted
+from clipscale.launch.restarts import WorkerError, go_on, group_size, restarted, spare
 from clipscale.units import unused
 
 if TYPE_CHECKING:
@@ -74,7 +73,7 @@ def make_ready(config: TrainConfig, *, named: bool) -> None:
     if not named:
         again = requeued_run()
         if under_torchrun():
-            config.run = shared_name(again or config.run)
+            config.run = agent.shared_name(again or config.run)
         else:
             config.run = again or claimed(config.run)
     if config.data.on_device and (config.device == "cpu" or gpus() == 0):
@@ -116,15 +115,23 @@ def join(config: Launched, main: str = TRAIN) -> dict[str, Any]:
     """This process's part of a run that torchrun has started. A failure is recorded for torchrun's report."""
     from torch.distributed.elastic.multiprocessing.errors import record
 
-    if isinstance(config, TrainConfig) and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
-        go_on(config)
+    agent.begin()
+    if isinstance(config, TrainConfig):
+        if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+            go_on(config)
+        if spare(config.batch):
+            agent.wait_for_end()
+            return {}
     try:
         result = record(work)(config, main)
+        agent.end(0)
     except LostRankError as error:
         if error.first:
             terminal.say(terminal.message(f"error: {error}"), error=True)
         leave()
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, StoppedError):
+            agent.end(error.number)
         file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
         if file.is_file():
             file.write_text(redact(file.read_text()))  # torchrun prints it

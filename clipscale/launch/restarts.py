@@ -1,5 +1,6 @@
 """Starts a run again after a failure: from its newest checkpoint, and on fewer GPUs where some are gone."""
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import TypeVar
 
 from clipscale import terminal
 from clipscale.config.train import TrainConfig
+from clipscale.launch.agent import ELASTIC
 
 T = TypeVar("T")
 
@@ -60,3 +62,18 @@ def go_on(config: TrainConfig) -> None:
 def group_size(batch: int, most: int) -> int:
     """The most processes, of at most `most`, that share a batch evenly."""
     return next(count for count in range(most, 0, -1) if batch % count == 0)
+
+
+def spare(batch: int) -> bool:
+    """Whether this rank of torchrun's is not needed: the nodes that are left share the batch unevenly, and fewer ranks do it evenly.
+
+    Ranks of the smaller group then find its size in their environment. Only where the number of nodes may change.
+    """
+    rank, found = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    size = group_size(batch, found) if ELASTIC in os.environ else found
+    if rank >= size:
+        return True
+    os.environ["WORLD_SIZE"] = str(size)
+    if rank == 0 and size < found:
+        terminal.say(f"{found} processes cannot share batch={batch} evenly: the run goes on with {size}", error=True)
+    return False

@@ -23,7 +23,7 @@ from typing import Any
 from clipscale import terminal
 from clipscale.config.sections import LaunchConfig
 from clipscale.errors import UserError
-from clipscale.launch.agent import AGENT, STOPPED
+from clipscale.launch.agent import AGENT, ELASTIC, STOPPED
 from clipscale.launch.local import HANDLED, MARGIN_S, first_failure, private
 from clipscale.launch.processes import as_launcher
 from clipscale.safe_path import protect
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
     from torch.distributed.launcher import api
-    from torch.distributed.run import parse_args, run
+    from torch.distributed.run import parse_args, parse_min_max_nnodes, run
 
     os.environ |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} | as_launcher()
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the lines below say it once
@@ -84,7 +84,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             words.remove("--standalone")
             words = [*MEET, "--rdzv-endpoint", f"{folder}/agent", *words]
         try:
-            run(parse_args(["--signals-to-handle", ",".join(number.name for number in HANDLED), *words]))
+            given = parse_args(["--signals-to-handle", ",".join(number.name for number in HANDLED), *words])
+            least, most = parse_min_max_nnodes(given.nnodes)
+            os.environ |= {ELASTIC: "1"} if least < most else {}
+            run(given)
         except SignalException as error:
             return 128 + (signal.SIGTERM if error.sigval == signal.SIGUSR1 else error.sigval)  # as in a worker
         except ChildFailedError as error:

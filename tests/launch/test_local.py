@@ -96,10 +96,13 @@ def mistaken(config: TrainConfig) -> dict[str, Any]:
     raise UserError(f"run={config.run}: found by a worker")
 
 
-def test_a_workers_mistake_comes_back_as_if_made_here(tmp_path: Path) -> None:
-    config = TrainConfig(run=str(tmp_path / "run"), batch=16, device="cpu", launch=LaunchConfig(procs=2, threads=1))
+def test_a_workers_mistake_comes_back_as_if_made_here(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """At once, whatever number of restarts is allowed."""
+    launch = LaunchConfig(procs=2, threads=1, restarts=2)
+    config = TrainConfig(run=str(tmp_path / "run"), batch=16, device="cpu", launch=launch)
     with pytest.raises(UserError, match=rf"^run={tmp_path}/run: found by a worker$"):
         local.run(config, f"{__name__}:mistaken")
+    assert "restart" not in capfd.readouterr().err
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import psutil
 import pytest
@@ -27,6 +28,7 @@ from clipscale.launch.description import describe
 from clipscale.launch.restarts import WorkerError, group_size, restarted
 from tests.conftest import TINY
 from tests.launch.test_local import TRAIN, Start, gone, start, wait_until
+from tests.ranks import run_ranks
 
 __all__ = ["start"]
 
@@ -167,6 +169,44 @@ def test_an_unnamed_run_keeps_its_name_after_a_restart(tmp_path: Path, monkeypat
     assert (tmp_path / "old/run").read_text() == (tmp_path / "new/run").read_text() == "runs/first"
 
 
+def waiting(config: TrainConfig) -> dict[str, Any]:
+    """The part of a rank that is needed, in the place of `train`."""
+    Path(config.run, os.environ["RANK"]).write_text(os.environ["WORLD_SIZE"])
+    if config.resume == "none":
+        raise StoppedError("stopped", signal.SIGTERM)
+    return {}
+
+
+def rank_of_three(rank: int, world: int, config: TrainConfig) -> str:
+    """A rank that torchrun has started, in a store of its own."""
+    dist.destroy_process_group()
+    folder = Path(config.run) / "agent"
+    os.environ |= {distributed.STORE: str(folder / "store"), agent.ELASTIC: "1", agent.AGENT: str(folder)}
+    with patch.object(agent, "LOOK_S", 0.01):
+        try:
+            return str(local.join(config, f"{__name__}:waiting"))
+        except StoppedError as error:
+            return str(128 + error.number)
+
+
+@pytest.mark.parametrize(("resume", "answer"), [("auto", "{}"), ("none", "143")])
+def test_ranks_that_cannot_share_the_batch_wait_for_its_end(tmp_path: Path, resume: str, answer: str) -> None:
+    """Of three ranks that torchrun has left, two train; the third ends as they do."""
+    (tmp_path / "agent").mkdir()
+    config = TrainConfig(batch=16, run=str(tmp_path), resume=resume, device="cpu")
+    assert run_ranks(rank_of_three, 3, config) == [answer] * 3
+    assert {name: (tmp_path / name).read_text() for name in "01"} == {"0": "2", "1": "2"}
+    assert not (tmp_path / "2").exists()
+
+
+def test_a_group_that_stays_the_same_refuses_a_batch_that_it_cannot_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("RANK", "2"), ("WORLD_SIZE", "3")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv(agent.ELASTIC, raising=False)
+    assert not restarts.spare(16)
+    assert os.environ["WORLD_SIZE"] == "3"
+
+
 @pytest.mark.parametrize(
     ("words", "seconds"),
     [
@@ -227,6 +267,31 @@ def test_torchrun_restarts_an_unnamed_run_in_its_folder(
     (run,) = tmp_path.glob("runs/*")
     assert f"done: runs/{run.name} (step 6" in printed
     assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_torchrun_goes_on_with_the_nodes_that_are_there(
+    start: Start, shards: str, tmp_path: Path, free_port: int
+) -> None:
+    """One or two: the second comes later, and dies with its agent. The first is at HEAD."""
+    words = [word.replace("samples=96", "samples=1600") for word in FOUR_STEPS]
+    common = {"NODES": "1:2", "PROCS": "1", "HEAD": f"localhost:{free_port}", "JOB": tmp_path.name, "RESTARTS": "2"}
+    command = (str(PACKAGE.parent / "launch/torchrun-multi.sh"), *words, f"data.train={shards}", "run=a")
+    first, run = start(*command, **common), tmp_path / "runs/a"
+
+    def processes() -> int:
+        return int(json.loads((run / "env.json").read_text() or "{}").get("processes", 0)) if found(run) else 0
+
+    wait_until(lambda: processes() == 1, first)
+    second = start(*command, **common)
+    wait_until(lambda: processes() == 2, first, second, seconds=300)
+    second.kill()
+    out, errors = first.communicate(timeout=500)
+    assert first.returncode == 0, errors
+    assert "restart 1 of 2" in errors and out.count("going on after step") == 2, (out, errors)
+    assert "done: runs/a (step 100" in out and processes() == 1
+    assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()] == [*range(1, 101)]
 
 
 @pytest.mark.slow
