@@ -155,7 +155,7 @@ class Run:
                         self.save()
                     if self.stopping:
                         raise self.stopped()
-                if config.eval.sets:
+                if config.eval.wanted:
                     results = self.evaluate()
         except AbandonedError:
             (self.stopping,) = self.world.highest(self.stop.number)

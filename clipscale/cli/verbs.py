@@ -94,12 +94,13 @@ clipscale train -m launch=slurm launch.procs=1 job.cpus=12 job.hours=4 optim.lr=
         """\
 clipscale eval run=demo
 clipscale eval run=b32 'eval.sets=[/data/imagenet1k,/data/mscoco_captions]' precision=bf16
+clipscale eval run=b32 suite=infcl-table3 eval.root=/data/eval
 clipscale eval run=runs/b32 checkpoint=20000 eval.limit=1k
 clipscale eval run=b32 checkpoint=all log=tensorboard                         # curves over all checkpoints
 clipscale eval model=vit-b32 model.weights=laion2b_s34b_b79k 'eval.sets=[/data/imagenet1k]'
 clipscale eval model.weights=/models/clip-vit-base-patch32 'eval.sets=[/data/imagenet1k]'""",
         file="eval",
-        often=("model.weights", "eval.sets"),
+        often=("model.weights", "eval.sets", "eval.root", "eval.prompts"),
         check=tools.check_eval,
         find_run=existing_run,
     ),

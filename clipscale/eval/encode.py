@@ -69,15 +69,20 @@ class Encoder:
             parts.append(F.normalize(self.text(tokens).float(), dim=-1)[: len(span)])
         return join(parts, len(texts), self.batch, self.world)
 
-    def classes(self, item: EvalSet) -> Tensor:
-        """Class embeddings (C, D) of a classification set, on every rank."""
-        names, batch = item.classnames, max(1, self.batch // len(item.templates))
+    def classes(self, item: EvalSet) -> tuple[Tensor, Tensor]:
+        """Embeddings (U, D) of the distinct class names of a classification set, and the row of each class (C,), on every rank.
+
+        Classes of one name have one row, and so the same score to the last bit.
+        """
+        row = {name: index for index, name in enumerate(dict.fromkeys(item.classnames))}
+        names, batch = list(row), max(1, self.batch // len(item.templates))
         parts = []
         for span in spans(len(names), batch, self.world):
             some = [names[i] for i in span or range(1)]
             rows = zero_shot.class_embeddings(self.text, self.model.tokenizer, some, item.templates, batch=self.batch)
             parts.append(rows[: len(span)])
-        return join(parts, len(names), batch, self.world)
+        rows_C = torch.tensor([row[name] for name in item.classnames], device=self.world.device)
+        return join(parts, len(names), batch, self.world), rows_C
 
     def images(self, item: EvalSet) -> Iterator[tuple[range, Tensor, Tensor]]:
         """For each of this rank's batches: indices, features (n, D), and whether each image could be decoded (n,).

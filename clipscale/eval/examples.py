@@ -3,7 +3,9 @@
 N: images, M: captions, D: feature width.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from PIL import Image
@@ -18,12 +20,26 @@ QUERIES, TOP, TILE = 8, 5, 112
 """Captions shown, images per caption, and the side of a thumbnail in pixels."""
 
 
-def save_examples(
-    run_dir: Path, step: int | None, item: EvalSet, images_ND: Tensor, captions_MD: Tensor, usable_N: Tensor
-) -> None:
-    """Write `eval/retrieved/SET.png` and `SET.json`, replacing older ones. A row has a caption's TOP nearest images, then the right one.
+@dataclass(frozen=True)
+class Gallery:
+    """The picture and what is in it. It is saved when all sets have been evaluated: an interrupted evaluation leaves nothing."""
 
-    The JSON has `tile`, `step`, and for every row its `caption` and `hit`: the column of the right image, or null if it is not found.
+    name: str
+    picture: Image.Image
+    record: dict[str, Any]
+
+    def save(self, run_dir: Path) -> None:
+        """Write `eval/retrieved/SET.png` and `SET.json`, replacing older ones. Raises OSError."""
+        folder = files.inner_folder(run_dir, "eval", "retrieved")
+        with files.replacing(folder / f"{self.name}.png") as file:
+            self.picture.save(file, format="PNG")
+        files.write_json(folder / f"{self.name}.json", self.record)
+
+
+def gallery(step: int | None, item: EvalSet, images_ND: Tensor, captions_MD: Tensor, usable_N: Tensor) -> Gallery:
+    """A row has a caption's TOP nearest images, then the right one.
+
+    The record has `tile`, `step`, and for every row its `caption` and `hit`: the column of the right image, or null if it is not found.
     """
     owner_M = torch.tensor(item.owner)
     candidates = usable_N.cpu()[owner_M].nonzero()[:, 0]
@@ -39,12 +55,8 @@ def save_examples(
             grid.paste(_thumbnail(item.images[index]), (x * TILE, y * TILE))
         rows.append({"caption": item.captions[query], "hit": found.index(right) if right in found else None})
 
-    folder = files.inner_folder(run_dir, "eval", "retrieved")
-    name = item.name.replace("/", "-")
-    with files.replacing(folder / f"{name}.png") as file:
-        grid.save(file, format="PNG")
-    record = {"set": item.name, "step": step, "tile": TILE, "columns": TOP, "rows": rows}
-    files.write_json(folder / f"{name}.json", record)
+    record = {"set": item.label(), "step": step, "tile": TILE, "columns": TOP, "rows": rows}
+    return Gallery(item.label().replace("/", "-"), grid, record)
 
 
 def _thumbnail(ref: ImageRef) -> Image.Image:

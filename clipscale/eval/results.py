@@ -22,7 +22,8 @@ from clipscale.report.evaluations import read_evaluation
 log = logging.getLogger(__name__)
 
 Results = dict[str, dict[str, float]]
-"""Set name -> metric name -> value. Metrics are shares in [0, 1], except the counts `images`, `captions` and `broken`, and ranks."""
+"""Set name -> metric name -> value. Metrics are shares in [0, 1], except the counts `images`, `captions`, `questions`
+and `broken`, and ranks. `main` is the set's main metric in its suite."""
 
 
 def weights_digest(model: nn.Module) -> str:
@@ -41,12 +42,14 @@ def weights_digest(model: nn.Module) -> str:
 def measured(item: EvalSet, about: dict[str, Any]) -> dict[str, Any]:
     """What the figures of a set belong to: the set, how much of it, the prompts, the versions, and what the caller knows."""
     found: dict[str, Any] = {"path": str(item.path), "kind": item.kind, "images": len(item)}
-    found["limit"] = len(item) if item.whole is not None else None
+    found["limit"] = item.size if item.whole is not None else None
     if item.whole is not None:
         found["of"] = item.whole
     if item.templates:
         names = hashlib.blake2b("\n".join(item.classnames).encode("utf-8", "replace"), digest_size=16).hexdigest()
         found |= {"prompts": list(item.templates), "classes": len(item.classnames), "classnames": names}
+    if item.metric:
+        found["main"] = list(item.metric)
     versions = {"clipscale": __version__, "torch": str(torch.__version__), "open_clip": open_clip.__version__}
     return found | about | {"versions": versions, "time": datetime.now(UTC).isoformat(timespec="seconds")}
 

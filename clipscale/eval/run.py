@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from clipscale.config.checks import check_values
 from clipscale.config.sections import EvalConfig
@@ -18,10 +19,11 @@ from clipscale.distributed import World
 from clipscale.errors import UserError
 from clipscale.eval import retrieval, zero_shot
 from clipscale.eval.encode import Encoder, join
-from clipscale.eval.examples import save_examples
+from clipscale.eval.examples import Gallery, gallery
 from clipscale.eval.results import Results, known_results, measured, save_results, weights_digest
-from clipscale.eval.sets.item import RETRIEVAL, EvalSet
-from clipscale.eval.sets.load import load_sets
+from clipscale.eval.sets import compositional
+from clipscale.eval.sets.item import CLASSIFICATION, RETRIEVAL, EvalSet
+from clipscale.eval.suites import chosen_sets
 from clipscale.hardware import cores_of_rank
 from clipscale.models.towers import ClipModel
 
@@ -36,10 +38,10 @@ def check(config: EvalConfig, world: World) -> list[EvalSet]:
     sets, problem = [], ""
     try:
         check_values(config, "eval.")
-        sets = load_sets(config.sets, config.limit)
+        sets = chosen_sets(config)
     except UserError as error:
         problem = str(error)
-    view = (problem, [(s.name, len(s), len(s.captions)) for s in sets])
+    view = (problem, [(s.label(), len(s), len(s.captions)) for s in sets])
     views = world.gather(view)
     problems = [problem for problem, _ in views if problem]
     if problems:
@@ -74,11 +76,12 @@ def evaluate(
     sets = check(config, world)
     threads = config.workers or min(8, cores_of_rank())
     encoder = Encoder(model, world, autocast, config.batch, threads, before_batch)
-    named = {item.name: f"{item.name} (ema)" if config.weights == "ema" else item.name for item in sets}
+    marks = ("ema",) if config.weights == "ema" else ()
     records: dict[str, dict[str, Any]] = {}
     if run_dir is not None and sets:
         facts = {"weights": weights_digest(model), "averaged": config.weights == "ema", "batch": config.batch}
-        records = {named[item.name]: measured(item, facts | (about or {})) for item in sets}
+        for item in sets:
+            records |= {item.label(part, *marks): measured(item, facts | (about or {})) for part in item.parts}
     known: Results = {}
     if reuse and run_dir is not None:
         known = world.on_main(lambda: known_results(run_dir, step, records))
@@ -88,68 +91,160 @@ def evaluate(
     try:
         with torch.no_grad():
             for item in sets:
-                name, started = named[item.name], time.perf_counter()
-                if name in known:
-                    results[name] = known[name]
+                labels, started = [item.label(part, *marks) for part in item.parts], time.perf_counter()
+                if all(label in known for label in labels):
+                    results |= {label: known[label] for label in labels}
                     continue
-                if item.kind == RETRIEVAL:
-                    results[name] = _retrieval(encoder, item, run_dir, step)
-                else:
-                    results[name] = _classification(encoder, item)
+                parts, pictures = _evaluated(encoder, item, step)
+                found = {label: parts[part] for part, label in zip(item.parts, labels)}
+                results |= found
                 if run_dir is not None and world.main:
                     seconds = time.perf_counter() - started
-                    _save(run_dir, step, {name: results[name]}, seconds, {name: records[name]})
+                    _save(run_dir, step, found, seconds, {label: records[label] for label in labels}, pictures)
     finally:
         model.train(training)
     return results
 
 
-def _save(run_dir: Path, step: int | None, results: Results, seconds: float, about: dict[str, dict[str, Any]]) -> None:
-    """Write the figures of a set as soon as they are known: an evaluation that is stopped keeps them."""
+def _save(
+    run_dir: Path,
+    step: int | None,
+    results: Results,
+    seconds: float,
+    about: dict[str, dict[str, Any]],
+    pictures: Gallery | None,
+) -> None:
+    """Write the figures of a set as soon as they are known, each file as a whole: an evaluation that is stopped keeps them."""
     try:
         save_results(run_dir, step, results, seconds=seconds, about=about)
+        if pictures:
+            pictures.save(run_dir)
     except OSError as error:  # a full disk: a run goes on
         log.warning("%s/eval could not be written (%s): %s", run_dir, error.strerror, results)
 
 
+def _evaluated(encoder: Encoder, item: EvalSet, step: int | None) -> tuple[Results, Gallery | None]:
+    """The metrics of each part of a set, and under the name "" those of the set; for a retrieval set what it finds, on rank 0."""
+    pictures = None
+    if item.kind == CLASSIFICATION:
+        parts = {"": _classification(encoder, item)}
+    elif item.kind == RETRIEVAL:
+        parts, pictures = _retrieval(encoder, item, step)
+    else:
+        parts = _composition(encoder, item)
+    for metrics in parts.values():
+        if item.metric and all(name in metrics for name in item.metric):
+            metrics["main"] = sum(metrics[name] for name in item.metric) / len(item.metric)
+    return parts, pictures
+
+
 def _classification(encoder: Encoder, item: EvalSet) -> dict[str, float]:
     world, device, C = encoder.world, encoder.world.device, len(item.classnames)
-    classes_CD = encoder.classes(item)
-    counts_3C = torch.zeros(3, C, dtype=torch.int64, device=device)
+    G = max(item.groups, default=-1) + 1
+    classes_UD, rows_C = encoder.classes(item)
+    counts_3C, counts_3G = (torch.zeros(3, n, dtype=torch.int64, device=device) for n in (C, G))
+    predicted_C = torch.zeros(C, dtype=torch.int64, device=device)
     broken = torch.zeros((), dtype=torch.int64, device=device)
     for span, features_nD, usable_n in encoder.images(item):
         targets = torch.tensor(item.labels[span.start : span.stop], device=device, dtype=torch.int64)
-        ranks = zero_shot.target_ranks(features_nD @ classes_CD.T, targets).masked_fill(~usable_n, C + 5)
+        scores_nC = (features_nD @ classes_UD.T)[:, rows_C]
+        ranks = zero_shot.target_ranks(scores_nC, targets).masked_fill(~usable_n, C + 5)
         counts_3C += zero_shot.accuracy_counts(ranks, targets, C)
+        predicted_C += torch.bincount(scores_nC.argmax(1)[usable_n], minlength=C)
+        if item.groups:
+            groups = torch.tensor(item.groups[span.start : span.stop], device=device, dtype=torch.int64)
+            counts_3G += zero_shot.accuracy_counts(ranks, groups, G)
         broken += (~usable_n).sum()
-    counts_3C, total_broken = world.gather_rows(counts_3C[None]).sum(0), int(world.gather_rows(broken[None]).sum())
-    _refuse_all_broken(item, total_broken)
-    return zero_shot.accuracy_metrics(counts_3C) | {"images": len(item), "broken": total_broken}
-
-
-def _retrieval(encoder: Encoder, item: EvalSet, run_dir: Path | None, step: int | None) -> dict[str, float]:
-    world = encoder.world
-    batches = list(encoder.images(item))
-    images_ND = join([features for _, features, _ in batches], len(item), encoder.batch, world)
-    usable_N = join([usable.byte() for _, _, usable in batches], len(item), encoder.batch, world).bool()
-    broken = int((~usable_N).sum())
-    _refuse_all_broken(item, broken)
-    captions_MD = encoder.texts(item.captions)
-
-    # A broken image and its captions are misses. The other queries are ranked without them.
-    owner_M = torch.tensor(item.owner, device=world.device)
-    kept_M = usable_N[owner_M]
-    new_index_N = usable_N.long().cumsum(0) - 1
-    image_ranks, caption_ranks = retrieval.retrieval_ranks(
-        images_ND[usable_N], captions_MD[kept_M], new_index_N[owner_M[kept_M]], world=world
+    counts_3C, counts_3G, predicted_C, broken = (
+        world.gather_rows(counts[None]).sum(0) for counts in (counts_3C, counts_3G, predicted_C, broken)
     )
-    misses = torch.full((max(len(usable_N), len(owner_M)),), retrieval.UNREACHABLE, device=world.device)
+    _refuse_all_broken(item, int(broken))
+    metrics = zero_shot.accuracy_metrics(counts_3C)
+    if "macro_f1" in item.metric:
+        metrics["macro_f1"] = zero_shot.macro_f1(counts_3C, predicted_C)
+    if item.groups:
+        metrics |= zero_shot.worst_groups(counts_3G)
+    if item.inliers is not None:
+        metrics["aupr"] = _outliers(encoder, item, item.inliers, classes_UD)
+    return metrics | {"images": len(item), "broken": int(broken)}
+
+
+def _outliers(encoder: Encoder, item: EvalSet, inliers: EvalSet, classes_UD: Tensor) -> float:
+    """The area under the precision-recall curve of telling the images of `item`, the positives, from those of `inliers`.
+
+    The score of an image is minus its largest class probability (Hendrycks et al. 2021, Natural Adversarial Examples). A broken
+    image counts against the model.
+    """
+    scale = encoder.model.logit_scale.exp()
+    scores = []
+    for one, missed in ((item, -torch.inf), (inliers, torch.inf)):
+        parts = []
+        for _, features_nD, usable_n in encoder.images(one):
+            likely_n = (scale * features_nD @ classes_UD.T).softmax(1).amax(1)
+            parts.append((-likely_n).masked_fill(~usable_n, missed))
+        scores.append(join(parts, len(one), encoder.batch, encoder.world))
+    positive = torch.arange(len(item) + len(inliers), device=scores[0].device) < len(item)
+    return zero_shot.average_precision(torch.cat(scores), positive)
+
+
+def _encoded(encoder: Encoder, item: EvalSet) -> tuple[Tensor, Tensor, Tensor]:
+    """Features of all images (N, D) and captions (M, D), and which images could be decoded (N,), on every rank."""
+    batches = list(encoder.images(item))
+    images_ND = join([features for _, features, _ in batches], len(item), encoder.batch, encoder.world)
+    usable_N = join([usable.byte() for _, _, usable in batches], len(item), encoder.batch, encoder.world).bool()
+    _refuse_all_broken(item, int((~usable_N).sum()))
+    return images_ND, encoder.texts(item.captions), usable_N
+
+
+def _retrieval(encoder: Encoder, item: EvalSet, step: int | None) -> tuple[Results, Gallery | None]:
+    images_ND, captions_MD, usable_N = _encoded(encoder, item)
+    owner_M = torch.tensor(item.owner, device=encoder.world.device)
+    part_of = item.part_of or [""] * len(owner_M)
+    parts = {}
+    for part in dict.fromkeys(part_of):
+        chosen = torch.tensor([one == part for one in part_of], device=owner_M.device)
+        parts[part] = _ranked(images_ND, captions_MD[chosen], owner_M[chosen], usable_N, encoder.world)
+    pictures = gallery(step, item, images_ND, captions_MD, usable_N) if encoder.world.main else None
+    counts = {"images": len(item), "captions": len(item.captions), "broken": int((~usable_N).sum())}
+    return _with_mean(parts, counts), pictures
+
+
+def _with_mean(parts: Results, counts: dict[str, int]) -> Results:
+    """The metrics of the parts, preceded by their means, with the counts of the whole set."""
+    if "" in parts:
+        return parts
+    every = list(parts.values())
+    return {"": {name: sum(metrics[name] for metrics in every) / len(every) for name in every[0]} | counts} | parts
+
+
+def _ranked(
+    images_ND: Tensor, captions_MD: Tensor, owner_M: Tensor, usable_N: Tensor, world: World
+) -> dict[str, float]:
+    """Retrieval among the images that have captions. A broken image and its captions are misses; the others are ranked without them."""
+    captioned_N = torch.bincount(owner_M, minlength=len(usable_N)) > 0
+    ranked_N, kept_M = captioned_N & usable_N, usable_N[owner_M]
+    images, broken = int(captioned_N.sum()), int((captioned_N & ~usable_N).sum())
+    new_index_N = ranked_N.long().cumsum(0) - 1
+    image_ranks, caption_ranks = retrieval.retrieval_ranks(
+        images_ND[ranked_N], captions_MD[kept_M], new_index_N[owner_M[kept_M]], world=world
+    )
+    misses = torch.full((max(images, len(owner_M)),), retrieval.UNREACHABLE, device=owner_M.device)
     metrics = retrieval.retrieval_metrics(
         torch.cat([image_ranks, misses[:broken]]), torch.cat([caption_ranks, misses[: int((~kept_M).sum())]])
     )
-    if run_dir is not None and world.main:
-        save_examples(run_dir, step, item, images_ND, captions_MD, usable_N)
-    return metrics | {"images": len(item), "captions": len(item.captions), "broken": broken}
+    return metrics | {"images": images, "captions": len(owner_M), "broken": broken}
+
+
+def _composition(encoder: Encoder, item: EvalSet) -> Results:
+    images_ND, captions_MD, usable_N = _encoded(encoder, item)
+    part_of = item.part_of or [""] * len(item.questions)
+    parts: Results = {}
+    for part in dict.fromkeys(part_of):
+        questions = [question for question, one in zip(item.questions, part_of) if one == part]
+        broken = len({i for question in questions for i in question.images if not usable_N[i]})
+        scores = compositional.scores(questions, images_ND, captions_MD, usable_N)
+        parts[part] = scores | {"questions": len(questions), "broken": broken}
+    return _with_mean(parts, {"questions": len(item.questions), "broken": int((~usable_N).sum())})
 
 
 def _refuse_all_broken(item: EvalSet, broken: int) -> None:

@@ -8,29 +8,34 @@ from typing import Any
 
 from clipscale import checkpoint, distributed, files
 from clipscale.config.redact import incomplete, restored
-from clipscale.config.sections import SinkConfig
+from clipscale.config.sections import SUITES, EvalConfig, SinkConfig
 from clipscale.config.tools import EvalRunConfig, check_eval
 from clipscale.distributed import World
 from clipscale.errors import UserError
 from clipscale.eval.results import Results
 from clipscale.eval.run import check, evaluate
+from clipscale.eval.suites import chosen_sets, suite_table
 from clipscale.launch import local
 from clipscale.models.towers import ClipModel, build_model, load_model
 from clipscale.models.weights import described
 from clipscale.precision import Precision
 from clipscale.report.page import write_report
 from clipscale.report.sinks import Sinks
-from clipscale.report.table import print_results
+from clipscale.report.table import plain_console, print_results
 from clipscale.terminal import say
 
 log = logging.getLogger(__name__)
 
 
 def main(config: EvalRunConfig) -> Results:
-    """Evaluate, on `launch.procs` processes or as one of torchrun's. Without `eval.sets` it takes the run's own. Raises UserError."""
+    """Evaluate, on `launch.procs` processes or as one of torchrun's. Without sets it takes the run's own, and without a root the run's.
+
+    Raises UserError.
+    """
     folder = check_eval(config)
-    if not config.eval.sets:
-        config.eval.sets = _sets_of(folder / "config.yaml")
+    config.eval.suite = config.suite or config.eval.suite
+    if not config.eval.wanted or (config.eval.suite is not None and config.eval.root is None):
+        _complete(config.eval, folder / "config.yaml")
     work = "clipscale.eval.verb:work"
     return local.join(config, work) if local.under_torchrun() else local.run(config, work)
 
@@ -104,7 +109,10 @@ def _results(
         model, config.eval, world, autocast=autocast, run_dir=folder, step=step, about=about, reuse=reuse
     )
     if world.main:
-        print_results(results, folder.name if step is None else f"{folder.name}, step {step}")
+        title = folder.name if step is None else f"{folder.name}, step {step}"
+        print_results(results, title)
+        if config.eval.suite is not None:
+            plain_console().print(suite_table(config.eval, chosen_sets(config.eval), results, title))
     return results
 
 
@@ -117,16 +125,26 @@ def _write_report(folder: Path) -> None:
             log.warning("%s/report.html could not be written (%s)", folder, error)
 
 
-def _sets_of(settings: Path) -> list[str]:
-    """The evaluation sets in the run's settings. Raises UserError where there are none."""
+def _complete(config: EvalConfig, settings: Path) -> None:
+    """Set what is not given of `sets`, `suite` and `root` as in the run's settings. Raises UserError where they have no sets either."""
     with files.reported("eval.sets", settings, "give eval.sets=[FOLDER,...]"):
         record = files.read_tree(settings) if settings.is_file() else {}
-    found = record["eval"].get("sets") if isinstance(record.get("eval"), dict) else None
+    own = record["eval"] if isinstance(record.get("eval"), dict) else {}
+    if not config.wanted:
+        config.sets = _sets_of(own, settings)
+        config.suite = own["suite"] if own.get("suite") in SUITES else None
+    if config.root is None and isinstance(own.get("root"), str):
+        config.root = restored(own["root"])
+    if not config.wanted:
+        raise UserError("eval.sets is empty, here and in the settings of a run; give eval.sets=[FOLDER,...]")
+
+
+def _sets_of(own: dict[str, Any], settings: Path) -> list[str]:
+    """The evaluation sets in the run's settings. Raises UserError for what is no list of complete paths."""
+    found = own.get("sets")
     if found and not (isinstance(found, list) and all(isinstance(one, str) for one in found)):
         raise UserError(f"eval.sets: {settings} holds no list of folders; give eval.sets=[FOLDER,...]")
     sets = restored(found or [])
-    if not sets:
-        raise UserError("eval.sets is empty, here and in the settings of a run; give eval.sets=[FOLDER,...]")
     if any(map(incomplete, sets)):
         raise UserError(
             f"eval.sets={sets}: the run's settings hold no secrets; give eval.sets again, or set the variable"

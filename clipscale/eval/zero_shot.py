@@ -43,14 +43,17 @@ def class_embeddings(
 
 
 def target_ranks(scores_nC: Tensor, target_n: Tensor) -> Tensor:
-    """The number of other classes not strictly below the right one; 0 is a top-1 hit.
+    """The number of other classes that come before the right one; 0 is a top-1 hit.
 
-    Ties and NaNs count against the model, so a collapsed or diverged model scores 0 and not chance.
-    scores_nC: (n, C); target_n: (n,) int64 in [0, C). Returns (n,) int64.
+    Of equal scores the lower class comes first, as in torch.argmax and so in CLIP_benchmark's class recall: two classes of ImageNet
+    are called "missile", and two "sunglasses". NaNs count against the model.
+
+    scores_nC: (n, C). target_n: (n,) int64. Returns (n,) int64; C where the score of the right class is NaN.
     """
     own = scores_nC.gather(1, target_n[:, None])
-    ranks = (~(scores_nC < own)).sum(1) - 1
-    return torch.where(own[:, 0].isnan(), scores_nC.shape[1], ranks)
+    later = torch.arange(scores_nC.shape[1], device=scores_nC.device)[None] >= target_n[:, None]
+    behind = (scores_nC < own) | ((scores_nC == own) & later)
+    return torch.where(own[:, 0].isnan(), scores_nC.shape[1], (~behind).sum(1))
 
 
 def accuracy_counts(ranks_n: Tensor, target_n: Tensor, classes: int) -> Tensor:
@@ -72,3 +75,31 @@ def accuracy_metrics(counts_3C: Tensor) -> dict[str, float]:
         "top5": float(top5.sum() / total),
         "mean_per_class_recall": float((top1[present] / images[present]).mean()),
     }
+
+
+def macro_f1(counts_3C: Tensor, predicted_C: Tensor) -> float:
+    """The mean over classes with images of 2 hits / (images + predictions). predicted_C: images that were given each class."""
+    images, hits, _ = counts_3C.double().unbind(0)
+    present = images > 0
+    return float((2 * hits / (images + predicted_C))[present].mean())
+
+
+def worst_groups(counts_3G: Tensor) -> dict[str, float]:
+    """`worst_group_top1` and `worst_group_top5`: the lowest accuracies among the groups with images."""
+    images, top1, top5 = counts_3G[:, counts_3G[0] > 0].double().unbind(0)
+    return {"worst_group_top1": float((top1 / images).min()), "worst_group_top5": float((top5 / images).min())}
+
+
+def average_precision(scores_n: Tensor, positive_n: Tensor) -> float:
+    """The area under the precision-recall curve: the sum over thresholds of precision times the gain in recall.
+
+    scores_n: (n,), higher for positives. positive_n: (n,) bool. Equal scores are one threshold, NaNs come last.
+    """
+    order = scores_n.double().nan_to_num(-torch.inf).sort(descending=True)
+    hits = positive_n[order.indices].double().cumsum(0)
+    last = torch.ones_like(positive_n)
+    last[:-1] = order.values[1:] != order.values[:-1]  # of equal scores only the last is a threshold
+    places = torch.arange(1, len(hits) + 1, device=hits.device)[last]
+    hits = hits[last]
+    gains = torch.diff(hits, prepend=hits.new_zeros(1)) / hits[-1]
+    return float((gains * hits / places).sum())

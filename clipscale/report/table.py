@@ -16,10 +16,23 @@ Results = Mapping[str, Mapping[str, float]]
 TITLES = {
     "images": "images",
     "captions": "texts",
+    "questions": "questions",
     "broken": "broken",
+    "main": "main %",
     "top1": "top-1 %",
     "top5": "top-5 %",
     "mean_per_class_recall": "mean class recall %",
+    "macro_f1": "macro F1 %",
+    "worst_group_top1": "worst group top-1 %",
+    "worst_group_top5": "worst group top-5 %",
+    "aupr": "AUPR %",
+    "accuracy": "accuracy %",
+    "text_score": "text score %",
+    "image_score": "image score %",
+    "group_score": "group score %",
+    "jaccard": "Jaccard %",
+    "jaccard_5_6": "of 5-6 %",
+    "jaccard_10_12": "of 10-12 %",
     "image_to_text_r1": "I→T R@1",
     "image_to_text_r5": "R@5",
     "image_to_text_r10": "R@10",
@@ -32,7 +45,7 @@ TITLES = {
     "text_to_image_rank_median": "median rank",
 }
 """Column heads of evaluation metrics, in order. Other metrics come last, under their own names."""
-COUNTS = ("images", "captions", "broken")
+COUNTS = ("images", "captions", "questions", "broken")
 NAME_WIDTH = 40
 """The first column is not wrapped up to this width: half of an 80-column terminal."""
 

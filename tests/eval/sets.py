@@ -96,6 +96,7 @@ class ColourModel(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.logit_scale = torch.zeros(())
         self.passes = 0
         self.modes: set[bool] = set()
 

@@ -43,7 +43,7 @@ def features_and_figures(rank: int, size: int, classes: str, captions: str) -> t
     item = load_set(Path(classes))
     with torch.no_grad():
         images = join([features for _, features, _ in encoder.images(item)], len(item), 4, world)
-        found = [images, encoder.classes(item), encoder.texts(load_set(Path(captions)).captions)]
+        found = [images, encoder.classes(item)[0], encoder.texts(load_set(Path(captions)).captions)]
     return found, evaluate(model, EvalConfig(sets=[classes, captions], batch=4, workers=1), world)
 
 

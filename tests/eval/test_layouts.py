@@ -35,8 +35,8 @@ def test_sets_have_different_names(tmp_path: Path) -> None:
 
 def test_limit_spreads_over_the_set(tmp_path: Path) -> None:
     root = classification_set(tmp_path / "sorted", [name for name in NAMES for _ in range(4)])
-    assert load_sets([str(root)], limit=6)[0].labels == [0, 1, 2, 3, 4, 5]
-    captions = load_sets([str(retrieval_set(tmp_path / "captions"))], limit=3)[0]
+    assert load_set(root).limited(6).labels == [0, 1, 2, 3, 4, 5]
+    captions = load_set(retrieval_set(tmp_path / "captions")).limited(3)
     assert captions.captions == [f"{how} {n}" for n in ("red", "blue", "cyan") for how in ("all", "nothing but")]
     assert captions.owner == [0, 0, 1, 1, 2, 2]
 

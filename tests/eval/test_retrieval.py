@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from clipscale.distributed import World
 from clipscale.eval.retrieval import UNREACHABLE, recall_at, retrieval_metrics, retrieval_ranks
@@ -97,3 +98,24 @@ def test_recall_is_the_share_of_ranks_below_k() -> None:
 def test_owners_that_make_no_sense_are_refused(owner: list[int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         retrieval_ranks(torch.eye(2), torch.eye(2), torch.tensor(owner))
+
+
+class LargestTensor(TorchDispatchMode):
+    """Notes the elements of the largest tensor that any operation makes."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        out = func(*args, **kwargs or {})
+        self.elements = max(self.elements, out.numel() if isinstance(out, torch.Tensor) else 0)
+        return out
+
+
+@pytest.mark.parametrize("count", [500, 1500])
+def test_ranking_holds_one_tile_whatever_the_size_of_the_set(count: int) -> None:
+    images, captions = torch.randn(count, 4), torch.randn(2 * count, 4)
+    owner = torch.arange(2 * count) // 2
+    tile = 2 * count // 30
+    with LargestTensor() as largest:
+        retrieval_ranks(images, captions, owner, tile=tile)
+    assert largest.elements <= max(tile * tile, 2 * count), f"{largest.elements} elements for {count} images"

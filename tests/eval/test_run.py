@@ -196,3 +196,34 @@ def test_a_mistake_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
 def test_batch_and_limit_must_be_positive(name: str) -> None:
     with pytest.raises(UserError, match=rf"eval\.{name}=0"):
         check(EvalConfig(**{name: 0}), ALONE)
+
+
+def test_an_interrupted_evaluation_leaves_whole_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sets = [str(retrieval_set(tmp_path / "captions")), str(classification_set(tmp_path / "classes"))]
+    run, batches = tmp_path / "run", iter(range(100))
+
+    def stop_at(number: int) -> None:
+        if next(batches) == number:
+            raise KeyboardInterrupt
+
+    def evaluation(*only: str, stop: int = 99, limit: int | None = None) -> None:
+        config = EvalConfig(sets=list(only), limit=limit)
+        evaluate(ColourModel(), config, ALONE, run_dir=run, step=1, before_batch=lambda: stop_at(stop))
+
+    with pytest.raises(KeyboardInterrupt):  # within the first set, after its images
+        evaluation(*sets, stop=1)
+    assert not list(run.rglob("*")), "no figures, and no pictures of what was found"
+    with pytest.raises(KeyboardInterrupt):  # in the second set
+        evaluation(*sets, stop=5)
+    file = run / "eval/step_00000001.json"
+    assert list(json.loads(file.read_text())["results"]) == ["captions"], "what was done is kept"
+
+    before = file.read_bytes()
+
+    def torn(source: object, target: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "replace", torn)
+    with pytest.raises(KeyboardInterrupt):  # while the file is written
+        evaluation(sets[1], limit=3)
+    assert file.read_bytes() == before and {path.name for path in (run / "eval").iterdir()} == {file.name, "retrieved"}

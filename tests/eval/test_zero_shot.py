@@ -5,8 +5,17 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from sklearn.metrics import average_precision_score, f1_score
 
-from clipscale.eval.zero_shot import accuracy_counts, accuracy_metrics, class_embeddings, target_ranks
+from clipscale.eval.zero_shot import (
+    accuracy_counts,
+    accuracy_metrics,
+    average_precision,
+    class_embeddings,
+    macro_f1,
+    target_ranks,
+    worst_groups,
+)
 
 
 def test_rank_counts_the_classes_above_the_right_one() -> None:
@@ -14,9 +23,13 @@ def test_rank_counts_the_classes_above_the_right_one() -> None:
     assert target_ranks(scores, torch.tensor([0, 1, 2])).tolist() == [0, 1, 2]
 
 
-def test_ties_count_against_the_model() -> None:
-    scores = torch.tensor([[0.5, 0.5, 0.1], [0.3, 0.3, 0.3]])
-    assert target_ranks(scores, torch.tensor([0, 1])).tolist() == [1, 2]
+def test_of_equal_scores_the_lower_class_comes_first_as_in_argmax() -> None:
+    scores = torch.tensor([[0.5, 0.5, 0.1], [0.5, 0.5, 0.1], [0.3, 0.3, 0.3]])
+    assert target_ranks(scores, torch.tensor([0, 1, 2])).tolist() == [0, 1, 2]
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randint(0, 4, (50, 6), generator=generator).float()
+    targets = torch.randint(0, 6, (50,), generator=generator)
+    assert torch.equal(target_ranks(scores, targets) == 0, scores.argmax(1) == targets)
 
 
 def test_scores_that_are_not_numbers_are_never_hits() -> None:
@@ -71,3 +84,25 @@ def test_class_embedding_is_the_normalised_mean_of_normalised_prompts(batch: int
 def test_class_embeddings_need_classes_and_templates() -> None:
     with pytest.raises(ValueError, match="0 and 3"):
         class_embeddings(encode, hashed_tokens, [], TEMPLATES)
+
+
+def test_average_precision_is_scikit_learns_also_with_ties() -> None:
+    generator = torch.Generator().manual_seed(3)
+    positive = torch.rand(200, generator=generator) < 0.2
+    for scores in (torch.rand(200, generator=generator), torch.randint(0, 9, (200,), generator=generator).float()):
+        wanted = average_precision_score(positive, scores)
+        assert average_precision(scores, positive) == pytest.approx(wanted, abs=1e-12)
+
+
+def test_macro_f1_and_the_worst_group_are_those_of_a_direct_computation() -> None:
+    generator = torch.Generator().manual_seed(4)
+    scores, targets = torch.rand(90, 7, generator=generator), torch.randint(0, 6, (90,), generator=generator)
+    scores[torch.arange(90), targets] += 0.4
+    ranks, predicted = target_ranks(scores, targets), scores.argmax(1)
+    found = macro_f1(accuracy_counts(ranks, targets, 7), torch.bincount(predicted, minlength=7))
+    assert found == pytest.approx(f1_score(targets, predicted, average="macro", labels=targets.unique()), abs=1e-12)
+
+    groups = torch.randint(0, 4, (90,), generator=generator) * 2  # groups 1, 3 and 5 are empty
+    hits = {g: [bool(r == 0) for r, own in zip(ranks, groups) if own == g] for g in groups.tolist()}
+    worst = min(sum(of_group) / len(of_group) for of_group in hits.values())
+    assert worst_groups(accuracy_counts(ranks, groups, 7))["worst_group_top1"] == pytest.approx(worst)

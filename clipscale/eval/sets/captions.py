@@ -1,6 +1,6 @@
 """Reads caption files beside their images: COCO's annotations, and Karpathy's splits of COCO and Flickr30k."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -22,22 +22,9 @@ def load(file: Path) -> EvalSet:
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise UserError(f"eval.sets: {file} is neither COCO's caption JSON nor Karpathy's ({error!r})") from error
     entries = [(name, kept) for name, texts in entries if (kept := stripped(texts))]
-    outside = [name for name, _ in entries if name.startswith("/") or ".." in PurePosixPath(name).parts]
-    if outside:
-        raise UserError(f"eval.sets: {file} names {outside[0]!r}, which lies outside the set; fetch it again")
     if not entries:
         raise UserError(f"eval.sets: {file} holds no image with captions in its test split")
-    find = _image_finder(file, entries[0][0])
-    images = [ImageRef(find(name)) for name, _ in entries]
-    roots = [files.own_root(folder) for folder in (find(""), file.parent)]
-    for image in images:
-        if not any(files.inside(image.path, root) for root in roots):
-            raise UserError(f"eval.sets: {file} names {image.path}, which lies outside the set; copy the image there")
-    missing = [image.path for image in images if not image.path.is_file()]
-    if missing:
-        raise UserError(
-            f"eval.sets: {len(missing)} of {len(images)} images of {file} are missing, such as {missing[0]}"
-        )
+    images = images_beside(file, [name for name, _ in entries])
     captions = [text for _, texts in entries for text in texts]
     owner = [index for index, (_, texts) in enumerate(entries) for _ in texts]
     return EvalSet(file.stem, file, RETRIEVAL, images, captions=captions, owner=owner)
@@ -58,12 +45,36 @@ def _coco(record: dict[str, Any]) -> Iterator[tuple[str, list[str]]]:
         yield image["file_name"], texts[image["id"]]
 
 
-def _image_finder(file: Path, first: str) -> Callable[[str], Path]:
-    """From an image's name to its path, in the folder near the caption file where the first image is found."""
-    bases = [file.parent, *sorted(p for p in file.parent.iterdir() if p.is_dir()), file.parent.parent]
-    bases += sorted(p for p in file.parent.parent.iterdir() if p.is_dir())
-    for base in bases:
-        for name in (lambda n: n, lambda n: PurePosixPath(n).name):
-            if (base / name(first)).is_file():
-                return lambda n, base=base, name=name: base / name(n)  # type: ignore[misc]
-    raise UserError(f"eval.sets: cannot find the image {first} of {file}; put the images into a folder beside it")
+def images_beside(file: Path, names: Sequence[str], near: Path | None = None) -> list[ImageRef]:
+    """The images that a file of the set names: in the folder `near`, by default the file's, in one below or beside it.
+
+    Raises UserError.
+    """
+    near = near or file.parent
+    outside = [name for name in names if name.startswith("/") or ".." in PurePosixPath(name).parts]
+    if outside:
+        raise UserError(f"eval.sets: {file} names {outside[0]!r}, which lies outside the set; fetch it again")
+    bases = [near, *_folders(near), near.parent, *_folders(near.parent)]
+    base, images, missing, roots = near, [], [], {near: files.own_root(near)}
+    for name in names:
+        places = ((folder, folder / n) for folder in [base, *bases] for n in (name, PurePosixPath(name).name))
+        place = next((place for place in places if place[1].is_file()), None)
+        if place is None:
+            missing.append(name)
+            continue
+        base, path = place
+        roots.setdefault(base, files.own_root(base))
+        if not any(files.inside(path, roots[folder]) for folder in (base, near)):
+            raise UserError(f"eval.sets: {file} names {path}, which lies outside the set; copy the image there")
+        images.append(ImageRef(path))
+    if not images:
+        raise UserError(
+            f"eval.sets: cannot find the image {names[0]} of {file}; put the images into a folder beside it"
+        )
+    if missing:
+        raise UserError(f"eval.sets: {len(missing)} of {len(names)} images of {file} are missing, such as {missing[0]}")
+    return images
+
+
+def _folders(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.is_dir())

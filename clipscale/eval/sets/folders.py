@@ -23,16 +23,16 @@ def is_image(file: Path) -> bool:
     return file.suffix.lower().removeprefix(".") in IMAGE_SUFFIXES
 
 
-def load(root: Path) -> EvalSet:
+def load(root: Path, published: Sequence[str] = ()) -> EvalSet:
     """The set in class folders. Their order is alphabetical, or numeric where every name is a number: then it is the label.
 
     Names come from classnames.txt, else from WordNet ids as in ImageNet, else ImageNet's for the numbers of ImageNet-v2, else from the
-    folders themselves. Raises UserError for folders whose names are codes.
+    folders themselves. Raises UserError for folders whose names are codes. `published`: the names of the published set, for numbers.
     """
     folders = sorted(folder for folder in root.iterdir() if folder.is_dir())
     numbers = all(folder.name.isdecimal() for folder in folders)
     label_of = {folder: int(folder.name) if numbers else place for place, folder in enumerate(folders)}
-    names = classnames(root, [folder.name for folder in folders], numbers=numbers)
+    names = classnames(root, [folder.name for folder in folders], published if numbers else (), numbers=numbers)
     beyond = [folder.name for folder, label in label_of.items() if label >= len(names)]
     if beyond or (not numbers and len(names) != len(folders)):
         raise UserError(
@@ -51,7 +51,7 @@ def load(root: Path) -> EvalSet:
     return EvalSet(root.name, root, CLASSIFICATION, images, labels, names, texts)
 
 
-def classnames(root: Path, folders: Sequence[str], *, numbers: bool) -> list[str]:
+def classnames(root: Path, folders: Sequence[str], published: Sequence[str], *, numbers: bool) -> list[str]:
     """The class names of a set of folders, by label. Raises UserError where nothing says what the folders mean."""
     if (root / CLASSNAMES).is_file():
         return prompts.lines(root / CLASSNAMES)
@@ -59,6 +59,8 @@ def classnames(root: Path, folders: Sequence[str], *, numbers: bool) -> list[str
         return _names_of_wnids(root, folders)
     if numbers and prompts.imagenet_1k(root):
         return prompts.imagenet_classnames()
+    if published:
+        return list(published)
     if len(folders) < 2 or _SPLITS.issuperset(name.lower() for name in folders):
         raise UserError(
             f"eval.sets: {root} has no class folders but {', '.join(folders)}; give the folder that holds one folder a class"

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from clipscale import files
 from clipscale.data.sample import MAX_IMAGE_BYTES
 
-CLASSIFICATION, RETRIEVAL = "classification", "retrieval"
+CLASSIFICATION, RETRIEVAL, COMPOSITION = "classification", "retrieval", "composition"
 IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp")
 
 
@@ -28,9 +28,22 @@ class ImageRef(NamedTuple):
             return file.read(self.size)
 
 
+class Question(NamedTuple):
+    """Of a compositional set: which caption belongs to which image.
+
+    One or two images and two captions: caption i belongs to image i. One caption: it belongs to the first `right` images.
+    """
+
+    images: tuple[int, ...]
+    captions: tuple[int, ...]
+    right: int = 0
+
+
 @dataclass(frozen=True)
 class EvalSet:
-    """One classification set (labels, classnames, templates) or retrieval set (captions, owner), in reading order."""
+    """One classification set (labels, classnames, templates), retrieval set (captions, owner) or compositional set (captions,
+    questions), in reading order.
+    """
 
     name: str
     path: Path
@@ -41,34 +54,81 @@ class EvalSet:
     classnames: Sequence[str] = ()
     templates: Sequence[str] = ()
     """Classification: the prompts, with {c} for the class name."""
+    groups: Sequence[int] = ()
+    """Classification: the group of each image, from 0, for the accuracy of the worst group."""
+    inliers: "EvalSet | None" = None
+    """Classification: pictures of the classes, from which the set's own, which are of none, are to be told apart."""
     captions: Sequence[str] = ()
-    """Retrieval: all captions."""
+    """Retrieval, composition: all captions."""
     owner: Sequence[int] = ()
     """Retrieval: the image each caption belongs to."""
+    questions: Sequence[Question] = ()
+    part_of: Sequence[str] = ()
+    """Retrieval: the language of each caption; composition: the file of each question. Empty: the set has no parts."""
+    metric: tuple[str, ...] = ()
+    """The set's main metric: the mean of these. Empty: the set is of no suite."""
+    marks: tuple[str, ...] = ()
+    """What sets its figures apart from those of the whole set with its own prompts."""
     whole: int | None = None
-    """Images of the whole set, if this is a part of it."""
+    """Images of the whole set, if this is a part of it; questions of a compositional set."""
     border: int = 0
     """Pixels that are cut off every side of an image before it is resized."""
 
     def __len__(self) -> int:
         return len(self.images)
 
-    def limited(self, limit: int | None) -> "EvalSet":
-        """At most `limit` images, evenly spaced: a set that is sorted by class keeps all its classes.
+    @property
+    def size(self) -> int:
+        """Its images, or its questions."""
+        return len(self.questions) or len(self.images)
 
-        The part has another name, so that its figures never stand for those of the set.
+    @property
+    def parts(self) -> list[str]:
+        """The names of its results: "" for the set itself, then its parts."""
+        return list(dict.fromkeys(["", *self.part_of]))
+
+    def label(self, part: str = "", *marks: str) -> str:
+        """The name of its results, or of those of a part."""
+        return " ".join(
+            [f"{self.name}/{part}" if part else self.name, *(f"({mark})" for mark in (*self.marks, *marks))]
+        )
+
+    def limited(self, limit: int | None) -> "EvalSet":
+        """At most `limit` images, or questions, evenly spaced: a set that is sorted by class keeps all its classes.
+
+        The part has another label, so that its figures never stand for those of the set.
         """
-        if limit is None or limit >= len(self):
+        if limit is None or limit >= self.size:
             return self
-        kept = [i * len(self) // limit for i in range(limit)]
+        kept = [i * self.size // limit for i in range(limit)]
+        part = replace(self, marks=(f"limit {limit}", *self.marks), whole=self.size)
+        if self.questions:
+            return part._of_questions(kept)
         new_index = {old: new for new, old in enumerate(kept)}
-        pairs = [(c, new_index[o]) for c, o in zip(self.captions, self.owner) if o in new_index]
+        captions = [m for m, owner in enumerate(self.owner) if owner in new_index]
         return replace(
-            self,
-            name=f"{self.name} (limit {limit})",
-            whole=len(self),
+            part,
             images=[self.images[i] for i in kept],
             labels=[self.labels[i] for i in kept] if self.labels else (),
-            captions=[caption for caption, _ in pairs],
-            owner=[owner for _, owner in pairs],
+            groups=[self.groups[i] for i in kept] if self.groups else (),
+            inliers=self.inliers and self.inliers.limited(max(1, limit * len(self.inliers) // len(self))),
+            captions=[self.captions[m] for m in captions],
+            owner=[new_index[self.owner[m]] for m in captions],
+            part_of=[self.part_of[m] for m in captions] if self.part_of else (),
+        )
+
+    def _of_questions(self, kept: Sequence[int]) -> "EvalSet":
+        questions = [self.questions[q] for q in kept]
+        images = sorted({i for question in questions for i in question.images})
+        captions = sorted({m for question in questions for m in question.captions})
+        image_at, caption_at = ({old: new for new, old in enumerate(olds)} for olds in (images, captions))
+        return replace(
+            self,
+            images=[self.images[i] for i in images],
+            captions=[self.captions[m] for m in captions],
+            questions=[
+                Question(tuple(image_at[i] for i in q.images), tuple(caption_at[m] for m in q.captions), q.right)
+                for q in questions
+            ],
+            part_of=[self.part_of[q] for q in kept] if self.part_of else (),
         )

@@ -9,11 +9,12 @@ from functools import lru_cache
 from pathlib import Path
 
 from clipscale.errors import UserError
-from clipscale.eval.sets import captions, folders, objectnet, shards
-from clipscale.eval.sets.item import EvalSet
+from clipscale.eval.sets import captions, compositional, folders, multilingual, objectnet, shards
+from clipscale.eval.sets.item import IMAGE_SUFFIXES, EvalSet
+from clipscale.eval.sets.known import source_of
 
 
-def load_sets(paths: Sequence[str], limit: int | None = None) -> list[EvalSet]:
+def load_sets(paths: Sequence[str]) -> list[EvalSet]:
     """Every set of `eval.sets`, named after its folder, and its parents where two folders share a name.
 
     Loaded sets are cached. Raises UserError for a set that is missing, empty or inconsistent.
@@ -21,7 +22,7 @@ def load_sets(paths: Sequence[str], limit: int | None = None) -> list[EvalSet]:
     resolved = [Path(path).expanduser().absolute() for path in paths]
     if len(set(resolved)) < len(resolved):
         raise UserError(f"eval.sets names a set twice: {', '.join(sorted(map(str, paths)))}; keep one of them")
-    return [replace(load_set(path), name=name).limited(limit) for path, name in zip(resolved, _names(resolved))]
+    return [replace(load_set(path), name=name) for path, name in zip(resolved, _names(resolved))]
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
@@ -35,18 +36,21 @@ def _names(paths: Sequence[Path]) -> list[str]:
 
 
 @lru_cache(maxsize=64)
-def load_set(path: Path) -> EvalSet:
-    """Recognise the layout of `path` and load the set. Raises UserError, whatever is wrong with its files."""
+def load_set(path: Path, classnames: tuple[str, ...] = (), group: int | None = None) -> EvalSet:
+    """Recognise the layout of `path` and load the set. Raises UserError, whatever is wrong with its files.
+
+    classnames: of the published set, for labels without names. group: the column of the metadata that names the group.
+    """
     try:
-        return _load_set(path)
-    except UserError:
-        raise
+        return _load_set(path, classnames, group)
+    except UserError as error:
+        raise UserError(f"{error}{source_of(path)}") from error
     except Exception as error:  # each layout's reader has its own
         reason = " ".join(str(error).split())[:300] or type(error).__name__
-        raise UserError(f"eval.sets: {path} cannot be read ({reason}); fetch it again") from error
+        raise UserError(f"eval.sets: {path} cannot be read ({reason}); fetch it again{source_of(path)}") from error
 
 
-def _load_set(path: Path) -> EvalSet:
+def _load_set(path: Path, classnames: tuple[str, ...], group: int | None) -> EvalSet:
     if not path.exists():
         raise UserError(
             f"eval.sets: {path} does not exist; give a folder in CLIP_benchmark's layout (PATH/test/nshards.txt)"
@@ -56,15 +60,16 @@ def _load_set(path: Path) -> EvalSet:
             raise UserError(f"eval.sets: {path} is a file that is no caption JSON; give the set's folder")
         return captions.load(path)
     if (path / "test" / "nshards.txt").is_file():
-        return shards.load(path)
-    if objectnet.found(path):
-        return objectnet.load(path)
+        return shards.load(path, classnames, group)
+    for layout in (objectnet, multilingual, compositional):
+        if layout.found(path):
+            return layout.load(path)
     if folders.found(path):
-        return folders.load(path)
+        return folders.load(path, classnames)
     jsons = sorted(path.glob("*.json"))
     if len(jsons) == 1:
         return captions.load(jsons[0])
     raise UserError(
-        f"eval.sets: {path} is none of the known layouts; it needs test/nshards.txt (CLIP_benchmark), folders of images named "
-        "after their classes, or one caption JSON"
+        f"eval.sets: {path} is none of the known layouts; it needs test/nshards.txt (CLIP_benchmark), folders of images "
+        f"({', '.join(IMAGE_SUFFIXES)}) named after their classes, or one caption JSON; docs/evaluation.md lists all"
     )

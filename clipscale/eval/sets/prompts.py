@@ -42,6 +42,11 @@ def text_of(file: Path, root: Path, most: int = files.SMALL) -> str:
         return files.read_text(file, most)
 
 
+def lines_of(file: Path, most: int = files.SMALL) -> list[str]:
+    """The lines of a text in the set's folder, split at line feeds alone: captions may hold other separators. Raises UserError."""
+    return [line.strip() for line in text_of(file, file.parent, most).rstrip().split("\n")]
+
+
 def lines(file: Path, most: int = MOST_CLASSES) -> list[str]:
     """The lines of a text in a set's folder without spaces around them; empty ones are left out. Raises UserError."""
     found = stripped(text_of(file, file.parent).splitlines())
@@ -68,6 +73,24 @@ def imagenet_templates() -> list[str]:
     from open_clip import OPENAI_IMAGENET_TEMPLATES
 
     return [template("{c}") for template in OPENAI_IMAGENET_TEMPLATES]
+
+
+def chosen(name: str) -> list[str]:
+    """The templates of `eval.prompts`: `80` and `7` of CLIP, `simple`, or a file's. Raises UserError."""
+    if name == "80":
+        return imagenet_templates()
+    if name == "7":
+        from open_clip import SIMPLE_IMAGENET_TEMPLATES
+
+        return [template("{c}") for template in SIMPLE_IMAGENET_TEMPLATES]
+    if name == "simple":
+        return [SINGLE]
+    file = Path(name).expanduser()
+    if not file.is_file():
+        raise UserError(
+            f"eval.prompts={name}: choose 80, 7 or simple, or give a file with one template a line, such as: {SINGLE}"
+        )
+    return templates_of(file)
 
 
 def templates_of(file: Path) -> list[str]:

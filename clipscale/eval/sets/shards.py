@@ -1,12 +1,15 @@
 """Reads CLIP_benchmark's webdataset layout: test/nshards.txt, test/0.tar, ..., and text files beside them."""
 
+import io
 import os
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 from typing import BinaryIO
+
+import numpy as np
 
 from clipscale import files
 from clipscale.data.sample import MAX_IMAGE_BYTES, MAX_TEXT_BYTES, key_and_extension
@@ -17,11 +20,16 @@ from clipscale.eval.sets.item import CLASSIFICATION, IMAGE_SUFFIXES, RETRIEVAL, 
 from clipscale.units import whole_number
 
 
-def load(root: Path) -> EvalSet:
-    """The set in `root`. Raises UserError."""
+def load(root: Path, classnames: Sequence[str] = (), group: int | None = None) -> EvalSet:
+    """The set in `root`. Raises UserError.
+
+    classnames: those of the published set, for a folder without them. group: the column of the samples' metadata that names their
+    group.
+    """
     kind = _dataset_type(root)
     images: list[ImageRef] = []
     labels: list[int] = []
+    groups: list[int] = []
     captions: list[str] = []
     owner: list[int] = []
     for shard in _shard_paths(root):
@@ -36,20 +44,25 @@ def load(root: Path) -> EvalSet:
                 owner += [len(images)] * len(lines)
             else:
                 labels.append(_label(key, shard, members.get("cls")))
+                if group is not None:
+                    groups.append(_group(key, shard, members.get("npy"), group))
             images.append(image)
     if not images:
         raise UserError(f"eval.sets: {root} holds no image; check {root / 'test'}")
     if kind == RETRIEVAL:
         return EvalSet(root.name, root, kind, images, captions=captions, owner=owner)
 
-    names = _classnames(root)
+    names = _classnames(root, classnames)
     outside = [label for label in labels if not 0 <= label < len(names)]
     if outside:
         raise UserError(
             f"eval.sets: {root} has {len(outside)} labels outside its {len(names)} classes (such as {outside[0]}); "
             "check classnames.txt against the labels"
         )
-    return EvalSet(root.name, root, kind, images, labels, names, prompts.templates(root))
+    place = {value: index for index, value in enumerate(sorted(set(groups)))}
+    return EvalSet(
+        root.name, root, kind, images, labels, names, prompts.templates(root), groups=[place[value] for value in groups]
+    )
 
 
 def _dataset_type(root: Path) -> str:
@@ -87,7 +100,7 @@ def _samples(shard: Path) -> Iterator[tuple[str, ImageRef, dict[str, bytes]]]:
                 for _, extension, size in members:
                     if extension in IMAGE_SUFFIXES:
                         image = ImageRef(shard, tar.tell(), size)
-                    elif extension in ("cls", "txt"):
+                    elif extension in ("cls", "txt", "npy"):
                         texts[extension] = read_exactly(tar, size, MAX_TEXT_BYTES)
                 if image is not None:
                     yield key, image, texts
@@ -128,12 +141,23 @@ def _label(key: str, shard: Path, text: bytes | None) -> int:
         ) from None
 
 
-def _classnames(root: Path) -> list[str]:
+def _group(key: str, shard: Path, content: bytes | None, column: int) -> int:
+    try:
+        return int(np.load(io.BytesIO(content or b""), allow_pickle=False).ravel()[column])
+    except (ValueError, EOFError, IndexError):
+        raise UserError(
+            f"eval.root: sample {key} of {shard} has no group; it needs {key}.npy with one as value {column}; fetch the set again"
+        ) from None
+
+
+def _classnames(root: Path, published: Sequence[str]) -> list[str]:
     file = root / prompts.CLASSNAMES
     if file.is_file():
         return prompts.lines(file)
     if prompts.imagenet_1k(root):
         return prompts.imagenet_classnames()
+    if published:
+        return list(published)
     raise UserError(
         f"eval.sets: {root} has no {prompts.CLASSNAMES}; write one class name a line, in the order of the labels"
     )

@@ -1,0 +1,120 @@
+"""The published sets of `known.yaml`: where each lies under a folder of sets, its main metric, and where it comes from."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from clipscale.errors import UserError
+from clipscale.eval.sets.item import RETRIEVAL, EvalSet
+
+BOTH_R1 = ("image_to_text_r1", "text_to_image_r1")
+"""The main metric of retrieval: DataComp's mean recall@1."""
+
+
+@dataclass(frozen=True)
+class KnownSet:
+    """One entry."""
+
+    name: str
+    """CLIP_benchmark's, such as `vtab/caltech101`."""
+    source: str
+    folders: tuple[str, ...] = ()
+    """Names of its folder, or of its caption file, besides those of the webdataset layouts."""
+    metric: tuple[str, ...] = ()
+    """The main metric, the mean of these. Empty: top-1, or both recalls at 1."""
+    group: int | None = None
+    """The column of the samples' metadata (.npy) that names their group."""
+    classes: str = ""
+    """CLIP_benchmark's key of its class names."""
+    inliers: str = ""
+    """The set that has pictures of its classes, if its own pictures are of none."""
+
+    @property
+    def candidates(self) -> list[str]:
+        """The names under which it is looked for, the most particular first: DataComp's, CLIP_benchmark's, its own."""
+        plain = self.name.replace("/", "-")
+        return [f"wds_{plain}_test", f"wds_{plain}", plain, *([self.name] if "/" in self.name else []), *self.folders]
+
+    def find(self, root: Path) -> Path | None:
+        """Where it lies under `root`."""
+        return next((root / name for name in self.candidates if (root / name).exists()), None)
+
+    def missing(self, root: Path) -> str:
+        """One line: what is missing, as what it is looked for, and where it comes from."""
+        packed = [root / (name + end) for name in self.candidates for end in (".tar", ".tar.gz", ".tgz", ".zip")]
+        archive = next((path for path in packed if path.is_file()), None)
+        if archive:
+            return f"{self.name} is packed; unpack {archive} there"
+        return f"{self.name} is missing in {root} (as {', '.join(self.candidates)}); it comes from {self.source}"
+
+    def main_metric(self, item: EvalSet) -> tuple[str, ...]:
+        return self.metric or (BOTH_R1 if item.kind == RETRIEVAL else ("top1",))
+
+
+@cache
+def table() -> dict[str, Any]:
+    """The content of known.yaml: `sets` and `suites`."""
+    content: dict[str, Any] = yaml.safe_load(resources.files(__package__).joinpath("known.yaml").read_text("utf-8"))
+    return content
+
+
+@cache
+def known_sets() -> dict[str, KnownSet]:
+    """All sets of the table, by name."""
+    found = {}
+    for name, entry in table()["sets"].items():
+        given: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()
+        }
+        given.setdefault("source", f"https://huggingface.co/datasets/clip-benchmark/wds_{name.replace('/', '-')}")
+        if isinstance(given.get("metric"), str):
+            given["metric"] = (given["metric"],)
+        found[name] = KnownSet(name, **given)
+    return found
+
+
+def source_of(path: Path) -> str:
+    """Where a set comes from, as the end of a message; nothing if its folder has no known name."""
+    known = next((known for known in known_sets().values() if path.name in known.candidates), None)
+    return f"; {known.name} comes from {known.source}" if known else ""
+
+
+def published_classnames(known: KnownSet) -> list[str] | None:
+    """CLIP_benchmark's class names of a set, by label; None if it has none, or is not installed."""
+    return _first("en_classnames.json", [known.classes, *_keys(known)]) if find_spec("clip_benchmark") else None
+
+
+def published_templates(known: KnownSet) -> list[str]:
+    """CLIP_benchmark's prompts of a set; like CLIP_benchmark, those of ImageNet for a set without its own. Raises UserError."""
+    if find_spec("clip_benchmark") is None:
+        raise UserError(
+            f"eval.root: {known.name} brings no prompts; pip install clip-benchmark, which has the published ones, or write "
+            "zeroshot_classification_templates.txt into its folder, or give eval.prompts"
+        )
+    found = _first("en_zeroshot_classification_templates.json", [*_keys(known), "imagenet1k"])
+    assert found is not None
+    return found
+
+
+def _keys(known: KnownSet) -> list[str]:
+    return [known.name, known.name.rpartition("/")[2]]
+
+
+def _first(file: str, keys: Sequence[str]) -> list[str] | None:
+    """Of a file of CLIP_benchmark, the entry under the first of `keys` that it has."""
+    tree = _of_clip_benchmark(file)
+    return next((tree[key] for key in keys if key in tree), None)
+
+
+@cache
+def _of_clip_benchmark(file: str) -> dict[str, list[str]]:
+    path = resources.files("clip_benchmark.datasets").joinpath(file)
+    content: dict[str, list[str]] = json.loads(path.read_text(encoding="utf-8"))
+    return content

@@ -1,0 +1,131 @@
+"""clip-benchmark, given the exported run and the same data, reports the same figures."""
+
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from clip_benchmark.datasets.builder import build_dataset
+from clip_benchmark.metrics import image_caption_selection, zeroshot_classification, zeroshot_retrieval
+from clip_benchmark.models import load_clip
+from PIL import Image
+
+from clipscale.config.sections import EvalConfig
+from clipscale.config.tools import EvalRunConfig, ExportSettings
+from clipscale.eval.verb import main
+from clipscale.export.verb import main as export
+from clipscale.models.towers import build_model
+from tests.eval.sets import write_shards
+from tests.eval.test_compositional import sugar_crepe, winoground
+from tests.eval.test_verb import TINY, save
+
+NAMES = ["missile", "owl", "red fox", "projectile", "tench", "sunglasses", "lens", "a very long name of a class"]
+TWINS = ["missile", "owl", "missile", "tench", "sunglasses", "sunglasses"]
+TEMPLATES = ["a photo of a {c}.", "a drawing of the {c}", "{c}"]
+
+
+def noise(seed: int) -> bytes:
+    out = io.BytesIO()
+    pixels = np.random.default_rng(seed).integers(0, 256, (3 + seed % 3, 5, 3), dtype=np.uint8)
+    Image.fromarray(pixels).resize((24 + seed % 7, 20), Image.Resampling.BILINEAR).save(out, "PNG")
+    return out.getvalue()
+
+
+def sets(root: Path) -> dict[str, Path]:
+    """A classification set, one with names that two classes share, and a retrieval set of one to three captions an image."""
+    found = {}
+    for name, classnames in {"classes": NAMES, "twins": TWINS}.items():
+        labels = (i * 5 % len(classnames) for i in range(48))
+        members = [
+            m for i, y in enumerate(labels) for m in ((f"{i:03}.cls", str(y).encode()), (f"{i:03}.png", noise(i)))
+        ]
+        files = {"classnames.txt": "\n".join(classnames), "zeroshot_classification_templates.txt": "\n".join(TEMPLATES)}
+        found[name] = write_shards(root / name, [members[:50], members[50:]], files)
+    captioned = [
+        member
+        for i in range(40)
+        for member in (
+            (f"{i:03}.txt", "\n".join(f"picture {i} of a {NAMES[i % 8]} {k}" for k in range(1 + i % 3)).encode()),
+            (f"{i:03}.png", noise(100 + i)),
+        )
+    ]
+    found["captions"] = write_shards(root / "captions", [captioned], {"dataset_type.txt": "retrieval"})
+    return found
+
+
+def test_the_figures_are_clip_benchmarks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(3)
+    save(tmp_path / "run", build_model(TINY), 7)
+    paths = sets(tmp_path)
+    chosen = EvalConfig(sets=[str(path) for path in paths.values()], batch=16)
+    ours = main(EvalRunConfig(run=str(tmp_path / "run"), device="cpu", eval=chosen))
+
+    out = export(ExportSettings(run=str(tmp_path / "run"), out=str(tmp_path / "out")))
+    model, transform, tokenizer = load_clip("open_clip", f"local-dir:{out}", None, "", device="cpu")  # type: ignore[arg-type]
+    model.eval()
+
+    def loader(name: str) -> torch.utils.data.DataLoader:  # type: ignore[type-arg]
+        data = build_dataset(f"wds/{name}", str(paths[name]), transform, "test", task="zeroshot_classification")
+        return torch.utils.data.DataLoader(data.batched(16), batch_size=None)
+
+    # clip-benchmark 1.6.2 makes a float of an array with one element, which numpy 2.4 no longer does.
+    monkeypatch.setattr(zeroshot_classification, "float", lambda x: np.asarray(x).item(), raising=False)
+    for name, classnames in {"classes": NAMES, "twins": TWINS}.items():
+        found = ours[name]
+        theirs = zeroshot_classification.evaluate(
+            model, loader(name), tokenizer, classnames, TEMPLATES, device="cpu", amp=False
+        )
+        assert found["mean_per_class_recall"] == pytest.approx(theirs["mean_per_class_recall"], abs=1e-6)
+        assert 0 < found["top1"] < found["top5"] < 1, "figures that could differ"
+        if name == "classes":  # torch.topk, and so clip-benchmark's top-1, leaves the order of equal scores open
+            assert (found["top1"], found["top5"]) == pytest.approx((theirs["acc1"], theirs["acc5"]), abs=1e-6)
+
+    theirs = zeroshot_retrieval.evaluate(
+        model, loader("captions"), tokenizer, device="cpu", amp=False, recall_k_list=[1, 5, 10]
+    )
+    found = ours["captions"]
+    for k in (1, 5, 10):
+        assert found[f"image_to_text_r{k}"] == pytest.approx(theirs[f"text_retrieval_recall@{k}"], abs=1e-6)
+        assert found[f"text_to_image_r{k}"] == pytest.approx(theirs[f"image_retrieval_recall@{k}"], abs=1e-6)
+
+
+def test_the_scores_of_compositional_sets_are_clip_benchmarks(tmp_path: Path) -> None:
+    torch.manual_seed(4)
+    model = build_model(TINY)
+    save(tmp_path / "run", model, 7)
+    model.eval()
+    crepe, wino = sugar_crepe(tmp_path / "crepe", noise), winoground(tmp_path / "wino", noise)
+    config = EvalConfig(sets=[str(crepe), str(wino)], batch=16)
+    ours = main(EvalRunConfig(run=str(tmp_path / "run"), device="cpu", eval=config))
+
+    class Open:
+        """The interface that clip_benchmark wants."""
+
+        encode_image, encode_text = model.image, model.text
+
+    def pixels(file: Path) -> torch.Tensor:
+        return torch.from_numpy(model.eval_transform()(file.read_bytes()))
+
+    for part, item in ours.items():
+        if not part.startswith("crepe/"):
+            continue
+        data = build_dataset(f"sugar_crepe/{part[6:]}", str(crepe), None, "test", task="image_caption_selection")
+        batch = [
+            (pixels(crepe / "val2017" / entry["filename"])[None], [entry["caption"], entry["negative_caption"]])
+            for entry in data.ann.values()
+        ]
+        images = torch.stack([image for image, _ in batch])
+        theirs = image_caption_selection.evaluate(
+            Open, [(images, [texts for _, texts in batch])], model.tokenizer, "cpu", amp=False
+        )
+        assert item["accuracy"] == pytest.approx(theirs["text_acc"], abs=1e-6), part
+    assert len(ours) == 9
+
+    images = torch.stack(
+        [torch.stack([pixels(wino / "images" / f"ex_{q}_img_{i}.png") for i in (0, 1)]) for q in range(12)]
+    )
+    texts = [[f"a {q} dog sees a cat", f"a {q} cat sees a dog"] for q in range(12)]
+    theirs = image_caption_selection.evaluate(Open, [(images, texts)], model.tokenizer, "cpu", amp=False)
+    for own, name in (("text_score", "text_acc"), ("image_score", "image_acc"), ("group_score", "acc")):
+        assert ours["wino"][own] == pytest.approx(theirs[name], abs=1e-6), own
