@@ -12,10 +12,11 @@ import yaml
 
 from clipscale.cli.main import main
 from clipscale.config.redact import HIDDEN, READ, redact, redacted, remember, restored
+from clipscale.config.sections import EvalConfig
 from clipscale.config.train import TrainConfig, changes, to_yaml
 from clipscale.data.shards.access import unsigned
 from clipscale.errors import UserError
-from clipscale.eval.verb import _sets_of
+from clipscale.eval.verb import _complete
 from clipscale.launch import local
 from tests.conftest import TINY, Command
 from tests.data.files import write_shards
@@ -148,7 +149,7 @@ def test_a_stored_set_without_its_secret_asks_for_it(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump({"eval": {"sets": ["/sets/${oc.env:NOT_SET_ANYWHERE}"]}}))
     with pytest.raises(UserError, match=r"eval\.sets=.*give eval\.sets again, or set the variable"):
-        _sets_of(file)
+        _complete(EvalConfig(), file)
 
 
 def test_a_run_on_presigned_addresses_leaks_nothing_and_resumes_with_new_ones(
