@@ -21,7 +21,7 @@ def check_values(config: Any, prefix: str = "") -> None:
 
 def check_value(declared: Setting, value: Any, prefix: str = "") -> None:
     """Raise UserError for a value that is none of the setting's choices, or below its least value."""
-    if declared.choices is not None and not (value is None and declared.optional):
+    if declared.choices is not None:
         choice(prefix + declared.name, value, declared.choices)
     if declared.least is not None:
         at_least(prefix + declared.name, value, declared.least)

@@ -307,9 +307,9 @@ class ModelConfig:
     interpolation: str = setting("bicubic", "Of that resize.", choices=("bicubic", "bilinear"))
 
 
-SUITES = ("imagenet", "infcl-table3", "vtab", "datacomp", "retrieval")
-"""The suites of clipscale/eval/sets/known.yaml."""
-SUITE_HELP = "A suite of published sets, each looked for in the folder `eval.root`; null: none."
+SUITES = ("none", "imagenet", "infcl-table3", "vtab", "datacomp", "retrieval")
+"""No suite, and those of clipscale/eval/sets/known.yaml."""
+SUITE_HELP = "A suite of published sets, each looked for in the folder `eval.root`."
 
 
 @dataclass
@@ -323,7 +323,10 @@ class EvalConfig:
         "kind is detected.",
         literal=True,
     )
-    suite: str | None = setting(None, SUITE_HELP, choices=SUITES)
+    batch: int = setting(256, "Images or captions encoded at once.", least=1)
+    workers: int = setting(0, "Decoding threads per process; 0: one per core, at most 8.", least=0)
+    limit: int | None = setting(None, "Most images of each set, evenly spaced over it; null: all.", least=1)
+    suite: str = setting("none", SUITE_HELP, choices=SUITES)
     root: str | None = setting(None, "The folder with the sets of `eval.suite`.", literal=True)
     prompts: str | None = setting(
         None,
@@ -331,15 +334,12 @@ class EvalConfig:
         "null: those of each set.",
         literal=True,
     )
-    batch: int = setting(256, "Images or captions encoded at once.", least=1)
-    workers: int = setting(0, "Decoding threads per process; 0: one per core, at most 8.", least=0)
-    limit: int | None = setting(None, "Most images of each set, evenly spaced over it; null: all.", least=1)
     weights: str = setting("trained", WEIGHTS_HELP, choices=WEIGHTS)
 
     @property
     def wanted(self) -> bool:
         """Whether there is anything to evaluate."""
-        return bool(self.sets) or self.suite is not None
+        return bool(self.sets) or self.suite != "none"
 
 
 @dataclass

@@ -54,7 +54,7 @@ class EvalRunConfig:
     out: str | None = setting(
         None, "Folder for the results of `model.weights`; null: runs/eval-NAME, after the weights.", literal=True
     )
-    suite: str | None = setting(None, "Short for eval.suite. " + SUITE_HELP, choices=SUITES)
+    suite: str = setting("none", "Short for eval.suite. " + SUITE_HELP, choices=SUITES)
     model: ModelConfig = field(default_factory=lambda: ModelConfig(name=""))
     device: str = setting("auto", DEVICE_HELP, choices=DEVICES)
     hub: bool = setting(False, "As `model.hub` in training, for the description in the checkpoint.")

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 def chosen_sets(config: EvalConfig) -> list[EvalSet]:
     """The sets of `eval.sets`, then those of `eval.suite`, with `eval.prompts` and up to `eval.limit`. Raises UserError."""
     sets = load_sets(config.sets)
-    if config.suite is not None:
+    if config.suite != "none":
         sets += suite_sets(config.suite, config.root)
     twice = [name for name, count in Counter(item.name for item in sets).items() if count > 1]
     if twice:
@@ -65,7 +65,6 @@ def suite_table(
     config: EvalConfig, sets: Sequence[EvalSet], results: Mapping[str, Mapping[str, float]], name: str
 ) -> TextTable:
     """The columns of the suite for one model, in per cent: each the mean of some results, or `-` where one of them is missing."""
-    assert config.suite is not None
     suite = table()["suites"][config.suite]
     marks = ("ema",) if config.weights == "ema" else ()
     of_set = {item.name: results.get(item.label("", *marks), {}) for item in sets}

@@ -33,8 +33,9 @@ def main(config: EvalRunConfig) -> Results:
     Raises UserError.
     """
     folder = check_eval(config)
-    config.eval.suite = config.suite or config.eval.suite
-    if not config.eval.wanted or (config.eval.suite is not None and config.eval.root is None):
+    if config.suite != "none":
+        config.eval.suite = config.suite
+    if not config.eval.wanted or (config.eval.suite != "none" and config.eval.root is None):
         _complete(config.eval, folder / "config.yaml")
     work = "clipscale.eval.verb:work"
     return local.join(config, work) if local.under_torchrun() else local.run(config, work)
@@ -111,7 +112,7 @@ def _results(
     if world.main:
         title = folder.name if step is None else f"{folder.name}, step {step}"
         print_results(results, title)
-        if config.eval.suite is not None:
+        if config.eval.suite != "none":
             plain_console().print(suite_table(config.eval, chosen_sets(config.eval), results, title))
     return results
 
@@ -132,7 +133,7 @@ def _complete(config: EvalConfig, settings: Path) -> None:
     own = record["eval"] if isinstance(record.get("eval"), dict) else {}
     if not config.wanted:
         config.sets = _sets_of(own, settings)
-        config.suite = own["suite"] if own.get("suite") in SUITES else None
+        config.suite = own["suite"] if own.get("suite") in SUITES else "none"
     if config.root is None and isinstance(own.get("root"), str):
         config.root = restored(own["root"])
     if not config.wanted:
