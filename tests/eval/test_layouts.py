@@ -8,7 +8,7 @@ import pytest
 from clipscale.errors import UserError
 from clipscale.eval.sets.load import load_set, load_sets
 from clipscale.eval.sets.prompts import render
-from tests.eval.sets import NAMES, classification_set, karpathy_json, picture, retrieval_set, write_shards
+from tests.eval.sets import NAMES, classification_set, karpathy_json, picture, retrieval_set, write_shards, write_tar
 
 
 def test_classification_shards(tmp_path: Path) -> None:
@@ -78,6 +78,38 @@ def test_class_folders_by_wordnet_id(tmp_path: Path) -> None:
     assert item.classnames == ["goldfish", "stingray"] and item.labels == [0, 0, 1] and len(item.templates) == 80
     with pytest.raises(UserError, match="n99999999 is no class of ImageNet-1k"):
         load_set(folders(tmp_path / "other", ["n99999999"]))
+
+
+def test_an_archive_of_class_folders_is_read_as_it_is(tmp_path: Path) -> None:
+    """As imagenet-a.tar, -r and -o are published."""
+    members = [(f"imagenet-a/n0{wnid}/{i}.jpg", picture(n)) for i, n in enumerate(NAMES) for wnid in (1498041, 1443537)]
+    write_tar(
+        tmp_path / "imagenet-a.tar",
+        [*members[::-1], ("imagenet-a/README.txt", b"x"), ("imagenet-a/n01498041/._0.jpg", b"x")],
+    )
+    (item,) = load_sets([str(tmp_path / "imagenet-a.tar")])
+    assert (item.name, item.classnames, len(item.templates)) == ("imagenet-a", ["goldfish", "stingray"], 80)
+    assert item.labels == [0] * 6 + [1] * 6 and [image.read() for image in item.images] == 2 * [
+        picture(n) for n in NAMES
+    ]
+    (tmp_path / "imagenet-o.tar").write_bytes((tmp_path / "imagenet-a.tar").read_bytes()[:700])
+    with pytest.raises(UserError, match=r"cannot read .*imagenet-o\.tar.*; imagenet-o comes from https"):
+        load_set(tmp_path / "imagenet-o.tar")
+    write_tar(tmp_path / "set.tar", [("a.txt", b"x")])
+    with pytest.raises(UserError, match=r"set\.tar holds no image \(jpg"):
+        load_set(tmp_path / "set.tar")
+
+
+def test_a_published_set_that_cannot_be_used_names_its_source(tmp_path: Path) -> None:
+    source = "vtab/dtd comes from https://huggingface.co/datasets/clip-benchmark/wds_vtab-dtd"
+    shard = [("0.png", PNG), ("0.cls", b"7")]
+    for files in ({}, NO_NAMES, {"test/nshards.txt": "none"}):
+        with pytest.raises(UserError, match=source):
+            load_set(write_shards(tmp_path / str(len(files)) / "wds_vtab-dtd", [shard], files))
+            load_set.cache_clear()
+    (tmp_path / "wds_vtab-dtd").mkdir()
+    with pytest.raises(UserError, match=f"none of the known layouts.*jpg, jpeg, png, webp.*{source}"):
+        load_set(tmp_path / "wds_vtab-dtd")
 
 
 def test_karpathy_and_coco_caption_files(tmp_path: Path) -> None:

@@ -66,13 +66,13 @@ def test_missing_sets_are_named_with_their_source_and_the_others_evaluated(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     classification_set(tmp_path / "wds_imagenet1k_test")
-    (tmp_path / "imagenet-r.tar").write_bytes(b"")
+    (tmp_path / "imagenet-r.tar.gz").write_bytes(b"")
     with caplog.at_level(logging.WARNING):
         found = suite_sets("infcl-table3", str(tmp_path))
     assert [item.name for item in found] == ["imagenet1k"]
     assert len(caplog.messages) == 5 and not any("\n" in message for message in caplog.messages)
     assert any("objectnet is missing" in m and "https://objectnet.dev" in m for m in caplog.messages), caplog.messages
-    assert any(f"unpack {tmp_path / 'imagenet-r.tar'}" in m for m in caplog.messages), caplog.messages
+    assert any(f"unpack {tmp_path / 'imagenet-r.tar.gz'}" in m for m in caplog.messages), caplog.messages
     config = EvalConfig(suite="infcl-table3", root=str(tmp_path))
     row = suite_table(config, found, {"imagenet1k": {"main": 0.5}}, "b16").groups[0][0]
     assert row == ["b16", "50.00", "-", "-", "-", "-", "-"]

@@ -1,13 +1,18 @@
-"""Reads folders of class folders. A folder's name is a class name only where it reads as one; codes need a file of names."""
+"""Reads class folders, in a folder or in a tar archive. A folder's name is a class name only where it reads as one; codes need a file
+of names.
+"""
 
 import re
+import tarfile
 from collections.abc import Sequence
-from pathlib import Path
+from pathlib import Path, PurePath, PurePosixPath
 
+from clipscale import files
 from clipscale.errors import UserError
 from clipscale.eval.sets import prompts
 from clipscale.eval.sets.item import CLASSIFICATION, IMAGE_SUFFIXES, EvalSet, ImageRef
 from clipscale.eval.sets.prompts import CLASSNAMES
+from clipscale.eval.sets.shards import plain_members
 
 _WNID = re.compile(r"n\d{8}")
 _SPLITS = {"train", "training", "val", "valid", "validation", "test", "images", "image", "img", "data"}
@@ -19,7 +24,7 @@ def found(root: Path) -> bool:
     return any(is_image(file) for folder in root.iterdir() if folder.is_dir() for file in folder.iterdir())
 
 
-def is_image(file: Path) -> bool:
+def is_image(file: PurePath) -> bool:
     return file.suffix.lower().removeprefix(".") in IMAGE_SUFFIXES
 
 
@@ -29,26 +34,44 @@ def load(root: Path, published: Sequence[str] = ()) -> EvalSet:
     Names come from classnames.txt, else from WordNet ids as in ImageNet, else ImageNet's for the numbers of ImageNet-v2, else from the
     folders themselves. Raises UserError for folders whose names are codes. `published`: the names of the published set, for numbers.
     """
-    folders = sorted(folder for folder in root.iterdir() if folder.is_dir())
-    numbers = all(folder.name.isdecimal() for folder in folders)
-    label_of = {folder: int(folder.name) if numbers else place for place, folder in enumerate(folders)}
-    names = classnames(root, [folder.name for folder in folders], published if numbers else (), numbers=numbers)
-    beyond = [folder.name for folder, label in label_of.items() if label >= len(names)]
+    pictures = _pictures(root)
+    folders = sorted(pictures)
+    numbers = all(folder.isdecimal() for folder in folders)
+    label_of = {folder: int(folder) if numbers else place for place, folder in enumerate(folders)}
+    names = classnames(root, folders, published if numbers else (), numbers=numbers)
+    beyond = [folder for folder, label in label_of.items() if label >= len(names)]
     if beyond or (not numbers and len(names) != len(folders)):
         raise UserError(
             f"eval.sets: {root} has {len(folders)} class folders"
             + (f", of which {beyond[0]} is beyond the" if numbers else " but")
             + f" {len(names)} lines in {CLASSNAMES}"
         )
-    images, labels = [], []
-    for folder in sorted(folders, key=label_of.__getitem__):
-        pictures = sorted(file for file in folder.iterdir() if is_image(file))
-        images += [ImageRef(file) for file in pictures]
-        labels += [label_of[folder]] * len(pictures)
-    wnids = all(_WNID.fullmatch(folder.name) for folder in folders)
+    folders.sort(key=label_of.__getitem__)
+    images = [image for folder in folders for image in pictures[folder]]
+    labels = [label_of[folder] for folder in folders for _ in pictures[folder]]
+    wnids = all(_WNID.fullmatch(folder) for folder in folders)
     own = (root / prompts.TEMPLATES).is_file()
     texts = prompts.imagenet_templates() if wnids and not own else prompts.templates(root)
     return EvalSet(root.name, root, CLASSIFICATION, images, labels, names, texts)
+
+
+def _pictures(root: Path) -> dict[str, list[ImageRef]]:
+    """The images of each class folder, by name."""
+    if root.is_dir():
+        folders = [folder for folder in root.iterdir() if folder.is_dir()]
+        return {one.name: [ImageRef(file) for file in sorted(one.iterdir()) if is_image(file)] for one in folders}
+    found: dict[str, list[tuple[str, ImageRef]]] = {}
+    try:
+        with files.opened(root) as tar:
+            for name, size in plain_members(tar):
+                path = PurePosixPath(name)
+                if is_image(path) and not path.name.startswith("."):
+                    found.setdefault(path.parent.name, []).append((path.name, ImageRef(root, tar.tell(), size)))
+    except (tarfile.TarError, ValueError, OSError) as error:
+        raise UserError(f"eval.sets: cannot read {root} ({error}); fetch it again") from error
+    if not found:
+        raise UserError(f"eval.sets: {root} holds no image ({', '.join(IMAGE_SUFFIXES)}); fetch it again")
+    return {folder: [image for _, image in sorted(found[folder])] for folder in found}
 
 
 def classnames(root: Path, folders: Sequence[str], published: Sequence[str], *, numbers: bool) -> list[str]:

@@ -38,9 +38,10 @@ class KnownSet:
 
     @property
     def candidates(self) -> list[str]:
-        """The names under which it is looked for, the most particular first: DataComp's, CLIP_benchmark's, its own."""
+        """The names under which it is looked for, the most particular first: DataComp's, CLIP_benchmark's, its own, its archive's."""
         plain = self.name.replace("/", "-")
-        return [f"wds_{plain}_test", f"wds_{plain}", plain, *([self.name] if "/" in self.name else []), *self.folders]
+        nested = [self.name] if "/" in self.name else []
+        return [f"wds_{plain}_test", f"wds_{plain}", plain, *nested, *self.folders, f"{plain}.tar"]
 
     def find(self, root: Path) -> Path | None:
         """Where it lies under `root`."""
@@ -48,7 +49,7 @@ class KnownSet:
 
     def missing(self, root: Path) -> str:
         """One line: what is missing, as what it is looked for, and where it comes from."""
-        packed = [root / (name + end) for name in self.candidates for end in (".tar", ".tar.gz", ".tgz", ".zip")]
+        packed = [root / (name + end) for name in self.candidates for end in (".tar.gz", ".tgz", ".zip")]
         archive = next((path for path in packed if path.is_file()), None)
         if archive:
             return f"{self.name} is packed; unpack {archive} there"

@@ -114,6 +114,13 @@ def _samples(shard: Path) -> Iterator[tuple[str, ImageRef, dict[str, bytes]]]:
 
 def _members(tar: BinaryIO) -> Iterator[tuple[str, str, int]]:
     """Key, extension and size of each member of a sample, with the file at its content. Raises tarfile.TarError."""
+    for name, size in plain_members(tar):
+        if named := key_and_extension(name):
+            yield *named, size
+
+
+def plain_members(tar: BinaryIO) -> Iterator[tuple[str, int]]:
+    """Name and size of each file in an archive, with the file at its content. Raises tarfile.TarError."""
     end = tar.seek(0, os.SEEK_END)
     if not end:
         raise tarfile.ReadError("empty")
@@ -123,11 +130,9 @@ def _members(tar: BinaryIO) -> Iterator[tuple[str, str, int]]:
         following = tar.tell() + size + -size % BLOCK
         if following > end:
             raise tarfile.ReadError("ends within a member")
-        named = key_and_extension(name)
-        if named:
-            if size > MAX_IMAGE_BYTES:
-                raise tarfile.ReadError(f"member {name!r} has {size} bytes")
-            yield *named, size
+        if size > MAX_IMAGE_BYTES and key_and_extension(name):
+            raise tarfile.ReadError(f"member {name!r} has {size} bytes")
+        yield name, size
         tar.seek(following)
 
 
