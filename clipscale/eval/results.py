@@ -48,6 +48,8 @@ def measured(item: EvalSet, about: dict[str, Any]) -> dict[str, Any]:
     if item.templates:
         names = hashlib.blake2b("\n".join(item.classnames).encode("utf-8", "replace"), digest_size=16).hexdigest()
         found |= {"prompts": list(item.templates), "classes": len(item.classnames), "classnames": names}
+    if item.inliers is not None:
+        found["inliers"] = str(item.inliers.path)
     if item.metric:
         found["main"] = list(item.metric)
     versions = {"clipscale": __version__, "torch": str(torch.__version__), "open_clip": open_clip.__version__}

@@ -155,15 +155,13 @@ def _classification(encoder: Encoder, item: EvalSet) -> dict[str, float]:
             groups = torch.tensor(item.groups[span.start : span.stop], device=device, dtype=torch.int64)
             counts_3G += zero_shot.accuracy_counts(ranks, groups, G)
         broken += (~usable_n).sum()
-    counts_3C, counts_3G, predicted_C, broken = (
-        world.gather_rows(counts[None]).sum(0) for counts in (counts_3C, counts_3G, predicted_C, broken)
-    )
+    counts_3C, predicted_C, broken = (world.gather_rows(one[None]).sum(0) for one in (counts_3C, predicted_C, broken))
     _refuse_all_broken(item, int(broken))
     metrics = zero_shot.accuracy_metrics(counts_3C)
     if "macro_f1" in item.metric:
         metrics["macro_f1"] = zero_shot.macro_f1(counts_3C, predicted_C)
     if item.groups:
-        metrics |= zero_shot.worst_groups(counts_3G)
+        metrics |= zero_shot.worst_groups(world.gather_rows(counts_3G[None]).sum(0))
     if item.inliers is not None:
         metrics["aupr"] = _outliers(encoder, item, item.inliers, classes_UD)
     return metrics | {"images": len(item), "broken": int(broken)}
