@@ -27,7 +27,7 @@ from clipscale.data.shards.access import Access
 from clipscale.data.shards.store import Store
 from clipscale.embed import verb as embed
 from clipscale.errors import UserError
-from clipscale.eval.examples import save_examples
+from clipscale.eval.examples import gallery
 from clipscale.eval.run import save_results
 from clipscale.eval.sets.item import EvalSet, ImageRef
 from clipscale.export.verb import main as export
@@ -83,7 +83,7 @@ def evaluation(folder: Path) -> None:
     image = folder.parent / "image.png"
     image.write_bytes(picture())
     item = EvalSet("set", folder, "retrieval", [ImageRef(image)], captions=["a"], owner=[0])
-    save_examples(folder, 1, item, torch.ones(1, 2), torch.ones(1, 2), torch.ones(1, dtype=torch.bool))
+    gallery(1, item, torch.ones(1, 2), torch.ones(1, 2), torch.ones(1, dtype=torch.bool)).save(folder)
 
 
 def exported(folder: Path) -> None:
