@@ -204,6 +204,15 @@ def test_json_has_a_bounded_number_of_values(text: str, monkeypatch: pytest.Monk
             files.parse_json(given)
 
 
+@pytest.mark.parametrize("part", ["[]", "{}", '[{"a":'])
+def test_json_has_a_bounded_number_of_parts(part: str) -> None:
+    """Each takes 56 bytes or more, for two of text."""
+    text = part * (files.MOST_PARTS + 1)
+    for given in (text, text.encode()):
+        with bounded(seconds=10, grown=32 << 20), pytest.raises(ValueError, match="lists and objects"):
+            files.parse_json(given)
+
+
 def test_a_picture_of_results_has_bounded_pixels(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
