@@ -97,6 +97,7 @@ clipscale eval run=b32 'eval.sets=[/data/imagenet1k,/data/mscoco_captions]' prec
 clipscale eval run=b32 suite=infcl-table3 eval.root=/data/eval
 clipscale eval run=runs/b32 checkpoint=20000 eval.limit=1k
 clipscale eval run=b32 checkpoint=all log=tensorboard                         # curves over all checkpoints
+clipscale eval run=b32 'eval.sets=[/data/cifar100]' 'eval.probe=[linear,16]'   # linear probe, 16-shot
 clipscale eval model=vit-b32 model.weights=laion2b_s34b_b79k 'eval.sets=[/data/imagenet1k]'
 clipscale eval model.weights=/models/clip-vit-base-patch32 'eval.sets=[/data/imagenet1k]'""",
         file="eval",

@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from clipscale.config.setting import setting
+from clipscale.errors import UserError
+from clipscale.units import whole_number
 
 DEVICES = ("auto", "cpu", "cuda")
 LR_SCALING = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
@@ -326,6 +328,11 @@ class EvalConfig:
     batch: int = setting(256, "Images or captions encoded at once.", least=1)
     workers: int = setting(0, "Decoding threads per process; 0: one per core, at most 8.", least=0)
     limit: int | None = setting(None, "Most images of each set, evenly spaced over it; null: all.", least=1)
+    probe: list[str] = setting(
+        [],
+        "Also train a logistic regression on each set's training split: `linear` on all of it, a number on so many pictures a class "
+        "(few-shot).",
+    )
     suite: str = setting("none", SUITE_HELP, choices=SUITES)
     root: str | None = setting(None, "The folder with the sets of `eval.suite`.", literal=True)
     prompts: str | None = setting(
@@ -335,6 +342,15 @@ class EvalConfig:
         literal=True,
     )
     weights: str = setting("trained", WEIGHTS_HELP, choices=WEIGHTS)
+
+    @property
+    def shots(self) -> list[int | None]:
+        """Pictures a class of each probe; None: all. Raises UserError."""
+        counts = {text: None if text == "linear" else whole_number(text) for text in map(str, self.probe)}
+        for text, count in counts.items():
+            if text != "linear" and not count:
+                raise UserError(f"eval.probe={text}: give linear, or how many pictures of each class, such as 16")
+        return list(counts.values())
 
     @property
     def wanted(self) -> bool:

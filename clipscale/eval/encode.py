@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -55,6 +55,10 @@ class Encoder:
     batch: int
     threads: int
     before_batch: Callable[[], None] = lambda: None
+    pictures: bool = False
+    """Whether missed pictures are to be saved."""
+    of_probe: dict[tuple[Any, ...], Any] = field(default_factory=dict)
+    """The features that the probes of a set share."""
 
     def text(self, tokens_nT: Tensor) -> Tensor:
         self.before_batch()

@@ -52,14 +52,14 @@ def gallery(step: int | None, item: EvalSet, images_ND: Tensor, captions_MD: Ten
     for y, (query, found) in enumerate(zip(queries.tolist(), nearest.tolist())):
         right = item.owner[query]
         for x, index in [*enumerate(found), (TOP, right)]:
-            grid.paste(_thumbnail(item.images[index]), (x * TILE, y * TILE))
+            grid.paste(thumbnail(item.images[index]), (x * TILE, y * TILE))
         rows.append({"caption": item.captions[query], "hit": found.index(right) if right in found else None})
 
     record = {"set": item.label(), "step": step, "tile": TILE, "columns": TOP, "rows": rows}
     return Gallery(item.label().replace("/", "-"), grid, record)
 
 
-def _thumbnail(ref: ImageRef) -> Image.Image:
+def thumbnail(ref: ImageRef) -> Image.Image:
     """The image with the model's crop, at the tile's size; grey where it is broken."""
     try:
         pixels = EvalTransform(TILE)(ref.read())

@@ -52,6 +52,8 @@ def measured(item: EvalSet, about: dict[str, Any]) -> dict[str, Any]:
         found["inliers"] = str(item.inliers.path)
     if item.metric:
         found["main"] = list(item.metric)
+    if item.train is not None:
+        found["probe"] = {"path": str(item.train.path), "images": len(item.train), "shots": item.shots}
     versions = {"clipscale": __version__, "torch": str(torch.__version__), "open_clip": open_clip.__version__}
     return found | about | {"versions": versions, "time": datetime.now(UTC).isoformat(timespec="seconds")}
 

@@ -17,12 +17,14 @@ from clipscale.config.checks import check_values
 from clipscale.config.sections import EvalConfig
 from clipscale.distributed import World
 from clipscale.errors import UserError
-from clipscale.eval import retrieval, zero_shot
+from clipscale.eval import probe, retrieval, zero_shot
 from clipscale.eval.encode import Encoder, join
 from clipscale.eval.examples import Gallery, gallery
+from clipscale.eval.misses import Misses, misses
 from clipscale.eval.results import Results, known_results, measured, save_results, weights_digest
 from clipscale.eval.sets import compositional
 from clipscale.eval.sets.item import CLASSIFICATION, RETRIEVAL, EvalSet
+from clipscale.eval.sets.train_split import probes
 from clipscale.eval.suites import chosen_sets
 from clipscale.hardware import cores_of_rank
 from clipscale.models.towers import ClipModel
@@ -39,6 +41,7 @@ def check(config: EvalConfig, world: World) -> list[EvalSet]:
     try:
         check_values(config, "eval.")
         sets = chosen_sets(config)
+        sets += probes(sets, config.shots)
     except UserError as error:
         problem = str(error)
     view = (problem, [(s.label(), len(s), len(s.captions)) for s in sets])
@@ -75,7 +78,7 @@ def evaluate(
     """
     sets = check(config, world)
     threads = config.workers or min(8, cores_of_rank())
-    encoder = Encoder(model, world, autocast, config.batch, threads, before_batch)
+    encoder = Encoder(model, world, autocast, config.batch, threads, before_batch, pictures=run_dir is not None)
     marks = ("ema",) if config.weights == "ema" else ()
     records: dict[str, dict[str, Any]] = {}
     if run_dir is not None and sets:
@@ -112,7 +115,7 @@ def _save(
     results: Results,
     seconds: float,
     about: dict[str, dict[str, Any]],
-    pictures: Gallery | None,
+    pictures: Gallery | Misses | None,
 ) -> None:
     """Write the figures of a set as soon as they are known, each file as a whole: an evaluation that is stopped keeps them."""
     try:
@@ -123,11 +126,13 @@ def _save(
         log.warning("%s/eval could not be written (%s): %s", run_dir, error.strerror, results)
 
 
-def _evaluated(encoder: Encoder, item: EvalSet, step: int | None) -> tuple[Results, Gallery | None]:
-    """The metrics of each part of a set, and under the name "" those of the set; for a retrieval set what it finds, on rank 0."""
-    pictures = None
-    if item.kind == CLASSIFICATION:
-        parts = {"": _classification(encoder, item)}
+def _evaluated(encoder: Encoder, item: EvalSet, step: int | None) -> tuple[Results, Gallery | Misses | None]:
+    """The metrics of each part of a set, and under the name "" those of the set; on rank 0 what it finds or misses."""
+    pictures: Gallery | Misses | None = None
+    if item.train is not None:
+        parts = {"": probe.metrics(encoder, item, item.train)}
+    elif item.kind == CLASSIFICATION:
+        parts, pictures = _classification(encoder, item, step)
     elif item.kind == RETRIEVAL:
         parts, pictures = _retrieval(encoder, item, step)
     else:
@@ -138,19 +143,23 @@ def _evaluated(encoder: Encoder, item: EvalSet, step: int | None) -> tuple[Resul
     return parts, pictures
 
 
-def _classification(encoder: Encoder, item: EvalSet) -> dict[str, float]:
+def _classification(encoder: Encoder, item: EvalSet, step: int | None) -> tuple[Results, Misses | None]:
     world, device, C = encoder.world, encoder.world.device, len(item.classnames)
     G = max(item.groups, default=-1) + 1
     classes_UD, rows_C = encoder.classes(item)
     counts_3C, counts_3G = (torch.zeros(3, n, dtype=torch.int64, device=device) for n in (C, G))
     predicted_C = torch.zeros(C, dtype=torch.int64, device=device)
     broken = torch.zeros((), dtype=torch.int64, device=device)
+    answers: list[tuple[Tensor, Tensor]] = []
     for span, features_nD, usable_n in encoder.images(item):
         targets = torch.tensor(item.labels[span.start : span.stop], device=device, dtype=torch.int64)
         scores_nC = (features_nD @ classes_UD.T)[:, rows_C]
         ranks = zero_shot.target_ranks(scores_nC, targets).masked_fill(~usable_n, C + 5)
         counts_3C += zero_shot.accuracy_counts(ranks, targets, C)
-        predicted_C += torch.bincount(scores_nC.argmax(1)[usable_n], minlength=C)
+        best_n, predicted_n = scores_nC.max(1)
+        predicted_C += torch.bincount(predicted_n[usable_n], minlength=C)
+        margin_n = best_n - scores_nC.gather(1, targets[:, None])[:, 0]
+        answers.append((predicted_n, margin_n.masked_fill(~usable_n, torch.nan)))
         if item.groups:
             groups = torch.tensor(item.groups[span.start : span.stop], device=device, dtype=torch.int64)
             counts_3G += zero_shot.accuracy_counts(ranks, groups, G)
@@ -164,7 +173,9 @@ def _classification(encoder: Encoder, item: EvalSet) -> dict[str, float]:
         metrics |= zero_shot.worst_groups(world.gather_rows(counts_3G[None]).sum(0))
     if item.inliers is not None:
         metrics["aupr"] = _outliers(encoder, item, item.inliers, classes_UD)
-    return metrics | {"images": len(item), "broken": int(broken)}
+    predicted_N, margin_N = (join(list(parts), len(item), encoder.batch, world) for parts in zip(*answers))
+    missed = misses(step, item, counts_3C, predicted_N, margin_N) if world.main and encoder.pictures else None
+    return {"": metrics | {"images": len(item), "broken": int(broken)}}, missed
 
 
 def _outliers(encoder: Encoder, item: EvalSet, inliers: EvalSet, classes_UD: Tensor) -> float:

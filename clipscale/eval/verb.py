@@ -20,6 +20,7 @@ from clipscale.models.towers import ClipModel, build_model, load_model
 from clipscale.models.weights import described
 from clipscale.precision import Precision
 from clipscale.report.page import write_report
+from clipscale.report.robustness import robustness_tables
 from clipscale.report.sinks import Sinks
 from clipscale.report.table import plain_console, print_results
 from clipscale.terminal import say
@@ -112,6 +113,8 @@ def _results(
     if world.main:
         title = folder.name if step is None else f"{folder.name}, step {step}"
         print_results(results, title)
+        for table in robustness_tables(results):
+            plain_console().print(table)
         if config.eval.suite != "none":
             plain_console().print(suite_table(config.eval, chosen_sets(config.eval), results, title))
     return results

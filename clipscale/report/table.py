@@ -20,6 +20,7 @@ TITLES = {
     "broken": "broken",
     "main": "main %",
     "top1": "top-1 %",
+    "top1_std": "deviation %",
     "top5": "top-5 %",
     "mean_per_class_recall": "mean class recall %",
     "macro_f1": "macro F1 %",

@@ -65,6 +65,10 @@ class EvalSet:
     questions: Sequence[Question] = ()
     part_of: Sequence[str] = ()
     """Retrieval: the language of each caption; composition: the file of each question. Empty: the set has no parts."""
+    train: "EvalSet | None" = None
+    """Of a probe: the pictures that it is trained on. None: classification is zero-shot."""
+    shots: int | None = None
+    """Of a probe: how many of each class; None: all."""
     metric: tuple[str, ...] = ()
     """The set's main metric: the mean of these. Empty: the set is of no suite."""
     marks: tuple[str, ...] = ()

@@ -20,11 +20,11 @@ from clipscale.eval.sets.item import CLASSIFICATION, IMAGE_SUFFIXES, RETRIEVAL, 
 from clipscale.units import whole_number
 
 
-def load(root: Path, classnames: Sequence[str] = (), group: int | None = None) -> EvalSet:
+def load(root: Path, classnames: Sequence[str] = (), group: int | None = None, split: str = "test") -> EvalSet:
     """The set in `root`. Raises UserError.
 
     classnames: those of the published set, for a folder without them. group: the column of the samples' metadata that names their
-    group.
+    group. split: the folder of the shards.
     """
     kind = _dataset_type(root)
     images: list[ImageRef] = []
@@ -32,7 +32,7 @@ def load(root: Path, classnames: Sequence[str] = (), group: int | None = None) -
     groups: list[int] = []
     captions: list[str] = []
     owner: list[int] = []
-    for shard in _shard_paths(root):
+    for shard in _shard_paths(root, split):
         for key, image, members in _samples(shard):
             if kind == RETRIEVAL:
                 lines = prompts.stripped(members.get("txt", b"").decode("utf-8", "replace").splitlines())
@@ -48,7 +48,7 @@ def load(root: Path, classnames: Sequence[str] = (), group: int | None = None) -
                     groups.append(_group(key, shard, members.get("npy"), group))
             images.append(image)
     if not images:
-        raise UserError(f"eval.sets: {root} holds no image; check {root / 'test'}")
+        raise UserError(f"eval.sets: {root} holds no image; check {root / split}")
     if kind == RETRIEVAL:
         return EvalSet(root.name, root, kind, images, captions=captions, owner=owner)
 
@@ -73,14 +73,14 @@ def _dataset_type(root: Path) -> str:
     return kind
 
 
-def _shard_paths(root: Path) -> Iterator[Path]:
-    file = root / "test" / "nshards.txt"
+def _shard_paths(root: Path, split: str) -> Iterator[Path]:
+    file = root / split / "nshards.txt"
     text = prompts.text_of(file, root).strip()
     count = whole_number(text)
     if count is None:
         raise UserError(f"eval.sets: {file} must hold the number of shards, it holds {text[:40]!r}")
     for index in range(count):
-        shard = root / "test" / f"{index}.tar"
+        shard = root / split / f"{index}.tar"
         if not shard.is_file():
             raise UserError(
                 f"eval.sets: {shard} is missing though {file} counts {text} shards; fetch it, or correct the count"
