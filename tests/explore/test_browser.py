@@ -1,6 +1,12 @@
 """The page in a real Chromium: it finds, shows and compares, runs nothing of the set, and asks nobody else."""
 
+import re
+import signal
+import subprocess
+import sys
 import threading
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +17,7 @@ from tests.data.files import picture
 from tests.explore.browser import PROGRAM, Browser
 from tests.explore.test_explore import config, place  # noqa: F401 (a fixture)
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(PROGRAM is None, reason="chromium is not installed")]
+pytestmark = pytest.mark.slow
 uvicorn = pytest.importorskip("uvicorn", reason="uvicorn is not installed (clipscale[explore])")
 
 
@@ -32,6 +38,8 @@ def address(place: Path) -> Iterator[str]:  # noqa: F811
 
 @pytest.fixture
 def browser(tmp_path: Path) -> Iterator[Browser]:
+    if PROGRAM is None:
+        pytest.skip("chromium is not installed")
     browser = Browser(tmp_path / "profile")
     yield browser
     browser.close()
@@ -102,3 +110,18 @@ def test_the_page_says_when_the_server_has_ended(browser: Browser, address: str)
     )
     browser.type("a ring")
     browser.wait("document.getElementById('status').textContent === 'clipscale explore has ended'")
+
+
+def test_the_verb_serves_until_it_is_interrupted(place: Path, environment: dict[str, str]) -> None:  # noqa: F811
+    words = [sys.executable, "-m", "clipscale", "explore", f"run={place / 'a'}", f"data={place / 'embedded'}", "port=0"]
+    process = subprocess.Popen([*words, "device=cpu"], env=environment, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    found = re.fullmatch(r"12 samples: (http://127\.0\.0\.1:\d+/) \(Ctrl-C ends it\)\n", line)
+    assert found, line
+    with urllib.request.urlopen(found[1] + "small/00000/0", timeout=30) as answer:
+        assert answer.read(3) == b"\xff\xd8\xff"
+    with pytest.raises(urllib.error.HTTPError, match="403"):
+        urllib.request.urlopen(urllib.request.Request(found[1], headers={"Host": "evil.example"}), timeout=30)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(30) == 0
