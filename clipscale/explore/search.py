@@ -30,7 +30,7 @@ def nearest(parts: Iterable[np.ndarray], query_D: Tensor, count: int) -> list[Ma
     first = 0
     for part in parts:
         for start in range(0, len(part), TILE):
-            tile = torch.from_numpy(np.array(part[start : start + TILE], np.float32)).to(query_D.device)
+            tile = torch.from_numpy(np.array(part[start : start + TILE])).to(query_D.device).float()
             found = (tile @ query_D).nan_to_num(nan=-torch.inf)
             numbers = torch.arange(first + start, first + start + len(tile), device=query_D.device)
             scores, rows = torch.cat([scores, found]), torch.cat([rows, numbers])
