@@ -127,6 +127,19 @@ def test_karpathy_and_coco_caption_files(tmp_path: Path) -> None:
     assert item.captions == ["blue", "all blue"] and item.owner == [0, 0] and len(item) == 1
 
 
+def test_clip_benchmarks_list_of_flickr(tmp_path: Path) -> None:
+    for name in ("7", "8"):
+        (tmp_path / f"{name}.jpg").write_bytes(picture("blue"))
+    file = tmp_path / "flickr30k_test_karpathy.txt"
+    file.write_text("image,caption\n7.jpg,a dog, black\n8.jpg,a cat\n7.jpg,all .jpg, files\n")
+    item = load_set(file)
+    assert item.captions == ["a dog, black", "all .jpg, files", "a cat"] and item.owner == [0, 0, 1]
+    file.write_text("image,caption\n7.png\n")
+    load_set.cache_clear()
+    with pytest.raises(UserError, match=r"has the line '7\.png'; it needs lines such as 7\.jpg,a black dog"):
+        load_set(file)
+
+
 PNG = picture("red")
 NO_NAMES = {"classnames.txt": "red\n"}
 
@@ -176,9 +189,9 @@ def test_paths_that_are_no_set(tmp_path: Path) -> None:
         load_sets([str(tmp_path / "nowhere")])
     with pytest.raises(UserError, match="none of the known layouts"):
         load_sets([str(tmp_path)])
-    (tmp_path / "set.txt").write_text("x")
-    with pytest.raises(UserError, match="no caption JSON"):
-        load_sets([str(tmp_path / "set.txt")])
+    (tmp_path / "set.csv").write_text("x")
+    with pytest.raises(UserError, match="no caption file and no tar"):
+        load_sets([str(tmp_path / "set.csv")])
     (tmp_path / "set.json").write_text("[1]")
     with pytest.raises(UserError, match="neither COCO's"):
         load_sets([str(tmp_path / "set.json")])

@@ -20,7 +20,17 @@ from clipscale.eval.sets.known import known_sets, table
 from clipscale.eval.suites import chosen_sets, suite_sets, suite_table
 from clipscale.eval.verb import main
 from clipscale.models.towers import build_model
-from tests.eval.sets import COLOURS, NAMES, ColourModel, classification_set, picture, retrieval_set, write_shards
+from tests.eval.sets import (
+    COLOURS,
+    NAMES,
+    ColourModel,
+    classification_set,
+    karpathy_json,
+    picture,
+    retrieval_set,
+    write_shards,
+)
+from tests.eval.test_compositional import colour, winoground
 from tests.eval.test_layouts import folders
 from tests.eval.test_verb import TINY, save
 
@@ -90,6 +100,18 @@ def test_a_root_without_sets_is_refused_in_one_line(tmp_path: Path) -> None:
     infcl(tmp_path)
     with pytest.raises(UserError, match=r"objectnet is in suite=infcl-table3 too"):
         chosen_sets(EvalConfig(suite="infcl-table3", root=str(tmp_path), sets=[str(tmp_path / "objectnet")]))
+
+
+def test_a_place_within_a_folder_comes_before_the_folder(tmp_path: Path) -> None:
+    """As ImageNet, COCO and Winoground are unpacked."""
+    folders(tmp_path / "imagenet" / "val", ["n01498041", "n01443537"])
+    folders(tmp_path / "imagenet" / "train", ["n01498041", "n01443537"])
+    karpathy_json(tmp_path / "flickr30k").rename(tmp_path / "flickr30k" / "dataset_flickr30k.json")
+    winoground(tmp_path / "winoground" / "data", colour)
+    found = [*suite_sets("infcl-table3", str(tmp_path)), *suite_sets("retrieval", str(tmp_path))]
+    assert [item.name for item in found] == ["imagenet1k", "flickr30k", "winoground"]
+    assert [item.path.name for item in found] == ["val", "dataset_flickr30k.json", "data"]
+    assert found[0].classnames == ["goldfish", "stingray"] and len(found[0].templates) == 80
 
 
 def test_prompts_are_chosen_and_change_the_name_of_the_figures(tmp_path: Path) -> None:

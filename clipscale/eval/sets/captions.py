@@ -1,4 +1,4 @@
-"""Reads caption files beside their images: COCO's annotations, and Karpathy's splits of COCO and Flickr30k."""
+"""Reads caption files beside their images: COCO's annotations, Karpathy's splits of COCO and Flickr30k, CLIP_benchmark's lists."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
@@ -15,12 +15,21 @@ MOST_BYTES = 192 << 20
 
 
 def load(file: Path) -> EvalSet:
-    """COCO's caption annotations, or Karpathy's split of COCO / Flickr30k (images marked `test`), images beside the file."""
+    """COCO's caption annotations, Karpathy's split of COCO / Flickr30k (images marked `test`), or CLIP_benchmark's list of Flickr
+    (.txt); images beside the file.
+    """
+    if file.suffix == ".txt":
+        return _of_entries(file, list(_listed(file)))
     try:
         record = files.parse_json(prompts.text_of(file, file.parent, MOST_BYTES))
         entries = list(_karpathy(record) if "sentences" in record["images"][0] else _coco(record))
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise UserError(f"eval.sets: {file} is neither COCO's caption JSON nor Karpathy's ({error!r})") from error
+    return _of_entries(file, entries)
+
+
+def _of_entries(file: Path, entries: Sequence[tuple[str, list[str]]]) -> EvalSet:
+    """The set of image names and their captions."""
     entries = [(name, kept) for name, texts in entries if (kept := stripped(texts))]
     if not entries:
         raise UserError(f"eval.sets: {file} holds no image with captions in its test split")
@@ -28,6 +37,17 @@ def load(file: Path) -> EvalSet:
     captions = [text for _, texts in entries for text in texts]
     owner = [index for index, (_, texts) in enumerate(entries) for _ in texts]
     return EvalSet(file.stem, file, RETRIEVAL, images, captions=captions, owner=owner)
+
+
+def _listed(file: Path) -> Iterator[tuple[str, list[str]]]:
+    """A heading, then lines `NAME.jpg,CAPTION`; lines of one image need not follow one another."""
+    captions: dict[str, list[str]] = {}
+    for line in filter(None, prompts.lines_of(file, MOST_BYTES)[1:]):
+        name, found, caption = line.partition(".jpg,")
+        if not found:
+            raise UserError(f"eval.sets: {file} has the line {line[:60]!r}; it needs lines such as 7.jpg,a black dog")
+        captions.setdefault(f"{name}.jpg", []).append(caption)
+    yield from captions.items()
 
 
 def _karpathy(record: dict[str, Any]) -> Iterator[tuple[str, list[str]]]:

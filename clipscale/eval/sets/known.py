@@ -38,10 +38,13 @@ class KnownSet:
 
     @property
     def candidates(self) -> list[str]:
-        """The names under which it is looked for, the most particular first: DataComp's, CLIP_benchmark's, its own, its archive's."""
+        """The names under which it is looked for: DataComp's, CLIP_benchmark's, then what it is itself called.
+
+        A place within a folder comes before the folder: imagenet/val before imagenet.
+        """
         plain = self.name.replace("/", "-")
-        nested = [self.name] if "/" in self.name else []
-        return [f"wds_{plain}_test", f"wds_{plain}", plain, *nested, *self.folders, f"{plain}.tar"]
+        own = dict.fromkeys([plain, self.name, *self.folders, f"{plain}.tar"])
+        return [f"wds_{plain}_test", f"wds_{plain}", *sorted(own, key=lambda name: -name.count("/"))]
 
     def find(self, root: Path) -> Path | None:
         """Where it lies under `root`."""

@@ -27,7 +27,7 @@ def load_sets(paths: Sequence[str]) -> list[EvalSet]:
 
 def _names(paths: Sequence[Path]) -> list[str]:
     """The fewest trailing path parts by which the sets differ."""
-    plain = [path.with_suffix("") if path.suffix in (".json", ".tar") else path for path in paths]
+    plain = [path.with_suffix("") if path.suffix in (".json", ".txt", ".tar") else path for path in paths]
     for parts in range(1, max((len(path.parts) for path in plain), default=1) + 1):
         names = ["/".join(path.parts[-parts:]).removeprefix("wds_") for path in plain]
         if len(set(names)) == len(names):
@@ -58,8 +58,8 @@ def _load_set(path: Path, classnames: tuple[str, ...], group: int | None) -> Eva
     if path.is_file():
         if path.suffix == ".tar":
             return folders.load(path, classnames)
-        if path.suffix != ".json":
-            raise UserError(f"eval.sets: {path} is a file that is no caption JSON and no tar; give the set's folder")
+        if path.suffix not in (".json", ".txt"):
+            raise UserError(f"eval.sets: {path} is a file that is no caption file and no tar; give the set's folder")
         return captions.load(path)
     if (path / "test" / "nshards.txt").is_file():
         return shards.load(path, classnames, group)
