@@ -149,10 +149,10 @@ def test_main_metrics_of_datacomp(tmp_path: Path) -> None:
     groups = [7, 7, 7, 9, 9, 9, 9, 5, 5]
     labels = [0, 1, 2, 3, 4, 5, 1, 0, 1]  # the seventh picture is wrong
     members = []
-    for i, (colour, label) in enumerate(zip(shown, labels)):
+    for i, (seen, label) in enumerate(zip(shown, labels)):
         metadata = Path(tmp_path / "m.npy")
         np.save(metadata, np.array([groups[i], 3]))
-        members += [(f"{i}.png", picture(NAMES[colour])), (f"{i}.cls", str(label).encode())]
+        members += [(f"{i}.png", picture(NAMES[seen])), (f"{i}.cls", str(label).encode())]
         members += [(f"{i}.npy", metadata.read_bytes())]
     files = {"classnames.txt": "\n".join(NAMES), "zeroshot_classification_templates.txt": "{c}"}
     for name in ("wilds-fmow", "wilds-iwildcam", "vtab-pets", "imagenet-o"):
