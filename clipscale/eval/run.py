@@ -208,10 +208,9 @@ def _encoded(encoder: Encoder, item: EvalSet) -> tuple[Tensor, Tensor, Tensor]:
 def _retrieval(encoder: Encoder, item: EvalSet, step: int | None) -> tuple[Results, Gallery | None]:
     images_ND, captions_MD, usable_N = _encoded(encoder, item)
     owner_M = torch.tensor(item.owner, device=encoder.world.device)
-    part_of = item.part_of or [""] * len(owner_M)
     parts = {}
-    for part in dict.fromkeys(part_of):
-        chosen = torch.tensor([one == part for one in part_of], device=owner_M.device)
+    for part in item.parts[1:] or [""]:
+        chosen = torch.tensor([one == part for one in item.part_of], device=owner_M.device) if part else slice(None)
         parts[part] = _ranked(images_ND, captions_MD[chosen], owner_M[chosen], usable_N, encoder.world)
     pictures = gallery(step, item, images_ND, captions_MD, usable_N) if encoder.world.main else None
     counts = {"images": len(item), "captions": len(item.captions), "broken": int((~usable_N).sum())}

@@ -22,6 +22,8 @@ from tests.eval.sets import (
     retrieval_set,
     write_shards,
 )
+from tests.eval.test_compositional import colour, sugar_crepe
+from tests.eval.test_multilingual import xtd
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -166,6 +168,8 @@ def test_ranks_share_the_work_and_agree(tmp_path: Path) -> None:
     sets = [
         str(classification_set(tmp_path / "classes", [*NAMES, "red"], wrong=[1, 4])),
         str(retrieval_set(tmp_path / "captions")),
+        str(xtd(tmp_path / "xtd10")),
+        str(sugar_crepe(tmp_path / "sugar_crepe", colour)),
     ]
     alone = evaluate(ColourModel(), EvalConfig(sets=sets, batch=2), ALONE)
     answers = run_ranks(evaluate_on_rank, 3, sets, str(tmp_path / "run"))
