@@ -27,10 +27,11 @@ def nearest(parts: Iterable[np.ndarray], query_D: Tensor, count: int) -> list[Ma
     parts: arrays (n, D) of any float type, often mapped from files; their rows are numbered through.
     """
     scores, rows = query_D.new_empty(0), torch.empty(0, dtype=torch.int64, device=query_D.device)
-    first = 0
+    first, space = 0, query_D.new_empty(TILE, len(query_D))  # allocating it for each tile takes longer than the product
     for part in parts:
         for start in range(0, len(part), TILE):
-            tile = torch.from_numpy(np.array(part[start : start + TILE])).to(query_D.device).float()
+            stored = torch.from_numpy(np.array(part[start : start + TILE]))
+            tile = space[: len(stored)].copy_(stored)
             found = (tile @ query_D).nan_to_num(nan=-torch.inf)
             numbers = torch.arange(first + start, first + start + len(tile), device=query_D.device)
             scores, rows = torch.cat([scores, found]), torch.cat([rows, numbers])

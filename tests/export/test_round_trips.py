@@ -109,7 +109,9 @@ def test_open_clips_siglip_comes_back_with_its_tokenizer(tmp_path: Path, name: s
     assert again.logit_bias.item() == theirs.logit_bias.item()
 
 
-@pytest.mark.parametrize("size", ["small", pytest.param("real", marks=REAL)])
+@pytest.mark.parametrize(
+    "size", ["small", pytest.param("real", marks=REAL), pytest.param("real, of 240 pixels", marks=REAL)]
+)
 @pytest.mark.parametrize("kind", ["clip", "siglip"])
 def test_hugging_faces_model_comes_back(tmp_path: Path, kind: str, size: str) -> None:
     transformers = pytest.importorskip("transformers", reason="transformers is not installed (clipscale[hf])")
@@ -120,6 +122,8 @@ def test_hugging_faces_model_comes_back(tmp_path: Path, kind: str, size: str) ->
         text = common | {"max_position_embeddings": 12, "vocab_size": 49408}
         sizes = {"vision_config": common | {"image_size": 32, "patch_size": 8}, "text_config": text}
         sizes["projection_dim"] = 32
+    elif "240" in size:
+        sizes = {"vision_config": {"image_size": 240, "patch_size": 16}}
     if kind == "clip":
         theirs = transformers.CLIPModel(transformers.CLIPConfig(**sizes))
     else:
