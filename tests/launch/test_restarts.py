@@ -274,7 +274,7 @@ def test_torchrun_restarts_an_unnamed_run_in_its_folder(
 def test_torchrun_goes_on_with_the_nodes_that_are_there(
     start: Start, shards: str, tmp_path: Path, free_port: int
 ) -> None:
-    """One or two: the second comes later, and dies with its agent. The first is at HEAD."""
+    """One or two. The second, of two ranks, comes later and dies with its agent; three ranks cannot share the batch."""
     words = [word.replace("samples=96", "samples=1600") for word in FOUR_STEPS]
     common = {"NODES": "1:2", "PROCS": "1", "HEAD": f"localhost:{free_port}", "JOB": tmp_path.name, "RESTARTS": "2"}
     command = (str(PACKAGE.parent / "launch/torchrun-multi.sh"), *words, f"data.train={shards}", "run=a")
@@ -284,12 +284,16 @@ def test_torchrun_goes_on_with_the_nodes_that_are_there(
         return int(json.loads((run / "env.json").read_text() or "{}").get("processes", 0)) if found(run) else 0
 
     wait_until(lambda: processes() == 1, first)
-    second = start(*command, **common)
+    second = start(*command, **common | {"PROCS": "2"})
     wait_until(lambda: processes() == 2, first, second, seconds=300)
+    ranks = psutil.Process(second.pid).children(recursive=True)
     second.kill()
+    assert gone(ranks, 30)
+    of_second = second.communicate()
     out, errors = first.communicate(timeout=500)
     assert first.returncode == 0, errors
-    assert "restart 1 of 2" in errors and out.count("going on after step") == 2, (out, errors)
+    assert "restart 1 of 2" in errors and (out + of_second[0]).count("going on after step") == 2, (out, errors)
+    assert "3 processes cannot share batch=16 evenly: the run goes on with 2" in errors + of_second[1]
     assert "done: runs/a (step 100" in out and processes() == 1
     assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()] == [*range(1, 101)]
 
