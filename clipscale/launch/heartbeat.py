@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from clipscale import files
+from clipscale.config.redact import redact
 from clipscale.errors import LostRankError, StoppedError, UserError, lost_rank
 from clipscale.launch.processes import ALIVE, DEAD, STOPPED, started, state
 from clipscale.terminal import printable, say
@@ -181,7 +182,10 @@ class Heartbeat:
         lost = self.world.size > 1 and isinstance(error, Exception) and lost_rank(error)
         failed = isinstance(error, Exception) and not isinstance(error, StoppedError)
         if lost or (failed and (self.world.size > 1 or not isinstance(error, UserError))):
-            self._failure, self._lost = printable(f"{type(error).__name__}: {error}".partition("\n")[0])[:400], lost
+            self._failure, self._lost = (
+                printable(redact(f"{type(error).__name__}: {error}").partition("\n")[0])[:400],
+                lost,
+            )
             self._write()
         line = self.cause() if lost else ""
         self._ended.set()

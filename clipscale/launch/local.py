@@ -125,16 +125,16 @@ def join(config: Launched, main: str = TRAIN) -> dict[str, Any]:
     try:
         result = record(work)(config, main)
         agent.end(0)
-    except LostRankError as error:
-        if error.first:
-            terminal.say(terminal.message(f"error: {error}"), error=True)
-        leave()
     except BaseException as error:
-        if isinstance(error, StoppedError):
-            agent.end(error.number)
         file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
         if file.is_file():
             file.write_text(redact(file.read_text()))  # torchrun prints it
+        if isinstance(error, StoppedError):
+            agent.end(error.number)
+        elif isinstance(error, LostRankError):
+            if error.first:
+                terminal.say(redact(terminal.message(f"error: {error}")), error=True)
+            leave()
         raise
     assert result is not None  # record raises every error, unless it is asked to swallow them
     return result
@@ -259,12 +259,15 @@ def work(config: Launched, main: str = TRAIN) -> dict[str, Any]:
 
 
 def first_failure(error: "ChildFailedError", run: Path | None = None) -> UserError | WorkerError:
-    """The first failure as an exception. A worker's UserError comes back as a UserError. `run`: the folder of the ranks' heartbeats."""
+    """The first failure as an exception, without secrets. A worker's UserError comes back as a UserError.
+
+    `run`: the folder of the ranks' heartbeats.
+    """
     rank, failure = min(error.failures.items(), key=lambda item: (_follows(item[1].message), item[1].timestamp))
     message, details = failure.message, ""
     if isinstance(message, dict):
-        details = message["extraInfo"]["py_callstack"]
-        message = message["message"]
+        details = redact(message["extraInfo"]["py_callstack"])
+        message = redact(message["message"])
         for kind in (UserError, StoppedError):
             if message.startswith(f"{kind.__name__}: "):
                 return kind(message.removeprefix(f"{kind.__name__}: "))

@@ -84,7 +84,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             words.remove("--standalone")
             words = [*MEET, "--rdzv-endpoint", f"{folder}/agent", *words]
         try:
-            given = parse_args(["--signals-to-handle", ",".join(number.name for number in HANDLED), *words])
+            signals = ",".join(number.name for number in HANDLED)
+            given = parse_args(["--signals-to-handle", signals, "--log-dir", f"{folder}/logs", *words])
             least, most = parse_min_max_nnodes(given.nnodes)
             os.environ |= {ELASTIC: "1"} if least < most else {}
             run(given)

@@ -26,6 +26,7 @@ from clipscale.errors import StoppedError, UserError
 from clipscale.launch import agent, local, restarts, slurm, torchrun
 from clipscale.launch.description import describe
 from clipscale.launch.restarts import WorkerError, group_size, restarted
+from clipscale.report.metrics import read_metrics
 from tests.conftest import TINY
 from tests.launch.test_local import TRAIN, Start, gone, start, wait_until
 from tests.ranks import run_ranks
@@ -179,7 +180,7 @@ def waiting(config: TrainConfig) -> dict[str, Any]:
 
 def rank_of_three(rank: int, world: int, config: TrainConfig) -> str:
     """A rank that torchrun has started, in a store of its own."""
-    dist.destroy_process_group()
+    dist.barrier()  # a rank that ends now would break what others begin
     folder = Path(config.run) / "agent"
     os.environ |= {distributed.STORE: str(folder / "store"), agent.ELASTIC: "1", agent.AGENT: str(folder)}
     with patch.object(agent, "LOOK_S", 0.01):
@@ -277,15 +278,21 @@ def test_torchrun_goes_on_with_the_nodes_that_are_there(
     """One or two. The second, of two ranks, comes later and dies with its agent; three ranks cannot share the batch."""
     words = [word.replace("samples=96", "samples=1600") for word in FOUR_STEPS]
     common = {"NODES": "1:2", "PROCS": "1", "HEAD": f"localhost:{free_port}", "JOB": tmp_path.name, "RESTARTS": "2"}
-    command = (str(PACKAGE.parent / "launch/torchrun-multi.sh"), *words, f"data.train={shards}", "run=a")
+    words += [f"data.train={shards}", "run=a", "launch.timeout_s=60"]
+    command = (str(PACKAGE.parent / "launch/torchrun-multi.sh"), *words)
     first, run = start(*command, **common), tmp_path / "runs/a"
 
     def processes() -> int:
         return int(json.loads((run / "env.json").read_text() or "{}").get("processes", 0)) if found(run) else 0
 
+    def steps() -> int:
+        return len(read_metrics(run / "metrics.jsonl"))
+
     wait_until(lambda: processes() == 1, first)
     second = start(*command, **common | {"PROCS": "2"})
     wait_until(lambda: processes() == 2, first, second, seconds=300)
+    before = steps()
+    wait_until(lambda: steps() > before, first, second)
     ranks = psutil.Process(second.pid).children(recursive=True)
     second.kill()
     assert gone(ranks, 30)

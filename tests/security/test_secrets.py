@@ -5,9 +5,12 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
 import yaml
 
 from clipscale.cli.main import main
@@ -15,9 +18,10 @@ from clipscale.config.redact import HIDDEN, READ, redact, redacted, remember, re
 from clipscale.config.sections import EvalConfig
 from clipscale.config.train import TrainConfig, changes, to_yaml
 from clipscale.data.shards.access import unsigned
+from clipscale.distributed import World
 from clipscale.errors import UserError
 from clipscale.eval.verb import _complete
-from clipscale.launch import local
+from clipscale.launch import heartbeat, local, torchrun
 from tests.conftest import TINY, Command
 from tests.data.files import write_shards
 from tests.data.shards.web import Web, serving
@@ -190,6 +194,32 @@ def test_an_error_line_shows_no_secret(
         "error: ${oc.env:NOT_SET_ANYWHERE}: the environment variable NOT_SET_ANYWHERE is not set"
         in capsys.readouterr().err
     )
+
+
+def test_what_a_failed_rank_leaves_for_others_holds_no_secret(tmp_path: Path) -> None:
+    """Its heartbeat stays in the run's folder, and its launcher, or torchrun's agent, prints why it failed."""
+    text = f"https://host/a.tar?{SIGNATURE}: refused"
+    with pytest.raises(ValueError), heartbeat.Heartbeat(tmp_path, World(0, 2, torch.device("cpu")), 0.3):
+        raise ValueError(text)
+    record = heartbeat.path_of(tmp_path, 0).read_text()
+    assert "ValueError: https://host/a.tar?" in record and "refused" in record
+    assert leaks(tmp_path) == []
+    message = {"message": f"ValueError: {text}", "extraInfo": {"py_callstack": f"ValueError: {text}"}}
+    failed: Any = SimpleNamespace(failures={0: SimpleNamespace(message=message, timestamp=5, exitcode=1)})
+    failure = local.first_failure(failed)
+    assert "refused" in str(failure) and PLANTED not in str(failure) + failure.details  # type: ignore[union-attr]
+
+
+def test_torchruns_files_with_tracebacks_are_gone_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr("torch.distributed.run.run", lambda given: seen.append(given.log_dir))
+    monkeypatch.setattr(torchrun, "protect", lambda: None)
+    monkeypatch.setattr("torch.distributed.launcher.api.LocalElasticAgent", None)
+    for words in ([], ["--log-dir", str(tmp_path)]):
+        with patch.dict(os.environ):
+            assert torchrun.main([*words, "-m", "clipscale", "train"]) == 0
+    assert seen[0] and not Path(seen[0]).parent.exists()
+    assert seen[1] == str(tmp_path), "where the user says"
 
 
 def test_torchs_files_with_tracebacks_lie_in_the_launchers_own_folder(tmp_path: Path) -> None:
