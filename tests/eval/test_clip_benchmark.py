@@ -21,7 +21,8 @@ from tests.eval.test_compositional import sugar_crepe, winoground
 from tests.eval.test_verb import TINY, save
 
 NAMES = ["missile", "owl", "red fox", "projectile", "tench", "sunglasses", "lens", "a very long name of a class"]
-TWINS = ["missile", "owl", "missile", "tench", "sunglasses", "sunglasses"]
+TWINS = ["missile", "owl", "tench"] * 2
+"""Whatever is predicted, two classes have its score."""
 TEMPLATES = ["a photo of a {c}.", "a drawing of the {c}", "{c}"]
 
 
