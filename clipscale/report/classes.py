@@ -85,7 +85,7 @@ def _section(record: dict[str, Any]) -> str:
         _figures(record["worst"]),
         f"<h3>Confused most often</h3>{TextTable(pair_heads, [pairs[:WORST]], left=pair_heads[1:2]).html()}",
         _folded(f"{len(pairs)} pairs", TextTable(pair_heads, [pairs], left=pair_heads[1:2]), len(pairs)),
-        f"<h3>Missed by most</h3>{_figures(record['largest'])}",
+        f"<h3>Largest margins</h3>{_figures(record['largest'])}",
         _folded(f"{len(rows)} classes, worst first", TextTable(heads, [rows]), len(rows)),
         "</details>",
     ]
