@@ -3,6 +3,8 @@
 import json
 import os
 import time
+from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 
 from clipscale.config.redact import redact
@@ -12,11 +14,13 @@ AGENT = "CLIPSCALE_AGENT"
 """Names a folder of one machine's agent, which outlives its workers."""
 ELASTIC = "CLIPSCALE_ELASTIC"
 """Set where torchrun may start the workers on fewer nodes than before, or on more."""
+STARTED = "CLIPSCALE_STARTED_RANKS"
+"""The ranks that torchrun has started; WORLD_SIZE counts those that train."""
 STOPPED = "stopped"
 """File with the exit status of a run that a signal has stopped."""
 END = "clipscale/end"
-"""In the store of the ranks: 0, or the signal that has stopped the run."""
-LOOK_S = 1.0
+"""In the store of the ranks: 0, or the signal that has stopped the run. Below it, the ranks that have read it."""
+LOOK_S, READ_S = 1.0, 30.0
 
 
 def speaks(error: UserError) -> bool:
@@ -56,11 +60,18 @@ def begin() -> None:
 
 
 def end(number: int) -> None:
-    """On rank 0: release the ranks that wait for the run's end. `number`: the signal that has stopped it, or 0."""
+    """On rank 0: release the ranks that wait for the run's end. `number`: the signal that has stopped it, or 0.
+
+    Returns when they know: the store may live in this process.
+    """
     from clipscale.distributed import store
 
     if ELASTIC in os.environ and os.environ["RANK"] == "0":
         store().set(END, str(number))
+        size = int(os.environ["WORLD_SIZE"])
+        for rank in range(size, int(os.environ.get(STARTED, size))):
+            with suppress(RuntimeError):  # it has died
+                store().wait([f"{END}/{rank}"], timedelta(seconds=READ_S))
 
 
 def wait_for_end() -> None:
@@ -69,15 +80,17 @@ def wait_for_end() -> None:
 
     while not store().check([END]):
         time.sleep(LOOK_S)
-    if number := int(store().get(END)):
+    number = int(store().get(END))
+    store().set(f"{END}/{os.environ['RANK']}", "")
+    if number:
         raise StoppedError("stopped by a signal", number)
 
 
 def shared_name(name: str) -> str:
     """One default name of the run for all ranks: that of the workers before a restart, or rank 0's. Clocks differ between machines."""
-    from clipscale.distributed import store as common
+    from clipscale import distributed
 
-    store, rank = common(), os.environ["RANK"]
+    store, rank = distributed.store(), os.environ["RANK"]
     held = Path(os.environ[AGENT]) / "run" if AGENT in os.environ else None
     store.set(f"clipscale/run/{rank}", held.read_text() if held and held.exists() else "")
     if rank == "0":

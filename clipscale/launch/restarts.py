@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from clipscale import terminal
 from clipscale.config.train import TrainConfig
-from clipscale.launch.agent import ELASTIC
+from clipscale.launch.agent import ELASTIC, STARTED
 
 T = TypeVar("T")
 
@@ -73,7 +73,7 @@ def spare(batch: int) -> bool:
     size = group_size(batch, found) if ELASTIC in os.environ else found
     if rank >= size:
         return True
-    os.environ["WORLD_SIZE"] = str(size)
+    os.environ |= {"WORLD_SIZE": str(size), STARTED: str(found)}
     if rank == 0 and size < found:
         terminal.say(f"{found} processes cannot share batch={batch} evenly: the run goes on with {size}", error=True)
     return False

@@ -178,24 +178,30 @@ def waiting(config: TrainConfig) -> dict[str, Any]:
     return {}
 
 
-def rank_of_three(rank: int, world: int, config: TrainConfig) -> str:
-    """A rank that torchrun has started, in a store of its own."""
+def rank_of_three(rank: int, world: int, config: TrainConfig, port: int) -> str:
+    """A rank that torchrun has started, in a store that rank 0 holds, as between machines."""
     dist.barrier()  # a rank that ends now would break what others begin
-    folder = Path(config.run) / "agent"
-    os.environ |= {distributed.STORE: str(folder / "store"), agent.ELASTIC: "1", agent.AGENT: str(folder)}
-    with patch.object(agent, "LOOK_S", 0.01):
-        try:
+    own = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "LOCAL_WORLD_SIZE": str(world)}
+    os.environ |= own | {agent.ELASTIC: "1", agent.AGENT: str(Path(config.run) / "agent")}
+    for name in ("TORCHELASTIC_USE_AGENT_STORE", distributed.STORE):
+        os.environ.pop(name, None)
+    try:
+        with patch.object(agent, "LOOK_S", 0.2):
             return str(local.join(config, f"{__name__}:waiting"))
-        except StoppedError as error:
-            return str(128 + error.number)
+    except StoppedError as error:
+        return str(128 + error.number)
+    finally:
+        distributed.store.cache_clear()  # the end of rank 0 is the end of the store
 
 
 @pytest.mark.parametrize(("resume", "answer"), [("auto", "{}"), ("none", "143")])
-def test_ranks_that_cannot_share_the_batch_wait_for_its_end(tmp_path: Path, resume: str, answer: str) -> None:
+def test_ranks_that_cannot_share_the_batch_wait_for_its_end(
+    tmp_path: Path, free_port: int, resume: str, answer: str
+) -> None:
     """Of three ranks that torchrun has left, two train; the third ends as they do."""
     (tmp_path / "agent").mkdir()
     config = TrainConfig(batch=16, run=str(tmp_path), resume=resume, device="cpu")
-    assert run_ranks(rank_of_three, 3, config) == [answer] * 3
+    assert run_ranks(rank_of_three, 3, config, free_port) == [answer] * 3
     assert {name: (tmp_path / name).read_text() for name in "01"} == {"0": "2", "1": "2"}
     assert not (tmp_path / "2").exists()
 
