@@ -120,6 +120,18 @@ class World:
             raise UserError(failure)
         return answer
 
+    def on_all(self, work: Callable[[], T]) -> T:
+        """The result of `work`, which every rank does for itself. Raises the UserError of one rank on every rank."""
+        problem = ""
+        try:
+            result = work()
+        except UserError as error:
+            problem = str(error)
+        problems = [one for one in self.gather(problem) if one]
+        if problems:
+            raise UserError(problems[0])
+        return result
+
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Sum gradients over ranks for parameters outside DDP and FSDP2, such as logit scale and bias."""
         for one in self.begin_sums(parameters):

@@ -28,12 +28,24 @@ class Gallery:
     picture: Image.Image
     record: dict[str, Any]
 
+    def file(self, run_dir: Path) -> Path:
+        """`eval/retrieved/SET.json`."""
+        return files.inner_folder(run_dir, "eval", "retrieved") / f"{self.name}.json"
+
     def save(self, run_dir: Path) -> None:
-        """Write `eval/retrieved/SET.png` and `SET.json`, replacing older ones. Raises OSError."""
-        folder = files.inner_folder(run_dir, "eval", "retrieved")
-        with files.replacing(folder / f"{self.name}.png") as file:
+        """Write `eval/retrieved/SET.png` and `SET.json`, replacing those of another step. Raises OSError."""
+        with files.replacing(self.file(run_dir).with_name(f"{self.name}.png")) as file:
             self.picture.save(file, format="PNG")
-        files.write_json(folder / f"{self.name}.json", self.record)
+        files.write_json(self.file(run_dir), self.record)
+
+
+def later_step(file: Path, step: int | None) -> bool:
+    """Whether the file of misses or of a gallery is of a later step. A damaged one is not."""
+    try:
+        stored = files.read_tree(file).get("step")
+    except (OSError, ValueError):
+        return False
+    return step is not None and isinstance(stored, int) and stored > step
 
 
 def gallery(step: int | None, item: EvalSet, images_ND: Tensor, captions_MD: Tensor, usable_N: Tensor) -> Gallery:

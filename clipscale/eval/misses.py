@@ -33,10 +33,13 @@ class Misses:
     name: str
     record: dict[str, Any]
 
+    def file(self, run_dir: Path) -> Path:
+        """`eval/classes/SET.json`."""
+        return files.inner_folder(run_dir, "eval", "classes") / f"{self.name.replace('/', '-')}.json"
+
     def save(self, run_dir: Path) -> None:
-        """Write the file, replacing an older one. Raises OSError."""
-        folder = files.inner_folder(run_dir, "eval", "classes")
-        files.write_json(folder / f"{self.name.replace('/', '-')}.json", redacted(self.record))
+        """Write the file, replacing that of another step. Raises OSError."""
+        files.write_json(self.file(run_dir), redacted(self.record))
 
 
 def misses(step: int | None, item: EvalSet, counts_3C: Tensor, predicted_N: Tensor, margin_N: Tensor) -> Misses:

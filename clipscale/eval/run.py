@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from clipscale.distributed import World
 from clipscale.errors import UserError
 from clipscale.eval import probe, retrieval, zero_shot
 from clipscale.eval.encode import Encoder, join
-from clipscale.eval.examples import Gallery, gallery
+from clipscale.eval.examples import Gallery, gallery, later_step
 from clipscale.eval.misses import Misses, misses
 from clipscale.eval.results import Results, known_results, measured, save_results, weights_digest
 from clipscale.eval.sets import compositional
@@ -65,6 +66,7 @@ def evaluate(
     before_batch: Callable[[], None] = lambda: None,
     about: dict[str, Any] | None = None,
     reuse: bool = False,
+    keep_newer: bool = False,
 ) -> Results:
     """Metrics of every set, the same on every rank. A collective: every rank calls it.
 
@@ -72,19 +74,20 @@ def evaluate(
     writes `eval/step_N.json` and the retrieved examples there. The model is in evaluation mode meanwhile, and put back afterwards. Sets
     evaluated with averaged weights, which the caller puts into the model, are named `SET (ema)`, parts of sets `SET (limit N)`. `about`
     is what the caller knows of the figures, such as the precision; it is kept beside them. `reuse`: figures that are stored already are
-    not computed again. `before_batch()` is called equally often on every rank; what it raises ends the evaluation.
+    not computed again. `keep_newer`: misses and galleries of a later step stay in place of this one's. `before_batch()` is called equally
+    often on every rank; what it raises ends the evaluation.
 
     Raises UserError for sets that cannot be used.
     """
-    sets = check(config, world)
+    marks = ("ema",) if config.weights == "ema" else ()
+    sets = [replace(item, marks=(*item.marks, *marks)) for item in check(config, world)]
     threads = config.workers or min(8, cores_of_rank())
     encoder = Encoder(model, world, autocast, config.batch, threads, before_batch, pictures=run_dir is not None)
-    marks = ("ema",) if config.weights == "ema" else ()
     records: dict[str, dict[str, Any]] = {}
     if run_dir is not None and sets:
         facts = {"weights": weights_digest(model), "averaged": config.weights == "ema", "batch": config.batch}
         for item in sets:
-            records |= {item.label(part, *marks): measured(item, facts | (about or {})) for part in item.parts}
+            records |= {item.label(part): measured(item, facts | (about or {})) for part in item.parts}
     known: Results = {}
     if reuse and run_dir is not None:
         known = world.on_main(lambda: known_results(run_dir, step, records))
@@ -94,7 +97,7 @@ def evaluate(
     try:
         with torch.no_grad():
             for item in sets:
-                labels, started = [item.label(part, *marks) for part in item.parts], time.perf_counter()
+                labels, started = [item.label(part) for part in item.parts], time.perf_counter()
                 if all(label in known for label in labels):
                     results |= {label: known[label] for label in labels}
                     continue
@@ -103,7 +106,8 @@ def evaluate(
                 results |= found
                 if run_dir is not None and world.main:
                     seconds = time.perf_counter() - started
-                    _save(run_dir, step, found, seconds, {label: records[label] for label in labels}, pictures)
+                    entries = {label: records[label] for label in labels}
+                    _save(run_dir, step, found, seconds, entries, pictures, keep_newer=keep_newer)
     finally:
         model.train(training)
     return results
@@ -116,11 +120,13 @@ def _save(
     seconds: float,
     about: dict[str, dict[str, Any]],
     pictures: Gallery | Misses | None,
+    *,
+    keep_newer: bool,
 ) -> None:
     """Write the figures of a set as soon as they are known, each file as a whole: an evaluation that is stopped keeps them."""
     try:
         save_results(run_dir, step, results, seconds=seconds, about=about)
-        if pictures:
+        if pictures and not (keep_newer and later_step(pictures.file(run_dir), step)):
             pictures.save(run_dir)
     except OSError as error:  # a full disk: a run goes on
         log.warning("%s/eval could not be written (%s): %s", run_dir, error.strerror, results)
@@ -236,9 +242,10 @@ def _ranked(
     image_ranks, caption_ranks = retrieval.retrieval_ranks(
         images_ND[ranked_N], captions_MD[kept_M], new_index_N[owner_M[kept_M]], world=world
     )
-    misses = torch.full((max(images, len(owner_M)),), retrieval.UNREACHABLE, device=owner_M.device)
+    missed_ranks = torch.full((max(images, len(owner_M)),), retrieval.UNREACHABLE, device=owner_M.device)
     metrics = retrieval.retrieval_metrics(
-        torch.cat([image_ranks, misses[:broken]]), torch.cat([caption_ranks, misses[: int((~kept_M).sum())]])
+        torch.cat([image_ranks, missed_ranks[:broken]]),
+        torch.cat([caption_ranks, missed_ranks[: int((~kept_M).sum())]]),
     )
     return metrics | {"images": images, "captions": len(owner_M), "broken": broken}
 

@@ -3,6 +3,7 @@
 import logging
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,10 @@ def main(config: EvalRunConfig) -> Results:
 
 
 def work(config: EvalRunConfig) -> Results:
-    """One process's part. Rank 0 prints tables. Returns the results, of `checkpoint=all` those of the newest. Raises UserError."""
+    """One process's part. Rank 0 prints tables. Returns the results, of `checkpoint=all` those of the newest.
+
+    A checkpoint that one rank cannot read is left out by all. Raises UserError, also where none can be read.
+    """
     folder = check_eval(config)
     world = distributed.start(config.device, config.launch.threads, config.launch.timeout_s)
     results: Results = {}
@@ -52,13 +56,16 @@ def work(config: EvalRunConfig) -> Results:
         every = bool(config.run) and config.checkpoint == "all"
         which = world.on_main(lambda: _checkpoints(folder)) if every else [config.checkpoint]
         with closing(Sinks(folder, config.log if world.main else SinkConfig(), {}, say)) as sinks:
-            for number, one in enumerate(which):
+            left_out = 0
+            for one in which:
                 try:
-                    model, step, about = _model(config, folder, one, world)
+                    model, step, about = world.on_all(partial(_model, config, folder, one, world))
                 except UserError as error:
-                    if number == len(which) - 1:
+                    left_out += 1
+                    if left_out == len(which):
                         raise
-                    log.warning("%s is left out: %s", one, error)
+                    if world.main:
+                        log.warning("%s is left out: %s", one, error)
                     continue
                 results = _results(config, folder, world, model, step, about, reuse=every)
                 if world.main and step is not None:
@@ -106,9 +113,16 @@ def _results(
     for tower in (model.image, model.text):
         precision.convert(tower)
     about = {"precision": config.precision.name} | about
-    autocast = precision.autocast
     results = evaluate(
-        model, config.eval, world, autocast=autocast, run_dir=folder, step=step, about=about, reuse=reuse
+        model,
+        config.eval,
+        world,
+        autocast=precision.autocast,
+        run_dir=folder,
+        step=step,
+        about=about,
+        reuse=reuse,
+        keep_newer=True,
     )
     if world.main:
         title = folder.name if step is None else f"{folder.name}, step {step}"

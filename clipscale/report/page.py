@@ -20,7 +20,7 @@ from clipscale.report import classes
 from clipscale.report.evaluations import read_evaluations
 from clipscale.report.metrics import read_metrics
 from clipscale.report.plots import STYLE, draw
-from clipscale.report.robustness import robustness_tables
+from clipscale.report.robustness import newest_robustness
 from clipscale.report.table import TextTable, result_tables
 from clipscale.terminal import printable, say
 
@@ -72,12 +72,11 @@ def page(run_dir: Path, records: Sequence[Record], evaluations: Sequence[Record]
     newest: dict[str, tuple[int, Mapping[str, float]]] = {}
     for evaluation in evaluations:
         newest |= {name: (evaluation["step"], metrics) for name, metrics in evaluation["results"].items()}
-    by_name = {name: metrics for name, (_, metrics) in newest.items()}
     results = {f"{name} (step {step})": metrics for name, (step, metrics) in newest.items()}
     parts = [
         f"<!doctype html><html lang='en'><head><meta charset='utf-8'><title>{name}</title><style>{CSS}{classes.CSS}</style></head><body>",
         f"<h1>{name}</h1><p>{escape(summary(records))}</p>",
-        *(table.html() for table in (*result_tables(results), *robustness_tables(by_name))),
+        *(table.html() for table in (*result_tables(results), *newest_robustness(evaluations))),
         f"<p><img alt='curves and retrieved images' src='data:image/png;base64,{image}'></p>",
         classes.sections(run_dir),
         _details("Settings", run_dir / "config.yaml"),

@@ -14,6 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from clipscale import checkpoint
 from clipscale.config.sections import EvalConfig, SinkConfig
 from clipscale.config.tools import EvalRunConfig
+from clipscale.distributed import World
 from clipscale.errors import UserError
 from clipscale.eval import run as evaluation
 from clipscale.eval.verb import main
@@ -102,6 +103,42 @@ def test_a_damaged_checkpoint_is_left_out(config: EvalRunConfig, caplog: pytest.
     with pytest.raises(UserError, match=r"run=.*empty: no checkpoint in"):
         (run.parent / "empty").mkdir()
         main(replace(config, run=str(run.parent / "empty")))
+
+
+def test_a_damaged_newest_checkpoint_is_left_out_too(config: EvalRunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, reported = Path(config.run), []
+    monkeypatch.setattr("clipscale.eval.verb.write_report", lambda folder: reported.append(folder) or folder)
+    config.eval.sets = config.eval.sets[:1]
+    for file in checkpoint.path_of(run, 15).iterdir():
+        file.write_bytes(b"")
+    results = main(config)
+    assert [record["step"] for record in read_evaluations(run)] == [5, 10] and reported == [run]
+    assert results == read_evaluations(run)[-1]["results"]
+    for step in (5, 10):
+        for file in checkpoint.path_of(run, step).iterdir():
+            file.write_bytes(b"")
+    with pytest.raises(UserError, match="step_00000015"):
+        main(config)
+
+
+def test_a_checkpoint_that_another_rank_cannot_read_is_left_out(
+    config: EvalRunConfig, computed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run may delete a checkpoint when one rank has read it. The ranks must go on with the same one."""
+    config.eval.sets = config.eval.sets[:1]
+    gather, loads = World.gather, []
+
+    def with_another_rank(self: World, value: Any) -> list[Any]:
+        values = gather(self, value)
+        if value == "":  # this rank has read the checkpoint
+            loads.append(value)
+            values += ["it is gone"] if len(loads) == 2 else [""]
+        return values
+
+    monkeypatch.setattr(World, "gather", with_another_rank)
+    main(config)
+    assert len(loads) == 3 and computed == ["classes"] * 2
+    assert [record["step"] for record in read_evaluations(Path(config.run))] == [5, 15]
 
 
 def test_evaluations_change_no_bit_of_the_curve(shards: str, tmp_path: Path) -> None:

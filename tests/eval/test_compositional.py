@@ -130,6 +130,20 @@ def test_associations_are_those_of_a_direct_computation() -> None:
     assert found["jaccard"] == pytest.approx(sum(map(sum, wanted.values())) / 9)
 
 
+@pytest.mark.parametrize("value", [1.0, torch.nan])
+def test_equal_scores_and_nans_count_against_the_model(value: float) -> None:
+    """The right images come first among a question's candidates. A collapsed model must not gain from that."""
+    questions = [Question(tuple(range(5)), (0,), 2), Question(tuple(range(12)), (0,), 6)]
+    images, captions = torch.full((12, 4), value), torch.full((1, 4), value)
+    found = associations(questions, images, captions, torch.ones(12, dtype=torch.bool))
+    assert found == {"jaccard": 0.0, "jaccard_5_6": 0.0, "jaccard_10_12": 0.0}
+    images = torch.eye(5)[:, :4]
+    images[1] = torch.nan
+    usable = torch.ones(5, dtype=torch.bool)
+    one_of_two = associations([Question(tuple(range(5)), (0,), 2)], images, torch.eye(4)[:1], usable)
+    assert one_of_two["jaccard"] == pytest.approx(1 / 3), "the image with a score is found, that without is not"
+
+
 def test_sets_that_cannot_be_used(tmp_path: Path) -> None:
     crepe = sugar_crepe(tmp_path / "sugar_crepe", colour)
     (crepe / "swap_obj.json").unlink()

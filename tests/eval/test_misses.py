@@ -17,7 +17,7 @@ from clipscale.eval.run import evaluate
 from clipscale.eval.sets.item import CLASSIFICATION, EvalSet, ImageRef
 from clipscale.eval.zero_shot import accuracy_counts, target_ranks
 from clipscale.report.classes import read_misses, sections
-from tests.eval.sets import COLOURS, ColourModel, classification_set, picture
+from tests.eval.sets import COLOURS, ColourModel, classification_set, picture, retrieval_set
 
 ALONE = World(0, 1, torch.device("cpu"))
 
@@ -40,6 +40,23 @@ def test_misses_are_stored_with_their_pictures(tmp_path: Path) -> None:
     assert max(abs(a - b) for a, b in zip(pixel, COLOURS["blue"])) < 8  # type: ignore[arg-type]
     page = sections(tmp_path / "run")
     assert "3 of 6 missed" in page and "<b>green</b><br><i>blue</i>" in page.replace("\n", "")
+
+
+def test_misses_and_galleries_are_of_the_newest_step_and_of_one_kind_of_weights(tmp_path: Path) -> None:
+    """`clipscale eval` takes older checkpoints too. Training may go on from an earlier one, whose pictures count then."""
+    sets = [str(classification_set(tmp_path / "colours", wrong=[0])), str(retrieval_set(tmp_path / "captions"))]
+    run = tmp_path / "run"
+
+    def stored(folder: str) -> dict[str, int]:
+        return {file.stem: json.loads(file.read_text())["step"] for file in (run / "eval" / folder).glob("*.json")}
+
+    for step, weights, keep_newer in ((8, "trained", True), (4, "ema", True), (2, "trained", True)):
+        config = EvalConfig(sets=sets, batch=4, weights=weights)
+        evaluate(ColourModel(), config, ALONE, run_dir=run, step=step, keep_newer=keep_newer)
+    assert stored("classes") == {"colours": 8, "colours (ema)": 4}
+    assert stored("retrieved") == {"captions": 8, "captions (ema)": 4}
+    evaluate(ColourModel(), config, ALONE, run_dir=run, step=6)
+    assert stored("classes")["colours"] == stored("retrieved")["captions"] == 6
 
 
 def test_the_table_agrees_with_a_plain_count(tmp_path: Path) -> None:

@@ -66,12 +66,17 @@ def matches(similarities_qic: Tensor, usable_q: Tensor) -> dict[str, float]:
 def associations(
     questions: Sequence[Question], images_ND: Tensor, captions_MD: Tensor, usable_N: Tensor
 ) -> dict[str, float]:
-    """`jaccard`: the mean Jaccard index of the right images and as many of the nearest; `jaccard_5_6`, `jaccard_10_12`: by size."""
+    """`jaccard`: the mean Jaccard index of the right images and as many of the nearest; `jaccard_5_6`, `jaccard_10_12`: by size.
+
+    Ties, NaNs and broken images count against the model.
+    """
     found: dict[str, list[float]] = {"jaccard": [], "jaccard_5_6": [], "jaccard_10_12": []}
     for images, captions, right in questions:
         index = torch.tensor(images)
-        nearest = (images_ND[index] @ captions_MD[captions[0]]).argsort(descending=True)[:right]
-        hits = int((nearest < right).sum()) if bool(usable_N[index].all()) else 0
+        scores = (images_ND[index] @ captions_MD[captions[0]]).nan_to_num(-torch.inf, torch.inf, -torch.inf)
+        # Of equal scores the wrong images, which come last in `images`, are taken first.
+        nearest = (len(images) - 1 - scores.flip(0).argsort(descending=True, stable=True))[:right]
+        hits = int(((nearest < right) & scores[nearest].isfinite()).sum()) if bool(usable_N[index].all()) else 0
         for name in ("jaccard", "jaccard_10_12" if len(images) >= MANY else "jaccard_5_6"):
             found[name].append(hits / (2 * right - hits))
     return {name: sum(values) / len(values) for name, values in found.items() if values}
