@@ -330,15 +330,15 @@ class EvalConfig:
     limit: int | None = setting(None, "Most images of each set, evenly spaced over it; null: all.", least=1)
     probe: list[str] = setting(
         [],
-        "Also train a logistic regression on each set's training split: `linear` on all of it, a number on so many pictures a class "
+        "Also evaluates a linear probe on each set's training split. `linear`: on all images; a number K: on K images per class "
         "(few-shot).",
     )
     suite: str = setting("none", SUITE_HELP, choices=SUITES)
     root: str | None = setting(None, "The folder with the sets of `eval.suite`.", literal=True)
     prompts: str | None = setting(
         None,
-        "Prompts of classification: `80` or `7` of CLIP's for ImageNet, `simple`: one, or a file with one a line, {c} for the class; "
-        "null: those of each set.",
+        "Prompt templates for classification: `80` or `7` (CLIP's for ImageNet), `simple` (`a photo of a {c}.`), or a file with one "
+        "template a line; null: each set's own.",
         literal=True,
     )
     weights: str = setting("trained", WEIGHTS_HELP, choices=WEIGHTS)

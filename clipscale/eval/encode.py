@@ -1,8 +1,8 @@
 """Encodes images and texts on all ranks.
 
-The work is cut into batches that do not depend on the number of ranks, and the ranks take them in turn. So 1, 2 and 4 processes make
-the same forward passes and get the same features. All ranks make equally many passes: one without work repeats an input. FSDP2's towers,
-which communicate in their forward pass, can thus be used as they are.
+The work is cut into batches that do not depend on the number of ranks. Rank r takes every world-size-th batch. So 1, 2 and 4 processes
+make the same forward passes and get the same features. All ranks make equally many passes: one without work repeats an input. FSDP2's
+towers, which communicate in their forward pass, can thus be used as they are.
 
 N: inputs, B: inputs of a batch, n: inputs of this one, D: feature width, S: side of the pixels.
 """
@@ -57,7 +57,7 @@ class Encoder:
     before_batch: Callable[[], None] = lambda: None
     pictures: bool = False
     """Whether missed pictures are to be saved."""
-    of_probe: dict[tuple[Any, ...], Any] = field(default_factory=dict)
+    probe_features: dict[tuple[Any, ...], Any] = field(default_factory=dict)
     """The features that the probes of a set share."""
 
     def text(self, tokens_nT: Tensor) -> Tensor:

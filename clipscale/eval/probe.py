@@ -2,11 +2,11 @@
 
 The L2 strength is chosen on pictures held out of the training split, and then all of these train the final one. Ranks share the choice.
 
-N: pictures of training, M: pictures of the test, C: classes, D: feature width.
+N: pictures of training, M: pictures of the test, n: pictures of a chunk, C: classes, D: feature width.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,31 +30,51 @@ SHOTS_HELD_OUT = 4
 DRAWS = 3
 """Draws of training pictures over which few-shot figures are averaged."""
 MOST_STEPS = 1000
+CHUNK = 1 << 24
+"""Most scores, and most numbers of the features, that a pass takes at once."""
 
 
 @dataclass(frozen=True)
-class Split:
-    """Pictures."""
+class LabelledFeatures:
+    """Image features with their labels."""
 
     features: Tensor
-    """(N, D)."""
+    """(N, D), or more rows, of which `rows` are these."""
     labels: Tensor
     """(N,): their classes."""
+    rows: Tensor | None = None
+    """(N,): their rows in `features`; None: all of them, in order."""
 
-    def __getitem__(self, index: Tensor) -> "Split":
-        return Split(self.features[index], self.labels[index])
+    def __getitem__(self, index: Tensor) -> "LabelledFeatures":
+        """Some of them; the features are not copied. index: int64."""
+        rows = index if self.rows is None else self.rows[index]
+        return LabelledFeatures(self.features, self.labels[index], rows)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type to compute in: float64 on a CPU."""
+        return torch.float64 if self.features.device.type == "cpu" else self.features.dtype
+
+    def chunks(self, classes: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Features (n, D) and labels (n,) of so many at once that neither the features nor the scores exceed CHUNK numbers."""
+        size = max(1, CHUNK // max(classes, self.features.shape[1]))
+        for start in range(0, len(self.labels), size):
+            span = slice(start, start + size)
+            rows = span if self.rows is None else self.rows[span]
+            yield self.features[rows].to(self.dtype), self.labels[span]
 
 
 def metrics(encoder: Encoder, item: EvalSet, train: EvalSet) -> dict[str, float]:
     """The metrics of a probe: those of classification, and `top1_std` of few-shot learning. A collective."""
     key = item.path, len(item), len(train)
-    if key not in encoder.of_probe:
-        encoder.of_probe.clear()
-        encoder.of_probe[key] = _encoded(encoder, train), _encoded(encoder, item)
-    of_train, of_test = encoder.of_probe[key]
+    if key not in encoder.probe_features:
+        encoder.probe_features.clear()
+        encoder.probe_features[key] = _encoded(encoder, train), _encoded(encoder, item)
+    of_train, of_test = encoder.probe_features[key]
     usable = of_train.features.isfinite().all(1)
     if usable.any():
-        found, strengths = evaluate(of_train[usable], of_test, len(item.classnames), item.shots, encoder.world)
+        train_set = of_train if usable.all() else of_train[usable.nonzero()[:, 0]]
+        found, strengths = evaluate(train_set, of_test, len(item.classnames), item.shots, encoder.world)
         log.info("%s: L2 strength %s", item.label(), ", ".join(f"{strength:.3g}" for strength in strengths))
     else:  # of a diverged model too: a run goes on
         log.warning("eval.probe: %s: none of the %d images of %s has features", item.label(), len(train), train.path)
@@ -62,23 +82,23 @@ def metrics(encoder: Encoder, item: EvalSet, train: EvalSet) -> dict[str, float]
     return found | {"images": len(item), "broken": int(of_test.features.isnan().all(1).sum())}
 
 
-def _encoded(encoder: Encoder, item: EvalSet) -> Split:
-    """Unit features of all images on every rank, NaN for broken ones; in float64 on a CPU."""
+def _encoded(encoder: Encoder, item: EvalSet) -> LabelledFeatures:
+    """Unit features of all images on every rank, NaN for broken ones."""
     parts = [features.masked_fill(~usable[:, None], torch.nan) for _, features, usable in encoder.images(item)]
     features_ND = join(parts, len(item), encoder.batch, encoder.world)
     labels_N = torch.tensor(item.labels, device=features_ND.device)
-    return Split(features_ND.double() if features_ND.device.type == "cpu" else features_ND, labels_N)
+    return LabelledFeatures(features_ND, labels_N)
 
 
-def fit(train: Split, classes: int, strength: float) -> Tensor:
-    """Weights and biases (C, D + 1) that minimise sum_i CE(W x_i + b, y_i) + strength |W|^2 / 2, by L-BFGS in the features' own type.
+def fit(train: LabelledFeatures, classes: int, strength: float) -> Tensor:
+    """Weights and biases (C, D + 1) that minimise sum_i CE(W x_i + b, y_i) + strength |W|^2 / 2, by L-BFGS.
 
     It is the problem of scikit-learn's LogisticRegression with C = 1 / strength.
     """
-    x_ND, y_N = train.features, train.labels
-    weights = torch.zeros(classes, x_ND.shape[1] + 1, dtype=x_ND.dtype, device=x_ND.device)
-    weights.requires_grad_()
-    tolerance = 1e-7 if x_ND.dtype == torch.float64 else 1e-5
+    count = len(train.labels)
+    shape = classes, train.features.shape[1] + 1
+    weights = torch.zeros(shape, dtype=train.dtype, device=train.features.device, requires_grad=True)
+    tolerance = 1e-7 if weights.dtype == torch.float64 else 1e-5
     optimizer = torch.optim.LBFGS(
         [weights],
         max_iter=MOST_STEPS,
@@ -90,32 +110,40 @@ def fit(train: Split, classes: int, strength: float) -> Tensor:
 
     def closure() -> Tensor:
         optimizer.zero_grad()
-        # a mean, so that the tolerance does not depend on the number of pictures
-        penalty = strength / (2 * len(x_ND)) * weights[:, :-1].square().sum()
-        loss = F.cross_entropy(scores(weights, x_ND), y_N) + penalty
-        loss.backward()
-        return loss
+        total = torch.zeros((), dtype=weights.dtype, device=weights.device)
+        for number, (x_nD, y_n) in enumerate(train.chunks(classes)):
+            loss = F.cross_entropy(scores(weights, x_nD), y_n, reduction="sum")
+            if number == 0:
+                loss = loss + strength / 2 * weights[:, :-1].square().sum()
+            # a mean, so that the tolerance does not depend on the number of pictures
+            (loss / count).backward()
+            total += loss.detach() / count
+        return total
 
     with torch.enable_grad():
         optimizer.step(closure)
     return weights.detach()
 
 
-def scores(weights: Tensor, x_ND: Tensor) -> Tensor:
-    """(N, C)."""
-    return F.linear(x_ND, weights[:, :-1], weights[:, -1])
+def scores(weights: Tensor, x_nD: Tensor) -> Tensor:
+    """(n, C)."""
+    return F.linear(x_nD, weights[:, :-1], weights[:, -1])
 
 
-def accuracy(weights: Tensor, test: Split) -> float:
+def ranks_of(weights: Tensor, test: LabelledFeatures) -> Tensor:
+    """The ranks (M,) of the right classes, from 0."""
+    return torch.cat([zero_shot.target_ranks(scores(weights, x), y) for x, y in test.chunks(len(weights))])
+
+
+def accuracy(weights: Tensor, test: LabelledFeatures) -> float:
     """Top-1 as a share."""
-    ranks = zero_shot.target_ranks(scores(weights, test.features), test.labels)
-    return float((ranks < 1).double().mean())
+    return float((ranks_of(weights, test) < 1).double().mean())
 
 
-def choose(train: Split, rest: Split, classes: int, world: World) -> float:
+def choose(train: LabelledFeatures, rest: LabelledFeatures, classes: int, world: World) -> float:
     """The L2 strength of the highest accuracy on `rest`, by CLIP's search. Of equal ones the largest; 1 where nothing is held out.
 
-    Ranks take strengths in turn. A collective.
+    Rank r takes every world-size-th strength. A collective.
     """
     if not len(rest.labels):
         return 1.0
@@ -155,7 +183,7 @@ def held_out(labels_N: Tensor, classes: int, shots: int | None, draw: int) -> tu
 
 
 def evaluate(
-    train: Split, test: Split, classes: int, shots: int | None, world: World
+    train: LabelledFeatures, test: LabelledFeatures, classes: int, shots: int | None, world: World
 ) -> tuple[dict[str, float], list[float]]:
     """Metrics of the test, and the chosen strengths; of few-shot learning the means over DRAWS draws, and `top1_std`. A collective.
 
@@ -166,7 +194,7 @@ def evaluate(
         trains, rest = (part.to(train.labels.device) for part in held_out(train.labels.cpu(), classes, shots, draw))
         strengths.append(choose(train[trains], train[rest], classes, world))
         weights = fit(train[trains] if shots else train, classes, strengths[-1])
-        ranks = zero_shot.target_ranks(scores(weights, test.features), test.labels)
+        ranks = ranks_of(weights, test)
         counts = zero_shot.accuracy_counts(ranks, test.labels, classes)
         found.append(world.broadcast(zero_shot.accuracy_metrics(counts)))
     metrics = {name: sum(one[name] for one in found) / len(found) for name in found[0]}

@@ -21,7 +21,7 @@ def retrieval_ranks(
     """Rank of the first right answer for every image and every caption; 0 is the best.
 
     owner_M: (M,) int64, the image of each caption; every image has at least one. One tile of tile x tile similarities is in memory at a
-    time, and serves both directions. A collective: ranks take rows of tiles in turn. Ties count against the model: a wrong answer
+    time, and serves both directions. A collective: rank r takes every size-th row of tiles. Ties count against the model: a wrong answer
     ranks before an equally similar right one. A NaN never finds its answer.
 
     Returns (N,) int64, the number of wrong captions not below the best right one, and (M,) int64, that of wrong images.

@@ -185,7 +185,7 @@ def _classification(encoder: Encoder, item: EvalSet, step: int | None) -> tuple[
 
 
 def _outliers(encoder: Encoder, item: EvalSet, inliers: EvalSet, classes_UD: Tensor) -> float:
-    """The area under the precision-recall curve of telling the images of `item`, the positives, from those of `inliers`.
+    """Area under the precision-recall curve with the images of `item` as positives and those of `inliers` as negatives.
 
     The score of an image is minus its largest class probability (Hendrycks et al. 2021, Natural Adversarial Examples). A broken
     image counts against the model.

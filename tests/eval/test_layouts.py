@@ -190,7 +190,7 @@ def test_paths_that_are_no_set(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="none of the known layouts"):
         load_sets([str(tmp_path)])
     (tmp_path / "set.csv").write_text("x")
-    with pytest.raises(UserError, match="no caption file and no tar"):
+    with pytest.raises(UserError, match=r"is neither a caption file \(\.json, \.txt\) nor a tar archive"):
         load_sets([str(tmp_path / "set.csv")])
     (tmp_path / "set.json").write_text("[1]")
     with pytest.raises(UserError, match="neither COCO's"):

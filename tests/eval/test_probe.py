@@ -12,7 +12,7 @@ from clipscale.config.sections import EvalConfig
 from clipscale.distributed import World
 from clipscale.errors import UserError
 from clipscale.eval import probe, run
-from clipscale.eval.probe import DRAWS, Split, choose, evaluate, fit, held_out
+from clipscale.eval.probe import DRAWS, LabelledFeatures, choose, evaluate, fit, held_out
 from clipscale.eval.sets.load import load_set
 from clipscale.eval.sets.train_split import train_split
 from tests.eval.sets import NAMES, ColourModel, classification_set, picture, retrieval_set
@@ -21,21 +21,21 @@ from tests.ranks import run_ranks
 ALONE = World(0, 1, torch.device("cpu"))
 
 
-def clusters(count: int, classes: int = 4, width: int = 6, seed: int = 0, spread: float = 0.9) -> Split:
+def clusters(count: int, classes: int = 4, width: int = 6, seed: int = 0, spread: float = 0.9) -> LabelledFeatures:
     """Unit features around one centre a class."""
     generator = torch.Generator().manual_seed(9)
     centres = torch.randn(classes, width, generator=generator, dtype=torch.float64)
     generator.manual_seed(seed)
     labels = torch.arange(count) % classes
     noise = torch.randn(count, width, generator=generator, dtype=torch.float64)
-    return Split(torch.nn.functional.normalize(centres[labels] + spread * noise, dim=-1), labels)
+    return LabelledFeatures(torch.nn.functional.normalize(centres[labels] + spread * noise, dim=-1), labels)
 
 
-def theirs(train: Split, strength: float) -> LogisticRegression:
+def theirs(train: LabelledFeatures, strength: float) -> LogisticRegression:
     return LogisticRegression(C=1 / strength, tol=1e-10, max_iter=20_000).fit(train.features, train.labels)
 
 
-def accuracy_of(model: LogisticRegression, test: Split) -> float:
+def accuracy_of(model: LogisticRegression, test: LabelledFeatures) -> float:
     return float((model.predict(test.features) == test.labels.numpy()).mean())
 
 
@@ -77,9 +77,26 @@ def test_the_figures_are_those_of_an_independent_probe() -> None:
     wanted = []
     for draw, strength in enumerate(strengths):
         chosen, _ = held_out(train.labels, 4, 2, draw)
-        wanted.append(accuracy_of(theirs(train[chosen], strength), test))
+        shown = LabelledFeatures(train.features[chosen], train.labels[chosen])
+        wanted.append(accuracy_of(theirs(shown, strength), test))
     assert metrics["top1"] == pytest.approx(np.mean(wanted), abs=1e-12) and len(strengths) == DRAWS
     assert metrics["top1_std"] == pytest.approx(np.std(wanted), abs=1e-12)
+
+
+def test_chunks_of_rows_give_the_figures_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory of the scores does not grow with the set, and parts of a set are no copies of its features."""
+    train, test = clusters(75, spread=1.2), clusters(50, seed=1, spread=1.2)
+    some = train[torch.arange(0, 75, 2)][torch.arange(30)]
+    assert some.features is train.features and len(some.labels) == 30
+    monkeypatch.setattr(probe, "choose", lambda *_: 1.0)
+    whole, of_some = evaluate(train, test, 4, None, ALONE), fit(some, 4, 1.0)
+    original, rows = probe.scores, []
+    monkeypatch.setattr(probe, "scores", lambda weights, x: rows.append(len(x)) or original(weights, x))
+    monkeypatch.setattr(probe, "CHUNK", 14 * 6)
+    assert evaluate(train, test, 4, None, ALONE) == whole
+    worst = float((fit(some, 4, 1.0) - of_some).abs().max())
+    assert worst < 1e-5, f"largest difference of a weight: {worst:.1e}"
+    assert max(rows) == 14, "the width is 6, the classes are 4"
 
 
 def test_a_broken_picture_of_the_test_is_a_miss() -> None:

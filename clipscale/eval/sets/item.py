@@ -57,7 +57,7 @@ class EvalSet:
     groups: Sequence[int] = ()
     """Classification: the group of each image, from 0, for the accuracy of the worst group."""
     inliers: "EvalSet | None" = None
-    """Classification: pictures of the classes, from which the set's own, which are of none, are to be told apart."""
+    """Classification: in-distribution images, the negatives of AUPR; the set's own images are the positives (out of distribution)."""
     captions: Sequence[str] = ()
     """Retrieval, composition: all captions."""
     owner: Sequence[int] = ()

@@ -26,7 +26,7 @@ class KnownSet:
     """CLIP_benchmark's, such as `vtab/caltech101`."""
     source: str
     folders: tuple[str, ...] = ()
-    """Names of its folder, or of its caption file, besides those of the webdataset layouts."""
+    """Names of its folder, or of its caption file, in addition to those of the webdataset layouts."""
     metric: tuple[str, ...] = ()
     """The main metric, the mean of these. Empty: top-1, or both recalls at 1."""
     group: int | None = None

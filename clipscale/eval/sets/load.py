@@ -59,7 +59,9 @@ def _load_set(path: Path, classnames: tuple[str, ...], group: int | None) -> Eva
         if path.suffix == ".tar":
             return folders.load(path, classnames)
         if path.suffix not in (".json", ".txt"):
-            raise UserError(f"eval.sets: {path} is a file that is no caption file and no tar; give the set's folder")
+            raise UserError(
+                f"eval.sets: {path} is neither a caption file (.json, .txt) nor a tar archive; give the set's folder"
+            )
         return captions.load(path)
     if (path / "test" / "nshards.txt").is_file():
         return shards.load(path, classnames, group)

@@ -9,7 +9,7 @@ from clipscale.errors import UserError
 from clipscale.eval.sets import folders, shards
 from clipscale.eval.sets.item import CLASSIFICATION, EvalSet
 
-HELD_BACK = ("test", "val", "valid", "validation")
+EVALUATION_FOLDERS = ("test", "val", "valid", "validation")
 """Names of the folder beside which a folder train is looked for."""
 
 
@@ -28,7 +28,7 @@ def probes(sets: Sequence[EvalSet], wanted: Sequence[int | None]) -> list[EvalSe
     if wanted and not found:
         raise UserError(
             "eval.probe: none of the sets has a training split; a probe needs PATH/train/nshards.txt beside PATH/test, or a folder train "
-            "beside the folder of class folders, which is called val or test"
+            "beside the folder of class folders, which is called test, val, valid or validation"
         )
     return found
 
@@ -45,7 +45,7 @@ def _load(root: Path, classnames: tuple[str, ...]) -> EvalSet | None:
     beside = root.with_name("train" + root.name.removeprefix(stem))  # of an archive val.tar, train.tar
     if (root / "train" / "nshards.txt").is_file():
         found = shards.load(root, classnames, split="train")
-    elif stem in HELD_BACK and beside.exists():
+    elif stem in EVALUATION_FOLDERS and beside.exists():
         found = folders.load(beside, classnames)
     else:
         return None
