@@ -1,13 +1,15 @@
-"""An embedded set, as `clipscale embed format=npy` writes it: its features are mapped, its captions are read as they are shown."""
+"""An embedded set, as `clipscale embed format=npy` writes it. A search maps one file of features at a time; captions are read as they are shown."""
 
 import json
 from array import array
 from bisect import bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.lib import format as npy
 
 from clipscale import files
 from clipscale.config.tools import IMAGE, TEXT
@@ -30,6 +32,25 @@ class Sample(NamedTuple):
 
 
 @dataclass(frozen=True)
+class StoredArray:
+    """A .npy file (rows, D) whose header has been checked. It is open only while it is searched: a set may have many."""
+
+    path: Path
+    dtype: np.dtype
+    shape: tuple[int, int]
+    offset: int
+    """Bytes of the header."""
+
+    def mapped(self) -> np.ndarray:
+        """The rows. Raises OSError, also for a file that has become too short."""
+        with files.opened(self.path) as file:
+            try:
+                return np.memmap(file, self.dtype, "r", self.offset, self.shape)
+            except ValueError as error:
+                raise OSError(f"{self.path}: {error}") from error
+
+
+@dataclass(frozen=True)
 class Part:
     """The rows of one shard."""
 
@@ -39,8 +60,8 @@ class Part:
     path: Path
     lines: "array[int]"
     """Where the line of each row begins in `path`."""
-    features: dict[str, np.ndarray]
-    """Of each kind, (rows, D), mapped."""
+    features: dict[str, StoredArray]
+    """Of each kind; empty for a part without rows."""
 
 
 class EmbeddedSet:
@@ -75,24 +96,28 @@ class EmbeddedSet:
         for line in files.lines(path, LONGEST_LINE):
             lines.append(at)
             at += len(line)
-        features = {kind: self._mapped(array_path(path, kind), len(lines)) for kind in self.kinds}
+        kinds = self.kinds if lines else ()
+        features = {kind: self._stored(array_path(path, kind), len(lines)) for kind in kinds}
         return Part(path.name.removesuffix(".jsonl"), source, path, lines, features)
 
-    def _mapped(self, path: Path, rows: int) -> np.ndarray:
-        files.opened(path).close()  # a FIFO or device is refused
-        if not rows:
-            return np.empty((0, self.note["width"]), np.float32)
-        try:
-            found: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
-        except Exception as error:  # numpy parses the header as Python's literals, which fail in many ways
-            raise ValueError(f"{path.name}: {error}") from error
-        if found.shape != (rows, self.note["width"]) or found.dtype not in (np.float16, np.float32):
-            raise ValueError(f"{path.name} holds {found.dtype} {list(found.shape)}")
+    def _stored(self, path: Path, rows: int) -> StoredArray:
+        with files.opened(path) as file:
+            try:
+                read = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}[npy.read_magic(file)]
+                shape, by_columns, dtype = read(file)
+            except Exception as error:  # numpy parses the header as Python's literals, which fail in many ways
+                raise ValueError(f"{path.name}: {error}") from error
+            wanted = rows, int(self.note["width"])
+            if shape != wanted or dtype not in (np.float16, np.float32) or by_columns:
+                raise ValueError(f"{path.name} holds {dtype} {list(shape)}{' by columns' if by_columns else ''}")
+            found = StoredArray(path, dtype, wanted, file.tell())
+            if file.seek(0, 2) < found.offset + rows * wanted[1] * dtype.itemsize:
+                raise ValueError(f"{path.name} is cut off")
         return found
 
-    def features(self, kind: str) -> list[np.ndarray]:
-        """Of each part, (rows, D); none if the set was embedded without them."""
-        return [part.features[kind] for part in self.parts] if kind in self.kinds else []
+    def features(self, kind: str) -> Iterator[np.ndarray]:
+        """Of each part, (rows, D), mapped; none if the set was embedded without them. Raises OSError."""
+        return (part.features[kind].mapped() for part in self.parts if kind in part.features)
 
     def sample(self, number: int) -> Sample:
         """The row of that number, counted through all parts. Raises OSError."""

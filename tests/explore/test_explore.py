@@ -2,6 +2,7 @@
 
 import io
 import json
+import resource
 import shutil
 import socket
 from dataclasses import asdict, replace
@@ -21,6 +22,7 @@ from clipscale.config.sections import LaunchConfig
 from clipscale.errors import UserError
 from clipscale.explore import verb
 from clipscale.explore.embedded import EmbeddedSet
+from clipscale.explore.search import nearest
 from clipscale.models.towers import ClipModel, build_model
 from tests.data.files import picture, write_tar
 from tests.embed.test_embed import embed
@@ -331,3 +333,24 @@ def test_the_page_loads_nothing_from_elsewhere_and_writes_no_markup(page: Any) -
     policy = page.get("/").headers["content-security-policy"]
     assert "default-src 'none'" in policy and "unsafe" not in policy
     assert "<script>" not in texts["/"] and "style=" not in texts["/"], "the policy refuses them"
+
+
+def test_a_set_of_more_files_than_a_process_may_open_is_searched(tmp_path: Path) -> None:
+    rows = np.random.default_rng(0).standard_normal((40, 4)).astype(np.float16)
+    for number, row in enumerate(rows):
+        np.save(tmp_path / f"{number:05d}.image.npy", row[None])
+        (tmp_path / f"{number:05d}.jsonl").write_text(json.dumps({"key": str(number)}) + "\n")
+    listed = {f"{number:05d}.jsonl": {"source": "x.tar", "samples": 1} for number in range(len(rows))}
+    (tmp_path / "shards.json").write_text(json.dumps(listed))
+    (tmp_path / "features.json").write_text(json.dumps({"features": {"width": 4}}))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = {int(path.name) for path in Path("/dev/fd").iterdir()}
+    free = [number for number in range(len(taken) + 8) if number not in taken]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free[7] + 1, hard))
+    try:
+        embedded = EmbeddedSet(tmp_path)
+        found = nearest(embedded.features("image"), torch.from_numpy(rows[7]).float(), 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    wanted = int((rows.astype(np.float32) @ rows[7].astype(np.float32)).argmax())
+    assert [match.row for match in found] == [wanted]
