@@ -110,12 +110,16 @@ def stored_features(data: DataConfig, config: ModelConfig, model: "ClipModel") -
 
 
 def _read_note(urls: list[str]) -> dict[str, Any]:
-    """The note that all of the shards' folders share. Raises UserError where there is none, or where they differ."""
+    """The note that all of the shards' folders share, without the inputs, which older folders do not name.
+
+    Raises UserError where there is none, or where they differ.
+    """
     notes: dict[str, Any] = {}
     for folder in sorted({str(Path(url).parent) for url in urls}):
         path = Path(folder) / NOTE
         try:
-            notes[folder] = _NOTE.validate_python(files.read_tree(path).get("features"))
+            note = _NOTE.validate_python(files.read_tree(path).get("features"))
+            notes[folder] = {name: value for name, value in note.items() if name != "inputs"}
         except (OSError, ValueError) as error:
             why = " ".join(str(error).split())[:300]
             raise UserError(

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from clipscale.config.data import DataConfig
 from clipscale.config.tools import IMAGE, TEXT, EmbedConfig
 from clipscale.data.decode import TrainTransform, caption_of, image_bytes
 from clipscale.data.filters import caption_sources
@@ -45,7 +46,7 @@ class FeatureEncoder:
         self.config, self.model, self.precision, self.device = config, model, precision, device
         self.dtype = np.dtype(config.dtype)
         self.side = config.data.image_size or model.image_size
-        self.sources = [name for name, _ in caption_sources(config.data.captions or [config.data.caption_key])]
+        self.sources = caption_members(config.data)
         most = config.data.max_pixels
         self.whole = TrainTransform(self.side, (1.0, 1.0), (1.0, 1.0), 0.0, most)
         self.central = replace(model.eval_transform(), side=self.side, max_pixels=most)
@@ -120,6 +121,11 @@ class FeatureEncoder:
                 if longest_word(text) <= self.config.data.max_word:
                     return text
         return None
+
+
+def caption_members(data: DataConfig) -> list[str]:
+    """The members that may hold a sample's text, in the order in which they are tried."""
+    return [name for name, _ in caption_sources(data.captions or [data.caption_key])]
 
 
 def groups(raws: Iterable[RawSample], most: int) -> Iterator[list[RawSample]]:

@@ -16,12 +16,10 @@ import torch
 
 from clipscale import distributed, files
 from clipscale.config.checks import check_values
-from clipscale.config.data import FEATURES
 from clipscale.config.redact import redacted
 from clipscale.config.sections import ModelConfig
 from clipscale.config.tools import IMAGE, TEXT, EmbedConfig, check_embed
 from clipscale.data.decode import IMAGE_TYPES
-from clipscale.data.features import NOTE
 from clipscale.data.sample import limits
 from clipscale.data.shards.access import SourceError, is_local, leaf_of, scheme_of, unsigned
 from clipscale.data.shards.listing import access_of, list_shards
@@ -32,6 +30,7 @@ from clipscale.data.shards.writer import write_counts
 from clipscale.distributed import World
 from clipscale.embed.encode import FeatureEncoder, Group
 from clipscale.embed.formats import FORMATS
+from clipscale.embed.note import features_note, write_note
 from clipscale.embed.progress import Progress
 from clipscale.errors import UserError
 from clipscale.launch import local
@@ -95,7 +94,8 @@ def _name(url: str) -> str:
 def _write(config: EmbedConfig, sources: dict[str, str], world: World) -> dict[str, Any]:
     model, settings = _model(config, world)
     folder = Path(config.out).expanduser()
-    _write_note(folder, _note(config, model, settings), world)
+    tables = any(scheme_of(url) == "table" for url in sources.values())
+    write_note(folder, features_note(config, model, settings, tables=tables), world)
     precision = Precision(config.precision, world.device)
     for tower in [model.image] * (IMAGE in config.kinds) + [model.text] * (TEXT in config.kinds):
         precision.convert(tower.to(world.device))
@@ -137,39 +137,6 @@ def _model(config: EmbedConfig, world: World) -> tuple[ClipModel, ModelConfig]:
             "these are features of random weights, by seed=%d; give model.%s.weights=PATH", config.seed, kinds[0]
         )
     return model, settings
-
-
-def _note(config: EmbedConfig, model: ClipModel, settings: ModelConfig) -> dict[str, Any]:
-    """What the features are. Two that differ in it are never written to one folder."""
-    note = {
-        "model": settings.name,
-        "weights": model.image_digest(),
-        "width": model.width,
-        "dtype": config.dtype,
-        "member": FEATURES,
-        "image_size": config.data.image_size or model.image_size,
-        "mean": list(settings.mean),
-        "std": list(settings.std),
-        "transform": config.transform,
-    }
-    return note | ({"text": model.text_digest(), "kinds": list(config.kinds)} if TEXT in config.kinds else {})
-
-
-def _write_note(folder: Path, note: dict[str, Any], world: World) -> None:
-    """Write the note on the features' origin. Raises UserError, on every rank, where features of another kind are there already."""
-
-    def write() -> None:
-        path = folder / NOTE
-        try:
-            if path.is_file() and files.read_tree(path).get("features") != note:
-                raise UserError(f"out={folder}: holds features of another kind; choose another folder")
-            folder.mkdir(parents=True, exist_ok=True)
-            files.remove_leftovers(folder)
-            files.write_json(path, {"features": note})
-        except (OSError, ValueError, KeyError) as error:
-            raise UserError(f"out={folder}: cannot be written ({error}); choose another folder") from error
-
-    world.on_main(write)
 
 
 def _finish(config: EmbedConfig, folder: Path, sources: dict[str, str], counts: dict[str, int]) -> None:

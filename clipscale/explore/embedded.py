@@ -1,4 +1,9 @@
-"""An embedded set, as `clipscale embed format=npy` writes it. A search maps one file of features at a time; captions are read as they are shown."""
+"""An embedded set, as `clipscale embed format=npy` writes it.
+
+A search maps one file of features at a time. A caption is read when its sample is shown.
+
+D: feature width.
+"""
 
 import json
 from array import array

@@ -24,8 +24,8 @@ SIDE = 320
 """Longest side of a picture on the page, in pixels."""
 KEPT_PICTURES, KEPT_SHARDS = 2048, 1024
 """Small pictures of about 20 kB, and the offsets of shards of about 80 kB, in memory."""
-AT_ONCE = 2
-"""Pictures decoded at once; a large one takes 268 MB."""
+DECODING = threading.Semaphore(2)
+"""Pictures of the page and of queries that are decoded at once; a large one takes 268 MB."""
 
 
 class Recent(OrderedDict[Hashable, T]):
@@ -57,7 +57,6 @@ class Pictures:
         self.kinds = limits(IMAGE_TYPES, (), data.max_bytes)
         self.small: Recent[bytes] = Recent(KEPT_PICTURES)
         self.offsets: Recent[np.ndarray | None] = Recent(KEPT_SHARDS)
-        self.turns = threading.Semaphore(AT_ONCE)
 
     def encoded(self, part: str, row: int) -> bytes:
         """A picture's bytes. Raises BrokenSampleError: also `no_such_sample` and the reasons of shards that cannot be read."""
@@ -82,9 +81,9 @@ class Pictures:
         return self.small.get_or((part, row), lambda: self._shown(part, row))
 
     def _shown(self, part: str, row: int) -> bytes:
-        out = io.BytesIO()
-        with self.turns, broken_pictures():
-            image = open_picture(self.encoded(part, row), self.data.max_pixels)
+        data, out = self.encoded(part, row), io.BytesIO()
+        with DECODING, broken_pictures():
+            image = open_picture(data, self.data.max_pixels)
             image.draft("RGB", (2 * SIDE, 2 * SIDE))
             image = image.convert("RGB")
             image.thumbnail((SIDE, SIDE), Image.Resampling.BICUBIC)

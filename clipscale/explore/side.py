@@ -13,10 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from clipscale.config.checks import existing_run
+from clipscale.config.sections import ModelConfig
 from clipscale.config.tools import EmbedConfig
 from clipscale.data.sample import BrokenSampleError
+from clipscale.embed.note import features_note
 from clipscale.eval.zero_shot import class_embeddings
 from clipscale.explore.embedded import EmbeddedSet, Sample
+from clipscale.explore.pictures import DECODING
 from clipscale.explore.search import nearest
 from clipscale.models.towers import ClipModel, build_model, load_model
 from clipscale.models.weights import described
@@ -36,17 +39,20 @@ class Side:
 
     title: str
     model: ClipModel
+    settings: ModelConfig
     config: EmbedConfig
     embedded: EmbeddedSet | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
-        self.digests = self.model.image_digest(), self.model.text_digest()
+        self.note = features_note(self.config, self.model, self.settings, tables=True)
+        """What the features are that it would compute of any set."""
         self.device = next(self.model.parameters()).device
         self.precision = Precision(self.config.precision, self.device)
         for tower in (self.model.image, self.model.text):
             self.precision.convert(tower)
-        self.transform = replace(self.model.eval_transform(), max_pixels=self.config.data.max_pixels)
+        data = self.config.data
+        self.transform = replace(self.model.eval_transform(), side=self.note["image_size"], max_pixels=data.max_pixels)
 
     def of_text(self, text: str) -> Tensor:
         """The unit feature (D,) of a text."""
@@ -54,7 +60,9 @@ class Side:
 
     def of_picture(self, data: bytes) -> Tensor:
         """The unit feature (D,) of an encoded picture. Raises BrokenSampleError."""
-        pixels = torch.from_numpy(self.transform(data))[None].to(self.device)
+        with DECODING:
+            pixels = torch.from_numpy(self.transform(data))[None]
+        pixels = pixels.to(self.device)
         with self.lock, torch.no_grad(), self.precision.autocast():
             found = F.normalize(self.model.image(pixels)[0].float(), dim=-1)
         if not bool(found.isfinite().all()):
@@ -90,9 +98,10 @@ def load(config: EmbedConfig, device: torch.device) -> Side:
     """The model that `config` names, on a device, without a set. Raises UserError."""
     if config.run:
         folder = existing_run(config.run)
-        model, _, step = load_model(folder, config.checkpoint, config.weights, hub=config.hub)
+        model, settings, step = load_model(folder, config.checkpoint, config.weights, hub=config.hub)
         title = f"{folder.name}, step {step}{', averaged' if config.weights == 'ema' else ''}"
     else:
-        model = build_model(described(config.model)).eval()
+        settings = described(config.model)
+        model = build_model(settings).eval()
         title = str(config.model.weights)
-    return Side(title, model.to(device), config)
+    return Side(title, model.to(device), settings, config)

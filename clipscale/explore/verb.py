@@ -2,16 +2,22 @@
 
 import hashlib
 import importlib
+import json
 import socket
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from ipaddress import ip_address
 from pathlib import Path
+from typing import Any
 
 from clipscale import distributed
 from clipscale.config.checks import check_values
 from clipscale.config.explore import ExploreConfig, check_explore
+from clipscale.config.redact import redacted
+from clipscale.config.tools import IMAGE, TEXT
 from clipscale.data.features import NOTE
+from clipscale.data.shards.access import is_local
 from clipscale.embed.verb import main as embed
 from clipscale.errors import UserError
 from clipscale.explore.embedded import EmbeddedSet
@@ -20,6 +26,8 @@ from clipscale.explore.side import Side, load
 from clipscale.terminal import say
 
 NEEDED = ("starlette", "uvicorn")
+PIXELS = ("image_size", "mean", "std", "transform", "model.resize", "model.interpolation")
+"""Values of the note that decide on the pixels of a picture."""
 
 
 def main(config: ExploreConfig) -> None:
@@ -70,32 +78,62 @@ def prepared(config: ExploreConfig) -> tuple[list[Side], Pictures]:
     sides = [load(one, device) for one in config.sides()]
     for side in sides:
         side.embedded = next((one for one in sets if fits(one, side)), None) or _embedded(side, sources, sets)
-    if idle := next((one for one in sets if all(side.embedded is not one for side in sides)), None):
+    searched = [side.embedded for side in sides if side.embedded]
+    if idle := next((one for one in sets if all(other is not one for other in searched)), None):
         raise UserError(_misfit(idle, sides[0]))
-    places = {part.name: part.source for side in sides if side.embedded for part in side.embedded.parts}
-    return sides, Pictures(places, config.data)
+    return sides, Pictures(_places(searched), config.data)
+
+
+def _places(sets: Sequence[EmbeddedSet]) -> dict[str, str]:
+    """Where the pictures of each part are. Raises UserError where two sets have parts of one name from two sources."""
+    found: dict[str, tuple[str, Path]] = {}
+    for embedded in sets:
+        for part in embedded.parts:
+            source, folder = found.setdefault(part.name, (part.source, embedded.folder))
+            if _place(source) != _place(part.source):
+                raise UserError(
+                    f"data: the part {part.name} is of {redacted(source)} in {folder}, and of {redacted(part.source)} in "
+                    f"{embedded.folder}; compare models on sets of the same shards: data=[FOLDER,SHARDS]"
+                )
+    return {name: source for name, (source, _) in found.items()}
+
+
+def _place(source: str) -> Path | str:
+    return Path(source).resolve() if is_local(source) else source
 
 
 def fits(embedded: EmbeddedSet, side: Side) -> bool:
-    """Whether the features are those of the model, by the digests of its towers."""
-    image, text = side.digests
-    return embedded.note.get("weights") == image and embedded.note.get("text") in (None, text)
+    """Whether the features are those that the model computes: of its weights, and of pixels as those of its queries."""
+    return not _difference(embedded, side)
+
+
+def _difference(embedded: EmbeddedSet, side: Side) -> str:
+    """The name of the first value of the note that is not the model's. Older notes have fewer values."""
+    ours, theirs = _values(side.note), _values(embedded.note)
+    names = ["weights", *(name for name in (TEXT, *(PIXELS if IMAGE in embedded.kinds else ())) if name in theirs)]
+    return next((name for name in names if theirs.get(name) != ours.get(name)), "")
+
+
+def _values(note: dict[str, Any]) -> dict[str, Any]:
+    inputs = note.get("inputs")
+    return note | (inputs if isinstance(inputs, dict) else {})
 
 
 def _embedded(side: Side, sources: list[str], sets: list[EmbeddedSet]) -> EmbeddedSet:
     """The set of a model that none of the given folders is of: its sources are embedded, or were by an earlier call."""
     if not sources:
         raise UserError(_misfit(sets[0], side))
-    config = side.config
-    names = "\n".join([*side.digests, *map(repr, sources), repr(config.data.captions)])
-    folder = Path(config.out) / hashlib.blake2b(names.encode(), digest_size=8).hexdigest()
-    embed(replace(config, out=str(folder), data=replace(config.data, train=sources)))
+    names = json.dumps([side.note, sources], sort_keys=True)
+    folder = Path(side.config.out) / hashlib.blake2b(names.encode(), digest_size=8).hexdigest()
+    embed(replace(side.config, out=str(folder), data=replace(side.config.data, train=sources)))
     return EmbeddedSet(folder)
 
 
 def _misfit(embedded: EmbeddedSet, side: Side) -> str:
-    model = str(embedded.note.get("model", "another model"))[:80]
-    return (
-        f"data={embedded.folder}: its features are of other weights of {model} (digest {str(embedded.note.get('weights'))[:8]}) than "
-        f"those of {side.title} ({side.digests[0][:8]}); embed the set with that model, or add its shards: data=[FOLDER,SHARDS]"
-    )
+    name = _difference(embedded, side)
+    theirs, ours = (str(_values(note).get(name))[:80] for note in (embedded.note, side.note))
+    what = f"with {name}={theirs}, and {side.title} takes {name}={ours}"
+    if name in ("weights", TEXT):
+        model = str(embedded.note.get("model", "another model"))[:80]
+        what = f"of other weights of {model} (digest {theirs[:8]}) than those of {side.title} ({ours[:8]})"
+    return f"data={embedded.folder}: its features are {what}; embed the set with that model, or add its shards: data=[FOLDER,SHARDS]"

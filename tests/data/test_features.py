@@ -2,12 +2,14 @@
 
 import io
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from clipscale.cli.main import main as cli
 from clipscale.config.data import AugmentConfig, DataConfig
@@ -15,11 +17,13 @@ from clipscale.config.sections import EvalConfig, ModelConfig
 from clipscale.config.tools import FeaturesConfig
 from clipscale.config.train import TrainConfig
 from clipscale.data.demo import paths
+from clipscale.data.features import stored_features
 from clipscale.data.shards.access import Opened, SourceError
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.store import Store
 from clipscale.embed.verb import main
 from clipscale.errors import UserError
+from clipscale.models.towers import build_model
 from clipscale.train import train
 from tests.data.files import sample, write_tar
 from tests.test_train import ARCHITECTURE, curve, demo, settings
@@ -81,6 +85,16 @@ def test_features_can_be_offloaded_like_pixels(
     train(locked(demo, tmp_path / "plain", data=replace(data, workers=0)))
     train(locked(demo, tmp_path / "run", data=data, offload=offload))
     assert curve(tmp_path / "run") == curve(tmp_path / "plain")
+
+
+def test_folders_of_this_and_an_older_version_feed_one_run(demo: Path, stored: dict[str, Path], tmp_path: Path) -> None:
+    shutil.copytree(stored["float16"], tmp_path / "older")
+    note = json.loads((tmp_path / "older/features.json").read_text())
+    assert note["features"].pop("inputs")
+    (tmp_path / "older/features.json").write_text(json.dumps(note))
+    data = replace(from_features(stored["float16"]), train=[str(stored["float16"]), str(tmp_path / "older")])
+    torch.manual_seed(SEED)
+    assert stored_features(data, FROZEN, build_model(FROZEN)) is not None
 
 
 def test_shards_keep_names_keys_captions_and_order(demo: Path, stored: dict[str, Path]) -> None:

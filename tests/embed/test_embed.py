@@ -20,7 +20,7 @@ import torch
 
 from clipscale import checkpoint, distributed
 from clipscale.cli.main import main as cli
-from clipscale.config.data import DataConfig
+from clipscale.config.data import DataConfig, TableConfig
 from clipscale.config.sections import LaunchConfig
 from clipscale.config.tools import EmbedConfig
 from clipscale.data.shards.reader import ReadProblem, read_shard
@@ -242,9 +242,54 @@ def test_each_process_writes_its_own_shards(run: str, tmp_path: Path, monkeypatc
 def test_features_of_another_model_or_kind_are_refused(run: str, tmp_path: Path) -> None:
     source = write_shards(tmp_path / "in", [2])[0]
     embed(run, source, tmp_path / "out")
-    for changes in ({"dtype": "float16"}, {"features": "image"}, {"transform": "train"}):
-        with pytest.raises(UserError, match="holds features of another kind; choose another folder"):
+    for changes, what in (
+        ({"dtype": "float16"}, "dtype: float32, not float16"),
+        ({"features": "image"}, r"kinds: \['image', 'text'\], not None"),
+        ({"transform": "train"}, "transform: eval, not train"),
+    ):
+        with pytest.raises(UserError, match=rf"holds features of another kind \({what}\); choose another folder"):
             embed(run, source, tmp_path / "out", **changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"caption_key": "json:caption"},
+        {"captions": ["txt=0.5", "json:caption=0.5"]},
+        {"max_word": 7},
+        {"max_pixels": 100},
+        {"max_bytes": 999},
+        {"table": TableConfig(rows=2)},
+        {"table": TableConfig(caption="other")},
+        {"table": TableConfig(image="other")},
+        {"table": TableConfig(root="/")},
+    ],
+    ids=str,
+)
+def test_a_start_with_other_inputs_is_refused(run: str, tmp_path: Path, changes: dict[str, Any]) -> None:
+    (tmp_path / "0.png").write_bytes(picture(0))
+    (tmp_path / "t.csv").write_text("filepath,title,other\n0.png,words,0.png\n")
+    data = DataConfig(train=[str(tmp_path / "t.csv")])
+    embed(run, "", tmp_path / "out", data=data)
+    with pytest.raises(UserError, match=rf"holds features of another kind \(data\.{next(iter(changes))[:5]}"):
+        embed(run, "", tmp_path / "out", data=replace(data, **changes))
+
+
+def test_only_inputs_that_apply_are_compared(run: str, tmp_path: Path) -> None:
+    """A folder of image features of an older version, which names no inputs, goes on; one with texts does not."""
+    source = write_shards(tmp_path / "in", [2])[0]
+    of_images: dict[str, Any] = {"features": "image", "format": "webdataset"}
+    for out, changes in (("images", of_images), ("both", {})):
+        embed(run, source, tmp_path / out, **changes)
+        note = json.loads((tmp_path / out / "features.json").read_text())
+        del note["features"]["inputs"]
+        (tmp_path / out / "features.json").write_text(json.dumps(note))
+    data = DataConfig(train=[str(source)], caption_key="json:caption", max_word=9, table=TableConfig(rows=3))
+    embed(run, source, tmp_path / "images", data=data, **of_images)
+    with pytest.raises(UserError, match=r"data\.max_pixels"):
+        embed(run, source, tmp_path / "images", data=replace(data, max_pixels=100), **of_images)
+    with pytest.raises(UserError, match="of an older version, which do not say from which texts"):
+        embed(run, source, tmp_path / "both")
 
 
 def test_the_verb_takes_a_source_as_data(run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

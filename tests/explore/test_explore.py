@@ -5,6 +5,9 @@ import json
 import resource
 import shutil
 import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,7 @@ from clipscale.config.data import DataConfig
 from clipscale.config.explore import ExploreConfig
 from clipscale.config.sections import LaunchConfig
 from clipscale.errors import UserError
+from clipscale.explore import pictures as pictures_of_sets
 from clipscale.explore import verb
 from clipscale.explore.embedded import EmbeddedSet
 from clipscale.explore.search import nearest
@@ -244,6 +248,37 @@ def test_a_picture_of_too_many_pixels_is_refused_before_it_is_decoded(place: Pat
     assert few.get("/small/00000/0").status_code == 422
 
 
+def test_two_pictures_are_decoded_at_once_and_fetched_before(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (side,), pictures = verb.prepared(config(place, "embedded"))
+    lock, running, most = threading.Lock(), 0, 0
+
+    def slow(decode: Any) -> Any:
+        def decoded(*given: Any) -> Any:
+            nonlocal running, most
+            with lock:
+                running, most = running + 1, max(most, running + 1)
+            time.sleep(0.01)
+            with lock:
+                running -= 1
+            return decode(*given)
+
+        return decoded
+
+    monkeypatch.setattr(side, "transform", slow(side.transform))
+    monkeypatch.setattr(pictures_of_sets, "open_picture", slow(pictures_of_sets.open_picture))
+    with ThreadPoolExecutor(12) as pool:
+        queries = [pool.submit(side.of_picture, picture(n)) for n in range(6)]
+        shown = [pool.submit(pictures.shown, "00000", n) for n in range(6)]
+        assert all(future.result() is not None for future in queries + shown)
+    assert most == 2
+
+    fetched, fetch = threading.Event(), pictures.encoded
+    monkeypatch.setattr(pictures, "encoded", lambda *place: (fetched.set(), fetch(*place))[1])
+    with ThreadPoolExecutor(1) as pool, pictures_of_sets.DECODING, pictures_of_sets.DECODING:
+        pool.submit(pictures.shown, "00001", 0)
+        assert fetched.wait(60), "a slow source keeps no other picture waiting"
+
+
 def test_labels_are_checked(page: Any) -> None:
     key = page.post("/picture", content=picture(1, (40, 30))).json()["picture"]
     good = {"picture": key, "labels": ["a"], "template": "{}"}
@@ -267,6 +302,56 @@ def test_features_of_other_weights_are_refused(place: Path) -> None:
         verb.prepared(config(place, "embedded", run=str(place / "b")))
     with pytest.raises(UserError, match=message):
         verb.prepared(config(place, "embedded", against=str(place / "b")))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("transform", "train"),
+        ("image_size", 3),
+        ("mean", [0.5, 0.5, 0.5]),
+        ("std", [0.5, 0.5, 0.5]),
+        ("model.resize", "squash"),
+        ("model.interpolation", "bilinear"),
+    ],
+)
+def test_features_of_other_pixels_than_those_of_queries_are_refused(
+    place: Path, tmp_path: Path, name: str, value: Any
+) -> None:
+    shutil.copytree(place / "embedded", tmp_path / "set")
+    note = json.loads((tmp_path / "set/features.json").read_text())
+    (note["features"]["inputs"] if name.startswith("model.") else note["features"])[name] = value
+    (tmp_path / "set/features.json").write_text(json.dumps(note))
+    with pytest.raises(UserError, match=rf"its features are with {name}=.*, and a, step 7 takes {name}="):
+        verb.prepared(config(place, str(tmp_path / "set")))
+
+
+def test_parts_of_one_name_from_two_sources_are_refused(place: Path, tmp_path: Path) -> None:
+    """The pictures of one would be shown for the other."""
+    (tmp_path / "other").mkdir()
+    shutil.copy(place / "shards/00001.tar", tmp_path / "other/00000.tar")
+    embed(str(place / "b"), tmp_path / "other", tmp_path / "set")
+    message = rf"the part 00000 is of {place}/shards/00000\.tar in .*, and of {tmp_path}/other/00000\.tar in "
+    with pytest.raises(UserError, match=message):
+        verb.prepared(config(place, "embedded", str(tmp_path / "set"), against=str(place / "b")))
+    (tmp_path / "link").symlink_to(place / "shards")
+    embed(str(place / "b"), tmp_path / "link", tmp_path / "same")
+    verb.prepared(config(place, "embedded", str(tmp_path / "same"), against=str(place / "b")))
+
+
+def test_a_set_of_an_older_version_is_searched(place: Path, tmp_path: Path) -> None:
+    shutil.copytree(place / "embedded", tmp_path / "set")
+    note = json.loads((tmp_path / "set/features.json").read_text())
+    del note["features"]["inputs"]
+    (tmp_path / "set/features.json").write_text(json.dumps(note))
+    assert verb.prepared(config(place, str(tmp_path / "set")))
+
+
+def test_other_texts_of_the_same_shards_are_embedded_again(place: Path, tmp_path: Path) -> None:
+    settings = config(place, "shards/00001.tar", out=str(tmp_path / "out"))
+    for key in ("txt", "json:caption"):
+        verb.prepared(replace(settings, data=replace(settings.data, caption_key=key)))
+    assert len(list((tmp_path / "out").iterdir())) == 2
 
 
 def test_a_port_in_use_and_an_unknown_host_are_one_line(place: Path) -> None:
