@@ -11,8 +11,6 @@ from typing import Any
 
 import open_clip
 import torch
-from torch import nn
-from torch.distributed.tensor import DTensor
 
 from clipscale import __version__, files
 from clipscale.config.redact import redacted
@@ -24,19 +22,6 @@ log = logging.getLogger(__name__)
 Results = dict[str, dict[str, float]]
 """Set name -> metric name -> value. Metrics are shares in [0, 1], except the counts `images`, `captions`, `questions`
 and `broken`, and ranks. `main` is the set's main metric in its suite."""
-
-
-def weights_digest(model: nn.Module) -> str:
-    """A digest of all weights, on any device and under any sharding: names, and values as they are used.
-
-    A collective for weights that FSDP2 has sharded.
-    """
-    digest = hashlib.blake2b(digest_size=16)
-    for name, value in sorted(model.state_dict().items()):
-        whole = value.full_tensor() if isinstance(value, DTensor) else value
-        digest.update(name.encode())
-        digest.update(whole.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
 
 
 def measured(item: EvalSet, about: dict[str, Any]) -> dict[str, Any]:

@@ -22,13 +22,13 @@ from clipscale.eval import probe, retrieval, zero_shot
 from clipscale.eval.encode import Encoder, join
 from clipscale.eval.examples import Gallery, gallery, later_step
 from clipscale.eval.misses import Misses, misses
-from clipscale.eval.results import Results, known_results, measured, save_results, weights_digest
+from clipscale.eval.results import Results, known_results, measured, save_results
 from clipscale.eval.sets import compositional
 from clipscale.eval.sets.item import CLASSIFICATION, RETRIEVAL, EvalSet
 from clipscale.eval.sets.train_split import probes
 from clipscale.eval.suites import chosen_sets
 from clipscale.hardware import cores_of_rank
-from clipscale.models.towers import ClipModel
+from clipscale.models.towers import ClipModel, weights_digest
 
 log = logging.getLogger(__name__)
 

@@ -2,7 +2,6 @@
 
 import logging
 from contextlib import closing
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,7 @@ from clipscale.eval.results import Results
 from clipscale.eval.run import check, evaluate
 from clipscale.eval.suites import chosen_sets, suite_table
 from clipscale.launch import local
-from clipscale.models.towers import ClipModel, build_model, load_model
-from clipscale.models.weights import described
+from clipscale.models.towers import ClipModel, load_any
 from clipscale.precision import Precision
 from clipscale.report.page import write_report
 from clipscale.report.robustness import robustness_tables
@@ -88,13 +86,11 @@ def _model(
     config: EvalRunConfig, folder: Path, which: str, world: World
 ) -> tuple[ClipModel, int | None, dict[str, Any]]:
     """The model, its step, and what is known of it. Raises UserError."""
-    if config.run:
-        model, _, step = load_model(folder, which, config.eval.weights, hub=config.hub)
+    run = folder if config.run else None
+    model, settings, step = load_any(run, which, config.eval.weights, config.model, world, hub=config.hub)
+    if run:
         return model, step, {"checkpoint": Path(which).name}
-    found = world.on_main(
-        lambda: described(replace(config.model, hub=config.model.hub or config.hub))
-    )  # one process downloads, if there is something to
-    return build_model(found), None, {"model": found.name, "source": config.model.weights}
+    return model, step, {"model": settings.name, "source": config.model.weights}
 
 
 def _results(

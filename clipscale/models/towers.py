@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from copy import deepcopy
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,17 +20,20 @@ import torch.nn.functional as F
 from open_clip.model import CustomTextCLIP
 from timm.layers import GELUTanh
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from clipscale import checkpoint
 from clipscale.checkpoint import saved_state
 from clipscale.config.sections import ModelConfig
 from clipscale.data.eval_transform import EvalTransform
+from clipscale.distributed import World
 from clipscale.errors import UserError
 from clipscale.hardware import HARDWARE, hardware_of
 from clipscale.models.bounded import BoundedTokenizer
 from clipscale.models.description import check, source_of
 from clipscale.models.lean import make_lean, take_short_captions
+from clipscale.models.weights import described
 from clipscale.models.weights import load as load_weights
 from clipscale.units import nearest
 
@@ -124,19 +127,23 @@ class ClipModel(nn.Module):
 
     def image_digest(self) -> str:
         """A digest of the image tower's weights, on any device."""
-        return digest(self.image)
+        return weights_digest(self.image)
 
     def text_digest(self) -> str:
         """A digest of the text tower's weights, on any device."""
-        return digest(self.text)
+        return weights_digest(self.text)
 
 
-def digest(module: nn.Module) -> str:
-    """A digest of a module's weights, on any device."""
+def weights_digest(module: nn.Module) -> str:
+    """A digest of a module's weights, on any device and under any sharding: names, and values as they are used.
+
+    A collective for weights that FSDP2 has sharded.
+    """
     found = hashlib.blake2b(digest_size=16)
     for name, value in sorted(module.state_dict().items()):
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
         found.update(name.encode())
-        found.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        found.update(whole.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
 
 
@@ -261,6 +268,20 @@ def load_model(
         averaged = state["ema"]["weights"] if weights == "ema" else {}
         model.load_state_dict(state["model"] | averaged)
     return model.eval(), config, int(state["step"])
+
+
+def load_any(
+    run: Path | None, which: str, weights: str, config: ModelConfig, world: World, *, hub: bool
+) -> tuple[ClipModel, ModelConfig, int | None]:
+    """The model of a run's checkpoint, as `load_model` has it, or without a run the one that `config` describes, with its weights.
+
+    In evaluation mode on the CPU, with its settings and its step. Without a run a collective: rank 0 fetches what must be fetched.
+    Raises UserError.
+    """
+    if run is not None:
+        return load_model(run, which, weights, hub=hub)
+    found = world.on_main(lambda: described(replace(config, hub=config.hub or hub)))
+    return build_model(found).eval(), found, None
 
 
 def check_filled(config: ModelConfig, state: dict[str, Tensor], path: Path) -> None:

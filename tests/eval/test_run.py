@@ -11,8 +11,9 @@ from torch import Tensor
 from clipscale.config.sections import EvalConfig
 from clipscale.distributed import World
 from clipscale.errors import UserError
-from clipscale.eval.results import save_results, weights_digest
+from clipscale.eval.results import save_results
 from clipscale.eval.run import check, evaluate
+from clipscale.models.towers import weights_digest
 from tests.eval.sets import (
     NAMES,
     TEMPLATES,
