@@ -1,13 +1,12 @@
 """The verbs `clipscale embed` and `clipscale data features`: features of pictures and texts, computed once and stored.
 
-Each shard, or some thousand rows of a table, has a file of its own. Processes take the shards in turn.
+Each shard, or some thousand rows of a table, has a file of its own. Rank r takes every world-size-th shard.
 """
 
 import logging
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +33,7 @@ from clipscale.embed.note import features_note, write_note
 from clipscale.embed.progress import Progress
 from clipscale.errors import UserError
 from clipscale.launch import local
-from clipscale.models.towers import ClipModel, build_model, load_model
-from clipscale.models.weights import described
+from clipscale.models.towers import ClipModel, load_any
 from clipscale.precision import Precision
 from clipscale.terminal import say
 
@@ -125,13 +123,10 @@ def _next(config: EmbedConfig, folder: Path) -> str:
 
 def _model(config: EmbedConfig, world: World) -> tuple[ClipModel, ModelConfig]:
     """The model and its settings. Raises UserError."""
-    if folder := check_embed(config):
-        model, settings, _ = load_model(folder, config.checkpoint, config.weights, hub=config.hub)
-        return model, settings
+    run = check_embed(config)
     torch.manual_seed(config.seed)
-    settings = world.on_main(lambda: described(replace(config.model, hub=config.model.hub or config.hub)))
-    model = build_model(settings).eval()
-    kinds = [kind for kind in config.kinds if not (settings.weights or getattr(settings, kind).weights)]
+    model, settings, _ = load_any(run, config.checkpoint, config.weights, config.model, world, hub=config.hub)
+    kinds = [kind for kind in config.kinds if not (run or settings.weights or getattr(settings, kind).weights)]
     if world.main and kinds:
         log.warning(
             "these are features of random weights, by seed=%d; give model.%s.weights=PATH", config.seed, kinds[0]

@@ -16,13 +16,13 @@ from clipscale.config.checks import existing_run
 from clipscale.config.sections import ModelConfig
 from clipscale.config.tools import EmbedConfig
 from clipscale.data.sample import BrokenSampleError
+from clipscale.distributed import World
 from clipscale.embed.note import features_note
 from clipscale.eval.zero_shot import class_embeddings
 from clipscale.explore.embedded import EmbeddedSet, Sample
 from clipscale.explore.pictures import DECODING
 from clipscale.explore.search import nearest
-from clipscale.models.towers import ClipModel, build_model, load_model
-from clipscale.models.weights import described
+from clipscale.models.towers import ClipModel, load_any
 from clipscale.precision import Precision
 
 
@@ -96,12 +96,10 @@ class Side:
 
 def load(config: EmbedConfig, device: torch.device) -> Side:
     """The model that `config` names, on a device, without a set. Raises UserError."""
-    if config.run:
-        folder = existing_run(config.run)
-        model, settings, step = load_model(folder, config.checkpoint, config.weights, hub=config.hub)
-        title = f"{folder.name}, step {step}{', averaged' if config.weights == 'ema' else ''}"
-    else:
-        settings = described(config.model)
-        model = build_model(settings).eval()
-        title = str(config.model.weights)
+    run = existing_run(config.run) if config.run else None
+    world = World(0, 1, device)
+    model, settings, step = load_any(run, config.checkpoint, config.weights, config.model, world, hub=config.hub)
+    title = str(config.model.weights)
+    if run:
+        title = f"{run.name}, step {step}{', averaged' if config.weights == 'ema' else ''}"
     return Side(title, model.to(device), settings, config)
