@@ -4,6 +4,7 @@ K: features of a sample (picture, text or both), D: feature width.
 """
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +17,10 @@ from clipscale.config.data import FEATURES
 from clipscale.config.tools import IMAGE, TEXT
 from clipscale.data.decode import IMAGE_TYPES
 from clipscale.data.features import encoded_row
-from clipscale.data.sample import RawSample
+from clipscale.data.sample import RawSample, limits
 from clipscale.data.shards.access import scheme_of
 from clipscale.data.shards.counts import count_samples
+from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.tables import part_of
 from clipscale.data.shards.writer import shard_writer
 from clipscale.embed.encode import Group
@@ -26,6 +28,8 @@ from clipscale.errors import UserError
 
 MEMBERS = {IMAGE: FEATURES, TEXT: f"text.{FEATURES}"}
 """A shard's members with features."""
+ROWS = 1 << 14
+"""Rows of an array in memory at once."""
 LONGEST_LINE = 8 << 20
 """Bytes of a sample's line: a key and a caption of 1 MiB, of which JSON writes six for one."""
 
@@ -91,6 +95,29 @@ def _sample(raw: RawSample, row: np.ndarray, kinds: Sequence[str]) -> dict[str, 
     return {**members, "__key__": key}
 
 
+def missing_npy(path: Path, kinds: Sequence[str]) -> dict[str, int]:
+    """The rows of NaN of each array."""
+    found = dict.fromkeys(kinds, 0)
+    for kind in kinds:
+        rows = np.load(array_path(path, kind), mmap_mode="r", allow_pickle=False)
+        for start in range(0, len(rows), ROWS):
+            found[kind] += int(np.isnan(rows[start : start + ROWS]).all(1).sum())
+    return found
+
+
+def missing_parquet(path: Path, kinds: Sequence[str]) -> dict[str, int]:
+    """The nulls of each column."""
+    return {kind: int(_pyarrow()[1].read_table(path, columns=[kind])[kind].null_count) for kind in kinds}
+
+
+def missing_shard(path: Path, kinds: Sequence[str]) -> dict[str, int]:
+    """The samples without each member."""
+    found = Counter(dict.fromkeys(kinds, 0))
+    for raw in read_shard(str(path), ReadProblem(), kinds=limits([MEMBERS[kind] for kind in kinds])):
+        found.update(kind for kind in kinds if MEMBERS[kind] not in raw.members)
+    return dict(found)
+
+
 @dataclass(frozen=True)
 class Format:
     """How the features of a shard are written."""
@@ -101,14 +128,18 @@ class Format:
     """Consumes the groups. Raises OSError."""
     count: Callable[[Path], int]
     """Samples in a complete file."""
+    missing: Callable[[Path, Sequence[str]], dict[str, int]]
+    """Samples in a complete file that lack the feature of each kind."""
     all_members: bool = False
     """Whether it needs members other than pictures and captions."""
 
 
 FORMATS = {
-    "npy": Format(".jsonl", write_npy, lambda path: sum(1 for _ in files.lines(path, LONGEST_LINE))),
-    "parquet": Format(".parquet", write_parquet, lambda path: int(_pyarrow()[1].read_metadata(path).num_rows)),
-    "webdataset": Format(".tar", write_shard, lambda path: count_samples(str(path)), all_members=True),
+    "npy": Format(".jsonl", write_npy, lambda path: sum(1 for _ in files.lines(path, LONGEST_LINE)), missing_npy),
+    "parquet": Format(
+        ".parquet", write_parquet, lambda path: int(_pyarrow()[1].read_metadata(path).num_rows), missing_parquet
+    ),
+    "webdataset": Format(".tar", write_shard, lambda path: count_samples(str(path)), missing_shard, all_members=True),
 }
 
 

@@ -5,7 +5,7 @@ Each shard, or some thousand rows of a table, has a file of its own. Rank r take
 
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ from clipscale.terminal import say
 log = logging.getLogger(__name__)
 
 SHARDS = "shards.json"
-"""The file that says, for each of the files with features, its source and its number of samples."""
+"""The file that says, for each of the files with features, its source, its samples, and how many of these lack each feature."""
 DAMAGED = ("truncated_shard", "unreadable_shard")
 """Reasons that lie in the shard itself, and stay. The others lie in the network or the server."""
 
@@ -97,21 +97,23 @@ def _write(config: EmbedConfig, sources: dict[str, str], world: World) -> dict[s
     precision = Precision(config.precision, world.device)
     for tower in [model.image] * (IMAGE in config.kinds) + [model.text] * (TEXT in config.kinds):
         precision.convert(tower.to(world.device))
-    writer = _Writer(config, FeatureEncoder(config, model, precision, world.device), folder)
+    earlier = world.on_main(lambda: _entries(config, folder, sources))
+    writer = _Writer(config, FeatureEncoder(config, model, precision, world.device), folder, earlier)
     own = {name: writer.shard(sources[name], name) for name in list(sources)[world.rank :: world.size]}
-    counts = {name: count for part in world.gather(own) for name, count in part.items() if count is not None}
-    missing = sum(map(Counter, world.gather(dict(writer.missing))), Counter[str]())
+    entries = {name: entry for part in world.gather(own) for name, entry in part.items() if entry is not None}
+    samples = sum(entry["samples"] for entry in entries.values())
     unread = [problem for part in world.gather(writer.unread) for problem in part]
     if world.main:
-        _finish(config, folder, sources, counts)
-        lost = "".join(f", {count} without features of their {kind}" for kind, count in sorted(missing.items()))
-        say(f"features of {sum(counts.values())} samples{lost}: {folder}{_next(config, folder)}")
+        _finish(config, folder, earlier | entries)
+        missing = {kind: sum(entry["missing"][kind] for entry in entries.values()) for kind in config.kinds}
+        lost = "".join(f", {count} without features of their {kind}" for kind, count in missing.items() if count)
+        say(f"features of {samples} samples{lost}: {folder}{_next(config, folder)}")
     if unread:
         raise UserError(
             f"out={folder}: {len(unread)} of {len(sources)} shards could not be fetched and are not written (the first: "
             f"{unread[0]}); start again to fetch them"
         )
-    return {"out": str(folder), "samples": sum(counts.values())}
+    return {"out": str(folder), "samples": samples}
 
 
 def _next(config: EmbedConfig, folder: Path) -> str:
@@ -134,45 +136,62 @@ def _model(config: EmbedConfig, world: World) -> tuple[ClipModel, ModelConfig]:
     return model, settings
 
 
-def _finish(config: EmbedConfig, folder: Path, sources: dict[str, str], counts: dict[str, int]) -> None:
-    """Write where the samples of each file come from. Entries of earlier starts stay."""
-    path = folder / SHARDS
-    place = {
-        name: str(Path(url).expanduser().absolute()) if is_local(url) else unsigned(url)
-        for name, url in sources.items()
-    }
-    try:
-        earlier = files.read_tree(path) if path.is_file() else {}
-        now = {name: {"source": redacted(place[name]), "samples": count} for name, count in counts.items()}
-        files.write_json(path, dict(sorted((earlier | now).items())))
+def _entries(config: EmbedConfig, folder: Path, sources: dict[str, str]) -> dict[str, Any]:
+    """What earlier starts have noted in SHARDS. Raises UserError if a file there has another source now."""
+    with files.reported(f"out={folder}", folder / SHARDS, "make it readable, or choose another folder"):
+        found = files.read_tree(folder / SHARDS) if (folder / SHARDS).is_file() else {}
+        if not all(isinstance(entry, dict) and isinstance(entry.get("samples"), int) for entry in found.values()):
+            raise ValueError("an entry is missing or of another type")
+    for name, url in sources.items():
+        source = found.get(name, {}).get("source")
+        if source not in (None, _source(url)) and (folder / name).is_file():
+            raise UserError(
+                f"out={folder}: {name} has the features of {source}, not of {_source(url)}; choose another folder"
+            )
+    return found
+
+
+def _source(url: str) -> str:
+    """A shard's address without secrets."""
+    return redacted(str(Path(url).expanduser().absolute()) if is_local(url) else unsigned(url))
+
+
+def _finish(config: EmbedConfig, folder: Path, entries: dict[str, Any]) -> None:
+    """Write SHARDS, with the entries of earlier starts."""
+    with files.reported(f"out={folder}", folder / SHARDS, "free disk space, or make it writable, and start again"):
+        files.write_json(folder / SHARDS, dict(sorted(entries.items())))
         if config.format == "webdataset":
-            write_counts(folder, counts)
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"out={folder}: {SHARDS} cannot be written ({error}); make it readable, or remove it"
-        ) from error
+            write_counts(folder, {name: entry["samples"] for name, entry in entries.items() if name.endswith(".tar")})
 
 
 class _Writer:
     """Writes shards on one rank."""
 
-    def __init__(self, config: EmbedConfig, encoder: FeatureEncoder, folder: Path) -> None:
-        self.config, self.encoder, self.folder = config, encoder, folder
+    def __init__(
+        self, config: EmbedConfig, encoder: FeatureEncoder, folder: Path, earlier: Mapping[str, dict[str, Any]]
+    ) -> None:
+        """`earlier`: the entries of earlier starts in SHARDS."""
+        self.config, self.encoder, self.folder, self.earlier = config, encoder, folder, earlier
         self.format = FORMATS[config.format]
         self.missing: Counter[str] = Counter()
-        """Samples without a usable picture or text."""
+        """Samples of the shard without a usable picture or text."""
         self.unread: list[str] = []
         """Why shards could not be fetched, one line each."""
 
-    def shard(self, url: str, name: str) -> int | None:
-        """Write one shard's features completely or not at all, unless they are there. The samples; None if it could not be fetched.
+    def shard(self, url: str, name: str) -> dict[str, Any] | None:
+        """Write one shard's features completely or not at all, unless they are there. Its entry; None if it could not be fetched.
 
         A damaged shard is written as far as it can be read: it will not get better. A shard that could not be fetched is left out,
         so that the next start fetches it again.
         """
         path = self.folder / name
         if path.is_file():
-            return self.format.count(path)
+            entry = {"source": _source(url), "samples": self.format.count(path)}
+            missing = self.earlier.get(name, {}).get("missing")
+            if self.earlier.get(name) != {**entry, "missing": missing}:  # the start that wrote it was killed
+                missing = self.format.missing(path, self.config.kinds)
+            return {**entry, "missing": missing}
+        self.missing = Counter(dict.fromkeys(self.config.kinds, 0))
         try:
             shape = len(self.config.kinds), self.encoder.model.width
             with closing(Progress(path.with_name(f".{name}.progress"), shape, self.encoder.dtype)) as progress:
@@ -187,7 +206,7 @@ class _Writer:
             ) from error
         count = self.format.count(path)
         say(f"{path}: {count} samples")
-        return count
+        return {"source": _source(url), "samples": count, "missing": dict(self.missing)}
 
     def groups(self, url: str, progress: Progress) -> Iterator[Group]:
         """A shard's samples with their features. Raises SourceError for a shard that could not be fetched."""

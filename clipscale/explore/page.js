@@ -5,7 +5,8 @@ const id = (name) => document.getElementById(name);
 let models = [];
 let asked = null; // the picture that is looked at: a file, or a sample's {part, row}
 let key = null; // the server's name for it
-let turn = 0; // answers to earlier questions are dropped
+let latest = 0; // number of the last question; answers to earlier ones are dropped
+let latestLabels = 0; // the same for labels
 
 function make(tag, values = {}, ...children) {
   const node = Object.assign(document.createElement(tag), values);
@@ -34,17 +35,17 @@ function say(text, bad = false) {
 
 // Ask, and show the answer unless another question has been asked since.
 async function ask(path, body, show) {
-  const mine = ++turn;
+  const mine = ++latest;
   say("Searching");
   const start = performance.now();
   try {
     const found = await answer(path, body);
-    if (mine !== turn) return;
+    if (mine !== latest) return;
     show(found);
     const seconds = ((performance.now() - start) / 1000).toFixed(2);
     say(`${models[0].samples.toLocaleString("en")} samples compared in ${seconds} s${common(found)}`);
   } catch (error) {
-    if (mine === turn) say(error.message === "Failed to fetch" ? "clipscale explore has ended" : error.message, true);
+    if (mine === latest) say(error.message === "Failed to fetch" ? "clipscale explore has ended" : error.message, true);
   }
 }
 
@@ -110,17 +111,17 @@ function pictures(title, sides) {
 
 // Without a question, some of the set.
 async function start() {
-  const mine = ++turn;
+  const mine = ++latest;
   asked = null;
   id("query").hidden = true;
   try {
     const found = await answer("some", { count: Number(id("count").value) });
-    if (mine !== turn) return;
+    if (mine !== latest) return;
     say("");
     id("hint").hidden = false;
     pictures("Some of the set", [found.samples]);
   } catch (error) {
-    if (mine === turn) say(error.message, true);
+    if (mine === latest) say(error.message, true);
   }
 }
 
@@ -164,12 +165,16 @@ function captions(rows) {
 const labels = () => id("labels").value.split(/[,\n]/).map((one) => one.trim()).filter(Boolean);
 
 async function classify() {
+  const mine = ++latestLabels;
+  const picture = key;
+  const wanted = () => mine === latestLabels && picture === key;
   id("classes").replaceChildren();
   if (!key || !labels().length) return;
   localStorage.setItem("labels", id("labels").value);
   localStorage.setItem("template", id("template").value);
   try {
-    const found = await answer("classes", { picture: key, labels: [...new Set(labels())], template: id("template").value });
+    const found = await answer("classes", { picture, labels: [...new Set(labels())], template: id("template").value });
+    if (!wanted()) return;
     columns(id("classes"), found.sides, (side) =>
       make("ol", { className: "rows" }, ...side.sort((a, b) => b.share - a.share).slice(0, 12).map((row) => {
         const bar = make("i");
@@ -178,6 +183,7 @@ async function classify() {
           make("span", { textContent: row.label }), make("b", { textContent: `${(100 * row.share).toFixed(1)} %` }));
       })));
   } catch (error) {
+    if (!wanted()) return;
     if (error.status === 404 && asked) look(asked, id("about").textContent, id("asked").src);
     else say(error.message, true);
   }

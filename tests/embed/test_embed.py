@@ -4,9 +4,6 @@ import io
 import json
 import os
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -30,6 +27,7 @@ from clipscale.embed.progress import Progress
 from clipscale.embed.verb import main
 from clipscale.errors import UserError
 from clipscale.models.towers import ClipModel, build_model
+from tests.checkpoint.test_kill import begin
 from tests.data.files import picture, sample, write_shards, write_tar
 from tests.eval.test_verb import TINY
 from tests.ranks import run_ranks
@@ -140,6 +138,37 @@ def test_a_sample_without_a_usable_picture_or_text_keeps_its_row(run: str, tmp_p
     assert table["key"].to_pylist() == ["a", "b", "c", "d"]
     assert [row is None for row in table["image"].to_pylist()] == [False, True, False, False]
     assert [row is None for row in table["similarity"].to_pylist()] == [False, True, True, False]
+
+
+@pytest.mark.parametrize("form", ["npy", "parquet", "webdataset"])
+def test_samples_without_a_feature_are_counted_in_every_start(
+    run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str
+) -> None:
+    (tmp_path / "in").mkdir()
+    write_tar(tmp_path / "in/a.tar", [("b.png", b"no picture"), ("b.txt", b"words"), *sample("d")])
+    write_tar(tmp_path / "in/b.tar", [("b.png", b"no picture"), ("c.png", picture(1)), *sample("d")])
+    wanted = "features of 5 samples, 2 without features of their image, 2 without features of their text: "
+    out, said = tmp_path / "out", []
+    for event in ("first", "again", "a killed start has not listed its shards", "an older list"):
+        if "killed" in event:
+            (out / "shards.json").unlink()
+        if "older" in event:
+            listed = json.loads((out / "shards.json").read_text())
+            older = {name: {key: entry[key] for key in ("source", "samples")} for name, entry in listed.items()}
+            (out / "shards.json").write_text(json.dumps(older))
+        embed(run, tmp_path / "in", out, format=form)
+        said.append(wanted in capsys.readouterr().out)
+        listed = json.loads((out / "shards.json").read_text())
+        assert [entry.get("missing") for entry in listed.values()] == [{"image": 1, "text": 0}, {"image": 1, "text": 2}]
+    assert all(said)
+
+
+def test_a_shard_of_the_same_name_from_elsewhere_is_refused(run: str, tmp_path: Path) -> None:
+    write_shards(tmp_path / "a", [2])
+    write_shards(tmp_path / "b", [3])
+    embed(run, tmp_path / "a", tmp_path / "out")
+    with pytest.raises(UserError, match=r"00000\.jsonl has the features of .*/a/00000\.tar, not of .*/b/00000\.tar"):
+        embed(run, tmp_path / "b", tmp_path / "out")
 
 
 @contextmanager
@@ -302,30 +331,31 @@ def test_the_verb_takes_a_source_as_data(run: str, tmp_path: Path, capsys: pytes
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_killed_embedding_goes_on_and_gives_the_same_bytes(
-    run: str, tmp_path: Path, environment: dict[str, str]
+    run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_shards(tmp_path / "in", [400, 400, 400])
+    """Each process kills itself, without a cleanup, before a pass of its own."""
+    write_shards(tmp_path / "in", [9, 10, 6])
     wanted = contents(embed(run, tmp_path / "in", tmp_path / "whole"))
-    words = [
-        sys.executable,
-        "-m",
-        "clipscale",
-        "embed",
-        f"run={run}",
-        f"data={tmp_path / 'in'}",
-        "batch=4",
-        "dtype=float32",
-    ]
-    words += [f"out={tmp_path / 'out'}", "device=cpu", "launch.threads=1", "launch.procs=2"]
-    for kill in (True, True, False):
-        process = subprocess.Popen(words, env=environment, start_new_session=True)
-        if kill:
-            deadline = time.monotonic() + 120
-            before = sum(path.stat().st_size for path in tmp_path.glob("out/.*"))
-            while sum(path.stat().st_size for path in tmp_path.glob("out/.*")) < before + 2000:
-                assert process.poll() is None and time.monotonic() < deadline
-                time.sleep(0.01)
-            os.killpg(process.pid, signal.SIGKILL)
-        assert process.wait(240) == (-signal.SIGKILL if kill else 0)
-    assert contents(tmp_path / "out") == wanted
+    original = FeatureEncoder.encode
+
+    def killed_before(most: int) -> None:
+        passes = 0
+
+        def encode(self: FeatureEncoder, inputs: Any, towers: Any) -> np.ndarray:
+            nonlocal passes
+            if passes == most:
+                os.kill(os.getpid(), signal.SIGKILL)
+            passes += 1
+            return original(self, inputs, towers)
+
+        monkeypatch.setattr(FeatureEncoder, "encode", encode)
+        embed(run, tmp_path / "in", tmp_path / "out")
+
+    for most in (0, 1, 3, 4, 6, 1):
+        _, status = os.waitpid(begin(killed_before, most), 0)
+        assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL, "it has ended by itself"
+    with counted(monkeypatch) as passes:
+        assert contents(embed(run, tmp_path / "in", tmp_path / "out")) == wanted
+    assert 0 < sum(passes) < 2 * 25, "something was left to do, and not everything"

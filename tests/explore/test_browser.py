@@ -31,9 +31,12 @@ def address(place: Path) -> Iterator[str]:  # noqa: F811
         server = uvicorn.Server(uvicorn.Config(application(sides, pictures, settings), log_level="error"))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [taken]})
         thread.start()
-        yield f"http://127.0.0.1:{taken.getsockname()[1]}/"
-        server.should_exit = True
-        thread.join(30)
+        try:
+            yield f"http://127.0.0.1:{taken.getsockname()[1]}/"
+        finally:
+            server.should_exit = True
+            thread.join(30)
+            assert not thread.is_alive(), "the server goes on"
 
 
 @pytest.fixture
@@ -41,8 +44,10 @@ def browser(tmp_path: Path) -> Iterator[Browser]:
     if PROGRAM is None:
         pytest.skip("chromium is not installed")
     browser = Browser(tmp_path / "profile")
-    yield browser
-    browser.close()
+    try:
+        yield browser
+    finally:
+        browser.close()
 
 
 LOADED = (
@@ -102,6 +107,31 @@ def test_one_looks_at_a_set_in_a_browser(browser: Browser, address: str, tmp_pat
     assert [one["text"] for one in entries if "422" not in one["text"]] == [], "such as a breach of the policy"
 
 
+def test_an_answer_about_an_earlier_picture_is_dropped(browser: Browser, address: str) -> None:
+    """The page gets the probabilities of the first picture, or an error about it, when the second one is shown."""
+    browser.open(address)
+    browser.wait("models.length === 2 && document.querySelectorAll('.card').length === 12")
+    browser.run(
+        "const original = answer, held = []; answer = (path, body) => path !== 'classes' ? original(path, body) "
+        ": new Promise((resolve, reject) => held.push({ body, resolve, reject })); "
+        "document.getElementById('labels').value = 'a, b'"
+    )
+    for number in (1, 2, 3):
+        browser.run(f"look({{ part: '00000', row: {number} }}, 'picture {number}', 'small/00000/{number}')")
+        browser.wait(f"held.length === {number} && document.getElementById('about').textContent === 'picture {number}'")
+    browser.run("document.querySelector('#classify button').click()")  # the same picture with other labels
+    browser.wait("held.length === 4 && held[3].body.picture === held[2].body.picture")
+    given = "{ sides: [[{ label: 'LABEL', share: 1, score: 1 }], [{ label: 'LABEL', share: 1, score: 1 }]] }"
+    browser.run(f"held[0].resolve({given.replace('LABEL', 'of the first')})")
+    browser.run("held[1].reject(new Error('about the second'))")
+    browser.run(f"held[2].resolve({given.replace('LABEL', 'of earlier labels')})")
+    browser.run("new Promise((done) => setTimeout(done, 50))")
+    assert browser.run("document.getElementById('classes').innerText") == ""
+    assert "about the second" not in browser.run("document.getElementById('status').textContent")
+    browser.run(f"held[3].resolve({given.replace('LABEL', 'of the last')})")
+    browser.wait("document.getElementById('classes').innerText.includes('of the last')")
+
+
 def test_the_page_says_when_the_server_has_ended(browser: Browser, address: str) -> None:
     browser.open(address)
     browser.wait("models.length === 2")
@@ -115,13 +145,18 @@ def test_the_page_says_when_the_server_has_ended(browser: Browser, address: str)
 def test_the_verb_serves_until_it_is_interrupted(place: Path, environment: dict[str, str]) -> None:  # noqa: F811
     words = [sys.executable, "-m", "clipscale", "explore", f"run={place / 'a'}", f"data={place / 'embedded'}", "port=0"]
     process = subprocess.Popen([*words, "device=cpu"], env=environment, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    found = re.fullmatch(r"12 samples: (http://127\.0\.0\.1:\d+/) \(Ctrl-C ends it\)\n", line)
-    assert found, line
-    with urllib.request.urlopen(found[1] + "small/00000/0", timeout=30) as answer:
-        assert answer.read(3) == b"\xff\xd8\xff"
-    with pytest.raises(urllib.error.HTTPError, match="403"):
-        urllib.request.urlopen(urllib.request.Request(found[1], headers={"Host": "evil.example"}), timeout=30)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(30) == 0
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        found = re.fullmatch(r"12 samples: (http://127\.0\.0\.1:\d+/) \(Ctrl-C ends it\)\n", line)
+        assert found, line
+        with urllib.request.urlopen(found[1] + "small/00000/0", timeout=240) as answer:
+            assert answer.read(3) == b"\xff\xd8\xff"
+        with pytest.raises(urllib.error.HTTPError, match="403"):
+            urllib.request.urlopen(urllib.request.Request(found[1], headers={"Host": "evil.example"}), timeout=240)
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=240)
+        assert process.returncode == 0
+    finally:
+        process.kill()
+        process.wait()
