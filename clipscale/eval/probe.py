@@ -71,7 +71,7 @@ def metrics(encoder: Encoder, item: EvalSet, train: EvalSet) -> dict[str, float]
         encoder.probe_features.clear()
         encoder.probe_features[key] = _encoded(encoder, train), _encoded(encoder, item)
     of_train, of_test = encoder.probe_features[key]
-    usable = of_train.features.isfinite().all(1)
+    usable = of_train.features.sum(1).isfinite()  # without a copy of the features
     if usable.any():
         train_set = of_train if usable.all() else of_train[usable.nonzero()[:, 0]]
         found, strengths = evaluate(train_set, of_test, len(item.classnames), item.shots, encoder.world)
