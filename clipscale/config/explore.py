@@ -45,7 +45,7 @@ class ExploreConfig:
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
 
-    def sides(self) -> list[EmbedConfig]:
+    def models(self) -> list[EmbedConfig]:
         """How each model embeds the set. `out` is the folder that the features' own folders go to. Raises UserError."""
         first = EmbedConfig(
             run=self.run,

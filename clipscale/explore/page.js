@@ -52,19 +52,19 @@ async function ask(path, body, show) {
 const name = (row) => `${row.part}/${row.row}`;
 
 function common(found) {
-  const [first, second] = found.sides.map((side) => new Set((side.pictures || side.images || []).map(name)));
+  const [first, second] = found.answers.map((one) => new Set((one.pictures || one.images || []).map(name)));
   if (!second) return "";
   return `; ${[...first].filter((one) => second.has(one)).length} of ${first.size} pictures found by both`;
 }
 
 // One column for each model.
-function columns(place, sides, fill) {
-  place.classList.toggle("two", sides.length > 1);
+function columns(place, answers, fill) {
+  place.classList.toggle("two", answers.length > 1);
   place.replaceChildren(
-    ...sides.map((side, number) => {
+    ...answers.map((one, number) => {
       const column = make("div", { className: number ? "b" : "a" });
-      if (sides.length > 1) column.append(make("h3", { textContent: models[number].title }));
-      column.append(fill(side, number));
+      if (answers.length > 1) column.append(make("h3", { textContent: models[number].title }));
+      column.append(fill(one, number));
       return column;
     }),
   );
@@ -103,10 +103,10 @@ function light(wanted, on) {
   for (const card of document.querySelectorAll(".card")) card.classList.toggle("lit", on && card.dataset.name === wanted);
 }
 
-function pictures(title, sides) {
+function pictures(title, answers) {
   id("found").hidden = false;
   id("what").textContent = title;
-  columns(id("pictures"), sides, (side, number) => grid(side, sides.length > 1 ? sides[1 - number] : null));
+  columns(id("pictures"), answers, (one, number) => grid(one, answers.length > 1 ? answers[1 - number] : null));
 }
 
 // Without a question, some of the set.
@@ -131,7 +131,7 @@ function search(text) {
   asked = null;
   history.replaceState(null, "", `#${encodeURIComponent(text)}`);
   ask("search", { text, count: Number(id("count").value) }, (found) =>
-    pictures(`Pictures for “${text}”`, found.sides.map((side) => side.pictures)));
+    pictures(`Pictures for “${text}”`, found.answers.map((one) => one.pictures)));
 }
 
 function look(picture, about, source) {
@@ -146,8 +146,8 @@ function look(picture, about, source) {
     id("query").hidden = false;
     id("asked").src = source;
     id("about").textContent = about;
-    columns(id("captions"), found.sides, (side) => captions(side.texts));
-    pictures("Pictures like it", found.sides.map((side) => side.images));
+    columns(id("captions"), found.answers, (one) => captions(one.texts));
+    pictures("Pictures like it", found.answers.map((one) => one.images));
     window.scrollTo({ top: 0, behavior: "smooth" });
     classify();
   });
@@ -175,8 +175,8 @@ async function classify() {
   try {
     const found = await answer("classes", { picture, labels: [...new Set(labels())], template: id("template").value });
     if (!wanted()) return;
-    columns(id("classes"), found.sides, (side) =>
-      make("ol", { className: "rows" }, ...side.sort((a, b) => b.share - a.share).slice(0, 12).map((row) => {
+    columns(id("classes"), found.answers, (one) =>
+      make("ol", { className: "rows" }, ...one.sort((a, b) => b.share - a.share).slice(0, 12).map((row) => {
         const bar = make("i");
         bar.style.width = `${100 * row.share}%`;
         return make("li", { title: `similarity ${row.score.toFixed(3)}` }, bar,

@@ -4,7 +4,7 @@ import io
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 from PIL import Image
@@ -28,24 +28,32 @@ DECODING = threading.Semaphore(2)
 """Pictures of the page and of queries that are decoded at once; a large one takes 268 MB."""
 
 
-class Recent(OrderedDict[Hashable, T]):
-    """The values that were used last, at most `most` of them."""
+class LRUCache(Generic[T]):
+    """The values that were used last, at most `most` of them. For several threads."""
 
     def __init__(self, most: int) -> None:
-        super().__init__()
         self.most, self.lock = most, threading.Lock()
+        self.values: OrderedDict[Hashable, T] = OrderedDict()
 
-    def get_or(self, key: Hashable, make: Callable[[], T]) -> T:
-        """The value of a key, which `make` makes if there is none."""
+    def get(self, key: Hashable) -> T | None:
+        """The value of a key, None if there is none."""
         with self.lock:
-            if key in self:
-                self.move_to_end(key)
-                return self[key]
-        value = make()
+            if key in self.values:
+                self.values.move_to_end(key)
+            return self.values.get(key)
+
+    def get_or_compute(self, key: Hashable, compute: Callable[[], T]) -> T:
+        """The value of a key, computed if there is none."""
         with self.lock:
-            self[key] = value
-            while len(self) > self.most:
-                self.popitem(last=False)
+            if key in self.values:
+                self.values.move_to_end(key)
+                return self.values[key]
+        value = compute()
+        with self.lock:
+            self.values[key] = value
+            self.values.move_to_end(key)
+            while len(self.values) > self.most:
+                self.values.popitem(last=False)
         return value
 
 
@@ -55,8 +63,8 @@ class Pictures:
     def __init__(self, sources: Mapping[str, str], data: DataConfig) -> None:
         self.sources, self.data = dict(sources), data
         self.kinds = limits(IMAGE_TYPES, (), data.max_bytes)
-        self.small: Recent[bytes] = Recent(KEPT_PICTURES)
-        self.offsets: Recent[np.ndarray | None] = Recent(KEPT_SHARDS)
+        self.small: LRUCache[bytes] = LRUCache(KEPT_PICTURES)
+        self.offsets: LRUCache[np.ndarray | None] = LRUCache(KEPT_SHARDS)
 
     def encoded(self, part: str, row: int) -> bytes:
         """A picture's bytes. Raises BrokenSampleError: also `no_such_sample` and the reasons of shards that cannot be read."""
@@ -78,7 +86,7 @@ class Pictures:
 
     def shown(self, part: str, row: int) -> bytes:
         """The picture as a JPEG of at most SIDE x SIDE pixels. Raises BrokenSampleError."""
-        return self.small.get_or((part, row), lambda: self._shown(part, row))
+        return self.small.get_or_compute((part, row), lambda: self._shown(part, row))
 
     def _shown(self, part: str, row: int) -> bytes:
         data, out = self.encoded(part, row), io.BytesIO()
@@ -92,7 +100,7 @@ class Pictures:
 
     def _offsets(self, url: str, opened: Opened) -> np.ndarray | None:
         """Where a shard's samples begin: from its index, or, if it is a local tar, from its headers, which are read once."""
-        return self.offsets.get_or(url, lambda: self._found_offsets(url, opened))
+        return self.offsets.get_or_compute(url, lambda: self._found_offsets(url, opened))
 
     def _found_offsets(self, url: str, opened: Opened) -> np.ndarray | None:
         found = index.sample_offsets(url, opened, self.data.cache)

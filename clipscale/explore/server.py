@@ -23,8 +23,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from clipscale.config.explore import ExploreConfig
 from clipscale.config.tools import IMAGE, TEXT
 from clipscale.data.sample import BrokenSampleError
-from clipscale.explore.pictures import Pictures, Recent
-from clipscale.explore.side import Found, Side
+from clipscale.explore.pictures import LRUCache, Pictures
+from clipscale.explore.search_model import Found, SearchModel
 
 PAGE = {"": "text/html", "page.css": "text/css", "page.js": "text/javascript"}
 MOST_TEXT, MOST_LABELS, MOST_RESULTS = 1 << 16, 1000, 200
@@ -42,12 +42,12 @@ HEADERS = {
 }
 
 
-def serve(taken: socket.socket, sides: Sequence[Side], pictures: Pictures, config: ExploreConfig) -> None:
+def serve(taken: socket.socket, models: Sequence[SearchModel], pictures: Pictures, config: ExploreConfig) -> None:
     """Answer at a socket until SIGINT or SIGTERM."""
     import uvicorn
 
     settings = uvicorn.Config(
-        application(sides, pictures, config),
+        application(models, pictures, config),
         log_level="error",
         access_log=False,
         server_header=False,
@@ -57,9 +57,9 @@ def serve(taken: socket.socket, sides: Sequence[Side], pictures: Pictures, confi
     asyncio.run(uvicorn.Server(settings).serve(sockets=[taken]))
 
 
-def application(sides: Sequence[Side], pictures: Pictures, config: ExploreConfig) -> ASGIApp:
+def application(models: Sequence[SearchModel], pictures: Pictures, config: ExploreConfig) -> ASGIApp:
     """The page and its answers."""
-    answers = _Answers(sides, pictures, config)
+    answers = _Answers(models, pictures, config)
     routes = [Route(f"/{name}", partial(_file, name or "page.html", kind)) for name, kind in PAGE.items()]
     routes += [
         Route("/about", answers.about),
@@ -160,13 +160,13 @@ def _loopback(name: str) -> bool:
 class _Answers:
     """What the page asks for. Models and files work in threads."""
 
-    def __init__(self, sides: Sequence[Side], pictures: Pictures, config: ExploreConfig) -> None:
-        self.sides, self.pictures, self.most_bytes = sides, pictures, config.data.max_bytes
-        self.queries: Recent[list[torch.Tensor]] = Recent(KEPT_QUERIES)
+    def __init__(self, models: Sequence[SearchModel], pictures: Pictures, config: ExploreConfig) -> None:
+        self.models, self.pictures, self.most_bytes = models, pictures, config.data.max_bytes
+        self.queries: LRUCache[list[torch.Tensor]] = LRUCache(KEPT_QUERIES)
 
     async def about(self, request: Request) -> Response:
         """The models, and what their sets hold."""
-        return _json([{"title": one.title, "samples": len(one.embedded or ())} for one in self.sides])
+        return _json([{"title": one.title, "samples": len(one.embedded or ())} for one in self.models])
 
     async def small(self, request: Request) -> Response:
         """A picture of a set, for the page."""
@@ -177,7 +177,7 @@ class _Answers:
     async def some(self, request: Request) -> Response:
         """Samples from everywhere in the first model's set."""
         count = _count(await _asked(request))
-        found = await run_in_threadpool(self.sides[0].some, count)
+        found = await run_in_threadpool(self.models[0].some, count)
         return _json({"samples": [sample._asdict() for sample in found]})
 
     async def search(self, request: Request) -> Response:
@@ -185,10 +185,10 @@ class _Answers:
         asked = await _asked(request)
         text, count = _text(asked, "text"), _count(asked)
 
-        def work(side: Side) -> Any:
-            return {"pictures": _rows(side.found(side.of_text(text), IMAGE, count))}
+        def work(model: SearchModel) -> Any:
+            return {"pictures": _rows(model.found(model.encode_text(text), IMAGE, count))}
 
-        return await self.of_all(work)
+        return await self.answer_by_model(work)
 
     async def picture(self, request: Request) -> Response:
         """The captions and pictures nearest to a picture that the request holds, by each model."""
@@ -207,14 +207,14 @@ class _Answers:
 
     async def near(self, data: bytes, asked: dict[str, Any]) -> Response:
         key, count = hashlib.blake2b(data, digest_size=16).hexdigest(), _count(asked)
-        features = await run_in_threadpool(lambda: [side.of_picture(data) for side in self.sides])
-        self.queries.get_or(key, lambda: features)
+        features = await run_in_threadpool(lambda: [model.encode_image(data) for model in self.models])
+        self.queries.get_or_compute(key, lambda: features)
 
-        def work(side: Side) -> Any:
-            query = features[self.sides.index(side)]
-            return {kind + "s": _rows(side.found(query, kind, count)) for kind in (TEXT, IMAGE)}
+        def work(model: SearchModel) -> Any:
+            query = features[self.models.index(model)]
+            return {kind + "s": _rows(model.found(query, kind, count)) for kind in (TEXT, IMAGE)}
 
-        return await self.of_all(work, picture=key)
+        return await self.answer_by_model(work, picture=key)
 
     async def classes(self, request: Request) -> Response:
         """The probabilities of labels for a picture that was asked for before, by each model."""
@@ -228,20 +228,19 @@ class _Answers:
             raise HTTPException(400, f"give 1 to {MOST_LABELS} labels")
         if "{}" not in template:
             raise HTTPException(400, "write {} where the label goes in the prompt")
-        with self.queries.lock:
-            features = self.queries.get(str(asked.get("picture")))
+        features = self.queries.get(str(asked.get("picture")))
         if features is None:
             raise HTTPException(404, "this picture is no longer kept; give it again")
 
-        def work(side: Side) -> Any:
-            found = side.classes(features[self.sides.index(side)], labels, template.replace("{}", "{c}"))
+        def work(model: SearchModel) -> Any:
+            found = model.classes(features[self.models.index(model)], labels, template.replace("{}", "{c}"))
             return [{"label": label, "share": share, "score": score} for label, (share, score) in zip(labels, found)]
 
-        return await self.of_all(work)
+        return await self.answer_by_model(work)
 
-    async def of_all(self, work: Callable[[Side], Any], **more: Any) -> Response:
+    async def answer_by_model(self, work: Callable[[SearchModel], Any], **more: Any) -> Response:
         """One answer of each model, one after another."""
-        return _json({"sides": [await run_in_threadpool(work, side) for side in self.sides], **more})
+        return _json({"answers": [await run_in_threadpool(work, model) for model in self.models], **more})
 
 
 def _rows(found: Sequence[Found]) -> list[dict[str, Any]]:

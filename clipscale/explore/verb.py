@@ -22,7 +22,7 @@ from clipscale.embed.verb import main as embed
 from clipscale.errors import UserError
 from clipscale.explore.embedded import EmbeddedSet
 from clipscale.explore.pictures import Pictures
-from clipscale.explore.side import Side, load
+from clipscale.explore.search_model import SearchModel, load
 from clipscale.terminal import say
 
 NEEDED = ("starlette", "uvicorn")
@@ -40,16 +40,16 @@ def main(config: ExploreConfig) -> None:
         except ImportError as error:
             raise UserError(f"explore needs {package}; pip install 'clipscale[explore]'") from error
     with listening(config) as taken:
-        sides, pictures = prepared(config)
+        models, pictures = prepared(config)
         from clipscale.explore.server import serve
 
         host, port = taken.getsockname()[:2]
         address = f"http://{f'[{host}]' if ':' in host else host}:{port}/"
         if not ip_address(host).is_loopback:
             say(f"warning: host={config.host}: whoever reaches {address} sees the set", error=True)
-        say(f"{len(sides[0].embedded or ())} samples: {address} (Ctrl-C ends it)")
+        say(f"{len(models[0].embedded or ())} samples: {address} (Ctrl-C ends it)")
         with suppress(KeyboardInterrupt):
-            serve(taken, sides, pictures, config)
+            serve(taken, models, pictures, config)
 
 
 def listening(config: ExploreConfig) -> socket.socket:
@@ -67,7 +67,7 @@ def listening(config: ExploreConfig) -> socket.socket:
     return taken
 
 
-def prepared(config: ExploreConfig) -> tuple[list[Side], Pictures]:
+def prepared(config: ExploreConfig) -> tuple[list[SearchModel], Pictures]:
     """The models with their sets, and the pictures of these. Raises UserError."""
     given = [Path(name).expanduser() for name in config.data.train or []]
     folders = [path for path in given if (path / NOTE).is_file()]
@@ -75,13 +75,13 @@ def prepared(config: ExploreConfig) -> tuple[list[Side], Pictures]:
     sets = [EmbeddedSet(folder) for folder in folders]
     device = distributed.start(config.device, config.launch.threads).device
     distributed.stop()
-    sides = [load(one, device) for one in config.sides()]
-    for side in sides:
-        side.embedded = next((one for one in sets if fits(one, side)), None) or _embedded(side, sources, sets)
-    searched = [side.embedded for side in sides if side.embedded]
+    models = [load(one, device) for one in config.models()]
+    for model in models:
+        model.embedded = next((one for one in sets if fits(one, model)), None) or _embedded(model, sources, sets)
+    searched = [model.embedded for model in models if model.embedded]
     if idle := next((one for one in sets if all(other is not one for other in searched)), None):
-        raise UserError(_misfit(idle, sides[0]))
-    return sides, Pictures(_places(searched), config.data)
+        raise UserError(_misfit(idle, models[0]))
+    return models, Pictures(_places(searched), config.data)
 
 
 def _places(sets: Sequence[EmbeddedSet]) -> dict[str, str]:
@@ -102,14 +102,14 @@ def _place(source: str) -> Path | str:
     return Path(source).resolve() if is_local(source) else source
 
 
-def fits(embedded: EmbeddedSet, side: Side) -> bool:
+def fits(embedded: EmbeddedSet, model: SearchModel) -> bool:
     """Whether the features are those that the model computes: of its weights, and of pixels as those of its queries."""
-    return not _difference(embedded, side)
+    return not _difference(embedded, model)
 
 
-def _difference(embedded: EmbeddedSet, side: Side) -> str:
+def _difference(embedded: EmbeddedSet, model: SearchModel) -> str:
     """The name of the first value of the note that is not the model's. Older notes have fewer values."""
-    ours, theirs = _values(side.note), _values(embedded.note)
+    ours, theirs = _values(model.note), _values(embedded.note)
     names = ["weights", *(name for name in (TEXT, *(PIXELS if IMAGE in embedded.kinds else ())) if name in theirs)]
     return next((name for name in names if theirs.get(name) != ours.get(name)), "")
 
@@ -119,21 +119,21 @@ def _values(note: dict[str, Any]) -> dict[str, Any]:
     return note | (inputs if isinstance(inputs, dict) else {})
 
 
-def _embedded(side: Side, sources: list[str], sets: list[EmbeddedSet]) -> EmbeddedSet:
+def _embedded(model: SearchModel, sources: list[str], sets: list[EmbeddedSet]) -> EmbeddedSet:
     """The set of a model that none of the given folders is of: its sources are embedded, or were by an earlier call."""
     if not sources:
-        raise UserError(_misfit(sets[0], side))
-    names = json.dumps([side.note, sources], sort_keys=True)
-    folder = Path(side.config.out) / hashlib.blake2b(names.encode(), digest_size=8).hexdigest()
-    embed(replace(side.config, out=str(folder), data=replace(side.config.data, train=sources)))
+        raise UserError(_misfit(sets[0], model))
+    names = json.dumps([model.note, sources], sort_keys=True)
+    folder = Path(model.config.out) / hashlib.blake2b(names.encode(), digest_size=8).hexdigest()
+    embed(replace(model.config, out=str(folder), data=replace(model.config.data, train=sources)))
     return EmbeddedSet(folder)
 
 
-def _misfit(embedded: EmbeddedSet, side: Side) -> str:
-    name = _difference(embedded, side)
-    theirs, ours = (str(_values(note).get(name))[:80] for note in (embedded.note, side.note))
-    what = f"with {name}={theirs}, and {side.title} takes {name}={ours}"
+def _misfit(embedded: EmbeddedSet, model: SearchModel) -> str:
+    name = _difference(embedded, model)
+    theirs, ours = (str(_values(note).get(name))[:80] for note in (embedded.note, model.note))
+    what = f"with {name}={theirs}, and {model.title} takes {name}={ours}"
     if name in ("weights", TEXT):
-        model = str(embedded.note.get("model", "another model"))[:80]
-        what = f"of other weights of {model} (digest {theirs[:8]}) than those of {side.title} ({ours[:8]})"
+        named = str(embedded.note.get("model", "another model"))[:80]
+        what = f"of other weights of {named} (digest {theirs[:8]}) than those of {model.title} ({ours[:8]})"
     return f"data={embedded.folder}: its features are {what}; embed the set with that model, or add its shards: data=[FOLDER,SHARDS]"

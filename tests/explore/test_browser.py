@@ -26,9 +26,9 @@ def address(place: Path) -> Iterator[str]:  # noqa: F811
     from clipscale.explore.server import application
 
     settings = config(place, "embedded", "shards", against=str(place / "b"), port=0)
-    sides, pictures = verb.prepared(settings)
+    models, pictures = verb.prepared(settings)
     with verb.listening(settings) as taken:
-        server = uvicorn.Server(uvicorn.Config(application(sides, pictures, settings), log_level="error"))
+        server = uvicorn.Server(uvicorn.Config(application(models, pictures, settings), log_level="error"))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [taken]})
         thread.start()
         try:
@@ -121,7 +121,7 @@ def test_an_answer_about_an_earlier_picture_is_dropped(browser: Browser, address
         browser.wait(f"held.length === {number} && document.getElementById('about').textContent === 'picture {number}'")
     browser.run("document.querySelector('#classify button').click()")  # the same picture with other labels
     browser.wait("held.length === 4 && held[3].body.picture === held[2].body.picture")
-    given = "{ sides: [[{ label: 'LABEL', share: 1, score: 1 }], [{ label: 'LABEL', share: 1, score: 1 }]] }"
+    given = "{ answers: [[{ label: 'LABEL', share: 1, score: 1 }], [{ label: 'LABEL', share: 1, score: 1 }]] }"
     browser.run(f"held[0].resolve({given.replace('LABEL', 'of the first')})")
     browser.run("held[1].reject(new Error('about the second'))")
     browser.run(f"held[2].resolve({given.replace('LABEL', 'of earlier labels')})")

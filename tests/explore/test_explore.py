@@ -105,7 +105,7 @@ def names(rows: list[dict[str, Any]]) -> list[tuple[str, int]]:
 
 
 def test_a_text_finds_the_pictures_that_the_model_puts_nearest(place: Path, page: Any, model: ClipModel) -> None:
-    found = page.post("/search", json={"text": "two cats", "count": 5}).json()["sides"]
+    found = page.post("/search", json={"text": "two cats", "count": 5}).json()["answers"]
     with torch.no_grad():
         query = model.text(model.tokenizer(["two cats"]))[0]
     assert len(found) == 1 and names(found[0]["pictures"]) == expected(place, query, "image")[:5]
@@ -126,12 +126,12 @@ def test_a_picture_finds_itself_its_captions_and_its_classes(place: Path, page: 
     with torch.no_grad():
         query = model.image(torch.from_numpy(model.eval_transform()(data))[None])[0]
         prompts = model.text(model.tokenizer(["a drawing of a cat.", "a drawing of a dog."]))
-    (side,) = found["sides"]
-    assert names(side["images"]) == expected(place, query, "image") and names(side["images"])[0] == ("00001", 2)
-    assert side["images"][0]["score"] == pytest.approx(1, abs=1e-5)
-    assert names(side["texts"]) == expected(place, query, "text")
+    (one,) = found["answers"]
+    assert names(one["images"]) == expected(place, query, "image") and names(one["images"])[0] == ("00001", 2)
+    assert one["images"][0]["score"] == pytest.approx(1, abs=1e-5)
+    assert names(one["texts"]) == expected(place, query, "text")
     asked = {"picture": found["picture"], "labels": ["cat", "dog"], "template": "a drawing of a {}."}
-    (classes,) = page.post("/classes", json=asked).json()["sides"]
+    (classes,) = page.post("/classes", json=asked).json()["answers"]
     wanted = F.softmax(model.logit_scale.exp() * (prompts @ query), 0).tolist()
     assert [row["label"] for row in classes] == ["cat", "dog"]
     assert [row["share"] for row in classes] == pytest.approx(wanted, abs=1e-5)
@@ -153,14 +153,12 @@ def test_two_models_answer_side_by_side_and_the_second_embeds_the_set_itself(pla
     settings = config(place, "embedded", "shards", against=str(place / "b"))
     page = client(settings)
     about = page.get("/about").json()
-    assert [side["title"] for side in about] == ["a, step 7", "b, step 7"] and {side["samples"] for side in about} == {
-        12
-    }
-    first, second = page.post("/search", json={"text": "two cats", "count": 12}).json()["sides"]
+    assert [one["title"] for one in about] == ["a, step 7", "b, step 7"] and {one["samples"] for one in about} == {12}
+    first, second = page.post("/search", json={"text": "two cats", "count": 12}).json()["answers"]
     assert sorted(names(first["pictures"])) == sorted(names(second["pictures"]))
     assert [row["score"] for row in first["pictures"]] != [row["score"] for row in second["pictures"]]
     found = page.post("/picture", content=picture(3, (40, 30))).json()
-    assert [names(side["images"])[0] for side in found["sides"]] == [("00000", 3)] * 2
+    assert [names(one["images"])[0] for one in found["answers"]] == [("00000", 3)] * 2
     (made,) = (place / "b/explore").iterdir()
     before = {path.name: path.stat().st_mtime_ns for path in made.glob("*.npy")}
     verb.prepared(settings)
@@ -176,8 +174,8 @@ def test_pictures_of_a_table_are_found(place: Path, tmp_path: Path) -> None:
         (tmp_path / f"pictures/{number}.png").write_bytes(picture(number, (40, 30)))
     (tmp_path / "pictures/t.csv").write_text("image,caption\n" + "".join(f"{n}.png,caption {n}\n" for n in range(3)))
     page = client(config(place, str(tmp_path / "pictures/t.csv"), out=str(tmp_path / "out")))
-    (side,) = page.post("/picture", content=picture(1, (40, 30))).json()["sides"]
-    best = side["images"][0]
+    (one,) = page.post("/picture", content=picture(1, (40, 30))).json()["answers"]
+    best = one["images"][0]
     assert best["caption"] == "caption 1" and best["score"] > 0.999
     assert Image.open(io.BytesIO(page.get(f"/small/{best['part']}/{best['row']}").content)).size == (40, 30)
 
@@ -249,7 +247,7 @@ def test_a_picture_of_too_many_pixels_is_refused_before_it_is_decoded(place: Pat
 
 
 def test_two_pictures_are_decoded_at_once_and_fetched_before(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (side,), pictures = verb.prepared(config(place, "embedded"))
+    (one,), pictures = verb.prepared(config(place, "embedded"))
     lock, running, most = threading.Lock(), 0, 0
 
     def slow(decode: Any) -> Any:
@@ -264,10 +262,10 @@ def test_two_pictures_are_decoded_at_once_and_fetched_before(place: Path, monkey
 
         return decoded
 
-    monkeypatch.setattr(side, "transform", slow(side.transform))
+    monkeypatch.setattr(one, "transform", slow(one.transform))
     monkeypatch.setattr(pictures_of_sets, "open_picture", slow(pictures_of_sets.open_picture))
     with ThreadPoolExecutor(12) as pool:
-        queries = [pool.submit(side.of_picture, picture(n)) for n in range(6)]
+        queries = [pool.submit(one.encode_image, picture(n)) for n in range(6)]
         shown = [pool.submit(pictures.shown, "00000", n) for n in range(6)]
         assert all(future.result() is not None for future in queries + shown)
     assert most == 2
@@ -282,7 +280,7 @@ def test_two_pictures_are_decoded_at_once_and_fetched_before(place: Path, monkey
 def test_labels_are_checked(page: Any) -> None:
     key = page.post("/picture", content=picture(1, (40, 30))).json()["picture"]
     good = {"picture": key, "labels": ["a"], "template": "{}"}
-    assert page.post("/classes", json=good).json()["sides"][0][0]["share"] == 1
+    assert page.post("/classes", json=good).json()["answers"][0][0]["share"] == 1
     for change, status in (
         ({"labels": []}, 400),
         ({"labels": ["a"] * 1001}, 400),
@@ -291,6 +289,22 @@ def test_labels_are_checked(page: Any) -> None:
         ({"picture": "gone"}, 404),
     ):
         assert page.post("/classes", json=good | change).status_code == status, change
+
+
+def test_a_picture_in_use_is_kept(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from clipscale.explore import server
+
+    monkeypatch.setattr(server, "KEPT_QUERIES", 2)
+    page = client(config(place, "embedded"))
+
+    def asked(number: int) -> dict[str, Any]:
+        key = page.post("/picture", content=picture(number)).json()["picture"]
+        return {"picture": key, "labels": ["a"], "template": "{}"}
+
+    first, second = asked(1), asked(2)
+    assert page.post("/classes", json=first).status_code == 200
+    asked(3)
+    assert [page.post("/classes", json=one).status_code for one in (first, second)] == [200, 404]
 
 
 # -- mistakes and damage ----------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""One model with its embedded set: it turns texts, pictures and labels into features, and finds their nearest rows.
+"""One model with its embedded set: it computes features of texts, pictures and labels, and finds their nearest rows.
 
 D: feature width, C: classes.
 """
@@ -34,7 +34,7 @@ class Found(NamedTuple):
 
 
 @dataclass
-class Side:
+class SearchModel:
     """A model, its set, and what it computes. Queries come from several threads, and the model takes one at a time."""
 
     title: str
@@ -54,11 +54,11 @@ class Side:
         data = self.config.data
         self.transform = replace(self.model.eval_transform(), side=self.note["image_size"], max_pixels=data.max_pixels)
 
-    def of_text(self, text: str) -> Tensor:
+    def encode_text(self, text: str) -> Tensor:
         """The unit feature (D,) of a text."""
         return self._text(self.model.tokenizer([text]))[0]
 
-    def of_picture(self, data: bytes) -> Tensor:
+    def encode_image(self, data: bytes) -> Tensor:
         """The unit feature (D,) of an encoded picture. Raises BrokenSampleError."""
         with DECODING:
             pixels = torch.from_numpy(self.transform(data))[None]
@@ -94,7 +94,7 @@ class Side:
             return F.normalize(self.model.text(tokens.to(self.device)).float(), dim=-1)
 
 
-def load(config: EmbedConfig, device: torch.device) -> Side:
+def load(config: EmbedConfig, device: torch.device) -> SearchModel:
     """The model that `config` names, on a device, without a set. Raises UserError."""
     run = existing_run(config.run) if config.run else None
     world = World(0, 1, device)
@@ -102,4 +102,4 @@ def load(config: EmbedConfig, device: torch.device) -> Side:
     title = str(config.model.weights)
     if run:
         title = f"{run.name}, step {step}{', averaged' if config.weights == 'ema' else ''}"
-    return Side(title, model.to(device), settings, config)
+    return SearchModel(title, model.to(device), settings, config)
