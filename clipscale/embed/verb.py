@@ -5,7 +5,7 @@ Each shard, or some thousand rows of a table, has a file of its own. Rank r take
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -146,7 +146,8 @@ def _entries(config: EmbedConfig, folder: Path, sources: dict[str, str]) -> dict
         source = found.get(name, {}).get("source")
         if source not in (None, _source(url)) and (folder / name).is_file():
             raise UserError(
-                f"out={folder}: {name} has the features of {source}, not of {_source(url)}; choose another folder"
+                f"out={folder}: {name} has the features of {source}, not of {_source(url)}; choose another folder, or if the shard "
+                f"has moved, remove the entry from {SHARDS}"
             )
     return found
 
@@ -154,6 +155,11 @@ def _entries(config: EmbedConfig, folder: Path, sources: dict[str, str]) -> dict
 def _source(url: str) -> str:
     """A shard's address without secrets."""
     return redacted(str(Path(url).expanduser().absolute()) if is_local(url) else unsigned(url))
+
+
+def _counts(value: Any, kinds: Sequence[str]) -> bool:
+    """Whether a value from a file is a count of each kind."""
+    return isinstance(value, dict) and value.keys() == set(kinds) and all(type(n) is int for n in value.values())
 
 
 def _finish(config: EmbedConfig, folder: Path, entries: dict[str, Any]) -> None:
@@ -187,9 +193,10 @@ class _Writer:
         path = self.folder / name
         if path.is_file():
             entry = {"source": _source(url), "samples": self.format.count(path)}
-            missing = self.earlier.get(name, {}).get("missing")
-            if self.earlier.get(name) != {**entry, "missing": missing}:  # the start that wrote it was killed
-                missing = self.format.missing(path, self.config.kinds)
+            earlier = self.earlier.get(name, {})
+            missing = earlier.get("missing")
+            if earlier != {**entry, "missing": missing} or not _counts(missing, self.config.kinds):
+                missing = self.format.missing(path, self.config.kinds)  # the start that wrote the file was killed
             return {**entry, "missing": missing}
         self.missing = Counter(dict.fromkeys(self.config.kinds, 0))
         try:

@@ -169,6 +169,16 @@ def test_a_shard_of_the_same_name_from_elsewhere_is_refused(run: str, tmp_path: 
     embed(run, tmp_path / "a", tmp_path / "out")
     with pytest.raises(UserError, match=r"00000\.jsonl has the features of .*/a/00000\.tar, not of .*/b/00000\.tar"):
         embed(run, tmp_path / "b", tmp_path / "out")
+    (tmp_path / "a").rename(tmp_path / "moved")
+    listed = tmp_path / "out/shards.json"
+    listed.write_text('{"00000.jsonl": {}}')
+    with pytest.raises(UserError, match=r"shards\.json \(an entry is missing or of another type\)"):
+        embed(run, tmp_path / "moved", tmp_path / "out")
+    source = str(tmp_path / "moved/00000.tar")
+    for text in ("{}", json.dumps({"00000.jsonl": {"source": source, "samples": 2, "missing": {"image": "x"}}})):
+        listed.write_text(text)
+        embed(run, tmp_path / "moved", tmp_path / "out")
+        assert json.loads(listed.read_text())["00000.jsonl"]["missing"] == {"image": 0, "text": 0}
 
 
 @contextmanager
