@@ -19,7 +19,7 @@ from hypothesis import settings
 
 from tests.data.files import write_shards
 
-settings.register_profile("shared machine")
+settings.register_profile("shared machine", deadline=None)
 settings.load_profile("shared machine")
 
 TINY = (

@@ -25,6 +25,7 @@ from clipscale.config.tools import IMAGE, TEXT
 from clipscale.data.sample import BrokenSampleError
 from clipscale.explore.pictures import LRUCache, Pictures
 from clipscale.explore.search_model import Found, SearchModel
+from clipscale.units import whole_number
 
 PAGE = {"": "text/html", "page.css": "text/css", "page.js": "text/javascript"}
 MOST_TEXT, MOST_LABELS, MOST_RESULTS = 1 << 16, 1000, 200
@@ -193,7 +194,7 @@ class _Answers:
     async def picture(self, request: Request) -> Response:
         """The captions and pictures nearest to a picture that the request holds, by each model."""
         count = request.query_params.get("count", "24")
-        asked = {"count": int(count) if count.isdecimal() and len(count) < 9 else 0}
+        asked = {"count": whole_number(count) or 0}
         _count(asked)
         return await self.near(await _body(request, self.most_bytes), asked)
 
@@ -250,8 +251,8 @@ def _rows(found: Sequence[Found]) -> list[dict[str, Any]]:
 async def _body(request: Request, most: int) -> bytes:
     """The body of a request. Refuses more than `most` bytes, before they are in memory."""
     parts, size = [], 0
-    claimed = request.headers.get("content-length", "0")
-    if not claimed.isdigit() or int(claimed) > most:
+    claimed = whole_number(request.headers.get("content-length", "0"))
+    if claimed is None or claimed > most:
         raise HTTPException(413, f"more than {most} bytes")
     async for part in request.stream():
         size += len(part)
