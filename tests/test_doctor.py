@@ -15,15 +15,20 @@ def only(monkeypatch: pytest.MonkeyPatch, *checks: str) -> None:
     monkeypatch.setattr(doctor, "CHECKS", tuple(getattr(doctor, name) for name in checks))
 
 
-def test_a_machine_that_works_has_no_problems(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Includes two processes that compute a loss together."""
+@pytest.mark.parametrize("processes", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_machine_that_works_has_no_problems(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, processes: bool
+) -> None:
+    """With `processes`, two that compute a loss together."""
+    if not processes:
+        only(monkeypatch, *(check.__name__ for check in doctor.CHECKS if check is not doctor.processes))
     assert main(DoctorSettings(run=str(tmp_path / "runs/deep"))) == 0
     out = capsys.readouterr().out
     for words in (
         "software",
         "devices",
         "loss",
-        "2 processes on a ring" if not torch.cuda.is_available() else "",
+        "2 processes on a ring" if processes and not torch.cuda.is_available() else "",
         "free",
         "pictures of 512",
     ):

@@ -365,7 +365,7 @@ def test_synchronised_batch_norm_sees_the_whole_batch() -> None:
 
 
 @pytest.mark.parametrize(
-    "backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)], ids=lambda b: str(b)
+    "backend", ["aot_eager", *(pytest.param(name, marks=pytest.mark.slow) for name in ("eager", "inductor"))]
 )
 def test_compiled_encoders_replay_their_dropout(backend: str) -> None:
     """The oracle is compiled too: a compiler's random numbers need not be those of eager torch, but have to be the same twice."""

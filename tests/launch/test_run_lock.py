@@ -70,6 +70,7 @@ def test_a_run_that_ends_is_waited_for(tmp_path: Path, caplog: pytest.LogCapture
 
 
 @pytest.mark.usefixtures("at_once")
+@pytest.mark.slow  # a run of its own process
 def test_a_killed_run_leaves_no_lock(tmp_path: Path) -> None:
     code = f"from clipscale.launch.run_lock import *; lock = RunLock(Path({str(tmp_path)!r})); lock.acquire(); time.sleep(60)"
     process = subprocess.Popen([sys.executable, "-c", code])

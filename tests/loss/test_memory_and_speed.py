@@ -71,9 +71,8 @@ def assert_straight(sizes: list[int], peaks: list[int], width: int, tolerance: f
     assert per_row < 8, f"a row costs {per_row:.1f} times a feature's size"
 
 
-@pytest.mark.parametrize(
-    "options", [{}, pytest.param({"objective": "sigmoid"}, marks=pytest.mark.slow)], ids=["softmax", "sigmoid"]
-)
+@pytest.mark.slow  # of a process; the bytes of a million pairs are counted below
+@pytest.mark.parametrize("options", [{}, {"objective": "sigmoid"}], ids=["softmax", "sigmoid"])
 def test_extra_memory_is_linear_in_the_batch(options: dict[str, object]) -> None:
     sizes = [2048, 4096, 8192]
     peaks = peak_growth("ours", sizes, 64, tile=512, **options)

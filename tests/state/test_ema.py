@@ -55,6 +55,7 @@ def test_a_resumed_average_goes_on_bit_for_bit(shards: str, tmp_path: Path, prec
     assert any(not torch.equal(value, whole["model"][name]) for name, value in whole["ema"]["weights"].items())
 
 
+@pytest.mark.slow  # runs and exports
 def test_export_writes_the_average_by_choice(shards: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
     train(small(shards, run, ema=0.9, precision=PrecisionConfig(), samples=24))
