@@ -1,6 +1,6 @@
 """Times the evaluation of a classification set against a plain loop over the same model, and on several processes.
 
-    python -m tests.eval.measure model=ViT-B-32 images=192 rounds=3 ranks=2
+    python -m tests.eval.measure model=ViT-B-32 images=96 rounds=3 ranks=2
 
 The plain loop is what a notebook has: open_clip's model and transform, one picture after another, one batch after another. Each process
 has one thread for the model. The kinds alternate; the table has medians and the ratios within a round.
