@@ -22,7 +22,7 @@ QUERIES, TOP, TILE = 8, 5, 112
 
 @dataclass(frozen=True)
 class Gallery:
-    """The picture and what is in it. It is saved when all sets have been evaluated: an interrupted evaluation leaves nothing."""
+    """The picture and what is in it. It is saved with the figures of its set."""
 
     name: str
     picture: Image.Image
@@ -37,15 +37,6 @@ class Gallery:
         with files.replacing(self.file(run_dir).with_name(f"{self.name}.png")) as file:
             self.picture.save(file, format="PNG")
         files.write_json(self.file(run_dir), self.record)
-
-
-def later_step(file: Path, step: int | None) -> bool:
-    """Whether the file of misses or of a gallery is of a later step. A damaged one is not."""
-    try:
-        stored = files.read_tree(file).get("step")
-    except (OSError, ValueError):
-        return False
-    return step is not None and isinstance(stored, int) and stored > step
 
 
 def gallery(step: int | None, item: EvalSet, images_ND: Tensor, captions_MD: Tensor, usable_N: Tensor) -> Gallery:

@@ -5,9 +5,10 @@ RUN/eval/step_N.json has `results` (set -> metric -> value) and `measured` (set 
 
 import hashlib
 import logging
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import open_clip
 import torch
@@ -43,14 +44,55 @@ def measured(item: EvalSet, about: dict[str, Any]) -> dict[str, Any]:
     return found | about | {"versions": versions, "time": datetime.now(UTC).isoformat(timespec="seconds")}
 
 
-def known_results(run_dir: Path, step: int | None, about: dict[str, dict[str, Any]]) -> Results:
-    """The sets of `about` whose figures are in the step's file already, for the same weights, prompts, precision and versions."""
-    record = _earlier(_file(run_dir, step))
-    stored = record.get("measured", {})
-    results: Results = record.get("results", {})
-    return {
-        name: results[name] for name, now in about.items() if name in results and _same(stored.get(name), redacted(now))
-    }
+class Pictures(Protocol):
+    """What the report shows of a set: a gallery, or misses."""
+
+    def file(self, run_dir: Path) -> Path:
+        """The JSON file with its `step`."""
+
+    def save(self, run_dir: Path) -> None:
+        """Write it. Raises OSError."""
+
+
+class StoredResults:
+    """The figures of an evaluation in RUN/eval, written set by set: an evaluation that is stopped keeps those it has.
+
+    about: what the caller knows of all figures. keep_newer: pictures of a later step stay in place of this one's.
+    """
+
+    def __init__(
+        self, run_dir: Path, step: int | None, sets: Sequence[EvalSet], about: dict[str, Any], keep_newer: bool = False
+    ) -> None:
+        self.run_dir, self.step, self.keep_newer = run_dir, step, keep_newer
+        self.measured = {item.label(part): measured(item, about) for item in sets for part in item.parts}
+
+    def known(self) -> Results:
+        """The figures that are in the step's file already, for the same weights, prompts, precision and versions."""
+        record = _earlier(_file(self.run_dir, self.step))
+        stored, results = record.get("measured", {}), record.get("results", {})
+        return {
+            name: results[name]
+            for name, now in self.measured.items()
+            if name in results and _same(stored.get(name), redacted(now))
+        }
+
+    def save(self, results: Results, seconds: float, pictures: Pictures | None) -> None:
+        """Write the figures of a set, each file as a whole. Warns where that fails, as on a full disk: a run goes on."""
+        about = {label: self.measured[label] for label in results}
+        try:
+            save_results(self.run_dir, self.step, results, seconds=seconds, about=about)
+            if pictures and not (self.keep_newer and self._later(pictures.file(self.run_dir))):
+                pictures.save(self.run_dir)
+        except OSError as error:
+            log.warning("%s/eval could not be written (%s): %s", self.run_dir, error.strerror, results)
+
+    def _later(self, file: Path) -> bool:
+        """Whether a file of pictures is of a later step. A damaged one is not."""
+        try:
+            stored = files.read_tree(file).get("step")
+        except (OSError, ValueError):
+            return False
+        return self.step is not None and isinstance(stored, int) and stored > self.step
 
 
 def _same(one: Any, other: dict[str, Any]) -> bool:

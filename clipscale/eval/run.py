@@ -5,8 +5,8 @@ N: images, M: captions, n: images of a batch, C: classes, D: feature width.
 
 import logging
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,9 @@ from clipscale.distributed import World
 from clipscale.errors import UserError
 from clipscale.eval import probe, retrieval, zero_shot
 from clipscale.eval.encode import Encoder, join
-from clipscale.eval.examples import Gallery, gallery, later_step
+from clipscale.eval.examples import Gallery, gallery
 from clipscale.eval.misses import Misses, misses
-from clipscale.eval.results import Results, known_results, measured, save_results
+from clipscale.eval.results import Results, StoredResults
 from clipscale.eval.sets import compositional
 from clipscale.eval.sets.item import CLASSIFICATION, RETRIEVAL, EvalSet
 from clipscale.eval.sets.train_split import probes
@@ -83,53 +83,35 @@ def evaluate(
     sets = [replace(item, marks=(*item.marks, *marks)) for item in check(config, world)]
     threads = config.workers or min(8, cores_of_rank())
     encoder = Encoder(model, world, autocast, config.batch, threads, before_batch, pictures=run_dir is not None)
-    records: dict[str, dict[str, Any]] = {}
+    records: StoredResults | None = None
     if run_dir is not None and sets:
         facts = {"weights": weights_digest(model), "averaged": config.weights == "ema", "batch": config.batch}
-        for item in sets:
-            records |= {item.label(part): measured(item, facts | (about or {})) for part in item.parts}
-    known: Results = {}
-    if reuse and run_dir is not None:
-        known = world.on_main(lambda: known_results(run_dir, step, records))
+        records = StoredResults(run_dir, step, sets, facts | (about or {}), keep_newer)
+    known = world.on_main(records.known) if records and reuse else {}
     results: Results = {}
-    training = model.training
-    model.train(False)
-    try:
-        with torch.no_grad():
-            for item in sets:
-                labels, started = [item.label(part) for part in item.parts], time.perf_counter()
-                if all(label in known for label in labels):
-                    results |= {label: known[label] for label in labels}
-                    continue
-                parts, pictures = _evaluated(encoder, item, step)
-                found = {label: parts[part] for part, label in zip(item.parts, labels)}
-                results |= found
-                if run_dir is not None and world.main:
-                    seconds = time.perf_counter() - started
-                    entries = {label: records[label] for label in labels}
-                    _save(run_dir, step, found, seconds, entries, pictures, keep_newer=keep_newer)
-    finally:
-        model.train(training)
+    with torch.no_grad(), _evaluation_mode(model):
+        for item in sets:
+            labels = {part: item.label(part) for part in item.parts}
+            if known.keys() >= {*labels.values()}:
+                results |= {label: known[label] for label in labels.values()}
+                continue
+            started = time.perf_counter()
+            parts, pictures = _evaluated(encoder, item, step)
+            found = {label: parts[part] for part, label in labels.items()}
+            if records and world.main:
+                records.save(found, time.perf_counter() - started, pictures)
+            results |= found
     return results
 
 
-def _save(
-    run_dir: Path,
-    step: int | None,
-    results: Results,
-    seconds: float,
-    about: dict[str, dict[str, Any]],
-    pictures: Gallery | Misses | None,
-    *,
-    keep_newer: bool,
-) -> None:
-    """Write the figures of a set as soon as they are known, each file as a whole: an evaluation that is stopped keeps them."""
+@contextmanager
+def _evaluation_mode(model: ClipModel) -> Iterator[None]:
+    training = model.training
+    model.train(False)
     try:
-        save_results(run_dir, step, results, seconds=seconds, about=about)
-        if pictures and not (keep_newer and later_step(pictures.file(run_dir), step)):
-            pictures.save(run_dir)
-    except OSError as error:  # a full disk: a run goes on
-        log.warning("%s/eval could not be written (%s): %s", run_dir, error.strerror, results)
+        yield
+    finally:
+        model.train(training)
 
 
 def _evaluated(encoder: Encoder, item: EvalSet, step: int | None) -> tuple[Results, Gallery | Misses | None]:

@@ -28,7 +28,7 @@ from clipscale.data.shards.store import Store
 from clipscale.embed import verb as embed
 from clipscale.errors import UserError
 from clipscale.eval.examples import gallery
-from clipscale.eval.run import save_results
+from clipscale.eval.results import save_results
 from clipscale.eval.sets.item import EvalSet, ImageRef
 from clipscale.export.verb import main as export
 from clipscale.launch.run_lock import RunLock
