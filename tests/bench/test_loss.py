@@ -126,7 +126,7 @@ def test_the_profile_says_how_near_each_half_of_the_work_comes_to_the_gemm_rate(
         ("void at::native::vectorized_elementwise_kernel<4, at::native::exp2_kernel_cuda>", "elementwise and other"),
     ],
 )
-def test_kernels_are_told_apart(kernel: str, group: str) -> None:
+def test_kernels_have_groups(kernel: str, group: str) -> None:
     assert kind(kernel) == group
 
 

@@ -177,7 +177,7 @@ def test_the_peak_of_the_host_is_seen_after_it_has_passed() -> None:
 
 
 @pytest.mark.slow
-def test_a_method_that_does_not_fit_is_told_apart_from_one_that_fails() -> None:
+def test_a_method_that_does_not_fit_is_not_taken_for_one_that_fails() -> None:
     # The scores alone are 64 MiB; tiles take two.
     case = Case(4096, 16, "fp32", "cpu", 1, 100.0)
     given = job(["torch", "infcl"], case=case, memory=96 << 20)

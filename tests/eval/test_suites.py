@@ -86,6 +86,10 @@ def test_missing_sets_are_named_with_their_source_and_the_others_evaluated(
     config = EvalConfig(suite="infcl-table3", root=str(tmp_path))
     row = suite_table(config, found, {"imagenet1k": {"main": 0.5}}, "b16").groups[0][0]
     assert row == ["b16", "50.00", "-", "-", "-", "-", "-"]
+    results = {"imagenet1k": {"main": 0.5}, "imagenet-a": {"main": 0.25}}
+    (tmp_path / "imagenet-a").symlink_to(tmp_path / "wds_imagenet1k_test")
+    row = suite_table(config, suite_sets("infcl-table3", str(tmp_path)), results, "b16").groups[0][0]
+    assert row == ["b16", "50.00", "-", "-", "-", "-", "-"], "no mean of a part of the out-of-distribution sets"
 
 
 def test_a_root_without_sets_is_refused_in_one_line(tmp_path: Path) -> None:
@@ -170,8 +174,12 @@ def test_main_metrics_of_datacomp(tmp_path: Path) -> None:
         suite_sets("datacomp", str(tmp_path / "other"))
 
 
-def test_imagenet_o_is_told_from_imagenets_pictures_of_its_classes(tmp_path: Path) -> None:
-    """The area under the precision-recall curve, against scikit-learn's, and without ImageNet a warning."""
+@pytest.mark.parametrize("broken", [None, "imagenet-o", "imagenet1k"])
+def test_imagenet_o_is_judged_beside_imagenets_pictures_of_its_classes(tmp_path: Path, broken: str | None) -> None:
+    """The area under the precision-recall curve, against scikit-learn's, and without ImageNet a warning.
+
+    A broken picture counts against the model in either set.
+    """
     files = {"classnames.txt": "red\ngreen\nblue", "zeroshot_classification_templates.txt": "{c}"}
     pictures = [m for i, n in enumerate(NAMES[3:]) for m in ((f"{i}.png", picture(n)), (f"{i}.cls", b"1"))]
     write_shards(tmp_path / "imagenet-o", [pictures], files)
@@ -181,11 +189,19 @@ def test_imagenet_o_is_told_from_imagenets_pictures_of_its_classes(tmp_path: Pat
     _, item = suite_sets("imagenet", str(tmp_path))
     assert item.inliers is not None and [item.inliers.labels[i] for i in range(5)] == [0, 1, 2, 0, 1]
 
+    if broken:
+        shard = next((tmp_path / broken).rglob("*.tar"))
+        content = picture(NAMES[3] if broken == "imagenet-o" else NAMES[0])
+        shard.write_bytes(shard.read_bytes().replace(content, bytes(len(content))))
     found = evaluate(ColourModel(), EvalConfig(suite="imagenet", root=str(tmp_path)), ALONE)["imagenet-o"]
     unit = {name: torch.nn.functional.normalize(torch.tensor(c).float() - 125, dim=0) for name, c in COLOURS.items()}
     classes = torch.stack([unit[name] for name in NAMES[:3]])
     shown = [*NAMES[3:], "red", "green", "blue", "red", "green"]
     scores = [-float((unit[name] @ classes.T).softmax(0).max()) for name in shown]
+    worst = {"imagenet-o": (0, -2.0), "imagenet1k": (3, 2.0)}  # all other scores are between -1 and 0
+    if broken:
+        index, score = worst[broken]
+        scores[index] = score
     wanted = average_precision_score([1] * 3 + [0] * 5, scores)
     assert found["main"] == found["aupr"] == pytest.approx(wanted, abs=1e-6) and found["top1"] < 1
 

@@ -81,7 +81,7 @@ def test_two_nodes_train_one_run(submit: Submit, shards: str, tmp_path: Path) ->
     assert json.loads((tmp_path / "runs/both/env.json").read_text())["processes"] == 2
 
 
-def test_a_job_told_to_stop_saves_goes_back_into_the_queue_and_ends_the_run(
+def test_a_job_asked_to_stop_saves_goes_back_into_the_queue_and_ends_the_run(
     submit: Submit, shards: str, tmp_path: Path
 ) -> None:
     log, run = tmp_path / "job.log", tmp_path / "runs/long"
