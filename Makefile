@@ -130,15 +130,15 @@ gpu-memory:
 
 # The largest batch of one GPU and its host, searched for from what plan predicts, and one whole step of it: raw pixels in host memory;
 # and encoded pictures, where time is the bound.
-largest = -$(RUN) -m clipscale.bench.largest --record $(RESULTS)/$(1).json --run runs/gpu-$(1) --seconds 520 $(2) \
+largest = -$(RUN) -m clipscale.bench.fit --record $(RESULTS)/$(1).json --run runs/gpu-$(1) --seconds 520 $(2) \
 	    $(SETTINGS) model=vit-b32 cache.chunk=512 data.buffers=1
 gpu-largest:
 	$(CLIPSCALE) data demo
-	$(call largest,largest,--grain 4k) offload=host
+	$(call largest,largest,--search 4k) offload=host
 
 gpu-largest-encoded:
 	$(CLIPSCALE) data demo
-	$(call largest,largest-encoded,--grain 64k --first 1M) offload=encoded
+	$(call largest,largest-encoded,--search 64k --first 1M) offload=encoded
 
 # Do the cores, or the device's decoder, feed the model.
 gpu-data:

@@ -4,6 +4,10 @@
 
 adds a run to FILE (JSON): the command of `clipscale train`, the last steps, the evaluation, and predicted beside measured memory. A run
 that FILE holds already, of the same command, code, machine and versions, is not run again.
+
+    python -m clipscale.bench.fit --search 4k ...
+
+searches for the largest batch, in multiples of 4k, from the one that `clipscale plan` predicts. Each try is a run of one step.
 """
 
 import argparse
@@ -13,19 +17,26 @@ import shutil
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from clipscale.bench import harness
 from clipscale.bench.harness import Task
-from clipscale.bench.memory import end_first, is_out_of_memory
+from clipscale.bench.memory import end_first, is_out_of_memory, next_batch
 from clipscale.bench.present import MIB, Bars, Benchmark, Column, Value, finish, lookup, mebibytes
-from clipscale.bench.record import earlier, final, machine, processor
+from clipscale.bench.record import device_of, earlier, final, machine, processor, write
 from clipscale.bench.targets import Found, Target
+from clipscale.cli.main import composed, dispatch
 from clipscale.config.tools import PlanConfig
+from clipscale.data.loader.memory import free_memory
 from clipscale.errors import UserError
+from clipscale.hardware import hardware_of
 from clipscale.plan.compare import compare
+from clipscale.plan.planner import planned
+from clipscale.units import parse_count
 
 Row = dict[str, Any]
 
@@ -37,6 +48,10 @@ TENTH = 0.1
 """Relative error that predicted memory may have."""
 REFUSALS = ("are free for each of", "of a batch are larger than", "was killed by SIGKILL", "samples fit the device")
 """Parts of the program's own messages for lack of memory (data/loader, autotune)."""
+TOO_LARGE = ("refused", "out of memory")
+FACTOR, CLOSE = 1.25, 0.03
+"""By the first the batch grows while nothing has been refused, and shrinks while nothing has fitted. The search ends when the smallest
+that does not fit is this close to the largest that does, as a share of the former."""
 HOW = {
     "predicted": "clipscale plan run=RUN: a dry run of the step without memory, for the settings and the machine of the run",
     "measured": "medians over the steps from the second on: growth of the CUDA allocator's peak by phase; host: resident memory",
@@ -77,11 +92,9 @@ def measured(run: Path) -> Row:
 
 def work(task: Task) -> None:
     """The run, in its process; leaves its status and the reason."""
-    from clipscale.cli import main as cli
-
     end_first()
     try:
-        code = cli.dispatch(list(task.job))
+        code = dispatch(list(task.job))
         status, reason = ("ok", "") if code == 0 else ("failed", f"status {code}")
     except Exception as error:
         traceback.print_exc()
@@ -97,20 +110,74 @@ def judged(error: Exception) -> tuple[str, str]:
     return ("out of memory" if is_out_of_memory(error) else "failed"), f"{type(error).__name__}: {reason}"
 
 
-def parser(text: str | None) -> argparse.ArgumentParser:
-    """The options of both programs."""
-    found = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
-    found.add_argument("--record", type=Path, required=True, help="the JSON file to write, or to add to")
-    found.add_argument("--run", type=Path, required=True, help="the run's folder; what is there is removed")
-    found.add_argument("--seconds", type=float, default=60.0, help="for all")
-    found.add_argument("words", nargs="*", metavar="KEY=VALUE", help="settings of clipscale train")
-    return found
+def search(rows: list[Row], first: int, grain: int, seconds: float, attempt: Callable[[int, float], Row]) -> str:
+    """Add tries to `rows` until the largest batch is known closely; return what ended the search.
+
+    Batches are multiples of `grain`. `attempt(batch, seconds)` tries one, for so long at most.
+    """
+    end = time.monotonic() + seconds
+    while True:
+        good = max((row["batch"] for row in rows if row["status"] == "ok"), default=0)
+        bad = min((row["batch"] for row in rows if row["status"] in TOO_LARGE), default=0)
+        size = next_batch(good, bad, first, grain=grain, factor=FACTOR, close=CLOSE)
+        if size is None:
+            return "found" if good else f"not even {grain} samples fit"
+        row = attempt(size, end - time.monotonic()) | {"batch": size}
+        rows.append(row)
+        if row["status"] not in ("ok", *TOO_LARGE):
+            return f"{row['status']}: {row['reason']}"
+
+
+def predicted(words: Sequence[str], grain: int) -> Row:
+    """The largest power of two that `clipscale plan` says fits this device and host, and what bounds it. Raises UserError."""
+    device, free = device_of("cpu" if "device=cpu" in words else "auto"), free_memory()
+    hardware = hardware_of(torch.cuda.get_device_name(0)) or "" if device == "cuda" else "cpu"
+    one = [f"batch={grain}", f"samples={grain}", f"hardware={hardware}", f"host_memory={free}"]
+    with planned(composed("plan", [*words, *one])) as plan:
+        batch, bound = plan.largest_batch()
+    return {"batch": batch, "bound": bound, "host_free_bytes": free}
+
+
+def largest(record: Row, given: argparse.Namespace) -> Row:
+    """Search for the largest batch; the record keeps every try."""
+    found = predicted(given.words, given.search)
+    rows = [row for row in record["rows"] if row["status"] in ("ok", *TOO_LARGE)]
+
+    def attempt(batch: int, seconds: float) -> Row:
+        words = [*given.words, f"batch={batch}", f"samples={batch}", "launch.procs=1", "log.progress=false"]
+        row = trained(given.run.with_name(f"{given.run.name}-{batch}"), words, seconds)
+        print(f"{batch} samples: {row['status']} {row['reason']} ({row['seconds']:.0f} s)", flush=True)
+        write(given.record, record | {"rows": [*rows, row | {"batch": batch}]})
+        return row
+
+    ended = search(rows, given.first or found["batch"], given.search, given.seconds, attempt)
+    best = max((row["batch"] for row in rows if row["status"] == "ok"), default=None)
+    notes = [f"predicted by clipscale plan: {found['batch']:,} samples, bound by {found['bound'] or 'nothing'}"]
+    notes += [f"largest that ran a whole step: {best or 'none'} (ended: {ended})"]
+    return record | {"rows": rows, "predicted": found, "largest": best, "ended": ended, "notes": notes}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run, and add the row. Returns 1 if the run did not end well; the record has the reason."""
-    given = parser(__doc__).parse_args(argv)
-    record = begun(given.record, ["clipscale", "train", f"run={given.run}", *given.words])
+    """Run, and add the row; or search. Returns 1 if no run ended well; the record has the reason. Raises UserError."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--record", type=Path, required=True, help="the JSON file to write, or to add to")
+    parser.add_argument("--run", type=Path, required=True, help="the run's folder; what is there is removed")
+    parser.add_argument("--seconds", type=float, default=60.0, help="for all")
+    parser.add_argument(
+        "--search", type=parse_count, default=0, help="search for the largest batch, in multiples of this"
+    )
+    parser.add_argument("--first", type=parse_count, default=0, help="the batch to begin with, not the predicted one")
+    parser.add_argument("words", nargs="*", metavar="KEY=VALUE", help="settings of clipscale train")
+    given = parser.parse_args(argv)
+    given.record.parent.mkdir(parents=True, exist_ok=True)
+    command = shlex.join(["clipscale", "train", f"run={given.run}", *given.words])
+    settings = {"search": given.search, "words": given.words} if given.search else {}
+    record: Row = {"benchmark": "runs", "settings": settings, "machine": machine(command), "how": HOW}
+    record |= {"rows": earlier(given.record, record).get("rows", [])}
+    if given.search:
+        record = largest(record, given)
+        finish(record, given.record)
+        return 0 if record["largest"] else 1
     same = [row for row in record["rows"] if row["run"] == given.run.name]
     if any(final(row) and row["settings"] == given.words for row in same):
         print(f"{given.run.name}: recorded already")
@@ -119,13 +186,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     record["rows"] = [*(other for other in record["rows"] if other not in same), row]
     finish(record, given.record)
     return 0 if row["status"] == "ok" else 1
-
-
-def begun(path: Path, command: Sequence[str], **settings: Any) -> Row:
-    """The record at `path`, resumed if it goes with this command's machine, code and settings."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    record = {"benchmark": "runs", "settings": settings, "machine": machine(shlex.join(command)), "how": HOW}
-    return record | {"rows": earlier(path, record).get("rows", [])}
 
 
 # ---- how the record is shown ----
@@ -202,4 +262,7 @@ def lines(record: Row) -> list[Row]:
 BENCHMARKS = {"runs": Benchmark(("run",), title, COLUMNS, within_a_tenth, panels, notes, lines)}
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except UserError as error:
+        sys.exit(f"error: {error}")

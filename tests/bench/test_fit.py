@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 import clipscale
-from clipscale.bench import fit, largest, present
-from clipscale.bench.fit import judged
-from clipscale.bench.largest import Prediction, search
+from clipscale.bench import fit, present
+from clipscale.bench.fit import judged, predicted, search
 from clipscale.data.demo import render_demo
 from clipscale.data.loader.host_batch import Layout
 from clipscale.data.loader.memory import fitted
@@ -42,7 +41,7 @@ def test_the_largest_is_found_from_any_start(first: int, grain: int) -> None:
     assert searched(100_000, first, grain, rows) == "found"
     good = max(row["batch"] for row in rows if row["status"] == "ok")
     bad = min(row["batch"] for row in rows if row["status"] != "ok")
-    assert good <= 100_000 < bad and bad - good <= max(grain, largest.CLOSE * bad), (good, bad)
+    assert good <= 100_000 < bad and bad - good <= max(grain, fit.CLOSE * bad), (good, bad)
 
 
 def test_a_good_prediction_costs_few_whole_steps() -> None:
@@ -51,11 +50,9 @@ def test_a_good_prediction_costs_few_whole_steps() -> None:
     assert sum(row["status"] == "ok" for row in rows) <= 3 and len(rows) <= 6, rows
 
 
-def test_time_ends_the_search_before_a_try_that_it_does_not_suffice_for() -> None:
-    rows: list[Row] = []
-    ended = searched(100_000, 50_000, 1000, rows, seconds=70.0)
-    assert [row["batch"] for row in rows] == [50_000], rows
-    assert ended.startswith("time: 62000 samples would take about 74 s"), ended
+def test_a_try_that_time_does_not_suffice_for_ends_the_search() -> None:
+    late = {"status": "no time", "reason": "not done within 9 s", "seconds": 9.0}
+    assert search([], 64, 16, 100.0, lambda *_: dict(late)) == "no time: not done within 9 s"
 
 
 def test_a_search_goes_on_from_its_record() -> None:
@@ -71,11 +68,16 @@ def test_a_failure_for_another_reason_ends_the_search() -> None:
     assert searched(10, 4096, 64, []) == "not even 64 samples fit"
 
 
-def test_prediction_is_a_line_and_says_what_bounds() -> None:
-    made = object.__new__(Prediction)
-    made.device_bytes, made.starts, made.slopes = 1000, [100.0, 50.0], [9.0, 10.0]
-    assert made.largest(1e9) == (100, "device memory") and made.largest(550) == (50, "host memory")
-    assert made.on_host(10) == 150.0
+def test_the_search_begins_with_what_plan_predicts_of_this_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU the host's memory bounds the batch: with twice the memory, twice the batch."""
+    words = [*SMALL[:4], "cache.chunk=64", "data.train=x.tar"]
+    found = []
+    for size in (8, 16):
+        monkeypatch.setattr(fit, "free_memory", lambda size=size: size << 30)
+        found.append(predicted(words, 128))
+    small, large = (one["batch"] for one in found)
+    assert small >= 2**15 and large in (2 * small, 4 * small), found
+    assert [one["bound"] for one in found] == ["host memory"] * 2 and found[0]["host_free_bytes"] == 8 << 30
 
 
 def test_the_programs_refusals_are_known_as_lack_of_memory() -> None:
@@ -98,8 +100,8 @@ def test_a_whole_search_on_a_cpu(tmp_path: Path) -> None:
     render_demo(tmp_path / "demo", train_samples=128)
     words = [*SMALL, f"data.train={tmp_path}/demo/train/{{00000..00015}}.tar"]
     path = tmp_path / "largest.json"
-    command = ["--record", str(path), "--run", str(tmp_path / "run"), "--grain", "128", "--first", "128"]
-    assert largest.main([*command, "--seconds", "60", *words]) == 0
+    command = ["--record", str(path), "--run", str(tmp_path / "run"), "--search", "128", "--first", "128"]
+    assert fit.main([*command, "--seconds", "60", *words]) == 0
     found = json.loads(path.read_text())
     first = found["rows"][0]
     assert first["status"] == "ok" and found["largest"] >= 128, found

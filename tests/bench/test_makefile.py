@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from clipscale.bench import data, fit, largest, loss, step
+from clipscale.bench import data, fit, loss, step
 from clipscale.cli import compose
 from clipscale.cli import main as cli
 from clipscale.config.parse import typed
@@ -81,13 +81,10 @@ def check(words: list[str], monkeypatch: pytest.MonkeyPatch) -> float:
             assert cli.main(rest) == 0, shlex.join(words)
         case "clipscale.bench.fit":
             given = parsed(fit.main, rest, monkeypatch)
-            config = composed([f"run={given.run}", *given.words])
+            one = [f"batch={given.search}", f"samples={given.search}"] if given.search else []
+            config = composed([f"run={given.run}", *given.words, *one])
             assert config.device == "cuda" and config.data.workers >= 1
-            return float(given.seconds)
-        case "clipscale.bench.largest":
-            given = parsed(largest.main, rest, monkeypatch)
-            config = composed([f"run={given.run}", *given.words, f"batch={given.grain}", f"samples={given.grain}"])
-            assert config.data.buffers == 1 and config.offload in ("host", "encoded")
+            assert not given.search or (config.data.buffers == 1 and config.offload in ("host", "encoded"))
             return float(given.seconds)
         case "clipscale.bench.record" | "pytest":
             assert rest
@@ -111,7 +108,7 @@ def test_what_is_command_of_a_gpu_is_command_rightly(target: str, monkeypatch: p
         "clipscale bench data wrokers=2",
         "clipscale bench step device=cuda resume=true methods=cahce",
         "clipscale.bench.fit --record x --run y cache.kept=40G",
-        "clipscale.bench.largest --record x --run y data.bufers=1",
+        "clipscale.bench.fit --record x --run y --search 4k data.bufers=1",
     ],
 )
 def test_a_slip_would_be_seen(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
