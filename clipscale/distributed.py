@@ -132,13 +132,8 @@ class World:
             raise UserError(problems[0])
         return result
 
-    def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Sum gradients over ranks for parameters outside DDP and FSDP2, such as logit scale and bias."""
-        for one in self.begin_sums(parameters):
-            one.wait()
-
     def begin_sums(self, parameters: Iterable[nn.Parameter]) -> list[GradientSum]:
-        """Begin to sum them in the background. They are not to be read before the sums are waited for."""
+        """Begin to sum gradients over ranks, of parameters outside DDP and FSDP2. Wait for the sums before reading them."""
         return begin_sums(parameters) if self.size > 1 else []
 
     def mesh(self) -> DeviceMesh:
@@ -295,9 +290,8 @@ def start(device: str, threads: int | None = None, timeout_s: float = TIMEOUT.to
     `timeout_s`: how long a rank waits for the others, here and in a collective. Raises UserError if the requested device does not exist,
     and LostRankError that names the ranks which have not come.
     """
-    size, rank, local_rank = (
-        int(os.environ.get(k, d)) for k, d in (("WORLD_SIZE", "1"), ("RANK", "0"), ("LOCAL_RANK", "0"))
-    )
+    size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("device=cuda: torch sees no CUDA device here; use device=cpu or fix the driver")
     if device == "cpu" or not torch.cuda.is_available():

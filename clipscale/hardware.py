@@ -18,7 +18,7 @@ BOUND = "CLIPSCALE_BOUND"
 
 def cores() -> int:
     """Cores that this process may use, by its affinity and the quota of its control group."""
-    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    count = len(os.sched_getaffinity(0))
     quota, period = CPU_SHARE.read_text().split() if CPU_SHARE.is_file() else ("max", "1")
     return count if quota == "max" else max(1, min(count, math.ceil(int(quota) / int(period))))
 

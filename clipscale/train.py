@@ -87,17 +87,24 @@ class Run:
         check_sets(config.eval, world)
         self.budget = BudgetTuner(config.cache.keep, world.device)
         self.heart.enter("load", 0, beat=True)
-        found = start(config, world, self.folder, self.sizes)
-        self.state, self.stream, self.within = found.state, found.stream, found.within
-        self.step, self.last_loss, resumed = found.step, found.loss, found.resumed
+        begin = start(config, world, self.folder, self.sizes)
+        self.state, self.stream, self.within = begin.state, begin.stream, begin.within
+        self.step, self.last_loss, resumed = begin.step, begin.loss, begin.resumed
         self.stages = StageTuner(config.launch.zero, [tower.encoder for tower in self.state.cache.towers], world)
         flops = Flops(config.model, world.device, stored_images=self.state.stored is not None)
-        self.total, self.schedule = self.length_and_schedule()
+        epoch = self.stream.samples_per_epoch
+        samples = self.sizes.samples(config.samples, config.epochs, epoch)
+        self.total = self.sizes.steps(samples)
+        self.schedule = Schedule.of_run(
+            config.schedule, config.optim, batch=config.batch, samples=samples, epoch=epoch, announce=world.main
+        )
         self.metrics = None
         if world.main:
             if resumed:
                 checkpoint.set_aside(self.folder, self.step)
-                self.print_resumed()
+                found = changes_since(self.folder / "config.yaml", config)
+                changed = "; changed: " + ", ".join(found) if found else ""
+                say(f"run={config.run}: going on after step {self.step} of {self.total}{changed}")
             self.metrics = MetricLog(
                 self.folder,
                 config.log,
@@ -111,7 +118,7 @@ class Run:
         self.records = StepRecords(self.metrics.step if self.metrics else None, world.size, flops, self.stream)
         self.saved_at = time.monotonic()
         self.stop = Stop(world, config.launch.grace_s)  # signals that this rank has received
-        self.saver = checkpoint.Saver(self.folder, world, config.checkpoint, found.store)
+        self.saver = checkpoint.Saver(self.folder, world, config.checkpoint, begin.store)
         self.saver.last_step, self.saved_step = (self.step, self.step) if resumed else (None, 0)
         self.profiler = Profiler(self.folder, config.log.profile, world.rank, world.device)
         self.heart.detail, self.saver.check = self.doing, self.heart.check
@@ -119,21 +126,6 @@ class Run:
         self.first: dict[str, float] = {}  # of this start's first record
         self.busy = False  # whether the device has work of the present step
         self.stopping = 0  # the signal at which all ranks have agreed to stop; 0: none
-
-    def length_and_schedule(self) -> tuple[int, Schedule]:
-        """Steps of the run, and the learning rate over them."""
-        config, epoch = self.config, self.stream.samples_per_epoch
-        samples = self.sizes.samples(config.samples, config.epochs, epoch)
-        schedule = Schedule.of_run(
-            config.schedule, config.optim, batch=config.batch, samples=samples, epoch=epoch, announce=self.world.main
-        )
-        return self.sizes.steps(samples), schedule
-
-    def print_resumed(self) -> None:
-        """Print the step that the run goes on from, and the settings that have changed."""
-        found = changes_since(self.folder / "config.yaml", self.config)
-        changed = "; changed: " + ", ".join(found) if found else ""
-        say(f"run={self.config.run}: going on after step {self.step} of {self.total}{changed}")
 
     def go(self) -> dict[str, Any]:
         """All steps that are left, and the evaluation at the end."""

@@ -187,7 +187,8 @@ def cut_up(case: Case, rank: int) -> tuple[dict[str, Tensor], float, float]:
             assert len(set(world.gather(len(texts.spans(case.chunks[1]))))) == 1, "FSDP2 needs equally many chunks"
     value = cache.step(rows_of(pixels, case), texts)
     scalars = (model.logit_scale, model.logit_bias)
-    world.sum_gradients(p for p in scalars if p is not None and p.grad is not None)
+    for one in world.begin_sums(p for p in scalars if p is not None and p.grad is not None):
+        one.wait()
     return gradients(model), value.item(), gradient_norm(model.parameters()).item()
 
 

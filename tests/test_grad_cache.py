@@ -431,7 +431,8 @@ def _data_parallel(
         GradCache([image, text], loss, chunks=[2, 5], keep_bytes=keep).step(x, y)
     counts = reductions.get_comm_counts()
     reduced = sum(n for op, n in counts.items() if "reduce" in str(op))
-    peers.sum_gradients(m["head"].parameters())
+    for one in peers.begin_sums(m["head"].parameters()):
+        one.wait()
     return gradients(m), reduced, gradient_norm(m.parameters()).item()
 
 

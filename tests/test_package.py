@@ -6,6 +6,7 @@ import sys
 import sysconfig
 import venv
 import zipfile
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -82,3 +83,19 @@ def test_the_architecture_page_names_every_module_and_no_other() -> None:
     assert not missing, f"docs/architecture.md lacks {missing}"
     gone = sorted(name for name in named - modules if not name.endswith("/"))
     assert not gone, f"docs/architecture.md names {gone}, which do not exist"
+
+
+def test_files_and_folders_stay_small_and_layers_apart() -> None:
+    """At most 400 lines a file and 20 files a folder; one module draws tables; nothing imports the mock library, plan or bench."""
+    texts = {path.relative_to(PACKAGE): path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")}
+    folders = Counter(path.parent for path in texts)
+    assert {path: text.count("\n") for path, text in texts.items() if text.count("\n") > 400} == {}
+    assert {folder: count for folder, count in folders.items() if count > 20} == {}
+
+    def importers(pattern: str) -> set[str]:
+        return {str(path) for path, text in texts.items() if re.search(rf"^\s*(from|import) {pattern}\b", text, re.M)}
+
+    assert importers(r"unittest") == set()
+    assert importers(r"rich\.table") == {"report/table.py", "cli/help.py"}, "help has columns, and no table"
+    above = {name for name in importers(r"clipscale\.(plan|bench)") if not name.startswith(("plan/", "bench/"))}
+    assert above == set(), "their verbs are called by name"

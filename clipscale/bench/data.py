@@ -113,10 +113,7 @@ class DataPart:
 # ---- how the record is shown ----
 
 
-def _rate(value: float) -> str:
-    return f"{value:,.0f}"
-
-
+_rate = "{:,.0f}".format
 COLUMNS = (
     Column("what", "kind", words=True, case=True),
     Column("source", "side", case=True),

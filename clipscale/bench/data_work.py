@@ -55,10 +55,8 @@ class DataWorker(Worker):
     """Measures kind by kind. A GPU that fails costs its own figures alone."""
 
     def probe(self, name: str, size: int) -> None:
-        settings, device = (
-            DataBenchSettings(**self.job.about["settings"]),
-            torch.device(self.job.about["device"] or "cpu"),
-        )
+        settings = DataBenchSettings(**self.job.about["settings"])
+        device = torch.device(self.job.about["device"] or "cpu")
         files = [photograph(size, seed) for seed in range(settings.pictures)] if not name.startswith("tokens") else []
 
         def on_gpu() -> list[Row]:

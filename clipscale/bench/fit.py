@@ -133,7 +133,9 @@ def predicted(words: Sequence[str], grain: int) -> Row:
     device, free = device_of("cpu" if "device=cpu" in words else "auto"), free_memory()
     hardware = hardware_of(torch.cuda.get_device_name(0)) or "" if device == "cuda" else "cpu"
     one = [f"batch={grain}", f"samples={grain}", f"hardware={hardware}", f"host_memory={free}"]
-    with planned(composed("plan", [*words, *one])) as plan:
+    config = composed("plan", [*words, *one])
+    assert isinstance(config, PlanConfig)
+    with planned(config) as plan:
         batch, bound = plan.largest_batch()
     return {"batch": batch, "bound": bound, "host_free_bytes": free}
 

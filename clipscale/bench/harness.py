@@ -21,6 +21,8 @@ from typing import Any
 
 import psutil
 
+from clipscale.files import write_json
+
 RETURNING_MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(2**20), "MALLOC_TRIM_THRESHOLD_": str(2**20)}
 """glibc returns freed memory to the system at once, so that the resident set is what is in use (mallopt(3))."""
 KEEPING_MALLOC = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
@@ -97,9 +99,7 @@ class Task:
 
     def leave(self, answer: Answer) -> None:
         """Replace the answer, whole or not at all."""
-        part = self.folder / f"answer-{self.rank}.part"
-        part.write_text(json.dumps(answer))
-        part.rename(part.with_suffix(".json"))
+        write_json(self.folder / f"answer-{self.rank}.json", answer)
 
 
 def run(

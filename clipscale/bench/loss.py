@@ -29,13 +29,13 @@ from clipscale.bench.present import (
     milliseconds,
     scaled,
 )
-from clipscale.bench.record import begin, counts, device_of, processor, words
+from clipscale.bench.record import begin, counts, device_of, processor
 from clipscale.bench.targets import Target, figures, quotients
 from clipscale.bench.worker import spread
 from clipscale.config.tools import LossBenchSettings
 from clipscale.errors import UserError
 from clipscale.hardware import cores
-from clipscale.units import format_count, nearest
+from clipscale.units import format_count, nearest, split
 
 Row = dict[str, Any]
 
@@ -101,7 +101,7 @@ class LossPart:
         apart = able if cpu or case.ranks > 1 else []
         for name in apart:
             yield replace(job, probed=[(name, case.n)], variables=RETURNING_MALLOC if cpu else {})
-        records = [item for answer in flat(answers) for item in answer["cases"].items()]
+        records = [item for ranks in answers for answer in ranks for item in answer["cases"].items()]
         failed = {name for name, record in records if record["status"] != "ok"}
         if timed := [name for name in able if name not in failed]:
             probed = [] if apart else [(name, case.n) for name in able]
@@ -141,7 +141,7 @@ def plan(settings: LossBenchSettings) -> list[LossPart]:
         raise UserError(f"scale={settings.scale:g}: must be positive; it is the multiplier, not its logarithm")
     if device == "cuda" and settings.ranks > torch.cuda.device_count():
         raise UserError(f"ranks={settings.ranks}: there are {torch.cuda.device_count()} CUDA devices; use fewer ranks")
-    dtypes = words(settings.dtype)
+    dtypes = split(settings.dtype)
     for dtype in dtypes:
         if dtype not in DTYPES:
             raise UserError(f"dtype={dtype}: unknown{nearest(dtype, DTYPES)}; there are {', '.join(DTYPES)}")
@@ -161,10 +161,6 @@ def plan(settings: LossBenchSettings) -> list[LossPart]:
 
 
 # ---- rows ----
-
-
-def flat(answers: Sequence[Sequence[Answer]]) -> list[Answer]:
-    return [answer for ranks in answers for answer in ranks]
 
 
 def rates(ranks: Sequence[Answer], case: Case) -> Row:

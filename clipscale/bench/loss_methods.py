@@ -19,13 +19,12 @@ import torch.nn.functional as F
 import yaml
 from torch import Tensor
 
-from clipscale.bench.record import words
 from clipscale.config.presets import conf_dir, group_options
 from clipscale.config.sections import LossConfig
 from clipscale.errors import UserError
 from clipscale.loss.api import configured_loss
 from clipscale.loss.triton.tuning import Tiles, Tuning, candidates
-from clipscale.units import nearest
+from clipscale.units import nearest, split
 
 LossFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(image features (n, D), text features (n, D), logit scale ()) -> loss ()."""
@@ -247,4 +246,4 @@ def chosen(names: str, device: str, ranks: int) -> list[Method]:
         names = "clip,openclip,disco,ring,infcl" if ranks > 1 else "infcl,dense,open_clip,torch"
         names += ",inf_cl,memeff,siglip,siglip_kernel" if ranks == 1 and device == "cuda" else ""
     tiles = [f"triton-tiles-{candidate}" for candidate in candidates("half")]
-    return find([name for word in words(names) for name in (tiles if word == "triton-tiles" else [word])])
+    return find([name for word in split(names) for name in (tiles if word == "triton-tiles" else [word])])

@@ -2,16 +2,14 @@
 
 import gc
 import resource
-import sys
 from pathlib import Path
 
 import torch
 
 HOW = {
-    "cpu": "growth of the resident set (Linux: VmHWM; elsewhere ru_maxrss) in one step of a fresh process for each method",
+    "cpu": "growth of the resident set (VmHWM) in one step of a fresh process for each method",
     "cuda": "growth of the peak of torch's CUDA allocator in one step",
 }
-STATUS = Path("/proc/self/status")
 
 
 class HostMemory:
@@ -22,17 +20,12 @@ class HostMemory:
 
     def reset(self) -> int:
         """Bytes held now, from where `peak` counts on."""
-        if not STATUS.exists():
-            return self.peak()
         held = _status("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")  # proc(5): sets the peak to the present size
         return held
 
     def peak(self) -> int:
-        if STATUS.exists():
-            return _status("VmHWM")
-        unit = 1 if sys.platform == "darwin" else 1024
-        return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return _status("VmHWM")
 
 
 class DeviceMemory:
@@ -53,17 +46,15 @@ class DeviceMemory:
 
 
 def bound_memory(size: int) -> None:
-    """Refuse this process more than `size` bytes beyond what it has, and let the system end it first. Linux alone."""
-    if STATUS.exists():
-        limit, (_, hard) = _status("VmData") + size, resource.getrlimit(resource.RLIMIT_DATA)
-        resource.setrlimit(resource.RLIMIT_DATA, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
-        end_first()
+    """Refuse this process more than `size` bytes beyond what it has, and let the system end it first."""
+    limit, (_, hard) = _status("VmData") + size, resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+    end_first()
 
 
 def end_first() -> None:
     """If the system lacks memory and must end a process, it chooses this one, or one that it starts (proc(5))."""
-    if STATUS.exists():
-        Path("/proc/self/oom_score_adj").write_text("1000")
+    Path("/proc/self/oom_score_adj").write_text("1000")
 
 
 def is_out_of_memory(error: Exception) -> bool:
@@ -87,5 +78,5 @@ def next_batch(good: int, bad: int, first: int, *, grain: int, factor: float, cl
 
 def _status(name: str) -> int:
     """A size from proc(5), in bytes."""
-    line = next(line for line in STATUS.read_text().splitlines() if line.startswith(name + ":"))
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name + ":"))
     return 1024 * int(line.split()[1])

@@ -21,9 +21,9 @@ import psutil
 import torch
 
 from clipscale.errors import UserError
-from clipscale.files import read_json
+from clipscale.files import read_json, write_json
 from clipscale.report.environment import environment
-from clipscale.units import parse_count
+from clipscale.units import parse_count, split
 
 Row = dict[str, Any]
 
@@ -64,9 +64,7 @@ def write(path: Path, record: Row) -> None:
     marks = {"command": facts["command"], "commit": facts["commit"], "code": facts["code"]["clipscale"]}
     for row in [*record["rows"], *record.get("gemm", []), *([record["fits"]] if "fits" in record else [])]:
         row |= {key: value for key, value in marks.items() if key not in row}
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(record | {"written": time.strftime("%Y-%m-%dT%H:%M:%S%z")}, indent=1) + "\n")
-    part.rename(path)
+    write_json(path, record | {"written": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
 
 
 def earlier(path: Path, record: Row) -> Row:
@@ -146,17 +144,12 @@ def _cpu_name() -> str:
 def counts(name: str, text: str) -> list[int]:
     """`1k,2k` as integers. Raises UserError for what is no count, and for 0."""
     try:
-        found = [parse_count(word) for word in words(text)]
+        found = [parse_count(word) for word in split(text)]
     except ValueError as error:
         raise UserError(f"{name}={text}: {error}") from error
     if 0 in found:
         raise UserError(f"{name}={text}: must be at least 1")
     return found
-
-
-def words(text: str) -> list[str]:
-    """The words of a comma-separated list."""
-    return [word.strip() for word in text.split(",") if word.strip()]
 
 
 def device_of(setting: str) -> str:

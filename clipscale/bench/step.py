@@ -14,14 +14,14 @@ from clipscale.bench.driver import drive
 from clipscale.bench.harness import KEEPING_MALLOC, RETURNING_MALLOC, Answer, Job
 from clipscale.bench.memory import HOW as MEMORY_HOW
 from clipscale.bench.present import MIB, Bars, Benchmark, Column, Key, Lines, Value, extent
-from clipscale.bench.record import begin, counts, device_of, processor, words
+from clipscale.bench.record import begin, counts, device_of, processor
 from clipscale.bench.step_variants import Name
 from clipscale.bench.targets import WRONG, Found, Target, figures
 from clipscale.bench.worker import CLOCK, spread
 from clipscale.config.presets import group_options
 from clipscale.config.tools import StepBenchSettings
 from clipscale.errors import UserError
-from clipscale.units import format_count, nearest
+from clipscale.units import format_count, nearest, split
 
 Row = dict[str, Any]
 
@@ -188,7 +188,7 @@ def one_count(name: str, text: str) -> int:
 def chosen(text: str, batch: int, chunk: int) -> list[str]:
     """The cases named, each with what it is compared with. Raises UserError."""
     installed = find_spec("open_clip_train") is not None
-    named = words(text)
+    named = split(text)
     if named == ["auto"]:
         named = [name for name in BY_DEFAULT if installed or not name.startswith("open_clip")]
         named = [name for name in named if name != "open_clip" or batch % chunk == 0]

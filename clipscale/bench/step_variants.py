@@ -161,11 +161,8 @@ class StepVariants:
     def rows(self, batch: int) -> tuple[ChunkLoader, ChunkLoader]:
         """Host rows, copied to the device chunk by chunk, as in training with offload=host."""
         size = len(self.pool)
-        pixels, tokens = (
-            ChunkLoader(partial(repeated, rows, size), batch, self.device, resident=False)
-            for rows in (self.pool.pixels, self.pool.tokens)
-        )
-        return pixels, tokens
+        load = partial(ChunkLoader, count=batch, device=self.device, resident=False)
+        return load(partial(repeated, self.pool.pixels, size)), load(partial(repeated, self.pool.tokens, size))
 
     def on_device(self, batch: int) -> tuple[Tensor, Tensor]:
         """The same rows, all on the device."""

@@ -1,32 +1,20 @@
 """The settings of `clipscale explore`."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from clipscale.config.checks import existing_run
-from clipscale.config.data import DataConfig
-from clipscale.config.sections import (
-    DEVICE_HELP,
-    DEVICES,
-    WEIGHTS,
-    WEIGHTS_HELP,
-    LaunchConfig,
-    ModelConfig,
-    PrecisionConfig,
-)
+from clipscale.config.sections import ModelConfig
 from clipscale.config.setting import setting
-from clipscale.config.tools import CHECKPOINT_HELP, RUN_HELP, EmbedConfig
+from clipscale.config.tools import CHECKPOINT_HELP, EmbedConfig, EncodeConfig
 from clipscale.errors import UserError
 from clipscale.units import run_folder
 
 
 @dataclass
-class ExploreConfig:
+class ExploreConfig(EncodeConfig):
     """`clipscale explore`: a local page that searches a set by texts and pictures, with one model, or two side by side."""
 
-    run: str = setting("", RUN_HELP, literal=True)
-    checkpoint: str = setting("latest", CHECKPOINT_HELP, literal=True)
-    weights: str = setting("trained", f"Of the runs. {WEIGHTS_HELP}", choices=WEIGHTS)
     against: str = setting(
         "", "A second model, to compare: a run, or any value of `model.weights`. Empty: none.", literal=True
     )
@@ -36,30 +24,10 @@ class ExploreConfig:
     out: str = setting(
         "", "Folder for features that it computes itself; empty: explore/ in the folder of each run.", literal=True
     )
-    batch: int = setting(256, "Pictures or texts encoded at once.", least=1)
-    threads: int = setting(4, "Decoding threads of each process.", least=1)
-    device: str = setting("auto", DEVICE_HELP, choices=DEVICES)
-    hub: bool = setting(False, "As `model.hub` in training, for the description in the checkpoint.")
-    model: ModelConfig = field(default_factory=lambda: ModelConfig(name=""))
-    data: DataConfig = field(default_factory=DataConfig)
-    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
-    launch: LaunchConfig = field(default_factory=LaunchConfig)
 
     def models(self) -> list[EmbedConfig]:
         """How each model embeds the set. `out` is the folder that the features' own folders go to. Raises UserError."""
-        first = EmbedConfig(
-            run=self.run,
-            checkpoint=self.checkpoint,
-            weights=self.weights,
-            batch=self.batch,
-            threads=self.threads,
-            device=self.device,
-            hub=self.hub,
-            model=self.model,
-            data=self.data,
-            precision=self.precision,
-            launch=self.launch,
-        )
+        first = EmbedConfig(**{one.name: getattr(self, one.name) for one in fields(EncodeConfig)})
         found = [first]
         if self.against:
             trained = (run_folder(self.against) / "checkpoints").is_dir()

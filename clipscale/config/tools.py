@@ -151,12 +151,26 @@ IMAGE, TEXT = "image", "text"
 
 
 @dataclass
-class EmbedConfig:
-    """`clipscale embed`: features of the pictures and texts in `data.train`, with their keys, by a run or any `model.weights`."""
+class EncodeConfig:
+    """The features of `data.train` by a run or any `model.weights`."""
 
     run: str = setting("", RUN_HELP, literal=True)
     checkpoint: str = setting("latest", CHECKPOINT_HELP, literal=True)
     weights: str = setting("trained", f"Of a run. {WEIGHTS_HELP}", choices=WEIGHTS)
+    batch: int = setting(256, "Pictures or texts encoded at once.", least=1)
+    threads: int = setting(4, "Decoding threads of each process.", least=1)
+    device: str = setting("auto", DEVICE_HELP, choices=DEVICES)
+    hub: bool = setting(False, "As `model.hub` in training, for the description in the checkpoint.")
+    model: ModelConfig = field(default_factory=lambda: ModelConfig(name=""))
+    data: DataConfig = field(default_factory=DataConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+
+
+@dataclass
+class EmbedConfig(EncodeConfig):
+    """`clipscale embed`: features of the pictures and texts in `data.train`, with their keys, by a run or any `model.weights`."""
+
     out: str = setting("", "Folder to write; complete files in it are kept.", literal=True)
     format: str = setting(
         "npy",
@@ -171,15 +185,7 @@ class EmbedConfig:
         "`eval`: the pixels of evaluation; `train`: resize the largest central square, as in training without augmentation.",
         choices=("eval", "train"),
     )
-    batch: int = setting(256, "Pictures or texts encoded at once.", least=1)
-    threads: int = setting(4, "Decoding threads of each process.", least=1)
-    device: str = setting("auto", DEVICE_HELP, choices=DEVICES)
     seed: int = setting(0, "Random seed of the weights, if no pretrained ones are given.", least=0)
-    hub: bool = setting(False, "As `model.hub` in training, for the description in the checkpoint.")
-    model: ModelConfig = field(default_factory=lambda: ModelConfig(name=""))
-    data: DataConfig = field(default_factory=DataConfig)
-    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
-    launch: LaunchConfig = field(default_factory=LaunchConfig)
 
     @property
     def kinds(self) -> tuple[str, ...]:

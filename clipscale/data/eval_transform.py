@@ -13,7 +13,6 @@ from clipscale.data.picture_bounds import open_picture
 
 LONGEST = 64
 """Aspect ratio from which evaluation resizes only the part it keeps."""
-RESIZE_MODES = ("shortest", "squash", "longest")
 INTERPOLATIONS = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}
 
 

@@ -70,9 +70,8 @@ def divide(gpus: Sequence[str], ranks: int, allowed: set[int], root: Path = SYS)
     """
     usable = {node: cpus & allowed for node, cpus in nodes(root).items() if cpus & allowed}
     names = list(usable)
-    places = [node_of(pci, root) for pci in gpus] or [
-        names[rank * len(names) // ranks] for rank in range(ranks) if names
-    ]
+    spread = [names[rank * len(names) // ranks] for rank in range(ranks) if names]
+    places = [node_of(pci, root) for pci in gpus] or spread
     if len(usable) < 2 or len(places) != ranks or any(place not in usable for place in places):
         return []
     bindings = []
@@ -80,10 +79,8 @@ def divide(gpus: Sequence[str], ranks: int, allowed: set[int], root: Path = SYS)
         assert place is not None
         own = cores(usable[place], root)
         count, before = places.count(place), places[:rank].count(place)
-        part = (
-            own[before * len(own) // count : (before + 1) * len(own) // count] or own
-        )  # more ranks than cores share them
-        bindings.append(Binding(frozenset().union(*part), place))
+        part = own[before * len(own) // count : (before + 1) * len(own) // count]
+        bindings.append(Binding(frozenset().union(*part or own), place))  # more ranks than cores share them
     return bindings
 
 

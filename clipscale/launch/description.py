@@ -2,6 +2,7 @@
 
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -84,6 +85,18 @@ def describe(config: TrainConfig, argv: Sequence[str], *, named: bool) -> Job:
         restarts=config.launch.restarts,
         config=job,
     )
+
+
+def handed_over(job: Job, command: Sequence[str], text: str, remedy: str) -> str:
+    """Give the job, as `text`, to its scheduler's command; returns what that prints. Raises UserError."""
+    place, program = f"launch={job.config.scheduler}", command[0]
+    try:
+        done = subprocess.run(command, input=text, capture_output=True, text=True)
+    except FileNotFoundError:
+        raise UserError(f"{place}: there is no {program} on this machine; {remedy}") from None
+    if done.returncode:
+        raise UserError(f"{place}: {program} refused the job: {' '.join(done.stderr.split())}")
+    return done.stdout.strip()
 
 
 def refuse_secrets(words: Sequence[str]) -> None:

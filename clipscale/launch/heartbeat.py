@@ -182,10 +182,8 @@ class Heartbeat:
         lost = self.world.size > 1 and isinstance(error, Exception) and lost_rank(error)
         failed = isinstance(error, Exception) and not isinstance(error, StoppedError)
         if lost or (failed and (self.world.size > 1 or not isinstance(error, UserError))):
-            self._failure, self._lost = (
-                printable(redact(f"{type(error).__name__}: {error}").partition("\n")[0])[:400],
-                lost,
-            )
+            self._failure = printable(redact(f"{type(error).__name__}: {error}").partition("\n")[0])[:400]
+            self._lost = lost
             self._write()
         line = self.cause() if lost else ""
         self._ended.set()

@@ -1,14 +1,12 @@
 """A job as a manifest for Kubernetes: a TrainJob of Kubeflow Trainer, or a PyTorchJob of the training operator."""
 
-import json
-import subprocess
 from typing import Any
 
 import yaml
 
 from clipscale.config.checks import choice
 from clipscale.errors import UserError
-from clipscale.launch.description import Job
+from clipscale.launch.description import Job, handed_over
 
 KINDS = ("TrainJob", "PyTorchJob")
 Tree = dict[str, Any]
@@ -133,15 +131,5 @@ def volume_mounts(job: Job) -> list[Tree]:
 
 def submit(job: Job) -> str:
     """Give the manifest to kubectl; returns the name of what it has made. Raises UserError."""
-    document = yaml.safe_load(manifest(job))
-    try:
-        done = subprocess.run(
-            ["kubectl", "create", "-o", "name", "-f", "-"], input=json.dumps(document), capture_output=True, text=True
-        )
-    except FileNotFoundError:
-        raise UserError(
-            "launch=kubernetes: there is no kubectl on this machine; install it, or take --dry-run"
-        ) from None
-    if done.returncode:
-        raise UserError(f"launch=kubernetes: kubectl refused the job: {' '.join(done.stderr.split())}")
-    return done.stdout.strip()
+    command = ["kubectl", "create", "-o", "name", "-f", "-"]
+    return handed_over(job, command, manifest(job), "install it, or take --dry-run")

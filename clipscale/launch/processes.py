@@ -6,10 +6,7 @@ A rank ends with the process that has started it: a launcher of ours, or torchru
 import ctypes
 import os
 import signal
-import sys
 from pathlib import Path
-
-import psutil
 
 ALIVE, STOPPED, DEAD = "alive", "stopped", "dead"
 LAUNCHER = "CLIPSCALE_LAUNCHER"
@@ -19,7 +16,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def started(pid: int) -> float:
-    """When a process began: ticks since the machine's start, or without /proc a time. 0: there is no such process."""
+    """When a process began: ticks since the machine's start. 0: there is no such process."""
     return _look(pid)[1]
 
 
@@ -36,12 +33,9 @@ def _look(pid: int) -> tuple[str, float]:
     if not isinstance(pid, int):  # of a damaged file
         return "X", 0.0
     try:
-        if Path("/proc/self/stat").exists():
-            fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-            return fields[0], float(fields[19])
-        process = psutil.Process(pid)
-        return process.status()[0].upper(), process.create_time()
-    except (OSError, psutil.Error, ValueError, IndexError, OverflowError):
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        return fields[0], float(fields[19])
+    except (OSError, ValueError, IndexError):
         return "X", 0.0
 
 
@@ -51,11 +45,11 @@ def as_launcher() -> dict[str, str]:
 
 
 def end_with_launcher() -> None:
-    """Let the kernel kill this rank when the process that has started it dies, however it dies. On Linux alone.
+    """Let the kernel kill this rank when the process that has started it dies, however it dies.
 
     Does nothing without a launcher of ours or torchrun's agent: srun, for one, ends its tasks by itself.
     """
-    if sys.platform != "linux" or not {LAUNCHER, "TORCHELASTIC_RUN_ID"} & set(os.environ):
+    if not {LAUNCHER, "TORCHELASTIC_RUN_ID"} & set(os.environ):
         return
     parent = os.getppid()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)

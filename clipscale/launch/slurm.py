@@ -1,10 +1,8 @@
 """A job as a script for sbatch."""
 
 import shlex
-import subprocess
 
-from clipscale.errors import UserError
-from clipscale.launch.description import Job
+from clipscale.launch.description import Job, handed_over
 
 BODY = """\
 set -uo pipefail
@@ -73,12 +71,4 @@ def duration(hours: float) -> str:
 
 def submit(job: Job) -> str:
     """Give the script to sbatch; returns the job's number. Raises UserError."""
-    try:
-        done = subprocess.run(["sbatch", "--parsable"], input=script(job), capture_output=True, text=True)
-    except FileNotFoundError:
-        raise UserError(
-            "launch=slurm: there is no sbatch on this machine; submit from a login node of the cluster"
-        ) from None
-    if done.returncode:
-        raise UserError(f"launch=slurm: sbatch refused the job: {' '.join(done.stderr.split())}")
-    return done.stdout.strip()
+    return handed_over(job, ["sbatch", "--parsable"], script(job), "submit from a login node of the cluster")

@@ -65,10 +65,8 @@ class Stop:
         if not self.number:
             return False
         grace = min(self._grace_s, TERMINAL_S) if self.number == signal.SIGINT else self._grace_s
-        deadline = (
-            self._first + grace - (2 * self.save_s or grace / 2)
-        )  # a save of twice the last one's time still fits
-        return max(time.monotonic(), self._ends) > deadline
+        save = 2 * self.save_s or grace / 2  # one that takes twice as long as the last one still fits
+        return max(time.monotonic(), self._ends) > self._first + grace - save
 
     def _record(self, number: int, _: object) -> None:
         now = time.monotonic()

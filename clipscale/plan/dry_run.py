@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -227,6 +228,7 @@ class DryRun:
             return torch.empty(count, *self.row, dtype=self.row_type)
         return torch.empty(count, self.context_length, dtype=torch.int32)
 
+    @cached_property
     def fixed(self) -> dict[str, int]:
         """Live bytes between steps, by what they hold."""
         state = self.state
@@ -279,6 +281,7 @@ class DryRun:
     def _maker(self, tower: int) -> Callable[[int, int], Tensor]:
         return lambda start, stop: self.samples(tower, stop - start)
 
+    @cached_property
     def per_sample(self) -> StepMemory:
         """What each further sample of the batch adds to a step, whatever the towers: its features, and what stays of its input.
 

@@ -5,7 +5,6 @@ b: samples of one rank, c: samples of a chunk. All sizes in bytes, of one GPU un
 
 import math
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 from clipscale.autotune import MARGIN
 from clipscale.config.tools import PlanConfig
@@ -50,10 +49,10 @@ class MemoryModel:
         count = 2 if self.run.ranks == 1 else 3
         near = self._step(min(batch, count * whole), chunks)
         further = max(0, batch - count * whole)
-        slope = self._per_sample
+        slope = self.run.per_sample
         if further and None in chunks:
             slope = self._step((count + 1) * whole, chunks).slope(near, whole)
-        step = replace(near.extended(further, slope), fixed=self._fixed)
+        step = replace(near.extended(further, slope), fixed=self.run.fixed)
         step.peak["loss"] = step.before["loss"] + self.loss(batch)
         return self._with_kept(step, batch, chunks, keep) if keep else step
 
@@ -73,14 +72,6 @@ class MemoryModel:
         if batch not in self._losses:
             self._losses[batch] = self.run.loss(batch)
         return self._losses[batch]
-
-    @cached_property
-    def _fixed(self) -> dict[str, int]:
-        return self.run.fixed()
-
-    @cached_property
-    def _per_sample(self) -> StepMemory:
-        return self.run.per_sample()
 
     def _step(self, batch: int, chunks: Chunks) -> StepMemory:
         image, text = (min(c or batch, batch) for c in chunks)

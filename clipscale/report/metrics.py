@@ -85,8 +85,8 @@ class MetricLog:
             run_dir.mkdir(parents=True, exist_ok=True)
             self._file = _open_from(run_dir / "metrics.jsonl", resume_step)
             env = json.dumps(environment(world) | {"resume_step": resume_step}, indent=1)
-            _replace(run_dir / "env.json", env + "\n")
-            _replace(run_dir / "config.yaml", resolved_config)
+            files.write_text(run_dir / "env.json", env + "\n")
+            files.write_text(run_dir / "config.yaml", resolved_config)
         except OSError as error:
             raise UserError(f"run={run_dir}: cannot write there ({error.strerror}); choose another folder") from error
         self._sinks = Sinks(run_dir, config, yaml.safe_load(resolved_config), self.message, resume_step)
@@ -263,8 +263,3 @@ def _open_from(path: Path, resume_step: int) -> FileIO:
             if record.get("step", 0) <= resume_step:
                 new.write(line)
     return path.open("ab", buffering=0)
-
-
-def _replace(path: Path, text: str) -> None:
-    """Replace the file as a whole, so that a full disk leaves the old text."""
-    files.write_text(path, text)

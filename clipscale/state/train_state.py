@@ -326,23 +326,18 @@ class TrainState:
 
     def load(self, saved: dict[str, Any]) -> None:
         """Take weights, optimizer and scaler from a checkpoint. Raises UserError where they do not fit."""
-        with saved_state.fitting(
-            "resume: the checkpoint", "go on from another with resume=PATH, or choose another run=NAME"
-        ):
-            self.take(saved)
-
-    def take(self, saved: dict[str, Any]) -> None:
-        """The same. Raises whatever torch does where they do not fit."""
-        # The optimizer first: to make its state, the library takes a step with zero gradients and a learning rate of 0.
-        whole = not any(isinstance(value, DTensor) for value in saved["model"].values())
-        self.load_optimizer(saved["optimizer"], whole)
-        set_model_state_dict(self.model, dict(saved["model"]), options=StateDictOptions(full_state_dict=whole))
-        for name, masters in self.masters.items():
-            masters.load({key: saved["model"][f"{name}.{key}"] for key in masters.copies})
-        if self.precision.scaler and saved["scaler"]:
-            self.precision.scaler.load_state_dict(saved["scaler"])
-        if self.average:
-            self.average.load(saved.get("ema"))
+        remedy = "go on from another with resume=PATH, or choose another run=NAME"
+        with saved_state.fitting("resume: the checkpoint", remedy):
+            # The optimizer first: to make its state, the library takes a step with zero gradients and a learning rate of 0.
+            whole = not any(isinstance(value, DTensor) for value in saved["model"].values())
+            self.load_optimizer(saved["optimizer"], whole)
+            set_model_state_dict(self.model, dict(saved["model"]), options=StateDictOptions(full_state_dict=whole))
+            for name, masters in self.masters.items():
+                masters.load({key: saved["model"][f"{name}.{key}"] for key in masters.copies})
+            if self.precision.scaler and saved["scaler"]:
+                self.precision.scaler.load_state_dict(saved["scaler"])
+            if self.average:
+                self.average.load(saved.get("ema"))
         if reason := self.other_random_numbers(saved):
             self.notes.append(
                 f"{reason}: the towers draw other random numbers than in an undisturbed run, so the curve differs from its"

@@ -118,9 +118,8 @@ class WithinStep:
             return
         self._round, self.found = max(rounds), content
         towers = content["cache"]["towers"]
-        encoded, replayed = (
-            " and ".join(str(n) for n in c) for c in zip(*((len(t["random"]), t["replayed"]) for t in towers))
-        )
+        encoded = " and ".join(str(len(tower["random"])) for tower in towers)
+        replayed = " and ".join(str(tower["replayed"]) for tower in towers)
         self.state.notes.append(f"step {step + 1} goes on where it was: {encoded} chunks encoded, {replayed} replayed")
 
     def _check(self, content: Any) -> None:
@@ -135,15 +134,14 @@ class WithinStep:
             return
         content, self.found = self.found, None
         self.state.cache.load_state_dict(content["cache"])
+        saved = content["gradients"]
         for name, tower in zip(self.state.towers, content["cache"]["towers"], strict=True):
             for index, p in enumerate(self.state.trained(name) if tower["replayed"] else ()):
                 key = f"{name}.{index}"
-                present, complete = self.world.broadcast(
-                    (key in content["gradients"], content["gradients"].get("complete", []))
-                )
+                present, complete = self.world.broadcast((key in saved, saved.get("complete", [])))
                 if not present:
                     continue
-                value = content["gradients"].get(key)
+                value = saved.get(key)
                 p.grad = torch.zeros_like(p) if value is None else value.to(p.device)
                 if self.world.size > 1 and name in complete:
                     dist.broadcast(p.grad, 0)
@@ -173,14 +171,9 @@ class WithinStep:
     def _about(self) -> dict[str, Any]:
         tree = asdict(self.config)
         settings = {name: repr(sorted(flat({name: tree[name]}), key=str)) for name in SECTIONS}
-        sorts = self.state.captions.pad is not None
-        return {
-            "processes": self.world.size,
-            "chunks": self.state.cut,
-            "captions": sorts,
-            "loss": self._loss,
-            **settings,
-        }
+        captions = self.state.captions.pad is not None
+        about = {"processes": self.world.size, "chunks": self.state.cut, "captions": captions, "loss": self._loss}
+        return about | settings
 
     def _path(self, round: int) -> Path:
         return folder.within(self.run, self._step) / f"{round:06d}_{self.world.rank:05d}.pt"

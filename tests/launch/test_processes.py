@@ -31,7 +31,6 @@ subprocess.run([sys.executable, "-c", {RANK!r}])
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="a call of Linux")
 @pytest.mark.parametrize("agent", ["ours", "torchrun", "srun"])
 def test_a_rank_ends_with_the_process_that_started_it(environment: dict[str, str], agent: str) -> None:
     """slurmstepd ends its tasks by itself."""

@@ -80,7 +80,7 @@ def limited(work: Callable[..., Any], value: Any, extra: int = 1 << 30) -> tuple
     long=st.integers(1, 200) | st.integers(20_000, 80_000),
     upright=st.booleans(),
     colour=st.sampled_from([0, 2, 6]),
-    mode=st.sampled_from(eval_transform.RESIZE_MODES),
+    mode=st.sampled_from(("shortest", "squash", "longest")),
 )
 def test_no_aspect_takes_memory(short: int, long: int, upright: bool, colour: int, mode: str) -> None:
     data = png(*((short, long) if upright else (long, short)), colour=colour)

@@ -55,6 +55,11 @@ class _Filling:
     """Workers that have not reported their positions after this batch."""
     positions: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
+    def first_rows(self) -> int:
+        """How many rows have arrived without a gap. Places outside of the batch are another rank's."""
+        missing = (int(places[done]) for places, done in zip(self.places, self.done) if done < len(places))
+        return min(max(0, min(missing, default=self.size)), self.size)
+
 
 class BatchAssembler:
     """Lets the workers fill batch after batch, and waits for their rows."""
@@ -98,13 +103,7 @@ class BatchAssembler:
         """(step, count, size) of every batch in work: its first `count` rows have arrived."""
         for number, message in self.workers.received():
             self._note(number, message)
-        return [(step, self._first_rows(batch), batch.size) for step, batch in sorted(self._batches.items())]
-
-    def _first_rows(self, batch: _Filling) -> int:
-        missing = (int(places[done]) for places, done in zip(batch.places, batch.done) if done < len(places))
-        return min(
-            max(0, min(missing, default=batch.size)), batch.size
-        )  # places outside of the batch are another rank's
+        return [(step, batch.first_rows(), batch.size) for step, batch in sorted(self._batches.items())]
 
     def finish(self, step: int) -> dict[int, tuple[int, ...]]:
         """Block until the batch is complete; returns the position of every stream after it."""

@@ -144,7 +144,8 @@ class Arena:
         total = layout.slots * sum(part.size for part in parts.values()) + buffers.size
         self.file = -1
         if fds is None:
-            self._fd = _anonymous_file(total)
+            self._fd = os.memfd_create("clipscale-batch")
+            os.ftruncate(self._fd, total)
             if layout.backend == "disk":
                 self.file = _reserved_file(layout.folder, layout.disk_bytes())
         else:
@@ -207,16 +208,6 @@ class Arena:
 
 def _mapped(layout: Layout, fd: Any, file: Any) -> Arena:
     return Arena(layout, (fd.detach(), file.detach() if file is not None else -1))
-
-
-def _anonymous_file(size: int) -> int:
-    if hasattr(os, "memfd_create"):
-        fd = os.memfd_create("clipscale-batch")
-    else:
-        with tempfile.TemporaryFile() as file:
-            fd = os.dup(file.fileno())
-    os.ftruncate(fd, size)
-    return fd
 
 
 def _reserved_file(folder: str | None, size: int) -> int:

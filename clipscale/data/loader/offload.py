@@ -113,19 +113,16 @@ class HostBackend(OffloadBackend):
         np.copyto(out, slot["rows"][start : start + len(out)])
 
 
-class DiskBackend(OffloadBackend):
+class DiskBackend(HostBackend):
     """Keeps image rows in the arena's file, slot after slot."""
 
     def __init__(self, arena: Arena, transform: Transform) -> None:
-        self._layout, self._file, self._transform = arena.layout, arena.file, transform
-        self._row = np.empty(arena.layout.row, arena.layout.dtype)
+        super().__init__(arena, transform)
+        self._layout, self._file = arena.layout, arena.file
 
     def put(self, slot: Slot, place: int, data: bytes, rng: CounterRNG) -> None:
         self.check(data, rng)
         self._transfer(os.pwrite, "written", self._row, slot, place)
-
-    def check(self, data: bytes, rng: CounterRNG) -> None:
-        self._transform(data, rng, self._row)
 
     def load(self, slot: Slot, start: int, out: np.ndarray) -> None:
         def read(fd: int, rest: memoryview, offset: int) -> int:

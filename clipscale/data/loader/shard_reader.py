@@ -1,6 +1,9 @@
-"""Reads the samples of one shard stream in their order. A shard is read in windows, and each window has a random order."""
+"""Reads the samples of one shard stream in their order. A shard is read in windows, and each window has a random order.
 
-from collections.abc import Generator, Iterator, Mapping
+A stream of weighted sources takes every sample from one of them.
+"""
+
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -144,11 +147,10 @@ class SegmentReader:
         )
 
     def _wants(self, index: int) -> bool:
-        if (
-            self._wanted is None
-        ):  # no count: the order within the window is not known yet, but whole windows can be skipped
-            return self._begin + self._window > self._segment.start
-        return index - self._begin in self._wanted
+        if self._wanted is not None:
+            return index - self._begin in self._wanted
+        # no count: the order within the window is not known yet, but whole windows can be skipped
+        return self._begin + self._window > self._segment.start
 
     def _places(self, size: int) -> np.ndarray:
         """The order of the window's samples that belong to the segment, if the window has `size` samples."""
@@ -227,7 +229,8 @@ class ShardReader:
                 items.reverse()
                 held = sum(map(kept_bytes, items))
                 while items:
-                    if following is None and held + self._pending_bytes() <= WINDOW_BYTES:
+                    pending = self._segment_reader.pending_bytes if self._segment_reader else 0
+                    if following is None and held + pending <= WINDOW_BYTES:
                         following = next(windows)
                     if epoch != self.epoch:
                         self.epoch, self.index = epoch, 0
@@ -235,9 +238,6 @@ class ShardReader:
                     item = items.pop()
                     held -= kept_bytes(item)
                     yield segment, item
-
-    def _pending_bytes(self) -> int:
-        return self._segment_reader.pending_bytes if self._segment_reader else 0
 
     def _windows(self) -> Generator[_Window | None, None, None]:
         """Window after window, and None after every sample read. The store learns each time which shard follows."""
@@ -262,3 +262,56 @@ class ShardReader:
             for segment in order.segments(self._stream, epoch, index):
                 yield epoch, segment
             epoch, index = epoch + 1, 0
+
+
+class MixedReader:
+    """Reads a shard stream of several weighted sources, item after item. Each source has a ShardReader of its own.
+
+    The shuffle window is shared among the sources by their weights.
+    """
+
+    def __init__(
+        self,
+        shards: OrderedShards,
+        start: StreamPosition,
+        kinds: Mapping[str, int],
+        open_store: Callable[[], Store],
+    ) -> None:
+        assert isinstance(shards.order, Mixed)
+        self._shards, self._order, self._stream = shards, shards.order, start.stream
+        self._kinds, self._open_store = kinds, open_store
+        self._place = start.index
+        places = start.sources or (0, 0) * len(self._order.weights)
+        self._starts = [StreamPosition(start.stream, *place) for place in zip(places[::2], places[1::2])]
+        self._readers: dict[int, ShardReader] = {}
+
+    @property
+    def position(self) -> tuple[int, ...]:
+        """0, usable samples given out, and the epoch and index of every source."""
+        places = (
+            self._readers[number].position if number in self._readers else (start.epoch, start.index)
+            for number, start in enumerate(self._starts)
+        )
+        return 0, self._place, *(value for place in places for value in place)
+
+    def next_item(self) -> tuple[Segment, Item]:
+        """The next item of the source that the place belongs to. An item that is not usable is replaced by the same source's next."""
+        source = self._order.source(self._stream, self._place)
+        if source not in self._readers:
+            self._readers[source] = self._open(source)
+        return self._readers[source].next_item()
+
+    def used(self) -> None:
+        """The last item was usable."""
+        self._place += 1
+
+    def _open(self, source: int) -> ShardReader:
+        share = self._order.weights[source] / sum(self._order.weights)
+        window = max(1, round(self._shards.window * share))
+        shards = replace(self._shards, order=self._order.within(source), window=window)
+        return ShardReader(shards, self._starts[source], self._kinds, self._open_store())
+
+    def close(self) -> None:
+        """Close the shards."""
+        for reader in self._readers.values():
+            reader.close()

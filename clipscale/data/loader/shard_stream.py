@@ -13,10 +13,9 @@ import numpy as np
 from clipscale.data.decode import image_bytes
 from clipscale.data.filters import Selection
 from clipscale.data.loader.host_batch import Arena, Slot, sample_id
-from clipscale.data.loader.mixed_reader import MixedReader
 from clipscale.data.loader.offload import RowKind, open_backend
 from clipscale.data.loader.pipeline import PipelineReader, PipelineSource, Source
-from clipscale.data.loader.shard_reader import Item, ShardReader, StreamPosition
+from clipscale.data.loader.shard_reader import Item, MixedReader, ShardReader, StreamPosition
 from clipscale.data.order import AUGMENT, CAPTION, CounterRNG, Mixed, Segment, local_places
 from clipscale.data.sample import BrokenSampleError, RawSample, limits
 from clipscale.data.shards.access import EVENT, Access

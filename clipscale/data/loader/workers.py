@@ -319,16 +319,10 @@ class Workers:
         process, spec = self._processes[number], self._specs[number]
         process.join(5)
         code = process.exitcode
-        how = (
-            f"was killed by {signal.Signals(-code).name}"
-            if code is not None and code < 0
-            else f"ended with status {code}"
-        )
-        who, remedy = (
-            f"data worker {number} (process {process.pid}) of rank {spec.rank}",
-            "if the machine ran out of memory, lower ",
-        )
-        remedy += "data.workers, data.shard_streams or data.shuffle"
+        killed = code is not None and code < 0
+        how = f"was killed by {signal.Signals(-code).name}" if killed else f"ended with status {code}"
+        who = f"data worker {number} (process {process.pid}) of rank {spec.rank}"
+        remedy = "if the machine ran out of memory, lower data.workers, data.shard_streams or data.shuffle"
         epoch = max(place.epoch for place in spec.streams)
         if epoch in self._epochs:
             raise UserError(f"{who} {how}, the second death of a loader in epoch {epoch}; {remedy}") from cause

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from clipscale.errors import UserError
-from clipscale.report.wandb_settings import DEFAULT_HOST, refuse_foreign_settings, wandb_host
+from clipscale.report.sinks import DEFAULT_HOST, refuse_foreign_settings, wandb_host
 
 
 @pytest.fixture(autouse=True)
