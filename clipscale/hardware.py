@@ -56,7 +56,7 @@ class Hardware:
         return int(self.memory * GIB)
 
     def peak(self, precision: str, tf32: bool = True) -> float:
-        """Peak FLOP/s of matrix products in `fp32`, `bf16` or `fp16`; for `fp8`, which attention does without, those of bf16."""
+        """Peak FLOP/s of matrix products in `fp32`, `bf16` or `fp16`; for 8 bits, which attention does without, those of bf16."""
         if precision != "fp32":
             return 1e12 * self.half
         return 1e12 * (self.tf32 if tf32 else self.fp32)

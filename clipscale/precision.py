@@ -8,9 +8,12 @@ from torch import Tensor, nn
 
 from clipscale.config.sections import PrecisionConfig
 from clipscale.errors import UserError
-from clipscale.models import fp8
+from clipscale.models import eight_bit
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+EIGHT_BIT = ("fp8", "int8")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16} | dict.fromkeys(
+    EIGHT_BIT, torch.bfloat16
+)
 """Type of autocast."""
 LEAST_LOSS_SCALE = 1.0
 """If fp16 gradients overflow even below this loss scale, the training itself diverges."""
@@ -25,7 +28,8 @@ class Precision:
                 f"precision.weights={config.weights} with precision.name={config.name}: bf16 weights go with precision=bf16; "
                 "else leave precision.weights=fp32"
             )
-        self.dtype, self.fp8 = DTYPES[config.name], config.name == "fp8"
+        self.dtype = DTYPES[config.name]
+        self.eight_bit = config.name if config.name in EIGHT_BIT else None
         self.device = device
         self.half_weights = config.weights == "bf16"
         self.master = self.half_weights and config.master
@@ -51,9 +55,9 @@ class Precision:
         return self.scaler is not None and self.loss_scale >= LEAST_LOSS_SCALE
 
     def convert(self, tower: nn.Module) -> None:
-        """With precision=fp8, replace the tower's linear layers in place; see `fp8.convert`. Comes before `hold` and any wrapper."""
-        if self.fp8:
-            fp8.convert(tower, self.device)
+        """With 8 bits, replace the tower's linear layers in place; see `eight_bit.convert`. Comes before `hold` and any wrapper."""
+        if self.eight_bit:
+            eight_bit.convert(tower, self.device, self.eight_bit)
 
     def hold(self, tower: nn.Module, *, sharded: bool = False) -> "MasterWeights | None":
         """Cast the tower's matrices in place, if the settings hold them in half precision; returns float32 copies for the optimizer.

@@ -133,9 +133,9 @@ class PrecisionConfig:
 
     name: str = setting(
         "fp32",
-        "`fp32`, `bf16` (autocast), `fp16` (autocast with a gradient scaler) or `fp8` (bf16, and linear layers in 8 bits through "
-        "torchao: not exact). A frozen tower's matrices are stored in it.",
-        choices=("fp32", "bf16", "fp16", "fp8"),
+        "`fp32`, `bf16` (autocast), `fp16` (autocast with a gradient scaler), `fp8` or `int8` (bf16, and linear layers in 8 bits "
+        "through torchao: not exact). A frozen tower's matrices are stored in it.",
+        choices=("fp32", "bf16", "fp16", "fp8", "int8"),
     )
     weights: str = setting(
         "fp32",

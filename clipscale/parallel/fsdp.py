@@ -57,8 +57,8 @@ def check_weights(config: PrecisionConfig) -> None:
 
 
 def sharding(zero: str, precision: Precision) -> Sharding:
-    """Of the settings. `auto` begins at stage 3. Layers of fp8 make their weights' type by themselves."""
-    half = precision.dtype != torch.float32 and not precision.fp8
+    """Of the settings. `auto` begins at stage 3. Layers in 8 bits make their weights' type by themselves."""
+    half = precision.dtype != torch.float32 and not precision.eight_bit
     return Sharding(3 if zero == "auto" else int(zero), precision.dtype if half else None, precision.half_weights)
 
 

@@ -150,7 +150,7 @@ MISTAKES = [
     ("train +optim.lrr=1", "unknown key 'optim.lrr'; did you mean 'optim.lr'?"),
     ("train ~optim.lrr", "unknown key 'optim.lrr'"),
     ("train experiment=openclip", "experiment=openclip: unknown; ...; did you mean 'openclip-vit-b32-laion400m'?"),
-    ("train precision=bf17", "precision=bf17: unknown; choose bf16, fp16, fp32 or fp8; did you mean 'bf16'?"),
+    ("train precision=bf17", "precision=bf17: unknown; choose bf16, fp16, fp32, fp8 or int8; did you mean 'bf16'?"),
     ("train batch=32k,64k", "batch=32k,64k: several values; add -m"),
     ("train data.train=a.tar,b.tar", "data.train=a.tar,b.tar: several values; add -m"),
     ("train batch=[1", "batch=[1: cannot be read"),

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-pytest.importorskip("torchao", reason="precision=fp8 needs torchao, an extra")
+pytest.importorskip("torchao", reason="precision=fp8 and int8 need torchao, an extra")
 
 from clipscale.cli.compose import once
 from clipscale.cli.main import main
@@ -21,13 +21,14 @@ from clipscale.distributed import World
 from clipscale.errors import UserError
 from clipscale.grad_cache import GradCache
 from clipscale.loss.api import contrastive_loss
-from clipscale.models import fp8
+from clipscale.models import eight_bit
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.precision import Precision
 from clipscale.train import Run
 from tests.conftest import TINY
 
 CPU = torch.device("cpu")
+LAYERS = {"fp8": "Float8Linear", "int8": "Int8Linear"}
 ARCHITECTURE: dict[str, Any] = {
     "embed_dim": 32,
     "vision_cfg": {"image_size": 32, "layers": 2, "width": 64, "head_width": 16, "patch_size": 8},
@@ -35,11 +36,11 @@ ARCHITECTURE: dict[str, Any] = {
 }
 
 
-def models() -> tuple[ClipModel, ClipModel, Precision]:
-    """The same weights in bf16 and in fp8."""
+def models(kind: str) -> tuple[ClipModel, ClipModel, Precision]:
+    """The same weights in bf16 and in 8 bits."""
     torch.manual_seed(0)
     plain = build_model(ModelConfig(name="own", architecture=ARCHITECTURE))
-    converted, precision = copy.deepcopy(plain), Precision(PrecisionConfig(name="fp8"), CPU)
+    converted, precision = copy.deepcopy(plain), Precision(PrecisionConfig(name=kind), CPU)
     for tower in (converted.image, converted.text):
         precision.convert(tower)
     return plain, converted, precision
@@ -51,16 +52,18 @@ def inputs(n: int) -> tuple[Tensor, Tensor]:
     return pixels, torch.randint(1, 49000, (n, 24), generator=generator)
 
 
-def test_names_and_values_of_the_parameters_stay() -> None:
-    plain, converted, _ = models()
+@pytest.mark.parametrize("kind", LAYERS)
+def test_names_and_values_of_the_parameters_stay(kind: str) -> None:
+    plain, converted, _ = models(kind)
     before, after = plain.state_dict(), converted.state_dict()
     assert list(before) == list(after) and all(torch.equal(before[name], after[name]) for name in before)
-    layers = [m for m in converted.modules() if type(m).__name__ == "Float8Linear"]
+    layers = [m for m in converted.modules() if type(m).__name__ == LAYERS[kind]]
     assert len(layers) == 8, "two in each block's MLP"
 
 
-def test_features_are_near_those_of_bf16() -> None:
-    plain, converted, precision = models()
+@pytest.mark.parametrize("kind", LAYERS)
+def test_features_are_near_those_of_bf16(kind: str) -> None:
+    plain, converted, precision = models(kind)
     for given, name in zip(inputs(6), ("image", "text")):
         with torch.no_grad(), precision.autocast():
             found, wanted = (getattr(m, name)(given).float() for m in (converted, plain))
@@ -68,9 +71,10 @@ def test_features_are_near_those_of_bf16() -> None:
         assert 1e-4 < worst < 0.05, f"{name}: {worst:.1e}"
 
 
-def test_the_second_pass_repeats_the_first_bit_for_bit() -> None:
+@pytest.mark.parametrize("kind", LAYERS)
+def test_the_second_pass_repeats_the_first_bit_for_bit(kind: str) -> None:
     """So the features' gradients belong to the features that the loss has seen."""
-    _, converted, precision = models()
+    _, converted, precision = models(kind)
     seen: list[list[Tensor]] = []
 
     class Watched(nn.Module):
@@ -100,18 +104,20 @@ def test_the_second_pass_repeats_the_first_bit_for_bit() -> None:
     assert all(p.grad is not None and p.grad.isfinite().all() for p in converted.image.parameters())
 
 
-def test_a_run_trains_fp8_layers(shards: str, tmp_path: Path) -> None:
-    words = (*TINY, f"data.train={shards}", f"run={tmp_path}/run", "precision=fp8")
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_run_trains_such_layers(shards: str, tmp_path: Path, kind: str) -> None:
+    words = (*TINY, f"data.train={shards}", f"run={tmp_path}/run", f"precision={kind}")
     config = typed(TrainConfig, once("train", list(words)))
     run = Run(config, World(0, 1, CPU))
     run.stream.close()
     kinds = [{type(m).__name__ for m in tower.modules()} for tower in (run.state.model.image, run.state.model.text)]
-    assert all("Float8Linear" in kind for kind in kinds)
+    assert all(LAYERS[kind] in found for found in kinds)
 
 
 @pytest.mark.slow
-def test_a_run_in_fp8_follows_the_curve_of_bf16_and_resumes_bit_for_bit(
-    shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_run_in_8_bits_follows_the_curve_of_bf16_and_resumes_bit_for_bit(
+    shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     words = [word for word in TINY if not word.startswith(("precision", "samples"))]
@@ -122,17 +128,23 @@ def test_a_run_in_fp8_follows_the_curve_of_bf16_and_resumes_bit_for_bit(
         lines = (tmp_path / "runs" / run / "metrics.jsonl").read_text().splitlines()
         return [json.loads(line)["loss"] for line in lines]
 
-    whole, half = curve("whole", "fp8"), curve("halves", "fp8", 32)
-    assert curve("halves", "fp8") == whole and half == whole[:2]
+    whole, half = curve("whole", kind), curve("halves", kind, 32)
+    assert curve("halves", kind) == whole and half == whole[:2]
     assert whole == pytest.approx(curve("bf16", "bf16"), rel=0.02) and len(whole) == 4
 
 
-def test_where_it_cannot_be_one_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match=r"precision=fp8: a tower has no linear layer of a suitable size"):
-        fp8.convert(nn.Sequential(nn.Linear(10, 16)), CPU)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    with pytest.raises(UserError, match=r"precision=fp8: this GPU \(sm_80\) has no such products"):
-        fp8.convert(nn.Linear(16, 16), torch.device("cuda", 0))
+@pytest.mark.parametrize(("kind", "older", "least"), [("fp8", (8, 0), 90), ("int8", (7, 5), 80)])
+def test_where_it_cannot_be_one_line_says_so(
+    monkeypatch: pytest.MonkeyPatch, kind: str, older: tuple[int, int], least: int
+) -> None:
+    with pytest.raises(UserError, match=rf"precision={kind}: a tower has no linear layer of a suitable size"):
+        eight_bit.convert(nn.Sequential(nn.Linear(10, 16)), CPU, kind)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: older)
+    name = "sm_{}{}".format(*older)
+    with pytest.raises(
+        UserError, match=rf"precision={kind}: this GPU \({name}\) has no such products, sm_{least} and later have"
+    ):
+        eight_bit.convert(nn.Linear(16, 16), torch.device("cuda", 0), kind)
     found = builtins.__import__
 
     def without(name: str, *rest: Any, **more: Any) -> Any:
@@ -141,5 +153,28 @@ def test_where_it_cannot_be_one_line_says_so(monkeypatch: pytest.MonkeyPatch) ->
         return found(name, *rest, **more)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(UserError, match=r"needs torchao; install clipscale\[fp8\]"):
-        fp8.convert(nn.Linear(16, 16), CPU)
+    eight_bit.int8_linear.cache_clear()
+    with pytest.raises(UserError, match=rf"precision={kind} needs torchao .*; install clipscale\[fp8\]"):
+        eight_bit.convert(nn.Linear(16, 16), CPU, kind)
+
+
+def test_int8_layers_multiply_as_integers() -> None:
+    """Forward, and both products of the backward pass, against rows and columns rounded here; inputs and gradients of any layout."""
+    torch.manual_seed(0)
+    layer, x = nn.Linear(32, 48), torch.randn(5, 3, 32).transpose(0, 1).requires_grad_()
+    plain = copy.deepcopy(layer)
+    assert eight_bit.convert(layer, CPU, "int8") == 1
+    y, wanted = layer(x), plain(x)
+    given = torch.randn(3, 48, 5).transpose(1, 2)
+
+    def rounded(a: Tensor) -> Tensor:
+        scale = a.abs().amax(1, keepdim=True) / 127
+        return (a / scale).round() * scale
+
+    torch.testing.assert_close(y, rounded(x.reshape(-1, 32)).view(3, 5, 32) @ rounded(plain.weight).T + plain.bias)
+    assert 1e-4 < (y - wanted).norm() / wanted.norm() < 0.02
+    y.backward(given)
+    rows, columns = given.reshape(-1, 48), x.detach().reshape(-1, 32)
+    assert x.grad is not None and layer.weight.grad is not None
+    torch.testing.assert_close(x.grad.reshape(-1, 32), rounded(rows) @ rounded(plain.weight.T).T)
+    torch.testing.assert_close(layer.weight.grad, rounded(rows.T) @ rounded(columns.T).T)
