@@ -3,6 +3,7 @@
 - Queries, keys and values are views of one projection, which `scaled_dot_product_attention` takes without a copy.
 - A causal mask is a flag, not a matrix, and follows the length of the captions.
 - The last block computes the pooled token alone. Of all other tokens it needs the keys and values.
+- Under autocast, layer norms of half-precision values read and write these. Autocast by itself would make float32 copies of both.
 
 N: samples, T: tokens, W: width, H: heads.
 """
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from open_clip.transformer import (
+    LayerNorm,
     ResidualAttentionBlock,
     TextTransformer,
     Transformer,
@@ -36,6 +38,9 @@ def make_lean(encoder: nn.Module) -> bool:
     encoder.__class__ = kind
     for block in transformer.resblocks:
         block.__class__ = LeanBlock
+    for module in encoder.modules():
+        if type(module) is LayerNorm:
+            module.__class__ = LeanNorm
     return True
 
 
@@ -84,6 +89,17 @@ class LeanBlock(ResidualAttentionBlock):
         """(N, T, parts * W) -> `parts` views (N, H, T, W / H)."""
         samples, length, _ = projected.shape
         return projected.view(samples, length, parts, self.attn.num_heads, -1).permute(2, 0, 3, 1, 4).unbind()
+
+
+class LeanNorm(LayerNorm):
+    """open_clip's layer norm. Mean and variance are float32; on a GPU, gains and biases are rounded as autocast rounds matrices."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype not in (torch.bfloat16, torch.float16):
+            return super().forward(x)
+        gain, bias = (p if p is None or x.device.type == "cpu" else p.to(x.dtype) for p in (self.weight, self.bias))
+        with torch.autocast(x.device.type, enabled=False):
+            return F.layer_norm(x, self.normalized_shape, gain, bias, self.eps)
 
 
 class LeanVision(VisionTransformer):

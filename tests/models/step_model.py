@@ -11,12 +11,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from open_clip.transformer import LayerNorm
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from clipscale.config.sections import ModelConfig
+from clipscale.models.lean import LeanNorm
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.plan.memory_tracker import cuda_autocast, without_memory
 
@@ -24,8 +26,15 @@ RATE, BANDWIDTH = 650e12, 4.3e12
 """FLOP/s of bf16 products and bytes/s that an H200 is assumed to reach."""
 MODELS = ("ViT-B-32", "ViT-B-16", "ViT-L-14", "ViT-H-14")
 CHUNK = 256
-ROWS = {"cache": (True, True), "unsorted": (True, False), "unlean": (False, True), "neither": (False, False)}
-"""Steps with the gradient cache: (lean towers, captions sorted and cut)."""
+ROWS = {
+    "cache": ("lean", True),
+    "cast norms": ("cast norms", True),
+    "unsorted": ("lean", False),
+    "unlean": ("open_clip", True),
+    "neither": ("open_clip", False),
+}
+"""Steps with the gradient cache: forward passes, and whether captions are sorted and cut. Cast norms: lean, with layer norms as
+autocast runs them."""
 
 
 class Clock(TorchDispatchMode):
@@ -56,27 +65,37 @@ def lengths(count: int = 4096) -> np.ndarray:
     return np.clip(np.random.default_rng(0).lognormal(m, s, count).round(), 3, 77)
 
 
+def autocast() -> torch.autocast:
+    """As `precision=bf16` has it: a new one for each pass over a chunk."""
+    return torch.autocast("cpu", torch.bfloat16)
+
+
 def tower_seconds(tower: torch.nn.Module, inputs: Tensor, *, cached: bool) -> float:
     """Of one chunk: forward and backward, and with the cache the first pass."""
     with Clock() as clock:
         if cached:
-            with torch.no_grad():
+            with torch.no_grad(), autocast():
                 tower(inputs)
-        y = tower(inputs)
+        with autocast():
+            y = tower(inputs)
         y.backward(torch.empty_like(y))
     return clock.seconds
 
 
-def built(name: str, lean: bool) -> ClipModel:
-    return build_model(ModelConfig(name=name, lean=lean))
+def built(name: str, towers: str) -> ClipModel:
+    model = build_model(ModelConfig(name=name, lean=towers != "open_clip"))
+    for module in model.modules() if towers == "cast norms" else ():
+        if type(module) is LeanNorm:
+            module.__class__ = LayerNorm
+    return model
 
 
 @cache
-def sample_seconds(name: str, lean: bool, cached: bool) -> tuple[float, dict[int, float]]:
+def sample_seconds(name: str, towers: str, cached: bool) -> tuple[float, dict[int, float]]:
     """Seconds of an image, and of a caption by the width at which it is computed."""
     widths = (8, 16, 24, 32, 48, 77)
     with without_memory(), cuda_autocast():
-        model = built(name, lean)
+        model = built(name, towers)
         side = model.image_size
         image = tower_seconds(model.image, torch.empty(CHUNK, 3, side, side, dtype=torch.uint8), cached=cached)
         texts = {}
@@ -88,12 +107,12 @@ def sample_seconds(name: str, lean: bool, cached: bool) -> tuple[float, dict[int
 
 def predicted(name: str) -> dict[str, float]:
     """Time of each row as a share of open_clip's plain step on whole contexts; and the plain step in microseconds a pair."""
-    image, texts = sample_seconds(name, False, False)
+    image, texts = sample_seconds(name, "open_clip", False)
     plain = image + texts[77]
     rows = {"plain_us": 1e6 * plain}
     widths = np.minimum(8 * np.ceil(lengths() / 8), 77)
-    for row, (lean, cut) in ROWS.items():
-        image, texts = sample_seconds(name, lean, True)
+    for row, (towers, cut) in ROWS.items():
+        image, texts = sample_seconds(name, towers, True)
         known = sorted(texts)
         text = float(np.interp(widths, known, [texts[w] for w in known]).mean()) if cut else texts[77]
         rows[row] = (image + text) / plain
@@ -101,7 +120,7 @@ def predicted(name: str) -> dict[str, float]:
 
 
 def table() -> str:
-    head = "| model | open_clip, plain | neither | unlean | unsorted | cache |\n|---|--:|--:|--:|--:|--:|\n"
+    head = f"| model | open_clip, plain | {' | '.join(reversed(ROWS))} |\n|---|--:|" + len(ROWS) * "--:|" + "\n"
     return head + "".join(
         f"| {name} | {row['plain_us']:.0f} us a pair | "
         + " | ".join(f"{row[key]:.2f}" for key in reversed(ROWS))
