@@ -89,7 +89,7 @@ step = -$(WITHIN) $$(($(1) + 60)) $(CLIPSCALE) bench step device=cuda precision=
 B32 := out=$(RESULTS)/vit-b32 model=vit-b32 chunk=512
 B16 := out=$(RESULTS)/vit-b16 model=vit-b16 chunk=256
 L14 := out=$(RESULTS)/vit-l14 model=vit-l14 chunk=128
-MAIN := plain@max open_clip-plain@max cache keep-80G open_clip compiled-plain@max compiled
+MAIN := plain@max open_clip-plain@max cache keep-80G open_clip compiled-plain@max compiled compiled-open_clip compiled-open_clip-plain@max
 REST := plain@max frozen-plain@max compiled-plain@max frozen keep-40G
 # The variants at the batches $(1), with what they are compared with.
 at = $(call listed,plain@max frozen-plain@max compiled-plain@max $(foreach way,$(2),$(foreach batch,$(1),$(way)@$(batch))))

@@ -17,7 +17,7 @@ from clipscale import files
 from clipscale.config.sections import CacheConfig
 from clipscale.distributed import World
 from clipscale.errors import UserError
-from clipscale.grad_cache import ActivationBudget
+from clipscale.kept_graphs import ActivationBudget
 from clipscale.parallel.fsdp import ShardedTower
 from clipscale.phases import Phases
 from clipscale.rng import RandomState

@@ -7,7 +7,6 @@ A contrastive loss couples samples only through their representations, so three 
 By the chain rule the sum over chunks is the gradient of one graph over the whole batch.
 """
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -21,7 +20,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves, tree_map
 
 from clipscale.errors import UserError
-from clipscale.pass_contexts import gradient_sync, graph_bytes, unchanged_buffers
+from clipscale.kept_graphs import CHECKPOINTED, ActivationBudget, KeptGraphs, Switch
+from clipscale.pass_contexts import gradient_sync, unchanged_buffers
 from clipscale.rng import RandomState
 
 
@@ -60,8 +60,10 @@ class GradCache:
         loss: maps one representation tensor per tower, over the whole (local) batch, to a scalar.
         chunks: samples per chunk, one size for all towers or one per tower. The last chunk may be shorter; a size beyond the batch
             means one chunk.
-        keep_bytes: memory for graphs kept from the first pass, whose chunks need no replay. 0: none; math.inf: all. The first chunk's
-            graph is measured, and chunks are kept in order while the next one fits.
+        keep_bytes: memory for graphs kept from the first pass, whose chunks need no replay. 0: none; math.inf: all. Graphs are
+            measured, and chunks are kept in order while the next one fits.
+        checkpointing: for each encoder None, or a function that turns its activation checkpointing, which is off, on and off. Then graphs
+            are kept checkpointed first, and whole with the memory that is left (`clipscale.kept_graphs`).
         autocast: makes the context in which encoders run. Each chunk gets a new one.
         scaler: a gradient scaler for fp16. It scales the loss before the backward pass.
 
@@ -89,6 +91,7 @@ class GradCache:
         *,
         chunks: int | Sequence[int],
         keep_bytes: float = 0,
+        checkpointing: Sequence[Switch | None] | None = None,
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
         scaler: "torch.amp.GradScaler | None" = None,
     ) -> None:
@@ -97,6 +100,7 @@ class GradCache:
             raise ValueError(f"chunks={chunks!r} must name one size, or one for each of the {len(encoders)} encoders")
         if min(sizes) < 1:
             raise ValueError(f"chunks={chunks!r}: a chunk holds at least one sample")
+        switches = [None] * len(encoders) if checkpointing is None else list(checkpointing)
         self.loss = loss
         self.scaler = scaler
         self.after_chunk: Callable[[int, int], None] | None = None
@@ -108,12 +112,12 @@ class GradCache:
             _Tower(
                 encoder,
                 size,
-                self.budget,
+                KeptGraphs(self.budget, switch),
                 autocast,
                 shared=sum(e is encoder for e in encoders) > 1,
                 last=encoder not in encoders[i + 1 :],
             )
-            for i, (encoder, size) in enumerate(zip(encoders, sizes, strict=True))
+            for i, (encoder, size, switch) in enumerate(zip(encoders, sizes, switches, strict=True))
         ]
 
     def step(self, *inputs: Any) -> Tensor:
@@ -134,8 +138,9 @@ class GradCache:
             raise ValueError(f"{len(inputs)} inputs for {len(self.towers)} encoders")
         self.budget.used = 0
         self._encoded = None
-        for tower in self.towers:
+        for i, tower in enumerate(self.towers):
             tower.begin()
+            tower.graphs.later = sum(later.least for later in self.towers[i + 1 :])
         if self._random:
             self._random.restore()
             self._random = None
@@ -181,42 +186,24 @@ class GradCache:
             tower.representations = torch.empty(0)
 
 
-class ActivationBudget:
-    """Memory for graphs kept between the passes. The towers of one cache share it."""
-
-    def __init__(self, bytes: float) -> None:
-        self.bytes = bytes
-        """May change before each step."""
-        self.used = 0
-        self.limit = math.inf
-        """Bytes that were in use when the device ran out of memory within the budget."""
-
-    def fits(self, cost: int) -> bool:
-        """Whether one more graph of `cost` bytes stays within the budget. A cost of 0 is not measured yet."""
-        return self.bytes > 0 and self.used + cost <= min(self.bytes, self.limit)
-
-
 @dataclass
 class _Tower:
     """One encoder's two passes over its chunks."""
 
     encoder: Callable[..., Tensor]
     size: int
-    budget: ActivationBudget
+    graphs: KeptGraphs
     autocast: Callable[[], AbstractContextManager[Any]]
     shared: bool
     """Whether the encoder serves several towers."""
     last: bool
     """Whether no later tower has this encoder. The last one synchronises its gradients."""
-    cost: int = 0
-    """Bytes of a full chunk's graph; 0: not measured yet."""
     representations: Tensor = field(default_factory=lambda: torch.empty(0))
     inputs: Any = None
     spans: list[tuple[int, int]] = field(default_factory=list)
     order: Tensor | None = None
     """Row of the batch at each position of an `Arranged` input."""
     random_states: list[RandomState] = field(default_factory=list)
-    kept: list[Tensor] = field(default_factory=list)
     replayed: int = 0
     """Chunks whose gradient the second pass has added."""
     restored: dict[str, Any] | None = None
@@ -224,8 +211,9 @@ class _Tower:
 
     def begin(self) -> None:
         """A step begins."""
-        self.random_states, self.kept, self.replayed, self.representations = [], [], 0, torch.empty(0)
+        self.random_states, self.replayed, self.representations = [], 0, torch.empty(0)
         self.order = None
+        self.graphs.begin()
 
     def state_dict(self) -> dict[str, Any]:
         rows = self.spans[len(self.random_states) - 1][1] if self.random_states else 0
@@ -254,7 +242,7 @@ class _Tower:
             self.random_states.append(RandomState.now())
             # DDP decides in the forward pass whether the backward pass synchronises. If the last chunk is kept, this is its only forward.
             with gradient_sync(self.encoder, self.last and i == len(self.spans) - 1):
-                out = self.run_kept(start, stop) if self.keeps(i) else self.run_without_graph(start, stop)
+                out = self.first_pass(i, start, stop)
             if i == 0:
                 self.representations = out.new_empty((rows, *out.shape[1:]))
             self.representations.data[self.place(start, stop)] = out.detach()
@@ -287,40 +275,28 @@ class _Tower:
     def ranges(self, rows: int) -> Iterator[tuple[int, int]]:
         spans, trained = self.cut(rows), self.trained  # evaluated here, because gradients are off inside the first pass
         done = len(self.restored["random"]) if self.restored else 0
-        replayed = (span for _ in range(trained) for span in spans[max(len(self.kept), self.replayed) :])
+        replayed = (span for _ in range(trained) for span in spans[max(len(self.graphs.outputs), self.replayed) :])
         return chain(spans[done:], replayed)
 
-    def keeps(self, i: int) -> bool:
-        """Whether chunk i keeps its graph. Kept chunks come first, without gaps.
+    def first_pass(self, i: int, start: int, stop: int) -> Tensor:
+        """Encode chunk i, with a graph if that is to be kept.
 
         DDP synchronises in the backward pass of its last forward pass, and all kept graphs share one backward pass. So the last chunk is
         kept only together with all others, and never for an encoder that serves several towers.
         """
-        if not self.trained or len(self.kept) < i or (self.shared and i == len(self.spans) - 1):
-            return False
-        return self.budget.fits(self.cost)
-
-    def run_without_graph(self, start: int, stop: int) -> Tensor:
-        with torch.no_grad():
-            return self.run(start, stop)
-
-    def run_kept(self, start: int, stop: int) -> Tensor:
-        """Encode with a graph and keep the graph if it fits the budget."""
-        try:
-            with graph_bytes() as size:
-                out = self.run(start, stop)
-        except torch.OutOfMemoryError:
-            out = None  # retry outside this block: the exception's traceback holds the incomplete graph
-        if out is None:  # fragmented memory: from now on keep no more than fitted this time
-            self.budget.limit = self.budget.used
+        kind = self.graphs.kind(i, len(self.spans) - self.shared) if self.trained else None
+        out = self.graphs.run(kind, lambda: self.run(start, stop)) if kind else None
+        if kind and out is None:
             self.random_states[-1].restore()
-            return self.run_without_graph(start, stop)
-        self.cost = max(self.cost, size())
-        if not self.budget.fits(size()):
-            return out.detach()
-        self.budget.used += size()
-        self.kept.append(out)
+        if out is None:
+            with torch.no_grad():
+                out = self.run(start, stop)
         return out
+
+    @property
+    def least(self) -> int:
+        """Bytes of all checkpointed graphs of a step like the last one."""
+        return self.graphs.costs[CHECKPOINTED] * len(self.spans)
 
     def run(self, start: int, stop: int) -> Tensor:
         arguments = self.inputs.chunk(start, stop)
@@ -340,14 +316,15 @@ class _Tower:
         gradient = self.representations.grad
         if gradient is None:
             return
-        first = len(self.kept)
-        kept_rows = [gradient[self.place(start, stop)] for start, stop in self.spans[:first]]
-        if self.kept:
+        if kept := self.graphs.take():
             before_chunk()
-            with gradient_sync(self.encoder, self.last and first == len(self.spans)):
-                torch.autograd.backward(self.kept, kept_rows)
-            self.kept, self.replayed = [], first
-            yield sum(len(rows) for rows in kept_rows)
+            rows = [gradient[self.place(start, stop)] for start, stop in self.spans[: len(kept)]]
+            synced = gradient_sync(self.encoder, self.last and len(kept) == len(self.spans))
+            with synced, unchanged_buffers(self.encoder):  # checkpointed graphs run blocks again
+                torch.autograd.backward(kept, rows)
+            self.replayed = len(kept)
+            del kept
+            yield sum(map(len, rows))
         with unchanged_buffers(self.encoder), RandomState.now().preserved():
             for start, stop in self.spans[self.replayed :]:
                 before_chunk()

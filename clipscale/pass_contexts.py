@@ -1,29 +1,11 @@
-"""Contexts around one pass of an encoder: what its graph takes, whether its gradients are summed over ranks, and its buffers kept."""
+"""Contexts around one pass of an encoder: whether its gradients are summed over ranks, and its buffers kept."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-
-
-@contextmanager
-def graph_bytes() -> Iterator[Callable[[], int]]:
-    """Measures the graph that is built inside: the allocator's bytes on a GPU, else the bytes of its saved tensors."""
-    saved: dict[int, int] = {}
-
-    def save(tensor: Tensor) -> Tensor:
-        if not isinstance(tensor, nn.Parameter) and not isinstance(tensor._base, nn.Parameter):
-            storage = tensor.untyped_storage()
-            saved[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        before = torch.cuda.memory_allocated()
-        yield lambda: torch.cuda.memory_allocated() - before
-    else:
-        with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
-            yield lambda: sum(saved.values())
+from torch.nn.modules.batchnorm import _BatchNorm
 
 
 @contextmanager
@@ -47,10 +29,14 @@ def gradient_sync(encoder: Callable[..., Tensor], enabled: bool) -> Iterator[Non
 
 @contextmanager
 def unchanged_buffers(encoder: Callable[..., Tensor]) -> Iterator[None]:
-    """Restores the encoder's buffers afterwards: running statistics are updated by the first pass alone."""
-    buffers = list(encoder.buffers()) if isinstance(encoder, nn.Module) else []
-    before = [b.clone() for b in buffers]
+    """Restores the encoder's buffers afterwards: running statistics are updated by the first pass alone.
+
+    Buffers that nothing has changed are not written, since graphs of other towers may hold them.
+    """
+    modules = list(encoder.modules()) if isinstance(encoder, nn.Module) else []
+    before = [(module, b, b.clone(), b._version) for module in modules for b in module.buffers(recurse=False)]
     yield
     with torch.no_grad():
-        for buffer, value in zip(buffers, before, strict=True):
-            buffer.copy_(value)
+        for module, buffer, value, version in before:
+            if buffer._version != version or isinstance(module, _BatchNorm):  # its kernel does not count what it writes
+                buffer.copy_(value)

@@ -11,7 +11,7 @@ from clipscale import autotune
 from clipscale.autotune import BudgetTuner, StageTuner
 from clipscale.distributed import World
 from clipscale.errors import UserError
-from clipscale.grad_cache import ActivationBudget
+from clipscale.kept_graphs import ActivationBudget
 from clipscale.parallel.fsdp import ShardedTower
 from clipscale.phases import Phases
 

@@ -18,6 +18,7 @@ from clipscale.data.loader.captions import SortedCaptions
 from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.distributed import World, gradient_norm
 from clipscale.grad_cache import GradCache
+from clipscale.kept_graphs import CHECKPOINTED, WHOLE, checkpointing_switch
 from clipscale.loss.api import contrastive_loss
 from clipscale.loss.reference import dense_contrastive_loss
 from clipscale.models.towers import ClipModel, build_model
@@ -34,7 +35,7 @@ DIMENSIONS: dict[str, tuple[Any, ...]] = {
     "offload": ("none", "host"),
     "keep": (0.0, 60e3, 1e9),
     "loss": ("softmax", "sigmoid", "hard negatives"),
-    "checkpointing": (False, True),
+    "checkpointing": ("none", "all", "kept graphs"),
     "captions": ("as they come", "sorted"),
     "stage": (1, 2, 3),
 }
@@ -51,7 +52,7 @@ class Case:
     offload: str
     keep: float
     loss: str
-    checkpointing: bool
+    checkpointing: str
     captions: str
     stage: int
     dtype: str = "float64"
@@ -109,7 +110,7 @@ def model_of(case: Case) -> ClipModel:
             name="small",
             architecture=architecture,
             patch_dropout=0.5 if case.noise == "patch dropout" else 0.0,
-            grad_checkpointing=case.checkpointing,
+            grad_checkpointing=case.checkpointing == "all",
             init_scale=5.0,
             init_bias=-2.0 if case.loss == "sigmoid" else None,
         )
@@ -167,7 +168,11 @@ def one_graph(case: Case) -> tuple[dict[str, Tensor], float]:
     return gradients(model), value.item()
 
 
-def cut_up(case: Case, rank: int) -> tuple[dict[str, Tensor], float, float]:
+Answer = tuple[dict[str, Tensor], float, float, set[str]]
+"""Gradients, value, gradients' norm, and the kinds of graphs that were kept."""
+
+
+def cut_up(case: Case, rank: int) -> Answer:
     """The same step by the cache, on this rank."""
     model, world = model_of(case), World(rank, case.ranks, torch.device("cpu"))
     sharding = Sharding(case.stage)
@@ -177,19 +182,26 @@ def cut_up(case: Case, rank: int) -> tuple[dict[str, Tensor], float, float]:
         bias = model.logit_bias if case.loss == "sigmoid" else None
         return contrastive_loss(u, v, model.logit_scale.exp(), logit_bias=bias, objective=objective(case))
 
-    cache = GradCache(towers, loss, chunks=case.chunks, keep_bytes=case.keep)
-    torch.manual_seed(7 + rank)
+    switches = None
+    if case.checkpointing == "kept graphs":
+        switches = [checkpointing_switch(tower, ModelConfig()) for tower in towers]
+    cache = GradCache(towers, loss, chunks=case.chunks, keep_bytes=case.keep, checkpointing=switches)
     pixels, tokens = inputs_of(case, rank)
     texts: ChunkLoader | SortedCaptions = rows_of(tokens, case)
     if case.captions == "sorted":
         texts = sorted_captions(case, tokens, lambda own: world.highest(own)[0])
         if world.size > 1:
             assert len(set(world.gather(len(texts.spans(case.chunks[1]))))) == 1, "FSDP2 needs equally many chunks"
+    if switches and case.keep:  # the first step measures graphs
+        cache.step(rows_of(pixels, case), texts)
+        model.zero_grad()
+    torch.manual_seed(7 + rank)
     value = cache.step(rows_of(pixels, case), texts)
+    kinds = {kind for tower in cache.towers for kind in tower.graphs.kinds}
     scalars = (model.logit_scale, model.logit_bias)
     for one in world.begin_sums(p for p in scalars if p is not None and p.grad is not None):
         one.wait()
-    return gradients(model), value.item(), gradient_norm(model.parameters()).item()
+    return gradients(model), value.item(), gradient_norm(model.parameters()).item(), kinds
 
 
 def sorted_captions(case: Case, tokens: Tensor, most: Callable[[int], int]) -> SortedCaptions:
@@ -210,7 +222,7 @@ def rows_of(tensor: Tensor, case: Case) -> ChunkLoader:
     return ChunkLoader(lambda start, stop: tensor[start:stop], len(tensor), torch.device("cpu"), resident=resident)
 
 
-def all_cut_up(rank: int, ranks: int, cases: Iterable[dict[str, Any]]) -> list[tuple[dict[str, Tensor], float, float]]:
+def all_cut_up(rank: int, ranks: int, cases: Iterable[dict[str, Any]]) -> list[Answer]:
     return [cut_up(Case(**case), rank) for case in cases]
 
 
@@ -226,7 +238,10 @@ def test_the_step_is_that_of_one_graph(ranks: int, dtype: str) -> None:
     for i, case in enumerate(cases):
         wanted, value = one_graph(case)
         norm = torch.nn.utils.get_total_norm(wanted.values()).item()
-        for found, found_value, found_norm in (answer[i] for answer in answers):
+        for found, found_value, found_norm, kinds in (answer[i] for answer in answers):
+            if case.checkpointing == "kept graphs":
+                some = set() if case.chunks == (12, 24) else {CHECKPOINTED}
+                assert {0.0: set(), 60e3: some, 1e9: {WHOLE}}[case.keep] <= kinds, case
             assert found_value == pytest.approx(value, rel=tolerance), case
             assert found_norm == pytest.approx(norm, rel=tolerance), case
             assert found.keys() == wanted.keys(), case

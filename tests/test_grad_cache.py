@@ -21,8 +21,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 import clipscale
 from clipscale.distributed import World, gradient_norm
 from clipscale.grad_cache import GradCache
+from clipscale.kept_graphs import graph_bytes
 from clipscale.parallel.fsdp import Sharding
-from clipscale.pass_contexts import graph_bytes
 from clipscale.rng import RandomState
 from tests.ranks import run_ranks
 

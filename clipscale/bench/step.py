@@ -42,6 +42,8 @@ METHODS = {
     "compiled": "the cache, both towers under torch.compile (also compiled-keep-N)",
     "open_clip": "open_clip's own training loop with accumulation over the chunks; it updates nothing here either",
     "open_clip-plain": "the same loop without accumulation",
+    "compiled-open_clip": "its loop with accumulation, its model under torch.compile",
+    "compiled-open_clip-plain": "its loop without accumulation, its model under torch.compile",
 }
 """Name -> what it is."""
 BY_DEFAULT = (
@@ -115,7 +117,7 @@ class StepPart:
         for name in dict.fromkeys(map(method_of, self.cases)) if self.batches else []:
             sizes = {case.partition("@")[2] for case in self.cases if method_of(case) == name} - {"max"}
             batches = {*map(int, sizes), *(self.batches if name in CURVES else ())}
-            if name == "open_clip":
+            if Name.of(name).base == "open_clip":
                 batches = {batch for batch in batches if batch % self.job.about["chunk"] == 0}
             if batches:
                 probed = [(name, batch) for batch in sorted(batches)]

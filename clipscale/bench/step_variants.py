@@ -23,6 +23,7 @@ from clipscale.data.loader.captions import SortedCaptions
 from clipscale.data.loader.host_batch import Arena, HostBatch, Layout
 from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.grad_cache import GradCache
+from clipscale.kept_graphs import WHOLE, checkpointing_switch
 from clipscale.loss.api import contrastive_loss
 from clipscale.models.towers import ClipModel, Flops, architecture, build_model
 from clipscale.precision import Precision
@@ -50,7 +51,7 @@ class Name:
         text = text.partition("@")[0]
         first, _, rest = text.partition("-")
         kind, base = (first, rest or "cache") if first in KINDS else ("", text)
-        known = ("plain", "cache") if kind else ("plain", "cache", "open_clip", "open_clip-plain")
+        known = ("plain", "cache", "open_clip", "open_clip-plain")[: 2 if kind not in ("", "compiled") else None]
         keep = re.fullmatch(r"keep-(\d+)(G?)", base)
         if base not in known and not (keep and int(keep[1]) >= 1 and (keep[2] or int(keep[1]) <= 100)):
             raise ValueError(text)
@@ -107,7 +108,9 @@ class StepVariants:
 
     def _built(self, name: Name) -> StepVariant:
         if name.base.startswith("open_clip"):
-            return StepVariant(partial(self.normalised, whole=name.whole), self.open_clip_step, self.flops(False))
+            peer = self.compiled_peer if name.kind else self.peer
+            step = partial(self.open_clip_step, peer)
+            return StepVariant(partial(self.normalised, whole=name.whole), step, self.flops(False))
         model, frozen = self.model(name.kind), name.kind == "frozen"
         if name.whole:
             return StepVariant(self.on_device, self.plain_step(model, frozen), self.flops(frozen))
@@ -200,7 +203,14 @@ class StepVariants:
     def cached_step(self, model: ClipModel, name: Name) -> Callable[[Any, Meter], None]:
         """The gradient cache; `keep-50`: half of all graphs are kept; `keep-20G`: 20 GiB of them are."""
         towers, base = [model.image, model.text], name.base
-        cache = GradCache(towers, self.loss_of(model), chunks=self.chunk, autocast=self.precision.autocast)
+        config = replace(self.config, compile=name.kind == "compiled")
+        cache = GradCache(
+            towers,
+            self.loss_of(model),
+            chunks=self.chunk,
+            checkpointing=[checkpointing_switch(tower, config) for tower in towers],
+            autocast=self.precision.autocast,
+        )
         kept = base.removeprefix("keep-") if base.startswith("keep-") else "0"
 
         def budget(inputs: Sequence[ChunkLoader | SortedCaptions]) -> float:
@@ -209,15 +219,17 @@ class StepVariants:
             share, trained = int(kept) / 100, [tower for tower in cache.towers if tower.trained]
             if share in (0, 1):
                 return share * math.inf if share else 0
-            if not all(tower.cost for tower in trained):  # the first time: measure one graph of each tower
+            if not all(tower.graphs.costs[WHOLE] for tower in trained):  # the first time: measure a graph of each tower
                 for tower in trained:
                     cache.budget.bytes = 1
+                    switch, tower.graphs.switch = tower.graphs.switch, None
                     tower.encode(inputs[cache.towers.index(tower)])
+                    tower.graphs.switch = switch
             total = 0.0
             for tower in trained:
                 rows = inputs[cache.towers.index(tower)]
                 whole = rows.contexts(tower.size) if isinstance(rows, SortedCaptions) else len(rows)
-                total += tower.cost * whole / min(tower.size, len(rows))
+                total += tower.graphs.costs[WHOLE] * whole / min(tower.size, len(rows))
             return share * total
 
         def step(inputs: tuple[ChunkLoader, ChunkLoader], meter: Meter) -> None:
@@ -245,7 +257,12 @@ class StepVariants:
         self.weights.append(model)
         return model
 
-    def open_clip_step(self, inputs: list[tuple[Tensor, Tensor]], meter: Meter) -> None:
+    @cached_property
+    def compiled_peer(self) -> Any:
+        """The same, compiled as its trainer does with --torchcompile."""
+        return torch.compile(self.peer)
+
+    def open_clip_step(self, peer: torch.nn.Module, inputs: list[tuple[Tensor, Tensor]], meter: Meter) -> None:
         """One step of open_clip's own training loop with accumulation over the chunks it is given."""
         import open_clip
         from open_clip_train.train import train_one_epoch
@@ -257,7 +274,7 @@ class StepVariants:
             skip_scheduler=True, horovod=False, grad_clip_norm=None, log_every_n_steps=1, wandb=False, log_local=False,
         )  # fmt: skip
         data = {"train": SimpleNamespace(dataloader=chunks, set_epoch=lambda _: None)}
-        train_one_epoch(self.peer, data, open_clip.ClipLoss(), 0, _NoOptimizer(), None, None, None, args)
+        train_one_epoch(peer, data, open_clip.ClipLoss(), 0, _NoOptimizer(), None, None, None, args)
         meter("step")
 
 

@@ -19,15 +19,19 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from clipscale.checkpoint import Saved
 from clipscale.config.train import TrainConfig
 from clipscale.data.features import StoredFeatures
 from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.distributed import World, sync_batch_norm
+from clipscale.kept_graphs import CHECKPOINTED
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.models.weights import without_weights
 from clipscale.parallel.fsdp import STAGE_3, Sharding
+from clipscale.pass_contexts import gradient_sync
 from clipscale.plan.memory_tracker import DryMachine, MemoryTracker, cuda_autocast, without_memory
 from clipscale.state.caption_rule import CaptionRule
 from clipscale.state.train_state import TrainState
@@ -35,6 +39,36 @@ from clipscale.state.train_state import TrainState
 CPU = torch.device("cpu")
 TOWERS = ("image", "text")
 PHASES = ("encode", "loss", "replay", "optim")
+
+
+@dataclass(frozen=True)
+class Graph:
+    """One chunk's graph, kept for the second pass. Bytes, and FLOP of matrix products."""
+
+    held: int = 0
+    beyond: int = 0
+    """That its backward pass takes on top, the gradients among them."""
+    gradients: int = 0
+    """That stay."""
+    forward: int = 0
+    """FLOP of the pass that makes it."""
+    backward: int = 0
+    """FLOP of its backward pass."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The graphs of one tower that wait between the passes."""
+
+    whole: int = 0
+    checkpointed: int = 0
+    repeated: float = 1.0
+    """Share of a forward pass that the backward pass of a checkpointed graph repeats."""
+
+    @property
+    def saved(self) -> float:
+        """Forward passes of a chunk that need not be computed."""
+        return self.whole + self.checkpointed * (1 - self.repeated)
 
 
 @dataclass(frozen=True)
@@ -47,7 +81,7 @@ class StepMemory:
     """Peak of each stage: "encode image", "loss", ... A frozen tower has no replay stage."""
     fixed: dict[str, int] = field(default_factory=dict)
     """Live bytes between steps, by what they hold."""
-    kept: tuple[int, int] = (0, 0)
+    kept: tuple[Kept, Kept] = (Kept(), Kept())
     """Image and text chunks whose graphs are kept."""
 
     def phase(self, name: str) -> float:
@@ -309,18 +343,38 @@ class DryRun:
         self.state.optimizer.zero_grad()
         return self.tracker.take_peak() - before
 
-    def graph(self, tower: int, size: int) -> int:
-        """Bytes that the graph of one chunk of a tower holds when it is kept for the second pass."""
+    def graph(self, tower: int, size: int, kind: str) -> Graph:
+        """The graph of one chunk of a tower; of no bytes where it has no second pass, or no graphs of this kind."""
         kept = self.state.cache.towers[tower]
-        if not kept.trained:
-            return 0
+        if not kept.trained or (kind == CHECKPOINTED and not kept.graphs.switch):
+            return Graph()
+        self.state.optimizer.zero_grad()
         rows = self.samples(tower, size)
         before = self.tracker.live
-        with kept.autocast():
-            out = kept.encoder(rows)
-        held = self.tracker.live - before
+        with Products() as forward, gradient_sync(kept.encoder, False):
+            with kept.graphs.switched(kind), kept.autocast():
+                out = kept.encoder(rows)
+            held = self.tracker.live - before
+            self.tracker.take_peak()
+            with Products() as backward:
+                out.backward(torch.empty_like(out))
+        beyond = self.tracker.take_peak() - before - held
         del out
-        return held
+        gradients = self.tracker.live - before
+        self.state.optimizer.zero_grad()
+        return Graph(held, beyond, gradients, forward.flops - backward.flops, backward.flops)
+
+
+class Products(TorchDispatchMode):
+    """`flops`: of the matrix products inside."""
+
+    flops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if count := flop_registry.get(func._overloadpacket):
+            self.flops += count(*args, **(kwargs or {}), out_val=out)
+        return out
 
 
 @contextmanager

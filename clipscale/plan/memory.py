@@ -12,7 +12,8 @@ from clipscale.data.loader.host_batch import Layout
 from clipscale.data.loader.memory import largest_pool
 from clipscale.data.loader.stream import worker_count
 from clipscale.data.order import default_streams, streams_of
-from clipscale.plan.dry_run import DryRun, StepMemory
+from clipscale.kept_graphs import CHECKPOINTED, WHOLE, ActivationBudget, KeptGraphs
+from clipscale.plan.dry_run import DryRun, Graph, Kept, StepMemory
 from clipscale.units import parse_count
 
 MIB, GIB = 2**20, 2**30
@@ -37,10 +38,12 @@ Chunks = tuple[int | None, int | None]
 class MemoryModel:
     """Memory of a step at any batch and chunk size. Every stage's peak is a straight line in b and in c, so few dry-run steps suffice."""
 
-    def __init__(self, run: DryRun) -> None:
-        self.run = run
+    def __init__(self, run: DryRun, captions: float = 1.0) -> None:
+        """`captions`: tokens of an average caption as a share of the context. Chunks of sorted captions hold as many more of them."""
+        self.run, self.captions = run, captions
         self._steps: dict[tuple[tuple[int, int], int], StepMemory] = {}
         self._losses: dict[int, int] = {}
+        self._graphs: dict[tuple[int, int, str], Graph] = {}
 
     def at(self, batch: int, chunks: Chunks, keep: float = 0) -> StepMemory:
         """A step of `batch` samples on a rank, with `keep` bytes for kept graphs."""
@@ -55,6 +58,11 @@ class MemoryModel:
         step = replace(near.extended(further, slope), fixed=self.run.fixed)
         step.peak["loss"] = step.before["loss"] + self.loss(batch)
         return self._with_kept(step, batch, chunks, keep) if keep else step
+
+    def counts(self, batch: int, chunks: Chunks) -> list[int]:
+        """Image and text chunks of a batch."""
+        image, text = (chunk or batch for chunk in chunks)
+        return [math.ceil(batch / image), math.ceil(batch * self.captions / text)]
 
     def estimate(self, batch: int, size: int, chunk: int) -> StepMemory:
         """A step with chunks of `size` samples for both towers, by the straight line through chunks of `chunk` and of half as many."""
@@ -80,30 +88,55 @@ class MemoryModel:
             self._steps[key] = self.run.step(*key)
         return self._steps[key]
 
+    def _graph(self, tower: int, size: int, kind: str) -> Graph:
+        if (tower, size, kind) not in self._graphs:
+            self._graphs[tower, size, kind] = self.run.graph(tower, size, kind)
+        return self._graphs[tower, size, kind]
+
     def _with_kept(self, step: StepMemory, batch: int, chunks: Chunks, keep: float) -> StepMemory:
-        """Adds the graphs that fit into `keep`, image chunks first, as GradCache does. A graph lives until its tower's second pass."""
-        kept, held, last, all_kept = [], [], [], []
-        for tower, chunk in enumerate(chunks):
-            size = self.run.graph(tower, min(chunk or batch, batch))
-            count = math.ceil(batch / (chunk or batch))
-            kept.append(min(count, int(keep // size)) if size else 0)
-            held.append(kept[-1] * size)
-            last.append(size if kept[-1] else 0)
-            all_kept.append(kept[-1] >= count)
-            keep -= held[-1]
-        images, texts = held
-        both = images + texts
+        """Adds the graphs that GradCache would keep in `keep` bytes. A graph lives until its tower's second pass."""
+        sizes = [min(chunk or batch, batch) for chunk in chunks]
+        counts = self.counts(batch, chunks)
+        whole, small = ([self._graph(i, size, kind) for i, size in enumerate(sizes)] for kind in (WHOLE, CHECKPOINTED))
+        budget, kinds = ActivationBudget(keep), []
+        for i, count in enumerate(counts):
+            costs = {WHOLE: whole[i].held, CHECKPOINTED: small[i].held}
+            later = sum(n * graph.held for n, graph in zip(counts[i + 1 :], small[i + 1 :]))
+            graphs = KeptGraphs(budget, (lambda on: None) if small[i].held else None, costs, later)
+            kinds.append(graphs.planned(count) if whole[i].held else [])
+        kept = [
+            Kept(
+                found.count(WHOLE),
+                found.count(CHECKPOINTED),
+                (small[i].backward - whole[i].backward) / whole[i].forward if small[i].held else 1.0,
+            )
+            for i, found in enumerate(kinds)
+        ]
+        held = [k.whole * whole[i].held + k.checkpointed * small[i].held for i, k in enumerate(kept)]
+        both = sum(held)
+        # A chunk's forward pass has its own graph in `step` already if it is kept whole, and so has the second pass of a tower.
+        last = [
+            (small[i].held if k.checkpointed else whole[i].held) if len(kinds[i]) == counts[i] else 0
+            for i, k in enumerate(kept)
+        ]
+        others = [max(0, k.whole - 1) * whole[i].held for i, k in enumerate(kept)]
         extra = {
-            "encode image": images - last[0] * all_kept[0],
-            "encode text": both - last[1] * all_kept[1],
+            "encode image": held[0] - last[0],
+            "encode text": both - last[1],
             "loss": both,
-            "replay image": max(0, images - last[0]) + texts,
-            "replay text": max(0, texts - last[1]),
+            "replay image": others[0] + held[1],
+            "replay text": others[1],
         }
         peak = {stage: size + extra.get(stage, 0) for stage, size in step.peak.items()}
-        # The forward pass of a kept chunk leaves its graph behind, so none of its memory is freed when it ends.
-        for stage, size in (("encode image", images), ("encode text", both)):
-            peak[stage] = max(peak[stage], step.before["encode"] + size)
+        # The forward pass of a kept chunk leaves its graph behind, so none of its memory is freed when it ends. Checkpointed graphs are
+        # the last that are made, so the first that the second pass reaches.
+        start, replay = step.before["encode"], step.before["replay"]
+        least = {"encode image": start + held[0], "encode text": start + both}
+        if kept[0].checkpointed:
+            least["replay image"] = replay + both + small[0].beyond
+        if kept[1].checkpointed:
+            least["replay text"] = replay + held[1] + whole[0].gradients + small[1].beyond
+        peak |= {stage: max(peak[stage], size) for stage, size in least.items()}
         before = {phase: size + (both if phase in ("loss", "replay") else 0) for phase, size in step.before.items()}
         return replace(step, before=before, peak=peak, kept=(kept[0], kept[1]))
 

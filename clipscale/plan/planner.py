@@ -79,7 +79,7 @@ class MemoryPlan:
         self.config, self.gpu, self.run = config, gpu, run
         self.ranks = config.gpus * config.nodes
         self.local = config.batch // self.ranks
-        self.model = MemoryModel(run)
+        self.model = MemoryModel(run, caption_width(config, run) / run.context_length)
         self.workspace = workspace_bytes(gpu.capability) if gpu else 0
         self.outside = outside_bytes(self.ranks) if gpu else 0
         self.usable = math.inf if gpu is None else gpu.memory_bytes * (1 - config.reserve)
@@ -183,7 +183,10 @@ class MemoryPlan:
                 "local_batch": self.local,
                 "chunk": {name: chunk or self.local for name, chunk in zip(TOWERS, self.chunks)},
                 "chunk_assumed": self.assumed,
-                "kept_chunks": dict(zip(TOWERS, self.step.kept)),
+                "kept_chunks": {
+                    name: {"whole": kept.whole, "checkpointed": kept.checkpointed}
+                    for name, kept in zip(TOWERS, self.step.kept)
+                },
                 "precision": config.precision.name,
                 "optim": config.optim.name,
                 "offload": config.offload,
@@ -228,7 +231,8 @@ class MemoryPlan:
     def time_record(self) -> Result | None:
         if self.gpu is None:
             return None
-        image, text = (kept / math.ceil(self.local / (c or self.local)) for kept, c in zip(self.step.kept, self.chunks))
+        counts = self.model.counts(self.local, self.chunks)
+        image, text = (kept.saved / count for kept, count in zip(self.step.kept, counts))
         time = step_time(self.config, self.gpu, self.run, self.local, (image, text))
         batch, samples = self.config.batch, self.config.samples
         return {
@@ -238,6 +242,14 @@ class MemoryPlan:
             "samples_per_s": batch / time.step,
             "hours": samples / batch * time.step / 3600 if samples else None,
         }
+
+    def kept_graphs(self) -> str:
+        """How many of which kind, by tower."""
+        counts = self.model.counts(self.local, self.chunks)
+        return "; ".join(
+            f"{name}: {kept.checkpointed} checkpointed and {kept.whole} whole of {count} chunks"
+            for name, kept, count in zip(TOWERS, self.step.kept, counts)
+        )
 
     def notes(self) -> list[str]:
         """Assumptions behind the figures."""
@@ -249,6 +261,7 @@ class MemoryPlan:
             f"assumed: captions of {config.caption_tokens:g} tokens on average, sorted and cut to their length": self.gpu
             and caption_width(config, self.run) < self.run.context_length,
             "cache.keep=auto fills the free memory on purpose": config.cache.keep == "auto",
+            f"graphs that wait between the passes: {self.kept_graphs()}": any(kept.saved for kept in self.step.kept),
             "loss.keep=auto takes half of what the loss leaves free: not in these figures": config.loss.keep == "auto",
             f"assumed: {format_bytes(self.outside)} outside of torch's allocator (context, NCCL), {format_bytes(self.workspace)} of "
             f"cuBLAS workspace, {config.reserve:.0%} left free": self.gpu,

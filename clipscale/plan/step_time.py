@@ -35,7 +35,7 @@ class StepTime:
 
 
 def step_time(config: PlanConfig, gpu: Hardware, run: DryRun, batch: int, kept: tuple[float, float]) -> StepTime:
-    """A step of `batch` samples on each rank; `kept`: share of each tower's chunks that need no second pass."""
+    """A step of `batch` samples on each rank; `kept`: share of each tower's second forward pass that kept graphs save."""
     ranks = config.gpus * config.nodes
     rate = gpu.peak(config.precision.name, config.precision.tf32) * config.utilisation
     link = 1e9 * (config.network if config.nodes > 1 else gpu.link)
@@ -43,7 +43,7 @@ def step_time(config: PlanConfig, gpu: Hardware, run: DryRun, batch: int, kept: 
     forward = (0 if run.state.stored else image, text)
     trained = [tower.trained for tower in run.state.cache.towers]
     recomputed = 1 if config.model.grad_checkpointing else 0
-    # Forward and backward passes cost 1 and 2 forward passes; a kept graph saves the forward pass.
+    # Forward and backward passes cost 1 and 2 forward passes.
     replay = sum(f * (3 - share + recomputed) for f, share, one in zip(forward, kept, trained) if one)
     pairs = batch * batch * ranks * (ranks if config.loss.exchange == "replicated" else 1)
     sweeps = 1 if config.loss.objective == "sigmoid" or not any(trained) else 2

@@ -27,6 +27,7 @@ from clipscale.data.features import StoredFeatures, stored_features
 from clipscale.distributed import World
 from clipscale.errors import UserError
 from clipscale.grad_cache import GradCache
+from clipscale.kept_graphs import checkpointing_switch
 from clipscale.loss.api import configured_loss
 from clipscale.loss.machine import Machine
 from clipscale.models.towers import ClipModel, StoredTower, build_model
@@ -149,6 +150,7 @@ class TrainState:
             towers,
             self.loss,
             chunks=self.chunks(),
+            checkpointing=[checkpointing_switch(tower, self.config.model) for tower in self.towers.values()],
             autocast=self.precision.autocast,
             scaler=self.precision.scaler,
         )
@@ -359,11 +361,8 @@ class TrainState:
         if any(isinstance(key, int) for group in saved for key in group):  # format 1: by position
             position = dict(enumerate(name for group in names for name in group))
             saved = [[position.get(key, "") for key in group] for group in saved]
-            groups = [{**group, "params": keys} for group, keys in zip(state["param_groups"], saved)]
-            state = {
-                "state": {position.get(key, ""): value for key, value in state["state"].items()},
-                "param_groups": groups,
-            }
+            states = {position.get(key, ""): value for key, value in state["state"].items()}
+            state = {"state": states, "param_groups": [g | {"params": p} for g, p in zip(state["param_groups"], saved)]}
         if saved != names:
             counts = [sum(map(len, groups)) for groups in (saved, names)]
             raise UserError(

@@ -8,6 +8,7 @@ import torch
 
 from clipscale.config.tools import PlanConfig
 from clipscale.config.train import TrainConfig
+from clipscale.kept_graphs import WHOLE
 from clipscale.plan.dry_run import PHASES, StepMemory, dry_run
 from clipscale.plan.memory import MemoryModel, host_memory
 from tests.plan.measure import measured, measured_on_a_rank, settings
@@ -90,17 +91,23 @@ def test_bf16_weights_with_masters() -> None:
     assert step.fixed["master weights"] > 0.9 * 2 * step.fixed["weights"] - 2**20
 
 
-@pytest.mark.parametrize("share", [pytest.param(0.4, marks=pytest.mark.slow), 1.5])
-def test_kept_graphs(share: float) -> None:
-    """Some chunks' graphs, and all of them. Growth is predicted too large where a kept chunk's backward pass finds no gradients yet."""
+@pytest.mark.parametrize(
+    ("share", "whole", "checkpointed"),
+    [pytest.param(0.15, 0, 9, marks=pytest.mark.slow), (0.5, 4, 8), pytest.param(1.5, 12, 0, marks=pytest.mark.slow)],
+)
+def test_kept_graphs(share: float, whole: int, checkpointed: int) -> None:
+    """Of a share of all whole graphs' bytes. Growth is predicted too large where a kept chunk's backward pass finds no gradients yet."""
     config = settings(batch=96)
     with dry_run(config, 1, None) as run:
-        graphs = [run.graph(tower, 16) for tower in (0, 1)]
+        graphs = [run.graph(tower, 16, WHOLE).held for tower in (0, 1)]
     config.cache.keep = str(int(share * 6 * sum(graphs)))
     step = predicted(config)
     assert_agree(step, measured(config), growth=False)
-    assert step.kept == ((6, 6) if share > 1 else step.kept)
-    assert step.kept[0] > 0
+    assert sum(kept.whole for kept in step.kept) == whole
+    assert sum(kept.checkpointed for kept in step.kept) == checkpointed
+    for kept in step.kept:
+        assert kept.saved == pytest.approx(kept.whole + kept.checkpointed * (1 - kept.repeated))
+        assert 0.5 < kept.repeated < 0.8, "all of a block but its second product in the MLP, and no embeddings"
 
 
 @pytest.mark.parametrize("parallel", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
@@ -134,7 +141,7 @@ def test_a_frozen_tower_has_no_second_pass_and_no_graph() -> None:
     with dry_run(settings(model__freeze_image=True), 1, 90) as run:
         memory = MemoryModel(run).at(1024, (16, 16), keep=1e12)
     assert "replay image" not in memory.peak
-    assert memory.kept == (0, 64)
+    assert [kept.whole for kept in memory.kept] == [0, 64]
 
 
 def test_stored_features_are_not_decoded_by_the_gpu() -> None:

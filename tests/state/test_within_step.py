@@ -120,6 +120,25 @@ def test_a_killed_step_goes_on_where_it_was(
     assert not list((tmp_path / "run/checkpoints").glob("*.within")), "the finished step's progress is gone"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("step", "call"), [(0, 4), (1, 3), (1, 6)], ids=["checkpointed", "whole", "second pass"])
+def test_a_killed_step_loses_its_kept_graphs_and_nothing_else(
+    shards: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    undisturbed: list[tuple[float, float]],
+    step: int,
+    call: int,
+) -> None:
+    """Their chunks are replayed with the random numbers of the first pass. Sums of gradients come in another order."""
+    cache = CacheConfig(image_chunk=4, text_chunk=6, keep="1G")
+    config = long_steps(shards, tmp_path / "run", cache=cache)
+    killed_at(config, step, call, monkeypatch)
+    train(config)
+    for found, wanted in zip(losses(tmp_path / "run"), undisturbed, strict=True):
+        assert found == pytest.approx(wanted, rel=1e-5)
+
+
 @pytest.mark.parametrize("change", ["chunks", "data"])
 def test_progress_of_other_settings_is_left_out(
     shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], change: str
