@@ -98,7 +98,8 @@ class MemoryModel:
         sizes = [min(chunk or batch, batch) for chunk in chunks]
         counts = self.counts(batch, chunks)
         whole, small = ([self._graph(i, size, kind) for i, size in enumerate(sizes)] for kind in (WHOLE, CHECKPOINTED))
-        budget, kinds = ActivationBudget(keep), []
+        budget = ActivationBudget(keep)
+        kinds: list[list[str]] = []
         for i, count in enumerate(counts):
             costs = {WHOLE: whole[i].held, CHECKPOINTED: small[i].held}
             later = sum(n * graph.held for n, graph in zip(counts[i + 1 :], small[i + 1 :]))
