@@ -12,6 +12,7 @@ from rich.console import Console
 
 from clipscale.bench.data_work import CHUNK, GPU, ON_CPU, OWN_TOKENS, PEER, WORDS
 from clipscale.bench.driver import drive
+from clipscale.bench.feeding import feeding
 from clipscale.bench.harness import Answer, Job
 from clipscale.bench.present import Bars, Benchmark, Column, Key, extent
 from clipscale.bench.record import begin, counts, device_of, processor
@@ -131,7 +132,7 @@ def title(record: Row) -> str:
 
 
 def targets(record: Row) -> list[str]:
-    """Does the data path give as many samples as the model takes; and what was left out."""
+    """Does the data path give as many samples as the model takes, and which GPUs would it feed; and what was left out."""
     lines = [f"{name} was not measured: {why}" for name, why in record["skipped"].items()]
     streams = [row for row in record["rows"] if row["kind"] == "stream" and row["method"] != PEER]
     for step in (row for row in record["rows"] if row["kind"] == "step"):
@@ -141,7 +142,7 @@ def targets(record: Row) -> list[str]:
             share = f"{gives:,.0f} samples/s, {gives / need:.2f} of the {need:,.0f} that {step['method']} takes"
             where = f"{row['side']}-pixel sources, {row['method']}, {record['settings']['workers']} workers"
             lines.append(f"{where}: {share}")
-    return lines
+    return lines + feeding(record)
 
 
 def panels(record: Row) -> list[Bars]:

@@ -2,19 +2,25 @@
 
 import io
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from PIL import Image
 
 from clipscale.bench import data, data_work
 from clipscale.bench.data import main, targets
 from clipscale.bench.data_work import GPU, ON_CPU, OWN_TOKENS, PEER, WORDS, DataWorker, photograph, with_ratios
+from clipscale.bench.feeding import CAPTION, GPUS, feeding
+from clipscale.config.presets import conf_dir
+from clipscale.config.sections import ModelConfig
 from clipscale.config.tools import DataBenchSettings
 from clipscale.data.loader import gpu_decode as on
 from clipscale.errors import UserError
+from clipscale.models.towers import forward_flops
 from tests.bench.measuring import in_process
 
 SMALL = {"image_size": 32, "pictures": 2, "repeats": 1, "workers": 1, "batch": 16}
@@ -57,7 +63,27 @@ def test_every_method_is_measured_at_every_size(record: dict) -> None:
 
 def test_without_a_gpu_its_decoder_is_left_out_and_why_is_noted(record: dict) -> None:
     assert record["skipped"] == {GPU: "asked for with device=cpu"}
-    assert targets(record) == ["decode=gpu was not measured: asked for with device=cpu"]
+    skipped, *feeds = targets(record)
+    assert skipped == "decode=gpu was not measured: asked for with device=cpu"
+    assert [line.split()[1] for line in feeds] == [*GPUS]
+
+
+def test_cores_that_feed_a_gpu_are_those_that_give_what_it_takes() -> None:
+    """A core that needs 1 ms a picture and 0.25 ms a caption gives 800 samples a second."""
+    rates = {
+        ("decode", 256, "decode=exact"): 1000,
+        ("decode", 512, "decode=exact"): 9,
+        ("tokens", 12, "clipscale"): 4000,
+    }
+    rows = [{"kind": k, "side": s, "method": m, "per_s": {"median": x}} for (k, s, m), x in rates.items()]
+    record = {"rows": rows, "settings": {"model": "tiny", "stream": "256"}}
+    values = yaml.safe_load((conf_dir() / "model/tiny.yaml").read_text())
+    takes = 0.4 * 312e12 / (4 * sum(forward_flops(ModelConfig(**values), CAPTION)))
+    assert feeding(record)[0] == (
+        f"one a100-80g takes {takes:,.0f} samples/s of tiny (predicted, 40% of its peak): "
+        f"{math.ceil(takes / 800)} cores for 256-pixel JPEGs with decode=exact"
+    )
+    assert feeding(record | {"rows": rows[:2]}) == [], "without the tokenizer's rate nothing is said"
 
 
 @pytest.mark.slow
@@ -73,7 +99,7 @@ def test_with_a_gpu_all_of_it_is_measured_and_the_question_answered(
     assert {("device", GPU), ("stream", GPU), ("step", "tiny")} <= set(found), found
     lines = targets(record)
     assert "decode=gpu, 1 workers" in lines[2] and "that tiny takes" in lines[2], lines
-    assert len(lines) == 3, lines
+    assert len(lines) == 3 + len(GPUS) and all("with decode=gpu" in line for line in lines[3:]), lines
 
 
 def test_a_gpu_that_fails_costs_its_own_figures_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
