@@ -108,7 +108,7 @@ class Run:
             self.metrics = MetricLog(
                 self.folder,
                 config.log,
-                resolved_config=to_yaml(config),
+                resolved_config=to_yaml(self.state.config),
                 resume_step=self.step,
                 total_steps=self.total,
                 world=world.size,

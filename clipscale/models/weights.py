@@ -4,7 +4,7 @@ Names are looked up on the network only where the setting itself is a tag or beg
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,11 +19,9 @@ from torch import Tensor, nn
 from clipscale import checkpoint, files
 from clipscale.checkpoint import archive, saved_state
 from clipscale.checkpoint.loading import PLAIN, read_plain
-from clipscale.config.checks import check_values
-from clipscale.config.parse import typed
 from clipscale.config.sections import ModelConfig, TowerConfig
 from clipscale.errors import UserError
-from clipscale.models import huggingface, weight_files
+from clipscale.models import huggingface, pixels, weight_files
 from clipscale.units import nearest, run_folder
 
 log = logging.getLogger(__name__)
@@ -34,7 +32,6 @@ _FILES = (
     "open_clip_model.safetensors", "model.safetensors", "open_clip_pytorch_model.bin", "pytorch_model.bin", "model.safetensors.index.json"
 )  # fmt: skip
 """Weights in a folder, the first that there is."""
-_PIXELS = ("mean", "std", "interpolation", "resize")
 _BARE = ("head.", "proj.", "pooler.", "cls.", "lm_head.", "fc.", "classifier.", "embeddings.position_ids")
 """Weights around a tower of another task: its classifier is left out, and our projection keeps its initial values."""
 
@@ -65,7 +62,8 @@ def find(value: str, name: str, setting: str = "model.weights") -> Source:
     if path.is_dir():
         return _in_folder(path, about)
     if path.is_file():
-        return _own_checkpoint(path, about) or Source(about, path)
+        known = pixels.OF_BIG_VISION if path.suffix == ".npz" else {}
+        return _own_checkpoint(path, about) or Source(about, path, pixels=known)
     if (run_folder(value) / "checkpoints").is_dir():
         return _in_folder(run_folder(value), about)
     return _of_tag(value, name.replace("/", "-"), about)
@@ -76,19 +74,39 @@ def described(config: ModelConfig) -> ModelConfig:
 
     Settings that differ from their defaults stay. Raises UserError.
     """
-    if not config.weights:
-        return config
-    source = find(config.weights, config.name)
-    if not config.name:
+    source = find(config.weights, config.name) if config.weights else None
+    if source and not config.name:
         if not source.description:
             raise UserError(
                 f"{source.setting} does not describe its architecture; give a preset too, such as model=vit-b32"
             )
         hub = config.hub or source.own_tokenizer
         config = replace(config, name=source.path.parent.name, architecture=source.description, hub=hub)
-    default = ModelConfig()
-    changed = {key: value for key, value in source.pixels.items() if getattr(config, key) == getattr(default, key)}
-    return replace(config, **changed)
+    source = _of_image(config) or source
+    return pixels.filled(config, source.pixels) if source else config
+
+
+def described_for_training(config: ModelConfig, saved: Mapping[str, Any] | None) -> ModelConfig:
+    """The settings of a model that is trained, with the preparation of pictures of its checkpoint `saved`, else that of its weights.
+
+    Raises UserError for a mean or standard deviation of the settings that contradicts it.
+    """
+    if saved is not None:
+        earlier = saved_state.model_config(saved)
+        known, what = {one: getattr(earlier, one) for one in pixels.PIXELS}, "the checkpoint was trained"
+    else:
+        source = _of_image(config) or (find(config.weights, config.name) if config.weights else None)
+        if source is None:
+            return config
+        known, what = source.pixels, f"{source.setting} was trained"
+    pixels.check_agreement(config, known, what)
+    return pixels.filled(config, known)
+
+
+def _of_image(config: ModelConfig) -> Source | None:
+    """The image tower's own weights, where they say how pictures are prepared."""
+    source = find(config.image.weights, config.name, "model.image.weights") if config.image.weights else None
+    return source if source and source.pixels else None
 
 
 def without_weights(config: ModelConfig) -> ModelConfig:
@@ -138,49 +156,21 @@ def _in_folder(folder: Path, about: str) -> Source:
         if (folder / OPEN_CLIP).is_file():
             found = files.read_json(folder / OPEN_CLIP)
             made, own = huggingface.with_own_tokenizer(found["model_cfg"], folder)
-            return Source(about, path, made, _pixels(found.get("preprocess_cfg") or {}), own_tokenizer=own)
+            return Source(about, path, made, pixels.of_open_clip(found.get("preprocess_cfg") or {}), own_tokenizer=own)
         if not (folder / CONFIG).is_file():
             return Source(about, path)
         found = files.read_json(folder / CONFIG)
-        if (
-            "architecture" in found or found.get("model_type") not in huggingface.KINDS
-        ):  # timm's, or a tower of transformers
-            return Source(about, path)
+        if "architecture" in found:  # timm's
+            return Source(about, path, pixels=pixels.of_timm(found.get("pretrained_cfg") or found))
+        if found.get("model_type") not in huggingface.KINDS:  # a tower of transformers
+            return Source(about, path, pixels=pixels.of_transformers(folder, ""))
         made = huggingface.description(found, str(folder.resolve()))
-        pixels = _preprocessor(folder, found["model_type"]) | huggingface.resolution(made)
-        return Source(about, path, made, pixels, bool(made.get("quick_gelu")), own_tokenizer=True)
+        prepared = pixels.of_transformers(folder, found["model_type"]) | huggingface.resolution(made)
+        return Source(about, path, made, prepared, bool(made.get("quick_gelu")), own_tokenizer=True)
     except Exception as error:  # a value of another type fails wherever it is used
         raise UserError(
             f"{about}: its configuration cannot be used ({_reason(error)}); give model= and the file {path}"
         ) from error
-
-
-def _pixels(found: dict[str, Any]) -> dict[str, Any]:
-    """open_clip's description of the pictures' preparation, as settings of the model. Raises UserError for values that they cannot have."""
-    values = found | {"resize": found.get("resize_mode", "shortest")}
-    return _checked({key: values[key] for key in _PIXELS if key in values})
-
-
-def _checked(values: dict[str, Any]) -> dict[str, Any]:
-    """Settings of the model, with their types. Raises UserError."""
-    made = typed(ModelConfig, values)
-    check_values(made, "model.")
-    return {key: getattr(made, key) for key in values}
-
-
-def _preprocessor(folder: Path, kind: str) -> dict[str, Any]:
-    """transformers' description of the pictures' preparation, as settings of the model."""
-    file = folder / "preprocessor_config.json"
-    found = files.read_json(file) if file.is_file() else {}
-    found = found.get("image_processor", found)
-    pixels: dict[str, Any] = {"resize": "squash" if kind == "siglip" else "shortest", "interpolation": "bicubic"}
-    if found.get("resample") == 2:
-        pixels["interpolation"] = "bilinear"
-    half = [0.5, 0.5, 0.5]
-    for name, key, default in (("image_mean", "mean", half), ("image_std", "std", half)):
-        if name in found or kind == "siglip":
-            pixels[key] = tuple(found.get(name) or default)
-    return _checked(pixels)
 
 
 def _own_checkpoint(path: Path, about: str) -> Source | None:
@@ -200,7 +190,7 @@ def _own_checkpoint(path: Path, about: str) -> Source | None:
         config = saved_state.model_config(state)
     except ValueError as error:
         raise UserError(f"{about} is damaged or not a checkpoint ({error})") from error
-    known = {one: getattr(config, one) for one in _PIXELS if one in state["model_config"]}
+    known = {one: getattr(config, one) for one in pixels.PIXELS if one in state["model_config"]}
     architecture = config.architecture or open_clip.get_model_config(config.name.replace("/", "-")) or {}
     return Source(about, path, dict(architecture), known, of_run=True)
 
@@ -211,15 +201,28 @@ def _from_hub(name: str, about: str) -> Path:
 
     patterns = ["*.json", "*.txt", "*.model", *(file for file in _FILES if file.endswith("safetensors"))]
     try:
-        folder = Path(snapshot_download(name, allow_patterns=patterns))
-        if not any((folder / file).is_file() for file in _FILES):
-            folder = Path(snapshot_download(name, allow_patterns=[*patterns, "*.bin"]))
+        with _quiet_hub():
+            folder = Path(snapshot_download(name, allow_patterns=patterns))
+            if not any((folder / file).is_file() for file in _FILES):
+                folder = Path(snapshot_download(name, allow_patterns=[*patterns, "*.bin"]))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(
             f"{about} cannot be fetched ({reason}); download https://huggingface.co/{name} elsewhere, and give its folder"
         ) from error
     return folder
+
+
+@contextmanager
+def _quiet_hub() -> Iterator[None]:
+    """Without the hub client's line for each attempt: the error that it raises in the end is reported."""
+    client = logging.getLogger("huggingface_hub")
+    before = client.level
+    client.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        client.setLevel(before)
 
 
 def _of_tag(tag: str, name: str, about: str) -> Source:
@@ -231,14 +234,15 @@ def _of_tag(tag: str, name: str, about: str) -> Source:
         )
     found = open_clip.get_pretrained_cfg(name, tag)
     try:
-        path = Path(open_clip.download_pretrained(found))
+        with _quiet_hub():
+            path = Path(open_clip.download_pretrained(found))
     except Exception as error:  # open_clip raises what its downloaders do, of many kinds
-        place = found.get("hf_hub") or found.get("url")
+        place = f"https://huggingface.co/{found['hf_hub'].strip('/')}" if found.get("hf_hub") else found.get("url")
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(
             f"{about} cannot be fetched ({reason}); download {place} elsewhere, and give the file"
         ) from error
-    return Source(about, path, pixels=_pixels(found), quick_gelu=bool(found.get("quick_gelu", False)))
+    return Source(about, path, pixels=pixels.of_open_clip(found), quick_gelu=bool(found.get("quick_gelu", False)))
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------

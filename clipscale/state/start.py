@@ -1,7 +1,7 @@
 """How a run begins: its model, optimizer and data, from a checkpoint or anew."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from clipscale.data.loader.memory import free_memory
 from clipscale.data.loader.ramp import BatchSizes
 from clipscale.data.loader.stream import BatchShare, OffloadSpec, TrainStream, merge_positions, open_stream
 from clipscale.distributed import World
+from clipscale.models.weights import described_for_training
 from clipscale.rng import RandomState
 from clipscale.state.train_state import TrainState
 from clipscale.state.within_step import WithinStep
@@ -46,7 +47,12 @@ def start(config: TrainConfig, world: World, folder: Path, sizes: BatchSizes) ->
     source = checkpoint.Saved(path) if path else None
     saved = source.values if source else None
     checkpoint.check_fits(saved, folder, config, sizes.before)
-    state = TrainState(config, world, folder, source)  # 3 and 4 inside, before the checkpoint's weights
+    model = world.on_main(lambda: described_for_training(config.model, saved))  # the pixels of 1, 2 or 3
+    state = TrainState(
+        replace(config, model=model), world, folder, source
+    )  # 3 and 4 inside, before the checkpoint's weights
+    if model != config.model:
+        state.notes.append(f"pixels are normalised as for the weights: mean {[*model.mean]}, deviation {[*model.std]}")
     stream = data_stream(state, sizes, saved)
     begun = Started(state, stream, WithinStep(folder, world, config, state), store)
     merge_positions(world.gather(stream.position()))  # refuses shards that differ between the ranks

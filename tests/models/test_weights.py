@@ -1,6 +1,7 @@
 """Weights of every source give the features of the model they come from; those that do not fit are listed and refused."""
 
 import json
+import logging
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -21,7 +22,7 @@ from clipscale.config.sections import ModelConfig, TowerConfig
 from clipscale.errors import UserError
 from clipscale.models import huggingface
 from clipscale.models.towers import ClipModel, build_model
-from clipscale.models.weights import described, find
+from clipscale.models.weights import described, described_for_training, find
 
 SMALL: dict[str, Any] = {
     "embed_dim": 16,
@@ -72,10 +73,11 @@ def custom(folder: Path, model: ClipModel) -> Path:
     return folder / "w.safetensors"
 
 
-def open_clip_folder(folder: Path, model: ClipModel) -> Path:
+def open_clip_folder(folder: Path, model: ClipModel, architecture: dict[str, Any] = SMALL) -> Path:
+    folder.mkdir(exist_ok=True)
     save_file({n: v.contiguous() for n, v in state_of(model).items()}, folder / "open_clip_model.safetensors")
     pixels = {"mean": [0.5, 0.5, 0.5], "std": [0.5, 0.5, 0.5], "interpolation": "bilinear", "resize_mode": "squash"}
-    (folder / "open_clip_config.json").write_text(json.dumps({"model_cfg": SMALL, "preprocess_cfg": pixels}))
+    (folder / "open_clip_config.json").write_text(json.dumps({"model_cfg": architecture, "preprocess_cfg": pixels}))
     return folder
 
 
@@ -108,6 +110,50 @@ def test_a_folder_describes_its_model_and_how_its_pictures_are_prepared(tmp_path
     (tmp_path / "file").mkdir()
     with pytest.raises(UserError, match="does not describe its architecture; give a preset"):
         described(ModelConfig(name="", weights=str(custom(tmp_path / "file", theirs))))
+
+
+def test_training_takes_the_mean_and_deviation_of_the_weights_of_the_image_tower(tmp_path: Path) -> None:
+    half, folder = (0.5, 0.5, 0.5), str(open_clip_folder(tmp_path / "a", random_model(1)))
+    (tmp_path / "b").mkdir()
+    bare = str(custom(tmp_path / "b", random_model(1)))
+    for start in (
+        config(weights=folder),
+        config(weights=bare, image=TowerConfig(folder)),
+        config(image=TowerConfig(folder)),
+    ):
+        for found in (described_for_training(start, None), described(start)):
+            assert (found.mean, found.std, found.resize) == (half, half, "squash")
+    for start in (config(weights=bare), config(text=TowerConfig(folder)), config()):
+        assert described_for_training(start, None) == start
+    with pytest.raises(UserError, match=r"model\.std=\[0\.1.*was trained with \[0\.5.*leave model\.std unset"):
+        described_for_training(config(weights=folder, std=(0.1, 0.1, 0.1)), None)
+
+
+def test_a_checkpoint_keeps_its_mean_and_deviation_whatever_the_weights_say(tmp_path: Path) -> None:
+    folder = str(open_clip_folder(tmp_path, random_model(1)))
+    old = {"model_config": {name: value for name, value in asdict(config()).items() if name not in ("resize", "mean")}}
+    assert described_for_training(config(weights=folder), old).mean == ModelConfig().mean
+    saved = {"model_config": asdict(config(mean=(0.5, 0.5, 0.5)))}
+    assert described_for_training(config(), saved).mean == (0.5, 0.5, 0.5)
+    with pytest.raises(UserError, match=r"model\.mean=\[0\.1.*the checkpoint was trained with \[0\.5"):
+        described_for_training(config(mean=(0.1, 0.1, 0.1)), saved)
+
+
+@pytest.mark.parametrize("of", ["timm", "transformers", "big_vision"])
+def test_a_tower_alone_says_how_its_pictures_are_normalised(tmp_path: Path, of: str) -> None:
+    weights = tmp_path / ("w.npz" if of == "big_vision" else "model.safetensors")
+    weights.write_bytes(b"")
+    if of == "timm":
+        described_as = {"architecture": "vit_tiny", "pretrained_cfg": {"mean": [0.4] * 3, "std": [0.5] * 3}}
+    else:
+        described_as = {"model_type": "vit"}
+        (tmp_path / "preprocessor_config.json").write_text(
+            json.dumps({"image_mean": [0.4] * 3, "image_std": [0.5] * 3})
+        )
+    (tmp_path / "config.json").write_text(json.dumps(described_as))
+    place = weights if of == "big_vision" else tmp_path
+    found = described_for_training(config(image=TowerConfig(str(place))), None)
+    assert (found.mean, found.std) == ((0.5 if of == "big_vision" else 0.4,) * 3, (0.5,) * 3)
 
 
 def test_each_tower_has_weights_of_its_own(tmp_path: Path) -> None:
@@ -181,7 +227,7 @@ def test_a_bare_tower_may_lack_our_projection_and_have_a_classifier(tmp_path: Pa
         ("laion2b_s34b_b79", "did you mean 'laion2b_s34b_b79k'"),
         (
             "laion2b_s34b_b79k",
-            "cannot be fetched .*download laion/CLIP-ViT-B-32-laion2B-s34B-b79K/.* elsewhere, and give the file",
+            "cannot be fetched .*download https://huggingface.co/laion/CLIP-ViT-B-32-laion2B-s34B-b79K elsewhere, and give the file",
         ),
         (
             "hf-hub:laion/none",
@@ -189,14 +235,18 @@ def test_a_bare_tower_may_lack_our_projection_and_have_a_classifier(tmp_path: Pa
         ),
     ],
 )
-def test_names_that_lead_nowhere(weights: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_that_lead_nowhere(
+    weights: str, message: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def offline(*_: object, **__: object) -> str:
+        logging.getLogger("huggingface_hub.utils._http").warning("Retrying in 1s")
         raise OSError("offline")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", offline)
     monkeypatch.setattr("open_clip.download_pretrained", offline)
     with pytest.raises(UserError, match=message):
         find(weights, "ViT-B-32")
+    assert not caplog.messages, "one line, not one for each attempt"
 
 
 def test_a_tag_trained_with_another_activation_names_the_architecture_to_take(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from clipscale.distributed import World
 from clipscale.models.towers import build_model
 from clipscale.state import empty_model, train_state
 from clipscale.train import train
+from tests.models.test_weights import open_clip_folder
 from tests.ranks import run_ranks
 from tests.test_precision import BF16, records, small
 
@@ -139,6 +140,33 @@ def test_an_old_checkpoint_keeps_its_forward_pass_and_the_order_of_its_captions(
     assert [r["loss"] for r in records(tmp_path / "parts")] == [r["loss"] for r in records(tmp_path / "whole")][2:]
     last = checkpoint.load(checkpoint.path_of(tmp_path / "parts", 4))
     assert (last["model_config"]["lean"], last["sort_captions"]) == (False, False)
+
+
+def test_a_run_normalises_as_its_weights_were_trained_and_goes_on_so(
+    shards: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """SigLIP's mean of 0.5 is in its folder's description, and not in the settings."""
+
+    half = (0.5, 0.5, 0.5)
+
+    def run(name: str, resume: str = "auto", **changes: Any) -> list[float]:
+        every = CheckpointConfig(every=1, keep=0)
+        config = small(
+            shards, tmp_path / name, samples=24, precision=PrecisionConfig(), checkpoint=every, resume=resume
+        )
+        train(replace(config, model=replace(config.model, **changes)))
+        return [r["loss"] for r in records(tmp_path / name)]
+
+    model = small(shards, tmp_path).model
+    folder = open_clip_folder(tmp_path / "weights", build_model(model), model.architecture)
+    wanted = run("named", weights=str(folder / "open_clip_model.safetensors"), mean=half, std=half)
+    capsys.readouterr()
+    assert run("described", weights=str(folder)) == wanted
+    assert "mean [0.5, 0.5, 0.5], deviation [0.5, 0.5, 0.5]" in capsys.readouterr().out
+    first = checkpoint.path_of(tmp_path / "described", 1)
+    assert tuple(checkpoint.load(first)["model_config"]["mean"]) == half
+    assert (tmp_path / "described/config.yaml").read_text().count("0.5") >= 6
+    assert run("resumed", resume=str(first)) == wanted[1:], "without the weights, as its checkpoint says"
 
 
 def test_captions_are_sorted_and_a_step_that_measures_noise_leaves_them(shards: str, tmp_path: Path) -> None:
