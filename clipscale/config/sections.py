@@ -327,7 +327,7 @@ class EvalConfig:
     )
     batch: int = setting(256, "Images or captions encoded at once.", least=1)
     workers: int = setting(0, "Decoding threads per process; 0: one per core, at most 8.", least=0)
-    limit: int | None = setting(None, "Most images of each set, evenly spaced over it; null: all.", least=1)
+    limit: int | None = setting(None, "Most images of each set, of each class in proportion; null: all.", least=1)
     probe: list[str] = setting(
         [],
         "Also evaluates a linear probe on each set's training split. `linear`: on all images; a number K: on K images per class "

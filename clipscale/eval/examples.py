@@ -14,7 +14,7 @@ from torch import Tensor
 from clipscale import files
 from clipscale.data.eval_transform import EvalTransform
 from clipscale.data.sample import BrokenSampleError
-from clipscale.eval.sets.item import EvalSet, ImageRef
+from clipscale.eval.sets.item import EvalSet, Picture
 
 QUERIES, TOP, TILE = 8, 5, 112
 """Captions shown, images per caption, and the side of a thumbnail in pixels."""
@@ -62,10 +62,10 @@ def gallery(step: int | None, item: EvalSet, images_ND: Tensor, captions_MD: Ten
     return Gallery(item.label().replace("/", "-"), grid, record)
 
 
-def thumbnail(ref: ImageRef) -> Image.Image:
+def thumbnail(picture: Picture) -> Image.Image:
     """The image with the model's crop, at the tile's size; grey where it is broken."""
     try:
-        pixels = EvalTransform(TILE)(ref.read())
+        pixels = EvalTransform(TILE)(picture.read())
     except (BrokenSampleError, OSError):
         return Image.new("RGB", (TILE, TILE), "lightgrey")
     return Image.fromarray(pixels.transpose(1, 2, 0))

@@ -30,7 +30,7 @@ def measured(item: EvalSet, about: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {"path": str(item.path), "kind": item.kind, "images": len(item)}
     found["limit"] = item.size if item.whole is not None else None
     if item.whole is not None:
-        found["of"] = item.whole
+        found |= {"of": item.whole, "chosen": "of each class in proportion"}
     if item.templates:
         names = hashlib.blake2b("\n".join(item.classnames).encode("utf-8", "replace"), digest_size=16).hexdigest()
         found |= {"prompts": list(item.templates), "classes": len(item.classnames), "classnames": names}

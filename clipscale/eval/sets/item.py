@@ -1,9 +1,9 @@
 """What an evaluation set holds, whatever layout it was read from."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from clipscale import files
 from clipscale.data.sample import MAX_IMAGE_BYTES
@@ -12,20 +12,35 @@ CLASSIFICATION, RETRIEVAL, COMPOSITION = "classification", "retrieval", "composi
 IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp")
 
 
+class Picture(Protocol):
+    """A picture of a set."""
+
+    def read(self) -> bytes:
+        """Its bytes, encoded. Raises OSError."""
+
+
 class ImageRef(NamedTuple):
-    """The place of one encoded image: a whole file, or `size` bytes from `offset` within a tar."""
+    """The place of one encoded image: a whole file, or `size` bytes from `offset` within an archive."""
 
     path: Path
     offset: int = 0
     size: int = -1
+    forms: tuple[Callable[[bytes], bytes], ...] = ()
+    """What makes an encoded image of these bytes, one after another. Each raises OSError."""
 
-    def read(self) -> bytes:
-        """The image's bytes. Raises OSError, also for more than MAX_IMAGE_BYTES."""
+    def read(self, most: int = MAX_IMAGE_BYTES) -> bytes:
+        """The image's bytes. Raises OSError, also for more than `most`."""
         if self.size < 0:
-            return files.read_bytes(self.path, MAX_IMAGE_BYTES)
-        with files.opened(self.path) as file:
-            file.seek(self.offset)
-            return file.read(self.size)
+            data = files.read_bytes(self.path, most)
+        else:
+            if self.size > most:
+                raise OSError(f"it has more than {most} bytes")
+            with files.opened(self.path) as file:
+                file.seek(self.offset)
+                data = file.read(self.size)
+        for form in self.forms:
+            data = form(data)
+        return data
 
 
 class Question(NamedTuple):
@@ -48,7 +63,7 @@ class EvalSet:
     name: str
     path: Path
     kind: str
-    images: Sequence[ImageRef]
+    images: Sequence[Picture]
     labels: Sequence[int] = ()
     """Classification: the class of each image."""
     classnames: Sequence[str] = ()
@@ -98,13 +113,16 @@ class EvalSet:
         )
 
     def limited(self, limit: int | None) -> "EvalSet":
-        """At most `limit` images, or questions, evenly spaced: a set that is sorted by class keeps all its classes.
+        """At most `limit` images, or questions, of each class or file in proportion, whatever the order of the set.
 
-        The part has another label, so that its figures never stand for those of the set.
+        They are evenly spaced over the set sorted by class, and by group within a class. The part has another label, so that its figures
+        never stand for those of the set.
         """
         if limit is None or limit >= self.size:
             return self
-        kept = [i * self.size // limit for i in range(limit)]
+        strata = [of for of in (self.labels, self.groups, self.part_of if self.questions else ()) if of]
+        by_class = sorted(range(self.size), key=lambda i: [of[i] for of in strata])
+        kept = sorted(by_class[i * self.size // limit] for i in range(limit))
         part = replace(self, marks=(f"limit {limit}", *self.marks), whole=self.size)
         if self.questions:
             return part._of_questions(kept)
