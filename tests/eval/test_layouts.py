@@ -1,11 +1,13 @@
 """Every layout of evaluation sets is read, and unusable sets are refused with the reason."""
 
 import json
+import random
 from pathlib import Path
 
 import pytest
 
 from clipscale.errors import UserError
+from clipscale.eval.sets.item import CLASSIFICATION, COMPOSITION, EvalSet, ImageRef, Question
 from clipscale.eval.sets.load import load_set, load_sets
 from clipscale.eval.sets.prompts import render
 from tests.eval.sets import NAMES, classification_set, karpathy_json, picture, retrieval_set, write_shards, write_tar
@@ -31,6 +33,29 @@ def test_sets_have_different_names(tmp_path: Path) -> None:
     paths = [classification_set(tmp_path / a / b) for a, b in (("x", "wds_colours"), ("y", "wds_colours"))]
     assert [s.name for s in load_sets([str(p) for p in paths])] == ["x/wds_colours", "y/wds_colours"]
     assert load_sets([str(paths[0])])[0].name == "colours"
+
+
+@pytest.mark.parametrize("limit", [3, 6, 8, 12, 17])
+@pytest.mark.parametrize("order", ["sorted", "cycling", "shuffled"])
+def test_a_limit_takes_of_each_class_in_proportion(order: str, limit: int) -> None:
+    """Of a set whose classes cycle, even distances would hit one class in a whole number of cycles."""
+    labels = [c for c in range(6) for _ in range(4)] if order == "sorted" else [c for _ in range(4) for c in range(6)]
+    random.Random(0).shuffle(labels) if order == "shuffled" else None
+    item = EvalSet("s", Path(), CLASSIFICATION, [ImageRef(Path(str(i))) for i in range(24)], labels, NAMES)
+    part = item.limited(limit)
+    counts = [part.labels.count(c) for c in range(6)]
+    assert sum(counts) == limit and max(counts) - min(counts) <= 1, counts
+    numbers = [int(str(image.path)) for image in part.images]
+    assert numbers == sorted(numbers) and part.labels == [labels[i] for i in numbers]
+
+
+def test_a_limit_takes_of_each_group_and_of_each_file_of_questions(tmp_path: Path) -> None:
+    images = [ImageRef(Path(str(i))) for i in range(24)]
+    item = EvalSet("s", Path(), CLASSIFICATION, images, [0] * 24, ["red"], groups=[i % 4 for i in range(24)])
+    assert sorted(item.limited(4).groups) == [0, 1, 2, 3]
+    questions = [Question((i,), (2 * i, 2 * i + 1)) for i in range(24)]
+    asked = EvalSet("s", Path(), COMPOSITION, images, captions=["x"] * 48, questions=questions, part_of=["a", "b"] * 12)
+    assert sorted(asked.limited(4).part_of) == ["a", "a", "b", "b"]
 
 
 def test_limit_spreads_over_the_set(tmp_path: Path) -> None:
@@ -190,7 +215,7 @@ def test_paths_that_are_no_set(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="none of the known layouts"):
         load_sets([str(tmp_path)])
     (tmp_path / "set.csv").write_text("x")
-    with pytest.raises(UserError, match=r"is neither a caption file \(\.json, \.txt\) nor a tar archive"):
+    with pytest.raises(UserError, match=r"is neither a caption file \(\.json, \.txt\) nor an archive"):
         load_sets([str(tmp_path / "set.csv")])
     (tmp_path / "set.json").write_text("[1]")
     with pytest.raises(UserError, match="neither COCO's"):

@@ -143,11 +143,20 @@ def rows(store: Store, path: str, where: str, count: int, image: str) -> Iterato
 
 def _plain_rows(batch: Any) -> Iterator[dict[str, Any]]:
     """The rows of a batch. Those with the same text share it."""
-    values = [_plain_values(column) for column in batch.columns]
+    values = [plain_values(column) for column in batch.columns]
     return (dict(zip(batch.schema.names, row)) for row in zip(*values))
 
 
-def _plain_values(column: Any) -> list[Any]:
+def batches(path: str, count: int) -> Iterator[Any]:
+    """All rows of a local table, as pyarrow's record batches of at most `count`. Raises ValueError for damage, and OSError."""
+    with _file(path, Store()) as (file, pages):
+        for group in range(file.num_row_groups):
+            pages.expect(file.metadata.row_group(group), at_once=True)
+            yield from file.iter_batches(count, row_groups=[group], use_threads=False)
+
+
+def plain_values(column: Any) -> list[Any]:
+    """The values of a column. Of a repeated text there is one object."""
     if not hasattr(column, "dictionary"):
         return list(column.to_pylist())
     numbers = column.indices.to_pylist()

@@ -29,10 +29,10 @@ PIECE = 1 << 16
 """Bytes read at a time from a stream that is unpacked or cannot seek."""
 
 
-def next_member(stream: Any) -> tuple[str, int] | None:
+def next_member(stream: Any, most: int = LARGEST_MEMBER) -> tuple[str, int] | None:
     """Name and size of the next plain file, or None at the end of the archive; leaves the stream at the file's content.
 
-    Raises tarfile.TarError for damage.
+    Raises tarfile.TarError for damage, and for a member of more than `most` bytes.
     """
     long_name: str | None = None
     long_size: int | None = None
@@ -62,7 +62,7 @@ def next_member(stream: Any) -> tuple[str, int] | None:
                 name = f"{_text(block[345:500])}/{name}"
         size = size if long_size is None else long_size
         if kind in b"0\x007" and not name.endswith("/"):
-            if not 0 <= size <= LARGEST_MEMBER:
+            if not 0 <= size <= most:
                 raise tarfile.ReadError(f"member {name!r} claims {size} bytes")
             return name, size
         long_name = long_size = None

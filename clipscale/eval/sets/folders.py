@@ -1,18 +1,16 @@
-"""Reads class folders, in a folder or in a tar archive. A folder's name is a class name only where it reads as one; codes need a file
+"""Reads class folders, in a folder or in an archive. A folder's name is a class name only where it reads as one; codes need a file
 of names.
 """
 
 import re
-import tarfile
 from collections.abc import Sequence
 from pathlib import Path, PurePath, PurePosixPath
 
-from clipscale import files
 from clipscale.errors import UserError
 from clipscale.eval.sets import prompts
+from clipscale.eval.sets.archives import contents
 from clipscale.eval.sets.item import CLASSIFICATION, IMAGE_SUFFIXES, EvalSet, ImageRef
 from clipscale.eval.sets.prompts import CLASSNAMES
-from clipscale.eval.sets.shards import plain_members
 
 _WNID = re.compile(r"n\d{8}")
 _SPLITS = {"train", "training", "val", "valid", "validation", "test", "images", "image", "img", "data"}
@@ -61,14 +59,10 @@ def _pictures(root: Path) -> dict[str, list[ImageRef]]:
         folders = [folder for folder in root.iterdir() if folder.is_dir()]
         return {one.name: [ImageRef(file) for file in sorted(one.iterdir()) if is_image(file)] for one in folders}
     found: dict[str, list[tuple[str, ImageRef]]] = {}
-    try:
-        with files.opened(root) as tar:
-            for name, size in plain_members(tar):
-                path = PurePosixPath(name)
-                if is_image(path) and not path.name.startswith("."):
-                    found.setdefault(path.parent.name, []).append((path.name, ImageRef(root, tar.tell(), size)))
-    except (tarfile.TarError, ValueError, OSError) as error:
-        raise UserError(f"eval.sets: cannot read {root} ({error}); fetch it again") from error
+    for name, image in contents(root).items():
+        path = PurePosixPath(name)
+        if is_image(path):
+            found.setdefault(path.parent.name, []).append((path.name, image))
     if not found:
         raise UserError(f"eval.sets: {root} holds no image ({', '.join(IMAGE_SUFFIXES)}); fetch it again")
     return {folder: [image for _, image in sorted(found[folder])] for folder in found}
@@ -79,7 +73,7 @@ def classnames(root: Path, folders: Sequence[str], published: Sequence[str], *, 
     if (root / CLASSNAMES).is_file():
         return prompts.lines(root / CLASSNAMES)
     if all(_WNID.fullmatch(name) for name in folders):
-        return _names_of_wnids(root, folders)
+        return names_of_wnids(root, folders)
     if numbers and prompts.imagenet_1k(root):
         return prompts.imagenet_classnames()
     if published:
@@ -98,7 +92,8 @@ def classnames(root: Path, folders: Sequence[str], published: Sequence[str], *, 
     return [name.replace("_", " ") for name in folders]
 
 
-def _names_of_wnids(root: Path, wnids: Sequence[str]) -> list[str]:
+def names_of_wnids(root: Path, wnids: Sequence[str]) -> list[str]:
+    """ImageNet's class names of WordNet ids. Raises UserError for others than its own."""
     from timm.data import ImageNetInfo
 
     order = {wnid: index for index, wnid in enumerate(ImageNetInfo().label_names())}

@@ -35,6 +35,12 @@ class KnownSet:
     """CLIP_benchmark's key of its class names."""
     inliers: str = ""
     """The set that has pictures of its classes, if its own pictures are of none."""
+    original: dict[str, Any] | tuple[dict[str, Any], ...] = ()
+    """How the files of its own site are read, one layout or several; `Original` of originals.py has the keys."""
+
+    @property
+    def originals(self) -> tuple[dict[str, Any], ...]:
+        return (self.original,) if isinstance(self.original, dict) else self.original
 
     @property
     def candidates(self) -> list[str]:
@@ -43,7 +49,8 @@ class KnownSet:
         A place within a folder comes before the folder: imagenet/val before imagenet.
         """
         plain = self.name.replace("/", "-")
-        own = dict.fromkeys([plain, self.name, *self.folders, f"{plain}.tar"])
+        packed = [archive for layout in self.originals for archive in layout.get("archive", [])]
+        own = dict.fromkeys([plain, self.name, *self.folders, f"{plain}.tar", *packed])
         return [f"wds_{plain}_test", f"wds_{plain}", *sorted(own, key=lambda name: -name.count("/"))]
 
     def find(self, root: Path) -> Path | None:
@@ -56,7 +63,9 @@ class KnownSet:
         archive = next((path for path in packed if path.is_file()), None)
         if archive:
             return f"{self.name} is packed; unpack {archive} there"
-        return f"{self.name} is missing in {root} (as {', '.join(self.candidates)}); it comes from {self.source}"
+        parts = [" + ".join(layout["archives"]) for layout in self.originals if "archives" in layout]
+        names = ", ".join([*self.candidates, *(f"a folder {self.candidates[2]} with {names}" for names in parts)])
+        return f"{self.name} is missing in {root} (as {names}); it comes from {self.source}"
 
     def main_metric(self, item: EvalSet) -> tuple[str, ...]:
         return self.metric or (BOTH_R1 if item.kind == RETRIEVAL else ("top1",))
@@ -95,9 +104,14 @@ def published_classnames(known: KnownSet) -> list[str] | None:
     return _first("en_classnames.json", [known.classes, *_keys(known)]) if find_spec("clip_benchmark") else None
 
 
-def published_templates(known: KnownSet) -> list[str]:
-    """CLIP_benchmark's prompts of a set; like CLIP_benchmark, those of ImageNet for a set without its own. Raises UserError."""
+def published_templates(known: KnownSet, default: list[str] | None = None) -> list[str]:
+    """CLIP_benchmark's prompts of a set; like CLIP_benchmark, those of ImageNet for a set without its own.
+
+    Raises UserError where it is not installed, unless there is a default.
+    """
     if find_spec("clip_benchmark") is None:
+        if default is not None:
+            return default
         raise UserError(
             f"eval.root: {known.name} brings no prompts; pip install clip-benchmark, which has the published ones, or write "
             "zeroshot_classification_templates.txt into its folder, or give eval.prompts"

@@ -9,9 +9,13 @@ from functools import lru_cache
 from pathlib import Path
 
 from clipscale.errors import UserError
-from clipscale.eval.sets import captions, compositional, folders, multilingual, objectnet, shards
+from clipscale.eval.sets import captions, compositional, folders, multilingual, objectnet, originals, shards
+from clipscale.eval.sets.archives import is_archive, stem
 from clipscale.eval.sets.item import IMAGE_SUFFIXES, EvalSet
 from clipscale.eval.sets.known import source_of
+
+_FILES = (".json", ".txt", ".tar", ".gz", ".tgz", ".zip", ".mat")
+"""Endings that are no part of a set's name."""
 
 
 def load_sets(paths: Sequence[str]) -> list[EvalSet]:
@@ -27,7 +31,10 @@ def load_sets(paths: Sequence[str]) -> list[EvalSet]:
 
 def _names(paths: Sequence[Path]) -> list[str]:
     """The fewest trailing path parts by which the sets differ."""
-    plain = [path.with_suffix("") if path.suffix in (".json", ".txt", ".tar") else path for path in paths]
+    plain = [
+        path.with_name(stem(path) if is_archive(path) else Path(path.name).stem) if path.suffix in _FILES else path
+        for path in paths
+    ]
     for parts in range(1, max((len(path.parts) for path in plain), default=1) + 1):
         names = ["/".join(path.parts[-parts:]).removeprefix("wds_") for path in plain]
         if len(set(names)) == len(names):
@@ -55,16 +62,18 @@ def _load_set(path: Path, classnames: tuple[str, ...], group: int | None) -> Eva
         raise UserError(
             f"eval.sets: {path} does not exist; give a folder in CLIP_benchmark's layout (PATH/test/nshards.txt)"
         )
+    if path.is_dir() and (path / "test" / "nshards.txt").is_file():
+        return shards.load(path, classnames, group)
+    if (found := originals.load(path)) is not None:
+        return found
     if path.is_file():
-        if path.suffix == ".tar":
+        if is_archive(path):
             return folders.load(path, classnames)
         if path.suffix not in (".json", ".txt"):
             raise UserError(
-                f"eval.sets: {path} is neither a caption file (.json, .txt) nor a tar archive; give the set's folder"
+                f"eval.sets: {path} is neither a caption file (.json, .txt) nor an archive (.tar, .tgz, .zip); give the set's folder"
             )
         return captions.load(path)
-    if (path / "test" / "nshards.txt").is_file():
-        return shards.load(path, classnames, group)
     for layout in (objectnet, multilingual, compositional):
         if layout.found(path):
             return layout.load(path)

@@ -13,7 +13,7 @@ import numpy as np
 
 from clipscale import files
 from clipscale.data.sample import MAX_IMAGE_BYTES, MAX_TEXT_BYTES, key_and_extension
-from clipscale.data.shards.tar import BLOCK, next_member, read_exactly
+from clipscale.data.shards.tar import BLOCK, LARGEST_MEMBER, next_member, read_exactly
 from clipscale.errors import UserError
 from clipscale.eval.sets import prompts
 from clipscale.eval.sets.item import CLASSIFICATION, IMAGE_SUFFIXES, RETRIEVAL, EvalSet, ImageRef
@@ -119,18 +119,18 @@ def _members(tar: BinaryIO) -> Iterator[tuple[str, str, int]]:
             yield *named, size
 
 
-def plain_members(tar: BinaryIO) -> Iterator[tuple[str, int]]:
+def plain_members(tar: BinaryIO, *, any_size: bool = False) -> Iterator[tuple[str, int]]:
     """Name and size of each file in an archive, with the file at its content. Raises tarfile.TarError."""
     end = tar.seek(0, os.SEEK_END)
     if not end:
         raise tarfile.ReadError("empty")
     tar.seek(0)
-    while (header := next_member(tar)) is not None:
+    while (header := next_member(tar, end if any_size else LARGEST_MEMBER)) is not None:
         name, size = header
         following = tar.tell() + size + -size % BLOCK
         if following > end:
             raise tarfile.ReadError("ends within a member")
-        if size > MAX_IMAGE_BYTES and key_and_extension(name):
+        if size > MAX_IMAGE_BYTES and key_and_extension(name) and not any_size:
             raise tarfile.ReadError(f"member {name!r} has {size} bytes")
         yield name, size
         tar.seek(following)

@@ -1,0 +1,124 @@
+"""Reads MATLAB's files of version 5 (.mat): numbers, text, structures and cells, as SVHN, Oxford Flowers and Stanford Cars have them.
+
+The format: "MAT-File Format", MathWorks 2019. scipy's reader follows nested values as deep as a file says, and unpacks as much.
+"""
+
+import struct
+import zlib
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import numpy as np
+
+from clipscale.data.shards.tar import FREE_BYTES, MOST_EXPANSION
+
+_TYPES = {
+    1: "i1",
+    2: "u1",
+    3: "i2",
+    4: "u2",
+    5: "i4",
+    6: "u4",
+    7: "f4",
+    9: "f8",
+    12: "i8",
+    13: "u8",
+    16: "u1",
+    17: "u2",
+}
+_MATRIX, _PACKED = 14, 15
+_CELL, _STRUCT, _CHAR = 1, 2, 4
+MOST_BYTES = 1 << 29
+"""A file unpacks to so many. SVHN's test set has 8e7."""
+DEEPEST = 3
+"""Values within values: a text in a structure in an array."""
+MOST_VALUES = 1 << 20
+"""Cells, and fields of structures, of a file."""
+
+
+class _File:
+    def __init__(self, data: bytes) -> None:
+        self.order: Literal["<", ">"] = "<" if data[126:128] == b"IM" else ">"
+        if len(data) < 128 or data[126:128] not in (b"IM", b"MI"):
+            raise ValueError("no MATLAB file of version 5")
+        self.left = min(MOST_BYTES, FREE_BYTES + MOST_EXPANSION * len(data))
+        self.values = MOST_VALUES
+
+    def elements(self, data: bytes | memoryview, at: int = 0) -> Iterator[tuple[int, memoryview]]:
+        """Type and content of each element. Raises ValueError."""
+        view = memoryview(data)
+        while at + 8 <= len(view):
+            kind, size = struct.unpack(f"{self.order}II", view[at : at + 8])
+            if kind >> 16:  # up to four bytes, in the tag itself
+                kind, size, start, at = kind & 0xFFFF, kind >> 16, at + 4, at + 8
+                if size > 4:
+                    raise ValueError("a short element of more than four bytes")
+            else:
+                start, at = at + 8, at + 8 + size
+                at += 0 if kind == _PACKED else -size % 8
+            if start + size > len(view):
+                raise ValueError("it ends within an element")
+            yield kind, view[start : start + size]
+
+    def unpacked(self, data: memoryview) -> bytes:
+        decoder = zlib.decompressobj()
+        content = decoder.decompress(data, self.left)
+        self.left -= len(content)
+        if not decoder.eof or not self.left:
+            raise ValueError("it is cut off, or unpacks to too many bytes")
+        return content
+
+    def numbers(self, kind: int, data: memoryview) -> np.ndarray:
+        if kind not in _TYPES:
+            raise ValueError(f"elements of type {kind}")
+        return np.frombuffer(data, np.dtype(_TYPES[kind]).newbyteorder(self.order))
+
+    def matrix(self, data: memoryview, depth: int = 0) -> tuple[str, Any]:
+        """Name and value: an array, a text, a list of cells, or of an array of structures a list of dicts. Raises ValueError."""
+        if depth > DEEPEST:
+            raise ValueError("values are nested too deeply")
+        if not data:
+            return "", np.empty(0)
+        parts = self.elements(data)
+        try:
+            kind = int(self.numbers(*next(parts))[0]) & 0xFF
+            shape = [int(n) for n in self.numbers(*next(parts))]
+            name = bytes(next(parts)[1]).decode("latin-1")
+            if kind == _CELL:
+                return name, [self.inner(part, depth) for part in parts]
+            if kind == _STRUCT:
+                longest = int(self.numbers(*next(parts))[0])
+                text = bytes(next(parts)[1]).decode("latin-1")
+                fields = [text[i : i + longest].rstrip("\0") for i in range(0, len(text), max(1, longest))]
+                cells = [self.inner(part, depth) for part in parts]
+                width = max(1, len(fields))
+                return name, [dict(zip(fields, cells[i : i + width])) for i in range(0, len(cells), width)]
+            values = self.numbers(*next(parts))
+        except StopIteration:
+            raise ValueError("a value has too few elements") from None
+        if kind == _CHAR:
+            return name, "".join(map(chr, values.tolist()))
+        return name, values.reshape(shape, order="F")
+
+    def inner(self, part: tuple[int, memoryview], depth: int) -> Any:
+        self.values -= 1
+        if part[0] != _MATRIX or self.values < 0:
+            raise ValueError(f"no value, or more than {MOST_VALUES}")
+        return self.matrix(part[1], depth + 1)[1]
+
+
+def variables(data: bytes) -> dict[str, Any]:
+    """The variables of a file, by name. Raises ValueError for any other file, and for one that grows when it is read."""
+    file = _File(data)
+    found = {}
+    try:
+        for kind, content in file.elements(data, 128):
+            if kind == _PACKED:
+                inner = list(file.elements(file.unpacked(content)))
+                kind, content = inner[0] if len(inner) == 1 else (0, content)
+            if kind == _MATRIX:
+                name, value = file.matrix(content)
+                found[name] = value
+    except (zlib.error, IndexError) as error:
+        raise ValueError(str(error)) from error
+    return found
