@@ -128,7 +128,7 @@ clipscale explore run=b32 checkpoint=20000 against=b32 data=/data/pictures
 clipscale explore model=vit-b32 model.weights=laion2b_s34b_b79k data=/data/pictures""",
         file="explore",
         often=("model.weights", "data.train"),
-        notes="data= takes folders of `clipscale embed format=npy`, or anything that data.train= does.",
+        notes="data= takes folders of `clipscale embed`, or anything that data.train= does.",
         check=check_explore,
         find_run=existing_run,
     ),

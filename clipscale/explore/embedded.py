@@ -1,4 +1,4 @@
-"""An embedded set, as `clipscale embed format=npy` writes it.
+"""An embedded set in arrays, as `clipscale embed format=npy` and convert.py write it.
 
 A search maps one file of features at a time. A caption is read when its sample is shown.
 
@@ -8,7 +8,7 @@ D: feature width.
 import json
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +24,11 @@ from clipscale.embed.verb import SHARDS
 from clipscale.errors import UserError
 
 KINDS = (IMAGE, TEXT)
+
+
+def kinds_of(note: Mapping[str, Any]) -> tuple[str, ...]:
+    """The features that a folder's note names."""
+    return tuple(kind for kind in KINDS if kind in note.get("kinds", [IMAGE]))
 
 
 class Sample(NamedTuple):
@@ -74,7 +79,7 @@ class EmbeddedSet:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        with files.reported("data", folder / SHARDS, "embed the set again, with format=npy"):
+        with files.reported("data", folder / SHARDS, "embed the set again"):
             try:
                 self._read()
             except (KeyError, TypeError, AttributeError) as error:
@@ -87,8 +92,8 @@ class EmbeddedSet:
         self.note: dict[str, Any] = dict(files.read_tree(self.folder / NOTE)["features"])
         sources = {str(name): str(entry["source"]) for name, entry in files.read_tree(self.folder / SHARDS).items()}
         if others := [name for name in sources if not name.endswith(".jsonl")]:
-            raise ValueError(f"{others[0]} is not of format=npy, which explore reads")
-        self.kinds = tuple(kind for kind in KINDS if kind in self.note.get("kinds", [IMAGE]))
+            raise ValueError(f"{others[0]} is of another format than the others; embed into a folder of its own")
+        self.kinds = kinds_of(self.note)
         self.parts = [self._part(name, source) for name, source in sources.items()]
 
     def __len__(self) -> int:

@@ -20,6 +20,7 @@ from clipscale.data.features import NOTE
 from clipscale.data.shards.access import is_local
 from clipscale.embed.verb import main as embed
 from clipscale.errors import UserError
+from clipscale.explore.convert import as_arrays
 from clipscale.explore.embedded import EmbeddedSet
 from clipscale.explore.pictures import Pictures
 from clipscale.explore.search_model import SearchModel, load
@@ -72,7 +73,8 @@ def prepared(config: ExploreConfig) -> tuple[list[SearchModel], Pictures]:
     given = [Path(name).expanduser() for name in config.data.train or []]
     folders = [path for path in given if (path / NOTE).is_file()]
     sources = [name for name, path in zip(config.data.train or [], given) if path not in folders]
-    sets = [EmbeddedSet(folder) for folder in folders]
+    out = Path(config.models()[0].out)
+    sets = [EmbeddedSet(as_arrays(folder, out, config.data)) for folder in folders]
     device = distributed.start(config.device, config.launch.threads).device
     distributed.stop()
     models = [load(one, device) for one in config.models()]

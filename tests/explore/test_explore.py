@@ -25,6 +25,7 @@ from clipscale.config.sections import LaunchConfig
 from clipscale.errors import UserError
 from clipscale.explore import pictures as pictures_of_sets
 from clipscale.explore import verb
+from clipscale.explore.convert import as_arrays
 from clipscale.explore.embedded import EmbeddedSet
 from clipscale.explore.search import nearest
 from clipscale.models.towers import ClipModel, build_model
@@ -166,6 +167,46 @@ def test_two_models_answer_side_by_side_and_the_second_embeds_the_set_itself(pla
         "it is embedded once"
     )
     assert not (place / "a/explore").exists(), "the first model has its embedded set"
+
+
+@pytest.mark.parametrize("format", ["parquet", "webdataset"])
+def test_every_format_gives_the_arrays_of_npy(place: Path, tmp_path: Path, format: str) -> None:
+    """Also a picture that cannot be used, whose feature is missing, and its row."""
+    shutil.copytree(place / "shards", tmp_path / "shards")
+    write_tar(tmp_path / "shards/00002.tar", [("a.png", b"no picture"), ("a.txt", b"a caption"), ("b.png", picture(5))])
+    source, kinds = tmp_path / "shards", ("image", "text")
+    arrays = EmbeddedSet(embed(str(place / "a"), source, tmp_path / "npy", dtype="float16"))
+    other = embed(str(place / "a"), source, tmp_path / format, dtype="float16", format=format)
+    with pytest.raises(UserError, match="of another format"):
+        EmbeddedSet(other)
+    for _ in range(2):
+        found = EmbeddedSet(as_arrays(other, tmp_path / "explore", DataConfig()))
+        assert [found.sample(n) for n in range(len(found))] == [arrays.sample(n) for n in range(len(arrays))]
+        assert [part.source for part in found.parts] == [part.source for part in arrays.parts]
+        for kind in kinds:
+            for one, two in zip(found.features(kind), arrays.features(kind), strict=True):
+                assert one.dtype == two.dtype and np.array_equal(one, two, equal_nan=True)
+    assert len(list((tmp_path / "explore").iterdir())) == 1
+    answers = [
+        client(config(place, *data, out=str(tmp_path / "out")))
+        .post("/search", json={"text": "a ring", "count": 4})
+        .json()
+        for data in ([str(other)], [str(tmp_path / "npy")])
+    ]
+    assert answers[0] == answers[1] and answers[0]
+
+
+def test_damaged_features_of_every_format_are_one_line(place: Path, tmp_path: Path) -> None:
+    for format, name in (("parquet", "00000.parquet"), ("webdataset", "00000.tar")):
+        folder = embed(str(place / "a"), place / "shards", tmp_path / format, format=format)
+        whole = (folder / name).read_bytes()
+        (folder / name).write_bytes(whole[: len(whole) // 2])
+        with pytest.raises(UserError, match=r"^data: .*shards\.json .*; embed the set again$"):
+            as_arrays(folder, tmp_path / "explore", DataConfig())
+    entries = json.loads((folder / "shards.json").read_text())
+    (folder / "shards.json").write_text(json.dumps({"../../other.tar": {"samples": 1}} | entries))
+    with pytest.raises(UserError, match=r"No such file"):
+        as_arrays(folder, tmp_path / "explore", DataConfig())
 
 
 def test_pictures_of_a_table_are_found(place: Path, tmp_path: Path) -> None:
