@@ -19,7 +19,7 @@ from clipscale.data.shards import tar
 from clipscale.distributed import World
 from clipscale.errors import UserError
 from clipscale.eval.run import evaluate
-from clipscale.eval.sets import archives, matlab, pickled
+from clipscale.eval.sets import archives, known, matlab, pickled
 from clipscale.eval.sets.item import EvalSet
 from clipscale.eval.sets.load import load_set, load_sets
 from clipscale.eval.suites import suite_sets
@@ -70,6 +70,18 @@ def test_class_names_are_the_published_ones_or_the_sets_own(tmp_path: Path) -> N
     assert names["sun397"] == ["abbey", "bar", "church indoor"] and names["country211"][0] == "Andorra"
     assert names["cifar10"] == names["stl10"] == ["ash", "birch_tree", "cedar"]
     assert names["food101"] == ["ash", "birch tree", "cedar"] and names["cars"] == ["ash", "birch_tree", "cedar", "d"]
+
+
+def test_without_clip_benchmark_names_are_given_and_never_guessed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(known, "find_spec", lambda _: None)
+    place = SETS["mnist"].write(tmp_path)
+    with pytest.raises(UserError, match="has no class names of mnist; pip install clip-benchmark"):
+        load_set(place)
+    (place / "classnames.txt").write_text("\n".join(f"digit {i}" for i in range(10)))
+    item = load_set(place)
+    assert item.classnames[9] == "digit 9" and item.templates == ["a photo of a {c}."]
 
 
 @pytest.mark.parametrize("name", ["cifar10", "vtab/cifar100"])
@@ -257,6 +269,17 @@ def test_a_damaged_archive_is_one_line(tmp_path: Path, damage: str) -> None:
     ) as found:
         load_set(tmp_path / "gtsrb")
     assert "\n" not in str(found.value)
+
+
+def test_a_folder_of_several_sets_is_refused(tmp_path: Path) -> None:
+    for name in ("cifar10", "vtab/cifar100"):
+        SETS[name].write(tmp_path / name.rpartition("/")[2])
+        SETS[name].pack(tmp_path / "both")
+    assert load_set(tmp_path / "cifar10").classnames, "both versions of one set are one set"
+    with pytest.raises(
+        UserError, match=r"both holds several sets \(cifar10, vtab/cifar100\); give the files of one, or suite="
+    ):
+        load_set(tmp_path / "both")
 
 
 def test_one_of_several_archives_names_their_folder_and_wrong_files_say_what_is_wrong(tmp_path: Path) -> None:

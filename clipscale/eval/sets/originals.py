@@ -79,16 +79,21 @@ class Original:
 
 
 def load(path: Path) -> EvalSet | None:
-    """The set at `path`, in the layout of its own site; None for anything else. Raises UserError."""
-    inner = [] if path.is_file() else [one for one in path.iterdir() if one.is_dir()]
+    """The set at `path`, in the layout of its own site; None for anything else. Raises UserError, also for several sets."""
+    layouts = [(known, Original(**entry)) for known in known_sets().values() for entry in known.originals]
+    if path.is_file():
+        trees = ((known, original, _of_file(path, original)) for known, original in layouts)
+        return next((_loaded(path, known, original, tree) for known, original, tree in trees if tree is not None), None)
+    inner = [one for one in path.iterdir() if one.is_dir()]
     places = [path, *inner] if len(inner) <= MOST_FOLDERS else [path]
-    for known in known_sets().values():
-        for entry in known.originals:
-            original = Original(**entry)
-            tree = _of_file(path, original) if path.is_file() else _of_folder(places, original)
-            if tree is not None:
-                return _loaded(path, known, original, tree)
-    return None
+    found = [(known, original, sources) for known, original in layouts if (sources := _sources(places, original))]
+    names = sorted({known.name for known, _, _ in found})
+    if len(names) > 1:
+        raise UserError(
+            f"eval.sets: {path} holds several sets ({', '.join(names)}); give the files of one, or suite=NAME eval.root={path}"
+        )
+    trees = ((known, original, _tree(sources, original)) for known, original, sources in found)
+    return next((_loaded(path, known, original, tree) for known, original, tree in trees if tree is not None), None)
 
 
 def _loaded(path: Path, known: KnownSet, original: Original, tree: Tree) -> EvalSet:
@@ -127,16 +132,21 @@ def _of_file(path: Path, original: Original) -> Tree | None:
     return _within(archives.contents(path), original) if wanted else None
 
 
-def _of_folder(places: Sequence[Path], original: Original) -> Tree | None:
-    """The same in a folder and those right below it, unpacked or in archives."""
+def _sources(places: Sequence[Path], original: Original) -> list[Path]:
+    """Where the set is in a folder and those right below it: a folder, or archives. Nothing if it is not there."""
     for place in places:
         if not (original.all and place.name in SPLITS) and _has(place, original.needs):
-            return archives.contents(place)
+            return [place]
     packed = [places[0] / name for name in original.archives]
     if packed and all(one.is_file() for one in packed):
-        return _within({k: v for one in packed for k, v in archives.contents(one).items()}, original)
-    one = next((places[0] / name for name in original.archive if (places[0] / name).is_file()), None)
-    return _within(archives.contents(one), original) if one else None
+        return packed
+    return [one for name in original.archive if (one := places[0] / name).is_file()][:1]
+
+
+def _tree(sources: Sequence[Path], original: Original) -> Tree | None:
+    if sources[0].is_dir():
+        return archives.contents(sources[0])
+    return _within({k: v for one in sources for k, v in archives.contents(one).items()}, original)
 
 
 def _has(place: Path, needs: Sequence[str]) -> bool:
