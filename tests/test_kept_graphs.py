@@ -180,11 +180,11 @@ def test_in_bf16_both_kinds_give_the_replayed_gradient_bit_for_bit() -> None:
 
 def test_which_towers_can_be_checkpointed() -> None:
     tower = towers().image
-    turn = checkpointing_switch(tower, ModelConfig())
-    assert turn is not None
-    turn(True)
+    found = checkpointing_switch(tower, ModelConfig())
+    assert found is not None
+    found(True)
     assert tower.encoder.transformer.grad_checkpointing
-    turn(False)
+    found(False)
     assert not tower.encoder.transformer.grad_checkpointing
     for config in (ModelConfig(grad_checkpointing=True), ModelConfig(compile=True)):
         assert checkpointing_switch(tower, config) is None

@@ -42,7 +42,7 @@ def convert(tower: nn.Module, device: torch.device, kind: str = "fp8") -> int:
             _to_fp8(tower, layers, emulate=device.type == "cpu")  # torch's product there takes minutes
         else:
             _to_int8(layers.values())
-    except ImportError as error:
+    except (ImportError, AttributeError) as error:  # a prototype may move
         raise UserError(
             f"precision={kind} needs torchao ({error}); install clipscale[fp8], or take precision=bf16"
         ) from error
