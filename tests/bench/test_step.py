@@ -65,6 +65,7 @@ def test_every_method_leaves_the_gradient_of_plain(work: StepWorker, name: str) 
         assert error < 1e-3, f"{name}, {key}: relative error {error:.1e}"
 
 
+@pytest.mark.timeout(1500)  # compiling
 @pytest.mark.parametrize("name", ["open_clip", pytest.param("compiled-open_clip", marks=pytest.mark.slow)])
 def test_open_clips_loop_does_the_same_work(work: StepWorker, name: str) -> None:
     """Equal gradients but for the scale's, which its loop counts once for each chunk."""
