@@ -8,6 +8,7 @@ os.environ["OMP_NUM_THREADS"] = (
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("WANDB_MODE", "offline")
 
+import fcntl
 import socket
 import subprocess
 import sys
@@ -45,6 +46,35 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> str:
     paths = write_shards(tmp_path_factory.mktemp("shards"), [24, 24])
     stem = str(paths[0])[: -len("0.tar")]
     return f"{stem}{{0..1}}.tar"
+
+
+@pytest.fixture(scope="session")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One set for all of pytest's workers: whoever comes first renders it."""
+    from clipscale.data.demo import render_demo
+
+    root = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent
+    with (root / "demo.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        render_demo(root / "demo", train_samples=640)
+    return root / "demo"
+
+
+@pytest.fixture(scope="session")
+def finished(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An uninterrupted run, to which others are compared."""
+    from clipscale.config.sections import EvalConfig, LogConfig
+    from clipscale.train import train
+    from tests.runs import settings
+
+    run = tmp_path_factory.mktemp("runs") / "finished"
+    sets = EvalConfig(every=5, sets=[str(demo / "objects"), str(demo / "retrieval")], limit=64)
+    result = train(settings(demo, run, eval=sets, log=LogConfig(progress=False)))
+    assert result["step"] == 10
+    assert set(result["eval"]) == {"objects (limit 64)", "retrieval (limit 64)"}
+    return run
 
 
 @pytest.fixture

@@ -22,11 +22,9 @@ from clipscale.loss.reference import dense_contrastive_loss
 from clipscale.train import train
 from tests.data.loader.test_offload_runs import records
 from tests.device import CUDA, DEVICE, on_device
+from tests.runs import curve, settings
 from tests.test_exactness import Case, inputs_of, model_of
 from tests.test_grad_cache import assert_same, batch, gradients, models, one_graph
-from tests.test_train import curve, demo, settings
-
-__all__ = ["demo"]
 
 pytestmark = on_device
 

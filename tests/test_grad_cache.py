@@ -10,21 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.debug import CommDebugMode
 
-import clipscale
-from clipscale.distributed import World, gradient_norm
 from clipscale.grad_cache import GradCache
 from clipscale.kept_graphs import graph_bytes
-from clipscale.parallel.fsdp import Sharding
 from clipscale.rng import RandomState
-from tests.ranks import run_ranks
 
 
 class Encoder(nn.Module):
@@ -323,47 +317,6 @@ def test_batch_norm_over_several_chunks_is_refused() -> None:
     GradCache([m["image"], m["text"]], m["head"], chunks=4).step(*batch(12))
 
 
-def normalising(kind: type[nn.Module]) -> nn.ModuleDict:
-    m = models()
-    m["image"].net[1] = kind(12).double()
-    return m
-
-
-def _batch_norm(rank: int, world: int) -> tuple[dict[str, Tensor], dict[str, Tensor], str]:
-    """Statistics over both ranks in training; the message without synchronisation; frozen, any chunks are right."""
-    peers = World(rank, world, torch.device("cpu"))
-    x, y = (part[rank * 6 : (rank + 1) * 6] for part in batch(12))
-
-    def loss(u: Tensor, v: Tensor) -> Tensor:
-        return clipscale.contrastive_loss(u, v, 3.0)
-
-    message = ""
-    try:
-        GradCache([normalising(nn.BatchNorm1d)["image"], models()["text"]], loss, chunks=6).step(x, y)
-    except ValueError as error:
-        message = str(error)
-    m = normalising(nn.BatchNorm1d)
-    GradCache([peers.wrap(m["image"]), peers.wrap(m["text"])], loss, chunks=[6, 4]).step(x, y)
-    return gradients(m), dict(m["image"].named_buffers()), message
-
-
-def test_synchronised_batch_norm_sees_the_whole_batch() -> None:
-    wanted = normalising(nn.BatchNorm1d)
-    u, v = (wanted[name](rows) for name, rows in zip(("image", "text"), batch(12), strict=True))
-    scores = 3 * u @ v.T
-    target = torch.arange(12)
-    ((F.cross_entropy(scores, target) + F.cross_entropy(scores.T, target)) / 2).backward()
-    buffers = dict(wanted["image"].named_buffers())
-    size = torch.nn.utils.get_total_norm(gradients(wanted).values())
-    for found, statistics, message in run_ranks(_batch_norm, 2):
-        for name, gradient in gradients(wanted).items():  # that of the bias before the normalisation is rounding alone
-            assert (found[name] - gradient).norm() <= 1e-10 * size, name
-        assert statistics["net.1.num_batches_tracked"] == 1
-        for name in ("net.1.running_mean", "net.1.running_var"):
-            assert torch.allclose(statistics[name], buffers[name], rtol=1e-10), name
-        assert "over 2 ranks it would see only a part of them; synchronise it" in message
-
-
 @pytest.mark.parametrize(
     "backend", ["aot_eager", *(pytest.param(name, marks=pytest.mark.slow) for name in ("eager", "inductor"))]
 )
@@ -401,63 +354,3 @@ def test_the_dense_retrieval_example_of_the_documentation_works_as_written() -> 
     assert names["value"].item() == pytest.approx(wanted.item())
     assert_same(gradients(query_encoder), gradients(twins[0]), 1e-10)
     assert_same(gradients(passage_encoder), gradients(twins[1]), 1e-10)
-
-
-def _data_parallel(
-    rank: int, world: int, parallel: str, keep: float, dropout: float
-) -> tuple[dict[str, Tensor], int, float]:
-    """The cache under data parallelism, with a gather loss written out here: shares whose sum over ranks is the gradient."""
-    m = models(dropout)
-    peers = World(rank, world, torch.device("cpu"))
-    n = 12 // world
-    x, y = (part[rank * n : (rank + 1) * n] for part in batch(12))
-
-    def loss(u: Tensor, v: Tensor) -> Tensor:
-        """Own rows live, the other ranks' as constants and differentiated there: value = global mean, gradients = shares."""
-        every = []
-        for own in (u, v):
-            parts = [torch.empty_like(own) for _ in range(world)]
-            dist.all_gather(parts, own.detach())
-            parts[rank] = own
-            every.append(torch.cat(parts))
-        share = m["head"](*every)
-        for p in m["head"].parameters():  # every rank computes the whole loss, so the scale's share is 1 / world of it
-            p.register_hook(lambda g: g / world)
-        return share
-
-    torch.manual_seed(5 + rank)
-    image, text = (peers.wrap(m[name], parallel, Sharding(1)) for name in ("image", "text"))
-    with CommDebugMode() as reductions:
-        GradCache([image, text], loss, chunks=[2, 5], keep_bytes=keep).step(x, y)
-    counts = reductions.get_comm_counts()
-    reduced = sum(n for op, n in counts.items() if "reduce" in str(op))
-    for one in peers.begin_sums(m["head"].parameters()):
-        one.wait()
-    return gradients(m), reduced, gradient_norm(m.parameters()).item()
-
-
-WRAPPED = [("ddp", 0, 0.0), ("ddp", math.inf, 0.4), ("ddp", 3000, 0.4), ("fsdp", 0, 0.4), ("fsdp", 3000, 0.0)]
-
-
-def _all_data_parallel(rank: int, world: int) -> list[tuple[dict[str, Tensor], int, float]]:
-    return [_data_parallel(rank, world, *case) for case in WRAPPED]
-
-
-def test_the_summed_gradient_is_that_of_one_graph() -> None:
-    """And there is one reduction per tower and step. More ranks and whole towers: test_exactness.py."""
-    world = 2
-    answers = run_ranks(_all_data_parallel, world)
-    for i, (_, _, dropout) in enumerate(WRAPPED):
-        wanted = models(dropout)
-        n = 12 // world
-        features: list[list[Tensor]] = [[], []]
-        for rank in range(world):  # each rank draws its own random numbers, image chunks first
-            torch.manual_seed(5 + rank)
-            for j, (tower, x, size) in enumerate(zip(("image", "text"), batch(12), (2, 5), strict=True)):
-                features[j] += [wanted[tower](rows) for rows in x[rank * n : (rank + 1) * n].split(size)]
-        wanted["head"](torch.cat(features[0]), torch.cat(features[1])).backward()
-        norm = torch.nn.utils.get_total_norm(gradients(wanted).values()).item()
-        for found, reductions, found_norm in (answer[i] for answer in answers):
-            assert_same(found, gradients(wanted), 1e-10)
-            assert found_norm == pytest.approx(norm, rel=1e-10), WRAPPED[i]
-            assert reductions == 2, f"{WRAPPED[i]}: one reduction per tower and step, not {reductions}"

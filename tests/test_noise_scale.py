@@ -15,7 +15,7 @@ from clipscale.errors import UserError
 from clipscale.grad_cache import GradCache
 from clipscale.noise_scale import NoiseScale
 from clipscale.train import train
-from tests.test_train import settings
+from tests.runs import settings
 
 ALONE = World(0, 1, torch.device("cpu"))
 WIDTH, MEAN, SPREAD = 20, 0.5, 2.0

@@ -14,7 +14,7 @@ from clipscale.config.sections import CacheConfig, OptimConfig, RampConfig, Sche
 from clipscale.errors import UserError
 from clipscale.optim import Schedule, build_optimizer, parse_steps, peak_lr
 from clipscale.train import train
-from tests.test_train import settings
+from tests.runs import settings
 
 
 def small_model() -> nn.Module:

@@ -29,7 +29,7 @@ from clipscale.models.towers import build_model
 from clipscale.precision import Precision
 from clipscale.train import Run, train
 from tests.ranks import run_ranks
-from tests.test_train import ARCHITECTURE, settings
+from tests.runs import ARCHITECTURE, settings
 
 CPU = torch.device("cpu")
 BF16 = PrecisionConfig(name="bf16", weights="bf16")

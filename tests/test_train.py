@@ -1,53 +1,38 @@
 """Whole runs on a small demo set: they learn, resume after a kill, and do not depend on the number of processes."""
 
-import fcntl
 import json
 import math
-import os
-import signal
 import time
 import traceback
-from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 
 from clipscale import checkpoint
-from clipscale.autotune import CHUNKS, save_chunk_sizes, saved_chunk_sizes
-from clipscale.cli import main as cli
 from clipscale.config.sections import (
     CacheConfig,
     CheckpointConfig,
-    EvalConfig,
     LaunchConfig,
-    LogConfig,
     ModelConfig,
     OptimConfig,
     PrecisionConfig,
     ScheduleConfig,
 )
-from clipscale.config.train import TrainConfig, check
-from clipscale.data.demo import paths, render_demo
+from clipscale.config.train import TrainConfig
+from clipscale.data.demo import paths
 from clipscale.data.loader.stream import DataConfig
 from clipscale.data.loader.to_device import ChunkLoader, copy_stream
-from clipscale.distributed import World
-from clipscale.errors import StoppedError, UserError
+from clipscale.errors import UserError
 from clipscale.launch import local
 from clipscale.models.towers import build_model, load_model
-from clipscale.train import Run, train
+from clipscale.train import train
 from tests.ranks import forks, run_ranks
+from tests.runs import ARCHITECTURE, curve, on_a_rank, settings
 
-ARCHITECTURE = {
-    "embed_dim": 32,
-    "vision_cfg": {"image_size": 30, "layers": 1, "width": 32, "head_width": 16, "patch_size": 10},
-    "text_cfg": {"context_length": 24, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 1},
-}
 FIELDS = [
     "step",
     "samples",
@@ -81,54 +66,6 @@ FIELDS = [
 ]
 
 
-@pytest.fixture(scope="session")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One set for all of pytest's workers: whoever comes first renders it."""
-    root = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        root = root.parent
-    with (root / "demo.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        render_demo(root / "demo", train_samples=640)
-    return root / "demo"
-
-
-def settings(demo: Path, run: Path, **changes: Any) -> TrainConfig:
-    """A run of ten steps of 64 in chunks of 24 and 32, with every part that could break exactness at work."""
-    base = TrainConfig(
-        batch=64,
-        samples=640,
-        run=str(run),
-        seed=3,
-        device="cpu",
-        model=ModelConfig(name="test", architecture=ARCHITECTURE),
-        data=DataConfig(train=[paths(demo).train], workers=0),
-        cache=CacheConfig(image_chunk=24, text_chunk=32),
-        optim=OptimConfig(lr=1e-3),
-        schedule=ScheduleConfig(warmup="2"),
-        log=LogConfig(progress=False, report=False, every=5),
-        launch=LaunchConfig(threads=1),
-    )
-    return check(replace(base, **changes))
-
-
-def curve(run: Path) -> list[float]:
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [r["step"] for r in records] == list(range(1, len(records) + 1)), "one line a step, in order"
-    return [r["loss"] for r in records]
-
-
-@pytest.fixture(scope="session")
-def finished(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An uninterrupted run, to which others are compared."""
-    run = tmp_path_factory.mktemp("runs") / "finished"
-    sets = EvalConfig(every=5, sets=[str(demo / "objects"), str(demo / "retrieval")], limit=64)
-    result = train(settings(demo, run, eval=sets, log=LogConfig(progress=False)))
-    assert result["step"] == 10
-    assert set(result["eval"]) == {"objects (limit 64)", "retrieval (limit 64)"}
-    return run
-
-
 def test_a_run_learns_and_leaves_its_record(finished: Path) -> None:
     losses = curve(finished)
     assert len(losses) == 10
@@ -155,28 +92,6 @@ def test_a_run_learns_and_leaves_its_record(finished: Path) -> None:
     ):
         assert (finished / name).stat().st_size > 0, name
     assert [p.name for p in checkpoint.found(finished)] == ["step_00000010"]
-
-
-def test_a_refused_start_leaves_no_folder_and_takes_nothing_away(demo: Path, finished: Path, tmp_path: Path) -> None:
-    nothing = DataConfig(train=[str(tmp_path / "none-*.tar")], workers=0)
-    with pytest.raises(UserError, match="matches no shard"):
-        train(settings(demo, tmp_path / "runs/new", data=nothing))
-    assert not (tmp_path / "runs/new").exists()
-    before = sorted(path for path in finished.rglob("*") if path.is_file())
-    with pytest.raises(UserError, match="matches no shard"):
-        train(settings(demo, finished, data=nothing))
-    assert sorted(path for path in finished.rglob("*") if path.is_file()) == before
-
-
-def test_resuming_a_finished_run_says_so_and_trains_no_further(
-    demo: Path, finished: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    before = curve(finished)
-    assert train(settings(demo, finished))["step"] == 10
-    printed = capsys.readouterr().out
-    assert "going on after step 10 of 10; changed: eval.every 5 -> 0, eval.sets [" in printed, printed
-    assert "is complete at step 10: nothing is left to train" in printed
-    assert curve(finished) == before
 
 
 def test_the_trained_model_is_loaded_as_it_was_saved(finished: Path) -> None:
@@ -257,77 +172,6 @@ def test_a_full_disk_costs_a_checkpoint_but_not_the_run(
     assert len(curve(tmp_path / "run")) == 3
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
-def test_a_signal_saves_before_the_end(demo: Path, tmp_path: Path, number: signal.Signals) -> None:
-    process = start(demo, tmp_path / "run")
-    wait_for_lines(process, tmp_path / "run/metrics.jsonl", 1)
-    assert process.pid
-    os.kill(process.pid, number)
-    process.join(120)
-    assert process.exitcode != 0
-    assert "stopped by a signal after step" in (tmp_path / "run/error").read_text()
-    step = len(curve(tmp_path / "run"))
-    assert checkpoint.found(tmp_path / "run")[-1] == checkpoint.path_of(tmp_path / "run", step)
-
-
-def test_a_run_that_was_stopped_ends_with_the_signals_status(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def stopped(argv: list[str]) -> int:
-        raise StoppedError("stopped by a signal after step 3; go on with run=a resume=auto")
-
-    monkeypatch.setattr(cli, "dispatch", stopped)
-    assert cli.main(["train"]) == 143
-    assert capsys.readouterr().err == "error: stopped by a signal after step 3; go on with run=a resume=auto\n"
-
-
-def on_a_rank(rank: int, world: int, config: TrainConfig) -> None:
-    train(config)
-
-
-def signalled_on_one_rank(rank: int, world: int, config: TrainConfig, number: int, victim: int) -> tuple[int, int, int]:
-    """A rank gets the signal within its second step. Its status and step, and how many collectives decide on a step's save."""
-    step, due, all_reduce = Run.optimizer_step, Run.save_due, torch.distributed.all_reduce
-    calls: list[int] = []
-    steps: list[int] = []
-
-    def with_signal(run: Run) -> dict[str, Any]:
-        if rank == victim and run.step == 1:
-            os.kill(os.getpid(), number)
-        return step(run)
-
-    def counted(run: Run) -> bool:
-        with (
-            patch.object(torch.distributed, "all_reduce", lambda *a, **k: calls.append(1) or all_reduce(*a, **k)),
-            patch.object(torch.distributed, "broadcast_object_list", side_effect=AssertionError("two broadcasts")),
-        ):
-            steps.append(run.step)
-            return due(run)
-
-    with patch.object(Run, "optimizer_step", with_signal), patch.object(Run, "save_due", counted):
-        try:
-            train(config)
-        except StoppedError as stopped:
-            return stopped.number, steps[-1], len(calls)
-    return 0, steps[-1], len(calls)
-
-
-@pytest.mark.parametrize(
-    ("number", "victim"),
-    [
-        (signal.SIGTERM, 1),
-        pytest.param(signal.SIGTERM, 0, marks=pytest.mark.slow),
-        pytest.param(signal.SIGUSR1, 1, marks=pytest.mark.slow),
-    ],
-)
-def test_a_signal_to_any_rank_stops_all_at_one_step_with_a_save(
-    demo: Path, tmp_path: Path, number: signal.Signals, victim: int
-) -> None:
-    found = run_ranks(signalled_on_one_rank, 2, settings(demo, tmp_path / "run"), int(number), victim)
-    assert found == [(signal.SIGTERM, 2, 2)] * 2, "status, step, and one reduction in each of two steps"
-    assert [path.name for path in checkpoint.found(tmp_path / "run")] == ["step_00000002"]
-
-
 @pytest.mark.parametrize("started", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["forked", "started"])
 @pytest.mark.parametrize("procs", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_number_of_processes_does_not_change_the_curve(
@@ -352,32 +196,6 @@ def test_a_run_goes_on_with_another_number_of_processes_and_another_parallelism(
     train(settings(demo, tmp_path / "whole", schedule=constant))
     worst = max(abs(a - b) / a for a, b in zip(curve(tmp_path / "run"), curve(tmp_path / "whole"), strict=True))
     assert worst < 1e-4, f"{curve(tmp_path / 'run')} instead of {curve(tmp_path / 'whole')}"
-
-
-def test_chunks_found_on_another_device_are_found_anew(
-    demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """They may be too large for it. Without dropout the curve stays the same to rounding; with it, a line says that it does not."""
-    for rate, said in ((0.0, False), (0.3, True)):
-        run = tmp_path / f"run{rate}"
-        model = ModelConfig(name="test", architecture=ARCHITECTURE, patch_dropout=rate)
-        config = settings(
-            demo, run, samples=128, model=model, cache=CacheConfig(), checkpoint=CheckpointConfig(every=1)
-        )
-        train(replace(config, samples=64))
-        card = {"image": 16, "text": 16, "device": "NVIDIA H200, 140 GiB"}
-        save_chunk_sizes(run, card)
-        checkpoint.save(run, 1, checkpoint.load(checkpoint.path_of(run, 1)) | {"chunks": card}, keep=0)
-        capsys.readouterr()
-        train(config)
-        out = " ".join(capsys.readouterr().out.split())
-        assert (
-            "cache.chunk=auto: 16 and 16 samples were found on NVIDIA H200, 140 GiB; on cpu they are 64 and 64" in out
-        )
-        assert ("resumed with chunks of [64, 64] samples instead of [16, 16]: the towers draw other" in out) == said, (
-            out
-        )
-        assert saved_chunk_sizes(run) == {"image": 64, "text": 64, "device": "cpu"}
 
 
 @pytest.mark.slow
@@ -417,13 +235,6 @@ def test_negatives_from_the_chunk_alone_are_those_of_plain_accumulation(demo: Pa
         assert abs(loss - math.log(candidates)) < 0.1, (
             f"{negatives}: {loss:.3f}, ln {candidates} is {math.log(candidates):.3f}"
         )
-
-
-def test_pictures_of_another_size_are_for_towers_without_positions(demo: Path, tmp_path: Path) -> None:
-    data = DataConfig(train=[paths(demo).train], workers=0, image_size=20)
-    with pytest.raises(UserError, match=r"^data.image_size=20: model.name=test has learned positions for 30 pixels"):
-        train(settings(demo, tmp_path / "vit", data=data))
-    assert not (tmp_path / "vit").exists()
 
 
 def test_a_frozen_tower_does_not_change(demo: Path, tmp_path: Path) -> None:
@@ -471,20 +282,6 @@ def test_half_precision_that_overflows_at_any_loss_scale_has_diverged(
     assert sum(record["skipped"] for record in found) >= 2, "the scales 65,536 and 32,768 were tried"
 
 
-def test_a_run_taken_back_goes_on_from_there(demo: Path, tmp_path: Path) -> None:
-    config = settings(demo, tmp_path / "run", samples=256, checkpoint=CheckpointConfig(every=1, keep=0))
-    train(config)
-    folder = tmp_path / "run/checkpoints"
-    train(replace(config, samples=192, resume=str(folder / "step_00000002")))
-    assert sorted(path.name for path in folder.iterdir()) == [
-        "step_00000001",
-        "step_00000002",
-        "step_00000003",
-        "step_00000003.aside",
-        "step_00000004.aside",
-    ]
-
-
 def test_steps_that_are_not_finite_can_be_skipped(demo: Path, tmp_path: Path) -> None:
     train(diverging(demo, tmp_path / "run", "skip"))
     records = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
@@ -493,101 +290,7 @@ def test_steps_that_are_not_finite_can_be_skipped(demo: Path, tmp_path: Path) ->
     assert not records[0]["skipped"]
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"cache": CacheConfig(chunk="65")}, "cache.chunk=65: one process holds 64 samples"),
-        ({"cache": CacheConfig(text_chunk=200)}, "cache.text_chunk=200"),
-        ({"cache": CacheConfig(keep="some")}, "cache.keep=some: give none, auto, or bytes"),
-        ({"samples": 32}, "samples=32 is less than one batch=64"),
-        ({"data": DataConfig(train=["/nowhere/*.tar"], workers=0)}, "/nowhere"),
-        ({"run": "/proc/run"}, "run=/proc/run cannot be written"),
-        ({"resume": "/nowhere.pt"}, "resume=/nowhere.pt: there is no such file or run folder"),
-    ],
-)
-def test_mistakes_are_named(demo: Path, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        train(settings(demo, **{"run": tmp_path / "run", **changes}))
-
-
-def test_what_does_not_fit_a_checkpoint_is_named(demo: Path, finished: Path) -> None:
-    other = {**ARCHITECTURE, "embed_dim": 16}
-    for changes, message in (
-        ({"model": ModelConfig(name="test", architecture=other)}, "model.architecture"),
-        ({"resume": "none"}, "already holds checkpoints"),
-        ({"batch": 128, "cache": CacheConfig(chunk="64")}, "trained with batch=64; go on with that"),
-        ({"optim": OptimConfig(name="lamb")}, "optimizer is adamw, not optim.name=lamb"),
-        (
-            {"model": ModelConfig(name="test", architecture=ARCHITECTURE, freeze_image=True)},
-            "does not fit this model's parameters",
-        ),
-    ):
-        with pytest.raises(UserError, match=message):
-            train(settings(demo, finished, **changes))
-    assert len(curve(finished)) == 10, "a refused resume changes nothing"
-
-
 # -- several ranks that do not see the same --------------------------------------------------------------------------------
-
-
-class WithPeer(World):
-    """A world with an imaginary second rank, whose value is `answer(own value)`."""
-
-    answer: Callable[[Any], Any]
-
-    def gather(self, value: Any) -> list[Any]:
-        return [value, self.answer(value)]
-
-
-def with_peer(answer: Callable[[Any], Any]) -> WithPeer:
-    world = WithPeer(0, 1, torch.device("cpu"))
-    vars(world)["answer"] = answer
-    return world
-
-
-def test_ranks_that_find_different_checkpoints_do_not_start(demo: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"different checkpoints \(rank 0: none, rank 1: step 7\)"):
-        Run(settings(demo, tmp_path / "run"), with_peer(lambda value: 7 if value is None else value))
-
-
-def test_ranks_that_see_different_shards_do_not_start(demo: Path, tmp_path: Path) -> None:
-    def other(value: Any) -> Any:
-        return {**value, "order": "other"} if isinstance(value, dict) and "order" in value else value
-
-    with pytest.raises(UserError, match="the processes see different shards"):
-        Run(settings(demo, tmp_path / "run"), with_peer(other))
-
-
-def test_a_rank_judges_the_memory_before_others_take_theirs(
-    demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    events: list[str] = []
-
-    def look() -> int:
-        events.append("looked")
-        return 2**30
-
-    monkeypatch.setattr("clipscale.state.start.free_memory", look)
-    monkeypatch.setattr("clipscale.data.loader.memory.free_memory", lambda: 0)  # the others have been quicker
-
-    class Waits(World):
-        def gather(self, value: Any) -> list[Any]:
-            events.append("waited")
-            return [value]
-
-    run = Run(settings(demo, tmp_path / "run"), Waits(0, 1, torch.device("cpu")))
-    run.stream.close()
-    assert events[events.index("looked") + 1] == "waited"
-    assert "of 1.00 GiB free" in run.stream.memory
-
-
-def test_chunk_sizes_are_replaced_atomically_while_other_ranks_read_them(tmp_path: Path) -> None:
-    save_chunk_sizes(tmp_path, {"image": 64, "text": 128})
-    with (tmp_path / CHUNKS).open() as reading:
-        save_chunk_sizes(tmp_path, {"image": 32, "text": 32})
-        assert json.load(reading) == {"image": 64, "text": 128}
-    assert saved_chunk_sizes(tmp_path) == {"image": 32, "text": 32}
-    assert [path.name for path in tmp_path.iterdir()] == [CHUNKS]
 
 
 def test_batches_share_one_stream_for_copies(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,9 +23,8 @@ from clipscale.config.sections import CacheConfig, CheckpointConfig, ModelConfig
 from clipscale.distributed import World
 from clipscale.report.metrics import read_metrics
 from clipscale.train import train
-from tests.test_train import ARCHITECTURE, demo, settings
+from tests.runs import ARCHITECTURE, settings
 
-__all__ = ["demo"]
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(3000),

@@ -24,8 +24,8 @@ from clipscale.train import Run, train
 from tests.eval.sets import classification_set, retrieval_set
 from tests.eval.test_run import ALONE
 from tests.eval.test_verb import TINY, save
+from tests.runs import curve
 from tests.test_precision import small
-from tests.test_train import curve
 
 
 @pytest.fixture

@@ -21,9 +21,9 @@ from clipscale.errors import UserError
 from clipscale.train import Run, train
 from tests.checkpoint.test_folder import cut, flipped, zeroed
 from tests.launch.test_faults import STEPS, alone, interrupted, some_steps
-from tests.test_train import curve, demo
+from tests.runs import curve
 
-__all__ = ["alone", "demo"]
+__all__ = ["alone"]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 

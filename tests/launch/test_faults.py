@@ -30,9 +30,9 @@ from clipscale.train import Run, train
 from tests.conftest import TINY
 from tests.launch.test_local import LONG, TRAIN, Start, gone, has_steps, start, training, wait_until
 from tests.ranks import _entry, forks, run_ranks
-from tests.test_train import curve, demo, on_a_rank, settings
+from tests.runs import curve, on_a_rank, settings
 
-__all__ = ["demo", "start"]
+__all__ = ["start"]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 STEPS = 6
 

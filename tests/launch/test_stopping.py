@@ -11,17 +11,18 @@ import pytest
 import torch
 
 from clipscale import checkpoint
+from clipscale.cli import main as cli
 from clipscale.config.sections import CacheConfig, CheckpointConfig, EvalConfig, LaunchConfig
 from clipscale.config.train import TrainConfig
 from clipscale.distributed import World
 from clipscale.errors import StoppedError
 from clipscale.launch import stopping
 from clipscale.launch.stopping import AbandonedError, Stop
-from clipscale.train import train
+from clipscale.train import Run, train
 from tests.ranks import run_ranks
-from tests.test_train import curve, demo, settings
+from tests.runs import curve, settings
+from tests.test_train import start, wait_for_lines
 
-__all__ = ["demo"]
 ALONE = World(0, 1, torch.device("cpu"))
 
 
@@ -155,3 +156,70 @@ def test_all_ranks_abandon_a_step_at_the_same_chunk(demo: Path, tmp_path: Path, 
     assert [path.name for path in checkpoint.found(tmp_path / "run")] == ["step_00000001"]
     assert run_ranks(on_rank_1, 2, config, -1) == [0, 0]
     assert curve(tmp_path / "run") == curve(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+def test_a_signal_saves_before_the_end(demo: Path, tmp_path: Path, number: signal.Signals) -> None:
+    process = start(demo, tmp_path / "run")
+    wait_for_lines(process, tmp_path / "run/metrics.jsonl", 1)
+    assert process.pid
+    os.kill(process.pid, number)
+    process.join(120)
+    assert process.exitcode != 0
+    assert "stopped by a signal after step" in (tmp_path / "run/error").read_text()
+    step = len(curve(tmp_path / "run"))
+    assert checkpoint.found(tmp_path / "run")[-1] == checkpoint.path_of(tmp_path / "run", step)
+
+
+def test_a_run_that_was_stopped_ends_with_the_signals_status(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stopped(argv: list[str]) -> int:
+        raise StoppedError("stopped by a signal after step 3; go on with run=a resume=auto")
+
+    monkeypatch.setattr(cli, "dispatch", stopped)
+    assert cli.main(["train"]) == 143
+    assert capsys.readouterr().err == "error: stopped by a signal after step 3; go on with run=a resume=auto\n"
+
+
+def signalled_on_one_rank(rank: int, world: int, config: TrainConfig, number: int, victim: int) -> tuple[int, int, int]:
+    """A rank gets the signal within its second step. Its status and step, and how many collectives decide on a step's save."""
+    step, due, all_reduce = Run.optimizer_step, Run.save_due, torch.distributed.all_reduce
+    calls: list[int] = []
+    steps: list[int] = []
+
+    def with_signal(run: Run) -> dict[str, Any]:
+        if rank == victim and run.step == 1:
+            os.kill(os.getpid(), number)
+        return step(run)
+
+    def counted(run: Run) -> bool:
+        with (
+            patch.object(torch.distributed, "all_reduce", lambda *a, **k: calls.append(1) or all_reduce(*a, **k)),
+            patch.object(torch.distributed, "broadcast_object_list", side_effect=AssertionError("two broadcasts")),
+        ):
+            steps.append(run.step)
+            return due(run)
+
+    with patch.object(Run, "optimizer_step", with_signal), patch.object(Run, "save_due", counted):
+        try:
+            train(config)
+        except StoppedError as stopped:
+            return stopped.number, steps[-1], len(calls)
+    return 0, steps[-1], len(calls)
+
+
+@pytest.mark.parametrize(
+    ("number", "victim"),
+    [
+        (signal.SIGTERM, 1),
+        pytest.param(signal.SIGTERM, 0, marks=pytest.mark.slow),
+        pytest.param(signal.SIGUSR1, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_a_signal_to_any_rank_stops_all_at_one_step_with_a_save(
+    demo: Path, tmp_path: Path, number: signal.Signals, victim: int
+) -> None:
+    found = run_ranks(signalled_on_one_rank, 2, settings(demo, tmp_path / "run"), int(number), victim)
+    assert found == [(signal.SIGTERM, 2, 2)] * 2, "status, step, and one reduction in each of two steps"
+    assert [path.name for path in checkpoint.found(tmp_path / "run")] == ["step_00000002"]

@@ -25,8 +25,8 @@ from clipscale.errors import UserError
 from clipscale.launch.stopping import AbandonedError
 from clipscale.train import Run, train
 from tests.ranks import run_ranks
+from tests.runs import ARCHITECTURE
 from tests.test_precision import BF16, small
-from tests.test_train import ARCHITECTURE
 
 
 class KilledError(Exception):

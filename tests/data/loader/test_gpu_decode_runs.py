@@ -36,9 +36,9 @@ from clipscale.units import format_bytes
 from tests.data.files import Members, picture, write_tar
 from tests.data.loader.ondevice import ROW, SIDE, SQUARE, Kept, cpu, damaged, device, distance, jpeg, own_cache
 from tests.data.streams import open_stream
-from tests.test_train import curve, demo, settings
+from tests.runs import curve, settings
 
-__all__ = ["cpu", "demo", "device", "own_cache"]
+__all__ = ["cpu", "device", "own_cache"]
 
 pytestmark = pytest.mark.timeout(60)
 

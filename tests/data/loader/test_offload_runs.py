@@ -15,9 +15,7 @@ from clipscale.data.demo import paths
 from clipscale.errors import UserError
 from clipscale.launch.local import run as launch_run
 from clipscale.train import Run, distributed, train
-from tests.test_train import curve, demo, settings
-
-__all__ = ["demo"]
+from tests.runs import curve, settings
 
 
 def records(run: Path) -> list[dict[str, Any]]:

@@ -1,0 +1,54 @@
+"""A small whole run, its settings and its curve, for the tests that train."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from clipscale.config.sections import (
+    CacheConfig,
+    LaunchConfig,
+    LogConfig,
+    ModelConfig,
+    OptimConfig,
+    ScheduleConfig,
+)
+from clipscale.config.train import TrainConfig, check
+from clipscale.data.demo import paths
+from clipscale.data.loader.stream import DataConfig
+from clipscale.train import train
+
+ARCHITECTURE = {
+    "embed_dim": 32,
+    "vision_cfg": {"image_size": 30, "layers": 1, "width": 32, "head_width": 16, "patch_size": 10},
+    "text_cfg": {"context_length": 24, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 1},
+}
+
+
+def settings(demo: Path, run: Path, **changes: Any) -> TrainConfig:
+    """A run of ten steps of 64 in chunks of 24 and 32, with every part that could break exactness at work."""
+    base = TrainConfig(
+        batch=64,
+        samples=640,
+        run=str(run),
+        seed=3,
+        device="cpu",
+        model=ModelConfig(name="test", architecture=ARCHITECTURE),
+        data=DataConfig(train=[paths(demo).train], workers=0),
+        cache=CacheConfig(image_chunk=24, text_chunk=32),
+        optim=OptimConfig(lr=1e-3),
+        schedule=ScheduleConfig(warmup="2"),
+        log=LogConfig(progress=False, report=False, every=5),
+        launch=LaunchConfig(threads=1),
+    )
+    return check(replace(base, **changes))
+
+
+def curve(run: Path) -> list[float]:
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in records] == list(range(1, len(records) + 1)), "one line a step, in order"
+    return [r["loss"] for r in records]
+
+
+def on_a_rank(rank: int, world: int, config: TrainConfig) -> None:
+    train(config)

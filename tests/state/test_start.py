@@ -1,0 +1,150 @@
+"""How a run begins: refused with one line, resumed, taken back, or alike on every rank."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from clipscale.config.sections import (
+    CacheConfig,
+    CheckpointConfig,
+    ModelConfig,
+    OptimConfig,
+)
+from clipscale.data.demo import paths
+from clipscale.data.loader.stream import DataConfig
+from clipscale.distributed import World
+from clipscale.errors import UserError
+from clipscale.train import Run, train
+from tests.runs import ARCHITECTURE, curve, settings
+
+
+def test_a_refused_start_leaves_no_folder_and_takes_nothing_away(demo: Path, finished: Path, tmp_path: Path) -> None:
+    nothing = DataConfig(train=[str(tmp_path / "none-*.tar")], workers=0)
+    with pytest.raises(UserError, match="matches no shard"):
+        train(settings(demo, tmp_path / "runs/new", data=nothing))
+    assert not (tmp_path / "runs/new").exists()
+    before = sorted(path for path in finished.rglob("*") if path.is_file())
+    with pytest.raises(UserError, match="matches no shard"):
+        train(settings(demo, finished, data=nothing))
+    assert sorted(path for path in finished.rglob("*") if path.is_file()) == before
+
+
+def test_resuming_a_finished_run_says_so_and_trains_no_further(
+    demo: Path, finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = curve(finished)
+    assert train(settings(demo, finished))["step"] == 10
+    printed = capsys.readouterr().out
+    assert "going on after step 10 of 10; changed: eval.every 5 -> 0, eval.sets [" in printed, printed
+    assert "is complete at step 10: nothing is left to train" in printed
+    assert curve(finished) == before
+
+
+def test_pictures_of_another_size_are_for_towers_without_positions(demo: Path, tmp_path: Path) -> None:
+    data = DataConfig(train=[paths(demo).train], workers=0, image_size=20)
+    with pytest.raises(UserError, match=r"^data.image_size=20: model.name=test has learned positions for 30 pixels"):
+        train(settings(demo, tmp_path / "vit", data=data))
+    assert not (tmp_path / "vit").exists()
+
+
+def test_a_run_taken_back_goes_on_from_there(demo: Path, tmp_path: Path) -> None:
+    config = settings(demo, tmp_path / "run", samples=256, checkpoint=CheckpointConfig(every=1, keep=0))
+    train(config)
+    folder = tmp_path / "run/checkpoints"
+    train(replace(config, samples=192, resume=str(folder / "step_00000002")))
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "step_00000001",
+        "step_00000002",
+        "step_00000003",
+        "step_00000003.aside",
+        "step_00000004.aside",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"cache": CacheConfig(chunk="65")}, "cache.chunk=65: one process holds 64 samples"),
+        ({"cache": CacheConfig(text_chunk=200)}, "cache.text_chunk=200"),
+        ({"cache": CacheConfig(keep="some")}, "cache.keep=some: give none, auto, or bytes"),
+        ({"samples": 32}, "samples=32 is less than one batch=64"),
+        ({"data": DataConfig(train=["/nowhere/*.tar"], workers=0)}, "/nowhere"),
+        ({"run": "/proc/run"}, "run=/proc/run cannot be written"),
+        ({"resume": "/nowhere.pt"}, "resume=/nowhere.pt: there is no such file or run folder"),
+    ],
+)
+def test_mistakes_are_named(demo: Path, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        train(settings(demo, **{"run": tmp_path / "run", **changes}))
+
+
+def test_what_does_not_fit_a_checkpoint_is_named(demo: Path, finished: Path) -> None:
+    other = {**ARCHITECTURE, "embed_dim": 16}
+    for changes, message in (
+        ({"model": ModelConfig(name="test", architecture=other)}, "model.architecture"),
+        ({"resume": "none"}, "already holds checkpoints"),
+        ({"batch": 128, "cache": CacheConfig(chunk="64")}, "trained with batch=64; go on with that"),
+        ({"optim": OptimConfig(name="lamb")}, "optimizer is adamw, not optim.name=lamb"),
+        (
+            {"model": ModelConfig(name="test", architecture=ARCHITECTURE, freeze_image=True)},
+            "does not fit this model's parameters",
+        ),
+    ):
+        with pytest.raises(UserError, match=message):
+            train(settings(demo, finished, **changes))
+    assert len(curve(finished)) == 10, "a refused resume changes nothing"
+
+
+class WithPeer(World):
+    """A world with an imaginary second rank, whose value is `answer(own value)`."""
+
+    answer: Callable[[Any], Any]
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value, self.answer(value)]
+
+
+def with_peer(answer: Callable[[Any], Any]) -> WithPeer:
+    world = WithPeer(0, 1, torch.device("cpu"))
+    vars(world)["answer"] = answer
+    return world
+
+
+def test_ranks_that_find_different_checkpoints_do_not_start(demo: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"different checkpoints \(rank 0: none, rank 1: step 7\)"):
+        Run(settings(demo, tmp_path / "run"), with_peer(lambda value: 7 if value is None else value))
+
+
+def test_ranks_that_see_different_shards_do_not_start(demo: Path, tmp_path: Path) -> None:
+    def other(value: Any) -> Any:
+        return {**value, "order": "other"} if isinstance(value, dict) and "order" in value else value
+
+    with pytest.raises(UserError, match="the processes see different shards"):
+        Run(settings(demo, tmp_path / "run"), with_peer(other))
+
+
+def test_a_rank_judges_the_memory_before_others_take_theirs(
+    demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+
+    def look() -> int:
+        events.append("looked")
+        return 2**30
+
+    monkeypatch.setattr("clipscale.state.start.free_memory", look)
+    monkeypatch.setattr("clipscale.data.loader.memory.free_memory", lambda: 0)  # the others have been quicker
+
+    class Waits(World):
+        def gather(self, value: Any) -> list[Any]:
+            events.append("waited")
+            return [value]
+
+    run = Run(settings(demo, tmp_path / "run"), Waits(0, 1, torch.device("cpu")))
+    run.stream.close()
+    assert events[events.index("looked") + 1] == "waited"
+    assert "of 1.00 GiB free" in run.stream.memory
