@@ -15,14 +15,14 @@ import pytest
 from clipscale.explore import verb
 from tests.data.files import picture
 from tests.explore.browser import PROGRAM, Browser
-from tests.explore.test_explore import config, place  # noqa: F401 (a fixture)
+from tests.explore.pages import config
 
 pytestmark = pytest.mark.slow
 uvicorn = pytest.importorskip("uvicorn", reason="uvicorn is not installed (clipscale[explore])")
 
 
 @pytest.fixture(scope="module")
-def address(place: Path) -> Iterator[str]:  # noqa: F811
+def address(place: Path) -> Iterator[str]:
     from clipscale.explore.server import application
 
     settings = config(place, "embedded", "shards", against=str(place / "b"), port=0)
@@ -142,7 +142,7 @@ def test_the_page_says_when_the_server_has_ended(browser: Browser, address: str)
     browser.wait("document.getElementById('status').textContent === 'clipscale explore has ended'")
 
 
-def test_the_verb_serves_until_it_is_interrupted(place: Path, environment: dict[str, str]) -> None:  # noqa: F811
+def test_the_verb_serves_until_it_is_interrupted(place: Path, environment: dict[str, str]) -> None:
     words = [sys.executable, "-m", "clipscale", "explore", f"run={place / 'a'}", f"data={place / 'embedded'}", "port=0"]
     process = subprocess.Popen([*words, "device=cpu"], env=environment, stdout=subprocess.PIPE, text=True)
     try:
