@@ -2,7 +2,7 @@
 parallel."""
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -21,14 +21,8 @@ from clipscale import contrastive_loss, drop_in
 from clipscale.drop_in import ClipLoss, RankingLoss
 from clipscale.loss.reference import dense_contrastive_loss
 from tests.loss.cases import features
-from tests.loss.workers import Workers, stacked, workers
+from tests.loss.workers import Workers, stacked
 from tests.ranks import run_ranks
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Workers]:
-    with workers(4) as started:
-        yield started
 
 
 def gradients(loss: nn.Module, u: Tensor, v: Tensor) -> list[Tensor]:

@@ -1,6 +1,5 @@
 """`keep`: exponentials that the forward pass leaves for the backward pass. Exact as without, in three units, within their bytes."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,17 +15,11 @@ from clipscale.loss.machine import Machine
 from clipscale.loss.reference import dense_contrastive_loss
 from clipscale.plan.memory_tracker import without_memory
 from tests.loss.cases import assert_exact, errors, features, keys, oracle, results
-from tests.loss.workers import Workers, check, stacked, workers
+from tests.loss.workers import Workers, check, stacked
 
 ALL, SOME = "1G", str(2 * 16 * 70 * 8)
 """Every exponential of 63 x 70 scores; two or four of four rows of tiles."""
 SOFTMAXES = ["softmax", "softmax_image", "softmax_text"]
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Workers]:
-    with workers(4) as started:
-        yield started
 
 
 @pytest.mark.parametrize("kind", ["random", "aligned", "equal", "orthogonal", "low", "duplicates"])

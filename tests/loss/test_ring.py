@@ -1,7 +1,6 @@
 """The ring at any number of ranks: bytes and hops counted, blocks that are joined, and transfers that overlap the blocks' computation."""
 
 import itertools
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -17,16 +16,10 @@ from clipscale.loss.inputs import checked_inputs
 from clipscale.plan.memory_tracker import DryMachine
 from tests.loss.cases import assert_exact, keys, oracle, results
 from tests.loss.ring import COLS, NODE, Span, leaves_the_node, memory_of, sent_by, timeline
-from tests.loss.workers import Workers, stacked, stacked_again, whole, workers
+from tests.loss.workers import Workers, stacked, stacked_again, whole
 from tests.ranks import run_ranks
 
 WIDTH = 512
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Workers]:
-    with workers(4) as started:
-        yield started
 
 
 # ---- bytes ----

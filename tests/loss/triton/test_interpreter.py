@@ -13,7 +13,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[3]
-FILES = ["tests/loss/triton/test_backend.py", "tests/loss/triton/test_peers.py"]
+FILES = [f"tests/loss/triton/test_{name}.py" for name in ("backend", "launches", "peers")]
 PEERS = ("memeff", "siglip_kernel")
 
 
