@@ -96,7 +96,7 @@ def mistaken(config: TrainConfig) -> dict[str, Any]:
     raise UserError(f"run={config.run}: found by a worker")
 
 
-@pytest.mark.slow  # as in tests/security/test_rendezvous.py
+@pytest.mark.slow  # as in test_rendezvous.py
 def test_a_workers_mistake_comes_back_as_if_made_here(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """At once, whatever number of restarts is allowed."""
     launch = LaunchConfig(procs=2, threads=1, restarts=2)
