@@ -119,6 +119,8 @@ class Loader(ConfigLoaderImpl):
 def install() -> None:
     """Make Hydra use this loader. A launcher plugin's processes unpickle it, and so check their jobs too."""
     vars(internal)["ConfigLoaderImpl"] = Loader  # Hydra has no public way to choose it
+    # It would compose everything once more, to see whether a file asks for a sweep. -m alone does.
+    setattr(internal.Hydra, "get_mode", lambda hydra, config_name, overrides: None)  # noqa: B010
     vars(file_config_source)["open"] = _regular
     vars(omegaconf_utils)["get_yaml_loader"] = _bounded_loader
 

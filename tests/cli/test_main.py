@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from clipscale import __version__
+from clipscale.cli import received
 from clipscale.cli.compose import once
 from clipscale.cli.help import shown
 from clipscale.cli.main import main
@@ -311,6 +312,14 @@ def test_addresses_captions_and_conditions_are_taken_literally(cli: Cli, typed: 
     status, out, err = cli("train", typed, "--cfg", "job")
     assert (status, err) == (0, "")
     assert composed in out
+
+
+def test_a_command_composes_its_configuration_once(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    composed, compose = [], received.Loader.load_configuration
+    counted = lambda *given, **named: composed.append(1) or compose(*given, **named)  # noqa: E731
+    monkeypatch.setattr(received.Loader, "load_configuration", counted)
+    assert cli("plan", "hardware=none")[0] == 2
+    assert len(composed) == 1
 
 
 def test_hydras_own_settings_resolve(cli: Cli) -> None:
