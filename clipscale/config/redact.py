@@ -66,9 +66,9 @@ def secret_variables() -> dict[str, str]:
     return dict(sorted(found.items(), key=lambda item: -len(item[0])))
 
 
-def redact(text: str) -> str:
-    """The text without secrets."""
-    for value, name in secret_variables().items():
+def redact(text: str, secrets: dict[str, str] | None = None) -> str:
+    """The text without secrets: those of `secret_variables()`, if `secrets` does not have them already."""
+    for value, name in (secret_variables() if secrets is None else secrets).items():
         if value in text:
             text = text.replace(value, f"${{oc.env:{name}}}")
     if "://" in text:
@@ -77,16 +77,19 @@ def redact(text: str) -> str:
     return ASSIGNED.sub(rf"\1{HIDDEN}", text)
 
 
-def redacted(tree: Any) -> Any:
-    """Nested values without secrets, in their keys, their texts and under names such as `api_key`."""
+def redacted(tree: Any, secrets: dict[str, str] | None = None) -> Any:
+    """Nested values without secrets, in their keys, their texts and under names such as `api_key`. `secrets` as in `redact`."""
+    secrets = secret_variables() if secrets is None else secrets
     if isinstance(tree, dict):
         return {
-            redacted(key): HIDDEN if isinstance(value, str) and SECRET_NAME.search(str(key)) else redacted(value)
+            redacted(key, secrets): HIDDEN
+            if isinstance(value, str) and SECRET_NAME.search(str(key))
+            else redacted(value, secrets)
             for key, value in tree.items()
         }
     if isinstance(tree, list | tuple):
-        return type(tree)(map(redacted, tree))
-    return redact(tree) if isinstance(tree, str) else tree
+        return type(tree)(redacted(value, secrets) for value in tree)
+    return redact(tree, secrets) if isinstance(tree, str) else tree
 
 
 def restored(tree: Any) -> Any:

@@ -5,6 +5,7 @@ N: samples, H, W: pixels, T: tokens, D: feature width.
 
 import hashlib
 import importlib
+import json
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -30,7 +31,7 @@ from clipscale.data.eval_transform import EvalTransform
 from clipscale.distributed import World
 from clipscale.errors import UserError
 from clipscale.hardware import HARDWARE, hardware_of
-from clipscale.models.bounded import BoundedTokenizer
+from clipscale.models.bounded import BoundedTokenizer, clip_tokenizer
 from clipscale.models.description import check, source_of
 from clipscale.models.lean import make_lean, take_short_captions
 from clipscale.models.weights import described
@@ -318,7 +319,7 @@ def tokenizer(config: ModelConfig, description: dict[str, Any]) -> Callable[[lis
             return BoundedTokenizer(
                 open_clip.tokenizer.HFTokenizer(source_of(source, config.hub), length, **options), length
             )
-        return BoundedTokenizer(open_clip.SimpleTokenizer(context_length=length, **options), length)
+        return BoundedTokenizer(clip_tokenizer(length, **options), length)
     except (ImportError, OSError, ValueError) as error:
         lacks = "; pip install 'clipscale[hf]'" if isinstance(error, ImportError) else ""
         raise UserError(
@@ -335,11 +336,18 @@ def forward_flops(config: ModelConfig, length: int | None = None) -> tuple[int, 
 
     `length`: the caption's tokens; None: the whole context.
     """
+    return _forward_flops(json.dumps([config.name, config.architecture, config.image_size]), length)
+
+
+@cache
+def _forward_flops(model: str, length: int | None) -> tuple[int, int]:
+    """`model`: its name, architecture and image size as JSON."""
     from torch.utils.flop_counter import FlopCounterMode
 
     with torch.device("meta"):
-        same = ModelConfig(name=config.name, architecture=config.architecture, image_size=config.image_size)
-        description = architecture(same)
+        name, own, side = json.loads(model)
+        config = ModelConfig(name=name, architecture=own, image_size=side)
+        description = architecture(config)
         plain = CustomTextCLIP(**description).eval()
         _adapt(plain, config, description)
         take_short_captions(plain.text)
@@ -368,7 +376,7 @@ class Flops:
         self.text_passes = 1 if config.freeze_text else 3
         self.per_sample = self.image + text * self.text_passes
         """Of an image and a caption of the whole context."""
-        self.captions = cache(lambda length: forward_flops(config, length)[1])
+        self.captions = lambda length: forward_flops(config, length)[1]
         found = hardware_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         self.peak = HARDWARE[found].peak("bf16") if found else None
 

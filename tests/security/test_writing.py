@@ -62,7 +62,7 @@ def metrics(folder: Path) -> None:
 
 
 def report(folder: Path) -> None:
-    with patch("clipscale.report.page.draw", return_value=Figure(figsize=(1, 1))):  # the plots take a second
+    with patch("clipscale.report.plots.draw", return_value=Figure(figsize=(1, 1))):  # the plots take a second
         write_report(folder)
 
 
