@@ -23,6 +23,8 @@ demo: $(INSTALLED)
 	$(CLIPSCALE) eval run=demo
 	$(CLIPSCALE) report run=demo
 
+# Compiled modules are kept, also where the environment says not to: the tests' many processes would each compile them.
+test: export PYTHONDONTWRITEBYTECODE :=
 test: $(INSTALLED)
 	$(RUN) -m pytest -n 2 --dist worksteal $(TESTS)
 
