@@ -9,6 +9,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("WANDB_MODE", "offline")
 
 import fcntl
+import gc
 import socket
 import subprocess
 import sys
@@ -18,8 +19,9 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from tests.data.files import write_shards
+from tests.forks import share_one_server
 
+share_one_server()
 settings.register_profile("shared machine", deadline=None)
 settings.load_profile("shared machine")
 
@@ -37,12 +39,20 @@ TINY = (
 )
 """A training run of two steps, two chunks each."""
 
+
+def pytest_collection_finish() -> None:
+    """All modules are there, and stay: the garbage collector need not look at them again."""
+    gc.freeze()
+
+
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture(scope="session")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Two shards of 24 samples, as a brace list."""
+    from tests.data.files import write_shards
+
     paths = write_shards(tmp_path_factory.mktemp("shards"), [24, 24])
     stem = str(paths[0])[: -len("0.tar")]
     return f"{stem}{{0..1}}.tar"

@@ -5,20 +5,14 @@ import os
 import tempfile
 import traceback
 from collections.abc import Callable
-from multiprocessing import get_context, set_forkserver_preload
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-
-def forks() -> ForkServerContext:
-    """Starts processes as forks of one server process, which imports the slow modules once for all tests."""
-    set_forkserver_preload(["clipscale.train", "tests.ranks"])
-    return get_context("forkserver")
+from tests.forks import forks
 
 
 def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout_s: float = 120) -> list[Any]:

@@ -329,9 +329,9 @@ def test_compiled_encoders_replay_their_dropout(backend: str) -> None:
         wanted.zero_grad()
         found.zero_grad()
         torch.manual_seed(seed)
-        one_graph(compiled[0], wanted["head"], batch(13), [4, 5])
+        one_graph(compiled[0], wanted["head"], batch(12), [4, 6])
         torch.manual_seed(seed)
-        GradCache(compiled[1], found["head"], chunks=[4, 5]).step(*batch(13))
+        GradCache(compiled[1], found["head"], chunks=[4, 6]).step(*batch(12))
         assert_same(gradients(found), gradients(wanted), 1e-10)
 
 

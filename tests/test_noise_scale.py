@@ -46,14 +46,14 @@ def estimate(towers: list[nn.Module], inputs: list[Tensor], chunks: list[int], s
     return noise.estimate(ALONE, len(inputs[0]), scale, norms)
 
 
-@pytest.mark.parametrize("chunks", [[7, 24], *(pytest.param(x, marks=pytest.mark.slow) for x in ([8, 8], [64, 4]))])
+@pytest.mark.parametrize("chunks", [[7, 24], *(pytest.param(x, marks=pytest.mark.slow) for x in ([8, 8], [32, 4]))])
 def test_the_estimate_is_unbiased_for_any_chunks(chunks: list[int]) -> None:
-    """Two towers whose parts add up; means over 300 batches of 128."""
+    """Two towers whose parts add up; means over 300 batches of 64."""
     towers: list[nn.Module] = [Product(), Product()]
     g = torch.Generator().manual_seed(1)
     found = []
     for _ in range(300):
-        inputs = [MEAN + SPREAD * torch.randn(128, WIDTH, generator=g, dtype=torch.float64) for _ in towers]
+        inputs = [MEAN + SPREAD * torch.randn(64, WIDTH, generator=g, dtype=torch.float64) for _ in towers]
         found.append(estimate(towers, inputs, chunks))
     trace = sum(f["noise_trace"] for f in found) / len(found)
     signal = sum(f["noise_signal"] for f in found) / len(found)
@@ -101,7 +101,7 @@ def test_a_run_logs_it_every_so_many_steps_and_learns_the_same(shards: str, tmp_
     data = DataConfig(train=[shards], workers=0)
     records = []
     for name, every in (("with", 2), ("without", 0)):
-        log = LogConfig(progress=False, noise_scale=every)
+        log = LogConfig(progress=False, report=False, noise_scale=every)
         cache = CacheConfig(image_chunk=8, text_chunk=12)
         train(settings(tmp_path, tmp_path / name, data=data, batch=24, samples=96, log=log, cache=cache))
         records.append([json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()])
@@ -115,7 +115,7 @@ def test_fsdp_is_refused(shards: str, tmp_path: Path) -> None:
         tmp_path,
         tmp_path / "run",
         data=DataConfig(train=[shards], workers=0),
-        log=LogConfig(progress=False, noise_scale=1),
+        log=LogConfig(progress=False, report=False, noise_scale=1),
         launch=LaunchConfig(parallel="fsdp", threads=1),
     )
     with pytest.raises(UserError, match=r"log\.noise_scale.*launch\.parallel=ddp"):

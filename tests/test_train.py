@@ -30,7 +30,8 @@ from clipscale.errors import UserError
 from clipscale.launch import local
 from clipscale.models.towers import build_model, load_model
 from clipscale.train import train
-from tests.ranks import forks, run_ranks
+from tests.forks import forks
+from tests.ranks import run_ranks
 from tests.runs import ARCHITECTURE, curve, on_a_rank, settings
 
 FIELDS = [

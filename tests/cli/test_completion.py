@@ -75,9 +75,11 @@ def test_every_gpu_of_the_table_is_offered() -> None:
 
 LINES = [
     ("clipscale tra", ["train"]),
-    ("clipscale plan hardware=h2", ["hardware=h200-141g"]),
+    pytest.param("clipscale plan hardware=h2", ["hardware=h200-141g"], marks=pytest.mark.slow),
     ("clipscale train model=rn", ["model=rn50"]),
-    ("clipscale train model=", [f"model={name}" for name in group_options()["model"]]),
+    pytest.param(
+        "clipscale train model=", [f"model={name}" for name in group_options()["model"]], marks=pytest.mark.slow
+    ),
     ("clipscale train data.train=/usr/sh", []),
 ]
 

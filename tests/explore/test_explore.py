@@ -14,13 +14,14 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
+from clipscale.config.data import DataConfig
 from clipscale.errors import UserError
 from clipscale.explore import verb
 from clipscale.explore.convert import as_arrays
 from clipscale.explore.embedded import EmbeddedSet
 from clipscale.explore.search import nearest
 from clipscale.models.towers import ClipModel
-from tests.data.files import picture
+from tests.data.files import picture, write_tar
 from tests.embed.test_embed import embed
 from tests.explore.pages import client, config, names
 

@@ -28,8 +28,9 @@ from clipscale.eval.encode import Encoder
 from clipscale.launch import heartbeat, local
 from clipscale.train import Run, train
 from tests.conftest import TINY
+from tests.forks import forks
 from tests.launch.test_local import LONG, TRAIN, Start, gone, has_steps, start, training, wait_until
-from tests.ranks import _entry, forks, run_ranks
+from tests.ranks import _entry, run_ranks
 from tests.runs import curve, on_a_rank, settings
 
 __all__ = ["start"]

@@ -40,17 +40,18 @@ def listeners(process: subprocess.Popen[str]) -> Iterator[str]:
 
 
 def listening(config: TrainConfig) -> dict[str, Any]:
-    """A worker that joins the others and reports where it, and the launcher, listen."""
+    """A worker that joins the others and reports where it listens, and the launcher, whose number is the seed."""
     world = distributed.start("cpu", 1, 60)
-    own = psutil.Process()
-    addresses = {at.laddr.ip for one in (own, own.parent()) if one for at in one.net_connections("inet") if listens(at)}
+    both = psutil.Process(), psutil.Process(config.seed)
+    addresses = {at.laddr.ip for one in both for at in one.net_connections("inet") if listens(at)}
     every = set().union(*world.gather(addresses))
     distributed.stop()
     raise UserError(f"run={config.run}: {world.size} workers listen at {' '.join(sorted(every))}")
 
 
 def test_the_workers_of_a_run_and_their_launcher_listen_on_loopback_alone(tmp_path: Path) -> None:
-    config = TrainConfig(run=str(tmp_path / "run"), batch=16, device="cpu", launch=LaunchConfig(procs=2, threads=1))
+    launch = LaunchConfig(procs=2, threads=1)
+    config = TrainConfig(run=str(tmp_path / "run"), batch=16, device="cpu", launch=launch, seed=os.getpid())
     with pytest.raises(UserError, match="2 workers listen at ") as caught:
         local.run(config, f"{__name__}:listening")
     found = str(caught.value).partition("listen at ")[2].split()

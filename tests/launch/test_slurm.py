@@ -28,7 +28,7 @@ def nodes() -> int:
 pytestmark = [
     pytest.mark.slurm,
     pytest.mark.timeout(900),
-    pytest.mark.skipif(nodes() < 2, reason="needs a Slurm controller with two idle nodes"),
+    pytest.mark.skipif("nodes() < 2", reason="needs a Slurm controller with two idle nodes"),
 ]
 Submit = Callable[..., str]
 

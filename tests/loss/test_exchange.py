@@ -18,11 +18,15 @@ from tests.loss.workers import Workers, check, stacked, stacked_again
 EXCHANGES = ["replicated", "local", "gather", "ring", "auto"]
 
 
-@pytest.mark.parametrize("backend", ["dense", "tiled"])
+WORLDS = [(1, "tiled"), (2, "tiled"), (3, "tiled"), (3, "dense"), (4, "tiled")]
+"""The number of ranks and the backend, which knows nothing of it."""
+WORLDS += [pytest.param(world, "dense", marks=pytest.mark.slow) for world in (1, 2, 4)]  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(("world", "backend"), WORLDS)
 @pytest.mark.parametrize("exchange", EXCHANGES)
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_dot_product_is_exact_on_any_number_of_ranks(ranks: Workers, world: int, exchange: str, backend: str) -> None:
-    """Every size, scale and type in tiles on three ranks; elsewhere the largest."""
+    """Every size and scale, and float32, in tiles on three ranks; elsewhere the largest."""
     cases = [(1, 1, 1.0), (7, 9, 1.0), (1, 1, 100.0), (7, 9, 100.0)]
     for objective in OBJECTIVES:
         options = {"objective": objective, "exchange": exchange, "backend": backend, "tile": 4}
@@ -30,7 +34,7 @@ def test_dot_product_is_exact_on_any_number_of_ranks(ranks: Workers, world: int,
         for n, m, scale in cases if every else cases[-1:]:
             u, v = stacked(world, n, m, 12)
             check(ranks, world, u, v, scale, options)
-            if every:
+            if every and (n, scale) == (7, 100.0):
                 check(ranks, world, u.float(), v.float(), scale, options, bar=1e-5)
 
 
@@ -40,7 +44,7 @@ def test_hard_distributions_are_exact_on_ranks(ranks: Workers, exchange: str, ki
     for scale in (1.0, 100.0):
         u, v = stacked(3, 10, 12, 16, kind)
         check(ranks, 3, u, v, scale, {"exchange": exchange, "tile": 4})
-        check(ranks, 3, u.float(), v.float(), scale, {"exchange": exchange, "tile": 4}, bar=1e-5)
+    check(ranks, 3, u.float(), v.float(), 100.0, {"exchange": exchange, "tile": 4}, bar=1e-5)
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)

@@ -12,15 +12,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 
 from clipscale import contrastive_loss
+from tests.forks import forks
 from tests.loss.cases import assert_exact, features, oracle, results
-from tests.ranks import forks
 
 TIMEOUT_S = 120.0
 
@@ -47,29 +45,26 @@ class Workers:
 
 
 @contextmanager
-def workers(world: int, **environment: str) -> Iterator[Workers]:
-    """The processes, for as long as the context lasts."""
-    context = mp.get_context("spawn") if environment else forks()
+def workers(world: int, context: Any = None) -> Iterator[Workers]:
+    """The processes, for as long as the context lasts. `context` of multiprocessing starts them, or `forks()`."""
+    context = context or forks()
     with tempfile.TemporaryDirectory() as folder:
         ends = [context.Pipe() for _ in range(world)]
         processes = [
             context.Process(target=_serve, args=(theirs, Path(folder) / "store", rank, world), daemon=True)
             for rank, (_, theirs) in enumerate(ends)
         ]
-        with pytest.MonkeyPatch.context() as patch:  # their imports may read it
-            for name, value in environment.items():
-                patch.setenv(name, value)
-            for process, (_, theirs) in zip(processes, ends):
-                process.start()
-                theirs.close()
+        for process, (_, theirs) in zip(processes, ends):
+            process.start()
+            theirs.close()
         try:
             yield Workers([ours for ours, _ in ends])
         finally:
             for ours, _ in ends:
                 ours.close()
             for process in processes:
-                process.join(2)
                 process.kill()
+                process.join()
 
 
 def _serve(pipe: Connection, store: Path, rank: int, world: int) -> None:

@@ -62,7 +62,7 @@ def measured(config: TrainConfig, world: World | None = None) -> StepMemory:
     """Memory of the second step of `config` on the CPU, counted from before the model was built. Stages are whole phases."""
     world = world or World(0, 1, CPU)
     gc.collect()  # garbage of earlier tests must not be freed during the measurement
-    gc.freeze()  # a full collection takes a quarter of a second; this leaves less to collect
+    gc.freeze()  # for good: a full collection of all modules takes a quarter of a second
     with (
         tempfile.TemporaryDirectory() as folder,
         profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
@@ -74,7 +74,6 @@ def measured(config: TrainConfig, world: World | None = None) -> StepMemory:
         shapes = {torch.uint8: (3, model.image_size, model.image_size), torch.int32: (model.context_length,)}
         for mark in (lambda _: nullcontext(), record_function):
             one_step(state, config.batch // world.size, shapes, mark, resident=config.offload == "none")
-    gc.unfreeze()
     events = profiler.profiler.kineto_results.events()
     changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
     memory = StepMemory({}, {})

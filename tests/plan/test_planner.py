@@ -20,7 +20,8 @@ from clipscale.config.tools import PlanConfig
 from clipscale.plan.memory import host_memory
 from clipscale.plan.planner import plan
 from tests.conftest import TINY
-from tests.ranks import forks
+from tests.forks import forks
+from tests.runs import ARCHITECTURE
 
 PICTURES: Any = SimpleNamespace(row=(3, 30, 30), row_type=torch.uint8, context_length=28)
 """Stands for a dry run of model=tiny: the attributes that the host's memory depends on."""
@@ -106,7 +107,9 @@ def test_a_loss_with_a_square_matrix_is_cured_by_another_loss_alone() -> None:
 
 
 def test_the_main_figures_are_at_the_top_level_and_an_automatic_chunk_is_assumed() -> None:
-    result = planned("model=tiny", "batch=64k", "hardware=h100-80g")
+    config = settings("batch=64k", "hardware=h100-80g")
+    config.model.architecture = ARCHITECTURE
+    result = plan(config)
     assert result["settings"]["chunk"] == {"image": 512, "text": 512}
     assert result["settings"]["chunk_assumed"]
     assert any("cache.chunk=auto: 512 assumed" in note for note in result["notes"])

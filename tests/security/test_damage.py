@@ -280,7 +280,7 @@ def failures(name: str, count: int, base: Path, place: Path, capsys: pytest.Capt
 
 @pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if not kind.slow])
 def test_a_damaged_file_is_one_line(name: str, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert not failures(name, 3, base, tmp_path, capsys)
+    assert not failures(name, 2, base, tmp_path, capsys)
 
 
 @pytest.mark.slow

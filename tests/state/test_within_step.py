@@ -3,7 +3,7 @@
 import io
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -139,21 +139,6 @@ def test_a_killed_step_loses_its_kept_graphs_and_nothing_else(
         assert found == pytest.approx(wanted, rel=1e-5)
 
 
-@pytest.mark.parametrize("change", ["chunks", "data"])
-def test_progress_of_other_settings_is_left_out(
-    shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], change: str
-) -> None:
-    config = long_steps(shards, tmp_path / "run")
-    killed_at(config, 0, 5, monkeypatch)
-    if change == "chunks":
-        config = replace(config, cache=CacheConfig(image_chunk=6, text_chunk=6))
-    else:
-        config = replace(config, data=replace(config.data, max_pixels=10**7))
-    train(config)
-    out = " ".join(capsys.readouterr().out.split())
-    assert f"step 1 starts over: its progress was saved with other {change}" in out
-
-
 WRONG: dict[str, Callable[[dict[str, Any]], Any]] = {
     "no about": lambda saved: saved.pop("about"),
     "no cache": lambda saved: saved.update(cache=None),
@@ -180,21 +165,46 @@ def killed(shards: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Train
     return config, file
 
 
+@pytest.mark.parametrize("change", ["chunks", "data"])
+def test_progress_of_other_settings_is_left_out(
+    killed: tuple[TrainConfig, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], change: str
+) -> None:
+    config = replace(killed[0], run=str(tmp_path / "run"))
+    shutil.copytree(killed[0].run, config.run)
+    if change == "chunks":
+        config = replace(config, cache=CacheConfig(image_chunk=6, text_chunk=6))
+    else:
+        config = replace(config, data=replace(config.data, max_pixels=10**7))
+    train(config)
+    out = " ".join(capsys.readouterr().out.split())
+    assert f"step 1 starts over: its progress was saved with other {change}" in out
+
+
+@pytest.fixture(scope="module")
+def begun(killed: tuple[TrainConfig, Path]) -> Iterator[Run]:
+    """The killed run, started again: it has found its progress."""
+    run = Run(killed[0], World(0, 1, torch.device("cpu")))
+    assert run.within.found is not None
+    yield run
+    run.stream.close()
+
+
 @pytest.mark.parametrize("name", WRONG)
 def test_progress_that_no_run_of_ours_leaves_is_left_out(
-    killed: tuple[TrainConfig, Path], name: str, caplog: pytest.LogCaptureFixture
+    killed: tuple[TrainConfig, Path], begun: Run, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its checksums are right: a stranger has written it."""
-    config, file = killed
+    _, file = killed
     whole = file.read_bytes()
     saved = torch.load(io.BytesIO(whole), weights_only=True)
     WRONG[name](saved)
     torch.save(saved, file)
+    begun.within.found = None
     try:
-        within = Run(config, World(0, 1, torch.device("cpu"))).within
+        begun.within.load(begun.step, begun.last_loss)
     finally:
         file.write_bytes(whole)
-    assert within.found is None and f"{file} is damaged (" in caplog.text, caplog.text
+    assert begun.within.found is None and f"{file} is damaged (" in caplog.text, caplog.text
 
 
 def test_progress_in_other_chunks_is_one_line(killed: tuple[TrainConfig, Path], tmp_path: Path) -> None:
