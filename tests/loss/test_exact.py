@@ -59,7 +59,7 @@ def test_hard_distributions_are_exact(objective: str, kind: str, backend: dict[s
 
 @pytest.mark.parametrize("extra", ["plain", pytest.param("smoothing", marks=pytest.mark.slow)])
 def test_a_thousand_pairs_are_exact(extra: str) -> None:
-    u, v = features(1000, 1000, 640, "aligned")
+    u, v = features(1000, 1000, 128, "aligned")
     options = options_of(extra, 1000, 1000)
     true = oracle(u, v, 100.0, **options)
     for dtype, bar in BARS.items():
