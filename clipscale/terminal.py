@@ -32,6 +32,12 @@ def say_all(text: str, *, error: bool = False) -> None:
         say(line, error=error)
 
 
+def report(error: object, details: str = "") -> None:
+    """Print a failure on stderr: the lines of its traceback, if there is one, and one line that says what it is."""
+    say_all(details, error=True)
+    say(message(f"error: {error}"), error=True)
+
+
 class _Printable(logging.Formatter):
     """The message alone, as logging prints it where nothing is configured."""
 

@@ -6,5 +6,5 @@
     python -m clipscale.bench.fit       whole runs beside `clipscale plan`, and the largest batch that a machine holds
 
 Each declares columns, targets and panels. driver.py measures part by part, harness.py starts fresh processes, worker.py measures in them,
-memory.py the memory of a step; record.py writes records, targets.py judges them, present.py prints and draws them.
+memory.py the memory of a step; record.py writes records, present.py judges, prints and draws them.
 """

@@ -65,7 +65,7 @@ def measure_part(target: str, part: Part, record: Row, path: Path, end: float) -
     before["rows"] = [row for row in record["rows"] if key(row) not in part.names()]
     answers: list[list[Answer]] = []
 
-    def hear(now: list[Answer]) -> None:
+    def on_answer(now: list[Answer]) -> None:
         for name, value in part.found([*answers, now]).items():
             if isinstance(value, list):
                 value = [*before[name], *value]
@@ -74,11 +74,11 @@ def measure_part(target: str, part: Part, record: Row, path: Path, end: float) -
             record[name] = value
         write(path, record)
 
-    hear([])
+    on_answer([])
     for job in part.jobs(answers):
         seconds = None if math.isinf(end) else max(0.0, end - time.monotonic())
-        now = measure(target, replace(job, seconds=seconds), hear)
-        hear(now)
+        now = measure(target, replace(job, seconds=seconds), on_answer)
+        on_answer(now)
         answers.append(now)
 
 

@@ -26,9 +26,8 @@ import torch
 from clipscale.bench import harness
 from clipscale.bench.harness import Task
 from clipscale.bench.memory import end_first, is_out_of_memory, next_batch
-from clipscale.bench.present import MIB, Bars, Benchmark, Column, Value, finish, lookup, mebibytes
+from clipscale.bench.present import MIB, Bars, Benchmark, Column, Found, Target, Value, finish, lookup, mebibytes
 from clipscale.bench.record import device_of, earlier, final, machine, processor, write
-from clipscale.bench.targets import Found, Target
 from clipscale.cli.main import composed, dispatch
 from clipscale.config.tools import PlanConfig
 from clipscale.data.loader.memory import free_memory

@@ -110,11 +110,11 @@ def run(
     variables: Mapping[str, str] = MappingProxyType({}),
     seconds: float = math.inf,
     grace: float = 0.0,
-    hear: Callable[[Answer], object] = lambda _: None,
+    on_answer: Callable[[Answer], object] = lambda _: None,
 ) -> list[Ended]:
     """Do `job` (JSON) in `ranks` processes of `target` (MODULE:FUNCTION of a Task); how they ended, in rank order.
 
-    If one fails, the others are ended. After `seconds` all are interrupted and get `grace` seconds to end. `hear` gets the answer
+    If one fails, the others are ended. After `seconds` all are interrupted and get `grace` seconds to end. `on_answer` gets the answer
     of rank 0 whenever it is replaced.
     """
     environment = {key: value for key, value in os.environ.items() if key not in TORCHRUN} | dict(variables)
@@ -134,7 +134,7 @@ def run(
                 time.sleep(0.02)
                 if answers[0].exists() and answers[0].stat().st_mtime_ns != heard:
                     heard = answers[0].stat().st_mtime_ns
-                    hear(json.loads(answers[0].read_text()))
+                    on_answer(json.loads(answers[0].read_text()))
             if any(process.poll() for process in processes):
                 time.sleep(0.2)  # ranks that fail together end together
         finally:
@@ -159,19 +159,19 @@ def _end(process: subprocess.Popen[bytes], grace: float) -> None:
     process.wait()
 
 
-def measure(target: str, job: Job, hear: Callable[[list[Answer]], object] = lambda _: None) -> list[Answer]:
+def measure(target: str, job: Job, on_answer: Callable[[list[Answer]], object] = lambda _: None) -> list[Answer]:
     """The answers of the job's ranks; what a process did not measure before its end failed for the reason of that end.
 
-    `hear` gets the answers of a job of one process as they grow.
+    `on_answer` gets the answers of a job of one process as they grow.
     """
     if job.device == "cpu" and job.memory is None:
         job = replace(job, memory=int(MARGIN * psutil.virtual_memory().available / job.ranks))
 
     def of_one(answer: Answer) -> None:
         if job.ranks == 1:
-            hear([answer])
+            on_answer([answer])
 
-    ended = run(target, asdict(job), ranks=job.ranks, variables=job.variables, hear=of_one)
+    ended = run(target, asdict(job), ranks=job.ranks, variables=job.variables, on_answer=of_one)
     return [completed(job, one) for one in ended if one.status is not None]
 
 

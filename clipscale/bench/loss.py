@@ -23,14 +23,16 @@ from clipscale.bench.present import (
     Column,
     Key,
     Lines,
+    Target,
     Value,
     extent,
+    figures,
     mebibytes,
     milliseconds,
+    quotients,
     scaled,
 )
 from clipscale.bench.record import begin, counts, device_of, processor
-from clipscale.bench.targets import Target, figures, quotients
 from clipscale.bench.worker import spread
 from clipscale.config.tools import LossBenchSettings
 from clipscale.errors import UserError

@@ -29,8 +29,6 @@ PAIR_COSINE = 0.2
 """Of an image and its text: with scale 100 and D = 512 a loss of about one at N = 16k."""
 SMALL = 64
 """Pairs of a rank in the step that warms a method up before its memory is measured."""
-TRIAL = 4
-"""A trial step has this fraction of the pairs, and so a sixteenth of the work."""
 GEMM_SIDE = {"cpu": 2048, "cuda": 8192}
 PRODUCTS = {"cpu": 4, "cuda": 32}
 """Matrix products of a burst, back to back: a device that lowers its clock under load has lowered it for them too."""
@@ -137,7 +135,7 @@ class LossWorker(Worker):
         held = sum(grad.nbytes for grad in grads.values())
         if loss.method.objective == "sigmoid":  # whose gradients are made in the forward pass
             forward -= held
-        record["memory"][str(size)] = meter.growth()
+        record["memory"][str(size)], record["probe_s"] = meter.growth(), sum(meter.seconds.values())
         record |= {"growth_bytes": meter.growth(), "extra_bytes": max(forward, backward - held, 0)}
         record |= {"sent_bytes": sent if loss.method.own and case.ranks > 1 else None}
         record |= {"units": None, "error": None, "errors": None}
@@ -150,16 +148,10 @@ class LossWorker(Worker):
             record["error"] = max(record["errors"].values(), default=None)
 
     def ready(self, case: str) -> None:
-        """A step with a part of the pairs says what a whole one takes. A whole one warms up, unless the probe was one."""
-        loss, size = self.variant(case), self.case.n
-        self.record(case)["size"] = size
-        part = max(size // TRIAL // (SMALL * self.case.ranks), 1) * SMALL * self.case.ranks
-        trial = size if loss.method.fixed_shape else min(part, size)
-        self.seconds(loss, trial)
-        self.expected[case] = self.seconds(loss, trial) * (size / trial) ** 2
-        warm = trial == size or case in [name for name, _ in self.job.probed]
-        if self.affords(case, self.expected[case]) and not warm:
-            self.expected[case] = self.seconds(loss, size)
+        """A whole step warms up, unless the probe was one, and says what the next one takes."""
+        record = self.record(case)
+        record["size"] = self.case.n
+        self.expected[case] = record.get("probe_s") or self.seconds(self.variant(case), self.case.n)
 
     def measured(self, case: str, meter: Meter) -> None:
         """After every step a burst of square products, begun by all ranks at once. The first burst warms up."""

@@ -1,15 +1,15 @@
-"""Tables and pictures of records. A benchmark declares columns, notes, targets and panels; this module prints and draws them.
+"""Tables, targets and pictures of records. A benchmark declares columns, notes, targets and panels; this module prints and draws them.
 
 `python -m clipscale.bench.present RECORD.json ...` makes the table (.md) and the picture (.png) beside a record again, without measuring.
 """
 
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import cycle, groupby
-from math import nan
+from math import inf, nan
 from pathlib import Path
 from typing import Any
 
@@ -212,6 +212,59 @@ def extent(form: Callable[[float], str]) -> Callable[[Mapping[str, float]], str]
 def scaled(spread: Mapping[str, float], factor: float) -> dict[str, float]:
     """A spread in another unit."""
     return {part: factor * spread[part] for part in ("median", "min", "max")}
+
+
+# ---- targets ----
+
+Found = tuple[str, float | str]
+"""What a figure is of, and the figure; or why there is none."""
+
+WRONG = ("failed", "out of memory")
+"""Statuses that miss a target. A row that lacks a figure for another reason is named and does not count."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A bound on every figure that is found."""
+
+    text: str
+    holds: Callable[[float], bool]
+    form: str = "{:.2f}"
+
+    def judge(self, found: Iterable[Found]) -> str:
+        """One line."""
+        found = list(found)
+        values = [value for _, value in found if not isinstance(value, str)]
+        wrong = [value for _, value in found if value in WRONG]
+        shown = ", ".join(f"{n} {v if isinstance(v, str) else self.form.format(v)}" for n, v in found)
+        if not values and not wrong:
+            return f"not measured: {self.text}: {shown or 'there are no such rows'}"
+        return f"{'reached' if not wrong and all(map(self.holds, values)) else 'missed'}: {self.text}: {shown}"
+
+
+def figures(rows: Iterable[Row], name: Callable[[Row], str], key: str) -> list[Found]:
+    """The figure under a dotted key, or why a row has none."""
+
+    def figure(row: Row) -> float | str:
+        value = lookup(row, key)
+        return str(row["status"]) if row["status"] != "ok" else "has no such figure" if value is None else float(value)
+
+    return [(name(row), figure(row)) for row in rows]
+
+
+def quotients(ours: Iterable[Row], rows: Sequence[Row], peer: str, name: Callable[[Row], str], key: str) -> list[Found]:
+    """The peer's figure under a dotted key over ours, case by case."""
+    found: list[Found] = []
+    for row in ours:
+        same = next((r for r in rows if r["method"] == peer and name(r) == name(row)), {"status": "not run"})
+        if row["status"] != "ok":
+            found.append((name(row), row["status"]))
+        elif same["status"] != "ok":
+            found.append((name(row), f"({peer}: {same['status']})"))
+        else:
+            own, theirs = lookup(row, key), lookup(same, key)
+            found.append((name(row), theirs / own if own else inf))
+    return found
 
 
 # ---- pictures ----

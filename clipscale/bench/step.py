@@ -13,10 +13,22 @@ from rich.console import Console
 from clipscale.bench.driver import drive
 from clipscale.bench.harness import KEEPING_MALLOC, RETURNING_MALLOC, Answer, Job
 from clipscale.bench.memory import HOW as MEMORY_HOW
-from clipscale.bench.present import MIB, Bars, Benchmark, Column, Key, Lines, Value, extent
+from clipscale.bench.present import (
+    MIB,
+    WRONG,
+    Bars,
+    Benchmark,
+    Column,
+    Found,
+    Key,
+    Lines,
+    Target,
+    Value,
+    extent,
+    figures,
+)
 from clipscale.bench.record import begin, counts, device_of, processor
 from clipscale.bench.step_variants import Name
-from clipscale.bench.targets import WRONG, Found, Target, figures
 from clipscale.bench.worker import CLOCK, spread
 from clipscale.config.presets import group_options
 from clipscale.config.tools import StepBenchSettings

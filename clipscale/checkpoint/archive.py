@@ -93,3 +93,33 @@ def check_size(values: Any, size: int) -> None:
         left += [part for part in parts if not isinstance(part, int | float | None)]
     if tensors > 2 * size + FREE_BYTES:
         raise ValueError("its tensors have more bytes than the file")
+
+
+# ---- checkpoints of formats 1 and 2: one archive each, which is still read ----
+
+
+def verify(path: Path) -> int:
+    """Compare every record of an archive with its checksum; returns the bytes read. A file of another kind than torch's archives has none.
+
+    The archive is a zip file, for which `torch.save` computes a CRC-32 of every tensor. `torch.load` ignores them. Raises OSError,
+    ValueError and zipfile's errors.
+    """
+    with opened(path) as file:
+        if not is_archive(file):
+            return 0  # loading it fails, unless it is older than torch's archives
+        size = path.stat().st_size
+        check_records(file, size)
+        if damaged := zipfile.ZipFile(file).testzip():
+            raise ValueError(f"checksum of {damaged} differs")
+    return size
+
+
+def load_checkpoint(path: Path, *, mmap: bool = False) -> dict[str, Any]:
+    """The state of a checkpoint of format 1 or 2; see `load`. Format 1 has the optimizer's state by position instead of by parameter name.
+
+    Raises ValueError for an unknown format, and torch's errors.
+    """
+    state = load(path, mmap=mmap)
+    if not isinstance(state, dict) or state.get("format") not in (1, 2):
+        raise ValueError("it is not in this version's format")
+    return state

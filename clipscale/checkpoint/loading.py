@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from clipscale.checkpoint import archive, single
+from clipscale.checkpoint import archive
 from clipscale.checkpoint.manifest import DTYPES, PLAIN, Manifest, Stored
 from clipscale.checkpoint.shards import ShardReader
 from clipscale.checkpoint.verification import damaged, verify
@@ -63,7 +63,7 @@ def load(path: Path, *, verified: bool = False, parts: Collection[str] | None = 
         verify(path)
     try:
         if not path.is_dir():
-            return single.load(path)
+            return archive.load_checkpoint(path)
         manifest = Manifest.read(path)
         wanted = {
             name: torch.empty(one.shape, dtype=DTYPES[one.dtype])
@@ -102,7 +102,7 @@ class Saved:
         self.values: dict[str, Any]
         """Everything that is no tensor of the model; of format 1 and 2, all of it."""
         try:
-            self.values = read_plain(path) if path.is_dir() else single.load(path)
+            self.values = read_plain(path) if path.is_dir() else archive.load_checkpoint(path)
         except ERRORS as error:
             raise damaged(path, error) from error
 

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from clipscale.checkpoint import folder, single
+from clipscale.checkpoint import archive, folder
 from clipscale.checkpoint.loading import ERRORS, read_plain
 from clipscale.checkpoint.verification import damaged, verify
 from clipscale.config.train import TrainConfig
@@ -74,7 +74,7 @@ def problem_of(path: Path, world: World, check: Check) -> str:
     try:
         verify(path, world.rank, world.size)
         if world.main:
-            check(read_plain(path) if path.is_dir() else single.load(path, mmap=True))
+            check(read_plain(path) if path.is_dir() else archive.load_checkpoint(path, mmap=True))
     except UserError as error:
         return str(error)
     except ERRORS as error:

@@ -7,7 +7,6 @@ import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +41,6 @@ class UnwritableError(UserError):
         self.remedy = remedy
 
 
-@dataclass
-class Pending:
-    """A checkpoint that is being written."""
-
-    step: int
-    result: "Future[Metadata]"
-
-
 class Saver:
     """Writes a run's checkpoints, one at a time. All ranks call its methods at the same places.
 
@@ -68,7 +59,8 @@ class Saver:
         """Of the newest checkpoint begun."""
         self.check: Callable[[], None] = lambda: None
         """Called every second of a wait. What it raises ends the wait."""
-        self._pending: Pending | None = None
+        self._pending: tuple[int, Future[Metadata]] | None = None
+        """The step of the checkpoint that is being written, and its result."""
         pinned = world.device.type == "cuda"
         self._stager = DefaultStager(StagingOptions(pinned, False, False, pinned))
 
@@ -115,7 +107,7 @@ class Saver:
             no_dist=not several,
         )
         assert isinstance(result, Future)
-        self._pending, self.last_step = Pending(step, result), step
+        self._pending, self.last_step = (step, result), step
         result.add_done_callback(lambda _: vars(self).update(save_s=time.monotonic() - started))
         self.pause_s = time.monotonic() - started
 
@@ -127,19 +119,20 @@ class Saver:
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        while not wait([pending.result], timeout=1.0).done:
+        step, result = pending
+        while not wait([result], timeout=1.0).done:
             self.check()
         try:
-            pending.result.result()
+            result.result()
         except ERRORS as error:
             if lost_rank(error):
                 raise RuntimeError(f"{cause_of(error)}") from error
-            raise self._failure(pending.step, error) from error
+            raise self._failure(step, error) from error
 
     @property
     def writing(self) -> bool:
         """Whether a checkpoint is being written."""
-        return self._pending is not None and not self._pending.result.done()
+        return self._pending is not None and not self._pending[1].done()
 
     def forget(self) -> None:
         """Wait no longer for what is being written: another rank is lost, and the thread may wait for it for long."""

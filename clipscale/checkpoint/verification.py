@@ -4,7 +4,7 @@ import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from clipscale.checkpoint import single
+from clipscale.checkpoint import archive
 from clipscale.checkpoint.manifest import BLOCK, Manifest
 from clipscale.checkpoint.shards import read_into
 from clipscale.errors import UserError
@@ -20,7 +20,7 @@ def verify(path: Path, rank: int = 0, world: int = 1) -> int:
     try:
         if path.is_dir():
             return _verify_folder(path, rank, world)
-        return single.verify(path) if rank == 0 else 0
+        return archive.verify(path) if rank == 0 else 0
     except Exception as error:  # zipfile, struct and zlib have their own
         raise damaged(path, error) from error
 

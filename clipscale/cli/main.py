@@ -23,7 +23,7 @@ from clipscale.launch import local, submit
 from clipscale.launch.agent import speaks, status
 from clipscale.launch.processes import end_with_launcher
 from clipscale.safe_path import protect
-from clipscale.terminal import message, prepare, say, say_all
+from clipscale.terminal import prepare, report, say
 from clipscale.units import nearest, split
 
 
@@ -46,11 +46,10 @@ def _main(argv: list[str]) -> int:
         if os.environ.get("CLIPSCALE_DEBUG") == "1":
             traceback.print_exc()
         if speaks(error):
-            say(message(f"error: {error}"), error=True)
+            report(error)
         return status(error)
     except local.WorkerError as error:
-        say_all(error.details, error=True)
-        say(message(f"error: {error}"), error=True)
+        report(error, error.details)
         return 1
     except KeyboardInterrupt as error:
         number = getattr(error, "signum", signal.SIGINT)
@@ -62,7 +61,7 @@ def _main(argv: list[str]) -> int:
     except OSError as error:  # a name that no file can have, a folder without permission, a full disk
         if os.environ.get("CLIPSCALE_DEBUG") == "1":
             traceback.print_exc()
-        say(message(f"error: {error}"), error=True)
+        report(error)
         return 1
 
 

@@ -39,7 +39,7 @@ from clipscale.launch import local
 from clipscale.launch.description import refuse_secrets
 from clipscale.report.page import CSS
 from clipscale.report.table import TextTable, plain_console
-from clipscale.terminal import message, say, say_all
+from clipscale.terminal import report, say, say_all
 from clipscale.units import run_folder, split, unused
 
 RESULT = "result.json"
@@ -155,7 +155,7 @@ def _job(values: DictConfig) -> float:
         traceback.print_exc()
         record["error"] = f"{type(error).__name__}: {error}"
     if "error" in record:
-        say(message(f"error: {record['error']}"), error=True)
+        report(record["error"])
     files.write_text(folder / RESULT, json.dumps(redacted(record)) + "\n")
     return float(record.get("loss", math.nan))
 

@@ -23,7 +23,7 @@ OPTIONS = {
 
 @dataclass(frozen=True)
 class Job:
-    """What a scheduler starts: `procs` processes of `clipscale train WORDS` on each of `nodes` nodes."""
+    """What a scheduler starts: `procs` processes of `clipscale train WORDS` on each node."""
 
     name: str
     words: tuple[str, ...]
@@ -33,11 +33,6 @@ class Job:
     restarts: int
     """Seconds before the end at which the processes are asked to save."""
     config: JobConfig
-
-    @property
-    def nodes(self) -> int:
-        """Nodes of the job."""
-        return self.config.nodes
 
     @property
     def command(self) -> tuple[str, ...]:

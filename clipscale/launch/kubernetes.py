@@ -39,7 +39,7 @@ def trainjob(job: Job, metadata: Tree) -> Tree:
         "trainer": {
             "image": job.config.image,
             "command": command(job),
-            "numNodes": job.nodes,
+            "numNodes": job.config.nodes,
             "numProcPerNode": job.procs,
             "resourcesPerNode": resources(job),
             "env": variables(job),
@@ -72,8 +72,8 @@ def pytorchjob(job: Job, metadata: Tree) -> Tree:
         "volumes": volumes(job),
     }
     replicas: Tree = {"Master": {"replicas": 1, "restartPolicy": "OnFailure", "template": {"spec": pod}}}
-    if job.nodes > 1:
-        replicas["Worker"] = {"replicas": job.nodes - 1, "restartPolicy": "OnFailure", "template": {"spec": pod}}
+    if job.config.nodes > 1:
+        replicas["Worker"] = {"replicas": job.config.nodes - 1, "restartPolicy": "OnFailure", "template": {"spec": pod}}
     spec: Tree = {"nprocPerNode": str(job.procs), "pytorchReplicaSpecs": replicas}
     if job.config.hours:
         spec["runPolicy"] = {"activeDeadlineSeconds": round(job.config.hours * 3600)}

@@ -28,11 +28,11 @@ from clipscale.config.redact import redact, redacted_output
 from clipscale.config.tools import EmbedConfig, EvalRunConfig
 from clipscale.config.train import TrainConfig, warnings
 from clipscale.errors import LOST, LostRankError, StoppedError, UserError
+from clipscale.files import read_json
 from clipscale.hardware import cores
 from clipscale.launch import agent, heartbeat
 from clipscale.launch.affinity import bound
 from clipscale.launch.processes import as_launcher, end_with_launcher
-from clipscale.launch.requeue import requeued_run
 from clipscale.launch.restarts import WorkerError, go_on, group_size, restarted, spare
 from clipscale.units import unused
 
@@ -97,6 +97,23 @@ def claimed(name: str) -> str:
             return name  # `make_folder` names the reason
         (folder / run_lock.FILE).touch()
         return str(folder)
+
+
+def requeued_run(runs: Path = Path("runs")) -> str | None:
+    """The newest run that this Slurm job has begun before it was requeued; None if it runs for the first time."""
+    job = os.environ.get("SLURM_JOB_ID")
+    if not job or os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
+        return None
+    found = []
+    for file in runs.glob("*/env.json"):
+        try:
+            record = read_json(file)
+        except (OSError, ValueError):
+            continue
+        variables = record.get("variables") if isinstance(record, dict) else None
+        if isinstance(variables, dict) and variables.get("SLURM_JOB_ID") == job:
+            found.append((file.stat().st_mtime, str(file.parent)))
+    return max(found)[1] if found else None
 
 
 def gpus() -> int:
@@ -188,8 +205,7 @@ def start(config: Launched, main: str, count: int) -> dict[str, Any]:
     }
     with (
         tempfile.TemporaryDirectory(prefix="clipscale-") as folder,
-        _quiet(variables | private(folder) | as_launcher()),
-        _temporary_files(folder),
+        _quiet(variables | private(folder) | as_launcher(), folder),
         _end_at_second(),
     ):
         elastic = LaunchConfig(
@@ -291,28 +307,23 @@ def _follows(message: str | dict[str, Any]) -> bool:
 
 
 @contextmanager
-def _temporary_files(folder: str) -> Iterator[None]:
-    """Let this process make temporary files there. torch leaves files with its workers' tracebacks, which can hold secrets."""
-    before, tempfile.tempdir = tempfile.tempdir, folder
-    try:
-        yield
-    finally:
-        tempfile.tempdir = before
+def _quiet(variables: dict[str, str], folder: str) -> Iterator[None]:
+    """Runs the launcher without its log lines and with the workers' variables; restores both and our signal handlers afterwards.
 
-
-@contextmanager
-def _quiet(variables: dict[str, str]) -> Iterator[None]:
-    """Runs the launcher without its log lines and with the workers' variables; restores both and our signal handlers afterwards."""
+    Temporary files lie in `folder`: torch leaves some with its workers' tracebacks, which can hold secrets.
+    """
     loggers = [logging.getLogger(name) for name in ("torch.distributed.elastic", "torch.multiprocessing")]
     levels = [logger.level for logger in loggers]
     handlers = {number: signal.getsignal(number) for number in HANDLED}
-    before = {name: os.environ.get(name) for name in variables}
+    before, temporary = {name: os.environ.get(name) for name in variables}, tempfile.tempdir
+    tempfile.tempdir = folder
     for logger in loggers:
         logger.setLevel(logging.CRITICAL)
     os.environ.update(variables)
     try:
         yield
     finally:
+        tempfile.tempdir = temporary
         for logger, level in zip(loggers, levels):
             logger.setLevel(level)
         for number, handler in handlers.items():

@@ -45,8 +45,7 @@ def restarted(config: TrainConfig, attempt: Callable[[TrainConfig], T]) -> T:
             used += 1
             go_on(config)
             where = "from its start" if newest is None else f"after step {newest}"
-            terminal.say_all(error.details, error=True)
-            terminal.say(terminal.message(f"error: {error}"), error=True)
+            terminal.report(error, error.details)
             terminal.say(f"run={config.run}: restart {used} of {config.launch.restarts}, {where}", error=True)
             time.sleep(min(PAUSE_S * 2 ** (used - 1), LONGEST_S))
 

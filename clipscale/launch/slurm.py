@@ -33,7 +33,7 @@ def script(job: Job) -> str:
     config = job.config
     options: dict[str, object] = {
         "job-name": job.name,
-        "nodes": job.nodes,
+        "nodes": job.config.nodes,
         "ntasks-per-node": job.procs,
         "gpus-per-node": job.procs if job.gpus else None,
         "cpus-per-task": config.cpus,

@@ -39,9 +39,9 @@ def launch(config: TrainConfig, argv: Sequence[str], *, named: bool, dry_run: bo
 def torchrun(job: Job) -> tuple[str, ...]:
     """torchrun's command line, the same on every machine."""
     meet = ("--rdzv-backend=c10d", f"--rdzv-endpoint={job.config.head}", f"--rdzv-id={job.name}")
-    place = meet if job.nodes > 1 else ("--standalone",)
+    place = meet if job.config.nodes > 1 else ("--standalone",)
     return (
         job.python, "-m", "clipscale.launch.torchrun", f"--max-restarts={job.restarts}",
-        f"--nnodes={job.nodes}", f"--nproc-per-node={job.procs}", *place,
+        f"--nnodes={job.config.nodes}", f"--nproc-per-node={job.procs}", *place,
         *job.command[1:],
     )  # fmt: skip

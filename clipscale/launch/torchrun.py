@@ -55,8 +55,7 @@ def agent() -> Any:
                     self._remaining_restarts = 0
                 else:
                     most = worker_group.spec.max_restarts
-                    terminal.say_all(failure.details, error=True)
-                    terminal.say(terminal.message(f"error: {failure}"), error=True)
+                    terminal.report(failure, failure.details)
                     terminal.say(f"restart {most - self._remaining_restarts + 1} of {most}", error=True)
             return result
 
@@ -93,8 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 128 + (signal.SIGTERM if error.sigval == signal.SIGUSR1 else error.sigval)  # as in a worker
         except ChildFailedError as error:
             failure = first_failure(error)
-            terminal.say_all(getattr(failure, "details", ""), error=True)
-            terminal.say(terminal.message(f"error: {failure}"), error=True)
+            terminal.report(failure, getattr(failure, "details", ""))
             return 2 if isinstance(failure, UserError) else 1
         except RendezvousClosedError:
             terminal.say("error: another machine has ended the run, and says why", error=True)

@@ -17,8 +17,7 @@ from rich import progress
 from rich.console import Console
 
 from clipscale import files
-from clipscale.config.checks import at_least, choice
-from clipscale.config.sections import WANDB, LogConfig
+from clipscale.config.sections import LogConfig
 from clipscale.errors import UserError
 from clipscale.report.environment import environment
 from clipscale.report.sinks import Sinks
@@ -59,7 +58,7 @@ class MetricLog:
         total_steps: length of the run, for the progress bar; None: unknown.
         world: number of processes, for `env.json`.
 
-    Raises UserError for a bad setting, and for a folder that cannot be written. Later, a full disk under `metrics.jsonl` prints a warning,
+    Raises UserError for a folder that cannot be written. Later, a full disk under `metrics.jsonl` prints a warning,
     and its lines wait in memory. A failure of wandb or TensorBoard prints a warning and closes that sink.
     """
 
@@ -74,8 +73,6 @@ class MetricLog:
         world: int = 1,
         console: Console | None = None,
     ) -> None:
-        choice("log.wandb", config.wandb, WANDB)
-        at_least("log.every", config.every, 1)
         self.config = config
         # No highlighting and no wrapping: they put control codes and line breaks into lines that are meant for grep.
         self.console = console or Console(highlight=False, soft_wrap=True, emoji=False)
@@ -240,20 +237,16 @@ def _complete_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
 
 
 def _record_of(line: bytes) -> dict[str, Any] | None:
+    """The object in a line; None for what has no number of a step, or values that a record cannot have."""
     try:
         record = files.parse_json(line.decode("utf-8", "replace"), MOST_PARTS) if line.endswith(b"\n") else None
     except ValueError:
         return None
-    return record if _is_record(record) else None
-
-
-def _is_record(record: Any) -> bool:
-    """Whether it is an object with the number of a step, and with values that a record can have."""
     if not isinstance(record, dict):
-        return False
-    step = record.get("step", 0)
-    numbers = [value for value in record.values() if isinstance(value, int)]
-    return type(step) is int and 0 <= step < 2**53 and all(abs(value) < 2**63 for value in numbers)
+        return None
+    step, numbers = record.get("step", 0), [value for value in record.values() if isinstance(value, int)]
+    right = type(step) is int and 0 <= step < 2**53 and all(abs(value) < 2**63 for value in numbers)
+    return record if right else None
 
 
 def _open_from(path: Path, resume_step: int) -> FileIO:

@@ -14,7 +14,7 @@ from configparser import ConfigParser, Error
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from clipscale import files
 from clipscale.config.sections import SinkConfig
@@ -22,14 +22,6 @@ from clipscale.errors import UserError
 
 SLOW_SINK_S = 5.0
 """The log warns once about a sink that takes longer than this for a record, because it holds up training."""
-
-
-class Sink(Protocol):
-    """Receives every record. `values` holds only numbers."""
-
-    def write(self, step: int, values: dict[str, float]) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class Sinks:
@@ -45,7 +37,7 @@ class Sinks:
     ) -> None:
         """`settings`: those of the run, for wandb. `message` prints a line."""
         self.message = message
-        self._sinks: dict[str, Sink] = {}
+        self._sinks: dict[str, _TensorBoard | _Wandb] = {}
         self._slow: set[str] = set()
         if config.tensorboard:
             self._open("tensorboard", lambda: _TensorBoard(run_dir, resume_step))
@@ -67,7 +59,7 @@ class Sinks:
             sink = self._sinks.pop(name)
             self._call(name, sink.close, slow_s=math.inf)
 
-    def _open(self, name: str, make: Callable[[], Sink]) -> None:
+    def _open(self, name: str, make: Callable[[], "_TensorBoard | _Wandb"]) -> None:
         self._call(name, lambda: self._sinks.update({name: make()}), slow_s=math.inf)
 
     def _call(self, name: str, call: Callable[[], None], slow_s: float) -> None:
@@ -87,6 +79,8 @@ class Sinks:
 
 
 class _TensorBoard:
+    """`values` of every record: numbers only."""
+
     def __init__(self, run_dir: Path, resume_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from clipscale.checkpoint import archive, folder, saved_state, single
+from clipscale.checkpoint import archive, folder, saved_state
 from clipscale.config.setting import flat
 from clipscale.config.train import TrainConfig
 from clipscale.distributed import Later, World
@@ -100,7 +100,7 @@ class WithinStep:
         own: dict[int, dict[str, Any]] = {}
         for path in sorted(self._path(0).parent.glob(f"*_{self.world.rank:05d}.pt")):
             try:
-                single.verify(path)
+                archive.verify(path)
                 content = archive.load(path, mmap=True)  # of several files, the one that is used is read
                 self._check(content)
                 own[int(path.name.split("_")[0])] = content

@@ -30,7 +30,7 @@ def work(task: Task) -> None:
 def in_process(worker: Any, patch: pytest.MonkeyPatch) -> None:
     """The driver's jobs are done in this process, by `worker`."""
 
-    def measure(target: str, job: Any, hear: Any) -> list[Any]:
-        return [worker(job, 0, lambda answer: hear([answer])).work()]
+    def measure(target: str, job: Any, on_answer: Any) -> list[Any]:
+        return [worker(job, 0, lambda answer: on_answer([answer])).work()]
 
     patch.setattr("clipscale.bench.driver.measure", measure)

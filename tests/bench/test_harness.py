@@ -15,7 +15,7 @@ def ended(*words: list[str], **more: Any) -> list[Ended]:
 def test_answers_come_in_rank_order_and_are_heard_as_they_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "7")  # torchrun's, which is not theirs
     heard: list[Answer] = []
-    found = ended(["answer", "answer"], ["answer"], variables={"GIVEN": "yes"}, hear=heard.append)
+    found = ended(["answer", "answer"], ["answer"], variables={"GIVEN": "yes"}, on_answer=heard.append)
     assert [one.status for one in found] == [0, 0]
     assert [one.answer for one in found] == [
         {"rank": 0, "answers": 2, "variable": "yes"},

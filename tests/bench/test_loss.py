@@ -139,11 +139,11 @@ def part_of(case: Case, names: str) -> LossPart:
 
 @pytest.mark.slow
 def test_what_there_is_no_time_for_is_named_with_what_it_would_take() -> None:
-    """Of two methods the second takes 8,000 s a step by a step with a quarter of the pairs, and 5,000 s are left."""
+    """Of two methods the second takes 8,000 s a step, by the one that warms it up, and 5,000 s are left."""
     case = Case(256, 32, "fp32", "cpu", 1, 100.0)
     about = {"case": asdict(case), "reference": 0, "profile": False}
     worker = LossWorker(Job(about, "cpu", timed=["infcl", "torch"], repeats=1, seconds=5000.0))
-    seconds = {"infcl": 0.01, "torch": 500.0}
+    seconds = {"infcl": 0.01, "torch": 8000.0}
     worker.seconds = lambda loss, size: seconds[loss.method.name]  # type: ignore[method-assign]
     infcl, torch = part_of(case, "infcl,torch").found([[worker.work()]])["rows"]
     assert infcl["status"] == "ok" and len(infcl["total_s"]["all"]) == 1
@@ -156,7 +156,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
     """What was timed, by a driver whose processes are made up; (512, ...) is interrupted."""
     timed: list[tuple[int, str]] = []
 
-    def answer(target: str, job: Job, hear: Any) -> list[Record]:
+    def answer(target: str, job: Job, on_answer: Any) -> list[Record]:
         if job.about["case"]["n"] == 512 and job.timed:
             raise KeyboardInterrupt
         timed.extend((job.about["case"]["n"], name) for name in job.timed)

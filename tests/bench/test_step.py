@@ -338,7 +338,7 @@ def test_the_command_line_measures_with_its_settings_and_keeps_the_record(
 ) -> None:
     measured: list[Job] = []
 
-    def answer(target: str, job: Job, hear: Any) -> list[dict[str, Any]]:
+    def answer(target: str, job: Job, on_answer: Any) -> list[dict[str, Any]]:
         measured.append(job)
         timed = {case: {"status": "ok", "size": 8, "steps": steps([0.5, 1.0]), "memory": {}} for case in job.timed}
         return [{"cases": timed, "threads": 1, "pinned": None, "complete": True}]

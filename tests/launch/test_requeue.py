@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from clipscale.launch.requeue import requeued_run
+from clipscale.launch.local import requeued_run
 
 
 def test_a_requeued_job_finds_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

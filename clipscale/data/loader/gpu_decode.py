@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import simplejpeg
@@ -32,16 +31,7 @@ REFUSED, GREY_IMAGE = "decoded_by_cpu", "grey_image"
 """Names under which pictures are counted that the GPU's decoder refused, and that no decoder could read."""
 
 
-class Decoder(Protocol):
-    """JPEGs to pixels on a device."""
-
-    device: torch.device
-
-    def __call__(self, files: list[Tensor]) -> list[Tensor]:
-        """(bytes,) uint8 in host memory to (C, H, W) uint8 RGB on the device. Raises RuntimeError for all if one is refused."""
-
-
-def jpeg_decoder(device: torch.device) -> Decoder:
+def jpeg_decoder(device: torch.device) -> "Torchvision":
     """The decoder of that device, tried on a picture. Raises UserError if the device has none."""
     require_gpu(device)
     sample = np.full((16, 24, 3), (200, 120, 40), np.uint8)
@@ -80,6 +70,7 @@ class Torchvision:
         warnings.filterwarnings("ignore", message="The image decoding and encoding", category=DeprecationWarning)
 
     def __call__(self, files: list[Tensor]) -> list[Tensor]:
+        """(bytes,) uint8 in host memory to (C, H, W) uint8 RGB on the device. Raises RuntimeError for all if one is refused."""
         if self.device.type == "cuda":
             # It writes on a stream of its own, into memory that this stream may still be reading.
             torch.cuda.current_stream(self.device).synchronize()
@@ -105,7 +96,9 @@ class DeviceDecoder:
     Both are recorded in the slot, so that the second pass does the same, and counted once: in `seen` and in `broken`.
     """
 
-    def __init__(self, transform: TrainTransform, decoder: Decoder, broken: Counter[str], seen: Counter[str]) -> None:
+    def __init__(
+        self, transform: TrainTransform, decoder: Torchvision, broken: Counter[str], seen: Counter[str]
+    ) -> None:
         self._transform, self._decoder, self.device = transform, decoder, decoder.device
         self._broken, self._seen = broken, seen
 

@@ -14,7 +14,7 @@ from typing import Any
 from PIL import Image
 
 from clipscale.config.data import DataConfig
-from clipscale.data.loader.shard_reader import Item, OrderedShards, StreamPosition
+from clipscale.data.loader.shard_reader import Item, ItemReader, OrderedShards, StreamPosition
 from clipscale.data.order import Segment, default_streams, streams_fit
 from clipscale.data.sample import RawSample
 from clipscale.data.shards.store import Store
@@ -68,32 +68,14 @@ Source = OrderedShards | PipelineSource
 """Where the streams of a run take their samples."""
 
 
-class PipelineReader:
-    """Reads one stream of a pipeline, item after item. `epoch` and `index` are its position, counted in items given out."""
+class PipelineReader(ItemReader):
+    """Reads one stream of a pipeline. The stream counts as one shard."""
 
     def __init__(
         self, source: PipelineSource, start: StreamPosition, kinds: Mapping[str, int], tick: Callable[[], None]
     ) -> None:
-        self._source, self._stream, self._kinds, self._tick = source, start.stream, kinds, tick
-        self._function = source.function()
-        self.epoch, self.index = start.epoch, start.index
-        self._items = self._read()
-
-    @property
-    def position(self) -> tuple[int, ...]:
-        """Epoch, and items given out in it."""
-        return self.epoch, self.index
-
-    def next_item(self) -> tuple[Segment, Item]:
-        """The next item, and where it belongs: the stream counts as one shard. Raises UserError."""
-        return next(self._items)
-
-    def used(self) -> None:
-        """Takes note of a usable item; a pipeline has no need to."""
-
-    def close(self) -> None:
-        """Close the pipeline."""
-        self._items.close()
+        self._source, self._tick, self._function = source, tick, source.function()
+        super().__init__(start, kinds)
 
     def _read(self) -> Generator[tuple[Segment, Item], None, None]:
         name, skip = self._source.name, self.index

@@ -3,6 +3,7 @@
 A stream of weighted sources takes every sample from one of them.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -189,13 +190,12 @@ _Window = tuple[int, Segment, list[Item]]
 """The stream's epoch, the segment, and its items in this window."""
 
 
-class ShardReader:
+class ItemReader(ABC):
     """Reads one shard stream, item after item. `epoch` and `index` are its position, counted in items given out."""
 
-    def __init__(self, shards: OrderedShards, start: StreamPosition, kinds: Mapping[str, int], store: Store) -> None:
-        self._shards, self._stream, self._kinds, self._store = shards, start.stream, kinds, store
+    def __init__(self, start: StreamPosition, kinds: Mapping[str, int]) -> None:
+        self._stream, self._kinds = start.stream, kinds
         self.epoch, self.index = start.epoch, start.index
-        self._segment_reader: SegmentReader | None = None
         self._items = self._read()
 
     @property
@@ -203,16 +203,32 @@ class ShardReader:
         """Epoch, and items given out in it."""
         return self.epoch, self.index
 
-    def used(self) -> None:
-        """The last item was usable."""
-
     def next_item(self) -> tuple[Segment, Item]:
         """The next item, and the segment it belongs to."""
         return next(self._items)
 
+    def used(self) -> None:  # noqa: B027 (most readers have no need of it)
+        """The last item was usable."""
+
     def close(self) -> None:
-        """Close the shard and cancel what was requested ahead."""
+        """Close what is open, and cancel what was requested ahead."""
         self._items.close()
+
+    @abstractmethod
+    def _read(self) -> Generator[tuple[Segment, Item], None, None]:
+        """All items from the position on."""
+
+
+class ShardReader(ItemReader):
+    """Reads a stream of shards."""
+
+    def __init__(self, shards: OrderedShards, start: StreamPosition, kinds: Mapping[str, int], store: Store) -> None:
+        self._shards, self._store = shards, store
+        self._segment_reader: SegmentReader | None = None
+        super().__init__(start, kinds)
+
+    def close(self) -> None:
+        super().close()
         self._store.collect()
 
     def _read(self) -> Generator[tuple[Segment, Item], None, None]:

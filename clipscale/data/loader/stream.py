@@ -17,7 +17,7 @@ from clipscale.data.decode import TrainTransform
 from clipscale.data.features import StoredFeatures
 from clipscale.data.filters import selection
 from clipscale.data.loader.assembler import BatchAssembler, SampleCounts
-from clipscale.data.loader.gpu_decode import DecodeOnRequest, DecodePrefetcher, Decoder, DeviceDecoder, jpeg_decoder
+from clipscale.data.loader.gpu_decode import DecodeOnRequest, DecodePrefetcher, DeviceDecoder, Torchvision, jpeg_decoder
 from clipscale.data.loader.host_batch import Arena, HostBatch, Layout, RowSource
 from clipscale.data.loader.memory import allocate
 from clipscale.data.loader.offload import Transform, open_backend, row_kind
@@ -314,7 +314,7 @@ def spans(parts: Sequence[Sequence[StreamPosition]], share: BatchShare, streams:
 
 
 def row_source(
-    arena: Arena, assembler: BatchAssembler, transform: Transform, decoder: Decoder | None, *, copy: bool
+    arena: Arena, assembler: BatchAssembler, transform: Transform, decoder: Torchvision | None, *, copy: bool
 ) -> RowSource:
     """Hands out the arena's image rows. `copy`: the trainer may keep the tensors, since no copy to a device comes between."""
     layout, counts, waited = arena.layout, assembler.counts, assembler.waited

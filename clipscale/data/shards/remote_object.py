@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import quote, unquote
 
 import requests
@@ -77,20 +77,7 @@ class Retry:
                 self.wait(error)
 
 
-class RemoteObject(Protocol):
-    """An object on a server."""
-
-    concurrent: bool
-    """Whether several threads may send requests at once."""
-
-    def stat(self) -> tuple[int, str]:
-        """Its size and version (ETag, generation, time of change). Raises TransientError, SourceError."""
-
-    def read(self, start: int, stop: int, version: str, size: int) -> Pieces:
-        """Bytes start..stop in pieces; raises SourceError `changed_shard` before any byte of another version."""
-
-
-def remote_object(url: str, wait_s: float) -> RemoteObject:
+def remote_object(url: str, wait_s: float) -> "RemoteObject":
     """The object at an address; requests time out after `wait_s`. Raises SourceError for an address that nothing here reads."""
     try:
         return _remote_object(url, wait_s)
@@ -98,7 +85,7 @@ def remote_object(url: str, wait_s: float) -> RemoteObject:
         raise SourceError("missing_shard", f"{scheme_of(url)}: addresses cannot be read: {error}") from error
 
 
-def _remote_object(url: str, wait_s: float) -> RemoteObject:
+def _remote_object(url: str, wait_s: float) -> "RemoteObject":
     match scheme_of(url):
         case "http" | "https":
             return HttpObject(url, wait_s)
@@ -155,12 +142,14 @@ class HttpObject:
     """
 
     concurrent = True
+    """Whether several threads may send requests at once."""
 
     def __init__(self, url: str, wait_s: float, sign: Callable[[Any], None] | None = None) -> None:
         """`sign` adds the credentials to a request's headers."""
         self._url, self._wait_s, self._sign = url, wait_s, sign
 
     def stat(self) -> tuple[int, str]:
+        """Its size and version (ETag, generation, time of change). Raises TransientError, SourceError."""
         # not HEAD: addresses that are signed for GET refuse it
         with self._get(0, 1) as answer:
             found = self._size(answer, 0), self._version(answer)
@@ -171,6 +160,7 @@ class HttpObject:
             return found
 
     def read(self, start: int, stop: int, version: str, size: int) -> Pieces:
+        """Bytes start..stop in pieces; raises SourceError `changed_shard` before any byte of another version."""
         # the socket's own time-out starts anew with every byte, also with those around the chunks of a body
         with self._get(start, stop) as answer, TimeLimit(2 * self._wait_s, answer.raw.shutdown) as limit:
             if self._version(answer) != version or self._size(answer, start) != size:
@@ -265,6 +255,7 @@ class FsspecObject:
         self.concurrent = is_concurrent(url)
 
     def stat(self) -> tuple[int, str]:
+        """As HttpObject does."""
         info = self._call("info")
         names = ("ETag", "etag", "generation", "mtime", "LastModified", "updated", "created")
         if info.get("size") is None:
@@ -272,6 +263,7 @@ class FsspecObject:
         return int(info["size"]), next((str(info[name]) for name in names if info.get(name) is not None), "")
 
     def read(self, start: int, stop: int, version: str, size: int) -> Pieces:
+        """As HttpObject does."""
         data = self._call("cat_file", start=start, end=stop)
         # after reading: an object that still has the first version had it during the read
         if self.stat() != (size, version):
@@ -303,6 +295,9 @@ class FsspecObject:
             raise TransientError("no_answer", f"none within {limit_s:.0f} s") from error
         except Exception as error:  # each library has its own; all are retried, a bounded number of times
             raise TransientError("failed_request", f"{type(error).__name__}: {error}") from error
+
+
+RemoteObject = HttpObject | FsspecObject
 
 
 def within(limit_s: float, call: Callable[[], Any]) -> Any:
