@@ -56,6 +56,15 @@ def existing_run(run: str) -> Path:
     return folder
 
 
+def one_model(run: str, weights: str | None, verb: str, remedy: str = "give one of them") -> Path | None:
+    """The folder of the run; None for weights of another source. Raises UserError if neither is given, or both."""
+    if run and weights:
+        raise UserError(f"run={run} and model.weights={weights} are two models; {remedy}")
+    if not run and not weights:
+        raise UserError(f"{verb} needs run=NAME or run=PATH, or a model: model=vit-b32 model.weights=laion2b_s34b_b79k")
+    return existing_run(run) if run else None
+
+
 def begun_run(run: str) -> Path:
     """The folder of a run that has written its settings and metrics. Raises UserError if a file is missing."""
     folder = run_folder(run)

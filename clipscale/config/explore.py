@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from clipscale.config.checks import existing_run
+from clipscale.config.checks import existing_run, one_model
 from clipscale.config.sections import ModelConfig
 from clipscale.config.setting import setting
 from clipscale.config.tools import CHECKPOINT_HELP, EmbedConfig, EncodeConfig
@@ -40,14 +40,7 @@ class ExploreConfig(EncodeConfig):
 
 def check_explore(config: ExploreConfig) -> None:
     """Raises UserError if neither a run nor weights are given, or both, or no data."""
-    if config.run and config.model.weights:
-        raise UserError(
-            f"run={config.run} and model.weights={config.model.weights} are two models; give the second as against="
-        )
-    if config.run:
-        existing_run(config.run)
-    elif not config.model.weights:
-        raise UserError("explore needs run=NAME or run=PATH, or a model: model=vit-b32 model.weights=laion2b_s34b_b79k")
+    one_model(config.run, config.model.weights, "explore", "give the second as against=")
     if not config.data.train:
         raise UserError(
             "data is not set; give a folder of `clipscale embed`, or shards, a table or a folder: data=PATH"

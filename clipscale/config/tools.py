@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from clipscale.config.checks import begun_run, check_values, existing_run, shared
+from clipscale.config.checks import begun_run, check_values, existing_run, one_model, shared
 from clipscale.config.data import DataConfig, FilterConfig, TableConfig
 from clipscale.config.sections import (
     DEVICE_HELP,
@@ -311,29 +311,20 @@ def check_run(config: ReportSettings | ExportSettings) -> Path:
 
 def check_eval(config: EvalRunConfig) -> Path:
     """The folder of the results. Raises UserError if neither a run nor weights are given, or both, or if there is no such run."""
-    weights = config.model.weights
-    if config.run and weights:
-        raise UserError(f"run={config.run} and model.weights={weights} are two models; give one of them")
-    if not config.run and not weights:
-        raise UserError("eval needs run=NAME or run=PATH, or a model: model=vit-b32 model.weights=laion2b_s34b_b79k")
-    if config.run:
-        return existing_run(config.run)
-    name = re.sub(r"[^\w.-]+", "-", f"{config.model.name}-{weights}").strip("-.")
+    if folder := one_model(config.run, config.model.weights, "eval"):
+        return folder
+    name = re.sub(r"[^\w.-]+", "-", f"{config.model.name}-{config.model.weights}").strip("-.")
     return Path(config.out).expanduser() if config.out else run_folder(f"eval-{name}")
 
 
 def check_embed(config: EmbedConfig) -> Path | None:
     """The folder of the run; None for a model of its own. Raises UserError if neither is given, or both, or no folder to write."""
-    weights = config.model.weights or config.model.image.weights or config.model.text.weights
     if not config.out:
         raise UserError("out is not set; give the folder to write, out=DIR")
-    if config.run and weights:
-        raise UserError(f"run={config.run} and model.weights={weights} are two models; give one of them")
-    if config.run:
-        return existing_run(config.run)
-    if not config.model.name and not config.model.weights:
-        raise UserError("embed needs run=NAME or run=PATH, or a model: model=vit-b32 model.weights=laion2b_s34b_b79k")
-    return None
+    model = config.model
+    if not config.run:
+        return None if model.name else one_model("", model.weights, "embed")
+    return one_model(config.run, model.weights or model.image.weights or model.text.weights, "embed")
 
 
 def target_gpu(config: PlanConfig) -> Hardware | None:

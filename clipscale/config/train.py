@@ -119,7 +119,12 @@ def check(config: TrainConfig, *, now: datetime | None = None) -> TrainConfig:
         )
     procs = config.launch.procs
     shared(config.batch, procs or 1, f"launch.procs={procs} processes")
-    config.run = str(run_folder(config.run) if config.run else unused(Path("runs") / default_name(config, now)))
+    if config.run:
+        config.run = str(run_folder(config.run))
+    else:  # time, model, batch
+        model = re.sub(r"[^A-Za-z0-9.-]+", "-", config.model.name).lower()
+        name = f"{now or datetime.now():%Y%m%d-%H%M%S}-{model}-{format_count(config.batch)}"
+        config.run = str(unused(Path("runs") / name))
     return config
 
 
@@ -138,12 +143,6 @@ def warnings(config: TrainConfig) -> list[str]:
     if config.precision.weights == "fp32" and not config.precision.master:
         found.append("precision.master=false has no effect on fp32 weights; it goes with precision.weights=bf16")
     return found
-
-
-def default_name(config: TrainConfig, now: datetime | None = None) -> str:
-    """The name of a run without one: time, model, batch."""
-    model = re.sub(r"[^A-Za-z0-9.-]+", "-", config.model.name).lower()
-    return f"{now or datetime.now():%Y%m%d-%H%M%S}-{model}-{format_count(config.batch)}"
 
 
 def changes_since(file: Path, config: TrainConfig) -> list[str]:

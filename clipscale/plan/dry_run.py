@@ -4,10 +4,10 @@ b: samples of one rank, c: samples of a chunk, P: ranks, D: feature width. All s
 """
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ import torch.distributed._tools.fake_collectives  # registers collectives for te
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
@@ -26,7 +25,7 @@ from clipscale.checkpoint import Saved
 from clipscale.config.train import TrainConfig
 from clipscale.data.features import StoredFeatures
 from clipscale.data.loader.to_device import ChunkLoader
-from clipscale.distributed import World, sync_batch_norm
+from clipscale.distributed import World, local, sync_batch_norm
 from clipscale.kept_graphs import CHECKPOINTED
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.models.weights import without_weights
@@ -256,11 +255,11 @@ class DryRun:
         self.state.update(self.state.gradient_norm())
         self.state.optimizer.zero_grad()
 
-    def samples(self, tower: int, count: int) -> Tensor:
-        """Inputs of the image (0) or the text tower (1)."""
+    def samples(self, tower: int, start: int, stop: int) -> Tensor:
+        """Inputs start..stop of the image (0) or the text tower (1)."""
         if tower == 0:
-            return torch.empty(count, *self.row, dtype=self.row_type)
-        return torch.empty(count, self.context_length, dtype=torch.int32)
+            return torch.empty(stop - start, *self.row, dtype=self.row_type)
+        return torch.empty(stop - start, self.context_length, dtype=torch.int32)
 
     @cached_property
     def fixed(self) -> dict[str, int]:
@@ -273,7 +272,7 @@ class DryRun:
             "moving average": list(state.average.values.values()) if state.average else [],
             "DDP buckets": [view for tower in buckets for view in tower.views.values()],
         }
-        sizes = {name: sum(local_bytes(x) for x in xs if isinstance(x, Tensor)) for name, xs in parts.items()}
+        sizes = {name: sum(local(x).nbytes for x in xs if isinstance(x, Tensor)) for name, xs in parts.items()}
         weights = {"weights": self.at_rest - sum(sizes.values())}
         return weights | {name: size for name, size in sizes.items() if size}
 
@@ -298,7 +297,7 @@ class DryRun:
         inputs = []
         for number, (tower, size) in enumerate(zip(state.cache.towers, chunks)):
             tower.size = size
-            rows = StagedRows(self._maker(number), batch, CPU, resident=self.config.offload == "none")
+            rows = StagedRows(partial(self.samples, number), batch, CPU, resident=self.config.offload == "none")
             rows.recorder, rows.tower = recorder, TOWERS[number]
             inputs.append(rows)
         recorder.begin_phase("encode")
@@ -311,9 +310,6 @@ class DryRun:
         state.cache.replay()
         recorder.begin_stage("")
         return recorder.memory
-
-    def _maker(self, tower: int) -> Callable[[int, int], Tensor]:
-        return lambda start, stop: self.samples(tower, stop - start)
 
     @cached_property
     def per_sample(self) -> StepMemory:
@@ -349,7 +345,7 @@ class DryRun:
         if not kept.trained or (kind == CHECKPOINTED and not kept.graphs.switch):
             return Graph()
         self.state.optimizer.zero_grad()
-        rows = self.samples(tower, size)
+        rows = self.samples(tower, 0, size)
         before = self.tracker.live
         with Products() as forward, gradient_sync(kept.encoder, False):
             with kept.graphs.switched(kind), kept.autocast():
@@ -388,8 +384,3 @@ def dry_run(config: TrainConfig, ranks: int, capability: int | None) -> Iterator
         tracker = stack.enter_context(without_memory())
         stack.enter_context(cuda_autocast() if capability else nullcontext())
         yield DryRun(config, ranks, tracker, folder, capability)
-
-
-def local_bytes(x: Tensor) -> int:
-    """Bytes of a tensor on this rank: of a sharded tensor, this rank's shard."""
-    return x.to_local().nbytes if isinstance(x, DTensor) else x.nbytes

@@ -155,7 +155,8 @@ class CudaAutocast(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in FLOAT32_ON_CUDA and torch.is_autocast_enabled("cpu"):
-            args = tuple(_widened(x) for x in args)
+            half = torch.bfloat16, torch.float16
+            args = tuple(x.float() if isinstance(x, Tensor) and x.dtype in half else x for x in args)
         return func(*args, **(kwargs or {}))
 
 
@@ -182,7 +183,3 @@ def cuda_autocast() -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _widened(x: Any) -> Any:
-    return x.float() if isinstance(x, Tensor) and x.dtype in (torch.bfloat16, torch.float16) else x

@@ -120,8 +120,11 @@ class TrainStream:
 
     def next_batch(self) -> HostBatch:
         """The next local batch; the one before is no longer valid. Returns at once; access to its rows blocks until they have arrived."""
-        if self._step >= 0:
-            self._release(self._step)
+        if self._step >= 0:  # give the slot of the batch before to the workers again
+            self._positions = self._assembler.finish(self._step)
+            self._rows.release(self._step)
+            self._assembler.forget(self._step)
+            self._assembler.begin(self._step + len(self._arena.slots))
         self._step += 1
         step, size, slot = self._step, self._assembler.size(self._step), self._arena.slot(self._step)
 
@@ -137,13 +140,6 @@ class TrainStream:
 
         self._rows.open(step, slot)
         return HostBatch(slot, size, wait, self._rows)
-
-    def _release(self, step: int) -> None:
-        """Give the batch's slot to the workers again."""
-        self._positions = self._assembler.finish(step)
-        self._rows.release(step)
-        self._assembler.forget(step)
-        self._assembler.begin(step + len(self._arena.slots))
 
     def give_back(self) -> None:
         """Count the batch handed out last as not used: `position` is the one before it, and no other batch follows."""
