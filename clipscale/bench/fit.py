@@ -141,7 +141,7 @@ def predicted(words: Sequence[str], grain: int) -> Row:
 
 def largest(record: Row, given: argparse.Namespace) -> Row:
     """Search for the largest batch; the record keeps every try."""
-    found = predicted(given.words, given.search)
+    begun, found = time.monotonic(), predicted(given.words, given.search)
     rows = [row for row in record["rows"] if row["status"] in ("ok", *TOO_LARGE)]
 
     def attempt(batch: int, seconds: float) -> Row:
@@ -151,7 +151,8 @@ def largest(record: Row, given: argparse.Namespace) -> Row:
         write(given.record, record | {"rows": [*rows, row | {"batch": batch}]})
         return row
 
-    ended = search(rows, given.first or found["batch"], given.search, given.seconds, attempt)
+    left = given.seconds - (time.monotonic() - begun)
+    ended = search(rows, given.first or found["batch"], given.search, left, attempt)
     best = max((row["batch"] for row in rows if row["status"] == "ok"), default=None)
     notes = [f"predicted by clipscale plan: {found['batch']:,} samples, bound by {found['bound'] or 'nothing'}"]
     notes += [f"largest that ran a whole step: {best or 'none'} (ended: {ended})"]
