@@ -16,6 +16,7 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from clipscale import files
+from clipscale.config.checks import check_values
 from clipscale.config.sections import LogConfig
 from clipscale.errors import UserError
 from clipscale.report import sinks
@@ -166,9 +167,9 @@ def test_progress_bar_only_on_a_terminal(tmp_path: Path) -> None:
 
 def test_settings_that_make_no_sense(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"log\.wandb=on: choose disabled, offline or online"):
-        open_log(tmp_path, LogConfig(wandb="on"))
+        check_values(LogConfig(wandb="on"), "log.")
     with pytest.raises(UserError, match=r"log\.every=0"):
-        open_log(tmp_path, LogConfig(every=0))
+        check_values(LogConfig(every=0), "log.")
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="cannot write there"):
         open_log(tmp_path / "file")
