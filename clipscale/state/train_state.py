@@ -31,7 +31,6 @@ from clipscale.kept_graphs import checkpointing_switch
 from clipscale.loss.api import configured_loss
 from clipscale.loss.machine import Machine
 from clipscale.models.towers import ClipModel, StoredTower, build_model
-from clipscale.noise_scale import NoiseScale
 from clipscale.optim import ELEMENTWISE, build_optimizer, largest_norm
 from clipscale.parallel.fsdp import check_weights, replicate_state, sharding
 from clipscale.parallel.sums import GradientSum, SummedTower
@@ -40,6 +39,7 @@ from clipscale.rng import draws_random_numbers
 from clipscale.state.caption_rule import CaptionRule
 from clipscale.state.ema import WeightAverage
 from clipscale.state.empty_model import EmptyModel
+from clipscale.state.noise_scale import NoiseScale
 
 
 class TrainState:

@@ -13,7 +13,7 @@ from clipscale.config.sections import CacheConfig, LaunchConfig, LogConfig
 from clipscale.distributed import World, gradient_norm
 from clipscale.errors import UserError
 from clipscale.grad_cache import GradCache
-from clipscale.noise_scale import NoiseScale
+from clipscale.state.noise_scale import NoiseScale
 from clipscale.train import train
 from tests.runs import settings
 
