@@ -54,7 +54,7 @@ $(RESULTS):
 
 # Is it right: kernels, step, offload, fp16, whole runs.
 JOBS := 8
-GPU_TESTS := tests/test_gpu.py tests/loss/test_gpu.py tests/loss/triton/test_gpu.py tests/loss/triton/test_backend.py tests/loss/triton/test_launches.py tests/data/loader/test_gpu_decode.py
+GPU_TESTS := tests/test_gpu.py tests/loss/test_gpu.py tests/loss/triton/test_gpu.py tests/loss/triton/test_backend.py tests/loss/triton/test_launches.py tests/loss/triton/test_gluon.py tests/data/loader/test_gpu_decode.py
 gpu-right:
 	$(RUN) -m clipscale.bench.record make $@ > $(RESULTS)/right.txt
 	$(WITHIN) 540 $(RUN) -m pytest -n $(JOBS) -rA --durations=20 $(GPU_TESTS) 2>&1 | tee -a $(RESULTS)/right.txt
@@ -70,7 +70,7 @@ gpu-loss:
 	$(call loss,70) n=64k d=768 dtype=bf16 profile=true methods=$(PEERS)
 	$(call loss,100) n=1M d=768 dtype=bf16 repeats=2 methods=infcl
 	$(call loss,180) n=8k,16k,32k,128k,256k,512k d=768 dtype=bf16 methods=$(PEERS)
-	$(call loss,110) n=64k d=768 dtype=bf16 profile=true methods=triton,$(call listed,$(PANELS) $(TILES))
+	$(call loss,110) n=64k d=768 dtype=bf16 profile=true methods=triton,gluon,$(call listed,$(PANELS) $(TILES))
 
 gpu-loss-widths:
 	$(call loss,90) n=64k d=512,1024 dtype=bf16 methods=$(PEERS)

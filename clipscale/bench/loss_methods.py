@@ -22,7 +22,7 @@ from torch import Tensor
 from clipscale.config.presets import conf_dir, group_options
 from clipscale.config.sections import LossConfig
 from clipscale.errors import UserError
-from clipscale.loss.api import configured_loss
+from clipscale.loss.api import KERNELS, configured_loss
 from clipscale.loss.triton.tuning import Tiles, Tuning, candidates
 from clipscale.units import nearest, split
 
@@ -113,10 +113,10 @@ def _own(name: str, about: str, config: LossConfig, tuning: Tuning | None = None
         return partial(configured_loss, logit_bias=bias, config=own, check=False, tuning=tuning)
 
     def visible(case: Case) -> bool:
-        return not (config.backend == "triton" or (config.backend == "auto" and case.device == "cuda"))
+        return not (config.backend in KERNELS or (config.backend == "auto" and case.device == "cuda"))
 
     def obstacle(case: Case) -> str | None:
-        return "the Triton kernels need CUDA" if config.backend == "triton" and case.device != "cuda" else None
+        return "the Triton kernels need CUDA" if config.backend in KERNELS and case.device != "cuda" else None
 
     return Method(name, about, build, obstacle, objective=config.objective, visible=visible, **more)
 
@@ -195,7 +195,12 @@ def _version(package: str, distribution: str) -> str:
 
 def methods() -> dict[str, Method]:
     """All of them, by name."""
-    backends = {"tiled": "any device, tile by tile", "dense": "blocks held whole", "triton": "kernels for CUDA"}
+    backends = {
+        "tiled": "any device, tile by tile",
+        "dense": "blocks held whole",
+        "triton": "kernels for CUDA",
+        "gluon": "warp-specialised kernels for Hopper and Blackwell",
+    }
     clip_loss = f"open_clip.loss.ClipLoss of open_clip_torch {_version('open_clip', 'open_clip_torch')}"
     flash_loss = f"inf_cl.cal_flash_loss, both ways, of inf-cl {_version('inf_cl', 'inf-cl')}"
     peer = partial(Method, own=False)

@@ -13,7 +13,7 @@ LR_SCALING = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
 OBJECTIVES = ("softmax", "softmax_image", "softmax_text", "sigmoid")
 SIMILARITIES = ("dot", "late")
 EXCHANGES = ("auto", "none", "replicated", "local", "gather", "ring")
-BACKENDS = ("auto", "dense", "tiled", "triton")
+BACKENDS = ("auto", "dense", "tiled", "triton", "gluon")
 PRECISIONS = ("ieee", "tf32")
 WANDB = ("disabled", "offline", "online")
 
@@ -186,7 +186,8 @@ class LossConfig:
     )
     backend: str = setting(
         "auto",
-        "`dense`: whole blocks of logits; `tiled`: torch, tile by tile; `triton`: kernels; `auto`: the best for the device.",
+        "`dense`: whole blocks of logits; `tiled`: torch, tile by tile; `triton`: kernels; `gluon`: these, warp-specialised where "
+        "there are such (half precision, softmax, Hopper and Blackwell); `auto`: the best for the device.",
         choices=BACKENDS,
     )
     label_smoothing: float = setting(0.0, "Share of the target spread evenly over all candidates, below 1.", least=0)

@@ -36,6 +36,7 @@ WEIGHTS: dict[str, Weights] = {
 }
 NAMES = (*FACTS, "objective", "exchange")  # what the ranks compare
 SETTINGS = settings_of(LossConfig)
+KERNELS = ("triton", "gluon")  # backends that need a GPU
 
 _log = logging.getLogger(__name__)
 
@@ -85,7 +86,8 @@ def contrastive_loss(
         exchange: none (this process by itself) | replicated (CLIP: gather both sides, the whole loss on every rank) | local (OpenCLIP: two
             one-sided losses of the own rows) | gather (all-gather of the texts, reduce-scatter of their gradients; DisCo-CLIP) |
             ring (the texts travel; least memory) | auto (ring). In a group of one they are the same.
-        backend: dense (a block's scores at once) | tiled (torch, any device) | triton (CUDA, dot product) | auto.
+        backend: dense (a block's scores at once) | tiled (torch, any device) | triton (CUDA, dot product) | gluon (the same, with
+            warp-specialised kernels where there are such) | auto.
         group: the process group, or a mesh of one dimension (FSDP2's, or the data dimension beside tensor parallel's); None: the default
             group, if there is one. Each rank passes its own rows, equally many.
         ranks_per_node: makes the ring a two-level one, inside a node first and then between nodes.
@@ -182,10 +184,11 @@ def configured_loss(
             objective = Softmax(config.label_smoothing, rows, cols)
         backend: Backend
         kept = Kept(budget / (2 if is_one_of_two else 1))
-        if backend_name == "triton":
+        if backend_name in KERNELS:
             from clipscale.loss.triton.backend import triton_backend  # Triton is imported where it is used
 
-            backend = triton_backend(objective, config.fp32_precision, tuning or Tuning(), machine, kept)
+            choices = tuning or Tuning(gluon=backend_name == "gluon")
+            backend = triton_backend(objective, config.fp32_precision, choices, machine, kept)
         else:
             is_dense = backend_name == "dense"
             tile = 0 if is_dense else config.tile
@@ -250,7 +253,7 @@ def _exchange(config: LossConfig, comm: Communicator | None) -> Single:
 
 def _blocks_at_once(backend: str, inputs: Inputs, config: LossConfig, machine: Machine) -> int:
     """Blocks of how many ranks fill the GPU: at least a tile for each multiprocessor."""
-    if backend != "triton":
+    if backend not in KERNELS:
         return 1
     device, arithmetic = inputs.rows.device, arithmetic_of(inputs.extras.dtype, config.fp32_precision)
     shape = machine.tiles(device, PASSES[0], arithmetic)
@@ -274,8 +277,8 @@ def _chosen_backend(name: str, similarity: str, inputs: Inputs, machine: Machine
         obstacle = "the features are float64"
     elif gpu is None and (name == "auto" or os.environ.get("TRITON_INTERPRET") != "1"):
         obstacle = f"the features are on {device.type}"
-    if name == "triton" and obstacle:
-        raise ValueError(f"backend=triton cannot be had, since {obstacle}; use backend=tiled")
+    if name in KERNELS and obstacle:
+        raise ValueError(f"backend={name} cannot be had, since {obstacle}; use backend=tiled")
     if name != "auto":
         return name
     if obstacle:

@@ -17,7 +17,7 @@ CUDA = replace(CPU, device="cuda", dtype="bf16")
 def test_every_preset_backend_and_peer_has_a_name() -> None:
     assert set(methods()) == {
         *group_options()["loss"],
-        *("tiled", "dense", "triton"),
+        *("tiled", "dense", "triton", "gluon"),
         *("open_clip", "inf_cl", "memeff", "siglip_kernel", "torch", "compile"),
     }
 

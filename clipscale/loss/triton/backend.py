@@ -22,7 +22,8 @@ from clipscale.loss.kept import Exponentials, Kept
 from clipscale.loss.machine import Machine
 from clipscale.loss.objective import Direction, Objective, Sigmoid, Softmax
 from clipscale.loss.similarity import product, row_products
-from clipscale.loss.triton.panels import HEADROOM, PaddedBlock, side_terms
+from clipscale.loss.triton.gluon_launch import launch_gradient, launch_lse
+from clipscale.loss.triton.panels import HEADROOM, PaddedBlock, chosen_tiles, side_terms
 from clipscale.loss.triton.sigmoid import sigmoid_kernel
 from clipscale.loss.triton.softmax import (
     OWN,
@@ -33,12 +34,11 @@ from clipscale.loss.triton.softmax import (
     softmax_gradient_kernel,
     special_gradient_kernel,
 )
-from clipscale.loss.triton.tuning import PASSES, Tuning, arithmetic_of
+from clipscale.loss.triton.tuning import PASSES, RARE_SIDE, Tuning, arithmetic_of
 
 # Of exponentials relative to a reference. Terms below 2^-126 are lost: 2^22 of them are under 2^-24 of the smallest sum.
 SMALLEST_SUM, LARGEST_SUM = 2.0**-80, 2.0**126
 WARM_BYTES = 2**24  # for the exponentials of a warm-up
-RARE_SIDE = 128  # of a tile in kernels that are seldom run and take more registers
 WARM: set[tuple[Hashable, ...]] = set()  # what has been warmed up in this process
 
 
@@ -73,8 +73,8 @@ class TritonBackend(ABC):
     def padded_width(self, features: Tensor) -> int:
         """A whole number of steps of every pass's kernels."""
         arithmetic = arithmetic_of(features.dtype, self.precision)
-        depths = (self.machine.tiles(features.device, name, arithmetic).depth for name in PASSES)
-        step = self.tuning.tiles.depth if self.tuning.tiles else math.lcm(*depths)
+        chosen = (chosen_tiles(features.device, x, arithmetic, self.tuning, self.machine) for x in PASSES)
+        step = math.lcm(*(tiles.depth for tiles in chosen))
         return -(-features.shape[-1] // step) * step
 
     def warm_up(self, block: Block) -> None:
@@ -106,7 +106,9 @@ class TritonBackend(ABC):
         WARM.add(key)
 
     def padded(self, block: Block, kernel_pass: str) -> PaddedBlock:
-        return PaddedBlock(block, self.precision, kernel_pass, self.tuning, self.machine)
+        # Only the plain kernels keep exponentials.
+        gluon = self.tuning.gluon and not (self.kept.budget or self.kept.visits)
+        return PaddedBlock(block, self.precision, kernel_pass, replace(self.tuning, gluon=gluon), self.machine)
 
 
 class TritonSoftmax(TritonBackend):
@@ -198,10 +200,10 @@ class TritonSoftmax(TritonBackend):
         """
         tiles, start = padded.tiles, -torch.inf if find is TOPS else 0.0
         found = [None if x.lse is None else torch.full_like(x.lse, start) for x in (block.rows, block.cols)]
-        rare = replace(tiles, cols=min(tiles.cols, RARE_SIDE), registers=None)  # for what is seldom computed
+        rare = tiles.rare
         height, width = padded.panel_shape(self.tuning.partial_bytes // 4 * rare.cols)
         strips, wide = tiles.group, triton.cdiv(width, rare.cols)
-        sizes = [0 if x is None else size for x, size in zip(found, (wide * height, strips * width))]
+        sizes = [0 if x is None else size for x, size in zip(found, (wide * height, strips * tiles.col_lines * width))]
         parts = [torch.empty(size, device=padded.device) for size in sizes]
         for panel in padded.panels(height, width, edge_apart=True):
             edge = len(panel.v) % tiles.cols != 0
@@ -209,15 +211,27 @@ class TritonSoftmax(TritonBackend):
             wide = triton.cdiv(len(panel.v), used.cols)
             where = panel.rows, panel.cols
             store = parts[0][:1] if kept is None else kept.values[panel.i :, panel.j :]
-            padded.launch(
-                lse_kernel, panel, strips * wide, padded.factor, t,
-                *(None if x is None else x[part] for x, part in zip(references, where)), enabled, *panel.keys, *parts,
-                padded.described(store, used.rows, used.cols // 4) if len(store) and store.dim() > 1 else store,
-                *panel.sizes, panel.positive, strips, len(store), store.stride(0),
-                FIND=find, ROWS=found[0] is not None, COLS=found[1] is not None, EDGE=edge,
-                KEEP=len(store) > 0 and store.dim() > 1, tiles=used,
-            )  # fmt: skip
-            for total, part, here, lines in zip(found, parts, where, (wide, strips)):
+            if used.gluon and references[0] is not None:
+                launch_lse(
+                    padded,
+                    panel,
+                    strips,
+                    t,
+                    references[0][panel.rows],
+                    parts,
+                    ROWS=found[0] is not None,
+                    COLS=found[1] is not None,
+                )
+            else:
+                padded.launch(
+                    lse_kernel, panel, strips * wide, padded.factor, t,
+                    *(None if x is None else x[part] for x, part in zip(references, where)), enabled, *panel.keys, *parts,
+                    padded.described(store, used.rows, used.cols // 4) if len(store) and store.dim() > 1 else store,
+                    *panel.sizes, panel.positive, strips, len(store), store.stride(0),
+                    FIND=find, ROWS=found[0] is not None, COLS=found[1] is not None, EDGE=edge,
+                    KEEP=len(store) > 0 and store.dim() > 1, tiles=used,
+                )  # fmt: skip
+            for total, part, here, lines in zip(found, parts, where, (wide, strips * used.col_lines)):
                 if total is not None:
                     of_lines = part[: lines * len(total[here])].view(lines, -1)
                     if find is TOPS:
@@ -250,7 +264,7 @@ class TritonSoftmax(TritonBackend):
         stored = padded.described(scores, padded.tiles.rows, padded.tiles.cols // 4)
         total = torch.zeros((), dtype=torch.float64, device=padded.device)
         bound = scale * sum(side.weight.abs().amax() for side in (rows, cols) if side.weight is not None)
-        special = replace(padded.tiles, rows=min(padded.tiles.rows, RARE_SIDE), registers=None)
+        special = replace(padded.tiles.plain, rows=min(padded.tiles.rows, RARE_SIDE), registers=None)
         stored_special = padded.described(scores, special.rows, special.cols // 4)
         kept = self._kept_part(padded, block)
         split = 0 if kept is None else len(kept.per_row)
@@ -277,6 +291,9 @@ class TritonSoftmax(TritonBackend):
                         padded.described(values, padded.tiles.rows, padded.tiles.cols // 4), stored, sums[:-high], *panel.sizes,
                         values.stride(0), *sizes[5:], COLS=flags["COLS"], STORE=store,
                     )  # fmt: skip
+                elif padded.tiles.gluon and store:
+                    on_sides = {name: flags[name] for name in ("ROWS", "COLS", "SMOOTH")}
+                    launch_gradient(padded, panel, a, b, scores, sums[:-high], **on_sides)
                 else:
                     padded.launch(
                         softmax_gradient_kernel, panel, count, padded.factor, a.lse, a.weight, a.factor, b.factor,

@@ -18,7 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from clipscale.loss.block import Block
 from clipscale.loss.machine import Machine
 from clipscale.loss.objective import Softmax
-from clipscale.loss.triton.tuning import Tiles, Tuning, arithmetic_of
+from clipscale.loss.triton.tuning import Tiles, Tuning, arithmetic_of, gluon_tiles
 
 LOG2E = 1 / math.log(2)
 LARGEST_HALF = 2.0**14  # the largest possible score gradient in float16: a quarter of its range
@@ -76,6 +76,12 @@ class SideTerms:
         )
 
 
+def chosen_tiles(device: torch.device, kernel_pass: str, arithmetic: str, tuning: Tuning, machine: Machine) -> Tiles:
+    """The caller's tiles, a warp-specialised kernel's where one is wanted and exists, or the table's."""
+    gluon = gluon_tiles(machine.compute_capability(device), kernel_pass, arithmetic) if tuning.gluon else None
+    return tuning.tiles or gluon or machine.tiles(device, kernel_pass, arithmetic)
+
+
 class PaddedBlock:
     """A block as the kernels take it."""
 
@@ -87,7 +93,7 @@ class PaddedBlock:
         self.width, self.dtype, self.device = rows.features.shape[1], rows.features.dtype, rows.features.device
         self.arithmetic = arithmetic_of(self.dtype, fp32_precision)
         kernel_pass += "" if rows.keys is None else " with keys"
-        self.tiles = tuning.tiles or machine.tiles(self.device, kernel_pass, self.arithmetic)
+        self.tiles = chosen_tiles(self.device, kernel_pass, self.arithmetic, tuning, machine)
         self.u, self.v = (machine.aligned(x.features, self.tiles.depth) for x in (rows, cols))  # (n or m, D padded)
 
     @cached_property
@@ -146,7 +152,7 @@ class PaddedBlock:
         self, kernel: Any, panel: Panel, grid: int, *arguments: Any, tiles: Tiles | None = None, **constants: Any
     ) -> None:
         """Run so many programs of the kernel on the panel, with its operands in front of the arguments."""
-        t, capability = tiles or self.tiles, self.machine.compute_capability(self.device)
+        t, capability = tiles or self.tiles.plain, self.machine.compute_capability(self.device)
         operands = [self.described(x, size, t.depth) for x, size in ((panel.u, t.rows), (panel.v, t.cols))]
         optional = {
             "KEYS": self.row_keys is not None,

@@ -32,6 +32,22 @@ SMALLEST = tl.constexpr(2.0**-126)
 SUMS, TOPS, OWN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
+@triton.jit
+def row_terms(dots, factor, reference, rows, n):
+    """2^(y_ij - R_i), and 0 in rows past the end.
+
+    The product is not rounded before the subtraction: at scale 100 that rounding alone would be 5e-6 of the exponential.
+    """
+    past = tl.where(rows < n, 0.0, NOTHING)
+    return tl.exp2(tl.fma(dots, factor, (past - reference)[:, None]))
+
+
+@triton.jit
+def column_terms(terms, reference, t):
+    """2^(y_ij - t) of the same."""
+    return terms * tl.exp2(reference - t)[:, None]
+
+
 @triton.jit(do_not_specialize=["n", "m", "positive", "strips", "kept_rows"])
 def lse_kernel(
     u, v, factor, reference, row_reference, col_reference, enabled, row_keys, col_keys, row_out, col_out, kept,
@@ -76,10 +92,8 @@ def lse_kernel(
             if COLS:
                 col_tops = tl.maximum(col_tops, tl.max(tl.where((rows < n)[:, None], dots, NOTHING), axis=0))
         else:
-            # The product is not rounded before the subtraction: at scale 100 that rounding alone would be 5e-6 of the exponential.
-            past = tl.where(rows < n, 0.0, NOTHING)
             base = tl.load(row_reference + tl.minimum(rows, n - 1))
-            terms = tl.exp2(tl.fma(dots, factor_, (past - base)[:, None]))
+            terms = row_terms(dots, factor_, base, rows, n)
             if ROWS:
                 tl.store(out, tl.sum(terms, axis=1), mask=rows < n)
             if KEEP:  # noqa: SIM102 - a constant of the compiler, and a branch of the kernel
@@ -88,9 +102,10 @@ def lse_kernel(
                     for part in tl.static_range(4):
                         store_part(kept, parts[part], tile_row * BM, tile_col * BN + part * (BN // 4), stride_kept, TMA)
             if FIND == OWN and COLS:
+                past = tl.where(rows < n, 0.0, NOTHING)
                 terms = tl.exp2(tl.fma(dots, factor_, past[:, None] - col_reference_[None, :]))
             elif COLS:
-                terms = terms * tl.exp2(base - reference_)[:, None]
+                terms = column_terms(terms, base, reference_)
             if COLS:
                 col_sums += fold(terms, PAIRS)
     if COLS:
@@ -107,6 +122,25 @@ def is_special(tile_row, tile_col, n, m, positive, row_low, col_low, BM: tl.cons
     """Whether a tile of the gradient has a positive, an edge, or a row or column whose log-sum-exp is far from t."""
     low = (tl.load(row_low + tile_row) != 0) | (tl.load(col_low + tile_col) != 0)
     return low | past_end(tile_row, tile_col, n, m, BM, BN) | crosses(tile_row * BM, tile_col * BN, positive, BM, BN)
+
+
+@triton.jit
+def score_gradient(
+    dots, factor, row_lse, row_weight, row_link, col_factor, row_smoothing, col_smoothing, rows, cols,
+    ROWS: tl.constexpr, COLS: tl.constexpr, SMOOTH: tl.constexpr,
+):  # fmt: skip
+    """gradient_scale G_ij of these rows and columns, as in softmax_gradient_kernel."""
+    g = tl.exp2(tl.fma(dots, factor, -tl.load(row_lse + rows)[:, None]))
+    if ROWS and COLS:
+        link, weight = tl.load(row_link + rows)[:, None], tl.load(row_weight + rows)[:, None]
+        g = g * tl.fma(link, tl.load(col_factor + cols)[None, :], weight)
+    elif ROWS:
+        g = g * tl.load(row_weight + rows)[:, None]
+    else:
+        g = g * (tl.load(row_link + rows)[:, None] * tl.load(col_factor + cols)[None, :])
+    if SMOOTH:
+        g -= tl.load(row_smoothing + rows)[:, None] + tl.load(col_smoothing + cols)[None, :]
+    return g
 
 
 @triton.jit(do_not_specialize=["n", "m", "positive"])
@@ -132,23 +166,16 @@ def softmax_gradient_kernel(
         dots = tile_dots(u, v, tile_row, tile_col, n, m, depth, stride_u, stride_v, TMA, PRECISION, BM, BN, BK)
         factor_ = tl.load(factor)
         rows = tile_row * BM + tl.arange(0, BM)
-        base = -tl.load(row_lse + rows)[:, None]
         WIDTH: tl.constexpr = BN // 4
         parts = quarters(dots)
         products = tl.zeros((BM,), dtype=tl.float32)
         later = tl.zeros((BM, WIDTH), dtype=tl.float32)
         for part in tl.static_range(4):
             cols = tile_col * BN + part * WIDTH + tl.arange(0, WIDTH)
-            g = tl.exp2(tl.fma(parts[part], factor_, base))
-            if ROWS and COLS:
-                link, weight = tl.load(row_link + rows)[:, None], tl.load(row_weight + rows)[:, None]
-                g = g * tl.fma(link, tl.load(col_factor + cols)[None, :], weight)
-            elif ROWS:
-                g = g * tl.load(row_weight + rows)[:, None]
-            else:
-                g = g * (tl.load(row_link + rows)[:, None] * tl.load(col_factor + cols)[None, :])
-            if SMOOTH:
-                g -= tl.load(row_smoothing + rows)[:, None] + tl.load(col_smoothing + cols)[None, :]
+            g = score_gradient(
+                parts[part], factor_, row_lse, row_weight, row_link, col_factor, row_smoothing, col_smoothing, rows, cols,
+                ROWS, COLS, SMOOTH,
+            )  # fmt: skip
             if KEYS:
                 g = tl.where(left_out(rows, cols, n, m, row_keys, col_keys, positive), 0.0, g)
             if STORE:

@@ -16,10 +16,13 @@ The table is fixed, not tuned at run time, so that two machines of a kind, and t
 
 import itertools
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
+
+RARE_SIDE = 128  # of a tile in kernels that are seldom run and take more registers
+GLUON_ROWS = 128  # of a consumer in the warp-specialised kernels
 
 
 @dataclass(frozen=True)
@@ -33,11 +36,27 @@ class Tiles:
     stages: int  # of the software pipeline
     registers: int | None = None  # a thread may use; None: as many as there are
     group: int = 8  # tile rows visited together
+    gluon: bool = False  # of the warp-specialised kernels
 
     def __str__(self) -> str:
         """As in 128x256x64-8w-3s-168r."""
         limit = f"-{self.registers}r" if self.registers else ""
-        return f"{self.rows}x{self.cols}x{self.depth}-{self.warps}w-{self.stages}s{limit}"
+        return f"{self.rows}x{self.cols}x{self.depth}-{self.warps}w-{self.stages}s{limit}{'-gluon' * self.gluon}"
+
+    @property
+    def plain(self) -> "Tiles":
+        """For a plain kernel on the same tiles."""
+        return replace(self, warps=8, gluon=False) if self.gluon else self
+
+    @property
+    def rare(self) -> "Tiles":
+        """For kernels that are seldom run and take more registers."""
+        return replace(self.plain, rows=min(self.rows, RARE_SIDE), cols=min(self.cols, RARE_SIDE), registers=None)
+
+    @property
+    def col_lines(self) -> int:
+        """Lines of column sums that a strip leaves: on Hopper one for each warp of a warp-specialised kernel."""
+        return 8 if self.gluon and self.rows > GLUON_ROWS else 1
 
     @classmethod
     def parse(cls, text: str) -> "Tiles | None":
@@ -56,6 +75,8 @@ class Tuning:
     """Of score gradients at a time: a 16k x 16k panel in half precision, which keeps the library's GEMMs large."""
     partial_bytes: int = 128 << 20
     """Of partial sums at a time: a 32k x 32k panel with 128 x 128 tiles."""
+    gluon: bool = False
+    """Warp-specialised kernels where there are any."""
 
 
 PASSES = ("forward", "forward with keys", "backward", "backward with keys", "sigmoid", "sigmoid with keys")
@@ -90,6 +111,9 @@ BLACKWELL = _entries(
     backward_with_keys=Tiles(128, 64, 64, warps=8, stages=3),
 )
 TABLE = {80: AMPERE, 90: HOPPER, 100: BLACKWELL, 103: BLACKWELL}
+# Warp-specialised kernels; rows are those of all consumers. By the static model.
+GLUON = {90: Tiles(256, 128, 64, 4, 3, gluon=True), 100: Tiles(128, 128, 64, 4, 3, gluon=True)}
+GLUON[103] = GLUON[100]
 INTERPRETER = Tiles(16, 32, 32, warps=1, stages=1, group=2)  # small, so that small shapes have many tiles
 
 
@@ -106,6 +130,11 @@ def tiles_for(capability: int, kernel_pass: str, arithmetic: str) -> Tiles:
 def tiles_on(device: torch.device, kernel_pass: str, arithmetic: str) -> Tiles:
     """The tiles for a device; on the CPU those of Triton's interpreter."""
     return tiles_for(capability_of(device), kernel_pass, arithmetic) if device.type == "cuda" else INTERPRETER
+
+
+def gluon_tiles(capability: int, kernel_pass: str, arithmetic: str) -> Tiles | None:
+    """The tiles of a pass's warp-specialised kernel; None where it has none."""
+    return GLUON.get(capability) if arithmetic == "half" and kernel_pass in ("forward", "backward") else None
 
 
 def candidates(arithmetic: str) -> list[Tiles]:

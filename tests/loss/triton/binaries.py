@@ -11,8 +11,11 @@ from typing import Any, NamedTuple
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.language import NVMMASharedLayout
 
-from clipscale.loss.triton.backend import RARE_SIDE
+from clipscale.loss.triton.gluon_launch import shared_slots
+from clipscale.loss.triton.gluon_softmax import lse_gluon_kernel, softmax_gradient_gluon_kernel
 from clipscale.loss.triton.sigmoid import sigmoid_kernel
 from clipscale.loss.triton.softmax import (
     OWN,
@@ -23,7 +26,7 @@ from clipscale.loss.triton.softmax import (
     softmax_gradient_kernel,
     special_gradient_kernel,
 )
-from clipscale.loss.triton.tuning import Tiles, tiles_for
+from clipscale.loss.triton.tuning import GLUON, GLUON_ROWS, RARE_SIDE, Tiles, tiles_for
 
 REGISTERS = 64 * 1024  # of a multiprocessor
 ELEMENT = {"bf16": "half", "fp16": "half", "tf32": "tf32", "ieee": "ieee"}
@@ -70,6 +73,17 @@ REST = {
     "sigmoid gradient alone": (sigmoid_kernel, "sigmoid", ONE_SWEEP | {"VALUE": False}),
 }
 KERNELS: dict[str, Any] = PLAIN | LOADED | KEPT | FREE | REST
+# Warp-specialised: kernel, constants, whether it has buffers for what it stores
+GLUONS: dict[str, Any] = {
+    "lse, gluon": (lse_gluon_kernel, {"ROWS": True, "COLS": True}, False),
+    "softmax gradient, gluon": (softmax_gradient_gluon_kernel, {"ROWS": True, "COLS": True, "SMOOTH": False}, True),
+    "lse, rows, gluon": (lse_gluon_kernel, {"ROWS": True, "COLS": False}, False),
+    "softmax gradient, smoothing, gluon": (
+        softmax_gradient_gluon_kernel,
+        {"ROWS": True, "COLS": True, "SMOOTH": True},
+        True,
+    ),
+}
 
 
 class Binary(NamedTuple):
@@ -156,3 +170,41 @@ def compiled_entry(name: str, capability: int, form: str, tiles: Tiles, height: 
     }
     precision = {"PRECISION": "tf32" if form == "tf32" else "ieee"}
     return compiled(kernel, capability, tiles, form if ELEMENT[form] == "half" else "fp32", flags | precision | shape)
+
+
+@cache
+def gluon_entry(capability: int, form: str, name: str, width: int = 768) -> Binary:
+    """A warp-specialised kernel in its entry of the table, for features of this width."""
+    kernel, constants, stores = GLUONS[name]
+    tiles = GLUON[capability]
+    halves = tiles.rows // GLUON_ROWS
+    constants = constants | {
+        "BM": GLUON_ROWS,
+        "BN": tiles.cols,
+        "BK": tiles.depth,
+        "HALVES": halves,
+        "STAGES": tiles.stages,
+    }
+    constants |= shared_slots(tiles, width // tiles.depth, halves if stores else 0)
+    shapes = {
+        "u": (GLUON_ROWS, tiles.depth),
+        "v": (tiles.cols, tiles.depth),
+        "panel": (GLUON_ROWS, tiles.cols // 4),
+    }
+    signature, aligned = {}, {}
+    for index, arg in enumerate(kernel.arg_names):
+        if arg in constants:
+            signature[arg] = "constexpr"
+        elif arg in shapes:
+            layout = NVMMASharedLayout(min(128, 2 * shapes[arg][1]), 16, 2)
+            signature[arg] = f"tensordesc<{form}{list(shapes[arg])},{layout!r}>"
+        elif arg in ("n", "m", "depth", "positive", "strips"):
+            signature[arg] = "i32"
+        else:
+            signature[arg] = "*i8" if arg.endswith("_low") else "*fp32"
+        if signature[arg].startswith("*") or arg == "depth":
+            aligned[(index,)] = [["tt.divisibility", 16]]
+    source = GluonASTSource(kernel, signature, constants, aligned)
+    options = {"num_warps": tiles.warps, "enable_fp_fusion": True}
+    built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    return Binary(*resources(built.asm["cubin"]), built.metadata.shared, built.asm["ptx"], tiles, built.asm["cubin"])

@@ -21,7 +21,9 @@ from pathlib import Path
 
 import triton
 
-from tests.loss.triton.binaries import REGISTERS, Binary, compiled_entry, entry
+from clipscale.loss.triton.gluon_launch import shared_slots
+from clipscale.loss.triton.tuning import GLUON, GLUON_ROWS
+from tests.loss.triton.binaries import GLUONS, REGISTERS, Binary, compiled_entry, entry, gluon_entry
 
 RECORD = Path(__file__).with_name("model.json")
 WIDTHS = (512, 768, 1024)
@@ -65,8 +67,8 @@ class Code:
         return self.prologue + self.epilogue
 
 
-def code_of(cubin: bytes, walks: bool) -> Code:
-    """The code by its loops: the smallest with a matrix instruction is that over D; with `walks` the next larger is that over tiles."""
+def loops_of(cubin: bytes) -> tuple[list[str], list[tuple[int, int]]]:
+    """The instructions, and the first and last of each loop, the smallest loop first."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(cubin)
         command = [triton.knobs.nvidia.nvdisasm.path, "-c", file.name]
@@ -82,6 +84,12 @@ def code_of(cubin: bytes, walks: bool) -> Code:
                 branches.append((len(names), target[1]))
             names.append(found[1])
     spans = sorted(((labels[to], at) for at, to in branches if labels.get(to, at + 1) <= at), key=lambda x: x[1] - x[0])
+    return names, spans
+
+
+def code_of(cubin: bytes, walks: bool) -> Code:
+    """The code by its loops: the smallest with a matrix instruction is that over D; with `walks` the next larger is that over tiles."""
+    names, spans = loops_of(cubin)
     loops = [x for x in spans if any(MATRIX.match(name) for name in names[x[0] : x[1] + 1])]
     start, stop = loops[0]
     step = Counter(names[start : stop + 1])
@@ -117,43 +125,96 @@ def clocks(binary: Binary, capability: int, width: int, walks: bool, stores: boo
     return found | {"bound": bound}
 
 
+def gluon_code(cubin: bytes) -> Code:
+    """Of a warp-specialised kernel: of a multiplying warp's step, and of the rest of a computing warp's tile."""
+    names, spans = loops_of(cubin)
+
+    def smallest(pattern: str) -> tuple[int, int]:
+        return next(x for x in spans if any(re.match(pattern, name) for name in names[x[0] : x[1] + 1]))
+
+    (start, stop), (first, last) = smallest(MATRIX.pattern), smallest("MUFU")
+    rest = Counter(names[first : last + 1])
+    if first <= start and stop <= last:
+        rest -= Counter(names[start : stop + 1])
+    return Code(Counter(names[start : stop + 1]), Counter(), rest)
+
+
+def gluon_clocks(capability: int, name: str, width: int) -> dict[str, float]:
+    """Clocks of one tile of all consumers. Their work overlaps, and the loading warp's: the slowest unit alone counts.
+
+    The columns' steps that stay in shared memory are loaded once a strip, which is left out.
+    """
+    binary = gluon_entry(capability, "bf16", name)
+    a, t, code = ARCHITECTURES[capability], binary.tiles, gluon_code(binary.cubin)
+    steps, halves, stores = width // t.depth, t.rows // GLUON_ROWS, GLUONS[name][2]
+    slots = shared_slots(t, steps, halves if stores else 0)
+    loaded = t.rows * width + t.cols * t.depth * (steps - slots["RESIDENT"])  # numbers
+    per_warp = {90: 4 * halves, 100: 1}[capability]  # multiplying warps
+
+    def of(names: set[str], a_clock: float) -> float:
+        return sum(n for name, n in code.epilogue.items() if name in names) * 4 * halves * 32 / a_clock
+
+    issued = code.step.total() * steps * per_warp + code.epilogue.total() * 4 * halves
+    found = {
+        "tensor cores": 2 * t.rows * t.cols * width / a.flop,
+        "L2": 2 * loaded / a.l2_bytes,
+        "shared memory": 2
+        * (loaded + width * (t.rows // 64) * (64 + t.cols) + 2 * stores * t.rows * t.cols)
+        / a.shared_bytes,
+        "issue": issued * 32 / 128,
+        "float32": of(FLOAT32, a.float32),
+        "exponentials": of({"MUFU"}, a.exponentials),
+        "shuffles": of({"SHFL"}, a.shuffles),
+        "memory": 2 * t.rows * t.cols / a.memory_bytes if stores else 0.0,
+    }
+    return found | {"bound": max(found.values())}
+
+
 def share(binary: Binary, capability: int, width: int, name: str) -> float:
     """The predicted share of the GEMM rate."""
     found = clocks(binary, capability, width, name.startswith("lse"), "gradient" in name)
     return found["tensor cores"] / found["bound"]
 
 
-MODELLED = ("lse", "softmax gradient", "sigmoid gradient", "lse, keys", "softmax gradient, keys")
+PLAIN = ("lse", "softmax gradient", "sigmoid gradient", "lse, keys", "softmax gradient, keys")
+GLUON_MODELLED = ("lse, gluon", "softmax gradient, gluon")
+MODELLED = [(c, name) for c in ARCHITECTURES for name in (*PLAIN, *(GLUON_MODELLED if c in GLUON else ()))]
 
 
 def shares(capability: int, name: str) -> list[float]:
+    if name in GLUONS:
+        found = (gluon_clocks(capability, name, width) for width in WIDTHS)
+        return [round(x["tensor cores"] / x["bound"], 3) for x in found]
     return [round(share(entry(capability, "bf16", name), capability, width, name), 3) for width in WIDTHS]
 
 
 def main() -> None:
-    record = {f"sm_{c} {name}": shares(c, name) for c in ARCHITECTURES for name in MODELLED}
+    record = {f"sm_{c} {name}": shares(c, name) for c, name in MODELLED}
     RECORD.write_text(json.dumps(record, indent=1) + "\n")
     print(
         "| kernel | architecture | tiles | instructions a step / the rest | slowest unit | 512 | 768 | 1,024 |\n"
         + "|---" * 8
         + "|"
     )
-    for c in ARCHITECTURES:
-        for name in MODELLED:
+    for c, name in MODELLED:
+        if name in GLUONS:
+            binary, found = gluon_entry(c, "bf16", name), gluon_clocks(c, name, 768)
+            code = gluon_code(binary.cubin)
+        else:
             binary = entry(c, "bf16", name)
-            code = code_of(binary.cubin, name.startswith("lse"))
             found = clocks(binary, c, 768, name.startswith("lse"), "gradient" in name)
-            slowest = max((x for x in found if x != "bound"), key=lambda x: found[x])
-            alone = "" if found["bound"] == found[slowest] else ", then the rest"
-            percents = " | ".join(f"{100 * x:.0f} %" for x in record[f"sm_{c} {name}"])
-            print(
-                f"| {name} | sm_{c} | {binary.tiles} | {code.step.total()} / {code.tile.total()} | {slowest}{alone} | {percents} |"
-            )
+            code = code_of(binary.cubin, name.startswith("lse"))
+        slowest = max((x for x in found if x != "bound"), key=lambda x: found[x])
+        alone = "" if found["bound"] == found[slowest] else ", then the rest"
+        percents = " | ".join(f"{100 * x:.0f} %" for x in record[f"sm_{c} {name}"])
+        print(
+            f"| {name} | sm_{c} | {binary.tiles} | {code.step.total()} / {code.tile.total()} | {slowest}{alone} | {percents} |"
+        )
     if sys.argv[1:]:
         from clipscale.loss.triton.tuning import candidates
 
         for c in ARCHITECTURES:
-            for name in MODELLED[:2]:
+            for name in PLAIN[:2]:
                 for tiles in candidates(sys.argv[1]):
                     binary = compiled_entry(name, c, "bf16", tiles)
                     if not binary.stack and binary.shared <= ARCHITECTURES[c].shared_memory:

@@ -27,7 +27,7 @@ from clipscale.loss.objective import Sigmoid, Softmax
 from clipscale.loss.triton import backend
 from clipscale.loss.triton.backend import triton_backend
 from clipscale.loss.triton.tuning import AMPERE, PASSES, TABLE, Tiles, Tuning, tiles_for
-from tests.loss.triton.binaries import ELEMENT, KERNELS, LOADED, PLAIN, REGISTERS, entry
+from tests.loss.triton.binaries import ELEMENT, GLUONS, KERNELS, LOADED, PLAIN, REGISTERS, entry, gluon_entry
 
 ROOT = Path(__file__).parents[3]
 OTHER = "CLIPSCALE_OTHER_TRITON"
@@ -86,6 +86,27 @@ def test_the_kernel_fits_spills_nothing_and_uses_the_tensor_cores(capability: in
 @pytest.mark.parametrize("capability", sorted(SHARED_BYTES))
 def test_so_do_the_rarer_variants(capability: int, form: str, name: str) -> None:
     check(capability, form, name)
+
+
+GLUON_CASES = [("bf16", name) for name in list(GLUONS)[:2]]
+OTHER_GLUON_CASES = [(form, name) for form in ("bf16", "fp16") for name in GLUONS if (form, name) not in GLUON_CASES]
+
+
+@pytest.mark.parametrize(
+    ("form", "name"), GLUON_CASES + [pytest.param(*x, marks=pytest.mark.slow) for x in OTHER_GLUON_CASES]
+)
+@pytest.mark.parametrize("capability", [90, 100])
+def test_the_warp_specialised_kernels_fit_and_use_what_they_are_for(capability: int, form: str, name: str) -> None:
+    """Tensor cores, copies by TMA that end at a barrier, and warps of several kinds: on Hopper with registers of their own."""
+    binary = gluon_entry(capability, form, name)
+    case = f"{name} in {form} on sm_{capability}: {binary.registers} registers, {binary.stack} bytes of stack"
+    assert binary.stack == 0, f"spills: {case}"
+    assert binary.shared <= SHARED_BYTES[capability], f"{binary.shared} bytes of shared memory: {case}"
+    expected = [MATRIX_INSTRUCTION[capability], "cp.async.bulk.tensor.2d.shared", "mbarrier.try_wait"]
+    expected += ["setmaxnreg"] if capability == 90 else ["tcgen05.ld", "tcgen05.commit"]
+    expected += ["cp.async.bulk.tensor.2d.global.shared"] if "gradient" in name else []
+    for instruction in expected:
+        assert instruction in binary.ptx, f"no {instruction}: {case}"
 
 
 @pytest.mark.parametrize("name", ["sigmoid gradient", *LOADED])
