@@ -112,13 +112,23 @@ def test_extra_memory_at_16k_is_at_most_a_twentieth_of_clip_loss() -> None:
 )
 def test_a_million_pairs_take_at_most_1900_mib_on_a_gpu(objective: str, width: int, dtype: torch.dtype) -> None:
     """Beyond half-precision features and their gradients, as the memory tracker counts it; nothing is left afterwards."""
+    assert_a_million_pairs_fit(objective, width, dtype, LossConfig.backend)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [768, 1280])
+def test_so_they_do_with_warp_specialised_kernels(width: int) -> None:
+    assert_a_million_pairs_fit("softmax", width, torch.bfloat16, "gluon")
+
+
+def assert_a_million_pairs_fit(objective: str, width: int, dtype: torch.dtype, backend: str) -> None:
     n = 2**20
     with without_memory() as memory, cuda_autocast():
         u, v = (torch.empty(n, width, dtype=dtype).requires_grad_() for _ in range(2))
         scale, bias = (torch.tensor(x).requires_grad_() for x in (10.0, -10.0))
         memory.take_peak()
         before, grads = memory.live, 2 * n * width * dtype.itemsize
-        config = LossConfig(objective=objective)
+        config = LossConfig(objective=objective, backend=backend)
         configured_loss(u, v, scale, bias, config, check=False, machine=DryMachine(90)).backward()
         peak, left = memory.take_peak() - before - grads, memory.live - before - grads
     assert peak <= 1.9 * 2**30, f"{peak / 2**30:.2f} GiB"

@@ -249,9 +249,10 @@ def _hopper_gradient(
             step += steps
             parts = quarters(dots)
             products = gl.sum(gl.zeros_like(parts[0]), axis=1)
+            lse = gl.load(row_lse + first_row + gl.arange(0, BM, gl.SliceLayout(1, parts[0].type.layout)))
             for part in gl.static_range(4):
                 g = _gradient_part(
-                    parts[part], part, half, staging, factor_, row_lse, row_weight, row_link, col_factor, row_smoothing,
+                    parts[part], part, half, staging, factor_, lse, row_weight, row_link, col_factor, row_smoothing,
                     col_smoothing, panel, first_row, tile_col * BN, ROWS, COLS, SMOOTH, WIDTH,
                 )  # fmt: skip
                 products += gl.sum(g * parts[part], axis=1)
@@ -275,11 +276,12 @@ def _blackwell_gradient(
         products = gl.zeros([BM], gl.float32, gl.SliceLayout(1, layout))
         if not is_skipped(tile_row, tile_col, n, m, positive, row_low, col_low, BM, BN, True):
             dots = accumulators.index(tile % 2)
+            lse = gl.load(row_lse + tile_row * BM + inside)
             mbarrier.wait(full.index(tile % 2), (tile // 2) & 1)
             for part in gl.static_range(4):
                 found = dots.slice(part * WIDTH, WIDTH).load(layout)
                 g = _gradient_part(
-                    found, part, 0, staging, factor_, row_lse, row_weight, row_link, col_factor, row_smoothing,
+                    found, part, 0, staging, factor_, lse, row_weight, row_link, col_factor, row_smoothing,
                     col_smoothing, panel, tile_row * BM, tile_col * BN, ROWS, COLS, SMOOTH, WIDTH,
                 )  # fmt: skip
                 products += gl.sum(g * found, axis=1)
@@ -291,7 +293,7 @@ def _blackwell_gradient(
 
 @gluon.jit
 def _gradient_part(
-    dots, part: gl.constexpr, half: gl.constexpr, staging, factor, row_lse, row_weight, row_link, col_factor, row_smoothing,
+    dots, part: gl.constexpr, half: gl.constexpr, staging, factor, lse, row_weight, row_link, col_factor, row_smoothing,
     col_smoothing, panel, first_row, first_col, ROWS: gl.constexpr, COLS: gl.constexpr, SMOOTH: gl.constexpr, WIDTH: gl.constexpr,
 ):  # fmt: skip
     """The gradient in a quarter of a tile, which is stored: by way of one of two buffers, when the store before last has read it."""
@@ -300,7 +302,7 @@ def _gradient_part(
     g = score_gradient(
         dots,
         factor,
-        row_lse,
+        lse,
         row_weight,
         row_link,
         col_factor,

@@ -126,11 +126,11 @@ def is_special(tile_row, tile_col, n, m, positive, row_low, col_low, BM: tl.cons
 
 @triton.jit
 def score_gradient(
-    dots, factor, row_lse, row_weight, row_link, col_factor, row_smoothing, col_smoothing, rows, cols,
+    dots, factor, lse, row_weight, row_link, col_factor, row_smoothing, col_smoothing, rows, cols,
     ROWS: tl.constexpr, COLS: tl.constexpr, SMOOTH: tl.constexpr,
 ):  # fmt: skip
-    """gradient_scale G_ij of these rows and columns, as in softmax_gradient_kernel."""
-    g = tl.exp2(tl.fma(dots, factor, -tl.load(row_lse + rows)[:, None]))
+    """gradient_scale G_ij of these rows and columns, as in softmax_gradient_kernel; lse is r of these rows."""
+    g = tl.exp2(tl.fma(dots, factor, -lse[:, None]))
     if ROWS and COLS:
         link, weight = tl.load(row_link + rows)[:, None], tl.load(row_weight + rows)[:, None]
         g = g * tl.fma(link, tl.load(col_factor + cols)[None, :], weight)
@@ -166,6 +166,7 @@ def softmax_gradient_kernel(
         dots = tile_dots(u, v, tile_row, tile_col, n, m, depth, stride_u, stride_v, TMA, PRECISION, BM, BN, BK)
         factor_ = tl.load(factor)
         rows = tile_row * BM + tl.arange(0, BM)
+        lse = tl.load(row_lse + rows)
         WIDTH: tl.constexpr = BN // 4
         parts = quarters(dots)
         products = tl.zeros((BM,), dtype=tl.float32)
@@ -173,7 +174,7 @@ def softmax_gradient_kernel(
         for part in tl.static_range(4):
             cols = tile_col * BN + part * WIDTH + tl.arange(0, WIDTH)
             g = score_gradient(
-                parts[part], factor_, row_lse, row_weight, row_link, col_factor, row_smoothing, col_smoothing, rows, cols,
+                parts[part], factor_, lse, row_weight, row_link, col_factor, row_smoothing, col_smoothing, rows, cols,
                 ROWS, COLS, SMOOTH,
             )  # fmt: skip
             if KEYS:

@@ -21,8 +21,8 @@ PATIENCE = 20.0
 Job = Callable[[], None]
 
 
-class DeadlockError(RuntimeError):
-    """A barrier is waited for in vain."""
+class SynchronisationError(RuntimeError):
+    """A barrier is waited for in vain, or gets more arrivals than it has in a phase."""
 
 
 class Value(torch.Tensor):
@@ -79,7 +79,15 @@ class Program:
                 if not jobs:
                     return
                 job = jobs.pop(choose(len(jobs)))
-            job()
+            try:
+                job()
+            except SynchronisationError:
+                self.fail()
+
+    def fail(self) -> None:
+        with self.changed:
+            self.failed = True
+            self.changed.notify_all()
 
     def add(self, jobs: list[Job], job: Job) -> None:
         with self.changed:
@@ -95,7 +103,8 @@ class Barrier:
         with program().changed:
             self.pending -= arrivals
             self.bytes += nbytes
-            assert self.pending >= 0, "more arrivals than the barrier has in a phase"
+            if self.pending < 0:
+                raise SynchronisationError("more arrivals than the barrier has in a phase")
             if self.pending == 0 and self.bytes == 0:
                 self.phase, self.pending = self.phase ^ 1, self.count
                 program().changed.notify_all()
@@ -105,9 +114,8 @@ class Barrier:
         at = program()
         with at.changed:
             if not at.changed.wait_for(lambda: self.phase != parity or at.failed, PATIENCE) or at.failed:
-                at.failed = True
-                at.changed.notify_all()
-                raise DeadlockError(f"program {at.index}: nobody completes phase {parity} of a barrier")
+                at.fail()
+                raise SynchronisationError(f"program {at.index}: nobody completes phase {parity} of a barrier")
 
 
 class Shared:
@@ -273,9 +281,7 @@ def warp_specialize(
             assert not at.stores.get(threading.get_ident()), "a partition ends before its stores"
         except BaseException as error:
             errors.append(error)
-            with at.changed:
-                at.failed = True
-                at.changed.notify_all()
+            at.fail()
 
     services = [
         started(at, at.serve, at.copies, random.Random(at.index).randrange),
@@ -290,7 +296,7 @@ def warp_specialize(
     for thread in services:
         thread.join()
     if errors:
-        raise next((x for x in errors if not isinstance(x, DeadlockError)), errors[0])
+        raise next((x for x in errors if not isinstance(x, SynchronisationError)), errors[0])
 
 
 LANGUAGE = SimpleNamespace(

@@ -98,11 +98,11 @@ def check(p: Problem, smoothing: float = 0.0, lost: bool = False) -> None:
 # Ragged rows and columns, tiles with positives and without, more than one tile of a strip; all hostile inputs.
 SLOW = [] if CUDA else [pytest.mark.slow]
 CASES = [
-    (300, 200, 64, 14.3, "random", 0, False),
-    pytest.param(600, 520, 100, 14.3, "random", 0, False, marks=SLOW),
+    (260, 130, 64, 14.3, "random", 0, False),
+    pytest.param(600, 400, 100, 14.3, "random", 0, False, marks=SLOW),
     pytest.param(300, 384, 64, 14.3, "random", -100, False, marks=SLOW),
-    pytest.param(390, 600, 64, 100.0, "low", 0, False, marks=SLOW),
-    pytest.param(520, 640, 130, 100.0, "pairs", 0, False, marks=SLOW),
+    pytest.param(300, 400, 64, 100.0, "low", 0, False, marks=SLOW),
+    pytest.param(300, 400, 130, 100.0, "pairs", 0, False, marks=SLOW),
     pytest.param(300, 300, 64, 100.0, "equal", 0, False, marks=SLOW),
     pytest.param(300, 512, 64, 100.0, "far row", 40, False, marks=SLOW),
     pytest.param(300, 512, 64, 100.0, "extreme", 0, True, marks=SLOW),
@@ -186,7 +186,7 @@ def test_the_emulator_finds_wrong_synchronisation(fault: str, monkeypatch: pytes
     p = problem(300, 128, 64 * 6, 10.0)
     try:
         p.computed_lse(weights(p), tuning=GLUONS)
-    except emulator.DeadlockError:
+    except emulator.SynchronisationError:
         return
     assert fault != "a stage is never freed" and LOST == [True], "sums of NaN are seen"
 

@@ -14,7 +14,7 @@ from tests.loss.triton.binaries import entry
 from tests.loss.triton.model import MODELLED, RECORD, WIDTHS, code_of, shares
 
 RECORDED = json.loads(RECORD.read_text(encoding="utf-8"))
-USUAL = [(90, "lse"), (90, "softmax gradient"), (90, "lse, gluon"), (90, "softmax gradient, gluon")]
+USUAL = [(90, "lse"), (90, "softmax gradient")]
 CURRENT = pytest.mark.skipif(triton.__version__ < "3.9", reason="model.json is of Triton 3.9")
 
 
