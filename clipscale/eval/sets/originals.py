@@ -65,7 +65,7 @@ class Original:
     lines: str = ""
     """A regular expression of the lines of `needs[0]`: `image`, and `label` (a number) or `name` (of a class)."""
     image: str = ""
-    """The picture's file, with {image}."""
+    """The picture's file, with {image}; of class folders, the beginning of their names."""
     first: int = 0
     """The first label."""
     shape: list[int] = field(default_factory=list)
