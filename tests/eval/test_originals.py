@@ -280,6 +280,13 @@ def test_a_folder_of_several_sets_is_refused(tmp_path: Path) -> None:
         UserError, match=r"both holds several sets \(cifar10, vtab/cifar100\); give the files of one, or suite="
     ):
         load_set(tmp_path / "both")
+    SETS["cifar10"].pack(tmp_path / "root")
+    SETS["mnist"].pack(tmp_path / "root" / "mnist")
+    SETS["vtab/svhn"].pack(tmp_path / "root")
+    with pytest.raises(UserError, match=r"root holds several sets \(cifar10, mnist, vtab/svhn\)"):
+        load_set(tmp_path / "root")
+    found = suite_sets("datacomp", str(tmp_path / "root"))
+    assert [item.name for item in found] == ["cifar10", "mnist", "vtab/svhn"]
 
 
 def test_one_of_several_archives_names_their_folder_and_wrong_files_say_what_is_wrong(tmp_path: Path) -> None:

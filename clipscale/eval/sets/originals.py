@@ -87,8 +87,9 @@ def load(path: Path) -> EvalSet | None:
     inner = [one for one in path.iterdir() if one.is_dir()]
     places = [path, *inner] if len(inner) <= MOST_FOLDERS else [path]
     found = [(known, original, sources) for known, original in layouts if (sources := _sources(places, original))]
-    names = sorted({known.name for known, _, _ in found})
-    if len(names) > 1:
+    beside = {known.name for known in known_sets().values() if any(one.name in known.candidates for one in inner)}
+    names = sorted({known.name for known, _, _ in found} | beside)
+    if found and len(names) > 1:
         raise UserError(
             f"eval.sets: {path} holds several sets ({', '.join(names)}); give the files of one, or suite=NAME eval.root={path}"
         )
