@@ -74,7 +74,7 @@ class KeptGraphs:
         rest = chunks - 1 - i
         if self.switch is None or (not whole and not rest) or (small and whole and WORTH * small > whole):
             return WHOLE if self.budget.fits(whole) else None
-        if whole and small and self.budget.fits(whole + rest * small + self.later):
+        if whole and (small or not rest) and self.budget.fits(whole + rest * small + self.later):
             return WHOLE
         return CHECKPOINTED if self.budget.fits(small) else None
 

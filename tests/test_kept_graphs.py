@@ -72,6 +72,8 @@ def test_the_first_step_measures_both_kinds() -> None:
     assert graphs.kind(2, 3) == WHOLE
     graphs.outputs = []
     assert graphs.kind(0, 1) == WHOLE, "a single chunk"
+    graphs.costs[WHOLE] = 1000
+    assert graphs.kind(0, 1) == WHOLE, "which need not know the other kind"
 
 
 def towers(dropout: float = 0.0, dtype: torch.dtype = torch.float64) -> ClipModel:
