@@ -180,15 +180,17 @@ def test_the_emulator_finds_wrong_synchronisation(fault: str, monkeypatch: pytes
     elif fault == "a phase is wrong":
         barriers["wait"] = lambda barrier, parity: emulator.Barrier.wait(barrier, 1)
     else:
-        late = lambda outstanding, deps: finish(2 * outstanding, deps)  # noqa: E731
+        late = lambda outstanding, deps: deps[0] if outstanding else finish(0, deps)  # noqa: E731
         monkeypatch.setitem(emulator.NAMES, "warpgroup_mma_wait", late)
     monkeypatch.setitem(emulator.NAMES, "mbarrier", emulator.SimpleNamespace(**barriers))
     p = problem(300, 128, 64 * 6, 10.0)
     try:
-        p.computed_lse(weights(p), tuning=GLUONS)
+        rows, _ = p.computed_lse(weights(p), tuning=GLUONS)
     except emulator.SynchronisationError:
         return
-    assert fault != "a stage is never freed" and LOST == [True], "sums of NaN are seen"
+    assert fault != "a stage is never freed" and rows is not None
+    wrong = float((rows - p.log_sum_exps()[0]).abs().amax()) > 1e-3
+    assert wrong or LOST == [True], "neither sums of NaN nor of other stages"
 
 
 def test_kernels_are_chosen_by_capability_and_arithmetic() -> None:
