@@ -102,7 +102,7 @@ class Run:
         if world.main:
             if resumed:
                 checkpoint.set_aside(self.folder, self.step)
-                found = changes_since(self.folder / "config.yaml", config)
+                found = changes_since(self.folder / "config.yaml", self.state.config)
                 changed = "; changed: " + ", ".join(found) if found else ""
                 say(f"run={config.run}: going on after step {self.step} of {self.total}{changed}")
             self.metrics = MetricLog(

@@ -166,6 +166,9 @@ def test_a_run_normalises_as_its_weights_were_trained_and_goes_on_so(
     first = checkpoint.path_of(tmp_path / "described", 1)
     assert tuple(checkpoint.load(first)["model_config"]["mean"]) == half
     assert (tmp_path / "described/config.yaml").read_text().count("0.5") >= 6
+    capsys.readouterr()
+    assert run("described", weights=str(folder)) == wanted
+    assert "going on after step" in (out := capsys.readouterr().out) and "changed" not in out
     assert run("resumed", resume=str(first)) == wanted[1:], "without the weights, as its checkpoint says"
 
 
