@@ -5,6 +5,7 @@ It is Python's own unpickler, with the opcodes that these files need: the one in
 
 import io
 import pickle
+from collections.abc import Callable
 from typing import Any, Never
 
 import numpy as np
@@ -86,6 +87,9 @@ class _Opcodes(dict[int, Any]):
 
 class _Unpickler(pickle._Unpickler):
     """What an opcode makes takes no more memory than its bytes in the file, or some 80 bytes for each small one."""
+
+    stack: list[Any]
+    pop_mark: Callable[[], list[Any]]
 
     def __init__(self, data: bytes) -> None:
         super().__init__(_Bytes(data), encoding="bytes")
