@@ -73,6 +73,12 @@ def test_the_figures_are_those_of_an_independent_probe() -> None:
     train, test = clusters(150, spread=1.2), clusters(90, seed=1, spread=1.2)
     metrics, (strength,) = evaluate(train, test, 4, None, ALONE)
     assert metrics["top1"] == pytest.approx(accuracy_of(theirs(train, strength), test), abs=1e-12)
+    few, many = clusters(40, spread=1.2), clusters(400, seed=1, spread=1.2)
+    metrics, (strength,) = evaluate(few, many, 4, None, ALONE)
+    trains, _ = held_out(few.labels, 4, None, 0)
+    without = LabelledFeatures(few.features[trains], few.labels[trains])
+    assert metrics["top1"] == pytest.approx(accuracy_of(theirs(few, strength), many), abs=1e-12)
+    assert metrics["top1"] != accuracy_of(theirs(without, strength), many), "the held-out pictures train too"
     metrics, strengths = evaluate(train, test, 4, 2, ALONE)
     wanted = []
     for draw, strength in enumerate(strengths):
