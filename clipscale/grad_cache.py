@@ -7,9 +7,11 @@ A contrastive loss couples samples only through their representations, so three 
 By the chain rule the sum over chunks is the gradient of one graph over the whole batch.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import Any, Protocol, runtime_checkable
 
@@ -21,8 +23,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from clipscale.errors import UserError
 from clipscale.kept_graphs import CHECKPOINTED, ActivationBudget, KeptGraphs, Switch
-from clipscale.pass_contexts import gradient_sync, unchanged_buffers
+from clipscale.pass_contexts import communicates, expecting, expects, gradient_sync, unchanged_buffers
 from clipscale.rng import RandomState
+
+
+UNLIMITED = 2**62
+"""Stands for an infinite budget among integers."""
 
 
 @runtime_checkable
@@ -61,14 +67,17 @@ class GradCache:
         chunks: samples per chunk, one size for all towers or one per tower. The last chunk may be shorter; a size beyond the batch
             means one chunk.
         keep_bytes: memory for graphs kept from the first pass, whose chunks need no replay. 0: none; math.inf: all. Graphs are
-            measured, and chunks are kept in order while the next one fits.
+            measured, and chunks are kept in order while the next one fits. Encoders that communicate in each pass (FSDP2, synchronised
+            batch normalisation) keep the same graphs on all ranks.
         checkpointing: for each encoder None, or a function that turns its activation checkpointing, which is off, on and off. Then graphs
             are kept checkpointed first, and whole with the memory that is left (`clipscale.kept_graphs`).
         autocast: makes the context in which encoders run. Each chunk gets a new one.
         scaler: a gradient scaler for fp16. It scales the loss before the backward pass.
+        highest: returns the largest of every rank's integers, one by one, on every rank. If given, all ranks have the least budget and
+            the largest costs of any rank for kept graphs. None: only where encoders communicate in each pass, by torch.distributed.
 
-    `after_chunk(tower, rows)`, if set, is called when the second pass has added the gradient of `rows` samples of that tower. All kept
-    graphs together count as one chunk. `before_chunk()` is called before each of them in both passes; what it raises ends the step.
+    `after_chunk(tower, rows)`, if set, is called when the second pass has added the gradient of `rows` samples of that tower.
+    `before_chunk()` is called before each chunk in both passes, of kept graphs too; what it raises ends the step.
 
     Raises ValueError for chunk sizes below 1, input tensors of unequal length, an encoder whose output has another number of rows than
     its input, a loss that does not use a representation, and batch normalisation in training mode over more than one chunk, or over
@@ -94,6 +103,7 @@ class GradCache:
         checkpointing: Sequence[Switch | None] | None = None,
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
         scaler: "torch.amp.GradScaler | None" = None,
+        highest: Callable[..., list[int]] | None = None,
     ) -> None:
         sizes = [chunks] * len(encoders) if isinstance(chunks, int) else list(chunks)
         if len(sizes) != len(encoders):
@@ -103,6 +113,7 @@ class GradCache:
         switches = [None] * len(encoders) if checkpointing is None else list(checkpointing)
         self.loss = loss
         self.scaler = scaler
+        self.highest = highest
         self.after_chunk: Callable[[int, int], None] | None = None
         self.before_chunk: Callable[[], None] = lambda: None
         self.budget = ActivationBudget(keep_bytes)
@@ -112,9 +123,8 @@ class GradCache:
             _Tower(
                 encoder,
                 size,
-                KeptGraphs(self.budget, switch),
+                KeptGraphs(self.budget, switch, equal=communicates(encoder)),
                 autocast,
-                shared=sum(e is encoder for e in encoders) > 1,
                 last=encoder not in encoders[i + 1 :],
             )
             for i, (encoder, size, switch) in enumerate(zip(encoders, sizes, switches, strict=True))
@@ -138,6 +148,7 @@ class GradCache:
             raise ValueError(f"{len(inputs)} inputs for {len(self.towers)} encoders")
         self.budget.used = 0
         self._encoded = None
+        self._agree()
         for i, tower in enumerate(self.towers):
             tower.begin()
             tower.graphs.later = sum(later.least for later in self.towers[i + 1 :])
@@ -147,6 +158,20 @@ class GradCache:
         pairs = zip(self.towers, inputs, strict=True)
         found, self._encoded = [tower.encode(batch, self.before_chunk) for tower, batch in pairs], RandomState.now()
         return found
+
+    def _agree(self) -> None:
+        """Over ranks, the least budget and the largest costs."""
+        highest = self.highest
+        if highest is None and self.budget.bytes and any(tower.graphs.equal for tower in self.towers):
+            highest = partial(_highest, self.towers)
+        if highest is None:
+            return
+        graphs = [tower.graphs for tower in self.towers]
+        costs = [cost for one in graphs for cost in one.measured.values()]
+        negative, *costs = highest(-int(min(self.budget.bytes, self.budget.limit, UNLIMITED)), *costs)
+        self.budget.bytes = math.inf if -negative == UNLIMITED else -negative
+        for one in graphs:
+            one.costs.update({kind: costs.pop(0) for kind in one.measured})
 
     def state_dict(self) -> dict[str, Any]:
         """Where the step stands between two chunks: features so far, random states, chunks replayed. Without parameter gradients."""
@@ -194,8 +219,6 @@ class _Tower:
     size: int
     graphs: KeptGraphs
     autocast: Callable[[], AbstractContextManager[Any]]
-    shared: bool
-    """Whether the encoder serves several towers."""
     last: bool
     """Whether no later tower has this encoder. The last one synchronises its gradients."""
     representations: Tensor = field(default_factory=lambda: torch.empty(0))
@@ -240,8 +263,7 @@ class _Tower:
         for i, (start, stop) in list(enumerate(self.spans))[len(self.random_states) :]:
             before_chunk()
             self.random_states.append(RandomState.now())
-            # DDP decides in the forward pass whether the backward pass synchronises. If the last chunk is kept, this is its only forward.
-            with gradient_sync(self.encoder, self.last and i == len(self.spans) - 1):
+            with gradient_sync(self.encoder, False):
                 out = self.first_pass(i, start, stop)
             if i == 0:
                 self.representations = out.new_empty((rows, *out.shape[1:]))
@@ -279,12 +301,8 @@ class _Tower:
         return chain(spans[done:], replayed)
 
     def first_pass(self, i: int, start: int, stop: int) -> Tensor:
-        """Encode chunk i, with a graph if that is to be kept.
-
-        DDP synchronises in the backward pass of its last forward pass, and all kept graphs share one backward pass. So the last chunk is
-        kept only together with all others, and never for an encoder that serves several towers.
-        """
-        kind = self.graphs.kind(i, len(self.spans) - self.shared) if self.trained else None
+        """Encode chunk i, with a graph if that is to be kept."""
+        kind = self.graphs.kind(i, len(self.spans) - (not expects(self.encoder))) if self.trained else None
         out = self.graphs.run(kind, lambda: self.run(start, stop)) if kind else None
         if kind and out is None:
             self.random_states[-1].restore()
@@ -312,25 +330,25 @@ class _Tower:
         return out
 
     def replay(self, before_chunk: Callable[[], None]) -> Iterator[int]:
-        """Backpropagate through all kept graphs at once, then replay the other chunks one by one. Yields the samples of each."""
+        """Backpropagate chunk by chunk, first through the kept graphs, then replaying the other chunks. Yields the samples of each.
+
+        One backward pass for all kept graphs would sum their gradients in the weights' own type, bf16 perhaps.
+        """
         gradient = self.representations.grad
         if gradient is None:
             return
-        if kept := self.graphs.take():
-            before_chunk()
-            rows = [gradient[self.place(start, stop)] for start, stop in self.spans[: len(kept)]]
-            synced = gradient_sync(self.encoder, self.last and len(kept) == len(self.spans))
-            with synced, unchanged_buffers(self.encoder):  # checkpointed graphs run blocks again
-                torch.autograd.backward(kept, rows)
-            self.replayed = len(kept)
-            del kept
-            yield sum(map(len, rows))
-        with unchanged_buffers(self.encoder), RandomState.now().preserved():
+        kept = self.graphs.take()
+        with unchanged_buffers(self.encoder), RandomState.now().preserved():  # checkpointed graphs run blocks again
             for start, stop in self.spans[self.replayed :]:
                 before_chunk()
-                self.random_states[self.replayed].restore()
-                with gradient_sync(self.encoder, self.last and stop == self.spans[-1][1]):
-                    self.run(start, stop).backward(gradient[self.place(start, stop)])
+                out, last = next(kept, None), self.last and stop == self.spans[-1][1]
+                with gradient_sync(self.encoder, last):
+                    if out is None:
+                        self.random_states[self.replayed].restore()
+                        out = self.run(start, stop)
+                    elif last:
+                        out = expecting(self.encoder, out)
+                    out.backward(gradient[self.place(start, stop)])
                 self.replayed += 1
                 yield stop - start
         self.representations, self.inputs = self.representations.detach(), None
@@ -353,6 +371,17 @@ class _Tower:
                     f"{name} is batch normalisation in training mode, which mixes the samples of a batch: over {ranks} ranks it "
                     "would see only a part of them; synchronise it (clipscale.distributed.sync_batch_norm) or freeze it (.eval())"
                 )
+
+
+def _highest(towers: Sequence[_Tower], *values: int) -> list[int]:
+    """The largest of every rank's values, one by one."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return list(values)
+    modules = [tower.encoder for tower in towers if isinstance(tower.encoder, nn.Module)]
+    device = next((p.device for module in modules for p in module.parameters()), None)
+    found = torch.tensor(values, device=device)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return [int(value) for value in found.tolist()]
 
 
 class _Rows:

@@ -6,6 +6,7 @@ pass at about a tenth of the bytes (docs/step.md). Hence as many chunks as fit a
 """
 
 import math
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -53,15 +54,26 @@ class KeptGraphs:
     """Of the kept chunks, in their order."""
     kinds: list[str] = field(default_factory=list)
     """Of these graphs."""
+    equal: bool = False
+    """The encoder communicates in each pass, so all ranks must keep the same graphs. Costs are those known when the step begins: a
+    graph of unknown cost is measured, but not kept in a finite budget. Memory that runs out ends the step."""
+    measured: dict[str, int] = field(init=False)
+    """The largest graphs of this rank. The same as the costs, unless these are to be equal on all ranks."""
+    rough: set[str] = field(default_factory=set)
+    """Kinds measured by a step's first chunk alone. Its bytes include what a pass sets aside once, such as gathered weights."""
+
+    def __post_init__(self) -> None:
+        self.measured = dict(self.costs) if self.equal else self.costs
 
     def begin(self) -> None:
         """A step begins."""
         self.outputs, self.kinds = [], []
 
-    def take(self) -> list[Tensor]:
-        """The kept outputs, for their backward pass; none is kept from now on."""
+    def take(self) -> Iterator[Tensor]:
+        """The kept outputs, one by one for their backward passes; none is kept from now on."""
         outputs, self.outputs = self.outputs, []
-        return outputs
+        while outputs:
+            yield outputs.pop(0)
 
     def kind(self, i: int, chunks: int) -> str | None:
         """The kind that chunk i of `chunks` should have, or None. Kept chunks come first, without gaps.
@@ -83,16 +95,32 @@ class KeptGraphs:
         try:
             with graph_bytes() as size, self.switched(kind):
                 out = encode()
-        except torch.OutOfMemoryError:
+        except torch.OutOfMemoryError as error:
+            if self.equal:
+                error.add_note("All ranks must keep the same graphs: set less memory for them (cache.keep).")
+                raise
             out = None  # go on outside this block: the exception's traceback holds the incomplete graph
         if out is None:  # fragmented memory: from now on keep no more than fitted this time
             self.budget.limit = self.budget.used
             return None
-        self.costs[kind] = max(self.costs[kind], size())
-        if not self.budget.fits(size()):
+        self.learn(kind, size())
+        cost = (self.costs[kind] or sys.maxsize) if self.equal else size()
+        if not self.budget.fits(cost):
             return out.detach()
-        self.keep(out, kind, size())
+        self.keep(out, kind, cost)
         return out
+
+    def learn(self, kind: str, size: int) -> None:
+        """Take in the bytes of one graph."""
+        first, known = not self.outputs, self.measured[kind]
+        if not known:
+            self.measured[kind] = size
+            self.rough.update([kind] * first)
+        elif first == (kind in self.rough):
+            self.measured[kind] = max(known, size)
+        elif not first:
+            self.measured[kind] = size
+            self.rough.discard(kind)
 
     def keep(self, out: Tensor, kind: str, cost: int) -> None:
         self.budget.used += cost

@@ -5,12 +5,13 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.batchnorm import _BatchNorm
 
 
 @contextmanager
 def gradient_sync(encoder: Callable[..., Tensor], enabled: bool) -> Iterator[None]:
-    """Turns the sum of gradients over ranks on or off. DDP reads this in the forward pass, FSDP2 in the backward pass.
+    """Turns the sum of gradients over ranks on or off. DDP reads this in the forward pass (`expecting`), FSDP2 in the backward pass.
 
     An encoder's own `gradient_sync` decides by itself what it does in the last chunk (`enabled`) and in others.
     """
@@ -27,6 +28,43 @@ def gradient_sync(encoder: Callable[..., Tensor], enabled: bool) -> Iterator[Non
         yield
 
 
+def expects(encoder: Callable[..., Tensor]) -> bool:
+    """Whether gradients can be summed in the backward pass of a graph that was made without a sum.
+
+    Of wrappers with `no_sync` alone, those can whose module is named `module`, as DDP's is.
+    """
+    return not _only_no_sync(encoder) or "module" in vars(encoder).get("_modules", {})
+
+
+def expecting(encoder: Callable[..., Tensor], out: Tensor) -> Tensor:
+    """`out`, for a backward pass that sums gradients over ranks, though its forward pass was under `no_sync`.
+
+    DDP sums in the backward pass after its last forward pass. So `out` passes through the wrapper, while its module is the identity.
+    """
+    if not _only_no_sync(encoder):
+        return out
+    modules = vars(encoder)["_modules"]
+    module, modules["module"] = modules["module"], nn.Identity()
+    try:
+        return encoder(out)
+    finally:
+        modules["module"] = module
+
+
+def _only_no_sync(encoder: Callable[..., Tensor]) -> bool:
+    others = ("gradient_sync", "set_requires_gradient_sync")
+    return hasattr(encoder, "no_sync") and not any(hasattr(encoder, name) for name in others)
+
+
+def communicates(encoder: Callable[..., Tensor]) -> bool:
+    """Whether each pass exchanges something between ranks: FSDP2's weights, or statistics of batch normalisation."""
+    modules = encoder.modules() if isinstance(encoder, nn.Module) else ()
+    return any(
+        isinstance(module, FSDPModule | nn.SyncBatchNorm) or getattr(module, "synchronised", False)
+        for module in modules
+    )
+
+
 @contextmanager
 def unchanged_buffers(encoder: Callable[..., Tensor]) -> Iterator[None]:
     """Restores the encoder's buffers afterwards: running statistics are updated by the first pass alone.
@@ -38,5 +76,6 @@ def unchanged_buffers(encoder: Callable[..., Tensor]) -> Iterator[None]:
     yield
     with torch.no_grad():
         for module, buffer, value, version in before:
-            if buffer._version != version or isinstance(module, _BatchNorm):  # its kernel does not count what it writes
+            counted = not (isinstance(module, _BatchNorm) and module.training)  # whose kernel does not count what it writes
+            if buffer._version != version or not counted:
                 buffer.copy_(value)

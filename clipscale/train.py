@@ -216,8 +216,6 @@ class Run:
             value = state.loss(*features)
             state.backward(value)
             del features
-        if self.world.size > 1 and self.config.cache.keep != "none":
-            cache.before_chunk = self.heart.move  # ranks may have kept differently many graphs
         with phases("replay"), state.noise.measure(cache) if measured else nullcontext():
             cache.replay()
         with phases("optim"):

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from clipscale.config.sections import ModelConfig
+from clipscale.distributed import World
 from clipscale.grad_cache import GradCache
 from clipscale.kept_graphs import (
     CHECKPOINTED,
@@ -24,6 +26,8 @@ from clipscale.loss.api import contrastive_loss
 from clipscale.loss.reference import dense_contrastive_loss
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.pass_contexts import unchanged_buffers
+from clipscale.precision import MasterWeights
+from tests.ranks import run_ranks
 
 N, CHUNK = 12, 2
 
@@ -178,6 +182,93 @@ def test_in_bf16_both_kinds_give_the_replayed_gradient_bit_for_bit() -> None:
         grads.append([p.grad for p in model.parameters()])
     for replayed, *kept in zip(*grads, strict=True):
         assert all(torch.equal(g, replayed) for g in kept)
+
+
+def test_gradients_of_kept_graphs_are_summed_in_float32_beside_masters() -> None:
+    """As those of replayed chunks: one backward pass of all graphs would sum them in bf16."""
+    found = []
+    for keep in (0, math.inf):
+        model = towers(dtype=torch.float32)
+        matrices = {name: p for name, p in model.named_parameters() if p.ndim >= 2}
+        masters = MasterWeights(matrices)
+        for p in matrices.values():
+            p.data = p.data.bfloat16()
+        cache = cached(model, keep, 1, autocast=lambda: torch.autocast("cpu", dtype=torch.bfloat16))
+        cache.step(*inputs())
+        assert len(cache.towers[0].graphs.kinds) == (N if keep else 0)
+        found.append([master.grad for master in masters.copies.values()])
+    for replayed, kept in zip(*found, strict=True):
+        assert replayed is not None and kept is not None and torch.equal(replayed, kept)
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_ranks_agree_on_kept_graphs_and_sum_every_gradient_once(parallel: str) -> None:
+    """From the first step on, in which a whole graph is measured that does not fit; and where ranks have different memory."""
+    for kept in run_ranks(_on_ranks, 2, parallel, timeout_s=60):
+        assert kept == [{CHECKPOINTED}, {CHECKPOINTED}, {WHOLE, CHECKPOINTED}, {WHOLE}]
+
+
+def _on_ranks(rank: int, ranks: int, parallel: str) -> list[set[str]]:
+    world, chunk = World(rank, ranks, torch.device("cpu")), 2
+
+    def wrapped() -> tuple[ClipModel, GradCache]:
+        model = towers()
+        parts = [world.wrap(tower, parallel) for tower in (model.image, model.text)]
+        switches = [checkpointing_switch(tower, ModelConfig()) for tower in (model.image, model.text)]
+        return model, GradCache(
+            parts,
+            lambda u, v: contrastive_loss(u, v, model.logit_scale.exp().detach()),
+            chunks=chunk,
+            checkpointing=switches,
+            highest=world.highest,
+        )
+
+    def gradients(model: ClipModel, cache: GradCache) -> list[Tensor]:
+        model.zero_grad()
+        half = slice(rank * N // 2, (rank + 1) * N // 2)
+        cache.step(*(rows[half] for rows in inputs()))
+        found = [p.grad for part in (model.image, model.text) for p in part.parameters() if p.grad is not None]
+        return [g.full_tensor() if isinstance(g, DTensor) else g.clone() for g in found]
+
+    wanted, kinds = gradients(*wrapped()), []
+    model, cache = wrapped()
+    one = whole_bytes(towers())
+    for step, keep in enumerate((0.5, 0.5, 2.0, 20.0)):
+        cache.budget.bytes = (keep + (rank if step == 2 else 0)) * one
+        if step == 0 and parallel == "fsdp":
+            gradients(model, cache)  # all ranks measure first, and keep nothing
+            cache.budget.bytes = keep * one
+        found = gradients(model, cache)
+        for g, w in zip(found, wanted, strict=True):
+            assert (g - w).norm() <= 1e-12 * w.norm().clamp_min(1e-30), f"step {step}"
+        kinds.append({kind for tower in cache.towers for kind in tower.graphs.kinds})
+    return kinds
+
+
+def test_memory_that_ends_where_ranks_must_keep_the_same_graphs_ends_the_step() -> None:
+    graphs = KeptGraphs(ActivationBudget(math.inf), equal=True)
+
+    def runs_out() -> Tensor:
+        raise torch.OutOfMemoryError("no more")
+
+    with pytest.raises(torch.OutOfMemoryError, match="no more") as caught:
+        graphs.run(WHOLE, runs_out)
+    assert "cache.keep" in caught.value.__notes__[0]
+
+
+def test_a_first_chunks_bytes_give_way_to_a_later_ones() -> None:
+    """Those of the first include what a pass sets aside once."""
+    graphs = KeptGraphs(ActivationBudget(math.inf))
+    graphs.learn(WHOLE, 500)
+    assert graphs.costs[WHOLE] == 500, "nothing else is known yet"
+    graphs.outputs = [torch.empty(0)]
+    graphs.learn(WHOLE, 100)
+    assert graphs.costs[WHOLE] == 100
+    graphs.learn(WHOLE, 120)
+    graphs.learn(WHOLE, 110)
+    graphs.outputs = []
+    graphs.learn(WHOLE, 500)
+    assert graphs.costs[WHOLE] == 120
 
 
 def test_which_towers_can_be_checkpointed() -> None:
