@@ -81,9 +81,10 @@ class KeptGraphs:
         Checkpointed graphs are measured by the first chunks of a run, whole ones by the last of its first step.
         """
         whole, small = self.costs[WHOLE], self.costs[CHECKPOINTED]
-        if len(self.outputs) < i or i >= chunks:
-            return None
         rest = chunks - 1 - i
+        alone = self.equal and not whole and not rest  # measured, though no graph before it was kept
+        if rest < 0 or (len(self.outputs) < i and not alone):
+            return None
         if self.switch is None or (not whole and not rest) or (small and whole and WORTH * small > whole):
             return WHOLE if self.budget.fits(whole) else None
         if whole and (small or not rest) and self.budget.fits(whole + rest * small + self.later):

@@ -76,6 +76,8 @@ def unchanged_buffers(encoder: Callable[..., Tensor]) -> Iterator[None]:
     yield
     with torch.no_grad():
         for module, buffer, value, version in before:
-            counted = not (isinstance(module, _BatchNorm) and module.training)  # whose kernel does not count what it writes
+            counted = not (
+                isinstance(module, _BatchNorm) and module.training
+            )  # whose kernel does not count what it writes
             if buffer._version != version or not counted:
                 buffer.copy_(value)

@@ -251,7 +251,8 @@ class Run:
         `measured`: the step measures the noise scale.
         """
         state, self.busy = self.state, False
-        self.stages.before_step(size)  # below, kept graphs would share one gradient
+        self.stages.before_step(size)
+        # a measured step cuts no captions, so its graphs are larger
         self.budget.before_step(state.cache.budget, size, keep=not measured, taken=self.stages.taken)
         state.optimizer.zero_grad()
         self.within.begin(self.step, self.last_loss, measured=measured)

@@ -13,11 +13,12 @@ import torch
 
 from clipscale import checkpoint
 from clipscale.config.data import DataConfig
-from clipscale.config.sections import CacheConfig, OptimConfig, PrecisionConfig, ScheduleConfig
+from clipscale.config.sections import CacheConfig, ModelConfig, OptimConfig, PrecisionConfig, ScheduleConfig
 from clipscale.data.demo import paths
 from clipscale.data.loader.host_batch import Arena, Layout
 from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.grad_cache import GradCache
+from clipscale.kept_graphs import checkpointing_switch
 from clipscale.loss.reference import dense_contrastive_loss
 from clipscale.train import train
 from tests.data.loader.test_offload_runs import records
@@ -78,7 +79,13 @@ def test_open_clips_towers_from_pinned_memory_have_the_gradient_of_one_graph(noi
         if cached:
             device, hosts = torch.device(DEVICE), [pinned(pixels), pinned(tokens)]
             rows = [ChunkLoader(HostRows(x, transient=False), len(x), device, resident=False) for x in hosts]
-            GradCache([model.image, model.text], loss, chunks=case.chunks, keep_bytes=case.keep).step(*rows)
+            towers = [model.image, model.text]
+            switches = [checkpointing_switch(tower, ModelConfig(compile=compiled)) for tower in towers]
+            cache = GradCache(towers, loss, chunks=case.chunks, keep_bytes=case.keep, checkpointing=switches)
+            cache.step(*rows)  # measures the graphs
+            model.zero_grad()
+            torch.manual_seed(5)
+            cache.step(*rows)
         else:
             one_graph([model.image, model.text], loss, (pixels.to(DEVICE), tokens.to(DEVICE)), [*case.chunks])
         found.append(without_noise(gradients(model)))
