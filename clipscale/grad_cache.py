@@ -186,7 +186,8 @@ class GradCache:
     def ranges(self, tower: int, rows: int) -> Iterator[tuple[int, int]]:
         """The row ranges that both passes of a tower over a batch ask for, in order. Read at most one range ahead of the passes.
 
-        Not for an `Arranged` input, which cuts its own. The second pass leaves out kept chunks. So its ranges are known when the first pass reaches its last chunk.
+        Not for an `Arranged` input, which cuts its own. The second pass leaves out kept chunks, so its ranges are known when the first
+        pass reaches its last chunk.
         """
         return self.towers[tower].ranges(rows)
 

@@ -63,7 +63,7 @@ def without_noise(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("noise", ["dropout", "patch dropout"])
 def test_open_clips_towers_from_pinned_memory_have_the_gradient_of_one_graph(noise: str, compiled: bool) -> None:
     """Chunks of 5 images and 3 texts, copied to the device while others are computed, half of their graphs kept."""
-    case = Case(1, "none", (5, 3), noise, "host", 60e3, "softmax", False, "float32")
+    case = Case(1, "none", (5, 3), noise, "host", 60e3, "softmax", "kept graphs", "unsorted", 3, dtype="float32")
     pixels, tokens = inputs_of(case, 0)
     found = []
     for cached in (False, True):
