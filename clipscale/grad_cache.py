@@ -26,7 +26,6 @@ from clipscale.kept_graphs import CHECKPOINTED, ActivationBudget, KeptGraphs, Sw
 from clipscale.pass_contexts import communicates, expecting, expects, gradient_sync, unchanged_buffers
 from clipscale.rng import RandomState
 
-
 UNLIMITED = 2**62
 """Stands for an infinite budget among integers."""
 
