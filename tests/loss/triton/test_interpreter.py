@@ -13,7 +13,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[3]
-FILES = [f"tests/loss/triton/test_{name}.py" for name in ("backend", "launches", "gluon", "api", "peers")]
+FILES = [f"tests/loss/triton/test_{name}.py" for name in ("backend", "launches", "api", "gluon", "peers")]
 PEERS = ("memeff", "siglip_kernel")
 
 
