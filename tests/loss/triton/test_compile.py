@@ -38,7 +38,7 @@ SMALLEST_SHARED = 99 * 1024  # sm_86, sm_89, sm_120, which take the default entr
 SPILLED = 0 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9) else 64
 SPILLED_ON_BLACKWELL = 160  # by variants that training seldom uses (one direction alone, TF32), read back once a tile
 # Of warp-specialised kernels: the thread's number and a few addresses, which are read once a tile, never in the loop over D.
-GLUON_STACK = 8 if SPILLED else 24
+GLUON_STACK = 24
 MATRIX_INSTRUCTION = {80: "mma.sync.aligned", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
 
 COMMON = [("bf16", name) for name in PLAIN | LOADED] + [
