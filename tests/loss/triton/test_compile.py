@@ -38,7 +38,7 @@ SMALLEST_SHARED = 99 * 1024  # sm_86, sm_89, sm_120, which take the default entr
 SPILLED = 0 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9) else 64
 SPILLED_ON_BLACKWELL = 160  # by variants that training seldom uses (one direction alone, TF32), read back once a tile
 # Of warp-specialised kernels: the thread's number and a few addresses, which are read once a tile, never in the loop over D.
-GLUON_STACK = 24
+GLUON_STACK, SMOOTHING_STACK = 24, 40
 MATRIX_INSTRUCTION = {80: "mma.sync.aligned", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
 
 COMMON = [("bf16", name) for name in PLAIN | LOADED] + [
@@ -99,7 +99,7 @@ def test_the_warp_specialised_kernels_fit_and_use_what_they_are_for(capability: 
     """Tensor cores, copies by TMA that end at a barrier, and warps of several kinds: on Hopper with registers of their own."""
     binary = gluon_entry(capability, form, name)
     case = f"{name} in {form} on sm_{capability}: {binary.registers} registers, {binary.stack} bytes of stack"
-    assert binary.stack <= GLUON_STACK, f"spills: {case}"
+    assert binary.stack <= (SMOOTHING_STACK if "smoothing" in name else GLUON_STACK), f"spills: {case}"
     names, loops = loops_of(binary.cubin)
     step = next(found for found in (names[a : b + 1] for a, b in loops) if any(MATRIX.match(x) for x in found))
     assert not {"LDL", "STL"} & set(step), f"spills in the loop over D: {case}"
