@@ -6,6 +6,7 @@ The format: "MAT-File Format", MathWorks 2019. scipy's reader follows nested val
 import struct
 import zlib
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any, Literal
 
 import numpy as np
@@ -28,12 +29,16 @@ _TYPES = {
 }
 _MATRIX, _PACKED = 14, 15
 _CELL, _STRUCT, _CHAR = 1, 2, 4
+_LETTER = np.dtype("u1")
 MOST_BYTES = 1 << 29
 """A file unpacks to so many. SVHN's test set has 8e7."""
 DEEPEST = 3
 """Values within values: a text in a structure in an array."""
-MOST_VALUES = 1 << 20
-"""Cells, and fields of structures, of a file."""
+MOST_VALUES = 1 << 18
+"""Variables, cells, and fields of structures, of a file. Stanford Cars' has 5e4."""
+MOST_LETTERS = 1 << 24
+"""Of a file's names and texts. Stanford Cars' has 1e6."""
+MOST_DIMENSIONS = 32
 
 
 class _File:
@@ -42,7 +47,7 @@ class _File:
         if len(data) < 128 or data[126:128] not in (b"IM", b"MI"):
             raise ValueError("no MATLAB file of version 5")
         self.left = min(MOST_BYTES, FREE_BYTES + MOST_EXPANSION * len(data))
-        self.values = MOST_VALUES
+        self.values, self.letters = MOST_VALUES, MOST_LETTERS
 
     def elements(self, data: bytes | memoryview, at: int = 0) -> Iterator[tuple[int, memoryview]]:
         """Type and content of each element. Raises ValueError."""
@@ -73,37 +78,56 @@ class _File:
             raise ValueError(f"elements of type {kind}")
         return np.frombuffer(data, np.dtype(_TYPES[kind]).newbyteorder(self.order))
 
+    def text(self, data: memoryview, type_: np.dtype = _LETTER) -> str:
+        """Text of letters of one or two bytes. Raises ValueError."""
+        self.letters -= len(data)
+        if type_.kind != "u" or type_.itemsize > 2 or self.letters < 0:
+            raise ValueError(f"a text of other letters, or texts of more than {MOST_LETTERS}")
+        endian = "le" if self.order == "<" else "be"
+        return bytes(data).decode("latin-1" if type_.itemsize == 1 else f"utf-16-{endian}")
+
+    def count(self, values: int) -> None:
+        self.values -= values
+        if self.values < 0:
+            raise ValueError(f"it has more than {MOST_VALUES} values")
+
     def matrix(self, data: memoryview, depth: int = 0) -> tuple[str, Any]:
         """Name and value: an array, a text, a list of cells, or of an array of structures a list of dicts. Raises ValueError."""
         if depth > DEEPEST:
             raise ValueError("values are nested too deeply")
+        self.count(1)
         if not data:
             return "", np.empty(0)
         parts = self.elements(data)
         try:
             kind = int(self.numbers(*next(parts))[0]) & 0xFF
-            shape = [int(n) for n in self.numbers(*next(parts))]
-            name = bytes(next(parts)[1]).decode("latin-1")
+            sizes = self.numbers(*next(parts))
+            if len(sizes) > MOST_DIMENSIONS:
+                raise ValueError(f"an array of more than {MOST_DIMENSIONS} dimensions")
+            shape = sizes.tolist()
+            name = self.text(next(parts)[1])
             if kind == _CELL:
                 return name, [self.inner(part, depth) for part in parts]
             if kind == _STRUCT:
                 longest = int(self.numbers(*next(parts))[0])
-                text = bytes(next(parts)[1]).decode("latin-1")
-                fields = [text[i : i + longest].rstrip("\0") for i in range(0, len(text), max(1, longest))]
+                text = self.text(next(parts)[1])
+                starts = range(0, len(text), max(1, longest))
+                self.count(len(starts))
+                fields = [text[i : i + longest].rstrip("\0") for i in starts]
                 cells = [self.inner(part, depth) for part in parts]
                 width = max(1, len(fields))
                 return name, [dict(zip(fields, cells[i : i + width])) for i in range(0, len(cells), width)]
-            values = self.numbers(*next(parts))
+            values_type, content = next(parts)
+            values = self.numbers(values_type, content)
         except StopIteration:
             raise ValueError("a value has too few elements") from None
         if kind == _CHAR:
-            return name, "".join(map(chr, values.tolist()))
+            return name, self.text(content, values.dtype)
         return name, values.reshape(shape, order="F")
 
     def inner(self, part: tuple[int, memoryview], depth: int) -> Any:
-        self.values -= 1
-        if part[0] != _MATRIX or self.values < 0:
-            raise ValueError(f"no value, or more than {MOST_VALUES}")
+        if part[0] != _MATRIX:
+            raise ValueError("a cell or field that is no value")
         return self.matrix(part[1], depth + 1)[1]
 
 
@@ -114,7 +138,7 @@ def variables(data: bytes) -> dict[str, Any]:
     try:
         for kind, content in file.elements(data, 128):
             if kind == _PACKED:
-                inner = list(file.elements(file.unpacked(content)))
+                inner = list(islice(file.elements(file.unpacked(content)), 2))
                 kind, content = inner[0] if len(inner) == 1 else (0, content)
             if kind == _MATRIX:
                 name, value = file.matrix(content)

@@ -9,7 +9,7 @@ import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -22,6 +22,10 @@ from clipscale.eval.sets.known import KnownSet, known_sets, published_classnames
 
 MOST_ARRAY = 1 << 28
 """Bytes of a file of pixels. STL-10's has 2.2e8."""
+MOST_TEXT = 1 << 24
+"""Bytes of a file of lines. GTSRB's has 4e5."""
+MOST_PICTURES = 1 << 20
+"""Pictures that are stored as numbers, each of which becomes an object: a shape may claim any number of empty ones."""
 MOST_FOLDERS = 32
 """Folders below a set's folder in which its files may be."""
 SPLITS = ("train", "training", "val", "valid", "validation", "test")
@@ -227,9 +231,7 @@ def _pickled(tree: Tree, original: Original) -> Found:
     batch, meta = (pickled.values(_bytes(tree, name)) for name in original.needs)
     labels, names = original.keys
     pixels = batch["data"].reshape(-1, *original.shape)
-    if len(pixels) != len(batch[labels]):
-        raise ValueError(f"{len(pixels)} pictures and {len(batch[labels])} labels")
-    return Found([*map(Pixels, pixels)], [int(label) for label in batch[labels]], pickled.texts(meta[names]))
+    return _stored(pixels, batch[labels], pickled.texts(meta[names]))
 
 
 def _idx(tree: Tree, original: Original) -> Found:
@@ -243,34 +245,28 @@ def _idx(tree: Tree, original: Original) -> Found:
             raise ValueError(f"{name} is damaged")
         arrays.append(np.frombuffer(data, np.uint8, offset=4 + 4 * dimensions).reshape(shape))
     pixels, labels = arrays
-    if len(pixels) != len(labels):
-        raise ValueError(f"{len(pixels)} pictures and {len(labels)} labels")
-    return Found([*map(Pixels, pixels[:, None])], labels.tolist())
+    return _stored(pixels[:, None], labels)
 
 
 def _stl10(tree: Tree, original: Original) -> Found:
     """Pixels by columns, and labels from 1."""
     C, H, W = original.shape
     pixels = np.frombuffer(_bytes(tree, original.needs[0]), np.uint8).reshape(-1, C, W, H).swapaxes(2, 3)
-    labels = [label - original.first for label in _bytes(tree, original.needs[1])]
-    if len(pixels) != len(labels):
-        raise ValueError(f"{len(pixels)} pictures and {len(labels)} labels")
-    return Found([*map(Pixels, pixels)], labels, _lines(tree, original.names))
+    found = _stored(pixels, _bytes(tree, original.needs[1]), _lines(tree, original.names))
+    return found._replace(labels=[label - original.first for label in found.labels])
 
 
 def _svhn(tree: Tree, original: Original) -> Found:
     """X (H, W, C, N) and y (N, 1), in which 10 is the digit 0."""
     found = matlab.variables(_bytes(tree, original.needs[0]))
-    pixels, labels = found["X"].transpose(3, 2, 0, 1), found["y"].ravel()
-    if pixels.dtype != np.uint8 or len(pixels) != len(labels):
-        raise ValueError(f"{len(pixels)} pictures of {pixels.dtype} and {len(labels)} labels")
-    return Found([*map(Pixels, pixels)], [int(label) % 10 for label in labels])
+    stored = _stored(found["X"].transpose(3, 2, 0, 1), found["y"].ravel())
+    return stored._replace(labels=[label % 10 for label in stored.labels])
 
 
 def _flowers(tree: Tree, original: Original) -> Found:
     """The numbers of the test pictures, and the labels of all, from 1."""
     ids, labels = (matlab.variables(_bytes(tree, name)) for name in original.needs[:2])
-    wanted, of_all = [int(n) for n in ids["tstid"].ravel()], labels["labels"].ravel()
+    wanted, of_all = [int(n) for n in ids["tstid"].ravel()[:MOST_PICTURES]], labels["labels"].ravel()
     images = [_file(tree, original.image.format(image=f"{n:05d}")) for n in wanted]
     return Found(images, [int(of_all[n - 1]) - original.first for n in wanted])
 
@@ -294,6 +290,13 @@ def _imagenet(tree: Tree, original: Original) -> Found:
     return Found(images, labels, folders.names_of_wnids(Path(original.needs[0]), order))
 
 
+def _stored(pixels: np.ndarray, labels: Sequence[Any] | np.ndarray, names: Sequence[str] = ()) -> Found:
+    """Pictures (N, C, H, W) and their labels. Raises ValueError."""
+    if pixels.dtype != np.uint8 or not len(pixels) == len(labels) <= MOST_PICTURES:
+        raise ValueError(f"{len(pixels)} pictures of {pixels.dtype} and {len(labels)} labels")
+    return Found([*map(Pixels, pixels)], [int(label) for label in labels], names)
+
+
 READERS: dict[str, Callable[[Tree, Original], Found]] = {
     one.__name__.removeprefix("_"): one
     for one in (_folders, _list, _records, _pickled, _idx, _stl10, _svhn, _flowers, _cars, _imagenet)
@@ -308,15 +311,15 @@ def _file(tree: Tree, name: str) -> Picture:
     return ref._replace(forms=(*ref.forms, _of_ppm)) if name.endswith(".ppm") else ref
 
 
-def _bytes(tree: Tree, name: str) -> bytes:
+def _bytes(tree: Tree, name: str, most: int = MOST_ARRAY) -> bytes:
     if name not in tree:
         raise ValueError(f"it has no {name}")
-    return tree[name].read(MOST_ARRAY)
+    return tree[name].read(most)
 
 
 def _lines(tree: Tree, name: str) -> list[str]:
     """The lines of a text that are not empty."""
-    return prompts.stripped(_bytes(tree, name).decode("utf-8", "replace").splitlines())
+    return prompts.stripped(_bytes(tree, name, MOST_TEXT).decode("utf-8", "replace").splitlines())
 
 
 def _png(image: Image.Image) -> bytes:
@@ -327,7 +330,7 @@ def _png(image: Image.Image) -> bytes:
 
 def _of_ppm(data: bytes) -> bytes:
     """A PNG of GTSRB's pictures, which Pillow would open in any of PPM's forms. Raises OSError."""
-    head = re.match(rb"P6\s+(\d{1,5})\s+(\d{1,5})\s+255\s", data)
+    head = re.match(rb"P6\s+([1-9]\d{0,4})\s+([1-9]\d{0,4})\s+255\s", data)
     if head is None or len(data) != head.end() + 3 * int(head[1]) * int(head[2]):
         raise OSError("no PPM picture of 8 bits")
     width, height = int(head[1]), int(head[2])
