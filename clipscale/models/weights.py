@@ -89,7 +89,8 @@ def described(config: ModelConfig) -> ModelConfig:
 def described_for_training(config: ModelConfig, saved: Mapping[str, Any] | None) -> ModelConfig:
     """The settings of a model that is trained, with the preparation of pictures of its checkpoint `saved`, else that of its weights.
 
-    Raises UserError for a mean or standard deviation of the settings that contradicts it.
+    Never the side of the pictures: a checkpoint does not keep it. Raises UserError for a mean or standard deviation of the settings that
+    contradicts it; a setting of the default value counts as unset.
     """
     if saved is not None:
         earlier = saved_state.model_config(saved)
@@ -98,7 +99,8 @@ def described_for_training(config: ModelConfig, saved: Mapping[str, Any] | None)
         source = _of_image(config) or (find(config.weights, config.name) if config.weights else None)
         if source is None:
             return config
-        known, what = source.pixels, f"{source.setting} was trained"
+        known = {key: value for key, value in source.pixels.items() if key in pixels.PIXELS}
+        what = f"{source.setting} was trained"
     pixels.check_agreement(config, known, what)
     return pixels.filled(config, known)
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from clipscale import checkpoint
 from clipscale.config.sections import ModelConfig, TowerConfig
 from clipscale.errors import UserError
-from clipscale.models import huggingface
+from clipscale.models import huggingface, weights
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.models.weights import described, described_for_training, find
 
@@ -137,6 +137,18 @@ def test_a_checkpoint_keeps_its_mean_and_deviation_whatever_the_weights_say(tmp_
     assert described_for_training(config(), saved).mean == (0.5, 0.5, 0.5)
     with pytest.raises(UserError, match=r"model\.mean=\[0\.1.*the checkpoint was trained with \[0\.5"):
         described_for_training(config(mean=(0.1, 0.1, 0.1)), saved)
+
+
+def test_training_takes_no_side_of_pictures_that_a_resumed_run_would_not_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hugging Face's description of a timm tower of another size names its side."""
+    known = {"mean": (0.5, 0.5, 0.5), "image_size": 48}
+    monkeypatch.setattr(weights, "find", lambda *_: weights.Source("model.weights='w'", tmp_path, {"a": 1}, known))
+    begun = described_for_training(config(weights="w"), None)
+    assert begun.mean == (0.5, 0.5, 0.5) and begun.image_size == config().image_size
+    assert described_for_training(config(weights="w"), {"model_config": asdict(begun)}) == begun
+    assert described(config(weights="w")).image_size == 48
 
 
 @pytest.mark.parametrize("of", ["timm", "transformers", "big_vision"])
