@@ -4,10 +4,13 @@ import io
 import pickle
 import struct
 import tarfile
+import tracemalloc
 import zipfile
+import zlib
 from collections import Counter
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,8 +25,9 @@ from clipscale.eval.run import evaluate
 from clipscale.eval.sets import archives, known, matlab, pickled
 from clipscale.eval.sets.item import EvalSet
 from clipscale.eval.sets.load import load_set, load_sets
+from clipscale.eval.sets.originals import _of_ppm
 from clipscale.eval.suites import suite_sets
-from tests.eval.originals import Copy, copies, folders, imagenet, mat, png
+from tests.eval.originals import Copy, copies, folders, imagenet, mat, png, ppm
 from tests.eval.originals import pickled as as_pickle
 from tests.eval.sets import COLOURS, NAMES, ColourModel, picture
 
@@ -158,6 +162,21 @@ def test_a_packed_tar_is_unpacked_once(tmp_path: Path, cache: Path, capsys: pyte
     assert kept[0].stat().st_mtime_ns == before and not capsys.readouterr().out
 
 
+@pytest.mark.parametrize("problem", ["full", "file"])
+def test_where_the_cache_cannot_be_written_the_line_names_it(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, problem: str
+) -> None:
+    path = SETS["vtab/dtd"].pack(tmp_path)
+    if problem == "full":
+        monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=archives.SPARE))
+    else:
+        cache.write_text("no folder")
+    with pytest.raises(UserError, match=rf"kept in {cache}/clipscale/eval \(.*XDG_CACHE_HOME") as found:
+        load_set(path)
+    assert "fetch it again" not in str(found.value)
+    assert problem == "file" or [one.suffix for one in (cache / "clipscale/eval").iterdir()] == [".lock"]
+
+
 # -- what cannot be read -----------------------------------------------------------------------------------------------
 
 
@@ -242,6 +261,57 @@ def test_a_matlab_file_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
         matlab.variables(mat({"a": np.zeros(1000)}))
 
 
+def element(kind: int, *data: bytes) -> bytes:
+    content = b"".join(data)
+    return struct.pack("<II", kind, len(content)) + content + bytes(-len(content) % 8)
+
+
+def value(kind: int, *parts: bytes, dims: bytes = b"\1\0\0\0" * 2, name: bytes = b"a") -> bytes:
+    return element(14, element(6, bytes([kind]) + bytes(7)), element(5, dims), element(1, name), *parts)
+
+
+HEADER = bytes(126) + b"IM"
+EMPTY = element(14)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (bytes(8 << 20), ""),  # 2**20 elements without a type
+        (value(6, element(9, bytes(8)), dims=b"\1\1\1\1" * (1 << 20)), "more than 32 dimensions"),
+        (value(4, element(4, b"a\0" * (1 << 20))), "texts of more than"),
+        (value(4, element(9, bytes(8 << 20))), "a text of other letters"),
+        (value(1, name=b"a" * (1 << 20)), "texts of more than"),
+        (value(1, EMPTY * (1 << 17)), "more than 1000 values"),
+        (value(2, element(5, b"\1\0\0\0"), element(1, b"a" * 5000), EMPTY), "more than 1000 values"),
+    ],
+)
+def test_small_elements_of_a_matlab_file_take_little_memory(
+    monkeypatch: pytest.MonkeyPatch, content: bytes, message: str
+) -> None:
+    monkeypatch.setattr(matlab, "MOST_VALUES", 1000)
+    monkeypatch.setattr(matlab, "MOST_LETTERS", 10000)
+    for data in (HEADER + content, HEADER + element(15, zlib.compress(content))):
+        tracemalloc.start()
+        try:
+            with pytest.raises(ValueError, match=message) if message else nullcontext():
+                matlab.variables(data)
+            assert tracemalloc.get_traced_memory()[1] < 4 * len(content) + (1 << 20)
+        finally:
+            tracemalloc.stop()
+    with pytest.raises(ValueError, match="more than 1000 values"):
+        matlab.variables(HEADER + EMPTY * 1001)
+
+
+def test_empty_pictures_are_not_counted_by_their_shape_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "mnist"
+    folder.mkdir()
+    for name in ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"):
+        (folder / name).write_bytes(b"\0\0\x08\2" + struct.pack(">II", (1 << 20) + 1, 0))
+    with pytest.raises(UserError, match="1048577 pictures of uint8 and 1048577 labels"):
+        load_set(folder)
+
+
 def test_a_members_name_leads_nowhere(tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "set.tar.gz", "w:gz") as out:
         for name in ("../../away/cat/1.png", "/tmp/dog/1.png", "a/bird/1.png"):
@@ -266,6 +336,11 @@ def test_an_archive_does_not_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(OSError, match="more than 262144 bytes"):
         images[0].read()
     assert Image.open(io.BytesIO(images[1].read())).size == (5, 6)
+    archives.contents.cache_clear()
+    with monkeypatch.context() as patch, pytest.raises(UserError, match=r"its directory has \d+ bytes, more than 46"):
+        patch.setattr(archives, "MOST_FILES", 1)
+        patch.setattr(zipfile, "ZipFile", None)  # it would read the whole directory
+        archives.contents(tmp_path / "set.zip")
     monkeypatch.setattr(tar, "FREE_BYTES", 1000)
     with tarfile.open(tmp_path / "set.tar.gz", "w:gz") as out:
         info = tarfile.TarInfo("cat/1.png")
@@ -273,6 +348,13 @@ def test_an_archive_does_not_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         out.addfile(info, io.BytesIO(bytes(1 << 22)))
     with pytest.raises(UserError, match=r"cannot read .*set\.tar\.gz \(unpacks to more than 200 times its size"):
         load_set(tmp_path / "set.tar.gz")
+
+
+def test_a_ppm_picture_has_pixels() -> None:
+    assert _of_ppm(ppm()).startswith(b"\x89PNG")
+    for size in (b"0 6", b"6 0", b"0 0", b"00 00"):
+        with pytest.raises(OSError, match="no PPM picture"):
+            _of_ppm(b"P6\n" + size + b"\n255\n")
 
 
 @pytest.mark.parametrize("damage", ["cut", "empty", "text", "password"])

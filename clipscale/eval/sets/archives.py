@@ -3,13 +3,16 @@
 Of a packed tar, single files cannot be read, so its plain tar is kept in the user's cache.
 """
 
+import errno
 import fcntl
 import hashlib
 import os
+import shutil
 import struct
 import tarfile
 import zipfile
 import zlib
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
 
@@ -25,6 +28,11 @@ from clipscale.terminal import say
 ARCHIVES = (".tar", ".tar.gz", ".tgz", ".zip")
 MOST_FILES = 1 << 22
 """Files of a folder or an archive; ImageNet's training set has 1.3 million."""
+SPARE = 1 << 30
+"""Bytes that a plain copy leaves free on its disk."""
+_ENTRY = 46
+"""Bytes of the smallest entry of a zip's directory."""
+_UNREADABLE = (tarfile.TarError, zipfile.BadZipFile, zlib.error, EOFError, ValueError, OSError)
 Tree = dict[str, ImageRef]
 
 
@@ -49,9 +57,12 @@ def contents(path: Path) -> Tree:
             plain = _plain_copy(path)
             return _of_tar(plain) if is_archive(path) else {path.stem: ImageRef(plain)}
         return _of_tar(path) if path.name.endswith(".tar") else {path.name: ImageRef(path)}
-    except (tarfile.TarError, zipfile.BadZipFile, zlib.error, EOFError, ValueError, OSError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise UserError(f"eval.sets: cannot read {path} ({reason}); fetch it again") from error
+    except _UNREADABLE as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: Exception) -> UserError:
+    return UserError(f"eval.sets: cannot read {path} ({' '.join(str(error).split())[:300]}); fetch it again")
 
 
 def _of_folder(root: Path) -> Tree:
@@ -75,6 +86,10 @@ def _of_tar(path: Path) -> Tree:
 
 def _of_zip(path: Path) -> Tree:
     found = Tree()
+    with files.opened(path) as file:
+        end = zipfile._EndRecData(file)  # type: ignore[attr-defined]
+        if end and end[5] > MOST_FILES * _ENTRY:  # ZipFile makes an object of each entry of its directory
+            raise ValueError(f"its directory has {end[5]} bytes, more than {MOST_FILES * _ENTRY}")
     with files.opened(path) as file, zipfile.ZipFile(file) as archive:
         for member in archive.infolist():
             if member.flag_bits & 1:
@@ -114,17 +129,36 @@ def inflated(data: bytes) -> bytes:
 
 
 def _plain_copy(path: Path) -> Path:
-    """The content of a packed file, in the user's cache. The first process writes it, others wait. Raises OSError and TarError."""
+    """The content of a packed file, in the user's cache. The first process writes it, others wait. Raises UserError and OSError."""
     about = path.stat()
     key = hashlib.blake2b(f"{path.resolve()}\0{about.st_size}\0{about.st_mtime_ns}".encode(), digest_size=8).hexdigest()
-    folder = files.inner_folder(user_cache(), "eval")
-    copy = folder / f"{key}-{stem(path)}"
-    with files.open_lock(folder / f"{key}.lock") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not copy.is_file():
-            with files.opened(path) as source, files.replacing(copy) as out:
-                stream, _ = unpacked(source)
-                while piece := stream.read(1 << 20):
-                    out.write(piece)
-            say(f"{path}: its content is kept in {copy}")
+    cache = user_cache()
+    copy = cache / "eval" / f"{key}-{stem(path)}"
+    try:
+        folder = files.inner_folder(cache, "eval")
+        with files.open_lock(folder / f"{key}.lock") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not copy.is_file():
+                with files.replacing(copy) as out:
+                    for piece in _unpacked(path):
+                        if shutil.disk_usage(folder).free < SPARE + len(piece):
+                            raise OSError(errno.ENOSPC, f"{SPARE >> 20} MiB of its disk stay free")
+                        out.write(piece)
+                say(f"{path}: its content is kept in {copy}")
+    except OSError as error:
+        raise UserError(
+            f"eval.sets: the content of {path} cannot be kept in {copy.parent} ({error.strerror or error}); free space there, or name "
+            "another folder with the environment variable XDG_CACHE_HOME"
+        ) from error
     return copy
+
+
+def _unpacked(path: Path) -> Iterator[bytes]:
+    """Raises UserError."""
+    try:
+        with files.opened(path) as source:
+            stream, _ = unpacked(source)
+            while piece := stream.read(1 << 20):
+                yield piece
+    except _UNREADABLE as error:
+        raise _unreadable(path, error) from error
