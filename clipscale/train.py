@@ -87,9 +87,9 @@ class Run:
         check_sets(config.eval, world)
         self.budget = BudgetTuner(config.cache.keep, world.device)
         self.heart.enter("load", 0, beat=True)
-        begin = start(config, world, self.folder, self.sizes)
-        self.state, self.stream, self.within = begin.state, begin.stream, begin.within
-        self.step, self.last_loss, resumed = begin.step, begin.loss, begin.resumed
+        started = start(config, world, self.folder, self.sizes)
+        self.state, self.stream, self.within = started.state, started.stream, started.within
+        self.step, self.last_loss, resumed = started.step, started.loss, started.resumed
         self.stages = StageTuner(config.launch.zero, [tower.encoder for tower in self.state.cache.towers], world)
         flops = Flops(config.model, world.device, stored_images=self.state.stored is not None)
         epoch = self.stream.samples_per_epoch
@@ -118,7 +118,7 @@ class Run:
         self.records = StepRecords(self.metrics.step if self.metrics else None, world.size, flops, self.stream)
         self.saved_at = time.monotonic()
         self.stop = Stop(world, config.launch.grace_s)  # signals that this rank has received
-        self.saver = checkpoint.Saver(self.folder, world, config.checkpoint, begin.store)
+        self.saver = checkpoint.Saver(self.folder, world, config.checkpoint, started.store)
         self.saver.last_step, self.saved_step = (self.step, self.step) if resumed else (None, 0)
         self.profiler = Profiler(self.folder, config.log.profile, world.rank, world.device)
         self.heart.detail, self.saver.check = self.doing, self.heart.check

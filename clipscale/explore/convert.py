@@ -5,7 +5,8 @@ D: feature width.
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,17 +54,25 @@ def _converted(folder: Path, out: Path, note: dict[str, Any], entries: dict[str,
     key = hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=8).hexdigest()
     place, kinds = files.inner_folder(out, key), kinds_of(note)
     readers = {kind: StoredFeatures(MEMBERS[kind], int(note["width"]), str(note["dtype"])) for kind in kinds}
+    parts = _part_names(entries)
     for name, entry in entries.items():
-        path = place / f"{name.rpartition('.')[0]}.jsonl"
+        path = place / parts[name]
         if not path.is_file():
             table = name.endswith(".parquet")
             read = _of_table(folder / name, readers) if table else _of_shard(folder / name, readers, captions)
             write_npy(path, _all(read, name, entry["samples"]), kinds)
             say(f"{folder / name}: its features are kept in {path.parent}")
-    shards = {f"{name.rpartition('.')[0]}.jsonl": {"source": str(entry["source"])} for name, entry in entries.items()}
+    shards = {parts[name]: {"source": str(entry["source"])} for name, entry in entries.items()}
     files.write_json(place / SHARDS, shards)
     files.write_json(place / NOTE, {"features": note})
     return place
+
+
+def _part_names(names: Iterable[str]) -> dict[str, str]:
+    """The file of each one's rows: its name without the ending, or with it where `a.tar` and `a.parquet` share the rest."""
+    stems = {name: name.rpartition(".")[0] for name in names}
+    shared = Counter(stems.values())
+    return {name: f"{stem if shared[stem] == 1 else name}.jsonl" for name, stem in stems.items()}
 
 
 def _all(groups: Iterator[Group], name: str, samples: int) -> Iterator[Group]:

@@ -17,7 +17,7 @@ from PIL import Image
 from clipscale.config.data import DataConfig
 from clipscale.errors import UserError
 from clipscale.explore import verb
-from clipscale.explore.convert import as_arrays
+from clipscale.explore.convert import _part_names, as_arrays
 from clipscale.explore.embedded import EmbeddedSet
 from clipscale.explore.search import nearest
 from clipscale.models.towers import ClipModel
@@ -135,6 +135,14 @@ def test_every_format_gives_the_arrays_of_npy(place: Path, tmp_path: Path, forma
         for data in ([str(other)], [str(tmp_path / "npy")])
     ]
     assert answers[0] == answers[1] and answers[0]
+
+
+def test_a_shard_and_a_table_of_one_name_are_both_kept() -> None:
+    assert list(_part_names(["a.tar", "b.c.tar", "a.parquet"]).values()) == [
+        "a.tar.jsonl",
+        "b.c.jsonl",
+        "a.parquet.jsonl",
+    ]
 
 
 def test_damaged_features_of_every_format_are_one_line(place: Path, tmp_path: Path) -> None:

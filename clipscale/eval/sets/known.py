@@ -62,7 +62,9 @@ class KnownSet:
         packed = [root / (name + end) for name in self.candidates for end in (".tar.gz", ".tgz", ".zip")]
         archive = next((path for path in packed if path.is_file()), None)
         if archive:
-            return f"{self.name} is packed; unpack {archive} there"
+            return (
+                f"{self.name} is packed; give {archive} in eval.sets if it has folders of classes, else unpack it there"
+            )
         parts = [" + ".join(layout["archives"]) for layout in self.originals if "archives" in layout]
         names = ", ".join([*self.candidates, *(f"a folder {self.candidates[2]} with {names}" for names in parts)])
         return f"{self.name} is missing in {root} (as {names}); it comes from {self.source}"
