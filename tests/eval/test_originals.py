@@ -394,7 +394,7 @@ def test_one_of_several_archives_names_their_folder_and_wrong_files_say_what_is_
         load_set(folder / "images.tar.gz")
     for name, file, content, message in (
         ("cifar10", "test_batch.bin", b"\1" * 3000, "reshape"),
-        ("stl10", "test_y.bin", b"\1\2", "6 pictures and 2 labels"),
+        ("stl10", "test_y.bin", b"\1\2", "6 pictures of uint8 and 2 labels"),
         ("mnist", "t10k-labels-idx1-ubyte", b"\0\0\x08\1\0\0\0\x09", "labels-idx1-ubyte is damaged"),
         ("vtab/svhn", "test_32x32.mat", b"", "version 5"),
         ("gtsrb", "GT-final_test.csv", b"Filename;ClassId\n00000.ppm;5;77\n", "78 classes, and gtsrb 43"),
