@@ -277,10 +277,10 @@ EMPTY = element(14)
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (bytes(8 << 20), ""),  # 2**20 elements without a type
+        (bytes(1 << 18), ""),  # 2**15 elements without a type
         (value(6, element(9, bytes(8)), dims=b"\1\1\1\1" * (1 << 20)), "more than 32 dimensions"),
         (value(4, element(4, b"a\0" * (1 << 20))), "texts of more than"),
-        (value(4, element(9, bytes(8 << 20))), "a text of other letters"),
+        (value(4, element(9, bytes(1 << 20))), "a text of other letters"),
         (value(1, name=b"a" * (1 << 20)), "texts of more than"),
         (value(1, EMPTY * (1 << 17)), "more than 1000 values"),
         (value(2, element(5, b"\1\0\0\0"), element(1, b"a" * 5000), EMPTY), "more than 1000 values"),

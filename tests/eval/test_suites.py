@@ -82,7 +82,7 @@ def test_missing_sets_are_named_with_their_source_and_the_others_evaluated(
     assert [item.name for item in found] == ["imagenet1k"]
     assert len(caplog.messages) == 5 and not any("\n" in message for message in caplog.messages)
     assert any("objectnet is missing" in m and "https://objectnet.dev" in m for m in caplog.messages), caplog.messages
-    assert any(f"unpack {tmp_path / 'imagenet-r.tar.gz'}" in m for m in caplog.messages), caplog.messages
+    assert any(f"give {tmp_path / 'imagenet-r.tar.gz'} in eval.sets" in m for m in caplog.messages), caplog.messages
     config = EvalConfig(suite="infcl-table3", root=str(tmp_path))
     row = suite_table(config, found, {"imagenet1k": {"main": 0.5}}, "b16").groups[0][0]
     assert row == ["b16", "50.00", "-", "-", "-", "-", "-"]
