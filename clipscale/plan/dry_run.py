@@ -65,7 +65,7 @@ class Kept:
     """Share of a forward pass that the backward pass of a checkpointed graph repeats."""
 
     @property
-    def saved(self) -> float:
+    def skipped_passes(self) -> float:
         """Forward passes of a chunk that need not be computed."""
         return self.whole + self.checkpointed * (1 - self.repeated)
 

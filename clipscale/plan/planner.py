@@ -232,7 +232,7 @@ class MemoryPlan:
         if self.gpu is None:
             return None
         counts = self.model.counts(self.local, self.chunks)
-        image, text = (kept.saved / count for kept, count in zip(self.step.kept, counts))
+        image, text = (kept.skipped_passes / count for kept, count in zip(self.step.kept, counts))
         time = step_time(self.config, self.gpu, self.run, self.local, (image, text))
         batch, samples = self.config.batch, self.config.samples
         return {
@@ -261,7 +261,9 @@ class MemoryPlan:
             f"assumed: captions of {config.caption_tokens:g} tokens on average, sorted and cut to their length": self.gpu
             and caption_width(config, self.run) < self.run.context_length,
             "cache.keep=auto fills the free memory on purpose": config.cache.keep == "auto",
-            f"graphs that wait between the passes: {self.kept_graphs()}": any(kept.saved for kept in self.step.kept),
+            f"graphs that wait between the passes: {self.kept_graphs()}": any(
+                kept.skipped_passes for kept in self.step.kept
+            ),
             "loss.keep=auto takes half of what the loss leaves free: not in these figures": config.loss.keep == "auto",
             f"assumed: {format_bytes(self.outside)} outside of torch's allocator (context, NCCL), {format_bytes(self.workspace)} of "
             f"cuBLAS workspace, {config.reserve:.0%} left free": self.gpu,

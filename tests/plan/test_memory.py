@@ -106,7 +106,7 @@ def test_kept_graphs(share: float, whole: int, checkpointed: int) -> None:
     assert sum(kept.whole for kept in step.kept) == whole
     assert sum(kept.checkpointed for kept in step.kept) == checkpointed
     for kept in step.kept:
-        assert kept.saved == pytest.approx(kept.whole + kept.checkpointed * (1 - kept.repeated))
+        assert kept.skipped_passes == pytest.approx(kept.whole + kept.checkpointed * (1 - kept.repeated))
         assert 0.5 < kept.repeated < 0.8, "all of a block but its second product in the MLP, and no embeddings"
 
 
