@@ -225,7 +225,7 @@ def test_torchruns_files_with_tracebacks_are_gone_with_it(tmp_path: Path, monkey
 def test_torchs_files_with_tracebacks_lie_in_the_launchers_own_folder(tmp_path: Path) -> None:
     """They are not redacted; the folder is deleted with the workers' end. The slow test below starts workers that fail."""
     before = tempfile.gettempdir()
-    with local._temporary_files(str(tmp_path)):
+    with local._quiet({}, str(tmp_path)):
         handle, name = tempfile.mkstemp()
         os.close(handle)
     assert Path(name).parent == tmp_path and tempfile.gettempdir() == before
