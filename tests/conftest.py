@@ -45,6 +45,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    """Else Triton's bindings print at the end what the collector has left."""
+    gc.unfreeze()
+
+
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
 
