@@ -122,7 +122,7 @@ class GradCache:
             _Tower(
                 encoder,
                 size,
-                KeptGraphs(self.budget, switch, equal=communicates(encoder)),
+                KeptGraphs(self.budget, switch, equal=any(map(communicates, encoders))),
                 autocast,
                 last=encoder not in encoders[i + 1 :],
             )
@@ -161,7 +161,7 @@ class GradCache:
     def _agree(self) -> None:
         """Over ranks, the least budget and the largest costs."""
         highest = self.highest
-        if highest is None and self.budget.bytes and any(tower.graphs.equal for tower in self.towers):
+        if highest is None and any(tower.graphs.equal for tower in self.towers):
             highest = partial(_highest, self.towers)
         if highest is None:
             return

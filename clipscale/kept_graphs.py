@@ -78,18 +78,29 @@ class KeptGraphs:
     def kind(self, i: int, chunks: int) -> str | None:
         """The kind that chunk i of `chunks` should have, or None. Kept chunks come first, without gaps.
 
-        Checkpointed graphs are measured by the first chunks of a run, whole ones by the last of its first step.
+        Checkpointed graphs are measured by the first chunks of a run, whole ones by the last of its first step; where all ranks must keep
+        the same graphs by the second, which is no remainder, though no graph before it was kept.
         """
         whole, small = self.costs[WHOLE], self.costs[CHECKPOINTED]
         rest = chunks - 1 - i
-        alone = self.equal and not whole and not rest  # measured, though no graph before it was kept
+        alone = self.equal and not whole and math.isfinite(self.budget.bytes) and i == (1 if chunks > 2 else 0)
         if rest < 0 or (len(self.outputs) < i and not alone):
             return None
-        if self.switch is None or (not whole and not rest) or (small and whole and WORTH * small > whole):
+        if self.switch is None or alone or (not whole and not rest) or (whole and self.too_large(small, whole)):
             return WHOLE if self.budget.fits(whole) else None
         if whole and (small or not rest) and self.budget.fits(whole + rest * small + self.later):
             return WHOLE
         return CHECKPOINTED if self.budget.fits(small) else None
+
+    def too_large(self, small: int, whole: int) -> bool:
+        """Whether checkpointed graphs save too little for their bytes."""
+        return small > 0 and CHECKPOINTED not in self.rough and WORTH * small > whole
+
+    def forget(self) -> None:
+        """Chunks have another size: graphs are measured anew."""
+        self.rough.clear()
+        for costs in (self.costs, self.measured):
+            costs.update(dict.fromkeys(costs, 0))
 
     def run(self, kind: str, encode: Callable[[], Tensor]) -> Tensor | None:
         """The output with a graph, which is kept if it fits the budget; None if the device's memory does not suffice."""

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
 
 
 @contextmanager
@@ -29,11 +30,8 @@ def gradient_sync(encoder: Callable[..., Tensor], enabled: bool) -> Iterator[Non
 
 
 def expects(encoder: Callable[..., Tensor]) -> bool:
-    """Whether gradients can be summed in the backward pass of a graph that was made without a sum.
-
-    Of wrappers with `no_sync` alone, those can whose module is named `module`, as DDP's is.
-    """
-    return not _only_no_sync(encoder) or "module" in vars(encoder).get("_modules", {})
+    """Whether the backward pass of a graph that was made without a sum can sum gradients. Of wrappers with `no_sync` DDP alone can."""
+    return not _only_no_sync(encoder) or type(encoder) is DistributedDataParallel
 
 
 def expecting(encoder: Callable[..., Tensor], out: Tensor) -> Tensor:
@@ -80,4 +78,5 @@ def unchanged_buffers(encoder: Callable[..., Tensor]) -> Iterator[None]:
                 isinstance(module, _BatchNorm) and module.training
             )  # whose kernel does not count what it writes
             if buffer._version != version or not counted:
-                buffer.copy_(value)
+                # no new version: a kept graph of another tower may hold the buffer, whose values its backward pass does not read
+                (buffer.data if isinstance(module, _BatchNorm) else buffer).copy_(value)

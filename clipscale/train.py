@@ -252,7 +252,9 @@ class Run:
         """
         state, self.busy = self.state, False
         self.stages.before_step(size)
-        # a measured step cuts no captions, so its graphs are larger
+        if size != self.budget.batch:
+            for tower in state.cache.towers:
+                tower.graphs.forget()
         self.budget.before_step(state.cache.budget, size, keep=not measured, taken=self.stages.taken)
         state.optimizer.zero_grad()
         self.within.begin(self.step, self.last_loss, measured=measured)

@@ -256,6 +256,22 @@ def test_memory_that_ends_where_ranks_must_keep_the_same_graphs_ends_the_step() 
     assert "cache.keep" in caught.value.__notes__[0]
 
 
+def test_graphs_that_all_ranks_keep_are_measured_by_a_full_chunk_and_anew_for_another_batch() -> None:
+    graphs = KeptGraphs(ActivationBudget(500), switch, equal=True)
+    kinds = [graphs.kind(i, 4) for i in range(4)]
+    assert kinds == [CHECKPOINTED, WHOLE, None, None], "the last chunk may be a remainder"
+    assert [graphs.kind(i, 2) for i in range(2)] == [WHOLE, None]
+    graphs.budget.bytes = math.inf
+    assert graphs.kind(3, 4) is None, "no graph without those before it, as after a step is resumed"
+    graphs.costs.update({WHOLE: 100, CHECKPOINTED: 90})
+    graphs.rough = {CHECKPOINTED}
+    assert not graphs.too_large(90, 100), "a first chunk's bytes decide nothing"
+    graphs.rough.clear()
+    assert graphs.too_large(90, 100)
+    graphs.forget()
+    assert set(graphs.costs.values()) == {0}
+
+
 def test_a_first_chunks_bytes_give_way_to_a_later_ones() -> None:
     """Those of the first include what a pass sets aside once."""
     graphs = KeptGraphs(ActivationBudget(math.inf))

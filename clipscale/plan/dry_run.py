@@ -167,28 +167,25 @@ class DryRunWorld(World):
 class DdpBuckets(nn.Module):
     """Takes memory like DDP with `gradient_as_bucket_view`, whose C++ reducer needs tensors with values.
 
-    Buckets as large as all gradients exist from the start. Under `no_sync` gradients are separate tensors; the backward pass that
-    synchronises makes each of them a view of its bucket.
+    Buckets as large as all gradients exist from the start. Gradients of the chunks before the last are separate tensors; the backward pass
+    that synchronises makes each of them a view of its bucket.
     """
 
     def __init__(self, tower: nn.Module) -> None:
         super().__init__()
         self.module = tower
         self.views = {p: torch.empty_like(p, requires_grad=False) for p in tower.parameters() if p.requires_grad}
-        self.syncing = self.sync_next = True
+        self.syncing = True
         for p in self.views:
             p.register_post_accumulate_grad_hook(self.use_bucket)
 
     def forward(self, *inputs: Any) -> Any:
-        if torch.is_grad_enabled():
-            self.syncing = self.sync_next
         return self.module(*inputs)
 
     @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        self.sync_next = False
+    def gradient_sync(self, last: bool) -> Iterator[None]:
+        self.syncing = last
         yield
-        self.sync_next = True
 
     def use_bucket(self, p: Tensor) -> None:
         if self.syncing:

@@ -153,7 +153,7 @@ class TrainState:
             checkpointing=[checkpointing_switch(tower, self.config.model) for tower in self.towers.values()],
             autocast=self.precision.autocast,
             scaler=self.precision.scaler,
-            highest=self.world.highest if self.world.size > 1 and self.config.cache.keep != "none" else None,
+            highest=self.world.highest if self.config.cache.keep != "none" else lambda *values: [*values],
         )
 
     def data_parallel(self, name: str, tower: nn.Module) -> nn.Module:
