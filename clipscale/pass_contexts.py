@@ -74,9 +74,10 @@ def unchanged_buffers(encoder: Callable[..., Tensor]) -> Iterator[None]:
     yield
     with torch.no_grad():
         for module, buffer, value, version in before:
-            counted = not (
-                isinstance(module, _BatchNorm) and module.training
-            )  # whose kernel does not count what it writes
-            if buffer._version != version or not counted:
-                # no new version: a kept graph of another tower may hold the buffer, whose values its backward pass does not read
-                (buffer.data if isinstance(module, _BatchNorm) else buffer).copy_(value)
+            if isinstance(module, _BatchNorm):
+                # Its kernel counts no version when it writes. Nor does this: a kept graph of another tower may hold the buffer, whose
+                # values its backward pass does not read in training mode.
+                if module.training:
+                    buffer.data.copy_(value)
+            elif buffer._version != version:
+                buffer.copy_(value)

@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 
 from clipscale.errors import UserError
 
@@ -75,10 +75,8 @@ def int8_linear() -> type[nn.Linear]:
 
     product: Any = int8_mixed_precision._Int8MixedPrecisionTrainingLinearFunction
     config = Int8MixedPrecisionTrainingConfig()
-    if (
-        getattr(torch.ops.torchao, "scaled_int8_mm", None) is not None
-    ):  # where there is a GPU, it has no kernel for CPUs
-        torch.library.impl("torchao::scaled_int8_mm", "CPU")(_scaled_product)
+    if hasattr(torch.ops.torchao, "scaled_int8_mm"):  # where there is a GPU, it has no kernel for CPUs
+        library.impl("torchao::scaled_int8_mm", "CPU")(_scaled_product)
 
     class Int8Linear(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
