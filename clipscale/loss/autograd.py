@@ -198,8 +198,9 @@ def gradients(
         whole = not (backend.splits_rows and is_large(rows, like[0]))
         kind = WholeGradient if whole else SlabGradient if exchange.visits == 1 else SplitGradient
         images = kind(rows, like[0], rounding)
+    of_texts = replace(rounding, needs_products=from_side and images is None)  # one side's products are enough
     if needs_texts and exchange.size == 1 and backend.splits_rows and is_large(cols, like[1]):
-        texts = SplitGradient(cols, like[1], rounding, SPARE_BYTES)
+        texts = SplitGradient(cols, like[1], of_texts, SPARE_BYTES)
 
     visits = itertools.count()
 
@@ -219,7 +220,7 @@ def gradients(
         found[1] = texts.result()
     elif text_sums is not None:
         own = exchange.own_cols(cols.features), exchange.own_cols(text_sums)
-        found[1] = rounding.finished(*own, like[1])
+        found[1] = of_texts.finished(*own, like[1])
     replicated = (parameters.scale_grad, parameters.bias_grad, *parameters.module_grads)
     scale_grad, *others = (
         None if grad is None else grad * rounding.factor * exchange.local_fraction for grad in replicated

@@ -14,7 +14,8 @@ import torch
 
 from clipscale.bench.harness import RETURNING_MALLOC
 from clipscale.config.sections import LossConfig
-from clipscale.loss.api import configured_loss
+from clipscale.loss import side_gradient
+from clipscale.loss.api import configured_loss, contrastive_loss
 from clipscale.plan.memory_tracker import DryMachine, cuda_autocast, without_memory
 
 QUICK = {("sigmoid", 1280, torch.float16)}
@@ -169,3 +170,12 @@ def test_on_two_cores_the_loss_is_half_as_fast_again_as_clip_loss(n: int) -> Non
     assert peer >= 1.5 * ours, (
         f"N = {n}: {ours:.2f} s against ClipLoss's {peer:.2f} s, {peer / ours:.2f} times; all: {times}"
     )
+
+
+def test_the_gradient_of_the_scale_takes_the_products_of_one_side_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: list[int] = []
+    products = side_gradient.row_products
+    monkeypatch.setattr(side_gradient, "row_products", lambda u, v: rows.append(len(u)) or products(u, v))
+    u, v = (torch.nn.functional.normalize(torch.randn(48, 8), dim=1).requires_grad_() for _ in range(2))
+    contrastive_loss(u, v, torch.tensor(14.3, requires_grad=True), backend="tiled").backward()
+    assert rows == [48]
