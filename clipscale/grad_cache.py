@@ -7,6 +7,7 @@ A contrastive loss couples samples only through their representations, so three 
 By the chain rule the sum over chunks is the gradient of one graph over the whole batch.
 """
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -18,13 +19,25 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves, tree_map
 
 from clipscale.errors import UserError
 from clipscale.kept_graphs import CHECKPOINTED, ActivationBudget, KeptGraphs, Switch
-from clipscale.pass_contexts import communicates, expecting, expects, gradient_sync, unchanged_buffers
+from clipscale.pass_contexts import (
+    expecting,
+    expects,
+    gradient_sync,
+    groups_of,
+    highest_of,
+    modules_of,
+    rebuild_buckets,
+    unchanged_buffers,
+)
 from clipscale.rng import RandomState
+
+log = logging.getLogger(__name__)
 
 UNLIMITED = 2**62
 """Stands for an infinite budget among integers."""
@@ -66,14 +79,14 @@ class GradCache:
         chunks: samples per chunk, one size for all towers or one per tower. The last chunk may be shorter; a size beyond the batch
             means one chunk.
         keep_bytes: memory for graphs kept from the first pass, whose chunks need no replay. 0: none; math.inf: all. Graphs are
-            measured, and chunks are kept in order while the next one fits. Encoders that communicate in each pass (FSDP2, synchronised
-            batch normalisation) keep the same graphs on all ranks.
+            measured, and chunks are kept in order while the next one fits. Encoders that communicate in each pass (FSDP2, tensor
+            parallelism, synchronised batch normalisation) keep the same graphs on all ranks of their groups; those of FSDP1 keep none.
         checkpointing: for each encoder None, or a function that turns its activation checkpointing, which is off, on and off. Then graphs
             are kept checkpointed first, and whole with the memory that is left (`clipscale.kept_graphs`).
         autocast: makes the context in which encoders run. Each chunk gets a new one.
         scaler: a gradient scaler for fp16. It scales the loss before the backward pass.
         highest: returns the largest of every rank's integers, one by one, on every rank. If given, all ranks have the least budget and
-            the largest costs of any rank for kept graphs. None: only where encoders communicate in each pass, by torch.distributed.
+            the largest costs of any rank for kept graphs. None: only where encoders communicate in each pass, through their groups.
 
     `after_chunk(tower, rows)`, if set, is called when the second pass has added the gradient of `rows` samples of that tower.
     `before_chunk()` is called before each chunk in both passes, of kept graphs too; what it raises ends the step.
@@ -110,19 +123,21 @@ class GradCache:
         if min(sizes) < 1:
             raise ValueError(f"chunks={chunks!r}: a chunk holds at least one sample")
         switches = [None] * len(encoders) if checkpointing is None else list(checkpointing)
-        self.loss = loss
-        self.scaler = scaler
-        self.highest = highest
+        self.loss, self.scaler, self.highest = loss, scaler, highest
         self.after_chunk: Callable[[int, int], None] | None = None
         self.before_chunk: Callable[[], None] = lambda: None
+        if keep_bytes and any(isinstance(module, FullyShardedDataParallel) for module in modules_of(encoders)):
+            log.warning("keep_bytes=%s: no graphs are kept under FSDP1; shard with torch's fully_shard", keep_bytes)
+            keep_bytes = 0
         self.budget = ActivationBudget(keep_bytes)
+        self._groups = groups_of(encoders)
         self._encoded: RandomState | None = None  # after the first pass
         self._random: RandomState | None = None  # at which the next step goes on
         self.towers = [
             _Tower(
                 encoder,
                 size,
-                KeptGraphs(self.budget, switch, equal=any(map(communicates, encoders))),
+                KeptGraphs(self.budget, switch, equal=bool(self._groups)),
                 autocast,
                 last=encoder not in encoders[i + 1 :],
             )
@@ -145,11 +160,11 @@ class GradCache:
         """
         if len(inputs) != len(self.towers):
             raise ValueError(f"{len(inputs)} inputs for {len(self.towers)} encoders")
-        self.budget.used = 0
-        self._encoded = None
+        self.budget.used, self._encoded = 0, None
         self._agree()
         for i, tower in enumerate(self.towers):
             tower.begin()
+            rebuild_buckets(tower.encoder)
             tower.graphs.later = sum(later.least for later in self.towers[i + 1 :])
         if self._random:
             self._random.restore()
@@ -161,8 +176,10 @@ class GradCache:
     def _agree(self) -> None:
         """Over ranks, the least budget and the largest costs."""
         highest = self.highest
-        if highest is None and any(tower.graphs.equal for tower in self.towers):
-            highest = partial(_highest, self.towers)
+        if highest is None and self._groups and dist.is_initialized():
+            encoders = [tower.encoder for tower in self.towers]
+            device = next((p.device for module in modules_of(encoders) for p in module.parameters()), None)
+            highest = partial(highest_of, self._groups, device)
         if highest is None:
             return
         graphs = [tower.graphs for tower in self.towers]
@@ -196,7 +213,7 @@ class GradCache:
         for i, tower in enumerate(self.towers):
             if tower.trained and tower.representations.grad is None:
                 raise ValueError(
-                    f"the loss does not use the representations of encoder {i}, so nothing can be learnt there"
+                    f"the loss does not use the representations of encoder {i}: nothing can be learnt there"
                 )
 
     def replay(self) -> None:
@@ -232,8 +249,7 @@ class _Tower:
 
     def begin(self) -> None:
         """A step begins."""
-        self.random_states, self.replayed, self.representations = [], 0, torch.empty(0)
-        self.order = None
+        self.random_states, self.replayed, self.representations, self.order = [], 0, torch.empty(0), None
         self.graphs.begin()
 
     def state_dict(self) -> dict[str, Any]:
@@ -248,7 +264,7 @@ class _Tower:
             return False
         return not isinstance(self.encoder, nn.Module) or any(p.requires_grad for p in self.encoder.parameters())
 
-    def encode(self, batch: Any, before_chunk: Callable[[], None] = lambda: None) -> Tensor:
+    def encode(self, batch: Any, before_chunk: Callable[[], None]) -> Tensor:
         self.inputs = batch if isinstance(batch, Chunked) and not isinstance(batch, Tensor) else _Rows(batch)
         rows = len(self.inputs)
         if rows == 0:
@@ -300,14 +316,13 @@ class _Tower:
 
     def first_pass(self, i: int, start: int, stop: int) -> Tensor:
         """Encode chunk i, with a graph if that is to be kept."""
-        kind = self.graphs.kind(i, len(self.spans) - (not expects(self.encoder))) if self.trained else None
-        out = self.graphs.run(kind, lambda: self.run(start, stop)) if kind else None
-        if kind and out is None:
+        if self.trained and (kind := self.graphs.kind(i, len(self.spans) - (not expects(self.encoder)))):
+            out = self.graphs.run(kind, lambda: self.run(start, stop))
+            if out is not None:
+                return out
             self.random_states[-1].restore()
-        if out is None:
-            with torch.no_grad():
-                out = self.run(start, stop)
-        return out
+        with torch.no_grad():
+            return self.run(start, stop)
 
     @property
     def least(self) -> int:
@@ -319,10 +334,8 @@ class _Tower:
         with self.autocast():
             if isinstance(arguments, dict):
                 out = self.encoder(**arguments)
-            elif isinstance(arguments, tuple):
-                out = self.encoder(*arguments)
             else:
-                out = self.encoder(arguments)
+                out = self.encoder(*(arguments if isinstance(arguments, tuple) else (arguments,)))
         if out.shape[0] != stop - start:
             raise ValueError(f"an encoder returned {out.shape[0]} rows for {stop - start} samples")
         return out
@@ -354,32 +367,20 @@ class _Tower:
     def refuse_batch_norm(self) -> None:
         """Raise ValueError for batch normalisation in training mode that does not see the whole batch at once."""
         ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-        if not self.trained or (len(self.spans) == 1 and ranks == 1) or not isinstance(self.encoder, nn.Module):
-            return
-        for name, module in self.encoder.named_modules():
+        modules = self.encoder.named_modules() if self.trained and isinstance(self.encoder, nn.Module) else ()
+        for name, module in modules:
             if not isinstance(module, _BatchNorm) or not module.training:
                 continue
+            what = f"{name} is batch normalisation in training mode, which mixes the samples of a batch"
             if len(self.spans) > 1:
                 raise ValueError(
-                    f"{name} is batch normalisation in training mode, which mixes the samples of a batch: cut into "
-                    f"{len(self.spans)} chunks it would compute another function; freeze it (.eval()) or use one chunk"
+                    f"{what}: cut into {len(self.spans)} chunks it would compute another function; freeze it (.eval()) or use one chunk"
                 )
-            if not isinstance(module, nn.SyncBatchNorm) and not getattr(module, "synchronised", False):
+            if ranks > 1 and not isinstance(module, nn.SyncBatchNorm) and not getattr(module, "synchronised", False):
                 raise ValueError(
-                    f"{name} is batch normalisation in training mode, which mixes the samples of a batch: over {ranks} ranks it "
-                    "would see only a part of them; synchronise it (clipscale.distributed.sync_batch_norm) or freeze it (.eval())"
+                    f"{what}: over {ranks} ranks it would see only a part of them; synchronise it "
+                    "(clipscale.distributed.sync_batch_norm) or freeze it (.eval())"
                 )
-
-
-def _highest(towers: Sequence[_Tower], *values: int) -> list[int]:
-    """The largest of every rank's values, one by one."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return list(values)
-    modules = [tower.encoder for tower in towers if isinstance(tower.encoder, nn.Module)]
-    device = next((p.device for module in modules for p in module.parameters()), None)
-    found = torch.tensor(values, device=device)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return [int(value) for value in found.tolist()]
 
 
 class _Rows:

@@ -1,11 +1,12 @@
 """Contexts around one pass of an encoder: whether its gradients are summed over ranks, and its buffers kept."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
@@ -49,18 +50,46 @@ def expecting(encoder: Callable[..., Tensor], out: Tensor) -> Tensor:
         modules["module"] = module
 
 
+def rebuild_buckets(encoder: Callable[..., Tensor]) -> None:
+    """Lets DDP rebuild its buckets here, on all ranks alike, instead of in the first chunk with gradients, which ranks choose by memory.
+
+    It does so once, by collectives, in the first forward pass with gradients after its first sum.
+    """
+    if type(encoder) is DistributedDataParallel and torch.is_grad_enabled():
+        with encoder.no_sync():
+            expecting(encoder, torch.empty(0))
+
+
 def _only_no_sync(encoder: Callable[..., Tensor]) -> bool:
     others = ("gradient_sync", "set_requires_gradient_sync")
     return hasattr(encoder, "no_sync") and not any(hasattr(encoder, name) for name in others)
 
 
-def communicates(encoder: Callable[..., Tensor]) -> bool:
-    """Whether each pass exchanges something between ranks: FSDP2's weights, or statistics of batch normalisation."""
-    modules = encoder.modules() if isinstance(encoder, nn.Module) else ()
-    return any(
-        isinstance(module, FSDPModule | nn.SyncBatchNorm) or getattr(module, "synchronised", False)
-        for module in modules
-    )
+def groups_of(encoders: Sequence[Callable[..., Tensor]]) -> list[dist.ProcessGroup | None]:
+    """The groups of ranks that exchange something in each pass: shards of weights or of layers, or statistics of batch normalisation.
+
+    None stands for all ranks, where there is no process group yet.
+    """
+    found: list[dist.ProcessGroup | None] = []
+    for module in modules_of(encoders):
+        if isinstance(module, nn.SyncBatchNorm) or getattr(module, "synchronised", False):
+            found.append(module.process_group or dist.group.WORLD)  # type: ignore[arg-type]
+        for p in module.parameters(recurse=False):
+            found.extend(p.device_mesh.get_all_groups() if isinstance(p, DTensor) else ())
+    return list(dict.fromkeys(found))  # in the same order on all ranks
+
+
+def modules_of(encoders: Sequence[Callable[..., Tensor]]) -> Iterator[nn.Module]:
+    """All modules of the encoders that are modules."""
+    return (module for encoder in encoders if isinstance(encoder, nn.Module) for module in encoder.modules())
+
+
+def highest_of(groups: Sequence[dist.ProcessGroup | None], device: torch.device | None, *values: int) -> list[int]:
+    """The largest of the values of every rank of these groups, one by one."""
+    found = torch.tensor(values, device=device)
+    for group in groups:
+        dist.all_reduce(found, dist.ReduceOp.MAX, group)
+    return [int(value) for value in found.tolist()]
 
 
 @contextmanager

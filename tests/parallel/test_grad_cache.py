@@ -7,7 +7,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import clipscale
 from clipscale.distributed import World, gradient_norm
@@ -116,3 +120,74 @@ def test_the_summed_gradient_is_that_of_one_graph() -> None:
             assert_same(found, gradients(wanted), 1e-10)
             assert found_norm == pytest.approx(norm, rel=1e-10), WRAPPED[i]
             assert reductions == 2 + (parallel == "fsdp"), WRAPPED[i]
+
+
+class Scarce:
+    """An input whose first chunk runs out of memory, once."""
+
+    def __init__(self, rows: Tensor) -> None:
+        self.rows, self.out = rows, False
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def chunk(self, start: int, stop: int) -> Tensor:
+        if not self.out:
+            self.out = True
+            raise torch.OutOfMemoryError("no more")
+        return self.rows[start:stop]
+
+
+def _one_rank_runs_out(rank: int, world: int) -> tuple[dict[str, Tensor], int]:
+    """DDP rebuilds its buckets, with collectives, in the second step's first forward pass with gradients."""
+    peers, m = World(rank, world, torch.device("cpu")), models()
+    towers = [peers.wrap(m[name]) for name in ("image", "text")]
+    cache = GradCache(towers, lambda u, v: clipscale.contrastive_loss(u, v, 3.0), chunks=2, keep_bytes=10**6)
+    x, y = (part[rank * 6 : (rank + 1) * 6] for part in batch(12))
+    cache.step(x, y)
+    m.zero_grad()
+    cache.step(Scarce(x) if rank else x, y)
+    return gradients(m), len(cache.towers[0].graphs.kinds)
+
+
+def test_memory_that_ends_on_one_rank_where_ddp_rebuilds_its_buckets() -> None:
+    wanted = models()
+    features = (wanted[name](rows) for name, rows in zip(("image", "text"), batch(12), strict=True))
+    clipscale.contrastive_loss(*features, 3.0).backward()
+    answers = run_ranks(_one_rank_runs_out, 2, timeout_s=20)
+    assert [kept for _, kept in answers] == [3, 0]
+    for found, _ in answers:
+        assert_same(found, gradients(wanted), 1e-10)
+
+
+def _in_a_subgroup(rank: int, world: int) -> tuple[dict[str, Tensor], list[list[str]]]:
+    """Ranks 0 and 1, of which rank 1 has no memory for graphs; rank 2 takes no part."""
+    mesh = DeviceMesh("cpu", [0, 1])
+    if rank == 2:
+        return {}, []
+    m = models()
+    parallelize_module(
+        m["image"].net,
+        mesh,
+        {"0": ColwiseParallel(output_layouts=Replicate()), "4": RowwiseParallel(input_layouts=Replicate())},
+    )
+    fully_shard(m["text"], mesh=mesh)
+    cache = GradCache([m["image"], m["text"]], m["head"], chunks=2, keep_bytes=0 if rank else 10**6)
+    for _ in range(2):
+        m.zero_grad()
+        cache.step(*batch(6))
+    return gradients(m), [tower.graphs.kinds for tower in cache.towers]
+
+
+def test_towers_of_a_subgroup_agree_on_kept_graphs_within_it() -> None:
+    wanted = models()
+    wanted["head"](*(wanted[name](rows) for name, rows in zip(("image", "text"), batch(6), strict=True))).backward()
+    for found, kept in run_ranks(_in_a_subgroup, 3, timeout_s=30)[:2]:
+        assert_same(found, gradients(wanted), 1e-10)
+        assert kept == [[], []]
+
+
+def test_no_graphs_are_kept_under_fsdp1(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr("clipscale.grad_cache.FullyShardedDataParallel", nn.Linear)
+    cache = GradCache([nn.Linear(7, 5), models()["text"]], models()["head"], chunks=2, keep_bytes=10**6)
+    assert cache.budget.bytes == 0 and "keep_bytes=1000000: no graphs are kept under FSDP1" in caplog.text
