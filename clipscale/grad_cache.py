@@ -264,7 +264,7 @@ class _Tower:
             return False
         return not isinstance(self.encoder, nn.Module) or any(p.requires_grad for p in self.encoder.parameters())
 
-    def encode(self, batch: Any, before_chunk: Callable[[], None]) -> Tensor:
+    def encode(self, batch: Any, before_chunk: Callable[[], None] = lambda: None) -> Tensor:
         self.inputs = batch if isinstance(batch, Chunked) and not isinstance(batch, Tensor) else _Rows(batch)
         rows = len(self.inputs)
         if rows == 0:

@@ -1,11 +1,11 @@
 """The story of a run: build, resume, loop, evaluate, save. This is one process's part; the command line starts the processes."""
 
 import logging
-import math
 import time
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from traceback import clear_frames
 from typing import Any
 
 from clipscale import checkpoint, distributed
@@ -192,7 +192,10 @@ class Run:
         try:
             with self.profiler(self.step + 1):
                 record = self.whole_step()
-        except AbandonedError:
+        except AbandonedError as error:
+            clear_frames(error.__traceback__)  # they hold graphs, and saving takes memory
+            for tower in self.state.cache.towers:
+                tower.graphs.begin()
             self.within.save()
             before.restore()
             self.state.set_statistics(buffers)
@@ -205,8 +208,7 @@ class Run:
     def whole_step(self) -> dict[str, Any]:
         """The step itself."""
         state, cache, size = self.state, self.state.cache, self.sizes.at(self.step)
-        every = self.config.log.noise_scale
-        measured = every > 0 and (self.step + 1) % every == 0
+        measured = self.config.log.noise_scale > 0 and (self.step + 1) % self.config.log.noise_scale == 0
         phases = Phases(self.world.device, lambda name: self.heart.enter(name, self.step + 1))
         lr = self.set_learning_rate(size)
         batch, images, texts = self.inputs(size, measured=measured)
@@ -221,29 +223,16 @@ class Run:
         with phases("optim"):
             norm = state.gradient_norm()
             noise = state.noise_scale(size) if measured else {}
-            loss, grad_norm = Readback(value, norm).read()  # the only place where the device waits for the host
-            finite = math.isfinite(loss) and math.isfinite(grad_norm)
-            if not (finite or state.precision.can_lower_loss_scale) and self.config.optim.on_divergence == "stop":
-                state.stop_diverged(self.step, loss, grad_norm, batch.ids())
+            loss, grad_norm = Readback(value, norm).read()  # the only place where the host waits for the device
+            finite = state.check_finite(self.step, loss, grad_norm, batch.ids)
             if finite or state.precision.scaler:  # after an overflow the scaler skips the step and lowers its scale
                 state.update(norm)
         self.budget.after_step(phases)
         self.stages.after_step(phases)
         self.last_loss = loss
-        record = {
-            "step": self.step + 1,
-            "samples": self.sizes.before(self.step + 1),
-            "batch": size,
-            "loss": loss,
-            "lr": lr,
-            "grad_norm": grad_norm if finite else None,
-            "skipped": not finite,
-            **noise,
-            **self.first,
-        }
-        self.first = {}
-        self.records.add(record, phases, state.model.logit_scale.exp(), state.captions.widths(texts))
-        return record
+        return self.record(
+            size, phases, texts, lr=lr, grad_norm=grad_norm if finite else None, skipped=not finite, **noise
+        )
 
     def inputs(self, size: int, *, measured: bool) -> tuple[HostBatch, ChunkLoader, Any]:
         """Begin a step of `size` samples; returns its batch, which may still be arriving, and the towers' inputs.
@@ -265,6 +254,15 @@ class Run:
         batch.expect(state.cache.ranges(0, len(batch)))
         state.cache.before_chunk = self.before_chunk
         return batch, images, texts
+
+    def record(self, size: int, phases: Phases, texts: Any, **values: Any) -> dict[str, Any]:
+        """The record of a step that has ended; it is completed while the device works on the next one."""
+        step = self.step + 1
+        begun = {"step": step, "samples": self.sizes.before(step), "batch": size, "loss": self.last_loss}
+        record = begun | values | self.first
+        self.first = {}
+        self.records.add(record, phases, self.state.model.logit_scale.exp(), self.state.captions.widths(texts))
+        return record
 
     def before_chunk(self) -> None:
         """Leave the step at a signal, or save its progress."""

@@ -1,7 +1,7 @@
 """What a run trains: the model, the gradient cache around its towers, the optimizer, and how a batch's gradient updates them."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -315,9 +315,16 @@ class TrainState:
 
         return tree_map_only(Tensor, gathered, tree)
 
-    def stop_diverged(self, step: int, loss: float, grad_norm: float, ids: Tensor) -> None:
-        """End the run before the optimizer changes the weights; write these and the batch's sample ids to RUN/diverged/."""
-        every = torch.cat(self.world.gather(ids.clone()))
+    def check_finite(self, step: int, loss: float, grad_norm: float, ids: Callable[[], Tensor]) -> bool:
+        """Whether a step's loss and gradient are finite. Where they are not, and no lower loss scale can help, training has diverged.
+
+        Then, if the settings say so, the run ends before the optimizer changes the weights; these and the batch's sample `ids` are
+        written to RUN/diverged/, and a UserError is raised.
+        """
+        finite = math.isfinite(loss) and math.isfinite(grad_norm)
+        if finite or self.precision.can_lower_loss_scale or self.config.optim.on_divergence != "stop":
+            return finite
+        every = torch.cat(self.world.gather(ids().clone()))
         weights = self.whole(self.weights())
         if self.world.main:
             state = {"step": step, "loss": loss, "grad_norm": grad_norm, "model": weights, "samples": every}

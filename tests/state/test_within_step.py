@@ -3,6 +3,7 @@
 import io
 import json
 import shutil
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,8 +22,9 @@ from clipscale.config.sections import (
 )
 from clipscale.config.train import TrainConfig
 from clipscale.distributed import World
-from clipscale.errors import UserError
+from clipscale.errors import StoppedError, UserError
 from clipscale.launch.stopping import AbandonedError
+from clipscale.state.within_step import WithinStep
 from clipscale.train import Run, train
 from tests.ranks import run_ranks
 from tests.runs import ARCHITECTURE
@@ -228,6 +230,30 @@ def test_damaged_progress_is_left_out(
     file.write_bytes(data[: len(data) // 2] + b"!" + data[len(data) // 2 + 1 :])
     train(config)
     assert losses(tmp_path / "run") == undisturbed
+
+
+@pytest.mark.parametrize("call", [4, 7], ids=["first pass", "second pass"])
+def test_an_abandoned_step_holds_no_graphs_while_it_is_saved(
+    shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int
+) -> None:
+    graphs: list[weakref.ref[torch.Tensor]] = []
+    calls, save = 0, WithinStep.save
+
+    def before_chunk(run: Run) -> None:
+        nonlocal calls
+        calls += 1
+        graphs.extend(weakref.ref(out) for tower in run.state.cache.towers for out in tower.graphs.outputs)
+        if calls == call:
+            raise AbandonedError
+
+    def saved(within: WithinStep) -> None:
+        assert graphs and not any(graph() is not None for graph in graphs)
+        save(within)
+
+    monkeypatch.setattr(Run, "before_chunk", before_chunk)
+    monkeypatch.setattr(WithinStep, "save", saved)
+    with pytest.raises(StoppedError):
+        train(long_steps(shards, tmp_path / "run", cache=CacheConfig(image_chunk=4, text_chunk=6, keep="1G")))
 
 
 def on_a_rank(rank: int, world: int, config: TrainConfig, call: int) -> list[str]:
