@@ -6,7 +6,7 @@ D: feature width.
 import io
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.lib import format as npy
@@ -57,8 +57,8 @@ class StoredFeatures:
         """Write the row to `out`, (D,). Raises BrokenSampleError (`bad_features`) before anything is written."""
         try:
             row = self._row(data)
-        except Exception as error:  # numpy parses the header as Python's literals, which fail in many ways
-            raise BrokenSampleError("bad_features", f"{type(error).__name__}: {str(error)[:200]}") from error
+        except (ValueError, TypeError) as error:
+            raise BrokenSampleError("bad_features", str(error)) from error
         if not np.isfinite(row).all():
             raise BrokenSampleError("bad_features", "a value is not finite")
         np.copyto(out, row)
@@ -66,11 +66,20 @@ class StoredFeatures:
     def _row(self, data: bytes) -> np.ndarray:
         """The array in the bytes of a .npy file. Its header is checked first: numpy would allocate whatever that claims."""
         stream = io.BytesIO(data)
-        read = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}[npy.read_magic(stream)]
-        shape, _, dtype = read(stream)
+        shape, _, dtype = npy_header(stream)
         if shape != (self.width,) or dtype != self.dtype:
             raise ValueError(f"{dtype} {shape}, not {self.dtype} ({self.width},)")
         return np.frombuffer(data, dtype, self.width, stream.tell())
+
+
+def npy_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
+    """Shape, whether it lies by columns, and dtype of the array in a .npy file, which is left at the array's bytes. Raises ValueError."""
+    try:
+        read = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}[npy.read_magic(file)]
+        shape, by_columns, dtype = read(file)
+    except Exception as error:  # numpy parses the header as Python's literals, which fail in many ways
+        raise ValueError(f"{type(error).__name__}: {str(error)[:200]}") from error
+    return shape, by_columns, dtype
 
 
 def encoded_row(row: np.ndarray) -> bytes:

@@ -19,7 +19,6 @@ from clipscale.data.decode import TrainTransform, caption_of, image_bytes
 from clipscale.data.filters import caption_sources
 from clipscale.data.order import CounterRNG
 from clipscale.data.sample import BrokenSampleError, RawSample
-from clipscale.embed.progress import Progress
 from clipscale.models.bounded import longest_word
 from clipscale.models.towers import ClipModel
 from clipscale.precision import Precision
@@ -51,37 +50,26 @@ class FeatureEncoder:
         self.whole = TrainTransform(self.side, (1.0, 1.0), (1.0, 1.0), 0.0, most)
         self.central = replace(model.eval_transform(), side=self.side, max_pixels=most)
 
-    def groups(self, raws: Iterable[RawSample], progress: Progress) -> Iterator[Group]:
-        """All samples in their order. Groups that `progress` has are not encoded again. Threads decode the next group meanwhile."""
+    def groups(self, raws: Iterable[RawSample]) -> Iterator[Group]:
+        """All samples in their order. Threads decode the next group meanwhile."""
         with ThreadPoolExecutor(self.config.threads) as pool:
-            waiting: tuple[Group | list[RawSample], list[Future[np.ndarray | None]]] | None = None
+            waiting: tuple[list[RawSample], list[Future[np.ndarray | None]]] | None = None
             for some in groups(raws, self.config.batch):
-                done = progress.next(_keys(some))
-                pixels = [pool.submit(self.pixels, raw) for raw in some] if done is None and self.has(IMAGE) else []
+                pixels = [pool.submit(self.pixels, raw) for raw in some] if IMAGE in self.config.kinds else []
                 if waiting:
-                    yield self.finish(*waiting, progress)
-                waiting = (some if done is None else Group(some, [*map(self.caption, some)], done)), pixels
+                    yield self.group(*waiting)
+                waiting = some, pixels
             if waiting:
-                yield self.finish(*waiting, progress)
+                yield self.group(*waiting)
 
-    def finish(
-        self, group: Group | list[RawSample], pixels: Sequence[Future[np.ndarray | None]], progress: Progress
-    ) -> Group:
-        """Encode a group, unless that is done, and add it to `progress`."""
-        if isinstance(group, Group):
-            return group
-        captions = [self.caption(raw) for raw in group]
+    def group(self, raws: list[RawSample], pixels: Sequence[Future[np.ndarray | None]]) -> Group:
+        captions = [first_caption(raw, self.sources, self.config.data.max_word) for raw in raws]
         parts = []
-        if self.has(IMAGE):
+        if IMAGE in self.config.kinds:
             parts.append(self.encode([future.result() for future in pixels], self.images))
-        if self.has(TEXT):
+        if TEXT in self.config.kinds:
             parts.append(self.encode(captions, self.texts))
-        rows = np.stack(parts, 1)
-        progress.append(_keys(group), rows)
-        return Group(group, captions, rows)
-
-    def has(self, what: str) -> bool:
-        return what in self.config.kinds
+        return Group(raws, captions, np.stack(parts, 1))
 
     def encode(self, inputs: Sequence[T | None], encode: Callable[[list[T]], Tensor]) -> np.ndarray:
         """A feature row for every input, (n, D); NaN for None."""
@@ -113,14 +101,15 @@ class FeatureEncoder:
             return None
         return out
 
-    def caption(self, raw: RawSample) -> str | None:
-        """The first of the sample's texts that can be used; None if there is none."""
-        for source in self.sources:
-            with suppress(BrokenSampleError):
-                text = caption_of(raw.members, source)
-                if longest_word(text) <= self.config.data.max_word:
-                    return text
-        return None
+
+def first_caption(raw: RawSample, members: Sequence[str], max_word: int | None = None) -> str | None:
+    """The first of the sample's texts that can be used; None if there is none."""
+    for member in members:
+        with suppress(BrokenSampleError):
+            text = caption_of(raw.members, member)
+            if max_word is None or longest_word(text) <= max_word:
+                return text
+    return None
 
 
 def caption_members(data: DataConfig) -> list[str]:
@@ -140,7 +129,3 @@ def groups(raws: Iterable[RawSample], most: int) -> Iterator[list[RawSample]]:
             group, held = [], 0
     if group:
         yield group
-
-
-def _keys(raws: Sequence[RawSample]) -> list[str]:
-    return [raw.key for raw in raws]

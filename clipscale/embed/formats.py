@@ -16,7 +16,7 @@ from clipscale import files
 from clipscale.config.data import FEATURES
 from clipscale.config.tools import IMAGE, TEXT
 from clipscale.data.decode import IMAGE_TYPES
-from clipscale.data.features import encoded_row
+from clipscale.data.features import encoded_row, npy_header
 from clipscale.data.sample import RawSample, limits
 from clipscale.data.shards.access import scheme_of
 from clipscale.data.shards.counts import count_samples
@@ -50,6 +50,40 @@ def write_npy(path: Path, groups: Iterable[Group], kinds: Sequence[str]) -> None
 def array_path(path: Path, kind: str) -> Path:
     """The array beside NAME.jsonl."""
     return path.with_name(f"{path.name.removesuffix('.jsonl')}.{kind}.npy")
+
+
+@dataclass(frozen=True)
+class StoredArray:
+    """A .npy file (rows, D) whose header has been checked. It is open only while it is read: a set may have many."""
+
+    path: Path
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    offset: int
+    """Bytes of the header."""
+
+    def mapped(self) -> np.ndarray:
+        """The rows. Raises OSError, also for a file that has become too short."""
+        with files.opened(self.path) as file:
+            try:
+                return np.memmap(file, self.dtype, "r", self.offset, self.shape)
+            except ValueError as error:
+                raise OSError(f"{self.path}: {error}") from error
+
+
+def stored_array(path: Path) -> StoredArray:
+    """The array of features in a file. Raises OSError, and ValueError for another array or a damaged one."""
+    with files.opened(path) as file:
+        try:
+            shape, by_columns, dtype = npy_header(file)
+        except ValueError as error:
+            raise ValueError(f"{path.name}: {error}") from error
+        if len(shape) != 2 or dtype.kind != "f" or by_columns:
+            raise ValueError(f"{path.name} holds {dtype} {list(shape)}{' by columns' if by_columns else ''}")
+        found = StoredArray(path, dtype, shape, file.tell())
+        if file.seek(0, 2) < found.offset + shape[0] * shape[1] * dtype.itemsize:
+            raise ValueError(f"{path.name} is cut off")
+    return found
 
 
 def write_parquet(path: Path, groups: Iterable[Group], kinds: Sequence[str]) -> None:
@@ -99,7 +133,7 @@ def missing_npy(path: Path, kinds: Sequence[str]) -> dict[str, int]:
     """The rows of NaN of each array."""
     found = dict.fromkeys(kinds, 0)
     for kind in kinds:
-        rows = np.load(array_path(path, kind), mmap_mode="r", allow_pickle=False)
+        rows = stored_array(array_path(path, kind)).mapped()
         for start in range(0, len(rows), ROWS):
             found[kind] += int(np.isnan(rows[start : start + ROWS]).all(1).sum())
     return found

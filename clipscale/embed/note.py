@@ -1,4 +1,4 @@
-"""features.json: what the features in a folder are. Features that differ in it are never mixed."""
+"""features.json: what the features in a folder are. Features that differ in it are never mixed. Beside it lies SHARDS."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -14,6 +14,9 @@ from clipscale.embed.encode import caption_members
 from clipscale.embed.formats import FORMATS
 from clipscale.errors import UserError
 from clipscale.models.towers import ClipModel
+
+SHARDS = "shards.json"
+"""The file that says, for each of the files with features, its source, its samples, and how many of these lack each feature."""
 
 
 def features_note(config: EmbedConfig, model: ClipModel, settings: ModelConfig, *, tables: bool) -> dict[str, Any]:

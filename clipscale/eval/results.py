@@ -8,13 +8,14 @@ import logging
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import open_clip
 import torch
 
 from clipscale import __version__, files
 from clipscale.config.redact import redacted
+from clipscale.eval.examples import Examples
 from clipscale.eval.sets.item import EvalSet
 from clipscale.report.evaluations import read_evaluation
 
@@ -23,6 +24,9 @@ log = logging.getLogger(__name__)
 Results = dict[str, dict[str, float]]
 """Set name -> metric name -> value. Metrics are shares in [0, 1], except the counts `images`, `captions`, `questions`
 and `broken`, and ranks. `main` is the set's main metric in its suite."""
+
+CIRCUMSTANCES = {"time", "seconds", "checkpoint"}
+"""Entries of `measured` that the figures do not depend on."""
 
 
 def measured(item: EvalSet, about: dict[str, Any]) -> dict[str, Any]:
@@ -44,16 +48,6 @@ def measured(item: EvalSet, about: dict[str, Any]) -> dict[str, Any]:
     return found | about | {"versions": versions, "time": datetime.now(UTC).isoformat(timespec="seconds")}
 
 
-class Pictures(Protocol):
-    """What the report shows of a set: a gallery, or misses."""
-
-    def file(self, run_dir: Path) -> Path:
-        """The JSON file with its `step`."""
-
-    def save(self, run_dir: Path) -> None:
-        """Write it. Raises OSError."""
-
-
 class StoredResults:
     """The figures of an evaluation in RUN/eval, written set by set: an evaluation that is stopped keeps those it has.
 
@@ -70,13 +64,15 @@ class StoredResults:
         """The figures that are in the step's file already, for the same weights, prompts, precision and versions."""
         record = _earlier(_file(self.run_dir, self.step))
         stored, results = record.get("measured", {}), record.get("results", {})
-        return {
-            name: results[name]
-            for name, now in self.measured.items()
-            if name in results and _same(stored.get(name), redacted(now))
-        }
 
-    def save(self, results: Results, seconds: float, pictures: Pictures | None) -> None:
+        def facts(entry: Any) -> Any:
+            """An entry of `measured` without times and the name of the checkpoint."""
+            return isinstance(entry, dict) and {k: v for k, v in entry.items() if k not in CIRCUMSTANCES}
+
+        now = {name: facts(redacted(entry)) for name, entry in self.measured.items() if name in results}
+        return {name: results[name] for name, entry in now.items() if facts(stored.get(name)) == entry}
+
+    def save(self, results: Results, seconds: float, pictures: Examples | None) -> None:
         """Write the figures of a set, each file as a whole. Warns where that fails, as on a full disk: a run goes on."""
         about = {label: self.measured[label] for label in results}
         try:
@@ -95,25 +91,12 @@ class StoredResults:
         return self.step is not None and isinstance(stored, int) and stored > self.step
 
 
-def _same(one: Any, other: dict[str, Any]) -> bool:
-    """Whether two entries of `measured` are equal, apart from times and the name of the checkpoint."""
-    free = {"time", "seconds", "checkpoint"}
-    return isinstance(one, dict) and not any(
-        one.get(key) != other.get(key) for key in (one.keys() | other.keys()) - free
-    )
-
-
 def _file(run_dir: Path, step: int | None) -> Path:
     return files.inner_folder(run_dir, "eval") / ("final.json" if step is None else f"step_{step:08d}.json")
 
 
 def save_results(
-    run_dir: Path,
-    step: int | None,
-    results: Results,
-    *,
-    seconds: float,
-    about: dict[str, dict[str, Any]] | None = None,
+    run_dir: Path, step: int | None, results: Results, *, seconds: float, about: dict[str, Any] | None = None
 ) -> Path:
     """Write `eval/step_N.json`, or `eval/final.json`, as a whole. Results of other sets from an earlier call stay in the file.
 
@@ -121,13 +104,9 @@ def save_results(
     """
     path = _file(run_dir, step)
     earlier = _earlier(path)
-    about = {name: entry | {"seconds": round(seconds, 3)} for name, entry in (about or {}).items()}
-    record = {
-        "step": step,
-        "results": earlier.get("results", {}) | results,
-        "measured": earlier.get("measured", {}) | about,
-    }
-    files.write_json(path, redacted(record))
+    now = {name: entry | {"seconds": round(seconds, 3)} for name, entry in (about or {}).items()}
+    found = {"results": earlier.get("results", {}) | results, "measured": earlier.get("measured", {}) | now}
+    files.write_json(path, redacted({"step": step} | found))
     return path
 
 

@@ -5,8 +5,8 @@ N: images, M: captions, n: images of a batch, C: classes, D: feature width.
 
 import logging
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,11 @@ from clipscale.distributed import World
 from clipscale.errors import UserError
 from clipscale.eval import probe, retrieval, zero_shot
 from clipscale.eval.encode import Encoder, join
-from clipscale.eval.examples import Gallery, gallery
-from clipscale.eval.misses import Misses, misses
+from clipscale.eval.examples import Examples, gallery, misses
 from clipscale.eval.results import Results, StoredResults
 from clipscale.eval.sets import compositional
 from clipscale.eval.sets.item import CLASSIFICATION, RETRIEVAL, EvalSet
-from clipscale.eval.sets.train_split import probes
+from clipscale.eval.sets.load import probes
 from clipscale.eval.suites import chosen_sets
 from clipscale.hardware import cores_of_rank
 from clipscale.models.towers import ClipModel, weights_digest
@@ -38,18 +37,14 @@ def check(config: EvalConfig, world: World) -> list[EvalSet]:
 
     A collective: every rank calls it, and a mistake that one rank finds is raised on all. Raises UserError.
     """
-    sets, problem = [], ""
-    try:
+
+    def indexed() -> list[EvalSet]:
         check_values(config, "eval.")
         sets = chosen_sets(config)
-        sets += probes(sets, config.shots)
-    except UserError as error:
-        problem = str(error)
-    view = (problem, [(s.label(), len(s), len(s.captions)) for s in sets])
-    views = world.gather(view)
-    problems = [problem for problem, _ in views if problem]
-    if problems:
-        raise UserError(problems[0])
+        return sets + probes(sets, config.shots)
+
+    sets = world.on_all(indexed)
+    views = world.gather([(item.label(), len(item), len(item.captions)) for item in sets])
     if any(view != views[0] for view in views):
         raise UserError("eval.sets: the nodes see different files; put the sets on storage that all of them share")
     return sets
@@ -89,7 +84,9 @@ def evaluate(
         records = StoredResults(run_dir, step, sets, facts | (about or {}), keep_newer)
     known = world.on_main(records.known) if records and reuse else {}
     results: Results = {}
-    with torch.no_grad(), _evaluation_mode(model):
+    with torch.no_grad(), ExitStack() as stack:
+        stack.callback(model.train, model.training)
+        model.train(False)
         for item in sets:
             labels = {part: item.label(part) for part in item.parts}
             if known.keys() >= {*labels.values()}:
@@ -104,19 +101,9 @@ def evaluate(
     return results
 
 
-@contextmanager
-def _evaluation_mode(model: ClipModel) -> Iterator[None]:
-    training = model.training
-    model.train(False)
-    try:
-        yield
-    finally:
-        model.train(training)
-
-
-def _evaluated(encoder: Encoder, item: EvalSet, step: int | None) -> tuple[Results, Gallery | Misses | None]:
-    """The metrics of each part of a set, and under the name "" those of the set; on rank 0 what it finds or misses."""
-    pictures: Gallery | Misses | None = None
+def _evaluated(encoder: Encoder, item: EvalSet, step: int | None) -> tuple[Results, Examples | None]:
+    """The metrics of each part of a set, and under the name "" those of the set; on rank 0 what the report shows."""
+    pictures: Examples | None = None
     if item.train is not None:
         parts = {"": probe.metrics(encoder, item, item.train)}
     elif item.kind == CLASSIFICATION:
@@ -131,9 +118,8 @@ def _evaluated(encoder: Encoder, item: EvalSet, step: int | None) -> tuple[Resul
     return parts, pictures
 
 
-def _classification(encoder: Encoder, item: EvalSet, step: int | None) -> tuple[Results, Misses | None]:
-    world, device, C = encoder.world, encoder.world.device, len(item.classnames)
-    G = max(item.groups, default=-1) + 1
+def _classification(encoder: Encoder, item: EvalSet, step: int | None) -> tuple[Results, Examples | None]:
+    world, device, C, G = encoder.world, encoder.world.device, len(item.classnames), max(item.groups, default=-1) + 1
     classes_UD, rows_C = encoder.classes(item)
     counts_3C, counts_3G = (torch.zeros(3, n, dtype=torch.int64, device=device) for n in (C, G))
     predicted_C = torch.zeros(C, dtype=torch.int64, device=device)
@@ -193,7 +179,7 @@ def _encoded(encoder: Encoder, item: EvalSet) -> tuple[Tensor, Tensor, Tensor]:
     return images_ND, encoder.texts(item.captions), usable_N
 
 
-def _retrieval(encoder: Encoder, item: EvalSet, step: int | None) -> tuple[Results, Gallery | None]:
+def _retrieval(encoder: Encoder, item: EvalSet, step: int | None) -> tuple[Results, Examples | None]:
     images_ND, captions_MD, usable_N = _encoded(encoder, item)
     owner_M = torch.tensor(item.owner, device=encoder.world.device)
     parts = {}

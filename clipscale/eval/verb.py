@@ -65,14 +65,17 @@ def work(config: EvalRunConfig) -> Results:
                     if world.main:
                         log.warning("%s is left out: %s", one, error)
                     continue
-                results = _results(config, folder, world, model, step, about, reuse=every)
+                results = _results(config, folder, world, model, step, about)
                 if world.main and step is not None:
                     sinks.eval(step, results)
                 del model
     finally:
         distributed.stop()
-    if every and world.main:
-        _write_report(folder)
+    if every and world.main and (folder / "metrics.jsonl").is_file():  # with the results of all checkpoints as curves
+        try:
+            say(write_report(folder))
+        except (OSError, UserError) as error:
+            log.warning("%s/report.html could not be written (%s)", folder, error)
     return results
 
 
@@ -94,32 +97,16 @@ def _model(
 
 
 def _results(
-    config: EvalRunConfig,
-    folder: Path,
-    world: World,
-    model: ClipModel,
-    step: int | None,
-    about: dict[str, Any],
-    *,
-    reuse: bool,
+    config: EvalRunConfig, folder: Path, world: World, model: ClipModel, step: int | None, about: dict[str, Any]
 ) -> Results:
-    """Evaluate one model, and print its results."""
+    """Evaluate one model, and print its results. Of `checkpoint=all`, figures that are stored already are not computed again."""
     precision = Precision(config.precision, world.device)
     model.to(world.device)
     for tower in (model.image, model.text):
         precision.convert(tower)
-    about = {"precision": config.precision.name} | about
-    results = evaluate(
-        model,
-        config.eval,
-        world,
-        autocast=precision.autocast,
-        run_dir=folder,
-        step=step,
-        about=about,
-        reuse=reuse,
-        keep_newer=True,
-    )
+    place: dict[str, Any] = {"run_dir": folder, "step": step, "about": {"precision": config.precision.name} | about}
+    reuse = bool(config.run) and config.checkpoint == "all"
+    results = evaluate(model, config.eval, world, autocast=precision.autocast, reuse=reuse, keep_newer=True, **place)
     if world.main:
         title = folder.name if step is None else f"{folder.name}, step {step}"
         print_results(results, title)
@@ -130,37 +117,22 @@ def _results(
     return results
 
 
-def _write_report(folder: Path) -> None:
-    """Write the run's report, which shows the results of all checkpoints as curves, if the run has one."""
-    if (folder / "metrics.jsonl").is_file():
-        try:
-            say(write_report(folder))
-        except (OSError, UserError) as error:
-            log.warning("%s/report.html could not be written (%s)", folder, error)
-
-
 def _complete(config: EvalConfig, settings: Path) -> None:
     """Set what is not given of `sets`, `suite` and `root` as in the run's settings. Raises UserError where they have no sets either."""
     with files.reported("eval.sets", settings, "give eval.sets=[FOLDER,...]"):
         record = files.read_tree(settings) if settings.is_file() else {}
     own = record["eval"] if isinstance(record.get("eval"), dict) else {}
     if not config.wanted:
-        config.sets = _sets_of(own, settings)
+        sets = own.get("sets") or []
+        if not (isinstance(sets, list) and all(isinstance(one, str) for one in sets)):
+            raise UserError(f"eval.sets: {settings} holds no list of folders; give eval.sets=[FOLDER,...]")
+        config.sets = list(restored(sets))
+        if any(map(incomplete, config.sets)):
+            raise UserError(
+                f"eval.sets={config.sets}: the run's settings hold no secrets; give eval.sets again, or set the variable"
+            )
         config.suite = own["suite"] if own.get("suite") in SUITES else "none"
     if config.root is None and isinstance(own.get("root"), str):
         config.root = restored(own["root"])
     if not config.wanted:
         raise UserError("eval.sets is empty, here and in the settings of a run; give eval.sets=[FOLDER,...]")
-
-
-def _sets_of(own: dict[str, Any], settings: Path) -> list[str]:
-    """The evaluation sets in the run's settings. Raises UserError for what is no list of complete paths."""
-    found = own.get("sets")
-    if found and not (isinstance(found, list) and all(isinstance(one, str) for one in found)):
-        raise UserError(f"eval.sets: {settings} holds no list of folders; give eval.sets=[FOLDER,...]")
-    sets = restored(found or [])
-    if any(map(incomplete, sets)):
-        raise UserError(
-            f"eval.sets={sets}: the run's settings hold no secrets; give eval.sets again, or set the variable"
-        )
-    return list(sets)

@@ -25,8 +25,6 @@ def class_embeddings(
     encode_text: (n, T) integer tokens -> (n, D), called with exactly `batch` rows except at the end. templates: with {c} for the class.
     Returns (C, D) float32 on the device of the encoder's output, rows of length 1.
     """
-    if not classnames or not templates:
-        raise ValueError(f"class embeddings need classes and templates, got {len(classnames)} and {len(templates)}")
     prompts = [render(template, name) for name in classnames for template in templates]
     sums: Tensor | None = None
     for start in range(0, len(prompts), batch):
@@ -66,15 +64,8 @@ def accuracy_counts(ranks_n: Tensor, target_n: Tensor, classes: int) -> Tensor:
 def accuracy_metrics(counts_3C: Tensor) -> dict[str, float]:
     """`top1` and `top5`, as shares of all images, and `mean_per_class_recall`, the mean top-1 of the classes with images."""
     images, top1, top5 = counts_3C.double().unbind(0)
-    total = images.sum()
-    if total == 0:
-        raise ValueError("accuracy of zero images")
-    present = images > 0
-    return {
-        "top1": float(top1.sum() / total),
-        "top5": float(top5.sum() / total),
-        "mean_per_class_recall": float((top1[present] / images[present]).mean()),
-    }
+    shares = {"top1": float(top1.sum() / images.sum()), "top5": float(top5.sum() / images.sum())}
+    return shares | {"mean_per_class_recall": float((top1 / images)[images > 0].mean())}
 
 
 def macro_f1(counts_3C: Tensor, predicted_C: Tensor) -> float:

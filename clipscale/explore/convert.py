@@ -5,8 +5,7 @@ D: feature width.
 
 import hashlib
 import json
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +13,14 @@ import numpy as np
 
 from clipscale import files
 from clipscale.config.data import DataConfig
-from clipscale.data.decode import caption_of
 from clipscale.data.features import NOTE, StoredFeatures
 from clipscale.data.order import CounterRNG
 from clipscale.data.sample import BrokenSampleError, RawSample, limits
 from clipscale.data.shards import parquet
 from clipscale.data.shards.reader import ReadProblem, read_shard
-from clipscale.embed.encode import Group, caption_members
+from clipscale.embed.encode import Group, caption_members, first_caption
 from clipscale.embed.formats import MEMBERS, write_npy
-from clipscale.embed.verb import SHARDS
+from clipscale.embed.note import SHARDS
 from clipscale.explore.embedded import kinds_of
 from clipscale.terminal import say
 
@@ -54,7 +52,9 @@ def _converted(folder: Path, out: Path, note: dict[str, Any], entries: dict[str,
     key = hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=8).hexdigest()
     place, kinds = files.inner_folder(out, key), kinds_of(note)
     readers = {kind: StoredFeatures(MEMBERS[kind], int(note["width"]), str(note["dtype"])) for kind in kinds}
-    parts = _part_names(entries)
+    parts = {name: f"{name.rpartition('.')[0]}.jsonl" for name in entries}
+    if len(set(parts.values())) < len(parts):
+        raise ValueError("a shard is there in two formats; embed each into a folder of its own")
     for name, entry in entries.items():
         path = place / parts[name]
         if not path.is_file():
@@ -66,13 +66,6 @@ def _converted(folder: Path, out: Path, note: dict[str, Any], entries: dict[str,
     files.write_json(place / SHARDS, shards)
     files.write_json(place / NOTE, {"features": note})
     return place
-
-
-def _part_names(names: Iterable[str]) -> dict[str, str]:
-    """The file of each one's rows: its name without the ending, or with it where `a.tar` and `a.parquet` share the rest."""
-    stems = {name: name.rpartition(".")[0] for name in names}
-    shared = Counter(stems.values())
-    return {name: f"{stem if shared[stem] == 1 else name}.jsonl" for name, stem in stems.items()}
 
 
 def _all(groups: Iterator[Group], name: str, samples: int) -> Iterator[Group]:
@@ -105,29 +98,16 @@ def _rows(column: Any, reader: StoredFeatures) -> np.ndarray:
 
 
 def _of_shard(path: Path, readers: dict[str, StoredFeatures], captions: Sequence[str]) -> Iterator[Group]:
-    problem = ReadProblem()
+    problem, first = ReadProblem(), next(iter(readers.values()))
     members = limits([reader.member for reader in readers.values()], [one.partition(":")[0] for one in captions])
     for raw in read_shard(str(path), problem, kinds=members):
-        row = np.full((1, len(readers), next(iter(readers.values())).width), np.nan, _dtype(readers))
+        row = np.full((1, len(readers), first.width), np.nan, first.dtype)
         for number, reader in enumerate(readers.values()):
             if reader.member in raw.members:
                 try:
                     reader(raw.members[reader.member], CounterRNG(0), row[0, number])
                 except BrokenSampleError as error:
                     raise ValueError(f"{path.name}: sample {raw.key}: {error}") from error
-        yield Group([raw], [_caption(raw, captions)], row)
+        yield Group([raw], [first_caption(raw, captions)], row)
     if problem.reason:
         raise ValueError(f"{path.name}: {problem.reason} ({problem.detail})")
-
-
-def _dtype(readers: dict[str, StoredFeatures]) -> str:
-    return next(iter(readers.values())).dtype
-
-
-def _caption(raw: RawSample, members: Sequence[str]) -> str | None:
-    for member in members:
-        try:
-            return caption_of(raw.members, member)
-        except BrokenSampleError:
-            continue
-    return None

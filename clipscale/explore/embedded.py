@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.lib import format as npy
 
 from clipscale import files
 from clipscale.config.tools import IMAGE, TEXT
 from clipscale.data.features import NOTE
-from clipscale.embed.formats import LONGEST_LINE, array_path
-from clipscale.embed.verb import SHARDS
+from clipscale.embed.formats import LONGEST_LINE, StoredArray, array_path, stored_array
+from clipscale.embed.note import SHARDS
 from clipscale.errors import UserError
 
 KINDS = (IMAGE, TEXT)
@@ -39,25 +38,6 @@ class Sample(NamedTuple):
     row: int
     key: str
     caption: str
-
-
-@dataclass(frozen=True)
-class StoredArray:
-    """A .npy file (rows, D) whose header has been checked. It is open only while it is searched: a set may have many."""
-
-    path: Path
-    dtype: np.dtype
-    shape: tuple[int, int]
-    offset: int
-    """Bytes of the header."""
-
-    def mapped(self) -> np.ndarray:
-        """The rows. Raises OSError, also for a file that has become too short."""
-        with files.opened(self.path) as file:
-            try:
-                return np.memmap(file, self.dtype, "r", self.offset, self.shape)
-            except ValueError as error:
-                raise OSError(f"{self.path}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -111,18 +91,9 @@ class EmbeddedSet:
         return Part(path.name.removesuffix(".jsonl"), source, path, lines, features)
 
     def _stored(self, path: Path, rows: int) -> StoredArray:
-        with files.opened(path) as file:
-            try:
-                read = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}[npy.read_magic(file)]
-                shape, by_columns, dtype = read(file)
-            except Exception as error:  # numpy parses the header as Python's literals, which fail in many ways
-                raise ValueError(f"{path.name}: {error}") from error
-            wanted = rows, int(self.note["width"])
-            if shape != wanted or dtype not in (np.float16, np.float32) or by_columns:
-                raise ValueError(f"{path.name} holds {dtype} {list(shape)}{' by columns' if by_columns else ''}")
-            found = StoredArray(path, dtype, wanted, file.tell())
-            if file.seek(0, 2) < found.offset + rows * wanted[1] * dtype.itemsize:
-                raise ValueError(f"{path.name} is cut off")
+        found = stored_array(path)
+        if found.shape != (rows, int(self.note["width"])) or found.dtype not in (np.float16, np.float32):
+            raise ValueError(f"{path.name} holds {found.dtype} {list(found.shape)}")
         return found
 
     def features(self, kind: str) -> Iterator[np.ndarray]:

@@ -35,24 +35,16 @@ class LRUCache(Generic[T]):
         self.most, self.lock = most, threading.Lock()
         self.values: OrderedDict[Hashable, T] = OrderedDict()
 
-    def get(self, key: Hashable) -> T | None:
-        """The value of a key, None if there is none."""
+    def get(self, key: Hashable, compute: Callable[[], T] | None = None) -> T:
+        """The value of a key, computed if there is none. Raises KeyError for a key that cannot be computed."""
         with self.lock:
-            if key in self.values:
-                self.values.move_to_end(key)
-            return self.values.get(key)
-
-    def get_or_compute(self, key: Hashable, compute: Callable[[], T]) -> T:
-        """The value of a key, computed if there is none."""
-        with self.lock:
-            if key in self.values:
+            if compute is None or key in self.values:
                 self.values.move_to_end(key)
                 return self.values[key]
         value = compute()
         with self.lock:
             self.values[key] = value
-            self.values.move_to_end(key)
-            while len(self.values) > self.most:
+            if len(self.values) > self.most:
                 self.values.popitem(last=False)
         return value
 
@@ -70,8 +62,7 @@ class Pictures:
         """A picture's bytes. Raises BrokenSampleError: also `no_such_sample` and the reasons of shards that cannot be read."""
         if part not in self.sources:
             raise BrokenSampleError("no_such_sample", part)
-        problem = ReadProblem()
-        store = Store(access_of(self.data))
+        problem, store = ReadProblem(), Store(access_of(self.data))
         wanted = read_shard(
             self.sources[part], problem, lambda n: n == row, self.kinds, lazy=True, store=store, offsets=self._offsets
         )
@@ -86,10 +77,10 @@ class Pictures:
 
     def shown(self, part: str, row: int) -> bytes:
         """The picture as a JPEG of at most SIDE x SIDE pixels. Raises BrokenSampleError."""
-        return self.small.get_or_compute((part, row), lambda: self._shown(part, row))
+        return self.small.get((part, row), lambda: self._small(self.encoded(part, row)))
 
-    def _shown(self, part: str, row: int) -> bytes:
-        data, out = self.encoded(part, row), io.BytesIO()
+    def _small(self, data: bytes) -> bytes:
+        out = io.BytesIO()
         with DECODING, broken_pictures():
             image = open_picture(data, self.data.max_pixels)
             image.draft("RGB", (2 * SIDE, 2 * SIDE))
@@ -100,15 +91,14 @@ class Pictures:
 
     def _offsets(self, url: str, opened: Opened) -> np.ndarray | None:
         """Where a shard's samples begin: from its index, or, if it is a local tar, from its headers, which are read once."""
-        return self.offsets.get_or_compute(url, lambda: self._found_offsets(url, opened))
 
-    def _found_offsets(self, url: str, opened: Opened) -> np.ndarray | None:
-        found = index.sample_offsets(url, opened, self.data.cache)
-        if found is not None or not is_local(url):
-            return found
-        problem, statistics = ReadProblem(), ShardStatistics()
-        for _ in read_shard(
-            url, problem, lambda _: False, {}, store=Store(access_of(self.data)), statistics=statistics
-        ):
-            pass
-        return None if problem.reason or statistics.packed else np.array(statistics.offsets)
+        def found() -> np.ndarray | None:
+            indexed = index.sample_offsets(url, opened, self.data.cache)
+            if indexed is not None or not is_local(url):
+                return indexed
+            problem, statistics, store = ReadProblem(), ShardStatistics(), Store(access_of(self.data))
+            for _ in read_shard(url, problem, lambda _: False, {}, store=store, statistics=statistics):
+                pass
+            return None if problem.reason or statistics.packed else np.array(statistics.offsets)
+
+        return self.offsets.get(url, found)

@@ -4,7 +4,6 @@ n: rows of a tile, D: feature width, k: results.
 """
 
 from collections.abc import Iterable
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,15 +13,10 @@ TILE = 1 << 14
 """Rows compared at once: 32 MiB of 512 float32 numbers."""
 
 
-class Match(NamedTuple):
-    """A row and its similarity to the query, the cosine of unit features."""
+def nearest(parts: Iterable[np.ndarray], query_D: Tensor, count: int) -> list[tuple[int, float]]:
+    """The k = `count` rows with the largest dot products, and these, best first; of equal ones the first row.
 
-    row: int
-    score: float
-
-
-def nearest(parts: Iterable[np.ndarray], query_D: Tensor, count: int) -> list[Match]:
-    """The k = `count` rows with the largest dot products, best first; of equal ones the first row. Rows with a NaN are left out.
+    Rows with a NaN are left out.
 
     parts: arrays (n, D) of any float type, often mapped from files; their rows are numbered through.
     """
@@ -38,4 +32,4 @@ def nearest(parts: Iterable[np.ndarray], query_D: Tensor, count: int) -> list[Ma
             kept = scores.argsort(descending=True, stable=True)[:count]
             scores, rows = scores[kept], rows[kept]
         first += len(part)
-    return [Match(row, score) for row, score in zip(rows.tolist(), scores.tolist()) if score > -torch.inf]
+    return [(row, score) for row, score in zip(rows.tolist(), scores.tolist()) if score > -torch.inf]

@@ -6,7 +6,6 @@ D: feature width, C: classes.
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,13 +23,6 @@ from clipscale.explore.pictures import DECODING
 from clipscale.explore.search import nearest
 from clipscale.models.towers import ClipModel, load_any
 from clipscale.precision import Precision
-
-
-class Found(NamedTuple):
-    """A sample and its similarity to the query."""
-
-    sample: Sample
-    score: float
 
 
 @dataclass
@@ -76,11 +68,11 @@ class SearchModel:
         shares = (scores * self.model.logit_scale.detach().float().exp()).softmax(0)
         return list(zip(shares.tolist(), scores.tolist()))
 
-    def found(self, query_D: Tensor, kind: str, count: int) -> list[Found]:
-        """The samples whose feature of that kind is nearest to a query, best first."""
+    def found(self, query_D: Tensor, kind: str, count: int) -> list[tuple[Sample, float]]:
+        """The samples whose feature of that kind is nearest to a query, with their similarity, best first."""
         assert self.embedded is not None
         matches = nearest(self.embedded.features(kind), query_D, count)
-        return [Found(self.embedded.sample(match.row), match.score) for match in matches]
+        return [(self.embedded.sample(row), score) for row, score in matches]
 
     def some(self, count: int) -> list[Sample]:
         """Samples at even distances."""

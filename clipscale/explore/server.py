@@ -6,7 +6,7 @@ import json
 import socket
 from collections.abc import Callable, Sequence
 from functools import partial
-from ipaddress import ip_address
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -23,8 +23,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from clipscale.config.explore import ExploreConfig
 from clipscale.config.tools import IMAGE, TEXT
 from clipscale.data.sample import BrokenSampleError
+from clipscale.explore.embedded import Sample
 from clipscale.explore.pictures import LRUCache, Pictures
-from clipscale.explore.search_model import Found, SearchModel
+from clipscale.explore.search_model import SearchModel
 from clipscale.units import whole_number
 
 PAGE = {"": "text/html", "page.css": "text/css", "page.js": "text/javascript"}
@@ -47,14 +48,9 @@ def serve(taken: socket.socket, models: Sequence[SearchModel], pictures: Picture
     """Answer at a socket until SIGINT or SIGTERM."""
     import uvicorn
 
-    settings = uvicorn.Config(
-        application(models, pictures, config),
-        log_level="error",
-        access_log=False,
-        server_header=False,
-        limit_concurrency=128,
-        timeout_graceful_shutdown=2,
-    )
+    page = application(models, pictures, config)
+    settings = uvicorn.Config(page, log_level="error", access_log=False, server_header=False, limit_concurrency=128)
+    settings.timeout_graceful_shutdown = 2
     asyncio.run(uvicorn.Server(settings).serve(sockets=[taken]))
 
 
@@ -62,35 +58,22 @@ def application(models: Sequence[SearchModel], pictures: Pictures, config: Explo
     """The page and its answers."""
     answers = _Answers(models, pictures, config)
     routes = [Route(f"/{name}", partial(_file, name or "page.html", kind)) for name, kind in PAGE.items()]
-    routes += [
-        Route("/about", answers.about),
-        Route("/small/{part}/{row:int}", answers.small),
-        Route("/some", answers.some, methods=["POST"]),
-        Route("/search", answers.search, methods=["POST"]),
-        Route("/picture", answers.picture, methods=["POST"]),
-        Route("/sample", answers.sample, methods=["POST"]),
-        Route("/classes", answers.classes, methods=["POST"]),
-    ]
-    app = Starlette(
-        routes=routes, exception_handlers={HTTPException: _refused, BrokenSampleError: _broken, OSError: _failed}
-    )
-    return Guard(app, config.host)
+    routes += [Route("/about", answers.about), Route("/small/{part}/{row:int}", answers.small)]
+    for asked in (answers.some, answers.search, answers.picture, answers.sample, answers.classes):
+        routes.append(Route(f"/{asked.__name__}", asked, methods=["POST"]))
+    problems = dict.fromkeys((HTTPException, BrokenSampleError, OSError), _problem)
+    return Guard(Starlette(routes=routes, exception_handlers=problems), config.host)
 
 
 async def _file(name: str, kind: str, request: Request) -> Response:
     return Response(Path(__file__).with_name(name).read_bytes(), media_type=kind)
 
 
-async def _refused(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    return _json({"error": error.detail}, error.status_code)
-
-
-async def _broken(request: Request, error: Exception) -> Response:
-    return _json({"error": f"this picture cannot be used ({error})"}, 422)
-
-
-async def _failed(request: Request, error: Exception) -> Response:
+async def _problem(request: Request, error: Exception) -> Response:
+    if isinstance(error, HTTPException):
+        return _json({"error": error.detail}, error.status_code)
+    if isinstance(error, BrokenSampleError):
+        return _json({"error": f"this picture cannot be used ({error})"}, 422)
     return _json({"error": f"the set cannot be read ({error})"}, 500)
 
 
@@ -143,19 +126,19 @@ class Guard:
             name = (urlsplit(f"//{host}").hostname or "").lower()
         except ValueError:
             return False
-        return name in self.names or _loopback(name) or (self.open and _is_address(name))
+        return name in self.names or _loopback(name) or (self.open and _address(name) is not None)
 
 
-def _is_address(name: str) -> bool:
+def _address(name: str) -> IPv4Address | IPv6Address | None:
     try:
-        ip_address(name)
+        return ip_address(name)
     except ValueError:
-        return False
-    return True
+        return None
 
 
 def _loopback(name: str) -> bool:
-    return name == "localhost" or (_is_address(name) and ip_address(name).is_loopback)
+    address = _address(name)
+    return name == "localhost" or (address is not None and address.is_loopback)
 
 
 class _Answers:
@@ -193,10 +176,8 @@ class _Answers:
 
     async def picture(self, request: Request) -> Response:
         """The captions and pictures nearest to a picture that the request holds, by each model."""
-        count = request.query_params.get("count", "24")
-        asked = {"count": whole_number(count) or 0}
-        _count(asked)
-        return await self.near(await _body(request, self.most_bytes), asked)
+        count = _count({"count": whole_number(request.query_params.get("count", "24"))})
+        return await self.near(await _body(request, self.most_bytes), count)
 
     async def sample(self, request: Request) -> Response:
         """The same for a picture of the set."""
@@ -204,12 +185,12 @@ class _Answers:
         part, row = asked.get("part"), asked.get("row")
         if not isinstance(part, str) or type(row) is not int:
             raise HTTPException(400, "give a part and a row")
-        return await self.near(await run_in_threadpool(self.pictures.encoded, part, row), asked)
+        return await self.near(await run_in_threadpool(self.pictures.encoded, part, row), _count(asked))
 
-    async def near(self, data: bytes, asked: dict[str, Any]) -> Response:
-        key, count = hashlib.blake2b(data, digest_size=16).hexdigest(), _count(asked)
+    async def near(self, data: bytes, count: int) -> Response:
+        key = hashlib.blake2b(data, digest_size=16).hexdigest()
         features = await run_in_threadpool(lambda: [model.encode_image(data) for model in self.models])
-        self.queries.get_or_compute(key, lambda: features)
+        self.queries.get(key, lambda: features)
 
         def work(model: SearchModel) -> Any:
             query = features[self.models.index(model)]
@@ -221,17 +202,14 @@ class _Answers:
         """The probabilities of labels for a picture that was asked for before, by each model."""
         asked = await _asked(request)
         labels, template = asked.get("labels"), _text(asked, "template")
-        if (
-            not isinstance(labels, list)
-            or not 0 < len(labels) <= MOST_LABELS
-            or not all(isinstance(one, str) for one in labels)
-        ):
+        if not isinstance(labels, list) or not labels or not {*map(type, labels)} <= {str} or len(labels) > MOST_LABELS:
             raise HTTPException(400, f"give 1 to {MOST_LABELS} labels")
         if "{}" not in template:
             raise HTTPException(400, "write {} where the label goes in the prompt")
-        features = self.queries.get(str(asked.get("picture")))
-        if features is None:
-            raise HTTPException(404, "this picture is no longer kept; give it again")
+        try:
+            features = self.queries.get(str(asked.get("picture")))
+        except KeyError as error:
+            raise HTTPException(404, "this picture is no longer kept; give it again") from error
 
         def work(model: SearchModel) -> Any:
             found = model.classes(features[self.models.index(model)], labels, template.replace("{}", "{c}"))
@@ -244,8 +222,8 @@ class _Answers:
         return _json({"answers": [await run_in_threadpool(work, model) for model in self.models], **more})
 
 
-def _rows(found: Sequence[Found]) -> list[dict[str, Any]]:
-    return [{**one.sample._asdict(), "score": one.score} for one in found]
+def _rows(found: Sequence[tuple[Sample, float]]) -> list[dict[str, Any]]:
+    return [{**sample._asdict(), "score": score} for sample, score in found]
 
 
 async def _body(request: Request, most: int) -> bytes:

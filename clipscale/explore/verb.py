@@ -9,7 +9,6 @@ from contextlib import suppress
 from dataclasses import replace
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any
 
 from clipscale import distributed
 from clipscale.config.checks import check_values
@@ -18,7 +17,7 @@ from clipscale.config.redact import redacted
 from clipscale.config.tools import IMAGE, TEXT
 from clipscale.data.features import NOTE
 from clipscale.data.shards.access import is_local
-from clipscale.embed.verb import main as embed
+from clipscale.embed.run import embed
 from clipscale.errors import UserError
 from clipscale.explore.convert import as_arrays
 from clipscale.explore.embedded import EmbeddedSet
@@ -79,10 +78,10 @@ def prepared(config: ExploreConfig) -> tuple[list[SearchModel], Pictures]:
     distributed.stop()
     models = [load(one, device) for one in config.models()]
     for model in models:
-        model.embedded = next((one for one in sets if fits(one, model)), None) or _embedded(model, sources, sets)
+        model.embedded = next((one for one in sets if not misfit(one, model)), None) or _embedded(model, sources, sets)
     searched = [model.embedded for model in models if model.embedded]
     if idle := next((one for one in sets if all(other is not one for other in searched)), None):
-        raise UserError(_misfit(idle, models[0]))
+        raise UserError(misfit(idle, models[0]))
     return models, Pictures(_places(searched), config.data)
 
 
@@ -92,7 +91,8 @@ def _places(sets: Sequence[EmbeddedSet]) -> dict[str, str]:
     for embedded in sets:
         for part in embedded.parts:
             source, folder = found.setdefault(part.name, (part.source, embedded.folder))
-            if _place(source) != _place(part.source):
+            one, other = (Path(place).resolve() if is_local(place) else place for place in (source, part.source))
+            if one != other:
                 raise UserError(
                     f"data: the part {part.name} is of {redacted(source)} in {folder}, and of {redacted(part.source)} in "
                     f"{embedded.folder}; compare models on sets of the same shards: data=[FOLDER,SHARDS]"
@@ -100,42 +100,30 @@ def _places(sets: Sequence[EmbeddedSet]) -> dict[str, str]:
     return {name: source for name, (source, _) in found.items()}
 
 
-def _place(source: str) -> Path | str:
-    return Path(source).resolve() if is_local(source) else source
+def misfit(embedded: EmbeddedSet, model: SearchModel) -> str:
+    """Why the features are not those that the model computes; empty if they are.
 
-
-def fits(embedded: EmbeddedSet, model: SearchModel) -> bool:
-    """Whether the features are those that the model computes: of its weights, and of pixels as those of its queries."""
-    return not _difference(embedded, model)
-
-
-def _difference(embedded: EmbeddedSet, model: SearchModel) -> str:
-    """The name of the first value of the note that is not the model's. Older notes have fewer values."""
-    ours, theirs = _values(model.note), _values(embedded.note)
+    They must be of its weights, and of pixels as those of its queries. Older notes have fewer values.
+    """
+    notes = [(note, note.get("inputs")) for note in (embedded.note, model.note)]
+    theirs, ours = (note | (inputs if isinstance(inputs, dict) else {}) for note, inputs in notes)
     names = ["weights", *(name for name in (TEXT, *(PIXELS if IMAGE in embedded.kinds else ())) if name in theirs)]
-    return next((name for name in names if theirs.get(name) != ours.get(name)), "")
-
-
-def _values(note: dict[str, Any]) -> dict[str, Any]:
-    inputs = note.get("inputs")
-    return note | (inputs if isinstance(inputs, dict) else {})
+    name = next((name for name in names if theirs.get(name) != ours.get(name)), "")
+    if not name:
+        return ""
+    value, own = (str(note.get(name))[:80] for note in (theirs, ours))
+    what = f"with {name}={value}, and {model.title} takes {name}={own}"
+    if name in ("weights", TEXT):
+        named = str(theirs.get("model", "another model"))[:80]
+        what = f"of other weights of {named} (digest {value[:8]}) than those of {model.title} ({own[:8]})"
+    return f"data={embedded.folder}: its features are {what}; embed the set with that model, or add its shards: data=[FOLDER,SHARDS]"
 
 
 def _embedded(model: SearchModel, sources: list[str], sets: list[EmbeddedSet]) -> EmbeddedSet:
     """The set of a model that none of the given folders is of: its sources are embedded, or were by an earlier call."""
     if not sources:
-        raise UserError(_misfit(sets[0], model))
+        raise UserError(misfit(sets[0], model))
     names = json.dumps([model.note, sources], sort_keys=True)
     folder = Path(model.config.out) / hashlib.blake2b(names.encode(), digest_size=8).hexdigest()
     embed(replace(model.config, out=str(folder), data=replace(model.config.data, train=sources)))
     return EmbeddedSet(folder)
-
-
-def _misfit(embedded: EmbeddedSet, model: SearchModel) -> str:
-    name = _difference(embedded, model)
-    theirs, ours = (str(_values(note).get(name))[:80] for note in (embedded.note, model.note))
-    what = f"with {name}={theirs}, and {model.title} takes {name}={ours}"
-    if name in ("weights", TEXT):
-        named = str(embedded.note.get("model", "another model"))[:80]
-        what = f"of other weights of {named} (digest {theirs[:8]}) than those of {model.title} ({ours[:8]})"
-    return f"data={embedded.folder}: its features are {what}; embed the set with that model, or add its shards: data=[FOLDER,SHARDS]"

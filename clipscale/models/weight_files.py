@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.lib import format as npy
 from safetensors.torch import load_file
 from torch import Tensor
 
 from clipscale import files
 from clipscale.checkpoint import archive
+from clipscale.data.features import npy_header
 
 WRAPPERS = ("state_dict", "model")
 """Entries in which trainers keep the weights."""
@@ -65,9 +65,7 @@ def check_npz(path: Path) -> None:
         archive.check_records(file, path.stat().st_size)
         for record in packed.infolist():
             with packed.open(record) as member:
-                version = npy.read_magic(member)
-                header = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
-                shape, _, dtype = header(member)
+                shape, _, dtype = npy_header(member)
                 if dtype.hasobject:
                     raise ValueError(f"{record.filename[:80]} holds objects")
                 if member.tell() + int(np.prod(shape, dtype=object)) * dtype.itemsize != record.file_size:

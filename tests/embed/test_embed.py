@@ -23,7 +23,6 @@ from clipscale.config.tools import EmbedConfig
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.distributed import World
 from clipscale.embed.encode import FeatureEncoder
-from clipscale.embed.progress import Progress
 from clipscale.embed.verb import main
 from clipscale.errors import UserError
 from clipscale.models.towers import ClipModel, build_model
@@ -204,44 +203,23 @@ def test_an_interrupted_embedding_goes_on_and_gives_the_same_bytes(
 ) -> None:
     write_shards(tmp_path / "in", [9, 10])
     wanted = contents(embed(run, tmp_path / "in", tmp_path / "whole", format=form))
-    with counted(monkeypatch, most=9), pytest.raises(KeyboardInterrupt):  # in the second shard, after its first group
+    with counted(monkeypatch, most=9), pytest.raises(KeyboardInterrupt):  # in the second shard
         embed(run, tmp_path / "in", tmp_path / "out", format=form)
     with counted(monkeypatch) as passes:
         out = embed(run, tmp_path / "in", tmp_path / "out", format=form)
-    assert sum(passes) == 2 * 6, "of the ten samples of the second shard, four are done"
+    assert sum(passes) == 2 * 10, "the first shard is complete"
     assert contents(out) == wanted
 
 
-def test_a_damaged_group_of_an_unfinished_shard_is_encoded_again(tmp_path: Path) -> None:
-    rows = [np.full((2, 1, 3), value, np.float32) for value in (1, 2, 3)]
-    keys = [["a", "b"], ["c", "d"], ["e", "f"]]
-
-    def stored(names: list[list[str]]) -> list[float | None]:
-        progress = Progress(tmp_path / "p", (1, 3), np.dtype(np.float32))
-        found = [progress.next(name) for name in names]
-        progress.close()
-        return [None if group is None else float(group[0, 0, 0]) for group in found]
-
-    for damage in ("torn", "changed", "other keys"):
-        progress = Progress(tmp_path / "p", (1, 3), np.dtype(np.float32))
-        for names, group in zip(keys, rows):
-            progress.next(names)
-            progress.append(names, group)
-        with pytest.raises(UserError, match="another process writes there"):
-            Progress(tmp_path / "p", (1, 3), np.dtype(np.float32))
-        progress.close()
-        assert stored(keys) == [1, 2, 3]
-        data = bytearray((tmp_path / "p").read_bytes())
-        if damage == "torn":
-            (tmp_path / "p").write_bytes(data[:-1])
-            assert stored(keys) == [1, 2, None]
-        elif damage == "changed":
-            data[35] ^= 1
-            (tmp_path / "p").write_bytes(data)
-            assert stored(keys) == [1, None, None]
-        else:
-            assert stored([["x", "b"], *keys[1:]]) == [None, None, None]
-        (tmp_path / "p").unlink(missing_ok=True)
+def test_a_damaged_file_of_an_earlier_start_is_one_line(run: str, tmp_path: Path) -> None:
+    """Its rows without features are counted anew, since no list names it."""
+    write_shards(tmp_path / "in", [2])
+    embed(run, tmp_path / "in", tmp_path / "out")
+    (tmp_path / "out/shards.json").unlink()
+    array = tmp_path / "out/00000.text.npy"
+    array.write_bytes(array.read_bytes()[:-1])
+    with pytest.raises(UserError, match=r"00000\.jsonl \(00000\.text\.npy is cut off\); remove it, and start again"):
+        embed(run, tmp_path / "in", tmp_path / "out")
 
 
 def share(rank: int, size: int, run: str, source: str, out: str) -> None:

@@ -33,7 +33,7 @@ from clipscale.config.sections import EvalConfig, ModelConfig, PrecisionConfig
 from clipscale.config.tools import EmbedConfig
 from clipscale.distributed import World
 from clipscale.embed.encode import FeatureEncoder
-from clipscale.embed.verb import _Writer
+from clipscale.embed.run import _Writer
 from clipscale.eval.run import evaluate
 from clipscale.models.towers import build_model
 from clipscale.precision import Precision

@@ -12,7 +12,7 @@ from PIL import Image
 
 from clipscale.config.sections import EvalConfig
 from clipscale.distributed import World
-from clipscale.eval.misses import misses
+from clipscale.eval.examples import misses
 from clipscale.eval.run import evaluate
 from clipscale.eval.sets.item import CLASSIFICATION, EvalSet, ImageRef
 from clipscale.eval.zero_shot import accuracy_counts, target_ranks

@@ -206,14 +206,15 @@ ARRAY = b"\x80\x02}U\1acnumpy\nndarray\n)R(K\1K\1\x85cnumpy\ndtype\nU\2u1\x85RK\
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"\x80\x02]r\xff\xff\xff\xff.", "items"),  # stored under number 2**32 - 1, a list, which is no dict
+        (b"\x80\x02]r\xff\xff\xff\xff.", "something else than a dict"),  # stored under number 2**32 - 1
         (b"\x80\x02" + b"]" * 5000 + b".", "too many values"),
-        (b"\x80\x02\x82\x01.", "opcode 0x82"),  # extension 1
-        (b"\x80\x02\x8e" + struct.pack("<Q", 1 << 60) + b"x.", "opcode 0x8e"),  # bytes that are not there
-        (b"\x80\x04\x95" + struct.pack("<Q", 5000) + b"]" * 5000 + b".", "opcode 0x95"),  # lists, read as one frame
-        (b"\x80\x05\x96" + struct.pack("<Q", 1 << 20) + b".", "opcode 0x96"),  # zeros of any number
-        (NAMED_TEXT.replace(b"NAME", b"c_codecs\nencode\n") + b"](" + b"h\1h\2R" * 9 + b"e.", "too many bytes"),
+        (b"\x80\x02\x82\x01.", "operation EXT1"),
+        (b"\x80\x02\x8e" + struct.pack("<Q", 1 << 60) + b"x.", "expected 1152921504606846976 bytes"),
+        (b"\x80\x04\x95" + struct.pack("<Q", 5000) + b"]" * 5000 + b".", "operation FRAME"),
+        (b"\x80\x05\x96" + struct.pack("<Q", 1 << 20) + b".", "expected 1048576 bytes"),
+        (NAMED_TEXT.replace(b"NAME", b"c_codecs\nencode\n") + b"](" + b"h\1h\2R" * 9 + b"e.", "encoded too often"),
         (b"\x80\x02cnumpy\ndtype\nX\x88\x13\0\0" + b"\xd0\x96" * 2500 + b"R.", "other arguments"),
+        (b"\x80\x02U\5arrayK\1\x85R.", "other arguments"),  # a text is no name
         (b"\x80\x02})" + b"q\1h\1\x86" * 60 + b"K\1s.", "a key that is no text"),  # a hash of 2**60 steps
         (b"\x80\x02}]K\1b.", "a state of something else"),
         (ARRAY.replace(b"DATA", b"J\0\0\x10\0"), "not of bytes"),  # 2**20 zeros
@@ -223,14 +224,14 @@ ARRAY = b"\x80\x02}U\1acnumpy\nndarray\n)R(K\1K\1\x85cnumpy\ndtype\nU\2u1\x85RK\
     ],
 )
 def test_a_pickle_claims_nothing(monkeypatch: pytest.MonkeyPatch, data: bytes, message: str) -> None:
-    monkeypatch.setattr(pickled._Bytes, "left", 4000)
+    monkeypatch.setattr(pickled, "MOST_OPERATIONS", 4000)
     with pytest.raises(ValueError, match=message):
         pickled.values(data)
 
 
 def test_class_names_of_a_pickle_are_a_list_of_texts() -> None:
     assert pickled.values(ARRAY.replace(b"DATA", b"U\1a"))["a"].tolist() == [97]
-    for value in (b"text", 3, [3], [[]], {}, [b"x" * pickled.MOST_SMALL] * 2):
+    for value in (b"text", 3, [3], [[]], {}, [b"x" * pickled.MOST_TEXT] * 2):
         with pytest.raises(ValueError, match="texts"):
             pickled.texts(value)
     assert pickled.texts([b"a", "b"]) == ["a", "b"]

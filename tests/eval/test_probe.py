@@ -13,8 +13,7 @@ from clipscale.distributed import World
 from clipscale.errors import UserError
 from clipscale.eval import probe, run
 from clipscale.eval.probe import DRAWS, LabelledFeatures, choose, evaluate, fit, held_out
-from clipscale.eval.sets.load import load_set
-from clipscale.eval.sets.train_split import train_split
+from clipscale.eval.sets.load import load_set, train_split
 from tests.eval.sets import NAMES, ColourModel, classification_set, picture, retrieval_set
 from tests.ranks import run_ranks
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from clipscale.distributed import World
-from clipscale.eval.retrieval import UNREACHABLE, recall_at, retrieval_metrics, retrieval_ranks
+from clipscale.eval.retrieval import UNREACHABLE, retrieval_metrics, retrieval_ranks
 from tests.ranks import run_ranks
 
 
@@ -85,19 +85,6 @@ def test_ranks_of_a_group_share_the_tiles() -> None:
     alone = retrieval_ranks(images, captions, owner, tile=5)
     for answer in run_ranks(rank_on_rank, 3, images, captions, owner):
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(answer, alone)), f"{answer} instead of {alone}"
-
-
-def test_recall_is_the_share_of_ranks_below_k() -> None:
-    assert recall_at(torch.tensor([0, 1, 4, 5, 9, 10])) == {1: 1 / 6, 5: 3 / 6, 10: 5 / 6}
-
-
-@pytest.mark.parametrize(
-    ("owner", "message"),
-    [([0, 0], "at least one caption"), ([0, 2], r"\[0, 2\)"), ([0], "one owner a caption")],
-)
-def test_owners_that_make_no_sense_are_refused(owner: list[int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        retrieval_ranks(torch.eye(2), torch.eye(2), torch.tensor(owner))
 
 
 class LargestTensor(TorchDispatchMode):

@@ -54,11 +54,6 @@ def test_counts_add_up_over_chunks() -> None:
     assert torch.equal(whole, parts)
 
 
-def test_accuracy_of_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match="zero images"):
-        accuracy_metrics(torch.zeros(3, 4, dtype=torch.int64))
-
-
 TEMPLATES = ["a photo of a {c}.", "a {c}", "the {c} of many words"]
 NAMES = ["cat", "dog", "red fox", "owl"]
 
@@ -79,11 +74,6 @@ def test_class_embedding_is_the_normalised_mean_of_normalised_prompts(batch: int
         prompts = F.normalize(encode(hashed_tokens([t.replace("{c}", name) for t in TEMPLATES])), dim=-1)
         wanted = F.normalize(prompts.mean(0), dim=-1)
         assert torch.allclose(row, wanted, atol=1e-6), f"{name}, batch {batch}: {row} instead of {wanted}"
-
-
-def test_class_embeddings_need_classes_and_templates() -> None:
-    with pytest.raises(ValueError, match="0 and 3"):
-        class_embeddings(encode, hashed_tokens, [], TEMPLATES)
 
 
 def test_average_precision_is_scikit_learns_also_with_ties() -> None:

@@ -17,7 +17,7 @@ from PIL import Image
 from clipscale.config.data import DataConfig
 from clipscale.errors import UserError
 from clipscale.explore import verb
-from clipscale.explore.convert import _part_names, as_arrays
+from clipscale.explore.convert import as_arrays
 from clipscale.explore.embedded import EmbeddedSet
 from clipscale.explore.search import nearest
 from clipscale.models.towers import ClipModel
@@ -137,12 +137,11 @@ def test_every_format_gives_the_arrays_of_npy(place: Path, tmp_path: Path, forma
     assert answers[0] == answers[1] and answers[0]
 
 
-def test_a_shard_and_a_table_of_one_name_are_both_kept() -> None:
-    assert list(_part_names(["a.tar", "b.c.tar", "a.parquet"]).values()) == [
-        "a.tar.jsonl",
-        "b.c.jsonl",
-        "a.parquet.jsonl",
-    ]
+def test_a_shard_in_two_formats_is_refused(place: Path, tmp_path: Path) -> None:
+    for format in ("parquet", "webdataset"):
+        folder = embed(str(place / "a"), place / "shards", tmp_path / "both", format=format)
+    with pytest.raises(UserError, match="in two formats; embed each into a folder of its own"):
+        as_arrays(folder, tmp_path / "out", DataConfig())
 
 
 def test_damaged_features_of_every_format_are_one_line(place: Path, tmp_path: Path) -> None:
@@ -292,4 +291,4 @@ def test_a_set_of_more_files_than_a_process_may_open_is_searched(tmp_path: Path)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     wanted = int((rows.astype(np.float32) @ rows[7].astype(np.float32)).argmax())
-    assert [match.row for match in found] == [wanted]
+    assert [row for row, _ in found] == [wanted]

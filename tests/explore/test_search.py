@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from clipscale.explore import search
-from clipscale.explore.search import Match, nearest
+from clipscale.explore.search import nearest
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
@@ -21,8 +21,8 @@ def test_the_nearest_rows_are_those_of_the_whole_product(
     wanted = np.argsort(-scores, kind="stable")
     for count in (1, 5, 53, 80):
         found = nearest([rows[:20], rows[20:20], rows[20:]], query, count)
-        assert [match.row for match in found] == wanted[:count].tolist()
-        assert np.allclose([match.score for match in found], scores[wanted[:count]], atol=1e-6)
+        assert [row for row, _ in found] == wanted[:count].tolist()
+        assert np.allclose([score for _, score in found], scores[wanted[:count]], atol=1e-6)
 
 
 def test_of_equal_rows_the_first_is_first_and_rows_without_features_are_left_out(
@@ -31,8 +31,8 @@ def test_of_equal_rows_the_first_is_first_and_rows_without_features_are_left_out
     monkeypatch.setattr(search, "TILE", 2)
     one, missing = [1.0, 0.0], [np.nan, np.nan]
     rows = np.array([missing, one, one, missing, one], np.float32)
-    assert nearest([rows], torch.tensor([1.0, 0.0]), 2) == [Match(1, 1.0), Match(2, 1.0)]
-    assert nearest([rows], torch.tensor([1.0, 0.0]), 9) == [Match(1, 1.0), Match(2, 1.0), Match(4, 1.0)]
+    assert nearest([rows], torch.tensor([1.0, 0.0]), 2) == [(1, 1.0), (2, 1.0)]
+    assert nearest([rows], torch.tensor([1.0, 0.0]), 9) == [(1, 1.0), (2, 1.0), (4, 1.0)]
     assert nearest([], torch.tensor([1.0, 0.0]), 2) == []
 
 

@@ -25,7 +25,7 @@ from clipscale.data import verbs
 from clipscale.data.shards import scan
 from clipscale.data.shards.access import Access
 from clipscale.data.shards.store import Store
-from clipscale.embed import verb as embed
+from clipscale.embed import run as embed
 from clipscale.errors import UserError
 from clipscale.eval.examples import gallery
 from clipscale.eval.results import save_results
@@ -53,7 +53,7 @@ def check(folder: Path) -> None:
 
 def features(folder: Path) -> None:
     data = DataConfig(train=[str(write_shards(folder.parent / "shards", [2])[0])])
-    embed.main(FeaturesConfig(out=str(folder), model=MODEL, data=data, device="cpu", threads=1))
+    embed.embed(FeaturesConfig(out=str(folder), model=MODEL, data=data, device="cpu", threads=1))
 
 
 def metrics(folder: Path) -> None:

@@ -1,11 +1,13 @@
-"""Reads class folders, in a folder or in an archive. A folder's name is a class name only where it reads as one; codes need a file
-of names.
+"""Reads class folders, in a folder or in an archive, and ObjectNet's (objectnet-1.0/images and mappings, Barbu et al. 2019).
+
+A folder's name is a class name only where it reads as one; codes need a file of names.
 """
 
 import re
 from collections.abc import Sequence
 from pathlib import Path, PurePath, PurePosixPath
 
+from clipscale import files
 from clipscale.errors import UserError
 from clipscale.eval.sets import prompts
 from clipscale.eval.sets.archives import contents
@@ -15,6 +17,9 @@ from clipscale.eval.sets.prompts import CLASSNAMES
 _WNID = re.compile(r"n\d{8}")
 _SPLITS = {"train", "training", "val", "valid", "validation", "test", "images", "image", "img", "data"}
 """Names of folders that hold parts of a set, not classes."""
+BORDER = 2
+"""Pixels of the border: one is red, and JPEG-like scaling has coloured the next."""
+_LABELS, _OVERLAP = "folder_to_objectnet_label.json", "objectnet_to_imagenet_1k.json"
 
 
 def found(root: Path) -> bool:
@@ -104,3 +109,52 @@ def names_of_wnids(root: Path, wnids: Sequence[str]) -> list[str]:
         )
     names = prompts.imagenet_classnames()
     return [names[order[wnid]] for wnid in wnids]
+
+
+def is_objectnet(root: Path) -> bool:
+    """Whether `root` is ObjectNet, its archive's folder, or the pictures in it. Its folder names alone tell it too."""
+    return _objectnet_parts(root) is not None
+
+
+def load_objectnet(root: Path) -> EvalSet:
+    """The pictures of ObjectNet's classes that ImageNet has, named by their labels in lower case. Raises UserError.
+
+    The red border of every picture is cut off, as in CLIP's paper.
+    """
+    parts = _objectnet_parts(root)
+    assert parts is not None
+    images_folder, mappings = parts
+    try:
+        label_of_folder = files.read_json(mappings / _LABELS)
+        overlap = files.read_json(mappings / _OVERLAP)
+        folders = sorted(
+            folder
+            for folder, label in label_of_folder.items()
+            if label in overlap and folder not in ("", "..") and folder == PurePosixPath(folder).name
+        )
+        names = [label_of_folder[folder].lower() for folder in folders]
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise UserError(
+            f"eval.sets: {root} is ObjectNet, but {mappings} cannot be used ({error}); unpack objectnet-1.0.zip whole"
+        ) from error
+    images, labels = [], []
+    for label, folder in enumerate(folders):
+        place = images_folder / folder
+        pictures = sorted(file for file in place.iterdir() if is_image(file)) if place.is_dir() else []
+        images += [ImageRef(file) for file in pictures]
+        labels += [label] * len(pictures)
+    if not images:
+        raise UserError(f"eval.sets: {images_folder} holds no picture of ObjectNet's classes; unpack the archive again")
+    own = (root / prompts.TEMPLATES).is_file()
+    texts = prompts.templates(root) if own else prompts.imagenet_templates()
+    return EvalSet("objectnet", root, CLASSIFICATION, images, labels, names, texts, border=BORDER)
+
+
+def _objectnet_parts(root: Path) -> tuple[Path, Path] | None:
+    """The folders of pictures and of mappings."""
+    for base in (root, root / "objectnet-1.0", root.parent):
+        if base is not root.parent or root.name == "images":
+            mappings = next((m for m in (base / "mappings", base) if (m / _OVERLAP).is_file()), None)
+            if mappings is not None and (base / "images").is_dir():
+                return base / "images", mappings
+    return None

@@ -1,13 +1,14 @@
 """What an evaluation set holds, whatever layout it was read from."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 from clipscale import files
 from clipscale.data.sample import MAX_IMAGE_BYTES
 
+T = TypeVar("T")
 CLASSIFICATION, RETRIEVAL, COMPOSITION = "classification", "retrieval", "composition"
 IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp")
 
@@ -123,34 +124,32 @@ class EvalSet:
         strata = [of for of in (self.labels, self.groups, self.part_of if self.questions else ()) if of]
         by_class = sorted(range(self.size), key=lambda i: [of[i] for of in strata])
         kept = sorted(by_class[i * self.size // limit] for i in range(limit))
-        part = replace(self, marks=(f"limit {limit}", *self.marks), whole=self.size)
-        if self.questions:
-            return part._of_questions(kept)
-        new_index = {old: new for new, old in enumerate(kept)}
-        captions = [m for m, owner in enumerate(self.owner) if owner in new_index]
-        return replace(
-            part,
-            images=[self.images[i] for i in kept],
-            labels=[self.labels[i] for i in kept] if self.labels else (),
-            groups=[self.groups[i] for i in kept] if self.groups else (),
-            inliers=self.inliers and self.inliers.limited(max(1, limit * len(self.inliers) // len(self))),
-            captions=[self.captions[m] for m in captions],
-            owner=[new_index[self.owner[m]] for m in captions],
-            part_of=[self.part_of[m] for m in captions] if self.part_of else (),
-        )
-
-    def _of_questions(self, kept: Sequence[int]) -> "EvalSet":
-        questions = [self.questions[q] for q in kept]
-        images = sorted({i for question in questions for i in question.images})
-        captions = sorted({m for question in questions for m in question.captions})
-        image_at, caption_at = ({old: new for new, old in enumerate(olds)} for olds in (images, captions))
+        asked = [self.questions[q] for q in kept] if self.questions else []
+        images = sorted({i for question in asked for i in question.images}) if asked else kept
+        image_at = {old: new for new, old in enumerate(images)}
+        captions = sorted({m for question in asked for m in question.captions})
+        captions = captions or [m for m, owner in enumerate(self.owner) if owner in image_at]
+        caption_at = {old: new for new, old in enumerate(captions)}
         return replace(
             self,
+            marks=(f"limit {limit}", *self.marks),
+            whole=self.size,
             images=[self.images[i] for i in images],
-            captions=[self.captions[m] for m in captions],
+            labels=_those(self.labels, images),
+            groups=_those(self.groups, images),
+            inliers=self.inliers and self.inliers.limited(max(1, limit * len(self.inliers) // len(self))),
+            captions=_those(self.captions, captions),
+            owner=[image_at[i] for i in _those(self.owner, captions)],
             questions=[
-                Question(tuple(image_at[i] for i in q.images), tuple(caption_at[m] for m in q.captions), q.right)
-                for q in questions
+                q._replace(images=_new(q.images, image_at), captions=_new(q.captions, caption_at)) for q in asked
             ],
-            part_of=[self.part_of[q] for q in kept] if self.part_of else (),
+            part_of=_those(self.part_of, kept if asked else captions),
         )
+
+
+def _those(values: Sequence[T], index: Sequence[int]) -> Sequence[T]:
+    return [values[i] for i in index] if values else ()
+
+
+def _new(old: Sequence[int], place: Mapping[int, int]) -> tuple[int, ...]:
+    return tuple(place[i] for i in old)

@@ -1,7 +1,6 @@
 """The published sets of `known.yaml`: where each lies under a folder of sets, its main metric, and where it comes from."""
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -27,20 +26,16 @@ class KnownSet:
     source: str
     folders: tuple[str, ...] = ()
     """Names of its folder, or of its caption file, in addition to those of the webdataset layouts."""
-    metric: tuple[str, ...] = ()
-    """The main metric, the mean of these. Empty: top-1, or both recalls at 1."""
+    metric: str = ""
+    """The main metric. Empty: top-1, or the mean of both recalls at 1."""
     group: int | None = None
     """The column of the samples' metadata (.npy) that names their group."""
     classes: str = ""
     """CLIP_benchmark's key of its class names."""
     inliers: str = ""
     """The set that has pictures of its classes, if its own pictures are of none."""
-    original: dict[str, Any] | tuple[dict[str, Any], ...] = ()
-    """How the files of its own site are read, one layout or several; `Original` of originals.py has the keys."""
-
-    @property
-    def originals(self) -> tuple[dict[str, Any], ...]:
-        return (self.original,) if isinstance(self.original, dict) else self.original
+    originals: tuple[dict[str, Any], ...] = ()
+    """How the files of its own site are read, in each layout; `Original` of originals.py has the keys."""
 
     @property
     def candidates(self) -> list[str]:
@@ -62,15 +57,13 @@ class KnownSet:
         packed = [root / (name + end) for name in self.candidates for end in (".tar.gz", ".tgz", ".zip")]
         archive = next((path for path in packed if path.is_file()), None)
         if archive:
-            return (
-                f"{self.name} is packed; give {archive} in eval.sets if it has folders of classes, else unpack it there"
-            )
+            return f"{self.name} is packed; give {archive} in eval.sets if it has class folders, else unpack it there"
         parts = [" + ".join(layout["archives"]) for layout in self.originals if "archives" in layout]
         names = ", ".join([*self.candidates, *(f"a folder {self.candidates[2]} with {names}" for names in parts)])
         return f"{self.name} is missing in {root} (as {names}); it comes from {self.source}"
 
     def main_metric(self, item: EvalSet) -> tuple[str, ...]:
-        return self.metric or (BOTH_R1 if item.kind == RETRIEVAL else ("top1",))
+        return BOTH_R1 if not self.metric and item.kind == RETRIEVAL else (self.metric or "top1",)
 
 
 @cache
@@ -89,8 +82,6 @@ def known_sets() -> dict[str, KnownSet]:
             key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()
         }
         given.setdefault("source", f"https://huggingface.co/datasets/clip-benchmark/wds_{name.replace('/', '-')}")
-        if isinstance(given.get("metric"), str):
-            given["metric"] = (given["metric"],)
         found[name] = KnownSet(name, **given)
     return found
 
@@ -103,7 +94,9 @@ def source_of(path: Path) -> str:
 
 def published_classnames(known: KnownSet) -> list[str] | None:
     """CLIP_benchmark's class names of a set, by label; None if it has none, or is not installed."""
-    return _first("en_classnames.json", [known.classes, *_keys(known)]) if find_spec("clip_benchmark") else None
+    return (
+        _of_clip_benchmark("en_classnames.json", known.classes, *_keys(known)) if find_spec("clip_benchmark") else None
+    )
 
 
 def published_templates(known: KnownSet, default: list[str] | None = None) -> list[str]:
@@ -118,23 +111,15 @@ def published_templates(known: KnownSet, default: list[str] | None = None) -> li
             f"eval.root: {known.name} brings no prompts; pip install clip-benchmark, which has the published ones, or write "
             "zeroshot_classification_templates.txt into its folder, or give eval.prompts"
         )
-    found = _first("en_zeroshot_classification_templates.json", [*_keys(known), "imagenet1k"])
-    assert found is not None
-    return found
+    return _of_clip_benchmark("en_zeroshot_classification_templates.json", *_keys(known), "imagenet1k") or []
 
 
-def _keys(known: KnownSet) -> list[str]:
-    return [known.name, known.name.rpartition("/")[2]]
-
-
-def _first(file: str, keys: Sequence[str]) -> list[str] | None:
-    """Of a file of CLIP_benchmark, the entry under the first of `keys` that it has."""
-    tree = _of_clip_benchmark(file)
-    return next((tree[key] for key in keys if key in tree), None)
+def _keys(known: KnownSet) -> tuple[str, str]:
+    return known.name, known.name.rpartition("/")[2]
 
 
 @cache
-def _of_clip_benchmark(file: str) -> dict[str, list[str]]:
-    path = resources.files("clip_benchmark.datasets").joinpath(file)
-    content: dict[str, list[str]] = json.loads(path.read_text(encoding="utf-8"))
-    return content
+def _of_clip_benchmark(file: str, *keys: str) -> list[str] | None:
+    """Of a file of CLIP_benchmark, the entry under the first of `keys` that it has."""
+    tree = json.loads(resources.files("clip_benchmark.datasets").joinpath(file).read_text(encoding="utf-8"))
+    return next((tree[key] for key in keys if key in tree), None)

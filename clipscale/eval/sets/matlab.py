@@ -29,7 +29,6 @@ _TYPES = {
 }
 _MATRIX, _PACKED = 14, 15
 _CELL, _STRUCT, _CHAR = 1, 2, 4
-_LETTER = np.dtype("u1")
 MOST_BYTES = 1 << 29
 """A file unpacks to so many. SVHN's test set has 8e7."""
 DEEPEST = 3
@@ -66,6 +65,7 @@ class _File:
             yield kind, view[start : start + size]
 
     def unpacked(self, data: memoryview) -> bytes:
+        """Raises ValueError, and zlib.error."""
         decoder = zlib.decompressobj()
         content = decoder.decompress(data, self.left)
         self.left -= len(content)
@@ -78,23 +78,22 @@ class _File:
             raise ValueError(f"elements of type {kind}")
         return np.frombuffer(data, np.dtype(_TYPES[kind]).newbyteorder(self.order))
 
-    def text(self, data: memoryview, type_: np.dtype = _LETTER) -> str:
+    def text(self, data: memoryview, width: int = 1) -> str:
         """Text of letters of one or two bytes. Raises ValueError."""
         self.letters -= len(data)
-        if type_.kind != "u" or type_.itemsize > 2 or self.letters < 0:
+        if width > 2 or self.letters < 0:
             raise ValueError(f"a text of other letters, or texts of more than {MOST_LETTERS}")
-        endian = "le" if self.order == "<" else "be"
-        return bytes(data).decode("latin-1" if type_.itemsize == 1 else f"utf-16-{endian}")
+        return bytes(data).decode("latin-1" if width == 1 else f"utf-16-{'le' if self.order == '<' else 'be'}")
 
     def count(self, values: int) -> None:
         self.values -= values
         if self.values < 0:
             raise ValueError(f"it has more than {MOST_VALUES} values")
 
-    def matrix(self, data: memoryview, depth: int = 0) -> tuple[str, Any]:
+    def matrix(self, type_: int, data: memoryview, depth: int = 0) -> tuple[str, Any]:
         """Name and value: an array, a text, a list of cells, or of an array of structures a list of dicts. Raises ValueError."""
-        if depth > DEEPEST:
-            raise ValueError("values are nested too deeply")
+        if type_ != _MATRIX or depth > DEEPEST:
+            raise ValueError("a cell or field is no value, or values are nested too deeply")
         self.count(1)
         if not data:
             return "", np.empty(0)
@@ -106,29 +105,25 @@ class _File:
                 raise ValueError(f"an array of more than {MOST_DIMENSIONS} dimensions")
             shape = sizes.tolist()
             name = self.text(next(parts)[1])
-            if kind == _CELL:
-                return name, [self.inner(part, depth) for part in parts]
+            fields = [""]
             if kind == _STRUCT:
-                longest = int(self.numbers(*next(parts))[0])
+                longest = max(1, int(self.numbers(*next(parts))[0]))
                 text = self.text(next(parts)[1])
-                starts = range(0, len(text), max(1, longest))
-                self.count(len(starts))
-                fields = [text[i : i + longest].rstrip("\0") for i in starts]
-                cells = [self.inner(part, depth) for part in parts]
-                width = max(1, len(fields))
+                self.count(-(-len(text) // longest))
+                fields = [text[i : i + longest].rstrip("\0") for i in range(0, len(text), longest)] or fields
+            if kind in (_CELL, _STRUCT):
+                cells = [self.matrix(*part, depth + 1)[1] for part in parts]
+                if kind == _CELL:
+                    return name, cells
+                width = len(fields)
                 return name, [dict(zip(fields, cells[i : i + width])) for i in range(0, len(cells), width)]
-            values_type, content = next(parts)
-            values = self.numbers(values_type, content)
+            content_type, content = next(parts)
+            values = self.numbers(content_type, content)
         except StopIteration:
             raise ValueError("a value has too few elements") from None
         if kind == _CHAR:
-            return name, self.text(content, values.dtype)
+            return name, self.text(content, values.itemsize if values.dtype.kind == "u" else 8)
         return name, values.reshape(shape, order="F")
-
-    def inner(self, part: tuple[int, memoryview], depth: int) -> Any:
-        if part[0] != _MATRIX:
-            raise ValueError("a cell or field that is no value")
-        return self.matrix(part[1], depth + 1)[1]
 
 
 def variables(data: bytes) -> dict[str, Any]:
@@ -141,7 +136,7 @@ def variables(data: bytes) -> dict[str, Any]:
                 inner = list(islice(file.elements(file.unpacked(content)), 2))
                 kind, content = inner[0] if len(inner) == 1 else (0, content)
             if kind == _MATRIX:
-                name, value = file.matrix(content)
+                name, value = file.matrix(kind, content)
                 found[name] = value
     except (zlib.error, IndexError) as error:
         raise ValueError(str(error)) from error

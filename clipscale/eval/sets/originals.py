@@ -44,10 +44,11 @@ class Pixels(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What a reader has read: classes are labels from 0."""
+    """What a reader has read."""
 
     images: Sequence[Picture]
     labels: Sequence[int]
+    """Classes, from `Original.first`."""
     names: Sequence[str] = ()
     """The class names that the set itself has."""
 
@@ -86,23 +87,28 @@ def load(path: Path) -> EvalSet | None:
     """The set at `path`, in the layout of its own site; None for anything else. Raises UserError, also for several sets."""
     layouts = [(known, Original(**entry)) for known in known_sets().values() for entry in known.originals]
     if path.is_file():
-        trees = ((known, original, _of_file(path, original)) for known, original in layouts)
-        return next((_loaded(path, known, original, tree) for known, original, tree in trees if tree is not None), None)
-    inner = [one for one in path.iterdir() if one.is_dir()]
-    places = [path, *inner] if len(inner) <= MOST_FOLDERS else [path]
-    found = [(known, original, sources) for known, original in layouts if (sources := _sources(places, original))]
-    beside = {known.name for known in known_sets().values() if any(one.name in known.candidates for one in inner)}
-    names = sorted({known.name for known, _, _ in found} | beside)
-    if found and len(names) > 1:
-        raise UserError(
-            f"eval.sets: {path} holds several sets ({', '.join(names)}); give the files of one, or suite=NAME eval.root={path}"
-        )
+        packed = archives.is_archive(path)
+        found = [(known, original, [path]) for known, original in layouts if packed or [path.name] == original.needs]
+        for others in (original.archives for _, original in layouts):
+            if path.name in others and all(path.with_name(name).is_file() for name in others):
+                raise UserError(f"eval.sets: {path} is one of {', '.join(others)}; give their folder, {path.parent}")
+    else:
+        inner = [one for one in path.iterdir() if one.is_dir()]
+        places = [path, *inner] if len(inner) <= MOST_FOLDERS else [path]
+        found = [(known, original, sources) for known, original in layouts if (sources := _sources(places, original))]
+        beside = {known.name for known in known_sets().values() if any(one.name in known.candidates for one in inner)}
+        names = sorted({known.name for known, _, _ in found} | beside)
+        if found and len(names) > 1:
+            raise UserError(
+                f"eval.sets: {path} holds several sets ({', '.join(names)}); give the files of one, or suite=NAME eval.root={path}"
+            )
     trees = ((known, original, _tree(sources, original)) for known, original, sources in found)
     return next((_loaded(path, known, original, tree) for known, original, tree in trees if tree is not None), None)
 
 
 def _loaded(path: Path, known: KnownSet, original: Original, tree: Tree) -> EvalSet:
     found = READERS[original.reader](tree, original)
+    labels = [label - original.first for label in found.labels]
     if path.is_dir() and (path / prompts.CLASSNAMES).is_file():
         names = prompts.lines(path / prompts.CLASSNAMES)
     else:
@@ -115,26 +121,17 @@ def _loaded(path: Path, known: KnownSet, original: Original, tree: Tree) -> Eval
             f"eval.sets: {path} has no class names of {known.name}; pip install clip-benchmark, which has the published ones, or write "
             f"{prompts.CLASSNAMES} into its folder"
         )
-    count = len(found.names) or max(found.labels) + 1
-    if count > len(names) or (found.names and count != len(names)) or min(found.labels) < 0:
+    count = len(found.names) or max(labels) + 1
+    if count > len(names) or (found.names and count != len(names)) or min(labels) < 0:
         raise UserError(f"eval.sets: {path} has {count} classes, and {known.name} {len(names)}; fetch it again")
     texts = prompts.templates(path)
     if texts == [prompts.SINGLE] and not (path / prompts.TEMPLATES).is_file():
         texts = published_templates(known, default=texts)
     marks = (ALL,) if original.all else ()
-    return EvalSet(path.name, path, CLASSIFICATION, found.images, found.labels, names, texts, marks=marks)
+    return EvalSet(path.name, path, CLASSIFICATION, found.images, labels, names, texts, marks=marks)
 
 
 # -- where the files are -----------------------------------------------------------------------------------------------
-
-
-def _of_file(path: Path, original: Original) -> Tree | None:
-    """The files of the set in one archive, by their names in its layout; None if these are not there."""
-    others = original.archives
-    if path.name in others and all(path.with_name(name).is_file() for name in others):
-        raise UserError(f"eval.sets: {path} is one of {', '.join(others)}; give their folder, {path.parent}")
-    wanted = archives.is_archive(path) or [path.name] == original.needs
-    return _within(archives.contents(path), original) if wanted else None
 
 
 def _sources(places: Sequence[Path], original: Original) -> list[Path]:
@@ -193,9 +190,8 @@ def _folders(tree: Tree, original: Original) -> Found:
     order = sorted(pictures, key=str.lower)
     if original.names:
         order = [line.strip("/") for line in _lines(tree, original.names)]
-    names = [
-        name.partition("/")[2] if original.names else name for name in order
-    ]  # SUN397's folders begin with a letter
+    # SUN397's folders, which a file lists, begin with a letter.
+    names = [name.partition("/")[2] if original.names else name for name in order]
     images = [image for name in order for image in pictures.get(name, [])]
     labels = [label for label, name in enumerate(order) for _ in pictures.get(name, [])]
     return Found(images, labels, [name.replace("_", " ").replace("/", " ") for name in names])
@@ -210,7 +206,7 @@ def _list(tree: Tree, original: Original) -> Found:
     entries = [match for match in matches if match]
     images = [_file(tree, original.image.format(image=entry["image"])) for entry in entries]
     if "label" in re.compile(original.lines).groupindex:
-        return Found(images, [int(entry["label"]) - original.first for entry in entries])
+        return Found(images, [int(entry["label"]) for entry in entries])
     classes = [entry["name"] for entry in entries]
     order = _lines(tree, original.names) if original.names else sorted(set(classes))
     label_of = {name: label for label, name in enumerate(order)}
@@ -222,8 +218,7 @@ def _records(tree: Tree, original: Original) -> Found:
     before, place = original.labels
     size = before + int(np.prod(original.shape))
     rows = np.frombuffer(_bytes(tree, original.needs[0]), np.uint8).reshape(-1, size)
-    pixels = rows[:, before:].reshape(-1, *original.shape)
-    return Found([*map(Pixels, pixels)], rows[:, place].tolist(), _lines(tree, original.names))
+    return _stored(rows[:, before:].reshape(-1, *original.shape), rows[:, place], _lines(tree, original.names))
 
 
 def _pickled(tree: Tree, original: Original) -> Found:
@@ -252,15 +247,13 @@ def _stl10(tree: Tree, original: Original) -> Found:
     """Pixels by columns, and labels from 1."""
     C, H, W = original.shape
     pixels = np.frombuffer(_bytes(tree, original.needs[0]), np.uint8).reshape(-1, C, W, H).swapaxes(2, 3)
-    found = _stored(pixels, _bytes(tree, original.needs[1]), _lines(tree, original.names))
-    return found._replace(labels=[label - original.first for label in found.labels])
+    return _stored(pixels, _bytes(tree, original.needs[1]), _lines(tree, original.names))
 
 
 def _svhn(tree: Tree, original: Original) -> Found:
     """X (H, W, C, N) and y (N, 1), in which 10 is the digit 0."""
     found = matlab.variables(_bytes(tree, original.needs[0]))
-    stored = _stored(found["X"].transpose(3, 2, 0, 1), found["y"].ravel())
-    return stored._replace(labels=[label % 10 for label in stored.labels])
+    return _stored(found["X"].transpose(3, 2, 0, 1), found["y"].ravel() % 10)
 
 
 def _flowers(tree: Tree, original: Original) -> Found:
@@ -268,7 +261,7 @@ def _flowers(tree: Tree, original: Original) -> Found:
     ids, labels = (matlab.variables(_bytes(tree, name)) for name in original.needs[:2])
     wanted, of_all = [int(n) for n in ids["tstid"].ravel()[:MOST_PICTURES]], labels["labels"].ravel()
     images = [_file(tree, original.image.format(image=f"{n:05d}")) for n in wanted]
-    return Found(images, [int(of_all[n - 1]) - original.first for n in wanted])
+    return Found(images, [int(of_all[n - 1]) for n in wanted])
 
 
 def _cars(tree: Tree, original: Original) -> Found:
@@ -276,7 +269,7 @@ def _cars(tree: Tree, original: Original) -> Found:
     entries = matlab.variables(_bytes(tree, original.needs[0]))["annotations"]
     names = matlab.variables(_bytes(tree, original.names))["class_names"]
     images = [_file(tree, original.image.format(image=entry["fname"])) for entry in entries]
-    return Found(images, [int(entry["class"].item()) - original.first for entry in entries], names)
+    return Found(images, [int(entry["class"].item()) for entry in entries], names)
 
 
 def _imagenet(tree: Tree, original: Original) -> Found:

@@ -1,161 +1,141 @@
-"""Reads CIFAR's python version, whose files are pickles. Nothing that they name is run or made, but for stand-ins of numpy's arrays.
+"""Reads CIFAR's python version, whose files are pickles. Nothing that they name is imported or called.
 
-It is Python's own unpickler, with the opcodes that these files need: the one in C sets aside as much memory as a file claims.
+pickletools splits a file into operations, and a small stack machine does those that these files need. Python's own unpicklers do all
+of them, and set aside as much memory as a file claims.
 """
 
-import io
-import pickle
-from collections.abc import Callable
-from typing import Any, Never
+import pickletools
+from typing import Any, TypeVar
 
 import numpy as np
 
-MOST_SMALL = 1 << 22
-"""Bytes of a file apart from its array and other long texts: each may become an object. CIFAR-100's training set has 2e6."""
-SMALL = 1 << 12
-MOST_ARGUMENTS = 3
-"""Of a call: numpy's functions have so many."""
+T = TypeVar("T")
+MOST_OPERATIONS = 1 << 19
+"""Of a file, each of which makes at most one small object. CIFAR-100's training set has 2e5."""
+MOST_TEXT = 1 << 22
+"""Bytes of all class names."""
+_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
+_PLAIN = {"INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "FLOAT", "BINFLOAT"}
+_PLAIN |= {"UNICODE", "BINUNICODE", "BINBYTES", "SHORT_BINBYTES"}
+
+
+_NAMES = {
+    "numpy.core.multiarray _reconstruct": "array",
+    "numpy._core.multiarray _reconstruct": "array",
+    "numpy ndarray": "array",
+    "numpy dtype": "dtype",
+    "_codecs encode": "encode",
+}
+"""What a file may name; the machine does it itself."""
+
+
+class _Name(str):
+    """One of these on the stack."""
 
 
 class _Array:
-    """Takes the place of an array, whose state follows."""
+    """An array, whose state follows: version, shape, dtype, whether it lies by columns, bytes."""
 
     state: tuple[Any, ...] = ()
 
 
-class _Dtype:
-    """Takes the place of an array's type."""
-
-    def __init__(self, name: bytes | str = "", *_: Any) -> None:
-        self.name = name
-
-
-class _Reconstruct:
-    """Takes the place of numpy's function that makes an array."""
-
-    def __new__(cls, *_: Any) -> Any:
-        return _Array()
-
-
-class _Encode:
-    """Takes the place of `_codecs.encode`, by which Python 3 pickles bytes for Python 2."""
-
-
-_NAMES = {
-    ("numpy.core.multiarray", "_reconstruct"): _Reconstruct,
-    ("numpy._core.multiarray", "_reconstruct"): _Reconstruct,
-    ("numpy", "ndarray"): _Array,
-    ("numpy", "dtype"): _Dtype,
-    ("_codecs", "encode"): _Encode,
-}
-
-
-class _Bytes(io.BytesIO):
-    """A file of which so many small pieces are read."""
-
-    left = MOST_SMALL
-
-    def _counted(self, data: bytes) -> bytes:
-        if len(data) < SMALL:
-            self.left -= max(1, len(data))
-        if self.left < 0:
-            raise pickle.UnpicklingError("too many values")
-        return data
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        return self._counted(super().read(size))
-
-    def readline(self, size: int | None = -1, /) -> bytes:
-        return self._counted(super().readline(size))
-
-
-class _Dict(dict[bytes | str, Any]):
-    """Takes only texts as keys: the hash of nested tuples may take for ever."""
-
-    __slots__ = ()
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        if not isinstance(key, bytes | str):
-            raise pickle.UnpicklingError("a key that is no text")
-        super().__setitem__(key, value)
-
-
-class _Opcodes(dict[int, Any]):
-    def __missing__(self, code: int) -> Never:
-        raise pickle.UnpicklingError(f"it has opcode {code:#x}, which no such file needs")
-
-
-class _Unpickler(pickle._Unpickler):
-    """What an opcode makes takes no more memory than its bytes in the file, or some 80 bytes for each small one."""
-
-    stack: list[Any]
-    pop_mark: Callable[[], list[Any]]
-
+class _Machine:
     def __init__(self, data: bytes) -> None:
-        super().__init__(_Bytes(data), encoding="bytes")
+        self.stack: list[Any] = []
+        self.marks: list[int] = []
+        self.memo: dict[int, Any] = {}
         self.left = len(data)
         """Bytes that texts may be encoded to: a file names a text as often as it likes."""
+        for number, (code, argument, _) in enumerate(pickletools.genops(data)):
+            if number >= MOST_OPERATIONS:
+                raise ValueError("too many values")
+            self.do(code.name, argument)
 
-    def find_class(self, module: str, name: str, /) -> Any:
-        if (module, name) not in _NAMES:
-            raise pickle.UnpicklingError(f"it names {module[:80]}.{name[:80]}, which no such file needs")
-        return _NAMES[module, name]
+    def do(self, name: str, argument: Any) -> None:
+        stack = self.stack
+        match name:
+            case "PROTO" | "STOP":
+                pass
+            case name if name in _PLAIN:
+                stack.append(argument)
+            case name if name in _CONSTANTS:
+                stack.append(_CONSTANTS[name])
+            case "STRING" | "BINSTRING" | "SHORT_BINSTRING":  # of Python 2, whose texts are bytes
+                stack.append(argument.encode("latin-1"))
+            case "MARK":
+                self.marks.append(len(stack))
+            case "EMPTY_DICT":
+                stack.append({})
+            case "DICT" if not self.after_mark():  # of protocol 0, which adds the items later
+                stack.append({})
+            case "EMPTY_LIST" | "LIST":
+                stack.append(self.after_mark() if name == "LIST" else [])
+            case "EMPTY_TUPLE" | "TUPLE":
+                stack.append(tuple(self.after_mark()) if name == "TUPLE" else ())
+            case "TUPLE1" | "TUPLE2" | "TUPLE3":
+                stack.append(tuple(reversed([stack.pop() for _ in range(int(name[-1]))])))
+            case "PUT" | "BINPUT" | "LONG_BINPUT":
+                self.memo[argument] = stack[-1]
+            case "GET" | "BINGET" | "LONG_BINGET":
+                stack.append(self.memo[argument])
+            case "APPEND" | "APPENDS":
+                values = self.after_mark() if name == "APPENDS" else [stack.pop()]
+                self.last(list).extend(values)
+            case "SETITEM" | "SETITEMS":
+                pairs = self.after_mark() if name == "SETITEMS" else [stack.pop(-2), stack.pop()]
+                if not all(
+                    isinstance(key, bytes | str) for key in pairs[::2]
+                ):  # the hash of nested tuples takes any time
+                    raise ValueError("a key that is no text")
+                self.last(dict).update(zip(pairs[::2], pairs[1::2]))
+            case "GLOBAL":
+                if argument not in _NAMES:
+                    raise ValueError(f"it names {argument[:160].replace(' ', '.')}, which no such file needs")
+                stack.append(_Name(_NAMES[argument]))
+            case "REDUCE":
+                arguments, function = stack.pop(), stack.pop()
+                stack.append(self.called(function, arguments))
+            case "BUILD":
+                state = stack.pop()
+                if not isinstance(
+                    stack[-1], bytes | str
+                ):  # a dtype, whose state is a byte order; single bytes have none
+                    self.last(_Array).state = state
+            case _:
+                raise ValueError(f"it has the operation {name}, which no such file needs")
 
-    def make_dict(self) -> None:
-        self.stack.append(_Dict())
+    def after_mark(self) -> list[Any]:
+        """What lies above the last mark, which is taken off the stack."""
+        at = self.marks.pop()
+        values = self.stack[at:]
+        del self.stack[at:]
+        return values
 
-    def make_dict_of_items(self) -> None:
-        if self.pop_mark():
-            raise pickle.UnpicklingError("a dict of an older form")
-        self.make_dict()
+    def last(self, kind: type[T]) -> T:
+        """The value on the stack, of that type."""
+        if not isinstance(self.stack[-1], kind):
+            raise ValueError(f"a value or a state of something else than a {kind.__name__}")
+        return self.stack[-1]
 
-    def call(self) -> None:
-        """Call a stand-in. The arguments are a short tuple: a text as arguments would become an object a letter."""
-        arguments, made = self.stack.pop(), self.stack.pop()
-        if type(arguments) is not tuple or len(arguments) > MOST_ARGUMENTS or not isinstance(made, type):
-            raise pickle.UnpicklingError("a call with other arguments")
-        self.stack.append(self.encoded(*arguments) if made is _Encode else made(*arguments))
-
-    def encoded(self, text: Any, *_: Any) -> bytes:
-        if not isinstance(text, str) or len(text) > self.left:
-            raise pickle.UnpicklingError("texts are encoded to too many bytes")
-        self.left -= len(text)
-        return text.encode("latin-1")
-
-    def set_state(self) -> None:
-        """The state of a type is its byte order, which single bytes have not."""
-        state, one = self.stack.pop(), self.stack[-1]
-        if isinstance(one, _Array) and isinstance(state, tuple):
-            one.state = state
-        elif not isinstance(one, _Dtype):
-            raise pickle.UnpicklingError("a state of something else")
-
-    dispatch = _Opcodes(
-        {
-            ord(code): pickle._Unpickler.dispatch[ord(code)]
-            for code in (
-                *(pickle.PROTO, pickle.STOP, pickle.MARK, pickle.GLOBAL),
-                *(pickle.PUT, pickle.BINPUT, pickle.LONG_BINPUT, pickle.GET, pickle.BINGET, pickle.LONG_BINGET),
-                *(pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE),
-                *(pickle.INT, pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.LONG, pickle.LONG1),
-                *(pickle.FLOAT, pickle.BINFLOAT),
-                *(pickle.STRING, pickle.BINSTRING, pickle.SHORT_BINSTRING, pickle.UNICODE, pickle.BINUNICODE),
-                *(pickle.BINBYTES, pickle.SHORT_BINBYTES),
-                *(pickle.TUPLE, pickle.EMPTY_TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3),
-                *(pickle.LIST, pickle.EMPTY_LIST, pickle.APPEND, pickle.APPENDS, pickle.SETITEM, pickle.SETITEMS),
-            )
-        }
-        | {ord(pickle.EMPTY_DICT): make_dict, ord(pickle.DICT): make_dict_of_items}
-        | {ord(pickle.REDUCE): call, ord(pickle.BUILD): set_state}
-    )
+    def called(self, function: Any, arguments: Any) -> Any:
+        """What a function makes of its arguments; a dtype is its name."""
+        match function if isinstance(function, _Name) else None, arguments:
+            case "array", tuple():
+                return _Array()
+            case "dtype", (bytes() | str() as text, *_):
+                return text
+            case "encode", (str() as text, *_) if len(text) <= self.left:
+                self.left -= len(text)
+                return text.encode("latin-1")
+        raise ValueError("a call with other arguments, or of a text that is encoded too often")
 
 
 def values(data: bytes) -> dict[str, Any]:
     """The entries of a pickled dict, by name: numbers, bytes, lists, and arrays of bytes. Raises ValueError for anything else."""
     try:
-        found = _Unpickler(data).load()
+        found = _Machine(data).last(dict)
         return {_text(key): _array(value) if isinstance(value, _Array) else value for key, value in found.items()}
-    except Exception as error:  # an unpickler raises what the wrong type of any value leads to
+    except Exception as error:  # a value of the wrong type leads to many kinds
         raise ValueError(str(error)[:300] or type(error).__name__) from error
 
 
@@ -167,7 +147,7 @@ def texts(value: Any) -> list[str]:
     """The texts of a list. Raises ValueError for anything else: a number or a nested list has a text of any length."""
     if not isinstance(value, list) or not all(isinstance(one, bytes | str) for one in value):
         raise ValueError("no list of texts")
-    if sum(map(len, value)) > MOST_SMALL:
+    if sum(map(len, value)) > MOST_TEXT:
         raise ValueError("texts of too many bytes")
     return [_text(one) for one in value]
 
@@ -175,6 +155,6 @@ def texts(value: Any) -> list[str]:
 def _array(found: _Array) -> np.ndarray:
     """Shares the bytes of the file: a file may give one array many names."""
     _, shape, dtype, by_columns, data = found.state
-    if not isinstance(dtype, _Dtype) or dtype.name not in ("u1", b"u1") or by_columns or not isinstance(data, bytes):
+    if dtype not in ("u1", b"u1") or by_columns or not isinstance(data, bytes):
         raise ValueError("an array that is not of bytes by rows")
     return np.frombuffer(data, np.uint8).reshape(shape)
