@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from tests.forks import share_one_server
+from tests.forks import share_one_server, start_the_server
 
 share_one_server()
 settings.register_profile("shared machine", deadline=None)
@@ -48,6 +48,15 @@ def pytest_collection_finish() -> None:
 def pytest_unconfigure() -> None:
     """Else Triton's bindings print at the end what the collector has left."""
     gc.unfreeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def server() -> None:
+    """Before the first test, when no thread has begun, and its output is pytest's already."""
+    import torch
+
+    if not torch.cuda.is_available():  # no fork could use what this process has begun with the device
+        start_the_server()
 
 
 Command = Callable[..., subprocess.CompletedProcess[str]]

@@ -1,20 +1,16 @@
-"""Processes of the tests start as forks of one server, which has imported the slow modules. An interpreter of its own takes seconds."""
+"""Processes of the tests start as forks of one server, itself a fork of pytest when it has loaded all tests.
 
+An interpreter of its own takes seconds.
+"""
+
+import faulthandler
 import multiprocessing
 import os
-from multiprocessing import util
+import socket
+from multiprocessing import forkserver, resource_tracker, util
+from multiprocessing.connection import arbitrary_address
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
-
-PRELOAD = [
-    "pytest",
-    "hypothesis",
-    "clipscale.train",
-    "clipscale.data.loader.workers",
-    "tests.loss.workers",
-    "tests.data.streams",
-    "tests.test_precision",
-]
 
 
 class Fork(ForkServerProcess):
@@ -41,11 +37,36 @@ def forks() -> Forks:
 def share_one_server() -> None:
     """From now on, processes that the package spawns are forks too, and its loaders do not choose what the server imports."""
     util.get_temp_dir()  # where the server listens; a run that starts it first would delete its own
-    multiprocessing.set_forkserver_preload(PRELOAD)
+    multiprocessing.set_forkserver_preload(["clipscale.train", "tests.loss.workers"])  # of one that is no fork
     vars(multiprocessing)["set_forkserver_preload"] = lambda names: None
     get_context = multiprocessing.get_context
 
     def context(method: str | None = None) -> Any:
-        return forks() if method == "spawn" else get_context(method)
+        return forks() if method in ("spawn", "forkserver") else get_context(method)
 
     vars(multiprocessing)["get_context"] = context
+
+
+def start_the_server() -> None:
+    """What `forkserver.ensure_running` does, by a fork of this process. The server's forks start theirs with it too."""
+    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    resource_tracker.ensure_running()
+    with socket.socket(socket.AF_UNIX) as listener:
+        address = arbitrary_address("AF_UNIX")
+        listener.bind(address)
+        listener.listen()
+        until_all_end, alive = os.pipe()
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                os.close(alive)
+                faulthandler.disable()  # a fork that is to end by a signal prints no stack
+                vars(forkserver)["ensure_running"] = server.ensure_running = lambda: None
+                forkserver.main(listener.detach(), until_all_end, [])
+            except SystemExit:
+                status = 0
+            finally:
+                os._exit(status)
+        os.close(until_all_end)
+    server._forkserver_address, server._forkserver_alive_fd, server._forkserver_pid = address, alive, child

@@ -2,7 +2,6 @@
 
 import os
 import re
-import sys
 import tempfile
 import time
 from contextlib import suppress
@@ -13,6 +12,7 @@ import pytest
 
 from clipscale.cli.main import main
 from clipscale.data.shards.access import user_cache
+from tests.audit import heard
 from tests.security.limits import address_space
 
 MOST_S, MOST_BYTES = 60.0, 2 << 30
@@ -22,12 +22,9 @@ class Watch:
     """What a command does beside its work, by Python's audit events: it starts programs, connects, or writes outside its folders."""
 
     def __init__(self) -> None:
-        self.on, self.seen = False, list[str]()
-        sys.addaudithook(self.hear)  # for the rest of the process: Python has no way to take it back
+        self.seen = list[str]()
 
     def hear(self, event: str, arguments: tuple[object, ...]) -> None:
-        if not self.on:
-            return
         if event in ("os.system", "os.exec", "os.posix_spawn", "socket.connect") or (
             event == "subprocess.Popen" and Path(str(arguments[0])).name not in PROGRAMS
         ):
@@ -41,7 +38,6 @@ class Watch:
 PROGRAMS = ("git", "uname", "ldconfig", "nvidia-smi")
 """What `env.json` and torch ask."""
 WRITABLE = (tempfile.gettempdir(), str(user_cache()), "/dev/", "/proc/")
-WATCH = Watch()
 
 
 def peak_bytes() -> int:
@@ -62,10 +58,9 @@ def attempt(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> str:
     began = time.monotonic()
     peak_bytes()
     before = psutil.Process().memory_info().rss
-    WATCH.seen.clear()
-    WATCH.on = True
+    watch = Watch()
     try:
-        with address_space(MOST_BYTES):
+        with heard(watch.hear), address_space(MOST_BYTES):
             status = main(list(words))
     except BaseException as error:
         frames, trace = [], error.__traceback__
@@ -74,7 +69,6 @@ def attempt(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> str:
             trace = trace.tb_next
         return f"{type(error).__name__}: {str(error)[:100]!r} at {' '.join(frames[-4:])}"
     finally:
-        WATCH.on = False
         shown = capsys.readouterr()
     lines = shown.err.strip("\n").split("\n")
     taken, grown = time.monotonic() - began, peak_bytes() - before
@@ -86,8 +80,8 @@ def attempt(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> str:
         return f"not printable: {shown.err[-300:]!r}"
     if REFUSED_MEMORY.search(shown.err):
         return f"asked for more than {MOST_BYTES} bytes: {shown.err[-300:]!r}"
-    if WATCH.seen:
-        return f"did {WATCH.seen}"
+    if watch.seen:
+        return f"did {watch.seen}"
     if taken > MOST_S or grown > MOST_BYTES:
         return f"took {taken:.0f} s and {grown >> 20} MiB"
     return ""

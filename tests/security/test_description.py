@@ -3,6 +3,8 @@
 import resource
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import asdict
 from pathlib import Path
@@ -22,6 +24,7 @@ from clipscale.errors import UserError
 from clipscale.models import towers
 from clipscale.models.description import FLAGS, NUMBERS, OPTIONS, source_of
 from clipscale.models.towers import architecture, build_model, load_model
+from tests.audit import heard
 from tests.export.test_open_clip import ARCHITECTURE, saved
 
 
@@ -71,15 +74,19 @@ NAMES = KEYS | st.text(max_size=8)
 VALUES = st.recursive(
     LEAVES, lambda inner: st.lists(inner, max_size=5) | st.dictionaries(NAMES, inner, max_size=3), max_leaves=6
 )
-_reached: list[str] = []
 
 
-def _note(event: str, values: tuple[Any, ...]) -> None:
-    if event in ("socket.connect", "socket.getaddrinfo", "subprocess.Popen", "os.system"):
-        _reached.append(event)
+@contextmanager
+def reaching_nothing() -> Iterator[None]:
+    reached = list[str]()
 
+    def note(event: str, values: tuple[Any, ...]) -> None:
+        if event in ("socket.connect", "socket.getaddrinfo", "subprocess.Popen", "os.system"):
+            reached.append(event)
 
-sys.addaudithook(_note)
+    with heard(note):
+        yield
+    assert not reached
 
 
 @settings(max_examples=60)
@@ -89,14 +96,13 @@ def test_any_description_builds_a_model_or_is_one_clear_line(part: str, key: str
     """On the meta device: the memory of what builds is `check_filled`'s matter."""
     description: dict[str, Any] = deepcopy(ARCHITECTURE)
     (description[part] if part else description)[key] = value
-    _reached.clear()
     started = time.monotonic()
     try:
-        with torch.device("meta"):
+        with reaching_nothing(), torch.device("meta"):
             build_model(ModelConfig("own", description))
     except UserError as error:
         assert "\n" not in str(error) and len(str(error)) < 1000, error
-    assert not _reached and time.monotonic() - started < 30
+    assert time.monotonic() - started < 30
 
 
 @pytest.mark.parametrize(
@@ -147,10 +153,8 @@ def test_names_reach_neither_the_network_nor_a_folder(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
-    _reached.clear()
-    with pytest.raises(UserError, match=r"set model\.hub=true"):
+    with reaching_nothing(), pytest.raises(UserError, match=r"set model\.hub=true"):
         source_of(name, hub=False)
-    assert not _reached
     assert source_of(name, hub=True) == name
 
 

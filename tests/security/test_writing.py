@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -35,6 +34,7 @@ from clipscale.launch.run_lock import RunLock
 from clipscale.models.towers import build_model
 from clipscale.report.metrics import MetricLog
 from clipscale.report.page import write_report
+from tests.audit import heard
 from tests.data.files import picture, write_shards
 from tests.data.shards.web import Web, serving
 from tests.export.test_open_clip import ARCHITECTURE
@@ -95,27 +95,19 @@ def exported(folder: Path) -> None:
 
 WRITERS: list[Callable[[Path], None]] = [index, check, metrics, report, lock, save, evaluation]
 SLOW: list[Callable[[Path], None]] = [features, exported]
-_opened: list[str] | None = None
-
-
-def _note(event: str, values: tuple[Any, ...]) -> None:
-    if _opened is not None and event == "open" and isinstance(values[0], str):
-        written = isinstance(values[2], int) and values[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
-        _opened.extend([values[0]] if written else [])
-
-
-sys.addaudithook(_note)
 
 
 @contextmanager
 def written() -> Iterator[list[str]]:
     """The paths opened for writing meanwhile."""
-    global _opened
-    _opened = []
-    try:
-        yield _opened
-    finally:
-        _opened = None
+    opened = list[str]()
+
+    def note(event: str, values: tuple[Any, ...]) -> None:
+        if event == "open" and isinstance(values[0], str) and isinstance(values[2], int):
+            opened.extend([values[0]] if values[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT) else [])
+
+    with heard(note):
+        yield opened
 
 
 def names_of(write: Callable[[Path], None]) -> list[str]:

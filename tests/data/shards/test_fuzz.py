@@ -10,7 +10,6 @@ import lzma
 import os
 import socket
 import subprocess
-import sys
 import tarfile
 import threading
 import time
@@ -36,6 +35,7 @@ from clipscale.data.shards import scan
 from clipscale.data.shards.listing import expand
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.tar import BLOCK, LARGEST_HEADER, next_member
+from tests.audit import heard
 from tests.data.files import Members, picture, write_tar
 from tests.data.streams import read_in_windows
 from tests.forks import forks
@@ -89,18 +89,17 @@ REASONS = {
 
 
 class Audit:
-    """Records this thread's effects by the interpreter's audit events, which no Python code can avoid."""
+    """Records this thread's effects."""
 
     HARMLESS = ("os.listdir", "os.scandir", "os.walk", "os.fwalk", "os.getxattr", "os.listxattr")
     WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
     def __init__(self) -> None:
-        self.thread = 0
+        self.thread = threading.get_ident()
         self.seen: list[str] = []
-        sys.addaudithook(self.hook)  # cannot be removed again
 
-    def hook(self, event: str, given: tuple[Any, ...]) -> None:
-        if not self.thread or self.thread != threading.get_ident():
+    def hear(self, event: str, given: tuple[Any, ...]) -> None:
+        if self.thread != threading.get_ident():
             return
         writes = event == "open" and isinstance(given[2], int) and given[2] & self.WRITING
         acts = event.startswith(("os.", "shutil.", "subprocess.", "socket.", "tempfile.", "ctypes.dlopen", "pty."))
@@ -110,11 +109,9 @@ class Audit:
     @contextmanager
     def on(self) -> Iterator[list[str]]:
         """Record meanwhile; yields the list of events."""
-        self.seen, self.thread = [], threading.get_ident()
-        try:
+        self.seen = []
+        with heard(self.hear):
             yield self.seen
-        finally:
-            self.thread = 0
 
 
 @pytest.fixture(scope="module")
