@@ -279,7 +279,7 @@ class Run:
 
     def doing(self) -> str:
         """What this rank does or waits for beside its phase."""
-        parts = {"waiting for data": self.stream.waiting, "writing a checkpoint": self.saver.writing}
+        parts = {"waiting for data": self.stream.waited.running, "writing a checkpoint": self.saver.writing}
         return "; ".join(name for name, true in parts.items() if true)
 
     def set_learning_rate(self, size: int) -> float:

@@ -196,7 +196,7 @@ def test_a_run_goes_on_where_host_memory_cannot_be_page_locked(
         layout = Layout(1, 4, (3, 4, 4), 8)
         arena = Arena(layout)
         arena.pin()
-        assert not arena.pinned and arena.pin_failure
+        assert not arena.pinned
     else:
         assert run(demo, tmp_path / "run", samples=640) == pytest.approx(plain, rel=1e-4)
         assert not any(line["host_pinned"] for line in records(tmp_path / "run"))

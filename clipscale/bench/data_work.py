@@ -22,9 +22,10 @@ from clipscale.config.data import DECODE, DataConfig
 from clipscale.config.tools import DataBenchSettings
 from clipscale.data.decode import TrainTransform
 from clipscale.data.loader import gpu_decode
-from clipscale.data.loader.gpu_decode import DecodePrefetcher, DeviceDecoder, jpeg_decoder
+from clipscale.data.loader.gpu_decode import DeviceDecoder, jpeg_decoder
 from clipscale.data.loader.host_batch import Arena, Layout, Stopwatch
 from clipscale.data.loader.offload import open_backend
+from clipscale.data.loader.prefetch import ThreadLoader
 from clipscale.data.loader.stream import PIECE, BatchShare, open_stream
 from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.data.order import AUGMENT, CounterRNG
@@ -201,20 +202,16 @@ def device_rates(files: list[bytes], settings: DataBenchSettings, device: torch.
     batch, refused, rates = EncodedBatch(files, settings.image_size), Counter[str](), []
     if device.type == "cuda":
         batch.arena.pin()
-    count, decoder = len(batch.files), DeviceDecoder(batch.transform, jpeg_decoder(device), refused, refused)
-    ahead = DecodePrefetcher(decoder, batch.arena.buffers, Stopwatch())
+    count, decoder = len(batch.files), DeviceDecoder(batch.transform, jpeg_decoder(device), refused)
+    load = ThreadLoader(decoder.load, batch.arena.buffers, 1, Stopwatch())
     try:
         for _ in range(settings.repeats + 1):
             begun = time.perf_counter()
-            for step in range(FED):
-                ahead.arrived(step, batch.slot, count, count)
-            for step in range(FED):
-                ahead.open(step, batch.slot)
-                ahead.rows(0, count)
-                ahead.release(step)
+            for wait in [load(batch.slot, 0, count, 0) for _ in range(FED)]:
+                wait()
             rates.append(FED * count / (time.perf_counter() - begun))
     finally:
-        ahead.close()
+        load.close()
         batch.arena.close()
     if refused:
         raise RuntimeError(f"the device refused pictures of the benchmark: {dict(refused)}")

@@ -28,8 +28,10 @@ class Position(TypedDict):
 
     order: Text
     windows: NotRequired[Text]
-    lanes: Annotated[int, Field(ge=1, lt=2**24)]
-    at: dict[Text, Place]
+    streams: NotRequired[Annotated[int, Field(ge=1, lt=2**24)]]
+    lanes: NotRequired[Annotated[int, Field(ge=1, lt=2**24)]]
+    """The same in checkpoints of former versions."""
+    at: Annotated[dict[Text, Place], Field(min_length=1)]
 
 
 @with_config(CHECKED)
@@ -132,7 +134,8 @@ def check(state: Mapping[str, Any]) -> None:
     check_model(state, _STATE)
     for one in state["random"]:
         check_generators(one["cpu"], one["cuda"])
-    if set(state["position"]["at"]) != {str(stream) for stream in range(state["position"]["lanes"])}:
+    position = state["position"]
+    if set(position["at"]) != {str(stream) for stream in range(position.get("streams", position.get("lanes", 0)))}:
         raise ValueError("position: not one place for each shard stream")
 
 

@@ -11,7 +11,6 @@ B: global batch, L: shard streams, P: ranks, S: samples in an epoch.
 import hashlib
 import json
 import math
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -220,12 +219,6 @@ class Mixed:
         return Resampled(
             tuple(np.cumsum(usable, dtype=float).tolist()), self.counts, self.streams, key(self.seed, source)
         )
-
-    def by_shard(self) -> Resampled:
-        """The order that former versions made of the weights: whole shards drawn, each with an equal part of its source's weight."""
-        shards = Counter(self.source_of)
-        parts = [self.weights[own] / shards[own] for own in self.source_of]
-        return Resampled(tuple(np.cumsum(parts).tolist()), self.counts, self.streams, self.seed)
 
     def description(self) -> list[object]:
         """Everything that the order depends on, apart from the shards."""

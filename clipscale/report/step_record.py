@@ -35,7 +35,7 @@ class StepRecords:
             **self._stream.record(),
             "caption_tokens": sum(width * count for width, count in widths.items()) / sum(widths.values()),
         }
-        waited = self._stream.take_wait()
+        waited = self._stream.waited.take()
         self._unfinished = partial(self._complete, record | measured, phases, Readback(scale), dict(widths), waited)
 
     def finish(self) -> None:

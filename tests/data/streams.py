@@ -14,9 +14,9 @@ from clipscale.config.data import DataConfig
 from clipscale.data.loader import stream as loader
 from clipscale.data.loader.host_batch import Arena, HostBatch, sample_id
 from clipscale.data.loader.shard_reader import SegmentReader
-from clipscale.data.loader.shard_stream import BatchFiller, WorkerSpec
+from clipscale.data.loader.shard_stream import BatchFiller, Fill, Report, WorkerSpec
 from clipscale.data.loader.stream import BatchShare, OffloadSpec, TrainStream, merge_positions
-from clipscale.data.loader.workers import Fill, Report, Workers, fill_batch
+from clipscale.data.loader.workers import Workers
 from clipscale.data.order import Segment
 from clipscale.data.shards.store import Store
 from tests.data.files import SIDE, Letters
@@ -94,7 +94,7 @@ class Inline:
     """In the place of worker processes: their work, piece by piece, in this one, by whichever worker a random number says is next."""
 
     def __init__(self, random: random.Random, specs: Sequence[WorkerSpec], arena: Arena, *_: object) -> None:
-        self._random, self._arena = random, arena
+        self._random = random
         self.fillers = [BatchFiller(spec, arena, lambda: None) for spec in specs]
         self._fills: list[deque[Fill]] = [deque() for _ in specs]
         self._at: list[Iterator[Report]] = [iter(()) for _ in specs]
@@ -109,19 +109,16 @@ class Inline:
     def receive(self, needed: Sequence[int]) -> list[tuple[int, Report]]:
         """Some reports, of workers that may be ahead of what is needed or behind it."""
         found: list[tuple[int, Report]] = []
-        while not found:
+        while needed and not found:
             number = self._random.randrange(len(self))
             report = next(self._at[number], None)
             if report is None and self._fills[number]:
                 fill = self._fills[number].popleft()
-                self._at[number] = fill_batch(self.fillers[number], self._arena, fill)
+                self._at[number] = self.fillers[number].fill(fill)
                 report = next(self._at[number])
             assert report or any(self._fills[n] or n != number for n in needed), "no worker has anything left to report"
             found += [(number, report)] if report else []
         return found
-
-    def received(self) -> list[tuple[int, Report]]:
-        return []
 
     def close(self) -> None:
         for filler in self.fillers:

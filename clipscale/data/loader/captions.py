@@ -128,11 +128,7 @@ def split(spans: list[tuple[int, int]], count: int) -> None:
 
 def early(sizes: list[int], start: int, stop: int, cost: float) -> int:
     """Where a chunk start..stop of falling `sizes` ends: at the drop that saves the most padding, if that is more than `cost` tokens."""
-    best, saved, width = stop, cost, sizes[start]
-    position = start
-    while position < stop:
-        size = sizes[position]
-        if (stop - position) * (width - size) > saved:
-            best, saved = position, (stop - position) * (width - size)
-        position = next((i for i in range(position, stop) if sizes[i] < size), stop)
-    return best
+    drops = [i for i in range(start + 1, stop) if sizes[i] < sizes[i - 1]]
+    saved = {i: (stop - i) * (sizes[start] - sizes[i]) for i in drops}
+    best = max(drops, key=saved.__getitem__, default=stop)
+    return best if saved.get(best, 0) > cost else stop

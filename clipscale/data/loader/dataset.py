@@ -39,10 +39,8 @@ class ShardDataset(IterableDataset[dict[str, Any]]):
     ) -> None:
         self._config, self._tokenizer, self._image_size, self._seed = config, tokenizer, image_size, seed
         self._share = BatchShare(batch, rank, world)
-        self._position: dict[str, Any] | None = None
-        """Where the current batch begins."""
-        self._given = 0
-        """Samples of the current batch given so far."""
+        self._position: dict[str, Any] | None = None  # where the current batch begins
+        self._given = 0  # samples of the current batch given so far
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's place, plain and JSON-like."""

@@ -1,15 +1,14 @@
 """Decodes pictures on the GPU (data.decode=gpu), from the bytes in host memory and the crops that were drawn.
 
-Either once, by a thread, into host memory as they arrive, for both passes; or, with offload=encoded, again for each pass.
+Either once, into host memory as they arrive, for both passes; or, with offload=encoded, again for each pass.
 
 C = 3: channels, S: side in pixels.
 """
 
 import warnings
 from collections import Counter
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 import simplejpeg
@@ -17,10 +16,11 @@ import torch
 from torch import Tensor
 
 from clipscale.data.decode import Crop, TrainTransform, stored_box, upright_steps
-from clipscale.data.loader.host_batch import RowSource, Slot, Stopwatch
-from clipscale.data.loader.offload import Recipe, restore
+from clipscale.data.loader.host_batch import Slot
+from clipscale.data.loader.offload import GREY, Recipe, restore
 from clipscale.data.order import CounterRNG
 from clipscale.data.sample import BrokenSampleError
+from clipscale.data.shards.access import EVENT
 from clipscale.errors import UserError
 
 MOST_BYTES = 2**28
@@ -37,11 +37,9 @@ def jpeg_decoder(device: torch.device) -> "Torchvision":
     sample = np.full((16, 24, 3), (200, 120, 40), np.uint8)
     try:
         decoder = Torchvision(device)
-        found = decoder([torch.frombuffer(bytearray(simplejpeg.encode_jpeg(sample)), dtype=torch.uint8)])[0]
-        if (
-            found.device.type != device.type
-            or (found.cpu().float() - torch.from_numpy(sample).permute(2, 0, 1)).abs().max() > 8
-        ):
+        (found,) = decoder([torch.frombuffer(bytearray(simplejpeg.encode_jpeg(sample)), dtype=torch.uint8)])
+        far = (found.cpu().float() - torch.from_numpy(sample).permute(2, 0, 1)).abs().max()
+        if found.device.type != device.type or far > 8:
             raise RuntimeError("a picture came out as another")
     except (ImportError, AttributeError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:200]
@@ -78,13 +76,10 @@ class Torchvision:
         return found
 
 
-@dataclass
-class _Row:
-    """One picture of a chunk."""
+class _Row(NamedTuple):
+    """One picture of a chunk: its row in the chunk, and how it is made."""
 
     number: int
-    """Its row in the chunk."""
-    place: int
     recipe: Recipe
     crop: Crop
 
@@ -93,41 +88,43 @@ class DeviceDecoder:
     """Decodes image rows of a slot whose pictures are kept as their bytes (backend `device`).
 
     A picture that the decoder refuses is decoded on the CPU. If that fails too, it is grey, since its place in the batch is already given.
-    Both are recorded in the slot, so that the second pass does the same, and counted once: in `seen` and in `broken`.
+    Both are recorded in the slot, so that the second pass does the same, and counted once.
     """
 
-    def __init__(
-        self, transform: TrainTransform, decoder: Torchvision, broken: Counter[str], seen: Counter[str]
-    ) -> None:
-        self._transform, self._decoder, self.device = transform, decoder, decoder.device
-        self._broken, self._seen = broken, seen
+    def __init__(self, transform: TrainTransform, decoder: Torchvision, counts: Counter[str]) -> None:
+        self._transform, self._decoder, self.device, self._counts = transform, decoder, decoder.device, counts
+        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+
+    def load(self, slot: Slot, start: int, out: np.ndarray) -> None:
+        """Write the rows from `start` on to host memory. A CUDA stream of its own lets this run beside the computation."""
+        with torch.cuda.stream(self._stream):
+            torch.from_numpy(out).copy_(self(slot, start, start + len(out)), non_blocking=True)
+        if self._stream:
+            self._stream.synchronize()
 
     def __call__(self, slot: Slot, start: int, stop: int) -> Tensor:
         """Rows start..stop of the slot, (stop - start, C, S, S) uint8 on the device, in the order of its current stream."""
-        side = self._transform.side
+        side, recipes = self._transform.side, slot["recipes"][start:stop]
         out = torch.empty((stop - start, 3, side, side), dtype=torch.uint8, device=self.device)
-        rows = [
-            _Row(number, start + number, Recipe(*numbers[:4]), Crop(*numbers[4:]))
-            for number, numbers in enumerate(slot["recipes"][start:stop].tolist())
-        ]
-        refused: list[_Row] = []
+        rows = [_Row(i, Recipe(*numbers[:4]), Crop(*numbers[4:])) for i, numbers in enumerate(recipes.tolist())]
+        others = [row for row in rows if not row.recipe.orientation]
         for group in self._groups([row for row in rows if row.recipe.orientation]):
             usable: list[tuple[_Row, Tensor]] = []
-            for row, picture in zip(group, self._decoded([self._bytes(slot, row.recipe) for row in group])):
-                if picture is not None and fits(picture, row.recipe):
+            begins = [(row.recipe.begin, row.recipe.begin + row.recipe.size) for row in group]
+            pictures = self._decoded([torch.from_numpy(slot["pool"][begin:end]) for begin, end in begins])
+            for row, picture in zip(group, pictures):
+                # three channels, and the size of its header
+                if picture is not None and picture.shape[0] == 3 and picture[0].numel() == row.recipe.area:
                     usable.append((row, picture))
                 else:
-                    refused.append(row)
+                    self._counts[EVENT + REFUSED] += 1
+                    recipes[row.number] = (*row.recipe._replace(area=0, orientation=0), *row.crop)
+                    others.append(row)
             if usable:
-                numbers = self._numbers(row.number for row, _ in usable)
-                out[numbers] = self._rendered([row for row, _ in usable], [picture for _, picture in usable])
-        for row in refused:
-            self._seen[REFUSED] += 1
-            slot["recipes"][row.place] = (*row.recipe._replace(area=0, orientation=0), *row.crop)
-        others = [row for row in rows if not row.recipe.orientation] + refused
+                out[self._numbers(row.number for row, _ in usable)] = self._rendered(usable)
         if others:
-            numbers = self._numbers(row.number for row in others)
-            out[numbers] = torch.from_numpy(self._restored(slot, others)).to(self.device, non_blocking=True)
+            restored = torch.from_numpy(self._restored(slot, recipes, others))
+            out[self._numbers(row.number for row in others)] = restored.to(self.device, non_blocking=True)
         return out
 
     def _groups(self, rows: list[_Row]) -> Iterator[list[_Row]]:
@@ -144,9 +141,6 @@ class DeviceDecoder:
         if group:
             yield group
 
-    def _bytes(self, slot: Slot, recipe: Recipe) -> Tensor:
-        return torch.from_numpy(slot["pool"][recipe.begin : recipe.begin + recipe.size])
-
     def _decoded(self, files: list[Tensor]) -> list[Tensor | None]:
         """Decoded pictures, None for refused ones. The decoder refuses a whole call for one picture, so a refused call is halved."""
         try:
@@ -161,19 +155,20 @@ class DeviceDecoder:
             half = len(files) // 2
             return self._decoded(files[:half]) + self._decoded(files[half:])
 
-    def _rendered(self, rows: list[_Row], pictures: list[Tensor]) -> Tensor:
+    def _rendered(self, usable: list[tuple[_Row, Tensor]]) -> Tensor:
         """Cut out, resized, upright, coloured and mirrored. Only the rounding between the two directions differs from the CPU."""
-        pixels = torch.cat([self._resized(row, picture) for row, picture in zip(rows, pictures)])
+        pixels = torch.cat([self._resized(row, picture) for row, picture in usable])
         pixels = pixels.round_().clamp_(0, 255).to(torch.uint8)
-        for orientation in {row.recipe.orientation for row in rows} - {1}:
-            turned = self._numbers(i for i, row in enumerate(rows) if row.recipe.orientation == orientation)
-            pixels[turned] = upright(pixels[turned], orientation)
+        orientations = [row.recipe.orientation for row, _ in usable]
+        for orientation in set(orientations) - {1}:
+            chosen = self._numbers(i for i, own in enumerate(orientations) if own == orientation)
+            pixels[chosen] = upright(pixels[chosen], orientation)
         if self._transform.colour:
-            for i, row in enumerate(rows):
+            for i, (row, _) in enumerate(usable):
                 if row.crop.colour:
                     pixels[i] = self._transform.colour.changed(pixels[i], CounterRNG(row.crop.colour))
-        if any(row.crop.flipped for row in rows):
-            flipped = self._numbers(i for i, row in enumerate(rows) if row.crop.flipped)
+        flipped = self._numbers(i for i, (row, _) in enumerate(usable) if row.crop.flipped)
+        if len(flipped):
             pixels[flipped] = pixels[flipped].flip(-1)
         return pixels
 
@@ -189,104 +184,21 @@ class DeviceDecoder:
             return cut
         return torch.nn.functional.interpolate(cut, size=(side, side), mode="bicubic", antialias=True)
 
-    def _numbers(self, numbers: Iterator[int]) -> Tensor:
-        return torch.tensor(list(numbers)).to(self.device, non_blocking=True)
+    def _numbers(self, numbers: Iterable[int]) -> Tensor:
+        return torch.tensor(list(numbers), dtype=torch.int64).to(self.device, non_blocking=True)
 
-    def _restored(self, slot: Slot, rows: list[_Row]) -> np.ndarray:
+    def _restored(self, slot: Slot, recipes: np.ndarray, rows: list[_Row]) -> np.ndarray:
         """(rows, C, S, S) uint8 of rows that are kept as pixels or were refused."""
         side = self._transform.side
         out = np.empty((len(rows), 3, side, side), np.uint8)
-        for row, place in zip(rows, out):
-            recipe = Recipe(*slot["recipes"][row.place][:4].tolist())
+        for row, pixels in zip(rows, out):
             try:
-                restore(slot, recipe, row.crop, self._transform, place)
+                restore(slot, row.recipe, row.crop, self._transform, pixels)
             except BrokenSampleError:
-                self._broken[GREY_IMAGE] += 1
-                recipe = Recipe(-1, 0)
-                slot["recipes"][row.place] = (*recipe, *row.crop)
-                restore(slot, recipe, row.crop, self._transform, place)
+                self._counts[GREY_IMAGE] += 1
+                recipes[row.number] = (-1, 0, 0, 0, *row.crop)
+                pixels[:] = GREY
         return out
-
-
-class DecodeOnRequest(RowSource):
-    """Decodes a batch's image rows whenever they are asked for, on the device's current stream."""
-
-    def __init__(self, decode: DeviceDecoder) -> None:
-        self._decode = decode
-
-    def open(self, step: int, slot: Slot) -> None:
-        self._slot = slot
-
-    def rows(self, start: int, stop: int) -> Tensor:
-        return self._decode(self._slot, start, stop)
-
-
-_Piece = tuple[int, int, Future[None]]
-"""Rows start..stop that the device is given at once, and their decoding."""
-
-
-class DecodePrefetcher(RowSource):
-    """Image rows in host memory: a thread lets the device decode them as they arrive, in order, of this batch and the following ones.
-
-    So the device decodes the next batch while it computes on this one, and both passes use the same pixels.
-    """
-
-    follows_arrivals = True
-
-    def __init__(self, decode: DeviceDecoder, rows: np.ndarray, waited: Stopwatch) -> None:
-        """`rows`: (slots, N, C, S, S) uint8, page-locked if copies are to overlap with computation."""
-        self._decode, self._decoded, self._waited = decode, torch.from_numpy(rows), waited
-        self._stream = torch.cuda.Stream(decode.device) if decode.device.type == "cuda" else None
-        self._thread = ThreadPoolExecutor(1, "decode")
-        self._begun: dict[int, tuple[Slot, list[_Piece]]] = {}
-        """Step -> its slot and the pieces begun."""
-        self._step = -1
-
-    def open(self, step: int, slot: Slot) -> None:
-        self._step = step
-        self._begun.setdefault(step, (slot, []))
-
-    def arrived(self, step: int, slot: Slot, count: int, size: int) -> None:
-        """Begin to decode the arrived rows that are not begun yet, in whole pieces."""
-        _, begun = self._begun.setdefault(step, (slot, []))
-        while (ready := begun[-1][1] if begun else 0) < size and min(ready + AHEAD, size) <= count:
-            self._begin(step, min(ready + AHEAD, size))
-
-    def rows(self, start: int, stop: int) -> Tensor:
-        """(stop - start, C, S, S) uint8, a view; blocks until they are decoded. They must have arrived."""
-        slot, begun = self._begun[self._step]
-        with self._waited:
-            while (ready := begun[-1][1] if begun else 0) < stop:
-                self._begin(self._step, min(ready + AHEAD, stop))
-            for first, last, done in begun:
-                if start < last and first < stop:
-                    done.result()
-        return self._decoded[slot.number, start:stop]
-
-    def release(self, step: int) -> None:
-        _, begun = self._begun.pop(step, (None, []))
-        for _, _, done in begun:
-            done.result()
-
-    def close(self) -> None:
-        """End the thread after its current piece."""
-        self._thread.shutdown(cancel_futures=True)
-
-    def _begin(self, step: int, stop: int) -> None:
-        slot, begun = self._begun[step]
-        start = begun[-1][1] if begun else 0
-        begun.append((start, stop, self._thread.submit(self._load, slot, start, stop)))
-
-    def _load(self, slot: Slot, start: int, stop: int) -> None:
-        with torch.cuda.stream(self._stream):
-            self._decoded[slot.number, start:stop].copy_(self._decode(slot, start, stop), non_blocking=True)
-        if self._stream:
-            self._stream.synchronize()
-
-
-def fits(picture: Tensor, recipe: Recipe) -> bool:
-    """Whether a picture has three channels and the size of its header."""
-    return picture.shape[0] == 3 and picture.shape[1] * picture.shape[2] == recipe.area
 
 
 def upright(pixels: Tensor, orientation: int) -> Tensor:

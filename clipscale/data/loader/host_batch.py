@@ -40,34 +40,29 @@ def sample_id(url: str, key: str) -> int:
 
 
 class Part(NamedTuple):
-    """An array in the arena: shape, type, and its size in bytes, in whole pages."""
+    """An array in the arena."""
 
     shape: tuple[int, ...]
     dtype: str
-    size: int
 
-
-def _part(shape: tuple[int, ...], dtype: str) -> Part:
-    return Part(shape, dtype, -(-math.prod(shape) * np.dtype(dtype).itemsize // PAGE) * PAGE)
+    @property
+    def size(self) -> int:
+        """Bytes, in whole pages."""
+        return -(-math.prod(self.shape) * np.dtype(self.dtype).itemsize // PAGE) * PAGE
 
 
 @dataclass(frozen=True)
 class Layout:
     """What one rank keeps of its batches, and where."""
 
-    slots: int
-    """Local batches held at once."""
-    samples: int
-    """Samples of the largest local batch."""
-    row: tuple[int, ...]
-    """Shape of one image row: (C, S, S) pixels, or the features of a frozen tower."""
+    slots: int  # local batches held at once
+    samples: int  # samples of the largest local batch
+    row: tuple[int, ...]  # shape of one image row: (C, S, S) pixels, or the features of a frozen tower
     context_length: int
     dtype: str = "uint8"
-    """Type of an image row."""
     backend: str = "host"
     """The offload backend: `host`, `disk`, `encoded`, or `device` for pictures that the GPU decodes (data.decode=gpu)."""
-    chunk: int = 1
-    """disk, encoded: samples loaded into host memory at once."""
+    chunk: int = 1  # disk, encoded: samples loaded into host memory at once
     pool: int = 0
     """encoded, device: bytes that the pictures of one slot may take. Address space: memory is used as it is written to."""
     decoded: bool = False
@@ -91,23 +86,23 @@ class Layout:
 
     def slot_parts(self) -> dict[str, Part]:
         """The arrays of one slot in shared memory."""
-        parts = {
-            "tokens": _part((self.samples, self.context_length), "int32"),
-            "ids": _part((self.samples,), "int64"),
-        }
+        parts = {"tokens": Part((self.samples, self.context_length), "int32"), "ids": Part((self.samples,), "int64")}
         if self.backend == "host":
-            parts["rows"] = _part((self.samples, *self.row), self.dtype)
+            parts["rows"] = Part((self.samples, *self.row), self.dtype)
         elif self.encoded:
-            parts["recipes"] = _part((self.samples, RECIPE), "int64")
-            parts["pool"] = _part((self.pool,), "uint8")
+            parts["recipes"] = Part((self.samples, RECIPE), "int64")
+            parts["pool"] = Part((self.pool,), "uint8")
         return parts
 
+    @property
+    def buffer_rows(self) -> int:
+        """Rows of one buffer: a chunk; with `decoded`, a whole batch."""
+        return self.samples if self.decoded else min(self.chunk, self.samples)
+
     def buffers_part(self) -> Part:
-        """The buffers into which chunks are loaded; with `decoded`, the image rows of all slots. Empty where neither is needed."""
-        if self.backend == "device":
-            return _part((self.slots if self.decoded else 0, self.samples, *self.row), self.dtype)
-        buffers = 0 if self.backend == "host" else BUFFERS
-        return _part((buffers, min(self.chunk, self.samples), *self.row), self.dtype)
+        """The buffers into which rows are loaded, one behind the other: one for each slot with `decoded`, none where none are needed."""
+        buffers = {"host": 0, "device": self.slots if self.decoded else 0}.get(self.backend, BUFFERS)
+        return Part((buffers * self.buffer_rows, *self.row), self.dtype)
 
     def memory_bytes(self, picture_bytes: float | None = None) -> int:
         """Host memory of it all. Encoded pictures count with this mean size (None: as much as the pool can hold)."""
@@ -139,18 +134,15 @@ class Arena:
     """
 
     def __init__(self, layout: Layout, fds: tuple[int, int] | None = None) -> None:
+        """`fds`: the files of another process's arena."""
         self.layout = layout
         parts, buffers = layout.slot_parts(), layout.buffers_part()
-        total = layout.slots * sum(part.size for part in parts.values()) + buffers.size
-        self.file = -1
+        self._fd, self.file = fds or (os.memfd_create("clipscale-batch"), -1)
         if fds is None:
-            self._fd = os.memfd_create("clipscale-batch")
-            os.ftruncate(self._fd, total)
+            os.ftruncate(self._fd, layout.memory_bytes())
             if layout.backend == "disk":
                 self.file = _reserved_file(layout.folder, layout.disk_bytes())
-        else:
-            self._fd, self.file = fds
-        self._memory = mmap.mmap(self._fd, total)
+        self._memory = mmap.mmap(self._fd, layout.memory_bytes())
         offset = 0
 
         def view(part: Part) -> np.ndarray:
@@ -161,14 +153,8 @@ class Arena:
 
         self.buffers = view(buffers) if buffers.size else np.empty(buffers.shape, buffers.dtype)
         self.slots = [Slot(n, {name: view(part) for name, part in parts.items()}) for n in range(layout.slots)]
-        self._pinned: Tensor | None = None
-        self.pin_failure: str | None = None
-        """Why page-locking has failed, if it has."""
-
-    @property
-    def pinned(self) -> bool:
+        self.pinned = False
         """Whether the memory that is copied to the GPU is page-locked."""
-        return self._pinned is not None
 
     def slot(self, step: int) -> Slot:
         """The slot of the batch of that step."""
@@ -179,27 +165,29 @@ class Arena:
 
     def pin(self) -> None:
         """Page-lock the memory that is copied to the GPU, so that copies overlap with computation. Needs CUDA."""
-        end = None if self.layout.backend == "host" else self.layout.buffers_part().size
-        if end == 0:
+        size = self.layout.memory_bytes() if self.layout.backend == "host" else self.layout.buffers_part().size
+        if not size:
             return  # the GPU's decoder copies pictures by itself
-        block = torch.frombuffer(self._memory, dtype=torch.uint8)[:end]
-        failed = torch.cuda.cudart().cudaHostRegister(block.data_ptr(), block.numel(), 0)
-        if int(failed):
-            # Clear CUDA's last error with a kernel of our own, or the next kernel's launch would report it.
-            with contextlib.suppress(RuntimeError):
-                torch.zeros(1, device="cuda").add_(1)
-            self.pin_failure = (
-                f"the host batch, {format_bytes(block.numel())}, could not be page-locked (CUDA error {failed}); copies to the GPU will be "
-                "slower: a smaller batch, or offload=encoded, has less to lock"
-            )
-            log.warning("%s", self.pin_failure)
-        self._pinned = None if int(failed) else block
+        failed = torch.cuda.cudart().cudaHostRegister(self._address(), size, 0)
+        if not int(failed):
+            self.pinned = True
+            return
+        # Clear CUDA's last error with a kernel of our own, or the next kernel's launch would report it.
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device="cuda").add_(1)
+        log.warning(
+            f"the host batch, {format_bytes(size)}, could not be page-locked (CUDA error {failed}); copies to the GPU will be slower: a "
+            "smaller batch, or offload=encoded, has less to lock"
+        )
+
+    def _address(self) -> int:
+        return torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
 
     def close(self) -> None:
         """Undo `pin` and close the files. The memory is freed with its last view."""
-        if self._pinned is not None:
-            torch.cuda.cudart().cudaHostUnregister(self._pinned.data_ptr())
-            self._pinned = None
+        if self.pinned:
+            torch.cuda.cudart().cudaHostUnregister(self._address())
+            self.pinned = False
         for fd in (self._fd, self.file):
             if fd >= 0:
                 os.close(fd)
@@ -213,83 +201,56 @@ def _mapped(layout: Layout, fd: Any, file: Any) -> Arena:
 def _reserved_file(folder: str | None, size: int) -> int:
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
-            fd = os.dup(file.fileno())
-        try:
-            os.posix_fallocate(fd, 0, size)
-        except OSError:
-            os.close(fd)
-            raise
+            os.posix_fallocate(file.fileno(), 0, size)
+            return os.dup(file.fileno())
     except OSError as error:
         raise UserError(
             f"offload_dir={folder or tempfile.gettempdir()}: {size / 2**30:.1f} GiB for the batch cannot be reserved there "
             f"({error.strerror}); free some space, choose another folder, or take offload=encoded or host"
         ) from error
-    return fd
 
 
-class RowSource:
-    """Hands out a batch's image rows. These lie in host memory as they are; subclasses load or decode theirs."""
-
-    follows_arrivals = False
-    """Whether `arrived` is to be called."""
-
-    def open(self, step: int, slot: Slot) -> None:
-        """Continue with the batch of that step."""
-        self._rows = torch.from_numpy(slot["rows"])
-
-    def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """The row ranges of this batch that will be asked for, in order. Each is taken from the iterable just before it is loaded."""
-
-    def arrived(self, step: int, slot: Slot, count: int, size: int) -> None:
-        """Rows 0..count of the batch of that step, which has `size`, have arrived."""
-
-    def rows(self, start: int, stop: int) -> Tensor:
-        """Rows start..stop, which must have arrived."""
-        return self._rows[start:stop]
-
-    def release(self, step: int) -> None:
-        """Stop reading the slot of that step: it will be filled again."""
-
-    def close(self) -> None:
-        """Release threads."""
+def stored_rows(slot: Slot, start: int, stop: int) -> Tensor:
+    """The image rows of the backend `host`, which lie in the slot as they are."""
+    return torch.from_numpy(slot["rows"][start:stop])
 
 
 class HostBatch:
     """One local batch, valid until the next is asked for. Access to rows blocks until the workers have delivered them."""
 
-    def __init__(self, slot: Slot, size: int, wait: Callable[[int], None], source: RowSource | None = None) -> None:
-        """`wait(stop)` blocks until rows 0..stop have arrived. `source` is open on this batch (None: image rows lie in the slot)."""
-        self._size, self._wait = size, wait
-        self._tokens, self._ids = torch.from_numpy(slot["tokens"]), torch.from_numpy(slot["ids"])
-        self._source = source or RowSource()
-        if source is None:
-            self._source.open(0, slot)
+    def __init__(
+        self,
+        slot: Slot,
+        size: int,
+        wait: Callable[[int], None],
+        read: Callable[[Slot, int, int], Tensor] = stored_rows,
+        expect: Callable[[Iterable[tuple[int, int]]], None] = lambda ranges: None,
+    ) -> None:
+        """`wait(stop)` blocks until rows 0..stop have arrived; `read(slot, start, stop)` gives image rows that have."""
+        self._slot, self._size, self._wait, self._read = slot, size, wait, read
+        self.expect = expect
+        """Names the ranges of pixels that will be asked for, in order, so that they can be loaded ahead."""
 
     def __len__(self) -> int:
         return self._size
 
-    def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Name the ranges of pixels that will be asked for, in order, so that they can be loaded ahead."""
-        self._source.expect(ranges)
-
     def pixels(self, start: int, stop: int) -> Tensor:
         """(stop - start, C, S, S) uint8, or stored features, in host memory; on the GPU where it decodes for each pass.
 
-        With device=cuda and offload=disk or encoded the tensor holds until the call after the next. Raises UserError if the workers cannot
-        go on.
+        With device=cuda and offload=disk or encoded, valid until the call after the next. Raises UserError if the workers cannot go on.
         """
         self._wait(stop)
-        return self._source.rows(start, stop)
+        return self._read(self._slot, start, stop)
 
     def tokens(self, start: int, stop: int) -> Tensor:
         """(stop - start, T) int32, a view of the batch's memory. Raises UserError if the workers cannot go on."""
         self._wait(stop)
-        return self._tokens[start:stop]
+        return torch.from_numpy(self._slot["tokens"][start:stop])
 
     def ids(self) -> Tensor:
         """(N,) int64: `sample_id` of every sample; waits for all of them."""
-        self._wait(len(self))
-        return self._ids[: len(self)]
+        self._wait(self._size)
+        return torch.from_numpy(self._slot["ids"][: self._size])
 
 
 class Stopwatch:

@@ -1,15 +1,15 @@
-"""Allocates the memory of a rank's batches, after a check that it fits this machine."""
+"""Whether the memory of a rank's batches fits this machine."""
 
 import os
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
 import psutil
-import torch
 
-from clipscale.data.loader.host_batch import Arena, Layout
+from clipscale.data.loader.host_batch import Layout
 from clipscale.data.loader.pipeline import Source
 from clipscale.data.sample import limits
 from clipscale.data.shards.access import Access
@@ -33,18 +33,6 @@ JPEG = b"\xff\xd8\xff"
 _GROUP = Path("/sys/fs/cgroup")
 
 
-def allocate(
-    layout: Layout, source: Source, members: Sequence[str], access: Access, *, free: int | None, pin: bool
-) -> tuple[Arena, str]:
-    """The memory of the batches, with `pin` page-locked where possible, and a line that states it. Raises UserError if it does not fit."""
-    size = picture_bytes(source, members, layout, access) if layout.encoded else None
-    layout, message = fitted(layout, size, free)
-    arena = Arena(layout)
-    if pin and torch.cuda.is_available():
-        arena.pin()
-    return arena, f"{message}; {arena.pin_failure}" if arena.pin_failure else message
-
-
 def free_memory() -> int:
     """Bytes that are free on this machine and in this process's control group (container)."""
     free = int(psutil.virtual_memory().available)
@@ -63,9 +51,8 @@ def picture_bytes(source: Source, types: Sequence[str], layout: Layout, access: 
             return len(data) if data.startswith(JPEG) else layout.row_bytes
         return min(len(data), layout.row_bytes)
 
-    raws = source.first_samples(PEEK, limits(types), Store(access))
-    sizes = [kept(data) for raw in islice(raws, PEEK) for data in list(raw.members.values())[:1]]
-    raws.close()
+    with closing(source.first_samples(PEEK, limits(types), Store(access))) as raws:
+        sizes = [kept(data) for raw in islice(raws, PEEK) for data in islice(raw.members.values(), 1)]
     return sum(sizes) / len(sizes) if sizes else None
 
 

@@ -8,9 +8,8 @@ C: channels, S: side in pixels, D: width of stored features.
 """
 
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,20 +24,16 @@ GREY = 128
 """The value of all pixels of a picture that turns out to be broken after its place was given."""
 
 
-class Transform(Protocol):
-    """Writes the image row made of a member's bytes to `out`; raises BrokenSampleError before anything is written."""
-
-    def __call__(self, data: bytes, rng: CounterRNG, out: np.ndarray) -> None: ...
+Transform = Callable[[bytes, CounterRNG, np.ndarray], None]
+"""Writes the image row made of a member's bytes to an array; raises BrokenSampleError before anything is written."""
 
 
 class RowKind(NamedTuple):
     """What an image row is, and how it is made."""
 
     transform: Transform
-    members: tuple[str, ...]
-    """Extensions of members; the first that a sample has goes to `transform`."""
-    shape: tuple[int, ...]
-    """(C, S, S), or (D,)."""
+    members: tuple[str, ...]  # extensions of members; the first that a sample has goes to `transform`
+    shape: tuple[int, ...]  # (C, S, S), or (D,)
     dtype: str
 
 
@@ -51,10 +46,8 @@ def row_kind(config: DataConfig, side: int, stored: StoredFeatures | None) -> Ro
 
 def train_transform(config: DataConfig, side: int) -> TrainTransform:
     """The training transform of the settings, from picture bytes to `side` pixels."""
-    augment = config.augment
-    colour = None
-    if any(augment.jitter) or augment.greyscale:
-        colour = Colour(augment.jitter, augment.jitter_probability if any(augment.jitter) else 0.0, augment.greyscale)
+    augment, jitters = config.augment, any(config.augment.jitter)
+    colour = Colour(augment.jitter, augment.jitter_probability if jitters else 0.0, augment.greyscale)
     return TrainTransform(
         side,
         (augment.scale[0], augment.scale[1]),
@@ -62,54 +55,39 @@ def train_transform(config: DataConfig, side: int) -> TrainTransform:
         augment.flip,
         config.max_pixels,
         fast=config.decode == "fast",
-        colour=colour,
+        colour=colour if jitters or augment.greyscale else None,
     )
 
 
-class OffloadBackend(ABC):
-    """One process's access to the image rows of an arena."""
-
-    def begin(self, slot: Slot) -> None:  # noqa: B027 (most backends have nothing to do)
-        """This process starts to fill the slot with a new batch."""
-
-    @abstractmethod
-    def put(self, slot: Slot, place: int, data: bytes, rng: CounterRNG) -> None:
-        """Store one sample. Raises BrokenSampleError before anything is written, UserError where memory or disk is full."""
-
-    @abstractmethod
-    def check(self, data: bytes, rng: CounterRNG) -> None:
-        """Raise BrokenSampleError where `put` does, but store nothing."""
-
-    @abstractmethod
-    def load(self, slot: Slot, start: int, out: np.ndarray) -> None:
-        """Write the image rows from `start` on to `out`, as many as it has. Raises UserError where they cannot be read."""
-
-
-def open_backend(arena: Arena, transform: Transform, span: tuple[int, int]) -> OffloadBackend:
+def open_backend(arena: Arena, transform: Transform, span: tuple[int, int]) -> "HostBackend":
     """The arena's backend, for a process that fills samples span[0]..span[1] of a batch, counted one process after another."""
     name = arena.layout.backend
-    if name == "host":
-        return HostBackend(arena, transform)
-    if name == "disk":
-        return DiskBackend(arena, transform)
+    if name in ("host", "disk"):
+        return (HostBackend if name == "host" else DiskBackend)(arena, transform)
     assert isinstance(transform, TrainTransform)
     return (DeviceBackend if name == "device" else EncodedBackend)(arena, transform, span)
 
 
-class HostBackend(OffloadBackend):
-    """Keeps image rows in shared memory."""
+class HostBackend:
+    """One process's access to the image rows of an arena: they lie in shared memory. The other backends keep them elsewhere."""
 
     def __init__(self, arena: Arena, transform: Transform) -> None:
-        self._transform = transform
+        self._layout, self._transform = arena.layout, transform
         self._row = np.empty(arena.layout.row, arena.layout.dtype)
 
+    def begin(self, slot: Slot) -> None:
+        """This process starts to fill the slot with a new batch."""
+
     def put(self, slot: Slot, place: int, data: bytes, rng: CounterRNG) -> None:
+        """Store one sample. Raises BrokenSampleError before anything is written, UserError where memory or disk is full."""
         self._transform(data, rng, slot["rows"][place])
 
     def check(self, data: bytes, rng: CounterRNG) -> None:
+        """Raise BrokenSampleError where `put` does, but store nothing."""
         self._transform(data, rng, self._row)
 
     def load(self, slot: Slot, start: int, out: np.ndarray) -> None:
+        """Write the image rows from `start` on to `out`, as many as it has. Raises UserError where they cannot be read."""
         np.copyto(out, slot["rows"][start : start + len(out)])
 
 
@@ -118,17 +96,14 @@ class DiskBackend(HostBackend):
 
     def __init__(self, arena: Arena, transform: Transform) -> None:
         super().__init__(arena, transform)
-        self._layout, self._file = arena.layout, arena.file
+        self._file = arena.file
 
     def put(self, slot: Slot, place: int, data: bytes, rng: CounterRNG) -> None:
         self.check(data, rng)
         self._transfer(os.pwrite, "written", self._row, slot, place)
 
     def load(self, slot: Slot, start: int, out: np.ndarray) -> None:
-        def read(fd: int, rest: memoryview, offset: int) -> int:
-            return os.preadv(fd, [rest], offset)
-
-        self._transfer(read, "read", out, slot, start)
+        self._transfer(lambda fd, rest, offset: os.preadv(fd, [rest], offset), "read", out, slot, start)
 
     def _transfer(
         self, call: Callable[[int, memoryview, int], int], done: str, rows: np.ndarray, slot: Slot, place: int
@@ -138,52 +113,45 @@ class DiskBackend(HostBackend):
         while moved < len(block):
             try:
                 count = call(self._file, block[moved:], offset + moved)
+                if not count:
+                    raise OSError(0, "the file ends early")
             except OSError as error:
-                raise self._failure(done, error.strerror or str(error)) from error
-            if not count:
-                raise self._failure(done, "the file ends early")
+                raise UserError(
+                    f"offload_dir={self._layout.folder}: the batch cannot be {done} there ({error.strerror}); checkpoints are intact: free "
+                    "some space or repair the disk and resume, with another offload_dir or offload=encoded"
+                ) from error
             moved += count
-
-    def _failure(self, done: str, why: str) -> UserError:
-        return UserError(
-            f"offload_dir={self._layout.folder}: the batch cannot be {done} there ({why}); checkpoints are intact: free some space or "
-            "repair the disk and resume, with another offload_dir or offload=encoded"
-        )
 
 
 class Recipe(NamedTuple):
     """How a picture in the pool becomes an image row, apart from its crop."""
 
-    begin: int
-    """Where its bytes, or its pixels, begin; -1: neither can be used, and the row is grey."""
-    size: int
-    """Bytes; 0: it is stored as pixels."""
-    area: int = 0
-    """Pixels of the whole picture, where the GPU decodes it."""
-    orientation: int = 0
-    """The EXIF orientation, where the GPU decodes it; 0: the CPU does."""
+    begin: int  # where its bytes, or its pixels, begin; -1: neither can be used, and the row is grey
+    size: int  # bytes; 0: it is stored as pixels
+    area: int = 0  # pixels of the whole picture, where the GPU decodes it
+    orientation: int = 0  # the EXIF orientation, where the GPU decodes it; 0: the CPU does
 
 
-class EncodedBackend(OffloadBackend):
+class EncodedBackend(HostBackend):
     """Keeps pictures as their bytes in this process's part of the slot's pool, one behind the other, and their crops.
 
     A picture with more bytes than pixels is stored as pixels, so the pool never needs to be larger than these. Memory is used only as far
     as the fullest batch so far has needed.
     """
 
+    _transform: TrainTransform
+
     def __init__(self, arena: Arena, transform: TrainTransform, span: tuple[int, int]) -> None:
-        self._layout, self._transform = arena.layout, transform
+        super().__init__(arena, transform)
         self._first, self._stop = (part * arena.layout.pool // arena.layout.samples for part in span)
         self._end = self._first
-        self._row = np.empty(arena.layout.row, arena.layout.dtype)
 
     def begin(self, slot: Slot) -> None:
         self._end = self._first
 
     def put(self, slot: Slot, place: int, data: bytes, rng: CounterRNG) -> None:
+        picture, crop = self._opened(data, rng)
         # Decoded here already, so that a broken picture is skipped as with the other backends.
-        picture = Picture(data, self._transform.max_pixels)
-        crop = self._transform.crop(picture, rng)
         cut = self._transform.cut(picture, crop)
         if len(data) < self._layout.row_bytes:
             self._keep(slot, place, data, Recipe(self._end, len(data)), crop)
@@ -191,8 +159,15 @@ class EncodedBackend(OffloadBackend):
             self._keep_pixels(slot, place, cut, crop)
 
     def check(self, data: bytes, rng: CounterRNG) -> None:
+        self._transform.cut(*self._opened(data, rng))
+
+    def load(self, slot: Slot, start: int, out: np.ndarray) -> None:
+        for row, numbers in zip(out, slot["recipes"][start : start + len(out)].tolist()):
+            restore(slot, Recipe(*numbers[:4]), Crop(*numbers[4:]), self._transform, row)
+
+    def _opened(self, data: bytes, rng: CounterRNG) -> tuple[Picture, Crop]:
         picture = Picture(data, self._transform.max_pixels)
-        self._transform.cut(picture, self._transform.crop(picture, rng))
+        return picture, self._transform.crop(picture, rng)
 
     def _keep_pixels(self, slot: Slot, place: int, cut: np.ndarray, crop: Crop) -> None:
         self._transform.render(cut, crop, self._row)
@@ -208,10 +183,6 @@ class EncodedBackend(OffloadBackend):
         slot["pool"][self._end : self._end + len(kept)] = np.frombuffer(kept, np.uint8)
         slot["recipes"][place] = (*recipe, *crop)
         self._end += len(kept)
-
-    def load(self, slot: Slot, start: int, out: np.ndarray) -> None:
-        for row, numbers in zip(out, slot["recipes"][start : start + len(out)].tolist()):
-            restore(slot, Recipe(*numbers[:4]), Crop(*numbers[4:]), self._transform, row)
 
 
 def restore(slot: Slot, recipe: Recipe, crop: Crop, transform: TrainTransform, row: np.ndarray) -> None:
@@ -241,8 +212,7 @@ class DeviceBackend(EncodedBackend):
         self._left = self._places
 
     def put(self, slot: Slot, place: int, data: bytes, rng: CounterRNG) -> None:
-        picture = Picture(data, self._transform.max_pixels)
-        crop = self._transform.crop(picture, rng)
+        picture, crop = self._opened(data, rng)
         row = self._layout.row_bytes
         budget = self._stop - self._end - (self._left - 1) * row
         if len(data) < max(row, budget) and picture.fits_device(crop, self._transform.side):
@@ -253,7 +223,6 @@ class DeviceBackend(EncodedBackend):
         self._left -= 1
 
     def check(self, data: bytes, rng: CounterRNG) -> None:
-        picture = Picture(data, self._transform.max_pixels)
-        crop = self._transform.crop(picture, rng)
+        picture, crop = self._opened(data, rng)
         if not picture.fits_device(crop, self._transform.side):
             self._transform.cut(picture, crop)

@@ -52,11 +52,11 @@ class PipelineSource:
                 f"data.pipeline={self.name}: cannot be imported ({error}); name MODULE:FUNCTION of an installed package, or put the "
                 "module's folder into PYTHONPATH"
             ) from error
-        if not callable(found):
-            raise UserError(
-                f"data.pipeline={self.name}: is no function; it is called with the stream, the streams and the epoch"
-            )
-        return found
+        if callable(found):
+            return found
+        raise UserError(
+            f"data.pipeline={self.name}: is no function; it is called with the stream, the streams and the epoch"
+        )
 
     def first_samples(self, count: int, kinds: Mapping[str, int], store: Store) -> Generator[RawSample, None, None]:
         """`count` samples of the first stream."""
@@ -80,9 +80,8 @@ class PipelineReader(ItemReader):
     def _read(self) -> Generator[tuple[Segment, Item], None, None]:
         name, skip = self._source.name, self.index
         while True:
-            samples = self._function(self._stream, self._source.streams, self.epoch)
             number = -1
-            for number, sample in enumerate(samples):
+            for number, sample in enumerate(self._function(self._stream, self._source.streams, self.epoch)):
                 self._tick()
                 if number >= skip:
                     self.index = number + 1
@@ -104,28 +103,21 @@ def raw_sample(name: str, number: int, sample: Mapping[str, Any], kinds: Mapping
             "{'__key__': '000', 'jpg': bytes, 'txt': 'a caption'}; leave out webdataset's to_tuple and batched"
         )
     raw = RawSample(str(sample.get("__url__", name)), str(sample.get("__key__", number)), number, {})
-    for extension, value in sample.items():
-        if extension in kinds:
-            data = _encoded(value)
-            if data is None:
-                raise UserError(
-                    f"data.pipeline={name}: member '{extension}' of a sample is {type(value).__name__}; give bytes, text or a PIL image"
-                )
-            if raw.accepts(f"{raw.key}.{extension}", extension, len(data), kinds):
-                raw.members[extension] = data
+    for extension in filter(kinds.__contains__, sample):
+        value = sample[extension]
+        if isinstance(value, Image.Image):
+            buffer = io.BytesIO()
+            value.save(buffer, "PNG", compress_level=0)  # loses nothing
+            value = buffer.getvalue()
+        elif isinstance(value, str):
+            value = value.encode("utf-8", "surrogatepass")
+        if not isinstance(value, bytes | bytearray | memoryview):
+            raise UserError(
+                f"data.pipeline={name}: member '{extension}' of a sample is {type(value).__name__}; give bytes, text or a PIL image"
+            )
+        if raw.accepts(f"{raw.key}.{extension}", extension, len(value), kinds):
+            raw.members[extension] = bytes(value)
     return raw
-
-
-def _encoded(value: Any) -> bytes | None:
-    if isinstance(value, bytes | bytearray | memoryview):
-        return bytes(value)
-    if isinstance(value, str):
-        return value.encode("utf-8", "surrogatepass")
-    if isinstance(value, Image.Image):
-        buffer = io.BytesIO()
-        value.save(buffer, "PNG", compress_level=0)  # loses nothing
-        return buffer.getvalue()
-    return None
 
 
 def pipeline_source(
@@ -133,7 +125,7 @@ def pipeline_source(
 ) -> PipelineSource:
     """The source that `data.pipeline` names. Raises UserError."""
     assert config.pipeline is not None
-    streams = int(position["lanes"]) if position else config.shard_streams or default_streams(batch, world, None)
+    streams = int(position["streams"]) if position else config.shard_streams or default_streams(batch, world, None)
     if not streams_fit(streams, batch, None):
         raise UserError(f"data.shard_streams={streams}: too many for the batch of {batch}; take fewer")
     source = PipelineSource(config.pipeline, streams, seed)

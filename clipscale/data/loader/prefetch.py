@@ -1,5 +1,6 @@
-"""Loads image rows that wait encoded or on disk into a few buffers of host memory, one chunk ahead of the computation."""
+"""Loads image rows that wait elsewhere into host memory, ahead of the computation: from disk, encoded, or through the GPU's decoder."""
 
+import sys
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
@@ -8,28 +9,30 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from clipscale.data.loader.host_batch import RowSource, Slot, Stopwatch
-from clipscale.data.loader.offload import OffloadBackend
+from clipscale.data.loader.host_batch import Slot, Stopwatch
 
 DECODERS = 4
 """Threads that decode the chunks of offload=encoded where there are no worker processes for it."""
 
 Load = Callable[[Slot, int, int, int], Callable[[], None]]
-"""`load(slot, start, stop, buffer)` starts to load rows start..stop of a slot into a buffer. The function it returns waits for them."""
+"""`load(slot, start, stop, at)` starts to load rows start..stop of a slot to place `at` of the buffers and those after it. The function
+it returns waits for them."""
 
 
 class ThreadLoader:
     """Loads rows by threads of this process: a `Load`."""
 
-    def __init__(self, backend: OffloadBackend, buffers: np.ndarray, threads: int, waited: Stopwatch) -> None:
-        self._backend, self._buffers, self._threads, self._waited = backend, buffers, threads, waited
+    def __init__(
+        self, load: Callable[[Slot, int, np.ndarray], None], buffers: np.ndarray, threads: int, waited: Stopwatch
+    ) -> None:
+        """`load(slot, start, out)` writes the rows from `start` on to `out`, as many as it has."""
+        self._load, self._buffers, self._threads, self._waited = load, buffers, threads, waited
         self._pool = ThreadPoolExecutor(threads, "load")
 
-    def __call__(self, slot: Slot, start: int, stop: int, buffer: int) -> Callable[[], None]:
-        rows = self._buffers[buffer, : stop - start]
-        parts = [part for part in np.array_split(rows, self._threads) if len(part)]
+    def __call__(self, slot: Slot, start: int, stop: int, at: int) -> Callable[[], None]:
+        parts = [part for part in np.array_split(self._buffers[at : at + stop - start], self._threads) if len(part)]
         firsts = accumulate((len(part) for part in parts), initial=start)
-        futures = [self._pool.submit(self._backend.load, slot, first, part) for first, part in zip(firsts, parts)]
+        futures = [self._pool.submit(self._load, slot, first, part) for first, part in zip(firsts, parts)]
 
         def wait() -> None:
             with self._waited:
@@ -43,74 +46,109 @@ class ThreadLoader:
         self._pool.shutdown(cancel_futures=True)
 
 
-class Prefetcher(RowSource):
-    """Image rows of a few chunks in host memory. Loads the next expected range while the last one is in use.
+class Prefetcher:
+    """Image rows in buffers of host memory, loaded before they are asked for.
 
-    `expect` names the ranges that will be asked for. Without it, or after a request outside it, nothing is loaded ahead.
+    `expect` names the ranges that will be asked for. The next one is loaded while the last one is in use. Without it, or after a request
+    outside it, nothing is loaded ahead.
+
+    With `piece`, there is a buffer for each slot, and each row is loaded once for both passes: as soon as it has arrived, in pieces of so
+    many rows, of this batch and the following ones.
     """
 
-    follows_arrivals = True
-
     def __init__(
-        self, buffers: np.ndarray, load: Load, *, copy: bool, close: Callable[[], None] = lambda: None
+        self,
+        buffers: np.ndarray,
+        rows: int,
+        load: Load,
+        *,
+        copy: bool = False,
+        piece: int = 0,
+        close: Callable[[], None] = lambda: None,
     ) -> None:
-        """`buffers`: (buffers, chunk, ...), which `load` writes. `copy`: hand out copies, which the caller may keep."""
-        self._buffers, self._load, self._copy, self._close = buffers, load, copy, close
-        self._given = -1
-        """The buffer that was handed out last."""
-        self._pending: list[Callable[[], None] | None] = [None] * len(buffers)
-        self._holds: list[tuple[int, int] | None] = [None] * len(buffers)
-        self._step = -1
+        """`buffers`: (places, ...), which `load` writes; each buffer has `rows` of them. `copy`: hand out copies, which may be kept."""
+        self._places, self._capacity, self._load = torch.from_numpy(buffers), rows, load
+        self._copy, self._piece, self.close = copy, piece, close
+        self._begun: list[dict[tuple[int, int], Callable[[], None] | None]] = [{} for _ in range(len(buffers) // rows)]
+        """The ranges that each buffer holds, or will hold after this wait."""
+        self._given = -1  # the buffer that was handed out last
         self._arrived = 0
 
-    def open(self, step: int, slot: Slot) -> None:
-        self._step, self._slot, self._arrived = step, slot, 0
+    def open(self, slot: Slot) -> None:
+        """Go on with the batch in that slot."""
+        self._slot, self._arrived = slot, 0
         self.expect(())
 
     def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """The row ranges of this batch that will be asked for, in order. Each is taken from the iterable just before it is loaded."""
         self._ranges = iter(ranges)
         self._next = next(self._ranges, None)
 
-    def arrived(self, step: int, slot: Slot, count: int, size: int) -> None:
-        if step == self._step:
+    def arrived(self, slot: Slot, count: int, size: int) -> None:
+        """Rows 0..count of the batch in that slot, which has `size`, have arrived."""
+        if self._piece:
+            self._load_pieces(slot, count, size)
+        elif slot is self._slot:
             self._arrived = count
 
-    def rows(self, start: int, stop: int) -> Tensor:
-        """Rows start..stop, which must have arrived. Without `copy` the tensor holds until the call after the next."""
-        capacity = self._buffers.shape[1]
-        if stop - start > capacity:
-            pieces = range(start, stop, capacity)
-            return torch.cat([self.rows(at, min(at + capacity, stop)).clone() for at in pieces])
-        if self._next == (start, stop):
+    def rows(self, slot: Slot, start: int, stop: int) -> Tensor:
+        """Rows start..stop, which must have arrived. Without `copy` or `piece` the tensor holds until the call after the next."""
+        if self._piece:
+            self._load_pieces(slot, stop, stop)
+            buffer, first = slot.number, start
+        elif stop - start > self._capacity:
+            pieces = range(start, stop, self._capacity)
+            return torch.cat([self.rows(slot, at, min(at + self._capacity, stop)).clone() for at in pieces])
+        else:
+            buffer, first = self._chunk((start, stop)), 0
+        self._wait(buffer, start, stop)
+        if not self._piece and self._next and self._next[1] <= self._arrived and self._next != (start, stop):
+            self._begin_chunk(self._next, buffer + 1)
+        first += buffer * self._capacity
+        rows = self._places[first : first + stop - start]
+        return rows.clone() if self._copy else rows
+
+    def release(self, slot: Slot) -> None:
+        """Stop reading the slot: it will be filled again."""
+        for buffer in [slot.number] if self._piece else range(len(self._begun)):
+            self._empty(buffer)
+
+    def _load_pieces(self, slot: Slot, count: int, size: int) -> None:
+        """Begin the whole pieces among the first `count` rows of the batch, or of its `size` rows."""
+        begun = self._begun[slot.number]
+        start = next(reversed(begun))[1] if begun else 0
+        while start < size and (stop := min(start + self._piece, size)) <= count:
+            self._begin(slot, start, stop, slot.number, start)
+            start = stop
+
+    def _chunk(self, span: tuple[int, int]) -> int:
+        """The buffer of a range that is asked for."""
+        if self._next == span:
             self._next = next(self._ranges, None)
         else:
             self.expect(())
-        if self._given < 0 or self._holds[self._given] != (start, stop):
-            self._given = self._start((start, stop), self._given + 1)
-        self._wait(self._given)
-        if self._next and self._next[1] <= self._arrived and self._next != (start, stop):
-            self._start(self._next, self._given + 1)
-        rows = torch.from_numpy(self._buffers[self._given, : stop - start])
-        return rows.clone() if self._copy else rows
+        if self._given < 0 or span not in self._begun[self._given]:
+            self._given = self._begin_chunk(span, self._given + 1)
+        return self._given
 
-    def release(self, step: int) -> None:
-        for buffer in range(len(self._buffers)):
-            self._wait(buffer)
-            self._holds[buffer] = None
-
-    def close(self) -> None:
-        self._close()
-
-    def _start(self, span: tuple[int, int], buffer: int) -> int:
-        """Start to load the rows into the buffer (counted around), unless it holds them; returns its number."""
-        buffer %= len(self._buffers)
-        if self._holds[buffer] != span:
-            self._wait(buffer)
-            self._holds[buffer] = span
-            self._pending[buffer] = self._load(self._slot, *span, buffer)
+    def _begin_chunk(self, span: tuple[int, int], buffer: int) -> int:
+        """Start to load the range into the buffer (counted around), unless it holds it; returns the buffer's number."""
+        buffer %= len(self._begun)
+        if span not in self._begun[buffer]:
+            self._empty(buffer)
+            self._begin(self._slot, *span, buffer, 0)
         return buffer
 
-    def _wait(self, buffer: int) -> None:
-        pending, self._pending[buffer] = self._pending[buffer], None
-        if pending:
-            pending()
+    def _begin(self, slot: Slot, start: int, stop: int, buffer: int, place: int) -> None:
+        self._begun[buffer][start, stop] = self._load(slot, start, stop, buffer * self._capacity + place)
+
+    def _wait(self, buffer: int, start: int, stop: int) -> None:
+        begun = self._begun[buffer]
+        for span, wait in begun.items():
+            if wait and start < span[1] and span[0] < stop:
+                wait()
+                begun[span] = None
+
+    def _empty(self, buffer: int) -> None:
+        self._wait(buffer, 0, sys.maxsize)
+        self._begun[buffer].clear()

@@ -24,18 +24,16 @@ class BatchSizes:
             )
         if ramp.start and ramp.start < batch and not ramp.samples:
             raise UserError(f"ramp.start={ramp.start}: give ramp.samples=N, over which the batch grows to {batch}")
-        stages = []
-        factor = 1
+        stages: list[int] = []
+        sizes: list[int] = []
+        seen, factor = 0, 1
         while self.unit * factor < batch:
             stages.append(self.unit * factor)
             factor = 2 * factor if ramp.rule == "double" else factor + 1
-        sizes: list[int] = []
-        seen = 0
         while stages and seen < ramp.samples:
             sizes.append(stages[seen * len(stages) // ramp.samples])
             seen += sizes[-1]
-        self._sizes = sizes
-        self._ends = list(accumulate(sizes, initial=0))
+        self._sizes, self._ends = sizes, list(accumulate(sizes, initial=0))
 
     def at(self, step: int) -> int:
         """Samples in the batch of step 0, 1, ..."""

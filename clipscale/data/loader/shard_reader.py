@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice, pairwise
+from itertools import count, islice, pairwise
 
 import numpy as np
 
@@ -55,10 +55,6 @@ class OrderedShards:
         """A digest of everything that a position refers to. The shards' folder is not part of it."""
         return fingerprint(self.order, [unsigned(url).rsplit("/", 1)[-1] for url in self.urls], self.window)
 
-    def former_fingerprint(self) -> str | None:
-        """With data.weights: the digest of former versions, where a weight was a part of whole shards."""
-        return replace(self, order=self.order.by_shard()).fingerprint() if isinstance(self.order, Mixed) else None
-
     def first_samples(self, count: int, kinds: Mapping[str, int], store: Store) -> Generator[RawSample, None, None]:
         """The first shard's samples, `count` of them with their members."""
         return read_shard(self.urls[0], ReadProblem(), lambda index: index < count, kinds, store=store)
@@ -92,8 +88,7 @@ class SegmentReader:
     ) -> None:
         self._segment, self._url, self._window, self._seed, self._kinds = segment, url, window, seed, kinds
         self._store, self._problem = store, ReadProblem()
-        self._begin = self._number = 0
-        """The current window's first place, and its number."""
+        self._begin = self._number = 0  # the current window's first place, and its number
         self._wanted: set[int] | None = None
         self.pending_bytes = 0
         """Bytes in memory of the window that is being read."""
@@ -116,9 +111,8 @@ class SegmentReader:
                     others_read = self._wanted is not None and 0 < len(self._wanted) < size
                     size = len(raws)
                     places = self._places(size)
-                    if (
-                        others_read
-                    ):  # the window is smaller than assumed, so other samples of it are needed: read it again
+                    # The window is smaller than assumed, so other samples of it are needed: it is read again.
+                    if others_read:
                         reader.close()
                         reader, self._wanted = self._open(), set(places.tolist())
                         for _ in islice(reader, self._begin):
@@ -142,10 +136,8 @@ class SegmentReader:
             reader.close()
 
     def _open(self) -> Generator[RawSample, None, None]:
-        offsets = partial(index.sample_offsets, cache=self._store.access.cache)
-        return read_shard(
-            self._url, self._problem, self._wants, self._kinds, lazy=True, store=self._store, offsets=offsets
-        )
+        store, offsets = self._store, partial(index.sample_offsets, cache=self._store.access.cache)
+        return read_shard(self._url, self._problem, self._wants, self._kinds, lazy=True, store=store, offsets=offsets)
 
     def _wants(self, index: int) -> bool:
         if self._wanted is not None:
@@ -177,7 +169,7 @@ class SegmentReader:
 
 @dataclass(frozen=True)
 class StreamPosition:
-    """A shard stream, and how far it has been read: its epoch, and samples read in that epoch."""
+    """A shard stream, and how far it has been read: its epoch, and samples read in that epoch, broken ones included."""
 
     stream: int
     epoch: int
@@ -199,9 +191,8 @@ class ItemReader(ABC):
         self._items = self._read()
 
     @property
-    def position(self) -> tuple[int, ...]:
-        """Epoch, and items given out in it."""
-        return self.epoch, self.index
+    def position(self) -> StreamPosition:
+        return StreamPosition(self._stream, self.epoch, self.index)
 
     def next_item(self) -> tuple[Segment, Item]:
         """The next item, and the segment it belongs to."""
@@ -223,9 +214,9 @@ class ShardReader(ItemReader):
     """Reads a stream of shards."""
 
     def __init__(self, shards: OrderedShards, start: StreamPosition, kinds: Mapping[str, int], store: Store) -> None:
+        super().__init__(start, kinds)
         self._shards, self._store = shards, store
         self._segment_reader: SegmentReader | None = None
-        super().__init__(start, kinds)
 
     def close(self) -> None:
         super().close()
@@ -271,63 +262,51 @@ class ShardReader(ItemReader):
 
     def _segments(self) -> Iterator[tuple[int, Segment]]:
         """The segments from the current position on, each with its epoch."""
-        epoch, index = self.epoch, self.index
-        order = self._shards.order
+        skip, order = self.index, self._shards.order
         assert not isinstance(order, Mixed), "each source has a reader of its own"
-        while True:
-            for segment in order.segments(self._stream, epoch, index):
-                yield epoch, segment
-            epoch, index = epoch + 1, 0
+        for epoch in count(self.epoch):
+            yield from ((epoch, segment) for segment in order.segments(self._stream, epoch, skip))
+            skip = 0
 
 
-class MixedReader:
-    """Reads a shard stream of several weighted sources, item after item. Each source has a ShardReader of its own.
-
-    The shuffle window is shared among the sources by their weights.
-    """
+class MixedReader(ItemReader):
+    """Reads a shard stream of several weighted sources. Each source has a ShardReader, and its share of the shuffle window by weight."""
 
     def __init__(
-        self,
-        shards: OrderedShards,
-        start: StreamPosition,
-        kinds: Mapping[str, int],
-        open_store: Callable[[], Store],
+        self, shards: OrderedShards, start: StreamPosition, kinds: Mapping[str, int], open_store: Callable[[], Store]
     ) -> None:
+        super().__init__(start, kinds)
         assert isinstance(shards.order, Mixed)
-        self._shards, self._order, self._stream = shards, shards.order, start.stream
-        self._kinds, self._open_store = kinds, open_store
-        self._place = start.index
+        self._order = shards.order
         places = start.sources or (0, 0) * len(self._order.weights)
         self._starts = [StreamPosition(start.stream, *place) for place in zip(places[::2], places[1::2])]
         self._readers: dict[int, ShardReader] = {}
+        self._shards, self._open_store = shards, open_store
 
     @property
-    def position(self) -> tuple[int, ...]:
-        """0, usable samples given out, and the epoch and index of every source."""
-        places = (
-            self._readers[number].position if number in self._readers else (start.epoch, start.index)
-            for number, start in enumerate(self._starts)
+    def position(self) -> StreamPosition:
+        places = [self._readers[n].position if n in self._readers else start for n, start in enumerate(self._starts)]
+        return StreamPosition(
+            self._stream, 0, self.index, tuple(n for place in places for n in (place.epoch, place.index))
         )
-        return 0, self._place, *(value for place in places for value in place)
-
-    def next_item(self) -> tuple[Segment, Item]:
-        """The next item of the source that the place belongs to. An item that is not usable is replaced by the same source's next."""
-        source = self._order.source(self._stream, self._place)
-        if source not in self._readers:
-            self._readers[source] = self._open(source)
-        return self._readers[source].next_item()
 
     def used(self) -> None:
-        """The last item was usable."""
-        self._place += 1
+        self.index += 1
+
+    def close(self) -> None:
+        for reader in self._readers.values():
+            reader.close()
+
+    def _read(self) -> Generator[tuple[Segment, Item], None, None]:
+        """The next item of the source that the place belongs to. An item that is not usable is replaced by the same source's next."""
+        while True:
+            source = self._order.source(self._stream, self.index)
+            if source not in self._readers:
+                self._readers[source] = self._open(source)
+            yield self._readers[source].next_item()
 
     def _open(self, source: int) -> ShardReader:
         share = self._order.weights[source] / sum(self._order.weights)
         window = max(1, round(self._shards.window * share))
         shards = replace(self._shards, order=self._order.within(source), window=window)
         return ShardReader(shards, self._starts[source], self._kinds, self._open_store())
-
-    def close(self) -> None:
-        """Close the shards."""
-        for reader in self._readers.values():
-            reader.close()

@@ -5,17 +5,18 @@ order.py fixes the order of all samples. Broken samples are skipped here, so eac
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 
+from clipscale.config.data import DataConfig
 from clipscale.data.decode import image_bytes
 from clipscale.data.filters import Selection
-from clipscale.data.loader.host_batch import Arena, Slot, sample_id
+from clipscale.data.loader.host_batch import Arena, sample_id
 from clipscale.data.loader.offload import RowKind, open_backend
 from clipscale.data.loader.pipeline import PipelineReader, PipelineSource, Source
-from clipscale.data.loader.shard_reader import Item, MixedReader, ShardReader, StreamPosition
+from clipscale.data.loader.shard_reader import Item, ItemReader, MixedReader, ShardReader, StreamPosition
 from clipscale.data.order import AUGMENT, CAPTION, CounterRNG, Mixed, Segment, local_places
 from clipscale.data.sample import BrokenSampleError, RawSample, limits
 from clipscale.data.shards.access import EVENT, Access
@@ -37,23 +38,18 @@ TRUNCATED = "truncated_caption"
 class WorkerSpec:
     """Everything that a worker needs. It is sent by pickle."""
 
+    config: DataConfig
     source: Source
     rows: RowKind
-    max_bytes: int
-    """Most bytes of a picture, or of the member that replaces it."""
     tokenizer: Callable[[list[str]], object]
     selection: Selection
-    max_word: int
-    """Most bytes of a caption's word."""
     access: Access
-    streams: tuple[StreamPosition, ...]
-    """The worker's shard streams, and where each starts."""
+    streams: tuple[StreamPosition, ...]  # the worker's shard streams, and where each starts
     rank: int
     world: int
     span: tuple[int, int]
     """The worker's samples in the largest local batch, where the workers' samples are counted one worker after another."""
-    piece: int
-    """Samples that the worker delivers at once."""
+    piece: int  # samples that the worker delivers at once
 
     def places(self, batch: int) -> list[np.ndarray]:
         """The places that each stream fills in the local part of a global batch of that size. Those outside of it are another rank's."""
@@ -62,83 +58,35 @@ class WorkerSpec:
         return [np.arange(span.start, span.stop) for span in spans]
 
 
-class FailureLimit:
-    """Counts what a stream has skipped since its last usable sample, and ends the run when that is too much."""
-
-    def __init__(self, retries: int) -> None:
-        self._retries = retries
-        self.clear()
-
-    def clear(self) -> None:
-        """A usable sample was found."""
-        self._reasons: Counter[str] = Counter()
-        self._visits: set[tuple[int, int]] = set()
-        self._unreachable: set[tuple[int, int]] = set()
-        self._read = 0
-
-    def add(self, error: BrokenSampleError, segment: Segment, item: Item) -> None:
-        """One more was skipped. Raises UserError if the stream must give up."""
-        visit = segment.epoch, segment.shard
-        self._reasons[error.reason] += 1
-        self._visits.add(visit)
-        if isinstance(item, RawSample):
-            self._read += 1
-            self._unreachable.clear()
-        elif error.reason == "unreachable_shard":
-            self._unreachable.add(visit)
-            if len(self._unreachable) >= MOST_UNREACHABLE:
-                raise UserError(
-                    f"data.train: {MOST_UNREACHABLE} shards in a row cannot be reached, each asked for data.retries={self._retries} "
-                    f"times more (the last: {error}); go on with resume=auto when the storage is back, or raise data.retries"
-                )
-        if len(self._visits) > MOST_FRUITLESS or self._read > MOST_BROKEN:
-            reasons = ", ".join(f"{reason} {n}" for reason, n in self._reasons.most_common())
-            example = f"{item.url} {item.key}: {error}" if isinstance(item, RawSample) else str(error)
-            raise UserError(
-                f"data.train: no usable sample among the last {self._reasons.total()} of one shard stream ({reasons}; "
-                f"the last: {example}); look at the shards, and at data.caption_key, data.filter and data.image_features"
-            )
-
-
 class ShardStream:
     """Gives one usable sample of a shard stream after another."""
 
     def __init__(self, spec: WorkerSpec, start: StreamPosition, counts: Counter[str], tick: Callable[[], None]) -> None:
         """`counts` receives the reasons of skipped samples; `tick` is called while the storage keeps the stream waiting."""
-        self._spec, self._counts, self.number = spec, counts, start.stream
-        self.stores: list[Store] = []
-        kinds = limits(spec.rows.members, spec.selection.members(), spec.max_bytes)
-
-        def open_store() -> Store:
-            self.stores.append(Store(spec.access, counts, tick))
-            return self.stores[-1]
-
-        self._reader: ShardReader | MixedReader | PipelineReader
+        self._spec, self._counts = spec, counts
+        kinds = limits(spec.rows.members, spec.selection.members(), spec.config.max_bytes)
+        open_store = partial(Store, spec.access, counts, tick)
+        self.reader: ItemReader
         if isinstance(spec.source, PipelineSource):
-            self._reader = PipelineReader(spec.source, start, kinds, tick)
+            self.reader = PipelineReader(spec.source, start, kinds, tick)
         elif isinstance(spec.source.order, Mixed):
-            self._reader = MixedReader(spec.source, start, kinds, open_store)
+            self.reader = MixedReader(spec.source, start, kinds, open_store)
         else:
-            self._reader = ShardReader(spec.source, start, kinds, open_store())
-        self._failures = FailureLimit(spec.access.retries)
-
-    @property
-    def position(self) -> tuple[int, ...]:
-        """Epoch, and samples read in it, broken ones included; with data.weights, those of every source too."""
-        return self._reader.position
+            self.reader = ShardReader(spec.source, start, kinds, open_store())
+        self._found()
 
     def take(self, put: Callable[[bytes, CounterRNG], None]) -> tuple[str, int]:
         """Give the next usable sample's picture to `put`; returns its caption and its id. Raises UserError."""
         while True:
-            segment, item = self._reader.next_item()
+            segment, item = self.reader.next_item()
             try:
                 sample, caption = self._use(segment, item, put)
             except BrokenSampleError as error:
                 self._counts[error.reason] += 1
-                self._failures.add(error, segment, item)
+                self._skipped(error, segment, item)
             else:
-                self._failures.clear()
-                self._reader.used()
+                self._found()
+                self.reader.used()
                 return caption, sample_id(sample.url, sample.key)
 
     def _use(self, segment: Segment, item: Item, put: Callable[[bytes, CounterRNG], None]) -> tuple[RawSample, str]:
@@ -152,14 +100,41 @@ class ShardStream:
         place = segment.epoch, segment.shard, item.index
         caption = spec.selection.caption(item.members, CounterRNG(seed, CAPTION, *place))
         spec.selection.check(item, caption)
-        if (size := longest_word(caption)) > spec.max_word:
+        if (size := longest_word(caption)) > spec.config.max_word:
             raise BrokenSampleError("long_word", f"{size} bytes")
         put(image_bytes(item.members, spec.rows.members), CounterRNG(seed, AUGMENT, *place))
         return item, caption
 
-    def close(self) -> None:
-        """Close the shard."""
-        self._reader.close()
+    def _found(self) -> None:
+        """Forget what has been skipped since the last usable sample."""
+        self._reasons: Counter[str] = Counter()
+        self._visits: set[tuple[int, int]] = set()
+        self._unreachable: set[tuple[int, int]] = set()
+        self._read = 0
+
+    def _skipped(self, error: BrokenSampleError, segment: Segment, item: Item) -> None:
+        """Raises UserError if the stream must give up."""
+        visit, example = (segment.epoch, segment.shard), str(error)
+        self._reasons[error.reason] += 1
+        self._visits.add(visit)
+        if isinstance(item, RawSample):
+            self._read += 1
+            self._unreachable.clear()
+            example = f"{item.url} {item.key}: {error}"
+        elif error.reason == "unreachable_shard":
+            self._unreachable.add(visit)
+        if len(self._unreachable) >= MOST_UNREACHABLE:
+            raise UserError(
+                f"data.train: {MOST_UNREACHABLE} shards in a row cannot be reached, each asked for data.retries="
+                f"{self._spec.access.retries} times more (the last: {error}); go on with resume=auto when the storage is back, or raise "
+                "data.retries"
+            )
+        if len(self._visits) > MOST_FRUITLESS or self._read > MOST_BROKEN:
+            reasons = ", ".join(f"{reason} {n}" for reason, n in self._reasons.most_common())
+            raise UserError(
+                f"data.train: no usable sample among the last {self._reasons.total()} of one shard stream ({reasons}; "
+                f"the last: {example}); look at the shards, and at data.caption_key, data.filter and data.image_features"
+            )
 
 
 def last_place(tokenizer: Callable[[list[str]], object], length: int) -> tuple[int, int]:
@@ -173,26 +148,44 @@ def last_place(tokenizer: Callable[[list[str]], object], length: int) -> tuple[i
     return int(place), int(short[place])
 
 
+@dataclass(frozen=True)
+class Fill:
+    """Asks a worker to fill its part of batch `step`, of `batch` samples over all ranks."""
+
+    step: int
+    batch: int
+
+
+@dataclass(frozen=True)
+class Report:
+    """A worker has filled `done` of its places of batch `step` (-1: no batch, it is only alive)."""
+
+    step: int
+    done: int
+    counts: Counter[str]  # what it has counted since its last report; names that begin with EVENT cost no sample
+    positions: tuple[StreamPosition, ...] | None = None
+    """Where its streams stand after the batch; in the last report of a batch."""
+
+
 class BatchFiller:
     """Fills one worker's places of every local batch from its shard streams."""
 
     def __init__(self, spec: WorkerSpec, arena: Arena, tick: Callable[[], None]) -> None:
         self.counts: Counter[str] = Counter()
-        """Reason -> count since the last `take_counts`; names that begin with EVENT cost no sample."""
         self.backend = open_backend(arena, spec.rows.transform, spec.span)
-        self._spec, self._tick = spec, tick
+        self._spec, self._arena, self._tick = spec, arena, tick
         self._last, self._padding = last_place(spec.tokenizer, arena.layout.context_length)
         self.streams = [ShardStream(spec, start, self.counts, tick) for start in spec.streams]
 
-    def fill(self, slot: Slot, batch: int) -> Iterator[int]:
-        """Fill this worker's places of a global batch of that size. After every piece, yields how many places are done.
+    def fill(self, fill: Fill) -> Iterator[Report]:
+        """Fill this worker's places of a batch. Yields a report after every piece, and one with the positions.
 
         Another rank's samples of a stream that both read are checked and left out, so that both skip the same broken ones.
         Raises UserError.
         """
-        pairs = zip(self.streams, self._spec.places(batch))
+        slot, own = self._arena.slot(fill.step), range(fill.batch // self._spec.world)
+        pairs = zip(self.streams, self._spec.places(fill.batch))
         work = [(stream, int(place)) for stream, places in pairs for place in places]
-        own = range(batch // self._spec.world)
         self.backend.begin(slot)
         for start in range(0, len(work), self._spec.piece):
             piece = work[start : start + self._spec.piece]
@@ -208,19 +201,16 @@ class BatchFiller:
                 if full := int((tokens[:, self._last] != self._padding).sum()):
                     self.counts[EVENT + TRUNCATED] += full
                 slot["tokens"][list(captions)] = tokens
-            yield start + len(piece)
+            yield self.report(fill.step, start + len(piece))
+        yield replace(self.report(fill.step), positions=tuple(stream.reader.position for stream in self.streams))
 
-    def take_counts(self) -> dict[str, int]:
-        """The counts since the last call."""
-        counts = dict(self.counts)
+    def report(self, step: int = -1, done: int = 0) -> Report:
+        """What has happened since the last report."""
+        report = Report(step, done, Counter(self.counts))
         self.counts.clear()
-        return counts
-
-    def positions(self) -> dict[int, tuple[int, ...]]:
-        """Stream -> its position after what has been filled so far."""
-        return {stream.number: stream.position for stream in self.streams}
+        return report
 
     def close(self) -> None:
         """Close the shards; nothing can be filled afterwards."""
         for stream in self.streams:
-            stream.close()
+            stream.reader.close()

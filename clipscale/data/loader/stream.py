@@ -4,6 +4,7 @@ order.py fixes the order, the workers read and decode, the assembler follows wha
 """
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -11,23 +12,25 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from clipscale.config.data import DataConfig, check
 from clipscale.data.decode import TrainTransform
 from clipscale.data.features import StoredFeatures
 from clipscale.data.filters import selection
-from clipscale.data.loader.assembler import BatchAssembler, SampleCounts
-from clipscale.data.loader.gpu_decode import DecodeOnRequest, DecodePrefetcher, DeviceDecoder, Torchvision, jpeg_decoder
-from clipscale.data.loader.host_batch import Arena, HostBatch, Layout, RowSource
-from clipscale.data.loader.memory import allocate
+from clipscale.data.loader.assembler import BatchAssembler
+from clipscale.data.loader.gpu_decode import AHEAD, DeviceDecoder, Torchvision, jpeg_decoder
+from clipscale.data.loader.host_batch import Arena, HostBatch, Layout, Slot, stored_rows
+from clipscale.data.loader.memory import fitted, picture_bytes
 from clipscale.data.loader.offload import Transform, open_backend, row_kind
 from clipscale.data.loader.pipeline import Source, pipeline_source
 from clipscale.data.loader.prefetch import DECODERS, Prefetcher, ThreadLoader
 from clipscale.data.loader.ramp import check_ramp
 from clipscale.data.loader.shard_reader import OrderedShards, StreamPosition, order_version
-from clipscale.data.loader.shard_stream import WorkerSpec
+from clipscale.data.loader.shard_stream import TRUNCATED, WorkerSpec
 from clipscale.data.loader.workers import InProcess, Workers
 from clipscale.data.order import local_places, streams_of
+from clipscale.data.shards.access import EVENT
 from clipscale.data.shards.counts import build_order
 from clipscale.data.shards.listing import access_of, list_shards
 from clipscale.errors import UserError
@@ -44,8 +47,7 @@ each worker delivers this many pieces; more reports could fill a pipe while nobo
 class BatchShare:
     """The sizes of the batches, and this rank's share of them."""
 
-    batch: int
-    """The largest global batch, a multiple of `world`."""
+    batch: int  # the largest global batch, a multiple of `world`
     rank: int = 0
     world: int = 1
     sizes: Callable[[int], int] | None = None
@@ -61,14 +63,10 @@ class BatchShare:
 class OffloadSpec:
     """Where image rows wait between the two passes."""
 
-    backend: str = "host"
-    """host, disk or encoded (see offload.py)."""
-    chunk: int = 256
-    """Rows that are loaded into host memory at once: the image tower's chunk."""
-    folder: str | None = None
-    """disk: the folder of the file; None: the system's folder for temporary files."""
-    free: int | None = None
-    """Free memory before any process of this machine took its share; None: what is free now."""
+    backend: str = "host"  # host, disk or encoded (see offload.py)
+    chunk: int = 256  # rows that are loaded into host memory at once: the image tower's chunk
+    folder: str | None = None  # disk: the folder of the file; None: the system's folder for temporary files
+    free: int | None = None  # free memory before any process of this machine took its share; None: what is free now
 
 
 class TrainStream:
@@ -80,15 +78,17 @@ class TrainStream:
         start: Sequence[StreamPosition],
         arena: Arena,
         assembler: BatchAssembler,
-        rows: RowSource,
+        rows: Prefetcher | Callable[[Slot, int, int], Tensor],
         memory: str,
     ) -> None:
-        """`memory`: a line that states the memory of the batches."""
-        self._source, self._arena, self._assembler, self._rows, self.memory = source, arena, assembler, rows, memory
-        self._positions = {s.stream: (s.epoch, s.index, *s.sources) for s in start}
+        """`rows` gives the image rows; `memory`: a line that states the memory of the batches."""
+        self._source, self._arena, self._assembler, self.memory = source, arena, assembler, memory
+        self._prefetcher = rows if isinstance(rows, Prefetcher) else None
+        self._read = rows.rows if isinstance(rows, Prefetcher) else rows
+        self._positions = {position.stream: position for position in start}
         self._step, self._given_back = -1, False
-        self.broken, self.seen = assembler.counts.broken, assembler.counts.seen
-        """Reason -> samples skipped so far on this rank; and event -> how often it happened without costing a sample."""
+        self.waited = assembler.waited
+        """Measures how long the training process waits for samples."""
         for step in range(len(arena.slots)):
             assembler.begin(step)
 
@@ -97,32 +97,36 @@ class TrainStream:
         """Samples in an epoch, over all ranks; None where shards are drawn with replacement, or a pipeline gives them."""
         return self._source.samples
 
-    def record(self) -> dict[str, Any]:
-        """This rank's counts since the start, by the names of `metrics.jsonl`."""
-        return {
-            "host_pinned": self.pinned,
-            "broken": self.broken.total(),
-            "broken_by": dict(self.broken),
-            "faults": self.seen.total(),
-            "faults_by": dict(self.seen),
-            "truncated": self.truncated,
-        }
+    @property
+    def broken(self) -> Counter[str]:
+        """Reason -> samples skipped so far on this rank."""
+        return Counter({name: n for name, n in self._assembler.total().items() if not name.startswith(EVENT)})
+
+    @property
+    def seen(self) -> Counter[str]:
+        """Event -> how often it happened without costing a sample, such as a request made again."""
+        total = self._assembler.total()
+        del total[EVENT + TRUNCATED]
+        return Counter({name.removeprefix(EVENT): n for name, n in total.items() if name.startswith(EVENT)})
 
     @property
     def truncated(self) -> int:
         """Captions so far that filled the whole context: cut, or exactly as long."""
-        return self._assembler.counts.truncated
+        return self._assembler.total()[EVENT + TRUNCATED]
 
-    @property
-    def pinned(self) -> bool:
-        """Whether the memory that is copied to the GPU is page-locked."""
-        return self._arena.pinned
+    def record(self) -> dict[str, Any]:
+        """This rank's counts since the start, by the names of `metrics.jsonl`."""
+        counts: dict[str, Any] = {"host_pinned": self._arena.pinned, "truncated": self.truncated}
+        for name, found in (("broken", self.broken), ("faults", self.seen)):
+            counts |= {name: found.total(), f"{name}_by": dict(found)}
+        return counts
 
     def next_batch(self) -> HostBatch:
         """The next local batch; the one before is no longer valid. Returns at once; access to its rows blocks until they have arrived."""
         if self._step >= 0:  # give the slot of the batch before to the workers again
             self._positions = self._assembler.finish(self._step)
-            self._rows.release(self._step)
+            if self._prefetcher:
+                self._prefetcher.release(self._arena.slot(self._step))
             self._assembler.forget(self._step)
             self._assembler.begin(self._step + len(self._arena.slots))
         self._step += 1
@@ -134,12 +138,14 @@ class TrainStream:
             if not 0 <= stop <= size:
                 raise ValueError(f"row {stop} lies outside the local batch of {size}")
             self._assembler.wait(step, stop)
-            if self._rows.follows_arrivals:
+            if self._prefetcher:
                 for arrived, count, total in self._assembler.arrived():
-                    self._rows.arrived(arrived, self._arena.slot(arrived), count, total)
+                    self._prefetcher.arrived(self._arena.slot(arrived), count, total)
 
-        self._rows.open(step, slot)
-        return HostBatch(slot, size, wait, self._rows)
+        if not self._prefetcher:
+            return HostBatch(slot, size, wait, self._read)
+        self._prefetcher.open(slot)
+        return HostBatch(slot, size, wait, self._read, self._prefetcher.expect)
 
     def give_back(self) -> None:
         """Count the batch handed out last as not used: `position` is the one before it, and no other batch follows."""
@@ -148,31 +154,21 @@ class TrainStream:
     def position(self) -> dict[str, Any]:
         """This rank's record of where its shard streams stand after the last batch handed out. Blocks until that batch is complete.
 
-        A stream that two ranks read stands at the same place for both.
-
-        Checkpoints hold it, so its keys stay as they were: `at` maps each stream ("lane") to epoch and samples read.
+        `at` maps each stream to epoch and samples read. A stream that two ranks read stands at the same place for both.
         """
         at = self._positions if self._step < 0 or self._given_back else self._assembler.finish(self._step)
         return {
             "order": self._source.fingerprint(),
             "windows": order_version(),
-            "lanes": self._source.streams,
-            "at": {str(stream): list(place) for stream, place in sorted(at.items())},
+            "streams": self._source.streams,
+            "at": {str(stream): [at[stream].epoch, at[stream].index, *at[stream].sources] for stream in sorted(at)},
         }
-
-    @property
-    def waiting(self) -> bool:
-        """Whether the training process waits for samples right now."""
-        return self._assembler.waited.running
-
-    def take_wait(self) -> float:
-        """Seconds spent waiting for samples since the last call."""
-        return self._assembler.waited.take()
 
     def close(self) -> None:
         """End the workers and release the memory."""
         self._assembler.workers.close()
-        self._rows.close()
+        if self._prefetcher:
+            self._prefetcher.close()
         self._arena.close()
 
     def __enter__(self) -> "TrainStream":
@@ -199,13 +195,21 @@ def open_stream(
     `device` is where the rows are trained on (None: the CPU); with data.decode=gpu it decodes the pictures. With `stored`, image rows are
     features read from the shards. Raises UserError for settings or shards that cannot work.
     """
+    if position and "lanes" in position:  # the word of former versions
+        position = position | {"streams": position["lanes"]}
     device = device or torch.device("cpu")
     check(config, share.batch, share.world)
     decoder = jpeg_decoder(device) if config.on_device else None
     chosen = selection(config.caption_key, config.captions, config.templates, config.filter)
     kind = row_kind(config, image_size, stored)
     access = access_of(config)
-    source = open_source(config, share, seed, position)
+    source: Source
+    if config.pipeline:
+        source = pipeline_source(config, share.size(0), share.world, seed, position)
+    else:
+        urls, source_of = list_shards(config)
+        order = build_order(config, urls, source_of, share.size(0), share.world, seed, position)
+        source = OrderedShards(tuple(urls), order, max(config.shuffle, 1), seed)
     check_ramp(share.size(0), share.batch, source.streams, share.world)
     start = start_positions(source, position, share)
     workers = worker_count(config, len(start))
@@ -220,16 +224,19 @@ def open_stream(
         chunk=offload.chunk,
         folder=offload.folder,
     )
-    arena, memory = allocate(layout, source, kind.members, access, free=offload.free, pin=device.type == "cuda")
+    picture = picture_bytes(source, kind.members, layout, access) if layout.encoded else None
+    layout, memory = fitted(layout, picture, offload.free)
+    arena = Arena(layout)
+    if device.type == "cuda":
+        arena.pin()
     parts = divide(start, workers)
     specs = [
         WorkerSpec(
+            config=config,
             source=source,
             rows=kind,
-            max_bytes=config.max_bytes,
             tokenizer=tokenizer,
             selection=chosen,
-            max_word=config.max_word,
             access=access,
             streams=part,
             rank=share.rank,
@@ -240,41 +247,29 @@ def open_stream(
         for part, span in zip(parts, spans(parts, share, source.streams))
     ]
     readers = Workers(specs, arena, config.timeout_s) if workers else InProcess(specs[0], arena)
-    assembler = BatchAssembler(specs, readers, share.size, SampleCounts())
+    assembler = BatchAssembler(specs, readers, share.size)
     rows = row_source(arena, assembler, kind.transform, decoder, copy=device.type == "cpu")
     return TrainStream(source, start, arena, assembler, rows, memory)
 
 
-def open_source(config: DataConfig, share: BatchShare, seed: int, position: dict[str, Any] | None) -> Source:
-    """The shards in their order, or the pipeline, that the settings name. Raises UserError."""
-    if config.pipeline:
-        return pipeline_source(config, share.size(0), share.world, seed, position)
-    urls, source_of = list_shards(config)
-    order = build_order(config, urls, source_of, share.size(0), share.world, seed, position)
-    return OrderedShards(tuple(urls), order, max(config.shuffle, 1), seed)
-
-
 def start_positions(source: Source, position: dict[str, Any] | None, share: BatchShare) -> list[StreamPosition]:
     """Where each of this rank's shard streams starts."""
-    streams = source.streams
-    own = streams_of(streams, share.batch, share.rank, share.world)
-    if position is not None and position["order"] == source.fingerprint():
-        if position.get("windows") != order_version():
-            log.warning(
-                "the checkpoint is of a version of clipscale that may shuffle otherwise within a shard: its place in the data is kept, "
-                "but of the shards it was in, some samples may come twice or not at all"
-            )
-        places = ((stream, position["at"][str(stream)]) for stream in own)
-        return [StreamPosition(stream, epoch, index, tuple(sources)) for stream, (epoch, index, *sources) in places]
+    own = streams_of(source.streams, share.batch, share.rank, share.world)
     if position is None:
-        reason = ""
-    elif isinstance(source, OrderedShards) and position["order"] == source.former_fingerprint():
-        reason = "data.weights were parts of whole shards in the checkpoint's version of clipscale, and now are shares of the samples"
-    else:
-        reason = "the shards, data.shuffle, data.order, data.weights or the seed differ from the checkpoint's"
-    if reason:
-        log.warning("%s: this data is read from its first sample on", reason)
-    return [StreamPosition(stream, 0, 0) for stream in own]
+        return [StreamPosition(stream, 0, 0) for stream in own]
+    if position["order"] != source.fingerprint():
+        log.warning(
+            "the shards, data.shuffle, data.order, data.weights or the seed differ from the checkpoint's: this data is read from its first "
+            "sample on"
+        )
+        return [StreamPosition(stream, 0, 0) for stream in own]
+    if position.get("windows") != order_version():
+        log.warning(
+            "the checkpoint is of a version of clipscale that may shuffle otherwise within a shard: its place in the data is kept, but of "
+            "the shards it was in, some samples may come twice or not at all"
+        )
+    places = ((stream, position["at"][str(stream)]) for stream in own)
+    return [StreamPosition(stream, epoch, index, tuple(sources)) for stream, (epoch, index, *sources) in places]
 
 
 def worker_count(config: DataConfig, streams: int) -> int:
@@ -287,44 +282,47 @@ def worker_count(config: DataConfig, streams: int) -> int:
 
 def divide(start: Sequence[StreamPosition], workers: int) -> list[tuple[StreamPosition, ...]]:
     """Each worker's shard streams: every n-th, so that all workers fill the batch from its first rows on."""
-    count = min(workers, len(start))
-    if count < workers:
+    if workers > len(start):
         log.warning(
-            "data.workers=%d: this rank has only %d shard streams, so %d workers; take so many, or raise data.shard_streams",
-            workers,
-            len(start),
-            count,
+            f"data.workers={workers}: this rank has only {len(start)} shard streams, so {len(start)} workers; take so many, or raise "
+            "data.shard_streams"
         )
-    return [tuple(start[number :: max(count, 1)]) for number in range(max(count, 1))]
+    count = max(1, min(workers, len(start)))
+    return [tuple(start[number::count]) for number in range(count)]
 
 
 def spans(parts: Sequence[Sequence[StreamPosition]], share: BatchShare, streams: int) -> Iterator[tuple[int, int]]:
     """Each worker's samples of a whole local batch, (first, stop), where the samples are counted one worker after another."""
     local = share.batch // share.world
 
-    def size(stream: int) -> int:
-        places = local_places(stream, streams, share.batch, share.rank, share.world)
-        return min(places.stop, local) - max(places.start, 0)
+    def size(part: Sequence[StreamPosition]) -> int:
+        places = [local_places(own.stream, streams, share.batch, share.rank, share.world) for own in part]
+        return sum(min(span.stop, local) - max(span.start, 0) for span in places)
 
-    return pairwise(accumulate((sum(size(s.stream) for s in part) for part in parts), initial=0))
+    return pairwise(accumulate(map(size, parts), initial=0))
 
 
 def row_source(
     arena: Arena, assembler: BatchAssembler, transform: Transform, decoder: Torchvision | None, *, copy: bool
-) -> RowSource:
-    """Hands out the arena's image rows. `copy`: the trainer may keep the tensors, since no copy to a device comes between."""
-    layout, counts, waited = arena.layout, assembler.counts, assembler.waited
+) -> Prefetcher | Callable[[Slot, int, int], Tensor]:
+    """What gives the arena's image rows. `copy`: the trainer may keep the tensors, since no copy to a device comes between."""
+    layout = arena.layout
+    if layout.backend == "host":
+        return stored_rows
+    if layout.backend == "encoded" and isinstance(assembler.workers, Workers):
+        return Prefetcher(arena.buffers, layout.buffer_rows, assembler.load, copy=copy)
+    threads, piece = 1, 0
     if decoder:
         assert isinstance(transform, TrainTransform)
-        decode = DeviceDecoder(transform, decoder, counts.broken, counts.seen)
-        return DecodePrefetcher(decode, arena.buffers, waited) if layout.decoded else DecodeOnRequest(decode)
-    if layout.backend == "host":
-        return RowSource()
-    if layout.backend == "encoded" and isinstance(assembler.workers, Workers):
-        return Prefetcher(arena.buffers, assembler.load, copy=copy)
-    backend = open_backend(arena, transform, (0, layout.samples))
-    loader = ThreadLoader(backend, arena.buffers, 1 if layout.backend == "disk" else DECODERS, waited)
-    return Prefetcher(arena.buffers, loader, copy=copy, close=loader.close)
+        decode = DeviceDecoder(transform, decoder, assembler.counts)
+        if not layout.decoded:
+            return decode  # runs in the stream of copies to the device, which is two chunks ahead of the computation
+        load, copy, piece = decode.load, False, AHEAD
+    else:
+        load = open_backend(arena, transform, (0, layout.samples)).load
+        threads = 1 if layout.backend == "disk" else DECODERS
+    loader = ThreadLoader(load, arena.buffers, threads, assembler.waited)
+    return Prefetcher(arena.buffers, layout.buffer_rows, loader, copy=copy, piece=piece, close=loader.close)
 
 
 def merge_positions(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -333,14 +331,14 @@ def merge_positions(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     Raises UserError if the ranks read different shards.
     """
     first = records[0]
-    common = {name: first[name] for name in ("order", "windows", "lanes")}
+    common = {name: first[name] for name in ("order", "windows", "streams")}
     if any({name: record[name] for name in common} != common for record in records):
         raise UserError(
             "data.train: the processes see different shards; every node must have the same list, the same counts and the same clipscale"
         )
     merged = {stream: place for record in records for stream, place in record["at"].items()}
-    if len(merged) != first["lanes"]:
+    if len(merged) != first["streams"]:
         raise ValueError(
-            f"positions of {len(merged)} shard streams, of {first['lanes']}: pass the record of every rank"
+            f"positions of {len(merged)} shard streams, of {first['streams']}: pass the record of every rank"
         )
     return {**common, "at": merged}

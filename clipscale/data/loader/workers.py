@@ -8,9 +8,10 @@ import time
 import traceback
 import warnings
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.util import Finalize
@@ -20,8 +21,7 @@ import torch
 
 from clipscale.config.redact import redacted_output
 from clipscale.data.loader.host_batch import Arena
-from clipscale.data.loader.shard_reader import StreamPosition
-from clipscale.data.loader.shard_stream import BatchFiller, WorkerSpec
+from clipscale.data.loader.shard_stream import BatchFiller, Fill, Report, WorkerSpec
 from clipscale.errors import UserError
 from clipscale.terminal import prepare
 
@@ -32,42 +32,13 @@ ALIVE_S = 2.0
 
 
 @dataclass(frozen=True)
-class Fill:
-    """Asks a worker to fill its part of batch `step`, of `batch` samples over all ranks."""
-
-    step: int
-    batch: int
-
-
-@dataclass(frozen=True)
-class Report:
-    """A worker has filled `done` of its places of batch `step` (-1: no batch, it is only alive)."""
-
-    step: int
-    done: int
-    counts: dict[str, int]
-    """What it has counted since its last report."""
-    positions: dict[int, tuple[int, ...]] | None = None
-    """Its streams' positions after the batch; in the last report of a batch."""
-
-
-@dataclass(frozen=True)
 class Load:
-    """Asks a worker to load image rows start..stop of a slot into a buffer of the arena, from its row `at` on."""
+    """Asks a worker to load image rows start..stop of a slot to place `at` of the arena's buffers. It sends this back when it has."""
 
-    ticket: int
     slot: int
     start: int
     stop: int
-    buffer: int
     at: int
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """A worker has done a Load."""
-
-    ticket: int
 
 
 @dataclass(frozen=True)
@@ -75,14 +46,7 @@ class Restarted:
     """A worker has died. Another one does its work again, from its last complete batch on, with the same result."""
 
 
-Message = Report | Loaded | Restarted
-
-
-def fill_batch(filler: BatchFiller, arena: Arena, fill: Fill) -> Iterator[Report]:
-    """Fill the filler's places of a batch; yields a report after every piece, and one with the positions."""
-    for done in filler.fill(arena.slot(fill.step), fill.batch):
-        yield Report(fill.step, done, filler.take_counts())
-    yield Report(fill.step, -1, filler.take_counts(), filler.positions())
+Message = Report | Load | Restarted
 
 
 class InProcess:
@@ -90,22 +54,18 @@ class InProcess:
 
     def __init__(self, spec: WorkerSpec, arena: Arena) -> None:
         self.filler = BatchFiller(spec, arena, lambda: None)
-        self._arena = arena
         self._fills: deque[Fill] = deque()
         self._reports = self._work()
 
     def _work(self) -> Generator[Report, None, None]:
         while True:
-            yield from fill_batch(self.filler, self._arena, self._fills.popleft())
+            yield from self.filler.fill(self._fills.popleft())
 
     def fill(self, fill: Fill) -> None:
         self._fills.append(fill)
 
     def receive(self, needed: Sequence[int]) -> list[tuple[int, Report]]:
-        return [(0, next(self._reports))]
-
-    def received(self) -> list[tuple[int, Report]]:
-        return []
+        return [(0, next(self._reports))] if needed else []
 
     def close(self) -> None:
         self._reports.close()
@@ -139,10 +99,10 @@ class Worker:
         while True:
             while not self._fills:
                 self._handle_message()
-            for report in fill_batch(self._filler, self._arena, self._fills.popleft()):
+            for report in self._filler.fill(self._fills.popleft()):
                 self._send(report)
 
-    def _send(self, message: Report | Loaded) -> None:
+    def _send(self, message: Report | Load) -> None:
         with _closed_if_lost():
             self._connection.send(message)
 
@@ -152,22 +112,22 @@ class Worker:
         if isinstance(message, Fill):
             self._fills.append(message)
             return
-        rows = self._arena.buffers[message.buffer, message.at : message.at + message.stop - message.start]
+        rows = self._arena.buffers[message.at : message.at + message.stop - message.start]
         self._filler.backend.load(self._arena.slots[message.slot], message.start, rows)
-        self._send(Loaded(message.ticket))
+        self._send(message)
+
+    def _waiting(self) -> bool:
+        with _closed_if_lost():
+            return self._connection.poll()
 
     def _tick(self) -> None:
         """Called between samples and while the storage is waited for."""
-        while self._poll():
+        while self._waiting():
             self._handle_message()
         now = time.monotonic()
         if now - self._last > ALIVE_S:
             self._last = now
-            self._send(Report(-1, 0, self._filler.take_counts()))
-
-    def _poll(self) -> bool:
-        with _closed_if_lost():
-            return self._connection.poll()
+            self._send(self._filler.report())
 
 
 def work(connection: Connection, spec: WorkerSpec, arena: Arena) -> None:
@@ -215,12 +175,9 @@ class Workers:
         # Also runs when the program ends without `close`, before multiprocessing sends its children the signal that they ignore, and waits.
         self.close = Finalize(self, _end, (self._connections, self._processes), exitpriority=10)
         """End the processes."""
-        self._asked: list[list[Fill | Load]] = [[] for _ in specs]
-        """What each worker has not done yet."""
-        self._epochs: set[int] = set()
-        """Those in which a worker has died."""
-        self._last = [0.0] * len(specs)
-        """When each worker's last message came."""
+        self._asked: list[list[Fill | Load]] = [[] for _ in specs]  # what each worker has not done yet
+        self._epochs: set[int] = set()  # those in which a worker has died
+        self._last = [0.0] * len(specs)  # when each worker's last message came
         for number in range(len(specs)):
             self._start(number)
 
@@ -243,12 +200,13 @@ class Workers:
         for number in range(len(self)):
             self._ask(number, fill)
 
-    def load(self, ticket: int, slot: int, start: int, stop: int, buffer: int) -> None:
-        """Let every worker load a part of image rows start..stop."""
-        bounds = [start + (stop - start) * number // len(self) for number in range(len(self) + 1)]
-        for number in range(len(self)):
-            first, last = bounds[number : number + 2]
-            self._ask(number, Load(ticket, slot, first, last, buffer, first - start))
+    def load(self, slot: int, start: int, stop: int, at: int) -> Callable[[], list[int]]:
+        """Let every worker load a part of image rows start..stop. The function returned names the workers that have not done it."""
+        bounds = pairwise(start + (stop - start) * number // len(self) for number in range(len(self) + 1))
+        loads = [Load(slot, first, last, at + first - start) for first, last in bounds]
+        for number, load in enumerate(loads):
+            self._ask(number, load)
+        return lambda: [number for number, load in enumerate(loads) if load in self._asked[number]]
 
     def _ask(self, number: int, message: Fill | Load) -> None:
         self._asked[number].append(message)
@@ -256,34 +214,25 @@ class Workers:
             self._connections[number].send(message)
 
     def receive(self, needed: Sequence[int]) -> list[tuple[int, Message]]:
-        """Block until a message has come; returns all that are there, each with its worker's number.
+        """All messages that are there, each with its worker's number. Blocks until there is one if workers are `needed`.
 
         Raises UserError when a worker cannot go on or has died again, or when one of `needed` has been silent for the time-out.
         """
         begun = time.monotonic()
         while True:
-            # Only a worker that is waited for can be late, and only since the wait began.
-            deadline = min(max(self._last[number], begun) for number in needed) + self._timeout_s
-            ready = wait(self._connections, timeout=max(0.0, min(deadline - time.monotonic(), 1.0)))
-            found = []
-            for number, connection in enumerate(self._connections):
-                if connection in ready:
-                    found += [(number, message) for message in self._drain(number, connection)]
-            if found:
+            connections = enumerate(self._connections)
+            found = [(n, message) for n, connection in connections for message in self._drain(n, connection)]
+            if found or not needed:
                 return found
-            late = [n for n in needed if time.monotonic() - max(self._last[n], begun) > self._timeout_s]
-            if late:
+            # Only a worker that is waited for can be late, and only since the wait began.
+            silent = {n: time.monotonic() - max(self._last[n], begun) for n in needed}
+            if late := [n for n, seconds in silent.items() if seconds > self._timeout_s]:
                 names = ", ".join(f"{n} (process {self._processes[n].pid})" for n in late)
                 raise UserError(
                     f"data.timeout_s={self._timeout_s:g}: data worker {names} of rank {self._specs[0].rank} has been silent for that "
                     "long; the storage may be stuck; raise the time-out or look at the process"
                 )
-
-    def received(self) -> list[tuple[int, Message]]:
-        """The messages that are there already, each with its worker's number."""
-        return [
-            (n, message) for n, connection in enumerate(self._connections) for message in self._drain(n, connection)
-        ]
+            wait(self._connections, timeout=min(self._timeout_s - max(silent.values()), 1.0))
 
     def _drain(self, number: int, connection: Connection) -> Iterator[Message]:
         while True:
@@ -300,19 +249,14 @@ class Workers:
                 raise UserError(message)
             if isinstance(message, Exception):
                 raise message
-            self._note(number, message)
+            # Keep what a worker in this one's place would have to do, and from where on.
+            if isinstance(message, Load):
+                self._asked[number].remove(message)
+            elif message.positions is not None:
+                fills = (one for one in self._asked[number] if isinstance(one, Fill) and one.step == message.step)
+                self._asked[number].remove(next(fills))
+                self._specs[number] = replace(self._specs[number], streams=message.positions)
             yield message
-
-    def _note(self, number: int, message: Report | Loaded) -> None:
-        """Keep what a worker in this one's place would have to do, and from where on."""
-        asked = self._asked[number]
-        if isinstance(message, Loaded):
-            asked[:] = [one for one in asked if not (isinstance(one, Load) and one.ticket == message.ticket)]
-        elif message.positions is not None:
-            asked[:] = [one for one in asked if not (isinstance(one, Fill) and one.step == message.step)]
-            places = ((s.stream, *message.positions[s.stream]) for s in self._specs[number].streams)
-            streams = tuple(StreamPosition(stream, epoch, index, tuple(rest)) for stream, epoch, index, *rest in places)
-            self._specs[number] = replace(self._specs[number], streams=streams)
 
     def _replace(self, number: int, cause: Exception) -> None:
         """Let another worker take the place of one that has died. Raises UserError for a second death in an epoch."""

@@ -163,7 +163,7 @@ def _stream_count(
     config: DataConfig, batch: int, world: int, total: int | None, position: dict[str, Any] | None
 ) -> int:
     if position is not None:
-        streams = int(position["lanes"])
+        streams = int(position["streams"])
         if streams_fit(streams, batch, total):
             return streams
         log.warning(

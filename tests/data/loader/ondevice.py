@@ -1,4 +1,4 @@
-"""Pictures as a worker leaves them for the device's decoder. Its tests run on the CPU, and on a CUDA device if there is one."""
+"""Pictures as a worker leaves them for the device's decoder."""
 
 import io
 from collections import Counter
@@ -8,41 +8,21 @@ from typing import Any
 
 import matplotlib as mpl
 import numpy as np
-import pytest
 import torch
 from PIL import Image
 
 from clipscale.bench.data_work import photograph
 from clipscale.data.decode import TrainTransform
-from clipscale.data.loader import gpu_decode as on
 from clipscale.data.loader.gpu_decode import DeviceDecoder
 from clipscale.data.loader.host_batch import Arena, Layout, Slot
 from clipscale.data.loader.offload import Recipe, open_backend
 from clipscale.data.order import CounterRNG
-from tests.device import DEVICE, on_device
 
 SIDE = 24
 SQUARE = TrainTransform(SIDE, (1.0, 1.0), (1.0, 1.0), 0.0, 10_000_000)
 ROW = 3 * SIDE**2
 """Bytes of the pixels of one picture."""
 CROPPED = replace(SQUARE, scale=(0.05, 1.0), ratio=(0.5, 2.0), flip=0.5)
-
-
-@pytest.fixture(params=["cpu", pytest.param(DEVICE, marks=on_device, id="device")])
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    monkeypatch.setattr(on, "require_gpu", lambda device: None)
-    return torch.device(request.param)
-
-
-@pytest.fixture
-def cpu(monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    monkeypatch.setattr(on, "require_gpu", lambda device: None)
-    return torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
 
 
 def jpeg(data: bytes, **options: Any) -> bytes:
@@ -71,13 +51,13 @@ class Kept:
         backend.begin(self.slot)
         for place, data in enumerate(files):
             backend.put(self.slot, place, data, CounterRNG(place))
-        self.broken, self.seen = Counter[str](), Counter[str]()
+        self.counts = Counter[str]()
 
     def recipes(self) -> list[Recipe]:
         return [Recipe(*numbers[:4]) for numbers in self.slot["recipes"].tolist()]
 
     def rows(self, decoder: Any, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        decode = DeviceDecoder(self.transform, decoder, self.broken, self.seen)
+        decode = DeviceDecoder(self.transform, decoder, self.counts)
         return decode(self.slot, start, len(self.files) if stop is None else stop).cpu()
 
     def exact(self) -> torch.Tensor:

@@ -19,11 +19,6 @@ from tests.data.streams import flat, ids, open_stream
 pytestmark = pytest.mark.timeout(60)
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-
-
 def dataset(folder: Path, **options: Any) -> ShardDataset:
     config = DataConfig(**{"train": [str(folder)], "workers": 0, "shuffle": 8, **options})
     return ShardDataset(config, tokenizer=Letters(), image_size=SIDE, batch=8)

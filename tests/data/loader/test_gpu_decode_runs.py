@@ -20,27 +20,26 @@ from hypothesis import settings as bounded
 from hypothesis import strategies as st
 
 from clipscale.config.data import AugmentConfig, DataConfig
-from clipscale.config.sections import CacheConfig
 from clipscale.config.tools import PlanConfig
 from clipscale.config.train import TrainConfig, check
 from clipscale.data.demo import paths
 from clipscale.data.loader import gpu_decode as on
-from clipscale.data.loader.gpu_decode import Torchvision, jpeg_decoder
+from clipscale.data.loader.gpu_decode import DeviceDecoder, Torchvision, jpeg_decoder
 from clipscale.data.loader.host_batch import Layout, Slot, Stopwatch
 from clipscale.data.loader.memory import HEADROOM, fitted
+from clipscale.data.loader.prefetch import Prefetcher, ThreadLoader
 from clipscale.data.loader.stream import merge_positions
 from clipscale.errors import UserError
 from clipscale.plan import memory
 from clipscale.train import train
 from clipscale.units import format_bytes
 from tests.data.files import Members, picture, write_tar
-from tests.data.loader.ondevice import ROW, SIDE, SQUARE, Kept, cpu, damaged, device, distance, jpeg, own_cache
+from tests.data.loader.ondevice import ROW, SIDE, SQUARE, Kept, damaged, distance, jpeg
 from tests.data.streams import open_stream
 from tests.runs import curve, settings
 
-__all__ = ["cpu", "device", "own_cache"]
-
 pytestmark = pytest.mark.timeout(60)
+SLOTS = Slot(0, {}), Slot(1, {})
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
@@ -93,7 +92,7 @@ def test_the_plan_counts_the_memory_that_a_run_states(
     cpu: torch.device, mixed: Path, monkeypatch: pytest.MonkeyPatch, offload: str
 ) -> None:
     backend = "encoded" if offload == "encoded" else "host"
-    monkeypatch.setattr("clipscale.data.loader.memory.picture_bytes", lambda *_: 2500.0)
+    monkeypatch.setattr("clipscale.data.loader.stream.picture_bytes", lambda *_: 2500.0)
     with open_stream(mixed, batch=64, side=SIDE, decode="gpu", device=cpu, workers=1, backend=backend) as stream:
         message = stream.memory
     data = DataConfig(decode="gpu", workers=1)
@@ -127,8 +126,6 @@ def test_a_device_without_a_decoder_is_refused(monkeypatch: pytest.MonkeyPatch, 
 
 def test_pixels_on_disk_and_decoding_on_the_device_exclude_each_other() -> None:
     config = TrainConfig(samples=100, data=DataConfig(train=["x.tar"], decode="gpu"))
-    for offload in ("none", "host", "encoded"):
-        check(replace(config, offload=offload))
     with pytest.raises(UserError, match=r"offload=disk .*with data\.decode=gpu take offload=encoded, or offload=host"):
         check(replace(config, offload="disk"))
 
@@ -137,20 +134,18 @@ def test_pixels_on_disk_and_decoding_on_the_device_exclude_each_other() -> None:
 
 
 class Gated:
-    """Replaces the row decoder. Pixels are the rows' own numbers; each call waits for the gate and is recorded."""
-
-    device = torch.device("cpu")
+    """Replaces the row decoder's `load`. Pixels are the rows' own numbers; each call waits for the gate and is recorded."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[int, int, int]] = []
         self.gate, self.error = threading.Semaphore(0), ""
 
-    def __call__(self, slot: Slot, start: int, stop: int) -> torch.Tensor:
+    def __call__(self, slot: Slot, start: int, out: np.ndarray) -> None:
         assert self.gate.acquire(timeout=20), "never let through"
-        self.calls.append((slot.number, start, stop))
+        self.calls.append((slot.number, start, start + len(out)))
         if self.error:
             raise RuntimeError(self.error)
-        return torch.arange(start, stop, dtype=torch.uint8)[:, None] + 100 * slot.number
+        out[:, 0] = 100 * slot.number + np.arange(start, start + len(out))
 
     def let(self, count: int) -> None:
         for _ in range(count):
@@ -158,72 +153,55 @@ class Gated:
 
 
 @pytest.fixture
-def ahead(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[on.DecodePrefetcher, Gated]]:
-    monkeypatch.setattr(on, "AHEAD", 4)
-    decode = Gated()
-    thread = on.DecodePrefetcher(decode, np.zeros((2, 20, 1), np.uint8), Stopwatch())  # type: ignore[arg-type]
-    yield thread, decode
+def ahead() -> Iterator[tuple[Prefetcher, Gated]]:
+    decode, buffers = Gated(), np.zeros((40, 1), np.uint8)
+    loader = ThreadLoader(decode, buffers, 1, Stopwatch())
+    yield Prefetcher(buffers, 20, loader, piece=4), decode
     decode.let(50)
-    thread.close()
+    loader.close()
 
 
-def test_pieces_are_decoded_in_their_order_and_once(ahead: tuple[on.DecodePrefetcher, Gated]) -> None:
-    thread, decode = ahead
-    slots = Slot(0, {}), Slot(1, {})
+def test_pieces_are_decoded_in_their_order_and_once(ahead: tuple[Prefetcher, Gated]) -> None:
+    prefetcher, decode = ahead
     decode.let(100)
     for step in range(4):
+        slot, other = SLOTS[step % 2], SLOTS[1 - step % 2]
         decode.calls.clear()
-        thread.open(step, slots[step % 2])
-        thread.arrived(step, slots[step % 2], 6, 18)
-        thread.arrived(step + 1, slots[(step + 1) % 2], 3, 18)
-        assert thread.rows(0, 3)[:, 0].tolist() == [100 * (step % 2) + i for i in range(3)]
-        assert thread.rows(3, 6)[:, 0].tolist() == [100 * (step % 2) + i for i in range(3, 6)], "in mid-piece"
-        thread.arrived(step, slots[step % 2], 18, 18)
-        for start, stop in ((6, 18), (0, 18), (17, 18)):
-            assert thread.rows(start, stop)[:, 0].tolist() == [100 * (step % 2) + i for i in range(start, stop)]
+        prefetcher.open(slot)
+        prefetcher.arrived(slot, 6, 18)
+        prefetcher.arrived(other, 3, 18)
+        for start, stop in ((0, 3), (3, 6), (6, 18), (0, 18), (17, 18)):
+            if stop == 18:
+                prefetcher.arrived(slot, 18, 18)
+            rows = prefetcher.rows(slot, start, stop)[:, 0]
+            assert rows.tolist() == [100 * slot.number + i for i in range(start, stop)]
         spans = [(0, 4), (4, 6), (6, 10), (10, 14), (14, 18)]
-        assert decode.calls == [(step % 2, *span) for span in spans], decode.calls
-        thread.release(step)
+        assert decode.calls == [(slot.number, *span) for span in spans], decode.calls
+        prefetcher.release(slot)
 
 
-def test_the_next_batch_is_decoded_while_this_one_is_used(ahead: tuple[on.DecodePrefetcher, Gated]) -> None:
-    thread, decode = ahead
+def test_the_next_batch_is_decoded_while_this_one_is_used(ahead: tuple[Prefetcher, Gated]) -> None:
+    prefetcher, decode = ahead
     decode.let(2)
-    thread.arrived(0, Slot(0, {}), 4, 4)
-    thread.arrived(1, Slot(1, {}), 8, 20)
-    thread.open(0, Slot(0, {}))
-    assert thread.rows(0, 4)[:, 0].tolist() == [0, 1, 2, 3]
+    prefetcher.arrived(SLOTS[0], 4, 4)
+    prefetcher.arrived(SLOTS[1], 8, 20)
+    prefetcher.open(SLOTS[0])
+    assert prefetcher.rows(SLOTS[0], 0, 4)[:, 0].tolist() == [0, 1, 2, 3]
     deadline = time.monotonic() + 20
     while len(decode.calls) < 2 and time.monotonic() < deadline:
         time.sleep(0.01)
     assert decode.calls == [(0, 0, 4), (1, 0, 4)], "nobody has asked for the second"
 
 
-def test_a_slot_is_not_given_away_before_it_has_been_read(ahead: tuple[on.DecodePrefetcher, Gated]) -> None:
-    thread, decode = ahead
-    thread.arrived(0, Slot(0, {}), 8, 8)
-    free = threading.Thread(target=thread.release, args=(0,))
-    free.start()
-    free.join(0.2)
-    assert free.is_alive(), "the thread is still reading the pictures"
-    decode.let(2)
-    free.join(20)
-    assert not free.is_alive() and len(decode.calls) == 2
-    thread.release(7)  # nothing of it was begun
-
-
-def test_what_goes_wrong_on_the_device_is_raised_where_rows_are_asked_for(
-    ahead: tuple[on.DecodePrefetcher, Gated],
-) -> None:
-    thread, decode = ahead
+def test_what_goes_wrong_on_the_device_is_raised_where_rows_are_asked_for(ahead: tuple[Prefetcher, Gated]) -> None:
+    prefetcher, decode = ahead
     decode.let(10)
     decode.error = "CUDA is gone"
-    thread.arrived(0, Slot(0, {}), 4, 8)
-    thread.open(0, Slot(0, {}))
-    with pytest.raises(RuntimeError, match="CUDA is gone"):
-        thread.rows(0, 2)
-    with pytest.raises(RuntimeError, match="CUDA is gone"):
-        thread.release(0)
+    prefetcher.arrived(SLOTS[0], 4, 8)
+    prefetcher.open(SLOTS[0])
+    for call in (lambda: prefetcher.rows(SLOTS[0], 0, 2), lambda: prefetcher.release(SLOTS[0])):
+        with pytest.raises(RuntimeError, match="CUDA is gone"):
+            call()
 
 
 # -- whole streams and runs --------------------------------------------------------------------------------------------
@@ -270,20 +248,21 @@ def batches(stream: Any, count: int) -> Any:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_slot_is_not_filled_anew_while_the_device_reads_it(cpu: torch.device, mixed: Path, workers: int) -> None:
+def test_a_slot_is_not_filled_anew_while_the_device_reads_it(
+    cpu: torch.device, mixed: Path, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Although nobody has asked for its pixels."""
     same = []
+    plain = DeviceDecoder.__call__
+
+    def slowly(self: DeviceDecoder, slot: Slot, start: int, stop: int) -> torch.Tensor:
+        before = slot["recipes"][start:stop].copy()
+        time.sleep(0.1)
+        same.append(np.array_equal(slot["recipes"][start:stop], before))
+        return plain(self, slot, start, stop)
+
+    monkeypatch.setattr(DeviceDecoder, "__call__", slowly)
     with open_stream(mixed, batch=16, side=SIDE, decode="gpu", device=cpu, workers=workers) as stream:
-        assert isinstance(stream._rows, on.DecodePrefetcher)
-        decode = stream._rows._decode
-
-        def slowly(slot: Slot, start: int, stop: int) -> torch.Tensor:
-            before = slot["recipes"][start:stop].copy()
-            time.sleep(0.1)
-            same.append(np.array_equal(slot["recipes"][start:stop], before))
-            return decode(slot, start, stop)
-
-        stream._rows._decode = slowly  # type: ignore[assignment]
         for batch in batches(stream, 6):
             batch.ids()
     assert len(same) >= 5 and all(same), same
@@ -331,16 +310,6 @@ def test_nothing_is_left_open(cpu: torch.device, mixed: Path) -> None:
         assert opened() == before, f"{workers} workers: files and threads {before} -> {opened()}"
 
 
-def test_the_memory_of_a_run_is_stated_with_its_pixels(cpu: torch.device, mixed: Path) -> None:
-    options = {"batch": 64, "side": SIDE, "decode": "gpu", "device": cpu, "workers": 1}
-    stated = {}
-    for backend in ("host", "encoded"):
-        with open_stream(mixed, **options, backend=backend) as stream:
-            stream.next_batch().pixels(0, 64)
-            stated[backend] = stream._arena.layout.memory_bytes(1000.0)
-    assert stated["host"] - stated["encoded"] == pytest.approx(2 * 64 * ROW, abs=4096), "two more batches of pixels"
-
-
 def test_loaders_have_no_use_for_the_devices_decoder() -> None:
     unwanted = {"torchvision", "clipscale.data.loader.gpu_decode"}
     code = f"import sys, clipscale.data.loader.workers; print(sorted({unwanted} & set(sys.modules)))"
@@ -379,16 +348,3 @@ def test_a_run_learns_as_with_the_exact_pixels(
     print(f"{device}: exact {exact}, gpu {found}")
     assert found == pytest.approx(exact, abs=0.01), "nearly the same pixels, another curve"
     assert 0 <= sum(decoded) - 256 * passes - 1 <= 128, "every picture once in each pass, one to try, two batches ahead"
-
-
-def test_kept_graphs_and_passes_of_other_chunks_see_the_same_pixels(
-    cpu: torch.device, demo: Path, tmp_path: Path
-) -> None:
-    losses = []
-    for name, cache in (
-        ("a", CacheConfig(image_chunk=24, text_chunk=32, keep="2M")),
-        ("b", CacheConfig(chunk="64")),
-    ):
-        train(augmented(demo, tmp_path / name, "gpu", offload="encoded", cache=cache, samples=192))
-        losses.append(curve(tmp_path / name))
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5), losses

@@ -28,11 +28,7 @@ from tests.data.streams import open_stream, processes_of
 pytestmark = pytest.mark.timeout(60)
 SIDE, BATCH, CHUNK = 16, 50, 12
 BACKENDS = ["disk", "encoded"]
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+SLOT, OTHER = Slot(0, {}), Slot(1, {})
 
 
 @pytest.fixture(scope="module")
@@ -85,27 +81,27 @@ def test_pixels_are_those_of_host_in_both_passes(mixed: Path, tmp_path: Path, ba
 
 def recorded() -> tuple[Prefetcher, list[tuple[str, int, int]]]:
     """A prefetcher whose rows are their own numbers, and the order in which they are begun and waited for."""
-    buffers = np.zeros((3, 10, 1), np.uint8)
+    buffers = np.zeros((30, 1), np.uint8)
     events: list[tuple[str, int, int]] = []
 
-    def begin(slot: Slot, start: int, stop: int, buffer: int) -> Callable[[], None]:
+    def begin(slot: Slot, start: int, stop: int, at: int) -> Callable[[], None]:
         events.append(("begin", start, stop))
 
         def wait() -> None:
-            buffers[buffer, : stop - start, 0] = range(start, stop)
+            buffers[at : at + stop - start, 0] = range(start, stop)
             events.append(("wait", start, stop))
 
         return wait
 
-    return Prefetcher(buffers, begin, copy=False), events
+    return Prefetcher(buffers, 10, begin), events
 
 
 def test_the_next_chunk_is_begun_before_it_is_asked_for_and_none_twice() -> None:
     prefetcher, events = recorded()
     spans = [(0, 10), (10, 20), (20, 30), (30, 35)]
     for step in range(3):
-        prefetcher.open(step, Slot(0, {}))
-        prefetcher.arrived(step, Slot(0, {}), 35, 35)
+        prefetcher.open(SLOT)
+        prefetcher.arrived(SLOT, 35, 35)
         kept: list[int] = []
         prefetcher.expect(chain(spans, (span for _ in range(1) for span in spans[len(kept) :])))
         events.clear()
@@ -113,7 +109,7 @@ def test_the_next_chunk_is_begun_before_it_is_asked_for_and_none_twice() -> None
         for start, stop in [*spans, *spans[1:]]:  # the first chunk is kept, so the second pass begins with the second
             if not kept:
                 kept.append(0)
-            rows = prefetcher.rows(start, stop)
+            rows = prefetcher.rows(SLOT, start, stop)
             held.append((rows, list(range(start, stop))))
             for tensor, values in held[-2:]:
                 assert tensor[:, 0].tolist() == values, "overwritten too early"
@@ -129,37 +125,37 @@ def test_the_next_chunk_is_begun_before_it_is_asked_for_and_none_twice() -> None
 
 def test_a_frozen_tower_needs_no_second_pass_and_gets_none() -> None:
     prefetcher, events = recorded()
-    for step in range(3):
-        prefetcher.open(step, Slot(0, {}))
-        prefetcher.arrived(step, Slot(0, {}), 20, 20)
+    for _ in range(3):
+        prefetcher.open(SLOT)
+        prefetcher.arrived(SLOT, 20, 20)
         prefetcher.expect([(0, 10), (10, 20)])
         events.clear()
         for span in ((0, 10), (10, 20)):
-            prefetcher.rows(*span)
+            prefetcher.rows(SLOT, *span)
     assert [event for event in events if event[0] == "begin"] == [("begin", 0, 10), ("begin", 10, 20)]
 
 
 def test_rows_that_have_not_arrived_are_not_begun() -> None:
     prefetcher, events = recorded()
-    prefetcher.open(0, Slot(0, {}))
+    prefetcher.open(SLOT)
     prefetcher.expect([(0, 10), (10, 20), (20, 30)])
-    prefetcher.arrived(0, Slot(0, {}), 15, 30)
-    prefetcher.arrived(1, Slot(1, {}), 30, 30)
-    prefetcher.rows(0, 10)
+    prefetcher.arrived(SLOT, 15, 30)
+    prefetcher.arrived(OTHER, 30, 30)
+    prefetcher.rows(SLOT, 0, 10)
     assert ("begin", 10, 20) not in events
-    prefetcher.arrived(0, Slot(0, {}), 30, 30)
-    prefetcher.rows(10, 20)
+    prefetcher.arrived(SLOT, 30, 30)
+    prefetcher.rows(SLOT, 10, 20)
     assert ("begin", 20, 30) in events
 
 
 def test_without_ranges_or_after_another_request_nothing_is_begun_ahead() -> None:
     prefetcher, events = recorded()
-    prefetcher.open(0, Slot(0, {}))
-    prefetcher.arrived(0, Slot(0, {}), 40, 40)
-    prefetcher.rows(0, 10)
+    prefetcher.open(SLOT)
+    prefetcher.arrived(SLOT, 40, 40)
+    prefetcher.rows(SLOT, 0, 10)
     prefetcher.expect([(10, 20), (20, 30), (30, 40)])
-    prefetcher.rows(0, 5)
-    prefetcher.rows(10, 20)
+    prefetcher.rows(SLOT, 0, 5)
+    prefetcher.rows(SLOT, 10, 20)
     assert [event[1:] for event in events if event[0] == "begin"] == [(0, 10), (0, 5), (10, 20)]
 
 
@@ -204,26 +200,6 @@ def test_encoded_pictures_take_their_bytes_and_no_more(tmp_path: Path, side: int
     assert share < most, f"{share:.3f} of host"
     need = float(stated.split("need ")[1].split(" MiB")[0]) * 2**20
     assert size["encoded"][0] == pytest.approx(need, rel=0.1), "as stated beforehand"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("backend", "workers"), [("host", 0), *((backend, 2) for backend in ("host", *BACKENDS))])
-def test_memory_does_not_grow_over_steps(mixed: Path, tmp_path: Path, backend: str, workers: int) -> None:
-    options = {"backend": backend, "chunk": CHUNK, "folder": str(tmp_path), "workers": workers}
-    with open_stream(mixed, batch=BATCH, side=64, **options) as stream:
-
-        def resident() -> int:
-            ours = psutil.Process()
-            loaders = getattr(stream._assembler.workers, "_processes", [])
-            return sum(p.memory_info().rss for p in [ours, *(psutil.Process(w.pid) for w in loaders)])
-
-        for step in range(50):
-            passes(stream, 1)
-            if step == 9:
-                before = resident()
-        grown = resident() - before
-    print(f"{backend}, {workers} workers: {grown / 2**20:+.2f} MiB over 40 steps")
-    assert grown < 5 * 2**20, f"{grown / 2**20:.1f} MiB over 40 steps of {BATCH * 3 * 64 * 64 / 2**20:.2f} MiB each"
 
 
 def test_what_does_not_fit_is_refused_with_what_to_do(mixed: Path, monkeypatch: pytest.MonkeyPatch) -> None:

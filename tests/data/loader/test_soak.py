@@ -19,11 +19,6 @@ BATCH, CHUNK = 256, 64
 ALLOWED = 4 * 2**20
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-
-
 def processes(stream: Any) -> Iterator[tuple[str, psutil.Process]]:
     yield "trainer", psutil.Process()
     for worker in processes_of(stream):

@@ -3,14 +3,13 @@
 import io
 import json
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -19,37 +18,21 @@ from clipscale.data.loader.host_batch import sample_id
 from clipscale.data.loader.shard_reader import OrderedShards
 from clipscale.data.loader.stream import BatchShare
 from clipscale.data.loader.stream import open_stream as open_data
-from clipscale.data.order import Epochs, Resampled, stream_bounds
+from clipscale.data.order import Epochs, stream_bounds
 from clipscale.errors import UserError
 from tests.data.files import Letters, Members, picture, sample, write_shards, write_tar
-from tests.data.streams import all_ids, contents, flat, ids, inline_workers, open_stream, positions
+from tests.data.streams import all_ids, contents, flat, ids, inline_workers, open_stream
 
 pytestmark = pytest.mark.timeout(60)
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
 
 
 # -- the same batches whoever reads them ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("order", ["epochs", "resampled"])
-def test_global_batches_do_not_depend_on_ranks(tmp_path: Path, order: str) -> None:
-    write_shards(tmp_path, [30, 20, 50, 11])
-    alone = ids(open_stream(tmp_path, batch=24, order=order), 12)
-    for world in (2, 4, 8):
-        parts = [ids(open_stream(tmp_path, batch=24, rank=r, world=world, order=order), 12) for r in range(world)]
-        together = [flat(part[step] for part in parts) for step in range(12)]
-        assert together == alone, f"{world} ranks"
-
-
-@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_batches_do_not_depend_on_workers(tmp_path: Path, workers: int) -> None:
+def test_batches_do_not_depend_on_workers(tmp_path: Path) -> None:
     write_shards(tmp_path, [30, 20, 50])
     options = {"batch": 200, "augment": AugmentConfig(scale=(0.3, 1.0), flip=0.5)}
-    with open_stream(tmp_path, **options) as alone, open_stream(tmp_path, workers=workers, **options) as shared:
+    with open_stream(tmp_path, **options) as alone, open_stream(tmp_path, workers=3, **options) as shared:
         for step in range(6):
             assert contents(shared, 1) == contents(alone, 1), f"step {step}"
             assert shared.position() == alone.position()
@@ -71,11 +54,10 @@ def test_rows_carry_what_the_shard_holds(tmp_path: Path) -> None:
 # -- exact epochs ------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20)
 @given(
     st.lists(st.integers(0, 25), min_size=1, max_size=6),
-    st.sampled_from([1, 2, 4]),
-    st.integers(1, 9),
+    st.tuples(st.sampled_from([1, 2, 4]), st.integers(1, 9)),
     st.integers(0, 12),
     st.integers(0, 3),
     st.integers(0, 2**32),
@@ -83,12 +65,12 @@ def test_rows_carry_what_the_shard_holds(tmp_path: Path) -> None:
 def test_every_shard_stream_gives_its_share_of_an_epoch_once_whoever_reads_it(
     tmp_path_factory: pytest.TempPathFactory,
     sizes: list[int],
-    world: int,
-    per_rank: int,
+    ranks: tuple[int, int],
     shuffle: int,
     workers: int,
     seed: int,
 ) -> None:
+    world, per_rank = ranks
     folder = tmp_path_factory.mktemp("shards")
     paths = write_shards(folder, sizes)
     batch, total = world * per_rank, sum(sizes)
@@ -195,28 +177,6 @@ def test_weights_are_of_samples_in_every_batch(tmp_path: Path) -> None:
     assert min(shares) > 0.25 and max(shares) < 0.75, shares
     counts = Counter(one for one in flat(batches) if one in small)
     assert len(counts) == 10 and max(counts.values()) - min(counts.values()) <= 8, counts
-
-
-def test_a_checkpoint_of_weights_by_shard_says_what_has_changed(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    for name, sizes in (("a", [20, 20]), ("b", [10])):
-        write_shards(tmp_path / name, sizes)
-    config = {
-        "train": [str(tmp_path / "a"), str(tmp_path / "b")],
-        "weights": [1.0, 3.0],
-        "batch": 8,
-        "shard_streams": 4,
-    }
-    stream = open_stream("", **config)
-    ids(stream, 2)
-    position = positions([stream])
-    assert isinstance(stream._source, OrderedShards)
-    former = Resampled((0.5, 1.0, 4.0), stream._source.order.counts, 4, seed=0)
-    position["order"] = replace(stream._source, order=former).fingerprint()
-    first = ids(open_stream("", **config), 1)
-    assert ids(open_stream("", **config, position=position), 1) == first
-    assert "data.weights were parts of whole shards" in caplog.text
 
 
 def test_resampling_draws_within_a_shard_without_replacement(tmp_path: Path) -> None:

@@ -153,18 +153,6 @@ def test_closing_ends_the_workers_even_in_the_midst_of_work(tmp_path: Path) -> N
     assert not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids)
 
 
-def test_a_schedulers_warning_to_all_processes_leaves_the_workers_at_work(tmp_path: Path) -> None:
-    """The run saves at SIGTERM, for which it must finish its step: with samples, that is."""
-    write_shards(tmp_path, [50])
-    with open_stream(tmp_path, batch=4, workers=1) as stream:
-        stream.next_batch().ids()
-        worker = psutil.Process(processes_of(stream)[0].pid)
-        worker.send_signal(signal.SIGTERM)
-        for _ in range(5):
-            stream.next_batch().ids()
-    assert not worker.is_running()
-
-
 class Noting(Letters):
     """A tokenizer that writes down the setting that transformers' tokenizers read in its process."""
 
@@ -176,11 +164,16 @@ class Noting(Letters):
         return super().__call__(texts)
 
 
-def test_tokenizers_start_no_threads_in_loaders(tmp_path: Path) -> None:
-    write_shards(tmp_path / "set", [8])
-    with open_stream(tmp_path / "set", batch=8, workers=1, tokenizer=Noting(tmp_path / "note")) as stream:
-        contents(stream, 1)
-    assert (tmp_path / "note").read_text() == "false"
+def test_a_schedulers_warning_to_all_processes_leaves_the_workers_at_work(tmp_path: Path) -> None:
+    """The run saves at SIGTERM, for which it must finish its step: with samples, that is. And tokenizers start no threads in workers."""
+    write_shards(tmp_path, [50])
+    with open_stream(tmp_path, batch=4, workers=1, tokenizer=Noting(tmp_path / "note")) as stream:
+        stream.next_batch().ids()
+        worker = psutil.Process(processes_of(stream)[0].pid)
+        worker.send_signal(signal.SIGTERM)
+        for _ in range(5):
+            stream.next_batch().ids()
+    assert not worker.is_running() and (tmp_path / "note").read_text() == "false"
 
 
 UNCLOSED = """
@@ -251,5 +244,5 @@ def test_waiting_is_measured(tmp_path: Path) -> None:
     stream = open_stream(tmp_path, batch=8)
     begun = time.monotonic()
     contents(stream, 3)
-    assert 0 < stream.take_wait() <= time.monotonic() - begun
-    assert stream.take_wait() == 0
+    assert 0 < stream.waited.take() <= time.monotonic() - begun
+    assert stream.waited.take() == 0

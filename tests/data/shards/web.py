@@ -91,8 +91,8 @@ def finish(stream: "TrainStream") -> int:
     workers = stream._assembler.workers
     assert isinstance(workers, InProcess)
     for shard_stream in workers.filler.streams:
-        for store in shard_stream.stores:
-            settle(store)
+        for reader in getattr(shard_stream.reader, "_readers", {0: shard_stream.reader}).values():
+            settle(reader._store)
     return stream.seen.total() + sum(n for reason, n in workers.filler.counts.items() if reason.startswith(EVENT))
 
 
