@@ -21,7 +21,7 @@ from clipscale.kept_graphs import ActivationBudget
 from clipscale.parallel.fsdp import ShardedTower
 from clipscale.phases import Phases
 from clipscale.rng import RandomState
-from clipscale.units import parse_count
+from clipscale.units import parse_count, parse_memory
 
 log = logging.getLogger(__name__)
 
@@ -196,17 +196,12 @@ class BudgetTuner:
 
     def __init__(self, setting: str, device: torch.device) -> None:
         self.device = device
-        self.auto = setting == "auto"
-        self.fixed = 0.0
+        fixed = parse_memory("cache.keep", setting)
+        self.auto, self.fixed = fixed is None, float(fixed or 0)
         self.working_bytes: int | None = None
         """Peak of a step without kept graphs, beyond its start; None: not measured yet."""
         self.batch: int | None = None
-        if setting not in ("none", "auto"):
-            try:
-                self.fixed = parse_count(setting)
-            except ValueError as error:
-                raise UserError(f"cache.keep={setting}: give none, auto, or bytes such as 20G") from error
-        elif self.auto and device.type == "cpu":
+        if self.auto and device.type == "cpu":
             self.auto, self.fixed = False, psutil.virtual_memory().available / 2
 
     def before_step(self, budget: ActivationBudget, batch: int, *, keep: bool = True, taken: int = 0) -> None:

@@ -38,6 +38,16 @@ def parse_count(text: str) -> int:
     return int(value)
 
 
+def parse_memory(key: str, text: str) -> int | None:
+    """The bytes that a setting allows: `none` -> 0, `8G` -> 8,589,934,592, and None for `auto`. Raises ValueError with its name `key`."""
+    if text in ("none", "auto"):
+        return 0 if text == "none" else None
+    try:
+        return parse_count(text)
+    except ValueError:
+        raise ValueError(f"{key}={text}: give none, auto, or bytes such as 8G") from None
+
+
 def format_count(count: int) -> str:
     """The shortest exact form: 1,048,576 -> `1M`, 786,432 -> `768k`, 100,000 -> `100000`."""
     for suffix, unit in (("G", 2**30), ("M", 2**20), ("k", 2**10)):

@@ -9,6 +9,7 @@ import re
 import sys
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import hydra
@@ -24,7 +25,7 @@ from clipscale.cli.verbs import TOOLS
 from clipscale.config.parse import misnamed
 from clipscale.config.presets import conf_dir, group_options
 from clipscale.config.redact import remember
-from clipscale.config.setting import Setting, defaults, settings_of
+from clipscale.config.setting import Setting, settings_of
 from clipscale.errors import UserError
 from clipscale.units import nearest, one_of
 
@@ -45,7 +46,7 @@ def run(
     flags, overrides = prepare(tool, argv)
     if sweep_dir is not None:
         overrides += sweep_overrides(overrides, sweep_dir)
-    ConfigStore.instance().store(name="settings", node=defaults(tool.settings))
+    ConfigStore.instance().store(name="settings", node=asdict(tool.settings()))
     before = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
     sys.argv = [f"clipscale {name}", *flags, *overrides]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing and exiting
@@ -91,7 +92,7 @@ def sweep_overrides(overrides: Sequence[str], folder: str) -> list[str]:
 
 def job_dir(varying: str, number: int) -> str:
     """The folder name of a sweep's job: the overrides that vary, or the job's number if there are none."""
-    name = re.sub(r"[^A-Za-z0-9_.,=+-]+", "-", varying).strip("-")
+    name = re.sub(r"[^A-Za-z0-9_.,=+-]+", "-", re.sub(r"['\"]", "", varying)).strip("-")
     if len(name) > 100:
         name = f"{name[:90]}-{zlib.crc32(varying.encode()):08x}"
     return name or str(number)

@@ -148,8 +148,8 @@ def separate(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def literal(key: str, value: str, sweep: bool) -> str:
     """A literal value in Hydra's grammar: quoted; in a list `[a,b]` or a sweep `a,b`, each element on its own."""
-    if value in ("", "null") or value[0] in "'\"" or value.startswith("${"):
-        return value
+    if value in ("", "null") or value[0] in "'\"" or value.startswith("${") or (sweep and re.match(r"\w+\(", value)):
+        return value  # such as `choice(a,b)`, of a sweep
     if value.startswith("[") and value.endswith("]"):
         return f"[{','.join(map(quoted, split(value[1:-1])))}]"
     return ",".join(map(quoted, parts(key, value, sweep)))

@@ -28,10 +28,9 @@ from typing_extensions import TypedDict
 
 from clipscale import files
 from clipscale.cli import compose
-from clipscale.config.job import JobConfig
 from clipscale.config.parse import typed
 from clipscale.config.redact import redact, redacted, redacted_output
-from clipscale.config.sections import LaunchConfig
+from clipscale.config.sections import JobConfig, LaunchConfig
 from clipscale.config.train import TrainConfig, check, to_yaml
 from clipscale.errors import StoppedError, UserError
 from clipscale.files import write_text

@@ -6,7 +6,6 @@ from typing import Any
 
 from clipscale.config import tools
 from clipscale.config.checks import begun_run, existing_run
-from clipscale.config.explore import ExploreConfig, check_explore
 from clipscale.config.train import TrainConfig
 
 
@@ -119,7 +118,7 @@ clipscale embed model=vit-b32 model.weights=laion2b_s34b_b79k data=/data/picture
         find_run=existing_run,
     ),
     "explore": Tool(
-        ExploreConfig,
+        tools.ExploreConfig,
         "clipscale.explore.verb:main",
         """\
 clipscale explore run=b32 data=/data/laion-b32
@@ -129,7 +128,7 @@ clipscale explore model=vit-b32 model.weights=laion2b_s34b_b79k data=/data/pictu
         file="explore",
         often=("model.weights", "data.train"),
         notes="data= takes folders of `clipscale embed`, or anything that data.train= does.",
-        check=check_explore,
+        check=tools.check_explore,
         find_run=existing_run,
     ),
     "plan": Tool(

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 from functools import reduce
+from operator import ge, gt, le, lt
 from pathlib import Path
 from typing import Any
 
@@ -9,34 +10,38 @@ from clipscale.config.setting import Setting, settings_of
 from clipscale.errors import UserError
 from clipscale.units import nearest, one_of, run_folder
 
+BOUNDS = {"least": (ge, "at least"), "above": (gt, "more than"), "below": (lt, "less than"), "most": (le, "at most")}
+
 
 def check_values(config: Any, prefix: str = "") -> None:
-    """Check every field of a settings object against the choices and the least value that it declares.
+    """Check every field of a settings object against what it declares. `prefix` comes before the names in messages.
 
-    `prefix` comes before the names in messages. Raises UserError for the first wrong value.
+    Raises UserError for the first wrong value.
     """
     for declared in settings_of(type(config)):
         check_value(declared, reduce(getattr, declared.name.split("."), config), prefix)
 
 
 def check_value(declared: Setting, value: Any, prefix: str = "") -> None:
-    """Raise UserError for a value that is none of the setting's choices, or below its least value."""
+    """Raise UserError for a value that the setting does not accept. None, which stands for one that is not set, is accepted."""
+    key = prefix + declared.name
     if declared.choices is not None:
-        choice(prefix + declared.name, value, declared.choices)
-    if declared.least is not None:
-        at_least(prefix + declared.name, value, declared.least)
+        choice(key, value, declared.choices)
+    for name, (holds, words) in BOUNDS.items():
+        bound = getattr(declared, name)
+        if bound is not None and value is not None and not holds(value, bound):  # NaN is refused, too
+            raise UserError(f"{key}={value}: give {words} {bound}")
+    if declared.check:
+        try:
+            declared.check(key, value)
+        except ValueError as error:
+            raise UserError(error) from error
 
 
 def choice(key: str, value: object, known: Collection[str]) -> None:
     """Raise UserError for a value that is none of `known`."""
     if value not in known:
         raise UserError(f"{key}={value}: choose {one_of(known)}{nearest(str(value), known)}")
-
-
-def at_least(key: str, value: float | None, least: float) -> None:
-    """Raise UserError for a number that is too small, or NaN. None, which stands for a setting that is not set, is accepted."""
-    if value is not None and not value >= least:
-        raise UserError(f"{key}={value}: give at least {least}")
 
 
 def shared(batch: int, count: int, among: str, remedy: str = "") -> None:

@@ -5,21 +5,20 @@ from typing import Any
 
 from clipscale.config.setting import setting
 from clipscale.errors import UserError
-from clipscale.units import whole_number
+from clipscale.units import parse_memory, whole_number
 
 DEVICES = ("auto", "cpu", "cuda")
+DEVICE_HELP = "`auto` (CUDA if there is a GPU), `cpu` or `cuda`."
 LR_SCALING = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
 """Rule -> power of the batch."""
 OBJECTIVES = ("softmax", "softmax_image", "softmax_text", "sigmoid")
-SIMILARITIES = ("dot", "late")
 EXCHANGES = ("auto", "none", "replicated", "local", "gather", "ring")
 BACKENDS = ("auto", "dense", "tiled", "triton", "gluon")
-PRECISIONS = ("ieee", "tf32")
-WANDB = ("disabled", "offline", "online")
-
 WEIGHTS = ("trained", "ema")
 WEIGHTS_HELP = "The weights as they are (`trained`), or their moving average (`ema`), which a run with `ema` keeps."
-DEVICE_HELP = "`auto` (CUDA if there is a GPU), `cpu` or `cuda`."
+SUITES = ("none", "imagenet", "infcl-table3", "vtab", "datacomp", "retrieval")
+"""No suite, and those of clipscale/eval/sets/known.yaml."""
+SUITE_HELP = "A suite of published sets, each looked for in the folder `eval.root`."
 
 
 @dataclass
@@ -29,19 +28,14 @@ class CheckpointConfig:
     every: int = setting(0, "Steps between checkpoints; 0: none by steps.", least=0)
     minutes: float = setting(30.0, "Minutes between checkpoints; 0: none by time. A run always ends with one.", least=0)
     keep: int = setting(2, "Newest checkpoints kept; 0: all.", least=0)
-    within_step: float = setting(
-        0.0, "Minutes between saves of the progress inside a step, for steps of many minutes; 0: none.", least=0
-    )
+    within_step: float = setting(0.0, "Minutes between saves of the progress inside a long step; 0: none.", least=0)
     store: str = setting(
         "",
-        "Address of a folder in object storage, `s3://`, `gs://` or any of fsspec's: checkpoints are copied to ADDRESS/NAME in "
-        "the background, and a run whose folder lacks the newest one fetches it. Empty: none.",
-        literal=True,
+        "Folder in object storage, `s3://`, `gs://` or any of fsspec's: checkpoints are copied to ADDRESS/NAME in the background, "
+        "and a run whose folder lacks the newest one fetches it. Empty: none.",
     )
     background: bool = setting(True, "Write while training goes on; false: training waits.")
-    keep_every: int = setting(
-        0, "Checkpoints of steps that are a multiple of this are kept for good; 0: none.", least=0
-    )
+    keep_every: int = setting(0, "Checkpoints at multiples of so many steps stay for good; 0: none.", least=0)
 
 
 @dataclass
@@ -51,26 +45,21 @@ class LaunchConfig:
     procs: int | None = setting(None, "Worker processes; null: one per visible GPU, or one without GPUs.", least=1)
     threads: int | None = setting(None, "CPU threads per worker; null: an even share of the cores.", least=1)
     timeout_s: float = setting(
-        1800.0,
-        "Seconds that a process waits for the others, in a save or an evaluation too, before the run fails.",
-        least=1,
+        1800.0, "Seconds that a process waits for the others, in a save too, before the run fails.", least=1
     )
     restarts: int = setting(
-        0,
-        "Restarts after a failure (a crash, a killed worker, a time-out), each from the newest checkpoint. A new checkpoint "
-        "resets the count.",
-        least=0,
+        0, "Restarts after failures (a crash, a killed worker, a time-out) in a row without a new checkpoint.", least=0
     )
     grace_s: float = setting(
         120.0,
-        "Seconds that the scheduler leaves between a signal to stop and the end of the processes. A step that would outlast "
-        "them is abandoned, and the state before it is saved.",
+        "Seconds from the scheduler's signal to stop to the end of the processes. A step that would outlast them is abandoned, "
+        "and the state before it is saved.",
         least=0,
     )
     bind: str = setting(
         "auto",
-        "On a machine of several NUMA nodes, `auto` keeps each rank, its loaders and their memory to its share of the cores "
-        "of its GPU's node; `spread` divides the nodes among the ranks without asking the GPUs; `none`.",
+        "With several NUMA nodes: `auto` keeps each rank, its loaders and their memory to its share of the cores of its GPU's "
+        "node; `spread` divides the nodes among the ranks without asking the GPUs; `none`.",
         choices=("auto", "spread", "none"),
     )
     parallel: str = setting(
@@ -88,6 +77,34 @@ class LaunchConfig:
 
 
 @dataclass
+class JobConfig:
+    """Nodes, time limit, mounts and environment of a run, for `launch=torchrun`, `slurm` and `kubernetes`; `launch.procs` is per node."""
+
+    scheduler: str = setting(
+        "local",
+        "`local`: this machine; `torchrun`: one of `job.nodes` machines, each of which runs the same line; `slurm`; `kubernetes`.",
+        choices=("local", "torchrun", "slurm", "kubernetes"),
+    )
+    nodes: int = setting(1, "Nodes, with `launch.procs` processes (and GPUs) each.", least=1)
+    cpus: int | None = setting(None, "Cores per process; null: the scheduler's default.", least=1)
+    memory: int | None = setting(None, "Host memory per node (`512G`); null: the scheduler's default.", least=1)
+    hours: float | None = setting(None, "Time limit in hours; null: the scheduler's default.", least=0)
+    head: str = setting("", "HOST:PORT of one of the machines, for torchrun on several.")
+    image: str = setting("", "Container image: for Kubernetes, and for Slurm with the plugin pyxis.")
+    mounts: list[str] = setting(
+        [], "SOURCE:TARGET for the container; SOURCE: a path of the node or, for Kubernetes, a volume claim's name."
+    )
+    env: list[str] = setting(
+        [], "NAME=VALUE, or NAME: its value here (Slurm), or in the secret `job.options.env_from` (Kubernetes)."
+    )
+    options: dict[str, Any] = setting(
+        {},
+        "Slurm: options of sbatch (`job.options.partition=gpu`). Kubernetes: `kind` (TrainJob or PyTorchJob), `namespace`, "
+        "`runtime`, `env_from`, `queue` (of Kueue).",
+    )
+
+
+@dataclass
 class OptimConfig:
     """The optimizer, by timm's name."""
 
@@ -101,8 +118,7 @@ class OptimConfig:
     reference_batch: int | None = setting(None, "The batch that `lr` is meant for.", least=1)
     weight_decay: float = setting(0.2, "Of matrices; gains, biases and the logit scale are never decayed.", least=0)
     betas: tuple[float, float] = setting(
-        (0.9, 0.98),
-        "Decay rates of the first and second moment (adafactorbv: momentum and the cap of the second moment's rate).",
+        (0.9, 0.98), "Decay rates of both moments (adafactorbv: momentum and the cap of the second moment's rate)."
     )
     eps: float | None = setting(1e-6, "Epsilon of the update's denominator; null: the optimizer's default.")
     clip_norm: float | None = setting(None, "Largest global gradient norm; null or 0: no clipping.", least=0)
@@ -143,8 +159,7 @@ class PrecisionConfig:
         choices=("fp32", "bf16"),
     )
     master: bool = setting(
-        True,
-        "With bf16 weights: accumulate gradients and run the optimizer on float32 master weights, kept in checkpoints.",
+        True, "With bf16 weights: gradients and the optimizer in float32, on weights kept in checkpoints."
     )
     tf32: bool = setting(True, "Allow TF32 in float32 matrix products on GPUs that have it.")
 
@@ -158,13 +173,12 @@ class CacheConfig:
     text_chunk: int | None = setting(None, "Samples per text chunk; null: `chunk`.", least=1)
     keep: str = setting(
         "none",
-        "GPU memory for chunks whose graph is kept from the first pass and skips the second: `none`, bytes (`20G`), or "
-        "`auto` (all that is free).",
+        "GPU memory for graphs kept from the first pass, which skip the second: `none`, bytes (`20G`) or `auto` (all).",
+        check=parse_memory,
     )
     negatives: str = setting(
         "batch",
-        "Where a pair's negatives come from: the whole `batch`, or its own `chunk` as in plain gradient accumulation "
-        "(for comparison).",
+        "A pair's negatives: the whole `batch`, or, for comparison, its own `chunk` as in plain gradient accumulation.",
         choices=("batch", "chunk"),
     )
 
@@ -178,7 +192,7 @@ class LossConfig:
         "`softmax` (CLIP), `softmax_image` or `softmax_text` (one direction), `sigmoid` (SigLIP).",
         choices=OBJECTIVES,
     )
-    similarity: str = setting("dot", "`dot`, or `late` interaction over tokens.", choices=SIMILARITIES)
+    similarity: str = setting("dot", "`dot`, or `late` interaction over tokens.", choices=("dot", "late"))
     exchange: str = setting(
         "auto",
         "How ranks exchange features: `none`, `replicated`, `local`, `gather`, `ring`; `auto`: a ring over several ranks.",
@@ -190,18 +204,19 @@ class LossConfig:
         "there are such (half precision, softmax, Hopper and Blackwell); `auto`: the best for the device.",
         choices=BACKENDS,
     )
-    label_smoothing: float = setting(0.0, "Share of the target spread evenly over all candidates, below 1.", least=0)
+    label_smoothing: float = setting(0.0, "Share of the target spread evenly over all candidates.", least=0, below=1)
     ranks_per_node: int | None = setting(
         None, "Two-level ring with this many ranks a node: inside nodes, then between them; null: one ring.", least=1
     )
     fp32_precision: str = setting(
-        "ieee", "`ieee` or `tf32` for matmuls of float32 features on CUDA.", choices=PRECISIONS
+        "ieee", "`ieee` or `tf32` for matmuls of float32 features on CUDA.", choices=("ieee", "tf32")
     )
     tile: int | None = setting(None, "Side of the torch backend's tiles; null: automatic.", least=1)
     keep: str = setting(
         "none",
-        "GPU memory for exponentials of scores that the backward pass then need not compute again: `none`, bytes (`8G`), or "
-        "`auto` (half of what is free when the loss begins).",
+        "GPU memory for exponentials that the backward pass then need not compute again: `none`, bytes (`8G`), or `auto` (half "
+        "of what is free when the loss begins).",
+        check=parse_memory,
     )
 
 
@@ -209,7 +224,7 @@ class LossConfig:
 class SinkConfig:
     """Where results go, in addition to the run's folder."""
 
-    wandb: str = setting("disabled", "`online`, `offline` or `disabled`.", choices=WANDB)
+    wandb: str = setting("disabled", "`online`, `offline` or `disabled`.", choices=("disabled", "offline", "online"))
     wandb_project: str = setting("clipscale", "Project on Weights & Biases.")
     wandb_entity: str | None = setting(None, "Team or user on Weights & Biases; null: the account's default.")
     tensorboard: bool = setting(False, "Write event files to RUN/tensorboard.")
@@ -229,8 +244,7 @@ class LogConfig(SinkConfig):
     report: bool = setting(True, "Write RUN/report.html and report.png at the end.")
     profile: int = setting(
         0,
-        "Steps to record with torch's profiler, from the third of this start on, into RUN/profile: a timeline for "
-        "chrome://tracing or ui.perfetto.dev; 0: none.",
+        "Steps from the third on in a timeline by torch's profiler, RUN/profile, for ui.perfetto.dev; 0: none.",
         least=0,
     )
 
@@ -240,9 +254,7 @@ class TowerConfig:
     """One tower's own weights."""
 
     weights: str | None = setting(
-        None,
-        "Weights of this tower, in place of `model.weights`: the same sources, or a tower alone (timm, Hugging Face).",
-        literal=True,
+        None, "In place of `model.weights`: the same sources, or a tower alone (timm, Hugging Face)."
     )
 
 
@@ -263,13 +275,10 @@ class ModelConfig:
         None,
         "Weights to start from: one of open_clip's tags for `name`, hf-hub:ORG/NAME, a run, a folder of open_clip or Hugging Face "
         "(CLIP, SigLIP), or a file. Only a tag and hf-hub: use the network.",
-        literal=True,
     )
     image: TowerConfig = field(default_factory=TowerConfig)
     text: TowerConfig = field(default_factory=TowerConfig)
-    allow_mismatch: bool = setting(
-        False, "Load weights of which some are missing, left over or of another shape, and list them; false: refuse."
-    )
+    allow_mismatch: bool = setting(False, "Load, and list, weights that are missing, left over or of another shape.")
     image_size: int | None = setting(
         None, "Side of the pictures in pixels, a multiple of the patch; null: the architecture's.", least=1
     )
@@ -282,37 +291,31 @@ class ModelConfig:
         "its part as one chunk. `frozen`: the stored running statistics (for pretrained weights).",
         choices=("sync", "frozen"),
     )
-    patch_dropout: float = setting(0.0, "Share of image patches dropped in training, below 1.", least=0)
+    patch_dropout: float = setting(0.0, "Share of image patches dropped in training.", least=0, below=1)
     compile: bool = setting(False, "Compile the towers with torch.compile.")
     lean: bool = setting(
-        True,
-        "A shorter forward pass for open_clip's own transformers: the same features to rounding. false: open_clip's forward.",
+        True, "A shorter forward pass for open_clip's own transformers: the same features to rounding."
     )
     init_scale: float | None = setting(
-        None, "Initial logit scale (the factor itself, not its logarithm); null: the architecture's, 1/0.07 for CLIP."
+        None,
+        "Initial logit scale (the factor itself, not its logarithm); null: the architecture's, 1/0.07 for CLIP.",
+        above=0,
     )
     init_bias: float | None = setting(
         None, "Initial logit bias (usually -10 for the sigmoid loss); null: the architecture's, none for CLIP."
     )
     mean: tuple[float, float, float] = setting(
-        (0.48145466, 0.4578275, 0.40821073),
-        "Mean of each channel of the pixels, values in [0, 1]; the default is CLIP's.",
+        (0.48145466, 0.4578275, 0.40821073), "Mean of each channel of pixels in [0, 1]; the default is CLIP's."
     )
     std: tuple[float, float, float] = setting(
         (0.26862954, 0.26130258, 0.27577711), "Standard deviation of each channel; the default is CLIP's."
     )
     resize: str = setting(
         "shortest",
-        "How evaluation resizes a picture: the `shortest` side and a central crop, `squash` to a square, or the `longest` side and a black "
-        "margin.",
+        "For evaluation: the `shortest` side and a central crop, `squash` to a square, or the `longest` side and a black margin.",
         choices=("shortest", "squash", "longest"),
     )
     interpolation: str = setting("bicubic", "Of that resize.", choices=("bicubic", "bilinear"))
-
-
-SUITES = ("none", "imagenet", "infcl-table3", "vtab", "datacomp", "retrieval")
-"""No suite, and those of clipscale/eval/sets/known.yaml."""
-SUITE_HELP = "A suite of published sets, each looked for in the folder `eval.root`."
 
 
 @dataclass
@@ -321,26 +324,20 @@ class EvalConfig:
 
     every: int = setting(0, "Steps between evaluations; 0: none. A run with `sets` always ends with one.", least=0)
     sets: list[str] = setting(
-        [],
-        "Evaluation sets: folders in CLIP_benchmark's webdataset layout, folders of class folders, or caption JSONs. The "
-        "kind is detected.",
-        literal=True,
+        [], "Sets of any kind: folders in CLIP_benchmark's webdataset layout, of class folders, or caption JSONs."
     )
     batch: int = setting(256, "Images or captions encoded at once.", least=1)
     workers: int = setting(0, "Decoding threads per process; 0: one per core, at most 8.", least=0)
     limit: int | None = setting(None, "Most images of each set, of each class in proportion; null: all.", least=1)
     probe: list[str] = setting(
-        [],
-        "Also evaluates a linear probe on each set's training split. `linear`: on all images; a number K: on K images per class "
-        "(few-shot).",
+        [], "Also a linear probe on each set's training split: `linear`, or a number of images per class (few-shot)."
     )
     suite: str = setting("none", SUITE_HELP, choices=SUITES)
-    root: str | None = setting(None, "The folder with the sets of `eval.suite`.", literal=True)
+    root: str | None = setting(None, "The folder with the sets of `eval.suite`.")
     prompts: str | None = setting(
         None,
         "Prompt templates for classification: `80` or `7` (CLIP's for ImageNet), `simple` (`a photo of a {c}.`), or a file with one "
         "template a line; null: each set's own.",
-        literal=True,
     )
     weights: str = setting("trained", WEIGHTS_HELP, choices=WEIGHTS)
 
@@ -364,12 +361,11 @@ class RampConfig:
     """A batch that grows from `start` to `batch` over the first `samples` samples."""
 
     start: int | None = setting(
-        None, "Pairs of the first step; later batches are multiples of it. null: no ramp.", least=1
+        None, "Pairs of the first step, which divide all later batches; null: no ramp.", least=1
     )
     samples: int = setting(0, "Samples over which the batch grows.", least=0)
     rule: str = setting(
         "linear",
-        "`linear`: start, 2 start, 3 start, ...; `double`: start, 2 start, 4 start, ...; each for an equal share "
-        "of `samples`.",
+        "`linear`: start, 2 start, 3 start, ...; `double`: start, 2 start, 4 start, ...; each for an equal share of `samples`.",
         choices=("linear", "double"),
     )

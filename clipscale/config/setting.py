@@ -1,8 +1,8 @@
-"""How a setting is declared: a dataclass field with help, choices and least value. Lists all settings of a dataclass."""
+"""How a setting is declared: a dataclass field with its help and what it accepts. Lists all settings of a dataclass."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from copy import copy
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from types import NoneType
 from typing import Any, get_args, get_origin
 
@@ -12,20 +12,15 @@ def setting(
     help: str,
     *,
     choices: Collection[str] | None = None,
-    least: float | None = None,
-    literal: bool = False,
+    check: Callable[[str, str], object] | None = None,
+    **bounds: float,
 ) -> Any:
     """A dataclass field: its default, one or two sentences of help, and what it accepts.
 
-    choices: the texts that it accepts. least: the least number. literal: the command line takes the value as typed, because it is a
-    path, an address or a condition, whose braces, colons and spaces mean something else to Hydra.
+    choices: the texts that it accepts. check: called with name and value, raises ValueError. bounds of a number: `least` and `most`, which
+    it may be, `above` and `below`, which it may not.
     """
-    metadata = {
-        "help": help,
-        "choices": None if choices is None else tuple(choices),
-        "least": least,
-        "literal": literal,
-    }
+    metadata = {"help": help, "choices": choices and tuple(choices), "check": check, **bounds}
     if isinstance(default, list | dict):
         return field(default_factory=lambda: copy(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -42,8 +37,16 @@ class Setting:
     default: Any
     help: str
     choices: tuple[str, ...] | None = None
+    check: Callable[[str, str], object] | None = None
     least: float | None = None
-    literal: bool = False
+    most: float | None = None
+    above: float | None = None
+    below: float | None = None
+
+    @property
+    def literal(self) -> bool:
+        """Whether the command line takes it as typed: a text, such as a path, whose braces and colons mean something else to Hydra."""
+        return self.required == list[str] or (self.kind is str and not self.choices)
 
     @property
     def section(self) -> str:
@@ -82,11 +85,6 @@ def settings_of(declared: type, prefix: str = "", values: Any = None) -> tuple[S
         else:
             found.append(Setting(name, one.type, getattr(values, one.name), **one.metadata))
     return tuple(found)
-
-
-def defaults(declared: type) -> dict[str, Any]:
-    """The defaults as a nested dictionary."""
-    return asdict(declared())
 
 
 def nested(declared: type) -> dict[str, type]:

@@ -1,7 +1,7 @@
 """The settings of every verb except `train`."""
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 from clipscale.config.checks import begun_run, check_values, existing_run, one_model, shared
@@ -28,8 +28,10 @@ from clipscale.units import run_folder
 RUN_HELP = "NAME of the run's folder under runs/, or its path."
 CHECKPOINT_HELP = "`latest`, the number of a step, or the path of a checkpoint."
 INDEX_HELP = "Folder of the index, if it is not beside the shards."
+HUB_HELP = "As `model.hub` in training, for the description in the checkpoint."
 PROCESSES_HELP = "Processes; null: one per core."
 PIPE_HELP = "Allow `pipe:` shards, which run a shell command."
+SECONDS_HELP = "Most seconds in all; what would take longer is recorded as not run. 0: no bound."
 RESUME_HELP = "Keep what an interrupted run with the same settings has measured on this machine."
 BENCH_OUT_HELP = "Folder for {}.json, .md and .png; earlier ones are replaced."
 
@@ -38,26 +40,20 @@ BENCH_OUT_HELP = "Folder for {}.json, .md and .png; earlier ones are replaced."
 class ReportSettings:
     """`clipscale report`: a page and a figure of a run."""
 
-    run: str = setting("", RUN_HELP, literal=True)
+    run: str = setting("", RUN_HELP)
 
 
 @dataclass
 class EvalRunConfig:
     """`clipscale eval`: zero-shot and retrieval results of a run, or of any `model.weights`, as a table and in RUN/eval/step_N.json."""
 
-    run: str = setting("", RUN_HELP, literal=True)
-    checkpoint: str = setting(
-        "latest",
-        f"{CHECKPOINT_HELP} `all`: every checkpoint; results that are there are not computed again.",
-        literal=True,
-    )
-    out: str | None = setting(
-        None, "Folder for the results of `model.weights`; null: runs/eval-NAME, after the weights.", literal=True
-    )
+    run: str = setting("", RUN_HELP)
+    checkpoint: str = setting("latest", f"{CHECKPOINT_HELP} `all`: every one, without results that are there.")
+    out: str | None = setting(None, "Folder for the results of `model.weights`; null: runs/eval-NAME, after them.")
     suite: str = setting("none", "Short for eval.suite. " + SUITE_HELP, choices=SUITES)
     model: ModelConfig = field(default_factory=lambda: ModelConfig(name=""))
     device: str = setting("auto", DEVICE_HELP, choices=DEVICES)
-    hub: bool = setting(False, "As `model.hub` in training, for the description in the checkpoint.")
+    hub: bool = setting(False, HUB_HELP)
     eval: EvalConfig = field(default_factory=EvalConfig)
     log: SinkConfig = field(default_factory=SinkConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
@@ -70,20 +66,17 @@ class ExportSettings:
 
     to: str = setting(
         "open_clip",
-        "`open_clip`; `hf`: CLIP or SigLIP of transformers; `onnx`: two graphs, checked by ONNX Runtime; `torch`: two programs of "
-        "torch.export.",
+        "`open_clip`; `hf`: transformers' CLIP or SigLIP; `onnx`: two graphs, checked by ONNX Runtime; `torch`: torch.export's programs.",
         choices=("open_clip", "hf", "onnx", "torch"),
     )
-    run: str = setting("", RUN_HELP, literal=True)
-    checkpoint: str = setting("latest", CHECKPOINT_HELP, literal=True)
-    out: str | None = setting(
-        None, "Folder to write; null: RUN/export, or RUN/export-TO for the other formats.", literal=True
-    )
-    hub: bool = setting(False, "As `model.hub` in training, for the description in the checkpoint.")
+    run: str = setting("", RUN_HELP)
+    checkpoint: str = setting("latest", CHECKPOINT_HELP)
+    out: str | None = setting(None, "Folder to write; null: RUN/export, or RUN/export-TO for the other formats.")
+    hub: bool = setting(False, HUB_HELP)
     weights: str = setting("trained", WEIGHTS_HELP, choices=WEIGHTS)
     dtype: str = setting(
         "float32",
-        "Dtype of the matrices (open_clip, hf): `float32`, `bfloat16` or `float16`; vectors and the logit scale stay float32.",
+        "Dtype of the matrices (open_clip, hf); vectors and the logit scale stay float32.",
         choices=("float32", "bfloat16", "float16"),
     )
 
@@ -92,8 +85,8 @@ class ExportSettings:
 class DoctorSettings:
     """`clipscale doctor`: test what training needs on this machine; exit status 1 if something does not work."""
 
-    run: str = setting("runs", "Folder in which runs will be written.", literal=True)
-    timeout_s: float = setting(120.0, "Seconds for the processes to connect and compute one loss together.")
+    run: str = setting("runs", "Folder in which runs will be written.")
+    timeout_s: float = setting(120.0, "Seconds for the processes to connect and compute one loss together.", above=0)
 
 
 @dataclass
@@ -111,8 +104,7 @@ class IndexSettings:
     """`clipscale data index SHARD...`: write an index of counts, offsets, sizes and checksums beside the shards."""
 
     cache: str | None = setting(
-        None,
-        "Folder for the index instead of the shards' own; null: the user's cache folder for remote and read-only shards.",
+        None, "Folder for the index; null: beside the shards, or for remote and read-only ones the user's cache folder."
     )
     checksum: bool = setting(True, "Read everything, for a checksum; false: read the headers only.")
     workers: int | None = setting(None, PROCESSES_HELP)
@@ -132,7 +124,7 @@ class StatsSettings:
 class CheckSettings:
     """`clipscale data check SHARD...`: read everything and list what is broken, with reasons."""
 
-    out: str = setting("data-check", "Folder for check.json, check.html and duplicates.txt.", literal=True)
+    out: str = setting("data-check", "Folder for check.json, check.html and duplicates.txt.")
     workers: int | None = setting(None, PROCESSES_HELP)
     pictures: int = setting(64, "Thumbnails on the page.")
     near_duplicates: bool = setting(False, "Also look for images that look alike (64-bit difference hash).")
@@ -154,13 +146,13 @@ IMAGE, TEXT = "image", "text"
 class EncodeConfig:
     """The features of `data.train` by a run or any `model.weights`."""
 
-    run: str = setting("", RUN_HELP, literal=True)
-    checkpoint: str = setting("latest", CHECKPOINT_HELP, literal=True)
+    run: str = setting("", RUN_HELP)
+    checkpoint: str = setting("latest", CHECKPOINT_HELP)
     weights: str = setting("trained", f"Of a run. {WEIGHTS_HELP}", choices=WEIGHTS)
     batch: int = setting(256, "Pictures or texts encoded at once.", least=1)
     threads: int = setting(4, "Decoding threads of each process.", least=1)
     device: str = setting("auto", DEVICE_HELP, choices=DEVICES)
-    hub: bool = setting(False, "As `model.hub` in training, for the description in the checkpoint.")
+    hub: bool = setting(False, HUB_HELP)
     model: ModelConfig = field(default_factory=lambda: ModelConfig(name=""))
     data: DataConfig = field(default_factory=DataConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
@@ -171,18 +163,17 @@ class EncodeConfig:
 class EmbedConfig(EncodeConfig):
     """`clipscale embed`: features of the pictures and texts in `data.train`, with their keys, by a run or any `model.weights`."""
 
-    out: str = setting("", "Folder to write; complete files in it are kept.", literal=True)
+    out: str = setting("", "Folder to write; complete files in it are kept.")
     format: str = setting(
         "npy",
-        "`npy`: arrays, and the keys and captions as JSON lines; `parquet`: tables; `webdataset`: shards with features in the place of "
-        "pictures.",
+        "`npy`: arrays, and keys and captions as JSON lines; `parquet`: tables; `webdataset`: shards with features for pictures.",
         choices=("npy", "parquet", "webdataset"),
     )
     features: str = setting("both", "Of what: `image`, `text` or `both`.", choices=(IMAGE, TEXT, "both"))
     dtype: str = setting("float16", "Dtype of the features: `float16` or `float32`.", choices=("float16", "float32"))
     transform: str = setting(
         "eval",
-        "`eval`: the pixels of evaluation; `train`: resize the largest central square, as in training without augmentation.",
+        "The pixels of evaluation (`eval`), or of training without augmentation: the largest central square (`train`).",
         choices=("eval", "train"),
     )
     seed: int = setting(0, "Random seed of the weights, if no pretrained ones are given.", least=0)
@@ -202,6 +193,30 @@ class FeaturesConfig(EmbedConfig):
 
 
 @dataclass
+class ExploreConfig(EncodeConfig):
+    """`clipscale explore`: a local page that searches a set by texts and pictures, with one model, or two side by side."""
+
+    against: str = setting("", "A second model, to compare: a run, or any value of `model.weights`. Empty: none.")
+    against_checkpoint: str = setting("latest", f"Of `against`, if it is a run: {CHECKPOINT_HELP}")
+    host: str = setting("127.0.0.1", "Address of the page. Others than loopback let whoever reaches it see the set.")
+    port: int = setting(8765, "Port of the page; 0: a free one.", least=0, most=65535)
+    out: str = setting("", "Folder for features that it computes itself; empty: explore/ in the folder of each run.")
+
+    def models(self) -> list[EmbedConfig]:
+        """How each model embeds the set. `out` is the folder that the features' own folders go to. Raises UserError."""
+        found = [EmbedConfig(**{one.name: getattr(self, one.name) for one in fields(EncodeConfig)})]
+        if self.against:
+            trained = (run_folder(self.against) / "checkpoints").is_dir()
+            model = ModelConfig(name="") if trained else ModelConfig(name=self.model.name, weights=self.against)
+            run = self.against if trained else ""
+            found.append(replace(found[0], run=run, checkpoint=self.against_checkpoint, model=model))
+        for one in found:
+            folder = existing_run(one.run) / "explore" if one.run else run_folder("explore")
+            one.out = str(Path(self.out).expanduser() if self.out else folder)
+        return found
+
+
+@dataclass
 class StepBenchSettings:
     """`clipscale bench step`: the gradient cache against plain forward and backward, per sample."""
 
@@ -211,31 +226,21 @@ class StepBenchSettings:
     memory: str = setting("128,256,512,1k", "Batches at which memory is measured; empty: none.")
     methods: str = setting(
         "auto",
-        "plain, cache, keep-N (activation budget: N per cent of all graphs; keep-NG: N GiB), frozen, compiled, unsorted, "
-        "unlean, neither, open_clip, ...; METHOD@BATCH: at that batch; METHOD@max: at the largest batch that fits; "
-        "`auto`: all that this machine can run, except compiled ones.",
+        "plain, cache, keep-N (N per cent of all graphs are kept; keep-NG: N GiB), frozen, compiled, unsorted, unlean, neither, "
+        "open_clip, ...; METHOD@BATCH or @max: at that batch, or the largest that fits; `auto`: all but the compiled ones.",
     )
     precision: str = setting("fp32", "`fp32` or `bf16` (autocast).", choices=("fp32", "bf16"))
     device: str = setting("auto", DEVICE_HELP, choices=DEVICES)
     repeats: int = setting(7, "Measurements of each method.", least=1)
-    clock: str = setting(
-        "wall",
-        "`wall`; or on a machine that others use too `cpu`: the processor time of one thread.",
-        choices=("wall", "cpu"),
-    )
-    seconds: float = setting(
-        0.0,
-        "Most seconds in all; steps that would take longer are recorded as not run, with their expected time. 0: no bound.",
-        least=0,
-    )
+    clock: str = setting("wall", "`wall`; or `cpu`: the processor time of one thread.", choices=("wall", "cpu"))
+    seconds: float = setting(0.0, SECONDS_HELP, least=0)
     resume: bool = setting(False, RESUME_HELP)
     malloc: str = setting(
         "keep",
-        "On a CPU: `keep` freed memory in the process during time measurements (plain steps get faster), or leave it "
-        "to the `system`.",
+        "On a CPU, while time is measured: `keep` freed memory in the process (plain steps get faster), or leave it to the `system`.",
         choices=("keep", "system"),
     )
-    out: str = setting("runs/bench", BENCH_OUT_HELP.format("step-DEVICE"), literal=True)
+    out: str = setting("runs/bench", BENCH_OUT_HELP.format("step-DEVICE"))
 
 
 @dataclass
@@ -253,17 +258,11 @@ class LossBenchSettings:
     ranks: int = setting(1, "Processes that share the batch; with several, network traffic is counted too.", least=1)
     repeats: int = setting(5, "Measurements of each time.", least=1)
     scale: float = setting(100.0, "Logit scale; 100: CLIP's at the end of training. The sigmoid loss keeps its own.")
-    seconds: float = setting(
-        0.0,
-        "Most seconds in all; small cases run first, and those that would take longer are recorded as not run. 0: no bound.",
-        least=0,
-    )
+    seconds: float = setting(0.0, SECONDS_HELP, least=0)
     resume: bool = setting(False, RESUME_HELP)
     profile: bool = setting(False, "Also profile one step of each method: the time of each kernel.")
-    reference: int = setting(
-        4096, "Largest batch whose error against the float64 oracle is measured; 0: none.", least=0
-    )
-    out: str = setting("runs/bench", BENCH_OUT_HELP.format("loss-DEVICE (or loss-DEVICE-Pranks)"), literal=True)
+    reference: int = setting(4096, "Largest batch whose error against float64 is measured; 0: none.", least=0)
+    out: str = setting("runs/bench", BENCH_OUT_HELP.format("loss-DEVICE (or loss-DEVICE-Pranks)"))
 
 
 @dataclass
@@ -280,7 +279,7 @@ class DataBenchSettings:
     device: str = setting("auto", "GPU to measure: `auto` (if there is one), `cuda`, or `cpu`: none.", choices=DEVICES)
     resume: bool = setting(False, RESUME_HELP)
     model: str = setting("vit-b32", "A preset of conf/model whose training step on the GPU is measured; empty: none.")
-    out: str = setting("runs/bench", BENCH_OUT_HELP.format("data"), literal=True)
+    out: str = setting("runs/bench", BENCH_OUT_HELP.format("data"))
 
 
 @dataclass
@@ -292,12 +291,10 @@ class PlanConfig(TrainConfig):
     nodes: int = setting(1, "Nodes.", least=1)
     host_memory: int | None = setting(None, "Host memory of a node in bytes (`1024G`); null: not compared.")
     image_bytes: int = setting(40_000, "Mean bytes of an image in the shards.", least=1)
-    reserve: float = setting(0.05, "Share of the GPU's memory to leave free, for example for fragmentation.")
-    utilisation: float = setting(0.4, "Assumed share of the GPU's peak FLOP/s, for the predicted time.")
-    network: float = setting(25.0, "Assumed GB/s from a GPU to another node, for the predicted time.")
-    caption_tokens: float = setting(
-        20.0, "Assumed mean tokens of a caption, start and end included, for the predicted time.", least=1
-    )
+    reserve: float = setting(0.05, "Share of the GPU's memory to leave free, as for fragmentation.", least=0, most=1)
+    utilisation: float = setting(0.4, "Assumed share of the GPU's peak FLOP/s, for the time.", above=0, most=1)
+    network: float = setting(25.0, "Assumed GB/s from a GPU to another node, for the predicted time.", above=0)
+    caption_tokens: float = setting(20.0, "Assumed mean tokens of a caption, for the predicted time.", least=1)
     json: bool = setting(False, "Print one JSON object instead of tables.")
 
 
@@ -307,6 +304,15 @@ def check_run(config: ReportSettings | ExportSettings) -> Path:
         verb = summary(type(config)).partition("`: ")[0].removeprefix("`clipscale ")
         raise UserError(f"{verb} needs run=NAME or run=PATH")
     return existing_run(config.run)
+
+
+def check_explore(config: ExploreConfig) -> None:
+    """Raises UserError if neither a run nor weights are given, or both, or no data."""
+    one_model(config.run, config.model.weights, "explore", "give the second as against=")
+    if not config.data.train:
+        raise UserError(
+            "data is not set; give a folder of `clipscale embed`, or shards, a table or a folder: data=PATH"
+        )
 
 
 def check_eval(config: EvalRunConfig) -> Path:
@@ -336,12 +342,6 @@ def target_gpu(config: PlanConfig) -> Hardware | None:
     if config.run:
         begun_run(config.run)
         return None
-    for name in ("reserve", "utilisation"):
-        if not 0 <= getattr(config, name) <= 1:
-            raise UserError(f"{name}={getattr(config, name)}: give a share, 0 to 1")
-    for name in ("utilisation", "network"):
-        if getattr(config, name) <= 0:
-            raise UserError(f"{name}={getattr(config, name):g}: give more than 0")
     if not config.hardware:
         raise UserError("hardware is not set; give the GPU, hardware=a100-80g, or run=NAME to compare with a run")
     gpu = None if config.hardware == "cpu" else hardware(config.hardware)

@@ -9,30 +9,15 @@ from typing import Any
 
 import yaml
 
+from clipscale.config import sections
 from clipscale.config.checks import check_values, shared
 from clipscale.config.data import DataConfig
-from clipscale.config.job import JobConfig
 from clipscale.config.redact import redacted
 from clipscale.config.renamed import current
-from clipscale.config.sections import (
-    DEVICE_HELP,
-    DEVICES,
-    CacheConfig,
-    CheckpointConfig,
-    EvalConfig,
-    LaunchConfig,
-    LogConfig,
-    LossConfig,
-    ModelConfig,
-    OptimConfig,
-    PrecisionConfig,
-    RampConfig,
-    ScheduleConfig,
-)
 from clipscale.config.setting import flat, setting
 from clipscale.errors import UserError
-from clipscale.files import MOST_YAML, parse_yaml, read_text
-from clipscale.units import format_count, parse_count, run_folder, unused
+from clipscale.files import read_tree
+from clipscale.units import format_count, run_folder, unused
 
 
 @dataclass
@@ -41,45 +26,37 @@ class TrainConfig:
 
     batch: int = setting(256, "Pairs per optimizer step, over all processes.", least=1)
     samples: int | None = setting(None, "Length of the run in pairs.", least=1)
-    epochs: float | None = setting(None, "Length of the run in epochs of the data; give either `samples` or `epochs`.")
-    run: str = setting(
-        "",
-        "NAME of the run's folder under runs/, or a path; empty: named after the time, the model and the batch.",
-        literal=True,
-    )
+    epochs: float | None = setting(None, "Length of the run in epochs of the data, instead of `samples`.", above=0)
+    run: str = setting("", "NAME of the folder under runs/, or a path; empty: after the time, the model and the batch.")
     resume: str = setting(
         "auto",
-        "`auto`: continue from the newest checkpoint in the run's folder, if any; `none`: refuse a folder that holds one; "
-        "or the path of a checkpoint.",
-        literal=True,
+        "The newest checkpoint in the run's folder, if any (`auto`), a fresh start alone (`none`), or a checkpoint's path.",
     )
     seed: int = setting(0, "Random seed of weights, sample order, crops and dropout.", least=0)
-    device: str = setting("auto", DEVICE_HELP, choices=DEVICES)
+    device: str = setting("auto", sections.DEVICE_HELP, choices=sections.DEVICES)
     ema: float = setting(
-        0.0,
-        "Decay of an exponential moving average of the weights, kept in checkpoints, as in 0.9999; 0: none.",
-        least=0,
+        0.0, "Decay of a moving average of the weights, kept in checkpoints (`0.9999`); 0: none.", least=0, below=1
     )
     offload: str = setting(
         "host",
-        "Where the batch's pixels are kept between the passes: on the device (`none`), in `host` memory, on `disk`; or "
-        "`encoded`: the encoded images in host memory, decoded in each pass.",
+        "The batch's pixels between the passes: on the device (`none`), in `host` memory, on `disk`; or `encoded`: the encoded "
+        "images in host memory, decoded in each pass.",
         choices=("none", "host", "disk", "encoded"),
     )
-    offload_dir: str = setting("", "Folder on a fast disk for offload=disk; empty: the run's folder.", literal=True)
-    model: ModelConfig = field(default_factory=ModelConfig)
-    ramp: RampConfig = field(default_factory=RampConfig)
+    offload_dir: str = setting("", "Folder on a fast disk for offload=disk; empty: the run's folder.")
+    model: sections.ModelConfig = field(default_factory=sections.ModelConfig)
+    ramp: sections.RampConfig = field(default_factory=sections.RampConfig)
     data: DataConfig = field(default_factory=DataConfig)
-    loss: LossConfig = field(default_factory=LossConfig)
-    cache: CacheConfig = field(default_factory=CacheConfig)
-    optim: OptimConfig = field(default_factory=OptimConfig)
-    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
-    eval: EvalConfig = field(default_factory=EvalConfig)
-    log: LogConfig = field(default_factory=LogConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    launch: LaunchConfig = field(default_factory=LaunchConfig)
-    job: JobConfig = field(default_factory=JobConfig)
+    loss: sections.LossConfig = field(default_factory=sections.LossConfig)
+    cache: sections.CacheConfig = field(default_factory=sections.CacheConfig)
+    optim: sections.OptimConfig = field(default_factory=sections.OptimConfig)
+    schedule: sections.ScheduleConfig = field(default_factory=sections.ScheduleConfig)
+    precision: sections.PrecisionConfig = field(default_factory=sections.PrecisionConfig)
+    eval: sections.EvalConfig = field(default_factory=sections.EvalConfig)
+    log: sections.LogConfig = field(default_factory=sections.LogConfig)
+    checkpoint: sections.CheckpointConfig = field(default_factory=sections.CheckpointConfig)
+    launch: sections.LaunchConfig = field(default_factory=sections.LaunchConfig)
+    job: sections.JobConfig = field(default_factory=sections.JobConfig)
 
 
 def check(config: TrainConfig, *, now: datetime | None = None) -> TrainConfig:
@@ -89,25 +66,8 @@ def check(config: TrainConfig, *, now: datetime | None = None) -> TrainConfig:
         raise UserError(f"samples={config.samples} and epochs={config.epochs:g} both set the length; give one of them")
     if config.samples is None and config.epochs is None:
         raise UserError("neither samples nor epochs is set; give the length of the run with one of them")
-    if config.epochs is not None and config.epochs <= 0:
-        raise UserError(f"epochs={config.epochs:g} trains nothing; give a positive number")
-    if not config.model.patch_dropout < 1:
-        raise UserError(f"model.patch_dropout={config.model.patch_dropout:g}: a share of the patches; give less than 1")
-    if not config.ema < 1:
-        raise UserError(f"ema={config.ema:g}: a decay a step; give less than 1, as in 0.9999")
     if config.eval.weights == "ema" and not config.ema:
         raise UserError("eval.weights=ema: this run keeps no average; give ema=0.9999, or eval.weights=trained")
-    if not config.loss.label_smoothing < 1:
-        raise UserError(
-            f"loss.label_smoothing={config.loss.label_smoothing:g}: a share of the target; give less than 1"
-        )
-    if config.loss.keep not in ("none", "auto"):
-        try:
-            parse_count(config.loss.keep)
-        except ValueError as error:
-            raise UserError(f"loss.keep={config.loss.keep}: give none, auto, or bytes such as 8G") from error
-    if config.model.init_scale is not None and not config.model.init_scale > 0:
-        raise UserError(f"model.init_scale={config.model.init_scale:g}: the factor of the scores; give more than 0")
     if config.data.pipeline and (config.data.train or config.data.stored_member):
         other = "data.train" if config.data.train else "data.image_features"
         raise UserError(f"data.pipeline={config.data.pipeline}: gives all samples, so {other} cannot be set, too")
@@ -136,7 +96,7 @@ def warnings(config: TrainConfig) -> list[str]:
         found.append("model.freeze_image=true locks a tower of random weights; give model.image.weights=PATH")
     if config.model.batch_norm == "frozen" and random_image:
         found.append("model.batch_norm=frozen keeps the running statistics of random weights; give model.weights=PATH")
-    if config.ramp.start is None and config.ramp != RampConfig():
+    if config.ramp.start is None and config.ramp != sections.RampConfig():
         found.append("ramp.samples and ramp.rule have no effect without ramp.start, the batch to begin with")
     if config.optim.lr_scaling == "none" and config.optim.reference_batch is not None:
         found.append("optim.reference_batch has no effect with optim.lr_scaling=none; choose sqrt or linear")
@@ -146,23 +106,13 @@ def warnings(config: TrainConfig) -> list[str]:
 
 
 def changes_since(file: Path, config: TrainConfig) -> list[str]:
-    """The changes since the settings in a run's `config.yaml`, which is a record: none if it cannot be read."""
-    try:
-        return changes(read_text(file, MOST_YAML, errors="replace"), config)
-    except OSError:
-        return []
+    """Settings that differ from those in a run's `config.yaml`, as `key old -> new`; except `run` and `resume`.
 
-
-def changes(before: str, config: TrainConfig) -> list[str]:
-    """Settings that differ from those in `before`, YAML of `to_yaml`, as `key old -> new`; except `run` and `resume`.
-
-    A damaged file counts as equal: it is a record, and no reason to refuse to resume.
+    A file that cannot be read counts as equal: it is a record, and no reason to refuse to resume.
     """
     try:
-        tree = parse_yaml(before)
-    except ValueError:
-        tree = None
-    if not isinstance(tree, dict):
+        tree = read_tree(file)
+    except (OSError, ValueError):
         return []
     new = dict(flat(yaml.safe_load(to_yaml(config))))
     old = {current(key, new): value for key, value in flat(redacted(tree))}

@@ -20,8 +20,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from clipscale.config.explore import ExploreConfig
-from clipscale.config.tools import IMAGE, TEXT
+from clipscale.config.tools import IMAGE, TEXT, ExploreConfig
 from clipscale.data.sample import BrokenSampleError
 from clipscale.explore.embedded import Sample
 from clipscale.explore.pictures import LRUCache, Pictures

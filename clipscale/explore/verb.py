@@ -12,9 +12,8 @@ from pathlib import Path
 
 from clipscale import distributed
 from clipscale.config.checks import check_values
-from clipscale.config.explore import ExploreConfig, check_explore
 from clipscale.config.redact import redacted
-from clipscale.config.tools import IMAGE, TEXT
+from clipscale.config.tools import IMAGE, TEXT, ExploreConfig, check_explore
 from clipscale.data.features import NOTE
 from clipscale.data.shards.access import is_local
 from clipscale.embed.run import embed

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from clipscale.config.job import JobConfig
 from clipscale.config.redact import redact
+from clipscale.config.sections import JobConfig
 from clipscale.config.train import TrainConfig
 from clipscale.errors import UserError
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from clipscale.loss.block import Block
 from clipscale.loss.machine import Machine
-from clipscale.units import parse_count
+from clipscale.units import parse_memory
 
 AUTO_SHARE = 0.5
 """Of the free memory of a GPU, for `auto`. The rest is for gradients and panels."""
@@ -88,11 +88,5 @@ def kept_type(features: torch.dtype) -> torch.dtype:
 
 def kept_bytes(setting: str, machine: Machine, device: torch.device) -> float:
     """`loss.keep` in bytes. Raises ValueError."""
-    if setting == "none":
-        return 0.0
-    if setting == "auto":
-        return AUTO_SHARE * machine.free_bytes(device)
-    try:
-        return float(parse_count(setting))
-    except ValueError as error:
-        raise ValueError(f"keep={setting}: give none, auto, or bytes such as 8G") from error
+    fixed = parse_memory("keep", setting)
+    return AUTO_SHARE * machine.free_bytes(device) if fixed is None else float(fixed)

@@ -14,7 +14,7 @@ from clipscale.data.loader.stream import worker_count
 from clipscale.data.order import default_streams, streams_of
 from clipscale.kept_graphs import CHECKPOINTED, WHOLE, ActivationBudget, KeptGraphs
 from clipscale.plan.dry_run import DryRun, Graph, Kept, StepMemory
-from clipscale.units import parse_count
+from clipscale.units import parse_memory
 
 MIB, GIB = 2**20, 2**30
 CONTEXT = 600 * MIB
@@ -144,10 +144,8 @@ class MemoryModel:
 
 def keep_bytes(setting: str, step: StepMemory, available: float) -> float:
     """`cache.keep` in bytes. `auto`: what a step without kept graphs leaves free, less a margin, as in clipscale.autotune."""
-    if setting == "none":
-        return 0.0
-    if setting != "auto":
-        return float(parse_count(setting))
+    if (fixed := parse_memory("cache.keep", setting)) is not None:
+        return float(fixed)
     start = step.before["encode"]
     return max(0.0, MARGIN * (available - start) - (step.highest - start))
 

@@ -11,7 +11,7 @@ from clipscale.hardware import Hardware
 from clipscale.models.captions import expected_to_cut
 from clipscale.models.towers import forward_flops
 from clipscale.plan.dry_run import DryRun
-from clipscale.units import parse_count
+from clipscale.units import parse_memory
 
 LAP_BYTES, GRADIENT_BYTES = 2, 4
 """Bytes that a GPU sends for each number of each column of the batch: in bf16 with each sweep over the scores, and a float32 gradient
@@ -60,9 +60,9 @@ def step_time(config: PlanConfig, gpu: Hardware, run: DryRun, batch: int, kept: 
 
 def kept_share(config: PlanConfig, batch: int, ranks: int) -> float:
     """Share of a rank's scores whose exponentials `loss.keep` keeps, in bfloat16. `auto` may keep more than the 0 that is assumed."""
-    if config.loss.keep in ("none", "auto") or config.loss.similarity != "dot":
+    if config.loss.similarity != "dot":
         return 0.0
-    return min(1.0, parse_count(config.loss.keep) / (2 * batch * batch * ranks))
+    return min(1.0, (parse_memory("loss.keep", config.loss.keep) or 0) / (2 * batch * batch * ranks))
 
 
 def caption_width(config: PlanConfig, run: DryRun) -> int:

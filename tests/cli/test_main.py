@@ -204,7 +204,7 @@ MISTAKES = [
     ("explore run=nowhere data=x.tar", "run=nowhere: there is no folder runs/nowhere"),
     ("explore model.weights=a.pt", "data is not set; give a folder of `clipscale embed`, or shards"),
     ("explore run=. model.weights=a.pt", "run=. and model.weights=a.pt are two models; give the second as against="),
-    ("explore run=. data=x.tar port=70000", "port=70000: give 0 to 65535"),
+    ("explore run=. data=x.tar port=70000", "port=70000: give at most 65535"),
     ("plan", "hardware is not set; give the GPU, hardware=a100-80g, or run=NAME"),
     ("plan hardware=h101-80g", "hardware=h101-80g: unknown; did you mean 'h100-80g'"),
     ("plan hardware=h100-80g gpu=8", "unknown key 'gpu'; did you mean 'gpus'?"),
@@ -213,7 +213,7 @@ MISTAKES = [
         "batch=100 cannot be shared evenly by gpus=8 x nodes=1; choose a multiple of 8",
     ),
     ("plan hardware=h100-80g gpus=0", "gpus=0: give at least 1"),
-    ("plan hardware=h100-80g reserve=5", "reserve=5.0: give a share, 0 to 1"),
+    ("plan hardware=h100-80g reserve=5", "reserve=5.0: give at most 1"),
     (
         "plan hardware=cpu model=tiny gpus=4 cache.chunk=128",
         "cache.chunk=128: one process holds 64 samples of the batch; choose 1 to 64",

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from clipscale.config.checks import at_least, choice, existing_run, shared
+from clipscale.config.checks import check_value, choice, existing_run, shared
+from clipscale.config.setting import Setting
 from clipscale.errors import UserError
 
 
@@ -24,10 +25,12 @@ def test_a_run_must_exist_and_a_sweep_is_no_run(tmp_path: Path) -> None:
 def test_the_messages_name_setting_value_and_remedy() -> None:
     with pytest.raises(UserError, match=r"^device=cdua: choose cpu or cuda; did you mean 'cuda'\?$"):
         choice("device", "cdua", ("cpu", "cuda"))
-    with pytest.raises(UserError, match=r"^x=nan: give at least 1$"):
-        at_least("x", float("nan"), 1)
+    number = Setting("x", float | None, None, "", least=1, below=2)
+    for value, wanted in ((float("nan"), "at least 1"), (0, "at least 1"), (2, "less than 2")):
+        with pytest.raises(UserError, match=rf"^x={value}: give {wanted}$"):
+            check_value(number, value)
     with pytest.raises(UserError, match=r"^batch=10 cannot be shared evenly by 4 processes; choose a multiple of 4$"):
         shared(10, 4, "4 processes")
     choice("device", "cpu", ("cpu", "cuda"))
-    at_least("x", None, 1)
+    check_value(number, None)
     shared(8, 4, "4 processes")

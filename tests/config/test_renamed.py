@@ -1,5 +1,6 @@
 """Old names of settings are accepted everywhere, with a notice."""
 
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -7,9 +8,8 @@ import pytest
 from clipscale.cli.main import main
 from clipscale.config.parse import typed
 from clipscale.config.renamed import RENAMED, notice
-from clipscale.config.setting import defaults
 from clipscale.config.tools import CheckSettings, PlanConfig
-from clipscale.config.train import TrainConfig, changes, to_yaml
+from clipscale.config.train import TrainConfig, changes_since, to_yaml
 
 
 @pytest.fixture(autouse=True)
@@ -18,7 +18,7 @@ def _notices_appear_again() -> None:
 
 
 def test_every_new_name_is_declared_and_no_old_one() -> None:
-    trees = [defaults(PlanConfig), defaults(CheckSettings)]
+    trees = [asdict(PlanConfig()), asdict(CheckSettings())]
     for old, new in RENAMED.items():
         assert any(holds(values, new) for values in trees), new
         assert not any(holds(values, old) for values in trees), old
@@ -44,13 +44,14 @@ def test_a_value_under_the_new_name_wins() -> None:
     assert typed(TrainConfig, {"data": {"lanes": 8, "shard_streams": None}}).data.shard_streams == 8
 
 
-def test_a_renamed_setting_is_no_change_of_a_resumed_run() -> None:
-    config = TrainConfig(batch=64)
+def test_a_renamed_setting_is_no_change_of_a_resumed_run(tmp_path: Path) -> None:
+    config, file = TrainConfig(batch=64), tmp_path / "config.yaml"
     before = to_yaml(config).replace("shard_streams:", "lanes:")
     assert "lanes:" in before and "shard_streams" not in before
-    assert changes(before, config) == []
+    file.write_text(before)
+    assert changes_since(file, config) == []
     config.data.shard_streams = 4
-    assert changes(before, config) == ["data.shard_streams None -> 4"]
+    assert changes_since(file, config) == ["data.shard_streams None -> 4"]
 
 
 @pytest.mark.parametrize("prefix", ["", "+", "++"])

@@ -19,7 +19,7 @@ from clipscale.config.sections import (
     RampConfig,
     TowerConfig,
 )
-from clipscale.config.train import TrainConfig, changes, check, to_yaml, warnings
+from clipscale.config.train import TrainConfig, changes_since, check, to_yaml, warnings
 from clipscale.errors import UserError
 
 
@@ -33,7 +33,7 @@ def config(**changes: Any) -> TrainConfig:
     [
         ({"epochs": 2.0}, "samples=1000 and epochs=2 both"),
         ({"samples": None}, "neither samples nor epochs"),
-        ({"samples": None, "epochs": 0.0}, "epochs=0 trains nothing"),
+        ({"samples": None, "epochs": 0.0}, "epochs=0.0: give more than 0"),
         ({"samples": 0}, "samples=0: give at least 1"),
         ({"batch": 0}, "batch=0: give at least 1"),
         ({"data": DataConfig()}, "data.train is not set"),
@@ -42,9 +42,9 @@ def config(**changes: Any) -> TrainConfig:
         ({"loss": LossConfig(exchange="rign")}, "loss.exchange=rign: choose .*; did you mean 'ring'?"),
         ({"optim": OptimConfig(lr=-1.0)}, "optim.lr=-1.0: give at least 0"),
         ({"optim": OptimConfig(clip_norm=-1.0)}, "optim.clip_norm=-1.0: give at least 0"),
-        ({"model": ModelConfig(patch_dropout=1.0)}, "model.patch_dropout=1: .*; give less than 1"),
-        ({"model": ModelConfig(init_scale=-5.0)}, "model.init_scale=-5: .*; give more than 0"),
-        ({"loss": LossConfig(label_smoothing=3.0)}, "loss.label_smoothing=3: .*; give less than 1"),
+        ({"model": ModelConfig(patch_dropout=1.0)}, "model.patch_dropout=1.0: give less than 1"),
+        ({"model": ModelConfig(init_scale=-5.0)}, "model.init_scale=-5.0: give more than 0"),
+        ({"loss": LossConfig(label_smoothing=3.0)}, "loss.label_smoothing=3.0: give less than 1"),
         ({"loss": LossConfig(keep="lots")}, "loss.keep=lots: give none, auto, or bytes such as 8G"),
     ],
 )
@@ -96,17 +96,16 @@ def test_the_written_configuration_reads_back_as_itself() -> None:
     assert back == original
 
 
-def test_changes_of_a_resumed_run_are_listed_by_key() -> None:
+def test_changes_of_a_resumed_run_are_listed_by_key(tmp_path: Path) -> None:
     before = TrainConfig(batch=64, samples=640, run="a")
     after = replace(
         before, samples=1280, run="b", resume="x.pt", optim=OptimConfig(lr=0.1), data=DataConfig(train=["b"])
     )
-    lr = before.optim.lr
-    assert changes(to_yaml(before), before) == []
-    assert changes(to_yaml(before), after) == [
-        "samples 640 -> 1280",
-        "data.train None -> ['b']",
-        f"optim.lr {lr} -> 0.1",
-    ]
+    file = tmp_path / "config.yaml"
+    file.write_text(to_yaml(before))
+    assert changes_since(file, before) == []
+    changed = ["samples 640 -> 1280", "data.train None -> ['b']", f"optim.lr {before.optim.lr} -> 0.1"]
+    assert changes_since(file, after) == changed
     for damaged in ("", "batch", "optim: {lr: [", "\0"):
-        assert changes(damaged, after) == [], "a file that cannot be read is not compared"
+        file.write_text(damaged)
+        assert changes_since(file, after) == [], "a file that cannot be read is not compared"

@@ -9,8 +9,8 @@ import torch
 
 from clipscale import checkpoint
 from clipscale.config.data import DataConfig
-from clipscale.config.explore import ExploreConfig
 from clipscale.config.sections import LaunchConfig
+from clipscale.config.tools import ExploreConfig
 from clipscale.explore import verb
 from clipscale.models.towers import build_model
 from tests.data.files import picture, write_tar

@@ -18,9 +18,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from clipscale import distributed
 from clipscale.checkpoint import found, path_of
-from clipscale.config.job import JobConfig
 from clipscale.config.presets import PACKAGE
-from clipscale.config.sections import LaunchConfig
+from clipscale.config.sections import JobConfig, LaunchConfig
 from clipscale.config.train import TrainConfig
 from clipscale.errors import StoppedError, UserError
 from clipscale.launch import agent, local, restarts, slurm, torchrun

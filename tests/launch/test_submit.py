@@ -9,9 +9,8 @@ import pytest
 import yaml
 
 from clipscale.cli.main import main
-from clipscale.config.job import JobConfig
 from clipscale.config.presets import PACKAGE
-from clipscale.config.sections import LaunchConfig
+from clipscale.config.sections import JobConfig, LaunchConfig
 from clipscale.config.train import TrainConfig
 from clipscale.errors import UserError
 from clipscale.launch.submit import launch

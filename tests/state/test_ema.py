@@ -102,7 +102,7 @@ def test_a_run_evaluates_the_average_and_trains_on_with_its_weights(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"ema": 1.0}, "ema=1: a decay a step; give less than 1"),
+        ({"ema": 1.0}, "ema=1.0: give less than 1"),
         ({"eval": EvalConfig(weights="ema")}, "eval.weights=ema: this run keeps no average"),
     ],
 )
