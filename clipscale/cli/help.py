@@ -11,13 +11,13 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from clipscale.cli.completion import SHELLS
+from clipscale.cli.completion import SETUP
 from clipscale.cli.verbs import TOOLS, VERBS, tools_of
 from clipscale.config.parse import as_typed
 from clipscale.config.presets import about, composed_defaults, group_options
 from clipscale.config.setting import Setting, sections, settings_of, summary
 from clipscale.errors import UserError
-from clipscale.units import nearest
+from clipscale.units import nearest, one_of
 
 SCREEN = 40
 """Most keys that a help lists in full. If a tool has more, `--help SECTION` lists those inside sections."""
@@ -47,7 +47,7 @@ def show_help(verb: str, topics: Sequence[str]) -> None:
     tools = tools_of(verb)
     if verb == "completion":
         print("Tab completion of verbs, keys and values. For your shell:\n")
-        columns((name, shell.setup) for name, shell in SHELLS.items())
+        columns(SETUP.items())
     elif not tools:
         show_tool(verb, topics)
     elif not topics:
@@ -115,8 +115,13 @@ def show_section(name: str, section: str, choices: Mapping[str, str | None], val
 
 
 def describe(declared: Iterable[Setting], values: Mapping[str, Any]) -> None:
-    """Keys with their defaults and help. The defaults in `values`, from conf/, replace those of the dataclasses."""
-    columns((one.name, shown(values.get(one.name, one.default)), one.help) for one in declared)
+    """Keys with their defaults, help and choices. The defaults in `values`, from conf/, replace those of the dataclasses."""
+    rows = []
+    for one in declared:
+        named = all(f"`{choice}`" in one.help for choice in one.choices or ())
+        meaning = one.help if named else f"{one.help} Choose {one_of(one.choices or ())}."
+        rows.append((one.name, shown(values.get(one.name, one.default)), meaning))
+    columns(rows)
 
 
 def purpose(name: str) -> str:

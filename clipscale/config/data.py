@@ -19,12 +19,9 @@ class AugmentConfig:
     ratio: tuple[float, float] = setting((0.75, 1.3333333), "Crop aspect ratio, width over height.")
     flip: float = setting(0.0, "Probability of a horizontal flip.", least=0, most=1)
     jitter: tuple[float, float, float, float] = setting(
-        (0.0, 0.0, 0.0, 0.0),
-        "Strengths of changes of brightness, contrast, saturation and hue (the hue's at most 0.5).",
+        (0.0, 0.0, 0.0, 0.0), "Strengths of changes of brightness, contrast, saturation and hue (this at most 0.5)."
     )
-    jitter_probability: float = setting(
-        0.8, "Probability that `jitter` changes an image's colours at all.", least=0, most=1
-    )
+    jitter_probability: float = setting(0.8, "Probability that `jitter` changes an image at all.", least=0, most=1)
     greyscale: float = setting(0.0, "Probability of a greyscale image.", least=0, most=1)
 
 
@@ -33,8 +30,7 @@ class TableConfig:
     """Tables of image paths and captions (.csv, .tsv, .parquet) in `data.train`."""
 
     image: str | None = setting(
-        None,
-        "Column with the image's path, address or bytes; null: the first of `filepath`, `image`, `path` and similar.",
+        None, "Column with the image's path, address or bytes; null: the first of `filepath`, `image`, `path` and such."
     )
     caption: str | None = setting(None, "Column with the caption; null: the first of `title`, `caption`, `text`.")
     root: str | None = setting(
@@ -42,9 +38,7 @@ class TableConfig:
         "Folder, or for a remote table the beginning of the addresses, of all files that a table may name; `/`: every local file; "
         "null: the table's own folder or server. Others count as `refused_file`.",
     )
-    rows: int = setting(
-        10_000, "Rows of a shard. Epochs shuffle shards; a resumed run reads unfinished ones again.", least=1
-    )
+    rows: int = setting(10_000, "Rows of a shard. Epochs shuffle shards; resumed runs read them again.", least=1)
 
 
 @dataclass
@@ -60,7 +54,7 @@ class FilterConfig:
     )
     keep_missing: bool = setting(False, "Keep samples that lack a field of `fields` (`filter_no_FIELD`).")
     block_keys: list[str] = setting(
-        [], "Files of lines KEY or SHARD/KEY, such as duplicates.txt of `data check` (`filter_blocked_key`)."
+        [], "Files of lines KEY or SHARD/KEY, as `data check` writes (`filter_blocked_key`)."
     )
     block_urls: list[str] = setting([], "Files of lines with the json member's `url` (`filter_blocked_url`).")
 
@@ -70,25 +64,21 @@ class DataConfig:
     """Where the training samples come from, and how they are read."""
 
     train: list[str] | None = setting(
-        None,
-        "Shards: brace lists, globs, `@FILE` listing shards, folders, URLs, tables; several entries are several sources.",
+        None, "Shards: brace lists, globs, `@FILE` listing shards, folders, URLs, tables; several are several sources."
     )
     pipeline: str | None = setting(
         None, "`MODULE:FUNCTION` instead of `train`: (stream, streams, epoch) -> samples as of webdataset's pipelines."
     )
     weights: list[float] | None = setting(
-        None, "Share of each source in `train` in every batch, drawn with replacement; null: by samples."
+        None, "Each source's share of every batch, drawn with replacement; null: by samples."
     )
     order: str = setting(
         "auto",
-        "`epochs`: each sample exactly once an epoch; `resampled`: shards drawn with replacement; `auto`: `epochs` if "
-        "the sample counts are known.",
+        "`epochs`: each sample once an epoch; `resampled`: shards drawn with replacement; `auto`: epochs, if counts are known.",
         choices=("auto", "epochs", "resampled"),
     )
     workers: int | None = setting(
-        None,
-        "Loader processes per rank; null: its cores less one, 1 to 16; 0: decode in the training process.",
-        least=0,
+        None, "Loader processes per rank; null: its cores less one, 1 to 16; 0: the training process decodes.", least=0
     )
     shard_streams: int | None = setting(
         None, "Logical readers, which together make the global order; null: 64, or what batch and ranks need.", least=1
@@ -101,13 +91,10 @@ class DataConfig:
     )
     caption_key: str = setting("txt", "Member that holds the caption: `txt`, or `json:FIELD`.")
     captions: list[str] = setting(
-        [],
-        "Instead of `caption_key`: several members with weights, one drawn per sample: `[txt=0.5,json:caption=0.5]`.",
+        [], "Instead of `caption_key`: members with weights, one drawn per sample: `[txt=0.5,json:caption=0.5]`."
     )
     sort_captions: bool = setting(
-        True,
-        "Chunks of captions of like length, without needless padding, where the text tower allows it. false: the batch's order, "
-        "padded to the whole context.",
+        True, "Chunks hold captions of like length, little padded, where the tower allows it; false: the batch's order."
     )
     templates: list[str] = setting([], "Texts with `{}` for the caption; one is drawn per sample.")
     table: TableConfig = field(default_factory=TableConfig)
@@ -119,29 +106,19 @@ class DataConfig:
         "`gpu`: JPEGs are decoded and resized on the GPU (with offload=encoded, once per pass).",
         choices=DECODE,
     )
-    max_pixels: int = setting(89_478_485, "Larger images are skipped as broken (`huge_image`).", least=1)
-    max_bytes: int = setting(
-        67_108_864, "Larger encoded images, and captions beyond 1 MiB, are skipped as broken (`too_large`).", least=1
-    )
-    max_word: int = setting(
-        1024, "Captions with words of more bytes, slow to tokenise, are skipped as broken (`long_word`).", least=1
-    )
+    max_pixels: int = setting(89_478_485, "Most pixels of an image; others are broken (`huge_image`).", least=1)
+    max_bytes: int = setting(67_108_864, "Most encoded bytes of an image; a caption has 1 MiB (`too_large`).", least=1)
+    max_word: int = setting(1024, "Most bytes of a caption's word; longer ones tokenise slowly (`long_word`).", least=1)
     allow_pipe: bool = setting(False, "Allow `pipe:` shards, which run a shell command.")
     cache: str | None = setting(
-        None,
-        "Folder for copies of remote shards, and for indexes that cannot be beside their shards; null: no copies, and "
-        "indexes in the user's cache folder.",
+        None, "Folder for copies of remote shards, and indexes that cannot lie beside any; null: no copies."
     )
     cache_bytes: int | None = setting(
-        None,
-        "Most bytes of copies in `cache` (`500G`); the least recently used go first. 0: none, null: no bound.",
-        least=0,
+        None, "Most bytes of copies in `cache` (`500G`); the least recently used go first. 0: none, null: all.", least=0
     )
     retries: int = setting(8, "Retries of a failed remote request, each after a longer wait.", least=0)
     wait_s: float = setting(30.0, "Seconds without an answer after which a remote request is retried.")
-    timeout_s: float = setting(
-        300.0, "Seconds without progress after which a worker ends the run with an error.", above=0
-    )
+    timeout_s: float = setting(300.0, "Seconds without progress after which a worker ends the run.", above=0)
 
     @property
     def stored_member(self) -> str | None:

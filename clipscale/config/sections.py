@@ -44,17 +44,10 @@ class LaunchConfig:
 
     procs: int | None = setting(None, "Worker processes; null: one per visible GPU, or one without GPUs.", least=1)
     threads: int | None = setting(None, "CPU threads per worker; null: an even share of the cores.", least=1)
-    timeout_s: float = setting(
-        1800.0, "Seconds that a process waits for the others, in a save too, before the run fails.", least=1
-    )
-    restarts: int = setting(
-        0, "Restarts after failures (a crash, a killed worker, a time-out) in a row without a new checkpoint.", least=0
-    )
+    timeout_s: float = setting(1800.0, "Seconds that a process waits for the others before the run fails.", least=1)
+    restarts: int = setting(0, "Restarts after failures in a row, without a new checkpoint between them.", least=0)
     grace_s: float = setting(
-        120.0,
-        "Seconds from the scheduler's signal to stop to the end of the processes. A step that would outlast them is abandoned, "
-        "and the state before it is saved.",
-        least=0,
+        120.0, "Seconds from a signal to stop to the end; a step that would outlast them is abandoned.", least=0
     )
     bind: str = setting(
         "auto",
@@ -88,15 +81,13 @@ class JobConfig:
     nodes: int = setting(1, "Nodes, with `launch.procs` processes (and GPUs) each.", least=1)
     cpus: int | None = setting(None, "Cores per process; null: the scheduler's default.", least=1)
     memory: int | None = setting(None, "Host memory per node (`512G`); null: the scheduler's default.", least=1)
-    hours: float | None = setting(None, "Time limit in hours; null: the scheduler's default.", least=0)
+    hours: float | None = setting(None, "Time limit in hours; null: the scheduler's default.", above=0)
     head: str = setting("", "HOST:PORT of one of the machines, for torchrun on several.")
     image: str = setting("", "Container image: for Kubernetes, and for Slurm with the plugin pyxis.")
     mounts: list[str] = setting(
         [], "SOURCE:TARGET for the container; SOURCE: a path of the node or, for Kubernetes, a volume claim's name."
     )
-    env: list[str] = setting(
-        [], "NAME=VALUE, or NAME: its value here (Slurm), or in the secret `job.options.env_from` (Kubernetes)."
-    )
+    env: list[str] = setting([], "NAME=VALUE, or NAME: its value here, or in Kubernetes' `job.options.env_from`.")
     options: dict[str, Any] = setting(
         {},
         "Slurm: options of sbatch (`job.options.partition=gpu`). Kubernetes: `kind` (TrainJob or PyTorchJob), `namespace`, "
@@ -110,11 +101,7 @@ class OptimConfig:
 
     name: str = setting("adamw", "Any of timm's optimizers: adamw, adafactorbv, lion, lamb, muon, ...")
     lr: float = setting(5e-4, "Peak of the schedule; with `lr_scaling`, at a batch of `reference_batch`.", least=0)
-    lr_scaling: str = setting(
-        "none",
-        "Scale the peak by batch / reference_batch: `linear`, by its square root: `sqrt`, or not at all: `none`.",
-        choices=LR_SCALING,
-    )
+    lr_scaling: str = setting("none", "Scale the peak by batch / reference_batch or its root.", choices=LR_SCALING)
     reference_batch: int | None = setting(None, "The batch that `lr` is meant for.", least=1)
     weight_decay: float = setting(0.2, "Of matrices; gains, biases and the logit scale are never decayed.", least=0)
     betas: tuple[float, float] = setting(
@@ -135,9 +122,7 @@ class OptimConfig:
 class ScheduleConfig:
     """The learning rate over the run."""
 
-    name: str = setting(
-        "cosine", "`cosine`, or `constant` with an optional linear cooldown.", choices=("cosine", "constant")
-    )
+    name: str = setting("cosine", "`cosine`, or `constant` with a cooldown.", choices=("cosine", "constant"))
     warmup: str = setting("2000", "Linear warm-up: steps (`2000`), a share of the run (`5%`) or epochs (`0.5ep`).")
     cooldown: str = setting("0", "Linear cooldown at the end of a constant schedule, in the same forms.")
     final: float = setting(0.0, "Learning rate at the end, as a share of the peak.")
@@ -158,9 +143,7 @@ class PrecisionConfig:
         "Dtype of the trained towers' weights: `fp32`; or, with precision=bf16, `bf16`, which saves the casts in every chunk.",
         choices=("fp32", "bf16"),
     )
-    master: bool = setting(
-        True, "With bf16 weights: gradients and the optimizer in float32, on weights kept in checkpoints."
-    )
+    master: bool = setting(True, "With bf16 weights: float32 gradients, optimizer and weights, in checkpoints.")
     tf32: bool = setting(True, "Allow TF32 in float32 matrix products on GPUs that have it.")
 
 
@@ -187,17 +170,9 @@ class CacheConfig:
 class LossConfig:
     """Which contrastive loss, and how it is computed. The fields are keyword arguments of `contrastive_loss`."""
 
-    objective: str = setting(
-        "softmax",
-        "`softmax` (CLIP), `softmax_image` or `softmax_text` (one direction), `sigmoid` (SigLIP).",
-        choices=OBJECTIVES,
-    )
+    objective: str = setting("softmax", "`softmax` (CLIP), one direction, or `sigmoid` (SigLIP).", choices=OBJECTIVES)
     similarity: str = setting("dot", "`dot`, or `late` interaction over tokens.", choices=("dot", "late"))
-    exchange: str = setting(
-        "auto",
-        "How ranks exchange features: `none`, `replicated`, `local`, `gather`, `ring`; `auto`: a ring over several ranks.",
-        choices=EXCHANGES,
-    )
+    exchange: str = setting("auto", "How ranks exchange features; `auto`: a ring over several.", choices=EXCHANGES)
     backend: str = setting(
         "auto",
         "`dense`: whole blocks of logits; `tiled`: torch, tile by tile; `triton`: kernels; `gluon`: these, warp-specialised where "
@@ -208,14 +183,11 @@ class LossConfig:
     ranks_per_node: int | None = setting(
         None, "Two-level ring with this many ranks a node: inside nodes, then between them; null: one ring.", least=1
     )
-    fp32_precision: str = setting(
-        "ieee", "`ieee` or `tf32` for matmuls of float32 features on CUDA.", choices=("ieee", "tf32")
-    )
+    fp32_precision: str = setting("ieee", "For products of float32 features on CUDA.", choices=("ieee", "tf32"))
     tile: int | None = setting(None, "Side of the torch backend's tiles; null: automatic.", least=1)
     keep: str = setting(
         "none",
-        "GPU memory for exponentials that the backward pass then need not compute again: `none`, bytes (`8G`), or `auto` (half "
-        "of what is free when the loss begins).",
+        "GPU memory for exponentials that spare the backward pass work: `none`, bytes (`8G`) or `auto` (half of what is free).",
         check=parse_memory,
     )
 
@@ -237,25 +209,17 @@ class LogConfig(SinkConfig):
     every: int = setting(1, "Steps between console lines.", least=1)
     progress: bool = setting(True, "A live progress bar if the console is a terminal.")
     noise_scale: int = setting(
-        0,
-        "Steps between estimates of the gradient noise scale, beyond which larger batches pay off less; 0: none.",
-        least=0,
+        0, "Steps between estimates of the gradient noise scale (useful batch); 0: none.", least=0
     )
     report: bool = setting(True, "Write RUN/report.html and report.png at the end.")
-    profile: int = setting(
-        0,
-        "Steps from the third on in a timeline by torch's profiler, RUN/profile, for ui.perfetto.dev; 0: none.",
-        least=0,
-    )
+    profile: int = setting(0, "Steps, from the third on, in a timeline of torch's profiler; 0: none.", least=0)
 
 
 @dataclass
 class TowerConfig:
     """One tower's own weights."""
 
-    weights: str | None = setting(
-        None, "In place of `model.weights`: the same sources, or a tower alone (timm, Hugging Face)."
-    )
+    weights: str | None = setting(None, "As `model.weights`, for this tower; or of a tower alone (timm, Hugging Face).")
 
 
 @dataclass
@@ -279,9 +243,7 @@ class ModelConfig:
     image: TowerConfig = field(default_factory=TowerConfig)
     text: TowerConfig = field(default_factory=TowerConfig)
     allow_mismatch: bool = setting(False, "Load, and list, weights that are missing, left over or of another shape.")
-    image_size: int | None = setting(
-        None, "Side of the pictures in pixels, a multiple of the patch; null: the architecture's.", least=1
-    )
+    image_size: int | None = setting(None, "Side in pixels, a multiple of the patch; null: the model's own.", least=1)
     freeze_image: bool = setting(False, "Lock the image tower (LiT): no gradient, no second pass.")
     freeze_text: bool = setting(False, "Lock the text tower.")
     grad_checkpointing: bool = setting(False, "Recompute each block's activations in the backward pass.")
@@ -293,17 +255,11 @@ class ModelConfig:
     )
     patch_dropout: float = setting(0.0, "Share of image patches dropped in training.", least=0, below=1)
     compile: bool = setting(False, "Compile the towers with torch.compile.")
-    lean: bool = setting(
-        True, "A shorter forward pass for open_clip's own transformers: the same features to rounding."
-    )
+    lean: bool = setting(True, "A shorter forward pass for open_clip's own transformers: equal to rounding.")
     init_scale: float | None = setting(
-        None,
-        "Initial logit scale (the factor itself, not its logarithm); null: the architecture's, 1/0.07 for CLIP.",
-        above=0,
+        None, "Initial logit scale (the factor, not its logarithm); null: the architecture's, 1/0.07 for CLIP.", above=0
     )
-    init_bias: float | None = setting(
-        None, "Initial logit bias (usually -10 for the sigmoid loss); null: the architecture's, none for CLIP."
-    )
+    init_bias: float | None = setting(None, "Initial logit bias, -10 for the sigmoid loss; null: the architecture's.")
     mean: tuple[float, float, float] = setting(
         (0.48145466, 0.4578275, 0.40821073), "Mean of each channel of pixels in [0, 1]; the default is CLIP's."
     )
@@ -323,15 +279,11 @@ class EvalConfig:
     """What is evaluated and when."""
 
     every: int = setting(0, "Steps between evaluations; 0: none. A run with `sets` always ends with one.", least=0)
-    sets: list[str] = setting(
-        [], "Sets of any kind: folders in CLIP_benchmark's webdataset layout, of class folders, or caption JSONs."
-    )
+    sets: list[str] = setting([], "Folders of CLIP_benchmark's layout or of class folders, or caption JSONs.")
     batch: int = setting(256, "Images or captions encoded at once.", least=1)
     workers: int = setting(0, "Decoding threads per process; 0: one per core, at most 8.", least=0)
     limit: int | None = setting(None, "Most images of each set, of each class in proportion; null: all.", least=1)
-    probe: list[str] = setting(
-        [], "Also a linear probe on each set's training split: `linear`, or a number of images per class (few-shot)."
-    )
+    probe: list[str] = setting([], "Also linear probes: on all of a training split (`linear`), or K images a class.")
     suite: str = setting("none", SUITE_HELP, choices=SUITES)
     root: str | None = setting(None, "The folder with the sets of `eval.suite`.")
     prompts: str | None = setting(
@@ -360,9 +312,7 @@ class EvalConfig:
 class RampConfig:
     """A batch that grows from `start` to `batch` over the first `samples` samples."""
 
-    start: int | None = setting(
-        None, "Pairs of the first step, which divide all later batches; null: no ramp.", least=1
-    )
+    start: int | None = setting(None, "Pairs of the first step, which divide all later batches; null: none.", least=1)
     samples: int = setting(0, "Samples over which the batch grows.", least=0)
     rule: str = setting(
         "linear",

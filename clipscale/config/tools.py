@@ -76,7 +76,7 @@ class ExportSettings:
     weights: str = setting("trained", WEIGHTS_HELP, choices=WEIGHTS)
     dtype: str = setting(
         "float32",
-        "Dtype of the matrices (open_clip, hf); vectors and the logit scale stay float32.",
+        "Dtype of the matrices (open_clip, hf); all else stays float32.",
         choices=("float32", "bfloat16", "float16"),
     )
 
@@ -169,11 +169,11 @@ class EmbedConfig(EncodeConfig):
         "`npy`: arrays, and keys and captions as JSON lines; `parquet`: tables; `webdataset`: shards with features for pictures.",
         choices=("npy", "parquet", "webdataset"),
     )
-    features: str = setting("both", "Of what: `image`, `text` or `both`.", choices=(IMAGE, TEXT, "both"))
-    dtype: str = setting("float16", "Dtype of the features: `float16` or `float32`.", choices=("float16", "float32"))
+    features: str = setting("both", "Which features.", choices=(IMAGE, TEXT, "both"))
+    dtype: str = setting("float16", "Dtype of the features.", choices=("float16", "float32"))
     transform: str = setting(
         "eval",
-        "The pixels of evaluation (`eval`), or of training without augmentation: the largest central square (`train`).",
+        "The pixels of evaluation, or of training without augmentation (the largest central square).",
         choices=("eval", "train"),
     )
     seed: int = setting(0, "Random seed of the weights, if no pretrained ones are given.", least=0)
@@ -189,7 +189,7 @@ class FeaturesConfig(EmbedConfig):
     """`clipscale data features`: `clipscale embed` of pictures into shards, for training with a frozen image tower."""
 
     format: str = setting("webdataset", "As in `clipscale embed`.", choices=("npy", "parquet", "webdataset"))
-    features: str = setting(IMAGE, "Of what: `image`, `text` or `both`.", choices=(IMAGE, TEXT, "both"))
+    features: str = setting(IMAGE, "Which features.", choices=(IMAGE, TEXT, "both"))
 
 
 @dataclass
@@ -237,7 +237,7 @@ class StepBenchSettings:
     resume: bool = setting(False, RESUME_HELP)
     malloc: str = setting(
         "keep",
-        "On a CPU, while time is measured: `keep` freed memory in the process (plain steps get faster), or leave it to the `system`.",
+        "On a CPU, while time is measured: `keep` freed memory (faster), or give it to the `system`.",
         choices=("keep", "system"),
     )
     out: str = setting("runs/bench", BENCH_OUT_HELP.format("step-DEVICE"))

@@ -29,18 +29,14 @@ class TrainConfig:
     epochs: float | None = setting(None, "Length of the run in epochs of the data, instead of `samples`.", above=0)
     run: str = setting("", "NAME of the folder under runs/, or a path; empty: after the time, the model and the batch.")
     resume: str = setting(
-        "auto",
-        "The newest checkpoint in the run's folder, if any (`auto`), a fresh start alone (`none`), or a checkpoint's path.",
+        "auto", "`auto`: from the newest checkpoint of the run's folder; `none`: there is none; or a checkpoint's path."
     )
     seed: int = setting(0, "Random seed of weights, sample order, crops and dropout.", least=0)
     device: str = setting("auto", sections.DEVICE_HELP, choices=sections.DEVICES)
-    ema: float = setting(
-        0.0, "Decay of a moving average of the weights, kept in checkpoints (`0.9999`); 0: none.", least=0, below=1
-    )
+    ema: float = setting(0.0, "Decay of a moving average of the weights (`0.9999`); 0: none.", least=0, below=1)
     offload: str = setting(
         "host",
-        "The batch's pixels between the passes: on the device (`none`), in `host` memory, on `disk`; or `encoded`: the encoded "
-        "images in host memory, decoded in each pass.",
+        "The batch's pixels between the passes: on the device (`none`), in `host` memory, on `disk`, or `encoded` in host memory.",
         choices=("none", "host", "disk", "encoded"),
     )
     offload_dir: str = setting("", "Folder on a fast disk for offload=disk; empty: the run's folder.")
