@@ -1,30 +1,17 @@
-"""Keeps a rank, its loaders and its memory on the NUMA node of its GPU, as /sys describes the machine."""
+"""Keeps a rank and its loaders on the NUMA node of its GPU, as /sys describes the machine.
 
-import ctypes
+Their memory follows: Linux takes a new page from the node of the core that first touches it.
+"""
+
 import os
-import platform
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from clipscale.hardware import BOUND
 
 SYS = Path("/sys")
-SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
-"""Linux's numbers of the system call."""
-DEFAULT, PREFERRED = 0, 1
-"""Its memory policies: on the node of the core that touches a page first; on a given node while that has memory."""
-
-
-@dataclass(frozen=True)
-class Binding:
-    """Where a rank runs."""
-
-    cpus: frozenset[int]
-    node: int
-    """The NUMA node of its memory."""
 
 
 def numbers(text: str) -> set[int]:
@@ -49,21 +36,19 @@ def node_of(pci: str, root: Path = SYS) -> int | None:
     return node if node >= 0 else None
 
 
-def cores(cpus: set[int], root: Path = SYS) -> list[frozenset[int]]:
+def cores(cpus: set[int], root: Path = SYS) -> list[set[int]]:
     """The physical cores among these, each with its hardware threads."""
-
-    def siblings(cpu: int) -> frozenset[int]:
-        try:
-            text = (root / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text()
-        except OSError:
-            return frozenset({cpu})
-        return frozenset(numbers(text) & cpus)
-
-    return sorted({siblings(cpu) for cpu in cpus}, key=min)
+    found = []
+    for cpu in sorted(cpus):
+        file = root / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
+        threads = numbers(file.read_text()) & cpus if file.exists() else {cpu}
+        if min(threads) == cpu:
+            found.append(threads)
+    return found
 
 
-def divide(gpus: Sequence[str], ranks: int, allowed: set[int], root: Path = SYS) -> list[Binding]:
-    """The binding of every local rank: an even part of the physical cores of its node.
+def divide(gpus: Sequence[str], ranks: int, allowed: set[int], root: Path = SYS) -> list[set[int]]:
+    """The cores of every local rank: an even part of the physical ones of its node.
 
     gpus: the PCI address of each rank's GPU, or none: then ranks are spread over the nodes. allowed: the cores that this job may use.
     Empty if the machine has one node, or does not say where its GPUs are.
@@ -72,16 +57,17 @@ def divide(gpus: Sequence[str], ranks: int, allowed: set[int], root: Path = SYS)
     names = list(usable)
     spread = [names[rank * len(names) // ranks] for rank in range(ranks) if names]
     places = [node_of(pci, root) for pci in gpus] or spread
-    if len(usable) < 2 or len(places) != ranks or any(place not in usable for place in places):
+    if len(usable) < 2 or len(places) != ranks:
         return []
-    bindings = []
+    found = []
     for rank, place in enumerate(places):
-        assert place is not None
+        if place not in usable:
+            return []
         own = cores(usable[place], root)
         count, before = places.count(place), places[:rank].count(place)
         part = own[before * len(own) // count : (before + 1) * len(own) // count]
-        bindings.append(Binding(frozenset().union(*part or own), place))  # more ranks than cores share them
-    return bindings
+        found.append(set().union(*part or own))  # more ranks than cores share them
+    return found
 
 
 def gpu_addresses(device: str) -> list[str]:
@@ -95,8 +81,8 @@ def gpu_addresses(device: str) -> list[str]:
 
 
 @contextmanager
-def bound(mode: str, device: str, root: Path = SYS) -> Iterator[Binding | None]:
-    """Binds this process, and all that it starts, inside the block. Does nothing with mode `none`, or where there is nothing to choose.
+def bound(mode: str, device: str, root: Path = SYS) -> Iterator[set[int]]:
+    """Binds this process, and all that it starts, to cores inside the block; to none with mode `none`, or where there is no choice.
 
     A Slurm task that has cores of its own keeps them.
     """
@@ -106,30 +92,12 @@ def bound(mode: str, device: str, root: Path = SYS) -> Iterator[Binding | None]:
     own = "SLURM_PROCID" in os.environ and len(before) * ranks <= (os.cpu_count() or 1)
     found = [] if mode == "none" or own or 0 < len(gpus) < ranks else divide(gpus[:ranks], ranks, before, root)
     if not found:
-        yield None
+        yield set()
         return
-    binding = found[rank]
-    os.sched_setaffinity(0, binding.cpus)
-    prefer(binding.node)
+    os.sched_setaffinity(0, found[rank])
     os.environ[BOUND] = "1"
     try:
-        yield binding
+        yield found[rank]
     finally:
         os.sched_setaffinity(0, before)
-        prefer(None)
         os.environ.pop(BOUND, None)
-
-
-def prefer(node: int | None) -> None:
-    """New pages of this process and its children come from this node; None: from that of the core which touches them first."""
-    number = SET_MEMPOLICY.get(platform.machine())
-    if number is None or (node or 0) >= 1024:
-        return
-    mask = (ctypes.c_ulong * 16)()  # 1,024 nodes
-    if node is not None:
-        mask[node // 64] = 1 << node % 64
-    with suppress(OSError):  # the policy only makes memory faster
-        ctypes.CDLL(None, use_errno=True).syscall(
-            ctypes.c_long(number), ctypes.c_int(DEFAULT if node is None else PREFERRED),
-            mask if node is not None else None, ctypes.c_ulong(1025 if node is not None else 0),
-        )  # fmt: skip

@@ -2,7 +2,6 @@
 
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,29 +29,34 @@ class Job:
     procs: int
     gpus: bool
     grace_s: int
+    """Seconds from the request to save to the end of the processes."""
     restarts: int
-    """Seconds before the end at which the processes are asked to save."""
     config: JobConfig
 
     @property
     def command(self) -> tuple[str, ...]:
-        """The command of every process."""
-        return (self.python, "-m", "clipscale", "train", *self.words)
+        """The command of every process, by this interpreter or the container's."""
+        python = "python" if self.config.image else sys.executable
+        return (python, "-m", "clipscale", "train", *self.words)
 
     @property
-    def python(self) -> str:
-        """The interpreter: this one, or the container's."""
-        return "python" if self.config.image else sys.executable
+    def agent(self) -> tuple[str, ...]:
+        """The beginning of torchrun's command; the command without its interpreter is the end."""
+        return (self.command[0], "-m", "clipscale.launch.torchrun", f"--max-restarts={self.restarts}")
+
+    @property
+    def mebibytes(self) -> int | None:
+        """Host memory of a node, rounded up."""
+        return self.config.memory and -(-self.config.memory // 2**20)
 
     def mounts(self) -> list[tuple[str, str]]:
         """(source, target) of every mount."""
         return [(source, target) for source, _, target in (mount.rpartition(":") for mount in self.config.mounts)]
 
-    def variables(self) -> list[tuple[str, str | None]]:
-        """(name, value) of the environment; None: the value is known elsewhere."""
-        return [
-            (name, value if equals else None) for name, equals, value in (v.partition("=") for v in self.config.env)
-        ]
+    def variables(self) -> dict[str, str | None]:
+        """The environment; None: the value is known elsewhere."""
+        pairs = (variable.partition("=") for variable in self.config.env)
+        return {name: value if equals else None for name, equals, value in pairs}
 
 
 def describe(config: TrainConfig, argv: Sequence[str], *, named: bool) -> Job:
@@ -80,18 +84,6 @@ def describe(config: TrainConfig, argv: Sequence[str], *, named: bool) -> Job:
         restarts=config.launch.restarts,
         config=job,
     )
-
-
-def handed_over(job: Job, command: Sequence[str], text: str, remedy: str) -> str:
-    """Give the job, as `text`, to its scheduler's command; returns what that prints. Raises UserError."""
-    place, program = f"launch={job.config.scheduler}", command[0]
-    try:
-        done = subprocess.run(command, input=text, capture_output=True, text=True)
-    except FileNotFoundError:
-        raise UserError(f"{place}: there is no {program} on this machine; {remedy}") from None
-    if done.returncode:
-        raise UserError(f"{place}: {program} refused the job: {' '.join(done.stderr.split())}")
-    return done.stdout.strip()
 
 
 def refuse_secrets(words: Sequence[str]) -> None:

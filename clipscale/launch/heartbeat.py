@@ -144,10 +144,9 @@ class Heartbeat:
         self.interval = min(BEAT_S, timeout_s / 6)
         self.detail: Callable[[], str] = str
         """What else this rank does at the moment."""
-        self._own, self._writing = own_beat(world.rank), threading.Lock()
-        self._at: tuple[str, int, int, float] = ("start", 0, 0, time.monotonic())
-        """Phase, step, place, and when this rank last moved."""
-        self._number, self._failure, self._lost = 0, "", False
+        self._own, self._moved = own_beat(world.rank), time.monotonic()
+        """Where this rank is, and since when."""
+        self._number, self._writing = 0, threading.Lock()
         self._seen: dict[int, tuple[int, float]] = {}
         """Of every rank: the number of the last beat, and when it was first seen."""
         self._gone: set[int] = set()
@@ -157,17 +156,18 @@ class Heartbeat:
 
     def enter(self, phase: str, step: int, *, beat: bool = False) -> None:
         """This rank begins a phase of a step, counted from 1; all ranks begin the same ones. `beat`: the record says so at once."""
-        self._at, self._warned = (phase, step, self._at[2] + 1, time.monotonic()), False
+        self._own = replace(self._own, phase=phase, step=step, place=self._own.place + 1)
+        self.move()
         if beat:
             self._write()
 
     def move(self) -> None:
         """This rank goes on within its phase."""
-        self._at, self._warned = (*self._at[:3], time.monotonic()), False
+        self._moved, self._warned = time.monotonic(), False
 
     def check(self) -> None:
         """Outside of collectives, where a slow disk may take longer, raises RuntimeError after the time-out if a rank is gone."""
-        if self._gone and time.monotonic() - self._at[3] > self._timeout_s:
+        if self._gone and time.monotonic() - self._moved > self._timeout_s:
             raise RuntimeError("Timed out waiting for a rank that does not answer")
 
     def __enter__(self) -> "Heartbeat":
@@ -182,13 +182,13 @@ class Heartbeat:
         lost = self.world.size > 1 and isinstance(error, Exception) and lost_rank(error)
         failed = isinstance(error, Exception) and not isinstance(error, StoppedError)
         if lost or (failed and (self.world.size > 1 or not isinstance(error, UserError))):
-            self._failure = printable(redact(f"{type(error).__name__}: {error}").partition("\n")[0])[:400]
-            self._lost = lost
+            failure = printable(redact(f"{type(error).__name__}: {error}").partition("\n")[0])[:400]
+            self._own = replace(self._own, failure=failure, lost=lost)
             self._write()
         line = self.cause() if lost else ""
         self._ended.set()
         self._thread.join(self.interval)  # its disk may hang
-        if not self._failure:
+        if not self._own.failure:
             with suppress(OSError):  # other ranks' records are in the folder
                 path_of(self.run, self.world.rank).unlink(missing_ok=True)
                 (self.run / FOLDER).rmdir()
@@ -211,8 +211,8 @@ class Heartbeat:
         hosts = sorted({beat.host for beat in read(self.run)})
         between = f" between {', '.join(hosts)}" if len(hosts) > 1 else ""
         return (
-            f"all ranks live and wait for each other {self._beat().where[1]}: the network{between} may be down, or "
-            f"launch.timeout_s={self._timeout_s:g} is too short ({self._failure})"
+            f"all ranks live and wait for each other {self._now().where[1]}: the network{between} may be down, or "
+            f"launch.timeout_s={self._timeout_s:g} is too short ({self._own.failure})"
         )
 
     def _look(self) -> tuple[Beat, str] | None:
@@ -230,8 +230,8 @@ class Heartbeat:
     def _go(self) -> None:
         while not self._ended.wait(self.interval):
             self._write()
-            if self.world.size > 1 and not self._failure:
-                self._watch(time.monotonic() - self._at[3])
+            if self.world.size > 1 and not self._own.failure:
+                self._watch(time.monotonic() - self._moved)
 
     def _watch(self, quiet_s: float) -> None:
         """Warn of a rank that holds all up, before the time-out ends the run. Reads the records only where this rank waits for long."""
@@ -244,24 +244,14 @@ class Heartbeat:
         if self.world.rank == min(set(self._seen) - self._gone - {found[0].rank}, default=-1):
             say(f"warning: {found[1]}; after launch.timeout_s={self._timeout_s:g} the run ends", error=True)
 
-    def _beat(self) -> Beat:
-        phase, step, place, moved = self._at
-        if doing := self.detail():
-            phase = f"{phase} ({doing})"
-        return replace(
-            self._own,
-            number=self._number,
-            place=place,
-            phase=phase,
-            step=step,
-            since_s=round(time.monotonic() - moved, 1),
-            time=f"{datetime.now():%Y-%m-%d %H:%M:%S}",
-            failure=self._failure,
-            lost=self._lost,
-        )
+    def _now(self) -> Beat:
+        own, doing = self._own, self.detail()
+        since_s, at = round(time.monotonic() - self._moved, 1), f"{datetime.now():%Y-%m-%d %H:%M:%S}"
+        phase = f"{own.phase} ({doing})" if doing else own.phase
+        return replace(own, number=self._number, phase=phase, since_s=since_s, time=at)
 
     def _write(self) -> None:
         with self._writing, suppress(OSError):  # a full disk, a folder that is gone: training does not depend on it
             self._number += 1
             with files.open_lock(path_of(self.run, self.world.rank)) as file:
-                file.write(json.dumps(asdict(self._beat()), ensure_ascii=False).encode("utf-8", "replace").ljust(SIZE))
+                file.write(json.dumps(asdict(self._now()), ensure_ascii=False).encode("utf-8", "replace").ljust(SIZE))

@@ -5,7 +5,6 @@ Imports torch only when a run starts.
 
 import logging
 import math
-import multiprocessing
 import os
 import signal
 import socket
@@ -44,6 +43,8 @@ TRAIN = "clipscale.train:train"
 """What the workers of a training run call."""
 MARGIN_S = 30
 """After a signal, the launcher kills workers that have not ended so long after `launch.grace_s`: a save may take longer than it should."""
+SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+"""Seconds that torch's agent gives workers to end after a signal; torch 2.11 always gives 30."""
 AGAIN_S, ALONE_S = 1.0, 3.0
 """A second Ctrl-C within the first time is the same one. After a second one, workers have the other time to end by themselves."""
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
@@ -71,11 +72,8 @@ def make_ready(config: TrainConfig, *, named: bool) -> None:
         if config.resume not in ("auto", "none") and not Path(config.resume).expanduser().exists():
             raise UserError(f"resume={config.resume}: there is no such file or run folder")
     if not named:
-        again = requeued_run()
-        if under_torchrun():
-            config.run = agent.shared_name(again or config.run)
-        else:
-            config.run = again or claimed(config.run)
+        again, shared = requeued_run(), under_torchrun()
+        config.run = agent.shared_name(again or config.run) if shared else again or claimed(config.run)
     if config.data.on_device and (config.device == "cpu" or gpus() == 0):
         raise UserError("data.decode=gpu needs a GPU, and this run has none; take data.decode=fast, or exact")
     if os.environ.get("RANK", "0") == "0":
@@ -106,13 +104,9 @@ def requeued_run(runs: Path = Path("runs")) -> str | None:
         return None
     found = []
     for file in runs.glob("*/env.json"):
-        try:
-            record = read_json(file)
-        except (OSError, ValueError):
-            continue
-        variables = record.get("variables") if isinstance(record, dict) else None
-        if isinstance(variables, dict) and variables.get("SLURM_JOB_ID") == job:
-            found.append((file.stat().st_mtime, str(file.parent)))
+        with suppress(OSError, ValueError, KeyError, TypeError):  # a damaged one
+            if read_json(file)["variables"]["SLURM_JOB_ID"] == job:
+                found.append((file.stat().st_mtime, str(file.parent)))
     return max(found)[1] if found else None
 
 
@@ -159,12 +153,11 @@ def join(config: Launched, main: str = TRAIN) -> dict[str, Any]:
 
 def workers(config: Launched) -> int:
     """Processes of the run on this machine. Raises UserError if they cannot share a training batch evenly."""
-    count = config.launch.procs
-    if count is None:
-        count = 1 if config.device == "cpu" else max(1, gpus())
+    count = config.launch.procs or (1 if config.device == "cpu" else max(1, gpus()))
     if isinstance(config, TrainConfig):
-        remedy = ", or fewer processes with launch.procs=N"
-        checks.shared(config.batch, count, f"{count} processes (one per GPU)", remedy)
+        checks.shared(
+            config.batch, count, f"{count} processes (one per GPU)", ", or fewer processes with launch.procs=N"
+        )
     return count
 
 
@@ -195,17 +188,12 @@ def start(config: Launched, main: str, count: int) -> dict[str, Any]:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    if multiprocessing.get_start_method(allow_none=True) not in (None, *multiprocessing.get_all_start_methods()):
-        multiprocessing.set_start_method("spawn", force=True)  # workers do not know the method of a Hydra launcher
     threads = config.launch.threads or max(1, cores() // count)
-    run = Path(config.run) if main == TRAIN else None
-    variables = {
-        "OMP_NUM_THREADS": str(threads),
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(end_s(config))),
-    }
+    end_s = MARGIN_S + (math.ceil(config.launch.grace_s) if isinstance(config, TrainConfig) else 0)
+    variables = {SHUTDOWN: os.environ.get(SHUTDOWN, str(end_s)), "OMP_NUM_THREADS": str(threads)} | as_launcher()
     with (
         tempfile.TemporaryDirectory(prefix="clipscale-") as folder,
-        _quiet(variables | private(folder) | as_launcher(), folder),
+        _quiet(variables | private(folder), folder),
         _end_at_second(),
     ):
         elastic = LaunchConfig(
@@ -226,7 +214,7 @@ def start(config: Launched, main: str, count: int) -> dict[str, Any]:
             results: dict[int, dict[str, Any]] = elastic_launch(elastic, worker)(config, main)
             return results[0]
         except ChildFailedError as error:
-            raise first_failure(error, run) from None
+            raise first_failure(error, Path(config.run) if main == TRAIN else None) from None
         except SignalException as error:
             number = signal.SIGTERM if error.sigval == signal.SIGUSR1 else error.sigval  # as in a worker
             raise Interrupted(number, config.run if main == TRAIN else "") from None
@@ -240,11 +228,6 @@ def private(folder: str) -> dict[str, str]:
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
     interfaces = {name: os.environ.get(name, loopback) for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
     return {"CLIPSCALE_STORE": f"{folder}/group", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **interfaces}
-
-
-def end_s(config: Launched) -> int:
-    """Seconds that workers have after a signal to end their step and save. torch 2.11 allows 30, whatever this is."""
-    return (math.ceil(config.launch.grace_s) if isinstance(config, TrainConfig) else 0) + MARGIN_S
 
 
 def leave() -> NoReturn:
@@ -308,31 +291,25 @@ def _follows(message: str | dict[str, Any]) -> bool:
 
 @contextmanager
 def _quiet(variables: dict[str, str], folder: str) -> Iterator[None]:
-    """Runs the launcher without its log lines and with the workers' variables; restores both and our signal handlers afterwards.
+    """Runs the launcher without its log lines and with the workers' variables; restores these and our signal handlers afterwards.
 
     Temporary files lie in `folder`: torch leaves some with its workers' tracebacks, which can hold secrets.
     """
-    loggers = [logging.getLogger(name) for name in ("torch.distributed.elastic", "torch.multiprocessing")]
-    levels = [logger.level for logger in loggers]
+    for name in ("torch.distributed.elastic", "torch.multiprocessing"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     handlers = {number: signal.getsignal(number) for number in HANDLED}
     before, temporary = {name: os.environ.get(name) for name in variables}, tempfile.tempdir
     tempfile.tempdir = folder
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL)
     os.environ.update(variables)
     try:
         yield
     finally:
         tempfile.tempdir = temporary
-        for logger, level in zip(loggers, levels):
-            logger.setLevel(level)
         for number, handler in handlers.items():
             signal.signal(number, handler)
         for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+            del os.environ[name]
+            os.environ |= {} if value is None else {name: value}
 
 
 @contextmanager

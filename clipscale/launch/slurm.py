@@ -1,8 +1,9 @@
 """A job as a script for sbatch."""
 
+import math
 import shlex
 
-from clipscale.launch.description import Job, handed_over
+from clipscale.launch.description import Job
 
 BODY = """\
 set -uo pipefail
@@ -33,12 +34,12 @@ def script(job: Job) -> str:
     config = job.config
     options: dict[str, object] = {
         "job-name": job.name,
-        "nodes": job.config.nodes,
+        "nodes": config.nodes,
         "ntasks-per-node": job.procs,
         "gpus-per-node": job.procs if job.gpus else None,
         "cpus-per-task": config.cpus,
-        "mem": config.memory and f"{-(-config.memory // 2**20)}M",
-        "time": config.hours and duration(config.hours),
+        "mem": job.mebibytes and f"{job.mebibytes}M",
+        "time": config.hours and math.ceil(60 * config.hours),  # minutes
         "signal": f"TERM@{job.grace_s + 60}",
         "requeue": True,
         "open-mode": "append",
@@ -51,24 +52,11 @@ def script(job: Job) -> str:
         for name, value in options.items()
         if value is not None and value is not False
     ]
-    exports = [f"export {name}={shlex.quote(value)}" for name, value in job.variables() if value is not None]
+    exports = [f"export {name}={shlex.quote(value)}" for name, value in job.variables().items() if value is not None]
     words = ['${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"}']
     if config.image:
         words.append(f"--container-image={shlex.quote(config.image)}")
     if config.mounts:
-        words.append(
-            "--container-mounts=" + shlex.quote(",".join(f"{source}:{target}" for source, target in job.mounts()))
-        )
+        words.append("--container-mounts=" + shlex.quote(",".join(config.mounts)))
     body = BODY.format(options=" ".join(words), command=shlex.join(job.command), restarts=job.restarts)
     return "\n".join(["#!/usr/bin/env bash", *lines, *exports, body])
-
-
-def duration(hours: float) -> str:
-    """HH:MM:SS."""
-    seconds = round(hours * 3600)
-    return f"{seconds // 3600:02d}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
-
-
-def submit(job: Job) -> str:
-    """Give the script to sbatch; returns the job's number. Raises UserError."""
-    return handed_over(job, ["sbatch", "--parsable"], script(job), "submit from a login node of the cluster")

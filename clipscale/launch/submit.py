@@ -2,12 +2,24 @@
 
 import os
 import shlex
+import subprocess
 from collections.abc import Sequence
 
 from clipscale.config.train import TrainConfig
+from clipscale.errors import UserError
 from clipscale.launch import kubernetes, slurm
 from clipscale.launch.description import Job, describe
 from clipscale.terminal import say, say_all
+
+SUBMIT = {
+    "slurm": (slurm.script, ("sbatch", "--parsable"), "submit from a login node of the cluster"),
+    "kubernetes": (
+        kubernetes.manifest,
+        ("kubectl", "create", "-o", "name", "-f", "-"),
+        "install it, or take --dry-run",
+    ),
+}
+"""Scheduler -> the job as text, the command that reads it, and what helps where there is no such command."""
 
 
 def launch(config: TrainConfig, argv: Sequence[str], *, named: bool, dry_run: bool = False) -> int:
@@ -15,33 +27,38 @@ def launch(config: TrainConfig, argv: Sequence[str], *, named: bool, dry_run: bo
 
     torchrun replaces this process. Raises UserError.
     """
-    job = describe(config, argv, named=named)
-    if config.job.scheduler == "slurm":
+    job, scheduler = describe(config, argv, named=named), config.job.scheduler
+    if scheduler in SUBMIT:
+        render, command, remedy = SUBMIT[scheduler]
         if dry_run:
-            say_all(slurm.script(job))
+            say_all(render(job))
         else:
-            say(f"job {slurm.submit(job)}: run={config.run}; its output is in {job.name}-JOB.log")
-    elif config.job.scheduler == "kubernetes":
-        if dry_run:
-            say_all(kubernetes.manifest(job))
-        else:
-            say(f"{kubernetes.submit(job)}: run={config.run}")
+            number = handed_over(scheduler, command, render(job), remedy)
+            log = f"; its output is in {job.name}-{number.partition(';')[0]}.log" if scheduler == "slurm" else ""
+            say(f"job {number}: run={config.run}{log}")
+        return 0
+    words = torchrun(job) if scheduler == "torchrun" else job.command
+    if dry_run:
+        say(shlex.join(words))
     else:
-        words = torchrun(job) if config.job.scheduler == "torchrun" else job.command
-        if dry_run:
-            say(shlex.join(words))
-        else:
-            environment = {name: value for name, value in job.variables() if value is not None}
-            os.execvpe(words[0], list(words), os.environ | environment)
+        environment = {name: value for name, value in job.variables().items() if value is not None}
+        os.execvpe(words[0], words, os.environ | environment)
     return 0
+
+
+def handed_over(scheduler: str, command: Sequence[str], text: str, remedy: str) -> str:
+    """Give the job, as `text`, to its scheduler's command; returns what that prints. Raises UserError."""
+    try:
+        done = subprocess.run(command, input=text, capture_output=True, text=True)
+    except FileNotFoundError:
+        raise UserError(f"launch={scheduler}: there is no {command[0]} on this machine; {remedy}") from None
+    if done.returncode:
+        raise UserError(f"launch={scheduler}: {command[0]} refused the job: {' '.join(done.stderr.split())}")
+    return done.stdout.strip()
 
 
 def torchrun(job: Job) -> tuple[str, ...]:
     """torchrun's command line, the same on every machine."""
     meet = ("--rdzv-backend=c10d", f"--rdzv-endpoint={job.config.head}", f"--rdzv-id={job.name}")
     place = meet if job.config.nodes > 1 else ("--standalone",)
-    return (
-        job.python, "-m", "clipscale.launch.torchrun", f"--max-restarts={job.restarts}",
-        f"--nnodes={job.config.nodes}", f"--nproc-per-node={job.procs}", *place,
-        *job.command[1:],
-    )  # fmt: skip
+    return (*job.agent, f"--nnodes={job.config.nodes}", f"--nproc-per-node={job.procs}", *place, *job.command[1:])

@@ -17,6 +17,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from clipscale import terminal
 from clipscale.config.sections import LaunchConfig
 from clipscale.errors import UserError
 from clipscale.launch.agent import AGENT, ELASTIC, STOPPED
-from clipscale.launch.local import HANDLED, MARGIN_S, first_failure, private
+from clipscale.launch.local import HANDLED, MARGIN_S, SHUTDOWN, first_failure, private
 from clipscale.launch.processes import as_launcher
 from clipscale.safe_path import protect
 
@@ -33,12 +34,12 @@ MEET = ["--rdzv-backend", "c10d", "--rdzv-conf", "store_type=file", "--local-add
 
 def end_s(words: Sequence[str]) -> int:
     """Seconds for workers to end their step and save after a signal to the agent, by the run's `launch.grace_s` among these words."""
-    given = [word.partition("=")[2] for word in words if word.startswith("launch.grace_s=")]
-    try:
-        grace_s = float(given[-1])
-    except (IndexError, ValueError):  # the workers name the mistake
-        grace_s = LaunchConfig().grace_s
-    return math.ceil(min(grace_s, 1e6)) + MARGIN_S if grace_s >= 0 else MARGIN_S
+    grace_s = LaunchConfig.grace_s
+    for word in words:
+        if word.startswith("launch.grace_s="):
+            with suppress(ValueError):  # the workers name the mistake
+                grace_s = float(word.partition("=")[2])
+    return math.ceil(min(max(0, grace_s), 1e6)) + MARGIN_S
 
 
 def agent() -> Any:
@@ -75,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the lines below say it once
     vars(api)["LocalElasticAgent"] = agent()
     words = sys.argv[1:] if argv is None else list(argv)
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(end_s(words)))
+    os.environ.setdefault(SHUTDOWN, str(end_s(words)))
     with tempfile.TemporaryDirectory(prefix="clipscale-") as folder:
         os.environ[AGENT] = folder
         if "--standalone" in words:

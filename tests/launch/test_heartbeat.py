@@ -34,64 +34,44 @@ def beat(rank: int, place: int = 7, **changes: Any) -> Beat:
     return replace(Beat(rank, f"node{rank // 2}", 100 + rank, 1.0, ""), **fields)
 
 
-LOST = {"failure": "RuntimeError: Connection closed by peer", "lost": True}
+def gave_up(rank: int) -> Beat:
+    return beat(rank, failure="RuntimeError: Connection closed by peer", lost=True)
+
+
+FAILED = beat(1, failure="OutOfMemoryError: 80 GiB", phase="replay")
+EARLY = beat(3, 5, failure="ValueError: early", step=2)
+SAVING, WAITING = beat(1, 6, phase="save"), beat(1, 6, phase="encode (waiting for data)")
+BEHIND, STUCK = beat(1, 6, phase="encode", since_s=31.4), beat(1, since_s=31.4)
+AWAY = "does not answer, last seen in loss of step 3; its machine or the network may be down; 1 more of this machine as well"
 
 
 @pytest.mark.parametrize(
-    ("beats", "states", "silent", "line"),
+    ("beats", "states", "silent", "rank", "line"),
     [
+        ([gave_up(0), FAILED, gave_up(2)], {0: ALIVE, 1: DEAD}, (), 1, "failed in replay of step 3: OutOfMemoryError: 80 GiB"),
+        ([beat(0, failure="ValueError: late"), EARLY, beat(4, 1)], {}, {4}, 3, "failed in loss of step 2: ValueError: early"),
         (
-            [beat(0, **LOST), beat(1, failure="OutOfMemoryError: 80 GiB", phase="replay"), beat(2, **LOST)],
-            {0: ALIVE, 1: DEAD},
-            set(),
-            "rank 1 on node0 (process 101) failed in replay of step 3: OutOfMemoryError: 80 GiB",
+            [gave_up(0), WAITING], {0: ALIVE, 1: DEAD}, (), 1,
+            "has died, last seen in encode (waiting for data) of step 3; the machine may be out of memory",
         ),
+        ([beat(0), SAVING], {1: STOPPED}, {1}, 1, "is stopped in save of step 3, by SIGSTOP or a debugger"),
+        ([gave_up(0), beat(1), beat(2), beat(3)], {0: ALIVE, 1: ALIVE}, {2, 3}, 2, AWAY),
         (
-            [beat(0, failure="ValueError: late"), beat(3, 5, failure="ValueError: early", step=2), beat(4, 1)],
-            {},
-            {4},
-            "rank 3 on node1 (process 103) failed in loss of step 2: ValueError: early",
+            [gave_up(0), BEHIND, gave_up(2)], {0: ALIVE, 1: ALIVE}, (), 1,
+            "hangs in encode of step 3, for 31 s; others wait for it in loss of step 3",
         ),
-        (
-            [beat(0, **LOST), beat(1, 6, phase="encode (waiting for data)")],
-            {0: ALIVE, 1: DEAD},
-            set(),
-            "rank 1 on node0 (process 101) has died, last seen in encode (waiting for data) of step 3; the machine may be out of memory",
-        ),
-        (
-            [beat(0), beat(1, 6, phase="save")],
-            {1: STOPPED},
-            {1},
-            "rank 1 on node0 (process 101) is stopped in save of step 3, by SIGSTOP or a debugger",
-        ),
-        (
-            [beat(0, **LOST), beat(1), beat(2), beat(3)],
-            {0: ALIVE, 1: ALIVE},
-            {2, 3},
-            "rank 2 on node1 (process 102) does not answer, last seen in loss of step 3; its machine or the network may be down; "
-            "1 more of this machine as well",
-        ),
-        (
-            [beat(0, **LOST), beat(1, 6, phase="encode", since_s=31.4), beat(2, **LOST)],
-            {0: ALIVE, 1: ALIVE},
-            set(),
-            "rank 1 on node0 (process 101) hangs in encode of step 3, for 31 s; others wait for it in loss of step 3",
-        ),
-        (
-            [beat(0, **LOST), beat(1, since_s=31.4)],
-            {},
-            set(),
-            "rank 1 on node0 (process 101) hangs in loss of step 3, for 31 s; others wait for it in loss of step 3",
-        ),
+        ([gave_up(0), STUCK], {}, (), 1, "hangs in loss of step 3, for 31 s; others wait for it in loss of step 3"),
     ],
     ids=["error", "earlier error", "killed", "stopped", "machine down", "behind", "does not give up"],
-)
-def test_the_first_cause_is_named(beats: list[Beat], states: dict[int, str], silent: set[int], line: str) -> None:
-    found = first_cause(beats, states, silent)
-    assert found and found[1] == line
+)  # fmt: skip
+def test_the_first_cause_is_named(
+    beats: list[Beat], states: dict[int, str], silent: set[int], rank: int, line: str
+) -> None:
+    found = first_cause(beats, states, set(silent))
+    assert found and found[1] == f"rank {rank} on node{rank // 2} (process {100 + rank}) {line}"
 
 
-@pytest.mark.parametrize("beats", [[], [beat(0), beat(1)], [beat(0, **LOST), beat(1, **LOST)]])
+@pytest.mark.parametrize("beats", [[], [beat(0), beat(1)], [gave_up(0), gave_up(1)]])
 def test_ranks_that_all_live_at_one_place_are_no_cause(beats: list[Beat]) -> None:
     assert first_cause(beats, {}, set()) is None
 

@@ -1,5 +1,6 @@
 """Workers start, report their failures, and never outlive the launcher."""
 
+import json
 import os
 import signal
 import subprocess
@@ -13,7 +14,6 @@ from typing import Any
 import psutil
 import pytest
 
-from clipscale.config.presets import PACKAGE
 from clipscale.config.sections import LaunchConfig
 from clipscale.config.train import TrainConfig
 from clipscale.errors import UserError
@@ -119,13 +119,8 @@ def test_a_killed_worker_ends_the_run_with_its_name_and_takes_the_others_along(
     assert gone(everyone, 15)
 
 
-@pytest.mark.parametrize(
-    "number",
-    [
-        pytest.param(signal.SIGINT, id="ctrl-c", marks=pytest.mark.slow),
-        pytest.param(signal.SIGTERM, id="sigterm", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_stops_the_workers_too(start: Start, shards: str, tmp_path: Path, number: signal.Signals) -> None:
     process, _, everyone = training(start, shards, tmp_path)
     if number is signal.SIGINT:
@@ -181,38 +176,16 @@ def test_workers_get_time_to_save(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert dict(os.environ) == before | {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "7"}
 
 
-@pytest.mark.slow
-def test_workers_do_not_outlive_a_killed_parent(start: Start, shards: str, tmp_path: Path) -> None:
-    process, _, everyone = training(start, shards, tmp_path)
-    process.kill()
-    assert gone(everyone, 30), [left.cmdline() for left in everyone if left.is_running()]
-
-
-@pytest.mark.slow
-def test_under_torchrun_all_ranks_share_one_run(start: Start, shards: str, tmp_path: Path) -> None:
-    script = PACKAGE.parent / "launch/torchrun-single.sh"
-    process = start(str(script), *TINY, f"data.train={shards}", PROCS="2")
-    out, errors = process.communicate(timeout=240)
-    assert process.returncode == 0, errors
-    assert_one_run(tmp_path, out)
-
-
-@pytest.mark.slow
-def test_two_agents_meet_and_train_one_run(start: Start, shards: str, tmp_path: Path, free_port: int) -> None:
-    """Without a run name."""
-    script = PACKAGE.parent / "launch/torchrun-multi.sh"
-    variables = {"NODES": "2", "PROCS": "1", "HEAD": f"localhost:{free_port}", "JOB": tmp_path.name}
-    agents = [start(str(script), *TINY, f"data.train={shards}", **variables) for _ in range(2)]
-    printed = ""
-    for agent in agents:
-        out, errors = agent.communicate(timeout=240)
-        assert agent.returncode == 0, errors
-        printed += out
-    assert_one_run(tmp_path, printed)
-
-
-def assert_one_run(folder: Path, printed: str) -> None:
-    runs = list((folder / "runs").iterdir())
-    assert len(runs) == 1, runs
-    assert printed.count(f"done: runs/{runs[0].name} (step 2") == 1
-    assert len((runs[0] / "metrics.jsonl").read_text().splitlines()) == 2
+def test_a_requeued_job_finds_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, job, age in (("older", "7", 100), ("newer", "7", 50), ("others", "8", 0), ("unread", None, 0)):
+        (tmp_path / name).mkdir()
+        file = tmp_path / name / "env.json"
+        file.write_text(json.dumps({"variables": {"SLURM_JOB_ID": job}}) if job else "[3]")
+        os.utime(file, (file.stat().st_mtime - age,) * 2)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
+    assert local.requeued_run(tmp_path) is None, "a first start begins a run of its own"
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert local.requeued_run(tmp_path) == str(tmp_path / "newer")
+    monkeypatch.setenv("SLURM_JOB_ID", "9")
+    assert local.requeued_run(tmp_path) is None

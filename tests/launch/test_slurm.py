@@ -70,17 +70,6 @@ def steps(run: Path) -> list[int]:
     return [json.loads(line)["step"] for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def test_two_nodes_train_one_run(submit: Submit, shards: str, tmp_path: Path) -> None:
-    log = tmp_path / "job.log"
-    job = submit(*TINY, f"data.train={shards}", "run=both")
-    wait_for(job, lambda: state(job) in ("COMPLETED", "FAILED"), log)
-    printed = log.read_text()
-    assert state(job) == "COMPLETED", printed
-    assert printed.count("done: runs/both (step 2") == 1, printed
-    assert steps(tmp_path / "runs/both") == [1, 2]
-    assert json.loads((tmp_path / "runs/both/env.json").read_text())["processes"] == 2
-
-
 def test_a_job_asked_to_stop_saves_goes_back_into_the_queue_and_ends_the_run(
     submit: Submit, shards: str, tmp_path: Path
 ) -> None:
@@ -100,6 +89,7 @@ def test_a_job_asked_to_stop_saves_goes_back_into_the_queue_and_ends_the_run(
     assert state(job) == "COMPLETED", printed
     assert steps(run) == list(range(1, 151)), (stopped, printed)
     assert printed.count("done: runs/long (step 150") == 1, printed
+    assert json.loads((run / "env.json").read_text())["processes"] == 2
 
 
 @pytest.fixture

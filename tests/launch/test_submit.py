@@ -15,14 +15,8 @@ from clipscale.config.train import TrainConfig
 from clipscale.errors import UserError
 from clipscale.launch.submit import launch
 
-RUN = (
-    "model=tiny",
-    "batch=1M",
-    "data.train=/data/{00..99}.tar",
-    "run=/storage/runs/it's",
-    "launch.procs=8",
-    "job.nodes=3",
-)
+PROCESSES = ("launch.procs=8", "job.nodes=3")
+RUN = ("model=tiny", "batch=1M", "data.train=/data/{00..99}.tar", "run=/storage/runs/it's", *PROCESSES)
 CONTAINER = ("job.image=ours:1", "job.mounts=[claim:/storage,/scratch:/data]")
 POD = {"scheduler": "kubernetes", "image": "x", "mounts": ["claim:/storage"]}
 
@@ -44,49 +38,27 @@ def dry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
 
 def test_a_slurm_script_has_the_description_and_the_same_words(dry: Dry, tmp_path: Path) -> None:
-    settings = (
-        "job.hours=1.5",
-        "job.cpus=12",
-        "job.memory=512G",
-        "job.options.partition=gpu",
-        "job.options.requeue=false",
-    )
-    text = dry("launch=slurm", *RUN, *settings, "job.env=[A=b c]", "launch.grace_s=200")
+    settings = ["job.hours=1.5", "job.cpus=12", "job.memory=512G", "job.options.partition=gpu", "launch.grace_s=200"]
+    text = dry("launch=slurm", *RUN, *settings, "job.options.requeue=false", "job.env=[A=b c]")
     lines = text.splitlines()
-    options = {line for line in lines if line.startswith("#SBATCH ")}
-    assert options >= {
-        "#SBATCH --nodes=3",
-        "#SBATCH --ntasks-per-node=8",
-        "#SBATCH --gpus-per-node=8",
-        "#SBATCH --cpus-per-task=12",
-        "#SBATCH --mem=524288M",
-        "#SBATCH --time=01:30:00",
-        "#SBATCH --signal=TERM@260",
-        "#SBATCH --partition=gpu",
-    }
+    options = {line.removeprefix("#SBATCH --") for line in lines if line.startswith("#SBATCH ")}
+    wanted = (
+        "nodes=3 ntasks-per-node=8 gpus-per-node=8 cpus-per-task=12 mem=524288M time=90 signal=TERM@260 partition=gpu"
+    )
+    assert options >= {*wanted.split()}
     assert not any("requeue" in option for option in options)
     assert "export A='b c'" in lines
-    # bash reads the words that were given
-    (tmp_path / "srun").write_text(
-        '#!/bin/sh\nwhile [ "$1" != clipscale ]; do shift; done; shift 4; printf "%s\\n" "$@"'
-    )
-    (tmp_path / "scontrol").write_text("#!/bin/sh\necho a")
-    for name in ("srun", "scontrol"):
+    # bash reads the words that were given, and a task gets all cores that the job asked for
+    for name, body in (("srun", 'printf "%s\\n" "$@"'), ("scontrol", "echo a")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}")
         (tmp_path / name).chmod(0o755)
     job = {"SLURM_JOB_NODELIST": "a", "SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2"}
-    with subprocess.Popen(
-        ["bash"], stdin=-1, stdout=-1, text=True, env=job | {"PATH": f"{tmp_path}:/usr/bin:/bin"}
-    ) as bash:
-        printed = bash.communicate(text)[0]
-    assert printed.splitlines() == [
-        "train",
-        "model=tiny",
-        "batch=1M",
-        "data.train=/data/{00..99}.tar",
-        "launch.grace_s=200",
-        RUN[3],
-        "job.scheduler=local",
-    ]
+    for cores in ({"SLURM_CPUS_PER_TASK": "12"}, {}):
+        environment = job | cores | {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+        with subprocess.Popen(["bash"], stdin=-1, stdout=-1, text=True, env=environment) as bash:
+            words = bash.communicate(text)[0].splitlines()
+        assert words[0] == ("--cpus-per-task=12" if cores else "--kill-on-bad-exit=0")
+        assert words[words.index("train") + 1 :] == [*RUN[:3], "launch.grace_s=200", RUN[3], "job.scheduler=local"]
 
 
 def test_a_manifest_has_the_description(capsys: pytest.CaptureFixture[str]) -> None:
@@ -112,14 +84,8 @@ def test_a_manifest_has_the_description(capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["TrainJob", "PyTorchJob"])
 def test_a_manifest_is_valid_by_the_published_schema(dry: Dry, kind: str) -> None:
-    words = (
-        "job.hours=2",
-        "job.cpus=4",
-        "job.memory=64G",
-        "job.env=[A=1,TOKEN]",
-        "job.options.env_from=keys",
-        "job.options.queue=q",
-    )
+    words = ["job.hours=2", "job.cpus=4", "job.memory=64G", "job.env=[A=1,TOKEN]"]
+    words += ["job.options.env_from=keys", "job.options.queue=q"]
     made = yaml.safe_load(dry("launch=kubernetes", f"job.options.kind={kind}", *RUN, *CONTAINER, *words))
     if kind == "TrainJob":
         models = pytest.importorskip("kubeflow_trainer_api.models")
