@@ -1,14 +1,12 @@
 """`clipscale doctor` tries everything that training needs: devices, loss, processes, memory, decoding, folders.
 
-Its ring of processes runs `python -m clipscale.doctor`. So this module imports no models, whose libraries load slowly.
+Its ring of processes imports this module, so it imports no models, whose libraries load slowly.
 """
 
 import io
 import os
 import resource
 import shutil
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +21,8 @@ from PIL import Image
 
 from clipscale import distributed
 from clipscale.config.data import DataConfig
-from clipscale.config.tools import DoctorSettings
+from clipscale.config.sections import LaunchConfig
+from clipscale.config.tools import DoctorSettings, EvalRunConfig
 from clipscale.data.loader.gpu_decode import jpeg_decoder
 from clipscale.data.loader.memory import free_memory
 from clipscale.data.loader.offload import train_transform
@@ -31,7 +30,7 @@ from clipscale.data.order import CounterRNG
 from clipscale.distributed import World
 from clipscale.errors import UserError
 from clipscale.hardware import cores
-from clipscale.launch.local import private
+from clipscale.launch import local
 from clipscale.loss.api import contrastive_loss
 from clipscale.loss.reference import dense_contrastive_loss
 from clipscale.report.environment import environment
@@ -42,10 +41,8 @@ PAIRS, WIDTH, SCALE = 96, 64, 20.0
 """Pairs of each process, feature width and logit scale of the loss that is tried."""
 ALLOWED = 1e-4
 """Largest relative error of a float32 gradient that rounding explains."""
-FILES = 1024
-"""Open files that a loader process with many shard streams may need."""
-SIDE = 512
-"""Pixels of the picture that is decoded."""
+FILES, SIDE = 1024, 512
+"""Open files that a loader process with many shard streams may need; pixels of the picture that is decoded."""
 EXTRAS = {
     "s3fs": "s3:// addresses",
     "gcsfs": "gs:// addresses",
@@ -98,11 +95,9 @@ def devices(settings: DoctorSettings) -> Iterator[Finding]:
         elif torch.version.cuda is None:
             yield "problem", "there is a GPU driver, but this torch is built without CUDA"
         else:
-            yield (
-                "problem",
-                f"there is a GPU driver, but torch (CUDA {torch.version.cuda}) finds no device: the driver may be too old for it, or "
-                f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '')!r} hides it",
-            )
+            hidden = f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '')!r} hides it"
+            there = f"there is a GPU driver, but torch (CUDA {torch.version.cuda}) finds no device"
+            yield "problem", f"{there}: the driver may be too old for it, or {hidden}"
     for number in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(number)
         free, total = torch.cuda.mem_get_info(number)
@@ -125,31 +120,11 @@ def processes(settings: DoctorSettings) -> Iterator[Finding]:
     count = torch.cuda.device_count() or 2
     if count == 1:
         return
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={count}", "--rdzv-backend=c10d"]
     started = time.monotonic()
-    try:
-        with tempfile.TemporaryDirectory(prefix="clipscale-") as folder:
-            done = subprocess.run(
-                [*command, f"--rdzv-endpoint={folder}/agent", "--rdzv-conf=store_type=file", "-m", "clipscale.doctor"],
-                env=os.environ | private(folder),
-                capture_output=True,
-                text=True,
-                timeout=settings.timeout_s,
-            )
-    except subprocess.TimeoutExpired:
-        yield (
-            "problem",
-            f"{count} processes did not compute a loss together in timeout_s={settings.timeout_s:g}; with NCCL_DEBUG=INFO they say "
-            "what they wait for",
-        )
-        return
-    errors = [line.partition("=")[2] for line in done.stdout.splitlines() if line.startswith("error=")]
-    if done.returncode or not errors:
-        last = [line for line in done.stderr.splitlines() if "Error" in line] or ["no answer"]
-        yield "problem", f"{count} processes could not compute a loss together: {last[0].strip()}"
-        return
+    launch = LaunchConfig(procs=count, timeout_s=settings.timeout_s)
+    error = local.start(EvalRunConfig(launch=launch), "clipscale.doctor:ring", count)["error"]
     took = f"{count} processes on a ring, {time.monotonic() - started:.0f} s with their start; their gradient"
-    yield judged(took, float(errors[0]))
+    yield judged(took, error)
 
 
 def memory(settings: DoctorSettings) -> Iterator[Finding]:
@@ -157,10 +132,8 @@ def memory(settings: DoctorSettings) -> Iterator[Finding]:
     yield "ok", f"{format_bytes(free_memory())} free for this process, of {format_bytes(total)}"
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < FILES:
-        yield (
-            "note",
-            f"{soft} open files are allowed; data.shard_streams=64 may need more: ulimit -n {min(hard, 65536)}",
-        )
+        more = f"data.shard_streams=64 may need more: ulimit -n {min(hard, 65536)}"
+        yield "note", f"{soft} open files are allowed; {more}"
 
 
 def decoding(settings: DoctorSettings) -> Iterator[Finding]:
@@ -170,13 +143,11 @@ def decoding(settings: DoctorSettings) -> Iterator[Finding]:
     transform, out, count = train_transform(DataConfig(), 224), np.empty((3, 224, 224), np.uint8), 0
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    try:
-        started = time.perf_counter()
-        while (seconds := time.perf_counter() - started) < 0.5 or count < 10:
-            transform(file.getvalue(), CounterRNG(count), out)
-            count += 1
-    finally:
-        torch.set_num_threads(threads)
+    started = time.perf_counter()
+    while (seconds := time.perf_counter() - started) < 0.5 or count < 10:
+        transform(file.getvalue(), CounterRNG(count), out)
+        count += 1
+    torch.set_num_threads(threads)
     if torch.cuda.is_available():
         try:
             jpeg_decoder(torch.device("cuda"))
@@ -231,16 +202,10 @@ def loss_error(world: World) -> float:
     return worst
 
 
-def ring_process() -> None:
-    """One of the processes that `processes` starts through torchrun."""
-    world = distributed.start("auto")
+def ring(config: EvalRunConfig) -> dict[str, float]:
+    """One of the processes that `processes` starts."""
+    world = distributed.start("auto", timeout_s=config.launch.timeout_s)
     try:
-        errors = world.gather(loss_error(world))
-        if world.main:
-            print(f"error={max(errors)}", flush=True)
+        return {"error": max(world.gather(loss_error(world)))}
     finally:
         distributed.stop()
-
-
-if __name__ == "__main__":
-    ring_process()

@@ -46,15 +46,6 @@ def test_a_wrong_gradient_is_a_problem(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert main(DoctorSettings()) == 1
 
 
-def test_processes_that_do_not_answer_in_time_are_a_problem(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    only(monkeypatch, "processes")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert main(DoctorSettings(timeout_s=0.05)) == 1
-    assert "timeout_s=0.05" in capsys.readouterr().out
-
-
 def test_a_folder_that_cannot_be_written_is_a_problem(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
