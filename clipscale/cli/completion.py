@@ -1,7 +1,6 @@
 """Tab completion for bash, zsh and fish, from the table of verbs and the declared settings. The shell asks at every Tab."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 from clipscale.cli.verbs import TOOLS, VERBS, tools_of
@@ -9,21 +8,14 @@ from clipscale.config.presets import composed_defaults, group_options
 from clipscale.config.setting import sections, settings_of
 from clipscale.hardware import HARDWARE
 
-
-@dataclass(frozen=True)
-class Shell:
-    """A shell's completion."""
-
-    setup: str
-    """The line that installs it."""
-    script: str
-    """What `completion SHELL` prints. It asks `completion query LINE` for candidates, and offers files if there are none."""
-
-
-SHELLS = {
-    "bash": Shell(
-        'eval "$(clipscale completion bash)"  into ~/.bashrc',
-        """\
+SETUP = {
+    "bash": 'eval "$(clipscale completion bash)"  into ~/.bashrc',
+    "zsh": 'eval "$(clipscale completion zsh)"  into ~/.zshrc, after compinit',
+    "fish": "clipscale completion fish | source  into ~/.config/fish/config.fish",
+}
+"""Shell -> the line that installs its completion."""
+SCRIPTS = {
+    "bash": """\
 _clipscale() {
     local line="${COMP_LINE:0:COMP_POINT}" word="${COMP_WORDS[COMP_CWORD]}" whole cut candidate
     whole="${line##*[[:space:]]}"
@@ -36,10 +28,7 @@ _clipscale() {
     if [[ ${#COMPREPLY[@]} -eq 1 && "${COMPREPLY[0]}" == *[=.] ]]; then compopt -o nospace; fi
 }
 complete -o default -F _clipscale clipscale""",
-    ),
-    "zsh": Shell(
-        'eval "$(clipscale completion zsh)"  into ~/.zshrc, after compinit',
-        """\
+    "zsh": """\
 _clipscale() {
     local candidate
     local -a whole open
@@ -58,17 +47,14 @@ _clipscale() {
     fi
 }
 compdef _clipscale clipscale""",
-    ),
-    "fish": Shell(
-        "clipscale completion fish | source  into ~/.config/fish/config.fish",
-        """\
+    "fish": """\
 function __clipscale_found
     set -g __clipscale_candidates (clipscale completion query (commandline -cp | string collect) 2>/dev/null)
     test -n "$__clipscale_candidates"
 end
 complete -c clipscale -n __clipscale_found -f -a '$__clipscale_candidates'""",
-    ),
 }
+"""What `completion SHELL` prints. It asks `completion query LINE` for candidates, and offers files if there are none."""
 
 
 def complete(line: str) -> list[str]:
@@ -79,7 +65,7 @@ def complete(line: str) -> list[str]:
         case []:
             options: Iterable[str] = [*VERBS, "--help", "--version"]
         case ["completion"]:
-            options = SHELLS
+            options = SCRIPTS
         case [verb] if tools_of(verb):
             options = tools_of(verb)
         case [verb, *rest]:

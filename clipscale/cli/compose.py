@@ -25,30 +25,22 @@ from clipscale.cli.verbs import TOOLS
 from clipscale.config.parse import misnamed
 from clipscale.config.presets import conf_dir, group_options
 from clipscale.config.redact import remember
-from clipscale.config.setting import Setting, settings_of
+from clipscale.config.setting import settings_of
 from clipscale.errors import UserError
 from clipscale.units import nearest, one_of
 
 
-def run(
-    name: str,
-    argv: Sequence[str],
-    job: Callable[[DictConfig], Any],
-    *,
-    sweep_dir: str | None = None,
-) -> None:
+def run(name: str, argv: Sequence[str], job: Callable[[DictConfig], Any], *, sweep_dir: str | None = None) -> None:
     """Compose the file of the tool `name` with the overrides in `argv` and call `job` on it: once, or under -m for every combination.
 
     `sweep_dir`: the parent of the jobs' folders. Raises UserError for whatever Hydra refuses.
     """
     tool = TOOLS[name]
-    declared = settings_of(tool.settings)
     flags, overrides = prepare(tool, argv)
     if sweep_dir is not None:
         overrides += sweep_overrides(overrides, sweep_dir)
     ConfigStore.instance().store(name="settings", node=asdict(tool.settings()))
-    before = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
-    sys.argv = [f"clipscale {name}", *flags, *overrides]
+    before, sys.argv = sys.argv, [f"clipscale {name}", *flags, *overrides]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing and exiting
     try:
         received.install()
@@ -56,28 +48,27 @@ def run(
     except UserError:
         raise
     except Exception as error:  # of a file that is no configuration; `job` raises none that is not Hydra's
-        raise explain(error, declared) from error
+        raise explain(error, name) from error
     finally:
-        sys.argv = before[0]
-        if before[1] is None:
-            os.environ.pop("HYDRA_FULL_ERROR", None)
+        sys.argv = before
 
 
 def once(name: str, argv: Sequence[str]) -> dict[str, Any] | None:
     """The composed configuration as plain values; None if Hydra only printed something (--cfg, --info)."""
-    composed: list[dict[str, Any]] = []
-    failed: list[Exception] = []
+    found: list[dict[str, Any] | Exception] = []
 
     def job(config: DictConfig) -> None:
         try:
-            composed.append(plain(config))
+            found.append(plain(config))
         except Exception as error:  # raised outside the job, or Hydra prints a line of its own
-            failed.append(error)
+            found.append(error)
 
     run(name, argv, job)
-    if failed:
-        raise explain(failed[0], settings_of(TOOLS[name].settings)) from failed[0]
-    return composed[0] if composed else None
+    for one in found:
+        if isinstance(one, Exception):
+            raise explain(one, name) from one
+        return one
+    return None
 
 
 def sweep_overrides(overrides: Sequence[str], folder: str) -> list[str]:
@@ -85,7 +76,7 @@ def sweep_overrides(overrides: Sequence[str], folder: str) -> list[str]:
     try:
         parsed = OverridesParser.create().parse_overrides(list(overrides))
     except HydraException as error:
-        raise explain(error) from error
+        raise explain(error, "train") from error
     fixed = [override.key_or_group for override in parsed if not override.is_sweep_override()]
     return [f"hydra.sweep.dir={quoted(folder)}", f"hydra.job.config.override_dirname.exclude_keys=[{','.join(fixed)}]"]
 
@@ -131,17 +122,16 @@ OmegaConf.register_new_resolver("oc.env", variable, replace=True)
 def plain(config: DictConfig) -> dict[str, Any]:
     """A composed configuration with its interpolations resolved."""
     received.BUDGET.begin()  # also in the process of a launcher plugin
-    values = OmegaConf.to_container(config, resolve=True)
-    assert isinstance(values, dict)
+    values: Any = OmegaConf.to_container(config, resolve=True)
     return {str(key): value for key, value in values.items()}
 
 
-def explain(error: Exception, declared: Sequence[Setting] = ()) -> UserError:
-    """One line for an error of Hydra or OmegaConf: the setting, and the nearest valid names."""
+def explain(error: Exception, name: str) -> UserError:
+    """One line for an error of Hydra or OmegaConf in a tool's settings: the setting, and the nearest valid names."""
+    names = [*group_options(), *(one.name for one in settings_of(TOOLS[name].settings))]
     cause: BaseException | None = error
     while cause is not None:
-        line = _explain_one(cause, [*group_options(), *(key.name for key in declared)])
-        if line:
+        if line := _explain_one(cause, names):
             return UserError(line)
         cause = cause.__cause__
     return UserError(" ".join(str(error).split()) or type(error).__name__)

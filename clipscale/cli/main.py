@@ -6,6 +6,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
+from functools import reduce
 from pkgutil import resolve_name
 from typing import Any
 
@@ -33,36 +34,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv = sys.argv[1:]
         protect()
         end_with_launcher()
-    argv = list(argv)
     prepare()
     with redacted_output():
-        return _main(argv)
-
-
-def _main(argv: list[str]) -> int:
-    try:
-        return dispatch(argv)
-    except UserError as error:
-        if os.environ.get("CLIPSCALE_DEBUG") == "1":
-            traceback.print_exc()
-        if speaks(error):
-            report(error)
-        return status(error)
-    except local.WorkerError as error:
-        report(error, error.details)
-        return 1
-    except KeyboardInterrupt as error:
-        number = getattr(error, "signum", signal.SIGINT)
-        say(str(error) or "stopped by SIGINT", error=True)
-        return 128 + number
-    except BrokenPipeError:  # the reader of our output has closed it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except OSError as error:  # a name that no file can have, a folder without permission, a full disk
-        if os.environ.get("CLIPSCALE_DEBUG") == "1":
-            traceback.print_exc()
-        report(error)
-        return 1
+        try:
+            return dispatch(list(argv))
+        except local.WorkerError as error:
+            report(error, error.details)
+            return 1
+        except KeyboardInterrupt as error:
+            say(str(error) or "stopped by SIGINT", error=True)
+            return 128 + getattr(error, "signum", signal.SIGINT)
+        except BrokenPipeError:  # the reader of our output has closed it
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
+        except (UserError, OSError) as error:
+            if os.environ.get("CLIPSCALE_DEBUG") == "1":
+                traceback.print_exc()
+            if not isinstance(error, UserError) or speaks(error):
+                report(error)
+            # others: a name that no file can have, a folder without permission, a full disk
+            return status(error) if isinstance(error, UserError) else 1
 
 
 def dispatch(argv: list[str]) -> int:
@@ -76,8 +67,9 @@ def dispatch(argv: list[str]) -> int:
     name, *rest = argv
     if name not in VERBS:
         raise UserError(f"unknown verb '{name}'{nearest(name, VERBS)}; there are {', '.join(VERBS)}")
-    if any(word in ("-h", "--help") for word in rest):
-        help.show_help(name, [word for word in rest if word not in ("-h", "--help")])
+    topics = [word for word in rest if word not in ("-h", "--help")]
+    if topics != rest:
+        help.show_help(name, topics)
         return 0
     if tools := tools_of(name):
         tool, *rest = rest or [""]
@@ -86,28 +78,18 @@ def dispatch(argv: list[str]) -> int:
             wrong = f"{name} {tool}: unknown{nearest(tool, tools)}" if tool else f"{name}: of what"
             raise UserError(f"{wrong}; there is {', '.join(tools)}, as in: {example}")
         name = f"{name} {tool}"
-    match name:
-        case "train":
-            return train(rest)
-        case "launch":
-            return launch(rest)
-        case "plan":
-            return plan(rest)
-        case "completion":
-            return completion(rest)
-        case _:
-            return work(name, rest)
+    own = {"train": train, "launch": launch, "plan": plan, "completion": completion}
+    return own[name](rest) if name in own else work(name, rest)
 
 
 def train(argv: list[str]) -> int:
     """One run, whose settings this process composes for all workers; under torchrun, this process's part of it; or a sweep."""
-    sweep = any(word in overrides.MULTIRUN for word in argv)
-    if sweep and local.under_torchrun():
-        raise UserError(
-            "-m under torchrun would start the whole sweep in every rank; leave torchrun out, "
-            "clipscale starts the workers of each job itself"
-        )
-    if sweep:
+    if any(word in overrides.MULTIRUN for word in argv):
+        if local.under_torchrun():
+            raise UserError(
+                "-m under torchrun would start the whole sweep in every rank; leave torchrun out, "
+                "clipscale starts the workers of each job itself"
+            )
         overrides.prepare(TOOLS["train"], argv)  # finds mistakes before Hydra is imported
         from clipscale.cli import sweep as sweeps
 
@@ -152,15 +134,15 @@ def plan(argv: list[str]) -> int:
 
 def completion(argv: list[str]) -> int:
     """`completion SHELL` prints a script for the shell, which then asks with `completion query LINE`."""
-    from clipscale.cli.completion import SHELLS, complete
+    from clipscale.cli.completion import SCRIPTS, SETUP, complete
 
     match argv:
-        case [shell] if shell in SHELLS:
-            print(SHELLS[shell].script)
+        case [shell] if shell in SCRIPTS:
+            print(SCRIPTS[shell])
         case ["query", line]:
             print("\n".join(complete(line)))
         case _:
-            raise UserError(f"completion: choose {', '.join(SHELLS)}; for bash, put  {SHELLS['bash'].setup}")
+            raise UserError(f"completion: choose {', '.join(SCRIPTS)}; for bash, put  {SETUP['bash']}")
     return 0
 
 
@@ -221,10 +203,7 @@ def simple(name: str, argv: list[str]) -> tuple[list[str], Any]:
         elif text == "null" and settings[key].optional:
             value = None
         *path, leaf = key.split(".")
-        node = values
-        for part in path:
-            node = node.setdefault(part, {})
-        node[leaf] = value
+        reduce(lambda tree, part: tree.setdefault(part, {}), path, values)[leaf] = value
     made = typed(tool.settings, values)
     check_values(made)
     return words, made

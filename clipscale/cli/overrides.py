@@ -6,6 +6,7 @@ Importing Hydra takes longer than all else on the way to an error message.
 import os
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
@@ -14,7 +15,7 @@ from clipscale.config.checks import check_value
 from clipscale.config.parse import converted, misnamed
 from clipscale.config.presets import composed_defaults, group_options
 from clipscale.config.renamed import current
-from clipscale.config.setting import Setting, settings_of
+from clipscale.config.setting import settings_of
 from clipscale.errors import UserError
 from clipscale.units import nearest, one_of, split
 
@@ -25,6 +26,7 @@ VALUED = ("--cfg", "-c", "--package", "-p", *CONFIG_DIR, "--config-name", "-cn")
 """Hydra's flags that are passed on: SWITCHES have no value, VALUED have one."""
 CFG = ("job", "hydra", "all")
 """Values of `--cfg`: which part of the composed configuration Hydra prints."""
+WORDS = {"null": None, "true": True, "false": False}
 NOT_A_NAME = re.compile(r"[\d.eE+-]+|true|false", re.IGNORECASE)
 """Text that Hydra reads as a number or a truth value, not as the name of a file."""
 
@@ -63,7 +65,9 @@ def prepare(tool: Tool, argv: Sequence[str]) -> tuple[list[str], list[str]]:
             if settings[key].literal:
                 value = literal(key, value, sweep)
             else:
-                check_text(settings[key], value, sweep)
+                for text in parts(key, value, sweep):
+                    if not complex_value(text):
+                        check_value(settings[key], converted(settings[key], read_value(text)))
             if key == "run" and value and not complex_value(value):
                 tool.find_run(str(read_value(value)))
         elif not (key in groups or key.startswith(dictionaries) or own_files or re.match(r"hydra\b|.*[@/]", key)):
@@ -79,13 +83,6 @@ def is_source(text: str, presets: Sequence[str]) -> bool:
     """Whether `data=TEXT` names shards, a table or a folder, and no preset."""
     address = re.search(r"[/*{@]|\.(tar|csv|tsv|parquet)\b", text) is not None
     return text not in presets and (address or os.path.exists(text))  # noqa: PTH110 (False for a text that no file can be named)
-
-
-def check_text(declared: Setting, text: str, sweep: bool) -> None:
-    """Raise UserError for the text of an override, or one of the texts of a sweep, that the setting does not accept."""
-    for one in parts(declared.name, text, sweep):
-        if not complex_value(one):
-            check_value(declared, converted(declared, read_value(one)))
 
 
 def parts(key: str, text: str, sweep: bool) -> list[str]:
@@ -112,13 +109,11 @@ def read_value(text: str) -> Any:
         return text[1:-1]
     if text.startswith("[") and text.endswith("]"):
         return [read_value(part) for part in split(text[1:-1])]
-    if text.lower() in ("null", "true", "false"):
-        return {"null": None, "true": True, "false": False}[text.lower()]
+    if text.lower() in WORDS:
+        return WORDS[text.lower()]
     for kind in (int, float):
-        try:
+        with suppress(ValueError):
             return kind(text)
-        except ValueError:
-            continue
     return text
 
 

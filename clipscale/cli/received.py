@@ -25,7 +25,6 @@ from clipscale.errors import UserError
 TARGETS = re.compile(
     r"hydra\._internal\.core_plugins\.(basic_launcher\.BasicLauncher|basic_sweeper\.BasicSweeper)"
     r"|hydra_plugins\.hydra_submitit_launcher\.submitit_launcher\.(Local|Slurm)Launcher"
-    r"|hydra_plugins\.hydra_joblib_launcher\.joblib_launcher\.JoblibLauncher"
     r"|hydra_plugins\.hydra_optuna_sweeper\.optuna_sweeper\.OptunaSweeper"
     r"|optuna\.samplers\.[A-Z]\w*"
 )
@@ -48,8 +47,6 @@ MOST_WORK = 1 << 21
 """What all `${...}` of a composition may come to: LOOKUP for each time that one is resolved, 64 for each value, one for a character."""
 LOOKUP = 1 << 12
 """OmegaConf takes up to ten milliseconds to resolve one. Ours are resolved five times."""
-PRE_DISPATCH = re.compile(r"(\d+ ?\* ?)?n_jobs|\d+|all")
-"""joblib evaluates other texts."""
 
 
 class Budget:
@@ -201,22 +198,17 @@ def refuse(config: DictConfig, overrides: Sequence[str]) -> None:
         if any(word not in overrides for word in OmegaConf.to_container(words, resolve=False) or ()):
             raise UserError(f"hydra.overrides.{kind}: no file may set it; give the settings as arguments")
     for name, value in targets(OmegaConf.to_container(config.hydra, resolve=False), "hydra"):
-        pattern = TARGETS if name.endswith("._target_") else PRE_DISPATCH
-        if not pattern.fullmatch(str(value)):
+        if not TARGETS.fullmatch(str(value)):
             raise UserError(
-                f"{name}={value}: a configuration may not start code; there are the launchers basic, submitit and joblib, "
-                "and the sweepers basic and optuna"
+                f"{name}={value}: a configuration may not start code; there are the launchers basic and submitit, and the sweepers "
+                "basic and optuna"
             )
 
 
 def targets(node: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """What Hydra or a plugin would instantiate or evaluate, anywhere in a configuration, with its name."""
-    if isinstance(node, dict):
-        for key, value in node.items():
-            if key in ("_target_", "pre_dispatch"):
+    """What Hydra or a plugin would instantiate, anywhere in a configuration, with its name."""
+    if isinstance(node, dict | list):
+        for key, value in node.items() if isinstance(node, dict) else enumerate(node):
+            if key == "_target_":
                 yield f"{name}.{key}", value
-            else:
-                yield from targets(value, f"{name}.{key}")
-    elif isinstance(node, list):
-        for at, value in enumerate(node):
-            yield from targets(value, f"{name}.{at}")
+            yield from targets(value, f"{name}.{key}")

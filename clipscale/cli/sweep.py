@@ -38,13 +38,16 @@ from clipscale.launch import local
 from clipscale.launch.description import refuse_secrets
 from clipscale.report.page import CSS
 from clipscale.report.table import TextTable, plain_console
-from clipscale.terminal import report, say, say_all
+from clipscale.terminal import report, say
 from clipscale.units import run_folder, split, unused
 
 RESULT = "result.json"
+"""File in a job's folder with its outcome."""
+PAGE = "sweep.html"
+"""File in the sweep's folder with the table."""
 
 
-class _Result(TypedDict):
+class Result(TypedDict):
     """What a job leaves."""
 
     job: int
@@ -56,10 +59,6 @@ class _Result(TypedDict):
     eval: NotRequired[dict[str, dict[str, float | int]]]
 
 
-_RESULT: TypeAdapter[Any] = TypeAdapter(_Result)
-"""File in a job's folder with its outcome."""
-PAGE = "sweep.html"
-"""File in the sweep's folder with the table."""
 SLURM = {
     "gpus_per_node": "${launch.procs}",
     "cpus_per_task": "${product:${job.cpus},${launch.procs}}",
@@ -119,16 +118,12 @@ def slurm_overrides(argv: Sequence[str]) -> list[str]:
     return ["hydra/launcher=submitit_slurm", *words]
 
 
+@redacted_output()
 def job(values: DictConfig) -> float:
     """Train one job in its own processes, so that its failure does not affect the next job.
 
     Writes RESULT to its folder. Returns the last loss, or NaN after a failure, as Hydra's optimising sweepers expect.
     """
-    with redacted_output():
-        return _job(values)
-
-
-def _job(values: DictConfig) -> float:
     hydra = HydraConfig.get()
     folder = Path(hydra.runtime.output_dir)
     record: dict[str, Any] = {"job": int(hydra.job.num), "name": folder.name}
@@ -145,16 +140,12 @@ def _job(values: DictConfig) -> float:
             record = done | record
         else:
             record |= train(config)
-    except UserError as error:
+    except (UserError, local.WorkerError) as error:
         record["error"] = str(error)
-    except local.WorkerError as error:
-        say_all(error.details, error=True)
-        record["error"] = str(error)
+        report(error, getattr(error, "details", ""))
     except Exception as error:
-        traceback.print_exc()
         record["error"] = f"{type(error).__name__}: {error}"
-    if "error" in record:
-        report(record["error"])
+        report(record["error"], traceback.format_exc())
     files.write_text(folder / RESULT, json.dumps(redacted(record)) + "\n")
     return float(record.get("loss", math.nan))
 
@@ -198,11 +189,16 @@ def settings_digest(config: TrainConfig) -> str:
 
 def already_done(folder: Path, settings: str) -> dict[str, Any] | None:
     """The result of a job that ended without an error and had these settings."""
-    try:
-        record = _RESULT.validate_python(files.read_json(folder / RESULT), strict=True)
-    except (OSError, ValueError):
-        return None
-    return record if "error" not in record and record.get("settings") == settings else None
+    record = read(folder / RESULT)
+    return record if record and "error" not in record and record.get("settings") == settings else None
+
+
+def read(path: Path) -> dict[str, Any] | None:
+    """A job's outcome; None for a file that is none of ours."""
+    with suppress(OSError, ValueError):
+        record: Any = TypeAdapter(Result).validate_python(files.read_json(path), strict=True)
+        return dict(record)
+    return None
 
 
 def page(folder: Path, made: TextTable) -> None:
@@ -221,12 +217,8 @@ def written(folder: Path) -> dict[Path, int]:
 
 
 def finished(folder: Path, earlier: dict[Path, int]) -> list[dict[str, Any]]:
-    """The results, in order, that are not those `earlier`, which belong to an earlier sweep of the same name. The clock may jump."""
-    found = []
-    for path, at in written(folder).items():
-        with suppress(OSError, ValueError):  # none of ours
-            if earlier.get(path) != at:
-                found.append(_RESULT.validate_python(files.read_json(path), strict=True))
+    """The results, in order, that are not those `earlier` of an earlier sweep of the same name. The clock may jump."""
+    found = filter(None, (read(path) for path, at in written(folder).items() if earlier.get(path) != at))
     return sorted(found, key=lambda record: record["job"])
 
 

@@ -94,7 +94,6 @@ clipscale train -m launch=slurm launch.procs=1 job.cpus=12 job.hours=4 optim.lr=
 clipscale eval run=demo
 clipscale eval run=b32 'eval.sets=[/data/imagenet1k,/data/mscoco_captions]' precision=bf16
 clipscale eval run=b32 suite=infcl-table3 eval.root=/data/eval
-clipscale eval run=runs/b32 checkpoint=20000 eval.limit=1k
 clipscale eval run=b32 checkpoint=all log=tensorboard                         # curves over all checkpoints
 clipscale eval run=b32 'eval.sets=[/data/cifar100]' 'eval.probe=[linear,16]'   # linear probe, 16-shot
 clipscale eval model=vit-b32 model.weights=laion2b_s34b_b79k 'eval.sets=[/data/imagenet1k]'
@@ -123,7 +122,6 @@ clipscale embed model=vit-b32 model.weights=laion2b_s34b_b79k data=/data/picture
         """\
 clipscale explore run=b32 data=/data/laion-b32
 clipscale explore run=b32 data='/data/laion/{00000..00009}.tar' against=b16
-clipscale explore run=b32 checkpoint=20000 against=b32 data=/data/pictures
 clipscale explore model=vit-b32 model.weights=laion2b_s34b_b79k data=/data/pictures""",
         file="explore",
         often=("model.weights", "data.train"),

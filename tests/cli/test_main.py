@@ -45,25 +45,11 @@ def test_the_overview_lists_the_verbs_that_exist(cli: Cli) -> None:
         status, out, err = cli(*words)
         assert (status, err) == (0, "")
         assert set(VERBS) <= set(out.split())
-    verbs = {
-        "train",
-        "launch",
-        "eval",
-        "embed",
-        "explore",
-        "plan",
-        "data",
-        "report",
-        "export",
-        "doctor",
-        "bench",
-        "completion",
-    }
-    assert set(VERBS) == verbs
 
 
-def test_the_version_is_the_packages(cli: Cli) -> None:
+def test_the_version_is_the_packages_and_completion_has_help(cli: Cli) -> None:
     assert cli("--version") == (0, f"clipscale {__version__}\n", "")
+    assert cli("completion", "--help")[0] == 0
 
 
 def test_trains_help_shows_main_keys_group_choices_and_examples(cli: Cli) -> None:
@@ -109,10 +95,6 @@ def test_help_of_a_verb_with_tools_is_short_and_names_them_and_their_keys(cli: C
         assert all(key.section or key.name in out for key in settings_of(TOOLS[f"{verb} {tool}"].settings))
 
 
-def test_completion_has_help(cli: Cli) -> None:
-    assert cli("completion", "--help")[0] == 0
-
-
 def test_help_of_a_composed_verb_lists_its_groups_and_their_defaults(cli: Cli) -> None:
     _, out, _ = cli("data", "--help", "features")
     assert "model=" in out and "vit-b32*" in out and "optim=" not in out, out
@@ -132,7 +114,8 @@ def test_the_defaults_that_help_shows_are_those_of_a_run(tool: str) -> None:
         assert shown(of_files.get(key.name, key.default)) == shown(value), key.name
 
 
-def test_help_of_a_section_shows_the_defaults_of_a_run(cli: Cli) -> None:
+def test_help_of_a_section_shows_the_defaults_of_a_run_and_the_choices(cli: Cli) -> None:
+    assert re.search(r"Choose\s+ieee or tf32\.", cli("train", "--help", "loss")[1])
     assert re.search(r"schedule.warmup +5% ", cli("train", "--help", "schedule")[1])
     assert re.search(r"precision.name +bf16 ", cli("plan", "--help", "precision")[1])
 
@@ -140,18 +123,12 @@ def test_help_of_a_section_shows_the_defaults_of_a_run(cli: Cli) -> None:
 # ---- mistakes ----
 
 MISTAKES = [
-    (
-        "tran",
-        "unknown verb 'tran'; did you mean 'train'?; there are train, launch, eval, embed, explore, plan, data, report, ",
-    ),
+    ("tran", "unknown verb 'tran'; did you mean 'train'?; there are train, launch, eval, embed, "),
     ("train model=vit-b33", "model=vit-b33: unknown; choose ... or vit-l14; did you mean 'vit-b32'"),
     ("train modle=vit-b32", "unknown key 'modle'; did you mean 'model'?"),
     ("train optim.lrr=1", "unknown key 'optim.lrr'; did you mean 'optim.lr'?"),
     ("train lr=1", "unknown key 'lr'; did you mean 'optim.lr'?"),
-    ("train +optim.lrr=1", "unknown key 'optim.lrr'; did you mean 'optim.lr'?"),
     ("train ~optim.lrr", "unknown key 'optim.lrr'"),
-    ("train experiment=openclip", "experiment=openclip: unknown; ...; did you mean 'openclip-vit-b32-laion400m'?"),
-    ("train precision=bf17", "precision=bf17: unknown; choose bf16, fp16, fp32, fp8 or int8; did you mean 'bf16'?"),
     ("train batch=32k,64k", "batch=32k,64k: several values; add -m"),
     ("train data.train=a.tar,b.tar", "data.train=a.tar,b.tar: several values; add -m"),
     ("train batch=[1", "batch=[1: cannot be read"),
@@ -159,32 +136,17 @@ MISTAKES = [
     ("train --multi batch=1k", "--multi: unknown flag; did you mean '--multirun'?"),
     ("train data=demo --cfg", "--cfg needs a value"),
     ("train batch=many data=demo", "batch=many: 'many' is not a count such as 100000, 768k or 1.5M"),
-    ("train batch=1.5 data=demo", "batch=1.5: '1.500000' is not a whole number"),
     ("train batch=-4 data=demo", "batch=-4: give at least 1"),
     ("train batch=10 launch.procs=4 data=demo", "batch=10 cannot be shared evenly by launch.procs=4 processes"),
-    ("train optim.lr=fast data=demo", "optim.lr=fast: give a number"),
-    ("train data.augment.jitter=0.4 data=demo", "data.augment.jitter=0.4: give 4 numbers, data.augment.jitter=[...]"),
     ("train data.augment.scale=[1,2,3] data.train=x", "data.augment.scale=[1,2,3]: give 2 numbers"),
-    ("train data.augment.scale=[a,b] data.train=x", "data.augment.scale[0]=a: give a number"),
-    ("train batch=[1,2] data=demo", "batch=[1, 2]: give a whole number"),
-    ("train seed=null data=demo", "seed=null: give a value"),
     ("train data=3", "data=3: unknown; choose default or demo"),
-    ("train model=true", "model=true: unknown; choose rn50,"),
     ("train +model=tiny", "+model: it has a value already; leave out the +"),
     ("train eval=3 data=demo", "eval is a section of settings; give one of its keys: eval."),
-    (
-        "train data.filter=3 data.train=x",
-        "data.filter is a section of settings; give one of its keys: data.filter.min_side, ",
-    ),
-    (
-        "train model.architecture=3 data=demo",
-        "model.architecture: give names and values, model.architecture.NAME=VALUE",
-    ),
+    ("train model.architecture=3 data=demo", "model.architecture: give names and values, model.architecture."),
     ("train ~data.train", "~data.train: a setting cannot be taken away; give it another value"),
     ("train =3", "=3: give settings as KEY=VALUE"),
     ("train --cfg=nope data=demo", "--cfg nope: choose job, hydra or all"),
     ("train samples=1k epochs=2 data=demo", "samples=1024 and epochs=2 both set the length"),
-    ("train offload=hots data=demo", "offload=hots: choose none, host, disk or encoded; did you mean 'host'?"),
     ("train model=tiny", "data.train is not set; give shards"),
     ("train --help modell", "train --help modell: no such section; did you mean 'model'?"),
     ("train -m run=a hydra.sweep.dir=b", "hydra.sweep: name the sweep's folder with run=NAME"),
@@ -195,70 +157,34 @@ MISTAKES = [
     ("eval rum=a", "unknown key 'rum'; did you mean 'run'?"),
     ("embed data=x.tar", "out is not set; give the folder to write, out=DIR"),
     ("embed data=x.tar out=y", "embed needs run=NAME or run=PATH, or a model"),
-    ("embed run=nowhere out=y", "run=nowhere: there is no folder runs/nowhere"),
-    ("embed model=vit-b33 out=y", "model=vit-b33: unknown"),
-    ("embed data=x out=y", "data=x: unknown; choose default or demo"),
     ("embed model=tiny data=x.tar out=y", "data.train='x.tar' matches no shard; ..."),
-    ("embed model=tiny data=x.tar out=y format=csv", "format=csv: choose npy, parquet or webdataset"),
     ("explore", "explore needs run=NAME or run=PATH, or a model: model=vit-b32 model.weights="),
-    ("explore run=nowhere data=x.tar", "run=nowhere: there is no folder runs/nowhere"),
     ("explore model.weights=a.pt", "data is not set; give a folder of `clipscale embed`, or shards"),
     ("explore run=. model.weights=a.pt", "run=. and model.weights=a.pt are two models; give the second as against="),
     ("explore run=. data=x.tar port=70000", "port=70000: give at most 65535"),
     ("plan", "hardware is not set; give the GPU, hardware=a100-80g, or run=NAME"),
     ("plan hardware=h101-80g", "hardware=h101-80g: unknown; did you mean 'h100-80g'"),
-    ("plan hardware=h100-80g gpu=8", "unknown key 'gpu'; did you mean 'gpus'?"),
-    (
-        "plan hardware=h100-80g batch=100 gpus=8",
-        "batch=100 cannot be shared evenly by gpus=8 x nodes=1; choose a multiple of 8",
-    ),
-    ("plan hardware=h100-80g gpus=0", "gpus=0: give at least 1"),
+    ("plan hardware=h100-80g batch=100 gpus=8", "batch=100 cannot be shared evenly by gpus=8 x nodes=1; choose"),
     ("plan hardware=h100-80g reserve=5", "reserve=5.0: give at most 1"),
-    (
-        "plan hardware=cpu model=tiny gpus=4 cache.chunk=128",
-        "cache.chunk=128: one process holds 64 samples of the batch; choose 1 to 64",
-    ),
+    ("plan hardware=cpu model=tiny gpus=4 cache.chunk=128", "cache.chunk=128: one process holds 64 samples"),
+    ("plan hardware=cpu model=tiny cache.keep=lots", "cache.keep=lots: give none, auto, or bytes such as 8G"),
     ("plan hardware=[a]", "hardware=['a']: give one text"),
-    ("plan hardware=cpu model=tiny host_memory=lots", "host_memory=lots: 'lots' is not a count"),
     ("plan hardware=cpu model=tiny optim.name=nosuch", "optim.name='nosuch' is not one of timm's optimizers"),
-    (
-        "plan hardware=cpu model=tiny optim.betas=[1,2]",
-        "optim: adamw refuses its settings (Invalid beta parameter at index 0: 1.0)",
-    ),
+    ("plan hardware=cpu model=tiny optim.betas=[1,2]", "optim: adamw refuses its settings (Invalid beta"),
     ("plan run=nowhere", "run=nowhere: there is no runs/nowhere/config.yaml; give the folder of a run that has begun"),
     ("plan run=a batch=32", "run=a: the settings are that run's own; leave out batch=32"),
-    ("plan -m batch=1k,2k hardware=cpu", "plan takes no -m"),
     ("data", "data: of what; there is demo, index, check, stats, features, as in: clipscale data demo"),
     ("data chekc a.tar", "data chekc: unknown; did you mean 'check'?; there is demo"),
     ("data --help chekc", "data chekc: unknown; did you mean 'check'?; there is demo"),
     ("report --help run", "report --help run: no such section; there are none"),
-    (
-        "data check a.tar filter=3 filter.min_side=4",
-        "filter is a section of settings; give one of its keys: filter.min_side",
-    ),
-    (
-        "data check a.tar filter.min_side=4 filter=3",
-        "filter is a section of settings; give one of its keys: filter.min_side",
-    ),
-    ("data check a.tar filter.min_side=[1,2]", "filter.min_side=[1,2]: '[1,2]' is not a count"),
+    ("data check a.tar filter=3 filter.min_side=4", "filter is a section of settings; give one of its keys: filter.m"),
     ("data check a.tar filter.min_side.x=3", "unknown key 'filter.min_side.x'; did you mean 'filter.min_side'?"),
-    ("data check a.tar filtre.min_side=3", "unknown key 'filtre.min_side'; did you mean 'filter.min_side'?"),
     ("data check a.tar near_duplicates=perhaps", "near_duplicates=perhaps: give true or false"),
-    ("data index a.tar cache.x=3", "unknown key 'cache.x'; did you mean 'cache'?"),
     ("data stats nowhere.tar", "shards='nowhere.tar' matches no shard; give a tar file, "),
-    ("data features model=3", "model=3: unknown; choose rn50, "),
-    ("data demo sead=1", "unknown key 'sead'; did you mean 'seed'?"),
     ("data demo 5000", "data demo 5000: give settings as KEY=VALUE; the keys are root, samples, seed, force"),
-    ("data demo samples=many", "samples=many: 'many' is not a count"),
     ("report", "report needs run=NAME"),
     ("report run.x=3", "unknown key 'run.x'; did you mean 'run'?"),
-    ("bench loss n.x=3", "unknown key 'n.x'; did you mean 'n'?"),
-    ("bench step model.name=3", "unknown key 'model.name'; did you mean 'model'?"),
-    ("doctor run.x=3", "unknown key 'run.x'; did you mean 'run'?"),
-    ("doctor timeout_s=soon", "timeout_s=soon: give a number"),
-    ("export", "export needs run=NAME"),
     ("export run=none-such", "run=none-such: there is no folder runs/none-such"),
-    ("export run=x dtype=int8", "dtype=int8: choose float32, bfloat16 or float16"),
     ("completion csh", "completion: choose bash, zsh, fish; for bash, put  eval "),
 ]
 
