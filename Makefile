@@ -39,7 +39,7 @@ lint: $(INSTALLED)
 # matters most comes first.
 
 RESULTS ?= docs/benchmarks/gpu
-# An interrupt, so that the processes that measure end too.
+# An interrupt, so that the processes that measure end too, and what they have measured is shown.
 WITHIN := timeout --signal=INT --kill-after=20
 CORES ?= $(shell nproc)
 
@@ -59,35 +59,35 @@ gpu-right:
 	$(RUN) -m clipscale.bench.record make $@ > $(RESULTS)/right.txt
 	$(WITHIN) 540 $(RUN) -m pytest -n $(JOBS) -rA --durations=20 $(GPU_TESTS) 2>&1 | tee -a $(RESULTS)/right.txt
 
-# Is the loss fast: by batch at D = 768, beside others, with a profile; then its choices made otherwise. Other widths and types: more.
-loss = -$(WITHIN) $$(($(1) + 60)) $(CLIPSCALE) bench loss device=cuda resume=true out=$(RESULTS) seconds=$(1)
+# Is the loss fast: by batch at D = 768, beside others; then its choices made otherwise. Other widths and types: more.
+loss = -$(WITHIN) $(1) $(CLIPSCALE) bench loss device=cuda resume=true out=$(RESULTS)
 TILES := $(patsubst %,triton-tiles-%,128x128x64-4w-3s 128x128x64-8w-4s 128x256x64-8w-3s 256x128x64-8w-3s)
 PANELS := $(patsubst %,triton-panel-%,64M 256M 2G 8G)
 comma := ,
 listed = $(subst $(eval ) ,$(comma),$(strip $(1)))
 PEERS := infcl,open_clip,inf_cl,memeff,compile,siglip,siglip_kernel
 gpu-loss:
-	$(call loss,70) n=64k d=768 dtype=bf16 profile=true methods=$(PEERS)
-	$(call loss,100) n=1M d=768 dtype=bf16 repeats=2 methods=infcl
-	$(call loss,180) n=8k,16k,32k,128k,256k,512k d=768 dtype=bf16 methods=$(PEERS)
-	$(call loss,110) n=64k d=768 dtype=bf16 profile=true methods=triton,gluon,$(call listed,$(PANELS) $(TILES))
+	$(call loss,100) n=64k d=768 dtype=bf16 methods=$(PEERS)
+	$(call loss,130) n=1M d=768 dtype=bf16 repeats=2 methods=infcl
+	$(call loss,220) n=8k,16k,32k,128k,256k,512k d=768 dtype=bf16 methods=$(PEERS)
+	$(call loss,140) n=64k d=768 dtype=bf16 methods=triton,gluon,$(call listed,$(PANELS) $(TILES))
 
 gpu-loss-widths:
-	$(call loss,90) n=64k d=512,1024 dtype=bf16 methods=$(PEERS)
-	$(call loss,170) n=1M d=512,1024 dtype=bf16 repeats=2 methods=infcl
-	$(call loss,280) n=8k,16k,32k,128k,256k,512k d=512,1024 dtype=bf16 methods=$(PEERS)
+	$(call loss,110) n=64k d=512,1024 dtype=bf16 methods=$(PEERS)
+	$(call loss,190) n=1M d=512,1024 dtype=bf16 repeats=2 methods=infcl
+	$(call loss,290) n=8k,16k,32k,128k,256k,512k d=512,1024 dtype=bf16 methods=$(PEERS)
 
 gpu-loss-types:
-	$(call loss,150) n=64k d=768,512,1024 dtype=fp16,tf32 methods=$(PEERS)
-	$(call loss,390) n=8k,256k d=768,512,1024 dtype=fp16,tf32 methods=$(PEERS)
+	$(call loss,170) n=64k d=768,512,1024 dtype=fp16,tf32 methods=$(PEERS)
+	$(call loss,420) n=8k,256k d=768,512,1024 dtype=fp16,tf32 methods=$(PEERS)
 
-# Which tiles are best, kernel by kernel: for the table in clipscale/loss/triton/tuning.py.
+# Which tiles are best, forward and backward: for the table in clipscale/loss/triton/tuning.py.
 gpu-tune:
-	-$(WITHIN) 540 $(CLIPSCALE) bench loss device=cuda resume=true out=$(RESULTS)/tune seconds=480 \
-	    n=32k d=768 dtype=bf16 profile=true methods=triton,triton-tiles
+	-$(WITHIN) 540 $(CLIPSCALE) bench loss device=cuda resume=true out=$(RESULTS)/tune \
+	    n=32k d=768 dtype=bf16 methods=triton,triton-tiles
 
 # Is the step fast: three models, plain and cached, with kept graphs, compiled, beside open_clip's. The rest of each model: more.
-step = -$(WITHIN) $$(($(1) + 60)) $(CLIPSCALE) bench step device=cuda precision=bf16 memory= resume=true seconds=$(1)
+step = -$(WITHIN) $(1) $(CLIPSCALE) bench step device=cuda precision=bf16 memory= resume=true
 B32 := out=$(RESULTS)/vit-b32 model=vit-b32 chunk=512
 B16 := out=$(RESULTS)/vit-b16 model=vit-b16 chunk=256
 L14 := out=$(RESULTS)/vit-l14 model=vit-l14 chunk=128
@@ -96,51 +96,54 @@ REST := plain@max frozen-plain@max compiled-plain@max frozen keep-40G
 # The variants at the batches $(1), with what they are compared with.
 at = $(call listed,plain@max frozen-plain@max compiled-plain@max $(foreach way,$(2),$(foreach batch,$(1),$(way)@$(batch))))
 gpu-step:
-	$(call step,170) $(L14) batch=8k repeats=3 methods=$(call listed,$(MAIN))
-	$(call step,170) $(B16) batch=32k repeats=3 methods=$(call listed,$(MAIN))
-	$(call step,160) $(B32) batch=32k repeats=3 methods=$(call listed,$(MAIN))
+	$(call step,200) $(L14) batch=8k repeats=3 methods=$(call listed,$(MAIN))
+	$(call step,200) $(B16) batch=32k repeats=3 methods=$(call listed,$(MAIN))
+	$(call step,190) $(B32) batch=32k repeats=3 methods=$(call listed,$(MAIN))
 
 gpu-step-b32:
-	$(call step,120) $(B32) batch=32k repeats=3 methods=$(call listed,$(REST))
-	$(call step,210) $(B32) batch=32k repeats=1 methods=$(call at,64k 128k,cache keep-80G keep-40G frozen compiled open_clip)
-	$(call step,210) $(B32) batch=32k repeats=1 methods=$(call at,256k,cache keep-80G frozen compiled)
+	$(call step,150) $(B32) batch=32k repeats=3 methods=$(call listed,$(REST))
+	$(call step,220) $(B32) batch=32k repeats=1 methods=$(call at,64k 128k,cache keep-80G keep-40G frozen compiled open_clip)
+	$(call step,220) $(B32) batch=32k repeats=1 methods=$(call at,256k,cache keep-80G frozen compiled)
 
 gpu-step-b16:
-	$(call step,110) $(B16) batch=32k repeats=2 methods=$(call listed,$(REST))
-	$(call step,250) $(B16) batch=32k repeats=1 methods=$(call at,64k,cache keep-80G keep-40G frozen compiled open_clip)
-	$(call step,180) $(B16) batch=32k repeats=1 methods=$(call at,128k,cache keep-80G)
+	$(call step,140) $(B16) batch=32k repeats=2 methods=$(call listed,$(REST))
+	$(call step,260) $(B16) batch=32k repeats=1 methods=$(call at,64k,cache keep-80G keep-40G frozen compiled open_clip)
+	$(call step,190) $(B16) batch=32k repeats=1 methods=$(call at,128k,cache keep-80G)
 
 gpu-step-b16-large:
-	$(call step,270) $(B16) batch=32k repeats=1 methods=$(call at,256k,cache keep-80G)
-	$(call step,270) $(B16) batch=32k repeats=1 methods=$(call at,128k,frozen compiled open_clip)
+	$(call step,295) $(B16) batch=32k repeats=1 methods=$(call at,256k,cache keep-80G)
+	$(call step,295) $(B16) batch=32k repeats=1 methods=$(call at,128k,frozen compiled open_clip)
 
 gpu-step-l14:
-	$(call step,160) $(L14) batch=8k repeats=2 methods=$(call listed,$(REST))
-	$(call step,380) $(L14) batch=8k repeats=1 methods=$(call at,32k,cache keep-80G compiled keep-40G frozen open_clip)
+	$(call step,190) $(L14) batch=8k repeats=2 methods=$(call listed,$(REST))
+	$(call step,400) $(L14) batch=8k repeats=1 methods=$(call at,32k,cache keep-80G compiled keep-40G frozen open_clip)
 
 # Is memory flat in the batch, and is it as predicted: steps with few chunks of distinct pixels, then short runs beside what plan says.
 SETTINGS := device=cuda precision=bf16 data=demo data.workers=$(CORES) eval.sets=[] eval.every=0 log.progress=false
 # $(1): name of the run, $(2): seconds it may take, $(3): its settings.
-predicted = -$(RUN) -m clipscale.bench.fit --record $(RESULTS)/runs.json --run runs/gpu-$(1) --seconds $(2) $(SETTINGS) $(3)
+predicted = -rm -rf runs/gpu-$(1) && $(WITHIN) $(2) $(CLIPSCALE) train run=runs/gpu-$(1) $(SETTINGS) $(3) && \
+	    $(CLIPSCALE) plan run=runs/gpu-$(1) 2>&1 | tee -a $(RESULTS)/memory.txt
 gpu-memory:
-	$(call step,250) out=$(RESULTS)/flat model=vit-b32 chunk=512 batch=32k repeats=1 methods=plain@max,cache@32k,cache@128k,cache@1M
+	$(RUN) -m clipscale.bench.record make $@ >> $(RESULTS)/memory.txt
+	$(call step,300) out=$(RESULTS)/flat model=vit-b32 chunk=512 batch=32k repeats=1 methods=plain@max,cache@32k,cache@128k,cache@1M
 	$(CLIPSCALE) data demo
-	$(call predicted,b32,60,model=vit-b32 batch=16k samples=48k cache.chunk=512)
-	$(call predicted,b32-keep,60,model=vit-b32 batch=16k samples=48k cache.chunk=512 cache.keep=40G)
-	$(call predicted,b32-device,60,model=vit-b32 batch=16k samples=48k cache.chunk=1k offload=none)
-	$(call predicted,l14,60,model=vit-l14 batch=2k samples=6k cache.chunk=128)
+	$(call predicted,b32,70,model=vit-b32 batch=16k samples=48k cache.chunk=512)
+	$(call predicted,b32-keep,70,model=vit-b32 batch=16k samples=48k cache.chunk=512 cache.keep=40G)
+	$(call predicted,b32-device,70,model=vit-b32 batch=16k samples=48k cache.chunk=1k offload=none)
+	$(call predicted,l14,70,model=vit-l14 batch=2k samples=6k cache.chunk=128)
 
-# The largest batch of one GPU and its host, searched for from what plan predicts, and one whole step of it: raw pixels in host memory;
-# and encoded pictures, where time is the bound.
-largest = -$(RUN) -m clipscale.bench.fit --record $(RESULTS)/$(1).json --run runs/gpu-$(1) --seconds 520 $(2) \
-	    $(SETTINGS) model=vit-b32 cache.chunk=512 data.buffers=1
+# One whole step of the largest batch that plan predicts for this GPU and its host: raw pixels in host memory; and encoded pictures, where
+# time is the bound.
+LARGEST := model=vit-b32 cache.chunk=512 data.buffers=1
 gpu-largest:
+	$(RUN) -m clipscale.bench.record make $@ >> $(RESULTS)/memory.txt
 	$(CLIPSCALE) data demo
-	$(call largest,largest,--search 4k) offload=host
+	$(call predicted,largest,560,$(LARGEST) batch=704k samples=704k offload=host)
 
 gpu-largest-encoded:
+	$(RUN) -m clipscale.bench.record make $@ >> $(RESULTS)/memory.txt
 	$(CLIPSCALE) data demo
-	$(call largest,largest-encoded,--search 64k --first 1M) offload=encoded
+	$(call predicted,largest-encoded,560,$(LARGEST) batch=1M samples=1M offload=encoded)
 
 # Do the cores, or the device's decoder, feed the model.
 gpu-data:

@@ -1,46 +1,42 @@
 """`clipscale bench data`: pictures to pixels per core, and shards to batches through workers, beside open_clip's transform and loader.
 
-On a GPU it also measures the decoder there and what a model takes, to show whether the data path feeds it.
+On a GPU it also measures the decoder there. The table ends with the cores that feed GPUs of several kinds.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from math import ceil
 from typing import Any, Self
 
 import torch
+import yaml
 from rich.console import Console
 
-from clipscale.bench.data_work import CHUNK, GPU, ON_CPU, OWN_TOKENS, PEER, WORDS
-from clipscale.bench.driver import drive
-from clipscale.bench.feeding import feeding
+from clipscale.bench.data_work import GPU, ON_CPU, OWN_TOKENS, PEER, WORDS
 from clipscale.bench.harness import Answer, Job
 from clipscale.bench.present import Bars, Benchmark, Column, Key, extent
-from clipscale.bench.record import begin, counts, device_of, processor
-from clipscale.config.tools import DataBenchSettings
-from clipscale.data.loader.gpu_decode import AHEAD, jpeg_decoder
+from clipscale.bench.record import counts, device_of, drive, processor
+from clipscale.config.presets import conf_dir
+from clipscale.config.sections import ModelConfig
+from clipscale.config.tools import DataBenchSettings, PlanConfig
+from clipscale.data.loader.gpu_decode import jpeg_decoder
 from clipscale.errors import UserError
+from clipscale.hardware import HARDWARE
+from clipscale.models.towers import forward_flops
 
 Row = dict[str, Any]
 
+GPUS = ("a100-80g", "h100-80g", "b200-180g")
+PASSES, CAPTION = 4, 24
+"""Of a cached step: two forward passes, and a backward one that costs two; and tokens at which an average caption is computed."""
 METHODS = [*(f"decode={name}" for name in ON_CPU), PEER]
-HOW = {
-    "decode": "pictures a second of one core: JPEG bytes in memory to the pixels of a training sample; CPU time of one thread",
-    "tokens": "captions a second of one core, by words a caption: open_clip's CLIP tokenizer, and with the loader's bounds; CPU time",
-    "stream": "samples a second from shards on disk through workers into whole batches, tokens included; wall clock, first batch aside",
-    "loader": "pictures a second of one core that a loader prepares for data.decode=gpu: header read, crop drawn, bytes copied",
-    "device": f"pictures a second of the GPU with data.decode=gpu: bytes to pixels in host memory, {AHEAD} at once",
-    "step": f"samples a second that the gradient cache takes on the GPU in bf16, pixels at hand, chunks of {CHUNK} at most",
-    "difference": "mean difference of decode=fast from decode=exact on the same crops, in parts of 255",
-    "bytes": "memory through which workers hand over one sample, pixels and tokens",
-    "pictures": "random, amplitude 1/frequency in every colour, JPEG quality 90",
-}
 
 
 def main(settings: DataBenchSettings, console: Console | None = None) -> list[Row]:
     """Measure, print and save. Raises UserError for settings that cannot be."""
     part, why = plan(settings)
-    record, path = begin(settings.out, "data", "data", settings, how=HOW, skipped={GPU: why} if why else {})
-    return drive("clipscale.bench.data_work:work", [part], record, path, console=console)
+    skipped = {GPU: why} if why else {}
+    return drive("data", "clipscale.bench.data_work:DataWorker", [part], settings, "data", console, skipped=skipped)
 
 
 def plan(settings: DataBenchSettings) -> tuple["DataPart", str]:
@@ -49,7 +45,6 @@ def plan(settings: DataBenchSettings) -> tuple["DataPart", str]:
     device, why = usable(settings.device)
     kinds = ("decode", "loader", *(["device"] if device else []))
     cases = [(kind, side) for kind in kinds for side in sizes]
-    cases += [("step", settings.image_size)] if device and settings.model else []
     words = [("tokens", WORDS)] if sizes else []
     return DataPart(settings, device, [*cases, *words, *(("stream", side) for side in streams)]), why
 
@@ -78,13 +73,7 @@ class DataPart:
 
     def methods(self, kind: str) -> list[str]:
         gpu = [GPU] if self.device else []
-        of_kind = {
-            "decode": METHODS,
-            "tokens": [OWN_TOKENS, PEER],
-            "stream": [*METHODS, *gpu],
-            "step": [self.settings.model],
-        }
-        return of_kind.get(kind, [GPU])
+        return {"decode": METHODS, "tokens": [OWN_TOKENS, PEER], "stream": [*METHODS, *gpu]}.get(kind, [GPU])
 
     def names(self) -> list[Key]:
         return [(kind, side, method) for kind, side in self.cases for method in self.methods(kind)]
@@ -132,17 +121,33 @@ def title(record: Row) -> str:
 
 
 def targets(record: Row) -> list[str]:
-    """Does the data path give as many samples as the model takes, and which GPUs would it feed; and what was left out."""
-    lines = [f"{name} was not measured: {why}" for name, why in record["skipped"].items()]
-    streams = [row for row in record["rows"] if row["kind"] == "stream" and row["method"] != PEER]
-    for step in (row for row in record["rows"] if row["kind"] == "step"):
-        need = step["per_s"]["median"]
-        for row in streams:
-            gives = row["per_s"]["median"]
-            share = f"{gives:,.0f} samples/s, {gives / need:.2f} of the {need:,.0f} that {step['method']} takes"
-            where = f"{row['side']}-pixel sources, {row['method']}, {record['settings']['workers']} workers"
-            lines.append(f"{where}: {share}")
-    return lines + feeding(record)
+    """What was left out, and which GPUs the data path would feed."""
+    return [f"{name} was not measured: {why}" for name, why in record["skipped"].items()] + feeding(record)
+
+
+def feeding(record: Row) -> list[str]:
+    """For each kind of GPU and each measured size of the sources, the cores that it keeps busy: decoding and tokenising, one after another.
+
+    The GPU's rate is its bf16 peak times `PlanConfig.utilisation`, an assumption, over the FLOPs of a cached step of `settings.model`.
+    """
+    model, sides = record["settings"].get("model"), record["settings"]["stream"].split(",")
+    medians = {(row["kind"], row["method"], str(row["side"])): row["per_s"]["median"] for row in record["rows"]}
+    tokens = next((rate for (*what, _), rate in medians.items() if what == ["tokens", OWN_TOKENS]), None)
+    decoding = [(*what, side) for what in (("decode", "decode=exact"), ("loader", GPU)) for side in sides]
+    rates = {key[1:]: 1 / (1 / medians[key] + 1 / tokens) for key in decoding if tokens and key in medians}
+    if not model or not rates:
+        return []
+    path = conf_dir() / "model" / f"{model}.yaml"
+    flops = PASSES * sum(forward_flops(ModelConfig(**yaml.safe_load(path.read_text(encoding="utf-8"))), CAPTION))
+    share, lines = PlanConfig().utilisation, []
+    for gpu in GPUS:
+        takes = share * HARDWARE[gpu].peak("bf16") / flops
+        cores = [
+            f"{ceil(takes / rate)} cores for {side}-pixel JPEGs with {method}" for (method, side), rate in rates.items()
+        ]
+        what = f"{takes:,.0f} samples/s of {model} (predicted, {share:.0%} of its peak)"
+        lines.append(f"one {gpu} takes {what}: {', '.join(cores)}")
+    return lines
 
 
 def panels(record: Row) -> list[Bars]:
@@ -156,4 +161,4 @@ def panels(record: Row) -> list[Bars]:
     return found
 
 
-BENCHMARKS = {"data": Benchmark(("kind", "side", "method"), title, COLUMNS, targets, panels)}
+BENCHMARK = Benchmark(("kind", "side", "method"), title, COLUMNS, targets, panels)

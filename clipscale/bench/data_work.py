@@ -1,4 +1,4 @@
-"""What the data benchmark measures in a fresh process: decoding on one core and on a GPU, a model's step, and shards to batches."""
+"""What the data benchmark measures in a fresh process: decoding on one core and on a GPU, and shards to batches."""
 
 import io
 import tempfile
@@ -16,8 +16,7 @@ import torch
 from PIL import Image
 from webdataset import TarWriter
 
-from clipscale.bench.harness import Job, Task
-from clipscale.bench.worker import Meter, Worker, alternating, spread
+from clipscale.bench.worker import Worker, alternating, spread
 from clipscale.config.data import DECODE, DataConfig
 from clipscale.config.tools import DataBenchSettings
 from clipscale.data.decode import TrainTransform
@@ -27,7 +26,6 @@ from clipscale.data.loader.host_batch import Arena, Layout, Stopwatch
 from clipscale.data.loader.offload import open_backend
 from clipscale.data.loader.prefetch import ThreadLoader
 from clipscale.data.loader.stream import PIECE, BatchShare, open_stream
-from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.data.order import AUGMENT, CounterRNG
 from clipscale.models.bounded import BoundedTokenizer
 
@@ -35,8 +33,6 @@ Row = dict[str, Any]
 
 PEER, GPU = "open_clip", "decode=gpu"
 ON_CPU = tuple(name for name in DECODE if name != "gpu")
-CHUNK = 1024
-"""Most samples of a chunk of the model's step."""
 FED = 4
 """How often the GPU is given `gpu_decode.AHEAD` pictures in one measurement."""
 WORDS = 12
@@ -48,10 +44,6 @@ BATCHES = 3
 """Batches of a stream that are measured, after the first."""
 
 
-def work(task: Task) -> None:
-    DataWorker(Job(**task.job), task.rank, task.leave).work()
-
-
 class DataWorker(Worker):
     """Measures kind by kind. A GPU that fails costs its own figures alone."""
 
@@ -60,23 +52,16 @@ class DataWorker(Worker):
         device = torch.device(self.job.about["device"] or "cpu")
         files = [photograph(size, seed) for seed in range(settings.pictures)] if not name.startswith("tokens") else []
 
-        def on_gpu() -> list[Row]:
-            failed = any(record["status"] != "ok" for record in self.found.values())
-            return stream_rows(files, settings, device if self.job.about["device"] and not failed else None)
-
+        failed = any(record["status"] != "ok" for record in self.found.values())
+        decoder = device if self.job.about["device"] and not failed else None
         measure: dict[str, Callable[[], list[Row]]] = {
             "decode": lambda: decode_rows(files, settings),
             "tokens": lambda: token_rows(size, settings),
-            "loader": lambda: rated(GPU, loader_rates(files, settings)),
-            "device": lambda: rated(GPU, device_rates(files, settings, device)),
-            "step": lambda: rated(settings.model, step_rates(settings, device)),
-            "stream": on_gpu,
+            "loader": lambda: [{"method": GPU, "per_s": spread(loader_rates(files, settings))}],
+            "device": lambda: [{"method": GPU, "per_s": spread(device_rates(files, settings, device))}],
+            "stream": lambda: stream_rows(files, settings, decoder),
         }
         self.record(name)["rows"] = measure[name.split()[0]]()
-
-
-def rated(method: str, rates: list[float]) -> list[Row]:
-    return [{"method": method, "per_s": spread(rates)}]
 
 
 def photograph(side: int, seed: int) -> bytes:
@@ -107,31 +92,33 @@ def training_transform(side: int, decode: str = "exact") -> TrainTransform:
     return TrainTransform(side, (0.9, 1.0), (3 / 4, 4 / 3), 0.0, 2**30, decode == "fast")
 
 
-def transforms(side: int) -> dict[str, Callable[[bytes, int], Any]]:
-    """Method -> what turns picture bytes, with a number for the random crop, into training pixels."""
-    from open_clip.transform import image_transform
-
-    out = np.empty((3, side, side), np.uint8)
-    peer = image_transform(side, is_train=True)
-
-    def own(transform: TrainTransform) -> Callable[[bytes, int], Any]:
-        return lambda data, number: transform(data, CounterRNG(0, AUGMENT, number), out)
-
-    found = {f"decode={name}": own(training_transform(side, name)) for name in ON_CPU}
-    return found | {PEER: lambda data, _: peer(Image.open(io.BytesIO(data)).convert("RGB"))}
+def core_rates(methods: Mapping[str, Callable[[int], object]], count: int, repeats: int) -> dict[str, list[float]]:
+    """What each method does a second of one core, if it does `count` in each round; it is given the round. The first one warms up."""
+    rates: dict[str, list[float]] = {name: [] for name in methods}
+    for number, name in alternating(list(methods), repeats + 1):
+        begun = time.process_time()
+        methods[name](number)
+        rates[name].append(count / (time.process_time() - begun))
+    return {name: found[1:] for name, found in rates.items()}
 
 
 def decode_rows(pictures: list[bytes], settings: DataBenchSettings) -> list[Row]:
     """Pictures a second and core of every transform on sources of one size."""
-    methods = transforms(settings.image_size)
-    rates: dict[str, list[float]] = {name: [] for name in methods}
-    for number, name in alternating(list(methods), settings.repeats + 1):
-        begun = time.process_time()
+    from open_clip.transform import image_transform
+
+    side, out = settings.image_size, np.empty((3, settings.image_size, settings.image_size), np.uint8)
+    peer = image_transform(side, is_train=True)
+
+    def own(transform: TrainTransform, number: int) -> None:
         for place, data in enumerate(pictures):
-            methods[name](data, number * len(pictures) + place)
-        rates[name].append(len(pictures) / (time.process_time() - begun))
-    rows = with_ratios({name: found[1:] for name, found in rates.items()})
-    rows[ON_CPU.index("fast")]["difference"] = difference(settings.image_size, pictures)
+            transform(data, CounterRNG(0, AUGMENT, number * len(pictures) + place), out)
+
+    methods: dict[str, Callable[[int], object]] = {
+        f"decode={name}": partial(own, training_transform(side, name)) for name in ON_CPU
+    }
+    methods[PEER] = lambda _: [peer(Image.open(io.BytesIO(data)).convert("RGB")) for data in pictures]
+    rows = with_ratios(core_rates(methods, len(pictures), settings.repeats))
+    rows[ON_CPU.index("fast")]["difference"] = difference(side, pictures)
     return rows
 
 
@@ -142,15 +129,14 @@ def token_rows(words: int, settings: DataBenchSettings) -> list[Row]:
     vocabulary = " ".join(open_clip.IMAGENET_CLASSNAMES).split()
     draws = np.random.default_rng(0).integers(0, len(vocabulary), (CAPTIONS * settings.pictures, words))
     captions = [" ".join(vocabulary[place] for place in row) for row in draws]
-    inner = open_clip.get_tokenizer("ViT-B-32")
-    methods = {OWN_TOKENS: BoundedTokenizer(inner, inner.context_length), PEER: inner}
-    rates: dict[str, list[float]] = {name: [] for name in methods}
-    for _, name in alternating(list(methods), settings.repeats + 1):
-        begun = time.process_time()
-        for start in range(0, len(captions), PIECE):
-            methods[name](captions[start : start + PIECE])
-        rates[name].append(len(captions) / (time.process_time() - begun))
-    return with_ratios({name: found[1:] for name, found in rates.items()})
+    pieces = [captions[start : start + PIECE] for start in range(0, len(captions), PIECE)]
+    peer = open_clip.get_tokenizer("ViT-B-32")
+    own = BoundedTokenizer(peer, peer.context_length)
+    methods = {
+        OWN_TOKENS: lambda _: [own(piece) for piece in pieces],
+        PEER: lambda _: [peer(piece) for piece in pieces],
+    }
+    return with_ratios(core_rates(methods, len(captions), settings.repeats))
 
 
 def difference(side: int, pictures: list[bytes]) -> float:
@@ -188,13 +174,11 @@ class EncodedBatch:
 
 def loader_rates(files: list[bytes], settings: DataBenchSettings) -> list[float]:
     """Pictures a second of one core: bytes in memory to bytes in the batch, with the header read and the crop drawn. CPU time."""
-    batch, rates = EncodedBatch(files, settings.image_size), []
-    for number in range(settings.repeats + 1):
-        begun = time.process_time()
-        batch.fill(number * len(batch.files))
-        rates.append(len(batch.files) / (time.process_time() - begun))
+    batch = EncodedBatch(files, settings.image_size)
+    count = len(batch.files)
+    rates = core_rates({GPU: lambda number: batch.fill(number * count)}, count, settings.repeats)
     batch.arena.close()
-    return rates[1:]
+    return rates[GPU]
 
 
 def device_rates(files: list[bytes], settings: DataBenchSettings, device: torch.device) -> list[float]:
@@ -215,22 +199,6 @@ def device_rates(files: list[bytes], settings: DataBenchSettings, device: torch.
         batch.arena.close()
     if refused:
         raise RuntimeError(f"the device refused pictures of the benchmark: {dict(refused)}")
-    return rates[1:]
-
-
-def step_rates(settings: DataBenchSettings, device: torch.device) -> list[float]:
-    """Samples a second that the gradient cache takes in bf16, pixels on the device, captions sorted in that time; no update of weights."""
-    from clipscale.bench.step_variants import StepVariants
-
-    batch = settings.batch
-    variants = StepVariants(settings.model, min(CHUNK, batch), "bf16", str(device))
-    pixels, (_, texts) = variants.on_device(batch)[0], variants.rows(batch)
-    images = ChunkLoader(lambda start, stop: pixels[start:stop], batch, device, resident=True)
-    cached, rates = variants.variant("cache"), []
-    for _ in range(settings.repeats + 1):
-        meter = Meter(device)
-        cached.step((images, texts), meter)
-        rates.append(batch / sum(meter.seconds.values()))
     return rates[1:]
 
 

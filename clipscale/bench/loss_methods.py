@@ -55,10 +55,19 @@ class Method:
     """What it is, with the version where it is somebody else's."""
     build: Callable[[Case, int], LossFunction]
     """Given the case, with the method's own scale if it has one, and this process's rank."""
-    obstacle: Callable[[Case], str | None] = lambda _: None
-    """Why it cannot do a case; None where it can."""
     package: str | None = None
     """What has to be installed."""
+    kernels: bool = False
+    """Kernels for CUDA, whose matmuls torch cannot count."""
+    kernels_on_cuda: bool = False
+    """The same, where there is CUDA; else torch's operators."""
+    compiled: bool = False
+    """By torch.compile: only a step of the same shape warms it up, and torch cannot count its matmuls."""
+    one_rank: bool = False
+    sides: int = 1
+    """It takes multiples of so many pairs,"""
+    width: int = 1
+    """and of so many features."""
     objective: str = "softmax"
     bias: float = 0.0
     scale: float | None = None
@@ -68,14 +77,26 @@ class Method:
     """Is the scale a plain number to it, which gets no gradient."""
     own: bool = True
     """Ours: gradients sum over the ranks to the gradient."""
-    visible: Callable[[Case], bool] = lambda _: True
-    """Do its matmuls pass through torch, which can count them."""
-    fixed_shape: bool = False
-    """Is it compiled for one shape, so that only a step of that shape warms it up."""
 
     @property
     def installed(self) -> bool:
         return self.package is None or find_spec(self.package) is not None
+
+    def obstacle(self, case: Case) -> str | None:
+        """Why it cannot do a case; None where it can."""
+        if self.kernels and case.device != "cuda":
+            return "its kernels need CUDA"
+        if self.compiled and case.device == "cpu" and not any(map(shutil.which, ("g++", "c++", "clang++"))):
+            return "torch.compile on the CPU needs a C++ compiler"
+        if self.one_rank and case.ranks > 1:
+            return "compared on one rank only"
+        if case.d % self.width:
+            return f"D={case.d} is no multiple of {self.width}"
+        return f"N={case.n} is no multiple of {self.sides}" if case.n % self.sides else None
+
+    def visible(self, case: Case) -> bool:
+        """Do its matmuls pass through torch, which can count them."""
+        return not (self.kernels or self.compiled or (self.kernels_on_cuda and case.device == "cuda"))
 
 
 # ---- clipscale's own ----
@@ -112,13 +133,8 @@ def _own(name: str, about: str, config: LossConfig, tuning: Tuning | None = None
         bias = more.get("bias", 0.0) if config.objective == "sigmoid" else None
         return partial(configured_loss, logit_bias=bias, config=own, check=False, tuning=tuning)
 
-    def visible(case: Case) -> bool:
-        return not (config.backend in KERNELS or (config.backend == "auto" and case.device == "cuda"))
-
-    def obstacle(case: Case) -> str | None:
-        return "the Triton kernels need CUDA" if config.backend in KERNELS and case.device != "cuda" else None
-
-    return Method(name, about, build, obstacle, objective=config.objective, visible=visible, **more)
+    more |= {"kernels": config.backend in KERNELS, "kernels_on_cuda": config.backend == "auto"}
+    return Method(name, about, build, objective=config.objective, **more)
 
 
 # ---- peers ----
@@ -129,9 +145,8 @@ def _open_clip(case: Case, rank: int) -> LossFunction:
 
     alone = case.ranks == 1
     loss = ClipLoss(local_loss=not alone, gather_with_grad=not alone, rank=rank, world_size=case.ranks)
-    return cast(
-        LossFunction, loss.forward
-    )  # torch's FLOP counter hooks into modules, and its hooks refuse autograd.grad
+    # Not the module: torch's FLOP counter hooks into modules, and its hooks refuse autograd.grad.
+    return cast(LossFunction, loss.forward)
 
 
 def _inf_cl(case: Case, rank: int) -> LossFunction:
@@ -161,32 +176,11 @@ def _memeff(case: Case, rank: int) -> LossFunction:
     return lambda u, v, scale: cast(Tensor, clip_loss(u, v))
 
 
-def _kernel_obstacle(case: Case, sides: int = 1, width: int = 1) -> str | None:
-    """Of other people's Triton kernels, which take multiples of `sides` pairs and of `width` features."""
-    if case.device != "cuda":
-        return "its kernels need CUDA"
-    if case.ranks > 1:
-        return "compared on one rank only"
-    if case.d % width:
-        return f"D={case.d} is no multiple of {width}"
-    return f"N={case.n} is no multiple of {sides}" if case.n % sides else None
-
-
 def cross_entropy(u: Tensor, v: Tensor, scale: Tensor) -> Tensor:
     """CLIP's loss in three lines of torch, with one matrix of logits."""
     logits = scale * (u @ v.T)
     target = torch.arange(len(u), device=u.device)
     return (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2
-
-
-def _one_rank(case: Case) -> str | None:
-    return "knows one rank only" if case.ranks > 1 else None
-
-
-def _compiler(case: Case) -> str | None:
-    if case.device == "cpu" and not any(map(shutil.which, ("g++", "c++", "clang++"))):
-        return "torch.compile on the CPU needs a C++ compiler"
-    return _one_rank(case)
 
 
 def _version(package: str, distribution: str) -> str:
@@ -203,27 +197,26 @@ def methods() -> dict[str, Method]:
     }
     clip_loss = f"open_clip.loss.ClipLoss of open_clip_torch {_version('open_clip', 'open_clip_torch')}"
     flash_loss = f"inf_cl.cal_flash_loss, both ways, of inf-cl {_version('inf_cl', 'inf-cl')}"
-    peer = partial(Method, own=False)
     siglip = preset("siglip")
     its_own: dict[str, Any] = {"objective": siglip.objective, "scale": siglip.scale, "bias": siglip.bias}
-    compiled: dict[str, Any] = {"visible": lambda _: False, "fixed_shape": True}
     fused = f"siglip_kernel.fused_siglip_loss of siglip-kernel {_version('siglip_kernel', 'siglip-kernel')}; compare with siglip"
     efficient = f"memeff.MemoryEfficientCLIPLoss of memeff {_version('memeff', 'memeff')}; no gradient of the scale"
-    kernels = partial(peer, visible=lambda _: False)
+    peer = partial(Method, own=False)
+    alone = partial(peer, one_rank=True)
+    kernels = partial(alone, kernels=True)
     found = [
         *(preset(name) for name in group_options()["loss"]),
         *(_own(name, f"backend={name}: {about}", LossConfig(backend=name)) for name, about in backends.items()),
-        peer("open_clip", clip_loss, _open_clip, package="open_clip"),
-        kernels("inf_cl", flash_loss, _inf_cl, partial(_kernel_obstacle, sides=64, width=256), "inf_cl"),
-        kernels("memeff", efficient, _memeff, partial(_kernel_obstacle, width=64), "memeff", frozen_scale=True),
-        kernels("siglip_kernel", fused, _siglip_kernel, _kernel_obstacle, "siglip_kernel", **its_own),
-        peer("torch", "torch's cross_entropy of one matrix, both ways", lambda *_: cross_entropy, _one_rank),
-        peer(
+        peer("open_clip", clip_loss, _open_clip, "open_clip"),
+        kernels("inf_cl", flash_loss, _inf_cl, "inf_cl", sides=64, width=256),
+        kernels("memeff", efficient, _memeff, "memeff", width=64, frozen_scale=True),
+        kernels("siglip_kernel", fused, _siglip_kernel, "siglip_kernel", **its_own),
+        alone("torch", "torch's cross_entropy of one matrix, both ways", lambda *_: cross_entropy),
+        alone(
             "compile",
             "the same under torch.compile",
             lambda *_: torch.compile(cross_entropy, dynamic=False),
-            _compiler,
-            **compiled,
+            compiled=True,
         ),
     ]
     return {method.name: method for method in found}

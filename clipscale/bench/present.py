@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import cycle, groupby
-from math import inf, nan
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter
 from rich.console import Console
 
-from clipscale.bench import record as records
 from clipscale.report.plots import COLOURS, STYLE
 from clipscale.report.table import TextTable, plain_console
 from clipscale.units import format_count
@@ -30,8 +29,6 @@ Key = tuple[Any, ...]
 Value = Mapping[str, float] | float | None
 """A figure, or the spread of one; None: not measured."""
 
-HOMES = {"loss": "loss", "step": "step", "data": "data", "runs": "fit"}
-"""Benchmark, as a record names it -> the module that declares it in BENCHMARKS."""
 LOOKS = cycler(color=COLOURS) + cycler(marker="os^Dv<>P")
 MIB = 2**20
 
@@ -137,8 +134,6 @@ class Benchmark:
     panels: Callable[[Row], Sequence[Lines | Bars]]
     notes: Callable[[Row], list[str]] = lambda record: []
     """What the table does not show."""
-    lines: Callable[[Row], list[Row]] = lambda record: list(record["rows"])
-    """Rows of the table."""
 
     def key(self, row: Row) -> Key:
         return tuple(row[name] for name in self.name)
@@ -147,18 +142,10 @@ class Benchmark:
 # ---- tables ----
 
 
-def finish(record: Row, path: Path, console: Console | None = None) -> list[Row]:
-    """Judge the targets, write the record, and show it. Returns its rows."""
-    record["targets"] = benchmark_of(record).targets(record)
-    records.write(path, record)
-    show(record, path, console)
-    return list(record["rows"])
-
-
 def show(record: Row, path: Path, console: Console | None = None) -> None:
     """Print the table, the notes and the targets; put all of it (.md) and the picture (.png) beside the record at `path`."""
     shown, console = benchmark_of(record), console or plain_console()
-    rows = shown.lines(record)
+    rows = record["rows"]
     first = next(column for column in shown.columns if not column.case)  # has the status of a row that failed
     columns = [c for c in shown.columns if c.case or c is first or any(lookup(row, c.key) is not None for row in rows)]
     notes = [f"{name}: {about}" for name, about in record.get("methods", {}).items()]
@@ -195,23 +182,9 @@ def lookup(row: Row, key: str) -> Any:
     return value
 
 
-def milliseconds(seconds: float) -> str:
-    ms = 1e3 * seconds
-    return f"{ms:,.0f}" if ms >= 100 else f"{ms:.3g}"
-
-
-def mebibytes(size: float) -> str:
-    return f"{size / MIB:,.1f}"
-
-
 def extent(form: Callable[[float], str]) -> Callable[[Mapping[str, float]], str]:
     """Least and most of a spread."""
     return lambda spread: f"{form(spread['min'])}-{form(spread['max'])}"
-
-
-def scaled(spread: Mapping[str, float], factor: float) -> dict[str, float]:
-    """A spread in another unit."""
-    return {part: factor * spread[part] for part in ("median", "min", "max")}
 
 
 # ---- targets ----
@@ -223,23 +196,15 @@ WRONG = ("failed", "out of memory")
 """Statuses that miss a target. A row that lacks a figure for another reason is named and does not count."""
 
 
-@dataclass(frozen=True)
-class Target:
-    """A bound on every figure that is found."""
-
-    text: str
-    holds: Callable[[float], bool]
-    form: str = "{:.2f}"
-
-    def judge(self, found: Iterable[Found]) -> str:
-        """One line."""
-        found = list(found)
-        values = [value for _, value in found if not isinstance(value, str)]
-        wrong = [value for _, value in found if value in WRONG]
-        shown = ", ".join(f"{n} {v if isinstance(v, str) else self.form.format(v)}" for n, v in found)
-        if not values and not wrong:
-            return f"not measured: {self.text}: {shown or 'there are no such rows'}"
-        return f"{'reached' if not wrong and all(map(self.holds, values)) else 'missed'}: {self.text}: {shown}"
+def judged(text: str, holds: Callable[[float], bool], found: Iterable[Found], form: str = "{:.2f}") -> str:
+    """One line on a bound for every figure that is found: `reached`, `missed`, or `not measured`."""
+    found = list(found)
+    values = [value for _, value in found if not isinstance(value, str)]
+    wrong = [value for _, value in found if value in WRONG]
+    shown = ", ".join(f"{name} {value if isinstance(value, str) else form.format(value)}" for name, value in found)
+    if not values and not wrong:
+        return f"not measured: {text}: {shown or 'there are no such rows'}"
+    return f"{'reached' if not wrong and all(map(holds, values)) else 'missed'}: {text}: {shown}"
 
 
 def figures(rows: Iterable[Row], name: Callable[[Row], str], key: str) -> list[Found]:
@@ -250,21 +215,6 @@ def figures(rows: Iterable[Row], name: Callable[[Row], str], key: str) -> list[F
         return str(row["status"]) if row["status"] != "ok" else "has no such figure" if value is None else float(value)
 
     return [(name(row), figure(row)) for row in rows]
-
-
-def quotients(ours: Iterable[Row], rows: Sequence[Row], peer: str, name: Callable[[Row], str], key: str) -> list[Found]:
-    """The peer's figure under a dotted key over ours, case by case."""
-    found: list[Found] = []
-    for row in ours:
-        same = next((r for r in rows if r["method"] == peer and name(r) == name(row)), {"status": "not run"})
-        if row["status"] != "ok":
-            found.append((name(row), row["status"]))
-        elif same["status"] != "ok":
-            found.append((name(row), f"({peer}: {same['status']})"))
-        else:
-            own, theirs = lookup(row, key), lookup(same, key)
-            found.append((name(row), theirs / own if own else inf))
-    return found
 
 
 # ---- pictures ----
@@ -290,9 +240,8 @@ def draw(record: Row, path: Path) -> Figure:
 
 
 def benchmark_of(record: Row) -> Benchmark:
-    """What declares this record."""
-    name = record["benchmark"]
-    found: Benchmark = import_module(f"clipscale.bench.{HOMES[name]}").BENCHMARKS[name]
+    """What the module of that name declares."""
+    found: Benchmark = import_module(f"clipscale.bench.{record['benchmark']}").BENCHMARK
     return found
 
 

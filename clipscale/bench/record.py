@@ -1,9 +1,10 @@
-"""Records of benchmarks: what was measured, on what, by which command and code. They are written row by row and can be resumed.
+"""Records of benchmarks: what was measured, on what, by which command and code. They are written measurement by measurement and resumed.
 
 `python -m clipscale.bench.record COMMAND` prints the machine, as the first line of a file that keeps what COMMAND prints.
 """
 
 import json
+import os
 import platform
 import re
 import shlex
@@ -11,58 +12,111 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, Self
 
 import psutil
 import torch
+from rich.console import Console
 
+from clipscale.bench.harness import Answer, Job, measure
+from clipscale.bench.present import Key, benchmark_of, show
 from clipscale.errors import UserError
 from clipscale.files import read_json, write_json
 from clipscale.report.environment import environment
+from clipscale.report.table import plain_console
 from clipscale.units import parse_count, split
 
 Row = dict[str, Any]
 
-FREE = ("seconds", "resume", "profile", "methods", "repeats", "memory", "n", "d", "dtype", "sizes", "stream")
-"""Settings that may differ from run to run of one record: each row has its own."""
-FREE_ROWS = {"step": ("batch",)}
-"""More of them, by benchmark."""
+FREE = ("resume", "methods", "repeats", "memory", "n", "d", "dtype", "sizes", "stream")
+"""Settings that may differ from run to run of one record: each row has its own. Of the steps, `batch` too."""
 FINAL = ("ok", "out of memory", "not supported")
 """Statuses of rows that are not tried again."""
 
 
-def begin(folder: str, name: str, verb: str, settings: Any, **more: Any) -> tuple[Row, Path]:
-    """The record of `clipscale bench VERB` with these settings, and its path FOLDER/NAME.json.
+class Part(Protocol):
+    """Rows of a benchmark that are measured together."""
 
-    With `resume`, it holds the rows, methods and GEMM rates of the earlier record there, if the two go together.
+    @property
+    def label(self) -> str: ...
+
+    def names(self) -> list[Key]:
+        """Of its rows, in the order of the table."""
+
+    def without(self, done: set[Key]) -> Self:
+        """The part without rows that an earlier run measured."""
+
+    def jobs(self, answers: Sequence[Sequence[Answer]]) -> Iterator[Job]:
+        """What is to be measured. `answers` grows by one for each job that is done."""
+
+    def found(self, answers: Sequence[Sequence[Answer]]) -> Row:
+        """`rows`, and further entries of the record. Lists and tables grow part by part."""
+
+
+def drive(verb: str, worker: str, parts: Sequence[Part], settings: Any, name: str, console: Console | None = None,
+          **more: Any) -> list[Row]:  # fmt: skip
+    """Measure, print, and save as NAME.json in the folder `settings.out`. Returns all rows.
+
+    With `resume`, rows, methods and GEMM rates of an earlier record there are kept, if the two go together. The record is written after
+    every measurement, so that an interruption leaves what came before.
     """
-    out = Path(folder).expanduser()
-    out.mkdir(parents=True, exist_ok=True)
+    path, console = Path(settings.out).expanduser() / f"{name}.json", console or plain_console()
+    path.parent.mkdir(parents=True, exist_ok=True)
     values = {key: value for key, value in asdict(settings).items() if key != "out"}
-    given = [
-        f"{field.name}={values[field.name]}"
-        for field in fields(settings)
-        if values.get(field.name, field.default) != field.default
-    ]
+    given = [f"{f.name}={values[f.name]}" for f in fields(settings) if values.get(f.name, f.default) != f.default]
     facts = machine(shlex.join(["clipscale", "bench", verb, *given]))
     record: Row = {"benchmark": verb, "settings": values, "machine": facts, "rows": []} | more
-    path = out / f"{name}.json"
     before = earlier(path, record) if settings.resume else {}
     record |= {key: before[key] for key in ("rows", "gemm") if key in before}
     if "methods" in record:
         record["methods"] = before.get("methods", {}) | record["methods"]
-    return record, path
+    record["load_average_before"] = os.getloadavg()[0]  # processes that wanted a core, over the last minute
+    key = benchmark_of(record).key
+    done = {key(row) for row in record["rows"] if final(row)}
+    places = {name: place for place, name in enumerate(name for part in parts for name in part.names())}
+    try:
+        with console.status(verb) as status:
+            for part in (part.without(done) for part in parts):
+                if part.names():
+                    status.update(part.label)
+                    measure_part(worker, part, record, path)
+                    record["rows"].sort(key=lambda row: places.get(key(row), -1))  # rows of earlier runs come first
+    finally:
+        record["load_average_after"] = os.getloadavg()[0]
+        record["targets"] = benchmark_of(record).targets(record)
+        write(path, record)
+        show(record, path, console)
+    return list(record["rows"])
+
+
+def measure_part(worker: str, part: Part, record: Row, path: Path) -> None:
+    """Do the jobs of a part; the record grows by what they find."""
+    key = benchmark_of(record).key
+    before = record | {"rows": [row for row in record["rows"] if key(row) not in part.names()]}
+    answers: list[list[Answer]] = []
+
+    def on_answer(now: list[Answer]) -> None:
+        for name, value in part.found([*answers, now]).items():
+            if isinstance(value, list | dict):
+                value = [*before[name], *value] if isinstance(value, list) else before[name] | value
+            record[name] = value
+        write(path, record)
+
+    on_answer([])
+    for job in part.jobs(answers):
+        answers.append(measure(worker, job, on_answer))
+        on_answer([])
 
 
 def write(path: Path, record: Row) -> None:
     """Put the record at `path`, whole or not at all. Each row gets the command, the commit and the code that measured it."""
     facts = record["machine"]
     marks = {"command": facts["command"], "commit": facts["commit"], "code": facts["code"]["clipscale"]}
-    for row in [*record["rows"], *record.get("gemm", []), *([record["fits"]] if "fits" in record else [])]:
+    for row in [*record["rows"], *record.get("gemm", [])]:
         row |= {key: value for key, value in marks.items() if key not in row}
     write_json(path, record | {"written": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
 
@@ -95,7 +149,7 @@ def final(row: Row) -> bool:
 def _marks(record: Row) -> Row:
     facts = record["machine"]
     marks = {key: facts.get(key) for key in ("cpu", "gpus", "driver", "versions", "code")}
-    free = (*FREE, *FREE_ROWS.get(record["benchmark"], ()))
+    free = (*FREE, "batch") if record["benchmark"] == "step" else FREE
     return marks | {key: value for key, value in record["settings"].items() if key not in free}
 
 

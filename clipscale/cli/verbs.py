@@ -204,7 +204,7 @@ clipscale bench loss n=2k ranks=4 methods=clip,openclip,disco,ring,infcl""",
         "clipscale.bench.step:main",
         """\
 clipscale bench step
-clipscale bench step model=vit-b16 precision=bf16 batch=32k chunk=256 memory= methods=plain@max,cache,cache@256k seconds=300
+clipscale bench step model=vit-b16 precision=bf16 batch=32k chunk=256 memory= methods=plain@max,cache,cache@256k
 clipscale bench step methods=cache,keep-30,frozen batch=1k chunk=256""",
     ),
     "bench data": Tool(

@@ -31,7 +31,6 @@ INDEX_HELP = "Folder of the index, if it is not beside the shards."
 HUB_HELP = "As `model.hub` in training, for the description in the checkpoint."
 PROCESSES_HELP = "Processes; null: one per core."
 PIPE_HELP = "Allow `pipe:` shards, which run a shell command."
-SECONDS_HELP = "Most seconds in all; what would take longer is recorded as not run. 0: no bound."
 RESUME_HELP = "Keep what an interrupted run with the same settings has measured on this machine."
 BENCH_OUT_HELP = "Folder for {}.json, .md and .png; earlier ones are replaced."
 
@@ -221,8 +220,8 @@ class StepBenchSettings:
     """`clipscale bench step`: the gradient cache against plain forward and backward, per sample."""
 
     model: str = setting("tiny", "A preset of conf/model.")
-    batch: str = setting("512", "Pairs per step, for methods without their own @BATCH.")
-    chunk: str = setting("128", "Samples per chunk, of both towers.")
+    batch: int = setting(512, "Pairs per step, for methods without their own @BATCH.", least=1)
+    chunk: int = setting(128, "Samples per chunk, of both towers.", least=1)
     memory: str = setting("128,256,512,1k", "Batches at which memory is measured; empty: none.")
     methods: str = setting(
         "auto",
@@ -232,14 +231,7 @@ class StepBenchSettings:
     precision: str = setting("fp32", "`fp32` or `bf16` (autocast).", choices=("fp32", "bf16"))
     device: str = setting("auto", DEVICE_HELP, choices=DEVICES)
     repeats: int = setting(7, "Measurements of each method.", least=1)
-    clock: str = setting("wall", "`wall`; or `cpu`: the processor time of one thread.", choices=("wall", "cpu"))
-    seconds: float = setting(0.0, SECONDS_HELP, least=0)
     resume: bool = setting(False, RESUME_HELP)
-    malloc: str = setting(
-        "keep",
-        "On a CPU, while time is measured: `keep` freed memory (faster), or give it to the `system`.",
-        choices=("keep", "system"),
-    )
     out: str = setting("runs/bench", BENCH_OUT_HELP.format("step-DEVICE"))
 
 
@@ -258,9 +250,7 @@ class LossBenchSettings:
     ranks: int = setting(1, "Processes that share the batch; with several, network traffic is counted too.", least=1)
     repeats: int = setting(5, "Measurements of each time.", least=1)
     scale: float = setting(100.0, "Logit scale; 100: CLIP's at the end of training. The sigmoid loss keeps its own.")
-    seconds: float = setting(0.0, SECONDS_HELP, least=0)
     resume: bool = setting(False, RESUME_HELP)
-    profile: bool = setting(False, "Also profile one step of each method: the time of each kernel.")
     reference: int = setting(4096, "Largest batch whose error against float64 is measured; 0: none.", least=0)
     out: str = setting("runs/bench", BENCH_OUT_HELP.format("loss-DEVICE (or loss-DEVICE-Pranks)"))
 
@@ -278,7 +268,9 @@ class DataBenchSettings:
     batch: int = setting(256, "Batch of the end-to-end measurement.", least=1)
     device: str = setting("auto", "GPU to measure: `auto` (if there is one), `cuda`, or `cpu`: none.", choices=DEVICES)
     resume: bool = setting(False, RESUME_HELP)
-    model: str = setting("vit-b32", "A preset of conf/model whose training step on the GPU is measured; empty: none.")
+    model: str = setting(
+        "vit-b32", "A preset of conf/model, for the cores that feed a GPU that trains it; empty: none."
+    )
     out: str = setting("runs/bench", BENCH_OUT_HELP.format("data"))
 
 

@@ -64,6 +64,9 @@ class Kept:
     repeated: float = 1.0
     """Share of a forward pass that the backward pass of a checkpointed graph repeats."""
 
+    def counts(self) -> dict[str, int]:
+        return {"whole": self.whole, "checkpointed": self.checkpointed}
+
     @property
     def skipped_passes(self) -> float:
         """Forward passes of a chunk that need not be computed."""
@@ -91,11 +94,6 @@ class StepMemory:
     def highest(self) -> float:
         """Peak of the step."""
         return max(map(self.phase, PHASES))
-
-    @property
-    def gradients(self) -> float:
-        """The parameters' gradients beyond `fixed` (DDP's buckets, where gradients end up, are in `fixed`)."""
-        return self.before["optim"] - self.before["encode"]
 
     def slope(self, smaller: "StepMemory", distance: float) -> "StepMemory":
         """Growth per unit, from a `smaller` step that is `distance` units away."""

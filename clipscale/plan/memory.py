@@ -150,16 +150,6 @@ def keep_bytes(setting: str, step: StepMemory, available: float) -> float:
     return max(0.0, MARGIN * (available - start) - (step.highest - start))
 
 
-def workspace_bytes(capability: int) -> int:
-    """cuBLAS's workspaces, in torch's allocator."""
-    return WORKSPACES.get(capability, WORKSPACES[80])
-
-
-def outside_bytes(ranks: int) -> int:
-    """GPU memory outside of torch's allocator."""
-    return CONTEXT + (NCCL if ranks > 1 else 0)
-
-
 # ---- the host ----
 
 

@@ -11,15 +11,7 @@ from clipscale.config.tools import PlanConfig, target_gpu
 from clipscale.errors import UserError
 from clipscale.hardware import Hardware
 from clipscale.plan.dry_run import PHASES, TOWERS, DryRun, StepMemory, dry_run
-from clipscale.plan.memory import (
-    Chunks,
-    HostMemory,
-    MemoryModel,
-    host_memory,
-    keep_bytes,
-    outside_bytes,
-    workspace_bytes,
-)
+from clipscale.plan.memory import CONTEXT, NCCL, WORKSPACES, Chunks, HostMemory, MemoryModel, host_memory, keep_bytes
 from clipscale.plan.remedies import Needs, remedies
 from clipscale.plan.step_time import caption_width, step_time
 from clipscale.units import format_bytes
@@ -38,8 +30,10 @@ def plan(config: PlanConfig, announce: Callable[[str], None] = lambda line: None
         result, needs = made.result(), made.needs()
     if made.gpu and not result["fits"]:
         announce("it does not fit; planning it with other settings")
-        found = remedies(config, needs, measured_needs, result["limits"]["chunk"])
-        result["remedies"] = [remedy.record() for remedy in found]
+        result["remedies"] = [
+            {"settings": list(remedy.words), "gpu_share": remedy.needs.gpu, "host_share": remedy.needs.host}
+            for remedy in remedies(config, needs, measured_needs, result["limits"]["chunk"])
+        ]
     result["conclusion"] = conclusion(result)
     return result
 
@@ -47,8 +41,7 @@ def plan(config: PlanConfig, announce: Callable[[str], None] = lambda line: None
 @contextmanager
 def planned(config: PlanConfig) -> Iterator["MemoryPlan"]:
     """The plan of a run, while its dry run is open. Raises UserError."""
-    gpu = target_gpu(config)
-    ranks = config.gpus * config.nodes
+    gpu, ranks = target_gpu(config), config.gpus * config.nodes
     chunk_sizes(config.cache, config.batch // ranks)
     with dry_run(config, ranks, gpu.capability if gpu else None) as run:
         yield MemoryPlan(config, gpu, run)
@@ -80,8 +73,10 @@ class MemoryPlan:
         self.ranks = config.gpus * config.nodes
         self.local = config.batch // self.ranks
         self.model = MemoryModel(run, caption_width(config, run) / run.context_length)
-        self.workspace = workspace_bytes(gpu.capability) if gpu else 0
-        self.outside = outside_bytes(self.ranks) if gpu else 0
+        self.workspace = WORKSPACES.get(gpu.capability, WORKSPACES[80]) if gpu else 0
+        """cuBLAS's, in torch's allocator."""
+        self.outside = (CONTEXT + (NCCL if self.ranks > 1 else 0)) if gpu else 0
+        """GPU memory outside of torch's allocator."""
         self.usable = math.inf if gpu is None else gpu.memory_bytes * (1 - config.reserve)
         self.chunks, self.assumed = self._chunks(found or {})
         plain = self.model.at(self.local, self.chunks)
@@ -176,20 +171,13 @@ class MemoryPlan:
             "step_s": time["step_s"] if time else None,
             "settings": {
                 "model": config.model.name,
-                "batch": config.batch,
-                "hardware": config.hardware,
-                "gpus": config.gpus,
-                "nodes": config.nodes,
+                **{name: getattr(config, name) for name in ("batch", "hardware", "gpus", "nodes", "offload")},
                 "local_batch": self.local,
                 "chunk": {name: chunk or self.local for name, chunk in zip(TOWERS, self.chunks)},
                 "chunk_assumed": self.assumed,
-                "kept_chunks": {
-                    name: {"whole": kept.whole, "checkpointed": kept.checkpointed}
-                    for name, kept in zip(TOWERS, self.step.kept)
-                },
+                "kept_chunks": {name: kept.counts() for name, kept in zip(TOWERS, self.step.kept)},
                 "precision": config.precision.name,
                 "optim": config.optim.name,
-                "offload": config.offload,
                 "parallel": config.launch.parallel,
             },
             "device": device,
@@ -207,18 +195,13 @@ class MemoryPlan:
         }
 
     def device_record(self) -> Result:
-        step = self.step
-        phases = {
-            name: {
-                "before_bytes": step.before[name] + self.workspace,
-                "extra_bytes": step.phase(name) - step.before[name],
-                "peak_bytes": step.phase(name) + self.workspace,
-            }
-            for name in PHASES
-        }
+        step, phases = self.step, {}
+        for name in PHASES:
+            before, peak = step.before[name], step.phase(name)
+            sizes = {"before_bytes": before + self.workspace, "extra_bytes": peak - before}
+            phases[name] = sizes | {"peak_bytes": peak + self.workspace}
         return {
             "fixed_bytes": step.fixed,
-            "gradients_bytes": step.gradients,
             "phases": phases,
             "workspace_bytes": self.workspace,
             "peak_bytes": step.highest + self.workspace,
@@ -243,17 +226,13 @@ class MemoryPlan:
             "hours": samples / batch * time.step / 3600 if samples else None,
         }
 
-    def kept_graphs(self) -> str:
-        """How many of which kind, by tower."""
-        counts = self.model.counts(self.local, self.chunks)
-        return "; ".join(
-            f"{name}: {kept.checkpointed} checkpointed and {kept.whole} whole of {count} chunks"
-            for name, kept, count in zip(TOWERS, self.step.kept, counts)
-        )
-
     def notes(self) -> list[str]:
         """Assumptions behind the figures."""
         config, chunk = self.config, self.chunks[0] or self.local
+        graphs = [
+            f"{name}: {kept.checkpointed} checkpointed and {kept.whole} whole of {count} chunks"
+            for name, kept, count in zip(TOWERS, self.step.kept, self.model.counts(self.local, self.chunks))
+        ]
         notes = {
             f"cache.chunk=auto: {chunk} assumed; the run finds its own by trial, for speed, with what fits": self.assumed,
             "model.compile=true: predicted as if not compiled": config.model.compile,
@@ -261,9 +240,7 @@ class MemoryPlan:
             f"assumed: captions of {config.caption_tokens:g} tokens on average, sorted and cut to their length": self.gpu
             and caption_width(config, self.run) < self.run.context_length,
             "cache.keep=auto fills the free memory on purpose": config.cache.keep == "auto",
-            f"graphs that wait between the passes: {self.kept_graphs()}": any(
-                kept.skipped_passes for kept in self.step.kept
-            ),
+            f"graphs that wait between the passes: {'; '.join(graphs)}": any(k.skipped_passes for k in self.step.kept),
             "loss.keep=auto takes half of what the loss leaves free: not in these figures": config.loss.keep == "auto",
             f"assumed: {format_bytes(self.outside)} outside of torch's allocator (context, NCCL), {format_bytes(self.workspace)} of "
             f"cuBLAS workspace, {config.reserve:.0%} left free": self.gpu,

@@ -2,14 +2,10 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from clipscale.config.sections import LossConfig
 from clipscale.config.tools import PlanConfig
 from clipscale.optim import SHARDED
-
-MOST_NODES = 8
-"""Nodes that are tried at most, as a multiple of those asked for."""
 
 
 @dataclass(frozen=True)
@@ -37,43 +33,25 @@ class Remedy:
     config: PlanConfig
     needs: Needs
 
-    def record(self) -> dict[str, Any]:
-        """For `json=true`."""
-        return {"settings": list(self.words), "gpu_share": self.needs.gpu, "host_share": self.needs.host}
-
 
 def remedies(
     config: PlanConfig, needs: Needs, measure: Callable[[PlanConfig], Needs], chunk: int | None = None
 ) -> list[Remedy]:
     """Changes with which the run fits, the one that helps most first; empty if none was found.
 
-    Tries single settings. While none of them suffices, keeps the one that helps most and tries further ones; at last adds nodes.
-    `measure` plans a changed run, `needs` is what the run takes unchanged, `chunk` is a chunk size that is expected to fit.
+    Tries single settings. While none of them suffices, keeps the one that helps most and tries further ones. `measure` plans a changed
+    run, `needs` is what the run takes unchanged, `chunk` is a chunk size that is expected to fit.
     """
     best = Remedy((), config, needs)
     while True:
-        changes = candidates(best.config, best.needs, chunk)
+        for_host = best.needs.host >= best.needs.gpu
+        changes = _for_host(best.config) if for_host else _for_gpu(best.config, best.needs, chunk)
         tried = [Remedy((*best.words, word), changed, measure(changed)) for word, changed in changes.items()]
         tried.sort(key=lambda remedy: remedy.needs.worst)
         fitting = [remedy for remedy in tried if remedy.needs.worst <= 1]
-        if fitting:
+        if fitting or not tried or tried[0].needs.worst >= best.needs.worst:
             return fitting
-        if not tried or tried[0].needs.worst >= best.needs.worst:
-            break
         best = tried[0]
-    factor = 2
-    while factor <= MOST_NODES and config.batch % (config.gpus * config.nodes * factor) == 0:
-        changed = replace(best.config, nodes=config.nodes * factor)
-        more = Remedy((*best.words, f"nodes={changed.nodes}"), changed, measure(changed))
-        if more.needs.worst <= 1:
-            return [more]
-        factor *= 2
-    return []
-
-
-def candidates(config: PlanConfig, needs: Needs, chunk: int | None) -> dict[str, PlanConfig]:
-    """The run with each single setting that lowers the memory of which most is missing."""
-    return _for_host(config) if needs.host >= needs.gpu else _for_gpu(config, needs, chunk)
 
 
 def _for_gpu(config: PlanConfig, needs: Needs, chunk: int | None) -> dict[str, PlanConfig]:

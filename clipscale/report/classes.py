@@ -1,6 +1,5 @@
 """The report's part on classification sets: figures of classes, pairs that are confused, and pictures that are missed."""
 
-import logging
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
@@ -10,10 +9,9 @@ from pydantic import Field, TypeAdapter
 from typing_extensions import TypedDict
 
 from clipscale import files
+from clipscale.report.evaluations import left_out
 from clipscale.report.table import TextTable
 from clipscale.terminal import printable
-
-log = logging.getLogger(__name__)
 
 SETS, ROWS, WORST = 20, 1000, 20
 """Most sets on a page, rows of a table of classes, and rows that are shown at once."""
@@ -59,8 +57,7 @@ def read_misses(run_dir: Path) -> list[dict[str, Any]]:
             _MISSES.validate_python(record)
             found.append(record)
         except (OSError, ValueError) as error:
-            why = " ".join(str(error).split())[:300]
-            log.warning("%s is left out: it cannot be read (%s); evaluate again", file, why)
+            left_out(file, error)
     return found
 
 

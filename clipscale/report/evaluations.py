@@ -63,7 +63,7 @@ def read_evaluations(run_dir: Path) -> list[Record]:
             try:
                 found.append(read_evaluation(file) | {"step": int(file.stem.removeprefix("step_"))})
             except (OSError, ValueError) as error:
-                _left_out(file, error)
+                left_out(file, error)
     return sorted(found, key=lambda record: record["step"])
 
 
@@ -82,11 +82,12 @@ def read_galleries(run_dir: Path, most: int) -> list[tuple[Record, np.ndarray]]:
                     raise ValueError("the picture has another size than it is said to have")
                 found.append((record, np.asarray(image.convert("RGB"))))
         except Exception as error:  # Pillow raises whatever the bytes lead to
-            _left_out(file, error)
+            left_out(file, error)
         if len(found) == most:
             break
     return found
 
 
-def _left_out(file: Path, error: Exception) -> None:
+def left_out(file: Path, error: Exception) -> None:
+    """Warn that a result file cannot be read."""
     log.warning("%s is left out: it cannot be read (%s); evaluate again", file, " ".join(str(error).split())[:300])

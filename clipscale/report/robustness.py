@@ -56,20 +56,10 @@ def newest_robustness(evaluations: Iterable[Mapping[str, Any]]) -> list[TextTabl
 
 
 def _tables(found: Mapping[str, Mapping[str, float]]) -> list[TextTable]:
-    rows = [
-        [
-            " ".join(["robustness", *marks.split()]),
-            *(f"{100 * one[key]:.1f}" for key in ("imagenet", "shifted", "gap", "relative")),
-            f"{one['sets']:.0f}",
-        ]
-        for marks, one in found.items()
-    ]
-    heads = (
-        "shifts of ImageNet",
-        "ImageNet top-1 %",
-        "mean of its variants %",
-        "gap",
-        "variants / ImageNet %",
-        "variants",
-    )
+    rows = []
+    for marks, one in found.items():
+        shares = [f"{100 * one[key]:.1f}" for key in ("imagenet", "shifted", "gap", "relative")]
+        rows.append([" ".join(["robustness", *marks.split()]), *shares, f"{one['sets']:.0f}"])
+    means = ("ImageNet top-1 %", "mean of its variants %", "gap", "variants / ImageNet %", "variants")
+    heads = ("shifts of ImageNet", *means)
     return [TextTable(heads, [rows])] if rows else []

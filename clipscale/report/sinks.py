@@ -4,11 +4,9 @@ wandb sends the user's key to the host of the user's own configuration, and to n
 directory, which may have come with a stranger's files.
 """
 
-import math
 import os
 import re
 import secrets
-import time
 from collections.abc import Callable, Mapping
 from configparser import ConfigParser, Error
 from contextlib import suppress
@@ -19,9 +17,6 @@ from typing import Any
 from clipscale import files
 from clipscale.config.sections import SinkConfig
 from clipscale.errors import UserError
-
-SLOW_SINK_S = 5.0
-"""The log warns once about a sink that takes longer than this for a record, because it holds up training."""
 
 
 class Sinks:
@@ -38,16 +33,15 @@ class Sinks:
         """`settings`: those of the run, for wandb. `message` prints a line."""
         self.message = message
         self._sinks: dict[str, _TensorBoard | _Wandb] = {}
-        self._slow: set[str] = set()
         if config.tensorboard:
-            self._open("tensorboard", lambda: _TensorBoard(run_dir, resume_step))
+            self._call("tensorboard", lambda: self._sinks.update(tensorboard=_TensorBoard(run_dir, resume_step)))
         if config.wandb != "disabled":
-            self._open("wandb", lambda: _Wandb(run_dir, config, settings))
+            self._call("wandb", lambda: self._sinks.update(wandb=_Wandb(run_dir, config, settings)))
 
     def write(self, step: int, values: dict[str, float]) -> None:
         """Give the values to every sink."""
         for name, sink in list(self._sinks.items()):
-            self._call(name, partial(sink.write, step, values), SLOW_SINK_S)
+            self._call(name, partial(sink.write, step, values))
 
     def eval(self, step: int, results: Mapping[str, Mapping[str, float]]) -> None:
         """Give evaluation results to every sink, as `eval/SET/METRIC`."""
@@ -56,26 +50,16 @@ class Sinks:
     def close(self) -> None:
         """Close every sink. Safe to call twice."""
         for name in list(self._sinks):
-            sink = self._sinks.pop(name)
-            self._call(name, sink.close, slow_s=math.inf)
+            self._call(name, self._sinks.pop(name).close)
 
-    def _open(self, name: str, make: Callable[[], "_TensorBoard | _Wandb"]) -> None:
-        self._call(name, lambda: self._sinks.update({name: make()}), slow_s=math.inf)
-
-    def _call(self, name: str, call: Callable[[], None], slow_s: float) -> None:
+    def _call(self, name: str, call: Callable[[], None]) -> None:
         """Call a sink. Whatever fails in it prints one warning and closes that sink."""
-        started = time.perf_counter()
         try:
             call()
         except Exception as error:
             self._sinks.pop(name, None)
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             self.message(f"warning: {name} failed and is off from here on ({reason})")
-            return
-        taken = time.perf_counter() - started
-        if taken > slow_s and name not in self._slow:
-            self._slow.add(name)
-            self.message(f"warning: {name} took {taken:.1f} s for one record and holds up training")
 
 
 class _TensorBoard:

@@ -33,7 +33,7 @@ def record(**changes: Any) -> dict[str, Any]:
     return {
         "benchmark": "step",
         "machine": facts,
-        "settings": {"model": "tiny", "chunk": "4", "seconds": 0.0},
+        "settings": {"model": "tiny", "chunk": "4", "repeats": 5},
         "rows": [],
     } | changes
 
@@ -42,19 +42,19 @@ def test_an_interrupted_run_is_resumed_with_all_its_rows(tmp_path: Path) -> None
     path = tmp_path / "x.json"
     assert earlier(path, record()) == {}
     write(path, record(rows=[dict(row) for row in ROWS]))
-    facts = MACHINE | {"time": "later", "commit": "2", "command": "clipscale bench step seconds=60"}
-    again = record(machine=facts, settings=record()["settings"] | {"seconds": 60.0})
+    facts = MACHINE | {"time": "later", "commit": "2", "command": "clipscale bench step repeats=6"}
+    again = record(machine=facts, settings=record()["settings"] | {"repeats": 6})
     kept = earlier(path, again)["rows"]
     assert [{"case": row["case"], "status": row["status"]} for row in kept] == ROWS
     assert [final(row) for row in kept] == [True, True, False], "what had no time is tried again"
     done = {(row["case"],) for row in kept}
-    part = StepPart(Job({}, "cpu"), ["plain@8", "cache@8"], [], keep=True)
+    part = StepPart(Job({}, "cpu"), ["plain@8", "cache@8"], [])
     assert part.without(done).cases == []
     again_part = replace(part, cases=[*part.cases, "cache@16"])
     assert again_part.without(done).cases == ["plain@8", "cache@16"], "with its baseline"
     write(path, again | {"rows": [*kept, {"case": "cache@16", "status": "ok"}]})
     rows = json.loads(path.read_text())["rows"]
-    commands = ["clipscale bench step"] * 3 + ["clipscale bench step seconds=60"]
+    commands = ["clipscale bench step"] * 3 + ["clipscale bench step repeats=6"]
     assert [row["command"] for row in rows] == commands, "each row its own"
     assert [row["commit"] for row in rows] == ["1", "1", "1", "2"] and {row["code"] for row in rows} == {"a"}
 

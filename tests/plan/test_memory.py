@@ -45,10 +45,8 @@ def assert_agree(ours: StepMemory, real: StepMemory, *, growth: bool = True, pea
     assert worst <= BAR, "\n".join(lines)
 
 
-QUICK: dict[str, dict[str, Any]] = {
+CASES: dict[str, dict[str, Any]] = {
     "float32": {},
-}
-SLOW: dict[str, dict[str, Any]] = {
     "frozen": {"model__freeze_image": True, "optim__name": "lion"},
     "sigmoid": {"loss__objective": "sigmoid", "model__init_bias": -10, "optim__name": "muon"},
     "bf16": {"precision__name": "bf16", "chunk": 32},
@@ -69,16 +67,9 @@ SLOW: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("changed", QUICK.values(), ids=QUICK)
-def test_every_phase_takes_the_predicted_memory(changed: dict[str, Any]) -> None:
-    config = settings(**changed)
-    assert_agree(predicted(config), measured(config))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("changed", SLOW.values(), ids=SLOW)
-def test_rarer_settings_take_the_predicted_memory(changed: dict[str, Any]) -> None:
-    config = settings(**changed)
+@pytest.mark.parametrize("name", ["float32", *(pytest.param(name, marks=pytest.mark.slow) for name in list(CASES)[1:])])
+def test_every_phase_takes_the_predicted_memory(name: str) -> None:
+    config = settings(**CASES[name])
     assert_agree(predicted(config), measured(config))
 
 

@@ -28,7 +28,6 @@ class Machine:
             "checkpointing": config.model.grad_checkpointing,
             "fsdp": config.launch.parallel == "fsdp",
             "chunk": config.cache.chunk == "64",
-            "nodes": config.nodes > 1,
         }
         gpu = 2.0 - sum(self.saved.get(name, 0) for name, made in changes.items() if made)
         return Needs(gpu, 0.0, self.fixed, self.phase)
@@ -58,10 +57,8 @@ def test_settings_that_suffice_only_together_are_combined() -> None:
     assert advised(Machine("loss", loss=0.4, fsdp=0.7), run()) == [("launch.parallel=fsdp", "loss=infcl")]
 
 
-def test_nodes_are_added_where_no_setting_suffices() -> None:
-    assert advised(Machine("loss", loss=0.4, nodes=0.8), run()) == [("loss=infcl", "nodes=2")]
-    assert advised(Machine("loss", nodes=1.5), run(batch=8)) == [], "16 GPUs cannot share a batch of 8"
-    assert advised(Machine("loss"), run()) == []
+def test_nothing_is_advised_where_nothing_suffices() -> None:
+    assert advised(Machine("loss", loss=0.4), run()) == advised(Machine("loss"), run()) == []
 
 
 def test_settings_that_the_program_refuses_are_not_tried() -> None:

@@ -273,20 +273,6 @@ def test_a_sink_that_cannot_open_costs_one_warning(tmp_path: Path) -> None:
     assert printed(log).count("warning: tensorboard failed") == 1 and steps(tmp_path) == [1]
 
 
-def test_a_slow_sink_is_named_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Idle(Broken):
-        def write(self, step: int, values: dict[str, float]) -> None: ...
-
-        def close(self) -> None: ...
-
-    monkeypatch.setattr(sinks, "_TensorBoard", Idle)
-    monkeypatch.setattr(sinks, "SLOW_SINK_S", -1.0)
-    with open_log(tmp_path, LogConfig(tensorboard=True)) as log:
-        log.step(record(1))
-        log.step(record(2))
-    assert printed(log).count("holds up training") == 1
-
-
 @pytest.fixture
 def wandb_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """wandb's files in the test's own folder; a server that nobody answers at, so that any use of the network would fail."""
