@@ -18,12 +18,14 @@ from clipscale.config.sections import CacheConfig
 from clipscale.distributed import World
 from clipscale.errors import UserError
 from clipscale.kept_graphs import ActivationBudget
+from clipscale.loss.machine import Machine
 from clipscale.parallel.fsdp import ShardedTower
 from clipscale.phases import Phases
 from clipscale.rng import RandomState
 from clipscale.units import parse_count, parse_memory
 
 log = logging.getLogger(__name__)
+free_bytes = Machine().free_bytes
 
 CPU_CHUNK = 256
 """Samples per chunk on a CPU. Larger chunks fit there too, but are no faster."""
@@ -263,9 +265,3 @@ class StageTuner:
         for tower in self.towers:
             tower.set_stage(stage)
         self.taken = sum(tower.extra_bytes(stage) for tower in self.towers)
-
-
-def free_bytes(device: torch.device) -> int:
-    """Free memory of a GPU, with what the allocator holds in reserve."""
-    free, _ = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
