@@ -33,18 +33,20 @@ class LostRankError(Exception):
         self.first = first
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message; its kind, where there is none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def one_line(error: BaseException) -> str:
+    """An error's message without newlines, at most 300 characters of it; its kind, where there is none."""
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
 LOST = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Broken pipe",
-    "Timed out waiting",
-    "timed out",
-    "Application timeout",
-    "Socket Timeout",
-    "DistBackendError",
-    "DistNetworkError",
-    "LostRankError",
-)
+    "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting", "timed out",
+    "Application timeout", "Socket Timeout", "DistBackendError", "DistNetworkError", "LostRankError",
+)  # fmt: skip
 """Words of gloo and NCCL for a rank that does not answer."""
 
 

@@ -11,32 +11,12 @@ from clipscale.checkpoint.folder import (
     set_aside,
     step_of,
 )
-from clipscale.checkpoint.loading import Saved, load
-from clipscale.checkpoint.resume import check_fits, check_same_step, to_resume
+from clipscale.checkpoint.loading import Saved, load, verify
+from clipscale.checkpoint.resume import check_fits, to_resume
 from clipscale.checkpoint.saving import Saver, UnwritableError, save, save_diverged
-from clipscale.checkpoint.store import Store, open_store
-from clipscale.checkpoint.verification import verify
+from clipscale.checkpoint.store import open_store
 
 __all__ = [
-    "Saved",
-    "Saver",
-    "Store",
-    "UnwritableError",
-    "check_fits",
-    "check_same_step",
-    "found",
-    "load",
-    "locate",
-    "make_folder",
-    "newest_step",
-    "open_store",
-    "path_of",
-    "remove_empty_run",
-    "remove_temporary",
-    "save",
-    "save_diverged",
-    "set_aside",
-    "step_of",
-    "to_resume",
-    "verify",
-]
+    "Saved", "Saver", "UnwritableError", "check_fits", "found", "load", "locate", "make_folder", "newest_step", "open_store",
+    "path_of", "remove_empty_run", "remove_temporary", "save", "save_diverged", "set_aside", "step_of", "to_resume", "verify",
+]  # fmt: skip

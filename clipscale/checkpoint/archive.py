@@ -25,8 +25,6 @@ MOST_VALUES = 1 << 18
 """Values in an archive, apart from tensors' numbers: five for each shard stream, a few for each parameter and for each chunk of a step."""
 FREE_BYTES = 1 << 20
 """Tensors may share memory: together they have at most twice the file's bytes and these."""
-_LEGACY = 5
-"""Pickles in a file of torch before 1.6: a mark, a version, the machine, the values, the keys of the storages."""
 
 
 def load(path: Path, *, mmap: bool = False) -> Any:
@@ -35,27 +33,18 @@ def load(path: Path, *, mmap: bool = False) -> Any:
     Raises OSError, ValueError, and torch's and zipfile's errors.
     """
     with opened(path) as file:
-        size, packed = path.stat().st_size, is_archive(file)
-        if packed:
-            check_records(file, size)
-        else:
-            for _ in range(_LEGACY):
-                check_names(file)
-    values = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap and packed)
+        size = path.stat().st_size
+        check_records(file, size)
+    values = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     check_size(values, size)
     return values
 
 
-def is_archive(file: BinaryIO) -> bool:
-    """Whether it is a zip file, as torch has written since 1.6."""
-    file.seek(0)
-    start = file.read(4)
-    file.seek(0)
-    return start == b"PK\x03\x04"
-
-
 def check_records(file: BinaryIO, size: int) -> None:
     """Raise ValueError for an archive of `size` bytes with records that are packed or overlap, or that name more than values."""
+    # torch looks at the beginning, zipfile at the end.
+    if file.read(4) != b"PK\x03\x04" or not zipfile.is_zipfile(file):
+        raise ValueError("it is no archive of torch 1.6 or later")
     with zipfile.ZipFile(file) as archive:
         records = archive.infolist()
         for record in records:
@@ -99,14 +88,12 @@ def check_size(values: Any, size: int) -> None:
 
 
 def verify(path: Path) -> int:
-    """Compare every record of an archive with its checksum; returns the bytes read. A file of another kind than torch's archives has none.
+    """Compare every record of an archive with its checksum; returns the bytes read.
 
     The archive is a zip file, for which `torch.save` computes a CRC-32 of every tensor. `torch.load` ignores them. Raises OSError,
     ValueError and zipfile's errors.
     """
     with opened(path) as file:
-        if not is_archive(file):
-            return 0  # loading it fails, unless it is older than torch's archives
         size = path.stat().st_size
         check_records(file, size)
         if damaged := zipfile.ZipFile(file).testzip():

@@ -1,7 +1,9 @@
-"""Loads checkpoints: as a whole in one process, or in shards on the ranks of a run."""
+"""Verifies and loads checkpoints: as a whole in one process, or in shards on the ranks of a run, which share the verification."""
 
 import warnings
+import zlib
 from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +14,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from clipscale.checkpoint import archive
-from clipscale.checkpoint.manifest import DTYPES, PLAIN, Manifest, Stored
-from clipscale.checkpoint.shards import ShardReader
-from clipscale.checkpoint.verification import damaged, verify
+from clipscale.checkpoint.manifest import BLOCK, DTYPES, PLAIN, Manifest, Stored
+from clipscale.checkpoint.shards import ShardReader, read_into
 from clipscale.distributed import World
-from clipscale.errors import UserError
+from clipscale.errors import UserError, first_line
+from clipscale.files import opened
+from clipscale.hardware import cores
 
-ERRORS = (Exception,)
-"""The unpickler, zipfile, zlib and torch raise whatever the bytes lead to."""
 SEPARATOR = "/"
 """Between the keys of nested dictionaries in the name of a tensor."""
 
@@ -72,7 +73,7 @@ def load(path: Path, *, verified: bool = False, parts: Collection[str] | None = 
         }
         read_tensors(path, manifest, wanted)
         return join(read_plain(path), wanted)
-    except ERRORS as error:
+    except Exception as error:
         raise damaged(path, error) from error
 
 
@@ -103,7 +104,7 @@ class Saved:
         """Everything that is no tensor of the model; of format 1 and 2, all of it."""
         try:
             self.values = read_plain(path) if path.is_dir() else archive.load_checkpoint(path)
-        except ERRORS as error:
+        except Exception as error:  # the unpickler, zipfile, zlib and torch raise whatever the bytes lead to
             raise damaged(path, error) from error
 
     def state(self, like: Mapping[str, Tensor], world: World) -> dict[str, Any]:
@@ -122,11 +123,12 @@ class Saved:
                 if isinstance(parameter, DTensor) and list(parameter.shape) == one.shape:
                     sharded[name] = torch.empty_like(parameter, dtype=DTYPES[one.dtype], requires_grad=False)
             whole = {name: one for name, one in manifest.tensors.items() if name not in sharded}
-            owners = shares({name: size_of(one) for name, one in whole.items()}, world.size)
+            sizes = {n: DTYPES[one.dtype].itemsize * torch.Size(one.shape).numel() for n, one in whole.items()}
+            owners = shares(sizes, world.size)
             device = world.device if world.size > 1 else torch.device("cpu")
             own = {n: torch.empty(o.shape, dtype=DTYPES[o.dtype]) for n, o in whole.items() if owners[n] == world.rank}
             self.bytes_read = read_tensors(self.path, manifest, own | sharded)
-        except ERRORS as error:
+        except Exception as error:  # the unpickler, zipfile, zlib and torch raise whatever the bytes lead to
             raise damaged(self.path, error) from error
         tensors = {name: exchanged(one, own.get(name), owners[name], device) for name, one in whole.items()}
         return join(self.values, sharded | tensors)
@@ -141,14 +143,51 @@ def shares(sizes: Mapping[str, int], world: int) -> dict[str, int]:
     return owners
 
 
-def size_of(one: Stored) -> int:
-    """A tensor's bytes."""
-    return DTYPES[one.dtype].itemsize * torch.Size(one.shape).numel()
-
-
 def exchanged(one: Stored, own: Tensor | None, owner: int, device: torch.device) -> Tensor:
     """A tensor that its owner has read, on every rank."""
     tensor = torch.empty(one.shape, dtype=DTYPES[one.dtype], device=device) if own is None else own.to(device)
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.broadcast(tensor, owner)
     return tensor
+
+
+def verify(path: Path, rank: int = 0, world: int = 1) -> int:
+    """Verify a rank's share of a checkpoint; returns the bytes that it has read. Raises UserError for a damaged one.
+
+    A checkpoint of format 1 or 2, a single file, is verified by rank 0 alone.
+    """
+    try:
+        if path.is_dir():
+            return _verify_folder(path, rank, world)
+        return archive.verify(path) if rank == 0 else 0
+    except Exception as error:  # zipfile, struct and zlib have their own
+        raise damaged(path, error) from error
+
+
+def _verify_folder(path: Path, rank: int, world: int) -> int:
+    files = Manifest.read(path).files
+    for name, file in files.items():
+        held = (path / name).stat().st_size
+        if held != file.bytes:
+            raise ValueError(f"{name} has {held} bytes instead of {file.bytes}")
+        if len(file.crc32) != -(-file.bytes // BLOCK):
+            raise ValueError(f"{name} has checksums of {len(file.crc32)} blocks")
+    blocks = [(name, number) for name, file in files.items() for number in range(len(file.crc32))][rank::world]
+
+    def check(block: tuple[str, int]) -> int:
+        name, number = block
+        size = min(BLOCK, files[name].bytes - number * BLOCK)
+        data = bytearray(size)
+        with opened(path / name, buffering=0) as file:
+            read_into(file, number * BLOCK, memoryview(data))
+        if zlib.crc32(data) != files[name].crc32[number]:
+            raise ValueError(f"checksum of {name} differs at byte {number * BLOCK}")
+        return size
+
+    with ThreadPoolExecutor(cores()) as threads:
+        return sum(threads.map(check, blocks))
+
+
+def damaged(path: Path, error: BaseException) -> UserError:
+    """The error that a checkpoint cannot be used."""
+    return UserError(f"checkpoint {path} is damaged or not a checkpoint ({first_line(error)})")

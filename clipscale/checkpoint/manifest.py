@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+from pydantic import TypeAdapter
 
+from clipscale.checkpoint.saved_state import check_entries
 from clipscale.files import read_json, write_text
 
 NAME, PLAIN = "manifest.json", "state.pt"
@@ -29,17 +31,9 @@ MOST_PARTS = 2**23
 """Lists and objects in it; that one has 4 million."""
 FILES = re.compile(r"state\.pt|rank_\d{5,}\.safetensors")
 DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
 """By safetensors' names."""
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -98,15 +92,7 @@ class Manifest:
             raise ValueError(f"checksum of {NAME} differs")
         if tree.get("format") != FORMAT:
             raise ValueError(f"format {tree.get('format')}, this version reads {FORMAT}")
-        try:
-            files = {name: File(**file) for name, file in tree["files"].items()}
-            tensors = {
-                name: Stored(one["dtype"], one["shape"], [Piece(**piece) for piece in one["pieces"]])
-                for name, one in tree["tensors"].items()
-            }
-            manifest = Manifest(tree["step"], files, tensors, tree["about"])
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{NAME} lacks or has an unknown entry ({error})") from error
+        manifest = check_entries(tree, TypeAdapter(Manifest))
         manifest.check()
         return manifest
 

@@ -1,20 +1,18 @@
 """Which checkpoint a run goes on from, and whether its settings fit it."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from clipscale.checkpoint import archive, folder
-from clipscale.checkpoint.loading import ERRORS, read_plain
-from clipscale.checkpoint.verification import damaged, verify
+from clipscale.checkpoint.loading import damaged, read_plain, verify
 from clipscale.config.train import TrainConfig
 from clipscale.distributed import World
 from clipscale.errors import UserError
 
 log = logging.getLogger(__name__)
-
 
 Check = Callable[[dict[str, Any]], object]
 """Raises ValueError for a state that cannot be used."""
@@ -29,8 +27,13 @@ def to_resume(run: Path, resume: str, world: World, check: Check = lambda state:
 
     Raises UserError for a path without a checkpoint, and if every checkpoint is damaged.
     """
-    if resume == "auto":
-        check_same_step(world.gather(folder.newest_step(run)), run)
+    steps = world.gather(folder.newest_step(run)) if resume == "auto" else []
+    if len(set(steps)) > 1:
+        found = ", ".join(f"rank {rank}: {'none' if n is None else f'step {n}'}" for rank, n in enumerate(steps))
+        raise UserError(
+            f"run={run}: the processes found different checkpoints ({found}); the folder must be one that all nodes share, and hold the "
+            "same for each of them"
+        )
     candidates: list[Path] = world.on_main(lambda: candidates_of(run, resume))
     if not all(world.gather(all(path.exists() for path in candidates))):
         raise UserError(f"resume={resume}: not every process sees it; put it on storage that all nodes share")
@@ -77,7 +80,7 @@ def problem_of(path: Path, world: World, check: Check) -> str:
             check(read_plain(path) if path.is_dir() else archive.load_checkpoint(path, mmap=True))
     except UserError as error:
         return str(error)
-    except ERRORS as error:
+    except Exception as error:
         return str(damaged(path, error))
     return ""
 
@@ -87,16 +90,6 @@ def set_damaged_aside(bad: dict[Path, str], used: Path, *, rename: bool) -> None
     for path, reason in bad.items():
         now = f"; it is now {folder.renamed(path, '.damaged').name}" if rename else ""
         log.warning("%s%s; the run goes on from %s", reason, now, used.name)
-
-
-def check_same_step(steps: Sequence[int | None], run: Path) -> None:
-    """Raise UserError if the ranks found checkpoints of different steps; None: no checkpoint."""
-    if len(set(steps)) > 1:
-        found = ", ".join(f"rank {rank}: {'none' if n is None else f'step {n}'}" for rank, n in enumerate(steps))
-        raise UserError(
-            f"run={run}: the processes found different checkpoints ({found}); the folder must be one that all nodes share, and hold the "
-            "same for each of them"
-        )
 
 
 def check_fits(

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
-from typing import Annotated, Any, NotRequired
+from typing import Annotated, Any, NotRequired, TypeVar
 
 import torch
 from pydantic import ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError, with_config
@@ -13,16 +13,17 @@ from typing_extensions import TypedDict
 
 from clipscale.config.parse import typed
 from clipscale.config.sections import ModelConfig
-from clipscale.errors import UserError
+from clipscale.errors import UserError, one_line
 from clipscale.terminal import printable
 
+T = TypeVar("T")
 CHECKED = ConfigDict(arbitrary_types_allowed=True, strict=True)
+"""Of a whole state, with all that is in it."""
 Count = Annotated[int, Field(ge=0, lt=2**53)]
 Text = Annotated[str, StringConstraints(max_length=10_000)]
 Place = Annotated[list[Count] | tuple[Count, ...], Field(min_length=2, max_length=8)]
 
 
-@with_config(CHECKED)
 class Position(TypedDict):
     """Where the data stands: `at` maps each shard stream to epoch and samples read."""
 
@@ -34,7 +35,6 @@ class Position(TypedDict):
     at: Annotated[dict[Text, Place], Field(min_length=1)]
 
 
-@with_config(CHECKED)
 class Random(TypedDict):
     """The state of a rank's generators."""
 
@@ -42,26 +42,22 @@ class Random(TypedDict):
     cuda: Tensor | None
 
 
-@with_config(CHECKED)
 class Group(TypedDict):
     """A parameter group of an optimizer, by name, or in format 1 by position; with settings that differ between optimizers."""
 
     params: list[Text] | list[Count]
 
 
-@with_config(CHECKED)
 class Optimizer(TypedDict):
     state: dict[Text | Count, dict[Text, Tensor | float | int | bool | None]]
     param_groups: list[Group]
 
 
-@with_config(CHECKED)
 class Average(TypedDict):
     updates: Count
     weights: NotRequired[dict[Text, Tensor]]
 
 
-@with_config(CHECKED)
 class Tower(TypedDict):
     """How far a tower has come within a step."""
 
@@ -70,7 +66,6 @@ class Tower(TypedDict):
     replayed: Count
 
 
-@with_config(CHECKED)
 class Cache(TypedDict):
     random: tuple[Tensor, Tensor | None]
     towers: list[Tower]
@@ -114,10 +109,10 @@ class State(Model):
 _MODEL, _STATE, _PROGRESS = TypeAdapter(Model), TypeAdapter(State), TypeAdapter(Progress)
 
 
-def check_entries(state: Any, entries: TypeAdapter[Any]) -> None:
-    """Raise ValueError, with the first wrong entry, for what has not these entries."""
+def check_entries(state: Any, entries: TypeAdapter[T]) -> T:
+    """The state, if it has these entries. Raises ValueError, with the first wrong entry, where it has not."""
     try:
-        entries.validate_python(state)
+        return entries.validate_python(state)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         raise ValueError(f"{printable('.'.join(map(str, first['loc'])))}: {printable(first['msg'])}") from error
@@ -194,8 +189,7 @@ def fitting(what: str, remedy: str) -> Iterator[None]:
     except (UserError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # torch has its own for every way in which values do not fit
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(f"{what} does not fit ({reason[:300]}); {remedy}") from error
+        raise UserError(f"{what} does not fit ({one_line(error)}); {remedy}") from error
 
 
 def check_optimizer(own: torch.optim.Optimizer, saved: Mapping[str, Any], *, elementwise: bool) -> None:

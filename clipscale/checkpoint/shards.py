@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -26,17 +26,8 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from clipscale import __version__
-from clipscale.checkpoint.manifest import DTYPE_NAMES, DTYPES, PLAIN, File, Manifest, Piece, Stored, SummedFile
+from clipscale.checkpoint.manifest import DTYPE_NAMES, DTYPES, PLAIN, Manifest, Piece, Stored, SummedFile
 from clipscale.files import inner_folder, opened, replacing
-
-
-@dataclass
-class Written:
-    """Where a rank has written a piece, and the file that it is in."""
-
-    name: str
-    file: File
-    at: int
 
 
 def done(value: Any) -> Future[Any]:
@@ -81,7 +72,9 @@ class ShardWriter(StorageWriter):
                 tensor = planner.resolve_data(item)
                 assert isinstance(tensor, Tensor)
                 size = file.write(bytes_of(tensor))
-                results.append(WriteResult(item.index, size, Written(plan.storage_data, file.record, at)))
+                offsets, sizes = list(item.index.offset or ()), list(item.tensor_data.chunk.sizes)  # type: ignore[union-attr]
+                piece = Piece(plan.storage_data, at, offsets, sizes)
+                results.append(WriteResult(item.index, size, (piece, file.record)))
         return done(results)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -93,16 +86,9 @@ class ShardWriter(StorageWriter):
         for name, one in metadata.state_dict_metadata.items():
             assert isinstance(one, TensorStorageMetadata)
             tensors[name] = Stored(DTYPE_NAMES[one.properties.dtype], list(one.size), [])
-        sizes = {
-            (name, tuple(chunk.offsets)): list(chunk.sizes)
-            for name, one in metadata.state_dict_metadata.items()
-            if isinstance(one, TensorStorageMetadata)
-            for chunk in one.chunks
-        }
         for result in (result for rank in results for result in rank):
-            written, offsets = result.storage_data, tuple(result.index.offset or ())
-            files[written.name] = written.file
-            piece = Piece(written.name, written.at, list(offsets), sizes[result.index.fqn, offsets])
+            piece, file = result.storage_data
+            files[piece.file] = file
             tensors[result.index.fqn].pieces.append(piece)
         about = {"clipscale": __version__, "time": round(time.time(), 3), "processes": len(results), **self.about}
         Manifest(self.step, files, tensors, about).write(self.folder)

@@ -9,11 +9,11 @@ from pathlib import Path
 import fsspec
 
 from clipscale.checkpoint import folder
+from clipscale.checkpoint.loading import verify
 from clipscale.checkpoint.manifest import NAME, Manifest
-from clipscale.checkpoint.verification import verify
 from clipscale.config.redact import redact
 from clipscale.distributed import World
-from clipscale.errors import UserError
+from clipscale.errors import UserError, first_line
 from clipscale.files import inner_folder, sync_folder
 from clipscale.units import format_bytes
 
@@ -150,4 +150,4 @@ def open_store(address: str, run: Path, world: World, *, fetch: bool) -> Store |
 
 def reason(error: BaseException) -> str:
     """The first line of an error, without secrets."""
-    return redact((str(error) or type(error).__name__).splitlines()[0])
+    return redact(first_line(error))

@@ -21,7 +21,7 @@ from clipscale.checkpoint import archive, folder, saved_state
 from clipscale.config.setting import flat
 from clipscale.config.train import TrainConfig
 from clipscale.distributed import Later, World
-from clipscale.errors import UserError
+from clipscale.errors import UserError, first_line, one_line
 from clipscale.files import inner_folder, replacing
 from clipscale.parallel.sums import SummedTower
 from clipscale.state.train_state import TrainState
@@ -84,7 +84,7 @@ class WithinStep:
             with replacing(path, sync=True) as file:
                 torch.save(tree_map_only(Tensor, lambda x: x.cpu(), content), file)
         except (OSError, RuntimeError) as error:
-            problem = str(error).splitlines()[0]
+            problem = first_line(error)
         problems = [problem for problem in self.world.gather(problem) if problem]
         if problems and self.world.main:
             log.warning("%s could not be written (%s); training goes on without it", path.parent, problems[0])
@@ -105,7 +105,7 @@ class WithinStep:
                 self._check(content)
                 own[int(path.name.split("_")[0])] = content
             except Exception as error:  # the unpickler, zipfile and torch have their own
-                log.warning("%s is damaged (%s)", path, " ".join(str(error).split())[:300] or type(error).__name__)
+                log.warning("%s is damaged (%s)", path, one_line(error))
         rounds = set.intersection(*map(set, self.world.gather(sorted(own))))
         if not rounds:
             return

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from clipscale import checkpoint
-from clipscale.checkpoint.verification import verify
+from clipscale.checkpoint.loading import verify
 from clipscale.config.sections import CheckpointConfig
 from clipscale.distributed import World
 from clipscale.errors import UserError
@@ -107,7 +107,7 @@ def test_a_failure_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
 
 def test_a_share_of_the_blocks_is_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("clipscale.checkpoint.manifest.BLOCK", 1000)
-    monkeypatch.setattr("clipscale.checkpoint.verification.BLOCK", 1000)
+    monkeypatch.setattr("clipscale.checkpoint.loading.BLOCK", 1000)
     path = checkpoint.save(tmp_path, 1, state(1), keep=0)
     total = sum((path / name).stat().st_size for name in ("rank_00000.safetensors", "state.pt"))
     shares = [verify(path, rank, 3) for rank in range(3)]

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -18,12 +17,12 @@ from torch import nn
 from clipscale import checkpoint
 from clipscale.checkpoint import archive
 from clipscale.errors import UserError
-from clipscale.models import weight_files, weights
+from clipscale.models import weights
 from tests.security.limits import bounded
 
 
 def deflated(data: bytes) -> bytes:
-    """torch's archive or numpy's, with packed records."""
+    """torch's archive with packed records."""
     out = io.BytesIO()
     with (
         zipfile.ZipFile(io.BytesIO(data)) as old,
@@ -34,9 +33,9 @@ def deflated(data: bytes) -> bytes:
     return out.getvalue()
 
 
-def saved(values: Any, **options: Any) -> bytes:
+def saved(values: Any) -> bytes:
     out = io.BytesIO()
-    torch.save(values, out, **options)
+    torch.save(values, out)
     return out.getvalue()
 
 
@@ -64,9 +63,8 @@ BOMBS: dict[str, Callable[[], bytes]] = {
     "tensor": lambda: calling(b"\x80\x02ctorch\nFloatTensor\n\x8a\x05\0\0\0\0\x01\x85R."),
     "lists": lambda: saved({"x": shared(40)}),
     "expanded": lambda: saved({"w": torch.zeros(1).expand(1 << 40)}),
+    "older than archives": lambda: b"\x80\x02c__builtin__\nbytearray\n\x8a\x05\0\0\0\0\x01\x85R." * 5 + saved({}),
     "views": lambda: saved({str(n): one for n, one in enumerate([torch.zeros(1 << 18)] * 100)}),
-    "legacy": lambda: saved({"w": torch.zeros(1).expand(1 << 40)}, _use_new_zipfile_serialization=False),
-    "legacy bytearray": lambda: b"\x80\x02c__builtin__\nbytearray\n\x8a\x05\0\0\0\0\x01\x85R." * 5,
 }
 
 
@@ -87,9 +85,8 @@ def test_an_archive_takes_no_more_than_its_file(tmp_path: Path, name: str) -> No
 @given(
     sizes=st.lists(st.lists(st.integers(0, 5), max_size=3), max_size=5),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.uint8, torch.bool]),
-    legacy=st.booleans(),
 )
-def test_ordinary_archives_are_read(tmp_path: Path, sizes: list[list[int]], dtype: torch.dtype, legacy: bool) -> None:
+def test_ordinary_archives_are_read(tmp_path: Path, sizes: list[list[int]], dtype: torch.dtype) -> None:
     tensors = {str(n): torch.ones(size).to(dtype) for n, size in enumerate(sizes)}
     values = {
         "w": tensors,
@@ -97,7 +94,7 @@ def test_ordinary_archives_are_read(tmp_path: Path, sizes: list[list[int]], dtyp
         "n": [1, 2.5, None, True, "x", (3,)],
         "s": torch.Size([2]),
     }
-    (tmp_path / "x.pt").write_bytes(saved(values, _use_new_zipfile_serialization=not legacy))
+    (tmp_path / "x.pt").write_bytes(saved(values))
     found = archive.load(tmp_path / "x.pt", mmap=True)
     assert found["n"] == values["n"] and found["s"] == values["s"]
     assert all(torch.equal(found["w"][key], value) for key, value in tensors.items())
@@ -138,34 +135,6 @@ def test_pieces_that_share_bytes_are_refused(tmp_path: Path) -> None:
 
     with bounded(grown=48 << 20), pytest.raises(UserError, match="more bytes than the files"):
         checkpoint.load(folder(tmp_path, change))
-
-
-def npz(**arrays: np.ndarray) -> bytes:
-    out = io.BytesIO()
-    np.savez(out, **arrays)  # type: ignore[arg-type]
-    return out.getvalue()
-
-
-ARRAYS: dict[str, Callable[[], bytes]] = {
-    "deflated": lambda: deflated(npz(w=np.zeros(1 << 26, np.uint8))),
-    "objects": lambda: npz(w=np.array([{}], dtype=object)),
-    "claims": lambda: npz(w=np.zeros(64, np.uint8)).replace(b"(64,)", b"(96,)"),
-    "cut": lambda: npz(w=np.zeros(64, np.uint8))[:200],
-    "text": lambda: b"x" * 100,
-}
-
-
-@pytest.mark.parametrize("name", ARRAYS)
-def test_arrays_of_big_vision_take_no_more_than_their_file(tmp_path: Path, name: str) -> None:
-    path = tmp_path / "w.npz"
-    path.write_bytes(ARRAYS[name]())
-    with bounded(grown=48 << 20), pytest.raises((ValueError, zipfile.BadZipFile)):
-        weight_files.check_npz(path)
-
-
-def test_ordinary_arrays_of_big_vision_pass(tmp_path: Path) -> None:
-    (tmp_path / "w.npz").write_bytes(npz(a=np.ones((2, 3)), b=np.float32(1), c=np.zeros(0)))
-    weight_files.check_npz(tmp_path / "w.npz")
 
 
 @pytest.mark.parametrize(
