@@ -44,11 +44,6 @@ _NAMES: dict[str, dict[str, str]] = {
     },
 }
 """By kind: open_clip's name or prefix -> Hugging Face's."""
-_BLOCKS = {
-    "visual.transformer.resblocks.": "vision_model.encoder.layers.",
-    "visual.trunk.blocks.": "vision_model.encoder.layers.",
-    "text.transformer.resblocks.": "text_model.encoder.layers.",
-}
 _OPEN_CLIP_BLOCK = {
     "ln_1.": "layer_norm1.",
     "ln_2.": "layer_norm2.",
@@ -64,6 +59,10 @@ _TIMM_BLOCK = {
     "attn.proj.": "self_attn.out_proj.",
     "attn.qkv.": "self_attn.{}_proj.",
 }
+_VISION_BLOCKS = {
+    "clip": ("visual.transformer.resblocks", _OPEN_CLIP_BLOCK),
+    "siglip": ("visual.trunk.blocks", _TIMM_BLOCK),
+}
 _TRANSPOSED = ("visual.proj", "text.text_projection")
 """Matrices that open_clip multiplies from the right, and torch's linear layers from the left."""
 _POOL = "visual.trunk.attn_pool."
@@ -72,11 +71,13 @@ _POOL_INPUT = "vision_model.head.attention.in_proj_"
 
 def from_open_clip(state: dict[str, Tensor], kind: str) -> dict[str, Tensor]:
     """open_clip's weights under Hugging Face's names. Raises KeyError for a weight that a model of this kind does not have."""
-    found: dict[str, Tensor] = {}
+    names, found = _names(kind), dict[str, Tensor]()
     for name, value in state.items():
         if name.startswith((f"{_POOL}q.", f"{_POOL}kv.")):
             continue
-        their = _their_name(name, kind)
+        their = _renamed(name, names)
+        if their is None:
+            raise KeyError(name)
         if "{}" in their:
             for part, rows in zip("qkv", value.chunk(3)):
                 found[their.format(part)] = rows
@@ -98,7 +99,7 @@ def to_open_clip(state: dict[str, Tensor]) -> dict[str, Tensor]:
     Weights whose names are not known keep them, so that a comparison of names lists them.
     """
     kind = "siglip" if any("vision_model.head." in n or "text_model.head." in n for n in state) else "clip"
-    their_to_ours = {theirs: ours for ours, theirs in _NAMES[kind].items()}
+    names = {theirs: ours for ours, theirs in _names(kind).items()}
     found: dict[str, Tensor] = {}
     fused: dict[str, dict[str, Tensor]] = {}
     for name, value in state.items():
@@ -107,51 +108,33 @@ def to_open_clip(state: dict[str, Tensor]) -> dict[str, Tensor]:
         if name.startswith(_POOL_INPUT):
             part = name.removeprefix(_POOL_INPUT)
             found[f"{_POOL}q.{part}"], found[f"{_POOL}kv.{part}"] = value.split([len(value) // 3, 2 * len(value) // 3])
-            continue
-        block = re.fullmatch(r"(vision|text)_model\.encoder\.layers\.(\d+)\.(.+)", name)
-        if block:
-            ours, part = _our_block(block[1], block[2], block[3], kind)
-            if part:
-                fused.setdefault(ours, {})[part] = value
-                continue
+        elif projection := re.search(r"self_attn\.([qkv])_proj", name):
+            ours = _renamed(name.replace(projection[0], "self_attn.{}_proj"), names) or name
+            fused.setdefault(ours, {})[projection[1]] = value
         else:
-            ours = next((o + name.removeprefix(t) for t, o in their_to_ours.items() if name == t), "") or next(
-                (o + name.removeprefix(t) for t, o in their_to_ours.items() if t.endswith(".") and name.startswith(t)),
-                name,
-            )
-        if ours in _TRANSPOSED and value.dim() == 2:
-            value = value.T
-        found[ours] = value[None] if ours.endswith("trunk.pos_embed") else value
+            ours = _renamed(name, names) or name
+            value = value.T if ours in _TRANSPOSED and value.dim() == 2 else value
+            found[ours] = value[None] if ours.endswith("trunk.pos_embed") else value
     return found | {name: torch.cat([parts[p] for p in "qkv"]) for name, parts in fused.items() if len(parts) == 3}
 
 
-def _their_name(name: str, kind: str) -> str:
-    for prefix, their in _BLOCKS.items():
-        if name.startswith(prefix):
-            number, _, rest = name.removeprefix(prefix).partition(".")
-            parts = _TIMM_BLOCK if ".trunk." in prefix else _OPEN_CLIP_BLOCK
-            for ours, theirs in parts.items():
-                if rest.startswith(ours):
-                    return f"{their}{number}.{theirs}{rest.removeprefix(ours)}"
-            raise KeyError(name)
-    for ours, theirs in _NAMES[kind].items():
-        if name == ours or (ours.endswith(".") and name.startswith(ours)):
-            return theirs + name.removeprefix(ours)
-    raise KeyError(name)
+def _names(kind: str) -> dict[str, str]:
+    """open_clip's name or prefix -> Hugging Face's, blocks included, whose numbers are #."""
+    names = dict(_NAMES[kind])
+    towers = {"vision": _VISION_BLOCKS[kind], "text": ("text.transformer.resblocks", _OPEN_CLIP_BLOCK)}
+    for tower, (blocks, parts) in towers.items():
+        names |= {f"{blocks}.#.{ours}": f"{tower}_model.encoder.layers.#.{theirs}" for ours, theirs in parts.items()}
+    return names
 
 
-def _our_block(tower: str, number: str, rest: str, kind: str) -> tuple[str, str]:
-    """open_clip's name of a block's weight, and q, k or v for a part of its fused projection."""
-    timm = kind == "siglip" and tower == "vision"
-    prefix = "text.transformer.resblocks." if tower == "text" else "visual.transformer.resblocks."
-    prefix = "visual.trunk.blocks." if timm else prefix
-    for ours, theirs in (_TIMM_BLOCK if timm else _OPEN_CLIP_BLOCK).items():
-        projection = re.fullmatch(r"self_attn\.([qkv])_proj\.(.+)", rest)
-        if "{}" in theirs and projection:
-            return f"{prefix}{number}.{ours}{projection[2]}", projection[1]
-        if rest.startswith(theirs):
-            return f"{prefix}{number}.{ours}{rest.removeprefix(theirs)}", ""
-    return f"{prefix}{number}.{rest}", ""
+def _renamed(name: str, names: dict[str, str]) -> str | None:
+    """The new name of a weight; None where `names` lacks it."""
+    number = re.search(r"\.\d+\.", name)
+    plain = name.replace(number[0], ".#.", 1) if number else name
+    for old, new in names.items():
+        if plain == old or (old.endswith((".", "_")) and plain.startswith(old)):
+            return (new + plain.removeprefix(old)).replace(".#.", number[0] if number else ".#.", 1)
+    return None
 
 
 # -- configurations ----------------------------------------------------------------------------------------------------
@@ -168,6 +151,16 @@ _DEFAULTS = {
     ),
 }
 """Of the vision and the text tower, where config.json leaves them out."""
+_VISION_SIZES = {
+    "image_size": "image_size", "patch_size": "patch_size", "width": "hidden_size", "layers": "num_hidden_layers"
+}  # fmt: skip
+_TEXT_SIZES = {
+    "width": "hidden_size", "layers": "num_hidden_layers", "heads": "num_attention_heads",
+    "context_length": "max_position_embeddings", "vocab_size": "vocab_size",
+}  # fmt: skip
+"""open_clip's name of a number -> Hugging Face's."""
+_GELU = {"gelu_pytorch_tanh": "tanh", "gelu": "none"}
+"""Hugging Face's name of an activation -> torch's."""
 _TIMM_SIGLIP = {(768, 12): "base", (1024, 24): "large", (1152, 27): "so400m", (1536, 40): "giantopt"}
 
 
@@ -182,14 +175,8 @@ def description(config: dict[str, Any], folder: str) -> dict[str, Any]:
         | (config.get(f"{part}_config") or {})
         for part, defaults in zip(("vision", "text"), _DEFAULTS[kind])
     )
-    text_cfg: dict[str, Any] = {
-        "context_length": text["max_position_embeddings"],
-        "vocab_size": text["vocab_size"],
-        "width": text["hidden_size"],
-        "heads": text["num_attention_heads"],
-        "layers": text["num_hidden_layers"],
-        "mlp_ratio": text["intermediate_size"] / text["hidden_size"],
-    }
+    text_cfg: dict[str, Any] = {ours: text[theirs] for ours, theirs in _TEXT_SIZES.items()}
+    text_cfg["mlp_ratio"] = text["intermediate_size"] / text["hidden_size"]
     if kind == "siglip":
         size = _TIMM_SIGLIP.get((vision["hidden_size"], vision["num_hidden_layers"]))
         if size is None:
@@ -208,18 +195,10 @@ def description(config: dict[str, Any], folder: str) -> dict[str, Any]:
         text_cfg |= {"no_causal_mask": True, "proj_bias": True, "pool_type": "last", "norm_kwargs": {"eps": 1e-6}}
         text_cfg |= {"act_kwargs": {"approximate": _gelu(text)}, "hf_tokenizer_name": folder}
         text_cfg |= {"tokenizer_kwargs": {"clean": "canonicalize"}}
-        return {
-            "embed_dim": vision["hidden_size"],
-            "vision_cfg": vision_cfg,
-            "text_cfg": text_cfg,
-            "init_logit_bias": -10,
-        }
-    vision_cfg = {
-        "image_size": vision["image_size"],
-        "patch_size": vision["patch_size"],
-        "width": vision["hidden_size"],
+        found = {"embed_dim": vision["hidden_size"], "vision_cfg": vision_cfg, "text_cfg": text_cfg}
+        return found | {"init_logit_bias": -10}
+    vision_cfg = {ours: vision[theirs] for ours, theirs in _VISION_SIZES.items()} | {
         "head_width": vision["hidden_size"] // vision["num_attention_heads"],
-        "layers": vision["num_hidden_layers"],
         "mlp_ratio": vision["intermediate_size"] / vision["hidden_size"],
     }
     if text["vocab_size"] != 49408:  # CLIP's own vocabulary needs no files
@@ -235,11 +214,10 @@ def description(config: dict[str, Any], folder: str) -> dict[str, Any]:
 
 def _gelu(tower: dict[str, Any]) -> str:
     """How a tower computes GELU, as torch names it. Raises ValueError for another activation."""
-    kinds = {"gelu_pytorch_tanh": "tanh", "gelu": "none"}
     act = tower.get("hidden_act", "gelu_pytorch_tanh")
-    if act not in kinds:
-        raise ValueError(f"its activation is {act}; {' or '.join(kinds)} can be read")
-    return kinds[act]
+    if act not in _GELU:
+        raise ValueError(f"its activation is {act}; {' or '.join(_GELU)} can be read")
+    return _GELU[act]
 
 
 def gelu_of(trunk: Any) -> str:
@@ -264,17 +242,8 @@ def resolution(description: dict[str, Any]) -> dict[str, int]:
     return {"image_size": vision["image_size"]} if other else {}
 
 
-_VISION_KEYS = {"image_size", "patch_size", "width", "head_width", "layers", "mlp_ratio", "patch_dropout"}
-_TEXT_KEYS = {
-    "context_length",
-    "vocab_size",
-    "width",
-    "heads",
-    "layers",
-    "mlp_ratio",
-    "hf_tokenizer_name",
-    "tokenizer_kwargs",
-}
+_VISION_KEYS = {*_VISION_SIZES, "head_width", "mlp_ratio", "patch_dropout"}
+_TEXT_KEYS = {*_TEXT_SIZES, "mlp_ratio", "hf_tokenizer_name", "tokenizer_kwargs"}
 _SIGLIP_TEXT = {"no_causal_mask": True, "proj_bias": True, "pool_type": "last"}
 
 
@@ -284,18 +253,11 @@ def configuration(description: dict[str, Any], visual: Any, *, logit_bias: bool)
     trunk = getattr(visual, "trunk", None)
     if text.get("hf_model_name"):
         raise ValueError(f"its text tower is {text['hf_model_name']}")
-    text_config = {
-        "hidden_size": text["width"],
-        "intermediate_size": int(text["width"] * text.get("mlp_ratio", 4.0)),
-        "num_hidden_layers": text["layers"],
-        "num_attention_heads": text["heads"],
-        "max_position_embeddings": text["context_length"],
-        "vocab_size": text["vocab_size"],
-    }
+    text_config = {theirs: text[ours] for ours, theirs in _TEXT_SIZES.items()}
+    text_config["intermediate_size"] = int(text["width"] * text.get("mlp_ratio", 4.0))
     if trunk is not None:
-        siglip = {key: text.get(key) for key in _SIGLIP_TEXT} == _SIGLIP_TEXT and hasattr(
-            getattr(trunk, "attn_pool", None), "latent"
-        )
+        siglip = {key: text.get(key) for key in _SIGLIP_TEXT} == _SIGLIP_TEXT
+        siglip = siglip and hasattr(getattr(trunk, "attn_pool", None), "latent")
         tanh = (text.get("act_kwargs") or {}).get("approximate") == "tanh"
         left = set(text) - _TEXT_KEYS - set(_SIGLIP_TEXT) - {"norm_kwargs", "act_kwargs"}
         if not siglip or left or not logit_bias or vision.get("timm_proj") != "none":
@@ -310,23 +272,16 @@ def configuration(description: dict[str, Any], visual: Any, *, logit_bias: bool)
             "patch_size": trunk.patch_embed.patch_size[0],
             "hidden_act": "gelu_pytorch_tanh" if gelu_of(trunk) == "tanh" else "gelu",
         }
-        text_config |= {
-            "hidden_act": "gelu_pytorch_tanh" if tanh else "gelu",
-            "projection_size": description["embed_dim"],
-        }
-        return {"model_type": "siglip", "vision_config": vision_config, "text_config": text_config}
+        act = {"hidden_act": "gelu_pytorch_tanh" if tanh else "gelu", "projection_size": description["embed_dim"]}
+        return {"model_type": "siglip", "vision_config": vision_config, "text_config": text_config | act}
     left = (set(vision) - _VISION_KEYS) | (set(text) - _TEXT_KEYS)
     if left or logit_bias or isinstance(vision["layers"], list | tuple):
         what = ", ".join(sorted(left)) or ("a logit bias" if logit_bias else "a residual network")
         raise ValueError(f"{what} is not part of CLIP's own architecture")
     act = {"hidden_act": "quick_gelu" if description.get("quick_gelu") else "gelu"}
-    vision_config = {
-        "hidden_size": vision["width"],
+    vision_config = {theirs: vision[ours] for ours, theirs in _VISION_SIZES.items()} | {
         "intermediate_size": int(vision["width"] * vision.get("mlp_ratio", 4.0)),
-        "num_hidden_layers": vision["layers"],
         "num_attention_heads": vision["width"] // vision.get("head_width", 64),
-        "image_size": vision["image_size"],
-        "patch_size": vision["patch_size"],
         "projection_dim": description["embed_dim"],
     }
     text_config |= {"projection_dim": description["embed_dim"], "bos_token_id": 49406, "eos_token_id": 49407}

@@ -13,8 +13,6 @@ from clipscale.errors import UserError
 
 PIXELS = ("mean", "std", "interpolation", "resize")
 _HALF = (0.5, 0.5, 0.5)
-OF_BIG_VISION: dict[str, Any] = {"mean": _HALF, "std": _HALF, "resize": "squash"}
-"""big_vision's image-text models take values in [-1, 1] of pictures that are resized to a square."""
 
 
 def of_open_clip(found: dict[str, Any]) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from clipscale.checkpoint import saved_state
 from clipscale.config.sections import ModelConfig
 from clipscale.data.eval_transform import EvalTransform
 from clipscale.distributed import World
-from clipscale.errors import UserError
+from clipscale.errors import UserError, first_line
 from clipscale.hardware import HARDWARE, hardware_of
 from clipscale.models.bounded import BoundedTokenizer, clip_tokenizer
 from clipscale.models.description import check, source_of
@@ -259,15 +259,20 @@ def load_model(
     state = checkpoint.load(path, parts=("model", "ema"))
     with saved_state.fitting(f"checkpoint {path}", "take another with checkpoint=STEP"):
         saved_state.check_model(state)
-    if weights == "ema" and not state.get("ema"):
-        raise UserError(f"weights=ema: {path} holds no average; take weights=trained, or train with ema=0.9999")
-    config = saved_config(state["model_config"], hub=hub)
-    with saved_state.fitting(f"checkpoint {path}", "take another with checkpoint=STEP"):
+        if weights == "ema" and not state.get("ema"):
+            raise UserError(f"weights=ema: {path} holds no average; take weights=trained, or train with ema=0.9999")
+        loaded = {
+            "weights",
+            "image",
+            "text",
+            "compile",
+            "hub",
+        }  # this version's model, or an earlier one's, loads no other weights
+        known = {one.name for one in fields(ModelConfig)} - loaded
+        config = ModelConfig(**{k: value for k, value in state["model_config"].items() if k in known}, hub=hub)
         check_filled(config, state["model"], path)
-    model = build_model(config)
-    with saved_state.fitting(f"checkpoint {path}", "take another with checkpoint=STEP"):
-        averaged = state["ema"]["weights"] if weights == "ema" else {}
-        model.load_state_dict(state["model"] | averaged)
+        model = build_model(config)
+        model.load_state_dict(state["model"] | (state["ema"]["weights"] if weights == "ema" else {}))
     return model.eval(), config, int(state["step"])
 
 
@@ -296,12 +301,6 @@ def check_filled(config: ModelConfig, state: dict[str, Tensor], path: Path) -> N
         )
 
 
-def saved_config(saved: dict[str, Any], *, hub: bool) -> ModelConfig:
-    """The settings of a model in a checkpoint, of this version or an earlier one, that loads no other weights."""
-    known = {one.name for one in fields(ModelConfig)} - {"weights", "image", "text", "compile", "hub"}
-    return ModelConfig(**{name: value for name, value in saved.items() if name in known}, hub=hub)
-
-
 def tokenizer(config: ModelConfig, description: dict[str, Any]) -> Callable[[list[str]], Tensor]:
     """open_clip's tokenizer for the model: captions -> int64 tokens (N, T).
 
@@ -325,10 +324,6 @@ def tokenizer(config: ModelConfig, description: dict[str, Any]) -> Callable[[lis
         raise UserError(
             f"model.name={config.name!r}: its tokenizer {source} cannot be loaded ({first_line(error)}){lacks}"
         ) from error
-
-
-def first_line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]
 
 
 def forward_flops(config: ModelConfig, length: int | None = None) -> tuple[int, int]:

@@ -1,19 +1,16 @@
 """Reads files of weights, which may come from strangers: nothing in them runs or unpacks, and a damaged one is one error.
 
-A file is torch's archive, safetensors, an index of several safetensors files, or big_vision's .npz.
+A file is torch's archive, safetensors, or an index of several safetensors files.
 """
 
-import zipfile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from safetensors.torch import load_file
 from torch import Tensor
 
 from clipscale import files
 from clipscale.checkpoint import archive
-from clipscale.data.features import npy_header
 
 WRAPPERS = ("state_dict", "model")
 """Entries in which trainers keep the weights."""
@@ -57,16 +54,3 @@ def _indexed(path: Path) -> dict[str, Any]:
     for part in parts:
         state |= _safetensors(path.parent / part)
     return state
-
-
-def check_npz(path: Path) -> None:
-    """Raise ValueError for an .npz whose arrays are packed, are objects, or have other sizes than they claim."""
-    with files.opened(path) as file, zipfile.ZipFile(file) as packed:
-        archive.check_records(file, path.stat().st_size)
-        for record in packed.infolist():
-            with packed.open(record) as member:
-                shape, _, dtype = npy_header(member)
-                if dtype.hasobject:
-                    raise ValueError(f"{record.filename[:80]} holds objects")
-                if member.tell() + int(np.prod(shape, dtype=object)) * dtype.itemsize != record.file_size:
-                    raise ValueError(f"{record.filename[:80]} has another size than it claims")

@@ -4,6 +4,7 @@ Names are looked up on the network only where the setting itself is a tag or beg
 """
 
 import logging
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -11,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import open_clip
-from open_clip.convert import convert_state_dict, load_big_vision_weights
+from huggingface_hub.utils.logging import set_verbosity_error
+from open_clip.convert import convert_state_dict
 from open_clip.model import CustomTextCLIP, convert_to_custom_text_state_dict, resize_pos_embed, resize_text_pos_embed
 from timm.layers import resample_abs_pos_embed
 from torch import Tensor, nn
@@ -20,7 +22,7 @@ from clipscale import checkpoint, files
 from clipscale.checkpoint import archive, saved_state
 from clipscale.checkpoint.loading import PLAIN, read_plain
 from clipscale.config.sections import ModelConfig, TowerConfig
-from clipscale.errors import UserError
+from clipscale.errors import UserError, first_line, one_line
 from clipscale.models import huggingface, pixels, weight_files
 from clipscale.units import nearest, run_folder
 
@@ -62,8 +64,7 @@ def find(value: str, name: str, setting: str = "model.weights") -> Source:
     if path.is_dir():
         return _in_folder(path, about)
     if path.is_file():
-        known = pixels.OF_BIG_VISION if path.suffix == ".npz" else {}
-        return _own_checkpoint(path, about) or Source(about, path, pixels=known)
+        return _own_checkpoint(path, about) or Source(about, path)
     if (run_folder(value) / "checkpoints").is_dir():
         return _in_folder(run_folder(value), about)
     return _of_tag(value, name.replace("/", "-"), about)
@@ -126,13 +127,7 @@ def load(encoders: CustomTextCLIP, config: ModelConfig, *, quick_gelu: bool) -> 
                 f"{source.setting} was trained with{'' if source.quick_gelu else 'out'} QuickGELU, unlike model.name={config.name}; take "
                 f"model.name={config.name.removesuffix('-quickgelu')}{other}"
             )
-        if source.path.suffix == ".npz":
-            with _usable(source):
-                weight_files.check_npz(source.path)
-                load_big_vision_weights(encoders, str(source.path))
-        else:
-            state = converted(read(source), encoders, source)
-            fill(encoders, state, source, allowed=config.allow_mismatch)
+        fill(encoders, converted(read(source), encoders, source), source, allowed=config.allow_mismatch)
     for tower, part, chosen in (("image", "visual.", config.image), ("text", "text.", config.text)):
         if chosen.weights:
             source = find(chosen.weights, config.name, f"model.{tower}.weights")
@@ -171,7 +166,7 @@ def _in_folder(folder: Path, about: str) -> Source:
         return Source(about, path, made, prepared, bool(made.get("quick_gelu")), own_tokenizer=True)
     except Exception as error:  # a value of another type fails wherever it is used
         raise UserError(
-            f"{about}: its configuration cannot be used ({_reason(error)}); give model= and the file {path}"
+            f"{about}: its configuration cannot be used ({one_line(error)}); give model= and the file {path}"
         ) from error
 
 
@@ -180,7 +175,7 @@ def _own_checkpoint(path: Path, about: str) -> Source | None:
     try:
         if path.is_dir():
             state = read_plain(path)
-        elif path.suffix in (".safetensors", ".npz"):
+        elif path.suffix == ".safetensors":
             return None
         else:
             state = archive.load(path, mmap=True)
@@ -199,32 +194,13 @@ def _own_checkpoint(path: Path, about: str) -> Source | None:
 
 def _from_hub(name: str, about: str) -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     patterns = ["*.json", "*.txt", "*.model", *(file for file in _FILES if file.endswith("safetensors"))]
-    try:
-        with _quiet_hub():
-            folder = Path(snapshot_download(name, allow_patterns=patterns))
-            if not any((folder / file).is_file() for file in _FILES):
-                folder = Path(snapshot_download(name, allow_patterns=[*patterns, "*.bin"]))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(
-            f"{about} cannot be fetched ({reason}); download https://huggingface.co/{name} elsewhere, and give its folder"
-        ) from error
+    with _fetching(about, f"https://huggingface.co/{name}", "its folder"):
+        folder = Path(snapshot_download(name, allow_patterns=patterns))
+        if not any((folder / file).is_file() for file in _FILES):
+            folder = Path(snapshot_download(name, allow_patterns=[*patterns, "*.bin"]))
     return folder
-
-
-@contextmanager
-def _quiet_hub() -> Iterator[None]:
-    """Without the hub client's line for each attempt: the error that it raises in the end is reported."""
-    client = logging.getLogger("huggingface_hub")
-    before = client.level
-    client.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        client.setLevel(before)
 
 
 def _of_tag(tag: str, name: str, about: str) -> Source:
@@ -235,16 +211,22 @@ def _of_tag(tag: str, name: str, about: str) -> Source:
             f"{about} is no file, no folder, no run and no tag of model.name={name}{nearest(tag, tags)}{known}"
         )
     found = open_clip.get_pretrained_cfg(name, tag)
-    try:
-        with _quiet_hub():
-            path = Path(open_clip.download_pretrained(found))
-    except Exception as error:  # open_clip raises what its downloaders do, of many kinds
-        place = f"https://huggingface.co/{found['hf_hub'].strip('/')}" if found.get("hf_hub") else found.get("url")
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(
-            f"{about} cannot be fetched ({reason}); download {place} elsewhere, and give the file"
-        ) from error
+    place = f"https://huggingface.co/{found['hf_hub'].strip('/')}" if found.get("hf_hub") else found.get("url")
+    with _fetching(about, place, "the file"):
+        path = Path(open_clip.download_pretrained(found))
     return Source(about, path, pixels=pixels.of_open_clip(found), quick_gelu=bool(found.get("quick_gelu", False)))
+
+
+@contextmanager
+def _fetching(about: str, place: str, what: str) -> Iterator[None]:
+    """Report whatever a download leads to in one line, without the hub client's lines for each attempt."""
+    set_verbosity_error()
+    try:
+        yield
+    except Exception as error:  # open_clip and the hub client raise what their downloaders do
+        raise UserError(
+            f"{about} cannot be fetched ({first_line(error)}); download {place} elsewhere, and give {what}"
+        ) from error
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
@@ -272,23 +254,15 @@ def _usable(source: Source) -> Iterator[None]:
         why = (
             "is a TorchScript archive; take the tag `openai`, or a safetensors file"
             if script
-            else f"is damaged or not a checkpoint ({_reason(error)})"
+            else f"is damaged or not a checkpoint ({one_line(error)})"
         )
         raise UserError(f"{source.setting} {why}") from error
 
 
-def _reason(error: Exception) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__
-
-
 def _of_run(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """The weights of a run's model under open_clip's names."""
-    names = {"image.encoder.": "visual.", "text.encoder.": "text."}
-    found = {}
-    for name, value in state.items():
-        prefix = next((one for one in names if name.startswith(one)), "")
-        found[names.get(prefix, "") + name.removeprefix(prefix)] = value
-    return found
+    parts = {"image.encoder.": "visual.", "text.encoder.": "text."}
+    return {re.sub(r"^(image|text)\.encoder\.", lambda m: parts[m[0]], name): x for name, x in state.items()}
 
 
 def converted(state: dict[str, Tensor], encoders: CustomTextCLIP, source: Source) -> dict[str, Tensor]:
@@ -325,30 +299,23 @@ def of_tower(state: dict[str, Tensor], encoders: CustomTextCLIP, part: str, sour
 def resized(state: dict[str, Tensor], encoders: CustomTextCLIP, source: Source) -> dict[str, Tensor]:
     """The weights with position embeddings for another number of patches or tokens interpolated, with a notice."""
     names = ("visual.positional_embedding", "visual.trunk.pos_embed", "text.positional_embedding")
-    before = {name: state[name].shape for name in names if name in state}
-    ours = encoders.state_dict()
-    wanted = ours.get("visual.positional_embedding")
-    if wanted is not None and wanted.dim() == 2 and hasattr(encoders.visual, "grid_size"):
-        resize_pos_embed(state, encoders)
-    text, wanted = state.get("text.positional_embedding"), ours.get("text.positional_embedding")
-    if text is not None and wanted is not None and text.shape[-1] == wanted.shape[-1]:
-        resize_text_pos_embed(state, encoders)
-    patches, wanted = state.get("visual.trunk.pos_embed"), ours.get("visual.trunk.pos_embed")
-    trunk = getattr(encoders.visual, "trunk", None)
-    if (
-        patches is not None
-        and wanted is not None
-        and patches.shape != wanted.shape
-        and patches.shape[-1] == wanted.shape[-1]
-    ):
-        extra = 0 if getattr(trunk, "no_embed_class", False) else int(getattr(trunk, "num_prefix_tokens", 0))
-        grid = list(trunk.patch_embed.grid_size)  # type: ignore[union-attr]
-        state["visual.trunk.pos_embed"] = resample_abs_pos_embed(patches, grid, num_prefix_tokens=extra)
+    before, ours = {name: state[name].shape for name in names if name in state}, encoders.state_dict()
+    for name, shape in before.items():
+        if name not in ours or shape == ours[name].shape or shape[-1] != ours[name].shape[-1]:
+            continue
+        if name.startswith("text."):
+            resize_text_pos_embed(state, encoders)
+        elif "trunk" not in name:
+            resize_pos_embed(state, encoders)
+        else:
+            trunk: Any = encoders.visual.trunk
+            extra = 0 if getattr(trunk, "no_embed_class", False) else int(getattr(trunk, "num_prefix_tokens", 0))
+            grid = list(trunk.patch_embed.grid_size)
+            state[name] = resample_abs_pos_embed(state[name], grid, num_prefix_tokens=extra)
     for name, shape in before.items():
         if state[name].shape != shape:
-            log.warning(
-                "%s: %s resized from %s to %s positions", source.setting, name, shape[-2], state[name].shape[-2]
-            )
+            now = state[name].shape[-2]
+            log.warning("%s: %s resized from %s to %s positions", source.setting, name, shape[-2], now)
     return state
 
 

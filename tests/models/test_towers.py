@@ -6,7 +6,7 @@ import open_clip
 import pytest
 import torch
 
-from clipscale.config.sections import ModelConfig, TowerConfig
+from clipscale.config.sections import ModelConfig
 from clipscale.errors import UserError
 from clipscale.models.towers import Flops, build_model, forward_flops
 
@@ -63,24 +63,10 @@ def test_scale_and_bias_start_as_asked() -> None:
     assert model.logit_bias.item() == -10.0
 
 
-def test_local_weights_are_loaded(tmp_path: Path) -> None:
-    torch.manual_seed(1)
-    theirs = open_clip.model.CustomTextCLIP(**SMALL, init_logit_scale=1.5)
-    torch.save(theirs.state_dict(), tmp_path / "whole.pt")
-    torch.save(theirs.visual.state_dict(), tmp_path / "image.pt")
-    model = build_model(small(weights=str(tmp_path / "whole.pt")))
-    assert torch.equal(model.text.encoder.token_embedding.weight, theirs.text.token_embedding.weight)
-    assert model.logit_scale.item() == 1.5
-    for name in ("whole.pt", "image.pt"):
-        tower = build_model(small(image=TowerConfig(str(tmp_path / name)))).image.encoder
-        assert torch.equal(tower.conv1.weight, theirs.visual.conv1.weight)
-
-
 @pytest.mark.parametrize(
     ("config", "message"),
     [
         (ModelConfig(name="ViT-B32"), "model.name='ViT-B32' is not an open_clip architecture; did you mean 'ViT-B-32'"),
-        (small(weights="nowhere.pt"), "model.weights='nowhere.pt' is no file, no folder, no run and no tag"),
         (ModelConfig(name="x", architecture={"embed_dim": 4}), "model.architecture lacks vision_cfg"),
         (ModelConfig(name="coca_ViT-B-32"), "captioning model"),
     ],
@@ -90,22 +76,10 @@ def test_mistakes_are_named(config: ModelConfig, message: str) -> None:
         build_model(config)
 
 
-def test_weights_of_another_shape_are_refused(tmp_path: Path) -> None:
-    torch.save(build_model(small()).text.state_dict(), tmp_path / "w.pt")
-    with pytest.raises(UserError, match="does not fit this architecture"):
-        build_model(small(weights=str(tmp_path / "w.pt")))
-
-
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        (b"no checkpoint", r"is damaged or not a checkpoint \(at position 0"),
-        (b"PK\x03\x04 none", r"is damaged or not a checkpoint \(File is not a zip"),
-    ],
-)
-def test_a_file_that_is_no_checkpoint_is_refused(tmp_path: Path, data: bytes, message: str) -> None:
+@pytest.mark.parametrize("data", [b"no checkpoint", b"PK\x03\x04 none"])
+def test_a_file_that_is_no_checkpoint_is_refused(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "w.pt").write_bytes(data)
-    with pytest.raises(UserError, match=rf"^model.weights='.*w.pt' {message}"):
+    with pytest.raises(UserError, match=r"^model.weights='.*w.pt' is damaged or not a checkpoint \(it is no archive"):
         build_model(small(weights=str(tmp_path / "w.pt")))
 
 
@@ -121,15 +95,6 @@ def test_a_frozen_tower_counts_its_forward_only() -> None:
     plain, frozen = Flops(small(), cpu), Flops(small(freeze_image=True), cpu)
     assert plain.per_sample - frozen.per_sample == 2 * forward_flops(small())[0]
     assert plain.utilisation(100.0) is None, "a CPU's peak is not known"
-
-
-def test_normalisation_matches_the_definition() -> None:
-    model = build_model(small())
-    seen = []
-    model.image.encoder.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-    model.image(torch.full((1, 3, 12, 12), 255, dtype=torch.uint8))
-    mean, std = torch.tensor(open_clip.OPENAI_DATASET_MEAN), torch.tensor(open_clip.OPENAI_DATASET_STD)
-    assert torch.allclose(seen[0][0, :, 0, 0], (1 - mean) / std, atol=1e-5)
 
 
 @pytest.mark.parametrize(("name", "any_size"), [("ViT-B-32", False), ("RN50", False), ("convnext_base", True)])

@@ -151,10 +151,9 @@ def test_training_takes_no_side_of_pictures_that_a_resumed_run_would_not_have(
     assert described(config(weights="w")).image_size == 48
 
 
-@pytest.mark.parametrize("of", ["timm", "transformers", "big_vision"])
+@pytest.mark.parametrize("of", ["timm", "transformers"])
 def test_a_tower_alone_says_how_its_pictures_are_normalised(tmp_path: Path, of: str) -> None:
-    weights = tmp_path / ("w.npz" if of == "big_vision" else "model.safetensors")
-    weights.write_bytes(b"")
+    (tmp_path / "model.safetensors").write_bytes(b"")
     if of == "timm":
         described_as = {"architecture": "vit_tiny", "pretrained_cfg": {"mean": [0.4] * 3, "std": [0.5] * 3}}
     else:
@@ -163,9 +162,8 @@ def test_a_tower_alone_says_how_its_pictures_are_normalised(tmp_path: Path, of: 
             json.dumps({"image_mean": [0.4] * 3, "image_std": [0.5] * 3})
         )
     (tmp_path / "config.json").write_text(json.dumps(described_as))
-    place = weights if of == "big_vision" else tmp_path
-    found = described_for_training(config(image=TowerConfig(str(place))), None)
-    assert (found.mean, found.std) == ((0.5 if of == "big_vision" else 0.4,) * 3, (0.5,) * 3)
+    found = described_for_training(config(image=TowerConfig(str(tmp_path))), None)
+    assert (found.mean, found.std) == ((0.4,) * 3, (0.5,) * 3)
 
 
 def test_each_tower_has_weights_of_its_own(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from clipscale import checkpoint
@@ -121,12 +120,6 @@ KINDS = {
         ("w.pt",),
         lambda copy, base: (*new_run(copy, base), f"model.weights={copy}/w.pt"),
     ),
-    "model.weights, arrays": Kind(
-        "weights",
-        ("w.npz",),
-        lambda copy, base: (*new_run(copy, base), f"model.weights={copy}/w.npz"),
-        slow=True,
-    ),
     "model.weights, run": Kind(
         "run",
         STATE,
@@ -205,7 +198,6 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {name.replace("image.encoder", "visual"): value for name, value in state["model"].items()},
         root / "weights/w.pt",
     )
-    np.savez(root / "weights/w.npz", **{"params/t": np.ones(1, np.float32), "params/b": np.ones(1, np.float32)})  # type: ignore[arg-type]
     assert main(["export", f"run={root}/run", f"out={root}/exported"]) == 0
     (root / "samples").mkdir()
     members = [dict(sample(f"{n}", seed=n)) for n in range(8)]
