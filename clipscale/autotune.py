@@ -215,7 +215,7 @@ class BudgetTuner:
             self.batch, self.working_bytes = batch, None
         budget.bytes = self.fixed
         if self.auto and self.working_bytes is not None:
-            budget.bytes = max(0.0, MARGIN * free_bytes(self.device) - self.working_bytes - taken)
+            budget.bytes = max(0.0, MARGIN * Machine().free_bytes(self.device) - self.working_bytes - taken)
         if not keep:
             budget.bytes = 0
 
@@ -255,7 +255,7 @@ class StageTuner:
     def after_step(self, phases: Phases) -> None:
         """Measure the first step of a batch size."""
         if self.auto and self.spare is None:
-            self.spare = MARGIN * free_bytes(self.world.device) - phases.working_bytes()
+            self.spare = MARGIN * Machine().free_bytes(self.world.device) - phases.working_bytes()
             self._choose()
 
     def _choose(self) -> None:

@@ -85,17 +85,15 @@ class World:
     @cached_property
     def control(self) -> dist.ProcessGroup:
         """All ranks on the CPU, beside the group of the features and gradients. All ranks make it at the same place."""
-        group = dist.new_group(backend="gloo", timeout=self.timeout)
-        assert isinstance(group, dist.ProcessGroup)
-        return group
+        return self._on_cpu(self.timeout)
 
     @cached_property
     def background(self) -> dist.ProcessGroup:
-        """All ranks on the CPU, for a thread that writes checkpoints. All ranks make it at the same place.
+        """The same for a thread that writes checkpoints. A slow disk may take four times as long as ranks wait for each other otherwise."""
+        return self._on_cpu(4 * self.timeout)
 
-        A slow disk may take four times as long as ranks wait for each other otherwise. A rank that ends closes its connections at once.
-        """
-        group = dist.new_group(backend="gloo", timeout=4 * self.timeout)
+    def _on_cpu(self, timeout: timedelta) -> dist.ProcessGroup:
+        group = dist.new_group(backend="gloo", timeout=timeout)
         assert isinstance(group, dist.ProcessGroup)
         return group
 

@@ -184,7 +184,8 @@ class Run:
 
         Raises AbandonedError, with everything as it was before the step, where a signal leaves no time for the rest of it.
         """
-        before, buffers, started = RandomState.now(self.world.device), self.state.statistics(), time.monotonic()
+        before, started = RandomState.now(self.world.device), time.monotonic()
+        statistics = [buffer.clone() for buffer in self.state.statistics()]
         if self.within.minutes:
             self.within.save_base = partial(self.save, before, self.stream.position())
         self.stop.begin(self.step_s)
@@ -198,7 +199,8 @@ class Run:
                 tower.graphs.begin()
             self.within.save()
             before.restore()
-            self.state.set_statistics(buffers)
+            for buffer, value in zip(self.state.statistics(), statistics, strict=True):
+                buffer.copy_(value)
             self.state.optimizer.zero_grad()
             self.stream.give_back()
             raise

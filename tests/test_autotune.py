@@ -12,14 +12,11 @@ from torch import Tensor, nn
 
 from clipscale import autotune, checkpoint
 from clipscale.autotune import CHUNKS, BudgetTuner, StageTuner, save_chunk_sizes, saved_chunk_sizes
-from clipscale.config.sections import (
-    CacheConfig,
-    CheckpointConfig,
-    ModelConfig,
-)
+from clipscale.config.sections import CacheConfig, CheckpointConfig, ModelConfig
 from clipscale.distributed import World
 from clipscale.errors import UserError
 from clipscale.kept_graphs import ActivationBudget
+from clipscale.loss.machine import Machine
 from clipscale.parallel.fsdp import ShardedTower
 from clipscale.phases import Phases
 from clipscale.train import train
@@ -86,7 +83,7 @@ def test_a_first_step_at_stage_3_shows_which_stage_fits(
     monkeypatch: pytest.MonkeyPatch, free: int, stage: int, taken: int
 ) -> None:
     """0.9 of the free bytes, less what the step takes, hold the weights (stage 2), or the gradients too (stage 1)."""
-    monkeypatch.setattr(autotune, "free_bytes", lambda device: free)
+    monkeypatch.setattr(Machine, "free_bytes", lambda self, device: free)
     tower = Tower()
     tuner = StageTuner("auto", [tower, nn.Linear(1, 1)], World(0, 1, GPU))
     assert steps(tuner, tower, [8, 8, 8]) == [3, stage, stage]
@@ -95,7 +92,7 @@ def test_a_first_step_at_stage_3_shows_which_stage_fits(
 
 
 def test_ranks_have_one_stage_the_highest_that_any_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(autotune, "free_bytes", lambda device: 150)
+    monkeypatch.setattr(Machine, "free_bytes", lambda self, device: 150)
     monkeypatch.setattr(World, "highest", lambda self, *values: [max(2, *values)])
     tower = Tower()
     assert steps(StageTuner("auto", [tower], World(0, 2, GPU)), tower, [8, 8]) == [3, 2]
@@ -119,7 +116,7 @@ def test_on_a_cpu_half_of_the_free_memory_decides(monkeypatch: pytest.MonkeyPatc
 
 
 def test_kept_graphs_leave_the_bytes_that_the_stage_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(autotune, "free_bytes", lambda device: 1000)
+    monkeypatch.setattr(Machine, "free_bytes", lambda self, device: 1000)
     tuner, budget = BudgetTuner("auto", GPU), ActivationBudget(0)
     phases = Phases(GPU)
     phases.before, phases.peak = {"encode": 60}, {"replay": 160}

@@ -14,14 +14,7 @@ from torch.distributed.tensor import DTensor
 from clipscale.config.sections import ModelConfig
 from clipscale.distributed import World
 from clipscale.grad_cache import GradCache
-from clipscale.kept_graphs import (
-    CHECKPOINTED,
-    WHOLE,
-    ActivationBudget,
-    KeptGraphs,
-    checkpointing_switch,
-    graph_bytes,
-)
+from clipscale.kept_graphs import CHECKPOINTED, WHOLE, ActivationBudget, KeptGraphs, checkpointing_switch, graph_bytes
 from clipscale.loss.api import contrastive_loss
 from clipscale.loss.reference import dense_contrastive_loss
 from clipscale.models.towers import ClipModel, build_model

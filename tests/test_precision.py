@@ -29,7 +29,7 @@ from clipscale.models.towers import build_model
 from clipscale.precision import Precision
 from clipscale.train import Run, train
 from tests.ranks import run_ranks
-from tests.runs import ARCHITECTURE, settings
+from tests.runs import ARCHITECTURE, on_a_rank, settings
 
 CPU = torch.device("cpu")
 BF16 = PrecisionConfig(name="bf16", weights="bf16")
@@ -139,10 +139,6 @@ def _run(rank: int, world: int, config: TrainConfig) -> tuple[dict[str, torch.Te
 CONSTANT = ScheduleConfig(name="constant", warmup="0")
 
 
-def _train(rank: int, world: int, config: TrainConfig) -> None:
-    train(config)
-
-
 def test_several_ranks_with_master_weights_take_the_step_of_one(shards: str, tmp_path: Path) -> None:
     """Equal up to bf16 rounding, which differs between chunks. All ranks hold the same weights afterwards."""
     config = small(
@@ -170,7 +166,7 @@ def test_under_fsdp_the_float32_shards_are_the_masters(shards: str, tmp_path: Pa
     ddp, fsdp = (LaunchConfig(parallel=parallel, threads=1) for parallel in ("ddp", "fsdp"))
     for name, launch in (("ddp", ddp), ("fsdp", fsdp)):
         config = small(shards, tmp_path / name, launch=launch, samples=24, schedule=CONSTANT)
-        run_ranks(_train, 2, config)
+        run_ranks(on_a_rank, 2, config)
     one, other = ([(r["loss"], r["grad_norm"]) for r in records(tmp_path / name)] for name in ("ddp", "fsdp"))
     assert np.allclose(one, other, rtol=1e-3), f"{other} instead of {one}"
     state = checkpoint.load(checkpoint.found(tmp_path / "fsdp")[-1])["model"]

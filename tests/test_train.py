@@ -34,37 +34,12 @@ from tests.forks import forks
 from tests.ranks import run_ranks
 from tests.runs import ARCHITECTURE, curve, on_a_rank, settings
 
-FIELDS = [
-    "step",
-    "samples",
-    "loss",
-    "logit_scale",
-    "lr",
-    "grad_norm",
-    "time",
-    "samples_per_s",
-    "samples_per_s_wall",
-    "samples_per_s_per_gpu",
-    "data_wait_frac",
-    "step_s",
-    "encode_s",
-    "loss_s",
-    "replay_s",
-    "optim_s",
-    "mem_peak_bytes",
-    "mem_encode_bytes",
-    "mem_loss_bytes",
-    "mem_replay_bytes",
-    "mem_optim_bytes",
-    "host_rss_bytes",
-    "host_pinned",
-    "broken",
-    "broken_by",
-    "faults",
-    "faults_by",
-    "caption_tokens",
-    "mfu",
-]
+FIELDS = {
+    "step", "samples", "loss", "logit_scale", "lr", "grad_norm", "time", "samples_per_s", "samples_per_s_wall",
+    "samples_per_s_per_gpu", "data_wait_frac", "step_s", "encode_s", "loss_s", "replay_s", "optim_s",
+    "mem_peak_bytes", "mem_encode_bytes", "mem_loss_bytes", "mem_replay_bytes", "mem_optim_bytes", "host_rss_bytes",
+    "host_pinned", "broken", "broken_by", "faults", "faults_by", "caption_tokens", "mfu",
+}  # fmt: skip
 
 
 def test_a_run_learns_and_leaves_its_record(finished: Path) -> None:
@@ -75,7 +50,7 @@ def test_a_run_learns_and_leaves_its_record(finished: Path) -> None:
     )
     assert losses[-1] < losses[0] - 0.1, f"loss {losses[0]:.3f} -> {losses[-1]:.3f}"
     record = json.loads((finished / "metrics.jsonl").read_text().splitlines()[-1])
-    assert not set(FIELDS) - set(record), f"missing: {set(FIELDS) - set(record)}"
+    assert not FIELDS - set(record), f"missing: {FIELDS - set(record)}"
     assert record["samples"] == 640
     records = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
     assert all(one["samples_per_s_wall"] <= one["samples_per_s"] for one in records)
@@ -269,6 +244,17 @@ def test_a_diverging_run_stops_and_keeps_its_checkpoints(demo: Path, tmp_path: P
     state = torch.load(left, weights_only=True)
     assert len(state["samples"].unique()) == 64, "the ids of the batch at which it happened"
     assert not math.isfinite(state["loss"]) or not math.isfinite(state["grad_norm"])
+
+
+@pytest.mark.slow
+def test_shards_of_a_diverging_run_are_written_whole(demo: Path, tmp_path: Path) -> None:
+    config = replace(diverging(demo, tmp_path / "run", "stop"), launch=LaunchConfig(threads=1, parallel="fsdp"))
+    with pytest.raises(AssertionError, match="training has diverged"):
+        run_ranks(on_a_rank, 2, config)
+    (left,) = (tmp_path / "run/diverged").iterdir()
+    whole = build_model(config.model).state_dict()
+    found = torch.load(left, weights_only=True)["model"]
+    assert {name: value.shape for name, value in found.items()} == {name: value.shape for name, value in whole.items()}
 
 
 def test_half_precision_that_overflows_at_any_loss_scale_has_diverged(

@@ -17,7 +17,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_map_only
 
 from clipscale import distributed
 from clipscale.autotune import agreed_chunk_sizes
@@ -128,8 +127,12 @@ class TrainState:
 
     def trained(self, name: str) -> list[nn.Parameter]:
         """One tower's parameters that the optimizer updates: its master weights where it has any."""
-        copies = self.masters[name].of if name in self.masters else {}
+        copies = self.copies()
         return [copies.get(id(p), p) for p in self.towers[name].parameters() if p.requires_grad]
+
+    def copies(self) -> dict[int, nn.Parameter]:
+        """The optimizer's float32 copies by the id of the parameter that each stands for."""
+        return {key: copy for held in self.masters.values() for key, copy in held.of.items()}
 
     def trained_by_name(self) -> dict[str, nn.Parameter]:
         """The parameters that the optimizer updates, by the model's names."""
@@ -165,8 +168,7 @@ class TrainState:
 
     def build_optimizer(self) -> torch.optim.Optimizer:
         """The optimizer. Comes after the cache, because FSDP2 replaces parameters by sharded ones."""
-        masters = {key: copy for held in self.masters.values() for key, copy in held.of.items()}
-        return build_optimizer(self.model, self.config.optim, masters, sharded=self.sharded)
+        return build_optimizer(self.model, self.config.optim, self.copies(), sharded=self.sharded)
 
     def chunks(self) -> list[int]:
         """Samples per chunk of the image and the text tower; `cut` names them, and the device that they were found for."""
@@ -262,20 +264,15 @@ class TrainState:
     # ---- save and load ----
 
     def statistics(self) -> list[Tensor]:
-        """Copies of the running statistics of batch normalisation, which a forward pass changes."""
-        return [buffer.clone() for buffer in self._statistics()]
-
-    def set_statistics(self, values: list[Tensor]) -> None:
-        """Put back what `statistics` gave."""
-        for buffer, value in zip(self._statistics(), values, strict=True):
-            buffer.copy_(value)
-
-    def _statistics(self) -> list[Tensor]:
+        """The running statistics of batch normalisation, which a forward pass changes."""
         return [b for module in self.model.modules() if isinstance(module, _BatchNorm) for b in module.buffers()]
 
-    def weights(self) -> dict[str, Any]:
-        """The model's state dict, sharded where the weights are, with master weights in place of the rounded ones."""
-        state = get_model_state_dict(self.model)
+    def weights(self, **options: bool) -> dict[str, Any]:
+        """The model's state dict, by torch's `options`, with master weights in place of the rounded ones.
+
+        Without options it is sharded where the weights are.
+        """
+        state = get_model_state_dict(self.model, options=StateDictOptions(**options))
         for name, masters in self.masters.items():
             state |= {f"{name}.{key}": copy.detach() for key, copy in masters.copies.items()}
         return state
@@ -306,15 +303,6 @@ class TrainState:
         name_of = {id(p): name for name, p in self.optimized().named_parameters()}
         return [[name_of[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
 
-    def whole(self, tree: Any) -> Any:
-        """The tree with whole tensors in host memory, on rank 0. All ranks call it."""
-
-        def gathered(x: Tensor) -> Tensor | None:
-            full = x.full_tensor() if isinstance(x, DTensor) else x
-            return full.cpu() if self.world.main else None
-
-        return tree_map_only(Tensor, gathered, tree)
-
     def check_finite(self, step: int, loss: float, grad_norm: float, ids: Callable[[], Tensor]) -> bool:
         """Whether a step's loss and gradient are finite. Where they are not, and no lower loss scale can help, training has diverged.
 
@@ -325,7 +313,7 @@ class TrainState:
         if finite or self.precision.can_lower_loss_scale or self.config.optim.on_divergence != "stop":
             return finite
         every = torch.cat(self.world.gather(ids().clone()))
-        weights = self.whole(self.weights())
+        weights = self.weights(full_state_dict=True, cpu_offload=True)
         if self.world.main:
             state = {"step": step, "loss": loss, "grad_norm": grad_norm, "model": weights, "samples": every}
             save_diverged(self.folder, step, state)
@@ -390,11 +378,9 @@ class TrainState:
         """A module whose parameters are those of the optimizer, by the model's names: master weights replace the rounded ones."""
         if not self.masters:
             return self.model
-        copies = {id_: copy for masters in self.masters.values() for id_, copy in masters.of.items()}
-        root = nn.Module()
+        copies, root = self.copies(), nn.Module()
         for name, p in self.model.named_parameters():
-            parent = root
-            *path, leaf = name.split(".")
+            parent, (*path, leaf) = root, name.split(".")
             for part in path:
                 if part not in parent._modules:
                     parent.add_module(part, nn.Module())

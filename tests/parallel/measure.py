@@ -2,33 +2,24 @@
 
     python -m tests.parallel.measure ranks=2 chunks=8 layers=4 width=64 precision=bf16
 
-    python -m tests.parallel.measure sums ranks=2 chunks=4 layers=4 width=256 rounds=15
-
-The first prints a table: collectives and bytes of one step on one rank, and the bytes of whole weights and gradients that it holds between
-two chunks. The second times the sums of master weights' gradients, in pairs.
+It prints a table: collectives and bytes of one step on one rank, and the bytes of whole weights and gradients between two chunks.
 """
 
 import sys
-import time
 from collections.abc import Sequence
-from functools import partial
-from statistics import median
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from clipscale.config.sections import ModelConfig, PrecisionConfig
+from clipscale.config.sections import ModelConfig
 from clipscale.distributed import World
 from clipscale.grad_cache import GradCache
 from clipscale.loss.api import contrastive_loss
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.parallel.fsdp import ShardedTower, Sharding, reshard, sharded
-from clipscale.parallel.sums import SummedTower
-from clipscale.precision import Precision
 from clipscale.report.table import TextTable
 from tests.ranks import run_ranks
 
@@ -144,68 +135,12 @@ def measured(rank: int, ranks: int, cases: Sequence[dict[str, Any]]) -> list[dic
     return [step(rank, ranks, **case) for case in cases]
 
 
-def sums(rank: int, ranks: int, rounds: int, chunks: int, layers: int, width: int) -> list[tuple[float, float]]:
-    """Seconds of the second pass with bf16 weights and float32 masters, in pairs: summed afterwards, and during the last backward pass."""
-    seconds: list[dict[bool, float]] = []
-    variants = {}
-    for overlapped in (False, True):
-        model = small_model(layers, width)
-        masters = [Precision(PrecisionConfig("bf16", "bf16"), CPU).hold(tower) for tower in (model.image, model.text)]
-        towers = [SummedTower(t, m.of) for t, m in zip((model.image, model.text), masters) if m is not None]
-        encoders = towers if overlapped else [tower.module for tower in towers]
-
-        def loss(u: Tensor, v: Tensor, model: ClipModel = model) -> Tensor:
-            return contrastive_loss(u, v, model.logit_scale.exp())
-
-        autocast = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
-        trained = [p for m in masters if m is not None for p in m.copies.values()]
-        variants[overlapped] = GradCache(encoders, loss, chunks=8, autocast=autocast), towers, trained
-    batch = inputs(rank, 8 * chunks)
-    for number in range(rounds + 1):
-        seconds.append({})
-        for overlapped in (False, True) if number % 2 else (True, False):
-            cache, towers, trained = variants[overlapped]
-            for p in trained:
-                p.grad = None
-            cache.backward(cache.loss(*cache.encode(*batch)))
-            for tower in () if overlapped else towers:
-                with tower.gradient_sync(False):
-                    pass  # a new step
-            dist.barrier()
-            started = time.perf_counter()
-            cache.replay()
-            for tower in towers:
-                tower.finish()
-            seconds[-1][overlapped] = time.perf_counter() - started
-    return [(one[False], one[True]) for one in seconds[1:]]
-
-
-def print_sums(ranks: int, sizes: dict[str, int]) -> None:
-    """Medians of the slowest rank, and of the ratio round by round."""
-    answers = run_ranks(sums, ranks, sizes.pop("rounds", 15), *(sizes[name] for name in ("chunks", "layers", "width")))
-    pairs = [tuple(map(max, zip(*rounds))) for rounds in zip(*answers)]
-    ratios = sorted(later / before for before, later in pairs)
-    before, later = (median(column) for column in zip(*pairs))
-    print(
-        f"afterwards {before:.3f} s, overlapped {later:.3f} s; ratio {median(ratios):.3f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
-    )
-
-
 def main(words: Sequence[str]) -> None:
-    """Print the table, or the times of sums."""
-    given = dict(word.split("=") for word in words if "=" in word)
+    """Print one row for each stage."""
+    given = dict(word.split("=") for word in words)
     ranks, sizes = int(given.pop("ranks", 2)), {"chunks": 8, "layers": 4, "width": 64}
-    precision = given.pop("precision", "fp32")
+    half = {"bf16": "bfloat16", "fp16": "float16"}.get(given.pop("precision", "fp32"), "")
     sizes |= {name: int(value) for name, value in given.items()}
-    if "sums" in words:
-        print_sums(ranks, sizes)
-    else:
-        print_stages(ranks, sizes, precision)
-
-
-def print_stages(ranks: int, sizes: dict[str, int], precision: str) -> None:
-    """One row for each stage."""
-    half = {"bf16": "bfloat16", "fp16": "float16"}.get(precision, "")
     stages = {"FSDP2 by itself": 0, "launch.zero=3": 3, "launch.zero=2": 2, "launch.zero=1": 1}
     cases = [{**sizes, "stage": stage, "half": half if stage else ""} for stage in stages.values()]
     keys = [GATHER, f"{GATHER} bytes", SUM, f"{SUM} bytes", "whole weights", "whole gradients"]

@@ -11,11 +11,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from clipscale.config.sections import LaunchConfig, OptimConfig, ScheduleConfig
-from clipscale.config.train import TrainConfig
 from clipscale.distributed import gradient_norm
 from clipscale.errors import UserError
 from clipscale.optim import SHARDED, build_optimizer, largest_norm
-from clipscale.train import train
+from tests import runs
 from tests.ranks import run_ranks
 from tests.test_precision import records, small
 
@@ -77,10 +76,6 @@ def test_others_are_refused_with_those_that_work(name: str) -> None:
         build_optimizer(Model(), OptimConfig(name=name), sharded=True)
 
 
-def on_ranks(rank: int, world: int, config: TrainConfig) -> None:
-    train(config)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["adafactorbv", "lamb", "muon"])
 def test_a_run_in_shards_follows_and_resumes_the_curve_of_ddp(shards: str, tmp_path: Path, name: str) -> None:
@@ -94,9 +89,9 @@ def test_a_run_in_shards_follows_and_resumes_the_curve_of_ddp(shards: str, tmp_p
         schedule=ScheduleConfig(name="constant", warmup="0"),
         launch=LaunchConfig(threads=1),
     )
-    run_ranks(on_ranks, 2, whole)
+    run_ranks(runs.on_a_rank, 2, whole)
     parts = replace(whole, run=str(tmp_path / "parts"), launch=LaunchConfig(threads=1, parallel="fsdp"))
     for samples, ranks in ((24, 2), (36, 2), (48, 1), (60, 2)):
-        run_ranks(on_ranks, ranks, replace(parts, samples=samples))
+        run_ranks(runs.on_a_rank, ranks, replace(parts, samples=samples))
     found, wanted = ([r["loss"] for r in records(tmp_path / part)] for part in ("parts", "whole"))
     assert found == pytest.approx(wanted, rel=1e-3)

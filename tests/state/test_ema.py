@@ -17,6 +17,7 @@ from clipscale.models.towers import load_model
 from clipscale.state.ema import WeightAverage
 from clipscale.train import Run, train
 from tests.ranks import run_ranks
+from tests.runs import on_a_rank
 from tests.state.test_start import with_peer
 from tests.test_precision import small
 
@@ -67,10 +68,6 @@ def test_export_writes_the_average_by_choice(shards: str, tmp_path: Path) -> Non
     train(small(shards, tmp_path / "none", samples=12))
     with pytest.raises(UserError, match="holds no average; take weights=trained"):
         load_model(tmp_path / "none", weights="ema")
-
-
-def on_a_rank(rank: int, world: int, config: TrainConfig) -> None:
-    train(config)
 
 
 def test_shards_have_the_average_of_the_whole(shards: str, tmp_path: Path) -> None:

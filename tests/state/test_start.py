@@ -8,12 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from clipscale.config.sections import (
-    CacheConfig,
-    CheckpointConfig,
-    ModelConfig,
-    OptimConfig,
-)
+from clipscale.config.sections import CacheConfig, CheckpointConfig, ModelConfig, OptimConfig
 from clipscale.data.demo import paths
 from clipscale.data.loader.stream import DataConfig
 from clipscale.distributed import World

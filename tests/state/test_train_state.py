@@ -26,6 +26,7 @@ from clipscale.state import empty_model, train_state
 from clipscale.train import train
 from tests.models.test_weights import open_clip_folder
 from tests.ranks import run_ranks
+from tests.runs import on_a_rank
 from tests.test_precision import BF16, records, small
 
 
@@ -73,10 +74,6 @@ def test_a_resumed_run_ends_with_the_same_weights_and_optimizer(
     assert parts["optimizer"]["param_groups"] == whole["optimizer"]["param_groups"]
 
 
-def train_on_a_rank(rank: int, world: int, config: TrainConfig) -> None:
-    train(config)
-
-
 def built(rank: int, world: int, config: TrainConfig) -> dict[str, Any]:
     """The whole weights of a new run, and where this rank has built the model."""
     seen: list[str] = []
@@ -108,7 +105,7 @@ def test_fsdp_builds_the_model_without_memory(shards: str, tmp_path: Path) -> No
 
 def test_a_sharded_run_writes_whole_tensors_that_one_process_reads(shards: str, tmp_path: Path) -> None:
     fsdp = LaunchConfig(parallel="fsdp", threads=1)
-    run_ranks(train_on_a_rank, 2, small(shards, tmp_path / "run", samples=24, precision=PrecisionConfig(), launch=fsdp))
+    run_ranks(on_a_rank, 2, small(shards, tmp_path / "run", samples=24, precision=PrecisionConfig(), launch=fsdp))
     train(small(shards, tmp_path / "one", samples=24, precision=PrecisionConfig()))
     found, wanted = (checkpoint.load(checkpoint.path_of(tmp_path / run, 2)) for run in ("run", "one"))
     torch.testing.assert_close(found["model"], wanted["model"], rtol=1e-2, atol=1e-4)
