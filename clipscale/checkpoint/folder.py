@@ -90,10 +90,7 @@ def outdated(steps: Sequence[int], step: int, keep: int, keep_every: int) -> lis
 
 def remove(checkpoint: Path) -> None:
     """Delete a checkpoint. It loses its name first, so that a half-deleted one is never taken for whole."""
-    gone = checkpoint.with_name(f"{checkpoint.name}.old{TEMPORARY}")
-    discard(gone)
-    checkpoint.replace(gone)
-    discard(gone)
+    discard(renamed(checkpoint, f".old{TEMPORARY}"))
 
 
 def discard(path: Path) -> None:

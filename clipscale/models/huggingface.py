@@ -105,14 +105,14 @@ def to_open_clip(state: dict[str, Tensor]) -> dict[str, Tensor]:
     for name, value in state.items():
         if name.endswith("position_ids"):
             continue
+        projection = re.search(r"self_attn\.([qkv])_proj", name)
+        ours = _renamed(name.replace(projection[0], "self_attn.{}_proj") if projection else name, names) or name
         if name.startswith(_POOL_INPUT):
             part = name.removeprefix(_POOL_INPUT)
             found[f"{_POOL}q.{part}"], found[f"{_POOL}kv.{part}"] = value.split([len(value) // 3, 2 * len(value) // 3])
-        elif projection := re.search(r"self_attn\.([qkv])_proj", name):
-            ours = _renamed(name.replace(projection[0], "self_attn.{}_proj"), names) or name
+        elif projection and ours != name:
             fused.setdefault(ours, {})[projection[1]] = value
         else:
-            ours = _renamed(name, names) or name
             value = value.T if ours in _TRANSPOSED and value.dim() == 2 else value
             found[ours] = value[None] if ours.endswith("trunk.pos_embed") else value
     return found | {name: torch.cat([parts[p] for p in "qkv"]) for name, parts in fused.items() if len(parts) == 3}
