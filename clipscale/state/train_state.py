@@ -267,12 +267,12 @@ class TrainState:
         """The running statistics of batch normalisation, which a forward pass changes."""
         return [b for module in self.model.modules() if isinstance(module, _BatchNorm) for b in module.buffers()]
 
-    def weights(self, **options: bool) -> dict[str, Any]:
+    def weights(self, options: StateDictOptions | None = None) -> dict[str, Any]:
         """The model's state dict, by torch's `options`, with master weights in place of the rounded ones.
 
         Without options it is sharded where the weights are.
         """
-        state = get_model_state_dict(self.model, options=StateDictOptions(**options))
+        state = get_model_state_dict(self.model, options=options)
         for name, masters in self.masters.items():
             state |= {f"{name}.{key}": copy.detach() for key, copy in masters.copies.items()}
         return state
@@ -313,7 +313,7 @@ class TrainState:
         if finite or self.precision.can_lower_loss_scale or self.config.optim.on_divergence != "stop":
             return finite
         every = torch.cat(self.world.gather(ids().clone()))
-        weights = self.weights(full_state_dict=True, cpu_offload=True)
+        weights = self.weights(StateDictOptions(full_state_dict=True, cpu_offload=True))
         if self.world.main:
             state = {"step": step, "loss": loss, "grad_norm": grad_norm, "model": weights, "samples": every}
             save_diverged(self.folder, step, state)
