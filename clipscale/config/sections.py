@@ -176,7 +176,7 @@ class LossConfig:
     backend: str = setting(
         "auto",
         "`dense`: whole blocks of logits; `tiled`: torch, tile by tile; `triton`: kernels; `gluon`: these, warp-specialised where "
-        "there are such (half precision, softmax, Hopper and Blackwell); `auto`: the best for the device.",
+        "there are such (half precision, Hopper and Blackwell); `auto`: the best for the device.",
         choices=BACKENDS,
     )
     label_smoothing: float = setting(0.0, "Share of the target spread evenly over all candidates.", least=0, below=1)

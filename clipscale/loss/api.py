@@ -117,16 +117,10 @@ def contrastive_loss(
     """
     module = similarity if isinstance(similarity, nn.Module) else None
     config = LossConfig(
-        objective=objective,
-        similarity=LossConfig.similarity if isinstance(similarity, nn.Module) else similarity,
-        exchange=exchange,
-        backend=backend,
-        label_smoothing=label_smoothing,
-        ranks_per_node=ranks_per_node,
-        fp32_precision=fp32_precision,
-        tile=tile,
-        keep=keep,
-    )
+        objective=objective, similarity=LossConfig.similarity if isinstance(similarity, nn.Module) else similarity,
+        exchange=exchange, backend=backend, label_smoothing=label_smoothing, ranks_per_node=ranks_per_node,
+        fp32_precision=fp32_precision, tile=tile, keep=keep,
+    )  # fmt: skip
     masks, keys = (image_mask, text_mask), (image_keys, text_keys)
     return configured_loss(
         image_features, text_features, logit_scale, logit_bias, config,
@@ -202,7 +196,8 @@ def configured_loss(
     if not (trains and (image_features.requires_grad or text_features.requires_grad)):
         budget = 0.0
     is_one_of_two = config.exchange == "local" and config.objective == "softmax"
-    similarity = _similarity(config.similarity, module, image_features.device)
+    device = image_features.device
+    similarity = Deep(module, device) if module is not None else Dot() if config.similarity == "dot" else Late(device)
     if config.objective == "softmax_text":
         inputs = inputs.positives_only()  # a hard negative is in no text's softmax
     terms, one_sided = [], WEIGHTS["softmax_image"]
@@ -259,12 +254,6 @@ def _blocks_at_once(backend: str, inputs: Inputs, config: LossConfig, machine: M
     shape = machine.tiles(device, PASSES[0], arithmetic)
     tiles = math.ceil(len(inputs.rows) / shape.rows) * math.ceil(len(inputs.cols) / shape.cols)
     return math.ceil(machine.multiprocessors(device) / tiles)
-
-
-def _similarity(name: str, module: nn.Module | None, device: torch.device) -> Similarity:
-    if module is not None:
-        return Deep(module, device)
-    return Dot() if name == "dot" else Late(device)
 
 
 def _chosen_backend(name: str, similarity: str, inputs: Inputs, machine: Machine) -> str:

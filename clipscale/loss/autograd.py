@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from clipscale.loss.block import Block, Parameters, RowBlock, widened
-from clipscale.loss.exchange import Single
+from clipscale.loss.exchange import GRAD, LSE, Single
 from clipscale.loss.inputs import Extras
 from clipscale.loss.kept import Kept
 from clipscale.loss.machine import float32_matmuls
@@ -31,6 +31,8 @@ from clipscale.loss.side_gradient import (
 )
 from clipscale.loss.similarity import Similarity
 from clipscale.rng import RandomState
+
+INPUTS = ("image_features", "text_features", "logit_scale", "logit_bias")
 
 
 class Backend(Protocol):
@@ -71,10 +73,9 @@ class LossCall:
     def own_blocks(self, image_features: Tensor, text_features: Tensor) -> tuple[RowBlock, RowBlock]:
         """This rank's rows and columns, with their weights, as the backend takes them."""
         rows, cols = self.extras.blocks(image_features, text_features)
-        for side in (rows, cols):
+        for side, weight in zip((rows, cols), self.weights):
             missing = self.backend.padded_width(side.features) - side.features.shape[-1]
             side.features = F.pad(side.features, (0, missing)) if missing else side.features
-        for side, weight in zip((rows, cols), self.weights):
             if weight is not None:
                 side.weight = widened(side.features.new_full((len(side),), weight))
                 side.weight[len(rows) :] = 0  # a hard negative is the positive of no image
@@ -120,7 +121,7 @@ class ContrastiveLoss(torch.autograd.Function):
                 rounding = Rounding(scale.new_tensor(1 / ctx.count), in_units=True)
                 ctx.grads = gradients(call, rows, cols, like, numbers, needed, rounding, call.backend.forward_backward)
             else:
-                cols.lse = exchange.forward(cols, visit)
+                cols.lse = exchange.sweep(cols, None if cols.weight is None else LSE, visit)
             per_row = -rows.target
             for side in (rows, cols):
                 if side.lse is not None and side.weight is not None:
@@ -136,7 +137,7 @@ class ContrastiveLoss(torch.autograd.Function):
         ctx.names = (len(numbers), *map(list, kept))
         ctx.save_for_backward(image_features, text_features, *numbers, *kept[0].values(), *kept[1].values())
         if call.check:
-            _refuse_bad_result(total, bad_scales, call, image_features, text_features, scale, bias)
+            _refuse_bad_result(total, bad_scales, call, dict(zip(INPUTS, (image_features, text_features, scale, bias))))
         return (total / ctx.count).to(scale.dtype)
 
     @staticmethod
@@ -165,15 +166,9 @@ class ContrastiveLoss(torch.autograd.Function):
 
 
 def gradients(
-    call: LossCall,
-    rows: RowBlock,
-    cols: RowBlock,
-    like: tuple[Tensor, Tensor],
-    numbers: Sequence[Tensor],
-    needed: Sequence[bool],
-    rounding: Rounding,
-    run: Callable[[Block], None],
-) -> tuple[Any, ...]:
+    call: LossCall, rows: RowBlock, cols: RowBlock, like: tuple[Tensor, Tensor], numbers: Sequence[Tensor],
+    needed: Sequence[bool], rounding: Rounding, run: Callable[[Block], None],
+) -> tuple[Any, ...]:  # fmt: skip
     """One sweep of a backend's function that adds gradients, and their rounding. None where none is `needed`.
 
     In the order of the inputs of `ContrastiveLoss`: Finished for the features, which are like the caller's `like`, tensors for the
@@ -214,7 +209,7 @@ def gradients(
         for col, col_part in texts.later_parts() if texts else []:
             backend.backward(Block(replace(rows, grad=None), col_part, Parameters(scale, bias), -col, (number, 0, col)))
 
-    text_sums = exchange.backward(cols, visit, needs_texts and texts is None)
+    text_sums = exchange.sweep(cols, GRAD if needs_texts and texts is None else None, visit)
     found: list[Finished | None] = [images.result().part(exchange.own_rows) if images else None, None]
     if texts:
         found[1] = texts.result()
@@ -254,15 +249,7 @@ def _replayed(state: RandomState | None) -> Iterator[None]:
         yield
 
 
-def _refuse_bad_result(
-    total: Tensor,
-    bad_scales: Tensor,
-    call: LossCall,
-    image_features: Tensor,
-    text_features: Tensor,
-    scale: Tensor,
-    bias: Tensor,
-) -> None:
+def _refuse_bad_result(total: Tensor, bad_scales: Tensor, call: LossCall, given: dict[str, Tensor]) -> None:
     """ValueError, on all ranks alike, for a scale that is not positive or a loss that is not finite, with the reason if it is here.
 
     This rank's own failure, or RuntimeError where another rank has failed.
@@ -270,7 +257,8 @@ def _refuse_bad_result(
     value, wrong = torch.stack([total, bad_scales]).tolist()
     if wrong:
         raise ValueError(
-            f"logit_scale is {float(scale):g} and must be positive: it is the multiplier itself, not its logarithm (pass log_scale.exp())"
+            f"logit_scale is {float(given['logit_scale']):g} and must be positive: it is the multiplier itself, not its logarithm "
+            "(pass log_scale.exp())"
         )
     if math.isfinite(value):
         return
@@ -279,7 +267,6 @@ def _refuse_bad_result(
         raise call.exchange.failure
     if failed:
         raise RuntimeError("contrastive_loss failed on " + "; ".join(failed))
-    given = {"image_features": image_features, "text_features": text_features, "logit_scale": scale, "logit_bias": bias}
     reasons = [
         f"{name} has {count} non-finite numbers" for name, x in given.items() if (count := int((~x.isfinite()).sum()))
     ]
@@ -287,7 +274,5 @@ def _refuse_bad_result(
         if mask is not None and not bool(mask.any(1).all()):
             sample = int((~mask.any(1)).nonzero()[0])
             reasons.append(f"a mask leaves sample {sample} without any token")
-    reason = (
-        "; ".join(reasons) or "this rank's inputs are finite; either another rank's are not, or the scores overflow"
-    )
-    raise ValueError(f"the contrastive loss is {value}: {reason}")
+    unknown = "this rank's inputs are finite; either another rank's are not, or the scores overflow"
+    raise ValueError(f"the contrastive loss is {value}: {'; '.join(reasons) or unknown}")

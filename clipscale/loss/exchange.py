@@ -124,16 +124,8 @@ class Single:
     def prepare(self, warm_up: Callable[[], None]) -> None:
         """Called before the first transfer of a sweep that other ranks take part in."""
 
-    def forward(self, cols: RowBlock, visit: Visit) -> Tensor | None:
-        """Visit all columns. Returns the log-sum-exps of this rank's columns, None where they have no softmax."""
-        return self.sweep(cols, None if cols.weight is None else LSE, visit)
-
-    def backward(self, cols: RowBlock, visit: Visit, needs_grad: bool) -> Tensor | None:
-        """Visit all columns. Returns the gradient of this rank's columns, None where none is needed."""
-        return self.sweep(cols, GRAD if needs_grad else None, visit)
-
     def sweep(self, cols: RowBlock, sums: Sums | None, visit: Visit) -> Tensor | None:
-        """Visit all columns, given this rank's. Returns the sums of this rank's columns."""
+        """Visit all columns, given this rank's. Returns the sums of this rank's columns; None: none are wanted."""
         return self.collected(cols, sums, visit, 0)
 
     def collected(self, cols: RowBlock, sums: Sums | None, visit: Visit, positive: int | None) -> Tensor | None:
@@ -225,9 +217,7 @@ class Replicated(Grouped):
 
     def own_cols(self, x: Tensor) -> Tensor:
         positives, extra = self.own_rows(x), self._m - self._n
-        if not extra:
-            return positives
-        return torch.cat([positives, x[self.size * self._n + self.rank * extra :][:extra]])
+        return torch.cat([positives, x[self.size * self._n + self.rank * extra :][:extra]]) if extra else positives
 
 
 class Gather(Grouped):

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from clipscale.loss.triton.tuning import Tiles, capability_of, tiles_on
+from clipscale.loss.triton.tuning import INTERPRETER, Tiles, capability_of, tiles_for
 
 T = TypeVar("T")
 
@@ -25,8 +25,8 @@ class Machine:
         return parts
 
     def tiles(self, device: torch.device, kernel_pass: str, arithmetic: str) -> Tiles:
-        """The entry of the tile table for a device."""
-        return tiles_on(device, kernel_pass, arithmetic)
+        """The entry of the tile table for a device; on the CPU that of Triton's interpreter."""
+        return tiles_for(capability_of(device), kernel_pass, arithmetic) if device.type == "cuda" else INTERPRETER
 
     def compute_capability(self, device: torch.device) -> int:
         """90 for 9.0. Triton's interpreter loads operands as Ampere does, through pointers."""

@@ -8,7 +8,6 @@ Letters: n rows (images) and m columns (texts) of the tile; N and M of the whole
 columns, a and b their weights.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -41,12 +40,16 @@ class Softmax:
 
         Returns e^(x - t), and t, where one tensor of scores has them for all its directions.
         """
-        reference = _reference(bound)
-        found = None
+        assert tile.rows.target is not None
+        reference, found = _reference(bound), None
         for x, directions in self._served(scores, tile):
             if not directions:
                 continue
-            self._add_tile_targets(x, directions, tile, spare)
+            diagonal = tile.diagonal()
+            if diagonal is not None:
+                self.add_positives(x.diagonal(tile.offset), directions, tile, diagonal)
+            for side in directions if self.smoothing else []:
+                tile.rows.target += torch.mul(x, side.across(side.weight * side.smoothing), out=spare).sum(1)
             exponentials = torch.sub(x, reference, out=spare).exp_() if reference else torch.exp(x, out=spare)
             found = (exponentials, reference) if len(scores) == 1 else None
             for side in directions:
@@ -58,7 +61,7 @@ class Softmax:
 
     def backward_from(self, e: Tensor, reference: float, tile: Block, spare: Tensor) -> list[Tensor] | None:
         """`backward` from e^(x - t) instead of scores, in place. None, with e as it was, where t does not suit the log-sum-exps."""
-        directions = [side for of_side in self.directions(tile) for side in of_side]
+        directions = self.directions(tile)
         if not _is_near(reference, directions):
             return None
         self._weigh(e, reference, directions, spare)
@@ -86,35 +89,13 @@ class Softmax:
         factors = [side.across((side.weight * (reference - side.lse).exp()).to(e.dtype)) for side in directions]
         e.mul_(torch.add(*factors, out=spare) if len(factors) == 2 else factors[0])
 
-    def add_targets(
-        self,
-        block: Block,
-        directions: list["Direction"],
-        positives: Callable[[tuple[slice, slice]], Tensor],
-        smoothed: Callable[["Direction"], Tensor],
+    def add_positives(
+        self, scores: Tensor, directions: list["Direction"], block: Block, diagonal: tuple[slice, slice]
     ) -> None:
-        """Add to the rows' targets what the softmax subtracts from the log-sum-exps: the scores of the positives and of smoothing.
-
-        `positives` returns the scores at the given diagonal. `smoothed` returns the sum over each row, (n,), of the scores times the
-        direction's weight and smoothing.
-        """
-        target, diagonal = block.rows.target, block.diagonal()
-        assert target is not None
-        if diagonal is not None:
-            weight = sum(side.weight[diagonal[1 - side.dim]].double() for side in directions) * (1 - self.smoothing)
-            target[diagonal[0]] += weight * positives(diagonal)
-        if self.smoothing:
-            for side in directions:
-                target += smoothed(side)
-
-    def _add_tile_targets(self, x: Tensor, directions: list["Direction"], tile: Block, spare: Tensor) -> None:
-        def positives(_: tuple[slice, slice]) -> Tensor:
-            return x.diagonal(tile.offset)
-
-        def smoothed(side: Direction) -> Tensor:
-            return torch.mul(x, side.across(side.weight * side.smoothing), out=spare).sum(1)
-
-        self.add_targets(tile, directions, positives, smoothed)
+        """Add what the softmax subtracts from the log-sum-exps to the rows' targets: the positives' scores, without those of smoothing."""
+        assert block.rows.target is not None
+        weight = sum(side.weight[diagonal[1 - side.dim]].double() for side in directions) * (1 - self.smoothing)
+        block.rows.target[diagonal[0]] += weight * scores
 
     def _subtract_targets(self, g: Tensor, directions: list["Direction"], tile: Block) -> None:
         # Inside the tile, not as a correction afterwards: a p - a cancels to nothing where the positive has all the mass.
@@ -126,16 +107,17 @@ class Softmax:
             for side in directions:
                 g.sub_(side.across(side.weight * side.smoothing))
 
-    def directions(self, block: Block) -> tuple[list["Direction"], list["Direction"]]:
-        """Image to text and text to image, each empty where its side has no weights."""
-        rows = [] if block.rows.weight is None else [Direction(block.rows, 1, self.smoothing / self.total_cols)]
-        cols = [] if block.cols.weight is None else [Direction(block.cols, 0, self.smoothing / self.total_rows)]
-        return rows, cols
+    def directions(self, block: Block) -> list["Direction"]:
+        """Image to text and text to image, where their side has weights."""
+        sides = (block.rows, 1, self.total_cols), (block.cols, 0, self.total_rows)
+        return [Direction(side, dim, self.smoothing / count) for side, dim, count in sides if side.weight is not None]
 
     def _served(self, scores: list[Tensor], tile: Block) -> list[tuple[Tensor, list["Direction"]]]:
         """Each score tensor with the directions that it serves."""
-        rows, cols = self.directions(tile)
-        return [(scores[0], rows + cols)] if len(scores) == 1 else [(scores[0], rows), (scores[1], cols)]
+        found = self.directions(tile)
+        if len(scores) == 1:
+            return [(scores[0], found)]
+        return [(x, [side for side in found if side.dim == dim]) for x, dim in zip(scores, (1, 0))]
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from clipscale.config.sections import LossConfig
 from clipscale.loss.api import configured_loss
 from clipscale.loss.block import RowBlock
-from clipscale.loss.exchange import GRAD, Communicator, Hop, Ring, Transfer
+from clipscale.loss.exchange import GRAD, LSE, Communicator, Hop, Ring, Transfer
 from clipscale.loss.triton.tuning import PASSES, tiles_for
 from clipscale.plan.memory_tracker import DryMachine, cuda_autocast, without_memory
 from tests.ranks import run_ranks
@@ -68,8 +68,8 @@ def sent_by(
         ring = Ring(Communicator(None), per_node)
         ring.join(blocks)
         if not sigmoid:
-            cols.lse = ring.forward(cols, lambda *_: None)
-        ring.backward(cols, lambda *_: None, needs_grad=True)
+            cols.lse = ring.sweep(cols, LSE, lambda *_: None)
+        ring.sweep(cols, GRAD, lambda *_: None)
     return found
 
 

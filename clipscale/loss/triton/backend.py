@@ -20,9 +20,8 @@ from torch import Tensor
 from clipscale.loss.block import Block, Parameters
 from clipscale.loss.kept import Exponentials, Kept
 from clipscale.loss.machine import Machine
-from clipscale.loss.objective import Direction, Objective, Sigmoid, Softmax
+from clipscale.loss.objective import Objective, Sigmoid, Softmax
 from clipscale.loss.similarity import product, row_products
-from clipscale.loss.triton.gluon_launch import launch_gradient, launch_lse
 from clipscale.loss.triton.panels import HEADROOM, PaddedBlock, chosen_tiles, side_terms
 from clipscale.loss.triton.sigmoid import sigmoid_kernel
 from clipscale.loss.triton.softmax import (
@@ -105,9 +104,9 @@ class TritonBackend(ABC):
         zero.item()  # waits for the device
         WARM.add(key)
 
-    def padded(self, block: Block, kernel_pass: str) -> PaddedBlock:
+    def padded(self, block: Block, kernel_pass: str, gluon: bool = True) -> PaddedBlock:
         # Only the plain kernels keep exponentials.
-        gluon = self.tuning.gluon and not (self.kept.budget or self.kept.visits)
+        gluon = gluon and self.tuning.gluon and not (self.kept.budget or self.kept.visits)
         return PaddedBlock(block, self.precision, kernel_pass, replace(self.tuning, gluon=gluon), self.machine)
 
 
@@ -131,21 +130,17 @@ class TritonSoftmax(TritonBackend):
         for side, lse in zip((rows, cols), self.log_sum_exps(block, found)):
             if side.lse is not None and lse is not None:
                 side.lse.copy_(torch.logaddexp(side.lse, lse))
-
-        def positives(diagonal: tuple[slice, slice]) -> Tensor:
-            return found[diagonal[0]]
-
-        def smoothed(side: Direction) -> Tensor:
+        directions = self.objective.directions(block)
+        assert rows.target is not None
+        if diagonal is not None:
+            self.objective.add_positives(found[diagonal[0]], directions, block, diagonal)
+        for side in directions if self.objective.smoothing else []:
             # The sum of a row's scores is its product with the sum of the columns; in the texts' direction, with their weighted sum.
             is_rows = side.dim == 1
             weight = torch.ones_like(v[:, 0]) if is_rows else side.weight
             total = product(weight[None, :], v, scale.new_empty(1, v.shape[1]), 1.0)
-            count = self.objective.total_cols if is_rows else self.objective.total_rows
-            sums = scale * self.objective.smoothing / count * row_products(u, total.expand_as(u))
-            return sums * side.weight if is_rows else sums
-
-        to_text, to_image = self.objective.directions(block)
-        self.objective.add_targets(block, to_text + to_image, positives, smoothed)
+            sums = scale * side.smoothing * row_products(u, total.expand_as(u))
+            rows.target += sums * side.weight if is_rows else sums
 
     def log_sum_exps(self, block: Block, positives: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Of this block's rows (n,) and columns (m,); None in a direction without a softmax.
@@ -185,15 +180,9 @@ class TritonSoftmax(TritonBackend):
         return row_lse, col_lse
 
     def _found(
-        self,
-        padded: PaddedBlock,
-        find: Any,
-        block: Block,
-        references: Sequence[Tensor | None],
-        t: Tensor,
-        enabled: Tensor,
+        self, padded: PaddedBlock, find: Any, block: Block, references: Sequence[Tensor | None], t: Tensor, enabled: Tensor,
         kept: Exponentials | None = None,
-    ) -> tuple[Tensor | None, Tensor | None]:
+    ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
         """What lse_kernel finds for the rows (n,) and the columns (m,), float64; None in a direction without a softmax.
 
         Exponentials of the rows that `kept` has memory for are stored there.
@@ -212,16 +201,10 @@ class TritonSoftmax(TritonBackend):
             where = panel.rows, panel.cols
             store = parts[0][:1] if kept is None else kept.values[panel.i :, panel.j :]
             if used.gluon and references[0] is not None:
-                launch_lse(
-                    padded,
-                    panel,
-                    strips,
-                    t,
-                    references[0][panel.rows],
-                    parts,
-                    ROWS=found[0] is not None,
-                    COLS=found[1] is not None,
-                )
+                padded.launch_gluon(
+                    "gluon_lse_kernel", panel, padded.factor, t, references[0][panel.rows], *parts,
+                    ROWS=found[0] is not None, COLS=found[1] is not None,
+                )  # fmt: skip
             else:
                 padded.launch(
                     lse_kernel, panel, strips * wide, padded.factor, t,
@@ -258,8 +241,9 @@ class TritonSoftmax(TritonBackend):
         in all. One matmul unit for the scores and one for each side that needs its gradient.
         """
         rows, cols, scale, e = block.rows, block.cols, block.parameters.scale, self.objective.smoothing
-        padded = self.padded(block, "backward")
         store = rows.grad is not None or cols.grad is not None
+        padded = self.padded(block, "backward", store)
+        flags = {"ROWS": rows.weight is not None, "COLS": cols.weight is not None, "SMOOTH": e > 0}
         scores = padded.score_gradients()
         stored = padded.described(scores, padded.tiles.rows, padded.tiles.cols // 4)
         total = torch.zeros((), dtype=torch.float64, device=padded.device)
@@ -274,12 +258,6 @@ class TritonSoftmax(TritonBackend):
                 a, b = r.part(panel.rows), c.part(panel.cols)
                 high, count = triton.cdiv(len(panel.u), special.rows), padded.grid(panel)
                 sums = torch.empty(count * padded.tiles.rows + high, device=padded.device)
-                flags: dict[str, Any] = {
-                    "ROWS": rows.weight is not None,
-                    "COLS": cols.weight is not None,
-                    "SMOOTH": e > 0,
-                    "STORE": store,
-                }
                 shared = (a.smoothing, b.smoothing, a.low, b.low, *panel.keys)
                 sizes = (*panel.sizes, scores.stride(0), panel.positive)
                 if kept is not None and panel.i < split:
@@ -291,17 +269,19 @@ class TritonSoftmax(TritonBackend):
                         padded.described(values, padded.tiles.rows, padded.tiles.cols // 4), stored, sums[:-high], *panel.sizes,
                         values.stride(0), *sizes[5:], COLS=flags["COLS"], STORE=store,
                     )  # fmt: skip
-                elif padded.tiles.gluon and store:
-                    on_sides = {name: flags[name] for name in ("ROWS", "COLS", "SMOOTH")}
-                    launch_gradient(padded, panel, a, b, scores, sums[:-high], **on_sides)
+                elif padded.tiles.gluon:
+                    padded.launch_gluon(
+                        "gluon_softmax_gradient_kernel", panel, padded.factor, a.lse, a.weight, a.factor, b.factor,
+                        *shared[:4], sums[:-high], scores=scores, **flags,
+                    )  # fmt: skip
                 else:
                     padded.launch(
                         softmax_gradient_kernel, panel, count, padded.factor, a.lse, a.weight, a.factor, b.factor,
-                        *shared, stored, sums[:-high], *sizes, **flags,
+                        *shared, stored, sums[:-high], *sizes, STORE=store, **flags,
                     )  # fmt: skip
                 padded.launch(
                     special_gradient_kernel, panel, high, padded.factor, a.lse, b.lse, a.weight, b.weight, a.target, b.target,
-                    *shared, stored_special, sums[-high:], *sizes, **flags, tiles=special,
+                    *shared, stored_special, sums[-high:], *sizes, STORE=store, **flags, tiles=special,
                 )  # fmt: skip
                 if store:
                     padded.add_products(panel, scores, rows.grad, cols.grad)
@@ -352,20 +332,23 @@ class TritonSigmoid(TritonBackend):
 
     def _sweep(self, block: Block, value: bool, gradient: bool) -> None:
         rows, cols, parameters = block.rows, block.cols, block.parameters
-        padded = self.padded(block, "sigmoid")
         store = gradient and (rows.grad is not None or cols.grad is not None)
+        padded = self.padded(block, "sigmoid", store)
         area = self.tuning.partial_bytes // 4 * padded.tiles.rows * padded.tiles.cols
         scores = padded.score_gradients() if gradient else torch.empty(0, 0, device=padded.device)
         stored = padded.described(scores, padded.tiles.rows, padded.tiles.cols // 4) if gradient else scores
         totals = torch.zeros(3, dtype=torch.float64, device=padded.device)
         with padded.accumulating(parameters.scale, rows.grad, cols.grad) as gradient_scale:
             for panel in padded.panels(*(scores.shape if gradient else padded.panel_shape(area))):
-                sums = torch.zeros(3, padded.grid(panel), device=padded.device)
-                padded.launch(
-                    sigmoid_kernel, panel, padded.grid(panel), parameters.scale, parameters.bias, gradient_scale,
-                    *panel.keys, stored, *sums, *panel.sizes, scores.stride(0), panel.positive,
-                    VALUE=value, GRADIENT=gradient, STORE=store,
-                )  # fmt: skip
+                count, numbers = padded.grid(panel), (parameters.scale, parameters.bias, gradient_scale)
+                sums = torch.zeros(3, count * (padded.tiles.rows if padded.tiles.gluon else 1), device=padded.device)
+                if padded.tiles.gluon:
+                    padded.launch_gluon("gluon_sigmoid_kernel", panel, *numbers, *sums, scores=scores, VALUE=value)
+                else:
+                    padded.launch(
+                        sigmoid_kernel, panel, count, *numbers, *panel.keys, stored, *sums, *panel.sizes, scores.stride(0),
+                        panel.positive, VALUE=value, GRADIENT=gradient, STORE=store,
+                    )  # fmt: skip
                 if store:
                     padded.add_products(panel, scores, rows.grad, cols.grad)
                 totals += sums.sum(1, dtype=torch.float64)

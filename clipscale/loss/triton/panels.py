@@ -18,13 +18,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from clipscale.loss.block import Block
 from clipscale.loss.machine import Machine
 from clipscale.loss.objective import Softmax
-from clipscale.loss.triton.tuning import Tiles, Tuning, arithmetic_of, gluon_tiles
+from clipscale.loss.triton.tuning import GLUON_ROWS, Tiles, Tuning, arithmetic_of, gluon_tiles
 
 LOG2E = 1 / math.log(2)
 LARGEST_HALF = 2.0**14  # the largest possible score gradient in float16: a quarter of its range
 # The reference t of columns lies so many units of log 2 under the largest of rows. A row or column as far below t loses no probability
 # above 2^-46; further below it is special.
 HEADROOM = 60.0
+SLOTS = 14  # tiles of 128 x 64 halves that fit in Hopper's and Blackwell's shared memory, 227 KiB, beside barriers
 
 
 @dataclass
@@ -70,10 +71,8 @@ class SideTerms:
     def part(self, where: slice) -> "SideTerms":
         """The terms of some rows, which begin a tile."""
         of_tiles = slice(where.start // self.size, triton.cdiv(where.stop, self.size))
-        lse, factor, weight = self.lse[where], self.factor[where], self.weight[where]
-        return SideTerms(
-            lse, factor, weight, self.target[where], self.smoothing[where], self.low[of_tiles].clone(), self.size
-        )
+        of_rows = (x[where] for x in (self.lse, self.factor, self.weight, self.target, self.smoothing))
+        return SideTerms(*of_rows, self.low[of_tiles].clone(), self.size)
 
 
 def chosen_tiles(device: torch.device, kernel_pass: str, arithmetic: str, tuning: Tuning, machine: Machine) -> Tiles:
@@ -167,6 +166,26 @@ class PaddedBlock:
             **{name: x for name, x in optional.items() if name in kernel.arg_names},
         )  # fmt: skip
 
+    def launch_gluon(self, name: str, panel: Panel, *given: Any, scores: Tensor | None = None, **flags: bool) -> None:
+        """Run a kernel of gluon_kernels.py on the panel, with its operands, and `scores` if it stores there, in front of what is given."""
+        from triton.experimental.gluon.language import NVMMASharedLayout
+        from triton.experimental.gluon.nvidia import hopper
+
+        from clipscale.loss.triton import gluon_kernels
+
+        def described(x: Tensor, height: int, width: int) -> Any:
+            layout = NVMMASharedLayout(min(128, width * x.element_size()), 8 * x.element_size(), 2)
+            return hopper.TensorDescriptor.from_tensor(x, [height, width], layout)
+
+        t, (n, m, depth, *_) = self.tiles, panel.sizes
+        operands = [described(panel.u, GLUON_ROWS, t.depth), described(panel.v, t.cols, t.depth)]
+        operands += [] if scores is None else [described(scores, GLUON_ROWS, t.cols // 4)]
+        self.machine.launch(
+            getattr(gluon_kernels, name), t.group * triton.cdiv(m, t.cols), self.device, t, *operands, *given,
+            n, m, depth, panel.positive, t.group, **flags, BM=GLUON_ROWS, BN=t.cols, BK=t.depth,
+            HALVES=t.rows // GLUON_ROWS, STAGES=t.stages, **shared_slots(t, depth // t.depth, scores is not None),
+        )  # fmt: skip
+
     def score_gradients(self) -> Tensor:
         """Memory for a panel of score gradients, in whole tiles so that no store needs a mask."""
         shape = self.panel_shape(self.tuning.panel_bytes // self.dtype.itemsize)
@@ -204,6 +223,14 @@ class PaddedBlock:
                     d.mul_(unit)
 
 
+def shared_slots(tiles: Tiles, steps: int, stores: bool) -> dict[str, Any]:
+    """How a warp-specialised kernel divides shared memory: the steps of the columns' operand that stay, and whether others are loaded with
+    each tile. `stores`: whether buffers of the panel take a slot for each consumer."""
+    left = SLOTS - (tiles.stages + stores) * (tiles.rows // GLUON_ROWS)
+    streams = steps > left
+    return {"RESIDENT": left - tiles.stages if streams else steps, "STREAMS": streams}
+
+
 def _even(size: int, most: int, tile: int) -> int:
     """Size of each of the fewest about equal parts of at most `most` (rounded up to whole tiles)."""
     parts = triton.cdiv(size, most)
@@ -234,15 +261,6 @@ def side_terms(block: Block, padded: PaddedBlock, gradient_scale: Tensor, object
         rounded, tiles = exact.float(), triton.cdiv(len(side), size)
         factor = (rounded.double() - t).exp2() if side is block.rows else weight * (t - exact).exp2()
         low = torch.nn.functional.pad(exact < t - HEADROOM, (0, tiles * size - len(side))).view(tiles, size).any(1)
-        found.append(
-            SideTerms(
-                rounded,
-                factor.float(),
-                (weight * (rounded - exact).exp2()).float(),
-                (weight * (1 - objective.smoothing)).float(),
-                (weight * (objective.smoothing / count)).float(),
-                low.to(torch.int8),
-                size,
-            )
-        )
+        weights = [weight * x for x in ((rounded - exact).exp2(), 1 - objective.smoothing, objective.smoothing / count)]
+        found.append(SideTerms(rounded, factor.float(), *(x.float() for x in weights), low.to(torch.int8), size))
     return found

@@ -127,14 +127,9 @@ def tiles_for(capability: int, kernel_pass: str, arithmetic: str) -> Tiles:
     return IEEE if arithmetic == "ieee" else TABLE.get(capability, AMPERE)[kernel_pass, arithmetic]
 
 
-def tiles_on(device: torch.device, kernel_pass: str, arithmetic: str) -> Tiles:
-    """The tiles for a device; on the CPU those of Triton's interpreter."""
-    return tiles_for(capability_of(device), kernel_pass, arithmetic) if device.type == "cuda" else INTERPRETER
-
-
 def gluon_tiles(capability: int, kernel_pass: str, arithmetic: str) -> Tiles | None:
     """The tiles of a pass's warp-specialised kernel; None where it has none."""
-    return GLUON.get(capability) if arithmetic == "half" and kernel_pass in ("forward", "backward") else None
+    return GLUON.get(capability) if arithmetic == "half" and "keys" not in kernel_pass else None
 
 
 def candidates(arithmetic: str) -> list[Tiles]:

@@ -14,8 +14,8 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout
 
-from clipscale.loss.triton.gluon_launch import shared_slots
-from clipscale.loss.triton.gluon_softmax import lse_gluon_kernel, softmax_gradient_gluon_kernel
+from clipscale.loss.triton.gluon_kernels import gluon_lse_kernel, gluon_sigmoid_kernel, gluon_softmax_gradient_kernel
+from clipscale.loss.triton.panels import shared_slots
 from clipscale.loss.triton.sigmoid import sigmoid_kernel
 from clipscale.loss.triton.softmax import (
     OWN,
@@ -73,16 +73,15 @@ REST = {
     "sigmoid gradient alone": (sigmoid_kernel, "sigmoid", ONE_SWEEP | {"VALUE": False}),
 }
 KERNELS: dict[str, Any] = PLAIN | LOADED | KEPT | FREE | REST
-# Warp-specialised: kernel, constants, whether it has buffers for what it stores
+# Warp-specialised: kernel, constants
+BOTH = {"ROWS": True, "COLS": True}
 GLUONS: dict[str, Any] = {
-    "lse, gluon": (lse_gluon_kernel, {"ROWS": True, "COLS": True}, False),
-    "softmax gradient, gluon": (softmax_gradient_gluon_kernel, {"ROWS": True, "COLS": True, "SMOOTH": False}, True),
-    "lse, rows, gluon": (lse_gluon_kernel, {"ROWS": True, "COLS": False}, False),
-    "softmax gradient, smoothing, gluon": (
-        softmax_gradient_gluon_kernel,
-        {"ROWS": True, "COLS": True, "SMOOTH": True},
-        True,
-    ),
+    "lse, gluon": (gluon_lse_kernel, BOTH),
+    "softmax gradient, gluon": (gluon_softmax_gradient_kernel, BOTH | {"SMOOTH": False}),
+    "sigmoid gradient, gluon": (gluon_sigmoid_kernel, {"VALUE": True}),
+    "lse, rows, gluon": (gluon_lse_kernel, BOTH | {"COLS": False}),
+    "softmax gradient, smoothing, gluon": (gluon_softmax_gradient_kernel, BOTH | {"SMOOTH": True}),
+    "sigmoid gradient alone, gluon": (gluon_sigmoid_kernel, {"VALUE": False}),
 }
 
 
@@ -172,32 +171,27 @@ def compiled_entry(name: str, capability: int, form: str, tiles: Tiles, height: 
     return compiled(kernel, capability, tiles, form if ELEMENT[form] == "half" else "fp32", flags | precision | shape)
 
 
+def stores(name: str) -> bool:
+    """Whether a warp-specialised kernel has buffers for what it stores."""
+    return "gradient" in name
+
+
 @cache
 def gluon_entry(capability: int, form: str, name: str, width: int = 768) -> Binary:
     """A warp-specialised kernel in its entry of the table, for features of this width."""
-    kernel, constants, stores = GLUONS[name]
+    kernel, constants = GLUONS[name]
     tiles = GLUON[capability]
-    halves = tiles.rows // GLUON_ROWS
-    constants = constants | {
-        "BM": GLUON_ROWS,
-        "BN": tiles.cols,
-        "BK": tiles.depth,
-        "HALVES": halves,
-        "STAGES": tiles.stages,
-    }
-    constants |= shared_slots(tiles, width // tiles.depth, halves if stores else 0)
-    shapes = {
-        "u": (GLUON_ROWS, tiles.depth),
-        "v": (tiles.cols, tiles.depth),
-        "panel": (GLUON_ROWS, tiles.cols // 4),
-    }
+    blocks = {"u": (GLUON_ROWS, tiles.depth), "v": (tiles.cols, tiles.depth), "panel": (GLUON_ROWS, tiles.cols // 4)}
+    constants = constants | {"BM": GLUON_ROWS, "BN": tiles.cols, "BK": tiles.depth}
+    constants |= {"HALVES": tiles.rows // GLUON_ROWS, "STAGES": tiles.stages}
+    constants |= shared_slots(tiles, width // tiles.depth, stores(name))
     signature, aligned = {}, {}
     for index, arg in enumerate(kernel.arg_names):
         if arg in constants:
             signature[arg] = "constexpr"
-        elif arg in shapes:
-            layout = NVMMASharedLayout(min(128, 2 * shapes[arg][1]), 16, 2)
-            signature[arg] = f"tensordesc<{form}{list(shapes[arg])},{layout!r}>"
+        elif arg in blocks:
+            layout = NVMMASharedLayout(min(128, 2 * blocks[arg][1]), 16, 2)
+            signature[arg] = f"tensordesc<{form}{list(blocks[arg])},{layout!r}>"
         elif arg in ("n", "m", "depth", "positive", "strips"):
             signature[arg] = "i32"
         else:

@@ -158,7 +158,8 @@ def program() -> Program:
 def started(at: Program, work: Callable[..., None], *given: Any) -> threading.Thread:
     def run() -> None:
         LOCAL.program = at
-        work(*given)
+        with torch.no_grad():  # which a thread does not inherit
+            work(*given)
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
@@ -302,12 +303,13 @@ def warp_specialize(
 LANGUAGE = SimpleNamespace(
     load=load, store=store, where=where, allocate_shared_memory=allocate, warp_specialize=warp_specialize,
     program_id=lambda axis: torch.tensor(program().index), cdiv=lambda x, y: -(-x // y),
-    minimum=lambda x, y: torch.minimum(x, torch.as_tensor(y)), exp2=torch.exp2, static_range=range,
+    minimum=lambda x, y: torch.minimum(x, torch.as_tensor(y)), maximum=lambda x, y: x.clamp_min(y), exp2=torch.exp2, static_range=range,
     fma=lambda x, y, z: (x.double() * y.double() + z.double()).float(),
     arange=lambda start, stop, layout=None: torch.arange(start, stop), sum=lambda x, axis: x.sum(axis),
     zeros=lambda shape, dtype, layout=None: torch.zeros(shape, dtype=dtype).as_subclass(Value),
     zeros_like=torch.zeros_like, reshape=lambda x, shape: x.reshape(*shape), permute=lambda x, order: x.permute(*order),
-    split=lambda x: x.unbind(-1), convert_layout=lambda x, layout: x, float32=torch.float32, int64=torch.int64,
+    split=lambda x: x.unbind(-1), convert_layout=lambda x, layout, assert_trivial: x, abs=torch.abs,
+    float32=torch.float32, int64=torch.int64,
     NVMMADistributedLayout=lambda *given: None, SliceLayout=lambda *given: None, BlockedLayout=lambda *given: None,
 )  # fmt: skip
 NAMES = {

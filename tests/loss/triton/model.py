@@ -21,9 +21,9 @@ from pathlib import Path
 
 import triton
 
-from clipscale.loss.triton.gluon_launch import shared_slots
+from clipscale.loss.triton.panels import shared_slots
 from clipscale.loss.triton.tuning import GLUON, GLUON_ROWS
-from tests.loss.triton.binaries import GLUONS, REGISTERS, Binary, compiled_entry, entry, gluon_entry
+from tests.loss.triton.binaries import GLUONS, REGISTERS, Binary, compiled_entry, entry, gluon_entry, stores
 
 RECORD = Path(__file__).with_name("model.json")
 WIDTHS = (512, 768, 1024)
@@ -146,8 +146,8 @@ def gluon_clocks(capability: int, name: str, width: int) -> dict[str, float]:
     """
     binary = gluon_entry(capability, "bf16", name)
     a, t, code = ARCHITECTURES[capability], binary.tiles, gluon_code(binary.cubin)
-    steps, halves, stores = width // t.depth, t.rows // GLUON_ROWS, GLUONS[name][2]
-    slots = shared_slots(t, steps, halves if stores else 0)
+    steps, halves, stored = width // t.depth, t.rows // GLUON_ROWS, 2 * t.rows * t.cols * stores(name)
+    slots = shared_slots(t, steps, stores(name))
     loaded = t.rows * width + t.cols * t.depth * (steps - slots["RESIDENT"])  # numbers
     per_warp = {90: 4 * halves, 100: 1}[capability]  # multiplying warps
 
@@ -158,14 +158,12 @@ def gluon_clocks(capability: int, name: str, width: int) -> dict[str, float]:
     found = {
         "tensor cores": 2 * t.rows * t.cols * width / a.flop,
         "L2": 2 * loaded / a.l2_bytes,
-        "shared memory": 2
-        * (loaded + width * (t.rows // 64) * (64 + t.cols) + 2 * stores * t.rows * t.cols)
-        / a.shared_bytes,
+        "shared memory": 2 * (loaded + width * (t.rows // 64) * (64 + t.cols) + stored) / a.shared_bytes,
         "issue": issued * 32 / 128,
         "float32": of(FLOAT32, a.float32),
         "exponentials": of({"MUFU"}, a.exponentials),
         "shuffles": of({"SHFL"}, a.shuffles),
-        "memory": 2 * t.rows * t.cols / a.memory_bytes if stores else 0.0,
+        "memory": stored / a.memory_bytes,
     }
     return found | {"bound": max(found.values())}
 
@@ -177,7 +175,7 @@ def share(binary: Binary, capability: int, width: int, name: str) -> float:
 
 
 PLAIN = ("lse", "softmax gradient", "sigmoid gradient", "lse, keys", "softmax gradient, keys")
-GLUON_MODELLED = ("lse, gluon", "softmax gradient, gluon")
+GLUON_MODELLED = ("lse, gluon", "softmax gradient, gluon", "sigmoid gradient, gluon")
 MODELLED = [(c, name) for c in ARCHITECTURES for name in (*PLAIN, *(GLUON_MODELLED if c in GLUON else ()))]
 
 

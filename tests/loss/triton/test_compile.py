@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -159,82 +160,84 @@ class CompilesForHopper(Machine):
         assert_copies_are_asynchronous(built.asm["ptx"], True, kernel.__name__)
 
 
-def test_the_launches_bind_and_compile_as_the_host_makes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def block_of(n: int, m: int, width: int, positive: int | None = 0, dtype: torch.dtype = torch.float16) -> Block:
+    """A block of ones for the backward and the forward pass."""
+    rows, cols = (
+        RowBlock(torch.ones(size, width, dtype=dtype), weight=torch.ones(size), grad=torch.zeros(size, width))
+        for size in (n, m)
+    )
+    rows.target = torch.zeros(n, dtype=torch.float64)
+    rows.lse, cols.lse = rows.empty_lse(), cols.empty_lse()
+    return Block(rows, cols, Parameters(torch.tensor(10.0), torch.tensor(1.0)), positive)
+
+
+# Of lse_kernel: what it finds three times, whole tiles and the columns past them. The warp-specialised kernel finds one of these.
+COUNTS = {
+    False: {"lse_kernel": 6, "softmax_gradient_kernel": 1, "special_gradient_kernel": 1, "sigmoid_kernel": 1},
+    True: {"lse_kernel": 5, "special_gradient_kernel": 1}
+    | dict.fromkeys(("gluon_lse_kernel", "gluon_softmax_gradient_kernel", "gluon_sigmoid_kernel"), 1),
+}
+
+
+@pytest.mark.parametrize("gluon", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_launches_bind_and_compile_as_the_host_makes_them(gluon: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Arguments in the kernels' order, alignment seen by Triton, few variants: sizes and positions do not make new ones."""
     monkeypatch.setattr(driver, "_active", NoDevice())
     machine = CompilesForHopper()
-    softmax, sigmoid = (triton_backend(x, "ieee", Tuning(), machine) for x in (Softmax(), Sigmoid()))
-    for n, m, positive in ((501, 300, 0), (1, 501, -16), (501, 16, None)):
-        rows, cols = (
-            RowBlock(torch.zeros(size, 123, dtype=torch.float16), weight=torch.zeros(size), grad=torch.zeros(size, 123))
-            for size in (n, m)
-        )
-        rows.target = torch.zeros(n, dtype=torch.float64)
-        rows.lse, cols.lse = rows.empty_lse(), cols.empty_lse()
-        block = Block(rows, cols, Parameters(torch.tensor(10.0), torch.tensor(10.0)), positive)
+    softmax, sigmoid = (triton_backend(x, "ieee", Tuning(gluon=gluon), machine) for x in (Softmax(), Sigmoid()))
+    for n, m, positive in ((501, 300, 0), (1, 501, -16), (501, 256, None)):
+        block = block_of(n, m, 123, positive)
         softmax.forward(block)
         softmax.backward(block)
         sigmoid.forward_backward(block)
-    # Of lse_kernel: what it finds three times, whole tiles and the columns past them
-    counts = {"lse_kernel": 6, "softmax_gradient_kernel": 1, "special_gradient_kernel": 1, "sigmoid_kernel": 1}
-    assert {name: len(variants) for name, variants in machine.compiled.items()} == counts
-
-
-@pytest.mark.slow
-def test_the_launches_of_warp_specialised_kernels_bind_and_compile(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "_active", NoDevice())
-    machine = CompilesForHopper()
-    softmax = triton_backend(Softmax(), "ieee", Tuning(gluon=True), machine)
-    for n, m, positive in ((501, 300, 0), (1, 501, -16), (501, 256, None)):
-        rows, cols = (
-            RowBlock(torch.zeros(size, 123, dtype=torch.float16), weight=torch.zeros(size), grad=torch.zeros(size, 123))
-            for size in (n, m)
-        )
-        rows.target = torch.zeros(n, dtype=torch.float64)
-        rows.lse, cols.lse = rows.empty_lse(), cols.empty_lse()
-        block = Block(rows, cols, Parameters(torch.tensor(10.0), torch.tensor(10.0)), positive)
-        softmax.forward(block)
-        softmax.backward(block)
-    counts = {"lse_gluon_kernel": 1, "softmax_gradient_gluon_kernel": 1, "special_gradient_kernel": 1}
-    assert {name: len(machine.compiled[name]) for name in counts} == counts
-    assert "softmax_gradient_kernel" not in machine.compiled
+    assert {name: len(variants) for name, variants in machine.compiled.items()} == COUNTS[gluon]
 
 
 class Launches(Machine):
     """Notes which variants of the kernels are launched, and runs nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_hopper: bool) -> None:
         self.variants: set[str] = set()
+        self.is_hopper = is_hopper
+
+    def compute_capability(self, device: torch.device) -> int:
+        return 90 if self.is_hopper else super().compute_capability(device)
+
+    def tiles(self, device: torch.device, kernel_pass: str, arithmetic: str) -> Tiles:
+        return (
+            tiles_for(90, kernel_pass, arithmetic) if self.is_hopper else super().tiles(device, kernel_pass, arithmetic)
+        )
 
     def launch(self, kernel: Any, grid: int, device: torch.device, tiles: Tiles, *given: Any, **constants: Any) -> None:
         self.variants.add(f"{kernel.__name__} {tiles} {sorted((name, str(x)) for name, x in constants.items())}")
 
 
-@pytest.mark.parametrize("budget", [0.0, 6000.0])
+@pytest.mark.parametrize(("budget", "gluon"), [(0.0, False), (6000.0, False), (0.0, True)])
 @pytest.mark.parametrize("objective", [Softmax(), Softmax(0.1, 40, 70), Sigmoid()])
-def test_a_warm_up_launches_every_variant_that_a_block_does(objective: Softmax | Sigmoid, budget: float) -> None:
-    """Of 40 x 70 scores: whole tiles and others, kept rows and others."""
+def test_a_warm_up_launches_every_variant_that_a_block_does(
+    objective: Softmax | Sigmoid, budget: float, gluon: bool
+) -> None:
+    """Of scores with whole tiles and others, kept rows and others."""
     backend.WARM.clear()
     seen = []
+    n, m = (300, 400) if gluon else (40, 70)
     for warms in (True, False):
-        machine = Launches()
-        found = triton_backend(objective, "ieee", Tuning(), machine, Kept(budget))
-        rows, cols = (RowBlock(torch.zeros(size, 64), grad=torch.zeros(size, 64)) for size in (40, 70))
-        rows.target = torch.zeros(40, dtype=torch.float64)
-        if isinstance(objective, Softmax):
-            rows.weight, cols.weight = torch.ones(40), torch.ones(70)
-            rows.lse, cols.lse = rows.empty_lse(), cols.empty_lse()
-        parameters = Parameters(torch.tensor(10.0), torch.tensor(1.0))
+        machine = Launches(is_hopper=gluon)
+        found = triton_backend(objective, "ieee", Tuning(gluon=gluon), machine, Kept(budget))
+        block = block_of(n, m, 64, dtype=torch.float16 if gluon else torch.float32)
+        if isinstance(objective, Sigmoid):
+            block.rows.weight = block.cols.weight = None
         if warms:
-            found.warm_up(Block(rows[:1], cols[:1], parameters, 0))
+            found.warm_up(replace(block, rows=block.rows[:1], cols=block.cols[:1]))
             assert found.kept.budget == budget and not found.kept.visits, "it takes nothing of the budget"
         elif isinstance(objective, Sigmoid):
-            found.forward_backward(Block(rows, cols, parameters, 0))
+            found.forward_backward(block)
         else:
-            found.forward(Block(rows, cols, parameters, 0))
-            found.backward(Block(rows, cols, parameters, 0))
+            found.forward(block)
+            found.backward(block)
         seen.append(machine.variants)
     assert seen[1] <= seen[0], f"compiled at the first hop: {seen[1] - seen[0]}"
+    assert any("gluon_" in x for x in seen[1]) == gluon
 
 
 @pytest.mark.slow
@@ -245,13 +248,7 @@ def test_the_launches_with_kept_exponentials_bind_and_compile(monkeypatch: pytes
     for budget in (300 * 2 * 1024, 1e9):
         kept = Kept(budget)
         softmax = triton_backend(Softmax(), "ieee", Tuning(), machine, kept)
-        rows, cols = (
-            RowBlock(torch.zeros(size, 123, dtype=torch.bfloat16), weight=torch.ones(size), grad=torch.zeros(size, 123))
-            for size in (n, m)
-        )
-        rows.target = torch.zeros(n, dtype=torch.float64)
-        rows.lse, cols.lse = rows.empty_lse(), cols.empty_lse()
-        block = Block(rows, cols, Parameters(torch.tensor(10.0), torch.tensor(10.0)), 0)
+        block = block_of(n, m, 123, dtype=torch.bfloat16)
         softmax.forward(block)
         assert kept.visits[0].values.shape == (256 if budget < 1e6 else 768, 1024)
         softmax.backward(block)

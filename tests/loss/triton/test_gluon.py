@@ -3,23 +3,31 @@
 Compared with float64 and with the plain kernels, whose formulas they share. test_interpreter.py runs this file without a device.
 """
 
+import multiprocessing
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 CUDA = torch.cuda.is_available()
 if not CUDA and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("no CUDA device; test_interpreter.py runs these", allow_module_level=True)
 
+from clipscale.bench.loss_work import kind as kind_of_kernel  # noqa: E402
+from clipscale.config.sections import LossConfig  # noqa: E402
+from clipscale.loss.api import configured_loss  # noqa: E402
 from clipscale.loss.machine import Machine  # noqa: E402
-from clipscale.loss.triton import gluon_launch, gluon_pipeline, gluon_softmax  # noqa: E402
+from clipscale.loss.triton import panels  # noqa: E402
 from clipscale.loss.triton.softmax import OWN  # noqa: E402
-from clipscale.loss.triton.tuning import GLUON, Tiles, Tuning, capability_of, tiles_for  # noqa: E402
+from clipscale.loss.triton.tuning import GLUON, Tiles, Tuning, capability_of, gluon_tiles, tiles_for  # noqa: E402
+from tests.loss.cases import errors, oracle, results  # noqa: E402
 from tests.loss.triton import emulator  # noqa: E402
 from tests.loss.triton.truth import Problem, distance, error_of, features, scale_error_of  # noqa: E402
+from tests.loss.workers import Workers, stacked, stacked_again, whole, workers  # noqa: E402
 
 DEVICE = "cuda" if CUDA else "cpu"
 HERE = capability_of(torch.device("cuda")) if CUDA else None
@@ -92,7 +100,20 @@ def check(p: Problem, smoothing: float = 0.0, lost: bool = False) -> None:
         assert errors[0] <= 1.1 * errors[1] + 1e-6, f"{name}: {errors[0]:.2e}, the plain kernels {errors[1]:.2e}"
     error = scale_error_of(got[2], truth[2], a, b)
     assert error <= 1e-5 + 2.5e-7 * float(p.scale), f"the scale's gradient is off by {error:.2e}"
-    assert set(USED) == {"lse_gluon_kernel", "softmax_gradient_gluon_kernel"}
+    assert set(USED) == {"gluon_lse_kernel", "gluon_softmax_gradient_kernel"}
+
+
+def check_sigmoid(p: Problem, bias: float, at_once: bool = True) -> None:
+    """The loss and the gradients against float64, and beside the plain kernels'."""
+    truth = p.sigmoid(bias)
+    got, plain = (
+        [distance(x, y) for x, y in zip(p.computed_sigmoid(bias, at_once=at_once, tuning=tuning), truth, strict=True)]
+        for tuning in (GLUONS, PLAIN)
+    )
+    assert max(got[0], *got[3:]) <= 1e-5 + 2.5e-7 * float(p.scale), f"loss, bias, scale off by {got}"
+    for ours, theirs in zip(got[1:3], plain[1:3]):
+        assert ours <= 1.1 * theirs + 1e-6, f"{ours:.2e}, the plain kernels {theirs:.2e}"
+    assert set(USED) == {"gluon_sigmoid_kernel"}
 
 
 # Ragged rows and columns, tiles with positives and without, more than one tile of a strip; all hostile inputs.
@@ -101,6 +122,8 @@ CASES = [
     (260, 130, 64, 14.3, "random", 0, False),
     pytest.param(600, 400, 100, 14.3, "random", 0, False, marks=SLOW),
     pytest.param(300, 384, 64, 14.3, "random", -100, False, marks=SLOW),
+    pytest.param(300, 384, 64, 14.3, "pairs", 150, False, marks=SLOW),
+    pytest.param(300, 384, 64, 14.3, "pairs", None, False, marks=SLOW),
     pytest.param(300, 400, 64, 100.0, "low", 0, False, marks=SLOW),
     pytest.param(300, 400, 130, 100.0, "pairs", 0, False, marks=SLOW),
     pytest.param(300, 300, 64, 100.0, "equal", 0, False, marks=SLOW),
@@ -112,18 +135,75 @@ CASES = [
 @pytest.mark.parametrize(("n", "m", "width", "scale", "kind", "positive", "lost"), CASES)
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_the_softmax_equals_float64(
-    capability: int, n: int, m: int, width: int, scale: float, kind: str, positive: int, lost: bool
+    capability: int, n: int, m: int, width: int, scale: float, kind: str, positive: int | None, lost: bool
 ) -> None:
     check(problem(n, m, width, scale, kind, positive), lost=lost)
+
+
+@pytest.mark.parametrize(("n", "m", "width", "scale", "kind", "positive", "lost"), CASES)
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_the_sigmoid_equals_float64(
+    capability: int, n: int, m: int, width: int, scale: float, kind: str, positive: int | None, lost: bool
+) -> None:
+    check_sigmoid(problem(n, m, width, scale, kind, positive), bias=-10.0)
 
 
 @pytest.mark.parametrize("capability", [pytest.param(x, marks=SLOW) for x in CAPABILITIES])
 def test_columns_that_do_not_all_stay_in_shared_memory(capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two strips of several tiles each, with a resident step and two that are loaded with every tile."""
-    monkeypatch.setattr(gluon_launch, "SLOTS", 4 + (6 if capability == 90 else 3) + 2)
+    monkeypatch.setattr(panels, "SLOTS", 4 + (6 if capability == 90 else 3) + 2)
     tiles = GLUON[capability]
     monkeypatch.setitem(GLUON, capability, Tiles(tiles.rows, 128, 64, 4, 3, group=2, gluon=True))
-    check(problem(900, 128, 64 * (8 if CUDA else 7), 14.3, positive=None), smoothing=0.1)
+    p = problem(900, 128, 64 * (8 if CUDA else 7), 14.3, positive=None)
+    check(p, smoothing=0.1)
+    USED.clear()
+    check_sigmoid(p, -5.0, at_once=False)
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Workers]:
+    """Forks of this process: Triton chooses the interpreter when it is imported."""
+    with workers(2, multiprocessing.get_context("fork")) as started:
+        yield started
+
+
+def on_a_rank(
+    group: dist.ProcessGroup, rank: int, capability: int, config: LossConfig, u: Tensor, v: Tensor
+) -> list[Tensor]:
+    Emulated.capability = capability
+
+    def loss(u: Tensor, v: Tensor, scale: Tensor, logit_bias: Tensor) -> Tensor:
+        return configured_loss(u, v, scale, logit_bias, config, group=group, machine=Emulated())
+
+    USED.clear()
+    found = results(loss, u[rank], v[rank], 20.0)
+    assert USED, "the plain kernels computed everything"
+    return found
+
+
+@pytest.mark.skipif(CUDA, reason="of gloo ranks")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("objective", "exchange", "capability"),
+    [
+        ("sigmoid", "ring", 90),
+        *(pytest.param(*case, marks=SLOW) for case in (("softmax", "ring", 90), ("softmax", "gather", 100))),
+        pytest.param("sigmoid", "gather", 100, marks=SLOW),
+    ],
+)
+def test_two_ranks_equal_the_oracle(ranks: Workers, objective: str, exchange: str, capability: int) -> None:
+    """In a ring the second block has no positives; in a gathered one the second rank's are off the diagonal."""
+    n, m = 100, 130
+    u, v = (x.half() for x in stacked(2, n, m, 64, "aligned"))
+    config = LossConfig(objective=objective, exchange=exchange, backend="gluon")
+    found = whole(ranks.run(on_a_rank, 2, capability, config, u, v))
+    true = oracle(
+        u.flatten(0, 1), torch.cat([v[:, :n].flatten(0, 1), v[:, n:].flatten(0, 1)]), 20.0, objective=objective
+    )
+    true[2] = stacked_again(true[2], 2, n).flatten(0, 1)
+    found[1:3] = (x.flatten(0, 1) for x in found[1:3])
+    for name, error in errors(found, true, 20.0).items():
+        assert error <= (2e-3 if name in ("images", "texts") else 2e-5), f"{name} is off by {error:.1e}"
 
 
 @pytest.mark.parametrize("side", [pytest.param(x, marks=SLOW) for x in (0, 1)])
@@ -158,9 +238,11 @@ def test_what_has_no_such_kernel_is_computed_by_the_plain_ones() -> None:
     for other in (Problem(p.u, p.v, p.scale, 0, *keys), Problem(p.u.float(), p.v.float(), p.scale, 0)):
         got, truth = other.computed_softmax(weights(p), tuning=GLUONS), other.softmax_gradients(*weights(p))
         assert max(distance(*pair) for pair in list(zip(got, truth))[:2]) <= 2e-3
+        assert distance(other.computed_sigmoid(-3.0, tuning=GLUONS)[1], other.sigmoid(-3.0)[1]) <= 2e-3
     assert not USED
     p.computed_softmax(weights(p), needed=(False, False), tuning=GLUONS)
-    assert "softmax_gradient_gluon_kernel" not in USED
+    p.computed_sigmoid(-3.0, needed=(False, False), tuning=GLUONS)
+    assert set(USED) <= {"gluon_lse_kernel"}
 
 
 @pytest.mark.skipif(CUDA, reason="of the emulator")
@@ -194,9 +276,17 @@ def test_the_emulator_finds_wrong_synchronisation(fault: str, monkeypatch: pytes
 
 
 def test_kernels_are_chosen_by_capability_and_arithmetic() -> None:
-    from clipscale.loss.triton.tuning import gluon_tiles
-
-    assert gluon_tiles(90, "forward", "half") and gluon_tiles(100, "backward", "half")
-    others = [(80, "forward", "half"), (120, "backward", "half"), (90, "forward", "tf32"), (90, "sigmoid", "half")]
+    for kernel_pass in ("forward", "backward", "sigmoid"):
+        assert gluon_tiles(90, kernel_pass, "half") and gluon_tiles(100, kernel_pass, "half")
+    others = [
+        (80, "forward", "half"),
+        (120, "backward", "half"),
+        (90, "forward", "tf32"),
+        (90, "sigmoid with keys", "half"),
+    ]
     assert not any(gluon_tiles(*case) for case in others)
-    assert gluon_softmax.lse_gluon_kernel and gluon_pipeline.load_tiles
+
+
+def test_a_profile_counts_them_as_score_kernels() -> None:
+    kernels = ("gluon_lse_kernel", "gluon_softmax_gradient_kernel", "gluon_sigmoid_kernel")
+    assert {kind_of_kernel(name) for name in kernels} == {"score kernels"}

@@ -78,9 +78,10 @@ class Problem:
         needed: tuple[bool, bool] = (True, True),
         precision: str = "ieee",
         at_once: bool = True,
+        tuning: Tuning | None = None,
     ) -> list[Tensor]:
         """The backend's loss and its gradients, from one sweep or two: the features', then the bias's and the scale's."""
-        backend = triton_backend(Sigmoid(), precision, Tuning(), Machine())
+        backend = triton_backend(Sigmoid(), precision, tuning or Tuning(), Machine())
         block = self.block((None, None), grads=self.zeros(needed), bias=bias)
         for sweep in ("forward_backward",) if at_once else ("forward", "backward"):
             getattr(backend, sweep)(block)
