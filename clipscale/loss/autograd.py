@@ -169,10 +169,9 @@ def gradients(
     call: LossCall, rows: RowBlock, cols: RowBlock, like: tuple[Tensor, Tensor], numbers: Sequence[Tensor],
     needed: Sequence[bool], rounding: Rounding, run: Callable[[Block], None],
 ) -> tuple[Any, ...]:  # fmt: skip
-    """One sweep of a backend's function that adds gradients, and their rounding. None where none is `needed`.
+    """One sweep of a backend's function that adds gradients, and their rounding; None where none is `needed`.
 
-    In the order of the inputs of `ContrastiveLoss`: Finished for the features, which are like the caller's `like`, tensors for the
-    numbers.
+    Finished for the features, which are like the caller's `like`, then tensors for the numbers.
     """
     exchange, backend = call.exchange, call.backend
     scale, bias, *module_parameters = numbers
@@ -250,10 +249,7 @@ def _replayed(state: RandomState | None) -> Iterator[None]:
 
 
 def _refuse_bad_result(total: Tensor, bad_scales: Tensor, call: LossCall, given: dict[str, Tensor]) -> None:
-    """ValueError, on all ranks alike, for a scale that is not positive or a loss that is not finite, with the reason if it is here.
-
-    This rank's own failure, or RuntimeError where another rank has failed.
-    """
+    """Raise, on all ranks alike, for a scale that is not positive or a loss that is not finite, with the reason if it is here."""
     value, wrong = torch.stack([total, bad_scales]).tolist()
     if wrong:
         raise ValueError(

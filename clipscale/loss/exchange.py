@@ -80,10 +80,7 @@ class Communicator:
         return own
 
     def scatter_lse(self, x: Tensor) -> Tensor:
-        """Log-sum-exps (P n,) of each rank, joined over the ranks, to this rank's (n,).
-
-        No such reduction exists: the ranks share the largest first, then the sum of exponentials.
-        """
+        """Log-sum-exps (P n,) of each rank, joined over the ranks, to this rank's (n,): the largest first, then the sum of exponentials."""
         largest = self.reduce(x.clone(), dist.ReduceOp.MAX).clamp_min(torch.finfo(x.dtype).min)
         own = self.scatter((x - largest).exp_())
         return own.log_().add_(largest[self.rank * len(own) :][: len(own)])
@@ -328,7 +325,7 @@ def agree(
 ) -> int:
     """Raise ValueError if another rank has a problem, or if the ranks differ in one of the named facts. Returns their largest wish.
 
-    One small all-gather. Without it the other ranks would wait forever for a rank that raises, or that brings another batch size.
+    Without this small all-gather the other ranks would wait forever for a rank that raises, or that brings another batch size.
     """
     mine = torch.tensor([problem is not None, *facts, wish], dtype=torch.int64, device=device)
     gathered = comm.gather(mine).view(comm.size, -1).tolist()

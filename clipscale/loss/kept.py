@@ -14,8 +14,7 @@ from clipscale.loss.block import Block
 from clipscale.loss.machine import Machine
 from clipscale.units import parse_memory
 
-AUTO_SHARE = 0.5
-"""Of the free memory of a GPU, for `auto`. The rest is for gradients and panels."""
+AUTO_SHARE = 0.5  # of the free memory of a GPU, for `auto`; the rest is for gradients and panels
 
 
 @dataclass

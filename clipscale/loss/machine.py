@@ -44,10 +44,7 @@ class Machine:
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
     def aligned(self, x: Tensor, depth: int) -> Tensor:
-        """x (n, D) with D padded to a multiple of `depth` and rows that load 16 bytes at a time.
-
-        Padding is zeros, which add nothing to a dot product.
-        """
+        """x (n, D) with D padded by zeros to a multiple of `depth` and rows that load 16 bytes at a time."""
         x = x.detach()
         if x.device.type == "cpu" and x.dtype == torch.bfloat16:
             # Triton's interpreter multiplies bfloat16 by its bits. The products of widened numbers are those of the hardware.

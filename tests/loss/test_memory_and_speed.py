@@ -72,21 +72,19 @@ def assert_straight(sizes: list[int], peaks: list[int], width: int, tolerance: f
     assert per_row < 8, f"a row costs {per_row:.1f} times a feature's size"
 
 
-@pytest.mark.slow  # of a process; the bytes of a million pairs are counted below
-@pytest.mark.parametrize("options", [{}, {"objective": "sigmoid"}], ids=["softmax", "sigmoid"])
-def test_extra_memory_is_linear_in_the_batch(options: dict[str, object]) -> None:
-    sizes = [2048, 4096, 8192]
-    peaks = peak_growth("ours", sizes, 64, tile=512, **options)
-    assert_straight(sizes, peaks, 64, 0.25)
-    assert peaks[-1] < 4 * 8192**2 / 8, f"{peaks[-1] / 2**20:.0f} MiB at N = 8192, where one matrix is 256 MiB"
-
-
 @pytest.mark.timeout(3000)
-@pytest.mark.slow  # over a minute of matmuls
+@pytest.mark.slow  # processes; the bytes of a million pairs are counted below
 @pytest.mark.parametrize("options", [{}, {"objective": "sigmoid"}], ids=["softmax", "sigmoid"])
-def test_extra_memory_is_a_straight_line_up_to_64k(options: dict[str, object]) -> None:
-    sizes = [4096, 8192, 16384, 32768, 65536]
-    assert_straight(sizes, peak_growth("ours", sizes, 64, **options), 64, 0.1)
+@pytest.mark.parametrize(("first", "last", "tile", "tolerance"), [(11, 13, 512, 0.25), (12, 16, None, 0.1)])
+def test_extra_memory_is_a_straight_line(
+    first: int, last: int, tile: int | None, tolerance: float, options: dict[str, object]
+) -> None:
+    sizes = [2**power for power in range(first, last + 1)]
+    peaks = peak_growth("ours", sizes, 64, tile=tile, **options)
+    assert_straight(sizes, peaks, 64, tolerance)
+    assert peaks[-1] < 4 * sizes[-1] ** 2 / 8, (
+        f"{peaks[-1] / 2**20:.0f} MiB, where one matrix is {sizes[-1] ** 2 / 2**18:.0f}"
+    )
 
 
 @pytest.mark.timeout(3000)

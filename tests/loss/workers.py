@@ -95,7 +95,7 @@ def _packed(x: object) -> bytes:
 
 
 def local_results(
-    group: dist.ProcessGroup,
+    group: dist.ProcessGroup | None,
     rank: int,
     u: Tensor,
     v: Tensor,
@@ -139,8 +139,12 @@ def check(
     per_image: dict[str, Tensor] | None = None,
     per_text: dict[str, Tensor] | None = None,
     bar: float = 1e-10,
+    local: Callable[..., list[Tensor]] = local_results,
 ) -> list[Tensor]:
-    """Compare the ranks' results for stacked features (P, n, ...) and (P, m, ...) with the oracle's. Returns the ranks' results."""
+    """Compare the ranks' results for stacked features (P, n, ...) and (P, m, ...) with the oracle's. Returns the ranks' results.
+
+    `local` computes those of one rank.
+    """
     per_image, per_text = per_image or {}, per_text or {}
     count, n = u.shape[:2]
     oracle_options = {k: x for k, x in options.items() if k in ("objective", "similarity", "label_smoothing")}
@@ -148,7 +152,7 @@ def check(
     flat |= {name: positives_first(x, n) for name, x in per_text.items()}
     true = oracle(u.flatten(0, 1), positives_first(v, n), scale, **oracle_options, **flat)
     true[1], true[2] = true[1].view(u.shape), stacked_again(true[2], count, n)
-    found = whole(ranks.run(local_results, world, u, v, scale, per_image | per_text, options))
+    found = whole(ranks.run(local, world, u, v, scale, per_image | per_text, options))
     found[1:3] = (x.flatten(0, 1) for x in found[1:3])
     true[1:3] = (x.flatten(0, 1) for x in true[1:3])
     assert_exact(found, true, scale, bar, (world, tuple(u.shape), tuple(v.shape), scale, options))

@@ -116,10 +116,9 @@ class TritonSoftmax(TritonBackend):
     objective: Softmax
 
     def forward(self, block: Block) -> None:
-        """Log-sum-exps by the kernels, targets by the library.
+        """Log-sum-exps by the kernels, targets by the library: one matmul unit (2 n m D FLOP) for one direction or both.
 
-        Log-sum-exps are float64: float32 would round a value near 100 by 4e-6, and with it every probability of that row. They are -inf
-        where every pair is left out. One matmul unit (2 n m D FLOP) for one direction or both.
+        Log-sum-exps are float64: float32 would round a value near 100 by 4e-6, and with it every probability of that row.
         """
         rows, cols = block.rows, block.cols
         u, v, scale, diagonal = rows.features, cols.features, block.parameters.scale, block.diagonal()
@@ -145,10 +144,9 @@ class TritonSoftmax(TritonBackend):
     def log_sum_exps(self, block: Block, positives: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Of this block's rows (n,) and columns (m,); None in a direction without a softmax.
 
-        The reference of a row is a lower bound of its log-sum-exp: what earlier blocks have found, or the score of its positive,
-        `positives` (n,) in float64, -inf where it is elsewhere. If a sum is still so small that terms may be lost, or is infinite, the
-        kernels run twice more: for the largest score of every row and column, and for sums relative to those. The device decides that;
-        nothing waits for it.
+        The reference of a row is a lower bound of its log-sum-exp: what earlier blocks have found, or the score of its positive, in
+        `positives` (n,), -inf where it is elsewhere. If terms of a sum may be lost, or it is infinite, the kernels run twice more: for the
+        largest scores, and for sums relative to those. The device decides that; nothing waits for it.
         """
         padded, rows = self.padded(block, "forward"), block.rows.lse
         kept = self._opened(padded, block)
@@ -183,10 +181,7 @@ class TritonSoftmax(TritonBackend):
         self, padded: PaddedBlock, find: Any, block: Block, references: Sequence[Tensor | None], t: Tensor, enabled: Tensor,
         kept: Exponentials | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-        """What lse_kernel finds for the rows (n,) and the columns (m,), float64; None in a direction without a softmax.
-
-        Exponentials of the rows that `kept` has memory for are stored there.
-        """
+        """What lse_kernel finds for the rows (n,) and columns (m,), float64. Exponentials that `kept` has memory for are stored there."""
         tiles, start = padded.tiles, -torch.inf if find is TOPS else 0.0
         found = [None if x.lse is None else torch.full_like(x.lse, start) for x in (block.rows, block.cols)]
         rare = tiles.rare
@@ -312,18 +307,12 @@ class TritonSigmoid(TritonBackend):
     sums_pairs = True
 
     def forward(self, block: Block) -> None:
-        """Subtract the sum over the pairs that count of softplus(-z_ij (x_ij + bias)) from the target of row 0: any row would do.
-
-        z = 1 at positives and -1 elsewhere. Tiles are summed in float32, their sums in float64.
-        """
+        """Subtract the sum over pairs of softplus(-z_ij (x_ij + bias)), z = 1 at positives, else -1, from the target of row 0."""
         self._sweep(block, value=True, gradient=False)
 
     def backward(self, block: Block) -> None:
         """Add scale * G V to the rows' gradient, scale * G' U to the columns', sum_ij G_ij to the bias's and sum_ij G_ij <u_i, v_j>
-        to the scale's.
-
-        G_ij = sigmoid(x_ij + bias), at positives -sigmoid(-(x_ij + bias)), 0 for a pair left out.
-        """
+        to the scale's. G_ij = sigmoid(x_ij + bias), at positives -sigmoid(-(x_ij + bias)), 0 for a pair left out."""
         self._sweep(block, value=False, gradient=True)
 
     def forward_backward(self, block: Block) -> None:

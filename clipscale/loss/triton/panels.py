@@ -106,10 +106,8 @@ class PaddedBlock:
         return self.factor.double() / self.scale.double()
 
     def panels(self, height: int, width: int, edge_apart: bool = False, split: int = 0) -> Iterator[Panel]:
-        """All panels of at most height x width, row by row. `edge_apart`: columns that fill no whole tile make panels of their own.
-
-        `split`: no panel has rows before and after this one.
-        """
+        """All panels of at most height x width, row by row, none with rows before and after row `split`. `edge_apart`: columns that fill
+        no whole tile make panels of their own."""
         n, m = len(self.u), len(self.v)
         whole = m // self.tiles.cols * self.tiles.cols if edge_apart else m
         spans = [(j, min(width, whole - j)) for j in range(0, whole, width)]

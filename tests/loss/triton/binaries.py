@@ -97,40 +97,41 @@ class Binary(NamedTuple):
 
 
 def compiled(kernel: Any, capability: int, tiles: Tiles, dtype: str, constants: dict[str, Any]) -> Binary:
-    """The kernel for aligned operands, as the launches have them."""
-    signature, aligned = {}, {}
+    """A plain kernel for aligned operands, as the launches have them."""
     shapes = {"u": (tiles.rows, tiles.depth), "v": (tiles.cols, tiles.depth)}
     stored = {"panel": constants.get("STORE"), "kept": constants.get("KEEP", kernel is kept_gradient_kernel)}
     shapes |= dict.fromkeys(stored, (tiles.rows, tiles.cols // 4))
     described = capability >= 90 and (dtype != "fp32" or constants["PRECISION"] == "tf32")
-    constants = constants | {"TMA": described, "PAIRS": capability // 10 != 10}
-    constants = {name: x for name, x in constants.items() if name in kernel.arg_names}
-    for index, name in enumerate(kernel.arg_names):
-        if name in constants:
-            signature[name] = "constexpr"
-            continue
-        if name in shapes and described and stored.get(name, True):
-            signature[name] = f"tensordesc<{dtype}{list(shapes[name])}>"
-        elif name in shapes:
-            signature[name] = f"*{dtype}" if stored.get(name, True) else "*fp32"
-        elif name.endswith("_keys") or name == "enabled":
-            signature[name] = "*i32"
-        elif name.endswith("_low"):
-            signature[name] = "*i8"
-        elif name in ("n", "m", "depth", "positive", "strips", "kept_rows") or name.startswith("stride"):
-            signature[name] = "i32"
-        else:
-            signature[name] = "*fp32"
-        if signature[name].startswith("*") or name == "depth" or name.startswith("stride"):
-            aligned[(index,)] = [["tt.divisibility", 16]]
-    options = {
-        "num_warps": tiles.warps,
-        "num_stages": tiles.stages,
-        "maxnreg": tiles.registers,
-        "enable_fp_fusion": True,
+    types = {
+        name: (f"tensordesc<{dtype}{list(shape)}>" if described else f"*{dtype}") if stored.get(name, True) else "*fp32"
+        for name, shape in shapes.items()
     }
-    source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
-    built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    constants = constants | {"TMA": described, "PAIRS": capability // 10 != 10}
+    options = {"num_stages": tiles.stages, "maxnreg": tiles.registers}
+    return binary_of(ASTSource, kernel, capability, tiles, types, constants, options)
+
+
+def binary_of(
+    source: Any, kernel: Any, capability: int, tiles: Tiles, types: dict[str, str], constants: dict[str, Any], options: dict[str, Any]
+) -> Binary:  # fmt: skip
+    """The kernel, whose arguments have the given types, or those that their names tell."""
+
+    def type_of(name: str) -> str:
+        if name.endswith("_keys") or name == "enabled":
+            return "*i32"
+        is_number = name in ("n", "m", "depth", "positive", "strips", "kept_rows") or name.startswith("stride")
+        return "*i8" if name.endswith("_low") else "i32" if is_number else "*fp32"
+
+    constants = {name: x for name, x in constants.items() if name in kernel.arg_names}
+    signature = {x: "constexpr" if x in constants else types[x] if x in types else type_of(x) for x in kernel.arg_names}
+    aligned = {
+        (index,): [["tt.divisibility", 16]]
+        for index, (name, type_) in enumerate(signature.items())
+        if type_.startswith("*") or name == "depth" or name.startswith("stride")
+    }
+    options = {"num_warps": tiles.warps, "enable_fp_fusion": True} | options
+    target = GPUTarget("cuda", capability, 32)
+    built = triton.compile(source(kernel, signature, constants, aligned), target=target, options=options)
     return Binary(*resources(built.asm["cubin"]), built.metadata.shared, built.asm["ptx"], tiles, built.asm["cubin"])
 
 
@@ -185,20 +186,8 @@ def gluon_entry(capability: int, form: str, name: str, width: int = 768) -> Bina
     constants = constants | {"BM": GLUON_ROWS, "BN": tiles.cols, "BK": tiles.depth}
     constants |= {"HALVES": tiles.rows // GLUON_ROWS, "STAGES": tiles.stages}
     constants |= shared_slots(tiles, width // tiles.depth, stores(name))
-    signature, aligned = {}, {}
-    for index, arg in enumerate(kernel.arg_names):
-        if arg in constants:
-            signature[arg] = "constexpr"
-        elif arg in blocks:
-            layout = NVMMASharedLayout(min(128, 2 * blocks[arg][1]), 16, 2)
-            signature[arg] = f"tensordesc<{form}{list(blocks[arg])},{layout!r}>"
-        elif arg in ("n", "m", "depth", "positive", "strips"):
-            signature[arg] = "i32"
-        else:
-            signature[arg] = "*i8" if arg.endswith("_low") else "*fp32"
-        if signature[arg].startswith("*") or arg == "depth":
-            aligned[(index,)] = [["tt.divisibility", 16]]
-    source = GluonASTSource(kernel, signature, constants, aligned)
-    options = {"num_warps": tiles.warps, "enable_fp_fusion": True}
-    built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    return Binary(*resources(built.asm["cubin"]), built.metadata.shared, built.asm["ptx"], tiles, built.asm["cubin"])
+    types = {
+        x: f"tensordesc<{form}{list(shape)},{NVMMASharedLayout(min(128, 2 * shape[1]), 16, 2)!r}>"
+        for x, shape in blocks.items()
+    }
+    return binary_of(GluonASTSource, kernel, capability, tiles, types, constants, {})

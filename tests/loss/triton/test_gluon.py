@@ -6,6 +6,7 @@ Compared with float64 and with the plain kernels, whose formulas they share. tes
 import multiprocessing
 import os
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,10 +25,11 @@ from clipscale.loss.machine import Machine  # noqa: E402
 from clipscale.loss.triton import panels  # noqa: E402
 from clipscale.loss.triton.softmax import OWN  # noqa: E402
 from clipscale.loss.triton.tuning import GLUON, Tiles, Tuning, capability_of, gluon_tiles, tiles_for  # noqa: E402
-from tests.loss.cases import errors, oracle, results  # noqa: E402
+from tests.loss.cases import results  # noqa: E402
 from tests.loss.triton import emulator  # noqa: E402
 from tests.loss.triton.truth import Problem, distance, error_of, features, scale_error_of  # noqa: E402
-from tests.loss.workers import Workers, stacked, stacked_again, whole, workers  # noqa: E402
+from tests.loss.workers import Workers, stacked, workers  # noqa: E402
+from tests.loss.workers import check as check_on_ranks  # noqa: E402
 
 DEVICE = "cuda" if CUDA else "cpu"
 HERE = capability_of(torch.device("cuda")) if CUDA else None
@@ -168,15 +170,15 @@ def ranks() -> Iterator[Workers]:
 
 
 def on_a_rank(
-    group: dist.ProcessGroup, rank: int, capability: int, config: LossConfig, u: Tensor, v: Tensor
+    capability: int, group: dist.ProcessGroup, rank: int, u: Tensor, v: Tensor, scale: float, _: Any, options: Any
 ) -> list[Tensor]:
     Emulated.capability = capability
 
     def loss(u: Tensor, v: Tensor, scale: Tensor, logit_bias: Tensor) -> Tensor:
-        return configured_loss(u, v, scale, logit_bias, config, group=group, machine=Emulated())
+        return configured_loss(u, v, scale, logit_bias, LossConfig(**options), group=group, machine=Emulated())
 
     USED.clear()
-    found = results(loss, u[rank], v[rank], 20.0)
+    found = results(loss, u[rank], v[rank], scale)
     assert USED, "the plain kernels computed everything"
     return found
 
@@ -193,17 +195,9 @@ def on_a_rank(
 )
 def test_two_ranks_equal_the_oracle(ranks: Workers, objective: str, exchange: str, capability: int) -> None:
     """In a ring the second block has no positives; in a gathered one the second rank's are off the diagonal."""
-    n, m = 100, 130
-    u, v = (x.half() for x in stacked(2, n, m, 64, "aligned"))
-    config = LossConfig(objective=objective, exchange=exchange, backend="gluon")
-    found = whole(ranks.run(on_a_rank, 2, capability, config, u, v))
-    true = oracle(
-        u.flatten(0, 1), torch.cat([v[:, :n].flatten(0, 1), v[:, n:].flatten(0, 1)]), 20.0, objective=objective
-    )
-    true[2] = stacked_again(true[2], 2, n).flatten(0, 1)
-    found[1:3] = (x.flatten(0, 1) for x in found[1:3])
-    for name, error in errors(found, true, 20.0).items():
-        assert error <= (2e-3 if name in ("images", "texts") else 2e-5), f"{name} is off by {error:.1e}"
+    u, v = (x.half() for x in stacked(2, 100, 130, 64, "aligned"))
+    options = {"objective": objective, "exchange": exchange, "backend": "gluon"}
+    check_on_ranks(ranks, 2, u, v, 20.0, options, bar=2e-3, local=partial(on_a_rank, capability))
 
 
 @pytest.mark.parametrize("side", [pytest.param(x, marks=SLOW) for x in (0, 1)])
