@@ -108,13 +108,17 @@ def check(p: Problem, smoothing: float = 0.0, lost: bool = False) -> None:
 def check_sigmoid(p: Problem, bias: float, at_once: bool = True) -> None:
     """The loss and the gradients against float64, and beside the plain kernels'."""
     truth = p.sigmoid(bias)
-    got, plain = (
-        [distance(x, y) for x, y in zip(p.computed_sigmoid(bias, at_once=at_once, tuning=tuning), truth, strict=True)]
-        for tuning in (GLUONS, PLAIN)
-    )
-    assert max(got[0], *got[3:]) <= 1e-5 + 2.5e-7 * float(p.scale), f"loss, bias, scale off by {got}"
-    for ours, theirs in zip(got[1:3], plain[1:3]):
-        assert ours <= 1.1 * theirs + 1e-6, f"{ours:.2e}, the plain kernels {theirs:.2e}"
+    got, plain = (p.computed_sigmoid(bias, at_once=at_once, tuning=tuning) for tuning in (GLUONS, PLAIN))
+    for i, name in (
+        (0, "loss"),
+        (3, "bias"),
+        (4, "scale"),
+    ):  # where derivatives cancel, an error counts against a hundredth of the rows
+        error = float((got[i] - truth[i]).abs() / truth[i].abs().clamp_min(len(p.u) / 100))
+        assert error <= 1e-5 + 2.5e-7 * float(p.scale), f"{name} is off by {error:.2e}"
+    for ours, theirs, exact in zip(got[1:3], plain[1:3], truth[1:3]):
+        errors = distance(ours, exact), distance(theirs, exact)
+        assert errors[0] <= 1.1 * errors[1] + 1e-6, f"{errors[0]:.2e}, the plain kernels {errors[1]:.2e}"
     assert set(USED) == {"gluon_sigmoid_kernel"}
 
 
