@@ -92,16 +92,18 @@ def checked_inputs(
         )
         text_keys = image_keys
     _require(image_keys is not None or text_keys is None, "text_keys are given, but no image_keys to compare them with")
-    for name, x, side in (("image_keys", image_keys, u), ("text_keys", text_keys, v)):
-        _check_extra(name, x, torch.int64, side.shape[:1], u.device)
-    for name, x, side in (("image_mask", masks[0], u), ("text_mask", masks[1], v)):
-        _require(x is None or similarity == "late", f"{name} is only for similarity=late")
-        _check_extra(name, x, torch.bool, side.shape[:2], u.device)
+    given = [("image_keys", image_keys, torch.int64, u.shape[:1]), ("text_keys", text_keys, torch.int64, v.shape[:1])]
+    given += [("image_mask", masks[0], torch.bool, u.shape[:2]), ("text_mask", masks[1], torch.bool, v.shape[:2])]
+    for name, x, kind, shape in given:
+        if x is not None:
+            _require(kind != torch.bool or similarity == "late", f"{name} is only for similarity=late")
+            _require(
+                (x.dtype, x.shape, x.device) == (kind, shape, u.device),
+                f"{name} must be {kind} of shape {tuple(shape)} on {u.device}, not {x.dtype} of {tuple(x.shape)} on {x.device}",
+            )
     dtype = _feature_dtype(u, v)
-    scale, bias = (
-        _number(name, x, sum_dtype(dtype), u.device)
-        for name, x in (("logit_scale", logit_scale), ("logit_bias", logit_bias))
-    )
+    scale = _number("logit_scale", logit_scale, sum_dtype(dtype), u.device)
+    bias = _number("logit_bias", logit_bias, sum_dtype(dtype), u.device)
     return Inputs(u, v, scale, bias, Extras(masks, (image_keys, text_keys), dtype))
 
 
@@ -126,14 +128,6 @@ def _check_features(u: Tensor, v: Tensor, similarity: str) -> None:
     _require(
         len(v) >= len(u),
         f"fewer texts than images: {shapes}; text i belongs to image i, texts beyond are hard negatives",
-    )
-
-
-def _check_extra(name: str, x: Tensor | None, dtype: torch.dtype, shape: torch.Size, device: torch.device) -> None:
-    _require(
-        x is None or (x.dtype == dtype and x.shape == shape and x.device == device),
-        f"{name} must be {dtype} of shape {tuple(shape)} on {device}"
-        + ("" if x is None else f", not {x.dtype} of {tuple(x.shape)} on {x.device}"),
     )
 
 

@@ -57,16 +57,6 @@ def test_hard_distributions_are_exact(objective: str, kind: str, backend: dict[s
             assert_exact(found, true, scale, bar, (kind, scale, dtype))
 
 
-@pytest.mark.parametrize("extra", ["plain", pytest.param("smoothing", marks=pytest.mark.slow)])
-def test_a_thousand_pairs_are_exact(extra: str) -> None:
-    u, v = features(1000, 1000, 128, "aligned")
-    options = options_of(extra, 1000, 1000)
-    true = oracle(u, v, 100.0, **options)
-    for dtype, bar in BARS.items():
-        found = results(contrastive_loss, u.to(dtype), v.to(dtype), 100.0, tile=300, **options)
-        assert_exact(found, true, 100.0, bar, dtype)
-
-
 @pytest.mark.parametrize("backend", [{"backend": "dense"}, {"backend": "tiled"}, {"backend": "tiled", "tile": 4}])
 @pytest.mark.parametrize(("objective", "extra"), VARIANTS)
 def test_late_interaction_is_exact(objective: str, extra: str, backend: dict[str, object]) -> None:

@@ -88,16 +88,6 @@ def test_adding_a_far_column_changes_nothing(batch: Batch) -> None:
 
 @ordinary
 @given(batches)
-def test_a_common_rotation_rotates_the_gradients_and_changes_nothing_else(batch: Batch) -> None:
-    u, v = batch.features()
-    generator = torch.Generator().manual_seed(batch.seed)
-    rotation, _ = torch.linalg.qr(torch.randn(batch.width, batch.width, generator=generator).double())
-    before, after = batch.results(u, v), batch.results(u @ rotation, v @ rotation)
-    batch.assert_equal(after, [before[0], before[1] @ rotation, before[2] @ rotation, *before[3:]])
-
-
-@ordinary
-@given(batches)
 def test_a_pair_left_out_by_its_keys_is_as_good_as_absent(batch: Batch) -> None:
     """Hard negatives that have the key of every image are left out of all sums, and no gradient passes through them."""
     u, v = batch.features()
