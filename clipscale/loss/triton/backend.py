@@ -332,7 +332,7 @@ class TritonSigmoid(TritonBackend):
                 count, numbers = padded.grid(panel), (parameters.scale, parameters.bias, gradient_scale)
                 sums = torch.zeros(3, count * (padded.tiles.rows if padded.tiles.gluon else 1), device=padded.device)
                 if padded.tiles.gluon:
-                    padded.launch_gluon("gluon_sigmoid_kernel", panel, *numbers, *sums, scores=scores, VALUE=value)
+                    padded.launch_gluon("gluon_sigmoid_kernel", panel, *numbers, *sums, scores=scores)
                 else:
                     padded.launch(
                         sigmoid_kernel, panel, count, *numbers, *panel.keys, stored, *sums, *panel.sizes, scores.stride(0),

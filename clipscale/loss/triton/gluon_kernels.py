@@ -147,13 +147,13 @@ def _store_part(g, tile_row, tile_col, part: gl.constexpr, half: gl.constexpr, p
 @gluon.jit(do_not_specialize=["n", "m", "positive", "strips"])
 def gluon_sigmoid_kernel(
     u, v, panel, scale, bias, gradient_scale, values, sums, products, n, m, depth, positive, strips,
-    VALUE: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
     HALVES: gl.constexpr, STAGES: gl.constexpr, RESIDENT: gl.constexpr, STREAMS: gl.constexpr,
 ):  # fmt: skip
-    """sigmoid_kernel with GRADIENT and STORE, without keys. Its sums have a line of HALVES * BM for each tile."""
+    """sigmoid_kernel with VALUE, GRADIENT and STORE, without keys. Its sums have a line of HALVES * BM for each tile."""
     buffers = gl.allocate_shared_memory(panel.dtype, [2 * HALVES] + panel.block_type.shape, panel.layout)
     run(
-        _sigmoid, (scale, bias, gradient_scale, panel, buffers, values, sums, products, VALUE),
+        _sigmoid, (scale, bias, gradient_scale, panel, buffers, values, sums, products),
         u, v, n, m, depth, positive, scale, scale, strips, False, BM, BN, BK, HALVES, STAGES, RESIDENT, STREAMS,
     )  # fmt: skip
 
@@ -161,7 +161,6 @@ def gluon_sigmoid_kernel(
 @gluon.jit
 def _sigmoid(
     half: gl.constexpr, pipe, place, sizes, special, scale, bias, gradient_scale, panel, buffers, values, sums, products,
-    VALUE: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr, RESIDENT: gl.constexpr,
 ):  # fmt: skip
     WIDTH: gl.constexpr = BN // 4
@@ -181,8 +180,7 @@ def _sigmoid(
             cols = first_col + gl.arange(0, WIDTH, gl.SliceLayout(0, layout_of(WIDTH, HALVES)))
             logits = signed_logits(found, scale_, bias_, first_row, first_col, rows, cols, n, m, positive)
             small = gl.exp2(-gl.abs(logits) * LOG2E)
-            if VALUE:
-                value = value + gl.sum(softplus(logits, small), axis=1)
+            value = value + gl.sum(softplus(logits, small), axis=1)
             g = derivatives(logits, small, first_row, first_col, rows, cols, positive)
             sum_ = sum_ + gl.sum(g, axis=1)
             product = product + gl.sum(g * found, axis=1)
@@ -190,8 +188,7 @@ def _sigmoid(
         release(pipe, tile_row - start, HALVES)
         inside = gl.arange(0, BM, gl.SliceLayout(1, layout_of(WIDTH, HALVES)))
         out = _line(tile_row, tile_col, sizes, half, BM, BN, HALVES) + inside
-        if VALUE:
-            gl.store(values + out, value)
+        gl.store(values + out, value)
         gl.store(sums + out, sum_)
         gl.store(products + out, product)
     tma.store_wait(0)

@@ -78,10 +78,9 @@ BOTH = {"ROWS": True, "COLS": True}
 GLUONS: dict[str, Any] = {
     "lse, gluon": (gluon_lse_kernel, BOTH),
     "softmax gradient, gluon": (gluon_softmax_gradient_kernel, BOTH | {"SMOOTH": False}),
-    "sigmoid gradient, gluon": (gluon_sigmoid_kernel, {"VALUE": True}),
+    "sigmoid gradient, gluon": (gluon_sigmoid_kernel, {}),
     "lse, rows, gluon": (gluon_lse_kernel, BOTH | {"COLS": False}),
     "softmax gradient, smoothing, gluon": (gluon_softmax_gradient_kernel, BOTH | {"SMOOTH": True}),
-    "sigmoid gradient alone, gluon": (gluon_sigmoid_kernel, {"VALUE": False}),
 }
 
 
