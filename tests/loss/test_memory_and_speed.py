@@ -116,8 +116,9 @@ def test_a_million_pairs_take_at_most_1900_mib_on_a_gpu(objective: str, width: i
 
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [768, 1280])
-def test_so_they_do_with_warp_specialised_kernels(width: int) -> None:
-    assert_a_million_pairs_fit("softmax", width, torch.bfloat16, "gluon")
+@pytest.mark.parametrize("objective", ["softmax", "sigmoid"])
+def test_so_they_do_with_warp_specialised_kernels(objective: str, width: int) -> None:
+    assert_a_million_pairs_fit(objective, width, torch.bfloat16, "gluon")
 
 
 def assert_a_million_pairs_fit(objective: str, width: int, dtype: torch.dtype, backend: str) -> None:

@@ -330,7 +330,10 @@ class TritonSigmoid(TritonBackend):
         with padded.accumulating(parameters.scale, rows.grad, cols.grad) as gradient_scale:
             for panel in padded.panels(*(scores.shape if gradient else padded.panel_shape(area))):
                 count, numbers = padded.grid(panel), (parameters.scale, parameters.bias, gradient_scale)
-                sums = torch.zeros(3, count * (padded.tiles.rows if padded.tiles.gluon else 1), device=padded.device)
+                lines = count * (padded.tiles.rows if padded.tiles.gluon else 1)
+                sums = torch.zeros(
+                    3, triton.cdiv(lines, 4) * 4, device=padded.device
+                )  # each aligned: no other variant is compiled
                 if padded.tiles.gluon:
                     padded.launch_gluon("gluon_sigmoid_kernel", panel, *numbers, *sums, scores=scores)
                 else:
