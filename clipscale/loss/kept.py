@@ -39,7 +39,7 @@ class Kept:
 
     def open(self, visit: int, rows: int, cols: int, step: int, features: Tensor) -> Exponentials | None:
         """Memory for as many rows of a visit as fit, in whole steps or all of them; None: for none."""
-        dtype = kept_type(features.dtype)
+        dtype = torch.bfloat16 if features.itemsize == 2 else features.dtype
         k = min(rows, int(self.budget // (cols * dtype.itemsize)) // step * step)
         if not k:
             return None
@@ -78,11 +78,6 @@ class Kept:
         if (end, right) == kept.values.shape:
             del self.visits[number]
         return kept.reference
-
-
-def kept_type(features: torch.dtype) -> torch.dtype:
-    """The type that the exponentials of features of a type are kept in."""
-    return torch.bfloat16 if features.itemsize == 2 else features
 
 
 def kept_bytes(setting: str, machine: Machine, device: torch.device) -> float:

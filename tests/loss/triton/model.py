@@ -97,34 +97,6 @@ def code_of(cubin: bytes, walks: bool) -> Code:
     return Code(step, Counter(names[first:start]), Counter(names[stop + 1 : last + 1]))
 
 
-def clocks(binary: Binary, capability: int, width: int, walks: bool, stores: bool) -> dict[str, float]:
-    """Clocks of one tile on one multiprocessor, by unit; "bound" is what they come to together."""
-    a, t, code = ARCHITECTURES[capability], binary.tiles, code_of(binary.cubin, walks)
-    steps, warps = width // t.depth, t.warps
-
-    def of(instructions: Counter[str], names: set[str] | None, a_clock: float) -> float:
-        return sum(n for name, n in instructions.items() if names is None or name in names) * warps * 32 / a_clock
-
-    matmul = {
-        "tensor cores": 2 * t.rows * t.cols * width / a.flop,
-        "L2": 2 * (t.rows + t.cols) * width / a.l2_bytes,
-        # Hopper's product reads both operands from shared memory, 64 rows at a time; each is written there once
-        "shared memory": 2 * width * (t.rows + t.cols + (t.rows // 64) * (64 + t.cols)) / a.shared_bytes,
-        "issue": of(code.step, None, 128) * steps,
-    }
-    rest = {
-        "issue": of(code.tile, None, 128),
-        "float32": of(code.tile, FLOAT32, a.float32),
-        "exponentials": of(code.tile, {"MUFU"}, a.exponentials),
-        "shuffles": of(code.tile, {"SHFL"}, a.shuffles),
-        "memory": 2 * t.rows * t.cols / a.memory_bytes if stores else 0.0,
-    }
-    found = matmul | rest | {"issue": matmul["issue"] + rest["issue"]}
-    programs = min(REGISTERS // (32 * warps * binary.registers), a.shared_memory // (binary.shared + 1024))
-    bound = max(found.values()) if programs >= 2 else max(matmul.values()) + max(rest.values())
-    return found | {"bound": bound}
-
-
 def gluon_code(cubin: bytes) -> Code:
     """Of a warp-specialised kernel: of a multiplying warp's step, and of the rest of a computing warp's tile."""
     names, spans = loops_of(cubin)
@@ -139,38 +111,49 @@ def gluon_code(cubin: bytes) -> Code:
     return Code(Counter(names[start : stop + 1]), Counter(), rest)
 
 
-def gluon_clocks(capability: int, name: str, width: int) -> dict[str, float]:
-    """Clocks of one tile of all consumers. Their work overlaps, and the loading warp's: the slowest unit alone counts.
+def clocks(binary: Binary, capability: int, width: int, name: str) -> dict[str, float]:
+    """Clocks of one tile on one multiprocessor, by unit; "bound" is what they come to together.
 
-    The columns' steps that stay in shared memory are loaded once a strip, which is left out.
+    In a warp-specialised kernel the work of all consumers and of the loading warp overlaps, and the columns' steps that stay in shared
+    memory are loaded once a strip, which is left out.
     """
-    binary = gluon_entry(capability, "bf16", name)
-    a, t, code = ARCHITECTURES[capability], binary.tiles, gluon_code(binary.cubin)
-    steps, halves, stored = width // t.depth, t.rows // GLUON_ROWS, 2 * t.rows * t.cols * stores(name)
-    slots = shared_slots(t, steps, stores(name))
-    loaded = t.rows * width + t.cols * t.depth * (steps - slots["RESIDENT"])  # numbers
-    per_warp = {90: 4 * halves, 100: 1}[capability]  # multiplying warps
+    a, t, is_gluon = ARCHITECTURES[capability], binary.tiles, name in GLUONS
+    steps, stored = width // t.depth, 2 * t.rows * t.cols * stores(name)
+    if is_gluon:
+        code, resident = gluon_code(binary.cubin), shared_slots(t, steps, stores(name))["RESIDENT"]
+        warps = 4 * t.rows // GLUON_ROWS  # that compute
+        multiplying = {90: warps, 100: 1}[capability]
+    else:
+        code, resident, warps, multiplying = code_of(binary.cubin, name.startswith("lse")), 0, t.warps, t.warps
 
     def of(names: set[str], a_clock: float) -> float:
-        return sum(n for name, n in code.epilogue.items() if name in names) * 4 * halves * 32 / a_clock
+        return sum(n for name, n in code.tile.items() if name in names) * warps * 32 / a_clock
 
-    issued = code.step.total() * steps * per_warp + code.epilogue.total() * 4 * halves
-    found = {
+    loaded = t.rows * width + t.cols * t.depth * (steps - resident)  # numbers
+    # Hopper's product reads both operands from shared memory, 64 rows at a time; each is written there once
+    shared = loaded + width * (t.rows // 64) * (64 + t.cols) + stored * is_gluon
+    matmul = {
         "tensor cores": 2 * t.rows * t.cols * width / a.flop,
         "L2": 2 * loaded / a.l2_bytes,
-        "shared memory": 2 * (loaded + width * (t.rows // 64) * (64 + t.cols) + stored) / a.shared_bytes,
-        "issue": issued * 32 / 128,
+        "shared memory": 2 * shared / a.shared_bytes,
+        "issue": code.step.total() * steps * multiplying * 32 / 128,
+    }
+    rest = {
+        "issue": code.tile.total() * warps * 32 / 128,
         "float32": of(FLOAT32, a.float32),
         "exponentials": of({"MUFU"}, a.exponentials),
         "shuffles": of({"SHFL"}, a.shuffles),
         "memory": stored / a.memory_bytes,
     }
-    return found | {"bound": max(found.values())}
+    found = matmul | rest | {"issue": matmul["issue"] + rest["issue"]}
+    programs = min(REGISTERS // (32 * t.warps * binary.registers), a.shared_memory // (binary.shared + 1024))
+    overlaps = is_gluon or programs >= 2
+    return found | {"bound": max(found.values()) if overlaps else max(matmul.values()) + max(rest.values())}
 
 
 def share(binary: Binary, capability: int, width: int, name: str) -> float:
     """The predicted share of the GEMM rate."""
-    found = clocks(binary, capability, width, name.startswith("lse"), "gradient" in name)
+    found = clocks(binary, capability, width, name)
     return found["tensor cores"] / found["bound"]
 
 
@@ -179,11 +162,12 @@ GLUON_MODELLED = ("lse, gluon", "softmax gradient, gluon", "sigmoid gradient, gl
 MODELLED = [(c, name) for c in ARCHITECTURES for name in (*PLAIN, *(GLUON_MODELLED if c in GLUON else ()))]
 
 
+def binary_of(capability: int, name: str) -> Binary:
+    return (gluon_entry if name in GLUONS else entry)(capability, "bf16", name)
+
+
 def shares(capability: int, name: str) -> list[float]:
-    if name in GLUONS:
-        found = (gluon_clocks(capability, name, width) for width in WIDTHS)
-        return [round(x["tensor cores"] / x["bound"], 3) for x in found]
-    return [round(share(entry(capability, "bf16", name), capability, width, name), 3) for width in WIDTHS]
+    return [round(share(binary_of(capability, name), capability, width, name), 3) for width in WIDTHS]
 
 
 def main() -> None:
@@ -195,13 +179,9 @@ def main() -> None:
         + "|"
     )
     for c, name in MODELLED:
-        if name in GLUONS:
-            binary, found = gluon_entry(c, "bf16", name), gluon_clocks(c, name, 768)
-            code = gluon_code(binary.cubin)
-        else:
-            binary = entry(c, "bf16", name)
-            found = clocks(binary, c, 768, name.startswith("lse"), "gradient" in name)
-            code = code_of(binary.cubin, name.startswith("lse"))
+        binary = binary_of(c, name)
+        found = clocks(binary, c, 768, name)
+        code = gluon_code(binary.cubin) if name in GLUONS else code_of(binary.cubin, name.startswith("lse"))
         slowest = max((x for x in found if x != "bound"), key=lambda x: found[x])
         alone = "" if found["bound"] == found[slowest] else ", then the rest"
         percents = " | ".join(f"{100 * x:.0f} %" for x in record[f"sm_{c} {name}"])
