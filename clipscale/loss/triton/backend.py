@@ -133,13 +133,13 @@ class TritonSoftmax(TritonBackend):
         assert rows.target is not None
         if diagonal is not None:
             self.objective.add_positives(found[diagonal[0]], directions, block, diagonal)
-        for side in directions if self.objective.smoothing else []:
+        for one in directions if self.objective.smoothing else []:
             # The sum of a row's scores is its product with the sum of the columns; in the texts' direction, with their weighted sum.
-            is_rows = side.dim == 1
-            weight = torch.ones_like(v[:, 0]) if is_rows else side.weight
+            is_rows = one.dim == 1
+            weight = torch.ones_like(v[:, 0]) if is_rows else one.weight
             total = product(weight[None, :], v, scale.new_empty(1, v.shape[1]), 1.0)
-            sums = scale * side.smoothing * row_products(u, total.expand_as(u))
-            rows.target += sums * side.weight if is_rows else sums
+            sums = scale * one.smoothing * row_products(u, total.expand_as(u))
+            rows.target += sums * one.weight if is_rows else sums
 
     def log_sum_exps(self, block: Block, positives: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Of this block's rows (n,) and columns (m,); None in a direction without a softmax.
@@ -238,7 +238,7 @@ class TritonSoftmax(TritonBackend):
         rows, cols, scale, e = block.rows, block.cols, block.parameters.scale, self.objective.smoothing
         store = rows.grad is not None or cols.grad is not None
         padded = self.padded(block, "backward", store)
-        flags = {"ROWS": rows.weight is not None, "COLS": cols.weight is not None, "SMOOTH": e > 0}
+        flags: dict[str, Any] = {"ROWS": rows.weight is not None, "COLS": cols.weight is not None, "SMOOTH": e > 0}
         scores = padded.score_gradients()
         stored = padded.described(scores, padded.tiles.rows, padded.tiles.cols // 4)
         total = torch.zeros((), dtype=torch.float64, device=padded.device)

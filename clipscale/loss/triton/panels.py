@@ -71,8 +71,10 @@ class SideTerms:
     def part(self, where: slice) -> "SideTerms":
         """The terms of some rows, which begin a tile."""
         of_tiles = slice(where.start // self.size, triton.cdiv(where.stop, self.size))
-        of_rows = (x[where] for x in (self.lse, self.factor, self.weight, self.target, self.smoothing))
-        return SideTerms(*of_rows, self.low[of_tiles].clone(), self.size)
+        lse, factor, weight, target, smoothing = (
+            x[where] for x in (self.lse, self.factor, self.weight, self.target, self.smoothing)
+        )
+        return SideTerms(lse, factor, weight, target, smoothing, self.low[of_tiles].clone(), self.size)
 
 
 def chosen_tiles(device: torch.device, kernel_pass: str, arithmetic: str, tuning: Tuning, machine: Machine) -> Tiles:
@@ -259,6 +261,9 @@ def side_terms(block: Block, padded: PaddedBlock, gradient_scale: Tensor, object
         rounded, tiles = exact.float(), triton.cdiv(len(side), size)
         factor = (rounded.double() - t).exp2() if side is block.rows else weight * (t - exact).exp2()
         low = torch.nn.functional.pad(exact < t - HEADROOM, (0, tiles * size - len(side))).view(tiles, size).any(1)
-        weights = [weight * x for x in ((rounded - exact).exp2(), 1 - objective.smoothing, objective.smoothing / count)]
-        found.append(SideTerms(rounded, factor.float(), *(x.float() for x in weights), low.to(torch.int8), size))
+        corrected, target, smoothing = (
+            (weight * x).float()
+            for x in ((rounded - exact).exp2(), 1 - objective.smoothing, objective.smoothing / count)
+        )
+        found.append(SideTerms(rounded, factor.float(), corrected, target, smoothing, low.to(torch.int8), size))
     return found
