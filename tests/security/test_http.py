@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from clipscale.cli.main import main
-from clipscale.data.shards import http, remote_object
+from clipscale.data.shards import remote_object
 from clipscale.data.shards.access import Access, SourceError
 from clipscale.data.shards.store import Store
 from tests.conftest import TINY
@@ -28,13 +28,15 @@ Answer = Callable[[socket.socket], None]
 
 
 @contextmanager
-def server(answer: Answer) -> Iterator[str]:
+def server(answer: Answer, received: list[bytes] | None = None) -> Iterator[str]:
     """The address of a server that reads a request and lets `answer` do with the connection as it likes."""
     listening = socket.create_server(("127.0.0.1", 0))
 
     def serve(connection: socket.socket) -> None:
         with connection, suppress(OSError):
-            connection.recv(1 << 16)
+            asked = connection.recv(1 << 16)
+            if received is not None:
+                received.append(asked)
             answer(connection)
 
     def accept() -> None:
@@ -144,24 +146,22 @@ def test_one_byte_a_request_is_no_progress() -> None:
     assert len(sent) < 10
 
 
-def test_credentials_stay_with_the_host_they_are_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A redirection to another host or port gets none."""
-    seen = []
+@pytest.mark.parametrize("netrc", [False, True])
+def test_credentials_stay_with_the_host_they_are_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, netrc: bool
+) -> None:
+    """A redirection to another host or port gets none. Those of ~/.netrc do not replace them."""
+    (tmp_path / "netrc").write_text("machine 127.0.0.1 login me password secret\n" * netrc)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    received: dict[str, list[bytes]] = {"own": [], "other": []}
 
-    def other(connection: socket.socket) -> None:
-        connection.sendall(WHOLE)
-
-    def sign(request: object) -> object:
-        seen.append(request.url)  # type: ignore[attr-defined]
-        return request
-
-    with server(other) as elsewhere:
+    with server(whole(WHOLE), received["other"]) as elsewhere:
+        elsewhere = elsewhere.replace("127.0.0.1", "localhost")
         moved = whole(f"HTTP/1.1 302 F\r\nLocation: {elsewhere}\r\nContent-Length: 0\r\n\r\n".encode())
-        with server(moved) as url:
-            answer = http.get(url, {}, 1.0, sign)  # type: ignore[arg-type]
-        assert answer.status_code == 200 and [r.status_code for r in answer.history] == [302]
-        answer.close()
-    assert seen == [url]
+        with server(moved, received["own"]) as url:
+            signed = remote_object.HttpObject(url, 1.0, lambda headers: headers.update(Authorization="Bearer s"))
+            assert remote_object.result(remote_object.submit(signed.stat()), lambda: None) == (40, "x")
+    assert b"Authorization: Bearer s" in received["own"][0] and b"uthorization" not in received["other"][0]
 
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])

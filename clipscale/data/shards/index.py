@@ -32,7 +32,7 @@ from clipscale.data.shards.access import (
     user_cache,
 )
 from clipscale.data.shards.index_file import query
-from clipscale.data.shards.remote_object import Retry, remote_object
+from clipscale.data.shards.remote_object import Retry, State, remote_object
 from clipscale.data.shards.tar import BLOCK
 from clipscale.errors import UserError
 from clipscale.files import parse_json
@@ -48,8 +48,6 @@ MOST_SAMPLES = 1 << 24
 NO_FILE = ("pipe", "table")
 """Schemes whose addresses are not files and have no index."""
 _COLUMNS = "name, size, stamp, samples, sha256, totals, reason, detail"
-State = tuple[int, str]
-"""Size and version of a shard: they identify its content."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +112,7 @@ def state_of(url: str, access: Access) -> State:
     if is_local(url):
         about = Path(url).stat()
         return about.st_size, str(about.st_mtime_ns)
-    return Retry(ReadContext(access)).call(remote_object(url, access.wait_s).stat)
+    return Retry(ReadContext(access)).stat(remote_object(url, access.wait_s))
 
 
 # -- reading it --------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from braceexpand import braceexpand
 from clipscale import files
 from clipscale.config.data import DataConfig, TableConfig
 from clipscale.data.shards.access import Access, as_path, is_local, leaf_of, scheme_of
-from clipscale.data.shards.remote_object import within
+from clipscale.data.shards.remote_object import in_thread
 from clipscale.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -196,7 +196,7 @@ def _remote(url: str, setting: str) -> list[str]:
     pattern = url + "*.tar*" if url.endswith("/") else url
     try:
         system, path = url_to_fs(pattern)
-        listed = [str(system.unstrip_protocol(name)) for name in within(LISTING_S, lambda: system.glob(path))]
+        listed = [str(system.unstrip_protocol(name)) for name in in_thread(lambda: system.glob(path)).result(LISTING_S)]
     except Exception as error:  # each library behind fsspec has its own
         raise UserError(f"{setting}={url!r} cannot be listed ({type(error).__name__}: {error})") from error
     # a server chooses these names: they must not lead to another file system, as fsspec's `::` does

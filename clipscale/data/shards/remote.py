@@ -1,10 +1,10 @@
-"""Remote objects as seekable files, read block by block, with the next block prefetched by a thread.
+"""Remote objects as seekable files, read block by block, with the next block prefetched on fsspec's event loop.
 
 Requests are short and bounded, so a reader that pauses to decode holds no connection open. A failed request is repeated
 from the byte reached; an object that changes is given up, its versions are never mixed.
 
 A file without references is closed by the collector, perhaps while the same thread holds a lock. So closing and
-dropping take none.
+dropping take no lock of ours.
 """
 
 import io
@@ -12,78 +12,15 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable
-from contextlib import closing
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any
 
 from clipscale.data.shards.access import ReadContext
-from clipscale.data.shards.remote_object import Pieces, RemoteObject, Retry, TransientError
+from clipscale.data.shards.remote_object import RemoteObject, Retry, State, TransientError, result, submit
 
 FIRST_BLOCK, LARGEST_BLOCK = 1 << 20, 8 << 20
 """Bytes of the first block after a seek, and of the largest; sequential blocks grow fourfold."""
 PREFETCH_BYTES = 64 << 20
 """Bound on the prefetched bytes of all files of a process."""
-TICK_S = 0.1
-"""Interval at which a reader that waits for a thread calls `tick`."""
-
-T = TypeVar("T")
-
-
-class DroppedError(Exception):
-    """Ends a prefetch whose result nobody wants any more."""
-
-
-class Prefetch(Generic[T]):
-    """Work that a thread does before its reader needs the result."""
-
-    def __init__(
-        self, name: str, work: Callable[[Callable[[], None]], T], discard: Callable[[T | None], None] = lambda _: None
-    ) -> None:
-        """`work` gets a function that raises DroppedError after a drop; `discard` gets the result of a dropped one."""
-        self.done, self._wanted = threading.Event(), True
-        self._result: T | None = None
-        self._error: Exception | None = None
-        self._discard = [discard]
-        threading.Thread(target=self._run, args=(work,), name=f"prefetch-{name}", daemon=True).start()
-
-    def _run(self, work: Callable[[Callable[[], None]], T]) -> None:
-        try:
-            self._result = work(self._check)
-        except Exception as error:  # raised where the result is taken
-            self._error = error
-        finally:
-            self.done.set()
-            if not self._wanted:
-                self._discard_once()
-
-    def _check(self) -> None:
-        if not self._wanted:
-            raise DroppedError
-
-    def take(self, tick: Callable[[], None]) -> T:
-        """Wait for the result; it is the caller's. Raises what the work or `tick` raised."""
-        try:
-            while not self.done.wait(TICK_S):
-                tick()
-        except BaseException:
-            self.drop()
-            raise
-        if self._error is not None:
-            raise self._error
-        return self._result  # type: ignore[return-value]  # set where there is no error
-
-    def drop(self) -> None:
-        """Discard the result, now or when it comes."""
-        self._wanted = False
-        if self.done.is_set():
-            self._discard_once()
-
-    def _discard_once(self) -> None:
-        """Both the thread and the reader may come here; `pop` lets one of them through, without a lock."""
-        try:
-            discard = self._discard.pop()
-        except IndexError:
-            return
-        discard(self._result)
 
 
 class PrefetchBudget:
@@ -120,56 +57,43 @@ class PrefetchBudget:
 _budget = PrefetchBudget()
 
 
-class _Block(NamedTuple):
-    """The pieces that one request returned, and the error that ended it early."""
+class BlockRequest:
+    """A request for bytes start..stop of an object, perhaps before its reader gets there."""
 
-    pieces: list[bytes]
-    error: Exception | None
+    def __init__(self, remote: RemoteObject, start: int, stop: int, state: State, reserved: int = 0) -> None:
+        """`reserved` bytes of the budget are released when the block is taken or dropped."""
+        self.start, self.stop, self._reserved = start, stop, reserved
+        self.pieces: list[bytes] = []
+        """The bytes that have come."""
+        self.future = submit(remote.read(start, stop, state, self.pieces))
 
+    def take(self, tick: Callable[[], None]) -> None:
+        """Wait for the block. Raises the error that ended the request early; `pieces` has what came before."""
+        try:
+            result(self.future, tick)
+        finally:
+            self._release()
 
-class BlockPrefetch(Prefetch[_Block]):
-    """A request for bytes start..stop of a file, made before the reader gets there."""
+    def drop(self, count: Callable[[str], None]) -> None:
+        """End the request. `count` counts its failure."""
+        if not self.future.cancel() and isinstance(error := self.future.exception(), TransientError):
+            count(error.reason)
+        self._release()
 
-    def __init__(self, start: int, stop: int, request: Callable[[], Pieces], count: Callable[[str], None]) -> None:
-        """The caller has reserved the bytes. `count` counts the failure of a request that is dropped."""
-        self.start, self.stop = start, stop
-
-        def work(check: Callable[[], None]) -> _Block:
-            received: list[bytes] = []
-            try:
-                with closing(request()) as pieces:
-                    for piece in pieces:
-                        check()
-                        received.append(piece)
-            except Exception as error:  # raised behind the pieces
-                return _Block(received, error)
-            return _Block(received, None)
-
-        def discard(block: _Block | None) -> None:
-            _budget.release(stop - start)
-            if block and isinstance(block.error, TransientError):
-                count(block.error.reason)
-
-        super().__init__("block", work, discard)
-
-    def pieces(self, tick: Callable[[], None]) -> Pieces:
-        """The pieces received; then raises the error that ended the request early, if any."""
-        block = self.take(tick)
-        _budget.release(self.stop - self.start)
-        yield from block.pieces
-        if block.error is not None:
-            raise block.error
+    def _release(self) -> None:
+        reserved, self._reserved = self._reserved, 0
+        _budget.release(reserved)
 
 
 class RemoteFile(io.RawIOBase):
     """A remote object as a seekable file, with one or two blocks in memory. Raises SourceError when it gives up."""
 
     def __init__(self, remote: RemoteObject, context: ReadContext) -> None:
-        self._prefetch: BlockPrefetch | None = None
+        self._prefetch: BlockRequest | None = None
         self._remote, self.context = remote, context
         self._at, self._start, self._block = 0, 0, b""
         self._size = 0
-        self.length, self.version = Retry(context).call(remote.stat)
+        self.length, self.version = Retry(context).stat(remote)
 
     def readable(self) -> bool:
         return True
@@ -215,10 +139,10 @@ class RemoteFile(io.RawIOBase):
             return
         size = min(self._size_after(end), self.length - end)
         if _budget.reserve(size, (self._at - self._start) / len(self._block) if self._block else 1.0):
-            self._prefetch = BlockPrefetch(end, end + size, self._request(end, end + size), self.context.count_later)
+            self._prefetch = self._request(end, end + size, size)
 
-    def _request(self, start: int, stop: int) -> Callable[[], Pieces]:
-        return lambda: self._remote.read(start, stop, self.version, self.length)
+    def _request(self, start: int, stop: int, reserved: int = 0) -> BlockRequest:
+        return BlockRequest(self._remote, start, stop, (self.length, self.version), reserved)
 
     def _size_after(self, at: int) -> int:
         """Bytes of a block that begins at `at`."""
@@ -242,22 +166,19 @@ class RemoteFile(io.RawIOBase):
     def _drop(self) -> None:
         prefetch, self._prefetch = self._prefetch, None
         if prefetch is not None:
-            prefetch.drop()
+            prefetch.drop(self.context.count_later)
 
-    def _fetch(self, start: int, stop: int, prefetch: BlockPrefetch | None) -> bytes:
+    def _fetch(self, start: int, stop: int, prefetch: BlockRequest | None) -> bytes:
         """Bytes start..stop, first from the prefetch, then by requests from the byte reached."""
         pieces: list[bytes] = []
-        got, retry = 0, Retry(self.context)
-        while got < stop - start:
-            before, asked = got, stop - start - got
-            request = prefetch.pieces(self.context.tick) if prefetch else self._request(start + got, stop)()
+        retry = Retry(self.context)
+        while start < stop:
+            request = prefetch or self._request(start, stop)
             prefetch = None
             try:
-                with closing(request):
-                    for piece in request:
-                        pieces.append(piece)
-                        got += len(piece)
-                        self.context.tick()
+                request.take(self.context.tick)
             except TransientError as error:
-                retry.wait(error, gained=(got - before) / asked)
+                retry.wait(error, gained=sum(map(len, request.pieces)) / (stop - start))
+            pieces += request.pieces
+            start += sum(map(len, request.pieces))
         return b"".join(pieces)

@@ -1,26 +1,32 @@
-"""Remote objects: their size and version now, and any range of their bytes.
+"""Remote objects through fsspec: their size and version now, and any range of their bytes.
 
-One method call is one request. A failure that may pass raises TransientError; `Retry` counts it and waits before the
-next attempt. The libraries' own retries are off, so every failure is counted.
+A request is a coroutine on fsspec's event loop. A failure that may pass raises TransientError; `Retry` counts it and
+waits before the next attempt. The libraries' own retries are off, so every failure is counted.
+
+fsspec's `cat_file` lacks what https, gs and hf need: the part of an answer that came before a fault, the version of the
+bytes, and bounds on them. So `HttpObject` reads the answers of fsspec's own http session.
 """
 
+import asyncio
 import random
 import re
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from urllib.parse import quote, unquote
 
-import requests
-
 from clipscale.data.shards.access import ReadContext, SourceError, scheme_of
-from clipscale.data.shards.http import TimeLimit, get
 from clipscale.units import whole_number
 
+if TYPE_CHECKING:  # local shards need no web client
+    from aiohttp import ClientHandlerType, ClientRequest, ClientResponse
+
+TICK_S = 0.1
+"""Interval at which a reader that waits for a request calls `tick`."""
 SLOWEST = 1024
 """Bytes a second; an answer slower than this over the length of a time-out is cut off and requested again."""
 SLOWEST_WHOLE = 64 << 10
@@ -29,6 +35,9 @@ LONGEST_WAIT_S = 30.0
 """Bound on the wait between two attempts."""
 PROGRESS = 1 / 16
 """Share of a request that is progress. A server that sends one byte a request must not hold a reader for good."""
+MOST_REDIRECTS = 10
+PIECE = 1 << 20
+"""Bytes of an answer that are taken at once."""
 _TRANSIENT = {408, 425, 429, 500, 502, 503, 504}
 """HTTP statuses that may pass."""
 _RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18})$")
@@ -36,8 +45,8 @@ _HUB = re.compile(r"hf://(?:(datasets|spaces)/)?([^/@]+/[^/@]+)(?:@((?:refs/(?:p
 _HUB_BUCKET = re.compile(r"hf://buckets/([^/]+/[^/]+)/(.+)$")
 
 T = TypeVar("T")
-Pieces = Generator[bytes, None, None]
-"""An answer as it arrives. Always closed explicitly: the collector could do so while a connection's lock is held."""
+State = tuple[int, str]
+"""Size and version (ETag, generation, time of change) of an object: they identify its content."""
 
 
 class TransientError(Exception):
@@ -46,6 +55,57 @@ class TransientError(Exception):
     def __init__(self, reason: str, detail: str = "", wait_s: float = 0.0) -> None:
         super().__init__(detail or reason)
         self.reason, self.wait_s = reason, wait_s
+
+
+class RemoteObject(Protocol):
+    """An object at an address. Both requests raise TransientError, and SourceError for what stays as it is."""
+
+    concurrent: bool
+    """Whether several threads may send requests at once."""
+
+    async def stat(self) -> State:
+        """Its size and version now."""
+
+    async def read(self, start: int, stop: int, state: State, pieces: list[bytes]) -> None:
+        """Add bytes start..stop to `pieces` as they come; raises SourceError `changed_shard` before any byte of another state."""
+
+
+# -- requests ----------------------------------------------------------------------------------------------------------
+
+
+def submit(request: Coroutine[Any, Any, T]) -> Future[T]:
+    """Begin a request, in the thread of fsspec's event loop."""
+    from fsspec.asyn import get_loop
+
+    return asyncio.run_coroutine_threadsafe(request, get_loop())
+
+
+def in_thread(call: Callable[[], T], name: str = "fsspec-call") -> Future[T]:
+    """Begin a call in a thread of its own, which is left alone if it never returns."""
+    answer: Future[T] = Future()
+    answer.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            answer.set_result(call())
+        except Exception as error:  # raised where the answer is awaited
+            answer.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return answer
+
+
+def result(future: Future[T], tick: Callable[[], None]) -> T:
+    """Wait for a request. Raises what it or `tick` raises, which ends it."""
+    try:
+        while not future.done():
+            with suppress(TimeoutError):
+                future.exception(TICK_S)
+                break
+            tick()
+        return future.result()
+    finally:
+        future.cancel()
 
 
 class Retry:
@@ -68,38 +128,36 @@ class Retry:
         longest = min(0.25 * 2 ** min(self._failures, 30), LONGEST_WAIT_S)  # 2**1026 is no float
         time.sleep(max(random.uniform(0, longest), min(error.wait_s, LONGEST_WAIT_S)))
 
-    def call(self, request: Callable[[], T]) -> T:
-        """The request's answer, after as many attempts as it takes."""
+    def stat(self, remote: RemoteObject) -> State:
+        """The object's size and version, after as many attempts as it takes."""
         while True:
             try:
-                return request()
+                return result(submit(remote.stat()), self._context.tick)
             except TransientError as error:
                 self.wait(error)
 
 
-def remote_object(url: str, wait_s: float) -> "RemoteObject":
+# -- addresses ---------------------------------------------------------------------------------------------------------
+
+
+def remote_object(url: str, wait_s: float) -> RemoteObject:
     """The object at an address; requests time out after `wait_s`. Raises SourceError for an address that nothing here reads."""
     try:
-        return _remote_object(url, wait_s)
+        match scheme_of(url):
+            case "http" | "https":
+                return HttpObject(url, wait_s)
+            case "gs" | "gcs":
+                from fsspec.core import url_to_fs
+
+                system, path = url_to_fs(url)
+                return HttpObject(system.url(path), wait_s, system.credentials.apply)
+            case "hf":
+                from huggingface_hub.utils import build_hf_headers
+
+                return HttpObject(_hub_address(url), wait_s, lambda headers: headers.update(build_hf_headers()))
+        return FsspecObject(url, wait_s)
     except (ImportError, ValueError) as error:  # a package that is missing, or a scheme that fsspec does not know
         raise SourceError("missing_shard", f"{scheme_of(url)}: addresses cannot be read: {error}") from error
-
-
-def _remote_object(url: str, wait_s: float) -> "RemoteObject":
-    match scheme_of(url):
-        case "http" | "https":
-            return HttpObject(url, wait_s)
-        case "gs" | "gcs":
-            from fsspec.core import url_to_fs
-
-            system, path = url_to_fs(url)
-            return HttpObject(system.url(path), wait_s, system.credentials.apply)
-        case "hf":
-            from huggingface_hub.utils import build_hf_headers
-
-            return HttpObject(_hub_address(url), wait_s, lambda headers: headers.update(build_hf_headers()))
-        case _:
-            return FsspecObject(url, wait_s)
 
 
 def is_concurrent(url: str) -> bool:
@@ -122,55 +180,38 @@ def _hub_address(url: str) -> str:
     raise SourceError("missing_shard", "not of the form hf://datasets/OWNER/NAME[@REVISION]/PATH")
 
 
-# -- through https -----------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _dropped_is_transient() -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:  # urllib3, http.client, ssl and socket all have their own
-        raise TransientError("dropped_connection", f"{type(error).__name__}: {error}") from error
+# -- https, gs, hf -----------------------------------------------------------------------------------------------------
 
 
 class HttpObject:
     """An object on a web server, on Google's storage or on the Hugging Face hub.
 
-    Not through fsspec, which drops the part of an answer that came before a fault, does not return the version (ETag)
-    of the bytes it read, and takes the start of the whole object for the range where a server knows no ranges. Here
-    such a server is read from its start.
+    Every part of an answer comes in time, and nothing is read that nobody asked for: a server may be slow, endless or
+    hostile. One that knows no ranges is read from its start.
     """
 
     concurrent = True
-    """Whether several threads may send requests at once."""
 
-    def __init__(self, url: str, wait_s: float, sign: Callable[[Any], None] | None = None) -> None:
-        """`sign` adds the credentials to a request's headers."""
+    def __init__(self, url: str, wait_s: float, sign: Callable[[Any], object] | None = None) -> None:
+        """`sign` adds the credentials to a request's headers; no other server receives them."""
         self._url, self._wait_s, self._sign = url, wait_s, sign
 
-    def stat(self) -> tuple[int, str]:
-        """Its size and version (ETag, generation, time of change). Raises TransientError, SourceError."""
+    async def stat(self) -> State:
         # not HEAD: addresses that are signed for GET refuse it
-        with self._get(0, 1) as answer:
+        async with self._get(0, 1) as answer:
             found = self._size(answer, 0), self._version(answer)
-            if answer.status_code == 206 and answer.headers.get("Content-Length") == "1":
-                # an answer read to its end leaves the connection open for the next
-                with _dropped_is_transient(), TimeLimit(self._wait_s, answer.raw.shutdown):
-                    answer.raw.read(1, decode_content=False)
+            if answer.status == 206:
+                await self._piece(answer, 1)  # an answer read to its end leaves the connection open for the next
             return found
 
-    def read(self, start: int, stop: int, version: str, size: int) -> Pieces:
-        """Bytes start..stop in pieces; raises SourceError `changed_shard` before any byte of another version."""
-        # the socket's own time-out starts anew with every byte, also with those around the chunks of a body
-        with self._get(start, stop) as answer, TimeLimit(2 * self._wait_s, answer.raw.shutdown) as limit:
-            if self._version(answer) != version or self._size(answer, start) != size:
+    async def read(self, start: int, stop: int, state: State, pieces: list[bytes]) -> None:
+        async with self._get(start, stop) as answer:
+            if (self._size(answer, start), self._version(answer)) != state:
                 raise SourceError("changed_shard", "it changed on the server while it was read")
-            left, skipped = stop - start, start if answer.status_code == 200 else 0
+            left, skipped = stop - start, start if answer.status == 200 else 0
             begun, received = time.monotonic(), 0
             while left > 0:
-                limit.begin()
-                with _dropped_is_transient():
-                    data = answer.raw.read1(min(skipped or left, 1 << 16), decode_content=False)
+                data = await self._piece(answer, min(skipped or left, PIECE))
                 if not data:
                     raise TransientError("short_answer", f"{left} bytes missing")
                 received += len(data)
@@ -182,39 +223,71 @@ class HttpObject:
                     skipped -= len(data)
                 else:
                     left -= len(data)
-                    yield data
+                    pieces.append(data)
 
-    def _get(self, start: int, stop: int) -> requests.Response:
-        headers = {"Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
-        auth = self._signed if self._sign else None  # not among the headers, where ~/.netrc would replace it
+    async def _piece(self, answer: "ClientResponse", most: int) -> bytes:
+        """The next bytes of the body, none at its end."""
         try:
-            answer = get(self._url, headers, self._wait_s, auth)
+            async with asyncio.timeout(self._wait_s):
+                return await answer.content.read(most)
+        except Exception as error:  # aiohttp, ssl and sockets all have their own
+            raise TransientError("dropped_connection", f"{type(error).__name__}: {error}") from error
+
+    @asynccontextmanager
+    async def _get(self, start: int, stop: int) -> AsyncIterator["ClientResponse"]:
+        """The answer's status and headers, redirections later. No body has been read, nor is one unpacked."""
+        import aiohttp
+        from fsspec import filesystem
+        from fsspec.config import conf
+
+        own = conf.get("http", {}).get("client_kwargs", {})
+        ours = {"trust_env": True, "requote_redirect_url": False}  # proxies; addresses that are signed as they are
+        try:
+            async with asyncio.timeout(self._wait_s):
+                system = filesystem("http", client_kwargs={**ours, **own})
+                session = await system.set_session()
+                session._retry_connection = False  # it would not be counted
+                options = dict(system.kwargs)
+                headers = {"Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
+                options["headers"] = options.get("headers", {}) | headers
+                options |= {"auto_decompress": False, "max_redirects": MOST_REDIRECTS}
+                options |= {"timeout": aiohttp.ClientTimeout(), "middlewares": [self._signed] if self._sign else []}
+                answer = await session.get(system.encode_url(self._url), **options)
         except (SourceError, TransientError):
             raise
-        except ValueError as error:  # an address, also one that a redirection gives, that is none
-            raise SourceError("missing_shard", str(error)) from error
-        except Exception as error:  # urllib3, http.client, ssl and socket all have their own
+        except (ValueError, aiohttp.NonHttpUrlClientError, aiohttp.TooManyRedirects) as error:  # also of a redirection
+            raise SourceError("missing_shard", f"{type(error).__name__}: {str(error)[:200]}") from error
+        except Exception as error:  # aiohttp, ssl and sockets all have their own
             raise TransientError("no_connection", f"{type(error).__name__}: {error}") from error
-        if answer.status_code in (200, 206):
-            return answer
-        answer.close()
-        if answer.status_code in _TRANSIENT:
-            wait = whole_number(answer.headers.get("Retry-After", ""))
-            raise TransientError(f"http_{answer.status_code}", wait_s=float(wait or 0))
-        if answer.status_code == 416:
-            raise SourceError("changed_shard" if start else "unreadable_shard", "shorter than it was, or empty")
-        raise SourceError("missing_shard", f"HTTP status {answer.status_code}")
-
-    def _signed(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
-        assert self._sign is not None
         try:
-            self._sign(request.headers)
-        except Exception as error:  # each library that keeps credentials has its own
-            raise TransientError("failed_sign_in", f"{type(error).__name__}: {error}") from error
-        return request
+            self._check(answer, start)
+            yield answer
+        finally:
+            answer.release()
+
+    async def _signed(self, request: "ClientRequest", send: "ClientHandlerType") -> "ClientResponse":
+        """Send a request, with the credentials if it is for the server they are for. They replace those of ~/.netrc."""
+        if request.url.origin() == type(request.url)(self._url).origin():
+            assert self._sign is not None
+            try:
+                await asyncio.wrap_future(in_thread(partial(self._sign, request.headers)))
+            except Exception as error:  # each library that keeps credentials has its own
+                raise TransientError("failed_sign_in", f"{type(error).__name__}: {error}") from error
+        return await send(request)
 
     @staticmethod
-    def _version(answer: requests.Response) -> str:
+    def _check(answer: "ClientResponse", start: int) -> None:
+        """Raise the error that a status stands for."""
+        if answer.status in _TRANSIENT:
+            wait = whole_number(answer.headers.get("Retry-After", ""))
+            raise TransientError(f"http_{answer.status}", wait_s=float(wait or 0))
+        if answer.status == 416:
+            raise SourceError("changed_shard" if start else "unreadable_shard", "shorter than it was, or empty")
+        if answer.status not in (200, 206):
+            raise SourceError("missing_shard", f"HTTP status {answer.status}")
+
+    @staticmethod
+    def _version(answer: "ClientResponse") -> str:
         """The hub sends it with a redirection. Google's ETag changes with the metadata, its generation does not."""
         for response in (*answer.history, answer):
             for name in ("X-Linked-ETag", "X-Goog-Generation"):
@@ -223,21 +296,19 @@ class HttpObject:
         return answer.headers.get("ETag") or answer.headers.get("Last-Modified") or ""
 
     @staticmethod
-    def _size(answer: requests.Response, start: int) -> int:
-        if answer.status_code == 206:
+    def _size(answer: "ClientResponse", start: int) -> int:
+        if answer.status == 206:
             found = _RANGE.match(answer.headers.get("Content-Range", ""))
             if not found or int(found[1]) != start:
-                answer.close()
                 raise TransientError("wrong_range", answer.headers.get("Content-Range", "no Content-Range"))
             return int(found[3])
         length = whole_number(answer.headers.get("Content-Length", ""))
         if length is None:
-            answer.close()
             raise SourceError("unknown_length", "the server does not say how long it is")
         return length
 
 
-# -- through fsspec ----------------------------------------------------------------------------------------------------
+# -- any other file system of fsspec -----------------------------------------------------------------------------------
 
 
 class FsspecObject:
@@ -254,38 +325,36 @@ class FsspecObject:
         self._path = ""
         self.concurrent = is_concurrent(url)
 
-    def stat(self) -> tuple[int, str]:
-        """As HttpObject does."""
-        info = self._call("info")
+    async def stat(self) -> State:
+        info = await self._call("info")
         names = ("ETag", "etag", "generation", "mtime", "LastModified", "updated", "created")
         if info.get("size") is None:
             raise SourceError("unknown_length", "the server does not say how long it is")
         return int(info["size"]), next((str(info[name]) for name in names if info.get(name) is not None), "")
 
-    def read(self, start: int, stop: int, version: str, size: int) -> Pieces:
-        """As HttpObject does."""
-        data = self._call("cat_file", start=start, end=stop)
+    async def read(self, start: int, stop: int, state: State, pieces: list[bytes]) -> None:
+        data = await self._call("cat_file", start=start, end=stop)
         # after reading: an object that still has the first version had it during the read
-        if self.stat() != (size, version):
+        if await self.stat() != state:
             raise SourceError("changed_shard", "it changed on the server while it was read")
         if len(data) > stop - start:
             raise TransientError("wrong_range", f"{len(data)} bytes for {stop - start}")
-        yield data
+        pieces.append(data)
         if len(data) < stop - start:
             raise TransientError("short_answer", f"{stop - start - len(data)} bytes missing")
 
-    def _call(self, method: str, start: int = 0, end: int = 0) -> Any:
+    async def _call(self, method: str, **span: int) -> Any:
         """Call the file system's method on the object, or on this range of its bytes."""
-        limit_s = self._wait_s + (end - start) / SLOWEST_WHOLE
-        span = {"start": start, "end": end} if end else {}
+        limit_s = self._wait_s + (span["end"] - span["start"] if span else 0) / SLOWEST_WHOLE
         try:
             if self._fs is None:
-                self._fs, self._path = _file_system(self._url, self._wait_s)
-            if getattr(self._fs, "async_impl", False):
-                from fsspec.asyn import sync
-
-                return sync(self._fs.loop, getattr(self._fs, f"_{method}"), self._path, timeout=limit_s, **span)
-            return within(limit_s, partial(getattr(self._fs, method), self._path, **span))
+                opened = partial(_file_system, self._url, self._wait_s)
+                self._fs, self._path = opened() if self.concurrent else await asyncio.wrap_future(in_thread(opened))
+            if self.concurrent:
+                call = getattr(self._fs, f"_{method}")(self._path, **span)
+            else:
+                call = asyncio.wrap_future(in_thread(partial(getattr(self._fs, method), self._path, **span)))
+            return await asyncio.wait_for(call, limit_s)
         except (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError) as error:
             raise SourceError("missing_shard", f"{type(error).__name__}: {error}") from error
         except TimeoutError as error:
@@ -295,23 +364,6 @@ class FsspecObject:
             raise TransientError("no_answer", f"none within {limit_s:.0f} s") from error
         except Exception as error:  # each library has its own; all are retried, a bounded number of times
             raise TransientError("failed_request", f"{type(error).__name__}: {error}") from error
-
-
-RemoteObject = HttpObject | FsspecObject
-
-
-def within(limit_s: float, call: Callable[[], Any]) -> Any:
-    """The result of a call that may never return. Raises TimeoutError, and what the call raises."""
-    answer: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            answer.set_result(call())
-        except Exception as error:  # raised where the answer is awaited
-            answer.set_exception(error)
-
-    threading.Thread(target=run, name="fsspec-call", daemon=True).start()
-    return answer.result(limit_s)
 
 
 def _file_system(url: str, wait_s: float) -> tuple[Any, str]:

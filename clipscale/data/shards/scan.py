@@ -15,9 +15,10 @@ from typing import Any, TypeVar
 import numpy as np
 
 from clipscale.data.shards.access import DIRECT, Access, Opened, SourceError, is_text, leaf_of
-from clipscale.data.shards.index import STATES, Entry, State, folder_of, state_of, writable_path, write
+from clipscale.data.shards.index import STATES, Entry, folder_of, state_of, writable_path, write
 from clipscale.data.shards.index_file import draft, query
 from clipscale.data.shards.reader import ReadProblem, ShardStatistics, read_shard
+from clipscale.data.shards.remote_object import State
 from clipscale.data.shards.store import Store
 from clipscale.data.shards.tar import CountedStream
 

@@ -6,19 +6,20 @@ All reading of shards goes through a `Store`, which also prefetches the next sha
 import os
 import subprocess
 from collections.abc import Callable
+from concurrent.futures import CancelledError
 
 from clipscale import files
 from clipscale.data.shards.access import Opened, ReadContext, SourceError, is_local, scheme_of
 from clipscale.data.shards.cache import ShardCache
-from clipscale.data.shards.remote import Prefetch, RemoteFile
-from clipscale.data.shards.remote_object import is_concurrent, remote_object
+from clipscale.data.shards.remote import RemoteFile
+from clipscale.data.shards.remote_object import in_thread, is_concurrent, remote_object, result
 
 
 class Store(ReadContext):
     """Opens shards for one reader."""
 
     _expected: str | None = None
-    _prefetch: tuple[str, Prefetch[Opened]] | None = None
+    _prefetch: "_Prefetch | None" = None
 
     def open(self, url: str) -> Opened:
         """The shard's bytes, seekable except for `pipe:`, whose command runs only if the access allows it.
@@ -34,8 +35,8 @@ class Store(ReadContext):
                 raise SourceError("refused_pipe", f"{url}: `pipe:` runs a shell command, which is not allowed")
             return Opened(Pipe(url[len("pipe:") :]), None, "")
         self.collect()
-        if self._prefetch is not None and self._prefetch[0] == url:
-            (_, prefetch), self._prefetch = self._prefetch, None
+        if self._prefetch is not None and self._prefetch.url == url:
+            prefetch, self._prefetch = self._prefetch, None
             try:
                 opened = prefetch.take(self.tick)
             finally:
@@ -66,7 +67,7 @@ class Store(ReadContext):
         """
         self._expected = url
         if url is None and self._prefetch is not None:
-            self._prefetch[1].drop()
+            self._prefetch.drop()
             self._prefetch = None
             self.collect()
 
@@ -76,7 +77,7 @@ class Store(ReadContext):
             return
         url, self._expected = self._expected, None
         if scheme_of(url) not in ("", "pipe", "table") and is_concurrent(url):
-            self._prefetch = url, Prefetch("shard", lambda check: self._open_ahead(url, check), _close)
+            self._prefetch = _Prefetch(url, self._open_ahead)
 
     def _open_ahead(self, url: str, check: Callable[[], None]) -> Opened:
         """Open a shard and prefetch its first block, in a thread."""
@@ -93,9 +94,30 @@ class _ThreadContext(ReadContext):
         self.count_later(event)
 
 
-def _close(opened: Opened | None) -> None:
-    if opened is not None:
-        opened.stream.close()
+class _Prefetch:
+    """A shard that a thread opens before its reader needs it."""
+
+    def __init__(self, url: str, open_shard: Callable[[str, Callable[[], None]], Opened]) -> None:
+        """`open_shard` gets the address, and a function that raises CancelledError after a drop."""
+        self.url, self._wanted = url, True
+        self._opened = in_thread(lambda: open_shard(url, self._check), "prefetch-shard")
+
+    def _check(self) -> None:
+        if not self._wanted:
+            raise CancelledError
+
+    def take(self, tick: Callable[[], None]) -> Opened:
+        """Wait for the shard; it is the caller's. Raises what opening it or `tick` raised."""
+        try:
+            return result(self._opened, tick)
+        except BaseException:
+            self.drop()
+            raise
+
+    def drop(self) -> None:
+        """Close the shard, now or when it is open."""
+        self._wanted = False
+        self._opened.add_done_callback(lambda opened: opened.exception() or opened.result().stream.close())
 
 
 class Pipe:

@@ -26,10 +26,10 @@ class Shaky:
         self.data, self.calls, self.etag = data, 0, "a"
         self.misbehave: Callable[[int], str | None] = lambda call: None
 
-    def info(self, path: str) -> dict[str, Any]:
+    async def _info(self, path: str) -> dict[str, Any]:
         return {"size": len(self.data), "ETag": self.etag}
 
-    def cat_file(self, path: str, start: int, end: int) -> bytes:
+    async def _cat_file(self, path: str, start: int, end: int) -> bytes:
         self.calls += 1
         match self.misbehave(self.calls):
             case "fail":
@@ -120,13 +120,19 @@ def test_a_silent_s3_server_is_given_up_in_time(trickles: bool, monkeypatch: pyt
         thread = threading.Thread(target=serve, args=(server,))
         thread.start()
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
-        system, _ = remote_object._file_system("s3://bucket/00000.tar", 0.5)
-        system.connect()  # loading botocore's descriptions may take longer than the time-out on a busy machine
+
+        async def connect() -> None:
+            """Loading botocore's descriptions may take longer than the time-out on a busy machine."""
+            await remote_object._file_system("s3://bucket/00000.tar", 0.5)[0].set_session()
+
+        remote_object.submit(connect()).result()
         begun = time.monotonic()
         samples, problem, counts = read("s3://bucket/00000.tar", wait_s=0.5, retries=1)
         if not trickles:  # although an answer of so many bytes may take long
             with pytest.raises(remote_object.TransientError, match=r"[tT]imeout"):
-                next(remote_object.remote_object("s3://bucket/00000.tar", 0.5).read(0, 8 << 20, "", 1 << 30))
+                remote_object.submit(
+                    remote_object.remote_object("s3://bucket/00000.tar", 0.5).read(0, 8 << 20, (1 << 30, ""), [])
+                ).result()
         took = time.monotonic() - begun
         over.set()
         thread.join()

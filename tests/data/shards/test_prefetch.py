@@ -1,17 +1,18 @@
 """The next block and the next shard are prefetched in time and within a bound, and nothing is left of dropped ones."""
 
+import asyncio
 import gc
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from clipscale.data.shards import remote, scan
+from clipscale.data.shards import remote, remote_object, scan
 from clipscale.data.shards.access import EVENT, Access, ReadContext, SourceError
 from clipscale.data.shards.store import Store
 from tests.data.files import write_shards
@@ -40,9 +41,7 @@ def test_the_next_block_is_prefetched_while_one_is_used(tmp_path: Path, web: Web
     assert file.seek(100_000) and file.read(50) == data[100_000:100_050]
     assert soon(lambda: web.requests[-1][1] == "bytes=104096-120479"), "from the first size on again"
     file.close()
-    assert soon(lambda: remote._budget.reserved == 0) and soon(
-        lambda: "prefetch-block" not in str(threading.enumerate())
-    )
+    assert soon(lambda: remote._budget.reserved == 0)
 
 
 def test_fetching_overlaps_with_use(tmp_path: Path, web: Web, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +79,7 @@ def test_a_reader_that_stops_waiting_releases_the_budget(
     tmp_path: Path, web: Web, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "data").write_bytes(bytes(50_000))
-    monkeypatch.setattr(remote, "TICK_S", 0.01)
+    monkeypatch.setattr(remote_object, "TICK_S", 0.01)
     answering = threading.Event()
     web.faults = lambda number, _: answering.wait(10) if number > 1 else None  # type: ignore[assignment, return-value]
     store = Store()
@@ -99,40 +98,41 @@ def test_a_reader_that_stops_waiting_releases_the_budget(
 
 
 class Letters:
-    """An object of letters that counts the requests closed."""
+    """An object of letters that counts the requests that have ended; it may keep one waiting."""
 
     concurrent = True
-    closed = 0
+    ended, waits = 0, False
 
-    def stat(self) -> tuple[int, str]:
+    async def stat(self) -> tuple[int, str]:
         return 40_000, ""
 
-    def read(self, start: int, stop: int, version: str, size: int) -> Iterator[bytes]:
+    async def read(self, start: int, stop: int, state: tuple[int, str], pieces: list[bytes]) -> None:
         try:
-            for _ in range(start, stop):
-                yield b"x"
+            pieces.append(b"x" * (stop - start))
+            await asyncio.sleep(10 * self.waits)
         finally:
-            self.closed += 1
+            self.ended += 1
 
 
 def test_a_file_that_the_collector_closes_waits_for_no_lock(web: Web) -> None:
-    """This thread may hold the lock. A request that is given up is closed at once, not by the collector."""
+    """This thread may hold the lock. A request that is given up ends at once."""
     origin = Letters()
     file = remote.RemoteFile(origin, Store())
     file.read(4096)
-    assert file._prefetch and soon(file._prefetch.done.is_set)
+    assert file._prefetch and soon(file._prefetch.future.done)
     file.itself = file
     del file
     with remote._budget._lock:
         gc.collect()
-    assert remote._budget.reserved == 0 and origin.closed == 2
+    assert remote._budget.reserved == 0 and origin.ended == 2
 
     def enough() -> None:
         raise InterruptedError
 
+    origin.waits = True
     with pytest.raises(InterruptedError) as kept:
         remote.RemoteFile(origin, ReadContext(tick=enough)).read(1)
-    assert origin.closed == 3, kept
+    assert soon(lambda: origin.ended == 3), kept
 
 
 def test_a_file_near_the_end_of_its_block_gets_more_of_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,7 +261,9 @@ def test_faults_of_a_dropped_shard_are_counted(tmp_path: Path, web: Web) -> None
     store.expect(urls[1])
     with closing(store.open(urls[0]).stream) as file:
         file.read()
-    assert soon(lambda: "prefetch-" not in str(threading.enumerate())) and web.done["503"] == 1
+    assert store._prefetch
+    block = store._prefetch._opened.result()[0]._prefetch
+    assert soon(block.future.done) and web.done["503"] == 1
     store.expect(None)
     assert store.counts == {EVENT + "http_503": 1} and remote._budget.reserved == 0
 

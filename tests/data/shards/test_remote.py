@@ -28,13 +28,13 @@ pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("small_blocks")]
 @pytest.fixture
 def called_off(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of prefetches dropped before their answer was complete: their faults need not be counted."""
-    drop, count = remote.BlockPrefetch.drop, [0]
+    drop, count = remote.BlockRequest.drop, [0]
 
-    def counted(ahead: remote.BlockPrefetch) -> None:
-        count[0] += not ahead.done.is_set()
-        drop(ahead)
+    def counted(ahead: remote.BlockRequest, counts: Any) -> None:
+        count[0] += not ahead.future.done()
+        drop(ahead, counts)
 
-    monkeypatch.setattr(remote.BlockPrefetch, "drop", counted)
+    monkeypatch.setattr(remote.BlockRequest, "drop", counted)
     return count
 
 
