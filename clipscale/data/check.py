@@ -12,13 +12,14 @@ from collections import Counter
 from dataclasses import dataclass, field
 from functools import cache
 from html import escape
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image
 
 from clipscale.config.tools import CheckSettings
-from clipscale.data.decode import IMAGE_TYPES, decode_rgb, image_bytes, resize
+from clipscale.data import decode
+from clipscale.data.decode import IMAGE_TYPES, image_bytes, resize
 from clipscale.data.filters import Selection
 from clipscale.data.order import CounterRNG, key
 from clipscale.data.sample import BrokenSampleError, RawSample, limits
@@ -33,13 +34,10 @@ EXAMPLES = 20
 """Samples named per reason and shard."""
 THUMBNAIL = 128
 """Longer side of a thumbnail in pixels."""
-MOST_CHARACTERS, MOST_SIDE, ASPECTS = 2047, 16383, 160
-"""Last bins of the histograms: caption lengths, shorter sides in pixels, and aspect ratios in 16ths of an octave."""
 DUPLICATES = {"key": "keys", "bytes": "pictures, byte for byte", "look": "pictures that look alike"}
 
 
-@dataclass(frozen=True, order=True)
-class Picture:
+class Picture(NamedTuple):
     """A thumbnail. The pictures of smallest rank are kept: a random sample that does not depend on the order of reading."""
 
     rank: int
@@ -47,11 +45,10 @@ class Picture:
     caption: str
     width: int
     height: int
-    jpeg: bytes = field(repr=False)
+    jpeg: bytes
 
 
-@dataclass(frozen=True)
-class ShardKeys:
+class ShardKeys(NamedTuple):
     """The keys of one shard's samples, compressed, and their hashes."""
 
     shard: str
@@ -73,6 +70,7 @@ class Findings:
     samples: int = 0
     usable: int = 0
     size: int = 0
+    unindexed: int = 0
     broken: Counter[str] = field(default_factory=Counter)
     dropped: Counter[str] = field(default_factory=Counter)
     """Samples that the filters would leave out."""
@@ -82,19 +80,21 @@ class Findings:
     """Shard -> why it could not be read to its end."""
     mismatch: dict[str, str] = field(default_factory=dict)
     """Shard -> how it differs from its index."""
-    unindexed: int = 0
-    characters: np.ndarray = field(default_factory=lambda: np.zeros(MOST_CHARACTERS + 1, np.int64))
-    sides: np.ndarray = field(default_factory=lambda: np.zeros(MOST_SIDE + 1, np.int64))
-    aspects: np.ndarray = field(default_factory=lambda: np.zeros(ASPECTS + 1, np.int64))
+    characters: Counter[int] = field(default_factory=Counter)
+    """Captions of each length."""
+    sides: Counter[int] = field(default_factory=Counter)
+    """Pictures of each shorter side, in pixels."""
+    aspects: Counter[int] = field(default_factory=Counter)
+    """Pictures of each ratio of longer to shorter side, in 16ths of an octave."""
     formats: Counter[str] = field(default_factory=Counter)
     pictures: list[Picture] = field(default_factory=list)
     keys: list[ShardKeys] = field(default_factory=list)
 
     def add(self, other: "Findings", pictures: int) -> None:
         """Add another shard's results, keeping that many pictures."""
-        for name in ("shards", "samples", "usable", "size", "unindexed", "characters", "sides", "aspects"):
+        for name in ("shards", "samples", "usable", "size", "unindexed"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
-        for name in ("broken", "dropped", "formats", "damaged", "mismatch"):
+        for name in ("broken", "dropped", "damaged", "mismatch", "characters", "sides", "aspects", "formats"):
             getattr(self, name).update(getattr(other, name))
         for reason, named in other.examples.items():
             self.examples[reason] = (self.examples.get(reason, []) + named)[: 5 * EXAMPLES]
@@ -105,9 +105,6 @@ class Findings:
     def failed(self) -> bool:
         """Whether anything is wrong. Filtered samples and duplicates are not."""
         return bool(self.broken or self.damaged or self.mismatch)
-
-
-# -- scanning ----------------------------------------------------------------------------------------------------------
 
 
 def scan(url: str, settings: CheckSettings, selection: Selection) -> Findings:
@@ -151,27 +148,21 @@ def _use(sample: RawSample, settings: CheckSettings, selection: Selection, found
     rank = key(settings.seed, _hash(_name(sample)), sample.index)
     caption = selection.caption(sample.members, CounterRNG(rank))
     data = image_bytes(sample.members)
-    pixels = decode_rgb(data, settings.max_pixels)
+    pixels = decode.Picture(data, settings.max_pixels).decode()
     height, width = pixels.shape[:2]
     short, long = sorted((width, height))
-    found.characters[min(len(caption), MOST_CHARACTERS)] += 1
-    found.sides[min(short, MOST_SIDE)] += 1
-    found.aspects[min(int(16 * np.log2(long / short)), ASPECTS)] += 1
+    found.characters[len(caption)] += 1
+    found.sides[short] += 1
+    found.aspects[int(16 * np.log2(long / short))] += 1
     found.formats[next(name for name in IMAGE_TYPES if name in sample.members)] += 1
     selection.check(sample, caption)
     if settings.pictures and (len(found.pictures) < settings.pictures or rank < found.pictures[-1].rank):
-        insort(found.pictures, Picture(rank, _name(sample), caption[:300], width, height, _thumbnail(pixels)))
+        image, out = Image.fromarray(pixels), io.BytesIO()
+        image.thumbnail((THUMBNAIL, THUMBNAIL))
+        image.save(out, "JPEG", quality=80)
+        insort(found.pictures, Picture(rank, _name(sample), caption[:300], width, height, out.getvalue()))
         del found.pictures[settings.pictures :]
     return pixels, data
-
-
-def _thumbnail(pixels: np.ndarray) -> bytes:
-    """A small JPEG of (H, W, C) uint8."""
-    image = Image.fromarray(pixels)
-    image.thumbnail((THUMBNAIL, THUMBNAIL))
-    out = io.BytesIO()
-    image.save(out, "JPEG", quality=80)
-    return out.getvalue()
 
 
 def look(pixels: np.ndarray) -> int:
@@ -208,9 +199,6 @@ def _compare_with_index(url: str, cache: str | None, store: HashingStore, found:
         found.mismatch[url] = "its bytes are not those that were indexed (checksum)"
 
 
-# -- reporting ---------------------------------------------------------------------------------------------------------
-
-
 def duplicates(found: Findings) -> dict[str, list[list[str]]]:
     """Kind -> groups of samples (SHARD/KEY, in the order of reading) that share a key, a picture's bytes, or a look."""
     shards = sorted(found.keys, key=lambda part: part.shard)
@@ -232,14 +220,12 @@ def duplicates(found: Findings) -> dict[str, list[list[str]]]:
     return result
 
 
-def quantiles(histogram: np.ndarray) -> dict[str, int]:
-    """Minimum, 5 %, median, 95 % and maximum of a histogram's values; empty for an empty one."""
-    total = int(histogram.sum())
-    if not total:
-        return {}
-    running = np.cumsum(histogram)
-    shares = {"min": 0.0, "p05": 0.05, "median": 0.5, "p95": 0.95, "max": 1.0}
-    return {name: int(np.searchsorted(running, max(1, np.ceil(share * total)))) for name, share in shares.items()}
+def quantiles(histogram: Counter[int]) -> dict[str, int]:
+    """Minimum, 5 %, median, 95 % and maximum of the values; empty for none."""
+    values = sorted(histogram)
+    running = np.cumsum([histogram[value] for value in values])
+    shares = {"min": 0.0, "p05": 0.05, "median": 0.5, "p95": 0.95, "max": 1.0} if values else {}
+    return {name: values[np.searchsorted(running, max(1, share * running[-1]))] for name, share in shares.items()}
 
 
 def summary(found: Findings, repeated: dict[str, list[list[str]]]) -> dict[str, Any]:
@@ -269,24 +255,18 @@ def table(summary: dict[str, Any]) -> TextTable:
     """The summary as rows: what, how many, and a remark."""
     samples = max(summary["samples"], 1)
 
-    def share(count: int) -> str:
-        return f"{100 * count / samples:.2f} %"
-
     rows = [("samples", str(summary["samples"]), f"in {summary['shards']} shards, {format_bytes(summary['bytes'])}")]
-    rows.append(("usable", str(summary["usable"]), share(summary["usable"])))
-    rows += [(f"broken: {reason}", str(count), share(count)) for reason, count in summary["broken"].items()]
-    rows += [(f"dropped: {reason}", str(count), share(count)) for reason, count in summary["dropped"].items()]
+    shares = [("usable", summary["usable"])]
+    shares += [(f"{kind}: {reason}", n) for kind in ("broken", "dropped") for reason, n in summary[kind].items()]
+    rows += [(name, str(count), f"{100 * count / samples:.2f} %") for name, count in shares]
     rows += [("damaged shard", url, why.replace(f"{url}: ", "")) for url, why in summary["damaged_shards"].items()]
     rows += [("index mismatch", url, why) for url, why in summary["index"]["mismatch"].items()]
     if summary["index"]["missing"]:
         rows.append(("shards without an index", str(summary["index"]["missing"]), "run `clipscale data index`"))
     for kind, what in summary["duplicates"].items():
         rows.append((f"duplicate {DUPLICATES[kind]}", str(what["surplus"]), f"{what['groups']} groups"))
-    for name, label in (
-        ("caption_characters", "caption, characters"),
-        ("shorter_side", "shorter side, pixels"),
-        ("aspect", "longer over shorter side"),
-    ):
+    labels = {"caption_characters": "caption, characters", "shorter_side": "shorter side, pixels"}
+    for name, label in (labels | {"aspect": "longer over shorter side"}).items():
         if values := summary[name]:
             low, high = f"{values['min']} to {values['max']}", f"5 % {values['p05']}, 95 % {values['p95']}"
             rows.append((label, str(values["median"]), f"median; {low}; {high}"))

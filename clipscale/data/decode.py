@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import simplejpeg
@@ -35,7 +35,13 @@ MOST_SHRINK = 16
 """Largest reduction on the device. CUDA's antialiased resize holds a pixel's weights in shared memory, which is limited."""
 
 
-# -- caption -----------------------------------------------------------------------------------------------------------
+def json_fields(text: str | bytes) -> dict[str, Any]:
+    """The fields of a json member, none where it holds no object. Raises BrokenSampleError `bad_json`."""
+    try:
+        found = parse_json(text, MOST_PARTS)
+    except ValueError as error:
+        raise BrokenSampleError("bad_json", str(error)) from error
+    return found if isinstance(found, dict) else {}
 
 
 def caption_of(members: dict[str, bytes], key: str) -> str:
@@ -52,21 +58,13 @@ def caption_of(members: dict[str, bytes], key: str) -> str:
         # Replacing the bytes would train the text tower on noise. Such captions are rare, and more than one letter is usually damaged.
         raise BrokenSampleError("caption_not_utf8", str(error)) from error
     if field:
-        try:
-            value = parse_json(text, MOST_PARTS)
-        except ValueError as error:
-            raise BrokenSampleError("bad_json", str(error)) from error
-        value = value.get(field) if isinstance(value, dict) else None
-        if not isinstance(value, str):
+        text = json_fields(text).get(field)
+        if not isinstance(text, str):
             raise BrokenSampleError("no_caption", f"no text in field {field!r}")
-        text = value
     text = text.strip("\ufeff\x00 \t\r\n")
     if not text:
         raise BrokenSampleError("empty_caption")
     return text
-
-
-# -- picture -----------------------------------------------------------------------------------------------------------
 
 
 def image_bytes(members: dict[str, bytes], types: Sequence[str] = IMAGE_TYPES) -> bytes:
@@ -79,19 +77,11 @@ def image_bytes(members: dict[str, bytes], types: Sequence[str] = IMAGE_TYPES) -
     raise BrokenSampleError("no_image")
 
 
-def decode_rgb(data: bytes, max_pixels: int) -> np.ndarray:
-    """Decode to (H, W, C) uint8 RGB, upright and writable. The size in the header is checked before anything is decoded.
-
-    As in open_clip, transparency is dropped and not composited. Unlike open_clip, this resolves palettes before resizing, scales 16-bit
-    pictures to 8 bits instead of clipping them, and applies the EXIF orientation.
-    Raises BrokenSampleError: `huge_image`, `unreadable_image`.
-    """
-    return Picture(data, max_pixels).decode()
-
-
 class Picture:
     """A picture whose header has been read. Its upright width and height are known, its pixels are not decoded yet.
 
+    As in open_clip, transparency is dropped and not composited. Unlike open_clip, this resolves palettes before resizing, scales 16-bit
+    pictures to 8 bits instead of clipping them, and applies the EXIF orientation.
     Raises BrokenSampleError: `huge_image`, `unreadable_image`.
     """
 
@@ -110,11 +100,11 @@ class Picture:
     def decode(self, reduce: int = 1) -> np.ndarray:
         """(H, W, C) uint8 RGB, upright. A JPEG can be decoded at 1/`reduce` (2, 4, 8) of its size, rounded up. Raises BrokenSampleError."""
         with broken_pictures():
-            if self.is_jpeg:
-                pixels = _decode_jpeg(self._data, self._image, reduce)
-            else:
-                pixels = _decode_other(self._image)
-            return _upright(pixels, self.orientation)
+            pixels = _decode_jpeg(self._data, self._image, reduce) if self.is_jpeg else _decode_other(self._image)
+            swapped, down, across = upright_steps(self.orientation)
+            if swapped:
+                pixels = pixels.swapaxes(0, 1)
+            return np.ascontiguousarray(pixels[:: -1 if down else 1, :: -1 if across else 1])
 
     @property
     def is_jpeg(self) -> bool:
@@ -167,14 +157,6 @@ def _decode_other(image: Image.Image) -> np.ndarray:
     return np.array(image.convert("RGB"))
 
 
-def _upright(pixels: np.ndarray, orientation: int) -> np.ndarray:
-    """(H, W, C), from the stored orientation to upright."""
-    swapped, down, across = upright_steps(orientation)
-    if swapped:
-        pixels = pixels.swapaxes(0, 1)
-    return np.ascontiguousarray(pixels[:: -1 if down else 1, :: -1 if across else 1])
-
-
 def upright_steps(orientation: int) -> tuple[bool, bool, bool]:
     """The steps from a stored picture to upright, by the EXIF standard: swap the axes, then reverse the rows, reverse the columns."""
     return orientation >= 5, orientation in (3, 4, 7, 8), orientation in (2, 3, 6, 7)
@@ -214,10 +196,9 @@ def random_box(width: int, height: int, scale: tuple[float, float], ratio: tuple
 
     After ten failed attempts it is the largest central crop whose aspect lies in `ratio`.
     """
-    area = width * height
     low, high = math.log(ratio[0]), math.log(ratio[1])
     for _ in range(10):
-        target, aspect = area * rng.uniform(*scale), math.exp(rng.uniform(low, high))
+        target, aspect = width * height * rng.uniform(*scale), math.exp(rng.uniform(low, high))
         w, h = round(math.sqrt(target * aspect)), round(math.sqrt(target / aspect))
         if 0 < w <= width and 0 < h <= height:
             left, top = rng.integer(width - w + 1), rng.integer(height - h + 1)

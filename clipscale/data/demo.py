@@ -60,9 +60,8 @@ def default_root() -> Path:
 def paths(root: Path | None = None) -> DemoPaths:
     """The paths of the demo set at `root`, which need not exist yet."""
     root = root or default_root()
-    return DemoPaths(
-        root, f"{root}/train/{{00000..{TRAIN_SHARDS - 1:05d}}}.tar", {name: root / name for name in TEST_SETS}
-    )
+    train = f"{root}/train/{{00000..{TRAIN_SHARDS - 1:05d}}}.tar"
+    return DemoPaths(root, train, {name: root / name for name in TEST_SETS})
 
 
 def main(settings: DemoSettings) -> Path:
@@ -74,16 +73,13 @@ def main(settings: DemoSettings) -> Path:
     verb = f"written in {time.monotonic() - begun:.1f} s" if fresh else "already there"
     say(f"demo set {verb}: {place}")
     say(f"  train      {settings.samples:6d} pairs   {found.train}")
-    unseen = f"the same names, the {len(scenes.UNSEEN)} combinations that training never shows"
-    for name, size, note in (
-        (
-            "objects",
-            len(scenes.SEEN) * OBJECTS_PER_CLASS,
-            f"classification, {len(scenes.CLASSES)} names, held-out pictures",
-        ),
-        ("unseen", len(scenes.UNSEEN) * UNSEEN_PER_CLASS, unseen),
-        ("retrieval", RETRIEVAL_IMAGES, f"{CAPTIONS_PER_IMAGE} captions each"),
-    ):
+    objects, unseen = len(scenes.SEEN) * OBJECTS_PER_CLASS, len(scenes.UNSEEN) * UNSEEN_PER_CLASS
+    sizes = {
+        "objects": (objects, f"classification, {len(scenes.CLASSES)} names, held-out pictures"),
+        "unseen": (unseen, f"the same names, the {len(scenes.UNSEEN)} combinations that training never shows"),
+        "retrieval": (RETRIEVAL_IMAGES, f"{CAPTIONS_PER_IMAGE} captions each"),
+    }
+    for name, (size, note) in sizes.items():
         say(f"  {name:10s} {size:6d} images  {found.tests[name]}  ({note})")
     return place
 
@@ -95,9 +91,7 @@ def render_demo(root: Path, *, seed: int = 0, train_samples: int = 20_000, force
     """
     recipe = {"recipe": RECIPE_VERSION, "seed": seed, "train_samples": train_samples, "side": SIDE}
     if train_samples < TRAIN_SHARDS:
-        raise UserError(
-            f"samples={train_samples}: the demo set needs at least {TRAIN_SHARDS} training samples (one a shard)"
-        )
+        raise UserError(f"samples={train_samples}: the demo set needs at least {TRAIN_SHARDS}, one for each shard")
     note = root / "recipe.json"
     if note.is_file():
         with suppress(OSError, ValueError):  # another file of that name
@@ -109,9 +103,7 @@ def render_demo(root: Path, *, seed: int = 0, train_samples: int = 20_000, force
         root.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{root.name}-", dir=root.parent))
     except OSError as error:
-        raise UserError(
-            f"root={root}: cannot be written ({error.strerror}); choose another folder with root="
-        ) from error
+        raise UserError(f"root={root}: cannot be written ({error.strerror}); choose another folder") from error
     try:
         _write_all(temporary, seed, train_samples)
         (temporary / "recipe.json").write_text(json.dumps(recipe) + "\n")
@@ -127,18 +119,18 @@ def _swap(new: Path, root: Path) -> None:
 
     Raises UserError if `root` holds anything that is no file of a demo set: only these are deleted.
     """
-    if root.exists():
-        if foreign := sorted(_names(root) - _names(new)):
-            raise UserError(
-                f"root={root}: holds {', '.join(foreign[:3])}{', ...' * (len(foreign) > 3)}, which the demo set does not have; "
-                "move what you need away, or choose another folder"
-            )
-        old = Path(tempfile.mkdtemp(prefix=f".{root.name}-old-", dir=root.parent))
-        root.rename(old / "set")
+    if not root.exists():
         new.rename(root)
-        shutil.rmtree(old)
-    else:
-        new.rename(root)
+        return
+    if foreign := sorted(_names(root) - _names(new)):
+        raise UserError(
+            f"root={root}: holds {', '.join(foreign[:3])}{', ...' * (len(foreign) > 3)}, which the demo set does not have; "
+            "move what you need away, or choose another folder"
+        )
+    old = Path(tempfile.mkdtemp(prefix=f".{root.name}-old-", dir=root.parent))
+    root.rename(old / "set")
+    new.rename(root)
+    shutil.rmtree(old)
 
 
 def _names(root: Path) -> set[str]:
@@ -159,8 +151,14 @@ def _write_all(root: Path, seed: int, train_samples: int) -> None:
         shards[root / f"train/{shard:05d}.tar"] = partial(_train_samples, shard, start, stop, seed)
         stats = {"count": stop - start, "successes": stop - start, "failed_to_download": 0, "failed_to_resize": 0}
         (root / f"train/{shard:05d}_stats.json").write_text(json.dumps(stats) + "\n")
+    # the text files that CLIP_benchmark's reader expects beside the shards
     for name in TEST_SETS:
-        _describe(root / name)
+        (root / name / "test" / "nshards.txt").write_text("1\n")
+        if name == "retrieval":
+            (root / name / "dataset_type.txt").write_text("retrieval\n")
+        else:
+            (root / name / "classnames.txt").write_text("".join(f"{c} {s}\n" for c, s in scenes.CLASSES))
+            (root / name / "zeroshot_classification_templates.txt").write_text("\n".join(scenes.TEMPLATES) + "\n")
     # spawn: the caller may hold threads and locks; the fork server belongs to the loader's workers
     with ProcessPoolExecutor(min(cores(), 8), mp_context=multiprocessing.get_context("spawn")) as pool:
         rendered = pool.map(_rendered, shards.values())
@@ -170,16 +168,6 @@ def _write_all(root: Path, seed: int, train_samples: int) -> None:
             with shard_writer(path) as writer:
                 for sample in samples:
                     writer.write(sample)
-
-
-def _describe(folder: Path) -> None:
-    """Write the text files that CLIP_benchmark's webdataset reader expects beside the shards."""
-    (folder / "test" / "nshards.txt").write_text("1\n")
-    if folder.name == "retrieval":
-        (folder / "dataset_type.txt").write_text("retrieval\n")
-        return
-    (folder / "classnames.txt").write_text("".join(f"{colour} {shape}\n" for colour, shape in scenes.CLASSES))
-    (folder / "zeroshot_classification_templates.txt").write_text("".join(f"{line}\n" for line in scenes.TEMPLATES))
 
 
 def _rendered(samples: Callable[[], Iterator[Sample]]) -> list[Sample]:
@@ -194,19 +182,11 @@ def _train_samples(shard: int, start: int, stop: int, seed: int) -> Iterator[Sam
         key = f"{shard:05d}{index - start:04d}"
         # JPEG like web data, at a quality and chroma resolution that leave 30 pixels readable
         picture = _encode(scene, rng, "JPEG", quality=95, subsampling=0)
-        about = {
-            "caption": words,
-            "key": key,
-            "status": "success",
-            "width": SIDE,
-            "height": SIDE,
-            "kind": scene.kind,
-            "relation": scene.relation,
-            "things": [
-                {k: round(v, 4) if isinstance(v, float) else v for k, v in asdict(thing).items()}
-                for thing in scene.things
-            ],
-        }
+        things = [
+            {k: round(v, 4) if isinstance(v, float) else v for k, v in asdict(thing).items()} for thing in scene.things
+        ]
+        about = {"caption": words, "key": key, "status": "success", "width": SIDE, "height": SIDE}
+        about |= {"kind": scene.kind, "relation": scene.relation, "things": things}
         yield {"__key__": key, "jpg": picture, "txt": words.encode(), "json": json.dumps(about).encode()}
 
 

@@ -6,7 +6,7 @@ Both depend only on the sample and its own random numbers, so filtered epochs ar
 import math
 import operator
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -17,19 +17,17 @@ import yaml
 
 from clipscale import files
 from clipscale.config.data import FilterConfig
-from clipscale.data.decode import Picture, caption_of, image_bytes
+from clipscale.data.decode import Picture, caption_of, image_bytes, json_fields
 from clipscale.data.order import CounterRNG
-from clipscale.data.sample import MOST_PARTS, BrokenSampleError, RawSample
+from clipscale.data.sample import BrokenSampleError, RawSample
 from clipscale.data.shards.access import hash64, leaf_of
 from clipscale.errors import UserError
 
 _COMPARE: dict[str, Callable[[Any, Any], bool]] = {
     ">=": operator.ge,
     "<=": operator.le,
-    "!=": operator.ne,
     ">": operator.gt,
     "<": operator.lt,
-    "=": operator.eq,
 }
 LONGEST_LINE = 1 << 16
 """Bytes of a line in a list of keys or addresses; a longer one counts as several."""
@@ -69,15 +67,15 @@ def condition(text: str, setting: str = "data.filter.fields") -> Condition:
     """Parse a condition such as `FIELD>=NUMBER`. Raises UserError."""
     match = _CONDITION.match(text)
     if not match:
-        raise UserError(f"{setting}={text!r}: write FIELD, one of {' '.join(_COMPARE)}, and a value: similarity>=0.3")
+        raise UserError(f"{setting}={text!r}: write FIELD, one of >= <= != > < =, and a value: similarity>=0.3")
     name, sign, value = match[1], match[2].replace("==", "="), match[3]
-    values = tuple(part.strip() for part in value.split("|")) if sign in ("=", "!=") else (value,)
-    if sign not in ("=", "!="):
-        try:
-            float(value)
-        except ValueError as error:
-            raise UserError(f"{setting}={text!r}: {value!r} is no number") from error
-    return Condition(name, sign, values)
+    if sign in ("=", "!="):
+        return Condition(name, sign, tuple(part.strip() for part in value.split("|")))
+    try:
+        float(value)
+    except ValueError as error:
+        raise UserError(f"{setting}={text!r}: {value!r} is no number") from error
+    return Condition(name, sign, (value,))
 
 
 def caption_sources(texts: Sequence[str], setting: str = "data.captions") -> tuple[tuple[str, float], ...]:
@@ -155,18 +153,14 @@ class Selection:
             self._check_json(sample)
         if filters.min_side or filters.max_aspect is not None:
             picture = Picture(image_bytes(sample.members))
-            width, height = picture.width, picture.height
-            if min(width, height) < filters.min_side:
-                raise BrokenSampleError("filter_min_side", f"{width} x {height} pixels")
-            if filters.max_aspect is not None and max(width, height) > filters.max_aspect * min(width, height):
-                raise BrokenSampleError("filter_aspect", f"{width} x {height} pixels")
+            short, long = sorted((picture.width, picture.height))
+            if short < filters.min_side:
+                raise BrokenSampleError("filter_min_side", f"{picture.width} x {picture.height} pixels")
+            if filters.max_aspect is not None and long > filters.max_aspect * short:
+                raise BrokenSampleError("filter_aspect", f"{picture.width} x {picture.height} pixels")
 
     def _check_json(self, sample: RawSample) -> None:
-        try:
-            values = files.parse_json(sample.members.get("json", b"{}"), MOST_PARTS)
-        except ValueError as error:
-            raise BrokenSampleError("bad_json", str(error)) from error
-        values = values if isinstance(values, dict) else {}
+        values = json_fields(sample.members.get("json", b"{}"))
         for wanted in self.conditions:
             value = values.get(wanted.name)
             try:
@@ -211,12 +205,6 @@ def _blocked(paths: tuple[str, ...]) -> np.ndarray:
 
     With 10^8 lines one lookup in 10^11 is wrong.
     """
-    return np.unique(np.fromiter((hash64(text) for path in paths for text in _lines(path)), dtype=np.uint64))
-
-
-def _lines(path: str) -> Iterator[str]:
-    """The lines of a file that are neither empty nor remarks."""
-    for line in files.lines(Path(path).expanduser(), LONGEST_LINE):
-        text = line.decode("utf-8", "surrogateescape").strip()
-        if text and not text.startswith("#"):
-            yield text
+    lines = (line for path in paths for line in files.lines(Path(path).expanduser(), LONGEST_LINE))
+    texts = (line.decode("utf-8", "surrogateescape").strip() for line in lines)
+    return np.unique(np.fromiter((hash64(text) for text in texts if text and text[0] != "#"), dtype=np.uint64))

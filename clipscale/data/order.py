@@ -27,32 +27,31 @@ MIXED = 64
 """Places of a stream that are shared among the sources at once: few, so that every batch is mixed."""
 
 
-def _finish(z: np.ndarray) -> np.ndarray:
-    """The output function of SplitMix64 (Steele, Lea, Flood 2014), elementwise on uint64."""
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
+def _mix(z: int) -> int:
+    """The output function of SplitMix64 (Steele, Lea, Flood 2014)."""
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return z ^ (z >> 31)
 
 
 def key(*parts: int) -> int:
     """A 64-bit key from integers. The arithmetic is our own, so that a library's new generator does not change an order."""
     state = len(parts)
     for part in parts:
-        z = (state + _GOLDEN + (part & _MASK) * 0xD1342543DE82EF95) & _MASK
-        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
-        state = z ^ (z >> 31)
+        state = _mix((state + _GOLDEN + (part & _MASK) * 0xD1342543DE82EF95) & _MASK)
     return state
 
 
 def permutation(n: int, *parts: int) -> np.ndarray:
     """A random order of 0..n-1 (int64), a pure function of the key `parts`."""
-    steps = np.arange(1, n + 1, dtype=np.uint64) * np.uint64(_GOLDEN) + np.uint64(key(*parts))
-    return np.argsort(_finish(steps), kind="stable")
+    z = np.arange(1, n + 1, dtype=np.uint64) * np.uint64(_GOLDEN) + np.uint64(key(*parts))
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)  # `_mix` of all at once
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.argsort(z ^ (z >> np.uint64(31)), kind="stable")
 
 
 class CounterRNG:
-    """A counter-based generator of uniform random numbers (SplitMix64), cheap enough to make one for every sample."""
+    """A counter-based generator of uniform random numbers (SplitMix64), one for every sample."""
 
     def __init__(self, *parts: int) -> None:
         self._state = key(*parts)
@@ -60,10 +59,7 @@ class CounterRNG:
     def uniform(self, low: float = 0.0, high: float = 1.0) -> float:
         """One number in [low, high)."""
         self._state = (self._state + _GOLDEN) & _MASK
-        z = self._state
-        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
-        return low + (high - low) * (((z ^ (z >> 31)) >> 11) * 2.0**-53)
+        return low + (high - low) * ((_mix(self._state) >> 11) * 2.0**-53)
 
     def integer(self, n: int) -> int:
         """One integer in 0..n-1."""
@@ -187,7 +183,7 @@ class Resampled:
         yield Segment(shard, key(stream, epoch), skip, self.counts[shard], self.counts[shard])
 
     def description(self) -> list[object]:
-        """Everything that the order depends on, apart from the shards."""
+        """As that of Epochs."""
         return ["resampled", self.seed, [w / self.cumulative[-1] for w in self.cumulative]]
 
 
@@ -221,7 +217,7 @@ class Mixed:
         )
 
     def description(self) -> list[object]:
-        """Everything that the order depends on, apart from the shards."""
+        """As that of Epochs."""
         return ["mixed", self.seed, [weight / sum(self.weights) for weight in self.weights], list(self.source_of)]
 
 

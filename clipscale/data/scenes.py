@@ -26,18 +26,16 @@ UNSEEN = tuple((colour, SHAPES[(5 * i + 2) % len(SHAPES)]) for i, colour in enum
 """Combinations that no training scene shows: each colour once, each shape once or twice. Training shows every word in others."""
 SEEN = tuple(pair for pair in CLASSES if pair not in UNSEEN)
 
-OTHER_WORDS = {
-    "red": ("scarlet",),
-    "yellow": ("golden",),
-    "green": ("emerald",),
-    "cyan": ("turquoise",),
-    "purple": ("violet",),
-    "circle": ("disc",),
-    "square": ("box",),
-    "cross": ("plus sign",),
-    "ring": ("hoop",),
-    "small": ("little", "tiny"),
-    "large": ("big",),
+OTHER_WORDS: dict[str, tuple[str, ...]] = {
+    **{
+        "red": ("scarlet",),
+        "yellow": ("golden",),
+        "green": ("emerald",),
+        "cyan": ("turquoise",),
+        "purple": ("violet",),
+    },
+    **{"circle": ("disc",), "square": ("box",), "cross": ("plus sign",), "ring": ("hoop",)},
+    **{"small": ("little", "tiny"), "large": ("big",)},
 }
 PLURALS = {"cross": "crosses", "box": "boxes"}
 OPPOSITES = {"left of": "right of", "right of": "left of", "above": "below", "below": "above"}
@@ -83,9 +81,6 @@ class Scene:
         return (self.kind, self.relation, *names)
 
 
-# -- composing ---------------------------------------------------------------------------------------------------------
-
-
 def single(rng: Random, pair: tuple[str, str]) -> Scene:
     """One object of the class `pair` near the middle, at least large enough to recognise its outline."""
     radius = rng.uniform(0.22, 0.4)
@@ -121,17 +116,13 @@ def _near(rng: Random, pair: tuple[str, str], spot: tuple[float, float], low: fl
     return Thing(*pair, x, y, rng.uniform(low, high), rng.uniform(-12, 12))
 
 
-# -- words -------------------------------------------------------------------------------------------------------------
-
-
 def caption(scene: Scene, rng: Random) -> str:
     """One English caption for the scene, with random words and constructions."""
     describe = {"one": _caption_one, "count": _caption_count, "pair": _caption_pair, "row": _caption_row}[scene.kind]
     text = describe(scene, rng)
     there = "there are {}" if scene.kind == "count" else "there is {}"
-    text = rng.choice(
-        ("{}", "{}", "{}", "a picture of {}", "an image of {}", there, "a drawing of {}", "this shows {}")
-    ).format(text)
+    frames = ("{}", "{}", "{}", "a picture of {}", "an image of {}", there, "a drawing of {}", "this shows {}")
+    text = rng.choice(frames).format(text)
     if rng.random() < 0.15:
         dark = "dark" if scene.shade < 0.4 else "light" if scene.shade > 0.6 else "grey"
         text += f" on a {dark} background"
@@ -209,35 +200,37 @@ def _caption_row(scene: Scene, rng: Random) -> str:
     )
 
 
-# -- drawing -----------------------------------------------------------------------------------------------------------
-
-
-def _around(number: int, radii: list[float]) -> list[tuple[float, float]]:
+def _around(number: int, *radii: float) -> list[tuple[float, float]]:
     """Corners at equal angles around the origin, clockwise from the top. The radii repeat."""
     corners = [(radii[i % len(radii)], 2 * math.pi * i / number) for i in range(number)]
     return [(r * math.sin(a), -r * math.cos(a)) for r, a in corners]
 
 
-_HALF = [(0.32, -1.0), (0.32, -0.32), (1.0, -0.32), (1.0, 0.32), (0.32, 0.32), (0.32, 1.0)]
-"""The right half of the cross."""
+_HALF = [
+    (0.32, -1.0),
+    (0.32, -0.32),
+    (1.0, -0.32),
+    (1.0, 0.32),
+    (0.32, 0.32),
+    (0.32, 1.0),
+]  # of the cross, to the right
 _OUTLINES = {
-    "circle": _around(24, [1.0]),
+    "circle": _around(24, 1.0),
     "square": [(-0.85, -0.85), (0.85, -0.85), (0.85, 0.85), (-0.85, 0.85)],
     "triangle": [(0.0, -1.0), (1.0, 0.85), (-1.0, 0.85)],
     "cross": [*_HALF, *((-x, y) for x, y in reversed(_HALF))],
-    "ring": _around(24, [1.0]),
-    "star": _around(10, [1.1, 0.42]),
+    "ring": _around(24, 1.0),
+    "star": _around(10, 1.1, 0.42),
 }
 """Corners of each shape of radius 1 around the origin, before rotation."""
 
 
 def _mask(thing: Thing, side: int) -> np.ndarray:
     """Each pixel's coverage by the thing, (side, side, 1) in 0..1, from 4 x 4 samples a pixel."""
-    fine = 4
-    canvas = Image.new("L", (side * fine, side * fine))
+    unit = 4 * side
+    canvas = Image.new("L", (unit, unit))
     draw = ImageDraw.Draw(canvas)
     cos, sin = math.cos(math.radians(thing.angle)), math.sin(math.radians(thing.angle))
-    unit = side * fine
 
     def at(scale: float) -> list[tuple[float, float]]:
         r = thing.radius * scale
@@ -249,7 +242,7 @@ def _mask(thing: Thing, side: int) -> np.ndarray:
     draw.polygon(at(1.0), fill=255)
     if thing.shape == "ring":
         draw.polygon(at(0.52), fill=0)
-    return np.asarray(canvas.reduce(fine), dtype=np.float32)[:, :, None] / 255
+    return np.asarray(canvas.reduce(4), dtype=np.float32)[:, :, None] / 255
 
 
 def render(scene: Scene, rng: Random, side: int) -> Image.Image:

@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from clipscale import files
 from clipscale.config.data import TableConfig
 from clipscale.config.tools import CheckSettings, IndexSettings, StatsSettings
 from clipscale.data.shards import index, listing, scan
-from clipscale.data.shards.access import Access, is_local, scheme_of
+from clipscale.data.shards.access import is_local, scheme_of
 from clipscale.data.shards.counts import recorded_counts, scan_counts
 from clipscale.errors import UserError
 from clipscale.hardware import cores
@@ -37,23 +38,10 @@ def _expanded(sources: Sequence[str], allow_pipe: bool = False, table: TableConf
 def _progress(urls: Sequence[str]) -> Iterator[Callable[[int], None]]:
     """A bar on stderr that counts shards and bytes; call what it yields with the size of each finished shard."""
     total = sum(os.path.getsize(url) for url in urls if is_local(url) and os.path.exists(url))  # noqa: PTH110, PTH202 (fast)
-    count = 0
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-    ) as bar:
-        task = bar.add_task(f"0 of {len(urls)} shards", total=total or None)
-
-        def advance(size: int) -> None:
-            nonlocal count
-            count += 1
-            bar.update(task, advance=size, description=f"{count} of {len(urls)} shards")
-
-        yield advance
+    columns = BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn()
+    with Progress(TextColumn("{task.description}"), *columns, console=Console(stderr=True)) as bar:
+        task, numbers = bar.add_task(f"0 of {len(urls)} shards", total=total or None), count(1)
+        yield lambda size: bar.update(task, advance=size, description=f"{next(numbers)} of {len(urls)} shards")
 
 
 def make_index(sources: Sequence[str], settings: IndexSettings) -> int:
@@ -67,15 +55,8 @@ def make_index(sources: Sequence[str], settings: IndexSettings) -> int:
             if entry is not None and entry.reason:
                 damaged.append((url, entry))
 
-        update = scan.update_indexes(
-            urls,
-            cache=settings.cache,
-            access=Access(cache=None),
-            checksum=settings.checksum,
-            workers=settings.workers or cores(),
-            force=settings.force,
-            done=done,
-        )
+        workers, options = settings.workers or cores(), {"checksum": settings.checksum, "force": settings.force}
+        update = scan.update_indexes(urls, cache=settings.cache, workers=workers, done=done, **options)
     if not urls:
         say("tables and pipes have no index; their rows are counted as they are")
         return 0
@@ -132,19 +113,19 @@ def show_stats(sources: Sequence[str], settings: StatsSettings) -> int:
         for extension, (number, size) in entry.totals.items():
             members[extension].update(count=number, bytes=size)
     counts = [entry.samples for entry in entries.values()] or [0]
+    low, high = min(counts), max(counts)
     found: dict[str, Any] = {
         "shards": len(urls),
         "indexed": len(entries),
         "samples": sum(counts) + rows,
         "bytes": sum(entry.size for entry in entries.values()),
-        "samples_per_shard": [min(counts), max(counts)],
+        "samples_per_shard": [low, high],
         "damaged": {url: entry.reason for url, entry in entries.items() if entry.reason},
         "members": dict(sorted(members.items())),
     }
     if settings.json:
         say(json.dumps(found))
         return 0
-    low, high = found["samples_per_shard"]
     say(f"{found['samples']} samples in {len(entries)} shards of {low} to {high}, {format_bytes(found['bytes'])}")
     if rows:
         say(f"{rows} of them are rows of tables")

@@ -11,6 +11,7 @@ import pytest
 
 from clipscale.cli.main import main
 from clipscale.data import check
+from clipscale.data.decode import Picture
 from tests.data.files import Members, picture, sample, write_shards, write_tar
 from tests.data.streams import ids, open_stream
 
@@ -124,12 +125,10 @@ def test_the_random_sample_does_not_depend_on_the_workers(tmp_path: Path) -> Non
 
 
 def test_the_look_of_a_picture_survives_another_encoding() -> None:
-    from clipscale.data.decode import decode_rgb
-
     looks = [
-        check.look(decode_rgb(picture(3, (64, 48), kind, **options), 10**6))
+        check.look(Picture(picture(3, (64, 48), kind, **options), 10**6).decode())
         for kind, options in (("PNG", {}), ("JPEG", {"quality": 95}), ("WEBP", {"quality": 95}))
     ]
     assert max(bin(looks[0] ^ other).count("1") for other in looks[1:]) <= 4
-    assert bin(looks[0] ^ check.look(decode_rgb(picture(4, (64, 48)), 10**6))).count("1") > 10
+    assert bin(looks[0] ^ check.look(Picture(picture(4, (64, 48)), 10**6).decode())).count("1") > 10
     assert check.look(np.zeros((5, 5, 3), np.uint8)) != 0

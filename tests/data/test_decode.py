@@ -21,7 +21,6 @@ from clipscale.data.decode import (
     Picture,
     TrainTransform,
     caption_of,
-    decode_rgb,
     image_bytes,
     random_box,
 )
@@ -174,18 +173,18 @@ def test_a_picture_of_the_right_size_keeps_its_pixels() -> None:
 def test_modes_become_rgb_as_pillow_converts_them(mode: str) -> None:
     kind = "TIFF" if mode in ("CMYK", "YCbCr") else "PNG"
     data = encode(Image.open(io.BytesIO(picture(2, (12, 9)))).convert(mode), kind)
-    assert np.array_equal(decode_rgb(data, MOST), np.asarray(Image.open(io.BytesIO(data)).convert("RGB")))
+    assert np.array_equal(Picture(data, MOST).decode(), np.asarray(Image.open(io.BytesIO(data)).convert("RGB")))
 
 
 def test_cmyk_jpeg_is_read() -> None:
     data = picture(2, (12, 9), "JPEG", "CMYK")
-    assert np.array_equal(decode_rgb(data, MOST), np.asarray(Image.open(io.BytesIO(data)).convert("RGB")))
+    assert np.array_equal(Picture(data, MOST).decode(), np.asarray(Image.open(io.BytesIO(data)).convert("RGB")))
 
 
 @pytest.mark.parametrize("kind", ["PNG", "TIFF"])
 def test_sixteen_bits_are_scaled_not_clipped(kind: str) -> None:
     values = np.linspace(0, 65535, 64, dtype=np.uint16).reshape(8, 8)
-    grey = decode_rgb(encode(Image.fromarray(values), kind), MOST)
+    grey = Picture(encode(Image.fromarray(values), kind), MOST).decode()
     assert np.abs(grey[:, :, 0] - values / 257).max() <= 0.51, grey[:, :, 0]
     assert np.array_equal(grey[:, :, 0], grey[:, :, 2])
 
@@ -201,8 +200,8 @@ def test_known_colours_come_back_and_transparency_is_dropped(kind: str, mode: st
         image.paste(colour, (16 * number, 0, 16 * number + 16, 48))
     options = {"exact": True, "lossless": True} if kind == "WEBP" else {"quality": 95} if kind == "AVIF" else {}
     data = encode(image.convert(mode), kind, **options)
-    assert (Image.open(io.BytesIO(data)).mode, decode_rgb(data, MOST).shape) == (mode, (48, 64, 3))
-    found = decode_rgb(data, MOST)[24, 8::16].astype(int)
+    assert (Image.open(io.BytesIO(data)).mode, Picture(data, MOST).decode().shape) == (mode, (48, 64, 3))
+    found = Picture(data, MOST).decode()[24, 8::16].astype(int)
     assert np.abs(found - np.array(COLOURS)[:, :3]).max() <= 3, found
 
 
@@ -213,7 +212,7 @@ def test_the_camera_orientation_is_undone(orientation: int, kind: str) -> None:
     exif[0x0112] = orientation
     data = encode(Image.open(io.BytesIO(picture(5, (24, 16)))), kind, exif=exif)
     upright = ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB")
-    got = decode_rgb(data, MOST)
+    got = Picture(data, MOST).decode()
     assert got.shape == (upright.height, upright.width, 3)
     assert np.abs(got.astype(int) - np.asarray(upright)).max() <= 1
 
@@ -221,7 +220,7 @@ def test_the_camera_orientation_is_undone(orientation: int, kind: str) -> None:
 def test_the_first_frame_of_an_animation_counts() -> None:
     frames = [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue")]
     data = encode(frames[0], "GIF", save_all=True, append_images=frames[1:])
-    assert decode_rgb(data, MOST)[0, 0].tolist() == [255, 0, 0]
+    assert Picture(data, MOST).decode()[0, 0].tolist() == [255, 0, 0]
 
 
 def test_pillow_decodes_a_jpeg_that_the_strict_decoder_rejects() -> None:
@@ -229,7 +228,7 @@ def test_pillow_decodes_a_jpeg_that_the_strict_decoder_rejects() -> None:
     stray = data[:2] + b"\xff\xe1\x00\x08abcdef\x00\x00" + data[2:]  # bytes between two markers
     with pytest.raises(ValueError):
         simplejpeg.decode_jpeg(stray)
-    difference = np.abs(decode_rgb(stray, MOST).astype(int) - decode_rgb(data, MOST))
+    difference = np.abs(Picture(stray, MOST).decode().astype(int) - Picture(data, MOST).decode())
     assert difference.max() <= 1
 
 
@@ -249,7 +248,7 @@ def huge_png(width: int, height: int) -> bytes:
 @pytest.mark.parametrize("size", [(3000, 4000), (60_000, 60_000), (2**31 - 1, 2**31 - 1)])
 def test_huge_pictures_are_refused_by_their_header(size: tuple[int, int]) -> None:
     with pytest.raises(BrokenSampleError) as error:
-        decode_rgb(huge_png(*size), MOST)
+        Picture(huge_png(*size), MOST).decode()
     assert error.value.reason == "huge_image"
 
 
@@ -267,7 +266,7 @@ def test_huge_pictures_are_refused_by_their_header(size: tuple[int, int]) -> Non
 )
 def test_unreadable_pictures_have_their_reason(data: bytes) -> None:
     with pytest.raises(BrokenSampleError) as error:
-        decode_rgb(data, MOST)
+        Picture(data, MOST).decode()
     assert error.value.reason == "unreadable_image"
 
 

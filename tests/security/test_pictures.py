@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from clipscale.data import eval_transform
-from clipscale.data.decode import TrainTransform, decode_rgb
+from clipscale.data.decode import Picture, TrainTransform
 from clipscale.data.eval_transform import EvalTransform
 from clipscale.data.features import StoredFeatures, encoded_row
 from clipscale.data.order import CounterRNG
@@ -120,7 +120,7 @@ def test_deep_pictures_keep_their_values(mode: str) -> None:
     out = io.BytesIO()
     Image.fromarray(values.astype(kind)).save(out, "TIFF")
     expected = (values / (1 if mode == "F" else 257)).clip(0, 255).round().astype(np.uint8)
-    assert np.array_equal(decode_rgb(out.getvalue(), 10**6)[:, :, 0], expected)
+    assert np.array_equal(Picture(out.getvalue(), 10**6).decode()[:, :, 0], expected)
 
 
 # -- scans ------------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import os
 import re
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,20 +66,16 @@ class Opened(NamedTuple):
     version: str
 
 
+@dataclass(eq=False)
 class ReadContext:
     """The settings of one reader, its event counters, and the callback it makes while it waits."""
 
-    def __init__(
-        self,
-        access: Access = DIRECT,
-        counts: Counter[str] | None = None,
-        tick: Callable[[], None] = lambda: None,
-        pending: deque[str] | None = None,
-    ) -> None:
-        """`counts` receives the events; `tick` may raise to end a wait; `pending` holds the events of other threads."""
-        self.access, self.tick = access, tick
-        self.counts: Counter[str] = Counter() if counts is None else counts
-        self.pending: deque[str] = deque() if pending is None else pending
+    access: Access = DIRECT
+    counts: Counter[str] = field(default_factory=Counter)
+    tick: Callable[[], None] = lambda: None
+    """May raise to end a wait."""
+    pending: deque[str] = field(default_factory=deque)
+    """The events of other threads."""
 
     def count(self, event: str) -> None:
         """Count an event; for the reader's own thread."""

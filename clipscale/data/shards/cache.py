@@ -1,5 +1,4 @@
-"""Local copies of remote shards, shared by all processes of a machine; the least recently used are deleted to keep a
-bound on their bytes.
+"""Local copies of remote shards, shared by all processes of a machine; the least recently used go, to keep a bound.
 
 A copy is written under another name and renamed when it is complete. Locks are flock's, so they end with their process.
 """
@@ -44,9 +43,8 @@ class ShardCache:
                 self._context.count("copy_of_unreachable")
                 return Opened(copy, None, "")
             raise
-        path = (
-            self._folder / f"{digest(unsigned(url))}-{digest(f'{remote.length} {remote.version}')}-{leaf_of(url)[-80:]}"
-        )
+        state = digest(f"{remote.length} {remote.version}")
+        path = self._folder / f"{digest(unsigned(url))}-{state}-{leaf_of(url)[-80:]}"
         try:
             while True:
                 with suppress(FileNotFoundError):  # not there yet, or evicted between these two lines
@@ -63,8 +61,7 @@ class ShardCache:
     def _last_used(self, url: str) -> IO[bytes] | None:
         """Of the copies of this shard's versions, the one opened last: the newest version that any process has seen."""
         own = digest(unsigned(url)) + "-"
-        copies = [(used, path) for path, _, used in self._files() if path.name.startswith(own)]
-        for _, path in sorted(copies, reverse=True):
+        for _, _, path in sorted((found for found in self._files() if found[2].name.startswith(own)), reverse=True):
             with suppress(FileNotFoundError):  # evicted meanwhile
                 return _copy(path)
         return None
@@ -98,30 +95,24 @@ class ShardCache:
                     raise SourceError("wrong_checksum", "what came is not what was indexed")
                 part.rename(path)
                 return True
-            except OSError as error:
+            except BaseException as error:
                 part.unlink(missing_ok=True)
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
                     raise
                 log.warning("data.cache=%s: %s; going on without a copy", self._folder.parent, error.strerror)
                 context.count("no_room_for_copy")
                 return False
-            except BaseException:
-                part.unlink(missing_ok=True)
-                raise
 
     def _reserve(self, part: Path, out: IO[bytes], size: int) -> bool:
         """Delete old copies until this one fits, and give it its final length, which other processes count."""
         with files.open_lock(self._folder / ".lock") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if self._bound is not None:
-                others = [
-                    (used, length, path)
-                    for path, length, used in self._files()
-                    if path != part and not (path.name.endswith(_PART) and _orphan(path))
-                ]
+                others = [found for found in self._files() if found[2] != part]
+                others = [(used, n, path) for used, n, path in others if path.suffix != _PART or not _orphan(path)]
                 total = size + sum(length for _, length, _ in others)
                 for _, length, path in sorted(others):
-                    if total > self._bound and not path.name.endswith(_PART):
+                    if total > self._bound and path.suffix != _PART:
                         path.unlink(missing_ok=True)  # an open file can still be read
                         total -= length
                 if total > self._bound:
@@ -130,13 +121,14 @@ class ShardCache:
             out.truncate(size)
             return True
 
-    def _files(self) -> Iterator[tuple[Path, int, int]]:
+    def _files(self) -> Iterator[tuple[int, int, Path]]:
+        """When each was last used, its bytes, and its path."""
         for path in self._folder.iterdir():
             if path.name != ".lock":
                 with suppress(FileNotFoundError):
                     about = path.lstat()
                     if stat.S_ISREG(about.st_mode):
-                        yield path, about.st_size, about.st_mtime_ns
+                        yield about.st_mtime_ns, about.st_size, path
 
 
 def _copy(path: Path) -> IO[bytes]:

@@ -29,10 +29,8 @@ def recorded_counts(urls: Sequence[str], cache: str | None = None) -> list[int |
     """Samples per shard by an index, `sizes.json` (webdataset) or `NNNNN_stats.json` (img2dataset); None: unknown."""
     entries, stale = index.current(urls, cache)
     if stale:
-        log.warning(
-            f"the index of {len(stale)} of {len(urls)} shards is out of date (first: {stale[0]}): they have changed since; "
-            "counting them without it, run `clipscale data index` again"
-        )
+        what = f"the index of {len(stale)} of {len(urls)} shards is out of date (first: {stale[0]}): they have changed since"
+        log.warning(f"{what}; counting them without it, run `clipscale data index` again")
     _warn_of_damage(entries, len(urls))
     folders = {os.path.dirname(url) for url in urls if is_local(url)}  # noqa: PTH120 (as it is named)
     sizes = {folder: _json(Path(folder) / "sizes.json") for folder in folders}
@@ -60,10 +58,8 @@ def _warn_of_damage(entries: Mapping[str, index.Entry], count: int) -> None:
     damaged = [(url, entry.reason) for url, entry in entries.items() if entry.reason]
     if damaged:
         url, reason = damaged[0]
-        log.warning(
-            f"{len(damaged)} of {count} shards are damaged (first: {url}, {reason}): what lies behind the damage is left out; "
-            "`clipscale data check` shows it all"
-        )
+        what = f"{len(damaged)} of {count} shards are damaged (first: {url}, {reason})"
+        log.warning(f"{what}: what lies behind the damage is left out; `clipscale data check` shows it all")
 
 
 def _json(path: Path) -> dict[str, int]:
@@ -125,15 +121,13 @@ def build_order(
     known = [count for count in counts if count is not None]
     complete = len(known) == len(counts)
     if complete and not sum(known):
-        raise UserError(
-            f"data.train={config.train}: the {len(urls)} shards hold no sample; check that they are image-text tar files"
-        )
+        remedy = "check that they are image-text tar files"
+        raise UserError(f"data.train={config.train}: the {len(urls)} shards hold no sample; {remedy}")
     if epochs and complete:
         return Epochs(tuple(known), batch, _stream_count(config, batch, world, sum(known), position), seed)
     if epochs:
-        log.warning(
-            f"the samples of {len(urls)} shards are not known: shards are drawn with replacement (data.order=resampled)"
-        )
+        what = f"the samples of {len(urls)} shards are not known"
+        log.warning(f"{what}: shards are drawn with replacement (data.order=resampled)")
     streams = _stream_count(config, batch, world, None, position)
     if source_of is None:
         weights = [float(count) for count in known] if complete else [1.0] * len(counts)
@@ -152,10 +146,8 @@ def _scanned(config: DataConfig, urls: Sequence[str], counts: list[int | None]) 
         found = dict(zip(unknown, scan_counts(unknown, config.cache)))
         return [found[url] if count is None else count for url, count in zip(urls, counts)]
     if unknown and config.order == "epochs":
-        raise UserError(
-            f"data.order=epochs: the samples in {unknown[0]} are not known; run `clipscale data index` on the shards, "
-            "or take data.order=resampled"
-        )
+        remedy = "run `clipscale data index` on the shards, or take data.order=resampled"
+        raise UserError(f"data.order=epochs: the samples in {unknown[0]} are not known; {remedy}")
     return counts
 
 
@@ -167,7 +159,7 @@ def _stream_count(
         if streams_fit(streams, batch, total):
             return streams
         log.warning(
-            "the checkpoint's %d shard streams do not fit this batch and data; its data position is given up", streams
+            f"the checkpoint's {streams} shard streams do not fit this batch and data; its position is given up"
         )
     streams = config.shard_streams or default_streams(batch, world, total)
     if not streams_fit(streams, batch, total):

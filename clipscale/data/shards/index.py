@@ -72,9 +72,6 @@ class Entry:
     """(samples + 1,) byte offsets; None for packed shards, and in the entries that `known` returns."""
 
 
-# -- where it is -------------------------------------------------------------------------------------------------------
-
-
 def folder_of(url: str) -> str:
     """The folder whose index has this shard."""
     return os.path.dirname(os.path.abspath(url)) if is_local(url) else url.rsplit("/", 1)[0]  # noqa: PTH100, PTH120 (as it is named)
@@ -90,9 +87,7 @@ def index_paths(folder: str, cache: str | None) -> list[Path]:
 
 def writable_path(folder: str, cache: str | None) -> Path:
     """Where to write a folder's index: beside the shards if `cache` is not set and the folder is writable, else in the
-    cache.
-
-    Raises UserError.
+    cache. Raises UserError.
     """
     paths = index_paths(folder, cache)
     if is_local(folder) and cache is None and os.access(folder, os.W_OK):
@@ -101,9 +96,7 @@ def writable_path(folder: str, cache: str | None) -> Path:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(
-            f"cache={path.parent}: cannot be written ({error.strerror}); choose another with cache="
-        ) from error
+        raise UserError(f"cache={path.parent}: cannot be written ({error.strerror}); choose another") from error
     return path
 
 
@@ -113,9 +106,6 @@ def state_of(url: str, access: Access) -> State:
         about = Path(url).stat()
         return about.st_size, str(about.st_mtime_ns)
     return Retry(ReadContext(access)).stat(remote_object(url, access.wait_s))
-
-
-# -- reading it --------------------------------------------------------------------------------------------------------
 
 
 def known(urls: Iterable[str], cache: str | None = None) -> dict[str, list[Entry]]:
@@ -177,10 +167,9 @@ def current(urls: Sequence[str], cache: str | None = None) -> tuple[dict[str, En
 def sample_offsets(url: str, opened: Opened, cache: str | None = None) -> np.ndarray | None:
     """Where an opened shard's samples begin, (samples + 1,) int64; None if no index has an entry of its state."""
     stale = False
+    question = "SELECT size, stamp, places FROM shards WHERE name = ?"
     for path in index_paths(folder_of(url), cache) if is_text(leaf_of(url)) else ():
-        for size, version, packed in query(
-            path, "SELECT size, stamp, places FROM shards WHERE name = ?", [leaf_of(url)]
-        ):
+        for size, version, packed in query(path, question, [leaf_of(url)]):
             if (size, version) == (opened.size, opened.version):
                 try:
                     return None if packed is None else unpack(packed, size)
@@ -219,8 +208,5 @@ STATES = "SELECT name, size, stamp, sha256 FROM shards"
 def write(base: sqlite3.Connection, entry: Entry) -> None:
     """Add or replace an entry."""
     found = (entry.name, entry.size, entry.version, entry.samples, entry.sha256, json.dumps(entry.totals))
-    offsets = None if entry.offsets is None else pack(entry.offsets)
-    base.execute(
-        "INSERT OR REPLACE INTO shards VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-        (*found, entry.reason, printable(entry.detail), offsets),
-    )
+    found += (entry.reason, printable(entry.detail), None if entry.offsets is None else pack(entry.offsets))
+    base.execute(f"INSERT OR REPLACE INTO shards VALUES ({', '.join('?' * len(found))})", found)

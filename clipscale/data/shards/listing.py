@@ -9,8 +9,7 @@ import importlib.util
 import logging
 import os
 import re
-from collections.abc import Iterator, Sequence
-from functools import cache as cached
+from collections.abc import Iterator
 from pathlib import Path
 
 from braceexpand import braceexpand
@@ -53,12 +52,11 @@ def list_shards(config: DataConfig) -> tuple[list[str], list[int] | None]:
     urls = [url for source in listed for url in source]
     if config.weights is None:
         return urls, None
-    if len(config.weights) != len(sources):
-        raise UserError(
-            f"data.weights={list(config.weights)}: {len(config.weights)} weights for {len(sources)} sources in data.train"
-        )
-    if min(config.weights) < 0 or sum(config.weights) <= 0:
-        raise UserError(f"data.weights={list(config.weights)}: must be non-negative and not all zero")
+    weights = list(config.weights)
+    if len(weights) != len(sources):
+        raise UserError(f"data.weights={weights}: {len(weights)} weights for {len(sources)} sources in data.train")
+    if min(weights) < 0 or sum(weights) <= 0:
+        raise UserError(f"data.weights={weights}: must be non-negative and not all zero")
     return urls, [number for number, source in enumerate(listed) for _ in source]
 
 
@@ -80,11 +78,10 @@ def expand(
     source: str, allow_pipe: bool = False, *, setting: str = "data.train", table: TableConfig | None = None
 ) -> list[str]:
     """The shards that one source names: a brace list, a glob, a folder of shards or pictures, a table, `@FILE` with a
-    source a line, or a URL (`::` joins several).
+    source a line, or a URL (`::` joins several). The names of files are paths, whatever they look like.
 
-    Warns of local shards that a brace list names but that do not exist, and leaves them out (downloads have gaps).
-    The names of files are paths, whatever they look like. Raises UserError if no shard is left, or for `pipe:` without
-    `allow_pipe`.
+    Warns of missing local shards of a brace list, and leaves them out: downloads have gaps. Raises UserError if no
+    shard is left, or for `pipe:` without `allow_pipe`.
     """
     try:
         return _expand(source, allow_pipe, setting, table)
@@ -123,28 +120,22 @@ def _local(source: str, setting: str, table: TableConfig | None) -> list[str]:
 
             found = tables.folder_shards(source, table or TableConfig(), setting)
         return found
-    named = [name for pattern in _braces(source, setting) for name in (sorted(glob.glob(pattern)) or [pattern])]  # noqa: PTH207 (absolute)
-    named = [as_path(name) for name in named]
-    missing = _missing(named)
-    absent = set(missing)
-    found = [name for name in named if name not in absent]
-    if found and missing:
+    patterns = _braces(source, setting)
+    named = [as_path(name) for pattern in patterns for name in (sorted(glob.glob(pattern)) or [pattern])]  # noqa: PTH207 (absolute)
+    folders = {folder: _names(folder) for folder in {os.path.dirname(name) for name in named}}  # noqa: PTH120 (as it is named)
+    found = [name for name in named if os.path.basename(name) in folders[os.path.dirname(name)]]  # noqa: PTH119, PTH120
+    if found and (missing := [name for name in named if name not in set(found)]):
         counts = f"{len(missing)} of {len(named)} shards do not exist (first: {missing[0]})"
         log.warning("%s: %s; going on without them", setting, counts)
     return found
 
 
-def _missing(names: Sequence[str]) -> list[str]:
-    """The names that do not exist. Lists each folder once: a request per file is slow on network file systems."""
-
-    @cached
-    def files(folder: str) -> frozenset[str]:
-        try:
-            return frozenset(os.listdir(folder or "."))  # noqa: PTH208 (names only, fast)
-        except (OSError, ValueError):
-            return frozenset()
-
-    return [name for name in names if os.path.basename(name) not in files(os.path.dirname(name))]  # noqa: PTH119, PTH120 (as it is named)
+def _names(folder: str) -> set[str]:
+    """The names in a folder. Asking for each file alone is slow on network file systems."""
+    try:
+        return set(os.listdir(folder or "."))  # noqa: PTH208 (names only, fast)
+    except (OSError, ValueError):
+        return set()
 
 
 def _table_shards(name: str, table: TableConfig | None, setting: str) -> list[str]:
@@ -180,9 +171,7 @@ def _expansions(pattern: str) -> int:
             ends = re.fullmatch(r"(-?\d+)\.\.(-?\d+)(?:\.\.-?\d+)?\n?", pattern[start : at.start()])
             count *= 1 + commas + (abs(int(ends[2]) - int(ends[1])) if ends else 0)
         if len(open_braces) > MOST_BRACES or count > MOST_SHARDS:
-            raise ValueError(
-                f"it stands for more than {MOST_SHARDS} shards, or has more than {MOST_BRACES} nested braces"
-            )
+            raise ValueError(f"it stands for more than {MOST_SHARDS} shards, or has over {MOST_BRACES} nested braces")
     return count
 
 
@@ -215,17 +204,15 @@ def _require(url: str, setting: str) -> None:
         raise UserError(f"{setting}={url!r}: addresses of rows are made by clipscale itself; give the table's path")
     package, extra = EXTRAS.get(scheme, ("", ""))
     if package and importlib.util.find_spec(package) is None:
-        raise UserError(
-            f"{setting}={url!r}: {scheme}: addresses need the package {package}; pip install 'clipscale[{extra}]'"
-        )
+        need = f"addresses need the package {package}; pip install 'clipscale[{extra}]'"
+        raise UserError(f"{setting}={url!r}: {scheme}: {need}")
     from fsspec import get_filesystem_class
 
     try:
         get_filesystem_class(scheme)
     except ValueError as error:
-        raise UserError(
-            f"{setting}={url!r}: no reader for {scheme}: addresses; there are https:, s3:, gs:, hf: and local paths"
-        ) from error
+        known = "there are https:, s3:, gs:, hf: and local paths"
+        raise UserError(f"{setting}={url!r}: no reader for {scheme}: addresses; {known}") from error
     except ImportError as error:
         raise UserError(f"{setting}={url!r}: {error}") from error
 

@@ -32,9 +32,8 @@ def cuts(path: str, rows: int) -> Cuts:
             size = file.metadata.row_group(group).num_rows
             if len(found) + size // rows > MOST_PARTS:
                 raise ValueError(f"it claims more than {MOST_PARTS} x {rows} rows")
-            found += [
-                (before + start, before + min(start + rows, size), f"{group}.{start}") for start in range(0, size, rows)
-            ]
+            starts = range(0, size, rows)
+            found += [(before + at, before + min(at + rows, size), f"{group}.{at}") for at in starts]
             before += size
         return list(file.schema_arrow.names), found
 
@@ -135,16 +134,11 @@ def rows(store: Store, path: str, where: str, count: int, image: str) -> Iterato
             # no threads: only the reading thread may run what a remote file does while it waits
             pages.expect(file.metadata.row_group(group), at_once=is_local(path))
             batches = file.iter_batches(together, row_groups=[group], use_threads=False)
-            found = (row for batch in batches for row in _plain_rows(batch))
-            yield from islice(found, start, start + count)
+            values = (row for batch in batches for row in zip(*map(plain_values, batch.columns)))
+            names = file.schema_arrow.names
+            yield from (dict(zip(names, row)) for row in islice(values, start, start + count))
     except (ValueError, KeyError) as error:  # pyarrow's own errors are ValueErrors
         raise SourceError("unreadable_shard", str(error)) from error
-
-
-def _plain_rows(batch: Any) -> Iterator[dict[str, Any]]:
-    """The rows of a batch. Those with the same text share it."""
-    values = [plain_values(column) for column in batch.columns]
-    return (dict(zip(batch.schema.names, row)) for row in zip(*values))
 
 
 def batches(path: str, count: int) -> Iterator[Any]:

@@ -25,9 +25,7 @@ class Compact:
     at: int = 0
 
     def byte(self) -> int:
-        if self.at >= len(self.data):
-            raise ValueError("a header ends early")
-        self.at += 1
+        self.skip(1)
         return self.data[self.at - 1]
 
     def varint(self) -> int:
@@ -67,21 +65,20 @@ class Compact:
             self.skip(1 if kind == _BYTE else 8 if kind == _DOUBLE else self.varint())
         elif kind in (_LIST, _SET):
             size, inner = self.list_head()
-            for _ in range(size):
-                self.element(inner, depth)
+            self.elements(size, (inner,), depth)
         elif kind == _MAP:
             size = self.varint()
             kinds = self.byte() if size else 0
-            for _ in range(size):
-                self.element(kinds >> 4, depth)
-                self.element(kinds & 15, depth)
+            self.elements(size, (kinds >> 4, kinds & 15), depth)
         elif kind not in (_TRUE, _FALSE):
             raise ValueError("a header holds an unknown type")
         return None
 
-    def element(self, kind: int, depth: int) -> None:
-        """One of a list: here truth takes a byte."""
-        self.byte() if kind in (_TRUE, _FALSE) else self.value(kind, depth + 1)
+    def elements(self, size: int, kinds: tuple[int, ...], depth: int) -> None:
+        """Those of a list or map: here truth takes a byte."""
+        for _ in range(size):
+            for kind in kinds:
+                self.value(_BYTE if kind in (_TRUE, _FALSE) else kind, depth + 1)
 
     def struct(self, depth: int = 0, until: int = 1 << 16) -> dict[int, Any]:
         """Fields by number, up to the field `until`, whose value comes next then."""

@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote, unquote
 
 from clipscale.data.shards.access import ReadContext, SourceError, scheme_of
@@ -35,7 +35,6 @@ LONGEST_WAIT_S = 30.0
 """Bound on the wait between two attempts."""
 PROGRESS = 1 / 16
 """Share of a request that is progress. A server that sends one byte a request must not hold a reader for good."""
-MOST_REDIRECTS = 10
 PIECE = 1 << 20
 """Bytes of an answer that are taken at once."""
 _TRANSIENT = {408, 425, 429, 500, 502, 503, 504}
@@ -43,7 +42,6 @@ _TRANSIENT = {408, 425, 429, 500, 502, 503, 504}
 _RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18})$")
 _HUB = re.compile(r"hf://(?:(datasets|spaces)/)?([^/@]+/[^/@]+)(?:@((?:refs/(?:pr|convert)/)?[^/]+))?/(.+)$")
 _HUB_BUCKET = re.compile(r"hf://buckets/([^/]+/[^/]+)/(.+)$")
-
 T = TypeVar("T")
 State = tuple[int, str]
 """Size and version (ETag, generation, time of change) of an object: they identify its content."""
@@ -55,19 +53,6 @@ class TransientError(Exception):
     def __init__(self, reason: str, detail: str = "", wait_s: float = 0.0) -> None:
         super().__init__(detail or reason)
         self.reason, self.wait_s = reason, wait_s
-
-
-class RemoteObject(Protocol):
-    """An object at an address. Both requests raise TransientError, and SourceError for what stays as it is."""
-
-    concurrent: bool
-    """Whether several threads may send requests at once."""
-
-    async def stat(self) -> State:
-        """Its size and version now."""
-
-    async def read(self, start: int, stop: int, state: State, pieces: list[bytes]) -> None:
-        """Add bytes start..stop to `pieces` as they come; raises SourceError `changed_shard` before any byte of another state."""
 
 
 # -- requests ----------------------------------------------------------------------------------------------------------
@@ -128,7 +113,7 @@ class Retry:
         longest = min(0.25 * 2 ** min(self._failures, 30), LONGEST_WAIT_S)  # 2**1026 is no float
         time.sleep(max(random.uniform(0, longest), min(error.wait_s, LONGEST_WAIT_S)))
 
-    def stat(self, remote: RemoteObject) -> State:
+    def stat(self, remote: "RemoteObject") -> State:
         """The object's size and version, after as many attempts as it takes."""
         while True:
             try:
@@ -137,10 +122,7 @@ class Retry:
                 self.wait(error)
 
 
-# -- addresses ---------------------------------------------------------------------------------------------------------
-
-
-def remote_object(url: str, wait_s: float) -> RemoteObject:
+def remote_object(url: str, wait_s: float) -> "RemoteObject":
     """The object at an address; requests time out after `wait_s`. Raises SourceError for an address that nothing here reads."""
     try:
         match scheme_of(url):
@@ -197,6 +179,7 @@ class HttpObject:
         self._url, self._wait_s, self._sign = url, wait_s, sign
 
     async def stat(self) -> State:
+        """Its size and version now. Raises TransientError, and SourceError for what does not pass."""
         # not HEAD: addresses that are signed for GET refuse it
         async with self._get(0, 1) as answer:
             found = self._size(answer, 0), self._version(answer)
@@ -205,6 +188,7 @@ class HttpObject:
             return found
 
     async def read(self, start: int, stop: int, state: State, pieces: list[bytes]) -> None:
+        """Add bytes start..stop to `pieces` as they come; raises SourceError `changed_shard` before one of another state."""
         async with self._get(start, stop) as answer:
             if (self._size(answer, start), self._version(answer)) != state:
                 raise SourceError("changed_shard", "it changed on the server while it was read")
@@ -249,8 +233,7 @@ class HttpObject:
                 session._retry_connection = False  # it would not be counted
                 options = dict(system.kwargs)
                 headers = {"Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
-                options["headers"] = options.get("headers", {}) | headers
-                options |= {"auto_decompress": False, "max_redirects": MOST_REDIRECTS}
+                options |= {"headers": options.get("headers", {}) | headers, "auto_decompress": False}
                 options |= {"timeout": aiohttp.ClientTimeout(), "middlewares": [self._signed] if self._sign else []}
                 answer = await session.get(system.encode_url(self._url), **options)
         except (SourceError, TransientError):
@@ -260,7 +243,13 @@ class HttpObject:
         except Exception as error:  # aiohttp, ssl and sockets all have their own
             raise TransientError("no_connection", f"{type(error).__name__}: {error}") from error
         try:
-            self._check(answer, start)
+            if answer.status in _TRANSIENT:
+                wait = whole_number(answer.headers.get("Retry-After", ""))
+                raise TransientError(f"http_{answer.status}", wait_s=float(wait or 0))
+            if answer.status == 416:
+                raise SourceError("changed_shard" if start else "unreadable_shard", "shorter than it was, or empty")
+            if answer.status not in (200, 206):
+                raise SourceError("missing_shard", f"HTTP status {answer.status}")
             yield answer
         finally:
             answer.release()
@@ -274,17 +263,6 @@ class HttpObject:
             except Exception as error:  # each library that keeps credentials has its own
                 raise TransientError("failed_sign_in", f"{type(error).__name__}: {error}") from error
         return await send(request)
-
-    @staticmethod
-    def _check(answer: "ClientResponse", start: int) -> None:
-        """Raise the error that a status stands for."""
-        if answer.status in _TRANSIENT:
-            wait = whole_number(answer.headers.get("Retry-After", ""))
-            raise TransientError(f"http_{answer.status}", wait_s=float(wait or 0))
-        if answer.status == 416:
-            raise SourceError("changed_shard" if start else "unreadable_shard", "shorter than it was, or empty")
-        if answer.status not in (200, 206):
-            raise SourceError("missing_shard", f"HTTP status {answer.status}")
 
     @staticmethod
     def _version(answer: "ClientResponse") -> str:
@@ -326,6 +304,7 @@ class FsspecObject:
         self.concurrent = is_concurrent(url)
 
     async def stat(self) -> State:
+        """As HttpObject does."""
         info = await self._call("info")
         names = ("ETag", "etag", "generation", "mtime", "LastModified", "updated", "created")
         if info.get("size") is None:
@@ -333,6 +312,7 @@ class FsspecObject:
         return int(info["size"]), next((str(info[name]) for name in names if info.get(name) is not None), "")
 
     async def read(self, start: int, stop: int, state: State, pieces: list[bytes]) -> None:
+        """As HttpObject does, all at once."""
         data = await self._call("cat_file", start=start, end=stop)
         # after reading: an object that still has the first version had it during the read
         if await self.stat() != state:
@@ -364,6 +344,9 @@ class FsspecObject:
             raise TransientError("no_answer", f"none within {limit_s:.0f} s") from error
         except Exception as error:  # each library has its own; all are retried, a bounded number of times
             raise TransientError("failed_request", f"{type(error).__name__}: {error}") from error
+
+
+RemoteObject = HttpObject | FsspecObject
 
 
 def _file_system(url: str, wait_s: float) -> tuple[Any, str]:

@@ -49,19 +49,11 @@ def scan_shard(url: str, access: Access = DIRECT, checksum: bool = True) -> Entr
     statistics, problem = ShardStatistics(), ReadProblem()
     store = HashingStore(access) if checksum else Store(access)
     samples = sum(1 for _ in read_shard(url, problem, lambda _: False, store=store, statistics=statistics))
-    return Entry(
-        name=leaf_of(url),
-        size=size,
-        version=version,
-        samples=samples,
-        sha256=store.hasher.hexdigest() if isinstance(store, HashingStore) else None,
-        totals={extension: (n, statistics.sizes[extension]) for extension, n in sorted(statistics.members.items())},
-        reason=problem.reason,
-        detail=problem.detail,
-        offsets=None
-        if statistics.packed or not samples
-        else np.asarray(statistics.offsets[: samples + 1], dtype=np.int64),
-    )
+    sha256 = store.hasher.hexdigest() if isinstance(store, HashingStore) else None
+    totals = {extension: (n, statistics.sizes[extension]) for extension, n in sorted(statistics.members.items())}
+    known = samples and not statistics.packed
+    offsets = np.asarray(statistics.offsets[: samples + 1], dtype=np.int64) if known else None
+    return Entry(leaf_of(url), size, version, samples, sha256, totals, problem.reason, problem.detail, offsets)
 
 
 @dataclass
@@ -84,12 +76,10 @@ def update_indexes(
     force: bool = False,
     done: Callable[[str, int, Entry | None], None] = lambda url, size, entry: None,
 ) -> Update:
-    """Bring the indexes of these shards' folders up to date, at the paths that `index.writable_path` returns. Raises
-    UserError.
+    """Bring the indexes of these shards' folders up to date, at `index.writable_path`. Raises UserError.
 
     Skips shards whose entry still holds, unless `force`. An interrupted run leaves its index as a draft, which the next
-    run continues. `done` is called after every shard with its size and entry; the entry is None if the shard was
-    skipped or failed.
+    run continues. `done` is called after every shard with its size, and its entry unless it was skipped or failed.
     """
     result = Update()
     folders: dict[str, list[str]] = defaultdict(list)

@@ -12,11 +12,10 @@ import os
 import re
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, quote, unquote, urlencode
 
 from clipscale import files
@@ -38,8 +37,7 @@ LONGEST_FIELD = 1 << 24
 """Characters of the longest CSV field; the standard library's limit of 128 Ki is too short for some json columns."""
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """A virtual shard: rows first..last of a table."""
 
     path: str
@@ -68,18 +66,14 @@ def part_of(url: str) -> Part:
     if not match:
         raise ValueError(f"{url!r} is no address of a table's rows")
     columns = dict(parse_qsl(match[2]))
-    rows = int(match[3]), int(match[4])
     named = columns["image"], columns["caption"], columns.get("sidecar", "")
-    return Part(unquote(match[1]), *named, *rows, match[5], columns.get("root", ""))
+    return Part(unquote(match[1]), *named, int(match[3]), int(match[4]), match[5], columns.get("root", ""))
 
 
 def row_count(url: str) -> int:
     """Rows of a virtual shard."""
     part = part_of(url)
     return part.last - part.first
-
-
-# -- cutting into virtual shards ---------------------------------------------------------------------------------------
 
 
 def table_shards(path: str, config: TableConfig, setting: str) -> list[str]:
@@ -97,9 +91,8 @@ def table_shards(path: str, config: TableConfig, setting: str) -> list[str]:
 def _column(names: list[str], given: str | None, usual: tuple[str, ...], what: str, path: str) -> str:
     found = next((name for name in (usual if given is None else (given,)) if name in names), None)
     if found is None:
-        raise UserError(
-            f"data.table.{what}={given or 'null'}: {path} has the columns {', '.join(names)}; say which one has the {what}"
-        )
+        has = f"{path} has the columns {', '.join(names)}"
+        raise UserError(f"data.table.{what}={given or 'null'}: {has}; say which one has the {what}")
     return found
 
 
@@ -150,9 +143,8 @@ def folder_shards(folder: str, config: TableConfig, setting: str) -> list[str]:
     if not found:
         return []
     table = io.StringIO(newline="")
-    csv.writer(table).writerows(
-        [("filepath", "caption", "sidecar"), *(found[at] for at in permutation(len(found), len(found)))]
-    )
+    rows = (found[at] for at in permutation(len(found), len(found)))
+    csv.writer(table).writerows([("filepath", "caption", "sidecar"), *rows])
     text = table.getvalue()
     # named by content too: a run must keep its list when another run finds more pictures in the folder
     path = user_cache() / "tables" / f"{digest(folder)}-{digest(text)}.csv"
@@ -161,11 +153,9 @@ def folder_shards(folder: str, config: TableConfig, setting: str) -> list[str]:
             _write(path, text)
     except OSError as error:
         raise UserError(f"{setting}={folder!r}: the list of its pictures cannot be written ({error})") from error
-    own = TableConfig(image="filepath", caption="caption", rows=config.rows)
-    return [
-        replace(part_of(url), sidecar="sidecar", root=str(files.own_root(folder))).url
-        for url in table_shards(str(path), own, setting)
-    ]
+    urls = table_shards(str(path), TableConfig(image="filepath", caption="caption", rows=config.rows), setting)
+    root = str(files.own_root(folder))
+    return [part_of(url)._replace(sidecar="sidecar", root=root).url for url in urls]
 
 
 def _write(path: Path, text: str) -> None:
@@ -174,14 +164,10 @@ def _write(path: Path, text: str) -> None:
     files.write_text(path, text, errors="surrogateescape")
 
 
-# -- reading rows ------------------------------------------------------------------------------------------------------
-
-
 def read_rows(
     url: str, want: Callable[[int], bool], kinds: Mapping[str, int] | None, store: Store
 ) -> Generator[RawSample, None, None]:
-    """The rows of a virtual shard as samples: the picture under its extension, the caption as `txt`, the whole row as
-    `json`.
+    """The rows of a virtual shard as samples: the picture under its extension, the caption as `txt`, the row as `json`.
 
     A sample's key is its picture's path. `load` reads its members (those in `kinds`, as for `read_shard`); a row whose
     picture does not exist then has the damage `missing_file`. Raises OSError, SourceError.
@@ -215,7 +201,7 @@ def _load(
     """Read a row's members; notes damage in the sample."""
 
     def keep(extension: str, content: Callable[[int], bytes]) -> None:
-        """Add a member if it is wanted; `content` returns at most this many bytes of it."""
+        """Add a member if it is wanted; `content` gives at most so many bytes of it."""
         if kinds is None or extension in kinds:
             data = content(1 + (MAX_IMAGE_BYTES if kinds is None else kinds[extension]))
             if raw.accepts(f"{raw.key}, {extension}", extension, len(data), kinds):
@@ -288,9 +274,6 @@ def _content(table: str, name: str, root: str | None, store: Store, most: int) -
     with closing(store.open(place_of(table, name, root)).stream) as stream:
         data: bytes = stream.read(most)
     return data
-
-
-# -- CSV ---------------------------------------------------------------------------------------------------------------
 
 
 class _Lines:

@@ -6,6 +6,7 @@ import json
 import random
 import re
 import threading
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.store import Store
 from clipscale.errors import UserError
 from tests.data.files import Letters, picture
-from tests.data.shards.web import Web, finish, settle
+from tests.data.shards.web import Web, finish
 from tests.data.streams import contents, flat, ids, open_stream
 
 ROWS = 25
@@ -198,8 +199,13 @@ def test_faults_beyond_the_rows_that_are_read_are_counted(tmp_path: Path, web: W
     url = tables.table_shards(f"{web.url}/pairs.csv", Config(rows=2), "data.train")[0]
     web.faults = lambda number, _: "503" if int(web.requests[number][1][6:].split("-")[0]) >= 1 << 16 else None
     store, problem = Store(), ReadProblem()
-    assert len(list(read_shard(url, problem, want=lambda _: False, store=store))) == 2 and not problem.reason
-    settle(store)
+    reader = read_shard(url, problem, want=lambda _: False, store=store)
+    assert next(reader) and next(reader)
+    while not web.done["503"]:
+        time.sleep(0.002)
+    time.sleep(0.05)
+    assert not list(reader) and not problem.reason
+    store.collect()
     assert store.counts == {EVENT + "http_503": 1} == {EVENT + "http_503": web.done["503"]}
 
 
