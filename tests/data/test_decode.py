@@ -42,9 +42,6 @@ def encode(image: Image.Image, kind: str = "PNG", **options: object) -> bytes:
     return out.getvalue()
 
 
-# -- the pixels of open_clip -------------------------------------------------------------------------------------------
-
-
 def published(data: bytes, **options: object) -> np.ndarray:
     """The pixels that open_clip's evaluation transform makes of a picture that a data set has converted to RGB."""
     transform = open_clip.image_transform(64, is_train=False, mean=(0.0,) * 3, std=(1.0,) * 3, **options)
@@ -166,9 +163,6 @@ def test_a_picture_of_the_right_size_keeps_its_pixels() -> None:
     assert np.array_equal(EvalTransform(16)(data), np.asarray(Image.open(io.BytesIO(data))).transpose(2, 0, 1))
 
 
-# -- every kind of picture ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("mode", ["L", "LA", "P", "RGBA", "1", "CMYK", "YCbCr"])
 def test_modes_become_rgb_as_pillow_converts_them(mode: str) -> None:
     kind = "TIFF" if mode in ("CMYK", "YCbCr") else "PNG"
@@ -230,9 +224,6 @@ def test_pillow_decodes_a_jpeg_that_the_strict_decoder_rejects() -> None:
         simplejpeg.decode_jpeg(stray)
     difference = np.abs(Picture(stray, MOST).decode().astype(int) - Picture(data, MOST).decode())
     assert difference.max() <= 1
-
-
-# -- broken samples ----------------------------------------------------------------------------------------------------
 
 
 def huge_png(width: int, height: int) -> bytes:
@@ -322,9 +313,6 @@ def test_unusable_captions_have_a_reason(members: dict[str, bytes], key: str, re
 def test_captions_are_found_and_trimmed() -> None:
     assert caption_of({"txt": "\ufeff un café \n".encode()}, "txt") == "un café"
     assert caption_of({"json": b'{"alt": "a dog"}'}, "json:alt") == "a dog"
-
-
-# -- decoding at a smaller size ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("side", [20, 40, 80, 200])

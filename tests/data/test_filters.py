@@ -38,9 +38,6 @@ def reason_for(selected: Selection, sample: RawSample) -> str | None:
     return None
 
 
-# -- filters -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("filters", "bad", "reason"),
     [
@@ -110,9 +107,6 @@ def test_a_stream_drops_by_reason_and_keeps_the_rest_exact(tmp_path: Path) -> No
     position = stream.position()
     again = open_stream(tmp_path, batch=15, shard_streams=1, filter=config, position=position)
     assert contents(again, 2) == contents(stream, 2)
-
-
-# -- captions ----------------------------------------------------------------------------------------------------------
 
 
 def test_sources_have_three_notations() -> None:

@@ -36,11 +36,8 @@ class Far(http.server.BaseHTTPRequestHandler):
             file.seek(start)
             data = memoryview(file.read(stop - start))
         self.send_response(206)
-        for name, value in (
-            ("ETag", '"1"'),
-            ("Content-Length", stop - start),
-            ("Content-Range", f"bytes {start}-{stop - 1}/{size}"),
-        ):
+        headers = {"ETag": '"1"', "Content-Length": stop - start, "Content-Range": f"bytes {start}-{stop - 1}/{size}"}
+        for name, value in headers.items():
             self.send_header(name, str(value))
         time.sleep(max(0.0, begun - time.monotonic()))
         self.end_headers()
@@ -109,9 +106,8 @@ def main(words: list[str]) -> None:
         folder.mkdir()
         write(folder, samples)
         near = rate(str(folder), samples, streams, cache)
-        print(
-            f"{samples} samples of {sum(p.stat().st_size for p in folder.iterdir()) / samples / 1e3:.0f} kB, {streams} shard streams"
-        )
+        size = sum(p.stat().st_size for p in folder.iterdir()) / samples / 1e3
+        print(f"{samples} samples of {size:.0f} kB, {streams} shard streams")
         print(f"local files: {near:.0f} samples/s")
         for latency in map(float, given.get("latencies", "0.05,0.2").split(",")):
             command = [

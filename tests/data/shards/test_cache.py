@@ -94,13 +94,7 @@ def test_a_copy_stands_in_while_the_server_is_away(tmp_path: Path, web: Web) -> 
 def test_of_several_versions_the_last_used_stands_in(tmp_path: Path, web: Web) -> None:
     path = write_shards(tmp_path / "remote", [5])[0]
     url = f"{web.url}/00000.tar"
-    for samples in (
-        6,
-        7,
-        8,
-        9,
-        10,
-    ):  # copies' names do not show their age: of fewer, the right one may come first by chance
+    for samples in range(6, 11):  # copies' names do not show their age: of fewer, the right one may be first by chance
         path.write_bytes(write_shards(tmp_path / f"new{samples}", [samples])[0].read_bytes())
         fetch(url, tmp_path / "c")
         faults, web.faults = web.faults, lambda number, _: "503"
@@ -167,9 +161,6 @@ def test_processes_share_the_copies(tmp_path: Path, web: Web) -> None:
     assert sum(copy.stat().st_size for copy in left) <= bound
     for copy in left:
         assert copy.read_bytes() == (tmp_path / "remote" / copy.name.rsplit("-", 1)[-1]).read_bytes()
-
-
-# -- S3 ----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

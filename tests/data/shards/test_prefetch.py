@@ -138,12 +138,7 @@ def test_a_file_that_the_collector_closes_waits_for_no_lock(web: Web) -> None:
 def test_a_file_near_the_end_of_its_block_gets_more_of_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "PREFETCH_BYTES", 100)
     budget = remote.PrefetchBudget()
-    assert (
-        budget.reserve(40, 0.5)
-        and not budget.reserve(40, 0.7)
-        and budget.reserve(40, 0.9)
-        and not budget.reserve(40, 1.0)
-    )
+    assert [budget.reserve(40, need) for need in (0.5, 0.7, 0.9, 1.0)] == [True, False, True, False]
     budget.release(40)
     assert budget.reserve(40, 1.0)
 

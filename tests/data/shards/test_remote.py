@@ -50,9 +50,6 @@ def members(samples: list[RawSample]) -> list[tuple[str, dict[str, bytes]]]:
     return [(sample.key, sample.members) for sample in samples]
 
 
-# -- one shard ---------------------------------------------------------------------------------------------------------
-
-
 def test_a_shard_is_what_it_is_locally(tmp_path: Path, web: Web) -> None:
     path = write_shards(tmp_path, [30])[0]
     samples, problem, counts = read(f"{web.url}/00000.tar")
@@ -188,9 +185,6 @@ def test_an_index_of_another_version_is_not_used(tmp_path: Path, web: Web, caplo
     assert f"{url} has changed since it was indexed" in caplog.text
 
 
-# -- a whole stream ----------------------------------------------------------------------------------------------------
-
-
 def indexed(urls: list[str]) -> None:
     assert scan.update_indexes(urls).failed == {}
 
@@ -242,9 +236,6 @@ def test_a_storage_that_stays_away_ends_the_run_soon(tmp_path: Path, web: Web) -
         with pytest.raises(UserError, match=r"3 shards in a row cannot be reached.*data.retries=1.*resume=auto"):
             ids(stream, 50)
     assert len(web.requests) - asked <= 12, web.requests[asked:]
-
-
-# -- with nginx --------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -54,9 +54,8 @@ class Google(Service):
         query = parse_qs(parts.query)
         if parts.path == "/storage/v1/b/bucket/o":
             prefix = query.get("prefix", [""])[0]
-            return as_json(
-                {"items": [item for item in map(self.describe, self.files()) if item["name"].startswith(prefix)]}
-            )
+            items = [item for item in map(self.describe, self.files()) if item["name"].startswith(prefix)]
+            return as_json({"items": items})
         name = unquote(parts.path.rsplit("/", 1)[-1])
         file = next((file for file in self.files() if f"set/{file.name}" == name), None)
         if file is None:
@@ -64,23 +63,14 @@ class Google(Service):
         if not parts.path.startswith("/download/"):
             return as_json(self.describe(file))
         status, headers, body = super().answer(file.name, asked)
-        del headers["ETag"]
-        return (
-            status,
-            headers | {"ETag": "of the metadata", "X-Goog-Generation": self.describe(file)["generation"]},
-            body,
-        )
+        headers |= {"ETag": "of the metadata", "X-Goog-Generation": self.describe(file)["generation"]}
+        return status, headers, body
 
     def describe(self, file: Path) -> dict[str, Any]:
         about = file.stat()
         generation, size = str(about.st_mtime_ns), str(about.st_size)
-        return {
-            "kind": "storage#object",
-            "name": f"set/{file.name}",
-            "bucket": "bucket",
-            "size": size,
-            "generation": generation,
-        }
+        named = {"kind": "storage#object", "name": f"set/{file.name}", "bucket": "bucket"}
+        return named | {"size": size, "generation": generation}
 
 
 class Hub(Service):
@@ -98,19 +88,15 @@ class Hub(Service):
         if parts.path in ("/api/datasets/me/pairs", "/api/datasets/me/pairs/revision/main"):
             return as_json({"id": "me/pairs", "sha": "0" * 40})
         if parts.path.startswith("/api/datasets/me/pairs/tree/main"):
-            return as_json(
-                [{"type": "file", "path": f.name, "size": f.stat().st_size, "oid": "0" * 40} for f in self.files()]
-            )
+            entry = {"type": "file", "oid": "0" * 40}
+            return as_json([entry | {"path": f.name, "size": f.stat().st_size} for f in self.files()])
         if not parts.path.startswith("/datasets/me/pairs/resolve/main/"):
             return NOTHING
         file = next((file for file in self.files() if file.name == parts.path.rsplit("/", 1)[-1]), None)
         if file is None:
             return NOTHING
-        linked = {
-            "X-Linked-ETag": f'"{file.stat().st_mtime_ns}"',
-            "Location": f"{self.store}/store/{file.name}?signed=yes",
-        }
-        return 302, {"Content-Length": "0", **linked}, b""
+        linked = {"X-Linked-ETag": f'"{file.stat().st_mtime_ns}"', "Content-Length": "0"}
+        return 302, linked | {"Location": f"{self.store}/store/{file.name}?signed=yes"}, b""
 
 
 @pytest.fixture
@@ -119,9 +105,8 @@ def google(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]
     from google.oauth2.credentials import Credentials
 
     monkeypatch.setitem(fsspec.config.conf, "gs", {"token": Credentials(SECRET), "access": "read_only"})
-    fsspec.register_implementation(
-        "gs", core.GCSFileSystem, clobber=True
-    )  # the extended one asks for the bucket's type by gRPC
+    # the extended one asks for the bucket's type by gRPC
+    fsspec.register_implementation("gs", core.GCSFileSystem, clobber=True)
     (tmp_path / "set").mkdir()
     with serving(Google(tmp_path / "set")) as web:
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", web.url)

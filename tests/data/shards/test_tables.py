@@ -165,9 +165,6 @@ def test_an_address_of_rows_survives_any_path() -> None:
     assert tables.part_of(part.url) == part
 
 
-# -- tables at an address ----------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def tiny_blocks(small_blocks: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "FIRST_BLOCK", 512)
@@ -241,9 +238,6 @@ def test_pictures_lie_beside_the_table_or_where_they_say() -> None:
     )
 
 
-# -- folders of pictures -----------------------------------------------------------------------------------------------
-
-
 def test_a_folder_of_classes_captions_by_name_and_template(tmp_path: Path) -> None:
     for name in ("red_fox", "owl"):
         pictures(tmp_path / "set" / name)
@@ -264,14 +258,6 @@ def test_a_caption_file_beside_the_picture_comes_first(tmp_path: Path) -> None:
     (folder / "4.txt").write_text("an owl at night")
     found = {Path(raw.key).name: raw.members["txt"] for raw in samples(expand(str(tmp_path / "set")))}
     assert found["4.png"] == b"an owl at night" and found["5.png"] == b"owl"
-
-
-def test_the_list_of_a_folder_follows_it(tmp_path: Path) -> None:
-    pictures(tmp_path / "set")
-    urls = expand(str(tmp_path / "set"))
-    assert expand(str(tmp_path / "set")) == urls
-    (tmp_path / "set" / "new.png").write_bytes(picture(99))
-    assert len(samples(expand(str(tmp_path / "set")))) == ROWS + 1
 
 
 def test_a_run_keeps_its_list_of_a_folder_while_another_finds_more(tmp_path: Path) -> None:
