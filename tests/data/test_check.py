@@ -18,30 +18,15 @@ from tests.data.streams import ids, open_stream
 Captured = pytest.CaptureFixture[str]
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-
-
 def run(tmp_path: Path, *words: str) -> tuple[int, dict[str, Any], str]:
     out = tmp_path / "out"
     status = main(["data", "check", str(tmp_path / "set"), f"out={out}", "workers=1", *words])
     return status, json.loads((out / "check.json").read_text()), (out / "check.html").read_text()
 
 
-DIRTY: Members = [
-    *sample("good"),
-    ("text.txt", b"no picture"),
-    ("bare.png", picture()),
-    ("noise.png", b"\x89PNG noise"),
-    ("noise.txt", b"x"),
-    ("latin.png", picture()),
-    ("latin.txt", b"caf\xe9"),
-    ("large.png", picture(size=(40, 40))),
-    ("large.txt", b"x"),
-    ("hollow.png", b""),
-    ("hollow.txt", b"x"),
-]
+DIRTY: Members = [*sample("good"), ("text.txt", b"no picture"), ("bare.png", picture())]
+DIRTY += [("noise.png", b"\x89PNG noise"), ("noise.txt", b"x"), ("latin.png", picture()), ("latin.txt", b"caf\xe9")]
+DIRTY += [("large.png", picture(size=(40, 40))), ("large.txt", b"x"), ("hollow.png", b""), ("hollow.txt", b"x")]
 
 
 def test_a_sound_set_has_status_zero(tmp_path: Path) -> None:

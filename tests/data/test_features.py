@@ -33,15 +33,8 @@ SEED = 3
 
 
 def compute(source: str, out: Path, **changes: Any) -> Path:
-    config = FeaturesConfig(
-        out=str(out),
-        model=FROZEN,
-        data=DataConfig(train=[source]),
-        batch=24,
-        device="cpu",
-        seed=SEED,
-        transform="train",
-    )
+    data, options = DataConfig(train=[source]), {"batch": 24, "device": "cpu", "seed": SEED, "transform": "train"}
+    config = FeaturesConfig(out=str(out), model=FROZEN, data=data, **options)
     return Path(main(replace(config, **changes))["out"])
 
 
@@ -106,11 +99,8 @@ def test_shards_keep_names_keys_captions_and_order(demo: Path, stored: dict[str,
 
 
 def test_a_broken_picture_keeps_its_place_without_features(tmp_path: Path) -> None:
-    members = [
-        m
-        for i in range(12)
-        for m in ([(f"{i}.png", b"no picture"), (f"{i}.txt", b"words")] if i == 5 else sample(str(i), i))
-    ]
+    broken = [("5.png", b"no picture"), ("5.txt", b"words")]
+    members = [member for i in range(12) for member in (broken if i == 5 else sample(str(i), i))]
     (tmp_path / "in").mkdir()
     write_tar(tmp_path / "in/a.tar", members)
     out = compute(str(tmp_path / "in"), tmp_path / "out")
@@ -149,12 +139,8 @@ def test_a_shard_that_could_not_be_fetched_is_fetched_again_and_a_damaged_one_is
         patch.setattr(Store, "open", fail_to_open)
         with pytest.raises(UserError, match=r"1 of 2 shards .*a\.tar: 9 requests failed\); start again"):
             compute(str(tmp_path / "{a,b}.tar"), tmp_path / "out")
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
-        "b.tar",
-        "features.json",
-        "shards.json",
-        "sizes.json",
-    ]
+    written = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert written == ["b.tar", "features.json", "shards.json", "sizes.json"]
     compute(str(tmp_path / "{a,b}.tar"), tmp_path / "out")
     assert json.loads((tmp_path / "out/sizes.json").read_text())["a.tar"] == 4
 
@@ -163,10 +149,7 @@ def test_a_shard_that_could_not_be_fetched_is_fetched_again_and_a_damaged_one_is
     ("changes", "message"),
     [
         ({"model": ModelConfig(name="test", architecture=ARCHITECTURE)}, r"set model\.freeze_image=true"),
-        (
-            {"model": replace(FROZEN, architecture={**ARCHITECTURE, "embed_dim": 16})},
-            r"computed with test of width 32, .* has 16",
-        ),
+        ({"model": replace(FROZEN, architecture=ARCHITECTURE | {"embed_dim": 16})}, r"test of width 32, .* has 16"),
         ({"seed": 4}, r"computed with test of weights \w+, .*model\.image\.weights=PATH"),
         ({"model": replace(FROZEN, mean=(0.5, 0.5, 0.5))}, "pixel mean and deviation"),
         ({"offload": "encoded"}, r"offload=encoded is for pictures"),

@@ -16,11 +16,6 @@ from tests.data.files import Members, picture, write_tar
 from tests.data.streams import contents, flat, ids, open_stream
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-
-
 def chosen(captions: list[str] | None = None, templates: list[str] | None = None, **filters: Any) -> Selection:
     return selection("txt", captions or [], templates or [], FilterConfig(**filters))
 
@@ -83,14 +78,14 @@ def test_malformed_conditions_are_refused(text: str) -> None:
 
 
 def test_settings_that_cannot_work_are_refused() -> None:
-    for options in (
-        {"block_keys": ["/nowhere"]},
-        {"templates": ["no place"]},
-        {"captions": ["txt=-1"]},
-        {"captions": ["{a"]},
+    for name, value in (
+        ("block_keys", "/nowhere"),
+        ("templates", "no place"),
+        ("captions", "txt=-1"),
+        ("captions", "{a"),
     ):
         with pytest.raises(UserError, match=r"data\."):
-            chosen(**options)
+            chosen(**{name: [value]})
 
 
 def test_a_stream_drops_by_reason_and_keeps_the_rest_exact(tmp_path: Path) -> None:

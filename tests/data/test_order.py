@@ -126,10 +126,10 @@ def test_weighted_draws_follow_the_weights() -> None:
     assert drawn[0] / 4000 == pytest.approx(0.25, abs=0.03)
 
 
-@given(
-    st.lists(st.sampled_from([0.0, 0.001, 0.1, 1.0, 3.0, 10.0]), min_size=1, max_size=6).filter(any),
-    st.integers(0, 2**32),
-)
+SOME_WEIGHTS = st.lists(st.sampled_from([0.0, 0.001, 0.1, 1.0, 3.0, 10.0]), min_size=1, max_size=6).filter(any)
+
+
+@given(SOME_WEIGHTS, st.integers(0, 2**32))
 def test_every_stretch_of_a_stream_has_each_source_by_its_weight(weights: list[float], seed: int) -> None:
     order = Mixed(tuple(weights), tuple(range(len(weights))), (None,) * len(weights), 4, seed)
     drawn = np.array([order.source(1, place) for place in range(64 * 50)])
@@ -154,15 +154,8 @@ def test_a_draw_depends_on_its_stream_and_ordinal_alone() -> None:
 
 def test_the_fingerprint_tells_orders_apart() -> None:
     base = Epochs((3, 4), 8, 4, seed=1)
-    prints = {
-        fingerprint(base, ["a", "b"], 16),
-        fingerprint(base, ["a", "c"], 16),
-        fingerprint(base, ["a", "b"], 17),
-        fingerprint(Epochs((4, 3), 8, 4, seed=1), ["a", "b"], 16),
-        fingerprint(Epochs((3, 4), 8, 4, seed=2), ["a", "b"], 16),
-        fingerprint(Resampled((3.0, 7.0), (3, 4), 4, seed=1), ["a", "b"], 16),
-    }
-    assert len(prints) == 6
-    assert fingerprint(base, ["a", "b"], 16) == fingerprint(Epochs((3, 4), 16, 4, seed=1), ["a", "b"], 16), (
-        "8 and 16 divide alike"
-    )
+    orders = base, Epochs((4, 3), 8, 4, seed=1), Epochs((3, 4), 8, 4, seed=2), Resampled((3.0, 7.0), (3, 4), 4, seed=1)
+    prints = {fingerprint(order, ["a", "b"], 16) for order in orders}
+    assert len(prints | {fingerprint(base, ["a", "c"], 16), fingerprint(base, ["a", "b"], 17)}) == 6
+    alike = Epochs((3, 4), 16, 4, seed=1)
+    assert fingerprint(base, ["a", "b"], 16) == fingerprint(alike, ["a", "b"], 16), "8 and 16 divide alike"

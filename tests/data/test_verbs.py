@@ -14,11 +14,6 @@ from tests.data.files import write_shards
 Captured = pytest.CaptureFixture[str]
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-
-
 def test_index_takes_brace_lists_globs_folders_and_lists(tmp_path: Path, capsys: Captured) -> None:
     write_shards(tmp_path, [3, 4, 5], sized=False)
     (tmp_path / "list").write_text(f"{tmp_path}/*.tar\n")

@@ -1,7 +1,7 @@
 """The SQLite file of an index. It may come with a stranger's shards, so it is trusted with nothing.
 
-A schema other than ours, such as a view that computes rows without end, is not read. Rows and time have limits, and
-SQLite's journal of a file that came is never followed: it can name files that SQLite deletes.
+Another schema than ours is not read: a view computes rows without end. Rows and time have limits, and SQLite's journal
+of a file that came is never followed: it can name files that SQLite deletes.
 """
 
 import fcntl
@@ -51,10 +51,8 @@ def _open(path: Path) -> sqlite3.Connection:
         base.set_progress_handler(lambda: time.monotonic() > end, 10_000)
         base.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, LONGEST_VALUE)
         base.execute("PRAGMA trusted_schema = OFF")
-        found = [
-            " ".join(str(text).split()) for (text,) in base.execute("SELECT sql FROM sqlite_master WHERE sql NOT NULL")
-        ]
-        if found != [" ".join(SCHEMA.replace("IF NOT EXISTS ", "").split())]:
+        found = base.execute("SELECT sql FROM sqlite_master WHERE sql NOT NULL")
+        if [str(text).split() for (text,) in found] != [SCHEMA.replace("IF NOT EXISTS ", "").split()]:
             raise ValueError("it holds something else than one table of shards")
         return base
     except BaseException:
@@ -87,9 +85,8 @@ def draft(path: Path) -> Iterator[sqlite3.Connection]:
                 log.info("%s: another process is writing it; waiting", path)
                 fcntl.flock(lock, fcntl.LOCK_EX)
             except OSError as error:
-                log.warning(
-                    "%s: this file system has no locks (%s); do not index the same folder twice at once", path, error
-                )
+                what = "this file system has no locks"
+                log.warning("%s: %s (%s); do not index the same folder twice at once", path, what, error)
             files.remove_leftovers(path.parent)
             _begin(own, [own, path])
             with closing(sqlite3.connect(own, isolation_level=None)) as base:

@@ -77,13 +77,12 @@ def read_shard(
 ) -> Samples:
     """The raw samples of a shard in their order. Ends early where the shard cannot be read further, and sets `problem`.
 
-    A sample is a run of members with one key (webdataset's rule: the key ends at the first dot after the last slash).
-    Content is read only for samples whose index `want` accepts and for members in `kinds` (what `sample.limits`
-    returns; None: all). A sample with a wanted member over its size limit has the damage `too_large` and no members. A
-    repeated member of a sample is ignored. With `lazy`, the files that a table names are read by the sample's `load`,
-    not here. `offsets` may return where the samples begin, (samples + 1,) bytes, from an index. Then unwanted samples
-    are skipped without a read (their key is empty), and damage costs only the sample that it lies in. Members' names
-    are never used as paths: nothing is opened or written by them.
+    A sample is a run of members with one key (`sample.key_and_extension`); a repeated member is ignored. Content is read
+    only for samples whose index `want` accepts and for members in `kinds` (what `sample.limits` returns; None: all). A
+    sample with a wanted member over its size limit has the damage `too_large` and no members. With `lazy`, the files
+    that a table names are read by the sample's `load`, not here. `offsets` may return where the samples begin,
+    (samples + 1,) bytes, from an index. Then unwanted samples are skipped without a read (their key is empty), and
+    damage costs only the sample that it lies in. Members' names are never used as paths.
     """
     count = 0
     try:

@@ -81,8 +81,8 @@ class BlockRequest:
         self._release()
 
     def _release(self) -> None:
-        reserved, self._reserved = self._reserved, 0
-        _budget.release(reserved)
+        _budget.release(self._reserved)
+        self._reserved = 0
 
 
 class RemoteFile(io.RawIOBase):

@@ -23,8 +23,8 @@ LARGEST_HEADER = 1 << 20
 XZ_MEMORY = 128 << 20
 """Memory limit of the xz decoder; `xz -9` needs 65 MiB."""
 MOST_EXPANSION, FREE_BYTES = 200, 1 << 26
-"""A packed shard may unpack to so many times what has been read of it, and to so many bytes more. Pictures hardly pack at
-all, a shard of one-letter texts sixty to one, and bzip2 packs zeros twenty thousand to one."""
+"""A packed shard may unpack to so many times what has been read of it, and to so many bytes more. One-letter texts pack
+sixty to one, zeros in bzip2 twenty thousand to one."""
 PIECE = 1 << 16
 """Bytes read at a time from a stream that is unpacked or cannot seek."""
 
@@ -55,8 +55,7 @@ def next_member(stream: Any, most: int = LARGEST_MEMBER) -> tuple[str, int] | No
                 long_name = fields.get("path", long_name)
                 long_size = int(fields["size"]) if "size" in fields else None
             continue
-        name = long_name
-        if name is None:
+        if (name := long_name) is None:
             name = _text(block[:100])
             if block[257:263] == b"ustar\0" and block[345]:
                 name = f"{_text(block[345:500])}/{name}"
@@ -83,8 +82,7 @@ def _text(field: bytes) -> str:
 
 def _pax(content: bytes) -> dict[str, str]:
     """Records of the form `LENGTH KEY=VALUE\\n`."""
-    fields = {}
-    at = 0
+    fields, at = {}, 0
     while at < len(content):
         space = content.find(b" ", at, at + 20)
         length = int(content[at:space]) if space >= 0 else 0
