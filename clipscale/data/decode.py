@@ -58,9 +58,10 @@ def caption_of(members: dict[str, bytes], key: str) -> str:
         # Replacing the bytes would train the text tower on noise. Such captions are rare, and more than one letter is usually damaged.
         raise BrokenSampleError("caption_not_utf8", str(error)) from error
     if field:
-        text = json_fields(text).get(field)
-        if not isinstance(text, str):
+        value = json_fields(text).get(field)
+        if not isinstance(value, str):
             raise BrokenSampleError("no_caption", f"no text in field {field!r}")
+        text = value
     text = text.strip("\ufeff\x00 \t\r\n")
     if not text:
         raise BrokenSampleError("empty_caption")

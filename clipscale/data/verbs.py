@@ -55,8 +55,10 @@ def make_index(sources: Sequence[str], settings: IndexSettings) -> int:
             if entry is not None and entry.reason:
                 damaged.append((url, entry))
 
-        workers, options = settings.workers or cores(), {"checksum": settings.checksum, "force": settings.force}
-        update = scan.update_indexes(urls, cache=settings.cache, workers=workers, done=done, **options)
+        workers, checksum, force = settings.workers or cores(), settings.checksum, settings.force
+        update = scan.update_indexes(
+            urls, cache=settings.cache, checksum=checksum, workers=workers, force=force, done=done
+        )
     if not urls:
         say("tables and pipes have no index; their rows are counted as they are")
         return 0

@@ -208,5 +208,5 @@ STATES = "SELECT name, size, stamp, sha256 FROM shards"
 def write(base: sqlite3.Connection, entry: Entry) -> None:
     """Add or replace an entry."""
     found = (entry.name, entry.size, entry.version, entry.samples, entry.sha256, json.dumps(entry.totals))
-    found += (entry.reason, printable(entry.detail), None if entry.offsets is None else pack(entry.offsets))
-    base.execute(f"INSERT OR REPLACE INTO shards VALUES ({', '.join('?' * len(found))})", found)
+    more = (entry.reason, printable(entry.detail), None if entry.offsets is None else pack(entry.offsets))
+    base.execute("INSERT OR REPLACE INTO shards VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", (*found, *more))
