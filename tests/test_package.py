@@ -108,3 +108,5 @@ def test_files_and_folders_stay_small_and_layers_apart() -> None:
     assert importers(r"rich\.table") == {"report/table.py", "cli/help.py"}, "help has columns, and no table"
     above = {name for name in importers(r"clipscale\.(plan|bench)") if not name.startswith(("plan/", "bench/"))}
     assert above == set(), "their verbs are called by name"
+    assert importers(r"clipscale\.\w+(\.verb| import verb)") == set(), "so are the others"
+    assert importers(r"numpy\.lib") == {"data/features.py"}, "one reader of .npy headers"

@@ -68,8 +68,12 @@ def write_note(folder: Path, note: dict[str, Any], world: World) -> None:
                         f"out={folder}: holds features of an older version, which do not say from which texts; choose another folder"
                     )
                 inputs = dict(earlier.pop("inputs", {}))
-                _compare(folder, inputs, note["inputs"], sorted(inputs.keys() & note["inputs"].keys()))
-                _compare(folder, earlier, note, sorted(earlier.keys() | (note.keys() - {"inputs"})))
+                names = [(name, inputs, note["inputs"]) for name in sorted(inputs.keys() & note["inputs"].keys())]
+                names += [(name, earlier, note) for name in sorted(earlier.keys() | (note.keys() - {"inputs"}))]
+                for name, before, now in names:
+                    if before.get(name) != now.get(name):
+                        what = f"{name}: {str(before.get(name))[:80]}, not {str(now.get(name))[:80]}"
+                        raise UserError(f"out={folder}: holds features of another kind ({what}); choose another folder")
                 found = note | {"inputs": inputs | note["inputs"]}
             folder.mkdir(parents=True, exist_ok=True)
             files.remove_leftovers(folder)
@@ -78,13 +82,3 @@ def write_note(folder: Path, note: dict[str, Any], world: World) -> None:
             raise UserError(f"out={folder}: cannot be written ({error}); choose another folder") from error
 
     world.on_main(write)
-
-
-def _compare(folder: Path, earlier: dict[str, Any], now: dict[str, Any], names: list[str]) -> None:
-    """Raise UserError for the first value that differs."""
-    for name in names:
-        if earlier.get(name) != now.get(name):
-            raise UserError(
-                f"out={folder}: holds features of another kind ({name}: {str(earlier.get(name))[:80]}, not "
-                f"{str(now.get(name))[:80]}); choose another folder"
-            )

@@ -6,6 +6,7 @@ Each shard, or some thousand rows of a table, has a file of its own. Rank r take
 import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,11 @@ def _write(config: EmbedConfig, sources: dict[str, str], world: World) -> dict[s
     samples = sum(entry["samples"] for entry in entries.values())
     unread = [problem for part in world.gather(writer.unread) for problem in part]
     if world.main:
-        _finish(config, folder, earlier | entries)
+        with files.reported(f"out={folder}", folder / SHARDS, "free disk space, or make it writable, and start again"):
+            listed = dict(sorted((earlier | entries).items()))
+            files.write_json(folder / SHARDS, listed)
+            if config.format == "webdataset":
+                write_counts(folder, {name: one["samples"] for name, one in listed.items() if name.endswith(".tar")})
         missing = {kind: sum(entry["missing"][kind] for entry in entries.values()) for kind in config.kinds}
         lost = "".join(f", {count} without features of their {kind}" for kind, count in missing.items() if count)
         trains = config.format == "webdataset" and IMAGE in config.kinds
@@ -149,25 +154,17 @@ def _counts(value: Any, kinds: Sequence[str]) -> bool:
     return isinstance(value, dict) and value.keys() == set(kinds) and all(type(n) is int for n in value.values())
 
 
-def _finish(config: EmbedConfig, folder: Path, entries: dict[str, Any]) -> None:
-    """Write SHARDS, with the entries of earlier starts."""
-    with files.reported(f"out={folder}", folder / SHARDS, "free disk space, or make it writable, and start again"):
-        files.write_json(folder / SHARDS, dict(sorted(entries.items())))
-        if config.format == "webdataset":
-            write_counts(folder, {name: entry["samples"] for name, entry in entries.items() if name.endswith(".tar")})
-
-
+@dataclass
 class _Writer:
     """Writes shards on one rank."""
 
-    def __init__(
-        self, config: EmbedConfig, encoder: FeatureEncoder, folder: Path, earlier: Mapping[str, dict[str, Any]]
-    ) -> None:
-        """`earlier`: the entries of earlier starts in SHARDS."""
-        self.config, self.encoder, self.folder, self.earlier = config, encoder, folder, earlier
-        self.format = FORMATS[config.format]
-        self.unread: list[str] = []
-        """Why shards could not be fetched, one line each."""
+    config: EmbedConfig
+    encoder: FeatureEncoder
+    folder: Path
+    earlier: Mapping[str, dict[str, Any]]
+    """The entries of earlier starts in SHARDS."""
+    unread: list[str] = field(default_factory=list)
+    """Why shards could not be fetched, one line each."""
 
     def shard(self, url: str, name: str) -> dict[str, Any] | None:
         """Write one shard's features completely or not at all, unless they are there. Its entry; None if it could not be fetched.
@@ -175,11 +172,11 @@ class _Writer:
         A damaged shard is written as far as it can be read: it will not get better. A shard that could not be fetched is left out,
         so that the next start fetches it again.
         """
-        path, kinds = self.folder / name, self.config.kinds
+        path, kinds, form = self.folder / name, self.config.kinds, FORMATS[self.config.format]
         written = not path.is_file()
         if written:
             try:
-                self.format.write(path, self.groups(url), kinds)
+                form.write(path, self.groups(url), kinds)
             except SourceError as error:
                 self.unread.append(str(error))
                 return None
@@ -188,11 +185,11 @@ class _Writer:
                     f"out={self.folder}: {name} cannot be written ({error.strerror}); free disk space and start again"
                 ) from error
         with files.reported(f"out={self.folder}", path, "remove it, and start again"):
-            entry = {"source": _source(url), "samples": self.format.count(path)}
+            entry = {"source": _source(url), "samples": form.count(path)}
             earlier = self.earlier.get(name, {})
             missing = earlier.get("missing")
             if written or earlier != {**entry, "missing": missing} or not _counts(missing, kinds):
-                missing = self.format.missing(path, kinds)  # the list is of before a kill, or of an older version
+                missing = form.missing(path, kinds)  # the list is of before a kill, or of an older version
         if written:
             say(f"{path}: {entry['samples']} samples")
         return {**entry, "missing": missing}
@@ -201,7 +198,7 @@ class _Writer:
         """A shard's samples with their features. Raises SourceError for a shard that could not be fetched."""
         problem, data = ReadProblem(), self.config.data
         captions = {source.partition(":")[0] for source in self.encoder.sources}
-        kinds = None if self.format.all_members else limits(IMAGE_TYPES, captions, data.max_bytes)
+        kinds = None if FORMATS[self.config.format].all_members else limits(IMAGE_TYPES, captions, data.max_bytes)
         written = 0
         for group in self.encoder.groups(read_shard(url, problem, kinds=kinds, store=Store(access_of(data)))):
             written += len(group.raws)

@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from clipscale.data.eval_transform import EvalTransform
 from clipscale.data.sample import BrokenSampleError
 from clipscale.distributed import World
 from clipscale.eval import zero_shot
@@ -93,7 +92,7 @@ class Encoder:
 
         Threads decode the next batch while the device encodes this one.
         """
-        transform = self.transform(item)
+        transform = self.model.eval_transform(item.border)
         broken: Counter[str] = Counter()
 
         def pixels_of(index: int) -> Tensor | None:
@@ -121,7 +120,3 @@ class Encoder:
         if broken:
             reasons = ", ".join(f"{count} {reason}" for reason, count in broken.most_common())
             log.warning("eval.sets: %s: broken images, counted as misses: %s", item.path, reasons)
-
-    def transform(self, item: EvalSet) -> EvalTransform:
-        """How the model wants the pictures of a set."""
-        return self.model.eval_transform(item.border)

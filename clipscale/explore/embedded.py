@@ -1,19 +1,21 @@
-"""An embedded set in arrays, as `clipscale embed format=npy` and convert.py write it.
+"""An embedded set in arrays, as `clipscale embed format=npy` and convert.py write it, and exact search in it.
 
-A search maps one file of features at a time. A caption is read when its sample is shown.
+A search maps one file of features at a time, and compares every row, tile by tile. A caption is read when its sample is shown.
 
-D: feature width.
+n: rows of a tile, D: feature width, k: results.
 """
 
 import json
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from clipscale import files
 from clipscale.config.tools import IMAGE, TEXT
@@ -23,6 +25,8 @@ from clipscale.embed.note import SHARDS
 from clipscale.errors import UserError
 
 KINDS = (IMAGE, TEXT)
+TILE = 1 << 14
+"""Rows compared at once: 32 MiB of 512 float32 numbers."""
 
 
 def kinds_of(note: Mapping[str, Any]) -> tuple[str, ...]:
@@ -112,3 +116,25 @@ class EmbeddedSet:
             return Sample(part.name, row, str(found["key"]), str(found.get("caption") or ""))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise OSError(f"{part.path}: row {row} is damaged") from error
+
+
+def nearest(parts: Iterable[np.ndarray], query_D: Tensor, count: int) -> list[tuple[int, float]]:
+    """The k = `count` rows with the largest dot products, and these, best first; of equal ones the first row.
+
+    Rows with a NaN are left out.
+
+    parts: arrays (n, D) of any float type, often mapped from files; their rows are numbered through.
+    """
+    scores, rows = query_D.new_empty(0), torch.empty(0, dtype=torch.int64, device=query_D.device)
+    first, space = 0, query_D.new_empty(TILE, len(query_D))  # allocating it for each tile takes longer than the product
+    for part in parts:
+        for start in range(0, len(part), TILE):
+            stored = torch.from_numpy(np.array(part[start : start + TILE]))
+            tile = space[: len(stored)].copy_(stored)
+            found = (tile @ query_D).nan_to_num(nan=-torch.inf)
+            numbers = torch.arange(first + start, first + start + len(tile), device=query_D.device)
+            scores, rows = torch.cat([scores, found]), torch.cat([rows, numbers])
+            kept = scores.argsort(descending=True, stable=True)[:count]
+            scores, rows = scores[kept], rows[kept]
+        first += len(part)
+    return [(row, score) for row, score in zip(rows.tolist(), scores.tolist()) if score > -torch.inf]

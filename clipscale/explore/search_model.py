@@ -18,9 +18,8 @@ from clipscale.data.sample import BrokenSampleError
 from clipscale.distributed import World
 from clipscale.embed.note import features_note
 from clipscale.eval.zero_shot import class_embeddings
-from clipscale.explore.embedded import EmbeddedSet, Sample
+from clipscale.explore.embedded import EmbeddedSet, Sample, nearest
 from clipscale.explore.pictures import DECODING
-from clipscale.explore.search import nearest
 from clipscale.models.towers import ClipModel, load_any
 from clipscale.precision import Precision
 

@@ -1,6 +1,7 @@
 """The model card of an export: what was trained, on what, and how well it scored, from the run's own files."""
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +21,15 @@ SHOWN = (
 """Settings of the run in the card, as far as they are set."""
 
 
-def card(run: Path, model: ClipModel, config: ModelConfig, note: dict[str, str], call: str) -> str:
+def card(run: Path, model: ClipModel, config: ModelConfig, note: dict[str, str], call: str, library: str) -> str:
     """The text of README.md. A setting that the run's files do not hold is left out."""
-    settings = _settings(run / "config.yaml")
+    settings: dict[str, Any] = {}
+    with suppress(OSError, ValueError):
+        settings = redacted(files.read_tree(run / "config.yaml"))
     rows = [("model", config.name), ("parameters", f"{sum(p.numel() for p in model.parameters()):,}")]
     rows += [("image size", str(model.image_size)), ("feature width", str(model.width)), ("step", note["step"])]
     rows += [("weights", note["weights"])] + [(name, value) for name in SHOWN if (value := _value(settings, name))]
-    head = {
-        "library_name": "open_clip" if "open_clip" in call else "transformers" if "transformers" in call else "onnx"
-    }
-    if "pt2" in call:
-        head = {"library_name": "pytorch"}
-    head["tags"] = ["clip", "zero-shot-image-classification"]  # type: ignore[assignment]
+    head = {"library_name": library, "tags": ["clip", "zero-shot-image-classification"]}
     parts = ["---\n" + yaml.safe_dump(head).strip() + "\n---", f"# {note['run']}, step {note['step']}"]
     parts.append(f"Trained and exported with clipscale {__version__}. Load it with\n\n    {call}")
     parts.append("## Training\n\n" + TextTable(("setting", "value"), [rows], left=("value",)).markdown())
@@ -42,13 +40,6 @@ def card(run: Path, model: ClipModel, config: ModelConfig, note: dict[str, str],
     if not at_step:
         parts.append("## Scores\n\nThis step has not been evaluated.")
     return "\n\n".join(parts) + "\n"
-
-
-def _settings(file: Path) -> dict[str, Any]:
-    try:
-        return dict(redacted(files.read_tree(file)))
-    except (OSError, ValueError):
-        return {}
 
 
 def _value(settings: dict[str, Any], name: str) -> str:

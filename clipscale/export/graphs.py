@@ -15,6 +15,7 @@ from clipscale.models.towers import ClipModel
 
 CLOSE = 1e-4
 """Largest difference of a unit feature between the model and its graph."""
+SHAPES = ({0: torch.export.Dim("N", min=1)},)
 
 
 def write_onnx(model: ClipModel, out: Path) -> str:
@@ -26,13 +27,7 @@ def write_onnx(model: ClipModel, out: Path) -> str:
         for old in (path, path.with_name(f"{path.name}.data")):
             old.unlink(missing_ok=True)  # it may be a link
         program = torch.onnx.export(
-            tower,
-            (inputs,),
-            input_names=["input"],
-            output_names=["features"],
-            dynamic_shapes=({0: torch.export.Dim("N", min=1)},),
-            dynamo=True,
-            verbose=False,
+            tower, (inputs,), input_names=["input"], output_names=["features"], dynamic_shapes=SHAPES, verbose=False
         )
         assert program is not None
         program.save(str(path))
@@ -48,7 +43,7 @@ def write_torch(model: ClipModel, out: Path) -> str:
     for name, tower, inputs in towers(model):
         path = out / f"{name}.pt2"
         path.unlink(missing_ok=True)  # it may be a link
-        program = torch.export.export(tower, (inputs,), dynamic_shapes=({0: torch.export.Dim("N", min=1)},))
+        program = torch.export.export(tower, (inputs,), dynamic_shapes=SHAPES)
         torch.export.save(program, path)
         check(tower, inputs[:1], torch.export.load(path).module()(inputs[:1]), f"to=torch: {path}")
     return f"torch.export.load('{out.resolve()}/image.pt2').module()"

@@ -6,12 +6,11 @@ from typing import Any
 
 import open_clip
 import torch
-from open_clip.tokenizer import HFTokenizer
 
 from clipscale import files
 from clipscale.config.sections import ModelConfig
 from clipscale.errors import UserError
-from clipscale.export.open_clip import save_weights, weights
+from clipscale.export.open_clip import save_tokenizer, save_weights, weights
 from clipscale.models.huggingface import configuration, from_open_clip
 from clipscale.models.towers import ClipModel, architecture
 
@@ -34,9 +33,7 @@ def write(model: ClipModel, config: ModelConfig, out: Path, dtype: torch.dtype, 
     found |= {"architectures": [CLASSES[kind]], "dtype": str(dtype).removeprefix("torch.")}
     for name, value in {"config.json": found, "preprocessor_config.json": pictures(model, config, kind)}.items():
         files.write_json(out / name, value)
-    if isinstance(inner := getattr(model.tokenizer, "inner", model.tokenizer), HFTokenizer):
-        inner.save_pretrained(str(out))
-    else:
+    if not save_tokenizer(model, out):
         write_tokenizer(out, model.context_length)
     return f"transformers.{CLASSES[kind]}.from_pretrained('{out.resolve()}')"
 

@@ -24,9 +24,15 @@ def write(model: ClipModel, config: ModelConfig, out: Path, dtype: torch.dtype, 
     check_same(model, found["model_cfg"], config)
     save_weights(state, out / HF_SAFE_WEIGHTS_NAME, note)
     files.write_json(out / HF_CONFIG_NAME, found)
-    if isinstance(inner := getattr(model.tokenizer, "inner", model.tokenizer), HFTokenizer):
-        inner.save_pretrained(str(out))
+    save_tokenizer(model, out)
     return f"open_clip.create_model_from_pretrained('local-dir:{out.resolve()}')"
+
+
+def save_tokenizer(model: ClipModel, out: Path) -> bool:
+    """Write the files of transformers' tokenizer, if the model has one. Raises OSError."""
+    if found := isinstance(inner := getattr(model.tokenizer, "inner", model.tokenizer), HFTokenizer):
+        inner.save_pretrained(str(out))
+    return found
 
 
 def save_weights(state: dict[str, Tensor], path: Path, note: dict[str, str]) -> None:
@@ -75,9 +81,6 @@ def check_same(model: ClipModel, found: dict[str, Any], config: ModelConfig) -> 
                 f"{about} with a {name} of {shapes[name]}, and model.image_size={config.image_size} has made it {list(value.shape)}; "
                 "take to=onnx or to=torch, or for SigLIP to=hf"
             )
-    if (
-        found["vision_cfg"].get("act_kwargs")
-        and hasattr(ours, "trunk")
-        and gelu_of(ours.trunk) != gelu_of(theirs.trunk)
-    ):
+    acts = found["vision_cfg"].get("act_kwargs") and hasattr(ours, "trunk")
+    if acts and gelu_of(ours.trunk) != gelu_of(theirs.trunk):
         raise UserError(f"{about} with another GELU than Hugging Face, where these weights come from; take to=hf")

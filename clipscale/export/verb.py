@@ -17,6 +17,8 @@ from clipscale.terminal import say
 
 NEEDED = {"onnx": ("onnx", "onnxscript", "onnxruntime")}
 """Packages of a format, in the extra of its name."""
+LIBRARIES = {"open_clip": "open_clip", "hf": "transformers", "onnx": "onnx", "torch": "pytorch"}
+"""What loads each format, by its name on Hugging Face."""
 
 
 def main(settings: ExportSettings) -> Path:
@@ -33,19 +35,16 @@ def main(settings: ExportSettings) -> Path:
     name = "export" if settings.to == "open_clip" else f"export-{settings.to}"
     out = Path(settings.out).expanduser() if settings.out else folder / name
     note = {"run": folder.name, "step": str(step), "weights": settings.weights}
-    dtype = getattr(torch, settings.dtype)
     try:
         files.inner_folder(*((out,) if settings.out else (folder, out.name)))
-        match settings.to:
-            case "open_clip":
-                call = open_clip.write(model, config, out, dtype, note)
-            case "hf":
-                call = hugging_face.write(model, config, out, dtype, note)
-            case _:
-                plain = build_model(replace(config, lean=False)).eval()  # open_clip's own forward pass
-                plain.load_state_dict(model.state_dict())
-                call = (graphs.write_onnx if settings.to == "onnx" else graphs.write_torch)(plain, out)
-        files.write_text(out / "README.md", card(folder, model, config, note, call))
+        if settings.to in ("open_clip", "hf"):
+            write = open_clip.write if settings.to == "open_clip" else hugging_face.write
+            call = write(model, config, out, getattr(torch, settings.dtype), note)
+        else:
+            plain = build_model(replace(config, lean=False)).eval()  # open_clip's own forward pass
+            plain.load_state_dict(model.state_dict())
+            call = (graphs.write_onnx if settings.to == "onnx" else graphs.write_torch)(plain, out)
+        files.write_text(out / "README.md", card(folder, model, config, note, call, LIBRARIES[settings.to]))
     except OSError as error:
         raise UserError(f"out={out}: cannot be written ({error.strerror or error}); choose another folder") from error
     say(f"{out}: step {step}; {call}")

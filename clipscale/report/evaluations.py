@@ -49,6 +49,8 @@ def read_evaluation(file: Path) -> Record:
     results = record.get("results") if isinstance(record, dict) else None
     if not isinstance(results, dict) or not all(isinstance(metrics, dict) for metrics in results.values()):
         raise ValueError("it holds no results")
+    if not isinstance(record.get("measured", {}), dict):
+        raise ValueError("it does not say what was measured")
     numbers = [value for metrics in results.values() for value in metrics.values()]
     if not all(isinstance(value, int | float) and not abs(value) >= LARGEST for value in numbers):
         raise ValueError("a result is no number")

@@ -15,13 +15,12 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from clipscale import checkpoint, distributed
+from clipscale import checkpoint
 from clipscale.cli.main import main as cli
 from clipscale.config.data import DataConfig, TableConfig
 from clipscale.config.sections import LaunchConfig
 from clipscale.config.tools import EmbedConfig
 from clipscale.data.shards.reader import ReadProblem, read_shard
-from clipscale.distributed import World
 from clipscale.embed.encode import FeatureEncoder
 from clipscale.embed.verb import main
 from clipscale.errors import UserError
@@ -233,27 +232,6 @@ def test_processes_share_the_shards_and_write_the_same_files(run: str, tmp_path:
     for size in (2, 4):
         run_ranks(share, size, run, str(tmp_path / "in"), str(tmp_path / str(size)))
         assert contents(tmp_path / str(size)) == wanted, f"{size} processes"
-
-
-class Part(World):
-    """One rank of several, without the others."""
-
-    def gather(self, value: Any) -> list[Any]:
-        return [value]
-
-    def on_main(self, work: Any) -> Any:
-        return work()
-
-
-def test_each_process_writes_its_own_shards(run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_shards(tmp_path / "in", [3, 5, 2])
-    wanted = contents(embed(run, tmp_path / "in", tmp_path / "1"))
-    for rank, names in ((0, {"00000.jsonl", "00002.jsonl"}), (1, {"00001.jsonl"})):
-        with monkeypatch.context() as patch:
-            patch.setattr(distributed, "start", lambda *_, rank=rank: Part(rank, 2, torch.device("cpu")))
-            found = contents(embed(run, tmp_path / "in", tmp_path / f"of-{rank}"))
-        assert {name for name in found if name.endswith(".jsonl")} == names
-        assert all(found[name] == wanted[name] for name in found if name != "shards.json")
 
 
 def test_features_of_another_model_or_kind_are_refused(run: str, tmp_path: Path) -> None:

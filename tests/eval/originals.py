@@ -5,7 +5,6 @@ import io
 import json
 import pickle
 import struct
-import tarfile
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,6 +16,8 @@ import numpy as np
 import scipy.io
 import torchvision.datasets as tv
 from PIL import Image
+
+from tests.eval.sets import write_tar
 
 N = 6
 RNG = np.random.default_rng(0)
@@ -98,11 +99,7 @@ class Copy:
                     for name, content in members.items():
                         out.writestr(name, content)
             elif archive.endswith((".tar", ".tar.gz", ".tgz")):
-                with tarfile.open(root / archive, "w" if archive.endswith(".tar") else "w:gz") as out:
-                    for name, content in members.items():
-                        info = tarfile.TarInfo(f"./{name}")
-                        info.size = len(content)
-                        out.addfile(info, io.BytesIO(content))
+                write_tar(root / archive, [(f"./{name}", content) for name, content in members.items()])
             else:
                 (content,) = members.values()
                 (root / archive).write_bytes(gzip.compress(content) if archive.endswith(".gz") else content)

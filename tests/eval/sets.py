@@ -11,6 +11,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from clipscale.data.eval_transform import EvalTransform
+from clipscale.distributed import World
 
 COLOURS = {
     "red": (230, 20, 20),
@@ -21,6 +22,7 @@ COLOURS = {
     "white": (230, 230, 230),
 }
 NAMES = list(COLOURS)
+ALONE = World(0, 1, torch.device("cpu"))
 TEMPLATES = ["a photo of {c}.", "the colour {c} {{no braces}}"]
 
 
@@ -32,7 +34,7 @@ def picture(colour: str, kind: str = "PNG", size: tuple[int, int] = (8, 8)) -> b
 
 def write_tar(path: Path, members: Sequence[tuple[str, bytes]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, "w") as tar:
+    with tarfile.open(path, "w:gz" if path.name.endswith("gz") else "w") as tar:
         for name, content in members:
             info = tarfile.TarInfo(name)
             info.size = len(content)

@@ -22,8 +22,7 @@ from clipscale.eval.verb import main
 from clipscale.models.towers import build_model
 from clipscale.report.evaluations import read_evaluations
 from clipscale.train import Run, train
-from tests.eval.sets import classification_set, retrieval_set
-from tests.eval.test_run import ALONE
+from tests.eval.sets import ALONE, classification_set, retrieval_set
 from tests.eval.test_verb import TINY, save
 from tests.runs import curve
 from tests.test_precision import small
@@ -92,34 +91,32 @@ def test_an_interrupted_evaluation_goes_on(config: EvalRunConfig, computed: list
     assert [set(record["results"]) for record in read_evaluations(Path(config.run))] == [{"classes", "captions"}] * 3
 
 
-def test_a_damaged_checkpoint_is_left_out(config: EvalRunConfig, caplog: pytest.LogCaptureFixture) -> None:
-    run = Path(config.run)
-    (run / "metrics.jsonl").unlink()  # no report
-    for file in checkpoint.path_of(run, 10).iterdir():
-        file.write_bytes(b"")
-    main(config)
-    assert [record["step"] for record in read_evaluations(run)] == [5, 15]
-    (warning,) = [r.message for r in caplog.records if r.levelno == logging.WARNING]
-    assert "step_00000010 is left out: " in warning
-    with pytest.raises(UserError, match=r"run=.*empty: no checkpoint in"):
-        (run.parent / "empty").mkdir()
-        main(replace(config, run=str(run.parent / "empty")))
-
-
-def test_a_damaged_newest_checkpoint_is_left_out_too(config: EvalRunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("damaged", [10, 15])
+def test_a_damaged_checkpoint_is_left_out(
+    config: EvalRunConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, damaged: int
+) -> None:
     run, reported = Path(config.run), []
     monkeypatch.setattr("clipscale.eval.verb.write_report", lambda folder: reported.append(folder) or folder)
     config.eval.sets = config.eval.sets[:1]
-    for file in checkpoint.path_of(run, 15).iterdir():
-        file.write_bytes(b"")
-    results = main(config)
-    assert [record["step"] for record in read_evaluations(run)] == [5, 10] and reported == [run]
-    assert results == read_evaluations(run)[-1]["results"]
-    for step in (5, 10):
+
+    def damage(step: int) -> None:
         for file in checkpoint.path_of(run, step).iterdir():
             file.write_bytes(b"")
+
+    damage(damaged)
+    results = main(config)
+    records = read_evaluations(run)
+    assert [record["step"] for record in records] == [step for step in (5, 10, 15) if step != damaged]
+    assert results == records[-1]["results"] and reported == [run]
+    (warning,) = [r.message for r in caplog.records if r.levelno == logging.WARNING]
+    assert f"step_{damaged:08d} is left out: " in warning
+    for step in (5, 10, 15):
+        damage(step)
     with pytest.raises(UserError, match="step_00000015"):
         main(config)
+    with pytest.raises(UserError, match=r"run=.*empty: no checkpoint in"):
+        (run.parent / "empty").mkdir()
+        main(replace(config, run=str(run.parent / "empty")))
 
 
 def test_a_checkpoint_that_another_rank_cannot_read_is_left_out(

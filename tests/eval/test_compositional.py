@@ -9,15 +9,12 @@ import pytest
 import torch
 
 from clipscale.config.sections import EvalConfig
-from clipscale.distributed import World
 from clipscale.errors import UserError
 from clipscale.eval.run import evaluate
 from clipscale.eval.sets.compositional import SUGAR_CREPE, associations, matches
 from clipscale.eval.sets.item import Question
 from clipscale.eval.sets.load import load_set
-from tests.eval.sets import NAMES, ColourModel, picture
-
-ALONE = World(0, 1, torch.device("cpu"))
+from tests.eval.sets import ALONE, NAMES, ColourModel, picture
 
 
 def colour(index: int) -> bytes:

@@ -1,5 +1,6 @@
 """Batches do not depend on the number of ranks: features and figures of a real model are the same, bit for bit, on 1, 2 and 4."""
 
+import json
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from clipscale.eval.run import evaluate
 from clipscale.eval.sets.load import load_set
 from clipscale.models.towers import build_model
 from tests.eval.sets import NAMES, classification_set, retrieval_set
+from tests.eval.test_compositional import colour, sugar_crepe
+from tests.eval.test_multilingual import xtd
 from tests.eval.test_verb import TINY
 from tests.ranks import run_ranks
 
@@ -35,7 +38,9 @@ def test_a_batch_that_is_not_full_is_joined_without_its_padding() -> None:
     assert torch.equal(join(parts, 7, 3, world), rows)
 
 
-def features_and_figures(rank: int, size: int, classes: str, captions: str) -> tuple[list[torch.Tensor], dict]:  # type: ignore[type-arg]
+def features_and_figures(
+    rank: int, size: int, run: str, classes: str, captions: str, *others: str
+) -> tuple[list[torch.Tensor], dict]:  # type: ignore[type-arg]
     torch.manual_seed(0)
     model = build_model(TINY).eval()
     world = World(rank, size, CPU)
@@ -44,14 +49,17 @@ def features_and_figures(rank: int, size: int, classes: str, captions: str) -> t
     with torch.no_grad():
         images = join([features for _, features, _ in encoder.images(item)], len(item), 4, world)
         found = [images, encoder.classes(item)[0], encoder.texts(load_set(Path(captions)).captions)]
-    return found, evaluate(model, EvalConfig(sets=[classes, captions], batch=4, workers=1), world)
+    config = EvalConfig(sets=[classes, captions, *others], batch=4, workers=1)
+    return found, evaluate(model, config, world, run_dir=Path(run), step=1)
 
 
 def test_features_and_figures_are_the_same_on_one_two_and_four_ranks(tmp_path: Path) -> None:
     classes = str(classification_set(tmp_path / "classes", [*NAMES, "red", "green", "red"], wrong=[1, 4]))
     captions = str(retrieval_set(tmp_path / "captions"))
-    wanted, figures = features_and_figures(0, 1, classes, captions)
+    sets = classes, captions, str(xtd(tmp_path / "xtd10")), str(sugar_crepe(tmp_path / "crepe", colour))
+    wanted, figures = features_and_figures(0, 1, str(tmp_path / "1"), *sets)
     for size in (2, 4):
-        for features, results in run_ranks(features_and_figures, size, classes, captions):
+        for features, results in run_ranks(features_and_figures, size, str(tmp_path / str(size)), *sets):
             assert all(torch.equal(ours, theirs) for ours, theirs in zip(features, wanted)), f"{size} ranks"
             assert results == figures
+        assert json.loads((tmp_path / str(size) / "eval/step_00000001.json").read_text())["results"] == figures

@@ -58,9 +58,7 @@ def test_a_limit_takes_of_each_group_and_of_each_file_of_questions(tmp_path: Pat
     assert sorted(asked.limited(4).part_of) == ["a", "a", "b", "b"]
 
 
-def test_limit_spreads_over_the_set(tmp_path: Path) -> None:
-    root = classification_set(tmp_path / "sorted", [name for name in NAMES for _ in range(4)])
-    assert load_set(root).limited(6).labels == [0, 1, 2, 3, 4, 5]
+def test_a_limited_set_of_captions_keeps_those_of_its_images(tmp_path: Path) -> None:
     captions = load_set(retrieval_set(tmp_path / "captions")).limited(3)
     assert captions.captions == [f"{how} {n}" for n in ("red", "blue", "cyan") for how in ("all", "nothing but")]
     assert captions.owner == [0, 0, 1, 1, 2, 2]

@@ -11,15 +11,12 @@ import torch
 from PIL import Image
 
 from clipscale.config.sections import EvalConfig
-from clipscale.distributed import World
 from clipscale.eval.examples import misses
 from clipscale.eval.run import evaluate
 from clipscale.eval.sets.item import CLASSIFICATION, EvalSet, ImageRef
 from clipscale.eval.zero_shot import accuracy_counts, target_ranks
 from clipscale.report.classes import read_misses, sections
-from tests.eval.sets import COLOURS, ColourModel, classification_set, picture, retrieval_set
-
-ALONE = World(0, 1, torch.device("cpu"))
+from tests.eval.sets import ALONE, COLOURS, ColourModel, classification_set, picture, retrieval_set
 
 
 def test_misses_are_stored_with_their_pictures(tmp_path: Path) -> None:
@@ -76,8 +73,17 @@ def test_the_table_agrees_with_a_plain_count(tmp_path: Path) -> None:
     assert record["misses"] == int((predicted != labels).sum())
     largest = sorted((float(margins[i]) for i in wrong), reverse=True)[:40]
     assert [one["margin"] for one in record["largest"]] == largest
-    recalls = [hits / images for _, images, hits, _ in record["classes"]]
-    assert recalls == sorted(recalls) and sum(images for _, images, _, _ in record["classes"]) == 200
+    table = {item.classnames[c]: [int(counts[row, c]) for row in range(3)] for c in range(5)}
+    worst = sorted(table, key=lambda name: (table[name][1] / table[name][0], -table[name][0]))
+    assert record["classes"] == [[name, *table[name]] for name in worst]
+
+
+def test_of_classes_with_equal_accuracy_the_largest_is_first(tmp_path: Path) -> None:
+    labels = [0, 1, 1, 2, 3, 3]
+    item = EvalSet("s", tmp_path, CLASSIFICATION, [ImageRef(tmp_path / "a.png")] * 6, labels, list("abcd"))
+    counts = accuracy_counts(torch.tensor([9] * 6), torch.tensor(labels), 4)
+    record = misses(None, item, counts, torch.tensor([3] * 3 + [0] * 3), torch.ones(6)).record
+    assert [row[0] for row in record["classes"]] == ["b", "d", "a", "c"]
 
 
 def test_a_stored_file_is_believed_only_as_text(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

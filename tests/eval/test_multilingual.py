@@ -4,16 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from clipscale.config.sections import EvalConfig
-from clipscale.distributed import World
 from clipscale.errors import UserError
 from clipscale.eval.run import evaluate
 from clipscale.eval.sets.load import load_set
-from tests.eval.sets import NAMES, ColourModel, picture
+from tests.eval.sets import ALONE, NAMES, ColourModel, picture
 
-ALONE = World(0, 1, torch.device("cpu"))
 GERMAN = ["alles red", "alles blue", "alles green", "alles yellow", "alles cyan", "alles white"]
 """Two captions are exchanged."""
 

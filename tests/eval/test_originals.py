@@ -1,9 +1,7 @@
 """Sets as their own sites give them: the labels and pixels are those of torchvision's readers, from archives as from unpacked files."""
 
 import io
-import pickle
 import struct
-import tarfile
 import tracemalloc
 import zipfile
 import zlib
@@ -14,12 +12,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from clipscale.config.sections import EvalConfig
 from clipscale.data.shards import tar
-from clipscale.distributed import World
 from clipscale.errors import UserError
 from clipscale.eval.run import evaluate
 from clipscale.eval.sets import archives, known, matlab, pickled
@@ -29,7 +25,7 @@ from clipscale.eval.sets.originals import _of_ppm
 from clipscale.eval.suites import suite_sets
 from tests.eval.originals import Copy, copies, folders, imagenet, mat, png, ppm
 from tests.eval.originals import pickled as as_pickle
-from tests.eval.sets import COLOURS, NAMES, ColourModel, picture
+from tests.eval.sets import ALONE, COLOURS, NAMES, ColourModel, picture, write_tar
 
 SETS = {copy.name: copy for copy in copies()}
 
@@ -95,9 +91,6 @@ def test_cifars_python_version_is_its_binary_version(tmp_path: Path, name: str) 
     assert (python / ("test_batch" if name == "cifar10" else "test")).is_file()
     assert ours(load_set(python)) == ours(load_set(binary))
     assert load_set(python).classnames == load_set(binary).classnames
-    newer = pickle.dumps({"a": np.arange(6, dtype=np.uint8).reshape(2, 3), "b": b"\0\xff", "c": [1]}, 2)
-    found = pickled.values(newer)
-    assert found["a"].tolist() == [[0, 1, 2], [3, 4, 5]] and (found["b"], found["c"]) == (b"\0\xff", [1])
 
 
 @pytest.mark.parametrize("name", ["caltech101", "resisc45", "fer2013"])
@@ -112,8 +105,6 @@ def test_class_folders_of_known_sets_have_their_names_and_prompts(tmp_path: Path
     Copy(name, files, {}, list).write(tmp_path / name)
     item = load_set(tmp_path / name)
     assert len(item) == len(files) and len(item.templates) > 1
-    first = {name: label for label, name in zip(item.labels, item.classnames)}
-    assert first  # every set has labels
     if name == "caltech101":
         assert item.classnames[:5] == ["accordion", "airplane", "anchor", "ant", "background"]
         paths = [image.path.parent.name for image in item.images]  # type: ignore[attr-defined]
@@ -145,7 +136,7 @@ def test_an_archives_figures_are_those_of_a_plain_count(tmp_path: Path) -> None:
     names = "\n".join(["red", "green", "blue", "white"]).encode()
     files = {"cifar-10-batches-bin/test_batch.bin": records, "cifar-10-batches-bin/batches.meta.txt": names}
     path = Copy("cifar10", files, {"cifar-10-binary.tar.gz": ""}, list).pack(tmp_path)
-    results = evaluate(ColourModel(), EvalConfig(sets=[str(path)]), World(0, 1, torch.device("cpu")))
+    results = evaluate(ColourModel(), EvalConfig(sets=[str(path)]), ALONE)
     assert results["cifar-10-binary"]["top1"] == 4 / 6
     assert results["cifar-10-binary"]["mean_per_class_recall"] == (1 / 2 + 1 / 2 + 1 + 1) / 4
 
@@ -192,14 +183,11 @@ def test_a_pickle_runs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     folder = tmp_path / "cifar-10-batches-py"
     SETS["cifar10"].write(tmp_path)
     (folder / "test_batch").write_bytes(as_pickle({b"data": Ran(), b"labels": [1]}))
-    with pytest.raises(
-        UserError, match=r"cifar-10-batches-py cannot be read \(it names .*exec, which no such file needs"
-    ):
+    with pytest.raises(UserError, match=r"cifar-10-batches-py cannot be read \(it names __builtin__.exec, which"):
         load_set(folder)
     assert not (tmp_path / "ran").exists()
 
 
-NAMED_TEXT = b"\x80\x02NAMEq\1X\x88\x13\0\0" + b"a" * 5000 + b"\x85q\2"
 ARRAY = b"\x80\x02}U\1acnumpy\nndarray\n)R(K\1K\1\x85cnumpy\ndtype\nU\2u1\x85RK\0DATAtbs."
 
 
@@ -212,15 +200,15 @@ ARRAY = b"\x80\x02}U\1acnumpy\nndarray\n)R(K\1K\1\x85cnumpy\ndtype\nU\2u1\x85RK\
         (b"\x80\x02\x8e" + struct.pack("<Q", 1 << 60) + b"x.", "expected 1152921504606846976 bytes"),
         (b"\x80\x04\x95" + struct.pack("<Q", 5000) + b"]" * 5000 + b".", "operation FRAME"),
         (b"\x80\x05\x96" + struct.pack("<Q", 1 << 20) + b".", "expected 1048576 bytes"),
-        (NAMED_TEXT.replace(b"NAME", b"c_codecs\nencode\n") + b"](" + b"h\1h\2R" * 9 + b"e.", "encoded too often"),
-        (b"\x80\x02cnumpy\ndtype\nX\x88\x13\0\0" + b"\xd0\x96" * 2500 + b"R.", "other arguments"),
+        (b"\x80\x02c_codecs\nencode\n.", "it names _codecs.encode"),
+        (b"\x80\x02cnumpy\ndtype\nU\2u1R.", "other arguments"),
         (b"\x80\x02U\5arrayK\1\x85R.", "other arguments"),  # a text is no name
         (b"\x80\x02})" + b"q\1h\1\x86" * 60 + b"K\1s.", "a key that is no text"),  # a hash of 2**60 steps
         (b"\x80\x02}]K\1b.", "a state of something else"),
         (ARRAY.replace(b"DATA", b"J\0\0\x10\0"), "not of bytes"),  # 2**20 zeros
         (ARRAY.replace(b"DATA", b"X\1\0\0\0a"), "not of bytes"),  # a text, which each name of the array would copy
-        (pickle.dumps({"a": np.zeros((2, 2))}, 2), "not of bytes"),
-        (pickle.dumps({"a": np.zeros((2, 2), np.uint8)}, 2).replace(b"K\x02K\x02\x86", b"K\x02K\x09\x86"), "reshape"),
+        (ARRAY.replace(b"DATA", b"U\1a").replace(b"u1", b"f8"), "not of bytes"),
+        (ARRAY.replace(b"DATA", b"U\1a").replace(b"K\1K\1\x85", b"K\1K\2\x85"), "reshape"),
     ],
 )
 def test_a_pickle_claims_nothing(monkeypatch: pytest.MonkeyPatch, data: bytes, message: str) -> None:
@@ -314,11 +302,8 @@ def test_empty_pictures_are_not_counted_by_their_shape_alone(tmp_path: Path) -> 
 
 
 def test_a_members_name_leads_nowhere(tmp_path: Path) -> None:
-    with tarfile.open(tmp_path / "set.tar.gz", "w:gz") as out:
-        for name in ("../../away/cat/1.png", "/tmp/dog/1.png", "a/bird/1.png"):
-            info = tarfile.TarInfo(name)
-            info.size = len(data := png())
-            out.addfile(info, io.BytesIO(data))
+    names = "../../away/cat/1.png", "/tmp/dog/1.png", "a/bird/1.png"
+    write_tar(tmp_path / "set.tar.gz", [(name, png()) for name in names])
     assert load_set(tmp_path / "set.tar.gz").classnames == ["bird", "cat", "dog"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "set.tar.gz"]
     folder = SETS["vtab/dtd"].write(tmp_path / "set")
@@ -343,10 +328,7 @@ def test_an_archive_does_not_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         patch.setattr(zipfile, "ZipFile", None)  # it would read the whole directory
         archives.contents(tmp_path / "set.zip")
     monkeypatch.setattr(tar, "FREE_BYTES", 1000)
-    with tarfile.open(tmp_path / "set.tar.gz", "w:gz") as out:
-        info = tarfile.TarInfo("cat/1.png")
-        info.size = 1 << 22
-        out.addfile(info, io.BytesIO(bytes(1 << 22)))
+    write_tar(tmp_path / "set.tar.gz", [("cat/1.png", bytes(1 << 22))])
     with pytest.raises(UserError, match=r"cannot read .*set\.tar\.gz \(unpacks to more than 200 times its size"):
         load_set(tmp_path / "set.tar.gz")
 
@@ -364,9 +346,8 @@ def test_a_damaged_archive_is_one_line(tmp_path: Path, damage: str) -> None:
     data = path.read_bytes()
     locked = data.replace(b"PK\1\2\x14\x03\x14\0\0\0", b"PK\1\2\x14\x03\x14\0\1\0")
     path.write_bytes({"cut": data[:-30], "empty": b"", "text": b"<html>", "password": locked}[damage])
-    with pytest.raises(
-        UserError, match="needs a password" if damage == "password" else "GT.zip.*; fetch it again"
-    ) as found:
+    message = "needs a password" if damage == "password" else "GT.zip.*; fetch it again"
+    with pytest.raises(UserError, match=message) as found:
         load_set(tmp_path / "gtsrb")
     assert "\n" not in str(found.value)
 
@@ -377,7 +358,7 @@ def test_a_folder_of_several_sets_is_refused(tmp_path: Path) -> None:
         SETS[name].pack(tmp_path / "both")
     assert load_set(tmp_path / "cifar10").classnames, "both versions of one set are one set"
     with pytest.raises(
-        UserError, match=r"both holds several sets \(cifar10, vtab/cifar100\); give the files of one, or suite="
+        UserError, match=r"both holds several sets \(cifar10, vtab/cifar100\); give the files of one, or"
     ):
         load_set(tmp_path / "both")
     SETS["cifar10"].pack(tmp_path / "root")

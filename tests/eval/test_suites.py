@@ -11,7 +11,6 @@ from sklearn.metrics import average_precision_score
 
 from clipscale.config.sections import SUITES, EvalConfig
 from clipscale.config.tools import EvalRunConfig
-from clipscale.distributed import World
 from clipscale.errors import UserError
 from clipscale.eval import suites
 from clipscale.eval.run import evaluate
@@ -21,6 +20,7 @@ from clipscale.eval.suites import chosen_sets, suite_sets, suite_table
 from clipscale.eval.verb import main
 from clipscale.models.towers import build_model
 from tests.eval.sets import (
+    ALONE,
     COLOURS,
     NAMES,
     ColourModel,
@@ -33,8 +33,6 @@ from tests.eval.sets import (
 from tests.eval.test_compositional import colour, winoground
 from tests.eval.test_layouts import folders
 from tests.eval.test_verb import TINY, save
-
-ALONE = World(0, 1, torch.device("cpu"))
 
 
 def infcl(root: Path) -> Path:

@@ -4,10 +4,8 @@ import json
 from dataclasses import asdict, replace
 from pathlib import Path
 
-import open_clip
 import pytest
 import torch
-import torch.nn.functional as F
 
 from clipscale import checkpoint
 from clipscale.config.sections import EvalConfig, LaunchConfig, ModelConfig
@@ -16,7 +14,6 @@ from clipscale.distributed import World
 from clipscale.errors import UserError
 from clipscale.eval.run import evaluate
 from clipscale.eval.verb import main
-from clipscale.eval.zero_shot import class_embeddings
 from clipscale.models.towers import ClipModel, build_model, load_model
 from tests.eval.sets import classification_set, retrieval_set
 
@@ -69,26 +66,6 @@ def test_mistakes_are_named(tmp_path: Path, model: ClipModel) -> None:
     sets = [str(classification_set(tmp_path / "classes"))]
     with pytest.raises(UserError, match="no checkpoint"):
         main(EvalRunConfig(run=str(tmp_path), device="cpu", eval=EvalConfig(sets=sets)))
-
-
-@pytest.mark.parametrize("batch", [7, 256])
-def test_class_embeddings_are_open_clips(model: ClipModel, batch: int) -> None:
-    names, templates = open_clip.IMAGENET_CLASSNAMES[:5], open_clip.OPENAI_IMAGENET_TEMPLATES[:6]
-    model.eval()
-
-    class Open(torch.nn.Module):
-        """The interface that open_clip's function wants."""
-
-        def encode_text(self, tokens: torch.Tensor, normalize: bool = False) -> torch.Tensor:
-            features = model.text(tokens)
-            return F.normalize(features, dim=-1) if normalize else features
-
-    with torch.no_grad():
-        wanted = open_clip.build_zero_shot_classifier(Open(), model.tokenizer, names, templates).T
-        prompts = [template("{c}") for template in templates]
-        found = class_embeddings(model.text, model.tokenizer, names, prompts, batch=batch)
-    worst = float((found - wanted).abs().max())
-    assert worst < 1e-6, f"largest difference {worst:.2e}"
 
 
 def test_any_weights_are_evaluated_without_a_run(

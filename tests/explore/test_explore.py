@@ -18,8 +18,7 @@ from clipscale.config.data import DataConfig
 from clipscale.errors import UserError
 from clipscale.explore import verb
 from clipscale.explore.convert import as_arrays
-from clipscale.explore.embedded import EmbeddedSet
-from clipscale.explore.search import nearest
+from clipscale.explore.embedded import EmbeddedSet, nearest
 from clipscale.models.towers import ClipModel
 from tests.data.files import picture, write_tar
 from tests.embed.test_embed import embed

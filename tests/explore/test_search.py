@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from clipscale.explore import search
-from clipscale.explore.search import nearest
+from clipscale.explore import embedded
+from clipscale.explore.embedded import nearest
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
@@ -13,7 +13,7 @@ from clipscale.explore.search import nearest
 def test_the_nearest_rows_are_those_of_the_whole_product(
     monkeypatch: pytest.MonkeyPatch, tile: int, dtype: type[np.floating]
 ) -> None:
-    monkeypatch.setattr(search, "TILE", tile)
+    monkeypatch.setattr(embedded, "TILE", tile)
     generator = np.random.default_rng(0)
     rows = generator.standard_normal((53, 8)).astype(dtype)
     query = torch.from_numpy(generator.standard_normal(8).astype(np.float32))
@@ -28,7 +28,7 @@ def test_the_nearest_rows_are_those_of_the_whole_product(
 def test_of_equal_rows_the_first_is_first_and_rows_without_features_are_left_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(search, "TILE", 2)
+    monkeypatch.setattr(embedded, "TILE", 2)
     one, missing = [1.0, 0.0], [np.nan, np.nan]
     rows = np.array([missing, one, one, missing, one], np.float32)
     assert nearest([rows], torch.tensor([1.0, 0.0]), 2) == [(1, 1.0), (2, 1.0)]
@@ -37,7 +37,7 @@ def test_of_equal_rows_the_first_is_first_and_rows_without_features_are_left_out
 
 
 def test_the_search_holds_one_tile_of_a_mapped_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "TILE", 4)
+    monkeypatch.setattr(embedded, "TILE", 4)
     sizes = []
 
     class Rows(np.ndarray):

@@ -34,6 +34,7 @@ pytest.importorskip("starlette.testclient", reason="starlette is not installed (
         ({"origin": HOME, "sec-fetch-site": "same-origin"}, 200),
         ({"origin": "https://evil.example", "sec-fetch-site": "cross-site"}, 403),
         ({"origin": "null"}, 403),
+        ({"origin": "http://["}, 403),
         ({"sec-fetch-site": "cross-site"}, 403),
         ({"sec-fetch-site": "same-site"}, 403),
     ],

@@ -115,7 +115,9 @@ def test_a_graph_that_computes_something_else_is_refused() -> None:
 def test_the_card_names_data_batch_schedule_and_scores_of_the_step(tmp_path: Path) -> None:
     run = tmp_path / "run"
     saved(run, ModelConfig("own", ARCHITECTURE))
-    (run / "config.yaml").write_text("batch: 64\ndata:\n  train: [/data/a.tar]\nschedule:\n  name: cosine\n")
+    (run / "config.yaml").write_text(
+        "batch: 64\nsamples: null\nepochs: null\ndata:\n  train: [/data/a.tar]\nschedule:\n  name: cosine\n"
+    )
     (run / "eval").mkdir()
     for step, top1 in ((7, 0.625), (9, 0.875)):
         results = {"objects": {"top1": top1, "images": 8}}
@@ -124,3 +126,4 @@ def test_the_card_names_data_batch_schedule_and_scores_of_the_step(tmp_path: Pat
     for line in ("| batch | 64 |", "/data/a.tar", "| schedule.name | cosine |", "| step | 7 |", "62.5", "local-dir:"):
         assert line in card, f"{line} is not in\n{card}"
     assert "87.5" not in card, "the score of another step"
+    assert "samples" not in card and "epochs" not in card, "they are not set"

@@ -39,6 +39,8 @@ def test_the_folders_of_imagenet_v2_are_one_variant() -> None:
     assert found["sets"] == 2 and found["shifted"] == pytest.approx(0.3), "matched-frequency is the one that counts"
     others = dict(list(v2.items())[1:])
     assert robustness(own | others | sketch)[""]["shifted"] == pytest.approx((0.8 + 0.2) / 2), "else their mean"
+    named = {"imagenetv2": {"top1": 0.4}}
+    assert robustness(own | others | named | sketch)[""]["shifted"] == pytest.approx(0.3), "a suite's own name for it"
 
 
 def test_figures_of_one_step_are_compared() -> None:

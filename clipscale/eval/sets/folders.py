@@ -32,7 +32,7 @@ def is_image(file: PurePath) -> bool:
 
 
 def load(root: Path, published: Sequence[str] = ()) -> EvalSet:
-    """The set in class folders. Their order is alphabetical, or numeric where every name is a number: then it is the label.
+    """A set of class folders. Their order is alphabetical, or numeric where every name is a number: then it is the label.
 
     Names come from classnames.txt, else from WordNet ids as in ImageNet, else ImageNet's for the numbers of ImageNet-v2, else from the
     folders themselves. Raises UserError for folders whose names are codes. `published`: the names of the published set, for numbers.
@@ -75,14 +75,10 @@ def _pictures(root: Path) -> dict[str, list[ImageRef]]:
 
 def classnames(root: Path, folders: Sequence[str], published: Sequence[str], *, numbers: bool) -> list[str]:
     """The class names of a set of folders, by label. Raises UserError where nothing says what the folders mean."""
-    if (root / CLASSNAMES).is_file():
-        return prompts.lines(root / CLASSNAMES)
-    if all(_WNID.fullmatch(name) for name in folders):
+    if not (root / CLASSNAMES).is_file() and all(_WNID.fullmatch(name) for name in folders):
         return names_of_wnids(root, folders)
-    if numbers and prompts.imagenet_1k(root):
-        return prompts.imagenet_classnames()
-    if published:
-        return list(published)
+    if names := prompts.classnames(root, published, numbers=numbers):
+        return names
     if len(folders) < 2 or _SPLITS.issuperset(name.lower() for name in folders):
         raise UserError(
             f"eval.sets: {root} has no class folders but {', '.join(folders)}; give the folder that holds one folder a class"

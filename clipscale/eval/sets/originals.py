@@ -6,7 +6,7 @@ N: pictures, C: channels, H, W: pixels. Pictures that are stored as numbers are 
 import io
 import re
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from PIL import Image
 from clipscale.errors import UserError
 from clipscale.eval.sets import archives, folders, matlab, pickled, prompts
 from clipscale.eval.sets.archives import Tree
-from clipscale.eval.sets.item import CLASSIFICATION, IMAGE_SUFFIXES, EvalSet, Picture
+from clipscale.eval.sets.item import CLASSIFICATION, IMAGE_SUFFIXES, EvalSet, ImageRef, Picture
 from clipscale.eval.sets.known import KnownSet, known_sets, published_classnames, published_templates
 
 MOST_ARRAY = 1 << 28
@@ -204,13 +204,18 @@ def _list(tree: Tree, original: Original) -> Found:
     if wrong > 1 or (wrong and matches[0]):  # the first may be a heading
         raise ValueError(f"{original.needs[0]} has {wrong} lines of another form")
     entries = [match for match in matches if match]
-    images = [_file(tree, original.image.format(image=entry["image"])) for entry in entries]
     if "label" in re.compile(original.lines).groupindex:
-        return Found(images, [int(entry["label"]) for entry in entries])
-    classes = [entry["name"] for entry in entries]
-    order = _lines(tree, original.names) if original.names else sorted(set(classes))
+        return _listed(tree, original, [(entry["image"], int(entry["label"])) for entry in entries])
+    order = _lines(tree, original.names) if original.names else sorted({entry["name"] for entry in entries})
     label_of = {name: label for label, name in enumerate(order)}
-    return Found(images, [label_of[name] for name in classes], [name.replace("_", " ") for name in order])
+    listed = [(entry["image"], label_of[entry["name"]]) for entry in entries]
+    return _listed(tree, original, listed, [name.replace("_", " ") for name in order])
+
+
+def _listed(tree: Tree, original: Original, entries: Iterable[tuple[Any, int]], names: Sequence[str] = ()) -> Found:
+    """Pictures by what stands for {image} in the names of their files, and their labels."""
+    pairs = [(_file(tree, original.image.format(image=image)), label) for image, label in entries]
+    return Found([image for image, _ in pairs], [label for _, label in pairs], names)
 
 
 def _records(tree: Tree, original: Original) -> Found:
@@ -260,16 +265,14 @@ def _flowers(tree: Tree, original: Original) -> Found:
     """The numbers of the test pictures, and the labels of all, from 1."""
     ids, labels = (matlab.variables(_bytes(tree, name)) for name in original.needs[:2])
     wanted, of_all = [int(n) for n in ids["tstid"].ravel()[:MOST_PICTURES]], labels["labels"].ravel()
-    images = [_file(tree, original.image.format(image=f"{n:05d}")) for n in wanted]
-    return Found(images, [int(of_all[n - 1]) for n in wanted])
+    return _listed(tree, original, [(f"{n:05d}", int(of_all[n - 1])) for n in wanted])
 
 
 def _cars(tree: Tree, original: Original) -> Found:
     """A structure a picture, with its class, from 1, and its file."""
     entries = matlab.variables(_bytes(tree, original.needs[0]))["annotations"]
     names = matlab.variables(_bytes(tree, original.names))["class_names"]
-    images = [_file(tree, original.image.format(image=entry["fname"])) for entry in entries]
-    return Found(images, [int(entry["class"].item()) for entry in entries], names)
+    return _listed(tree, original, [(entry["fname"], int(entry["class"].item())) for entry in entries], names)
 
 
 def _imagenet(tree: Tree, original: Original) -> Found:
@@ -279,8 +282,8 @@ def _imagenet(tree: Tree, original: Original) -> Found:
     order = sorted(wnids.values())
     label_of = {wnid: label for label, wnid in enumerate(order)}
     labels = [label_of[wnids[int(line)]] for line in _lines(tree, original.needs[1])]
-    images = [_file(tree, original.image.format(image=f"{n:08d}")) for n in range(1, len(labels) + 1)]
-    return Found(images, labels, folders.names_of_wnids(Path(original.needs[0]), order))
+    names = folders.names_of_wnids(Path(original.needs[0]), order)
+    return _listed(tree, original, [(f"{n + 1:08d}", label) for n, label in enumerate(labels)], names)
 
 
 def _stored(pixels: np.ndarray, labels: Sequence[Any] | np.ndarray, names: Sequence[str] = ()) -> Found:
@@ -296,18 +299,16 @@ READERS: dict[str, Callable[[Tree, Original], Found]] = {
 }
 
 
-def _file(tree: Tree, name: str) -> Picture:
-    """A picture's file. Raises ValueError if it is missing."""
-    ref = tree.get(name)
-    if ref is None:
+def _file(tree: Tree, name: str) -> ImageRef:
+    """A file, as a picture that Pillow opens. Raises ValueError if it is missing."""
+    if name not in tree:
         raise ValueError(f"it has no {name}")
+    ref = tree[name]
     return ref._replace(forms=(*ref.forms, _of_ppm)) if name.endswith(".ppm") else ref
 
 
 def _bytes(tree: Tree, name: str, most: int = MOST_ARRAY) -> bytes:
-    if name not in tree:
-        raise ValueError(f"it has no {name}")
-    return tree[name].read(most)
+    return _file(tree, name).read(most)
 
 
 def _lines(tree: Tree, name: str) -> list[str]:

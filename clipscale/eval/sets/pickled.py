@@ -1,4 +1,4 @@
-"""Reads CIFAR's python version, whose files are pickles. Nothing that they name is imported or called.
+"""Reads CIFAR's python version, whose files are pickles of Python 2. Nothing that they name is imported or called.
 
 pickletools splits a file into operations, and a small stack machine does those that these files need. Python's own unpicklers do all
 of them, and set aside as much memory as a file claims.
@@ -15,16 +15,11 @@ MOST_OPERATIONS = 1 << 19
 MOST_TEXT = 1 << 22
 """Bytes of all class names."""
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
-_PLAIN = {"INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "FLOAT", "BINFLOAT"}
-_PLAIN |= {"UNICODE", "BINUNICODE", "BINBYTES", "SHORT_BINBYTES"}
-
-
 _NAMES = {
     "numpy.core.multiarray _reconstruct": "array",
     "numpy._core.multiarray _reconstruct": "array",
     "numpy ndarray": "array",
     "numpy dtype": "dtype",
-    "_codecs encode": "encode",
 }
 """What a file may name; the machine does it itself."""
 
@@ -44,8 +39,6 @@ class _Machine:
         self.stack: list[Any] = []
         self.marks: list[int] = []
         self.memo: dict[int, Any] = {}
-        self.left = len(data)
-        """Bytes that texts may be encoded to: a file names a text as often as it likes."""
         for number, (code, argument, _) in enumerate(pickletools.genops(data)):
             if number >= MOST_OPERATIONS:
                 raise ValueError("too many values")
@@ -56,36 +49,30 @@ class _Machine:
         match name:
             case "PROTO" | "STOP":
                 pass
-            case name if name in _PLAIN:
-                stack.append(argument)
-            case name if name in _CONSTANTS:
+            case "NONE" | "NEWTRUE" | "NEWFALSE":
                 stack.append(_CONSTANTS[name])
-            case "STRING" | "BINSTRING" | "SHORT_BINSTRING":  # of Python 2, whose texts are bytes
+            case "BININT" | "BININT1" | "BININT2" | "BINUNICODE":
+                stack.append(argument)
+            case "BINSTRING" | "SHORT_BINSTRING":  # Python 2's texts are bytes
                 stack.append(argument.encode("latin-1"))
             case "MARK":
                 self.marks.append(len(stack))
-            case "EMPTY_DICT":
-                stack.append({})
-            case "DICT" if not self.after_mark():  # of protocol 0, which adds the items later
-                stack.append({})
-            case "EMPTY_LIST" | "LIST":
-                stack.append(self.after_mark() if name == "LIST" else [])
+            case "EMPTY_DICT" | "EMPTY_LIST":
+                stack.append({} if name == "EMPTY_DICT" else [])
             case "EMPTY_TUPLE" | "TUPLE":
                 stack.append(tuple(self.after_mark()) if name == "TUPLE" else ())
             case "TUPLE1" | "TUPLE2" | "TUPLE3":
                 stack.append(tuple(reversed([stack.pop() for _ in range(int(name[-1]))])))
-            case "PUT" | "BINPUT" | "LONG_BINPUT":
+            case "BINPUT" | "LONG_BINPUT":
                 self.memo[argument] = stack[-1]
-            case "GET" | "BINGET" | "LONG_BINGET":
+            case "BINGET" | "LONG_BINGET":
                 stack.append(self.memo[argument])
             case "APPEND" | "APPENDS":
                 values = self.after_mark() if name == "APPENDS" else [stack.pop()]
                 self.last(list).extend(values)
             case "SETITEM" | "SETITEMS":
                 pairs = self.after_mark() if name == "SETITEMS" else [stack.pop(-2), stack.pop()]
-                if not all(
-                    isinstance(key, bytes | str) for key in pairs[::2]
-                ):  # the hash of nested tuples takes any time
+                if not all(isinstance(key, bytes | str) for key in pairs[::2]):  # hashes of nested tuples take long
                     raise ValueError("a key that is no text")
                 self.last(dict).update(zip(pairs[::2], pairs[1::2]))
             case "GLOBAL":
@@ -94,12 +81,12 @@ class _Machine:
                 stack.append(_Name(_NAMES[argument]))
             case "REDUCE":
                 arguments, function = stack.pop(), stack.pop()
-                stack.append(self.called(function, arguments))
+                if not isinstance(function, _Name) or not isinstance(arguments, tuple):
+                    raise ValueError("a call with other arguments")
+                stack.append(_Array() if function == "array" else arguments[0])  # a dtype is its name
             case "BUILD":
                 state = stack.pop()
-                if not isinstance(
-                    stack[-1], bytes | str
-                ):  # a dtype, whose state is a byte order; single bytes have none
+                if not isinstance(stack[-1], bytes | str):  # a dtype's state is its byte order; single bytes have none
                     self.last(_Array).state = state
             case _:
                 raise ValueError(f"it has the operation {name}, which no such file needs")
@@ -116,18 +103,6 @@ class _Machine:
         if not isinstance(self.stack[-1], kind):
             raise ValueError(f"a value or a state of something else than a {kind.__name__}")
         return self.stack[-1]
-
-    def called(self, function: Any, arguments: Any) -> Any:
-        """What a function makes of its arguments; a dtype is its name."""
-        match function if isinstance(function, _Name) else None, arguments:
-            case "array", tuple():
-                return _Array()
-            case "dtype", (bytes() | str() as text, *_):
-                return text
-            case "encode", (str() as text, *_) if len(text) <= self.left:
-                self.left -= len(text)
-                return text.encode("latin-1")
-        raise ValueError("a call with other arguments, or of a text that is encoded too often")
 
 
 def values(data: bytes) -> dict[str, Any]:

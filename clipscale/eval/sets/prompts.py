@@ -1,7 +1,7 @@
 """Class names and prompts of classification sets: their own files first, else those of a known data set. Nothing is guessed."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from clipscale import files
@@ -17,9 +17,11 @@ _IMAGENET_1K = re.compile(
 """Names of folders whose labels are ImageNet-1k's: ImageNet itself, its second version, and ImageNet-Sketch."""
 
 
-def imagenet_1k(root: Path) -> bool:
-    """Whether a set's folder is named as one whose labels 0 to 999 are the classes of ImageNet-1k."""
-    return _IMAGENET_1K.fullmatch(root.name.lower()) is not None
+def classnames(root: Path, published: Sequence[str] = (), *, numbers: bool = True) -> list[str]:
+    """The set's own class names, else ImageNet's where labels are numbers, else the published ones. Raises UserError."""
+    if (root / CLASSNAMES).is_file():
+        return lines(root / CLASSNAMES)
+    return imagenet_classnames() if numbers and _IMAGENET_1K.fullmatch(root.name.lower()) else list(published)
 
 
 def imagenet_classnames() -> list[str]:
@@ -35,7 +37,7 @@ def render(template: str, name: str) -> str:
 
 
 def text_of(file: Path, root: Path, most: int = files.SMALL) -> str:
-    """A text of the set in `root`. Raises UserError, also for a link that leads out of the set."""
+    """A text of a set, whose folder is `root`. Raises UserError, also for a link that leads out of the set."""
     if not files.inside(file, files.own_root(root)):
         raise UserError(f"eval.sets: {file} is a link to a file outside the set; copy that file there")
     with files.reported("eval.sets", file, "fetch the set again"):
@@ -68,21 +70,17 @@ def templates(root: Path) -> list[str]:
     return imagenet_templates() if "imagenet" in root.name.lower() else [SINGLE]
 
 
-def imagenet_templates() -> list[str]:
-    """CLIP's 80 prompts for ImageNet."""
-    from open_clip import OPENAI_IMAGENET_TEMPLATES
+def imagenet_templates(*, simple: bool = False) -> list[str]:
+    """CLIP's 80 prompts for ImageNet, or the best 7 of them."""
+    from open_clip import OPENAI_IMAGENET_TEMPLATES, SIMPLE_IMAGENET_TEMPLATES
 
-    return [template("{c}") for template in OPENAI_IMAGENET_TEMPLATES]
+    return [template("{c}") for template in (SIMPLE_IMAGENET_TEMPLATES if simple else OPENAI_IMAGENET_TEMPLATES)]
 
 
 def chosen(name: str) -> list[str]:
     """The templates of `eval.prompts`: `80` and `7` of CLIP, `simple`, or a file's. Raises UserError."""
-    if name == "80":
-        return imagenet_templates()
-    if name == "7":
-        from open_clip import SIMPLE_IMAGENET_TEMPLATES
-
-        return [template("{c}") for template in SIMPLE_IMAGENET_TEMPLATES]
+    if name in ("80", "7"):
+        return imagenet_templates(simple=name == "7")
     if name == "simple":
         return [SINGLE]
     file = Path(name).expanduser()

@@ -12,6 +12,7 @@ from typing import BinaryIO
 import numpy as np
 
 from clipscale import files
+from clipscale.data.features import npy_header
 from clipscale.data.sample import MAX_IMAGE_BYTES, MAX_TEXT_BYTES, key_and_extension
 from clipscale.data.shards.tar import BLOCK, LARGEST_MEMBER, next_member, read_exactly
 from clipscale.errors import UserError
@@ -52,7 +53,11 @@ def load(root: Path, classnames: Sequence[str] = (), group: int | None = None, s
     if kind == RETRIEVAL:
         return EvalSet(root.name, root, kind, images, captions=captions, owner=owner)
 
-    names = _classnames(root, classnames)
+    names = prompts.classnames(root, classnames)
+    if not names:
+        raise UserError(
+            f"eval.sets: {root} has no {prompts.CLASSNAMES}; write one class name a line, in the order of the labels"
+        )
     outside = [label for label in labels if not 0 <= label < len(names)]
     if outside:
         raise UserError(
@@ -95,7 +100,8 @@ def _samples(shard: Path) -> Iterator[tuple[str, ImageRef, dict[str, bytes]]]:
     """
     try:
         with files.opened(shard) as tar:
-            for key, members in groupby(_members(tar), key=itemgetter(0)):
+            named = ((*split, size) for name, size in plain_members(tar) if (split := key_and_extension(name)))
+            for key, members in groupby(named, key=itemgetter(0)):
                 image, texts = None, dict[str, bytes]()
                 for _, extension, size in members:
                     if extension in IMAGE_SUFFIXES:
@@ -110,13 +116,6 @@ def _samples(shard: Path) -> Iterator[tuple[str, ImageRef, dict[str, bytes]]]:
                     )
     except (tarfile.TarError, ValueError, OSError) as error:
         raise UserError(f"eval.sets: cannot read {shard} ({error}); fetch it again") from error
-
-
-def _members(tar: BinaryIO) -> Iterator[tuple[str, str, int]]:
-    """Key, extension and size of each member of a sample, with the file at its content. Raises tarfile.TarError."""
-    for name, size in plain_members(tar):
-        if named := key_and_extension(name):
-            yield *named, size
 
 
 def plain_members(tar: BinaryIO, *, any_size: bool = False) -> Iterator[tuple[str, int]]:
@@ -148,21 +147,10 @@ def _label(key: str, shard: Path, text: bytes | None) -> int:
 
 def _group(key: str, shard: Path, content: bytes | None, column: int) -> int:
     try:
-        return int(np.load(io.BytesIO(content or b""), allow_pickle=False).ravel()[column])
-    except (ValueError, EOFError, IndexError):
+        stream = io.BytesIO(content or b"")
+        _, _, dtype = npy_header(stream)
+        return int(np.frombuffer(stream.read(), dtype)[column])
+    except (ValueError, TypeError, IndexError):
         raise UserError(
             f"eval.root: sample {key} of {shard} has no group; it needs {key}.npy with one as value {column}; fetch the set again"
         ) from None
-
-
-def _classnames(root: Path, published: Sequence[str]) -> list[str]:
-    file = root / prompts.CLASSNAMES
-    if file.is_file():
-        return prompts.lines(file)
-    if prompts.imagenet_1k(root):
-        return prompts.imagenet_classnames()
-    if published:
-        return list(published)
-    raise UserError(
-        f"eval.sets: {root} has no {prompts.CLASSNAMES}; write one class name a line, in the order of the labels"
-    )
