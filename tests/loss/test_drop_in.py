@@ -76,31 +76,6 @@ def test_a_dimension_of_a_mesh_is_a_group(ranks: Workers) -> None:
     assert all(torch.allclose(found, true, rtol=1e-10) for found in ranks.run(on_a_mesh, 4, u, v))
 
 
-def under_fsdp2(group: dist.ProcessGroup, rank: int, u: Tensor, v: Tensor, weight: Tensor) -> list[Tensor]:
-    """The whole gradients of two towers whose weights are sharded over all ranks."""
-    mesh = init_device_mesh("cpu", (4,))
-    towers = [nn.Linear(8, 8, bias=False, dtype=u.dtype) for _ in range(2)]
-    for tower in towers:
-        tower.weight.data.copy_(weight)
-        fully_shard(tower, mesh=mesh)
-    ClipLoss(world_size=4, group=mesh)(towers[0](u[rank]), towers[1](v[rank]), 2.0).backward()
-    grads = [tower.weight.grad for tower in towers]
-    return [grad.full_tensor() for grad in grads if isinstance(grad, DTensor)]
-
-
-def test_weights_sharded_by_fsdp2_get_the_gradient_of_the_whole_batch(ranks: Workers) -> None:
-    u, v = stacked(4, 5, 5, 8)
-    torch.manual_seed(0)
-    weights = [torch.randn(8, 8, dtype=u.dtype).requires_grad_() for _ in range(2)]
-    weights[1].data.copy_(weights[0].data)
-    x, y = u.flatten(0, 1) @ weights[0].T, v.flatten(0, 1) @ weights[1].T
-    true = torch.autograd.grad(dense_contrastive_loss(x, y, 2.0), weights)
-    for grads in ranks.run(under_fsdp2, 4, u, v, weights[0].detach()):
-        assert len(grads) == 2
-        for a, b in zip(grads, true):
-            assert torch.allclose(a, b, rtol=1e-9, atol=1e-12), f"off by {float((a - b).abs().max()):.1e}"
-
-
 def tower(weights: Sequence[Tensor]) -> nn.Sequential:
     found = nn.Sequential(nn.Linear(8, 12, bias=False), nn.Tanh(), nn.Linear(12, 8, bias=False)).to(weights[0].dtype)
     for parameter, weight in zip(found.parameters(), weights):
