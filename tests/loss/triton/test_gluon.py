@@ -18,7 +18,6 @@ CUDA = torch.cuda.is_available()
 if not CUDA and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("no CUDA device; test_interpreter.py runs these", allow_module_level=True)
 
-from clipscale.bench.loss_work import kind as kind_of_kernel  # noqa: E402
 from clipscale.config.sections import LossConfig  # noqa: E402
 from clipscale.loss.api import configured_loss  # noqa: E402
 from clipscale.loss.machine import Machine  # noqa: E402
@@ -283,8 +282,3 @@ def test_kernels_are_chosen_by_capability_and_arithmetic() -> None:
         (90, "sigmoid with keys", "half"),
     ]
     assert not any(gluon_tiles(*case) for case in others)
-
-
-def test_a_profile_counts_them_as_score_kernels() -> None:
-    kernels = ("gluon_lse_kernel", "gluon_softmax_gradient_kernel", "gluon_sigmoid_kernel")
-    assert {kind_of_kernel(name) for name in kernels} == {"score kernels"}
