@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from rich import progress
 from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn
 
 from clipscale import files
 from clipscale.config.sections import LogConfig
@@ -97,9 +97,10 @@ class MetricLog:
         if step % self.config.every == 0:
             self._print_record()
         if self._progress is not None:
-            bar, task = self._progress
-            rate = f"{record['samples_per_s']:,.0f}/s" if "samples_per_s" in record else ""
-            bar.update(task, completed=step, rate=rate, loss=f"loss {record.get('loss', math.nan):.4f}")
+            rate, loss = record.get("samples_per_s", math.nan), record.get("loss", math.nan)
+            self._progress.update(
+                self._progress.task_ids[0], completed=step, description=f"{rate:,.0f}/s loss {loss:.4f}"
+            )
         self._sinks.write(step, {k: float(v) for k, v in record.items() if isinstance(v, int | float)})
 
     def _append(self, line: str) -> None:
@@ -138,7 +139,7 @@ class MetricLog:
         """Flush and close every sink. Safe to call twice."""
         self._print_record()
         if self._progress is not None:
-            self._progress[0].stop()
+            self._progress.stop()
             self._progress = None
         self._sinks.close()
         if not self._file.closed:
@@ -154,31 +155,20 @@ class MetricLog:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _start_progress(self, done: int, total: int | None) -> tuple[progress.Progress, progress.TaskID] | None:
+    def _start_progress(self, done: int, total: int | None) -> Progress | None:
         if not self.console.is_terminal:
             return None
-        columns = (
-            progress.SpinnerColumn(),
-            progress.BarColumn(),
-            progress.MofNCompleteColumn(),
-            progress.TextColumn("{task.fields[rate]}"),
-            progress.TextColumn("{task.fields[loss]}"),
-            progress.TimeRemainingColumn(),
-        )
-        bar = progress.Progress(*columns, console=self.console, transient=True)
-        task = bar.add_task("train", total=total, completed=done, rate="", loss="")
+        columns = (SpinnerColumn(), *Progress.get_default_columns(), MofNCompleteColumn())
+        bar = Progress(*columns, console=self.console, transient=True)
+        bar.add_task("train", total=total, completed=done)
         bar.start()
-        return bar, task
+        return bar
 
 
 def console_line(record: Record) -> str:
     """`step=120 samples=30720 loss=2.1034 ...`: fields in a fixed order, for grep and awk."""
-    parts = []
-    for name, style in CONSOLE_FIELDS.items():
-        value = record.get(name)
-        if value is not None:
-            parts.append(f"{name}={int(value) if style == 'd' else value:{style}}")
-    return " ".join(parts)
+    fields = [(name, style, record[name]) for name, style in CONSOLE_FIELDS.items() if record.get(name) is not None]
+    return " ".join(f"{name}={int(value) if style == 'd' else value:{style}}" for name, style, value in fields)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -192,7 +182,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     last: list[dict[str, Any]] = []
     held, every = 0, 1
     for number, (line, record) in enumerate(_complete_lines(path) if path.is_file() else ()):
-        last = [{k: _decoded(v) for k, v in record.items()}]
+        last = [{k: _NON_FINITE.get(v, v) if isinstance(v, str) else v for k, v in record.items()}]
         if number % every == 0:
             kept += last
             held += len(line)
@@ -207,16 +197,10 @@ _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 def _encodable(record: Record) -> dict[str, Any]:
     """Replaces NaN and infinity, which strict JSON lacks, by the strings that `float()` and protobuf's JSON accept."""
 
-    def encode(value: Any) -> Any:
-        if isinstance(value, float) and not math.isfinite(value):
-            return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-        return value
+    def strange(value: Any) -> bool:
+        return isinstance(value, float) and not math.isfinite(value)
 
-    return {key: encode(value) for key, value in record.items()}
-
-
-def _decoded(value: Any) -> Any:
-    return _NON_FINITE.get(value, value) if isinstance(value, str) else value
+    return {key: json.dumps(value) if strange(value) else value for key, value in record.items()}
 
 
 def _complete_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:

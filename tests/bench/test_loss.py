@@ -152,13 +152,7 @@ def by_hand(ranks: int = 1) -> Record:
     """One method measured, one that ran out of memory, one that is not there."""
     case = Case(1024, 512, "fp32", "cpu", ranks, 100.0)
     chosen = [methods()[name] for name in ("infcl", "clip", "inf_cl")]
-    probe = {
-        "status": "ok",
-        "steps": [],
-        "extra_bytes": 3 << 20,
-        "units": 4 / ranks,
-        "error": 1e-6,
-    }
+    probe = {"status": "ok", "steps": [], "extra_bytes": 3 << 20, "units": 4 / ranks, "error": 1e-6}
     probe |= {"sent_bytes": None if ranks == 1 else 8 * 1024 * 512}
     slower = probe | {"extra_bytes": 5 << 20, "error": 5e-7}
     full = {"status": "out of memory", "reason": "can't allocate memory", "traceback": ""}

@@ -191,13 +191,7 @@ def by_hand() -> dict[str, Any]:
     facts = {"gpus": [], "cpu": "a processor", "versions": {"torch": "2"}}
     shown = {"batch": 8, "chunk": 4, "model": "tiny", "precision": "fp32", "memory": "4,8"}
     return (
-        {
-            "benchmark": "step",
-            "device": "cpu",
-            "settings": shown,
-            "machine": facts,
-            "methods": METHODS,
-        }
+        {"benchmark": "step", "device": "cpu", "settings": shown, "machine": facts, "methods": METHODS}
         | part.found([[answer] for answer in answers])
         | {"threads": 2}
     )

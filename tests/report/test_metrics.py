@@ -37,12 +37,7 @@ def printed(log: MetricLog) -> str:
 def open_log(run: Path, config: LogConfig | None = None, *, resume_step: int = 0, terminal: bool = False) -> MetricLog:
     console = quiet(force_terminal=terminal)
     return MetricLog(
-        run,
-        config or LogConfig(),
-        resolved_config=SETTINGS,
-        resume_step=resume_step,
-        total_steps=10,
-        console=console,
+        run, config or LogConfig(), resolved_config=SETTINGS, resume_step=resume_step, total_steps=10, console=console
     )
 
 
