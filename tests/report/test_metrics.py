@@ -42,14 +42,8 @@ def open_log(run: Path, config: LogConfig | None = None, *, resume_step: int = 0
 
 
 def record(step: int, **fields: object) -> dict[str, object]:
-    return {
-        "step": step,
-        "samples": 256 * step,
-        "loss": 5 / step,
-        "lr": 1e-3,
-        "samples_per_s": 440.0,
-        "broken": 0,
-    } | fields
+    plain = {"step": step, "samples": 256 * step, "loss": 5 / step, "lr": 1e-3, "samples_per_s": 440.0, "broken": 0}
+    return plain | fields
 
 
 def steps(run: Path) -> list[int]:
@@ -74,33 +68,18 @@ def test_one_line_a_step_and_the_files_beside_it(tmp_path: Path) -> None:
     assert env["versions"]["torch"] and env["hostname"] and env["command"] and "commit" in env
 
 
-def test_every_line_is_there_before_the_log_is_closed(tmp_path: Path) -> None:
-    log = open_log(tmp_path)
-    log.step(record(1))
-    assert steps(tmp_path) == [1], "a killed run must not lose the steps it has done"
-    log.close()
-
-
-def test_resuming_cuts_off_what_lies_beyond(tmp_path: Path) -> None:
+def test_resuming_cuts_off_what_lies_beyond_and_a_torn_last_line(tmp_path: Path) -> None:
     with open_log(tmp_path) as log:
         for step in range(1, 8):
             log.step(record(step))
-    with open_log(tmp_path, resume_step=4) as log:
-        log.step(record(5, loss=0.5))
-    assert steps(tmp_path) == [1, 2, 3, 4, 5]
-    assert read_metrics(tmp_path / "metrics.jsonl")[-1]["loss"] == 0.5
-
-
-def test_resuming_after_a_torn_last_line(tmp_path: Path) -> None:
-    with open_log(tmp_path) as log:
-        for step in range(1, 4):
-            log.step(record(step))
+            assert steps(tmp_path)[-1] == step, "a killed run must not lose the steps it has done"
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(path.read_bytes()[:-20])
-    assert steps(tmp_path) == [1, 2]
-    with open_log(tmp_path, resume_step=2) as log:
-        log.step(record(3))
-    assert steps(tmp_path) == [1, 2, 3]
+    assert steps(tmp_path) == [1, 2, 3, 4, 5, 6]
+    for resumed in (6, 4):
+        with open_log(tmp_path, resume_step=resumed) as log:
+            log.step(record(resumed + 1, loss=0.5))
+    assert steps(tmp_path) == [1, 2, 3, 4, 5] and read_metrics(path)[-1]["loss"] == 0.5
 
 
 def test_a_new_run_starts_a_new_file(tmp_path: Path) -> None:
