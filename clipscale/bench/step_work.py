@@ -225,7 +225,7 @@ class StepVariants:
         def step(inputs: tuple[ChunkLoader, ChunkLoader], meter: Meter) -> None:
             images, texts = inputs
             # Sorted within the time, as in training.
-            cut = SortedCaptions(texts.rows, len(texts), self.device, pad=0, resident=False) if name.sorts else texts
+            cut = SortedCaptions(texts.read, len(texts), self.device, pad=0, resident=False) if name.sorts else texts
             cache.budget.bytes = budget((images, cut))
             representations = cache.encode(images, cut)
             meter("encode")

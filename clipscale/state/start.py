@@ -13,7 +13,7 @@ from clipscale.checkpoint.store import Store
 from clipscale.config.train import TrainConfig
 from clipscale.data.loader.memory import free_memory
 from clipscale.data.loader.ramp import BatchSizes
-from clipscale.data.loader.stream import BatchShare, OffloadSpec, TrainStream, merge_positions, open_stream
+from clipscale.data.loader.stream import BatchShare, TrainStream, merge_positions, open_stream
 from clipscale.distributed import World
 from clipscale.models.weights import described_for_training
 from clipscale.rng import RandomState
@@ -78,16 +78,14 @@ def data_stream(state: TrainState, sizes: BatchSizes, saved: dict[str, Any] | No
     return open_stream(
         config.data,
         BatchShare(config.batch, world.rank, world.size, sizes=lambda i: sizes.at(first + i)),
-        OffloadSpec(
-            backend=config.offload if config.offload != "none" else "host",
-            chunk=state.cache.towers[0].size,
-            folder=config.offload_dir or str(state.folder),
-            free=free,
-        ),
         image_size=state.image_size(),
         tokenizer=state.model.tokenizer,
         seed=config.seed,
         position=None if saved is None else saved["position"],
         stored=state.stored,
         device=world.device,
+        backend=config.offload if config.offload != "none" else "host",
+        chunk=state.cache.towers[0].size,
+        folder=config.offload_dir or str(state.folder),
+        free=free,
     )

@@ -15,7 +15,7 @@ from clipscale.data.loader import stream as loader
 from clipscale.data.loader.host_batch import Arena, HostBatch, sample_id
 from clipscale.data.loader.shard_reader import SegmentReader
 from clipscale.data.loader.shard_stream import BatchFiller, Fill, Report, WorkerSpec
-from clipscale.data.loader.stream import BatchShare, OffloadSpec, TrainStream, merge_positions
+from clipscale.data.loader.stream import BatchShare, TrainStream, merge_positions
 from clipscale.data.loader.workers import Workers
 from clipscale.data.order import Segment
 from clipscale.data.shards.store import Store
@@ -33,12 +33,12 @@ def open_stream(
     return loader.open_stream(
         config,
         BatchShare(batch, rank, world, sizes),
-        OffloadSpec(**offload),
         image_size=side,
         tokenizer=tokenizer or Letters(),
         seed=seed,
         position=position,
         device=device,
+        **offload,
     )
 
 

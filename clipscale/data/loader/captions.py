@@ -27,11 +27,11 @@ def lengths(tokens: Tensor, pad: int) -> Tensor:
     return (used + GRAIN - 1).div(GRAIN, rounding_mode="floor").clamp(min=1).mul(GRAIN).clamp(max=width)
 
 
-class SortedCaptions:
+class SortedCaptions(ChunkLoader):
     """An input of `GradCache` whose chunks hold captions of like length, the longest first. Features come back in the batch's order.
 
     Chunks hold as many tokens as `size` whole contexts do. So they take the memory of a chunk of `size` captions, and short captions come
-    in larger chunks. All ranks make equally many chunks.
+    in larger chunks, each as wide as its first caption. All ranks make equally many chunks.
     """
 
     def __init__(
@@ -48,34 +48,25 @@ class SortedCaptions:
 
         `most(own)` is the largest of all ranks' numbers of chunks; every rank calls it once.
         """
-        self._tokens, self._count, self._device, self._pad, self._most = tokens, count, device, pad, most
-        self._chunks = ChunkLoader(self._cut, count, device, resident=resident)
+        super().__init__(self._cut, count, device, resident=resident)
+        self._tokens, self._pad, self._most = tokens, pad, most
         self._spans: list[tuple[int, int]] = []
 
-    def __len__(self) -> int:
-        return self._count
-
     @cached_property
-    def _captions(self) -> Tensor:
-        return self._tokens(0, self._count)
-
-    @cached_property
-    def _lengths(self) -> Tensor:
-        return lengths(self._captions, self._pad)
-
-    @cached_property
-    def _order(self) -> Tensor:
-        """The batch's row at each position. Equal lengths keep the batch's order."""
-        return self._lengths.argsort(descending=True, stable=True)
+    def _sorted(self) -> tuple[Tensor, Tensor, list[int]]:
+        """The batch's captions; the batch's row at each position; and the length there. Equal lengths keep the batch's order."""
+        captions = self._tokens(0, self.count)
+        sizes, order = lengths(captions, self._pad).sort(descending=True, stable=True)
+        return captions, order, sizes.tolist()
 
     @cached_property
     def _rows(self) -> Tensor:
-        return self._order.to(self._device)
+        return self._sorted[1].to(self.device)
 
     def spans(self, size: int) -> list[tuple[int, int]]:
         """The chunks as ranges of positions, for chunks of `size` captions of the whole context."""
-        sizes = self._lengths[self._order].tolist()
-        self._spans = cut(sizes, size * self._captions.shape[1], max(size, MOST))
+        captions, _, sizes = self._sorted
+        self._spans = cut(sizes, size * captions.shape[1], max(size, MOST))
         split(self._spans, self._most(len(self._spans)))
         return self._spans
 
@@ -83,27 +74,21 @@ class SortedCaptions:
         """Rows of the batch at positions start..stop, (stop - start,) int64, on the device."""
         return self._rows[start:stop]
 
-    def chunk(self, start: int, stop: int) -> Tensor:
-        """The captions at positions start..stop on the device, as wide as the first, which is the longest."""
-        return self._chunks.chunk(start, stop)
-
     def widths(self) -> Counter[int]:
         """Captions by the width at which the tower has computed them."""
         found: Counter[int] = Counter()
         for start, stop in self._spans:
-            found[self._width(start)] += stop - start
+            found[self._sorted[2][start]] += stop - start
         return found
 
     def contexts(self, size: int) -> float:
         """How many captions of the whole context have as many tokens as these, for chunks of `size`."""
         self.spans(size)
-        return sum(width * count for width, count in self.widths().items()) / self._captions.shape[1]
-
-    def _width(self, position: int) -> int:
-        return int(self._lengths[self._order[position]])
+        return sum(width * count for width, count in self.widths().items()) / self._sorted[0].shape[1]
 
     def _cut(self, start: int, stop: int) -> Tensor:
-        return self._captions[self._order[start:stop], : self._width(start)]
+        captions, order, sizes = self._sorted
+        return captions[order[start:stop], : sizes[start]]
 
 
 def cut(sizes: list[int], budget: int, most: int) -> list[tuple[int, int]]:

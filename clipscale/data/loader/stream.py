@@ -5,7 +5,7 @@ order.py fixes the order, the workers read and decode, the assembler follows wha
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -57,16 +57,6 @@ class BatchShare:
     def size(self, step: int) -> int:
         """The size of the global batch of that step, counted from the stream's start."""
         return self.sizes(step) if self.sizes else self.batch
-
-
-@dataclass(frozen=True)
-class OffloadSpec:
-    """Where image rows wait between the two passes."""
-
-    backend: str = "host"  # host, disk or encoded (see offload.py)
-    chunk: int = 256  # rows that are loaded into host memory at once: the image tower's chunk
-    folder: str | None = None  # disk: the folder of the file; None: the system's folder for temporary files
-    free: int | None = None  # free memory before any process of this machine took its share; None: what is free now
 
 
 class TrainStream:
@@ -181,7 +171,6 @@ class TrainStream:
 def open_stream(
     config: DataConfig,
     share: BatchShare,
-    offload: OffloadSpec = OffloadSpec(),
     *,
     image_size: int,
     tokenizer: Callable[[list[str]], Any],
@@ -189,11 +178,18 @@ def open_stream(
     position: dict[str, Any] | None = None,
     stored: StoredFeatures | None = None,
     device: torch.device | None = None,
+    backend: str = "host",
+    chunk: int = 256,
+    folder: str | None = None,
+    free: int | None = None,
 ) -> TrainStream:
     """The training data from its start, or from `position`, the record that `merge_positions` made.
 
     `device` is where the rows are trained on (None: the CPU); with data.decode=gpu it decodes the pictures. With `stored`, image rows are
-    features read from the shards. Raises UserError for settings or shards that cannot work.
+    features read from the shards. `backend`, host, disk or encoded, is where image rows wait between the two passes (see offload.py);
+    `chunk` of them, the image tower's chunk, are loaded at once; `folder` holds the file of disk (None: the system's for temporary files).
+    `free` is the free memory before any process of this machine took its share (None: what is free now).
+    Raises UserError for settings or shards that cannot work.
     """
     if position and "lanes" in position:  # the word of former versions
         position = position | {"streams": position["lanes"]}
@@ -219,17 +215,17 @@ def open_stream(
         row=kind.shape,
         dtype=kind.dtype,
         context_length=np.asarray(tokenizer(["a"])).shape[1],
-        backend="device" if decoder else offload.backend,
-        decoded=decoder is not None and offload.backend != "encoded",
-        chunk=offload.chunk,
-        folder=offload.folder,
+        backend="device" if decoder else backend,
+        decoded=decoder is not None and backend != "encoded",
+        chunk=chunk,
+        folder=folder,
     )
     picture = picture_bytes(source, kind.members, layout, access) if layout.encoded else None
-    layout, memory = fitted(layout, picture, offload.free)
+    layout, memory = fitted(layout, picture, free)
     arena = Arena(layout)
     if device.type == "cuda":
         arena.pin()
-    parts = divide(start, workers)
+    parts = divide(start, workers, share, source.streams)
     specs = [
         WorkerSpec(
             config=config,
@@ -244,7 +240,7 @@ def open_stream(
             span=span,
             piece=max(PIECE, layout.samples // (len(parts) * PIECES)),
         )
-        for part, span in zip(parts, spans(parts, share, source.streams))
+        for part, span in parts
     ]
     readers = Workers(specs, arena, config.timeout_s) if workers else InProcess(specs[0], arena)
     assembler = BatchAssembler(specs, readers, share.size)
@@ -280,26 +276,26 @@ def worker_count(config: DataConfig, streams: int) -> int:
     return min(max(1, cores_of_rank() - 1), 16, max(1, streams))
 
 
-def divide(start: Sequence[StreamPosition], workers: int) -> list[tuple[StreamPosition, ...]]:
-    """Each worker's shard streams: every n-th, so that all workers fill the batch from its first rows on."""
+def divide(
+    start: Sequence[StreamPosition], workers: int, share: BatchShare, streams: int
+) -> list[tuple[tuple[StreamPosition, ...], tuple[int, int]]]:
+    """Each worker's shard streams: every n-th, so that all workers fill the batch from its first rows on.
+
+    And its samples of a whole local batch, (first, stop), where the samples are counted one worker after another.
+    """
     if workers > len(start):
         log.warning(
             f"data.workers={workers}: this rank has only {len(start)} shard streams, so {len(start)} workers; take so many, or raise "
             "data.shard_streams"
         )
     count = max(1, min(workers, len(start)))
-    return [tuple(start[number::count]) for number in range(count)]
-
-
-def spans(parts: Sequence[Sequence[StreamPosition]], share: BatchShare, streams: int) -> Iterator[tuple[int, int]]:
-    """Each worker's samples of a whole local batch, (first, stop), where the samples are counted one worker after another."""
-    local = share.batch // share.world
+    parts, local = [tuple(start[number::count]) for number in range(count)], share.batch // share.world
 
     def size(part: Sequence[StreamPosition]) -> int:
         places = [local_places(own.stream, streams, share.batch, share.rank, share.world) for own in part]
         return sum(min(span.stop, local) - max(span.start, 0) for span in places)
 
-    return pairwise(accumulate(map(size, parts), initial=0))
+    return list(zip(parts, pairwise(accumulate(map(size, parts), initial=0))))
 
 
 def row_source(

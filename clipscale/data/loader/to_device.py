@@ -20,13 +20,13 @@ def copy_stream(device: torch.device) -> torch.cuda.Stream:
 class ChunkLoader:
     """Input of one tower for `GradCache`: chunks of host rows as tensors on the device.
 
-    `rows(start, stop)` blocks until the data workers have delivered those rows. On a GPU, copies run on a stream of their own, at most
+    `read(start, stop)` blocks until the data workers have delivered those rows. On a GPU, copies run on a stream of their own, at most
     `AHEAD` chunks ahead of the computation, so device memory does not grow with the batch. With `resident`, every chunk stays on the
     device for the second pass.
     """
 
-    def __init__(self, rows: Callable[[int, int], Tensor], count: int, device: torch.device, *, resident: bool) -> None:
-        self.rows, self.count, self.device = rows, count, device
+    def __init__(self, read: Callable[[int, int], Tensor], count: int, device: torch.device, *, resident: bool) -> None:
+        self.read, self.count, self.device = read, count, device
         self.held: dict[tuple[int, int], Tensor] | None = {} if resident else None
         self.copies = copy_stream(device) if device.type == "cuda" else None
         self.computed: deque[torch.cuda.Event] = deque()
@@ -44,14 +44,14 @@ class ChunkLoader:
 
     def fetch(self, start: int, stop: int) -> Tensor:
         if self.copies is None:
-            return self.rows(start, stop)
+            return self.read(start, stop)
         compute = torch.cuda.current_stream(self.device)
         self.computed.append(compute.record_event())
         if len(self.computed) >= AHEAD:
             self.computed.popleft().synchronize()
         with torch.cuda.stream(self.copies):
             # Rows that the GPU decodes are made there, on this stream.
-            chunk = self.rows(start, stop).to(self.device, non_blocking=True)
+            chunk = self.read(start, stop).to(self.device, non_blocking=True)
         compute.wait_stream(self.copies)
         # The memory belongs to the copy stream; without this it could be handed out again while the computation still reads it.
         chunk.record_stream(compute)

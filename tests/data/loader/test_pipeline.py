@@ -13,7 +13,7 @@ import webdataset as wds
 from PIL import Image
 
 from clipscale.config.data import AugmentConfig, DataConfig
-from clipscale.data.loader.stream import BatchShare, OffloadSpec, TrainStream, merge_positions, open_stream
+from clipscale.data.loader.stream import BatchShare, TrainStream, merge_positions, open_stream
 from clipscale.errors import UserError
 from tests.data.files import SIDE, Letters, picture, write_shards
 from tests.data.streams import flat, ids
@@ -56,7 +56,7 @@ def stream(function: Callable[..., Any] | str, rank: int = 0, world: int = 1, **
     return open_stream(
         config,
         BatchShare(8, rank, world),
-        OffloadSpec(backend),
+        backend=backend,
         image_size=SIDE,
         tokenizer=Letters(),
         seed=1,

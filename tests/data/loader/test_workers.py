@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,33 +24,40 @@ pytestmark = pytest.mark.timeout(60)
 # -- workers that fail -------------------------------------------------------------------------------------------------
 
 
-class Sleeper(Letters):
-    """A tokenizer that gets stuck on the second batch."""
+class Acting(Letters):
+    """A tokenizer that does something for every piece of a batch, in its worker."""
 
-    calls = 0
-
-    def __call__(self, texts: list[str]) -> torch.Tensor:
-        Sleeper.calls += len(texts) > 1
-        if Sleeper.calls > 1 and len(texts) > 1:
-            time.sleep(60)
-        return super().__call__(texts)
-
-
-class Faulty(Letters):
-    """A tokenizer with a bug."""
-
-    def __init__(self, error: type[Exception]) -> None:
-        self.error = error
+    def __init__(self, act: Callable[..., object], *arguments: object) -> None:
+        self.act, self.arguments, self.pieces = act, arguments, 0
 
     def __call__(self, texts: list[str]) -> torch.Tensor:
         if len(texts) > 1:
-            raise self.error("not in the vocabulary")
+            self.pieces += 1
+            self.act(self.pieces, *self.arguments)
         return super().__call__(texts)
+
+
+def stick(pieces: int) -> None:
+    time.sleep(60 * (pieces > 1))
+
+
+def fail(pieces: int, error: type[Exception]) -> None:
+    raise error("not in the vocabulary")
+
+
+def slow(pieces: int) -> None:
+    """So that a kill comes in the midst of a batch."""
+    time.sleep(0.02)
+
+
+def note(pieces: int, path: Path) -> None:
+    """The setting that transformers' tokenizers read in their process."""
+    path.write_text(os.environ.get("TOKENIZERS_PARALLELISM", "nothing"))
 
 
 def test_a_silent_worker_is_named(tmp_path: Path) -> None:
     write_shards(tmp_path, [50])
-    with open_stream(tmp_path, batch=4, workers=1, tokenizer=Sleeper(), timeout_s=30.0) as stream:
+    with open_stream(tmp_path, batch=4, workers=1, tokenizer=Acting(stick), timeout_s=30.0) as stream:
         stream.next_batch().pixels(0, 4)
         stream._assembler.workers._timeout_s = (
             1.0  # not from the start: importing torch can take as long on a busy machine
@@ -70,14 +78,6 @@ def killed(stream: TrainStream, number: int) -> int:
     return int(victim.pid)
 
 
-class Slow(Letters):
-    """A tokenizer that takes its time, so that a kill comes in the midst of a batch."""
-
-    def __call__(self, texts: list[str]) -> torch.Tensor:
-        time.sleep(0.02)
-        return super().__call__(texts)
-
-
 @pytest.mark.parametrize("backend", ["host", "disk", "encoded"])
 def test_a_killed_worker_is_replaced_and_no_byte_differs(
     tmp_path: Path, backend: str, caplog: pytest.LogCaptureFixture
@@ -89,7 +89,13 @@ def test_a_killed_worker_is_replaced_and_no_byte_differs(
             member for i, one in enumerate(good) for member in one[i % 7 == 0 :]
         ]  # every seventh lacks its picture
         write_tar(tmp_path / f"{shard}.tar", members)
-    options: dict[str, Any] = {"batch": 200, "shard_streams": 2, "backend": backend, "chunk": 10, "tokenizer": Slow()}
+    options: dict[str, Any] = {
+        "batch": 200,
+        "shard_streams": 2,
+        "backend": backend,
+        "chunk": 10,
+        "tokenizer": Acting(slow),
+    }
     with open_stream(tmp_path, **options, workers=0) as stream:
         whole, position = contents(stream, 6), stream.position()
         contents(stream, 1)
@@ -134,10 +140,8 @@ def test_a_bug_in_a_worker_arrives_with_its_traceback(tmp_path: Path, error: typ
     """Of errors, too, that would mean that the run is gone if they came from the pipe to it."""
     write_shards(tmp_path, [50])
     with (
-        open_stream(tmp_path, batch=4, workers=1, tokenizer=Faulty(error)) as stream,
-        pytest.raises(
-            RuntimeError, match=rf"(?s)Traceback.*raise self\.error.*{error.__name__}.*not in the vocabulary"
-        ),
+        open_stream(tmp_path, batch=4, workers=1, tokenizer=Acting(fail, error)) as stream,
+        pytest.raises(RuntimeError, match=rf"(?s)Traceback.*raise error.*{error.__name__}.*not in the vocabulary"),
     ):
         contents(stream, 1)
 
@@ -153,21 +157,10 @@ def test_closing_ends_the_workers_even_in_the_midst_of_work(tmp_path: Path) -> N
     assert not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids)
 
 
-class Noting(Letters):
-    """A tokenizer that writes down the setting that transformers' tokenizers read in its process."""
-
-    def __init__(self, note: Path) -> None:
-        self.note = note
-
-    def __call__(self, texts: list[str]) -> torch.Tensor:
-        self.note.write_text(os.environ.get("TOKENIZERS_PARALLELISM", "nothing"))
-        return super().__call__(texts)
-
-
 def test_a_schedulers_warning_to_all_processes_leaves_the_workers_at_work(tmp_path: Path) -> None:
     """The run saves at SIGTERM, for which it must finish its step: with samples, that is. And tokenizers start no threads in workers."""
     write_shards(tmp_path, [50])
-    with open_stream(tmp_path, batch=4, workers=1, tokenizer=Noting(tmp_path / "note")) as stream:
+    with open_stream(tmp_path, batch=4, workers=1, tokenizer=Acting(note, tmp_path / "note")) as stream:
         stream.next_batch().ids()
         worker = psutil.Process(processes_of(stream)[0].pid)
         worker.send_signal(signal.SIGTERM)
