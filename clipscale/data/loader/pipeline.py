@@ -32,12 +32,10 @@ A sample is a mapping: `__key__`, and members by extension: `jpg` or another ima
 class PipelineSource:
     """The streams of a pipeline; what `OrderedShards` is for shards."""
 
-    name: str
-    """MODULE:FUNCTION. Workers import it by this name."""
+    name: str  # MODULE:FUNCTION, by which workers import it
     streams: int
     seed: int
-    samples: None = None
-    """Samples of an epoch: not known."""
+    samples: None = None  # of an epoch: not known
 
     def fingerprint(self) -> str:
         """A digest of everything that a position refers to, as far as it is known."""

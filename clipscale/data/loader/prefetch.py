@@ -118,7 +118,7 @@ class Prefetcher:
         begun = self._begun[slot.number]
         start = next(reversed(begun))[1] if begun else 0
         while start < size and (stop := min(start + self._piece, size)) <= count:
-            self._begin(slot, start, stop, slot.number, start)
+            begun[start, stop] = self._load(slot, start, stop, slot.number * self._capacity + start)
             start = stop
 
     def _chunk(self, span: tuple[int, int]) -> int:
@@ -136,11 +136,8 @@ class Prefetcher:
         buffer %= len(self._begun)
         if span not in self._begun[buffer]:
             self._empty(buffer)
-            self._begin(self._slot, *span, buffer, 0)
+            self._begun[buffer][span] = self._load(self._slot, *span, buffer * self._capacity)
         return buffer
-
-    def _begin(self, slot: Slot, start: int, stop: int, buffer: int, place: int) -> None:
-        self._begun[buffer][start, stop] = self._load(slot, start, stop, buffer * self._capacity + place)
 
     def _wait(self, buffer: int, start: int, stop: int) -> None:
         begun = self._begun[buffer]

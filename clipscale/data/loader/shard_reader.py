@@ -37,13 +37,11 @@ class OrderedShards:
 
     urls: tuple[str, ...]
     order: Order
-    window: int
-    """Samples in a shuffle window."""
+    window: int  # samples in a shuffle window
     seed: int
 
     @property
     def streams(self) -> int:
-        """The number of shard streams."""
         return self.order.streams
 
     @property
@@ -178,10 +176,6 @@ class StreamPosition:
     """With data.weights: `index` counts usable samples, and each source has its own epoch and index here, one after the other."""
 
 
-_Window = tuple[int, Segment, list[Item]]
-"""The stream's epoch, the segment, and its items in this window."""
-
-
 class ItemReader(ABC):
     """Reads one shard stream, item after item. `epoch` and `index` are its position, counted in items given out."""
 
@@ -227,7 +221,7 @@ class ShardReader(ItemReader):
 
         So requests to the storage are spread evenly, and memory holds about one window.
         """
-        following: _Window | None = None
+        following: tuple[int, Segment, list[Item]] | None = None
         with closing(self._windows()) as windows:
             while True:
                 while following is None:
@@ -246,8 +240,8 @@ class ShardReader(ItemReader):
                     held -= kept_bytes(item)
                     yield segment, item
 
-    def _windows(self) -> Generator[_Window | None, None, None]:
-        """Window after window, and None after every sample read. The store learns each time which shard follows."""
+    def _windows(self) -> Generator[tuple[int, Segment, list[Item]] | None, None, None]:
+        """Epoch, segment and items of window after window, and None after every sample read. The store learns which shard follows."""
         shards, store = self._shards, self._store
         try:
             for (epoch, segment), (_, following) in pairwise(self._segments()):

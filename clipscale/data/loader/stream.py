@@ -77,15 +77,12 @@ class TrainStream:
         self._read = rows.rows if isinstance(rows, Prefetcher) else rows
         self._positions = {position.stream: position for position in start}
         self._step, self._given_back = -1, False
+        self.samples_per_epoch = source.samples
+        """Over all ranks; None where shards are drawn with replacement, or a pipeline gives the samples."""
         self.waited = assembler.waited
         """Measures how long the training process waits for samples."""
         for step in range(len(arena.slots)):
             assembler.begin(step)
-
-    @property
-    def samples_per_epoch(self) -> int | None:
-        """Samples in an epoch, over all ranks; None where shards are drawn with replacement, or a pipeline gives them."""
-        return self._source.samples
 
     @property
     def broken(self) -> Counter[str]:
@@ -251,13 +248,12 @@ def open_stream(
 def start_positions(source: Source, position: dict[str, Any] | None, share: BatchShare) -> list[StreamPosition]:
     """Where each of this rank's shard streams starts."""
     own = streams_of(source.streams, share.batch, share.rank, share.world)
-    if position is None:
-        return [StreamPosition(stream, 0, 0) for stream in own]
-    if position["order"] != source.fingerprint():
-        log.warning(
-            "the shards, data.shuffle, data.order, data.weights or the seed differ from the checkpoint's: this data is read from its first "
-            "sample on"
-        )
+    if position is None or position["order"] != source.fingerprint():
+        if position:
+            log.warning(
+                "the shards, data.shuffle, data.order, data.weights or the seed differ from the checkpoint's: this data is read from its "
+                "first sample on"
+            )
         return [StreamPosition(stream, 0, 0) for stream in own]
     if position.get("windows") != order_version():
         log.warning(
@@ -322,13 +318,9 @@ def row_source(
 
 
 def merge_positions(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The position of the whole run from `position()` of every rank, as `open_stream` takes it.
-
-    Raises UserError if the ranks read different shards.
-    """
+    """The position of the whole run from `position()` of every rank. Raises UserError if the ranks read different shards."""
     first = records[0]
-    common = {name: first[name] for name in ("order", "windows", "streams")}
-    if any({name: record[name] for name in common} != common for record in records):
+    if any(record | {"at": {}} != first | {"at": {}} for record in records):
         raise UserError(
             "data.train: the processes see different shards; every node must have the same list, the same counts and the same clipscale"
         )
@@ -337,4 +329,4 @@ def merge_positions(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
         raise ValueError(
             f"positions of {len(merged)} shard streams, of {first['streams']}: pass the record of every rank"
         )
-    return {**common, "at": merged}
+    return first | {"at": merged}
