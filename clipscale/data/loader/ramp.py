@@ -15,20 +15,16 @@ class BatchSizes:
 
     def __init__(self, batch: int, ramp: RampConfig | None = None) -> None:
         ramp = ramp or RampConfig()
-        self.batch = batch
-        self.unit = ramp.start or batch
-        """Divides every batch."""
-        if batch % self.unit:
-            raise UserError(
-                f"ramp.start={self.unit}: batch={batch} is no multiple of it; choose a divisor of the batch"
-            )
+        self.batch, unit = batch, ramp.start or batch
+        if batch % unit:
+            raise UserError(f"ramp.start={unit}: batch={batch} is no multiple of it; choose a divisor of the batch")
         if ramp.start and ramp.start < batch and not ramp.samples:
             raise UserError(f"ramp.start={ramp.start}: give ramp.samples=N, over which the batch grows to {batch}")
         stages: list[int] = []
         sizes: list[int] = []
         seen, factor = 0, 1
-        while self.unit * factor < batch:
-            stages.append(self.unit * factor)
+        while unit * factor < batch:
+            stages.append(unit * factor)
             factor = 2 * factor if ramp.rule == "double" else factor + 1
         while stages and seen < ramp.samples:
             sizes.append(stages[seen * len(stages) // ramp.samples])

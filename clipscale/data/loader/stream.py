@@ -1,6 +1,7 @@
 """The training stream: opens the data of a run, and hands out one local batch after another.
 
-order.py fixes the order, the workers read and decode, the assembler follows what has arrived, and a row source hands out image rows.
+order.py fixes the order, the workers read and decode, the assembler follows what has arrived, and the prefetcher loads rows that wait
+elsewhere.
 """
 
 import logging

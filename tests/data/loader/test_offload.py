@@ -1,7 +1,6 @@
 """The offload backends: the same pixels with each, the stated memory, and an error when a backend fails."""
 
 import errno
-import io
 import os
 import resource
 import time
@@ -10,12 +9,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 import numpy as np
 import psutil
 import pytest
 import torch
-from PIL import Image
 
 from clipscale.config.data import AugmentConfig
 from clipscale.data.loader import memory
@@ -23,6 +20,7 @@ from clipscale.data.loader.host_batch import Layout, Slot
 from clipscale.data.loader.prefetch import Prefetcher
 from clipscale.errors import UserError
 from tests.data.files import Members, picture, sample, write_tar
+from tests.data.loader.ondevice import portraits
 from tests.data.streams import open_stream, processes_of
 
 pytestmark = pytest.mark.timeout(60)
@@ -162,16 +160,6 @@ def test_without_ranges_or_after_another_request_nothing_is_begun_ahead() -> Non
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
-def photographs(folder: Path, side: int, quality: int, count: int) -> Path:
-    """Shards of a photograph that comes with matplotlib, at that size."""
-    with Image.open(Path(mpl.get_data_path()) / "sample_data/grace_hopper.jpg") as image:
-        square = image.convert("RGB").crop((0, 0, 512, 512)).resize((side, side), Image.Resampling.LANCZOS)
-    out = io.BytesIO()
-    square.save(out, "JPEG", quality=quality)
-    members = [m for i in range(count) for m in ((f"{i}.jpg", out.getvalue()), (f"{i}.txt", b"a photograph"))]
-    return write_tar(folder / f"{side}-{quality}.tar", members)
-
-
 def taken(stream: Any) -> int:
     """Bytes of memory behind the stream's arena."""
     return int(os.fstat(stream._arena._fd).st_blocks * 512)
@@ -182,7 +170,9 @@ def taken(stream: Any) -> int:
     [(256, 90, 0.25), *(pytest.param(512, *rest, marks=pytest.mark.slow) for rest in ((75, 0.45), (95, 0.80)))],
 )
 def test_encoded_pictures_take_their_bytes_and_no_more(tmp_path: Path, side: int, quality: int, most: float) -> None:
-    path = photographs(tmp_path, side, quality, 64)
+    (data,) = portraits(1, side, quality=quality)
+    members = [member for i in range(64) for member in ((f"{i}.jpg", data), (f"{i}.txt", b"a photograph"))]
+    path = write_tar(tmp_path / "0.tar", members)
     size: dict[str, list[int]] = {}
     for backend in ("host", "encoded"):
         with open_stream(path, batch=64, side=224, backend=backend, chunk=1) as stream:
@@ -205,12 +195,9 @@ def test_encoded_pictures_take_their_bytes_and_no_more(tmp_path: Path, side: int
 def test_what_does_not_fit_is_refused_with_what_to_do(mixed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "free_memory", lambda: 100_000)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    for backend, remedy in (
-        ("host", "take offload=encoded"),
-        ("encoded", "take offload=disk"),
-        ("disk", "take a smaller"),
-    ):
-        with pytest.raises(UserError, match=rf"offload={backend}: 1 x 50 samples need .*free for each of 4; {remedy}"):
+    for backend, remedy in (("host", "offload=encoded"), ("encoded", "offload=disk"), ("disk", "a smaller")):
+        message = rf"offload={backend}: 1 x 50 samples need .*free for each of 4; take {remedy}"
+        with pytest.raises(UserError, match=message):
             open_stream(mixed, batch=BATCH, side=64, backend=backend, chunk=CHUNK)
 
 
