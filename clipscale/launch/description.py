@@ -12,11 +12,7 @@ from clipscale.config.sections import JobConfig
 from clipscale.config.train import TrainConfig
 from clipscale.errors import UserError
 
-OPTIONS = {
-    "kubernetes": ("kind", "namespace", "runtime", "env_from", "queue"),
-    "torchrun": (),
-    "local": (),
-}
+OPTIONS = {"kubernetes": ("kind", "namespace", "runtime", "env_from", "queue"), "torchrun": (), "local": ()}
 """Names in `job.options`; sbatch has its own."""
 
 

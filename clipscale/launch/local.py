@@ -194,7 +194,7 @@ def start(config: Launched, main: str, count: int) -> dict[str, Any]:
     with (
         tempfile.TemporaryDirectory(prefix="clipscale-") as folder,
         _quiet(variables | private(folder), folder),
-        _end_at_second(),
+        _interruptible(),
     ):
         elastic = LaunchConfig(
             min_nodes=1,
@@ -207,7 +207,7 @@ def start(config: Launched, main: str, count: int) -> dict[str, Any]:
             local_addr="localhost",
             max_restarts=0,
             start_method="spawn",
-            signals_to_handle=",".join(number.name for number in HANDLED),
+            signals_to_handle=",".join(number.name for number in HANDLED if number != signal.SIGINT),
             logs_specs=DefaultLogsSpecs(log_dir=folder),
         )
         try:
@@ -313,32 +313,29 @@ def _quiet(variables: dict[str, str], folder: str) -> Iterator[None]:
 
 
 @contextmanager
-def _end_at_second() -> Iterator[None]:
-    """A second Ctrl-C kills the workers where they do not end by themselves: one that waits for a hanging rank cannot react to it."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
+def _interruptible() -> Iterator[None]:
+    """Ctrl-C ends the workers as other signals do. A later one kills those that wait for a hanging rank, and cannot react to it."""
+    from torch.distributed.elastic.multiprocessing import SignalException
 
-    def watch() -> None:
-        first = 0.0
-        while number := os.read(reader, 1):
-            again = first and time.monotonic() - first > AGAIN_S
-            if number[0] == signal.SIGINT and again and not ended.wait(ALONE_S):
-                for child in psutil.Process().children(recursive=True):
-                    with suppress(psutil.Error):
-                        child.kill()
-            first = first or (time.monotonic() if number[0] == signal.SIGINT else 0.0)
+    first, killer = 0.0, threading.Timer(ALONE_S, _kill_children)
 
-    ended, thread = threading.Event(), threading.Thread(target=watch, daemon=True)
-    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    thread.start()
+    def interrupt(number: int, _: object) -> None:
+        nonlocal first
+        now = time.monotonic()
+        if not first:
+            first = now
+            raise SignalException("stopped", sigval=signal.Signals(number))
+        if now - first > AGAIN_S and killer.ident is None:
+            killer.start()
+
+    signal.signal(signal.SIGINT, interrupt)
     try:
         yield
     finally:
-        ended.set()
-        signal.set_wakeup_fd(before)
-        os.close(writer)
-        thread.join()
-        os.close(reader)
+        killer.cancel()
+
+
+def _kill_children() -> None:
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            child.kill()

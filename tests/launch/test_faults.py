@@ -36,6 +36,12 @@ from tests.runs import curve, on_a_rank, settings
 __all__ = ["start"]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 STEPS = 6
+PLACES: dict[str, tuple[Any, str, int]] = {
+    "save": (SummedFile, "write", 3),
+    "load": (checkpoint.Saved, "__init__", 1),
+    "evaluation": (Encoder, "text", 2),
+}
+"""Phase -> a method that it calls, and the number of the call in its midst."""
 
 
 def some_steps(demo: Path, run: Path, **changes: Any) -> TrainConfig:
@@ -72,12 +78,7 @@ def alone(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 
 def killed_at(rank: int, world: int, config: TrainConfig, phase: str, victims: tuple[int, ...]) -> None:
     """A rank of a run. The victims kill themselves in the midst of a phase, when a part of its work is done."""
-    places: dict[str, tuple[Any, str, int]] = {
-        "save": (SummedFile, "write", 3),
-        "load": (checkpoint.Saved, "__init__", 1),
-        "evaluation": (Encoder, "text", 2),
-    }
-    owner, name, call = places[phase]
+    owner, name, call = PLACES[phase]
     original, calls = getattr(owner, name), 0
 
     def fatal(*given: Any, **named: Any) -> Any:
@@ -170,13 +171,7 @@ def test_a_stopped_rank_is_named_within_the_time_out(start: Start, shards: str, 
 def slow_phase(config: TrainConfig) -> dict[str, Any]:
     """`train` for a launcher whose ranks take five seconds in the phase that the run's name says, and say when they are in it."""
     folder = Path(config.run)
-    phase = folder.name
-    places: dict[str, tuple[Any, str]] = {
-        "save": (SummedFile, "write"),
-        "load": (checkpoint.Saved, "__init__"),
-        "evaluation": (Encoder, "text"),
-    }
-    owner, name = places[phase]
+    owner, name, _ = PLACES[folder.name]
     original, said = getattr(owner, name), folder.parent / f"in-{os.environ['RANK']}"
 
     def slow(*given: Any, **named: Any) -> Any:

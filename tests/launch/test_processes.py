@@ -15,7 +15,7 @@ from clipscale.checkpoint import found
 from clipscale.config.presets import PACKAGE
 from clipscale.launch import processes
 from tests.conftest import TINY
-from tests.launch.test_local import TRAIN, Start, gone, start, wait_until
+from tests.launch.test_local import Start, gone, start, wait_until
 
 __all__ = ["start"]
 RANK = """
@@ -62,22 +62,20 @@ def test_a_rank_whose_launcher_is_gone_already_does_not_start(environment: dict[
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("way", ["torchrun", "a launcher"])
-def test_ranks_do_not_outlive_a_killed_agent_and_the_run_goes_on(
-    start: Start, shards: str, tmp_path: Path, way: str
+def test_ranks_do_not_outlive_torchruns_killed_agent_and_the_run_goes_on(
+    start: Start, shards: str, tmp_path: Path
 ) -> None:
+    """test_faults.py kills a launcher of ours."""
     words = [*(word for word in TINY if not word.startswith("samples")), f"data.train={shards}", "run=a"]
     words += ["checkpoint.every=1", "data.workers=1"]
-    script, variables = str(PACKAGE.parent / "launch/torchrun-single.sh"), {"PROCS": "2"}
-    own = [*TRAIN, "launch.procs=2", "launch.restarts=1"]
-    line = [script] if way == "torchrun" else own
-    process = start(*line, *words, "samples=1M", **variables)
+    script = str(PACKAGE.parent / "launch/torchrun-single.sh")
+    process = start(script, *words, "samples=1M", PROCS="2")
     wait_until(lambda: bool(found(tmp_path / "runs/a")), process)
     everyone = psutil.Process(process.pid).children(recursive=True)
     assert len(everyone) >= 4, "two ranks, each with a loader"
     process.kill()
     assert gone(everyone, 30), [left.cmdline() for left in everyone if left.is_running()]
-    again = start(*line, *words, "samples=96", **variables)
+    again = start(script, *words, "samples=96", PROCS="2")
     out, errors = again.communicate(timeout=240)
     assert again.returncode == 0, errors
     assert "done: runs/a (step" in out

@@ -59,10 +59,7 @@ def test_the_workers_of_a_run_and_their_launcher_listen_on_loopback_alone(tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "verb",
-    ["train", "doctor", "torchrun", "bench"],
-)
+@pytest.mark.parametrize("verb", ["train", "doctor", "torchrun", "bench"])
 def test_the_processes_of_one_machine_listen_on_loopback_alone(
     verb: str, shards: str, tmp_path: Path, environment: dict[str, str]
 ) -> None:
