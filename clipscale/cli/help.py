@@ -87,7 +87,7 @@ def show_tool(name: str, topics: Sequence[str]) -> None:
         describe(declared, values)
     else:
         print(f"{bold('Main keys')}, their defaults and what they mean")
-        often = [one for wanted in tool.often for one in declared if one.name == wanted]
+        often = [one for wanted in tool.often.split() for one in declared if one.name == wanted]
         describe([*(one for one in declared if not one.section), *often], values)
         print(f"\n{bold('Sections')}: `clipscale {name} --help SECTION` lists their keys")
         columns((f"{section}.", text) for section, text in sections(tool.settings).items())

@@ -27,8 +27,6 @@ VALUED = ("--cfg", "-c", "--package", "-p", *CONFIG_DIR, "--config-name", "-cn")
 CFG = ("job", "hydra", "all")
 """Values of `--cfg`: which part of the composed configuration Hydra prints."""
 WORDS = {"null": None, "true": True, "false": False}
-NOT_A_NAME = re.compile(r"[\d.eE+-]+|true|false", re.IGNORECASE)
-"""Text that Hydra reads as a number or a truth value, not as the name of a file."""
 
 
 def prepare(tool: Tool, argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -59,8 +57,6 @@ def prepare(tool: Tool, argv: Sequence[str]) -> tuple[list[str], list[str]]:
                     raise UserError(
                         f"{key}={name}: unknown; choose {one_of(options[key])}{nearest(name, options[key])}"
                     )
-            # Hydra reads a number as something else than the name of a file
-            value = ",".join(quoted(part) if NOT_A_NAME.fullmatch(part) else part for part in value.split(","))
         elif key in settings and equals:
             if settings[key].literal:
                 value = literal(key, value, sweep)

@@ -14,7 +14,6 @@ import omegaconf._utils as omegaconf_utils
 import yaml
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.core_plugins import file_config_source
-from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf._utils import get_yaml_loader
 from omegaconf.base import Container, Node
@@ -100,15 +99,10 @@ class Loader(ConfigLoaderImpl):
     """Hydra's loader, for every run and every job of a sweep."""
 
     def load_configuration(
-        self,
-        config_name: str | None,
-        overrides: list[str],
-        run_mode: RunMode,
-        from_shell: bool = True,
-        validate_sweep_overrides: bool = True,
+        self, config_name: str | None, overrides: list[str], *given: Any, **named: Any
     ) -> DictConfig:
         BUDGET.begin()
-        found = super().load_configuration(config_name, overrides, run_mode, from_shell, validate_sweep_overrides)
+        found = super().load_configuration(config_name, overrides, *given, **named)
         refuse(found, overrides)
         return found
 

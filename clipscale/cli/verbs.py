@@ -22,7 +22,7 @@ class Tool:
     """The plain words before the settings, as the usage line shows them; `main` then takes the list of them first."""
     file: str = ""
     """The file in conf/ that Hydra composes it from; empty: KEY=VALUE is taken as typed."""
-    often: tuple[str, ...] = ()
+    often: str = ""
     """Keys inside sections that help lists beside the top-level ones, because most people set them."""
     flags: tuple[str, ...] = ()
     notes: str = ""
@@ -59,17 +59,7 @@ clipscale train experiment=demo run=demo samples=20k
 clipscale train -m model=vit-b32,vit-b16 batch=32k,64k,128k run=sizes         # a sweep: six runs, one table
 torchrun --nproc-per-node 8 -m clipscale train batch=64k data.train=...       # several machines: see launch/""",
         file="train",
-        often=(
-            "model.name",
-            "data.train",
-            "data.workers",
-            "optim.lr",
-            "cache.chunk",
-            "eval.sets",
-            "eval.every",
-            "checkpoint.every",
-            "launch.procs",
-        ),
+        often="model.name data.train data.workers optim.lr cache.chunk eval.sets eval.every checkpoint.every launch.procs",
         flags=("-m", "--cfg job", "--config-dir DIR"),
         notes="""\
 -m runs every combination of the comma-separated values. --cfg job prints the composed configuration instead of
@@ -83,7 +73,7 @@ clipscale launch --dry-run launch=slurm launch.procs=8 job.nodes=8 job.hours=24 
 clipscale launch launch=kubernetes launch.procs=8 job.nodes=4 job.image=clipscale 'job.mounts=[data:/data]' run=/data/runs/l14 batch=1M ...
 clipscale train -m launch=slurm launch.procs=1 job.cpus=12 job.hours=4 optim.lr=1e-4,3e-4,1e-3 run=rates batch=32k ...   # a sweep""",
         file="train",
-        often=("launch.procs", "job.scheduler", "job.nodes", "job.hours"),
+        often="launch.procs job.scheduler job.nodes job.hours",
         flags=("--dry-run", "--cfg job", "--config-dir DIR"),
         notes="The settings are those of `clipscale train`. --dry-run prints the script, the manifest or the command line.",
     ),
@@ -99,7 +89,7 @@ clipscale eval run=b32 'eval.sets=[/data/cifar100]' 'eval.probe=[linear,16]'   #
 clipscale eval model=vit-b32 model.weights=laion2b_s34b_b79k 'eval.sets=[/data/imagenet1k]'
 clipscale eval model.weights=/models/clip-vit-base-patch32 'eval.sets=[/data/imagenet1k]'""",
         file="eval",
-        often=("model.weights", "eval.sets", "eval.root", "eval.prompts"),
+        often="model.weights eval.sets eval.root eval.prompts",
         check=tools.check_eval,
         find_run=existing_run,
     ),
@@ -111,7 +101,7 @@ clipscale embed run=b32 data='/data/laion/*.tar' out=/data/b32
 clipscale embed run=b32 data=/data/pairs.parquet out=/data/b32 format=parquet launch.procs=8
 clipscale embed model=vit-b32 model.weights=laion2b_s34b_b79k data=/data/pictures out=/data/b32 features=image""",
         file="embed",
-        often=("model.weights", "data.train", "launch.procs"),
+        often="model.weights data.train launch.procs",
         notes="data=SHARDS is short for data.train=SHARDS.",
         check=tools.check_embed,
         find_run=existing_run,
@@ -124,7 +114,7 @@ clipscale explore run=b32 data=/data/laion-b32
 clipscale explore run=b32 data='/data/laion/{00000..00009}.tar' against=b16
 clipscale explore model=vit-b32 model.weights=laion2b_s34b_b79k data=/data/pictures""",
         file="explore",
-        often=("model.weights", "data.train"),
+        often="model.weights data.train",
         notes="data= takes folders of `clipscale embed`, or anything that data.train= does.",
         check=tools.check_explore,
         find_run=existing_run,
@@ -137,15 +127,13 @@ clipscale plan model=vit-l14 batch=4M hardware=a800-80g gpus=8
 clipscale plan experiment=infcl-vit-l14 batch=1M hardware=h100-80g gpus=8 nodes=4 host_memory=1024G json=true
 clipscale plan run=b16                                                        # against what that run measured""",
         file="plan",
-        often=("cache.chunk",),
+        often="cache.chunk",
         notes="The settings are those of `clipscale train`; data.train is not needed. Exit status 1: the run does not fit.",
         check=tools.target_gpu,
         find_run=begun_run,
     ),
     "data demo": Tool(
-        tools.DemoSettings,
-        "clipscale.data.demo:main",
-        "clipscale data demo root=/tmp/demo samples=5000 seed=1",
+        tools.DemoSettings, "clipscale.data.demo:main", "clipscale data demo root=/tmp/demo samples=5000 seed=1"
     ),
     "data index": Tool(
         tools.IndexSettings,
@@ -172,15 +160,12 @@ clipscale plan run=b16                                                        # 
 clipscale data features model=vit-b16 model.image.weights=b16.pt data.train='/data/laion/*.tar' out=/data/b16
 clipscale train model=vit-b16 model.image.weights=b16.pt model.freeze_image=true data.train=/data/b16 data.image_features=true""",
         file="features",
-        often=("model.image.weights", "data.train"),
+        often="model.image.weights data.train",
         check=tools.check_embed,
         find_run=existing_run,
     ),
     "report": Tool(
-        tools.ReportSettings,
-        "clipscale.report.page:main",
-        "clipscale report run=demo",
-        check=tools.check_run,
+        tools.ReportSettings, "clipscale.report.page:main", "clipscale report run=demo", check=tools.check_run
     ),
     "export": Tool(
         tools.ExportSettings,
@@ -213,9 +198,7 @@ clipscale bench step methods=cache,keep-30,frozen batch=1k chunk=256""",
         "clipscale bench data\nclipscale bench data sizes=512 stream=512 workers=8 batch=1k",
     ),
     "doctor": Tool(
-        tools.DoctorSettings,
-        "clipscale.doctor:main",
-        "clipscale doctor\nclipscale doctor run=/scratch/runs",
+        tools.DoctorSettings, "clipscale.doctor:main", "clipscale doctor\nclipscale doctor run=/scratch/runs"
     ),
 }
 """Every verb, or every tool of a verb that has several. `completion` has no settings."""

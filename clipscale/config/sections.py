@@ -30,9 +30,7 @@ class CheckpointConfig:
     keep: int = setting(2, "Newest checkpoints kept; 0: all.", least=0)
     within_step: float = setting(0.0, "Minutes between saves of the progress inside a long step; 0: none.", least=0)
     store: str = setting(
-        "",
-        "Folder in object storage, `s3://`, `gs://` or any of fsspec's: checkpoints are copied to ADDRESS/NAME in the background, "
-        "and a run whose folder lacks the newest one fetches it. Empty: none.",
+        "", "Folder in object storage (`s3://`, `gs://`, ...): checkpoints are copied there, and fetched to resume."
     )
     background: bool = setting(True, "Write while training goes on; false: training waits.")
     keep_every: int = setting(0, "Checkpoints at multiples of so many steps stay for good; 0: none.", least=0)
@@ -51,8 +49,7 @@ class LaunchConfig:
     )
     bind: str = setting(
         "auto",
-        "With several NUMA nodes: `auto` keeps each rank, its loaders and their memory to its share of the cores of its GPU's "
-        "node; `spread` divides the nodes among the ranks without asking the GPUs; `none`.",
+        "Cores of a rank and its loaders, with several NUMA nodes: of its GPU's node (`auto`), of any (`spread`), or all (`none`).",
         choices=("auto", "spread", "none"),
     )
     parallel: str = setting(
@@ -62,9 +59,7 @@ class LaunchConfig:
     )
     zero: str = setting(
         "auto",
-        "With parallel=fsdp: what stays whole within a step, by ZeRO's stages. `3`: nothing, each chunk gathers weights block by block "
-        "and sums its gradients into shards; `2`: the weights; `1`: the weights and gradients, which are summed over ranks once; "
-        "`auto`: the lowest for which the memory suffices that a first step at 3 leaves free.",
+        "What parallel=fsdp keeps whole within a step: nothing (`3`), weights (`2`), gradients too (`1`); `auto`: as memory allows.",
         choices=("auto", "1", "2", "3"),
     )
 
@@ -134,8 +129,7 @@ class PrecisionConfig:
 
     name: str = setting(
         "fp32",
-        "`fp32`, `bf16` (autocast), `fp16` (autocast with a gradient scaler), `fp8` or `int8` (bf16, and linear layers in 8 bits "
-        "through torchao: not exact). A frozen tower's matrices are stored in it.",
+        "`bf16`, `fp16`: autocast; `fp8`, `int8`: bf16, and linear layers in 8 bits, not exact. Frozen towers are stored in it.",
         choices=("fp32", "bf16", "fp16", "fp8", "int8"),
     )
     weights: str = setting(
@@ -175,8 +169,7 @@ class LossConfig:
     exchange: str = setting("auto", "How ranks exchange features; `auto`: a ring over several.", choices=EXCHANGES)
     backend: str = setting(
         "auto",
-        "`dense`: whole blocks of logits; `tiled`: torch, tile by tile; `triton`: kernels; `gluon`: these, warp-specialised where "
-        "there are such (half precision, Hopper and Blackwell); `auto`: the best for the device.",
+        "`dense`: whole blocks of logits; `tiled`: torch, in tiles; `triton`; `gluon`: warp-specialised; `auto`: the device's best.",
         choices=BACKENDS,
     )
     label_smoothing: float = setting(0.0, "Share of the target spread evenly over all candidates.", least=0, below=1)
@@ -232,8 +225,7 @@ class ModelConfig:
     )
     hub: bool = setting(
         False,
-        "Let the description's `hf_tokenizer_name` and `hf_model_name` load from the Hugging Face hub or a folder; false: "
-        "open_clip's own names from the local cache. Only the command line may set it.",
+        "Let the description load its tokenizer and text model from the Hugging Face hub; on the command line alone.",
     )
     weights: str | None = setting(
         None,
@@ -249,8 +241,7 @@ class ModelConfig:
     grad_checkpointing: bool = setting(False, "Recompute each block's activations in the backward pass.")
     batch_norm: str = setting(
         "sync",
-        "Batch normalisation, if a tower has it (RN50). `sync`: statistics of the whole batch; each process then computes "
-        "its part as one chunk. `frozen`: the stored running statistics (for pretrained weights).",
+        "Statistics of batch normalisation (RN50): of the whole batch, in one chunk a process (`sync`), or the stored ones (`frozen`).",
         choices=("sync", "frozen"),
     )
     patch_dropout: float = setting(0.0, "Share of image patches dropped in training.", least=0, below=1)
@@ -287,9 +278,7 @@ class EvalConfig:
     suite: str = setting("none", SUITE_HELP, choices=SUITES)
     root: str | None = setting(None, "The folder with the sets of `eval.suite`.")
     prompts: str | None = setting(
-        None,
-        "Prompt templates for classification: `80` or `7` (CLIP's for ImageNet), `simple` (`a photo of a {c}.`), or a file with one "
-        "template a line; null: each set's own.",
+        None, "Prompt templates: `80` or `7` (CLIP's), `simple`, or a file with one a line; null: each set's own."
     )
     weights: str = setting("trained", WEIGHTS_HELP, choices=WEIGHTS)
 

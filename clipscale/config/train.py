@@ -29,7 +29,8 @@ class TrainConfig:
     epochs: float | None = setting(None, "Length of the run in epochs of the data, instead of `samples`.", above=0)
     run: str = setting("", "NAME of the folder under runs/, or a path; empty: after the time, the model and the batch.")
     resume: str = setting(
-        "auto", "`auto`: from the newest checkpoint of the run's folder; `none`: there is none; or a checkpoint's path."
+        "auto",
+        "`auto`: from the newest checkpoint in the folder; `none`: refuse a folder that has one; or a checkpoint's path.",
     )
     seed: int = setting(0, "Random seed of weights, sample order, crops and dropout.", least=0)
     device: str = setting("auto", sections.DEVICE_HELP, choices=sections.DEVICES)

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from clipscale.cli.compose import job_dir
 from clipscale.cli.main import main
+from clipscale.cli.overrides import literal
 from clipscale.cli.sweep import (
     already_done,
     finished,
@@ -84,10 +85,16 @@ def test_results_of_an_earlier_sweep_are_left_out(tmp_path: Path) -> None:
 def test_a_jobs_folder_is_named_after_its_values_and_safe() -> None:
     assert job_dir("model=vit-b32,batch=64k", 3) == "model=vit-b32,batch=64k"
     assert job_dir("data.train=/a/{0..9}.tar", 3) == "data.train=-a-0..9-.tar"
+    assert job_dir("optim.name='lion'", 3) == "optim.name=lion", "texts are quoted for Hydra"
     assert job_dir("", 3) == "3"
     long = ",".join(f"key{i}=value" for i in range(50))
     assert len(job_dir(long, 0)) <= 100
     assert job_dir(long, 0) != job_dir(long + "x", 0)
+
+
+def test_hydra_reads_what_a_sweep_draws_from() -> None:
+    assert literal("optim.name", "adamw,lion", True) == "'adamw','lion'"
+    assert literal("optim.name", "choice(adamw,lion)", True) == "choice(adamw,lion)"
 
 
 def test_run_names_the_sweep_unless_it_varies() -> None:

@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 
@@ -35,19 +34,6 @@ def test_nested_settings_are_listed_by_dotted_name() -> None:
         Setting("inner.path", str | None, None, "Its path."),
     )
     assert sections(Outer) == {"inner": "A section. More about it."}
-
-
-def test_a_type_may_be_null_and_has_a_bare_kind() -> None:
-    kinds: list[tuple[Any, bool, type]] = [
-        (int, False, int),
-        (int | None, True, int),
-        (list[str] | None, True, list),
-        (tuple[float, float], False, tuple),
-        (dict[str, Any], False, dict),
-    ]
-    for annotation, optional, kind in kinds:
-        declared = Setting("x", annotation, None, "")
-        assert (declared.optional, declared.kind) == (optional, kind), annotation
 
 
 def test_no_two_objects_share_a_mutable_default() -> None:

@@ -81,13 +81,6 @@ def test_a_run_is_named_after_the_time_the_model_and_the_batch() -> None:
     assert check(config(run="/scratch/mine"), now=now).run == "/scratch/mine"
 
 
-def test_a_default_name_that_is_taken_gets_a_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    now = datetime(2030, 1, 2, 3, 4, 5)
-    Path("runs/20300102-030405-vit-b-32-256").mkdir(parents=True)
-    assert check(config(batch=256), now=now).run.endswith("-256-2")
-
-
 def test_the_written_configuration_reads_back_as_itself() -> None:
     original = check(config(run="mine", optim=OptimConfig(options={"foreach": True})))
     values = yaml.safe_load(to_yaml(original))
