@@ -4,6 +4,7 @@ import random
 import shutil
 import socket
 import subprocess
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -288,3 +289,11 @@ def test_an_epoch_from_nginx_with_faults_loses_nothing(tmp_path: Path, nginx: We
     next(reader)
     paths[0].write_bytes(write_shards(tmp_path / "other", [50])[0].read_bytes())
     assert len(list(reader)) < 45 and problem.reason == "changed_shard"
+
+
+def test_the_server_of_these_tests_ends_with_one_that_fails(tmp_path: Path) -> None:
+    """Left behind, its thread would ask a closed socket without a pause, and slow all later tests."""
+    before = threading.active_count()
+    with pytest.raises(KeyError), serving(Web(tmp_path)):
+        raise KeyError
+    assert threading.active_count() == before

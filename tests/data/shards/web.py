@@ -168,6 +168,8 @@ def serving(web: Web) -> Iterator[Web]:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
         thread.start()
         web.url = f"http://127.0.0.1:{server.server_address[1]}"
-        yield web
-        server.shutdown()
-        thread.join()
+        try:
+            yield web
+        finally:  # else its thread asks a closed socket without a pause, for the rest of the tests
+            server.shutdown()
+            thread.join()
