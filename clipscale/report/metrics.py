@@ -86,7 +86,8 @@ class MetricLog:
             files.write_text(run_dir / "config.yaml", resolved_config)
         except OSError as error:
             raise UserError(f"run={run_dir}: cannot write there ({error.strerror}); choose another folder") from error
-        self._sinks = Sinks(run_dir, config, yaml.safe_load(resolved_config), self.message, resume_step)
+        settings = {} if config.wandb == "disabled" else yaml.safe_load(resolved_config)
+        self._sinks = Sinks(run_dir, config, settings, self.message, resume_step)
         self._progress = self._start_progress(resume_step, total_steps) if config.progress else None
 
     def step(self, record: Record) -> None:
