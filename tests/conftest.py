@@ -10,6 +10,7 @@ os.environ.setdefault("WANDB_MODE", "offline")
 
 import fcntl
 import gc
+import shutil
 import socket
 import subprocess
 import sys
@@ -25,8 +26,15 @@ share_one_server()
 settings.register_profile("shared machine", deadline=None)
 settings.load_profile("shared machine")
 
-TINY = (
+TINIEST = (
     "model=tiny",
+    "model.architecture.vision_cfg.layers=1",
+    "model.architecture.text_cfg.layers=1",
+    "model.architecture.text_cfg.width=64",
+    "model.architecture.text_cfg.heads=2",
+)
+TINY = (
+    *TINIEST,
     "precision=fp32",
     "batch=16",
     "cache.chunk=8",
@@ -41,8 +49,9 @@ TINY = (
 
 
 def pytest_collection_finish() -> None:
-    """All modules are there, and stay: the garbage collector need not look at them again."""
+    """All modules are there, and stay: the garbage collector need not look at them again, nor so often at what tests make."""
     gc.freeze()
+    gc.set_threshold(10_000)
 
 
 def pytest_unconfigure() -> None:
@@ -55,7 +64,8 @@ def server() -> None:
     """Before the first test, when no thread has begun, and its output is pytest's already."""
     import torch
 
-    if not torch.cuda.is_available():  # no fork could use what this process has begun with the device
+    # No fork could use what this process has begun with a device; and from 3.14 on the server wants a key.
+    if not torch.cuda.is_available() and sys.version_info < (3, 14):
         start_the_server()
 
 
@@ -72,33 +82,40 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"{stem}{{0..1}}.tar"
 
 
-@pytest.fixture(scope="session")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One set for all of pytest's workers: whoever comes first renders it."""
-    from clipscale.data.demo import render_demo
-
-    root = tmp_path_factory.getbasetemp()
+def shared(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
+    """A folder of all of pytest's workers, which whoever comes first makes."""
+    root = factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         root = root.parent
-    with (root / "demo.lock").open("w") as lock:
+    with (root / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        render_demo(root / "demo", train_samples=640)
-    return root / "demo"
+        if not (root / name).exists():
+            make(root / name)
+    return root / name
+
+
+@pytest.fixture(scope="session")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from clipscale.data.demo import render_demo
+
+    return shared(tmp_path_factory, "demo", lambda folder: render_demo(folder, train_samples=640))
 
 
 @pytest.fixture(scope="session")
 def finished(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An uninterrupted run, to which others are compared."""
+    """An uninterrupted run, to which others are compared. Each of pytest's workers has a copy."""
     from clipscale.config.sections import EvalConfig, LogConfig
     from clipscale.train import train
     from tests.runs import settings
 
-    run = tmp_path_factory.mktemp("runs") / "finished"
-    sets = EvalConfig(every=5, sets=[str(demo / "objects"), str(demo / "retrieval")], limit=64)
-    result = train(settings(demo, run, eval=sets, log=LogConfig(progress=False)))
-    assert result["step"] == 10
-    assert set(result["eval"]) == {"objects (limit 64)", "retrieval (limit 64)"}
-    return run
+    def make(run: Path) -> None:
+        sets = EvalConfig(every=5, sets=[str(demo / "objects"), str(demo / "retrieval")], limit=64)
+        result = train(settings(demo, run, eval=sets, log=LogConfig(progress=False)))
+        assert result["step"] == 10
+        assert set(result["eval"]) == {"objects (limit 64)", "retrieval (limit 64)"}
+
+    made = shared(tmp_path_factory, "finished", make)
+    return shutil.copytree(made, tmp_path_factory.mktemp("runs") / "finished")
 
 
 @pytest.fixture

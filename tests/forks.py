@@ -7,6 +7,7 @@ import faulthandler
 import multiprocessing
 import os
 import socket
+import warnings
 from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.connection import arbitrary_address
 from multiprocessing.context import ForkServerContext, ForkServerProcess
@@ -56,7 +57,9 @@ def start_the_server() -> None:
         listener.bind(address)
         listener.listen()
         until_all_end, alive = os.pipe()
-        child = os.fork()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # from 3.12 on: pytest's workers have a thread
+            child = os.fork()
         if child == 0:
             status = 1
             try:

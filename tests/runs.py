@@ -11,6 +11,7 @@ from clipscale.config.sections import (
     LogConfig,
     ModelConfig,
     OptimConfig,
+    PrecisionConfig,
     ScheduleConfig,
 )
 from clipscale.config.train import TrainConfig, check
@@ -24,9 +25,14 @@ ARCHITECTURE = {
     "text_cfg": {"context_length": 24, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 1},
 }
 
+BF16 = PrecisionConfig(name="bf16", weights="bf16")
+
 
 def settings(demo: Path, run: Path, **changes: Any) -> TrainConfig:
-    """A run of ten steps of 64 in chunks of 24 and 32, with every part that could break exactness at work."""
+    """A run of ten steps of 64 in chunks of 24 and 32, with every part that could break exactness at work.
+
+    Shuffle windows hold 8 samples: 64 streams with larger ones would read 2,500 samples before the first step.
+    """
     base = TrainConfig(
         batch=64,
         samples=640,
@@ -41,13 +47,37 @@ def settings(demo: Path, run: Path, **changes: Any) -> TrainConfig:
         log=LogConfig(progress=False, report=False, every=5),
         launch=LaunchConfig(threads=1),
     )
-    return check(replace(base, **changes))
+    config = replace(base, **changes)
+    return check(replace(config, data=replace(config.data, shuffle=8)))
+
+
+def small(shards: str, run: Path, **changes: Any) -> TrainConfig:
+    """Four steps of 12 in chunks of 4 and 6."""
+    return settings(
+        run,
+        run,
+        **{
+            "data": DataConfig(train=[shards], workers=0),
+            "batch": 12,
+            "samples": 48,
+            "cache": CacheConfig(image_chunk=4, text_chunk=6),
+            "optim": OptimConfig(lr=1e-3, clip_norm=0.5),
+            "precision": BF16,
+        }
+        | changes,
+    )
+
+
+def records(run: Path) -> list[dict[str, Any]]:
+    """What a run has logged, step by step."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def curve(run: Path) -> list[float]:
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [r["step"] for r in records] == list(range(1, len(records) + 1)), "one line a step, in order"
-    return [r["loss"] for r in records]
+    """Its losses."""
+    found = records(run)
+    assert [r["step"] for r in found] == list(range(1, len(found) + 1)), "one line a step, in order"
+    return [r["loss"] for r in found]
 
 
 def on_a_rank(rank: int, world: int, config: TrainConfig) -> None:

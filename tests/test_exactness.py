@@ -9,6 +9,7 @@ from functools import cache
 from itertools import combinations, product
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -76,18 +77,16 @@ class Case:
 def cases() -> list[Case]:
     """The cover, every second case with open_clip's own forward passes, and a third of it in float32 too.
 
-    Greedy: always the possible case that covers most of what is not covered yet, the first of equals. A set of pairs is a number with a
-    bit for each pair.
+    Greedy: always the possible case that covers most pairs of values that are not covered yet, the first of equals.
     """
     possible = [case for case in (Case(*values) for values in product(*DIMENSIONS.values())) if case.possible]
-    bits: dict[tuple[tuple[str, Any], ...], int] = {}
-    pairs = {case: sum(1 << bits.setdefault(pair, len(bits)) for pair in case.pairs()) for case in possible}
-    left = (1 << len(bits)) - 1
-    chosen = []
-    while left:
-        best = max(possible, key=lambda case: (pairs[case] & left).bit_count())
-        chosen.append(replace(best, lean=len(chosen) % 2 == 0))
-        left &= ~pairs[best]
+    values = [(name, value) for name, several in DIMENSIONS.items() for value in several]
+    has = np.array([[getattr(case, name) == value for name, value in values] for case in possible], np.float32)
+    left, chosen = np.triu(has.T @ has, 1) > 0, []
+    while left.any():
+        best = int(((has @ left) * has).sum(1).argmax())
+        chosen.append(replace(possible[best], lean=len(chosen) % 2 == 0))
+        left &= np.outer(has[best], has[best]) == 0
     return chosen + [replace(case, dtype="float32") for case in chosen[::3]]
 
 

@@ -1,7 +1,6 @@
 """Optimizers come from timm, only matrices decay, and the learning rate is a pure function of the step."""
 
 import copy
-import json
 import math
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from clipscale.config.sections import CacheConfig, OptimConfig, RampConfig, Sche
 from clipscale.errors import UserError
 from clipscale.optim import Schedule, build_optimizer, parse_steps, peak_lr
 from clipscale.train import train
-from tests.runs import settings
+from tests.runs import records, settings
 
 
 def small_model() -> nn.Module:
@@ -140,7 +139,7 @@ def test_under_a_ramp_the_scaled_peak_follows_the_batch(shards: str, tmp_path: P
             optim=OptimConfig(lr=1e-3, lr_scaling="sqrt", reference_batch=6),
         )
     )
-    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert records[0]["batch"] == 6 and records[-1]["batch"] == 24
-    for record in records:
+    found = records(tmp_path / "run")
+    assert found[0]["batch"] == 6 and found[-1]["batch"] == 24
+    for record in found:
         assert record["lr"] == pytest.approx(1e-3 * math.sqrt(record["batch"] / 6)), record["batch"]

@@ -4,21 +4,18 @@ import copy
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from clipscale import checkpoint
-from clipscale.config.data import DataConfig
 from clipscale.config.sections import (
     CacheConfig,
     CheckpointConfig,
     LaunchConfig,
     LogConfig,
     ModelConfig,
-    OptimConfig,
     PrecisionConfig,
     ScheduleConfig,
 )
@@ -29,10 +26,9 @@ from clipscale.models.towers import build_model
 from clipscale.precision import Precision
 from clipscale.train import Run, train
 from tests.ranks import run_ranks
-from tests.runs import ARCHITECTURE, on_a_rank, settings
+from tests.runs import ARCHITECTURE, BF16, on_a_rank, records, small
 
 CPU = torch.device("cpu")
-BF16 = PrecisionConfig(name="bf16", weights="bf16")
 
 
 def test_a_frozen_image_tower_gives_the_same_bits_from_half_the_memory() -> None:
@@ -86,27 +82,6 @@ def test_gradients_of_many_chunks_add_up_in_float32() -> None:
 def test_what_does_not_go_together_is_refused(config: PrecisionConfig, message: str) -> None:
     with pytest.raises(UserError, match=message):
         Precision(config, CPU)
-
-
-def small(shards: str, run: Path, **changes: Any) -> TrainConfig:
-    """Four steps of 12 in chunks of 4 and 6."""
-    return settings(
-        run,
-        run,
-        **{
-            "data": DataConfig(train=[shards], workers=0),
-            "batch": 12,
-            "samples": 48,
-            "cache": CacheConfig(image_chunk=4, text_chunk=6),
-            "optim": OptimConfig(lr=1e-3, clip_norm=0.5),
-            "precision": BF16,
-        }
-        | changes,
-    )
-
-
-def records(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_a_run_with_master_weights_resumes_bit_for_bit_and_keeps_the_masters(shards: str, tmp_path: Path) -> None:

@@ -22,7 +22,8 @@ from clipscale.data.shards.listing import expand
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.errors import UserError
 
-SAMPLES = 800
+SAMPLES = 640
+"""Of the set that all tests share."""
 
 
 @pytest.fixture
@@ -33,11 +34,9 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "RETRIEVAL_IMAGES", 8)
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("demo") / "set"
-    assert demo.render_demo(folder, seed=3, train_samples=SAMPLES)
-    return folder
+@pytest.fixture(scope="module", name="root")
+def shared(demo: Path) -> Path:
+    return demo
 
 
 def samples(path: Path | str) -> Iterator[RawSample]:

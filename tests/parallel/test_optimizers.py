@@ -16,7 +16,7 @@ from clipscale.errors import UserError
 from clipscale.optim import SHARDED, build_optimizer, largest_norm
 from tests import runs
 from tests.ranks import run_ranks
-from tests.test_precision import records, small
+from tests.runs import records, small
 
 TOLERANCES = {"muon": 5e-3}
 """Muon's iteration computes in bf16."""

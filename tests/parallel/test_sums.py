@@ -21,8 +21,9 @@ from clipscale.parallel.sums import SummedTower, buckets
 from clipscale.phases import Readback
 from clipscale.precision import Precision
 from clipscale.train import Run
+from tests.parallel.measure import CPU
 from tests.ranks import run_ranks
-from tests.test_precision import BF16, CPU, small
+from tests.runs import BF16, small
 
 LAYERS = 4
 

@@ -19,7 +19,7 @@ from clipscale.config.presets import conf_dir
 from clipscale.config.tools import PlanConfig
 from clipscale.plan.memory import host_memory
 from clipscale.plan.planner import plan
-from tests.conftest import TINY
+from tests.conftest import TINIEST, TINY
 from tests.forks import forks
 from tests.runs import ARCHITECTURE
 
@@ -51,8 +51,8 @@ def test_train_and_plan_have_the_same_defaults() -> None:
 
 
 def test_a_large_batch_of_a_small_model_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    words = "model=tiny batch=1M hardware=A800-80G gpus=8 cache.chunk=1k host_memory=1024G samples=32M"
-    status = main(["plan", *words.split()])
+    words = "batch=1M hardware=A800-80G gpus=8 cache.chunk=1k host_memory=1024G samples=32M"
+    status = main(["plan", *TINIEST, *words.split()])
     out, err = capsys.readouterr()
     assert status == 0
     assert err.startswith("dry run of tiny on 8 x A800-80G") and err.count("\n") == 1

@@ -1,6 +1,5 @@
 """The gradient noise scale, on problems whose noise is known."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,10 @@ from clipscale.errors import UserError
 from clipscale.grad_cache import GradCache
 from clipscale.state.noise_scale import NoiseScale
 from clipscale.train import train
-from tests.runs import settings
+from tests.runs import records, settings
 
 ALONE = World(0, 1, torch.device("cpu"))
-WIDTH, MEAN, SPREAD = 20, 0.5, 2.0
+WIDTH, MEAN, SPREAD = 200, 0.5, 2.0
 TRACE, SIGNAL = WIDTH * SPREAD**2, WIDTH * MEAN**2  # of the samples' gradients, which here are the samples
 
 
@@ -48,11 +47,11 @@ def estimate(towers: list[nn.Module], inputs: list[Tensor], chunks: list[int], s
 
 @pytest.mark.parametrize("chunks", [[7, 24], *(pytest.param(x, marks=pytest.mark.slow) for x in ([8, 8], [32, 4]))])
 def test_the_estimate_is_unbiased_for_any_chunks(chunks: list[int]) -> None:
-    """Two towers whose parts add up; means over 300 batches of 64."""
+    """Two towers whose parts add up; means over 30 batches of 64."""
     towers: list[nn.Module] = [Product(), Product()]
     g = torch.Generator().manual_seed(1)
     found = []
-    for _ in range(300):
+    for _ in range(30):
         inputs = [MEAN + SPREAD * torch.randn(64, WIDTH, generator=g, dtype=torch.float64) for _ in towers]
         found.append(estimate(towers, inputs, chunks))
     trace = sum(f["noise_trace"] for f in found) / len(found)
@@ -99,15 +98,15 @@ def test_ranks_add_up_on_their_device_where_a_tower_is_frozen(monkeypatch: pytes
 
 def test_a_run_logs_it_every_so_many_steps_and_learns_the_same(shards: str, tmp_path: Path) -> None:
     data = DataConfig(train=[shards], workers=0)
-    records = []
+    found = []
     for name, every in (("with", 2), ("without", 0)):
         log = LogConfig(progress=False, report=False, noise_scale=every)
         cache = CacheConfig(image_chunk=8, text_chunk=12)
         train(settings(tmp_path, tmp_path / name, data=data, batch=24, samples=96, log=log, cache=cache))
-        records.append([json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()])
-    assert ["noise_scale" in record for record in records[0]] == [False, True, False, True]
-    assert records[0][1]["noise_trace"] > 0
-    assert [r["loss"] for r in records[0]] == [r["loss"] for r in records[1]]
+        found.append(records(tmp_path / name))
+    assert ["noise_scale" in record for record in found[0]] == [False, True, False, True]
+    assert found[0][1]["noise_trace"] > 0
+    assert [r["loss"] for r in found[0]] == [r["loss"] for r in found[1]]
 
 
 def test_fsdp_is_refused(shards: str, tmp_path: Path) -> None:

@@ -26,8 +26,7 @@ from clipscale.state import empty_model, train_state
 from clipscale.train import train
 from tests.models.test_weights import open_clip_folder
 from tests.ranks import run_ranks
-from tests.runs import on_a_rank
-from tests.test_precision import BF16, records, small
+from tests.runs import BF16, on_a_rank, records, small
 
 
 def as_one_file(path: Path, format: int) -> Path:

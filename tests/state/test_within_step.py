@@ -27,8 +27,7 @@ from clipscale.launch.stopping import AbandonedError
 from clipscale.state.within_step import WithinStep
 from clipscale.train import Run, train
 from tests.ranks import run_ranks
-from tests.runs import ARCHITECTURE
-from tests.test_precision import BF16, small
+from tests.runs import ARCHITECTURE, BF16, small
 
 
 class KilledError(Exception):
