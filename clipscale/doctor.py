@@ -49,8 +49,6 @@ EXTRAS = {
     "pyarrow": "Parquet tables",
     "transformers": "tokenizers of transformers (SigLIP's, multilingual ones)",
 }
-
-
 Finding = tuple[str, str]
 """A level and a message. The level is ok, note (it works, but deserves a look) or problem."""
 

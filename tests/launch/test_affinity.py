@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from clipscale.hardware import BOUND, cores_of_rank
-from clipscale.launch.affinity import bound, divide, node_of, nodes, numbers
+from clipscale.launch.affinity import bound, divide
 
 
 @pytest.fixture
@@ -28,13 +28,6 @@ def machine(tmp_path: Path) -> Path:
 
 ALL = set(range(16))
 FIRST, SECOND = "0000:86:00.0", "0000:3b:00.0"
-
-
-def test_sys_is_read(machine: Path) -> None:
-    assert numbers("0-2,8,10-11\n") == {0, 1, 2, 8, 10, 11}
-    assert numbers("\n") == set()
-    assert nodes(machine) == {0: {0, 1, 2, 3, 8, 9, 10, 11}, 1: {4, 5, 6, 7, 12, 13, 14, 15}}
-    assert [node_of(pci, machine) for pci in (SECOND, FIRST, "0000:aa:00.0", "0000:00:00.0")] == [1, 0, None, None]
 
 
 def test_ranks_share_the_physical_cores_of_their_gpus_node(machine: Path) -> None:
