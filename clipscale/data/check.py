@@ -240,7 +240,7 @@ def summary(found: Findings, repeated: dict[str, list[list[str]]]) -> dict[str, 
         "damaged_shards": found.damaged,
         "index": {"missing": found.unindexed, "mismatch": found.mismatch},
         "duplicates": {
-            kind: {"groups": len(groups), "surplus": sum(len(group) - 1 for group in groups), "examples": groups[:100]}
+            kind: {"groups": len(groups), "surplus": sum(map(len, groups)) - len(groups), "examples": groups[:100]}
             for kind, groups in repeated.items()
         },
         "caption_characters": quantiles(found.characters),

@@ -89,12 +89,10 @@ def caption_sources(texts: Sequence[str], setting: str = "data.captions") -> tup
                 name, _, weight = text.partition("=")
                 found.append((name.strip(), float(weight or 1)))
         except (ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
-            raise UserError(
-                f"{setting}={text!r}: write sources and weights as {{txt: 0.5, 'json:caption': 0.5}}"
-            ) from error
-    if any(not name or not 0 <= weight < math.inf for name, weight in found) or (
-        found and not sum(w for _, w in found)
-    ):
+            remedy = "write sources and weights as {txt: 0.5, 'json:caption': 0.5}"
+            raise UserError(f"{setting}={text!r}: {remedy}") from error
+    usable = all(name and 0 <= weight < math.inf for name, weight in found)
+    if not usable or (found and not sum(weight for _, weight in found)):
         raise UserError(f"{setting}={list(texts)}: weights must be non-negative and not all zero")
     return tuple(found)
 
@@ -120,8 +118,7 @@ class Selection:
 
         Raises BrokenSampleError with the first source's reason if none has a text.
         """
-        texts: list[tuple[str, float]] = []
-        errors: list[BrokenSampleError] = []
+        texts, errors = list[tuple[str, float]](), list[BrokenSampleError]()
         for source, weight in self.captions:
             try:
                 texts.append((caption_of(members, source), weight))

@@ -100,14 +100,12 @@ def _expand(source: str, allow_pipe: bool, setting: str, table: TableConfig | No
     else:
         addresses = _braces(source, setting)
         if not allow_pipe and any(scheme_of(address) == "pipe" for address in addresses):
-            raise UserError(
-                f"{setting}={source!r}: `pipe:` runs a shell command; set data.allow_pipe=true if you wrote it yourself"
-            )
+            remedy = "set data.allow_pipe=true if you wrote it yourself"
+            raise UserError(f"{setting}={source!r}: `pipe:` runs a shell command; {remedy}")
         found = [url for address in addresses for url in _remote(address, setting)]
     if not found:
-        raise UserError(
-            f"{setting}={source!r} matches no shard; give a tar file, a brace list, a glob, a folder, a table or @FILE"
-        )
+        remedy = "give a tar file, a brace list, a glob, a folder, a table or @FILE"
+        raise UserError(f"{setting}={source!r} matches no shard; {remedy}")
     return [url for name in found for url in _table_shards(name, table, setting)]
 
 
