@@ -183,7 +183,7 @@ def _compare_with_index(url: str, cache: str | None, store: HashingStore, found:
     """Note how the shard, which the store has read, differs from its index."""
     entries = index.known([url], cache).get(url)
     try:
-        state = index.state_of(url, store.access)
+        state = index.state_of(url)
         found.size = state[0]
     except Exception as error:  # reading the shard met the same error and has noted it
         found.damaged.setdefault(url, str(error))

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from clipscale.data.shards.access import (
-    Access,
+    DIRECT,
     Opened,
     ReadContext,
     digest,
@@ -100,12 +100,12 @@ def writable_path(folder: str, cache: str | None) -> Path:
     return path
 
 
-def state_of(url: str, access: Access) -> State:
+def state_of(url: str) -> State:
     """Size and version of a shard now. Raises OSError or SourceError."""
     if is_local(url):
         about = Path(url).stat()
         return about.st_size, str(about.st_mtime_ns)
-    return Retry(ReadContext(access)).stat(remote_object(url, access.wait_s))
+    return Retry(ReadContext()).stat(remote_object(url, DIRECT.wait_s))
 
 
 def known(urls: Iterable[str], cache: str | None = None) -> dict[str, list[Entry]]:
@@ -155,7 +155,7 @@ def current(urls: Sequence[str], cache: str | None = None) -> tuple[dict[str, En
 
     def holds(url: str) -> Entry | None:
         try:
-            return matching(entries[url], state_of(url, Access())) if is_local(url) else entries[url][0]
+            return matching(entries[url], state_of(url)) if is_local(url) else entries[url][0]
         except OSError:
             return None
 

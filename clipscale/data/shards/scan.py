@@ -31,7 +31,7 @@ SERIAL_BYTES = 256 << 20
 class HashingStore(Store):
     """A store that hashes what is read from it."""
 
-    def __init__(self, access: Access) -> None:
+    def __init__(self, access: Access = DIRECT) -> None:
         super().__init__(access)
         self.hasher = hashlib.sha256()
 
@@ -40,14 +40,14 @@ class HashingStore(Store):
         return opened._replace(stream=CountedStream(opened.stream, self.hasher))
 
 
-def scan_shard(url: str, access: Access = DIRECT, checksum: bool = True) -> Entry:
+def scan_shard(url: str, checksum: bool = True) -> Entry:
     """The index entry of a shard: read as a whole with `checksum`, else its headers alone. The entry notes damage.
 
     Raises OSError or SourceError if the shard cannot be opened.
     """
-    size, version = state_of(url, access)
+    size, version = state_of(url)
     statistics, problem = ShardStatistics(), ReadProblem()
-    store = HashingStore(access) if checksum else Store(access)
+    store = HashingStore() if checksum else Store()
     samples = sum(1 for _ in read_shard(url, problem, lambda _: False, store=store, statistics=statistics))
     sha256 = store.hasher.hexdigest() if isinstance(store, HashingStore) else None
     totals = {extension: (n, statistics.sizes[extension]) for extension, n in sorted(statistics.members.items())}
@@ -70,7 +70,6 @@ def update_indexes(
     urls: Sequence[str],
     *,
     cache: str | None = None,
-    access: Access = DIRECT,
     checksum: bool = True,
     workers: int = 1,
     force: bool = False,
@@ -101,7 +100,7 @@ def update_indexes(
 
     for folder, shards in folders.items():
         with ThreadPoolExecutor(16) as pool:
-            found = dict(zip(shards, pool.map(partial(_or_error, state_of, access=access), shards)))
+            found = dict(zip(shards, pool.map(partial(_or_error, state_of), shards)))
         for url in [url for url in found if isinstance(found[url], str)]:
             fail(url, 0, found.pop(url))
         for url in [url for url in found if not is_text(leaf_of(url))]:
@@ -112,7 +111,7 @@ def update_indexes(
             continue
         with draft(path) as base:
             skip_kept(found, base.execute(STATES))  # another process may have scanned some before this one got the lock
-            work = partial(_or_error, scan_shard, access=access, checksum=checksum)
+            work = partial(_or_error, scan_shard, checksum=checksum)
             small = sum(size for size, _ in found.values()) < SERIAL_BYTES
             for url, entry in map_shards(work, list(found), 1 if small else workers):
                 if isinstance(entry, str):
