@@ -13,8 +13,8 @@ import re
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
-from concurrent.futures import Future
-from contextlib import asynccontextmanager, suppress
+from concurrent.futures import Future, wait
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote, unquote
@@ -81,12 +81,9 @@ def in_thread(call: Callable[[], T], name: str = "fsspec-call") -> Future[T]:
 
 
 def result(future: Future[T], tick: Callable[[], None]) -> T:
-    """Wait for a request. Raises what it or `tick` raises, which ends it."""
+    """Wait for a request. Raises what it raises, or `tick`, which ends it."""
     try:
-        while not future.done():
-            with suppress(TimeoutError):
-                future.exception(TICK_S)
-                break
+        while not wait([future], TICK_S).done:
             tick()
         return future.result()
     finally:

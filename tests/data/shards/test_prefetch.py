@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from clipscale.data.shards import remote, remote_object, scan
-from clipscale.data.shards.access import EVENT, Access, ReadContext, SourceError
+from clipscale.data.shards.access import DIRECT, EVENT, Access, ReadContext, SourceError
 from clipscale.data.shards.store import Store
 from tests.data.files import write_shards
 from tests.data.shards.web import Web
@@ -28,6 +28,11 @@ def soon(true: Callable[[], object]) -> bool:
     while not true() and time.monotonic() < until:
         time.sleep(0.002)
     return bool(true())
+
+
+def enough() -> None:
+    """The tick of a reader that stops waiting."""
+    raise InterruptedError
 
 
 def test_the_next_block_is_prefetched_while_one_is_used(tmp_path: Path, web: Web) -> None:
@@ -87,9 +92,6 @@ def test_a_reader_that_stops_waiting_releases_the_budget(
     file.read(4000)
     assert remote._budget.reserved > 0
 
-    def enough() -> None:
-        raise InterruptedError
-
     store.tick = enough
     with pytest.raises(InterruptedError):
         file.read(1000)
@@ -126,9 +128,6 @@ def test_a_file_that_the_collector_closes_waits_for_no_lock(web: Web) -> None:
         gc.collect()
     assert remote._budget.reserved == 0 and origin.ended == 2
 
-    def enough() -> None:
-        raise InterruptedError
-
     origin.waits = True
     with pytest.raises(InterruptedError) as kept:
         remote.RemoteFile(origin, ReadContext(tick=enough)).read(1)
@@ -164,13 +163,19 @@ def test_the_next_shard_is_opened_before_it_is_needed(tmp_path: Path, web: Web) 
     second.close()
 
 
-def test_a_shard_that_changes_after_its_prefetch_is_given_up(tmp_path: Path, web: Web) -> None:
-    paths = write_shards(tmp_path, [60, 60])
+def read_first(folder: Path, web: Web, access: Access = DIRECT) -> tuple[Store, list[Path], list[str]]:
+    """A store that has read the first of two shards and prefetches the second; the shards, and their addresses."""
+    paths = write_shards(folder, [60, 60])
     urls = [f"{web.url}/{path.name}" for path in paths]
-    store = Store()
+    store = Store(access)
     store.expect(urls[1])
     with closing(store.open(urls[0]).stream) as file:
         file.read()
+    return store, paths, urls
+
+
+def test_a_shard_that_changes_after_its_prefetch_is_given_up(tmp_path: Path, web: Web) -> None:
+    store, paths, urls = read_first(tmp_path, web)
     assert soon(
         lambda: ("/00001.tar", "bytes=0-4095") in web.requests and "prefetch-" not in str(threading.enumerate())
     )
@@ -223,8 +228,6 @@ def test_the_next_copy_is_made_while_a_shard_is_read(tmp_path: Path, web: Web) -
 
 
 def test_a_shard_whose_reader_stops_waiting_is_closed(tmp_path: Path, web: Web) -> None:
-    paths = write_shards(tmp_path, [60, 20])
-    urls = [f"{web.url}/{path.name}" for path in paths]
     answering = threading.Event()
 
     def hold(number: int, path: str) -> None:
@@ -232,13 +235,7 @@ def test_a_shard_whose_reader_stops_waiting_is_closed(tmp_path: Path, web: Web) 
             answering.wait(10)
 
     web.faults = hold
-    store = Store()
-    store.expect(urls[1])
-    with closing(store.open(urls[0]).stream) as file:
-        file.read()
-
-    def enough() -> None:
-        raise InterruptedError
+    store, _, urls = read_first(tmp_path, web)
 
     store.tick = enough
     with pytest.raises(InterruptedError) as kept:
@@ -249,13 +246,8 @@ def test_a_shard_whose_reader_stops_waiting_is_closed(tmp_path: Path, web: Web) 
 
 
 def test_faults_of_a_dropped_shard_are_counted(tmp_path: Path, web: Web) -> None:
-    paths = write_shards(tmp_path, [60, 20])
-    urls = [f"{web.url}/{path.name}" for path in paths]
     web.faults = lambda number, path: "503" if web.requests[number] == ("/00001.tar", "bytes=0-4095") else None
-    store = Store()
-    store.expect(urls[1])
-    with closing(store.open(urls[0]).stream) as file:
-        file.read()
+    store, _, _ = read_first(tmp_path, web)
     assert store._prefetch
     block = store._prefetch._opened.result()[0]._prefetch
     assert soon(block.future.done) and web.done["503"] == 1
@@ -264,13 +256,8 @@ def test_faults_of_a_dropped_shard_are_counted(tmp_path: Path, web: Web) -> None
 
 
 def test_a_dropped_shard_is_not_requested_further(tmp_path: Path, web: Web) -> None:
-    paths = write_shards(tmp_path, [60, 20])
-    urls = [f"{web.url}/{path.name}" for path in paths]
     web.faults = lambda number, path: "503" if path == "/00001.tar" else None
-    store = Store(Access(retries=1_000_000))
-    store.expect(urls[1])
-    with closing(store.open(urls[0]).stream) as file:
-        file.read()
+    store, _, _ = read_first(tmp_path, web, Access(retries=1_000_000))
     assert soon(lambda: web.done["503"] > 3), "requested again and again"
     store.expect(None)
     assert soon(lambda: "prefetch-" not in str(threading.enumerate())) and len(web.requests) < 1000
