@@ -39,9 +39,9 @@ def recorded_counts(urls: Sequence[str], cache: str | None = None) -> list[int |
         if url in entries:
             return entries[url].samples
         if scheme_of(url) == "table":
-            from clipscale.data.shards.tables import row_count
+            from clipscale.data.shards.tables import part_of
 
-            return row_count(url)
+            return part_of(url).last - part_of(url).first
         if not is_local(url):
             return None
         folder, leaf = os.path.split(url)

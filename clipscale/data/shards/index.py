@@ -199,8 +199,6 @@ def unpack(packed: bytes, size: int = sys.maxsize) -> np.ndarray:
     return offsets
 
 
-# -- writing it --------------------------------------------------------------------------------------------------------
-
 STATES = "SELECT name, size, stamp, sha256 FROM shards"
 """What decides whether an entry still holds."""
 

@@ -9,7 +9,6 @@ import importlib.util
 import logging
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 from braceexpand import braceexpand
@@ -216,26 +215,18 @@ def _require(url: str, setting: str) -> None:
 
 
 def _from_list(path: Path, allow_pipe: bool, setting: str, table: TableConfig | None) -> list[str]:
+    """The shards that the lines of a list name; empty lines and remarks name none."""
     urls: list[str] = []
-    for line in _sources(path, setting):
-        if line.startswith("@"):
-            raise UserError(f"{setting}='@{path}': {line[:200]!r} is a list in a list; write its lines here")
-        urls += expand(line, allow_pipe, setting=setting, table=table)
+    for line in files.lines(path, LONGEST_LINE + 1, MOST_LIST_BYTES):
+        if len(line) > LONGEST_LINE:
+            raise ValueError(f"a line has more than {LONGEST_LINE} bytes")
+        text = line.decode().strip()
+        if text.startswith("@"):
+            raise UserError(f"{setting}='@{path}': {text[:200]!r} is a list in a list; write its lines here")
+        if text and not text.startswith("#"):
+            urls += expand(text, allow_pipe, setting=setting, table=table)
         if len(urls) > MOST_SHARDS:
             raise UserError(f"{setting}='@{path}' lists more than {MOST_SHARDS} shards; make them larger")
     if not urls:
         raise UserError(f"{setting}='@{path}' lists no shard; write one address a line")
     return urls
-
-
-def _sources(path: Path, setting: str) -> Iterator[str]:
-    """The lines of a list that are neither empty nor remarks. Raises UserError."""
-    try:
-        for line in files.lines(path, LONGEST_LINE + 1, MOST_LIST_BYTES):
-            if len(line) > LONGEST_LINE:
-                raise ValueError(f"a line has more than {LONGEST_LINE} bytes")
-            text = line.decode().strip()
-            if text and not text.startswith("#"):
-                yield text
-    except (OSError, ValueError) as error:
-        raise UserError(f"{setting}='@{path}': the list cannot be read ({error})") from error

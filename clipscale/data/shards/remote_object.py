@@ -55,9 +55,6 @@ class TransientError(Exception):
         self.reason, self.wait_s = reason, wait_s
 
 
-# -- requests ----------------------------------------------------------------------------------------------------------
-
-
 def submit(request: Coroutine[Any, Any, T]) -> Future[T]:
     """Begin a request, in the thread of fsspec's event loop."""
     from fsspec.asyn import get_loop

@@ -70,12 +70,6 @@ def part_of(url: str) -> Part:
     return Part(unquote(match[1]), *named, int(match[3]), int(match[4]), match[5], columns.get("root", ""))
 
 
-def row_count(url: str) -> int:
-    """Rows of a virtual shard."""
-    part = part_of(url)
-    return part.last - part.first
-
-
 def table_shards(path: str, config: TableConfig, setting: str) -> list[str]:
     """The addresses of a table's virtual shards. Raises UserError if it cannot be read or lacks the columns."""
     path = os.path.abspath(path) if is_local(path) else path  # noqa: PTH100 (as it is named)

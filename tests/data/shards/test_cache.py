@@ -73,13 +73,6 @@ def test_a_shard_larger_than_the_bound_is_read_where_it_is(tmp_path: Path, web: 
     assert copies(tmp_path / "c") == []
 
 
-def test_a_changed_shard_gets_another_copy(tmp_path: Path, web: Web) -> None:
-    path = write_shards(tmp_path / "remote", [20])[0]
-    fetch(f"{web.url}/00000.tar", tmp_path / "c")
-    path.write_bytes(write_shards(tmp_path / "new", [9])[0].read_bytes())
-    assert fetch(f"{web.url}/00000.tar", tmp_path / "c")[0] == path.read_bytes()
-
-
 def test_a_copy_stands_in_while_the_server_is_away(tmp_path: Path, web: Web) -> None:
     path = write_shards(tmp_path / "remote", [20])[0]
     url = f"{web.url}/00000.tar"

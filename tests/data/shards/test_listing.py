@@ -80,16 +80,6 @@ def test_remote_patterns_and_folders_are_listed() -> None:
         expand("memory://listed/*.zip")
 
 
-@pytest.mark.parametrize("source", ["pipe:cat x.tar", "https://host/0.tar::pipe:cat x.tar"])
-def test_pipes_run_only_when_allowed(source: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="allow_pipe"):
-        expand(source)
-    (tmp_path / "list").write_text(f"{source}\n")
-    with pytest.raises(UserError, match="allow_pipe"):
-        expand(f"@{tmp_path}/list")
-    assert "pipe:cat x.tar" in expand(source, allow_pipe=True)
-
-
 def test_an_allowed_command_is_read_to_its_end_and_ended_early(tmp_path: Path) -> None:
     """The output is read like the file it prints; a failure is counted; closing the stream ends the command."""
     (path,) = write_shards(tmp_path / "set", [60])

@@ -229,13 +229,10 @@ def test_a_table_that_stays_away_or_changes_costs_its_rows(tmp_path: Path, web: 
 
 
 def test_pictures_lie_beside_the_table_or_where_they_say() -> None:
-    beside = tables._beside
-    assert beside("https://host/a/t.csv?key=1", "b/0 1.png") == "https://host/a/b/0%201.png"
-    assert beside("s3://bucket/a/t.csv", "b/0 1.png") == "s3://bucket/a/b/0 1.png"
-    assert beside("s3://bucket/a/t.csv", "/data/0.png") == "/data/0.png"
-    assert (
-        beside("/a/t.csv", "https://host/0.png") == beside("s3://b/t.csv", "https://host/0.png") == "https://host/0.png"
-    )
+    place = tables.place_of
+    assert place("https://host/a/t.csv?key=1", "b/0 1.png") == "https://host/a/b/0%201.png"
+    assert place("s3://bucket/a/t.csv", "b/0 1.png") == "s3://bucket/a/b/0 1.png"
+    assert place("/a/t.csv", "https://host/0.png") == "https://host/0.png"
 
 
 def test_a_folder_of_classes_captions_by_name_and_template(tmp_path: Path) -> None:
