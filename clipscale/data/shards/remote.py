@@ -24,7 +24,7 @@ PREFETCH_BYTES = 64 << 20
 
 
 class PrefetchBudget:
-    """The bytes that all threads of a process may prefetch together."""
+    """The bytes that all files of a process may prefetch together."""
 
     def __init__(self) -> None:
         self._lock, self._bytes = threading.Lock(), 0
