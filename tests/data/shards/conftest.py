@@ -1,7 +1,9 @@
 """Shared by the tests of remote shards: a web server, small blocks and short waits."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,3 +25,17 @@ def web(tmp_path: Path, small_blocks: None) -> Iterator[Web]:
     """A web server of the test's folder."""
     with serving(Web(tmp_path)) as served:
         yield served
+
+
+@pytest.fixture
+def called_off(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """The number of requests cancelled before their answer was complete: their faults are not counted."""
+    submit, futures = remote_object.submit, list[Future[Any]]()
+
+    def tracked(request: Any) -> Future[Any]:
+        futures.append(submit(request))
+        return futures[-1]
+
+    for module in (remote, remote_object):
+        monkeypatch.setattr(module, "submit", tracked)
+    return lambda: sum(future.cancelled() for future in futures)

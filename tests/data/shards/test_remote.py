@@ -7,7 +7,7 @@ import subprocess
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +24,6 @@ from tests.data.shards.web import FAULTS, Web, finish, serving, settle
 from tests.data.streams import all_ids, contents, flat, ids, open_stream
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("small_blocks")]
-
-
-@pytest.fixture
-def called_off(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The number of prefetches dropped before their answer was complete: their faults need not be counted."""
-    drop, count = remote.BlockRequest.drop, [0]
-
-    def counted(ahead: remote.BlockRequest, counts: Any) -> None:
-        count[0] += not ahead.future.done()
-        drop(ahead, counts)
-
-    monkeypatch.setattr(remote.BlockRequest, "drop", counted)
-    return count
 
 
 def read(url: str, **access: Any) -> tuple[list[RawSample], ReadProblem, Counter[str]]:
@@ -63,7 +50,7 @@ def test_a_shard_is_what_it_is_locally(tmp_path: Path, web: Web) -> None:
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("ahead", [True, False])
 def test_transient_faults_are_retried_and_counted(
-    tmp_path: Path, web: Web, fault: str, ahead: bool, called_off: list[int], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, web: Web, fault: str, ahead: bool, called_off: Callable[[], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not ahead:
         monkeypatch.setattr(remote, "PREFETCH_BYTES", 0)
@@ -75,7 +62,7 @@ def test_transient_faults_are_retried_and_counted(
     names = {"503": "http_503", "drop": "dropped_connection", "cut": "no_connection", "short": "short_answer"}
     assert set(counts) == ({EVENT + names.get(fault, fault)} if fault != "slow" else set())
     if fault != "slow":
-        assert web.done[fault] - called_off[0] <= counts.total() <= web.done[fault], (counts, web.done, called_off)
+        assert web.done[fault] - called_off() <= counts.total() <= web.done[fault], (counts, web.done, called_off())
     assert web.done[fault] > 2
 
 
@@ -192,7 +179,7 @@ def indexed(urls: list[str]) -> None:
 
 @pytest.mark.parametrize("cached", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_an_epoch_over_a_bad_network_loses_nothing(
-    tmp_path: Path, web: Web, cached: bool, called_off: list[int]
+    tmp_path: Path, web: Web, cached: bool, called_off: Callable[[], int]
 ) -> None:
     sizes = [30, 17, 41]
     paths = write_shards(tmp_path, sizes)
@@ -211,7 +198,7 @@ def test_an_epoch_over_a_bad_network_loses_nothing(
         contents(stream, 4)
         assert all(asked == "bytes=0-0" for _, asked in web.requests[count:]), "read over the network again"
     faults, seen = web.done.total() - web.done["slow"], finish(stream)
-    assert 0 < faults - called_off[0] <= seen <= faults, (stream.seen, web.done, called_off)
+    assert 0 < faults - called_off() <= seen <= faults, (stream.seen, web.done, called_off())
 
 
 def test_a_shard_given_up_costs_its_samples_and_says_why(tmp_path: Path, web: Web) -> None:
@@ -271,7 +258,9 @@ def nginx(tmp_path: Path) -> Iterator[Web]:
         process.wait()
 
 
-def test_an_epoch_from_nginx_with_faults_loses_nothing(tmp_path: Path, nginx: Web, called_off: list[int]) -> None:
+def test_an_epoch_from_nginx_with_faults_loses_nothing(
+    tmp_path: Path, nginx: Web, called_off: Callable[[], int]
+) -> None:
     sizes = [60, 45]
     paths = write_shards(tmp_path / "set", sizes)
     indexed([f"{nginx.url}/set/{path.name}" for path in paths])
@@ -281,7 +270,7 @@ def test_an_epoch_from_nginx_with_faults_loses_nothing(tmp_path: Path, nginx: We
     assert stream.samples_per_epoch == sum(sizes)
     assert contents(stream, 10) == contents(open_stream(tmp_path / "set", batch=21), 10)
     faults, seen = nginx.done.total() - nginx.done["slow"], finish(stream)
-    assert not stream.broken and 5 < faults - called_off[0] <= seen <= faults, (stream.seen, nginx.done, called_off)
+    assert not stream.broken and 5 < faults - called_off() <= seen <= faults, (stream.seen, nginx.done, called_off())
     nginx.faults = lambda number, path: None
     paths[0].write_bytes(paths[1].read_bytes())
     problem = ReadProblem()
