@@ -1,4 +1,4 @@
-"""What FSDP2 sends and holds within a step, by stage, and that every stage and type has the gradient of DDP."""
+"""What FSDP2 sends and holds within a step, by stage and type."""
 
 from typing import Any
 
@@ -49,12 +49,6 @@ def test_each_stage_holds_what_it_says(found: list[dict[str, Any]]) -> None:
         for stage in (0, 1, 2, 3)
     }
     assert held == {0: (0, largest), 1: (largest, largest), 2: (largest, 0), 3: (0, 0)}
-
-
-def test_the_gradient_is_the_same_in_every_stage(found: list[dict[str, Any]]) -> None:
-    wanted = of(found, stage=0)["gradients"]
-    for stage in (1, 2, 3):
-        assert worst(of(found, stage=stage)["gradients"], wanted) < 1e-5
 
 
 def test_bf16_weights_are_gathered_in_bf16_with_the_features_and_gradients_of_autocast(

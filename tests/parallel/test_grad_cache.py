@@ -1,22 +1,17 @@
 """The gradient cache on several ranks gives the gradient of one graph over their whole batch."""
 
-import math
-
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import clipscale
-from clipscale.distributed import World, gradient_norm
+from clipscale.distributed import World
 from clipscale.grad_cache import GradCache
-from clipscale.parallel.fsdp import Sharding
 from tests.ranks import run_ranks
 from tests.test_grad_cache import assert_same, batch, gradients, models
 
@@ -60,66 +55,6 @@ def test_synchronised_batch_norm_sees_the_whole_batch() -> None:
         for name in ("net.1.running_mean", "net.1.running_var"):
             assert torch.allclose(statistics[name], buffers[name], rtol=1e-10), name
         assert "over 2 ranks it would see only a part of them; synchronise it" in message
-
-
-def _data_parallel(
-    rank: int, world: int, parallel: str, keep: float, dropout: float
-) -> tuple[dict[str, Tensor], int, float]:
-    """The cache under data parallelism, with a gather loss written out here: shares whose sum over ranks is the gradient."""
-    m = models(dropout)
-    peers = World(rank, world, torch.device("cpu"))
-    n = 12 // world
-    x, y = (part[rank * n : (rank + 1) * n] for part in batch(12))
-
-    def loss(u: Tensor, v: Tensor) -> Tensor:
-        """Own rows live, the other ranks' as constants and differentiated there: value = global mean, gradients = shares."""
-        every = []
-        for own in (u, v):
-            parts = [torch.empty_like(own) for _ in range(world)]
-            dist.all_gather(parts, own.detach())
-            parts[rank] = own
-            every.append(torch.cat(parts))
-        share = m["head"](*every)
-        for p in m["head"].parameters():  # every rank computes the whole loss, so the scale's share is 1 / world of it
-            p.register_hook(lambda g: g / world)
-        return share
-
-    torch.manual_seed(5 + rank)
-    image, text = (peers.wrap(m[name], parallel, Sharding(1)) for name in ("image", "text"))
-    with CommDebugMode() as reductions:
-        GradCache([image, text], loss, chunks=[2, 5], keep_bytes=keep).step(x, y)
-    counts = reductions.get_comm_counts()
-    reduced = sum(n for op, n in counts.items() if "reduce" in str(op))
-    for one in peers.begin_sums(m["head"].parameters()):
-        one.wait()
-    return gradients(m), reduced, gradient_norm(m.parameters()).item()
-
-
-WRAPPED = [("ddp", 0, 0.0), ("ddp", math.inf, 0.4), ("ddp", 3000, 0.4), ("fsdp", 0, 0.4), ("fsdp", 3000, 0.0)]
-
-
-def _all_data_parallel(rank: int, world: int) -> list[tuple[dict[str, Tensor], int, float]]:
-    return [_data_parallel(rank, world, *case) for case in WRAPPED]
-
-
-def test_the_summed_gradient_is_that_of_one_graph() -> None:
-    """And there is one reduction per tower and step, and one with which ranks agree on kept graphs where towers communicate."""
-    world = 2
-    answers = run_ranks(_all_data_parallel, world)
-    for i, (parallel, _, dropout) in enumerate(WRAPPED):
-        wanted = models(dropout)
-        n = 12 // world
-        features: list[list[Tensor]] = [[], []]
-        for rank in range(world):  # each rank draws its own random numbers, image chunks first
-            torch.manual_seed(5 + rank)
-            for j, (tower, x, size) in enumerate(zip(("image", "text"), batch(12), (2, 5), strict=True)):
-                features[j] += [wanted[tower](rows) for rows in x[rank * n : (rank + 1) * n].split(size)]
-        wanted["head"](torch.cat(features[0]), torch.cat(features[1])).backward()
-        norm = torch.nn.utils.get_total_norm(gradients(wanted).values()).item()
-        for found, reductions, found_norm in (answer[i] for answer in answers):
-            assert_same(found, gradients(wanted), 1e-10)
-            assert found_norm == pytest.approx(norm, rel=1e-10), WRAPPED[i]
-            assert reductions == 2 + (parallel == "fsdp"), WRAPPED[i]
 
 
 class Scarce:
