@@ -188,8 +188,9 @@ def configured_loss(
             tile = 0 if is_dense else config.tile
             backend = TorchBackend(objective, similarity, tile, exchange.visits == 1, machine, kept)
         call = LossCall(
-            exchange, backend, similarity, weights, inputs.extras, config.fp32_precision, check, trains, kept, is_second
-        )
+            exchange, backend, similarity, weights, inputs.masks, inputs.keys, inputs.dtype, config.fp32_precision,
+            check, trains, kept, is_second,
+        )  # fmt: skip
         numbers = (inputs.scale, inputs.bias, *similarity.parameters)
         return cast(Tensor, ContrastiveLoss.apply(call, inputs.rows, inputs.cols, *numbers))
 
@@ -250,7 +251,7 @@ def _blocks_at_once(backend: str, inputs: Inputs, config: LossConfig, machine: M
     """Blocks of how many ranks fill the GPU: at least a tile for each multiprocessor."""
     if backend not in KERNELS:
         return 1
-    device, arithmetic = inputs.rows.device, arithmetic_of(inputs.extras.dtype, config.fp32_precision)
+    device, arithmetic = inputs.rows.device, arithmetic_of(inputs.dtype, config.fp32_precision)
     shape = machine.tiles(device, PASSES[0], arithmetic)
     tiles = math.ceil(len(inputs.rows) / shape.rows) * math.ceil(len(inputs.cols) / shape.cols)
     return math.ceil(machine.multiprocessors(device) / tiles)
@@ -258,7 +259,7 @@ def _blocks_at_once(backend: str, inputs: Inputs, config: LossConfig, machine: M
 
 def _chosen_backend(name: str, similarity: str, inputs: Inputs, machine: Machine) -> str:
     """The backend's name, with "auto" resolved (and logged, once). Raises ValueError where Triton is asked for and is impossible."""
-    device, dtype, obstacle = inputs.rows.device, inputs.extras.dtype, None
+    device, dtype, obstacle = inputs.rows.device, inputs.dtype, None
     gpu = machine.gpu_name(device)
     if similarity != "dot":
         obstacle = "the similarity is not the dot product"

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from clipscale.loss.block import Block, Parameters, RowBlock, widened
 from clipscale.loss.exchange import GRAD, LSE, Single
-from clipscale.loss.inputs import Extras
+from clipscale.loss.inputs import Pair
 from clipscale.loss.kept import Kept
 from clipscale.loss.machine import float32_matmuls
 from clipscale.loss.side_gradient import (
@@ -63,7 +63,9 @@ class LossCall:
     backend: Backend
     similarity: Similarity
     weights: tuple[float | None, float | None]  # N a_i and N b_j; None: no softmax in that direction
-    extras: Extras
+    masks: Pair  # of images and texts, or the other way round
+    keys: Pair
+    dtype: torch.dtype  # what the features are cast to
     fp32_precision: str  # of float32 matmuls on CUDA: "ieee" or "tf32"
     check: bool  # refuse a result that is not finite, which waits for the device
     trains: bool  # may a backward pass follow
@@ -72,7 +74,10 @@ class LossCall:
 
     def own_blocks(self, image_features: Tensor, text_features: Tensor) -> tuple[RowBlock, RowBlock]:
         """This rank's rows and columns, with their weights, as the backend takes them."""
-        rows, cols = self.extras.blocks(image_features, text_features)
+        rows, cols = (
+            RowBlock(features.detach().to(self.dtype).contiguous(), mask, keys)
+            for features, mask, keys in zip((image_features, text_features), self.masks, self.keys)
+        )
         for side, weight in zip((rows, cols), self.weights):
             missing = self.backend.padded_width(side.features) - side.features.shape[-1]
             side.features = F.pad(side.features, (0, missing)) if missing else side.features
@@ -232,7 +237,7 @@ def _arithmetic(device: torch.device, call: LossCall) -> Iterator[None]:
         stack.enter_context(torch.autocast(device.type, enabled=False))
         # A module keeps the caller's setting. Half-precision numbers widened to float32 multiply exactly in TF32, too.
         if device.type == "cuda" and call.similarity.homogeneous:
-            is_half = call.extras.dtype in (torch.float16, torch.bfloat16)
+            is_half = call.dtype in (torch.float16, torch.bfloat16)
             stack.enter_context(float32_matmuls("tf32" if is_half else call.fp32_precision))
         yield
 
@@ -266,7 +271,7 @@ def _refuse_bad_result(total: Tensor, bad_scales: Tensor, call: LossCall, given:
     reasons = [
         f"{name} has {count} non-finite numbers" for name, x in given.items() if (count := int((~x.isfinite()).sum()))
     ]
-    for mask in call.extras.masks:
+    for mask in call.masks:
         if mask is not None and not bool(mask.any(1).all()):
             sample = int((~mask.any(1)).nonzero()[0])
             reasons.append(f"a mask leaves sample {sample} without any token")

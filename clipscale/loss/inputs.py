@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from clipscale.loss.block import RowBlock, sum_dtype
+from clipscale.loss.block import sum_dtype
 
 # What must be the same on all ranks: sizes for the transfers, the rest for their order.
 FACTS = (
@@ -26,23 +26,6 @@ Pair = tuple[Tensor | None, Tensor | None]  # of the rows and of the columns
 
 
 @dataclass
-class Extras:
-    """What a call gives for each row and column in addition to its features."""
-
-    masks: Pair
-    keys: Pair
-    dtype: torch.dtype  # what the features are cast to
-
-    def blocks(self, row_features: Tensor, col_features: Tensor) -> tuple[RowBlock, RowBlock]:
-        """This rank's rows and columns, cast."""
-        rows, cols = (
-            RowBlock(features.detach().to(self.dtype).contiguous(), mask, keys)
-            for features, mask, keys in zip((row_features, col_features), self.masks, self.keys)
-        )
-        return rows, cols
-
-
-@dataclass
 class Inputs:
     """The tensors of one call: images as rows and texts as columns."""
 
@@ -50,27 +33,28 @@ class Inputs:
     cols: Tensor
     scale: Tensor  # 0-d, in sum_dtype
     bias: Tensor
-    extras: Extras
+    masks: Pair
+    keys: Pair
+    dtype: torch.dtype  # what the features are cast to
 
     def facts(self) -> list[int]:
         """The FACTS of this rank."""
-        given = [x is not None for x in (*self.extras.masks, *self.extras.keys)]
+        given = [x is not None for x in (*self.masks, *self.keys)]
         trained = [torch.is_grad_enabled() and x.requires_grad for x in (self.rows, self.cols, self.scale, self.bias)]
         choices = [sum(2**i for i, chosen in enumerate(flags) if chosen) for flags in (given, trained)]
         sizes = [len(self.rows), len(self.cols), self.rows[0].numel(), self.cols[0].numel()]
-        return [*sizes, DTYPES.index(self.extras.dtype), *choices]
+        return [*sizes, DTYPES.index(self.dtype), *choices]
 
     def positives_only(self) -> "Inputs":
         """Without the hard negatives among the texts."""
-        n, extras = len(self.rows), self.extras
-        masks, keys = ((row, None if col is None else col[:n]) for row, col in (extras.masks, extras.keys))
-        return replace(self, cols=self.cols[:n], extras=replace(extras, masks=masks, keys=keys))
+        n = len(self.rows)
+        masks, keys = ((row, None if col is None else col[:n]) for row, col in (self.masks, self.keys))
+        return replace(self, cols=self.cols[:n], masks=masks, keys=keys)
 
     def swapped(self) -> "Inputs":
         """The texts as rows, without the hard negatives, and the images as columns."""
         own = self.positives_only()
-        extras = replace(own.extras, masks=own.extras.masks[::-1], keys=own.extras.keys[::-1])
-        return replace(own, rows=own.cols, cols=own.rows, extras=extras)
+        return replace(own, rows=own.cols, cols=own.rows, masks=own.masks[::-1], keys=own.keys[::-1])
 
 
 def checked_inputs(
@@ -104,7 +88,7 @@ def checked_inputs(
     dtype = _feature_dtype(u, v)
     scale = _number("logit_scale", logit_scale, sum_dtype(dtype), u.device)
     bias = _number("logit_bias", logit_bias, sum_dtype(dtype), u.device)
-    return Inputs(u, v, scale, bias, Extras(masks, (image_keys, text_keys), dtype))
+    return Inputs(u, v, scale, bias, masks, (image_keys, text_keys), dtype)
 
 
 def _check_features(u: Tensor, v: Tensor, similarity: str) -> None:
