@@ -1,4 +1,4 @@
-"""Launches of the Triton kernels: bits, panels, tiles, strides, copies and failures. Where these run: test_backend.py."""
+"""Launches of the Triton kernels: panels, tiles, strides, copies and failures. Where these run: test_backend.py."""
 
 from collections.abc import Iterator
 from typing import Any
