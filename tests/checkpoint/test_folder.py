@@ -108,6 +108,10 @@ def cut(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-100])
 
 
+def zeroed(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-12] + bytes(12))
+
+
 def flipped(file: Path) -> None:
     data = file.read_bytes()
     file.write_bytes(data[:-6] + bytes([data[-6] ^ 1]) + data[-5:])
@@ -121,7 +125,7 @@ def missing(file: Path) -> None:
     file.unlink()
 
 
-@pytest.mark.parametrize("damage", [cut, flipped, empty, missing])
+@pytest.mark.parametrize("damage", [cut, zeroed, flipped, empty, missing])
 @pytest.mark.parametrize("name", ["rank_00000.safetensors", "state.pt", "manifest.json"])
 def test_a_damaged_newest_is_set_aside_for_the_one_before(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None], name: str
