@@ -7,11 +7,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import clipscale
 from clipscale.distributed import World
 from clipscale.grad_cache import GradCache
+from clipscale.parallel.fsdp import Sharding
 from tests.ranks import run_ranks
 from tests.test_grad_cache import assert_same, batch, gradients, models
 
@@ -57,6 +59,31 @@ def test_synchronised_batch_norm_sees_the_whole_batch() -> None:
         assert "over 2 ranks it would see only a part of them; synchronise it" in message
 
 
+REDUCED = {("ddp", 0): 2, ("ddp", 3000): 2, ("fsdp", 0): 3, ("fsdp", 3000): 3}
+"""Of a wrapper and the bytes for kept graphs: one reduction for each tower, and one with which shards agree on kept graphs."""
+
+
+def _reductions(rank: int, world: int) -> list[list[int]]:
+    """How often each of three steps reduces something over ranks."""
+    peers, found = World(rank, world, torch.device("cpu")), []
+    for parallel, keep in REDUCED:
+        m = models()
+        towers = [peers.wrap(m[name], parallel, Sharding(1)) for name in ("image", "text")]
+        cache = GradCache(towers, m["head"], chunks=[2, 5], keep_bytes=keep)
+        steps = []
+        for _ in range(3):
+            with CommDebugMode() as communication:
+                cache.step(*batch(6))
+            steps.append(sum(n for op, n in communication.get_comm_counts().items() if "reduce" in str(op)))
+        found.append(steps)
+    return found
+
+
+def test_gradients_are_reduced_once_for_each_tower_whatever_the_number_of_chunks() -> None:
+    for found in run_ranks(_reductions, 2):
+        assert found == [[n] * 3 for n in REDUCED.values()]
+
+
 class Scarce:
     """An input whose first chunk runs out of memory, once."""
 
@@ -89,7 +116,7 @@ def test_memory_that_ends_on_one_rank_where_ddp_rebuilds_its_buckets() -> None:
     wanted = models()
     features = (wanted[name](rows) for name, rows in zip(("image", "text"), batch(12), strict=True))
     clipscale.contrastive_loss(*features, 3.0).backward()
-    answers = run_ranks(_one_rank_runs_out, 2, timeout_s=20)
+    answers = run_ranks(_one_rank_runs_out, 2, timeout_s=60)
     assert [kept for _, kept in answers] == [3, 0]
     for found, _ in answers:
         assert_same(found, gradients(wanted), 1e-10)
@@ -117,7 +144,7 @@ def _in_a_subgroup(rank: int, world: int) -> tuple[dict[str, Tensor], list[list[
 def test_towers_of_a_subgroup_agree_on_kept_graphs_within_it() -> None:
     wanted = models()
     wanted["head"](*(wanted[name](rows) for name, rows in zip(("image", "text"), batch(6), strict=True))).backward()
-    for found, kept in run_ranks(_in_a_subgroup, 3, timeout_s=30)[:2]:
+    for found, kept in run_ranks(_in_a_subgroup, 3, timeout_s=60)[:2]:
         assert_same(found, gradients(wanted), 1e-10)
         assert kept == [[], []]
 
