@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import torch.distributed as dist
 
 from clipscale.files import write_json
 
@@ -117,12 +116,14 @@ def main(worker: str, folder: str, rank: str) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     job = Job(**json.loads(Path(folder, "job.json").read_text()))
     if job.ranks > 1:
+        import torch.distributed as dist  # starting a job needs no torch
+
         backend = "nccl" if job.device == "cuda" else "gloo"
         dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=int(rank), world_size=job.ranks)
     module, _, name = worker.partition(":")
     leave = partial(write_json, Path(folder, f"answer-{rank}"))  # whole or not at all
     getattr(import_module(module), name)(job, int(rank), leave).work()
-    if dist.is_initialized():
+    if job.ranks > 1:
         dist.destroy_process_group()
 
 
