@@ -2,14 +2,23 @@
 
 import gzip
 import socket
+import ssl
 import threading
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
+import aiohttp
+import fsspec
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -28,13 +37,13 @@ Answer = Callable[[socket.socket], None]
 
 
 @contextmanager
-def server(answer: Answer, received: list[bytes] | None = None) -> Iterator[str]:
-    """The address of a server that reads a request and lets `answer` do with the connection as it likes."""
+def server(answer: Answer, received: list[bytes] | None = None, *, reads: bool = True) -> Iterator[str]:
+    """The address of a server that reads a request, if it `reads`, and lets `answer` do with the connection as it likes."""
     listening = socket.create_server(("127.0.0.1", 0))
 
     def serve(connection: socket.socket) -> None:
         with connection, suppress(OSError):
-            asked = connection.recv(1 << 16)
+            asked = connection.recv(1 << 16) if reads else b""
             if received is not None:
                 received.append(asked)
             answer(connection)
@@ -146,22 +155,100 @@ def test_one_byte_a_request_is_no_progress() -> None:
     assert len(sent) < 10
 
 
+def stat(url: str, sign: Callable[[Any], object] | None = None) -> tuple[int, str]:
+    return remote_object.result(remote_object.submit(remote_object.HttpObject(url, 1.0, sign).stat()), lambda: None)
+
+
+@pytest.mark.filterwarnings("ignore:.*[aA]uth:DeprecationWarning")  # aiohttp's, of settings that people have
 @pytest.mark.parametrize("netrc", [False, True])
+@pytest.mark.parametrize("signed", [False, True])
 def test_credentials_stay_with_the_host_they_are_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, netrc: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, netrc: bool, signed: bool
 ) -> None:
-    """A redirection to another host or port gets none. Those of ~/.netrc do not replace them."""
+    """A redirection to another host or port gets none. Where we sign, those of ~/.netrc and of fsspec's configuration stay away."""
     (tmp_path / "netrc").write_text("machine 127.0.0.1 login me password secret\n" * netrc)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    client = {"headers": {"X-Key": "k"}, "cookies": {"c": "k"}}
+    client |= {} if netrc else {"auth": aiohttp.BasicAuth("me", "secret")}
+    monkeypatch.setitem(fsspec.config.conf, "http", {"client_kwargs": client, "headers": {"X-Other": "k"}})
     received: dict[str, list[bytes]] = {"own": [], "other": []}
 
     with server(whole(WHOLE), received["other"]) as elsewhere:
         elsewhere = elsewhere.replace("127.0.0.1", "localhost")
         moved = whole(f"HTTP/1.1 302 F\r\nLocation: {elsewhere}\r\nContent-Length: 0\r\n\r\n".encode())
         with server(moved, received["own"]) as url:
-            signed = remote_object.HttpObject(url, 1.0, lambda headers: headers.update(Authorization="Bearer s"))
-            assert remote_object.result(remote_object.submit(signed.stat()), lambda: None) == (40, "x")
-    assert b"Authorization: Bearer s" in received["own"][0] and b"uthorization" not in received["other"][0]
+            assert stat(url, (lambda headers: headers.update(Authorization="Bearer s")) if signed else None) == (
+                40,
+                "x",
+            )
+    configured = [b"X-Key: k", b"X-Other: k", b"Cookie: c=k", b"Authorization: Basic"]
+    assert [line in received["own"][0] for line in configured] == [not signed] * 4, received
+    assert (b"Authorization: Bearer s" in received["own"][0]) == signed
+    assert not any(line.split(b":")[0] in received["other"][0] for line in configured), received
+
+
+def test_ten_redirections_are_followed_and_no_more() -> None:
+    received: list[bytes] = []
+    for most in (10, 11):
+        moved = REDIRECT + b"Content-Length: 0\r\n\r\n"
+        received.clear()
+        with server(lambda c: c.sendall(moved if len(received) <= most else WHOLE), received) as url:  # noqa: B023
+            if most == 10:
+                assert stat(url) == (40, "x")
+            else:
+                with pytest.raises(SourceError, match="TooManyRedirects"):
+                    stat(url)
+        assert len(received) == 11
+
+
+def test_an_address_is_sent_as_it_is_signed() -> None:
+    received: list[bytes] = []
+    path = "/x%3Ay/z%7E?X=a%2Fb%3Ac&S=%2f&T=a%27b%28&U=a+b"
+    with server(whole(WHOLE), received) as url:
+        stat(url.replace("/0.tar", path))
+        stat(url.replace("/0.tar", "/a b/\u00fc.tar"))
+    assert [line.split(b" ")[1] for line in received] == [path.encode(), b"/a%20b/%C3%BC.tar"]
+
+
+def test_a_server_that_is_silent_says_for_how_long() -> None:
+    with (
+        server(lambda _: time.sleep(2)) as url,
+        pytest.raises(remote_object.TransientError, match="no answer within 1 s"),
+    ):
+        stat(url)
+
+
+def test_a_certificate_that_nobody_trusts_may_be_replaced_and_a_bundle_is_heeded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key, now = ec.generate_private_key(ec.SECP256R1()), datetime.now(UTC)
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "localhost")])
+    certificate = (
+        x509.CertificateBuilder(name, name, key.public_key(), 1, now - timedelta(days=1), now + timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    bundle = tmp_path / "server.pem"
+    private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    bundle.write_bytes(private + certificate.public_bytes(Encoding.PEM))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(bundle)
+
+    def answer(connection: socket.socket) -> None:
+        with context.wrap_socket(connection, server_side=True) as secure:
+            secure.recv(1 << 16)
+            secure.sendall(WHOLE)
+
+    with server(answer, reads=False) as url:
+        url = url.replace("http://127.0.0.1", "https://localhost")
+        remote_object._certificates.cache_clear()
+        with pytest.raises(remote_object.TransientError) as error:
+            stat(url)
+        assert error.value.reason == "no_connection" and "ertificate" in str(error.value)
+        monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(bundle))
+        remote_object._certificates.cache_clear()
+        assert stat(url) == (40, "x")
+    remote_object._certificates.cache_clear()
 
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -189,7 +189,7 @@ def open_stream(
     `free` is the free memory before any process of this machine took its share (None: what is free now).
     Raises UserError for settings or shards that cannot work.
     """
-    if position and "lanes" in position:  # the word of former versions
+    if position and "streams" not in position:  # the word of former versions
         position = position | {"streams": position["lanes"]}
     device = device or torch.device("cpu")
     check(config, share.batch, share.world)

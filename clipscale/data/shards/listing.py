@@ -121,7 +121,8 @@ def _local(source: str, setting: str, table: TableConfig | None) -> list[str]:
     named = [as_path(name) for pattern in patterns for name in (sorted(glob.glob(pattern)) or [pattern])]  # noqa: PTH207 (absolute)
     folders = {folder: _names(folder) for folder in {os.path.dirname(name) for name in named}}  # noqa: PTH120 (as it is named)
     found = [name for name in named if os.path.basename(name) in folders[os.path.dirname(name)]]  # noqa: PTH119, PTH120
-    if found and (missing := [name for name in named if name not in set(found)]):
+    present = set(found)
+    if found and (missing := [name for name in named if name not in present]):
         counts = f"{len(missing)} of {len(named)} shards do not exist (first: {missing[0]})"
         log.warning("%s: %s; going on without them", setting, counts)
     return found

@@ -76,8 +76,12 @@ class BlockRequest:
 
     def drop(self, count: Callable[[str], None]) -> None:
         """End the request. `count` counts its failure."""
-        if not self.future.cancel() and isinstance(error := self.future.exception(), TransientError):
-            count(error.reason)
+        if (
+            not self.future.cancel() and self.future.done()
+        ):  # the collector may call this on the loop's thread: never wait
+            error = self.future.exception()
+            if isinstance(error, TransientError):
+                count(error.reason)
         self._release()
 
     def _release(self) -> None:

@@ -8,16 +8,20 @@ bytes, and bounds on them. So `HttpObject` reads the answers of fsspec's own htt
 """
 
 import asyncio
+import os
 import random
 import re
+import ssl
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import Future, wait
 from contextlib import asynccontextmanager
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote, unquote
+
+import certifi
 
 from clipscale.data.shards.access import ReadContext, SourceError, scheme_of
 from clipscale.units import whole_number
@@ -42,6 +46,9 @@ _TRANSIENT = {408, 425, 429, 500, 502, 503, 504}
 _RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18})$")
 _HUB = re.compile(r"hf://(?:(datasets|spaces)/)?([^/@]+/[^/@]+)(?:@((?:refs/(?:pr|convert)/)?[^/]+))?/(.+)$")
 _HUB_BUCKET = re.compile(r"hf://buckets/([^/]+/[^/]+)/(.+)$")
+MOST_REDIRECTIONS = 10
+_IN_ADDRESSES = "!#$%&'()*+,/:;=?@[]~"
+"""Characters of an address that are sent as they are, since it may be signed; others, such as spaces, are quoted."""
 T = TypeVar("T")
 State = tuple[int, str]
 """Size and version (ETag, generation, time of change) of an object: they identify its content."""
@@ -144,6 +151,18 @@ def is_concurrent(url: str) -> bool:
     return scheme in ("http", "https", "gs", "gcs", "hf") or bool(get_filesystem_class(scheme).async_impl)
 
 
+@cache
+def _certificates() -> ssl.SSLContext:
+    """Trusts the bundle that the environment names as requests and curl have it, or OpenSSL's and certifi's certificates."""
+    named = os.environ.get("REQUESTS_CA_BUNDLE") or os.environ.get("CURL_CA_BUNDLE")
+    if named:
+        return ssl.create_default_context(cafile=named)
+    context = ssl.create_default_context()
+    if not (os.environ.get("SSL_CERT_FILE") or os.environ.get("SSL_CERT_DIR")):
+        context.load_verify_locations(certifi.where())  # OpenSSL of some Pythons has none
+    return context
+
+
 def _hub_address(url: str) -> str:
     """The https address of hf://[datasets|spaces/]OWNER/NAME[@REVISION]/PATH or hf://buckets/OWNER/NAME/PATH."""
     from huggingface_hub import constants, hf_hub_url
@@ -208,6 +227,8 @@ class HttpObject:
         try:
             async with asyncio.timeout(self._wait_s):
                 return await answer.content.read(most)
+        except TimeoutError as error:
+            raise TransientError("dropped_connection", f"nothing more within {self._wait_s:g} s") from error
         except Exception as error:  # aiohttp, ssl and sockets all have their own
             raise TransientError("dropped_connection", f"{type(error).__name__}: {error}") from error
 
@@ -222,16 +243,23 @@ class HttpObject:
         ours = {"trust_env": True, "requote_redirect_url": False}  # proxies; addresses that are signed as they are
         try:
             async with asyncio.timeout(self._wait_s):
-                system = filesystem("http", client_kwargs={**ours, **own})
+                system = filesystem("http", client_kwargs={**ours, **own}, encoded=True)
                 session = await system.set_session()
                 session._retry_connection = False  # it would not be counted
-                options = dict(system.kwargs)
+                options = {"ssl": _certificates(), **system.kwargs}
+                secret = {"Authorization", *own.get("headers", ()), *options.get("headers", ())}
+                secret |= {"Cookie"} if "cookies" in own else set()
                 headers = {"Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
-                options |= {"headers": options.get("headers", {}) | headers, "auto_decompress": False}
-                options |= {"timeout": aiohttp.ClientTimeout(), "middlewares": [self._signed] if self._sign else []}
-                answer = await session.get(system.encode_url(self._url), **options)
+                options |= {"headers": {**options.get("headers", {}), **headers}, "auto_decompress": False}
+                options |= {"timeout": aiohttp.ClientTimeout(), "max_redirects": MOST_REDIRECTIONS + 1}
+                options["middlewares"] = [partial(self._signed, secret)]
+                answer = await session.get(system.encode_url(quote(self._url, safe=_IN_ADDRESSES)), **options)
         except (SourceError, TransientError):
             raise
+        except TimeoutError as error:
+            raise TransientError("no_connection", f"no answer within {self._wait_s:g} s") from error
+        except aiohttp.ClientSSLError as error:  # some are also ValueErrors
+            raise TransientError("no_connection", f"{type(error).__name__}: {error}") from error
         except (ValueError, aiohttp.NonHttpUrlClientError, aiohttp.TooManyRedirects) as error:  # also of a redirection
             raise SourceError("missing_shard", f"{type(error).__name__}: {str(error)[:200]}") from error
         except Exception as error:  # aiohttp, ssl and sockets all have their own
@@ -248,10 +276,14 @@ class HttpObject:
         finally:
             answer.release()
 
-    async def _signed(self, request: "ClientRequest", send: "ClientHandlerType") -> "ClientResponse":
-        """Send a request, with the credentials if it is for the server they are for. They replace those of ~/.netrc."""
-        if request.url.origin() == type(request.url)(self._url).origin():
-            assert self._sign is not None
+    async def _signed(self, secret: set[str], request: "ClientRequest", send: "ClientHandlerType") -> "ClientResponse":
+        """Send a request, with credentials if it is for the server they are for. `secret` headers are those of fsspec's
+        configuration, and Authorization, which may come from there or from ~/.netrc: our own replace them."""
+        is_own = request.url.origin() == type(request.url)(self._url).origin()
+        if self._sign or not is_own:
+            for name in secret:
+                request.headers.pop(name, None)
+        if self._sign and is_own:
             try:
                 await asyncio.wrap_future(in_thread(partial(self._sign, request.headers)))
             except Exception as error:  # each library that keeps credentials has its own

@@ -143,7 +143,7 @@ def test_shard_streams_of_the_checkpoint_win(tmp_path: Path, caplog: pytest.LogC
     ids(stream, 2)
     position = positions([stream])
     former = {"lanes" if name == "streams" else name: value for name, value in position.items()}
-    for saved in (position, former):
+    for saved in (position, former, position | {"lanes": 10**6}):
         resumed = open_stream(tmp_path, batch=12, position=saved)
         assert resumed.position() == position
         assert ids(resumed, 2) == rest, "another data.shard_streams does not matter"

@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,14 @@ def test_the_next_block_is_prefetched_while_one_is_used(tmp_path: Path, web: Web
     assert soon(lambda: web.requests[-1][1] == "bytes=104096-120479"), "from the first size on again"
     file.close()
     assert soon(lambda: remote._budget.reserved == 0)
+
+
+def test_a_request_that_has_begun_is_dropped_without_waiting() -> None:
+    """The garbage collector may do so in the thread that would end the request."""
+    request = object.__new__(remote.BlockRequest)
+    request.future, request._reserved = Future(), 0
+    assert request.future.set_running_or_notify_cancel()
+    request.drop(lambda reason: pytest.fail(reason))
 
 
 def test_fetching_overlaps_with_use(tmp_path: Path, web: Web, monkeypatch: pytest.MonkeyPatch) -> None:
