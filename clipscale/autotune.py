@@ -25,7 +25,6 @@ from clipscale.rng import RandomState
 from clipscale.units import parse_count, parse_memory
 
 log = logging.getLogger(__name__)
-free_bytes = Machine().free_bytes
 
 CPU_CHUNK = 256
 """Samples per chunk on a CPU. Larger chunks fit there too, but are no faster."""

@@ -176,10 +176,10 @@ class GradCache:
     def _agree(self) -> None:
         """Over ranks, the least budget and the largest costs."""
         highest = self.highest
-        if highest is None and self._groups and dist.is_initialized():
+        if highest is None and self._groups:
             encoders = [tower.encoder for tower in self.towers]
             device = next((p.device for module in modules_of(encoders) for p in module.parameters()), None)
-            highest = partial(highest_of, self._groups, device)
+            highest = partial(highest_of, self._groups if dist.is_initialized() else [], device)
         if highest is None:
             return
         graphs = [tower.graphs for tower in self.towers]

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
@@ -74,6 +75,8 @@ def groups_of(encoders: Sequence[Callable[..., Tensor]]) -> list[dist.ProcessGro
     for module in modules_of(encoders):
         if isinstance(module, nn.SyncBatchNorm) or getattr(module, "synchronised", False):
             found.append(module.process_group or dist.group.WORLD)  # type: ignore[arg-type]
+        if isinstance(module, FSDPModule):
+            module.reshard()  # gathered weights do not name their group
         for p in module.parameters(recurse=False):
             found.extend(p.device_mesh.get_all_groups() if isinstance(p, DTensor) else ())
     return list(dict.fromkeys(found))  # in the same order on all ranks

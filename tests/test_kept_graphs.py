@@ -29,6 +29,14 @@ def switch(on: bool) -> None:
     pass
 
 
+def test_one_process_without_a_group_keeps_the_graphs_of_towers_with_synchronised_statistics() -> None:
+    towers = [nn.Sequential(nn.Linear(4, 3), nn.SyncBatchNorm(3).eval()) for _ in range(2)]
+    cache = GradCache(towers, lambda u, v: contrastive_loss(u, v, 3.0), chunks=CHUNK, keep_bytes=10**6)
+    for _ in range(2):
+        cache.step(torch.randn(N, 4), torch.randn(N, 4))
+    assert [len(tower.graphs.kinds) for tower in cache.towers] == [N // CHUNK] * 2
+
+
 @pytest.mark.parametrize(
     ("budget", "wanted"),
     [

@@ -44,7 +44,7 @@ def check_records(file: BinaryIO, size: int) -> None:
     """Raise ValueError for an archive of `size` bytes with records that are packed or overlap, or that name more than values."""
     # torch looks at the beginning, zipfile at the end.
     if file.read(4) != b"PK\x03\x04" or not zipfile.is_zipfile(file):
-        raise ValueError("it is no archive of torch 1.6 or later")
+        raise ValueError("it is no archive of torch 1.6 or later; torch.load it where it is trusted, and save it again")
     with zipfile.ZipFile(file) as archive:
         records = archive.infolist()
         for record in records:

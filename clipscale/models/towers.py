@@ -257,21 +257,18 @@ def load_model(
     """
     path = checkpoint.locate(run, which)
     state = checkpoint.load(path, parts=("model", "ema"))
-    with saved_state.fitting(f"checkpoint {path}", "take another with checkpoint=STEP"):
+    fits = f"checkpoint {path}", "take another with checkpoint=STEP"
+    with saved_state.fitting(*fits):
         saved_state.check_model(state)
         if weights == "ema" and not state.get("ema"):
             raise UserError(f"weights=ema: {path} holds no average; take weights=trained, or train with ema=0.9999")
-        loaded = {
-            "weights",
-            "image",
-            "text",
-            "compile",
-            "hub",
-        }  # this version's model, or an earlier one's, loads no other weights
+        # this version's model, or an earlier one's, loads no other weights
+        loaded = {"weights", "image", "text", "compile", "hub"}
         known = {one.name for one in fields(ModelConfig)} - loaded
         config = ModelConfig(**{k: value for k, value in state["model_config"].items() if k in known}, hub=hub)
         check_filled(config, state["model"], path)
-        model = build_model(config)
+    model = build_model(config)
+    with saved_state.fitting(*fits):
         model.load_state_dict(state["model"] | (state["ema"]["weights"] if weights == "ema" else {}))
     return model.eval(), config, int(state["step"])
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import open_clip
-from huggingface_hub.utils.logging import set_verbosity_error
+from huggingface_hub.utils.logging import get_verbosity, set_verbosity, set_verbosity_error
 from open_clip.convert import convert_state_dict
 from open_clip.model import CustomTextCLIP, convert_to_custom_text_state_dict, resize_pos_embed, resize_text_pos_embed
 from timm.layers import resample_abs_pos_embed
@@ -220,6 +220,7 @@ def _of_tag(tag: str, name: str, about: str) -> Source:
 @contextmanager
 def _fetching(about: str, place: str, what: str) -> Iterator[None]:
     """Report whatever a download leads to in one line, without the hub client's lines for each attempt."""
+    before = get_verbosity()
     set_verbosity_error()
     try:
         yield
@@ -227,6 +228,8 @@ def _fetching(about: str, place: str, what: str) -> Iterator[None]:
         raise UserError(
             f"{about} cannot be fetched ({first_line(error)}); download {place} elsewhere, and give {what}"
         ) from error
+    finally:
+        set_verbosity(before)
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------

@@ -274,7 +274,8 @@ class TrainState:
         """
         state = get_model_state_dict(self.model, options=options)
         for name, masters in self.masters.items():
-            state |= {f"{name}.{key}": copy.detach() for key, copy in masters.copies.items()}
+            copies = {f"{name}.{key}": copy.detach() for key, copy in masters.copies.items()}
+            state |= {key: copy.cpu() for key, copy in copies.items()} if options and options.cpu_offload else copies
         return state
 
     def state_dict(self) -> dict[str, Any]:

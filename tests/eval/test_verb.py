@@ -98,6 +98,15 @@ def test_a_file_that_is_no_checkpoint_is_refused_in_one_line(tmp_path: Path, mod
             load_model(tmp_path, str(file))
 
 
+def test_a_model_that_cannot_be_built_is_no_fault_of_its_checkpoint(
+    tmp_path: Path, model: ClipModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, model, 7)
+    monkeypatch.setattr("clipscale.models.towers.build_model", lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        load_model(tmp_path)
+
+
 @pytest.mark.slow
 def test_the_verb_starts_processes_of_its_own(tmp_path: Path, model: ClipModel) -> None:
     sets = [str(classification_set(tmp_path / "classes")), str(retrieval_set(tmp_path / "captions"))]

@@ -12,6 +12,7 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
+from huggingface_hub.utils.logging import get_verbosity
 from safetensors.torch import save_file
 from timm.models import register_model
 from timm.models.vision_transformer import VisionTransformer
@@ -254,9 +255,11 @@ def test_names_that_lead_nowhere(
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", offline)
     monkeypatch.setattr("open_clip.download_pretrained", offline)
+    before = get_verbosity()
     with pytest.raises(UserError, match=message):
         find(weights, "ViT-B-32")
     assert not caplog.messages, "one line, not one for each attempt"
+    assert get_verbosity() == before
 
 
 def test_a_tag_trained_with_another_activation_names_the_architecture_to_take(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -149,6 +149,23 @@ def test_towers_of_a_subgroup_agree_on_kept_graphs_within_it() -> None:
         assert kept == [[], []]
 
 
+def _gathered(rank: int, world: int) -> list[list[str]]:
+    """FSDP2's weights are still gathered after an evaluation when the cache is made; rank 1 has no memory for graphs."""
+    mesh, m = DeviceMesh("cpu", [0, 1]), models()
+    for name in ("image", "text"):
+        fully_shard(m[name], mesh=mesh, reshard_after_forward=False)
+    with torch.no_grad():
+        m["head"](*(m[name](x) for name, x in zip(("image", "text"), batch(6), strict=True)))
+    cache = GradCache([m["image"], m["text"]], m["head"], chunks=2, keep_bytes=0 if rank else 10**6)
+    for _ in range(2):
+        cache.step(*batch(6))
+    return [tower.graphs.kinds for tower in cache.towers]
+
+
+def test_ranks_agree_on_kept_graphs_though_weights_are_gathered() -> None:
+    assert run_ranks(_gathered, 2, timeout_s=60) == [[[], []]] * 2
+
+
 def test_no_graphs_are_kept_under_fsdp1(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr("clipscale.grad_cache.FullyShardedDataParallel", nn.Linear)
     cache = GradCache([nn.Linear(7, 5), models()["text"]], models()["head"], chunks=2, keep_bytes=10**6)

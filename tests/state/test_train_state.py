@@ -2,11 +2,14 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
+from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.tensor import DTensor
 
 from clipscale import checkpoint
@@ -71,6 +74,15 @@ def test_a_resumed_run_ends_with_the_same_weights_and_optimizer(
     assert all(torch.equal(value, parts["model"][name]) for name, value in whole["model"].items())
     torch.testing.assert_close(parts["optimizer"]["state"], whole["optimizer"]["state"], rtol=0, atol=0)
     assert parts["optimizer"]["param_groups"] == whole["optimizer"]["param_groups"]
+
+
+def test_weights_for_the_host_have_their_masters_there_too() -> None:
+    with FakeTensorMode(), patch("torch.cuda.is_available", lambda: True):
+        copies = {"weight": torch.empty(2, 2, device="cuda")}
+        state = SimpleNamespace(model=torch.nn.Linear(2, 2), masters={"image": SimpleNamespace(copies=copies)})
+        for options, device in ((None, "cuda"), (StateDictOptions(cpu_offload=True), "cpu")):
+            found = train_state.TrainState.weights(state, options)  # type: ignore[arg-type]
+            assert found["image.weight"].device.type == device
 
 
 def built(rank: int, world: int, config: TrainConfig) -> dict[str, Any]:
