@@ -121,8 +121,8 @@ gpu-step-l14:
 # Is memory flat in the batch, and is it as predicted: steps with few chunks of distinct pixels, then short runs beside what plan says.
 SETTINGS := device=cuda precision=bf16 data=demo data.workers=$(CORES) eval.sets=[] eval.every=0 log.progress=false
 # $(1): name of the run, $(2): seconds it may take, $(3): its settings.
-predicted = -rm -rf runs/gpu-$(1) && $(WITHIN) $(2) $(CLIPSCALE) train run=runs/gpu-$(1) $(SETTINGS) $(3) && \
-	    $(CLIPSCALE) plan run=runs/gpu-$(1) 2>&1 | tee -a $(RESULTS)/memory.txt
+predicted = -{ rm -rf runs/gpu-$(1) && $(WITHIN) $(2) $(CLIPSCALE) train run=runs/gpu-$(1) $(SETTINGS) $(3) && \
+	    $(CLIPSCALE) plan run=runs/gpu-$(1); } 2>&1 | tee -a $(RESULTS)/memory.txt
 gpu-memory:
 	$(RUN) -m clipscale.bench.record make $@ >> $(RESULTS)/memory.txt
 	$(call step,300) out=$(RESULTS)/flat model=vit-b32 chunk=512 batch=32k repeats=1 methods=plain@max,cache@32k,cache@128k,cache@1M
@@ -132,7 +132,7 @@ gpu-memory:
 	$(call predicted,b32-device,70,model=vit-b32 batch=16k samples=48k cache.chunk=1k offload=none)
 	$(call predicted,l14,70,model=vit-l14 batch=2k samples=6k cache.chunk=128)
 
-# One whole step of the largest batch that plan predicts for this GPU and its host: raw pixels in host memory; and encoded pictures, where
+# One whole step of the largest batch that plan predicts for an H200 with 128 GiB of host memory: raw pixels there; and encoded pictures, where
 # time is the bound.
 LARGEST := model=vit-b32 cache.chunk=512 data.buffers=1
 gpu-largest:

@@ -8,6 +8,7 @@ import os
 import resource
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -120,9 +121,27 @@ def processes(settings: DoctorSettings) -> Iterator[Finding]:
         return
     started = time.monotonic()
     launch = LaunchConfig(procs=count, timeout_s=settings.timeout_s)
-    error = local.start(EvalRunConfig(launch=launch), "clipscale.doctor:ring", count)["error"]
+    ended = threading.Event()
+    threading.Thread(target=_end_after, args=(settings.timeout_s, ended), daemon=True).start()
+    try:
+        error = local.start(EvalRunConfig(launch=launch), "clipscale.doctor:ring", count)["error"]
+    except Exception:
+        if time.monotonic() - started < settings.timeout_s:
+            raise
+        late = f"{count} processes did not compute a loss together in timeout_s={settings.timeout_s:g}"
+        yield "problem", f"{late}; with NCCL_DEBUG=INFO they say what they wait for"
+        return
+    finally:
+        ended.set()
     took = f"{count} processes on a ring, {time.monotonic() - started:.0f} s with their start; their gradient"
     yield judged(took, error)
+
+
+def _end_after(seconds: float, ended: threading.Event) -> None:
+    """Kill the processes of the ring, those that start late too, until the check has ended."""
+    while not ended.wait(seconds):
+        local.kill_children()
+        seconds = 0.1
 
 
 def memory(settings: DoctorSettings) -> Iterator[Finding]:

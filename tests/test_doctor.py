@@ -1,5 +1,6 @@
 """The doctor reports no problem on a working machine, and each kind of broken one."""
 
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -44,6 +45,23 @@ def test_a_wrong_gradient_is_a_problem(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert "that is not rounding" in capsys.readouterr().out
     monkeypatch.setattr(doctor, "contrastive_loss", lambda *args, **options: float("nan") * right(*args, **options))
     assert main(DoctorSettings()) == 1
+
+
+def test_processes_that_hang_are_ended_in_time(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hanging: list[subprocess.Popen[bytes]] = []
+
+    def start(*_: object) -> None:
+        hanging.append(subprocess.Popen(["sleep", "60"]))
+        raise RuntimeError(f"status {hanging[0].wait()}")
+
+    only(monkeypatch, "processes")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(doctor.local, "start", start)
+    monkeypatch.setattr(doctor.local, "kill_children", lambda: [one.kill() for one in hanging])
+    assert main(DoctorSettings(timeout_s=0.05)) == 1
+    assert "2 processes did not compute a loss together in timeout_s=0.05" in capsys.readouterr().out
 
 
 def test_a_folder_that_cannot_be_written_is_a_problem(

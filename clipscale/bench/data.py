@@ -26,7 +26,7 @@ from clipscale.models.towers import forward_flops
 
 Row = dict[str, Any]
 
-GPUS = ("a100-80g", "h100-80g", "b200-180g")
+GPUS = ("a100-80g", "h100-80g", "h200-141g", "b200-180g")
 PASSES, CAPTION = 4, 24
 """Of a cached step: two forward passes, and a backward one that costs two; and tokens at which an average caption is computed."""
 METHODS = [*(f"decode={name}" for name in ON_CPU), PEER]

@@ -137,10 +137,14 @@ def separate(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return flags, overrides
 
 
+FUNCTION = re.compile(r"(choice|shuffle|sort|glob|extend_list|str)\(")
+"""Of Hydra's grammar, for a sweep over texts. A name or path may have brackets, too."""
+
+
 def literal(key: str, value: str, sweep: bool) -> str:
     """A literal value in Hydra's grammar: quoted; in a list `[a,b]` or a sweep `a,b`, each element on its own."""
-    if value in ("", "null") or value[0] in "'\"" or value.startswith("${") or (sweep and re.match(r"\w+\(", value)):
-        return value  # such as `choice(a,b)`, of a sweep
+    if value in ("", "null") or value[0] in "'\"" or value.startswith("${") or (sweep and FUNCTION.match(value)):
+        return value
     if value.startswith("[") and value.endswith("]"):
         return f"[{','.join(map(quoted, split(value[1:-1])))}]"
     return ",".join(map(quoted, parts(key, value, sweep)))

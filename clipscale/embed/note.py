@@ -13,6 +13,7 @@ from clipscale.distributed import World
 from clipscale.embed.encode import caption_members
 from clipscale.embed.formats import FORMATS
 from clipscale.errors import UserError
+from clipscale.launch.run_lock import RunLock
 from clipscale.models.towers import ClipModel
 
 SHARDS = "shards.json"
@@ -52,8 +53,8 @@ def _inputs(config: EmbedConfig, model: ClipModel, *, tables: bool) -> dict[str,
     return found
 
 
-def write_note(folder: Path, note: dict[str, Any], world: World) -> None:
-    """Write the note. Raises UserError, on every rank, where features of another kind are there already.
+def write_note(folder: Path, note: dict[str, Any], world: World, lock: RunLock) -> None:
+    """Take the folder's lock on rank 0, and write the note. Raises UserError, on every rank, where features of another kind are there.
 
     Inputs are compared that both notes have: the first start may have read shards alone, and a later one a table too.
     """
@@ -76,6 +77,7 @@ def write_note(folder: Path, note: dict[str, Any], world: World) -> None:
                         raise UserError(f"out={folder}: holds features of another kind ({what}); choose another folder")
                 found = note | {"inputs": inputs | note["inputs"]}
             folder.mkdir(parents=True, exist_ok=True)
+            lock.acquire()
             files.remove_leftovers(folder)
             files.write_json(path, {"features": found})
         except (OSError, ValueError, KeyError, TypeError) as error:

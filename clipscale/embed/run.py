@@ -30,6 +30,7 @@ from clipscale.embed.formats import FORMATS
 from clipscale.embed.note import SHARDS, features_note, write_note
 from clipscale.errors import UserError
 from clipscale.launch import local
+from clipscale.launch.run_lock import RunLock
 from clipscale.models.towers import ClipModel, load_any
 from clipscale.precision import Precision
 from clipscale.terminal import say
@@ -49,10 +50,12 @@ def embed(config: EmbedConfig) -> dict[str, Any]:
 def work(config: EmbedConfig) -> dict[str, Any]:
     """One process's part. Raises UserError."""
     world = distributed.start(config.device, config.launch.threads, config.launch.timeout_s)
+    lock = RunLock(Path(config.out).expanduser(), "out")
     try:
         sources = world.on_main(lambda: _sources(config))
-        return _write(config, sources, world)
+        return _write(config, sources, world, lock)
     finally:
+        lock.release()
         distributed.stop()
 
 
@@ -82,11 +85,11 @@ def _name(url: str) -> str:
     return f"{stem}-{part.first:09d}"
 
 
-def _write(config: EmbedConfig, sources: dict[str, str], world: World) -> dict[str, Any]:
+def _write(config: EmbedConfig, sources: dict[str, str], world: World, lock: RunLock) -> dict[str, Any]:
     model, settings = _model(config, world)
     folder = Path(config.out).expanduser()
     tables = any(scheme_of(url) == "table" for url in sources.values())
-    write_note(folder, features_note(config, model, settings, tables=tables), world)
+    write_note(folder, features_note(config, model, settings, tables=tables), world, lock)
     precision = Precision(config.precision, world.device)
     for tower in [model.image] * (IMAGE in config.kinds) + [model.text] * (TEXT in config.kinds):
         precision.convert(tower.to(world.device))

@@ -317,7 +317,7 @@ def _interruptible() -> Iterator[None]:
     """Ctrl-C ends the workers as other signals do. A later one kills those that wait for a hanging rank, and cannot react to it."""
     from torch.distributed.elastic.multiprocessing import SignalException
 
-    first, killer = 0.0, threading.Timer(ALONE_S, _kill_children)
+    first, killer = 0.0, threading.Timer(ALONE_S, kill_children)
 
     def interrupt(number: int, _: object) -> None:
         nonlocal first
@@ -335,7 +335,8 @@ def _interruptible() -> Iterator[None]:
         killer.cancel()
 
 
-def _kill_children() -> None:
+def kill_children() -> None:
+    """End every process that this one has started."""
     for child in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):
             child.kill()

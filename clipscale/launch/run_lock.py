@@ -34,8 +34,9 @@ class RunLock:
     while it touches the file, on another.
     """
 
-    def __init__(self, run: Path) -> None:
-        self.run, self.held = run, False
+    def __init__(self, run: Path, setting: str = "run") -> None:
+        """`setting` names the folder in messages."""
+        self.run, self.setting, self.held = run, setting, False
         self._ended = threading.Event()
         self._touched, self._seen = 0, 0.0  # time of the file's last change, and when it was first seen here
 
@@ -48,7 +49,7 @@ class RunLock:
 
     def acquire(self) -> None:
         """Take the lock, if need be after a short wait for its holder. Raises UserError if another run keeps it."""
-        with files.reported("run", self.run / FILE, "choose another run=NAME"):
+        with files.reported(self.setting, self.run / FILE, f"choose another {self.setting}=NAME"):
             self._file = files.open_lock(self.run / FILE)
         started, announced = time.monotonic(), False
         while self._taken():
@@ -58,9 +59,11 @@ class RunLock:
             limit = SAME_HOST_S if here else OTHER_HOST_S
             if time.monotonic() - started > limit:
                 self._file.close()
-                raise UserError(f"run={self.run} is in use by {who}; stop that run, or choose another run=NAME")
+                folder = f"{self.setting}={self.run}"
+                raise UserError(f"{folder} is in use by {who}; stop that run, or choose another {self.setting}=NAME")
             if not announced:
-                log.warning("run=%s is in use by %s; waiting up to %.0f s for its end", self.run, who, limit)
+                text = "%s=%s is in use by %s; waiting up to %.0f s for its end"
+                log.warning(text, self.setting, self.run, who, limit)
                 announced = True
             time.sleep(min(0.2, limit))
         self.held = True

@@ -108,6 +108,24 @@ def test_a_batch_beyond_the_pool_repeats_its_samples(work: StepWorker) -> None:
     assert [len(pixels) for pixels, _ in work.variants.normalised(23, whole=True)] == [23]
 
 
+def test_a_largest_batch_that_does_not_fit_beside_the_others_is_an_eighth_smaller(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    work, sizes = StepWorker(JOB), list[int]()
+
+    def time(worker: StepWorker, case: str) -> None:
+        sizes.append(worker.record(case)["size"])
+        if sizes[-1] > 50:
+            raise torch.OutOfMemoryError("no more")
+
+    monkeypatch.setattr("clipscale.bench.worker.Worker.time", time)
+    work.record("plain@max")["size"] = work.record("plain@64")["size"] = 64
+    work.time("plain@max")
+    assert sizes == [64, 56, 49]
+    with pytest.raises(torch.OutOfMemoryError):
+        work.time("plain@64")
+
+
 def test_time_is_recorded_as_it_goes(work: StepWorker) -> None:
     answers: list[dict[str, Any]] = []
     built, work = work.variants, StepWorker(replace(JOB, timed=["cache@4", "plain@8"], repeats=2), 0, answers.append)

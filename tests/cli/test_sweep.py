@@ -95,6 +95,7 @@ def test_a_jobs_folder_is_named_after_its_values_and_safe() -> None:
 def test_hydra_reads_what_a_sweep_draws_from() -> None:
     assert literal("optim.name", "adamw,lion", True) == "'adamw','lion'"
     assert literal("optim.name", "choice(adamw,lion)", True) == "choice(adamw,lion)"
+    assert literal("run", "b32(2)", True) == "'b32(2)'"
 
 
 def test_run_names_the_sweep_unless_it_varies() -> None:

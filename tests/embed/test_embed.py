@@ -24,6 +24,7 @@ from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.embed.encode import FeatureEncoder
 from clipscale.embed.verb import main
 from clipscale.errors import UserError
+from clipscale.launch.run_lock import RunLock
 from clipscale.models.towers import ClipModel, build_model
 from tests.checkpoint.test_kill import begin
 from tests.data.files import picture, sample, write_shards, write_tar
@@ -208,6 +209,20 @@ def test_an_interrupted_embedding_goes_on_and_gives_the_same_bytes(
         out = embed(run, tmp_path / "in", tmp_path / "out", format=form)
     assert sum(passes) == 2 * 10, "the first shard is complete"
     assert contents(out) == wanted
+
+
+def test_a_folder_that_another_process_writes_is_refused(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_shards(tmp_path / "in", [1])
+    (tmp_path / "out").mkdir()
+    monkeypatch.setattr("clipscale.launch.run_lock.SAME_HOST_S", 0.0)
+    lock = RunLock(tmp_path / "out")
+    lock.acquire()
+    with pytest.raises(UserError, match=r"^out=.* is in use by process .*; stop that run, or choose another out=NAME"):
+        embed(run, tmp_path / "in", tmp_path / "out")
+    lock.release()
+    embed(run, tmp_path / "in", tmp_path / "out")
 
 
 def test_a_damaged_file_of_an_earlier_start_is_one_line(run: str, tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def test_a_batch_that_is_not_full_is_joined_without_its_padding() -> None:
 
 def features_and_figures(
     rank: int, size: int, run: str, classes: str, captions: str, *others: str
-) -> tuple[list[torch.Tensor], dict]:  # type: ignore[type-arg]
+) -> tuple[list[torch.Tensor], dict, int]:  # type: ignore[type-arg]
     torch.manual_seed(0)
     model = build_model(TINY).eval()
     world = World(rank, size, CPU)
@@ -49,17 +49,22 @@ def features_and_figures(
     with torch.no_grad():
         images = join([features for _, features, _ in encoder.images(item)], len(item), 4, world)
         found = [images, encoder.classes(item)[0], encoder.texts(load_set(Path(captions)).captions)]
+    passes: list[int] = []
+    for tower in (model.image, model.text):
+        tower.register_forward_pre_hook(lambda *_: passes.append(1))
     config = EvalConfig(sets=[classes, captions, *others], batch=4, workers=1)
-    return found, evaluate(model, config, world, run_dir=Path(run), step=1)
+    return found, evaluate(model, config, world, run_dir=Path(run), step=1), len(passes)
 
 
 def test_features_and_figures_are_the_same_on_one_two_and_four_ranks(tmp_path: Path) -> None:
     classes = str(classification_set(tmp_path / "classes", [*NAMES, "red", "green", "red"], wrong=[1, 4]))
     captions = str(retrieval_set(tmp_path / "captions"))
     sets = classes, captions, str(xtd(tmp_path / "xtd10")), str(sugar_crepe(tmp_path / "crepe", colour))
-    wanted, figures = features_and_figures(0, 1, str(tmp_path / "1"), *sets)
+    wanted, figures, _ = features_and_figures(0, 1, str(tmp_path / "1"), *sets)
     for size in (2, 4):
-        for features, results in run_ranks(features_and_figures, size, str(tmp_path / str(size)), *sets):
+        answers = run_ranks(features_and_figures, size, str(tmp_path / str(size)), *sets)
+        assert len({passes for *_, passes in answers}) == 1, "towers that communicate need equally many on every rank"
+        for features, results, _ in answers:
             assert all(torch.equal(ours, theirs) for ours, theirs in zip(features, wanted)), f"{size} ranks"
             assert results == figures
         assert json.loads((tmp_path / str(size) / "eval/step_00000001.json").read_text())["results"] == figures
