@@ -35,7 +35,6 @@ GOLDEN = (math.sqrt(5) - 1) / 2
 POOL = 4
 """Chunks of distinct samples in host memory. A larger batch repeats them, so that its pixels need not all exist."""
 KINDS = ("frozen", "compiled", "unsorted", "unlean", "neither")
-GIB = 2**30
 FIRST = 64
 """The first batch that is tried to find the largest that fits."""
 CLOSE = 1 / 8
@@ -121,8 +120,7 @@ class StepVariants:
         else:
             inputs, step = self.rows, self.cached_step(self.model(name.kind), name)
         flops = Flops(replace(self.config, freeze_image=frozen), self.device)
-        self._variants[text] = StepVariant(inputs, step, flops)
-        return self._variants[text]
+        return self._variants.setdefault(text, StepVariant(inputs, step, flops))
 
     def model(self, kind: str = "") -> ClipModel:
         kind = {"unsorted": "", "neither": "unlean"}.get(kind, kind)
@@ -205,7 +203,7 @@ class StepVariants:
 
         def budget(inputs: Sequence[ChunkLoader | SortedCaptions]) -> float:
             if kept.endswith("G"):
-                return int(kept[:-1]) * GIB
+                return int(kept[:-1]) * 2**30
             if kept in ("0", "100"):
                 return math.inf if kept == "100" else 0
             trained = [tower for tower in cache.towers if tower.trained]

@@ -7,13 +7,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import simplejpeg
 import torch
 from hypothesis import example, given
 from hypothesis import settings as bounded
 from hypothesis import strategies as st
 
 from clipscale.bench.data_work import photograph
-from clipscale.data.decode import Colour, Crop, Picture, TrainTransform, stored_box
+from clipscale.data.decode import Colour, Crop, Picture, TrainTransform, resize, stored_box
 from clipscale.data.loader import gpu_decode as on
 from clipscale.data.loader.gpu_decode import Torchvision, jpeg_decoder
 from clipscale.data.loader.offload import GREY
@@ -54,6 +55,16 @@ def test_pixels_are_near_the_exact_ones_and_the_same_again_alone_and_together(de
         assert torch.equal(kept.rows(decoder), found), "the same bytes and crops, other pixels"
     alone = torch.cat([kept.rows(decoder, i, i + 1) for i in range(len(files))])
     assert torch.equal(alone, found), "a picture's pixels depend on what it is decoded with"
+
+
+@pytest.mark.parametrize(("side", "most"), [(256, 1.0), (512, 0.3)])
+def test_a_decoder_that_doubles_chroma_without_interpolation_is_near_enough(side: int, most: float) -> None:
+    """GPU decoders do so, and libjpeg on request. Measured at half the chroma resolution, resized to 224 pixels."""
+    for data in portraits(3, side, subsampling=2):
+        fine, simple = (simplejpeg.decode_jpeg(data, fastupsample=fast) for fast in (False, True))
+        far = np.abs(resize(fine, 224, 224).astype(int) - resize(simple, 224, 224)).mean()
+        print(f"{side} pixels: {far:.2f}/255")
+        assert 0.05 < far < most
 
 
 @pytest.mark.parametrize("crops", [SQUARE, CROPPED], ids=["whole", "cropped"])
