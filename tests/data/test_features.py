@@ -140,7 +140,7 @@ def test_a_shard_that_could_not_be_fetched_is_fetched_again_and_a_damaged_one_is
         with pytest.raises(UserError, match=r"1 of 2 shards .*a\.tar: 9 requests failed\); start again"):
             compute(str(tmp_path / "{a,b}.tar"), tmp_path / "out")
     written = sorted(path.name for path in (tmp_path / "out").iterdir())
-    assert written == ["b.tar", "features.json", "shards.json", "sizes.json"]
+    assert written == ["b.tar", "features.json", "run.lock", "shards.json", "sizes.json"]
     compute(str(tmp_path / "{a,b}.tar"), tmp_path / "out")
     assert json.loads((tmp_path / "out/sizes.json").read_text())["a.tar"] == 4
 
