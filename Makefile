@@ -23,10 +23,11 @@ demo: $(INSTALLED)
 	$(CLIPSCALE) eval run=demo
 	$(CLIPSCALE) report run=demo
 
+# Three workers for two cores: many tests wait for processes and servers of their own.
 # Compiled modules are kept, also where the environment says not to: the tests' many processes would each compile them.
 test: export PYTHONDONTWRITEBYTECODE :=
 test: $(INSTALLED)
-	$(RUN) -m pytest -n 2 --dist worksteal $(TESTS)
+	$(RUN) -m pytest -n 3 --dist worksteal $(TESTS)
 
 lint: $(INSTALLED)
 	$(RUN) -m ruff check .
