@@ -33,7 +33,7 @@ from clipscale.loss.triton.softmax import (
     softmax_gradient_kernel,
     special_gradient_kernel,
 )
-from clipscale.loss.triton.tuning import PASSES, RARE_SIDE, Tuning, arithmetic_of
+from clipscale.loss.triton.tuning import PASSES, Tuning, arithmetic_of
 
 # Of exponentials relative to a reference. Terms below 2^-126 are lost: 2^22 of them are under 2^-24 of the smallest sum.
 SMALLEST_SUM, LARGEST_SUM = 2.0**-80, 2.0**126
@@ -243,7 +243,7 @@ class TritonSoftmax(TritonBackend):
         stored = padded.described(scores, padded.tiles.rows, padded.tiles.cols // 4)
         total = torch.zeros((), dtype=torch.float64, device=padded.device)
         bound = scale * sum(side.weight.abs().amax() for side in (rows, cols) if side.weight is not None)
-        special = replace(padded.tiles.plain, rows=min(padded.tiles.rows, RARE_SIDE), registers=None)
+        special = padded.tiles.plain.special
         stored_special = padded.described(scores, special.rows, special.cols // 4)
         kept = self._kept_part(padded, block)
         split = 0 if kept is None else len(kept.per_row)

@@ -54,6 +54,11 @@ class Tiles:
         return replace(self.plain, rows=min(self.rows, RARE_SIDE), cols=min(self.cols, RARE_SIDE), registers=None)
 
     @property
+    def special(self) -> "Tiles":
+        """For the few tiles with a positive, an edge or a far log-sum-exp, whose kernel takes more registers yet."""
+        return replace(self.plain, rows=min(self.rows, RARE_SIDE), warps=8, registers=None)
+
+    @property
     def col_lines(self) -> int:
         """Lines of column sums that a strip leaves: on Hopper one for each warp of a warp-specialised kernel."""
         return 8 if self.gluon and self.rows > GLUON_ROWS else 1
@@ -110,6 +115,8 @@ BLACKWELL = _entries(
     forward_with_keys=Tiles(128, 64, 64, warps=8, stages=3),
     backward_with_keys=Tiles(128, 64, 64, warps=8, stages=3),
 )
+# Of other GPUs, which have 99 KiB of shared memory for a program: sm_86 and sm_89, and sm_120 with its tensor descriptors.
+DEFAULT = AMPERE | {(name, "tf32"): Tiles(128, 128, 32, warps=8, stages=2) for name in PASSES}
 TABLE = {80: AMPERE, 90: HOPPER, 100: BLACKWELL, 103: BLACKWELL}
 # Warp-specialised kernels; rows are those of all consumers. By the static model.
 GLUON = {90: Tiles(256, 128, 64, 4, 3, gluon=True), 100: Tiles(128, 128, 64, 4, 3, gluon=True)}
@@ -124,7 +131,7 @@ def arithmetic_of(dtype: torch.dtype, fp32_precision: str) -> str:
 
 def tiles_for(capability: int, kernel_pass: str, arithmetic: str) -> Tiles:
     """The table's entry for a compute capability (90 for 9.0), or the default where it has none."""
-    return IEEE if arithmetic == "ieee" else TABLE.get(capability, AMPERE)[kernel_pass, arithmetic]
+    return IEEE if arithmetic == "ieee" else TABLE.get(capability, DEFAULT)[kernel_pass, arithmetic]
 
 
 def gluon_tiles(capability: int, kernel_pass: str, arithmetic: str) -> Tiles | None:

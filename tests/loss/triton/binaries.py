@@ -151,7 +151,7 @@ def entry(capability: int, form: str, name: str) -> Binary:
     tiles = tiles_for(capability, KERNELS[name][1], ELEMENT[form])
     height = tiles.rows
     if "special" in name:
-        tiles = replace(tiles, rows=min(tiles.rows, RARE_SIDE), registers=None)
+        tiles = tiles.special
     elif name in FREE:
         tiles = replace(tiles, cols=min(tiles.cols, RARE_SIDE), registers=None)
     return compiled_entry(name, capability, form, tiles, height)

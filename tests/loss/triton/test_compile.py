@@ -27,7 +27,7 @@ from clipscale.loss.machine import Machine
 from clipscale.loss.objective import Sigmoid, Softmax
 from clipscale.loss.triton import backend
 from clipscale.loss.triton.backend import triton_backend
-from clipscale.loss.triton.tuning import AMPERE, PASSES, TABLE, Tiles, Tuning, tiles_for
+from clipscale.loss.triton.tuning import PASSES, TABLE, Tiles, Tuning, tiles_for
 from tests.loss.triton.binaries import ELEMENT, GLUONS, KERNELS, LOADED, PLAIN, REGISTERS, entry, gluon_entry
 from tests.loss.triton.model import MATRIX, loops_of
 
@@ -38,6 +38,10 @@ SMALLEST_SHARED = 99 * 1024  # sm_86, sm_89, sm_120, which take the default entr
 # Bytes a thread. Triton 3.6 keeps a few load addresses of the forward kernel on the stack, written and read once a tile.
 SPILLED = 0 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9) else 64
 SPILLED_ON_BLACKWELL = 160  # by variants that training seldom uses (one direction alone, TF32), read back once a tile
+KEYS_IN_TF32, SPILLED_WITH_KEYS = (
+    ("tf32", "softmax gradient, special, keys"),
+    {80: 32, 90: 0, 100: 280},
+)  # on the diagonal alone
 # Of warp-specialised kernels: the thread's number and a few addresses, which are read once a tile, never in the loop over D.
 GLUON_STACK, SMOOTHING_STACK = 24, 40
 MATRIX_INSTRUCTION = {80: "mma.sync.aligned", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
@@ -53,12 +57,13 @@ def check(capability: int, form: str, name: str) -> None:
     case = f"{name} in {form} on sm_{capability} with {binary.tiles}: {binary.registers} registers, {binary.stack} bytes of stack"
     rare = capability == 100 and (form, name) not in COMMON
     kept = 8 if form == "ieee" else 0  # of the stack, with registers to spare: no spill
-    assert binary.stack <= max(kept, SPILLED_ON_BLACKWELL if rare else SPILLED), f"spills: {case}"
+    allowed = (
+        SPILLED_WITH_KEYS if (capability, form, name) == KEYS_IN_TF32 else SPILLED_ON_BLACKWELL if rare else SPILLED
+    )
+    assert binary.stack <= max(kept, allowed), f"spills: {case}"
     assert binary.shared <= SHARED_BYTES[capability], f"{binary.shared} bytes of shared memory: {case}"
-    if binary.tiles in AMPERE.values() or form == "ieee":
-        assert binary.shared <= SMALLEST_SHARED, (
-            f"{binary.shared} bytes of shared memory, and this is the default entry: {case}"
-        )
+    if form == "ieee":  # which every GPU takes
+        assert binary.shared <= SMALLEST_SHARED, f"{binary.shared} bytes of shared memory: {case}"
     if form != "ieee" and name != "kept gradient":
         assert MATRIX_INSTRUCTION[capability] in binary.ptx, f"no {MATRIX_INSTRUCTION[capability]}: {case}"
     described = capability >= 90 and form != "ieee"
@@ -90,6 +95,13 @@ def test_the_kernel_fits_spills_nothing_and_uses_the_tensor_cores(capability: in
 @pytest.mark.parametrize("capability", sorted(SHARED_BYTES))
 def test_so_do_the_rarer_variants(capability: int, form: str, name: str) -> None:
     check(capability, form, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("form", "name"), [(form, name) for form in ("bf16", "tf32") for name in KERNELS])
+@pytest.mark.parametrize("capability", [89, 120])
+def test_the_default_entries_fit_gpus_with_less_shared_memory(capability: int, form: str, name: str) -> None:
+    assert entry(capability, form, name).shared <= SMALLEST_SHARED
 
 
 @pytest.mark.slow  # seconds each
