@@ -38,10 +38,9 @@ SMALLEST_SHARED = 99 * 1024  # sm_86, sm_89, sm_120, which take the default entr
 # Bytes a thread. Triton 3.6 keeps a few load addresses of the forward kernel on the stack, written and read once a tile.
 SPILLED = 0 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9) else 64
 SPILLED_ON_BLACKWELL = 160  # by variants that training seldom uses (one direction alone, TF32), read back once a tile
-KEYS_IN_TF32, SPILLED_WITH_KEYS = (
-    ("tf32", "softmax gradient, special, keys"),
-    {80: 32, 90: 0, 100: 280},
-)  # on the diagonal alone
+# Of the special kernel with keys in TF32, for tiles on the diagonal alone.
+KEYS_IN_TF32 = ("tf32", "softmax gradient, special, keys")
+SPILLED_WITH_KEYS = {80: 32, 90: 0, 100: 280}
 # Of warp-specialised kernels: the thread's number and a few addresses, which are read once a tile, never in the loop over D.
 GLUON_STACK, SMOOTHING_STACK = 24, 40
 MATRIX_INSTRUCTION = {80: "mma.sync.aligned", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
@@ -57,9 +56,9 @@ def check(capability: int, form: str, name: str) -> None:
     case = f"{name} in {form} on sm_{capability} with {binary.tiles}: {binary.registers} registers, {binary.stack} bytes of stack"
     rare = capability == 100 and (form, name) not in COMMON
     kept = 8 if form == "ieee" else 0  # of the stack, with registers to spare: no spill
-    allowed = (
-        SPILLED_WITH_KEYS if (capability, form, name) == KEYS_IN_TF32 else SPILLED_ON_BLACKWELL if rare else SPILLED
-    )
+    allowed = SPILLED_ON_BLACKWELL if rare else SPILLED
+    if (form, name) == KEYS_IN_TF32:
+        allowed = SPILLED_WITH_KEYS[capability]
     assert binary.stack <= max(kept, allowed), f"spills: {case}"
     assert binary.shared <= SHARED_BYTES[capability], f"{binary.shared} bytes of shared memory: {case}"
     if form == "ieee":  # which every GPU takes
