@@ -190,7 +190,7 @@ def test_credentials_stay_with_the_host_they_are_for(
 def test_ten_redirections_are_followed_and_no_more() -> None:
     received: list[bytes] = []
     for most in (10, 11):
-        moved = REDIRECT + b"Content-Length: 0\r\n\r\n"
+        moved = REDIRECT + b"Connection: close\r\nContent-Length: 0\r\n\r\n"
         received.clear()
         with server(lambda c: c.sendall(moved if len(received) <= most else WHOLE), received) as url:  # noqa: B023
             if most == 10:
