@@ -1,4 +1,4 @@
-"""An embedded set in arrays, as `clipscale embed format=npy` and convert.py write it, and exact search in it.
+"""An embedded set as arrays, which `clipscale embed format=npy` and convert.py write, and exact search in it.
 
 A search maps one file of features at a time, and compares every row, tile by tile. A caption is read when its sample is shown.
 

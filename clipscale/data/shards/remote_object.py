@@ -236,24 +236,10 @@ class HttpObject:
     async def _get(self, start: int, stop: int) -> AsyncIterator["ClientResponse"]:
         """The answer's status and headers, redirections later. No body has been read, nor is one unpacked."""
         import aiohttp
-        from fsspec import filesystem
-        from fsspec.config import conf
 
-        own = conf.get("http", {}).get("client_kwargs", {})
-        ours = {"trust_env": True, "requote_redirect_url": False}  # proxies; addresses that are signed as they are
         try:
             async with asyncio.timeout(self._wait_s):
-                system = filesystem("http", client_kwargs={**ours, **own}, encoded=True)
-                session = await system.set_session()
-                session._retry_connection = False  # it would not be counted
-                options = {"ssl": _certificates(), **system.kwargs}
-                secret = {"Authorization", *own.get("headers", ()), *options.get("headers", ())}
-                secret |= {"Cookie"} if "cookies" in own else set()
-                headers = {"Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
-                options |= {"headers": {**options.get("headers", {}), **headers}, "auto_decompress": False}
-                options |= {"timeout": aiohttp.ClientTimeout(), "max_redirects": MOST_REDIRECTIONS + 1}
-                options["middlewares"] = [partial(self._signed, secret)]
-                answer = await session.get(system.encode_url(quote(self._url, safe=_IN_ADDRESSES)), **options)
+                answer = await self._send(start, stop)
         except (SourceError, TransientError):
             raise
         except TimeoutError as error:
@@ -275,6 +261,30 @@ class HttpObject:
             yield answer
         finally:
             answer.release()
+
+    async def _send(self, start: int, stop: int) -> "ClientResponse":
+        """Ask fsspec's session for bytes start..stop, with the settings of fsspec's configuration."""
+        import aiohttp
+        from fsspec import filesystem
+        from fsspec.config import conf
+
+        own = conf.get("http", {}).get("client_kwargs", {})
+        ours = {"trust_env": True, "requote_redirect_url": False}  # proxies; addresses that are signed as they are
+        system = filesystem("http", client_kwargs={**ours, **own}, encoded=True)
+        session = await system.set_session()
+        session._retry_connection = False  # it would not be counted
+        options: dict[str, Any] = {"ssl": _certificates(), **system.kwargs}
+        configured = options.get("headers", {})
+        secret = {"Authorization", *own.get("headers", ()), *configured, *(["Cookie"] if "cookies" in own else [])}
+        options |= {
+            "headers": {**configured, "Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"},
+            "auto_decompress": False,
+            "timeout": aiohttp.ClientTimeout(),
+            "max_redirects": MOST_REDIRECTIONS + 1,
+            "middlewares": [partial(self._signed, secret)],
+        }
+        answer: ClientResponse = await session.get(system.encode_url(quote(self._url, safe=_IN_ADDRESSES)), **options)
+        return answer
 
     async def _signed(self, secret: set[str], request: "ClientRequest", send: "ClientHandlerType") -> "ClientResponse":
         """Send a request, with credentials if it is for the server they are for. `secret` headers are those of fsspec's

@@ -113,7 +113,7 @@ def is_multilingual(root: Path) -> bool:
 
 
 def load_multilingual(root: Path) -> EvalSet:
-    """The set in `root`. Raises UserError."""
+    """Loads the set from `root`. Raises UserError."""
     return _xtd(root) if _xtd_names(root) else _crossmodal(root / _JSONL)
 
 

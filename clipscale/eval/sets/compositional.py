@@ -29,7 +29,7 @@ def found(root: Path) -> bool:
 
 
 def load(root: Path) -> EvalSet:
-    """The set in `root`. Raises UserError."""
+    """Loads the set from `root`. Raises UserError."""
     if (root / _EXAMPLES).is_file():
         return _winoground(root)
     return _winogavil(root) if (root / _CUES).is_file() else _sugar_crepe(root)

@@ -22,7 +22,7 @@ from clipscale.units import whole_number
 
 
 def load(root: Path, classnames: Sequence[str] = (), group: int | None = None, split: str = "test") -> EvalSet:
-    """The set in `root`. Raises UserError.
+    """Loads the set from `root`. Raises UserError.
 
     classnames: those of the published set, for a folder without them. group: the column of the samples' metadata that names their
     group. split: the folder of the shards.
