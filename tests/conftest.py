@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from tests.forks import share_one_server, start_the_server
+from tests.support.forks import share_one_server, start_the_server
 
 share_one_server()
 settings.register_profile("shared machine", deadline=None)
@@ -106,7 +106,7 @@ def finished(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An uninterrupted run, to which others are compared. Each of pytest's workers has a copy."""
     from clipscale.config.sections import EvalConfig, LogConfig
     from clipscale.train import train
-    from tests.runs import settings
+    from tests.support.runs import settings
 
     def make(run: Path) -> None:
         sets = EvalConfig(every=5, sets=[str(demo / "objects"), str(demo / "retrieval")], limit=64)

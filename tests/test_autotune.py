@@ -20,7 +20,7 @@ from clipscale.loss.machine import Machine
 from clipscale.parallel.fsdp import ShardedTower
 from clipscale.phases import Phases
 from clipscale.train import train
-from tests.runs import ARCHITECTURE, settings
+from tests.support.runs import ARCHITECTURE, settings
 
 GPU = torch.device("cuda")
 RATES = {16: 50.0, 32: 80.0, 64: 96.0, 128: 100.0, 256: 99.0, 512: 90.0, 1024: 70.0}

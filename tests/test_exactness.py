@@ -25,7 +25,7 @@ from clipscale.loss.api import contrastive_loss
 from clipscale.loss.reference import dense_contrastive_loss
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.parallel.fsdp import Sharding
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 BATCH = 12
 PIXELS, TOKENS = 12, 20

@@ -1,6 +1,6 @@
 """Steps and whole runs on a CUDA device, with its copies, random numbers and memory. Other tests show the same on the CPU.
 
-tests/device.py: they run without one too, to see that the tests themselves are right.
+tests/support/device.py: they run without one too, to see that the tests themselves are right.
 """
 
 import math
@@ -22,8 +22,8 @@ from clipscale.kept_graphs import checkpointing_switch
 from clipscale.loss.reference import dense_contrastive_loss
 from clipscale.train import train
 from tests.data.loader.test_offload_runs import records
-from tests.device import CUDA, DEVICE, on_device
-from tests.runs import curve, settings
+from tests.support.device import CUDA, DEVICE, on_device
+from tests.support.runs import curve, settings
 from tests.test_exactness import Case, inputs_of, model_of
 from tests.test_grad_cache import assert_same, batch, gradients, models, one_graph
 

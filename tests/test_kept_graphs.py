@@ -20,7 +20,7 @@ from clipscale.loss.reference import dense_contrastive_loss
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.pass_contexts import unchanged_buffers
 from clipscale.precision import MasterWeights
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 N, CHUNK = 12, 2
 

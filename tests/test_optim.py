@@ -13,7 +13,7 @@ from clipscale.config.sections import CacheConfig, OptimConfig, RampConfig, Sche
 from clipscale.errors import UserError
 from clipscale.optim import Schedule, build_optimizer, parse_steps, peak_lr
 from clipscale.train import train
-from tests.runs import records, settings
+from tests.support.runs import records, settings
 
 
 def small_model() -> nn.Module:

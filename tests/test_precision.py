@@ -25,8 +25,8 @@ from clipscale.errors import UserError
 from clipscale.models.towers import build_model
 from clipscale.precision import Precision
 from clipscale.train import Run, train
-from tests.ranks import run_ranks
-from tests.runs import ARCHITECTURE, BF16, on_a_rank, records, small
+from tests.support.ranks import run_ranks
+from tests.support.runs import ARCHITECTURE, BF16, on_a_rank, records, small
 
 CPU = torch.device("cpu")
 

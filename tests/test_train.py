@@ -29,9 +29,9 @@ from clipscale.errors import UserError
 from clipscale.launch import local
 from clipscale.models.towers import build_model, load_model
 from clipscale.train import train
-from tests.forks import forks
-from tests.ranks import run_ranks
-from tests.runs import ARCHITECTURE, curve, on_a_rank, records, settings
+from tests.support.forks import forks
+from tests.support.ranks import run_ranks
+from tests.support.runs import ARCHITECTURE, curve, on_a_rank, records, settings
 
 FIELDS = {
     "step", "samples", "loss", "logit_scale", "lr", "grad_norm", "time", "samples_per_s", "samples_per_s_wall",

@@ -13,7 +13,7 @@ from clipscale.bench.harness import RETURNING_MALLOC, Job, measure
 from clipscale.bench.loss_methods import Case, Method, cross_entropy
 from clipscale.bench.loss_work import PAIR_COSINE, LossWorker, unit_flops, unit_pairs
 from clipscale.bench.worker import HostMemory, is_out_of_memory
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 CASE = Case(96, 32, "fp32", "cpu", 1, 100.0)
 

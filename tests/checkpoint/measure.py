@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from clipscale import checkpoint
 from clipscale.config.sections import CheckpointConfig
 from clipscale.distributed import World
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 WIDTH = 1024
 

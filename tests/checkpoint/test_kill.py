@@ -23,7 +23,7 @@ from clipscale.config.sections import CacheConfig, CheckpointConfig, ModelConfig
 from clipscale.distributed import World
 from clipscale.report.metrics import read_metrics
 from clipscale.train import train
-from tests.runs import ARCHITECTURE, settings
+from tests.support.runs import ARCHITECTURE, settings
 
 pytestmark = [
     pytest.mark.slow,

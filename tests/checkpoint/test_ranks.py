@@ -14,7 +14,7 @@ from clipscale.checkpoint.loading import verify
 from clipscale.config.sections import CheckpointConfig
 from clipscale.distributed import World
 from clipscale.errors import UserError
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 CPU = torch.device("cpu")
 WHOLE = {name: torch.arange(7.0 * 5000).view(7, 5000) + i for i, name in enumerate("abcdefgh")}

@@ -11,8 +11,8 @@ from clipscale import checkpoint
 from clipscale.checkpoint import saved_state
 from clipscale.config.sections import CheckpointConfig
 from clipscale.train import train
-from tests.runs import small
 from tests.security.damage import WRONG
+from tests.support.runs import small
 
 
 @pytest.fixture(scope="module")

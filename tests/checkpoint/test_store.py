@@ -20,7 +20,7 @@ from clipscale.distributed import World
 from clipscale.errors import UserError
 from clipscale.train import train
 from tests.data.shards.test_cache import s3  # noqa: F401
-from tests.runs import records, small
+from tests.support.runs import records, small
 
 ALONE = World(0, 1, torch.device("cpu"))
 

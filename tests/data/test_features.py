@@ -26,7 +26,7 @@ from clipscale.errors import UserError
 from clipscale.models.towers import build_model
 from clipscale.train import train
 from tests.data.files import sample, write_tar
-from tests.runs import ARCHITECTURE, curve, settings
+from tests.support.runs import ARCHITECTURE, curve, settings
 
 FROZEN = ModelConfig(name="test", architecture=ARCHITECTURE, freeze_image=True)
 SEED = 3

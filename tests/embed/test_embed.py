@@ -29,7 +29,7 @@ from clipscale.models.towers import ClipModel, build_model
 from tests.checkpoint.test_kill import begin
 from tests.data.files import picture, sample, write_shards, write_tar
 from tests.eval.test_verb import TINY
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 
 @pytest.fixture(scope="module")

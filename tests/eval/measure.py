@@ -39,7 +39,7 @@ from clipscale.models.towers import build_model
 from clipscale.precision import Precision
 from clipscale.report.table import TextTable
 from tests.eval.sets import write_shards, write_tar
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 BATCH, CLASSES, TEMPLATE, SHARDS = 32, 16, "a photo of a {c}.", 4
 

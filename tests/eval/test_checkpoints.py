@@ -24,7 +24,7 @@ from clipscale.report.evaluations import read_evaluations
 from clipscale.train import Run, train
 from tests.eval.sets import ALONE, classification_set, retrieval_set
 from tests.eval.test_verb import TINY, save
-from tests.runs import curve, small
+from tests.support.runs import curve, small
 
 
 @pytest.fixture

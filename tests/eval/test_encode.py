@@ -17,7 +17,7 @@ from tests.eval.sets import NAMES, classification_set, retrieval_set
 from tests.eval.test_compositional import colour, sugar_crepe
 from tests.eval.test_multilingual import xtd
 from tests.eval.test_verb import TINY
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 CPU = torch.device("cpu")
 

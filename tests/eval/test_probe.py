@@ -15,7 +15,7 @@ from clipscale.eval import probe, run
 from clipscale.eval.probe import DRAWS, LabelledFeatures, choose, evaluate, fit, held_out
 from clipscale.eval.sets.load import load_set, train_split
 from tests.eval.sets import ALONE, NAMES, ColourModel, classification_set, picture, retrieval_set
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 
 def clusters(count: int, classes: int = 4, width: int = 6, seed: int = 0, spread: float = 0.9) -> LabelledFeatures:

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from clipscale.distributed import World
 from clipscale.eval.retrieval import UNREACHABLE, retrieval_metrics, retrieval_ranks
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 
 def test_hand_made_case_with_several_captions_an_image() -> None:

@@ -24,7 +24,7 @@ from tests.eval.sets import (
     retrieval_set,
     write_shards,
 )
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 CPU = torch.device("cpu")
 

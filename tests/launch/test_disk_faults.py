@@ -21,7 +21,7 @@ from clipscale.errors import UserError
 from clipscale.train import Run, train
 from tests.checkpoint.test_folder import cut, flipped, zeroed
 from tests.launch.test_faults import STEPS, alone, interrupted, some_steps
-from tests.runs import curve
+from tests.support.runs import curve
 
 __all__ = ["alone"]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

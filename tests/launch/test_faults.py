@@ -28,10 +28,10 @@ from clipscale.eval.encode import Encoder
 from clipscale.launch import heartbeat, local
 from clipscale.train import Run, train
 from tests.conftest import TINY
-from tests.forks import forks
 from tests.launch.test_local import LONG, TRAIN, Start, gone, has_steps, start, training, wait_until
-from tests.ranks import _entry, run_ranks
-from tests.runs import curve, on_a_rank, settings
+from tests.support.forks import forks
+from tests.support.ranks import _entry, run_ranks
+from tests.support.runs import curve, on_a_rank, settings
 
 __all__ = ["start"]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

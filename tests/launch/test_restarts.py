@@ -28,7 +28,7 @@ from clipscale.launch.restarts import WorkerError, group_size, restarted
 from clipscale.report.metrics import read_metrics
 from tests.conftest import TINY
 from tests.launch.test_local import TRAIN, Start, gone, start, wait_until
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 __all__ = ["start"]
 

@@ -19,8 +19,8 @@ from clipscale.errors import StoppedError
 from clipscale.launch import stopping
 from clipscale.launch.stopping import AbandonedError, Stop
 from clipscale.train import Run, train
-from tests.ranks import run_ranks
-from tests.runs import curve, settings
+from tests.support.ranks import run_ranks
+from tests.support.runs import curve, settings
 from tests.test_train import start, wait_for_lines
 
 ALONE = World(0, 1, torch.device("cpu"))

@@ -27,7 +27,7 @@ from clipscale.loss.block import RowBlock
 from clipscale.loss.exchange import GRAD, LSE, Communicator, Hop, Ring, Transfer
 from clipscale.loss.triton.tuning import PASSES, tiles_for
 from clipscale.plan.memory_tracker import DryMachine, cuda_autocast, without_memory
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 NODE = 8
 COLS = 2

@@ -22,7 +22,7 @@ from clipscale.drop_in import ClipLoss, RankingLoss
 from clipscale.loss.reference import dense_contrastive_loss
 from tests.loss.cases import features
 from tests.loss.workers import Workers, stacked
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 
 def gradients(loss: nn.Module, u: Tensor, v: Tensor) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""On a CUDA device, at real sizes: every backend against the float64 oracle, bits, and memory; tests/device.py: on the CPU, smaller.
+"""On a CUDA device, at real sizes: every backend against the float64 oracle, bits, and memory; smaller on the CPU (tests/support).
 
 Letters: N pairs, D feature width.
 """
@@ -11,8 +11,8 @@ from torch import Tensor
 
 from clipscale import contrastive_loss
 from clipscale.loss.reference import dense_contrastive_loss
-from tests.device import DEVICE, on_device, only_on_cuda, sized, with_kernels
 from tests.loss.cases import Phi, assert_exact, errors, features, keys, oracle, results, token_features
+from tests.support.device import DEVICE, on_device, only_on_cuda, sized, with_kernels
 
 pytestmark = on_device
 BACKENDS = ["dense", "tiled", pytest.param("triton", marks=with_kernels)]

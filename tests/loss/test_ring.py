@@ -18,7 +18,7 @@ from clipscale.plan.memory_tracker import DryMachine
 from tests.loss.cases import assert_exact, keys, oracle
 from tests.loss.ring import COLS, NODE, Span, leaves_the_node, memory_of, sent_by, timeline
 from tests.loss.workers import Workers, check, local_results, stacked, stacked_again, whole
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 WIDTH = 512
 

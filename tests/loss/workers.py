@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from clipscale import contrastive_loss
-from tests.forks import forks
 from tests.loss.cases import assert_exact, features, oracle, results
+from tests.support.forks import forks
 
 TIMEOUT_S = 120.0
 

@@ -21,7 +21,7 @@ from clipscale.loss.api import contrastive_loss
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.parallel.fsdp import ShardedTower, Sharding, reshard, sharded
 from clipscale.report.table import TextTable
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 CPU = torch.device("cpu")
 PIXELS, TOKENS = 12, 20

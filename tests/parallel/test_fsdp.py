@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.parallel.measure import GATHER, SUM, measured, small_model
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 CHUNKS, LAYERS = 3, 2
 GROUPS = 2 * (LAYERS + 1)

@@ -14,7 +14,7 @@ import clipscale
 from clipscale.distributed import World
 from clipscale.grad_cache import GradCache
 from clipscale.parallel.fsdp import Sharding
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 from tests.test_grad_cache import assert_same, batch, gradients, models
 
 

@@ -14,9 +14,9 @@ from clipscale.config.sections import LaunchConfig, OptimConfig, ScheduleConfig
 from clipscale.distributed import gradient_norm
 from clipscale.errors import UserError
 from clipscale.optim import SHARDED, build_optimizer, largest_norm
-from tests import runs
-from tests.ranks import run_ranks
-from tests.runs import records, small
+from tests.support import runs
+from tests.support.ranks import run_ranks
+from tests.support.runs import records, small
 
 TOLERANCES = {"muon": 5e-3}
 """Muon's iteration computes in bf16."""

@@ -22,8 +22,8 @@ from clipscale.phases import Readback
 from clipscale.precision import Precision
 from clipscale.train import Run
 from tests.parallel.measure import CPU
-from tests.ranks import run_ranks
-from tests.runs import BF16, small
+from tests.support.ranks import run_ranks
+from tests.support.runs import BF16, small
 
 LAYERS = 4
 

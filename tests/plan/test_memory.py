@@ -12,7 +12,7 @@ from clipscale.kept_graphs import WHOLE
 from clipscale.plan.dry_run import PHASES, StepMemory, dry_run
 from clipscale.plan.memory import MemoryModel, host_memory
 from tests.plan.measure import measured, measured_on_a_rank, settings
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 BAR = 0.10
 """Relative error allowed; usual errors are below one per cent."""

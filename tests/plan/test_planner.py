@@ -20,8 +20,8 @@ from clipscale.config.tools import PlanConfig
 from clipscale.plan.memory import host_memory
 from clipscale.plan.planner import plan
 from tests.conftest import TINIEST, TINY
-from tests.forks import forks
-from tests.runs import ARCHITECTURE
+from tests.support.forks import forks
+from tests.support.runs import ARCHITECTURE
 
 PICTURES: Any = SimpleNamespace(row=(3, 30, 30), row_type=torch.uint8, context_length=28)
 """Stands for a dry run of model=tiny: the attributes that the host's memory depends on."""

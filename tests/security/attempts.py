@@ -12,8 +12,8 @@ import pytest
 
 from clipscale.cli.main import main
 from clipscale.data.shards.access import user_cache
-from tests.audit import heard
 from tests.security.limits import address_space
+from tests.support.audit import heard
 
 MOST_S, MOST_BYTES = 60.0, 2 << 30
 

@@ -24,8 +24,8 @@ from clipscale.errors import UserError
 from clipscale.models import towers
 from clipscale.models.description import FLAGS, NUMBERS, OPTIONS, source_of
 from clipscale.models.towers import architecture, build_model, load_model
-from tests.audit import heard
 from tests.export.test_open_clip import ARCHITECTURE, saved
+from tests.support.audit import heard
 
 
 @pytest.mark.parametrize(

@@ -34,10 +34,10 @@ from clipscale.launch.run_lock import RunLock
 from clipscale.models.towers import build_model
 from clipscale.report.metrics import MetricLog
 from clipscale.report.page import write_report
-from tests.audit import heard
 from tests.data.files import picture, write_shards
 from tests.data.shards.web import Web, serving
 from tests.export.test_open_clip import ARCHITECTURE
+from tests.support.audit import heard
 
 THEIRS = "not to be touched"
 MODEL = ModelConfig("own", ARCHITECTURE)

@@ -16,9 +16,9 @@ from clipscale.export.verb import main as export
 from clipscale.models.towers import load_model
 from clipscale.state.ema import WeightAverage
 from clipscale.train import Run, train
-from tests.ranks import run_ranks
-from tests.runs import on_a_rank, small
 from tests.state.test_start import with_peer
+from tests.support.ranks import run_ranks
+from tests.support.runs import on_a_rank, small
 
 
 def test_the_average_follows_its_formula_and_lends_its_values() -> None:

@@ -14,7 +14,7 @@ from clipscale.errors import UserError
 from clipscale.grad_cache import GradCache
 from clipscale.state.noise_scale import NoiseScale
 from clipscale.train import train
-from tests.runs import records, settings
+from tests.support.runs import records, settings
 
 ALONE = World(0, 1, torch.device("cpu"))
 WIDTH, MEAN, SPREAD = 200, 0.5, 2.0

@@ -14,7 +14,7 @@ from clipscale.data.loader.stream import DataConfig
 from clipscale.distributed import World
 from clipscale.errors import UserError
 from clipscale.train import Run, train
-from tests.runs import ARCHITECTURE, curve, settings
+from tests.support.runs import ARCHITECTURE, curve, settings
 
 
 def test_a_refused_start_leaves_no_folder_and_takes_nothing_away(demo: Path, finished: Path, tmp_path: Path) -> None:

@@ -28,8 +28,8 @@ from clipscale.models.towers import build_model
 from clipscale.state import empty_model, train_state
 from clipscale.train import train
 from tests.models.test_weights import open_clip_folder
-from tests.ranks import run_ranks
-from tests.runs import BF16, on_a_rank, records, small
+from tests.support.ranks import run_ranks
+from tests.support.runs import BF16, on_a_rank, records, small
 
 
 def as_one_file(path: Path, format: int) -> Path:

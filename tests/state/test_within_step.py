@@ -26,8 +26,8 @@ from clipscale.errors import StoppedError, UserError
 from clipscale.launch.stopping import AbandonedError
 from clipscale.state.within_step import WithinStep
 from clipscale.train import Run, train
-from tests.ranks import run_ranks
-from tests.runs import ARCHITECTURE, BF16, small
+from tests.support.ranks import run_ranks
+from tests.support.runs import ARCHITECTURE, BF16, small
 
 
 class KilledError(Exception):

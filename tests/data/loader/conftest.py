@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from clipscale.data.loader import gpu_decode
-from tests.device import DEVICE, on_device
+from tests.support.device import DEVICE, on_device
 
 
 @pytest.fixture

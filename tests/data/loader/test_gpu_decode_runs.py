@@ -36,7 +36,7 @@ from clipscale.units import format_bytes
 from tests.data.files import Members, picture, write_tar
 from tests.data.loader.ondevice import ROW, SIDE, SQUARE, Kept, damaged, distance, jpeg
 from tests.data.streams import open_stream
-from tests.runs import curve, settings
+from tests.support.runs import curve, settings
 
 pytestmark = pytest.mark.timeout(60)
 SLOTS = Slot(0, {}), Slot(1, {})

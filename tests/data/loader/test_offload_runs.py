@@ -14,7 +14,7 @@ from clipscale.data.demo import paths
 from clipscale.errors import UserError
 from clipscale.launch.local import run as launch_run
 from clipscale.train import Run, distributed, train
-from tests.runs import curve, settings
+from tests.support.runs import curve, settings
 
 
 def records(run: Path) -> list[dict[str, Any]]:

@@ -34,10 +34,10 @@ from clipscale.data.shards import scan
 from clipscale.data.shards.listing import expand
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.tar import BLOCK, LARGEST_HEADER, next_member
-from tests.audit import heard
 from tests.data.files import Members, picture, write_tar
 from tests.data.streams import read_in_windows
-from tests.forks import forks
+from tests.support.audit import heard
+from tests.support.forks import forks
 
 SELECTION = selection("txt", ["txt", "json:alt"], ["{}", "a {}"], FilterConfig(min_side=2, fields=["alt!=x"]))
 TRANSFORM = TrainTransform(16, (0.5, 1.0), (0.75, 4 / 3), 0.5, 100_000)

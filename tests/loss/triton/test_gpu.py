@@ -1,4 +1,4 @@
-"""The Triton backend on a CUDA device at real sizes, against float64 on the same device; on the CPU at smaller ones (tests/device.py).
+"""The Triton backend on a CUDA device at real sizes, against float64 on the same device; on the CPU at smaller ones (tests/support).
 
 docs/benchmarks/README.md says what the float64 truth costs on a device.
 """
@@ -12,8 +12,8 @@ from shutil import which
 import pytest
 import torch
 
-from tests.device import CUDA, DEVICE, on_device, only_on_cuda, sized, with_kernels
 from tests.loss.triton.truth import Problem, Weights, distance, error_of, features, scale_error_of
+from tests.support.device import CUDA, DEVICE, on_device, only_on_cuda, sized, with_kernels
 
 pytestmark = [*on_device, with_kernels]
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.forks import forks
+from tests.support.forks import forks
 
 
 def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout_s: float = 120) -> list[Any]:
