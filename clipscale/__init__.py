@@ -15,10 +15,10 @@ __version__ = "0.1.0"
 __all__ = ["GradCache", "__version__", "contrastive_loss"]
 
 if TYPE_CHECKING:
-    from clipscale.grad_cache import GradCache
     from clipscale.loss.api import contrastive_loss
+    from clipscale.step.grad_cache import GradCache
 
-_HOME = {"contrastive_loss": "clipscale.loss.api", "GradCache": "clipscale.grad_cache"}
+_HOME = {"contrastive_loss": "clipscale.loss.api", "GradCache": "clipscale.step.grad_cache"}
 
 
 def __dir__() -> list[str]:

@@ -20,7 +20,9 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-from clipscale import distributed
+from clipscale.common.errors import UserError
+from clipscale.common.hardware import cores
+from clipscale.common.units import format_bytes
 from clipscale.config.data import DataConfig
 from clipscale.config.sections import LaunchConfig
 from clipscale.config.tools import DoctorSettings, EvalRunConfig
@@ -28,15 +30,13 @@ from clipscale.data.loader.gpu_decode import jpeg_decoder
 from clipscale.data.loader.memory import free_memory
 from clipscale.data.loader.offload import train_transform
 from clipscale.data.order import CounterRNG
-from clipscale.distributed import World
-from clipscale.errors import UserError
-from clipscale.hardware import cores
+from clipscale.distributed import world as distributed
+from clipscale.distributed.world import World
 from clipscale.launch import local
 from clipscale.loss.api import contrastive_loss
 from clipscale.loss.reference import dense_contrastive_loss
 from clipscale.report.environment import environment
 from clipscale.report.table import TextTable, plain_console
-from clipscale.units import format_bytes
 
 PAIRS, WIDTH, SCALE = 96, 64, 20.0
 """Pairs of each process, feature width and logit scale of the loss that is tried."""

@@ -8,8 +8,11 @@ from pathlib import Path
 from traceback import clear_frames
 from typing import Any
 
-from clipscale import checkpoint, distributed
-from clipscale.autotune import CHUNKS, BudgetTuner, StageTuner
+from clipscale import checkpoint
+from clipscale.common.errors import LostRankError, StoppedError, UserError, lost_rank
+from clipscale.common.phases import Phases, Readback
+from clipscale.common.rng import RandomState
+from clipscale.common.terminal import say
 from clipscale.config.checks import shared
 from clipscale.config.sections import LR_SCALING
 from clipscale.config.train import TrainConfig, changes_since, to_yaml
@@ -17,8 +20,9 @@ from clipscale.data.loader.host_batch import HostBatch
 from clipscale.data.loader.ramp import BatchSizes
 from clipscale.data.loader.stream import merge_positions
 from clipscale.data.loader.to_device import ChunkLoader
-from clipscale.distributed import World
-from clipscale.errors import LostRankError, StoppedError, UserError, lost_rank
+from clipscale.distributed import world as distributed
+from clipscale.distributed.fsdp import reshard
+from clipscale.distributed.world import World
 from clipscale.eval.run import check as check_sets
 from clipscale.eval.run import evaluate
 from clipscale.launch import heartbeat, run_lock
@@ -26,17 +30,14 @@ from clipscale.launch.heartbeat import Heartbeat
 from clipscale.launch.run_lock import RunLock
 from clipscale.launch.stopping import AbandonedError, Stop
 from clipscale.models.towers import Flops
-from clipscale.optim import Schedule
-from clipscale.parallel.fsdp import reshard
-from clipscale.phases import Phases, Readback
 from clipscale.report.metrics import MetricLog
 from clipscale.report.page import write_report
 from clipscale.report.profile import Profiler
 from clipscale.report.step_record import StepRecords
 from clipscale.report.table import print_results
-from clipscale.rng import RandomState
 from clipscale.state.start import start
-from clipscale.terminal import say
+from clipscale.step.chunk_sizes import CHUNKS, BudgetTuner, StageTuner
+from clipscale.step.optim import Schedule
 
 log = logging.getLogger(__name__)
 

@@ -18,13 +18,13 @@ from torch.distributed.tensor import DTensor
 from clipscale.config.sections import ModelConfig
 from clipscale.data.loader.captions import SortedCaptions
 from clipscale.data.loader.to_device import ChunkLoader
-from clipscale.distributed import World, gradient_norm
-from clipscale.grad_cache import GradCache
-from clipscale.kept_graphs import CHECKPOINTED, WHOLE, checkpointing_switch
+from clipscale.distributed.fsdp import Sharding
+from clipscale.distributed.world import World, gradient_norm
 from clipscale.loss.api import contrastive_loss
 from clipscale.loss.reference import dense_contrastive_loss
 from clipscale.models.towers import ClipModel, build_model
-from clipscale.parallel.fsdp import Sharding
+from clipscale.step.grad_cache import GradCache
+from clipscale.step.kept_graphs import CHECKPOINTED, WHOLE, checkpointing_switch
 from tests.support.ranks import run_ranks
 
 BATCH = 12

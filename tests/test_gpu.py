@@ -14,18 +14,18 @@ import torch
 from clipscale import checkpoint
 from clipscale.config.data import DataConfig
 from clipscale.config.sections import CacheConfig, ModelConfig, OptimConfig, PrecisionConfig, ScheduleConfig
-from clipscale.data.demo import paths
 from clipscale.data.loader.host_batch import Arena, Layout
 from clipscale.data.loader.to_device import ChunkLoader
-from clipscale.grad_cache import GradCache
-from clipscale.kept_graphs import checkpointing_switch
+from clipscale.data.tools.demo import paths
 from clipscale.loss.reference import dense_contrastive_loss
+from clipscale.step.grad_cache import GradCache
+from clipscale.step.kept_graphs import checkpointing_switch
 from clipscale.train import train
 from tests.data.loader.test_offload_runs import records
+from tests.step.test_grad_cache import assert_same, batch, gradients, models, one_graph
 from tests.support.device import CUDA, DEVICE, on_device
 from tests.support.runs import curve, settings
 from tests.test_exactness import Case, inputs_of, model_of
-from tests.test_grad_cache import assert_same, batch, gradients, models, one_graph
 
 pytestmark = on_device
 

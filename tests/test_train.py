@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from clipscale import checkpoint
+from clipscale.common.errors import UserError
 from clipscale.config.sections import (
     CacheConfig,
     CheckpointConfig,
@@ -22,10 +23,9 @@ from clipscale.config.sections import (
     ScheduleConfig,
 )
 from clipscale.config.train import TrainConfig
-from clipscale.data.demo import paths
 from clipscale.data.loader.stream import DataConfig
 from clipscale.data.loader.to_device import ChunkLoader, copy_stream
-from clipscale.errors import UserError
+from clipscale.data.tools.demo import paths
 from clipscale.launch import local
 from clipscale.models.towers import build_model, load_model
 from clipscale.train import train
@@ -261,7 +261,7 @@ def test_half_precision_that_overflows_at_any_loss_scale_has_diverged(
     demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With fp16 a step that overflows is skipped and halves the loss scale, but not for ever."""
-    monkeypatch.setattr("clipscale.precision.LEAST_LOSS_SCALE", 2.0**14)
+    monkeypatch.setattr("clipscale.step.precision.LEAST_LOSS_SCALE", 2.0**14)
     config = replace(diverging(demo, tmp_path / "run", "stop"), precision=PrecisionConfig("fp16"))
     with pytest.raises(UserError, match="training has diverged"):
         train(config)

@@ -16,12 +16,12 @@ from clipscale.bench.data_work import GPU, ON_CPU, OWN_TOKENS, PEER, WORDS
 from clipscale.bench.harness import Answer, Job
 from clipscale.bench.present import Bars, Benchmark, Column, Key, extent
 from clipscale.bench.record import counts, device_of, drive, processor
+from clipscale.common.errors import UserError
+from clipscale.common.hardware import HARDWARE
 from clipscale.config.presets import conf_dir
 from clipscale.config.sections import ModelConfig
 from clipscale.config.tools import DataBenchSettings, PlanConfig
 from clipscale.data.loader.gpu_decode import jpeg_decoder
-from clipscale.errors import UserError
-from clipscale.hardware import HARDWARE
 from clipscale.models.towers import forward_flops
 
 Row = dict[str, Any]

@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from clipscale.files import write_json
+from clipscale.common.files import write_json
 
 RETURNING_MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(2**20), "MALLOC_TRIM_THRESHOLD_": str(2**20)}
 """glibc returns freed memory to the system at once, so that the resident set is what is in use (mallopt(3))."""

@@ -19,10 +19,10 @@ from clipscale.bench.loss_work import unit_flops
 from clipscale.bench.present import MIB, Benchmark, Column, Found, Key, Lines, Value, extent, figures, judged, lookup
 from clipscale.bench.record import counts, device_of, drive, processor
 from clipscale.bench.worker import spread
+from clipscale.common.errors import UserError
+from clipscale.common.hardware import cores
+from clipscale.common.units import format_count, nearest, split
 from clipscale.config.tools import LossBenchSettings
-from clipscale.errors import UserError
-from clipscale.hardware import cores
-from clipscale.units import format_count, nearest, split
 
 Row = dict[str, Any]
 

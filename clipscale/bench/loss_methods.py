@@ -19,12 +19,12 @@ import torch.nn.functional as F
 import yaml
 from torch import Tensor
 
+from clipscale.common.errors import UserError
+from clipscale.common.units import nearest, split
 from clipscale.config.presets import conf_dir, group_options
 from clipscale.config.sections import LossConfig
-from clipscale.errors import UserError
 from clipscale.loss.api import KERNELS, configured_loss
 from clipscale.loss.triton.tuning import Tiles, Tuning, candidates
-from clipscale.units import nearest, split
 
 LossFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(image features (n, D), text features (n, D), logit scale ()) -> loss ()."""

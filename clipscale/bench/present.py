@@ -20,9 +20,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter
 from rich.console import Console
 
+from clipscale.common.units import format_count
 from clipscale.report.plots import COLOURS, STYLE
 from clipscale.report.table import TextTable, plain_console
-from clipscale.units import format_count
 
 Row = dict[str, Any]
 Key = tuple[Any, ...]

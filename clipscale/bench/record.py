@@ -24,11 +24,11 @@ from rich.console import Console
 
 from clipscale.bench.harness import Answer, Job, measure
 from clipscale.bench.present import Key, benchmark_of, show
-from clipscale.errors import UserError
-from clipscale.files import read_json, write_json
+from clipscale.common.errors import UserError
+from clipscale.common.files import read_json, write_json
+from clipscale.common.units import parse_count, split
 from clipscale.report.environment import environment
 from clipscale.report.table import plain_console
-from clipscale.units import parse_count, split
 
 Row = dict[str, Any]
 

@@ -12,10 +12,10 @@ from clipscale.bench.present import MIB, Bars, Benchmark, Column, Found, Key, Li
 from clipscale.bench.record import counts, device_of, drive, processor
 from clipscale.bench.step_work import Name
 from clipscale.bench.worker import spread
+from clipscale.common.errors import UserError
+from clipscale.common.units import format_count, nearest, split
 from clipscale.config.presets import group_options
 from clipscale.config.tools import StepBenchSettings
-from clipscale.errors import UserError
-from clipscale.units import format_count, nearest, split
 
 Row = dict[str, Any]
 

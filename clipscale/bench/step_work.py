@@ -23,11 +23,11 @@ from clipscale.config.sections import ModelConfig, PrecisionConfig
 from clipscale.data.loader.captions import SortedCaptions
 from clipscale.data.loader.host_batch import Arena, HostBatch, Layout
 from clipscale.data.loader.to_device import ChunkLoader
-from clipscale.grad_cache import GradCache
-from clipscale.kept_graphs import WHOLE, checkpointing_switch
 from clipscale.loss.api import contrastive_loss
 from clipscale.models.towers import ClipModel, Flops, architecture, build_model
-from clipscale.precision import Precision
+from clipscale.step.grad_cache import GradCache
+from clipscale.step.kept_graphs import WHOLE, checkpointing_switch
+from clipscale.step.precision import Precision
 
 CAPTION_MEAN, CAPTION_SPREAD = 2.833, 0.570
 """Of the logarithm of a caption's tokens, start and end included: mean 20, 99th percentile 64, and 0.4 % fill CLIP's context of 77."""

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from clipscale.files import opened
+from clipscale.common.files import opened
 
 NAMES = re.compile(
     r"collections OrderedDict|torch Size|torch device|torch Tensor|torch\.nn\.parameter Parameter|torch\.serialization _get_layout"

@@ -10,9 +10,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from clipscale.errors import UserError
-from clipscale.files import inner_folder, remove_leftovers
-from clipscale.units import whole_number
+from clipscale.common.errors import UserError
+from clipscale.common.files import inner_folder, remove_leftovers
+from clipscale.common.units import whole_number
 
 log = logging.getLogger(__name__)
 

@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor
 from clipscale.checkpoint import archive
 from clipscale.checkpoint.manifest import BLOCK, DTYPES, PLAIN, Manifest, Stored
 from clipscale.checkpoint.shards import ShardReader, read_into
-from clipscale.distributed import World
-from clipscale.errors import UserError, first_line
-from clipscale.files import opened
-from clipscale.hardware import cores
+from clipscale.common.errors import UserError, first_line
+from clipscale.common.files import opened
+from clipscale.common.hardware import cores
+from clipscale.distributed.world import World
 
 SEPARATOR = "/"
 """Between the keys of nested dictionaries in the name of a tensor."""

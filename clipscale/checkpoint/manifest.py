@@ -19,7 +19,7 @@ import torch
 from pydantic import TypeAdapter
 
 from clipscale.checkpoint.saved_state import check_entries
-from clipscale.files import read_json, write_text
+from clipscale.common.files import read_json, write_text
 
 NAME, PLAIN = "manifest.json", "state.pt"
 FORMAT = 3

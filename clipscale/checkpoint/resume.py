@@ -8,9 +8,9 @@ from typing import Any
 
 from clipscale.checkpoint import archive, folder
 from clipscale.checkpoint.loading import damaged, read_plain, verify
+from clipscale.common.errors import UserError
 from clipscale.config.train import TrainConfig
-from clipscale.distributed import World
-from clipscale.errors import UserError
+from clipscale.distributed.world import World
 
 log = logging.getLogger(__name__)
 

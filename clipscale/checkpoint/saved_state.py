@@ -11,10 +11,10 @@ from pydantic import ConfigDict, Field, StringConstraints, TypeAdapter, Validati
 from torch import Tensor
 from typing_extensions import TypedDict
 
+from clipscale.common.errors import UserError, one_line
+from clipscale.common.terminal import printable
 from clipscale.config.parse import typed
 from clipscale.config.sections import ModelConfig
-from clipscale.errors import UserError, one_line
-from clipscale.terminal import printable
 
 T = TypeVar("T")
 CHECKED = ConfigDict(arbitrary_types_allowed=True, strict=True)

@@ -22,11 +22,11 @@ from clipscale.checkpoint import folder
 from clipscale.checkpoint.loading import shares, split
 from clipscale.checkpoint.shards import ShardWriter
 from clipscale.checkpoint.store import Store
+from clipscale.common.errors import UserError, causes_of, lost_rank
+from clipscale.common.files import inner_folder, replacing, sync_folder
+from clipscale.common.units import format_bytes
 from clipscale.config.sections import CheckpointConfig
-from clipscale.distributed import World
-from clipscale.errors import UserError, causes_of, lost_rank
-from clipscale.files import inner_folder, replacing, sync_folder
-from clipscale.units import format_bytes
+from clipscale.distributed.world import World
 
 log = logging.getLogger(__name__)
 

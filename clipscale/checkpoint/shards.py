@@ -27,7 +27,7 @@ from torch.futures import Future
 
 from clipscale import __version__
 from clipscale.checkpoint.manifest import DTYPE_NAMES, DTYPES, PLAIN, Manifest, Piece, Stored, SummedFile
-from clipscale.files import inner_folder, opened, replacing
+from clipscale.common.files import inner_folder, opened, replacing
 
 
 def done(value: Any) -> Future[Any]:

@@ -11,11 +11,11 @@ import fsspec
 from clipscale.checkpoint import folder
 from clipscale.checkpoint.loading import verify
 from clipscale.checkpoint.manifest import NAME, Manifest
+from clipscale.common.errors import UserError, first_line
+from clipscale.common.files import inner_folder, sync_folder
+from clipscale.common.units import format_bytes
 from clipscale.config.redact import redact
-from clipscale.distributed import World
-from clipscale.errors import UserError, first_line
-from clipscale.files import inner_folder, sync_folder
-from clipscale.units import format_bytes
+from clipscale.distributed.world import World
 
 log = logging.getLogger(__name__)
 

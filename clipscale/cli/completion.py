@@ -4,9 +4,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from clipscale.cli.verbs import TOOLS, VERBS, tools_of
+from clipscale.common.hardware import HARDWARE
 from clipscale.config.presets import composed_defaults, group_options
 from clipscale.config.setting import sections, settings_of
-from clipscale.hardware import HARDWARE
 
 SETUP = {
     "bash": 'eval "$(clipscale completion bash)"  into ~/.bashrc',

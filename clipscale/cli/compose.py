@@ -22,12 +22,12 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError
 from clipscale.cli import received
 from clipscale.cli.overrides import prepare, quoted, several
 from clipscale.cli.verbs import TOOLS
+from clipscale.common.errors import UserError
+from clipscale.common.units import nearest, one_of
 from clipscale.config.parse import misnamed
 from clipscale.config.presets import conf_dir, group_options
 from clipscale.config.redact import remember
 from clipscale.config.setting import settings_of
-from clipscale.errors import UserError
-from clipscale.units import nearest, one_of
 
 
 def run(name: str, argv: Sequence[str], job: Callable[[DictConfig], Any], *, sweep_dir: str | None = None) -> None:
@@ -91,7 +91,7 @@ def job_dir(varying: str, number: int) -> str:
 
 def demo_path(part: str) -> str:
     """`${demo:train}` and similar: a part of the demo set in the user's cache folder."""
-    from clipscale.data.demo import paths
+    from clipscale.data.tools.demo import paths
 
     found = paths()
     return found.train if part == "train" else str(found.tests[part])

@@ -13,11 +13,11 @@ from rich.text import Text
 
 from clipscale.cli.completion import SETUP
 from clipscale.cli.verbs import TOOLS, VERBS, tools_of
+from clipscale.common.errors import UserError
+from clipscale.common.units import nearest, one_of
 from clipscale.config.parse import as_typed
 from clipscale.config.presets import about, composed_defaults, group_options
 from clipscale.config.setting import Setting, sections, settings_of, summary
-from clipscale.errors import UserError
-from clipscale.units import nearest, one_of
 
 SCREEN = 40
 """Most keys that a help lists in full. If a tool has more, `--help SECTION` lists those inside sections."""

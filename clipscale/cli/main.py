@@ -13,19 +13,19 @@ from typing import Any
 from clipscale import __version__
 from clipscale.cli import help, overrides
 from clipscale.cli.verbs import TOOLS, VERBS, tools_of
+from clipscale.common.errors import UserError
+from clipscale.common.terminal import prepare, report, say
+from clipscale.common.units import nearest, split
 from clipscale.config.checks import check_values
 from clipscale.config.parse import misnamed, typed
 from clipscale.config.redact import redacted_output
 from clipscale.config.renamed import current
 from clipscale.config.setting import settings_of
 from clipscale.config.train import TrainConfig, check
-from clipscale.errors import UserError
 from clipscale.launch import local, submit
 from clipscale.launch.agent import speaks, status
 from clipscale.launch.processes import end_with_launcher
 from clipscale.safe_path import protect
-from clipscale.terminal import prepare, report, say
-from clipscale.units import nearest, split
 
 
 def main(argv: Sequence[str] | None = None) -> int:

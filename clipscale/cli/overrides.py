@@ -11,13 +11,13 @@ from itertools import pairwise
 from typing import Any
 
 from clipscale.cli.verbs import Tool
+from clipscale.common.errors import UserError
+from clipscale.common.units import nearest, one_of, split
 from clipscale.config.checks import check_value
 from clipscale.config.parse import converted, misnamed
 from clipscale.config.presets import composed_defaults, group_options
 from clipscale.config.renamed import current
 from clipscale.config.setting import settings_of
-from clipscale.errors import UserError
-from clipscale.units import nearest, one_of, split
 
 MULTIRUN = ("-m", "--multirun")
 SWITCHES = (*MULTIRUN, "--resolve", "--hydra-help", "--info", "-i")

@@ -18,8 +18,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf._utils import get_yaml_loader
 from omegaconf.base import Container, Node
 
-from clipscale import files
-from clipscale.errors import UserError
+from clipscale.common import files
+from clipscale.common.errors import UserError
 
 TARGETS = re.compile(
     r"hydra\._internal\.core_plugins\.(basic_launcher\.BasicLauncher|basic_sweeper\.BasicSweeper)"

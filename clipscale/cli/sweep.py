@@ -26,20 +26,20 @@ from omegaconf import DictConfig
 from pydantic import TypeAdapter
 from typing_extensions import TypedDict
 
-from clipscale import files
 from clipscale.cli import compose
+from clipscale.common import files
+from clipscale.common.errors import StoppedError, UserError
+from clipscale.common.files import write_text
+from clipscale.common.terminal import report, say
+from clipscale.common.units import run_folder, split, unused
 from clipscale.config.parse import typed
 from clipscale.config.redact import redact, redacted, redacted_output
 from clipscale.config.sections import JobConfig, LaunchConfig
 from clipscale.config.train import TrainConfig, check, to_yaml
-from clipscale.errors import StoppedError, UserError
-from clipscale.files import write_text
 from clipscale.launch import local
 from clipscale.launch.description import refuse_secrets
 from clipscale.report.page import CSS
 from clipscale.report.table import TextTable, plain_console
-from clipscale.terminal import report, say
-from clipscale.units import run_folder, split, unused
 
 RESULT = "result.json"
 """File in a job's folder with its outcome."""

@@ -133,23 +133,23 @@ clipscale plan run=b16                                                        # 
         find_run=begun_run,
     ),
     "data demo": Tool(
-        tools.DemoSettings, "clipscale.data.demo:main", "clipscale data demo root=/tmp/demo samples=5000 seed=1"
+        tools.DemoSettings, "clipscale.data.tools.demo:main", "clipscale data demo root=/tmp/demo samples=5000 seed=1"
     ),
     "data index": Tool(
         tools.IndexSettings,
-        "clipscale.data.verbs:make_index",
+        "clipscale.data.tools.verbs:make_index",
         "clipscale data index '/data/laion/{00000..41455}.tar'\nclipscale data index @shards.txt cache=/scratch/index",
         words="SHARD...",
     ),
     "data check": Tool(
         tools.CheckSettings,
-        "clipscale.data.verbs:check_shards",
+        "clipscale.data.tools.verbs:check_shards",
         "clipscale data check '/data/laion/{00000..00099}.tar' filter.min_side=64 'filter.fields=[similarity>=0.3]'",
         words="SHARD...",
     ),
     "data stats": Tool(
         tools.StatsSettings,
-        "clipscale.data.verbs:show_stats",
+        "clipscale.data.tools.verbs:show_stats",
         "clipscale data stats '/data/laion/*.tar'",
         words="SHARD...",
     ),

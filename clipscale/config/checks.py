@@ -6,9 +6,9 @@ from operator import ge, gt, le, lt
 from pathlib import Path
 from typing import Any
 
+from clipscale.common.errors import UserError
+from clipscale.common.units import nearest, one_of, run_folder
 from clipscale.config.setting import Setting, settings_of
-from clipscale.errors import UserError
-from clipscale.units import nearest, one_of, run_folder
 
 BOUNDS = {"least": (ge, "at least"), "above": (gt, "more than"), "below": (lt, "less than"), "most": (le, "at most")}
 

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, field
 
+from clipscale.common.errors import UserError
 from clipscale.config.checks import check_values, shared
 from clipscale.config.setting import setting
-from clipscale.errors import UserError
 
 DECODE = ("exact", "fast", "gpu")
 FEATURES = "npy"

@@ -6,11 +6,11 @@ Every mistake is a UserError of one line that names the setting.
 from collections.abc import Iterable
 from typing import Any, TypeVar, get_args
 
+from clipscale.common.errors import UserError
+from clipscale.common.units import nearest, parse_count
 from clipscale.config.presets import group_options
 from clipscale.config.renamed import with_current_names
 from clipscale.config.setting import Setting, nested, settings_of
-from clipscale.errors import UserError
-from clipscale.units import nearest, parse_count
 
 T = TypeVar("T")
 TRUTH = {"true": True, "yes": True, "on": True, "y": True, "1": True}

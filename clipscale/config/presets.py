@@ -5,8 +5,8 @@ from typing import Any
 
 import yaml
 
+from clipscale.common.errors import UserError
 from clipscale.config.setting import flat
-from clipscale.errors import UserError
 
 PACKAGE = Path(__file__).resolve().parent.parent
 

@@ -5,8 +5,8 @@ from collections.abc import Container, Mapping
 from functools import cache
 from typing import Any
 
+from clipscale.common.terminal import say
 from clipscale.config.setting import Setting
-from clipscale.terminal import say
 
 RENAMED = {
     "data.lanes": "data.shard_streams",

@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from clipscale.common.errors import UserError
+from clipscale.common.units import parse_memory, whole_number
 from clipscale.config.setting import setting
-from clipscale.errors import UserError
-from clipscale.units import parse_memory, whole_number
 
 DEVICES = ("auto", "cpu", "cuda")
 DEVICE_HELP = "`auto` (CUDA if there is a GPU), `cpu` or `cuda`."

@@ -4,6 +4,9 @@ import re
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
+from clipscale.common.errors import UserError
+from clipscale.common.hardware import Hardware, hardware
+from clipscale.common.units import run_folder
 from clipscale.config.checks import begun_run, check_values, existing_run, one_model, shared
 from clipscale.config.data import DataConfig, FilterConfig, TableConfig
 from clipscale.config.sections import (
@@ -21,9 +24,6 @@ from clipscale.config.sections import (
 )
 from clipscale.config.setting import setting, summary
 from clipscale.config.train import TrainConfig
-from clipscale.errors import UserError
-from clipscale.hardware import Hardware, hardware
-from clipscale.units import run_folder
 
 RUN_HELP = "NAME of the run's folder under runs/, or its path."
 CHECKPOINT_HELP = "`latest`, the number of a step, or the path of a checkpoint."

@@ -9,15 +9,15 @@ from typing import Any
 
 import yaml
 
+from clipscale.common.errors import UserError
+from clipscale.common.files import read_tree
+from clipscale.common.units import format_count, run_folder, unused
 from clipscale.config import sections
 from clipscale.config.checks import check_values, shared
 from clipscale.config.data import DataConfig
 from clipscale.config.redact import redacted
 from clipscale.config.renamed import current
 from clipscale.config.setting import flat, setting
-from clipscale.errors import UserError
-from clipscale.files import read_tree
-from clipscale.units import format_count, run_folder, unused
 
 
 @dataclass

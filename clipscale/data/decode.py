@@ -13,10 +13,10 @@ import numpy as np
 import simplejpeg
 from PIL import Image
 
+from clipscale.common.files import parse_json
 from clipscale.data.order import CounterRNG
 from clipscale.data.picture_bounds import open_picture
 from clipscale.data.sample import MOST_PARTS, BrokenSampleError
-from clipscale.files import parse_json
 
 if TYPE_CHECKING:  # `data check` decodes pictures without loading torch
     from torch import Tensor

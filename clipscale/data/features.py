@@ -13,13 +13,13 @@ from numpy.lib import format as npy
 from pydantic import ConfigDict, TypeAdapter, with_config
 from typing_extensions import TypedDict
 
-from clipscale import files
+from clipscale.common import files
+from clipscale.common.errors import UserError
 from clipscale.config.data import DataConfig
 from clipscale.config.sections import ModelConfig
 from clipscale.data.order import CounterRNG
 from clipscale.data.sample import BrokenSampleError
 from clipscale.data.shards.listing import list_shards
-from clipscale.errors import UserError
 
 if TYPE_CHECKING:  # loader workers import this module and need no models
     from clipscale.models.towers import ClipModel

@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 import yaml
 
-from clipscale import files
+from clipscale.common import files
+from clipscale.common.errors import UserError
 from clipscale.config.data import FilterConfig
 from clipscale.data.decode import Picture, caption_of, image_bytes, json_fields
 from clipscale.data.order import CounterRNG
 from clipscale.data.sample import BrokenSampleError, RawSample
 from clipscale.data.shards.access import hash64, leaf_of
-from clipscale.errors import UserError
 
 _COMPARE: dict[str, Callable[[Any, Any], bool]] = {
     ">=": operator.ge,

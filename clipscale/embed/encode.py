@@ -21,7 +21,7 @@ from clipscale.data.order import CounterRNG
 from clipscale.data.sample import BrokenSampleError, RawSample
 from clipscale.models.bounded import longest_word
 from clipscale.models.towers import ClipModel
-from clipscale.precision import Precision
+from clipscale.step.precision import Precision
 
 T = TypeVar("T")
 GROUP_BYTES = 128 << 20

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from clipscale import files
+from clipscale.common import files
+from clipscale.common.errors import UserError
 from clipscale.config.data import FEATURES
 from clipscale.config.tools import IMAGE, TEXT
 from clipscale.data.decode import IMAGE_TYPES
@@ -24,7 +25,6 @@ from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.tables import part_of
 from clipscale.data.shards.writer import shard_writer
 from clipscale.embed.encode import Group
-from clipscale.errors import UserError
 
 MEMBERS = {IMAGE: FEATURES, TEXT: f"text.{FEATURES}"}
 """A shard's members with features."""

@@ -4,15 +4,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from clipscale import files
+from clipscale.common import files
+from clipscale.common.errors import UserError
 from clipscale.config.data import FEATURES
 from clipscale.config.sections import ModelConfig
 from clipscale.config.tools import IMAGE, TEXT, EmbedConfig
 from clipscale.data.features import NOTE
-from clipscale.distributed import World
+from clipscale.distributed.world import World
 from clipscale.embed.encode import caption_members
 from clipscale.embed.formats import FORMATS
-from clipscale.errors import UserError
 from clipscale.launch.run_lock import RunLock
 from clipscale.models.towers import ClipModel
 

@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
-from clipscale import distributed, files
+from clipscale.common import files
+from clipscale.common.errors import UserError
+from clipscale.common.terminal import say
 from clipscale.config.redact import redacted
 from clipscale.config.sections import ModelConfig
 from clipscale.config.tools import IMAGE, TEXT, EmbedConfig, check_embed
@@ -24,16 +26,15 @@ from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.store import Store
 from clipscale.data.shards.tables import part_of
 from clipscale.data.shards.writer import write_counts
-from clipscale.distributed import World
+from clipscale.distributed import world as distributed
+from clipscale.distributed.world import World
 from clipscale.embed.encode import FeatureEncoder, Group
 from clipscale.embed.formats import FORMATS
 from clipscale.embed.note import SHARDS, features_note, write_note
-from clipscale.errors import UserError
 from clipscale.launch import local
 from clipscale.launch.run_lock import RunLock
 from clipscale.models.towers import ClipModel, load_any
-from clipscale.precision import Precision
-from clipscale.terminal import say
+from clipscale.step.precision import Precision
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from clipscale.data.sample import BrokenSampleError
-from clipscale.distributed import World
+from clipscale.distributed.world import World
 from clipscale.eval import zero_shot
 from clipscale.eval.sets.item import EvalSet
 from clipscale.models.towers import ClipModel

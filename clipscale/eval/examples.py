@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from clipscale import files
+from clipscale.common import files
 from clipscale.config.redact import redacted
 from clipscale.data.eval_transform import EvalTransform
 from clipscale.data.sample import BrokenSampleError

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from clipscale.distributed import World
+from clipscale.distributed.world import World
 from clipscale.eval import zero_shot
 from clipscale.eval.encode import Encoder, join
 from clipscale.eval.sets.item import EvalSet

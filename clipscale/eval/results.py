@@ -13,7 +13,8 @@ from typing import Any
 import open_clip
 import torch
 
-from clipscale import __version__, files
+from clipscale import __version__
+from clipscale.common import files
 from clipscale.config.redact import redacted
 from clipscale.eval.examples import Examples
 from clipscale.eval.sets.item import EvalSet

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from clipscale.distributed import World
+from clipscale.distributed.world import World
 
 UNREACHABLE = torch.iinfo(torch.int64).max
 """Rank of a query without a usable answer: a miss at every k."""

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from clipscale.common.errors import UserError
+from clipscale.common.hardware import cores_of_rank
 from clipscale.config.checks import check_values
 from clipscale.config.sections import EvalConfig
-from clipscale.distributed import World
-from clipscale.errors import UserError
+from clipscale.distributed.world import World
 from clipscale.eval import probe, retrieval, zero_shot
 from clipscale.eval.encode import Encoder, join
 from clipscale.eval.examples import Examples, gallery, misses
@@ -26,7 +27,6 @@ from clipscale.eval.sets import compositional
 from clipscale.eval.sets.item import CLASSIFICATION, RETRIEVAL, EvalSet
 from clipscale.eval.sets.load import probes
 from clipscale.eval.suites import chosen_sets
-from clipscale.hardware import cores_of_rank
 from clipscale.models.towers import ClipModel, weights_digest
 
 log = logging.getLogger(__name__)

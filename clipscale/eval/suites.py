@@ -8,8 +8,8 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+from clipscale.common.errors import UserError
 from clipscale.config.sections import EvalConfig
-from clipscale.errors import UserError
 from clipscale.eval.sets import prompts
 from clipscale.eval.sets.item import CLASSIFICATION, EvalSet
 from clipscale.eval.sets.known import KnownSet, known_sets, published_classnames, published_templates, table

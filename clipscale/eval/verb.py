@@ -6,23 +6,25 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from clipscale import checkpoint, distributed, files
+from clipscale import checkpoint
+from clipscale.common import files
+from clipscale.common.errors import UserError
+from clipscale.common.terminal import say
 from clipscale.config.redact import incomplete, restored
 from clipscale.config.sections import SUITES, EvalConfig, SinkConfig
 from clipscale.config.tools import EvalRunConfig, check_eval
-from clipscale.distributed import World
-from clipscale.errors import UserError
+from clipscale.distributed import world as distributed
+from clipscale.distributed.world import World
 from clipscale.eval.results import Results
 from clipscale.eval.run import check, evaluate
 from clipscale.eval.suites import chosen_sets, suite_table
 from clipscale.launch import local
 from clipscale.models.towers import ClipModel, load_any
-from clipscale.precision import Precision
 from clipscale.report.page import write_report
 from clipscale.report.robustness import robustness_tables
 from clipscale.report.sinks import Sinks
 from clipscale.report.table import plain_console, print_results
-from clipscale.terminal import say
+from clipscale.step.precision import Precision
 
 log = logging.getLogger(__name__)
 

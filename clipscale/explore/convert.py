@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from clipscale import files
+from clipscale.common import files
+from clipscale.common.terminal import say
 from clipscale.config.data import DataConfig
 from clipscale.data.features import NOTE, StoredFeatures
 from clipscale.data.order import CounterRNG
@@ -22,7 +23,6 @@ from clipscale.embed.encode import Group, caption_members, first_caption
 from clipscale.embed.formats import MEMBERS, write_npy
 from clipscale.embed.note import SHARDS
 from clipscale.explore.embedded import kinds_of
-from clipscale.terminal import say
 
 ROWS = 1 << 12
 """Samples that are read together."""

@@ -17,12 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from clipscale import files
+from clipscale.common import files
+from clipscale.common.errors import UserError
 from clipscale.config.tools import IMAGE, TEXT
 from clipscale.data.features import NOTE
 from clipscale.embed.formats import LONGEST_LINE, StoredArray, array_path, stored_array
 from clipscale.embed.note import SHARDS
-from clipscale.errors import UserError
 
 KINDS = (IMAGE, TEXT)
 TILE = 1 << 14

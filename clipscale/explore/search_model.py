@@ -15,13 +15,13 @@ from clipscale.config.checks import existing_run
 from clipscale.config.sections import ModelConfig
 from clipscale.config.tools import EmbedConfig
 from clipscale.data.sample import BrokenSampleError
-from clipscale.distributed import World
+from clipscale.distributed.world import World
 from clipscale.embed.note import features_note
 from clipscale.eval.zero_shot import class_embeddings
 from clipscale.explore.embedded import EmbeddedSet, Sample, nearest
 from clipscale.explore.pictures import DECODING
 from clipscale.models.towers import ClipModel, load_any
-from clipscale.precision import Precision
+from clipscale.step.precision import Precision
 
 
 @dataclass

@@ -20,12 +20,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from clipscale.common.units import whole_number
 from clipscale.config.tools import IMAGE, TEXT, ExploreConfig
 from clipscale.data.sample import BrokenSampleError
 from clipscale.explore.embedded import Sample
 from clipscale.explore.pictures import LRUCache, Pictures
 from clipscale.explore.search_model import SearchModel
-from clipscale.units import whole_number
 
 PAGE = {"": "text/html", "page.css": "text/css", "page.js": "text/javascript"}
 MOST_TEXT, MOST_LABELS, MOST_RESULTS = 1 << 16, 1000, 200

@@ -10,19 +10,19 @@ from dataclasses import replace
 from ipaddress import ip_address
 from pathlib import Path
 
-from clipscale import distributed
+from clipscale.common.errors import UserError
+from clipscale.common.terminal import say
 from clipscale.config.checks import check_values
 from clipscale.config.redact import redacted
 from clipscale.config.tools import IMAGE, TEXT, ExploreConfig, check_explore
 from clipscale.data.features import NOTE
 from clipscale.data.shards.access import is_local
+from clipscale.distributed import world as distributed
 from clipscale.embed.run import embed
-from clipscale.errors import UserError
 from clipscale.explore.convert import as_arrays
 from clipscale.explore.embedded import EmbeddedSet
 from clipscale.explore.pictures import Pictures
 from clipscale.explore.search_model import SearchModel, load
-from clipscale.terminal import say
 
 NEEDED = ("starlette", "uvicorn")
 PIXELS = ("image_size", "mean", "std", "transform", "model.resize", "model.interpolation")

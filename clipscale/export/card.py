@@ -7,7 +7,8 @@ from typing import Any
 
 import yaml
 
-from clipscale import __version__, files
+from clipscale import __version__
+from clipscale.common import files
 from clipscale.config.redact import redacted
 from clipscale.config.sections import ModelConfig
 from clipscale.models.towers import ClipModel

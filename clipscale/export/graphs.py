@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from clipscale.errors import UserError
+from clipscale.common.errors import UserError
 from clipscale.models.towers import ClipModel
 
 CLOSE = 1e-4

@@ -7,9 +7,9 @@ from typing import Any
 import open_clip
 import torch
 
-from clipscale import files
+from clipscale.common import files
+from clipscale.common.errors import UserError
 from clipscale.config.sections import ModelConfig
-from clipscale.errors import UserError
 from clipscale.export.open_clip import save_tokenizer, save_weights, weights
 from clipscale.models.huggingface import configuration, from_open_clip
 from clipscale.models.towers import ClipModel, architecture

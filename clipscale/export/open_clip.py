@@ -11,9 +11,9 @@ from open_clip.tokenizer import HFTokenizer
 from safetensors.torch import save_file
 from torch import Tensor
 
-from clipscale import files
+from clipscale.common import files
+from clipscale.common.errors import UserError
 from clipscale.config.sections import ModelConfig
-from clipscale.errors import UserError
 from clipscale.models.huggingface import gelu_of
 from clipscale.models.towers import ClipModel, architecture, encoders_of
 

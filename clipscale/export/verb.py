@@ -6,14 +6,14 @@ from pathlib import Path
 
 import torch
 
-from clipscale import files
+from clipscale.common import files
+from clipscale.common.errors import UserError
+from clipscale.common.terminal import say
 from clipscale.config.checks import check_values
 from clipscale.config.tools import ExportSettings, check_run
-from clipscale.errors import UserError
 from clipscale.export import graphs, hugging_face, open_clip
 from clipscale.export.card import card
 from clipscale.models.towers import build_model, load_model
-from clipscale.terminal import say
 
 NEEDED = {"onnx": ("onnx", "onnxscript", "onnxruntime")}
 """Packages of a format, in the extra of its name."""

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from clipscale.hardware import BOUND
+from clipscale.common.hardware import BOUND
 
 SYS = Path("/sys")
 

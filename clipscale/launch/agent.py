@@ -7,8 +7,8 @@ from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
+from clipscale.common.errors import StoppedError, UserError
 from clipscale.config.redact import redact
-from clipscale.errors import StoppedError, UserError
 
 AGENT = "CLIPSCALE_AGENT"
 """Names a folder of one machine's agent, which outlives its workers."""
@@ -64,7 +64,7 @@ def end(number: int) -> None:
 
     Returns when they know: the store may live in this process.
     """
-    from clipscale.distributed import store
+    from clipscale.distributed.world import store
 
     if ELASTIC in os.environ and os.environ["RANK"] == "0":
         store().set(END, str(number))
@@ -76,7 +76,7 @@ def end(number: int) -> None:
 
 def wait_for_end() -> None:
     """Wait for the end of a run that does not need this rank. Raises StoppedError where a signal has stopped it."""
-    from clipscale.distributed import store
+    from clipscale.distributed.world import store
 
     while not store().check([END]):
         time.sleep(LOOK_S)
@@ -88,7 +88,7 @@ def wait_for_end() -> None:
 
 def shared_name(name: str) -> str:
     """One default name of the run for all ranks: that of the workers before a restart, or rank 0's. Clocks differ between machines."""
-    from clipscale import distributed
+    from clipscale.distributed import world as distributed
 
     store, rank = distributed.store(), os.environ["RANK"]
     held = Path(os.environ[AGENT]) / "run" if AGENT in os.environ else None

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from clipscale.common.errors import UserError
 from clipscale.config.redact import redact
 from clipscale.config.sections import JobConfig
 from clipscale.config.train import TrainConfig
-from clipscale.errors import UserError
 
 OPTIONS = {"kubernetes": ("kind", "namespace", "runtime", "env_from", "queue"), "torchrun": (), "local": ()}
 """Names in `job.options`; sbatch has its own."""

@@ -15,14 +15,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from clipscale import files
+from clipscale.common import files
+from clipscale.common.errors import LostRankError, StoppedError, UserError, lost_rank
+from clipscale.common.terminal import printable, say
 from clipscale.config.redact import redact
-from clipscale.errors import LostRankError, StoppedError, UserError, lost_rank
 from clipscale.launch.processes import ALIVE, DEAD, STOPPED, started, state
-from clipscale.terminal import printable, say
 
 if TYPE_CHECKING:
-    from clipscale.distributed import World
+    from clipscale.distributed.world import World
 
 FOLDER = "ranks"
 BEAT_S = 5.0

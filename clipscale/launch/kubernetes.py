@@ -5,8 +5,8 @@ from typing import Any
 
 import yaml
 
+from clipscale.common.errors import UserError
 from clipscale.config.checks import choice
-from clipscale.errors import UserError
 from clipscale.launch.description import Job
 
 KINDS = ("TrainJob", "PyTorchJob")

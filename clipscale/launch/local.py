@@ -21,19 +21,19 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import psutil
 
-from clipscale import terminal
+from clipscale.common import terminal
+from clipscale.common.errors import LOST, LostRankError, StoppedError, UserError
+from clipscale.common.files import read_json
+from clipscale.common.hardware import cores
+from clipscale.common.units import unused
 from clipscale.config import checks
 from clipscale.config.redact import redact, redacted_output
 from clipscale.config.tools import EmbedConfig, EvalRunConfig
 from clipscale.config.train import TrainConfig, warnings
-from clipscale.errors import LOST, LostRankError, StoppedError, UserError
-from clipscale.files import read_json
-from clipscale.hardware import cores
 from clipscale.launch import agent, heartbeat
 from clipscale.launch.affinity import bound
 from clipscale.launch.processes import as_launcher, end_with_launcher
 from clipscale.launch.restarts import WorkerError, go_on, group_size, restarted, spare
-from clipscale.units import unused
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

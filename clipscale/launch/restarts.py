@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from clipscale import terminal
+from clipscale.common import terminal
 from clipscale.config.train import TrainConfig
 from clipscale.launch.agent import ELASTIC, STARTED
 

@@ -12,8 +12,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from clipscale import checkpoint, files
-from clipscale.errors import UserError
+from clipscale import checkpoint
+from clipscale.common import files
+from clipscale.common.errors import UserError
 from clipscale.launch import heartbeat, processes
 
 log = logging.getLogger(__name__)

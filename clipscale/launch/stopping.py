@@ -5,7 +5,7 @@ import signal
 import time
 from typing import Any
 
-from clipscale.distributed import Later, World
+from clipscale.distributed.world import Later, World
 
 AGAIN_S = 1.0
 """A second Ctrl-C within this time is the same one: the terminal sends it to the launcher and the workers, and the launcher forwards it."""

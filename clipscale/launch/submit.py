@@ -5,11 +5,11 @@ import shlex
 import subprocess
 from collections.abc import Sequence
 
+from clipscale.common.errors import UserError
+from clipscale.common.terminal import say, say_all
 from clipscale.config.train import TrainConfig
-from clipscale.errors import UserError
 from clipscale.launch import kubernetes, slurm
 from clipscale.launch.description import Job, describe
-from clipscale.terminal import say, say_all
 
 SUBMIT = {
     "slurm": (slurm.script, ("sbatch", "--parsable"), "submit from a login node of the cluster"),

@@ -21,9 +21,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from clipscale import terminal
+from clipscale.common import terminal
+from clipscale.common.errors import UserError
 from clipscale.config.sections import LaunchConfig
-from clipscale.errors import UserError
 from clipscale.launch.agent import AGENT, ELASTIC, STOPPED
 from clipscale.launch.local import HANDLED, MARGIN_S, SHUTDOWN, first_failure, private
 from clipscale.launch.processes import as_launcher

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from clipscale.common.rng import RandomState
 from clipscale.loss.block import Block, Parameters, RowBlock, widened
 from clipscale.loss.exchange import GRAD, LSE, Single
 from clipscale.loss.inputs import Pair
@@ -30,7 +31,6 @@ from clipscale.loss.side_gradient import (
     is_large,
 )
 from clipscale.loss.similarity import Similarity
-from clipscale.rng import RandomState
 
 INPUTS = ("image_features", "text_features", "logit_scale", "logit_bias")
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from clipscale.common.units import parse_memory
 from clipscale.loss.block import Block
 from clipscale.loss.machine import Machine
-from clipscale.units import parse_memory
 
 AUTO_SHARE = 0.5  # of the free memory of a GPU, for `auto`; the rest is for gradients and panels
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import open_clip
 
-from clipscale import files
-from clipscale.errors import UserError
+from clipscale.common import files
+from clipscale.common.errors import UserError
 
 TOP = {"vision_cfg", "text_cfg"}
 NUMBERS: dict[str, float] = {

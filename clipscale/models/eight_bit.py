@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, library, nn
 
-from clipscale.errors import UserError
+from clipscale.common.errors import UserError
 
 MULTIPLE = 16
 """Both sides of a matrix are multiples of it, or the layer stays as it is."""

@@ -5,11 +5,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from clipscale import files
+from clipscale.common import files
+from clipscale.common.errors import UserError
 from clipscale.config.checks import check_values
 from clipscale.config.parse import typed
 from clipscale.config.sections import ModelConfig
-from clipscale.errors import UserError
 
 PIXELS = ("mean", "std", "interpolation", "resize")
 _HALF = (0.5, 0.5, 0.5)

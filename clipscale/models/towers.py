@@ -26,17 +26,17 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from clipscale import checkpoint
 from clipscale.checkpoint import saved_state
+from clipscale.common.errors import UserError, first_line
+from clipscale.common.hardware import HARDWARE, hardware_of
+from clipscale.common.units import nearest
 from clipscale.config.sections import ModelConfig
 from clipscale.data.eval_transform import EvalTransform
-from clipscale.distributed import World
-from clipscale.errors import UserError, first_line
-from clipscale.hardware import HARDWARE, hardware_of
+from clipscale.distributed.world import World
 from clipscale.models.bounded import BoundedTokenizer, clip_tokenizer
 from clipscale.models.description import check, source_of
 from clipscale.models.lean import make_lean, take_short_captions
 from clipscale.models.weights import described
 from clipscale.models.weights import load as load_weights
-from clipscale.units import nearest
 
 
 class ImageTower(nn.Module):

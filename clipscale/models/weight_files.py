@@ -9,8 +9,8 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import Tensor
 
-from clipscale import files
 from clipscale.checkpoint import archive
+from clipscale.common import files
 
 WRAPPERS = ("state_dict", "model")
 """Entries in which trainers keep the weights."""

@@ -18,13 +18,14 @@ from open_clip.model import CustomTextCLIP, convert_to_custom_text_state_dict, r
 from timm.layers import resample_abs_pos_embed
 from torch import Tensor, nn
 
-from clipscale import checkpoint, files
+from clipscale import checkpoint
 from clipscale.checkpoint import archive, saved_state
 from clipscale.checkpoint.loading import PLAIN, read_plain
+from clipscale.common import files
+from clipscale.common.errors import UserError, first_line, one_line
+from clipscale.common.units import nearest, run_folder
 from clipscale.config.sections import ModelConfig, TowerConfig
-from clipscale.errors import UserError, first_line, one_line
 from clipscale.models import huggingface, pixels, weight_files
-from clipscale.units import nearest, run_folder
 
 log = logging.getLogger(__name__)
 

@@ -6,18 +6,18 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from clipscale import files
-from clipscale.autotune import saved_chunk_sizes
+from clipscale.common import files
+from clipscale.common.errors import UserError
+from clipscale.common.hardware import hardware, hardware_of
 from clipscale.config.checks import begun_run, check_values
 from clipscale.config.parse import typed
 from clipscale.config.redact import restored
 from clipscale.config.tools import PlanConfig
 from clipscale.config.train import TrainConfig
-from clipscale.errors import UserError
-from clipscale.hardware import hardware, hardware_of
 from clipscale.plan.dry_run import PHASES, TOWERS, dry_run
 from clipscale.plan.planner import MemoryPlan, announcement
 from clipscale.report.metrics import read_metrics
+from clipscale.step.chunk_sizes import saved_chunk_sizes
 
 FIRST = 2
 """Steps count from here on: the first step creates the optimizer's state and DDP's buckets."""

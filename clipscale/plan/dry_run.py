@@ -25,15 +25,15 @@ from clipscale.checkpoint import Saved
 from clipscale.config.train import TrainConfig
 from clipscale.data.features import StoredFeatures
 from clipscale.data.loader.to_device import ChunkLoader
-from clipscale.distributed import World, local, sync_batch_norm
-from clipscale.kept_graphs import CHECKPOINTED
+from clipscale.distributed.fsdp import STAGE_3, Sharding
+from clipscale.distributed.world import World, local, sync_batch_norm
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.models.weights import without_weights
-from clipscale.parallel.fsdp import STAGE_3, Sharding
-from clipscale.pass_contexts import gradient_sync
 from clipscale.plan.memory_tracker import DryMachine, MemoryTracker, cuda_autocast, without_memory
-from clipscale.state.caption_rule import CaptionRule
 from clipscale.state.train_state import TrainState
+from clipscale.step.captions import CaptionRule
+from clipscale.step.kept_graphs import CHECKPOINTED
+from clipscale.step.pass_contexts import gradient_sync
 
 CPU = torch.device("cpu")
 TOWERS = ("image", "text")

@@ -6,15 +6,15 @@ b: samples of one rank, c: samples of a chunk. All sizes in bytes, of one GPU un
 import math
 from dataclasses import dataclass, replace
 
-from clipscale.autotune import MARGIN
+from clipscale.common.units import parse_memory
 from clipscale.config.tools import PlanConfig
 from clipscale.data.loader.host_batch import Layout
 from clipscale.data.loader.memory import largest_pool
 from clipscale.data.loader.stream import worker_count
 from clipscale.data.order import default_streams, streams_of
-from clipscale.kept_graphs import CHECKPOINTED, WHOLE, ActivationBudget, KeptGraphs
 from clipscale.plan.dry_run import DryRun, Graph, Kept, StepMemory
-from clipscale.units import parse_memory
+from clipscale.step.chunk_sizes import MARGIN
+from clipscale.step.kept_graphs import CHECKPOINTED, WHOLE, ActivationBudget, KeptGraphs
 
 MIB, GIB = 2**20, 2**30
 CONTEXT = 600 * MIB
@@ -143,7 +143,7 @@ class MemoryModel:
 
 
 def keep_bytes(setting: str, step: StepMemory, available: float) -> float:
-    """`cache.keep` in bytes. `auto`: what a step without kept graphs leaves free, less a margin, as in clipscale.autotune."""
+    """`cache.keep` in bytes. `auto`: what a step without kept graphs leaves free, less a margin, as in clipscale.step.chunk_sizes."""
     if (fixed := parse_memory("cache.keep", setting)) is not None:
         return float(fixed)
     start = step.before["encode"]

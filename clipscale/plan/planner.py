@@ -6,15 +6,15 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
-from clipscale.autotune import CPU_CHUNK, SMALLEST, batch_norm_chunk, chunk_sizes
+from clipscale.common.errors import UserError
+from clipscale.common.hardware import Hardware
+from clipscale.common.units import format_bytes
 from clipscale.config.tools import PlanConfig, target_gpu
-from clipscale.errors import UserError
-from clipscale.hardware import Hardware
 from clipscale.plan.dry_run import PHASES, TOWERS, DryRun, StepMemory, dry_run
 from clipscale.plan.memory import CONTEXT, NCCL, WORKSPACES, Chunks, HostMemory, MemoryModel, host_memory, keep_bytes
 from clipscale.plan.remedies import Needs, remedies
 from clipscale.plan.step_time import caption_width, step_time
-from clipscale.units import format_bytes
+from clipscale.step.chunk_sizes import CPU_CHUNK, SMALLEST, batch_norm_chunk, chunk_sizes
 
 AUTO_MOST = 512
 """Largest chunk assumed for cache.chunk=auto: larger ones are hardly faster on a GPU, and a run takes the smallest of the fast ones."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from clipscale.config.sections import LossConfig
 from clipscale.config.tools import PlanConfig
-from clipscale.optim import SHARDED
+from clipscale.step.optim import SHARDED
 
 
 @dataclass(frozen=True)

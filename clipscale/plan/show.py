@@ -5,12 +5,12 @@ from typing import Any
 
 from rich.console import Console
 
+from clipscale.common.terminal import printable, say
+from clipscale.common.units import format_bytes, format_count
 from clipscale.config.tools import PlanConfig
 from clipscale.plan.compare import compare
 from clipscale.plan.planner import plan
 from clipscale.report.table import TextTable, plain_console
-from clipscale.terminal import printable, say
-from clipscale.units import format_bytes, format_count
 
 Result = dict[str, Any]
 

@@ -5,13 +5,13 @@ b: samples of one rank, P: ranks, D: feature width.
 
 from dataclasses import dataclass
 
+from clipscale.common.hardware import Hardware
+from clipscale.common.units import parse_memory
 from clipscale.config.tools import PlanConfig
 from clipscale.data.loader.captions import GRAIN
-from clipscale.hardware import Hardware
 from clipscale.models.captions import expected_to_cut
 from clipscale.models.towers import forward_flops
 from clipscale.plan.dry_run import DryRun
-from clipscale.units import parse_memory
 
 LAP_BYTES, GRADIENT_BYTES = 2, 4
 """Bytes that a GPU sends for each number of each column of the batch: in bf16 with each sweep over the scores, and a float32 gradient

@@ -8,10 +8,10 @@ from typing import Annotated, Any
 from pydantic import Field, TypeAdapter
 from typing_extensions import TypedDict
 
-from clipscale import files
+from clipscale.common import files
+from clipscale.common.terminal import printable
 from clipscale.report.evaluations import left_out
 from clipscale.report.table import TextTable
-from clipscale.terminal import printable
 
 SETS, ROWS, WORST = 20, 1000, 20
 """Most sets on a page, rows of a table of classes, and rows that are shown at once."""

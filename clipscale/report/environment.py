@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 import clipscale
+from clipscale.common.hardware import cores
 from clipscale.config.presets import conf_dir
 from clipscale.config.redact import redacted
-from clipscale.hardware import cores
 
 PACKAGES = (
     "torch", "triton", "torchvision", "open_clip_torch", "timm", "webdataset", "numpy", "pillow", "hydra-core", "wandb",

@@ -10,7 +10,7 @@ from PIL import Image
 from pydantic import Field, TypeAdapter
 from typing_extensions import TypedDict
 
-from clipscale import files
+from clipscale.common import files
 
 log = logging.getLogger(__name__)
 

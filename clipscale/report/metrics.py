@@ -16,12 +16,12 @@ import yaml
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn
 
-from clipscale import files
+from clipscale.common import files
+from clipscale.common.errors import UserError
+from clipscale.common.terminal import printable
 from clipscale.config.sections import LogConfig
-from clipscale.errors import UserError
 from clipscale.report.environment import environment
 from clipscale.report.sinks import Sinks
-from clipscale.terminal import printable
 
 Record = Mapping[str, Any]
 

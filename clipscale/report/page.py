@@ -9,17 +9,17 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from clipscale import files
+from clipscale.common import files
+from clipscale.common.errors import UserError
+from clipscale.common.terminal import printable, say
 from clipscale.config.redact import redacted
 from clipscale.config.setting import flat
 from clipscale.config.tools import ReportSettings, check_run
-from clipscale.errors import UserError
 from clipscale.report import classes
 from clipscale.report.evaluations import read_evaluations
 from clipscale.report.metrics import read_metrics
 from clipscale.report.robustness import newest_robustness
 from clipscale.report.table import TextTable, result_tables
-from clipscale.terminal import printable, say
 
 CSS = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1f2937; max-width: 1100px; margin: 2rem auto; padding: 0 1rem; }

@@ -13,8 +13,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
+from clipscale.common.terminal import printable
 from clipscale.report.evaluations import read_galleries
-from clipscale.terminal import printable
 
 Record = dict[str, Any]
 

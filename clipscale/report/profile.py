@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from clipscale import files
+from clipscale.common import files
 
 log = logging.getLogger(__name__)
 

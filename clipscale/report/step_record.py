@@ -8,9 +8,9 @@ from typing import Any
 import psutil
 from torch import Tensor
 
+from clipscale.common.phases import Phases, Readback
 from clipscale.data.loader.stream import TrainStream
 from clipscale.models.towers import Flops
-from clipscale.phases import Phases, Readback
 
 Record = dict[str, Any]
 

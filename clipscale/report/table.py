@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from clipscale.terminal import printable
+from clipscale.common.terminal import printable
 
 Results = Mapping[str, Mapping[str, float]]
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from clipscale.config.sections import ModelConfig
-from clipscale.distributed import World, copy_into
+from clipscale.distributed.world import World, copy_into
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.models.weights import without_weights
 

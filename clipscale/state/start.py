@@ -10,13 +10,13 @@ import torch
 from clipscale import checkpoint
 from clipscale.checkpoint import saved_state
 from clipscale.checkpoint.store import Store
+from clipscale.common.rng import RandomState
 from clipscale.config.train import TrainConfig
 from clipscale.data.loader.memory import free_memory
 from clipscale.data.loader.ramp import BatchSizes
 from clipscale.data.loader.stream import BatchShare, TrainStream, merge_positions, open_stream
-from clipscale.distributed import World
+from clipscale.distributed.world import World
 from clipscale.models.weights import described_for_training
-from clipscale.rng import RandomState
 from clipscale.state.train_state import TrainState
 from clipscale.state.within_step import WithinStep
 

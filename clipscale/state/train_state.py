@@ -18,27 +18,27 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from clipscale import distributed
-from clipscale.autotune import agreed_chunk_sizes
 from clipscale.checkpoint import Saved, save_diverged, saved_state
+from clipscale.common.errors import UserError
+from clipscale.common.rng import draws_random_numbers
 from clipscale.config.train import TrainConfig
 from clipscale.data.features import StoredFeatures, stored_features
-from clipscale.distributed import World
-from clipscale.errors import UserError
-from clipscale.grad_cache import GradCache
-from clipscale.kept_graphs import checkpointing_switch
+from clipscale.distributed import world as distributed
+from clipscale.distributed.fsdp import check_weights, replicate_state, sharding
+from clipscale.distributed.sums import GradientSum, SummedTower
+from clipscale.distributed.world import World
 from clipscale.loss.api import configured_loss
 from clipscale.loss.machine import Machine
 from clipscale.models.towers import ClipModel, StoredTower, build_model
-from clipscale.optim import ELEMENTWISE, build_optimizer, largest_norm
-from clipscale.parallel.fsdp import check_weights, replicate_state, sharding
-from clipscale.parallel.sums import GradientSum, SummedTower
-from clipscale.precision import MasterWeights, Precision
-from clipscale.rng import draws_random_numbers
-from clipscale.state.caption_rule import CaptionRule
-from clipscale.state.ema import WeightAverage
 from clipscale.state.empty_model import EmptyModel
-from clipscale.state.noise_scale import NoiseScale
+from clipscale.step.captions import CaptionRule
+from clipscale.step.chunk_sizes import agreed_chunk_sizes
+from clipscale.step.ema import WeightAverage
+from clipscale.step.grad_cache import GradCache
+from clipscale.step.kept_graphs import checkpointing_switch
+from clipscale.step.noise_scale import NoiseScale
+from clipscale.step.optim import ELEMENTWISE, build_optimizer, largest_norm
+from clipscale.step.precision import MasterWeights, Precision
 
 
 class TrainState:

@@ -18,12 +18,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from clipscale.checkpoint import archive, folder, saved_state
+from clipscale.common.errors import UserError, first_line, one_line
+from clipscale.common.files import inner_folder, replacing
 from clipscale.config.setting import flat
 from clipscale.config.train import TrainConfig
-from clipscale.distributed import Later, World
-from clipscale.errors import UserError, first_line, one_line
-from clipscale.files import inner_folder, replacing
-from clipscale.parallel.sums import SummedTower
+from clipscale.distributed.sums import SummedTower
+from clipscale.distributed.world import Later, World
 from clipscale.state.train_state import TrainState
 
 log = logging.getLogger(__name__)

@@ -14,11 +14,11 @@ from PIL import Image
 from clipscale.bench import data, data_work
 from clipscale.bench.data import CAPTION, GPUS, feeding, main, targets
 from clipscale.bench.data_work import GPU, ON_CPU, OWN_TOKENS, PEER, WORDS, DataWorker, photograph, with_ratios
+from clipscale.common.errors import UserError
 from clipscale.config.presets import conf_dir
 from clipscale.config.sections import ModelConfig
 from clipscale.config.tools import DataBenchSettings
 from clipscale.data.loader import gpu_decode as on
-from clipscale.errors import UserError
 from clipscale.models.towers import forward_flops
 from tests.bench.measuring import in_process
 

@@ -18,8 +18,8 @@ from clipscale.bench.loss import COLUMNS, LossPart, main, notes, plan
 from clipscale.bench.loss_methods import Case, find, methods
 from clipscale.bench.loss_work import LossWorker
 from clipscale.cli import main as cli
+from clipscale.common.errors import UserError
 from clipscale.config.tools import LossBenchSettings
-from clipscale.errors import UserError
 from tests.bench.measuring import in_process
 
 Record = dict[str, Any]

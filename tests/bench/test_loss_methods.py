@@ -6,8 +6,8 @@ from functools import partial
 import pytest
 
 from clipscale.bench.loss_methods import Case, chosen, find, methods
+from clipscale.common.errors import UserError
 from clipscale.config.presets import group_options
-from clipscale.errors import UserError
 from clipscale.loss.triton.tuning import Tiles, Tuning, candidates
 
 CPU = Case(64, 512, "fp32", "cpu", 1, 100.0)

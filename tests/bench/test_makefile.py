@@ -15,7 +15,7 @@ from clipscale.cli import main as cli
 from clipscale.config.parse import typed
 from clipscale.config.train import TrainConfig
 from clipscale.config.train import check as check_settings
-from clipscale.data import demo
+from clipscale.data.tools import demo
 
 ROOT = Path(__file__).parents[2]
 BENCHES: dict[str, Any] = {"loss": loss, "step": step, "data": data}

@@ -18,9 +18,9 @@ from clipscale.bench.step import METHODS, StepPart, chosen, plan
 from clipscale.bench.step_work import Name, StepVariant, StepVariants, StepWorker, caption_sizes
 from clipscale.bench.worker import Meter
 from clipscale.cli import main as cli
+from clipscale.common.errors import UserError
 from clipscale.config.tools import StepBenchSettings
 from clipscale.data.loader.host_batch import Arena
-from clipscale.errors import UserError
 
 ABOUT = {"model": "tiny", "chunk": 4, "precision": "fp32"}
 JOB = Job(ABOUT, "cpu")

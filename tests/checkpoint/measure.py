@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from clipscale import checkpoint
 from clipscale.config.sections import CheckpointConfig
-from clipscale.distributed import World
+from clipscale.distributed.world import World
 from tests.support.ranks import run_ranks
 
 WIDTH = 1024

@@ -18,10 +18,10 @@ from safetensors.torch import load_file
 
 from clipscale import checkpoint
 from clipscale.checkpoint.saving import size_of
+from clipscale.common.errors import UserError
 from clipscale.config.sections import ModelConfig
 from clipscale.config.train import TrainConfig
-from clipscale.distributed import World
-from clipscale.errors import UserError
+from clipscale.distributed.world import World
 
 ALONE = World(0, 1, torch.device("cpu"))
 

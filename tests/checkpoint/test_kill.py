@@ -20,7 +20,7 @@ import torch
 
 from clipscale import checkpoint
 from clipscale.config.sections import CacheConfig, CheckpointConfig, ModelConfig
-from clipscale.distributed import World
+from clipscale.distributed.world import World
 from clipscale.report.metrics import read_metrics
 from clipscale.train import train
 from tests.support.runs import ARCHITECTURE, settings

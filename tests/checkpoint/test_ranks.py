@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from clipscale import checkpoint
 from clipscale.checkpoint.loading import verify
+from clipscale.common.errors import UserError
 from clipscale.config.sections import CheckpointConfig
-from clipscale.distributed import World
-from clipscale.errors import UserError
+from clipscale.distributed.world import World
 from tests.support.ranks import run_ranks
 
 CPU = torch.device("cpu")

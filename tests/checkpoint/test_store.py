@@ -15,9 +15,9 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from clipscale import checkpoint
 from clipscale.checkpoint.store import Store
+from clipscale.common.errors import UserError
 from clipscale.config.sections import CheckpointConfig, PrecisionConfig
-from clipscale.distributed import World
-from clipscale.errors import UserError
+from clipscale.distributed.world import World
 from clipscale.train import train
 from tests.data.shards.test_cache import s3  # noqa: F401
 from tests.support.runs import records, small

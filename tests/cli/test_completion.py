@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from clipscale.cli.completion import complete
+from clipscale.common.hardware import HARDWARE
 from clipscale.config.presets import group_options
-from clipscale.hardware import HARDWARE
 
 
 @pytest.mark.parametrize(

@@ -24,9 +24,9 @@ from clipscale.cli.sweep import (
     table,
     written,
 )
+from clipscale.common.errors import UserError
 from clipscale.config.sections import LaunchConfig
 from clipscale.config.train import TrainConfig
-from clipscale.errors import UserError
 from tests.conftest import TINY, Command
 
 

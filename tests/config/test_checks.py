@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from clipscale.common.errors import UserError
 from clipscale.config.checks import check_value, choice, existing_run, shared
 from clipscale.config.setting import Setting
-from clipscale.errors import UserError
 
 
 def test_a_run_must_exist_and_a_sweep_is_no_run(tmp_path: Path) -> None:

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from clipscale.common.errors import UserError
 from clipscale.config.parse import typed
 from clipscale.config.presets import PACKAGE
 from clipscale.config.train import TrainConfig
-from clipscale.errors import UserError
 
 
 @pytest.mark.parametrize(

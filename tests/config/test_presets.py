@@ -8,7 +8,7 @@ from clipscale.config.parse import typed
 from clipscale.config.presets import group_options
 from clipscale.config.train import TrainConfig, check
 from clipscale.models.towers import build_model
-from clipscale.optim import build_optimizer
+from clipscale.step.optim import build_optimizer
 
 OPTIONS = group_options()
 

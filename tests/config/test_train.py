@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+from clipscale.common.errors import UserError
 from clipscale.config.data import DataConfig
 from clipscale.config.parse import typed
 from clipscale.config.sections import (
@@ -20,7 +21,6 @@ from clipscale.config.sections import (
     TowerConfig,
 )
 from clipscale.config.train import TrainConfig, changes_since, check, to_yaml, warnings
-from clipscale.errors import UserError
 
 
 def config(**changes: Any) -> TrainConfig:

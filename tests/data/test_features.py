@@ -12,17 +12,17 @@ import pytest
 import torch
 
 from clipscale.cli.main import main as cli
+from clipscale.common.errors import UserError
 from clipscale.config.data import AugmentConfig, DataConfig
 from clipscale.config.sections import EvalConfig, ModelConfig
 from clipscale.config.tools import FeaturesConfig
 from clipscale.config.train import TrainConfig
-from clipscale.data.demo import paths
 from clipscale.data.features import stored_features
 from clipscale.data.shards.access import Opened, SourceError
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.store import Store
+from clipscale.data.tools.demo import paths
 from clipscale.embed.verb import main
-from clipscale.errors import UserError
 from clipscale.models.towers import build_model
 from clipscale.train import train
 from tests.data.files import sample, write_tar

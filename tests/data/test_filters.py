@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from clipscale.common.errors import UserError
 from clipscale.config.data import FilterConfig
 from clipscale.data.filters import Selection, caption_sources, condition, selection
 from clipscale.data.order import CounterRNG
 from clipscale.data.sample import BrokenSampleError, RawSample
-from clipscale.errors import UserError
 from tests.data.files import Members, picture, write_tar
 from tests.data.streams import contents, flat, ids, open_stream
 

@@ -17,13 +17,13 @@ import torch
 
 from clipscale import checkpoint
 from clipscale.cli.main import main as cli
+from clipscale.common.errors import UserError
 from clipscale.config.data import DataConfig, TableConfig
 from clipscale.config.sections import LaunchConfig
 from clipscale.config.tools import EmbedConfig
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.embed.encode import FeatureEncoder
 from clipscale.embed.verb import main
-from clipscale.errors import UserError
 from clipscale.launch.run_lock import RunLock
 from clipscale.models.towers import ClipModel, build_model
 from tests.checkpoint.test_kill import begin

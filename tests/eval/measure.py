@@ -31,13 +31,13 @@ from torch import Tensor, nn
 from clipscale.config.data import DataConfig
 from clipscale.config.sections import EvalConfig, ModelConfig, PrecisionConfig
 from clipscale.config.tools import EmbedConfig
-from clipscale.distributed import World
+from clipscale.distributed.world import World
 from clipscale.embed.encode import FeatureEncoder
 from clipscale.embed.run import _Writer
 from clipscale.eval.run import evaluate
 from clipscale.models.towers import build_model
-from clipscale.precision import Precision
 from clipscale.report.table import TextTable
+from clipscale.step.precision import Precision
 from tests.eval.sets import write_shards, write_tar
 from tests.support.ranks import run_ranks
 

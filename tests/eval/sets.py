@@ -11,7 +11,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from clipscale.data.eval_transform import EvalTransform
-from clipscale.distributed import World
+from clipscale.distributed.world import World
 
 COLOURS = {
     "red": (230, 20, 20),

@@ -12,10 +12,10 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from clipscale import checkpoint
+from clipscale.common.errors import UserError
 from clipscale.config.sections import EvalConfig, SinkConfig
 from clipscale.config.tools import EvalRunConfig
-from clipscale.distributed import World
-from clipscale.errors import UserError
+from clipscale.distributed.world import World
 from clipscale.eval import run as evaluation
 from clipscale.eval import verb
 from clipscale.eval.verb import main

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from clipscale.common.errors import UserError
 from clipscale.config.sections import EvalConfig
-from clipscale.errors import UserError
 from clipscale.eval.run import evaluate
 from clipscale.eval.sets.compositional import SUGAR_CREPE, associations, matches
 from clipscale.eval.sets.item import Question

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from clipscale.config.sections import EvalConfig
-from clipscale.distributed import World
+from clipscale.distributed.world import World
 from clipscale.eval.encode import Encoder, join, spans
 from clipscale.eval.run import evaluate
 from clipscale.eval.sets.load import load_set

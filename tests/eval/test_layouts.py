@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from clipscale.errors import UserError
+from clipscale.common.errors import UserError
 from clipscale.eval.sets.item import CLASSIFICATION, COMPOSITION, EvalSet, ImageRef, Question
 from clipscale.eval.sets.load import load_set, load_sets
 from clipscale.eval.sets.prompts import render

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from clipscale.common.errors import UserError
 from clipscale.config.sections import EvalConfig
-from clipscale.errors import UserError
 from clipscale.eval.run import evaluate
 from clipscale.eval.sets.load import load_set
 from tests.eval.sets import ALONE, NAMES, ColourModel, picture

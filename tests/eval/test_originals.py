@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from clipscale.common.errors import UserError
 from clipscale.config.sections import EvalConfig
 from clipscale.data.shards import tar
-from clipscale.errors import UserError
 from clipscale.eval.run import evaluate
 from clipscale.eval.sets import archives, known, matlab, pickled
 from clipscale.eval.sets.item import EvalSet

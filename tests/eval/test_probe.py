@@ -8,9 +8,9 @@ import pytest
 import torch
 from sklearn.linear_model import LogisticRegression
 
+from clipscale.common.errors import UserError
 from clipscale.config.sections import EvalConfig
-from clipscale.distributed import World
-from clipscale.errors import UserError
+from clipscale.distributed.world import World
 from clipscale.eval import probe, run
 from clipscale.eval.probe import DRAWS, LabelledFeatures, choose, evaluate, fit, held_out
 from clipscale.eval.sets.load import load_set, train_split

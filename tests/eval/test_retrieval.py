@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from clipscale.distributed import World
+from clipscale.distributed.world import World
 from clipscale.eval.retrieval import UNREACHABLE, retrieval_metrics, retrieval_ranks
 from tests.support.ranks import run_ranks
 

@@ -8,9 +8,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from clipscale.common.errors import UserError
 from clipscale.config.sections import EvalConfig
-from clipscale.distributed import World
-from clipscale.errors import UserError
+from clipscale.distributed.world import World
 from clipscale.eval.results import save_results
 from clipscale.eval.run import check, evaluate
 from clipscale.models.towers import weights_digest

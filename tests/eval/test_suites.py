@@ -9,9 +9,9 @@ import pytest
 import torch
 from sklearn.metrics import average_precision_score
 
+from clipscale.common.errors import UserError
 from clipscale.config.sections import SUITES, EvalConfig
 from clipscale.config.tools import EvalRunConfig
-from clipscale.errors import UserError
 from clipscale.eval import suites
 from clipscale.eval.run import evaluate
 from clipscale.eval.sets import known as known_module

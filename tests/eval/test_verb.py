@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from clipscale import checkpoint
+from clipscale.common.errors import UserError
 from clipscale.config.sections import EvalConfig, LaunchConfig, ModelConfig
 from clipscale.config.tools import EvalRunConfig
-from clipscale.distributed import World
-from clipscale.errors import UserError
+from clipscale.distributed.world import World
 from clipscale.eval.run import evaluate
 from clipscale.eval.verb import main
 from clipscale.models.towers import ClipModel, build_model, load_model

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
+from clipscale.common.errors import UserError
 from clipscale.config.data import DataConfig
-from clipscale.errors import UserError
 from clipscale.explore import verb
 from clipscale.explore.convert import as_arrays
 from clipscale.explore.embedded import EmbeddedSet, nearest

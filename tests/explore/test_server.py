@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from clipscale.common.errors import UserError
 from clipscale.config.data import DataConfig
-from clipscale.errors import UserError
 from clipscale.explore import pictures as pictures_of_sets
 from clipscale.explore import verb
 from tests.data.files import picture

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
+from clipscale.common.errors import UserError
 from clipscale.config.sections import ModelConfig
 from clipscale.config.tools import ExportSettings
-from clipscale.errors import UserError
 from clipscale.export import graphs
 from clipscale.export.hugging_face import write_tokenizer
 from clipscale.export.verb import main

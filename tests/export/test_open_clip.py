@@ -11,10 +11,10 @@ from PIL import Image
 from safetensors import safe_open
 
 from clipscale import checkpoint
+from clipscale.common.errors import UserError
 from clipscale.config.sections import ModelConfig
 from clipscale.config.tools import ExportSettings
 from clipscale.data.eval_transform import EvalTransform
-from clipscale.errors import UserError
 from clipscale.export.verb import main
 from clipscale.models.towers import ClipModel, build_model
 

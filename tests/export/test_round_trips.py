@@ -16,9 +16,9 @@ from open_clip.push_to_hf_hub import save_for_hf
 from torch import Tensor, nn
 
 from clipscale import checkpoint
+from clipscale.common.errors import UserError
 from clipscale.config.sections import ModelConfig, TowerConfig
 from clipscale.config.tools import ExportSettings
-from clipscale.errors import UserError
 from clipscale.export.open_clip import check_same, description
 from clipscale.export.verb import main
 from clipscale.models import huggingface

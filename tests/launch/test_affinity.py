@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from clipscale.hardware import BOUND, cores_of_rank
+from clipscale.common.hardware import BOUND, cores_of_rank
 from clipscale.launch.affinity import bound, divide
 
 
@@ -60,7 +60,7 @@ def test_a_rank_is_bound_inside_the_block_alone(machine: Path, monkeypatch: pyte
     monkeypatch.setenv("LOCAL_RANK", "1")
     with bound("auto", "cpu", machine) as cores:
         assert done == [sorted(cores)] == [[4, 5, 6, 7, 12, 13, 14, 15]]
-        monkeypatch.setattr("clipscale.hardware.cores", lambda: 8)
+        monkeypatch.setattr("clipscale.common.hardware.cores", lambda: 8)
         assert cores_of_rank() == 8, "these cores are shared with no other rank"
     assert done[1:] == [sorted(ALL)] and BOUND not in os.environ
     with bound("none", "cpu", machine) as cores:

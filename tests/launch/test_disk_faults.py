@@ -16,8 +16,8 @@ from unittest.mock import patch
 import pytest
 
 from clipscale import checkpoint
+from clipscale.common.errors import UserError
 from clipscale.config.sections import CheckpointConfig
-from clipscale.errors import UserError
 from clipscale.train import Run, train
 from tests.checkpoint.test_folder import cut, flipped, zeroed
 from tests.launch.test_faults import STEPS, alone, interrupted, some_steps

@@ -21,9 +21,9 @@ import torch
 
 from clipscale import checkpoint
 from clipscale.checkpoint.manifest import SummedFile
+from clipscale.common.errors import StoppedError
 from clipscale.config.sections import CheckpointConfig, EvalConfig, LaunchConfig
 from clipscale.config.train import TrainConfig
-from clipscale.errors import StoppedError
 from clipscale.eval.encode import Encoder
 from clipscale.launch import heartbeat, local
 from clipscale.train import Run, train

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 
-from clipscale import distributed
-from clipscale.distributed import World
-from clipscale.errors import LostRankError, StoppedError, UserError, lost_rank
+from clipscale.common.errors import LostRankError, StoppedError, UserError, lost_rank
+from clipscale.distributed import world as distributed
+from clipscale.distributed.world import World
 from clipscale.launch import heartbeat, local, processes
 from clipscale.launch.heartbeat import Beat, Heartbeat, first_cause, own_beat, path_of, read
 from clipscale.launch.processes import ALIVE, DEAD, STOPPED
@@ -209,7 +209,7 @@ def test_a_full_or_damaged_folder_stops_nothing(tmp_path: Path, monkeypatch: pyt
     def stale(path: Path) -> Any:
         raise OSError(116, "Stale file handle")
 
-    monkeypatch.setattr("clipscale.files.open_lock", stale)
+    monkeypatch.setattr("clipscale.common.files.open_lock", stale)
     with Heartbeat(tmp_path, World(0, 1, CPU), 60.0) as heart:
         heart.enter("encode", 5)
         assert read(tmp_path) == []

@@ -14,9 +14,9 @@ from typing import Any
 import psutil
 import pytest
 
+from clipscale.common.errors import UserError
 from clipscale.config.sections import LaunchConfig
 from clipscale.config.train import TrainConfig
-from clipscale.errors import UserError
 from clipscale.launch import local
 from tests.conftest import TINY
 

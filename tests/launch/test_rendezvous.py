@@ -15,11 +15,11 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from clipscale import distributed
+from clipscale.common.errors import UserError
 from clipscale.config.presets import PACKAGE
 from clipscale.config.sections import LaunchConfig
 from clipscale.config.train import TrainConfig
-from clipscale.errors import UserError
+from clipscale.distributed import world as distributed
 from clipscale.launch import local
 from tests.conftest import TINY
 

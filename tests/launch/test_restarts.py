@@ -16,12 +16,12 @@ import torch.distributed as dist
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from clipscale import distributed
 from clipscale.checkpoint import found, path_of
+from clipscale.common.errors import StoppedError, UserError
 from clipscale.config.presets import PACKAGE
 from clipscale.config.sections import JobConfig, LaunchConfig
 from clipscale.config.train import TrainConfig
-from clipscale.errors import StoppedError, UserError
+from clipscale.distributed import world as distributed
 from clipscale.launch import agent, local, restarts, slurm, torchrun
 from clipscale.launch.description import describe
 from clipscale.launch.restarts import WorkerError, group_size, restarted

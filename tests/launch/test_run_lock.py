@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from clipscale.errors import UserError
+from clipscale.common.errors import UserError
 from clipscale.launch import processes, run_lock
 from clipscale.launch.run_lock import FILE, RunLock
 

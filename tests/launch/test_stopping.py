@@ -12,10 +12,10 @@ import torch
 
 from clipscale import checkpoint
 from clipscale.cli import main as cli
+from clipscale.common.errors import StoppedError
 from clipscale.config.sections import CacheConfig, CheckpointConfig, EvalConfig, LaunchConfig
 from clipscale.config.train import TrainConfig
-from clipscale.distributed import World
-from clipscale.errors import StoppedError
+from clipscale.distributed.world import World
 from clipscale.launch import stopping
 from clipscale.launch.stopping import AbandonedError, Stop
 from clipscale.train import Run, train

@@ -9,10 +9,10 @@ import pytest
 import yaml
 
 from clipscale.cli.main import main
+from clipscale.common.errors import UserError
 from clipscale.config.presets import PACKAGE
 from clipscale.config.sections import JobConfig, LaunchConfig
 from clipscale.config.train import TrainConfig
-from clipscale.errors import UserError
 from clipscale.launch.submit import launch
 
 PROCESSES = ("launch.procs=8", "job.nodes=3")

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from clipscale.config.sections import ModelConfig, PrecisionConfig
-from clipscale.grad_cache import GradCache
 from clipscale.loss.api import contrastive_loss
 from clipscale.models.towers import ClipModel, build_model
-from clipscale.precision import Precision
+from clipscale.step.grad_cache import GradCache
+from clipscale.step.precision import Precision
 
 PAIRS = 8
 

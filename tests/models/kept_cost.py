@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from clipscale.config.sections import ModelConfig
-from clipscale.kept_graphs import CHECKPOINTED, WHOLE, checkpointing_switch
 from clipscale.models.towers import build_model
 from clipscale.plan.dry_run import Products
 from clipscale.plan.memory_tracker import MemoryTracker, cuda_autocast, without_memory
+from clipscale.step.kept_graphs import CHECKPOINTED, WHOLE, checkpointing_switch
 from tests.models.step_model import CHUNK, MODELS, Clock, autocast
 
 Context = Callable[[], AbstractContextManager[object]]

@@ -14,16 +14,16 @@ pytest.importorskip("torchao", reason="precision=fp8 and int8 need torchao, an e
 
 from clipscale.cli.compose import once
 from clipscale.cli.main import main
+from clipscale.common.errors import UserError
 from clipscale.config.parse import typed
 from clipscale.config.sections import ModelConfig, PrecisionConfig
 from clipscale.config.train import TrainConfig
-from clipscale.distributed import World
-from clipscale.errors import UserError
-from clipscale.grad_cache import GradCache
+from clipscale.distributed.world import World
 from clipscale.loss.api import contrastive_loss
 from clipscale.models import eight_bit
 from clipscale.models.towers import ClipModel, build_model
-from clipscale.precision import Precision
+from clipscale.step.grad_cache import GradCache
+from clipscale.step.precision import Precision
 from clipscale.train import Run
 from tests.conftest import TINY
 

@@ -9,9 +9,9 @@ import open_clip
 import pytest
 import torch
 
+from clipscale.common.errors import UserError
 from clipscale.config.sections import ModelConfig
 from clipscale.data.loader.shard_stream import last_place
-from clipscale.errors import UserError
 from clipscale.models.towers import build_model
 from tests.data.files import write_shards
 from tests.data.streams import contents, open_stream

@@ -6,8 +6,8 @@ import open_clip
 import pytest
 import torch
 
+from clipscale.common.errors import UserError
 from clipscale.config.sections import ModelConfig
-from clipscale.errors import UserError
 from clipscale.models.towers import Flops, build_model, forward_flops
 
 SMALL = {

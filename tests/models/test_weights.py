@@ -19,8 +19,8 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
 from clipscale import checkpoint
+from clipscale.common.errors import UserError
 from clipscale.config.sections import ModelConfig, TowerConfig
-from clipscale.errors import UserError
 from clipscale.models import huggingface, weights
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.models.weights import described, described_for_training, find

@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from clipscale.config.parse import typed
 from clipscale.config.train import TrainConfig
 from clipscale.data.loader.to_device import ChunkLoader
-from clipscale.distributed import World
+from clipscale.distributed.world import World
 from clipscale.models.towers import ClipModel
 from clipscale.plan.dry_run import CPU, PHASES, StepMemory
 from clipscale.state.train_state import TrainState

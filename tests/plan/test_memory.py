@@ -8,9 +8,9 @@ import torch
 
 from clipscale.config.tools import PlanConfig
 from clipscale.config.train import TrainConfig
-from clipscale.kept_graphs import WHOLE
 from clipscale.plan.dry_run import PHASES, StepMemory, dry_run
 from clipscale.plan.memory import MemoryModel, host_memory
+from clipscale.step.kept_graphs import WHOLE
 from tests.plan.measure import measured, measured_on_a_rank, settings
 from tests.support.ranks import run_ranks
 

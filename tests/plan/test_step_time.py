@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from clipscale.common.hardware import HARDWARE
 from clipscale.config.sections import ModelConfig
 from clipscale.config.tools import PlanConfig
-from clipscale.hardware import HARDWARE
 from clipscale.models.towers import build_model
 from clipscale.plan.step_time import caption_width, step_time
 from tests.models.test_towers import SMALL

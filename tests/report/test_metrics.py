@@ -15,10 +15,10 @@ import yaml
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from clipscale import files
+from clipscale.common import files
+from clipscale.common.errors import UserError
 from clipscale.config.checks import check_values
 from clipscale.config.sections import LogConfig
-from clipscale.errors import UserError
 from clipscale.report import sinks
 from clipscale.report.metrics import MetricLog, console_line, read_metrics
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from clipscale.common.errors import UserError
 from clipscale.config.sections import LogConfig
-from clipscale.errors import UserError
 from clipscale.report.evaluations import read_evaluations, read_galleries
 from clipscale.report.metrics import MetricLog
 from clipscale.report.page import write_report

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from clipscale.errors import UserError
+from clipscale.common.errors import UserError
 from clipscale.report.sinks import DEFAULT_HOST, refuse_foreign_settings, wandb_host
 
 

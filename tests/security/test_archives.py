@@ -16,7 +16,7 @@ from torch import nn
 
 from clipscale import checkpoint
 from clipscale.checkpoint import archive
-from clipscale.errors import UserError
+from clipscale.common.errors import UserError
 from clipscale.models import weights
 from tests.security.limits import bounded
 

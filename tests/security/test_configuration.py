@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 from clipscale.cli import received
 from clipscale.cli.main import main
-from clipscale.errors import UserError
+from clipscale.common.errors import UserError
 from tests.conftest import TINY, Command
 
 TARGETS = {

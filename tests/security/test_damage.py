@@ -15,7 +15,7 @@ import pytest
 
 from clipscale import checkpoint
 from clipscale.cli.main import main
-from clipscale.errors import UserError
+from clipscale.common.errors import UserError
 from clipscale.train import Run
 from tests.data.files import sample, write_shards, write_tar
 from tests.eval import sets

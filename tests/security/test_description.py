@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 from clipscale import checkpoint
 from clipscale.cli.main import main
+from clipscale.common.errors import UserError
 from clipscale.config.sections import ModelConfig
-from clipscale.errors import UserError
 from clipscale.models import towers
 from clipscale.models.description import FLAGS, NUMBERS, OPTIONS, source_of
 from clipscale.models.towers import architecture, build_model, load_model

@@ -18,12 +18,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from clipscale.cli.main import main
+from clipscale.common.errors import UserError
 from clipscale.data.shards import index, index_file, listing, scan
 from clipscale.data.shards.counts import recorded_counts
 from clipscale.data.shards.listing import expand
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.store import Store
-from clipscale.errors import UserError
 from clipscale.eval.sets.load import load_set
 from tests.data.files import picture, sample, write_shards, write_tar
 from tests.security.limits import bounded

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
-from clipscale import files
 from clipscale.cli import sweep
+from clipscale.common import files
+from clipscale.common.errors import UserError
 from clipscale.config.sections import LogConfig
 from clipscale.config.train import TrainConfig, changes_since
-from clipscale.data import demo, filters
+from clipscale.data import filters
 from clipscale.data.shards import listing
-from clipscale.errors import UserError
+from clipscale.data.tools import demo
 from clipscale.models import description
 from clipscale.report import evaluations, metrics, sinks
 from clipscale.report.evaluations import read_galleries

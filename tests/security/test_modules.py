@@ -68,10 +68,10 @@ def test_a_checkout_works_as_the_working_directory(start: str, tmp_path: Path, e
     for name in ("__init__.py", "safe_path.py", "units.py", "errors.py"):
         (root / "clipscale" / name).write_bytes((PACKAGE / name).read_bytes())
     (root / "clipscale/try_it.py").write_text(
-        "import subprocess, sys; from clipscale.safe_path import protect; protect(); import clipscale.units\n"
-        "multiprocessing = 'import sys; sys.path = %r; import clipscale.units; print(clipscale.__file__)' % sys.path\n"
+        "import subprocess, sys; from clipscale.safe_path import protect; protect(); import clipscale.common.units\n"
+        "multiprocessing = 'import sys; sys.path = %r; import clipscale.common.units; print(clipscale.__file__)' % sys.path\n"
         "subprocess.run([sys.executable, '-Sc', multiprocessing], check=True)\n"
-        "subprocess.run([sys.executable, '-Sc', 'import clipscale.units; print(clipscale.__file__)'], check=True)\n"
+        "subprocess.run([sys.executable, '-Sc', 'import clipscale.common.units; print(clipscale.__file__)'], check=True)\n"
     )
     script = tmp_path / "bin/clipscale"
     script.parent.mkdir()

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from clipscale.common.errors import UserError
 from clipscale.config.data import TableConfig
 from clipscale.data.shards import parquet as reader
 from clipscale.data.shards.access import SourceError
@@ -16,7 +17,6 @@ from clipscale.data.shards.listing import expand
 from clipscale.data.shards.parquet_headers import Compact, check_pages
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.store import Store
-from clipscale.errors import UserError
 from tests.security.limits import bounded
 
 

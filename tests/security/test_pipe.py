@@ -8,11 +8,11 @@ import fsspec
 import pytest
 
 from clipscale.cli.main import main
+from clipscale.common.errors import UserError
 from clipscale.data.shards.access import Access, SourceError
 from clipscale.data.shards.listing import expand
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.store import Store
-from clipscale.errors import UserError
 from tests.data.files import write_shards
 
 SCHEMES = ("pipe", "PIPE", "Pipe", "pIpE")

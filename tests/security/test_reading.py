@@ -10,13 +10,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from clipscale.cli.main import main
+from clipscale.common.errors import UserError
 from clipscale.config.data import DataConfig, TableConfig
 from clipscale.data.shards.access import Access, SourceError
 from clipscale.data.shards.listing import access_of, expand
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.store import Store
 from clipscale.data.shards.tables import place_of
-from clipscale.errors import UserError
 from clipscale.eval.sets.load import load_set
 from tests.data.files import picture
 

@@ -14,12 +14,12 @@ import torch
 import yaml
 
 from clipscale.cli.main import main
+from clipscale.common.errors import UserError
 from clipscale.config.redact import HIDDEN, READ, redact, redacted, remember, restored
 from clipscale.config.sections import EvalConfig
 from clipscale.config.train import TrainConfig, changes_since, to_yaml
 from clipscale.data.shards.access import unsigned
-from clipscale.distributed import World
-from clipscale.errors import UserError
+from clipscale.distributed.world import World
 from clipscale.eval.verb import _complete
 from clipscale.launch import heartbeat, local, torchrun
 from tests.conftest import TINY, Command

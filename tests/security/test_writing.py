@@ -16,16 +16,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
 
-from clipscale import autotune, checkpoint, files
+from clipscale import checkpoint
+from clipscale.common import files
+from clipscale.common.errors import UserError
 from clipscale.config.data import DataConfig
 from clipscale.config.sections import LogConfig, ModelConfig
 from clipscale.config.tools import CheckSettings, ExportSettings, FeaturesConfig
-from clipscale.data import verbs
 from clipscale.data.shards import scan
 from clipscale.data.shards.access import Access
 from clipscale.data.shards.store import Store
+from clipscale.data.tools import verbs
 from clipscale.embed import run as embed
-from clipscale.errors import UserError
 from clipscale.eval.examples import gallery
 from clipscale.eval.results import save_results
 from clipscale.eval.sets.item import EvalSet, ImageRef
@@ -34,6 +35,7 @@ from clipscale.launch.run_lock import RunLock
 from clipscale.models.towers import build_model
 from clipscale.report.metrics import MetricLog
 from clipscale.report.page import write_report
+from clipscale.step import chunk_sizes as autotune
 from tests.data.files import picture, write_shards
 from tests.data.shards.web import Web, serving
 from tests.export.test_open_clip import ARCHITECTURE

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from clipscale.common.errors import UserError
 from clipscale.config.sections import CacheConfig, CheckpointConfig, ModelConfig, OptimConfig
-from clipscale.data.demo import paths
 from clipscale.data.loader.stream import DataConfig
-from clipscale.distributed import World
-from clipscale.errors import UserError
+from clipscale.data.tools.demo import paths
+from clipscale.distributed.world import World
 from clipscale.train import Run, train
 from tests.support.runs import ARCHITECTURE, curve, settings
 

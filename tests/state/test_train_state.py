@@ -23,7 +23,7 @@ from clipscale.config.sections import (
     RampConfig,
 )
 from clipscale.config.train import TrainConfig
-from clipscale.distributed import World
+from clipscale.distributed.world import World
 from clipscale.models.towers import build_model
 from clipscale.state import empty_model, train_state
 from clipscale.train import train

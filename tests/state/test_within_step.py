@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from clipscale.common.errors import StoppedError, UserError
 from clipscale.config.sections import (
     CacheConfig,
     CheckpointConfig,
@@ -21,8 +22,7 @@ from clipscale.config.sections import (
     PrecisionConfig,
 )
 from clipscale.config.train import TrainConfig
-from clipscale.distributed import World
-from clipscale.errors import StoppedError, UserError
+from clipscale.distributed.world import World
 from clipscale.launch.stopping import AbandonedError
 from clipscale.state.within_step import WithinStep
 from clipscale.train import Run, train
@@ -71,7 +71,7 @@ def killed_at(
 
 
 def chunks_run(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    from clipscale.grad_cache import _Tower
+    from clipscale.step.grad_cache import _Tower
 
     runs: list[int] = []
     run = _Tower.run

@@ -15,8 +15,8 @@ from clipscale.config.sections import (
     ScheduleConfig,
 )
 from clipscale.config.train import TrainConfig, check
-from clipscale.data.demo import paths
 from clipscale.data.loader.stream import DataConfig
+from clipscale.data.tools.demo import paths
 from clipscale.train import train
 
 ARCHITECTURE = {

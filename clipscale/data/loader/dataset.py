@@ -8,9 +8,9 @@ from typing import Any
 
 from torch.utils.data import IterableDataset, get_worker_info
 
+from clipscale.common.errors import UserError
 from clipscale.config.data import DataConfig
 from clipscale.data.loader.stream import BatchShare, open_stream
-from clipscale.errors import UserError
 
 
 class ShardDataset(IterableDataset[dict[str, Any]]):

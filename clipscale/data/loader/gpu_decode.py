@@ -15,13 +15,13 @@ import simplejpeg
 import torch
 from torch import Tensor
 
+from clipscale.common.errors import UserError
 from clipscale.data.decode import Crop, TrainTransform, stored_box, upright_steps
 from clipscale.data.loader.host_batch import Slot
 from clipscale.data.loader.offload import GREY, Recipe, restore
 from clipscale.data.order import CounterRNG
 from clipscale.data.sample import BrokenSampleError
 from clipscale.data.shards.access import EVENT
-from clipscale.errors import UserError
 
 MOST_BYTES = 2**28
 """Device memory for the pictures that are decoded and resized at once; a single picture may take more."""

@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from clipscale.common.errors import UserError
+from clipscale.common.units import format_bytes
 from clipscale.data.shards.access import unsigned
-from clipscale.errors import UserError
-from clipscale.units import format_bytes
 
 log = logging.getLogger(__name__)
 

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import psutil
 
+from clipscale.common.errors import UserError
+from clipscale.common.units import format_bytes, whole_number
 from clipscale.data.loader.host_batch import Layout
 from clipscale.data.loader.pipeline import Source
 from clipscale.data.sample import limits
 from clipscale.data.shards.access import Access
 from clipscale.data.shards.store import Store
-from clipscale.errors import UserError
-from clipscale.units import format_bytes, whole_number
 
 PEEK = 64
 """Samples of the first shard from which the size of encoded pictures is estimated."""

@@ -13,12 +13,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from clipscale.common.errors import UserError
 from clipscale.config.data import DataConfig
 from clipscale.data.decode import IMAGE_TYPES, Colour, Crop, Picture, TrainTransform
 from clipscale.data.features import StoredFeatures
 from clipscale.data.loader.host_batch import Arena, Slot
 from clipscale.data.order import CounterRNG
-from clipscale.errors import UserError
 
 GREY = 128
 """The value of all pixels of a picture that turns out to be broken after its place was given."""

@@ -13,12 +13,12 @@ from typing import Any
 
 from PIL import Image
 
+from clipscale.common.errors import UserError
 from clipscale.config.data import DataConfig
 from clipscale.data.loader.shard_reader import Item, ItemReader, OrderedShards, StreamPosition
 from clipscale.data.order import Segment, default_streams, streams_fit
 from clipscale.data.sample import RawSample
 from clipscale.data.shards.store import Store
-from clipscale.errors import UserError
 
 Pipeline = Callable[[int, int, int], Iterable[Mapping[str, Any]]]
 """`function(stream, streams, epoch)`: the samples of one shard stream in one epoch, as webdataset's stages pass them on.

@@ -3,8 +3,8 @@
 from bisect import bisect_right
 from itertools import accumulate
 
+from clipscale.common.errors import UserError
 from clipscale.config.sections import RampConfig
-from clipscale.errors import UserError
 
 
 class BatchSizes:

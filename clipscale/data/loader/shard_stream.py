@@ -10,6 +10,7 @@ from functools import partial
 
 import numpy as np
 
+from clipscale.common.errors import UserError
 from clipscale.config.data import DataConfig
 from clipscale.data.decode import image_bytes
 from clipscale.data.filters import Selection
@@ -21,7 +22,6 @@ from clipscale.data.order import AUGMENT, CAPTION, CounterRNG, Mixed, Segment, l
 from clipscale.data.sample import BrokenSampleError, RawSample, limits
 from clipscale.data.shards.access import EVENT, Access
 from clipscale.data.shards.store import Store
-from clipscale.errors import UserError
 from clipscale.models.bounded import longest_word
 
 MOST_BROKEN = 20_000

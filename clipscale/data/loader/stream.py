@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from clipscale.common.errors import UserError
+from clipscale.common.hardware import cores_of_rank
 from clipscale.config.data import DataConfig, check
 from clipscale.data.decode import TrainTransform
 from clipscale.data.features import StoredFeatures
@@ -34,8 +36,6 @@ from clipscale.data.order import local_places, streams_of
 from clipscale.data.shards.access import EVENT
 from clipscale.data.shards.counts import build_order
 from clipscale.data.shards.listing import access_of, list_shards
-from clipscale.errors import UserError
-from clipscale.hardware import cores_of_rank
 
 log = logging.getLogger(__name__)
 

@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 
+from clipscale.common.errors import UserError
+from clipscale.common.terminal import prepare
 from clipscale.config.redact import redacted_output
 from clipscale.data.loader.host_batch import Arena
 from clipscale.data.loader.shard_stream import BatchFiller, Fill, Report, WorkerSpec
-from clipscale.errors import UserError
-from clipscale.terminal import prepare
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from clipscale import files
+from clipscale.common import files
 from clipscale.data.shards import index
 from clipscale.data.shards.access import Opened, ReadContext, SourceError, digest, leaf_of, unsigned
 from clipscale.data.shards.remote import LARGEST_BLOCK, RemoteFile

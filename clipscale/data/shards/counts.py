@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from clipscale import files
+from clipscale.common import files
+from clipscale.common.errors import UserError
 from clipscale.config.data import DataConfig
 from clipscale.data.order import Epochs, Mixed, Order, Resampled, default_streams, streams_fit
 from clipscale.data.shards import index, scan
 from clipscale.data.shards.access import is_local, scheme_of, user_cache
 from clipscale.data.shards.reader import ReadProblem, read_shard
-from clipscale.errors import UserError
 
 log = logging.getLogger(__name__)
 

@@ -20,6 +20,9 @@ from typing import Any
 
 import numpy as np
 
+from clipscale.common.errors import UserError
+from clipscale.common.files import parse_json
+from clipscale.common.terminal import printable
 from clipscale.data.shards.access import (
     DIRECT,
     Opened,
@@ -34,9 +37,6 @@ from clipscale.data.shards.access import (
 from clipscale.data.shards.index_file import query
 from clipscale.data.shards.remote_object import Retry, State, remote_object
 from clipscale.data.shards.tar import BLOCK
-from clipscale.errors import UserError
-from clipscale.files import parse_json
-from clipscale.terminal import printable
 
 log = logging.getLogger(__name__)
 

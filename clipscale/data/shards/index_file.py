@@ -13,8 +13,8 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-from clipscale import files
-from clipscale.errors import UserError
+from clipscale.common import files
+from clipscale.common.errors import UserError
 
 log = logging.getLogger(__name__)
 

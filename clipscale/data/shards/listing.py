@@ -13,11 +13,11 @@ from pathlib import Path
 
 from braceexpand import braceexpand
 
-from clipscale import files
+from clipscale.common import files
+from clipscale.common.errors import UserError
 from clipscale.config.data import DataConfig, TableConfig
 from clipscale.data.shards.access import Access, as_path, is_local, leaf_of, scheme_of
 from clipscale.data.shards.remote_object import in_thread
-from clipscale.errors import UserError
 
 log = logging.getLogger(__name__)
 

@@ -10,10 +10,10 @@ from contextlib import closing, contextmanager
 from itertools import islice
 from typing import Any, BinaryIO
 
+from clipscale.common.errors import UserError
 from clipscale.data.shards.access import SourceError, is_local, leaf_of
 from clipscale.data.shards.parquet_headers import check_pages, check_schema
 from clipscale.data.shards.store import Store
-from clipscale.errors import UserError
 
 MOST_PARTS = 1 << 22
 """Virtual shards of a table."""

@@ -23,8 +23,8 @@ from urllib.parse import quote, unquote
 
 import certifi
 
+from clipscale.common.units import whole_number
 from clipscale.data.shards.access import ReadContext, SourceError, scheme_of
-from clipscale.units import whole_number
 
 if TYPE_CHECKING:  # local shards need no web client
     from aiohttp import ClientHandlerType, ClientRequest, ClientResponse

@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Callable
 from concurrent.futures import CancelledError
 
-from clipscale import files
+from clipscale.common import files
 from clipscale.data.shards.access import Opened, ReadContext, SourceError, is_local, scheme_of
 from clipscale.data.shards.cache import ShardCache
 from clipscale.data.shards.remote import RemoteFile

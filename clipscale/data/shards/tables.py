@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, quote, unquote, urlencode
 
-from clipscale import files
+from clipscale.common import files
+from clipscale.common.errors import UserError
 from clipscale.config.data import TableConfig
 from clipscale.data.decode import IMAGE_TYPES
 from clipscale.data.order import permutation
@@ -26,7 +27,6 @@ from clipscale.data.sample import MAX_IMAGE_BYTES, RawSample
 from clipscale.data.shards import parquet
 from clipscale.data.shards.access import SourceError, digest, is_local, leaf_of, scheme_of, user_cache
 from clipscale.data.shards.store import Store
-from clipscale.errors import UserError
 
 IMAGE_COLUMNS = ("filepath", "image", "image_path", "path", "file", "file_name", "filename", "jpg")
 CAPTION_COLUMNS = ("title", "caption", "text", "txt")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from webdataset import TarWriter
 
-from clipscale.files import replacing, write_json
+from clipscale.common.files import replacing, write_json
 
 
 @contextmanager

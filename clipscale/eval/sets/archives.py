@@ -16,14 +16,14 @@ from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
 
-from clipscale import files
+from clipscale.common import files
+from clipscale.common.errors import UserError
+from clipscale.common.terminal import say
 from clipscale.data.sample import MAX_IMAGE_BYTES
 from clipscale.data.shards.access import user_cache
 from clipscale.data.shards.tar import unpacked
-from clipscale.errors import UserError
 from clipscale.eval.sets.item import ImageRef
 from clipscale.eval.sets.shards import plain_members
-from clipscale.terminal import say
 
 ARCHIVES = (".tar", ".tar.gz", ".tgz", ".zip")
 MOST_FILES = 1 << 22

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from clipscale import files
-from clipscale.errors import UserError
+from clipscale.common import files
+from clipscale.common.errors import UserError
 from clipscale.eval.sets import prompts
 from clipscale.eval.sets.item import RETRIEVAL, EvalSet, ImageRef
 from clipscale.eval.sets.prompts import stripped

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from clipscale import files
-from clipscale.errors import UserError
+from clipscale.common import files
+from clipscale.common.errors import UserError
 from clipscale.eval.sets import prompts
 from clipscale.eval.sets.captions import images_beside
 from clipscale.eval.sets.item import COMPOSITION, EvalSet, Question

@@ -7,8 +7,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path, PurePath, PurePosixPath
 
-from clipscale import files
-from clipscale.errors import UserError
+from clipscale.common import files
+from clipscale.common.errors import UserError
 from clipscale.eval.sets import prompts
 from clipscale.eval.sets.archives import contents
 from clipscale.eval.sets.item import CLASSIFICATION, IMAGE_SUFFIXES, EvalSet, ImageRef

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
 
-from clipscale import files
+from clipscale.common import files
 from clipscale.data.sample import MAX_IMAGE_BYTES
 
 T = TypeVar("T")

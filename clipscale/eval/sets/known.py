@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from clipscale.errors import UserError
+from clipscale.common.errors import UserError
 from clipscale.eval.sets.item import RETRIEVAL, EvalSet
 
 BOTH_R1 = ("image_to_text_r1", "text_to_image_r1")

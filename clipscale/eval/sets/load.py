@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
-from clipscale.errors import UserError
+from clipscale.common.errors import UserError
 from clipscale.eval.sets import captions, compositional, folders, originals, shards
 from clipscale.eval.sets.archives import is_archive, stem
 from clipscale.eval.sets.item import CLASSIFICATION, IMAGE_SUFFIXES, EvalSet

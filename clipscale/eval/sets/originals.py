@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
-from clipscale.errors import UserError
+from clipscale.common.errors import UserError
 from clipscale.eval.sets import archives, folders, matlab, pickled, prompts
 from clipscale.eval.sets.archives import Tree
 from clipscale.eval.sets.item import CLASSIFICATION, IMAGE_SUFFIXES, EvalSet, ImageRef, Picture

@@ -11,14 +11,14 @@ from typing import BinaryIO
 
 import numpy as np
 
-from clipscale import files
+from clipscale.common import files
+from clipscale.common.errors import UserError
+from clipscale.common.units import whole_number
 from clipscale.data.features import npy_header
 from clipscale.data.sample import MAX_IMAGE_BYTES, MAX_TEXT_BYTES, key_and_extension
 from clipscale.data.shards.tar import BLOCK, LARGEST_MEMBER, next_member, read_exactly
-from clipscale.errors import UserError
 from clipscale.eval.sets import prompts
 from clipscale.eval.sets.item import CLASSIFICATION, IMAGE_SUFFIXES, RETRIEVAL, EvalSet, ImageRef
-from clipscale.units import whole_number
 
 
 def load(root: Path, classnames: Sequence[str] = (), group: int | None = None, split: str = "test") -> EvalSet:

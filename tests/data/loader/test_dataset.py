@@ -10,9 +10,9 @@ import torch
 import webdataset as wds
 from torch.utils.data import DataLoader
 
+from clipscale.common.errors import UserError
 from clipscale.config.data import DataConfig
 from clipscale.data.loader.dataset import ShardDataset
-from clipscale.errors import UserError
 from tests.data.files import SIDE, Letters, write_shards
 from tests.data.streams import flat, ids, open_stream
 

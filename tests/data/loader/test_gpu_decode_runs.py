@@ -19,20 +19,20 @@ from hypothesis import given
 from hypothesis import settings as bounded
 from hypothesis import strategies as st
 
+from clipscale.common.errors import UserError
+from clipscale.common.units import format_bytes
 from clipscale.config.data import AugmentConfig, DataConfig
 from clipscale.config.tools import PlanConfig
 from clipscale.config.train import TrainConfig, check
-from clipscale.data.demo import paths
 from clipscale.data.loader import gpu_decode as on
 from clipscale.data.loader.gpu_decode import DeviceDecoder, Torchvision, jpeg_decoder
 from clipscale.data.loader.host_batch import Layout, Slot, Stopwatch
 from clipscale.data.loader.memory import HEADROOM, fitted
 from clipscale.data.loader.prefetch import Prefetcher, ThreadLoader
 from clipscale.data.loader.stream import merge_positions
-from clipscale.errors import UserError
+from clipscale.data.tools.demo import paths
 from clipscale.plan import memory
 from clipscale.train import train
-from clipscale.units import format_bytes
 from tests.data.files import Members, picture, write_tar
 from tests.data.loader.ondevice import ROW, SIDE, SQUARE, Kept, damaged, distance, jpeg
 from tests.data.streams import open_stream

@@ -14,11 +14,11 @@ import psutil
 import pytest
 import torch
 
+from clipscale.common.errors import UserError
 from clipscale.config.data import AugmentConfig
 from clipscale.data.loader import memory
 from clipscale.data.loader.host_batch import Layout, Slot
 from clipscale.data.loader.prefetch import Prefetcher
-from clipscale.errors import UserError
 from tests.data.files import Members, picture, sample, write_tar
 from tests.data.loader.ondevice import portraits
 from tests.data.streams import open_stream, processes_of
@@ -298,7 +298,7 @@ def test_encoding_begins_before_the_batch_is_complete_and_loading_goes_on_under_
 ) -> None:
     """Each side waits for the other at the point where they must overlap: without the overlap this comes to no end."""
     from clipscale.data.loader.to_device import ChunkLoader
-    from clipscale.grad_cache import GradCache
+    from clipscale.step.grad_cache import GradCache
 
     (tmp_path / "events").mkdir()
     events = tmp_path / "events"

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from clipscale.common.errors import UserError
 from clipscale.config.data import AugmentConfig, DataConfig
 from clipscale.config.sections import CacheConfig, LaunchConfig, RampConfig, ScheduleConfig
 from clipscale.config.train import TrainConfig
-from clipscale.data.demo import paths
-from clipscale.errors import UserError
+from clipscale.data.tools.demo import paths
 from clipscale.launch.local import run as launch_run
 from clipscale.train import Run, distributed, train
 from tests.support.runs import curve, settings

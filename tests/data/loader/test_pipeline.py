@@ -12,9 +12,9 @@ import torch
 import webdataset as wds
 from PIL import Image
 
+from clipscale.common.errors import UserError
 from clipscale.config.data import AugmentConfig, DataConfig
 from clipscale.data.loader.stream import BatchShare, TrainStream, merge_positions, open_stream
-from clipscale.errors import UserError
 from tests.data.files import SIDE, Letters, picture, write_shards
 from tests.data.streams import flat, ids
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from clipscale.common.errors import UserError
 from clipscale.config.sections import RampConfig
 from clipscale.data.loader.ramp import BatchSizes
 from clipscale.data.loader.stream import TrainStream, merge_positions
-from clipscale.errors import UserError
 from tests.data.files import write_shards
 from tests.data.streams import all_ids, flat, ids, open_stream
 

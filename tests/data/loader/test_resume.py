@@ -20,6 +20,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from clipscale.common.errors import UserError
 from clipscale.config.data import AugmentConfig
 from clipscale.data.decode import TrainTransform
 from clipscale.data.loader import shard_reader
@@ -28,7 +29,6 @@ from clipscale.data.loader.stream import TrainStream, merge_positions
 from clipscale.data.loader.workers import warm_up
 from clipscale.data.shards.access import Opened
 from clipscale.data.shards.store import Store
-from clipscale.errors import UserError
 from tests.data.files import Letters, sample, write_shards, write_tar
 from tests.data.streams import contents, flat, ids, inline_workers, open_stream, positions
 

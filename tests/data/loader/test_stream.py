@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from clipscale.common.errors import UserError
 from clipscale.config.data import AugmentConfig, DataConfig, FilterConfig
 from clipscale.data.loader.host_batch import sample_id
 from clipscale.data.loader.shard_reader import OrderedShards
 from clipscale.data.loader.stream import BatchShare
 from clipscale.data.loader.stream import open_stream as open_data
 from clipscale.data.order import Epochs, stream_bounds
-from clipscale.errors import UserError
 from tests.data.files import Letters, Members, picture, sample, write_shards, write_tar
 from tests.data.streams import all_ids, contents, flat, ids, inline_workers, open_stream
 

@@ -13,8 +13,8 @@ import psutil
 import pytest
 import torch
 
+from clipscale.common.errors import UserError
 from clipscale.data.loader.stream import TrainStream
-from clipscale.errors import UserError
 from tests.data.files import SIDE, Letters, sample, write_shards, write_tar
 from tests.data.streams import content, contents, open_stream, processes_of
 

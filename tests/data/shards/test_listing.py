@@ -8,11 +8,11 @@ import fsspec
 import psutil
 import pytest
 
+from clipscale.common.errors import UserError
 from clipscale.data.shards import listing
 from clipscale.data.shards.access import Access
 from clipscale.data.shards.listing import expand
 from clipscale.data.shards.store import Store
-from clipscale.errors import UserError
 from tests.data.files import write_shards
 from tests.data.streams import contents, open_stream
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
+from clipscale.common.errors import UserError
 from clipscale.data.sample import RawSample
 from clipscale.data.shards import index, remote, remote_object, scan
 from clipscale.data.shards.access import EVENT, Access
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.store import Store
-from clipscale.errors import UserError
 from tests.data.files import write_shards
 from tests.data.shards.web import FAULTS, Web, finish, serving, settle
 from tests.data.streams import all_ids, contents, flat, ids, open_stream

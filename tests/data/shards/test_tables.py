@@ -16,6 +16,7 @@ import pytest
 from PIL import Image
 
 from clipscale.cli.main import main
+from clipscale.common.errors import UserError
 from clipscale.data.loader.host_batch import sample_id
 from clipscale.data.sample import RawSample
 from clipscale.data.shards import remote, tables
@@ -24,7 +25,6 @@ from clipscale.data.shards.counts import recorded_counts
 from clipscale.data.shards.listing import expand
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.store import Store
-from clipscale.errors import UserError
 from tests.data.files import Letters, picture
 from tests.data.shards.web import Web, finish
 from tests.data.streams import contents, flat, ids, open_stream

@@ -1,0 +1,1 @@
+"""What every package uses: errors, units, files, hardware, random states, phases."""

@@ -1,0 +1,70 @@
+"""Exceptions whose message is all that the user sees."""
+
+import signal
+
+from clipscale.common.terminal import printable
+
+
+class UserError(Exception):
+    """A mistake in the settings, the data or the machine that the user can fix.
+
+    The message is one line: the setting, its value, and the remedy. The command line prints it as `error: ...` without a traceback and
+    exits with status 2. Control characters, such as newlines in the value, are escaped.
+    """
+
+    def __init__(self, message: object) -> None:
+        super().__init__(printable(message))
+
+
+class StoppedError(UserError):
+    """A signal stopped the run after a whole step and a checkpoint. The command line exits with 128 + `number`, as for the signal."""
+
+    def __init__(self, message: str, number: int = signal.SIGTERM) -> None:
+        super().__init__(message)
+        self.number = number
+
+
+class LostRankError(Exception):
+    """Another process of the run hangs or has died. The message is one line that names it."""
+
+    def __init__(self, message: str, *, first: bool = True) -> None:
+        """`first`: whether this process is the one that says so."""
+        super().__init__(message)
+        self.first = first
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message; its kind, where there is none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def one_line(error: BaseException) -> str:
+    """An error's message without newlines, at most 300 characters of it; its kind, where there is none."""
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+LOST = (
+    "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting", "timed out",
+    "Application timeout", "Socket Timeout", "DistBackendError", "DistNetworkError", "LostRankError",
+)  # fmt: skip
+"""Words of gloo and NCCL for a rank that does not answer."""
+
+
+def causes_of(error: BaseException) -> list[BaseException]:
+    """An error and all that has caused it, on whichever rank: torch's CheckpointException holds the failures of ranks."""
+    causes = [error]
+    for one in causes:
+        failures = getattr(one, "failures", None)
+        inner = [failure[0] for failure in failures.values()] if isinstance(failures, dict) else []
+        causes += [cause for cause in (*inner, one.__cause__ or one.__context__) if cause is not None]
+    return causes
+
+
+def lost_rank(error: BaseException) -> bool:
+    """Whether an error, or a cause of it, only says that another rank does not answer. torch gives a RuntimeError for that."""
+
+    def says_so(one: BaseException) -> bool:
+        line = f"{type(one).__name__}: {one}".partition("\n")[0]
+        return isinstance(one, RuntimeError) and any(words in line for words in LOST)
+
+    return any(map(says_so, causes_of(error)))

@@ -1,0 +1,96 @@
+"""The table of GPUs, with memory, FLOP/s and links, for MFU and `clipscale plan`; and the cores of this machine."""
+
+import math
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from clipscale.common.errors import UserError
+from clipscale.common.units import nearest
+
+GIB = 2**30
+CPU_SHARE = Path("/sys/fs/cgroup/cpu.max")
+"""The CPU quota of the control group (container): microseconds or `max`, and the period."""
+BOUND = "CLIPSCALE_BOUND"
+"""Environment variable of a rank that is bound to cores of its own."""
+
+
+def cores() -> int:
+    """Cores that this process may use, by its affinity and the quota of its control group."""
+    count = len(os.sched_getaffinity(0))
+    quota, period = CPU_SHARE.read_text().split() if CPU_SHARE.is_file() else ("max", "1")
+    return count if quota == "max" else max(1, min(count, math.ceil(int(quota) / int(period))))
+
+
+def cores_of_rank() -> int:
+    """Cores that one rank may use. Slurm gives each task cores of its own; otherwise the ranks of a machine share the same ones."""
+    if BOUND in os.environ:
+        return cores()
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    own = "SLURM_PROCID" in os.environ and cores() * ranks <= (os.cpu_count() or 1)
+    return cores() if own else max(1, cores() // ranks)
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A GPU model. Rates are from the data sheets: dense, without sparsity."""
+
+    words: tuple[str, ...]
+    """Words in the driver's name of the device; the first names the chip."""
+    capability: int
+    """Compute capability: 90 for 9.0."""
+    memory: float
+    """Total GiB that the driver reports, rounded down to a half."""
+    half: float
+    """Peak TFLOP/s of matrix products in bf16 (Volta: fp16)."""
+    tf32: float
+    """The same in TF32, or in float32 on GPUs without TF32."""
+    fp32: float
+    """The same in IEEE float32."""
+    link: float
+    """GB/s that a GPU can send to others in the node: NVLink, else PCIe."""
+
+    @property
+    def memory_bytes(self) -> int:
+        return int(self.memory * GIB)
+
+    def peak(self, precision: str, tf32: bool = True) -> float:
+        """Peak FLOP/s of matrix products in `fp32`, `bf16` or `fp16`; for 8 bits, which attention does without, those of bf16."""
+        if precision != "fp32":
+            return 1e12 * self.half
+        return 1e12 * (self.tf32 if tf32 else self.fp32)
+
+
+HARDWARE = {
+    "a100-80g": Hardware(("A100", "80GB"), 80, 79.0, 312, 156, 19.5, 300),
+    "a100-40g": Hardware(("A100", "40GB"), 80, 39.0, 312, 156, 19.5, 300),
+    "a800-80g": Hardware(("A800", "80GB"), 80, 79.0, 312, 156, 19.5, 200),
+    "h100-80g": Hardware(("H100",), 90, 79.0, 989, 494, 67, 450),
+    "h800-80g": Hardware(("H800",), 90, 79.0, 989, 494, 67, 200),
+    "h200-141g": Hardware(("H200",), 90, 139.5, 989, 494, 67, 450),
+    "b200-180g": Hardware(("B200",), 100, 178.0, 2250, 1100, 75, 900),
+    "l40s-48g": Hardware(("L40S",), 89, 44.0, 362, 183, 91.6, 32),
+    "rtx4090-24g": Hardware(("4090",), 89, 23.5, 165, 82.6, 82.6, 32),
+    "v100-32g": Hardware(("V100", "32GB"), 70, 31.5, 125, 15.7, 15.7, 150),
+    "v100-16g": Hardware(("V100", "16GB"), 70, 15.5, 125, 15.7, 15.7, 150),
+}
+"""By the name that `hardware=` accepts. The H100 is the SXM board."""
+
+
+def hardware(name: str) -> Hardware:
+    """The entry of that name. Raises UserError with the nearest names if there is none."""
+    if name.lower() not in HARDWARE:
+        raise UserError(f"hardware={name}: unknown{nearest(name.lower(), HARDWARE)}; there is {', '.join(HARDWARE)}")
+    return HARDWARE[name.lower()]
+
+
+def hardware_of(device_name: str) -> str | None:
+    """The table's name of the GPU that the driver calls `device_name` ("NVIDIA A100-SXM4-80GB"); None if the table lacks it.
+
+    If the driver's name does not contain the memory, the first entry with that chip.
+    """
+    words = set(re.split(r"[\s-]+", device_name))
+    whole = [name for name, entry in HARDWARE.items() if set(entry.words) <= words]
+    kind = [name for name, entry in HARDWARE.items() if entry.words[0] in words]
+    return next(iter(whole + kind), None)

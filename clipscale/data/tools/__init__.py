@@ -1,0 +1,1 @@
+"""Tools for data sets: check, stats, index, the demo set."""

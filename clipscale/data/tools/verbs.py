@@ -1,0 +1,143 @@
+"""The verbs `clipscale data index`, `check` and `stats`: they take shards as plain arguments and print tables and paths."""
+
+import json
+import os
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from clipscale.common import files
+from clipscale.common.errors import UserError
+from clipscale.common.hardware import cores
+from clipscale.common.terminal import say
+from clipscale.common.units import format_bytes
+from clipscale.config.data import TableConfig
+from clipscale.config.tools import CheckSettings, IndexSettings, StatsSettings
+from clipscale.data.shards import index, listing, scan
+from clipscale.data.shards.access import is_local, scheme_of
+from clipscale.data.shards.counts import recorded_counts, scan_counts
+from clipscale.report.table import TextTable, plain_console
+
+
+def _expanded(sources: Sequence[str], allow_pipe: bool = False, table: TableConfig | None = None) -> list[str]:
+    """The shards that the arguments name, each once. Raises UserError."""
+    if not sources:
+        raise UserError("no shards given; for example: clipscale data index '/data/{00000..00099}.tar'")
+    listed = [listing.expand(source, allow_pipe, setting="shards", table=table) for source in sources]
+    return list(dict.fromkeys(url for urls in listed for url in urls))
+
+
+@contextmanager
+def _progress(urls: Sequence[str]) -> Iterator[Callable[[int], None]]:
+    """A bar on stderr that counts shards and bytes; call what it yields with the size of each finished shard."""
+    total = sum(os.path.getsize(url) for url in urls if is_local(url) and os.path.exists(url))  # noqa: PTH110, PTH202 (fast)
+    columns = BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn()
+    with Progress(TextColumn("{task.description}"), *columns, console=Console(stderr=True)) as bar:
+        task, numbers = bar.add_task(f"0 of {len(urls)} shards", total=total or None), count(1)
+        yield lambda size: bar.update(task, advance=size, description=f"{next(numbers)} of {len(urls)} shards")
+
+
+def make_index(sources: Sequence[str], settings: IndexSettings) -> int:
+    """Index the shards. Status 1 where one is damaged or cannot be read."""
+    urls = [url for url in _expanded(sources, settings.allow_pipe) if scheme_of(url) not in index.NO_FILE]
+    damaged: list[tuple[str, index.Entry]] = []
+    with _progress(urls) as advance:
+
+        def done(url: str, size: int, entry: index.Entry | None) -> None:
+            advance(size)
+            if entry is not None and entry.reason:
+                damaged.append((url, entry))
+
+        workers, checksum, force = settings.workers or cores(), settings.checksum, settings.force
+        update = scan.update_indexes(
+            urls, cache=settings.cache, checksum=checksum, workers=workers, force=force, done=done
+        )
+    if not urls:
+        say("tables and pipes have no index; their rows are counted as they are")
+        return 0
+    entries, _ = index.current(urls, settings.cache)
+    samples = sum(entry.samples for entry in entries.values())
+    say(f"{samples} samples in {len(entries)} shards; {update.read} indexed now, {update.kept} unchanged")
+    for url, entry in damaged:
+        say(f"{entry.reason} after {entry.samples} samples: {entry.detail or url}")
+    for url, why in update.failed.items():
+        say(f"not indexed: {url}: {why}")
+    for place in sorted({str(index.writable_path(index.folder_of(url), settings.cache)) for url in urls}):
+        say(f"  {place}")
+    return 1 if damaged or update.failed else 0
+
+
+def check_shards(sources: Sequence[str], settings: CheckSettings) -> int:
+    """Read and decode everything; write check.json, check.html and duplicates.txt. Status 1 where something is broken."""
+    from clipscale.data import check, filters  # here: they decode pictures, and `data index` starts faster without
+
+    urls = _expanded(sources, settings.allow_pipe, settings.table)
+    selection = filters.selection(settings.caption_key, settings.captions, (), settings.filter, "")
+    out = Path(settings.out).expanduser()
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"out={settings.out}: cannot be written ({error.strerror}); choose another folder") from error
+    work, found = partial(check.scan, settings=settings, selection=selection), check.Findings()
+    with _progress(urls) as advance:
+        for _, shard in scan.map_shards(work, urls, settings.workers or cores()):
+            found.add(shard, settings.pictures)
+            advance(shard.size)
+    repeated = check.duplicates(found)
+    summary = check.summary(found, repeated)
+    files.write_json(out / "check.json", summary)
+    files.write_text(out / "check.html", check.page(found, summary, f"{len(urls)} shards: {sources[0]}"))
+    surplus = dict.fromkeys(name for groups in repeated.values() for group in groups for name in group[1:])
+    files.write_text(out / "duplicates.txt", "".join(f"{name}\n" for name in surplus), errors="surrogateescape")
+    plain_console().print(check.table(summary))
+    say(f"{out}/check.html, check.json, duplicates.txt")
+    return 1 if found.failed else 0
+
+
+def show_stats(sources: Sequence[str], settings: StatsSettings) -> int:
+    """Print what the indexes say about the shards. Local shards without one have their headers read."""
+    urls = _expanded(sources)
+    entries, _ = index.current(urls, settings.cache)
+    missing = [url for url in urls if url not in entries and is_local(url)]
+    if missing:
+        scan_counts(missing, settings.cache)
+        entries, _ = index.current(urls, settings.cache)
+    rows = sum(filter(None, recorded_counts([url for url in urls if scheme_of(url) == "table"])))
+    members: dict[str, Counter[str]] = defaultdict(Counter)
+    for entry in entries.values():
+        for extension, (number, size) in entry.totals.items():
+            members[extension].update(count=number, bytes=size)
+    counts = [entry.samples for entry in entries.values()] or [0]
+    low, high = min(counts), max(counts)
+    found: dict[str, Any] = {
+        "shards": len(urls),
+        "indexed": len(entries),
+        "samples": sum(counts) + rows,
+        "bytes": sum(entry.size for entry in entries.values()),
+        "samples_per_shard": [low, high],
+        "damaged": {url: entry.reason for url, entry in entries.items() if entry.reason},
+        "members": dict(sorted(members.items())),
+    }
+    if settings.json:
+        say(json.dumps(found))
+        return 0
+    say(f"{found['samples']} samples in {len(entries)} shards of {low} to {high}, {format_bytes(found['bytes'])}")
+    if rows:
+        say(f"{rows} of them are rows of tables")
+    elif len(entries) < len(urls):
+        say(f"{len(urls) - len(entries)} of {len(urls)} shards are not counted; run `clipscale data index` on them")
+    lines = [
+        (name, str(of["count"]), format_bytes(of["bytes"]), format_bytes(of["bytes"] / max(of["count"], 1)))
+        for name, of in found["members"].items()
+    ]
+    plain_console().print(TextTable(("member", "samples that have it", "bytes", "mean"), [lines]))
+    for url, reason in found["damaged"].items():
+        say(f"{reason}: {url}")
+    return 0

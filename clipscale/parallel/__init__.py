@@ -1,1 +1,0 @@
-"""Gradients of several ranks: towers under FSDP2, and sums that go on during the backward pass."""

@@ -1,0 +1,266 @@
+"""Measures what fits the device: the samples of a chunk, the memory for kept graphs, and what FSDP2 keeps whole."""
+
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from clipscale.common import files
+from clipscale.common.errors import UserError
+from clipscale.common.phases import Phases
+from clipscale.common.rng import RandomState
+from clipscale.common.units import parse_count, parse_memory
+from clipscale.config.sections import CacheConfig
+from clipscale.distributed.fsdp import ShardedTower
+from clipscale.distributed.world import World
+from clipscale.loss.machine import Machine
+from clipscale.step.kept_graphs import ActivationBudget
+
+log = logging.getLogger(__name__)
+
+CPU_CHUNK = 256
+"""Samples per chunk on a CPU. Larger chunks fit there too, but are no faster."""
+SMALLEST, LARGEST = 16, 2**15
+"""First and last chunk size that is tried on a GPU. Beyond the last, attention kernels exceed the largest grid."""
+CHUNKS = "chunks.json"
+GOOD_ENOUGH = 0.95
+"""Share of the best speed. Where graphs are kept, the smallest chunk that reaches it is chosen, and the memory left over keeps graphs."""
+MARGIN = 0.9
+"""Share of the free memory that kept graphs may use. Fragmentation costs the rest."""
+
+
+def chunk_sizes(config: CacheConfig, local_batch: int) -> dict[str, int | None]:
+    """Samples per chunk from the settings, for `image` and `text`; None for `auto`, which `find_chunk` resolves.
+
+    Raises UserError for sizes below 1 or beyond the samples of one process.
+    """
+    sizes: dict[str, int | None] = {}
+    for tower, own in (("image", config.image_chunk), ("text", config.text_chunk)):
+        setting, value = (f"cache.{tower}_chunk", str(own)) if own else ("cache.chunk", config.chunk)
+        if value == "auto":
+            sizes[tower] = None
+            continue
+        try:
+            size = parse_count(value)
+        except ValueError as error:
+            raise UserError(f"{setting}={value}: give samples per chunk, or auto") from error
+        if not 1 <= size <= local_batch:
+            raise UserError(
+                f"{setting}={size}: one process holds {local_batch} samples of the batch; choose 1 to {local_batch}"
+            )
+        sizes[tower] = size
+    return sizes
+
+
+def batch_norm_chunk(tower: nn.Module, name: str, size: int | None, local_batch: int) -> int | None:
+    """The chunk size of a tower that trains batch normalisation: the whole local batch. None for any other tower.
+
+    Raises UserError for a smaller `size`.
+    """
+    mixing = [key for key, m in tower.named_modules() if isinstance(m, _BatchNorm) and m.training]
+    if not mixing or not any(p.requires_grad for p in tower.parameters()):
+        return None
+    if size is not None and size < local_batch:
+        raise UserError(
+            f"cache.{name}_chunk={size}: the {name} tower has batch normalisation ({mixing[0]}), which mixes the samples of a batch; set "
+            f"model.batch_norm=frozen, or cache.{name}_chunk={local_batch}, all that one process holds"
+        )
+    return local_batch
+
+
+def agreed_chunk_sizes(
+    config: CacheConfig,
+    towers: Mapping[str, tuple[nn.Module, Callable[[int], Tensor]] | None],
+    local_batch: int,
+    world: World,
+    folder: Path,
+    earlier: dict[str, Any],
+) -> tuple[dict[str, Any], str]:
+    """Samples per chunk by tower, with the `device` that they hold for, the same on all ranks; and a line for the user, or "".
+
+    They come from the settings; else from an earlier start of this run on the same kind of device, by its folder or as `earlier`; else
+    from a measurement of the tower with inputs of its sampler. None in place of a tower: its input is not cut.
+    """
+    settings = chunk_sizes(config, local_batch)
+    earlier = world.broadcast(saved_chunk_sizes(folder) or earlier)
+    device = " and ".join(sorted(set(world.gather(device_name(world.device)))))
+    same = earlier.get("device", device) == device
+    sizes: dict[str, Any] = {"device": device}
+    for name, encoder in towers.items():
+        if encoder is None:
+            sizes[name] = local_batch
+            continue
+        tower, sample = encoder
+        size = batch_norm_chunk(tower, name, settings[name], local_batch) or settings[name]
+        if size is None and same:
+            size = earlier.get(name)
+        if size is None:
+            found = find_chunk(tower, sample, local_batch, world.device, keep=config.keep != "none")
+            size = min(world.gather(found))
+        sizes[name] = size
+    if world.main:
+        save_chunk_sizes(folder, sizes)
+    if same or None not in settings.values():
+        return sizes, ""
+    old, new = (f"{found.get('image')} and {found.get('text')}" for found in (earlier, sizes))
+    return sizes, f"cache.chunk=auto: {old} samples were found on {earlier['device']}; on {device} they are {new}"
+
+
+def find_chunk(
+    tower: nn.Module, sample: Callable[[int], Tensor], local_batch: int, device: torch.device, *, keep: bool
+) -> int:
+    """The power of two that fits the device and runs forward and backward fastest; with `keep`, the smallest that is nearly as fast.
+
+    `sample(n)` makes an input of n samples on the device. On a CPU nothing is measured.
+    """
+    if device.type == "cpu":
+        return min(CPU_CHUNK, local_batch)
+    rates: dict[int, float] = {}
+    size = min(SMALLEST, local_batch)
+    with RandomState.now().preserved():
+        while True:
+            try:
+                rates[size] = samples_per_second(tower, sample(size))
+            except torch.OutOfMemoryError:
+                break
+            if size in (local_batch, LARGEST) or rates[size] < GOOD_ENOUGH * max(rates.values()):
+                break
+            size = min(2 * size, local_batch, LARGEST)
+    torch.cuda.empty_cache()
+    if not rates:
+        raise UserError(f"cache.chunk=auto: not even {size} samples fit the device; set model.grad_checkpointing=true")
+    # Beside the largest size that fits, there is no memory for the features, the loss and the other tower's gradients.
+    tried = {n: rate for n, rate in rates.items() if n < max(rates)} or rates
+    least = (GOOD_ENOUGH if keep else 1) * max(tried.values())
+    return min(n for n, rate in tried.items() if rate >= least)
+
+
+def samples_per_second(tower: nn.Module, inputs: Tensor) -> float:
+    """Speed of one pass without a graph and one with, after a warm-up. Clears the gradients."""
+    seconds = 0.0
+    for attempt in range(2):
+        started = time.perf_counter()
+        with torch.no_grad():
+            out = tower(inputs)
+        if any(p.requires_grad for p in tower.parameters()):
+            tower(inputs).backward(torch.ones_like(out))
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - started if attempt else 0.0
+    tower.zero_grad(set_to_none=True)
+    return len(inputs) / seconds
+
+
+def device_name(device: torch.device) -> str:
+    """The kind of device that chunk sizes are found for: its name and memory."""
+    if device.type == "cpu":
+        return "cpu"
+    found = torch.cuda.get_device_properties(device)
+    return f"{found.name}, {found.total_memory / 2**30:.0f} GiB"
+
+
+def saved_chunk_sizes(folder: Path) -> dict[str, Any]:
+    """Chunk sizes that an earlier start of this run has used, by tower, and the `device` that they were found for.
+
+    A resumed run on the same kind of device must cut its batches alike: random numbers are drawn chunk by chunk.
+    """
+    path = folder / CHUNKS
+    try:
+        found = files.read_tree(path) if path.is_file() else {}
+        sizes = [value for name, value in found.items() if name != "device"]
+        if not all(type(size) is int and size > 0 for size in sizes) or not isinstance(found.get("device", ""), str):
+            raise ValueError("it holds something else than sizes")
+        return found
+    except (OSError, ValueError) as error:
+        log.warning("%s cannot be read (%s); chunk sizes are found anew", path, error)
+        return {}
+
+
+def save_chunk_sizes(folder: Path, sizes: dict[str, Any]) -> None:
+    """Keep them for later starts. Replaces the file atomically, since other ranks may be reading it."""
+    files.write_text(folder / CHUNKS, json.dumps(sizes) + "\n")
+
+
+class BudgetTuner:
+    """Sets the activation budget before each step. The setting is `none`, a number of bytes, or `auto`.
+
+    `auto` keeps no graphs in the first step and measures that step's peak beyond its start. Later steps may keep graphs in the rest of the
+    free memory, less a margin. On a CPU `auto` is half of the memory that is free at the start.
+    """
+
+    def __init__(self, setting: str, device: torch.device) -> None:
+        self.device = device
+        fixed = parse_memory("cache.keep", setting)
+        self.auto, self.fixed = fixed is None, float(fixed or 0)
+        self.working_bytes: int | None = None
+        """Peak of a step without kept graphs, beyond its start; None: not measured yet."""
+        self.batch: int | None = None
+        if self.auto and device.type == "cpu":
+            self.auto, self.fixed = False, psutil.virtual_memory().available / 2
+
+    def before_step(self, budget: ActivationBudget, batch: int, *, keep: bool = True, taken: int = 0) -> None:
+        """Set the budget for a step of `batch` samples; 0 without `keep`. A new batch size is measured anew.
+
+        `taken`: bytes that this step takes beyond the measured one.
+        """
+        if batch != self.batch:
+            self.batch, self.working_bytes = batch, None
+        budget.bytes = self.fixed
+        if self.auto and self.working_bytes is not None:
+            budget.bytes = max(0.0, MARGIN * Machine().free_bytes(self.device) - self.working_bytes - taken)
+        if not keep:
+            budget.bytes = 0
+
+    def after_step(self, phases: Phases) -> None:
+        if self.auto and self.working_bytes is None:
+            self.working_bytes = phases.working_bytes()
+
+
+class StageTuner:
+    """Sets what FSDP2 keeps whole in each step (`launch.zero`).
+
+    `auto`: a first step at stage 3 is measured. Later steps have the lowest stage that the rest of the free memory holds on every rank,
+    less a margin. On a CPU it may take half of the memory that is free at the start, shared by the ranks of this machine.
+    """
+
+    def __init__(self, setting: str, towers: Sequence[object], world: World) -> None:
+        self.towers = [tower for tower in towers if isinstance(tower, ShardedTower)]
+        self.world, self.auto = world, setting == "auto" and bool(self.towers)
+        self.taken = 0
+        """Bytes of the present stage beyond stage 3, at most; with a fixed stage 0, as that is in every measurement."""
+        self.batch: int | None = None
+        self.spare: float | None = None
+        """Bytes that a step at stage 3 leaves; None: not measured yet."""
+        if self.auto and world.device.type == "cpu":
+            ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
+            self.spare = psutil.virtual_memory().available / 2 / ranks
+
+    def before_step(self, batch: int) -> None:
+        """Set the stage for a step of `batch` samples. A new batch size is measured anew. All ranks call it."""
+        if not self.auto or batch == self.batch:
+            return
+        if self.world.device.type == "cuda" and self.batch is not None:
+            self.spare = None
+        self.batch = batch
+        self._choose()
+
+    def after_step(self, phases: Phases) -> None:
+        """Measure the first step of a batch size."""
+        if self.auto and self.spare is None:
+            self.spare = MARGIN * Machine().free_bytes(self.world.device) - phases.working_bytes()
+            self._choose()
+
+    def _choose(self) -> None:
+        spare = -1.0 if self.spare is None else self.spare
+        needs = {stage: sum(tower.extra_bytes(stage) for tower in self.towers) for stage in (1, 2)}
+        (stage,) = self.world.highest(next((stage for stage, need in needs.items() if need <= spare), 3))
+        for tower in self.towers:
+            tower.set_stage(stage)
+        self.taken = sum(tower.extra_bytes(stage) for tower in self.towers)

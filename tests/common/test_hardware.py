@@ -1,0 +1,64 @@
+"""The table of GPUs by the driver's names, and the cores of this machine."""
+
+from pathlib import Path
+
+import pytest
+
+from clipscale.common import hardware as machine
+from clipscale.common.errors import UserError
+from clipscale.common.hardware import HARDWARE, hardware, hardware_of
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "a100-80g"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40g"),
+        ("NVIDIA A100 80GB PCIe", "a100-80g"),
+        ("NVIDIA A800-SXM4-80GB", "a800-80g"),
+        ("NVIDIA H100 80GB HBM3", "h100-80g"),
+        ("NVIDIA H200", "h200-141g"),
+        ("NVIDIA B200", "b200-180g"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090-24g"),
+        ("Tesla V100-SXM2-16GB", "v100-16g"),
+        ("NVIDIA GH200 480GB", None),
+        ("NVIDIA A10", None),
+    ],
+)
+def test_a_gpu_is_found_by_the_drivers_name(device: str, name: str | None) -> None:
+    assert hardware_of(device) == name
+
+
+def test_a_mistyped_name_is_answered_with_the_nearest() -> None:
+    assert hardware("H100-80G") is HARDWARE["h100-80g"]
+    with pytest.raises(UserError, match="hardware=a100-81g: unknown; did you mean 'a100-80g'"):
+        hardware("a100-81g")
+
+
+def test_faster_arithmetic_is_no_slower() -> None:
+    for name, entry in HARDWARE.items():
+        assert entry.half >= entry.tf32 >= entry.fp32, name
+        assert entry.peak("bf16") == 1e12 * entry.half
+        assert entry.peak("fp32", tf32=False) == 1e12 * entry.fp32
+
+
+@pytest.mark.parametrize(("share", "most"), [("max 100000", 1000), ("150000 100000", 2), ("10000 100000", 1)])
+def test_cores_follow_the_quota_of_the_container(
+    share: str, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "CPU_SHARE", tmp_path / "cpu.max")
+    unlimited = machine.cores()
+    (tmp_path / "cpu.max").write_text(share + "\n")
+    assert machine.cores() == min(unlimited, most)
+
+
+def test_a_rank_has_a_share_of_the_cores_or_its_own_under_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "cores", lambda: 12)
+    monkeypatch.setattr("os.cpu_count", lambda: 48)
+    monkeypatch.delenv("SLURM_PROCID", raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert machine.cores_of_rank() == 3
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    assert machine.cores_of_rank() == 12
+    monkeypatch.setattr("os.cpu_count", lambda: 12)
+    assert machine.cores_of_rank() == 3, "tasks that are not bound to cores"

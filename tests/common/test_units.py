@@ -1,0 +1,77 @@
+"""Counts, folders, bytes and suggestions for mistyped words."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from clipscale.common.units import format_bytes, format_count, nearest, one_of, parse_count, run_folder, unused
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("32k", 32_768),
+        ("1M", 1_048_576),
+        ("768k", 786_432),
+        ("1.5M", 1_572_864),
+        ("12M", 12_582_912),
+        ("100000", 100_000),
+    ],
+)
+def test_counts_are_binary_and_a_plain_integer_is_itself(text: str, count: int) -> None:
+    assert parse_count(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "k", "1.5", "0.3k", "-1", "1MB", "ten", "1 000"])
+def test_other_texts_are_refused_with_the_text(text: str) -> None:
+    with pytest.raises(ValueError, match=r"is not a (count|whole number)"):
+        parse_count(text)
+
+
+@given(st.integers(0, 2**50))
+def test_a_formatted_count_reads_back_as_itself(count: int) -> None:
+    assert parse_count(format_count(count)) == count
+
+
+def test_the_nearest_names_go_by_the_whole_by_the_last_part_and_by_the_beginning() -> None:
+    names = ["optim.lr", "optim.betas", "batch", "model", "cache.chunk"]
+    assert nearest("optim.lrr", names) == "; did you mean 'optim.lr'?"
+    assert nearest("lr", names) == "; did you mean 'optim.lr'?"
+    assert nearest("bacth", names) == "; did you mean 'batch'?"
+    assert nearest("chunk", names) == "; did you mean 'cache.chunk'?"
+    assert nearest("zzz", names) == ""
+
+
+def test_one_of_reads_as_english() -> None:
+    assert [one_of(["a"]), one_of("ab"), one_of("abc")] == ["a", "a or b", "a, b or c"]
+
+
+def test_a_plain_name_lies_under_runs_and_a_path_is_itself() -> None:
+    assert run_folder("b32") == Path("runs/b32")
+    assert run_folder("/scratch/b32") == Path("/scratch/b32")
+    assert run_folder("./b32") == Path("b32")
+
+
+def test_a_taken_folder_gets_a_number(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    assert unused(folder) == folder
+    folder.mkdir()
+    (tmp_path / "run-2").mkdir()
+    assert unused(folder) == tmp_path / "run-3"
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (19.5 * 2**20, "19.5 MiB"),
+        (2**30, "1.00 GiB"),
+        (3 * 2**50, "3072.00 TiB"),
+    ],
+)
+def test_bytes_are_shown_in_the_largest_fitting_unit(count: float, text: str) -> None:
+    assert format_bytes(count) == text

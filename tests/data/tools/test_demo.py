@@ -1,0 +1,217 @@
+"""The demo set is deterministic to the byte, in LAION's and CLIP_benchmark's layouts, and its held-out data stays held out."""
+
+import io
+import json
+import re
+import tarfile
+from collections import Counter
+from collections.abc import Iterator
+from hashlib import sha256
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import open_clip
+import pytest
+from PIL import Image
+
+from clipscale.common.errors import UserError
+from clipscale.data.sample import RawSample
+from clipscale.data.shards.counts import recorded_counts
+from clipscale.data.shards.listing import expand
+from clipscale.data.shards.reader import ReadProblem, read_shard
+from clipscale.data.tools import demo, scenes
+
+SAMPLES = 640
+"""Of the set that all tests share."""
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small held-out sets, for what depends on no number of pictures."""
+    for name in ("OBJECTS_PER_CLASS", "UNSEEN_PER_CLASS"):
+        monkeypatch.setattr(demo, name, 1)
+    monkeypatch.setattr(demo, "RETRIEVAL_IMAGES", 8)
+
+
+@pytest.fixture(scope="module", name="root")
+def shared(demo: Path) -> Path:
+    return demo
+
+
+def samples(path: Path | str) -> Iterator[RawSample]:
+    problem = ReadProblem()
+    yield from read_shard(str(path), problem)
+    assert problem.reason is None, problem
+
+
+def train(root: Path) -> list[RawSample]:
+    return [s for url in expand(demo.paths(root).train) for s in samples(url)]
+
+
+def digests(root: Path) -> dict[str, str]:
+    files = sorted(path for path in root.rglob("*") if path.is_file())
+    return {str(path.relative_to(root)): sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def test_the_same_seed_gives_the_same_bytes(few: None, tmp_path: Path) -> None:
+    for name, seed in (("one", 3), ("again", 3), ("other", 4)):
+        demo.render_demo(tmp_path / name, seed=seed, train_samples=64)
+    one, again, other = (digests(tmp_path / name) for name in ("one", "again", "other"))
+    assert again == one
+    assert not {other[name] for name in other if name.endswith(".tar")} & set(one.values())
+
+
+def test_training_shards_are_in_laions_layout(root: Path) -> None:
+    urls = expand(demo.paths(root).train)
+    assert len(urls) == 16 and sum(count or 0 for count in recorded_counts(urls)) == SAMPLES
+    keys = set()
+    for url in urls:
+        for index, sample in enumerate(samples(url)):
+            assert sample.key == f"{Path(url).stem}{index:04d}" and sorted(sample.members) == ["jpg", "json", "txt"]
+            about = json.loads(sample.members["json"])
+            assert about["caption"] == sample.members["txt"].decode() and about["key"] == sample.key
+            image = Image.open(io.BytesIO(sample.members["jpg"]))
+            assert image.size == (about["width"], about["height"]) == (demo.SIDE, demo.SIDE)
+            keys.add(sample.key)
+    assert len(keys) == SAMPLES
+
+
+def test_no_training_scene_holds_an_unseen_combination(root: Path) -> None:
+    found = Counter(
+        (thing["colour"], thing["shape"]) for s in train(root) for thing in json.loads(s.members["json"])["things"]
+    )
+    assert not set(found) & set(scenes.UNSEEN)
+    assert set(found) == set(scenes.SEEN), "every other combination is there"
+    for position, words in enumerate((scenes.COLOURS, scenes.SHAPES)):
+        held = Counter(pair[position] for pair in scenes.UNSEEN)
+        assert set(held) == set(words), "each word is held out in some company"
+        assert max(held.values()) <= 2, "and learnt in most"
+
+
+def test_no_training_caption_names_an_unseen_combination() -> None:
+    words = {word: [word, *scenes.OTHER_WORDS.get(word, ())] for pair in scenes.UNSEEN for word in pair}
+    phrases = [f"{c} {s}" for colour, shape in scenes.UNSEEN for c in words[colour] for s in words[shape]]
+    pattern = re.compile("|".join(phrases))
+    rng = Random(0)
+    for _ in range(4000):
+        scene = scenes.compose(rng, rng.choice(demo.KINDS))
+        caption = scenes.caption(scene, rng).lower()
+        assert not pattern.search(caption), caption
+        for thing in scene.things:
+            colour, shape = ([w, *scenes.OTHER_WORDS.get(w, ())] for w in (thing.colour, thing.shape))
+            named = any(w in caption for w in colour) and any(w in caption for w in shape)
+            assert named, f"{thing} is not in {caption!r}"
+
+
+def test_over_half_the_scenes_are_single_and_captions_vary(root: Path) -> None:
+    kinds = Counter(json.loads(s.members["json"])["kind"] for s in train(root))
+    assert 0.45 < kinds["one"] / SAMPLES < 0.7 and set(kinds) == set(demo.KINDS), kinds
+    captions = {s.members["txt"] for s in train(root)}
+    assert len(captions) > 0.8 * SAMPLES, f"{len(captions)} different captions of {SAMPLES}"
+
+
+def test_captions_fit_a_short_context() -> None:
+    rng = Random(1)
+    captions = [scenes.caption(scenes.compose(rng, kind), rng) for kind in demo.KINDS for _ in range(1500)]
+    longest = max(captions, key=lambda c: len(c.split()))
+    tokens = open_clip.SimpleTokenizer(context_length=77)([longest])
+    assert (tokens != 0).sum() <= 32, longest
+
+
+def held_out(root: Path, name: str) -> list[RawSample]:
+    folder = demo.paths(root).tests[name]
+    assert (folder / "test" / "nshards.txt").read_text().strip() == "1"
+    return list(samples(folder / "test" / "0.tar"))
+
+
+@pytest.mark.parametrize(("name", "held"), [("objects", scenes.SEEN), ("unseen", scenes.UNSEEN)])
+def test_classification_sets_are_in_clip_benchmarks_layout(
+    root: Path, name: str, held: tuple[tuple[str, str], ...]
+) -> None:
+    folder = demo.paths(root).tests[name]
+    names = (folder / "classnames.txt").read_text().splitlines()
+    templates = (folder / "zeroshot_classification_templates.txt").read_text().splitlines()
+    assert len(names) == len(set(names)) == len(scenes.CLASSES) >= 24 and all("{c}" in t for t in templates)
+    labels = Counter(names[int(s.members["cls"])] for s in held_out(root, name))
+    assert set(labels) == {f"{colour} {shape}" for colour, shape in held}
+    assert len(set(labels.values())) == 1, "classes are balanced"
+
+
+def test_retrieval_images_have_several_captions_that_fit_no_other(root: Path) -> None:
+    assert (demo.paths(root).tests["retrieval"] / "dataset_type.txt").read_text().strip() == "retrieval"
+    captions = [s.members["txt"].decode().splitlines() for s in held_out(root, "retrieval")]
+    assert len(captions) == 500
+    assert all(len(lines) == len(set(lines)) == 5 for lines in captions)
+    plain = Counter(line for lines in captions for line in {line.lower().rstrip(".") for line in lines})
+    assert max(plain.values()) == 1, f"{plain.most_common(3)} describe several images"
+
+
+def test_held_out_pictures_are_not_training_pictures(root: Path) -> None:
+    seen = {s.members["jpg"] for s in train(root)}
+    tests = [s.members["png"] for name in demo.TEST_SETS for s in held_out(root, name)]
+    assert len(set(tests)) == len(tests) and len(seen) == SAMPLES
+    decoded = {np.asarray(Image.open(io.BytesIO(d))).tobytes() for d in tests}
+    assert not decoded & {np.asarray(Image.open(io.BytesIO(d))).tobytes() for d in seen}
+
+
+@pytest.mark.parametrize("pair", scenes.CLASSES, ids="-".join)
+def test_every_object_stands_out_in_its_colour(pair: tuple[str, str]) -> None:
+    rng = Random(5)
+    scene = scenes.single(rng, pair)
+    picture = np.asarray(scenes.render(scene, rng, demo.SIDE)).astype(int)
+    inside = picture[scenes._mask(scene.things[0], demo.SIDE)[:, :, 0] > 0.95]
+    nearest = min(scenes.COLOURS, key=lambda name: np.median(np.abs(inside - scenes.COLOURS[name]).sum(-1)))
+    assert nearest == pair[0]
+
+
+def test_a_set_is_reused_replaced_or_refused(few: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = tmp_path / "set"
+    assert demo.main(demo.DemoSettings(str(place), samples=64)) == place
+    out = capsys.readouterr().out
+    assert "written in" in out and str(place) in out and "64 pairs" in out
+    before = (place / "recipe.json").stat().st_mtime_ns
+    assert not demo.render_demo(place, seed=0, train_samples=64)
+    assert demo.render_demo(place, seed=1, train_samples=64), "another recipe is rendered anew"
+    assert demo.render_demo(place, seed=1, train_samples=64, force=True)
+    assert (place / "recipe.json").stat().st_mtime_ns > before
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["set"], "nothing is left lying about"
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / "thesis.tex").write_text("years of work")
+    for force in (False, True):
+        with pytest.raises(UserError, match="not a demo set"):
+            demo.render_demo(foreign, train_samples=64, force=force)
+    with pytest.raises(UserError, match="at least 16"):
+        demo.render_demo(tmp_path / "few", train_samples=3)
+    with pytest.raises(UserError, match=r"root=.*cannot be written"):
+        demo.render_demo(place / "recipe.json" / "below", train_samples=64)
+
+
+def test_only_files_of_a_demo_set_are_deleted(few: None, tmp_path: Path) -> None:
+    """A `recipe.json` in a folder, which may come from anybody, does not make its other files part of a set."""
+    received = tmp_path / "received"
+    (received / "train").mkdir(parents=True)
+    (received / "recipe.json").write_text("{}")
+    (received / "train" / "thesis.tex").write_text("years of work")
+    (received / "objects").symlink_to(tmp_path)
+    for force in (False, True):
+        with pytest.raises(UserError, match=r"holds objects@, train/thesis.tex, which the demo set does not have"):
+            demo.render_demo(received, train_samples=64, force=force)
+    assert (received / "train" / "thesis.tex").read_text() == "years of work"
+    assert [p.name for p in tmp_path.iterdir()] == ["received"], "nothing is left beside it"
+
+
+def test_an_interrupted_rendering_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo, "_write_all", fail)
+    with pytest.raises(KeyboardInterrupt):
+        demo.render_demo(tmp_path / "set", train_samples=64)
+    assert not list(tmp_path.iterdir())
+
+
+def test_shards_are_plain_tar_files(root: Path) -> None:
+    with tarfile.open(root / "train" / "00000.tar") as tar:
+        assert all(m.isreg() and m.mtime == 0 and m.uid == 0 for m in tar)

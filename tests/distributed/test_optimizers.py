@@ -1,0 +1,97 @@
+"""Optimizers whose steps depend on whole parameters take the same steps on FSDP2's shards."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from clipscale.common.errors import UserError
+from clipscale.config.sections import LaunchConfig, OptimConfig, ScheduleConfig
+from clipscale.distributed.world import gradient_norm
+from clipscale.step.optim import SHARDED, build_optimizer, largest_norm
+from tests.support import runs
+from tests.support.ranks import run_ranks
+from tests.support.runs import records, small
+
+TOLERANCES = {"muon": 5e-3}
+"""Muon's iteration computes in bf16."""
+
+
+class Model(nn.Module):
+    """Rows that ranks share unevenly, fewer rows than ranks, and a scalar that is not in shards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tower = nn.Sequential(
+            nn.Conv2d(3, 17, 3), nn.Linear(68, 33), nn.LayerNorm(33), nn.Linear(33, 3), nn.Embedding(21, 18)
+        )
+        self.logit_scale = nn.Parameter(torch.tensor(2.0))
+
+
+def stepped(model: nn.Module, name: str, *, sharded: bool) -> list[Tensor]:
+    """The parameters after four steps with given gradients, the second of which are small."""
+    config = OptimConfig(name=name, lr=1e-2, weight_decay=0.1, eps=None)
+    optimizer = build_optimizer(model, config, sharded=sharded)
+    for number in range(4):
+        g = torch.Generator().manual_seed(number)
+        for p in model.parameters():
+            gradient = torch.randn(p.shape, generator=g) * (1e-3 if number == 1 else 1)
+            if isinstance(p, DTensor):
+                gradient = distribute_tensor(gradient, p.device_mesh, p.placements, src_data_rank=None)
+            p.grad = gradient
+        if limit := largest_norm(config, sharded=sharded):
+            torch.nn.utils.clip_grads_with_norm_(model.parameters(), limit, gradient_norm(model.parameters()))
+        optimizer.step()
+    return [p.detach().full_tensor() if isinstance(p, DTensor) else p.detach() for p in model.parameters()]
+
+
+def on_a_rank(rank: int, world: int) -> dict[str, float]:
+    """The largest relative difference of any parameter, by optimizer."""
+    mesh, found = init_device_mesh("cpu", (world,)), {}
+    for name in SHARDED:
+        wanted, model = stepped(Model(), name, sharded=False), Model()
+        fully_shard(model.tower, mesh=mesh)
+        pairs = zip(stepped(model, name, sharded=True), wanted, strict=True)
+        found[name] = max(((a - b).norm() / b.norm()).item() for a, b in pairs)
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_steps_on_shards_are_those_on_whole_parameters(ranks: int) -> None:
+    for found in run_ranks(on_a_rank, ranks):
+        assert found.keys() == set(SHARDED)
+        for name, difference in found.items():
+            assert difference <= TOLERANCES.get(name, 1e-5), f"{name}: {difference:.1e}"
+
+
+@pytest.mark.parametrize("name", ["adafactor", "kron"])
+def test_others_are_refused_with_those_that_work(name: str) -> None:
+    with pytest.raises(UserError, match=f"optim.name={name}: not with launch.parallel=fsdp.*adafactorbv, lamb, muon"):
+        build_optimizer(Model(), OptimConfig(name=name), sharded=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["adafactorbv", "lamb", "muon"])
+def test_a_run_in_shards_follows_and_resumes_the_curve_of_ddp(shards: str, tmp_path: Path, name: str) -> None:
+    """From two ranks in shards to two ranks, to one, and to two again."""
+    optim = OptimConfig(name=name, lr=1e-3, eps=None)
+    whole = small(
+        shards,
+        tmp_path / "whole",
+        optim=optim,
+        samples=60,
+        schedule=ScheduleConfig(name="constant", warmup="0"),
+        launch=LaunchConfig(threads=1),
+    )
+    run_ranks(runs.on_a_rank, 2, whole)
+    parts = replace(whole, run=str(tmp_path / "parts"), launch=LaunchConfig(threads=1, parallel="fsdp"))
+    for samples, ranks in ((24, 2), (36, 2), (48, 1), (60, 2)):
+        run_ranks(runs.on_a_rank, ranks, replace(parts, samples=samples))
+    found, wanted = ([r["loss"] for r in records(tmp_path / part)] for part in ("parts", "whole"))
+    assert found == pytest.approx(wanted, rel=1e-3)

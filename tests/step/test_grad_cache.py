@@ -1,0 +1,356 @@
+"""The gradient cache gives the gradient of one graph over the whole batch."""
+
+import copy
+import math
+import re
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from clipscale.common.rng import RandomState
+from clipscale.step.grad_cache import GradCache
+from clipscale.step.kept_graphs import graph_bytes
+
+
+class Encoder(nn.Module):
+    """A small encoder with dropout and a module whose use of parameters is not linear."""
+
+    def __init__(self, width: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Linear(width, 12), nn.LayerNorm(12), nn.GELU(), nn.Dropout(dropout), nn.Linear(12, 5)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.normalize(self.net(x), dim=-1)
+
+
+class ClipHead(nn.Module):
+    """The symmetric softmax loss of one process, with a learnable scale, written without clipscale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log_scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, u: Tensor, v: Tensor) -> Tensor:
+        x = self.log_scale.exp() * u @ v.T
+        target = torch.arange(len(u), device=u.device)
+        return (F.cross_entropy(x, target) + F.cross_entropy(x.T, target)) / 2
+
+
+def models(dropout: float = 0.0, dtype: torch.dtype = torch.float64) -> nn.ModuleDict:
+    torch.manual_seed(0)
+    return nn.ModuleDict({"image": Encoder(7, dropout), "text": Encoder(9, dropout), "head": ClipHead()}).to(dtype)
+
+
+def batch(n: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(n, 7, generator=generator, dtype=dtype), torch.randn(n, 9, generator=generator, dtype=dtype)
+
+
+def one_graph(
+    encoders: list[nn.Module], loss: Callable[..., Tensor], inputs: tuple[Tensor, ...], chunks: list[int]
+) -> Tensor:
+    """Forward and backward of everything in one graph; chunk by chunk only in the order in which random numbers are drawn."""
+    features = [torch.cat([e(rows) for rows in x.split(c)]) for e, x, c in zip(encoders, inputs, chunks, strict=True)]
+    value = loss(*features)
+    value.backward()
+    return value.detach()
+
+
+def gradients(module: nn.Module) -> dict[str, Tensor]:
+    def whole(g: Tensor) -> Tensor:
+        return g.full_tensor() if isinstance(g, DTensor) else g
+
+    return {name: whole(p.grad) for name, p in module.named_parameters() if p.grad is not None}
+
+
+def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float) -> None:
+    assert found.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        error = ((found[name] - gradient).norm() / gradient.norm().clamp_min(1e-30)).item()
+        assert error <= tolerance, f"{name}: relative error {error:.2e} > {tolerance:.0e}"
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+@pytest.mark.parametrize("keep", [0, 4000, math.inf])
+@pytest.mark.parametrize(("n", "chunks"), [(12, [4, 4]), (13, [4, 5]), (13, [13, 1]), (5, [9, 9]), (1, [1, 1])])
+def test_gradient_is_that_of_one_graph(
+    n: int, chunks: list[int], keep: float, dropout: float, dtype: torch.dtype, tolerance: float
+) -> None:
+    inputs = batch(n, dtype)
+    wanted = models(dropout, dtype)
+    torch.manual_seed(5)
+    value = one_graph([wanted["image"], wanted["text"]], wanted["head"], inputs, chunks)
+    after_wanted = torch.rand(3)
+
+    found = models(dropout, dtype)
+    torch.manual_seed(5)
+    cached = GradCache([found["image"], found["text"]], found["head"], chunks=chunks, keep_bytes=keep).step(*inputs)
+    after_found = torch.rand(3)
+
+    assert torch.allclose(cached, value, rtol=tolerance)
+    if n > 1:  # a single pair has loss 0 and no gradient to compare with
+        assert_same(gradients(found), gradients(wanted), tolerance)
+    assert torch.equal(after_found, after_wanted), "the replay must leave the random state where the first pass left it"
+
+
+@settings(max_examples=30)
+@given(n=st.integers(2, 24), image_chunk=st.integers(1, 26), text_chunk=st.integers(1, 26), keep=st.floats(0, 20_000))
+def test_any_chunk_sizes_give_the_same_gradient(n: int, image_chunk: int, text_chunk: int, keep: float) -> None:
+    wanted, found = models(), models()
+    one_graph([wanted["image"], wanted["text"]], wanted["head"], batch(n), [n, n])
+    GradCache([found["image"], found["text"]], found["head"], chunks=[image_chunk, text_chunk], keep_bytes=keep).step(
+        *batch(n)
+    )
+    assert_same(gradients(found), gradients(wanted), 1e-10)
+
+
+def test_without_replayed_random_numbers_the_gradient_would_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted, found = models(0.4), models(0.4)
+    torch.manual_seed(5)
+    one_graph([wanted["image"], wanted["text"]], wanted["head"], batch(12), [4, 4])
+    monkeypatch.setattr(RandomState, "restore", lambda self: None)
+    torch.manual_seed(5)
+    GradCache([found["image"], found["text"]], found["head"], chunks=4).step(*batch(12))
+    with pytest.raises(AssertionError, match="relative error"):
+        assert_same(gradients(found), gradients(wanted), 1e-3)
+
+
+def test_gradients_add_up_over_steps() -> None:
+    once, twice = models(), models()
+    GradCache([once["image"], once["text"]], once["head"], chunks=4).step(*batch(10))
+    cache = GradCache([twice["image"], twice["text"]], twice["head"], chunks=4)
+    cache.step(*batch(10))
+    cache.step(*batch(10))
+    assert_same(gradients(twice), {k: 2 * g for k, g in gradients(once).items()}, 1e-10)
+
+
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(7, 5)
+
+    def forward(self, tokens: dict[str, Any], *, weight: list[Tensor]) -> Tensor:
+        return self.lin(tokens["x"]) * tokens["mask"] * weight[0]
+
+
+def test_inputs_may_be_nested_and_towers_may_share_an_encoder() -> None:
+    """Dense retrieval: queries and passages (positives, then hard negatives) through one encoder, passages outnumbering queries."""
+    torch.manual_seed(0)
+    wanted = Nested().double()
+    found = copy.deepcopy(wanted)
+
+    def inputs(n: int, seed: int) -> dict[str, Any]:
+        g = torch.Generator().manual_seed(seed)
+        x, mask, weight = (torch.randn(n, k, generator=g, dtype=torch.float64) for k in (7, 5, 1))
+        return {"tokens": {"x": x, "mask": mask}, "weight": [weight]}
+
+    def loss(q: Tensor, p: Tensor) -> Tensor:
+        return F.cross_entropy(q @ p.T, torch.arange(len(q)))
+
+    queries, passages = inputs(6, 1), inputs(15, 2)
+    loss(wanted(**queries), wanted(**passages)).backward()
+    for keep in (0, math.inf):
+        found.zero_grad()
+        GradCache([found, found], loss, chunks=[4, 7], keep_bytes=keep).step(queries, passages)
+        assert_same(gradients(found), gradients(wanted), 1e-10)
+
+
+def test_three_towers_with_inputs_of_three_kinds_and_chunks_of_their_own() -> None:
+    """A module with positional inputs, a plain function, and a module whose output has a dimension more; unequal numbers of rows."""
+    torch.manual_seed(0)
+    wanted = nn.ModuleDict({"pair": nn.Bilinear(3, 4, 5), "tokens": nn.Linear(6, 5, bias=False)}).double()
+    scale = nn.Parameter(torch.ones(5, dtype=torch.float64))
+    g = torch.Generator().manual_seed(1)
+    a, b, c, d = (torch.randn(*size, generator=g, dtype=torch.float64) for size in ((9, 3), (9, 4), (9, 5), (20, 2, 6)))
+
+    def gain(parts: list[Any]) -> Tensor:
+        x, factor = parts
+        return factor * x * scale
+
+    def loss(u: Tensor, v: Tensor, w: Tensor) -> Tensor:
+        scores = torch.einsum("nd,mtd->nmt", u * v, w).amax(2)
+        return F.cross_entropy(scores, torch.arange(9))
+
+    loss(wanted["pair"](a, b), gain([c, 2.0]), wanted["tokens"](d)).backward()
+    expected = gradients(wanted) | {"scale": scale.grad}
+    for keep in (0, 1500, math.inf):
+        found, scale.grad = copy.deepcopy(wanted), None
+        found.zero_grad()
+        cache = GradCache([found["pair"], gain, found["tokens"]], loss, chunks=[4, 2, 100], keep_bytes=keep)
+        cache.step((a, b), [c, 2.0], d)
+        assert_same(gradients(found) | {"scale": scale.grad}, expected, 1e-10)
+
+
+def test_a_frozen_encoder_runs_once_and_gets_no_gradient() -> None:
+    wanted, found = models(), models()
+    calls = []
+    for m in (wanted, found):
+        m["image"].requires_grad_(False)
+    found["image"].register_forward_hook(lambda *_: calls.append(1))
+    one_graph([wanted["image"], wanted["text"]], wanted["head"], batch(12), [12, 12])
+    GradCache([found["image"], found["text"]], found["head"], chunks=4).step(*batch(12))
+    assert len(calls) == 3, "three chunks, one pass"
+    assert_same(gradients(found), gradients(wanted), 1e-10)
+
+
+@pytest.mark.parametrize(("graphs", "calls_wanted"), [(0, 6), (0.9, 6), (1.1, 5), (2.9, 4), (3.1, 3), (math.inf, 3)])
+def test_as_many_graphs_are_kept_as_fit(graphs: float, calls_wanted: int) -> None:
+    """A budget of so many chunks' graphs saves so many second passes, and is never exceeded."""
+    m = models()
+    with graph_bytes() as size:
+        m["image"](batch(12)[0][:4])
+    calls = []
+    m["image"].register_forward_hook(lambda *_: calls.append(1))
+    cache = GradCache([m["image"], m["text"]], m["head"], chunks=4, keep_bytes=graphs * size() if graphs else 0)
+    for _ in range(2):
+        calls.clear()
+        features = cache.encode(*batch(12))
+        assert cache.budget.used <= cache.budget.bytes
+        cache.backward(m["head"](*features))
+        cache.replay()
+    assert len(calls) == calls_wanted, f"{len(calls)} forward passes of three chunks with a budget of {graphs} graphs"
+
+
+def test_a_graph_that_does_not_fit_the_device_is_gone_before_its_chunk_is_tried_again() -> None:
+    """The gradient is the same, with dropout's random numbers, and no more graphs are tried for."""
+    wanted, found = models(0.4), models(0.4)
+    torch.manual_seed(5)
+    one_graph([wanted["image"], wanted["text"]], wanted["head"], batch(12), [4, 4])
+    broken_off: list[weakref.ref[Tensor]] = []
+
+    def runs_out(module: nn.Module, args: tuple[Tensor], out: Tensor) -> None:
+        assert all(activation() is None for activation in broken_off), "the graph that did not fit is still held"
+        if torch.is_grad_enabled() and not broken_off:
+            broken_off.append(weakref.ref(out))
+            raise torch.OutOfMemoryError("no more")
+
+    handle = found["image"].net[2].register_forward_hook(runs_out)
+    torch.manual_seed(5)
+    cache = GradCache([found["image"], found["text"]], found["head"], chunks=4, keep_bytes=math.inf)
+    features = cache.encode(*batch(12))
+    handle.remove()
+    assert len(broken_off) == 1 and cache.budget.limit == 0
+    cache.backward(found["head"](*features))
+    cache.replay()
+    assert_same(gradients(found), gradients(wanted), 1e-10)
+
+
+def test_buffers_are_updated_once() -> None:
+    m = models()
+    m["image"].net[1] = nn.BatchNorm1d(12).double()
+    GradCache([m["image"], m["text"]], m["head"], chunks=12).step(*batch(12))
+    assert m["image"].net[1].num_batches_tracked == 1
+
+
+def test_scaled_gradients_are_the_scale_times_the_gradients() -> None:
+    plain, scaled = models(dtype=torch.float32), models(dtype=torch.float32)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    GradCache([plain["image"], plain["text"]], plain["head"], chunks=4).step(*batch(12, torch.float32))
+    GradCache([scaled["image"], scaled["text"]], scaled["head"], chunks=4, scaler=scaler).step(
+        *batch(12, torch.float32)
+    )
+    assert_same(gradients(scaled), {k: 1024 * g for k, g in gradients(plain).items()}, 1e-6)
+
+
+def test_autocast_does_not_lose_gradients_between_the_passes() -> None:
+    """Autocast caches cast weights; a cache filled by the pass without a graph would cut the second pass off from its weights."""
+    wanted, found = models(dtype=torch.float32), models(dtype=torch.float32)
+    inputs = batch(12, torch.float32)
+
+    def autocast() -> Any:
+        return torch.autocast("cpu", dtype=torch.bfloat16)
+
+    with autocast():
+        features = [
+            torch.cat([m(rows) for rows in x.split(4)])
+            for m, x in zip([wanted["image"], wanted["text"]], inputs, strict=True)
+        ]
+    wanted["head"](*(f.float() for f in features)).backward()
+    GradCache(
+        [found["image"], found["text"]], lambda u, v: found["head"](u.float(), v.float()), chunks=4, autocast=autocast
+    ).step(*inputs)
+    assert_same(gradients(found), gradients(wanted), 2e-2)
+
+
+@pytest.mark.parametrize(
+    ("make", "inputs", "message"),
+    [
+        (lambda m: GradCache([m["image"], m["text"]], m["head"], chunks=0), (8, 8), "at least one sample"),
+        (lambda m: GradCache([m["image"], m["text"]], m["head"], chunks=[4]), (8, 8), "each of the 2 encoders"),
+        (
+            lambda m: GradCache([m["image"], m["text"]], lambda u, v: u.sum(), chunks=4),
+            (8, 8),
+            "does not use the representations of encoder 1",
+        ),
+        (
+            lambda m: GradCache([lambda x: x[:1] * 2.0, m["text"]], m["head"], chunks=4),
+            (8, 8),
+            "returned 1 rows for 4 samples",
+        ),
+        (lambda m: GradCache([m["image"], m["text"]], m["head"], chunks=4), (0, 0), "empty batch"),
+    ],
+)
+def test_mistakes_are_named(make: Callable[[nn.ModuleDict], GradCache], inputs: tuple[int, int], message: str) -> None:
+    x, y = batch(8)
+    with pytest.raises(ValueError, match=message):
+        make(models()).step(x[: inputs[0]], y[: inputs[1]])
+
+
+def test_batch_norm_over_several_chunks_is_refused() -> None:
+    m = models()
+    m["image"].net[1] = nn.BatchNorm1d(12).double()
+    with pytest.raises(ValueError, match=r"net\.1 is batch normalisation"):
+        GradCache([m["image"], m["text"]], m["head"], chunks=4).step(*batch(12))
+    m["image"].net[1].eval()
+    GradCache([m["image"], m["text"]], m["head"], chunks=4).step(*batch(12))
+
+
+@pytest.mark.parametrize(
+    "backend", ["aot_eager", *(pytest.param(name, marks=pytest.mark.slow) for name in ("eager", "inductor"))]
+)
+def test_compiled_encoders_replay_their_dropout(backend: str) -> None:
+    """The oracle is compiled too: a compiler's random numbers need not be those of eager torch, but have to be the same twice."""
+    torch._dynamo.reset()
+    wanted, found = models(0.4), models(0.4)
+    compiled = [[torch.compile(m[name], backend=backend) for name in ("image", "text")] for m in (wanted, found)]
+    for seed in (5, 6):
+        wanted.zero_grad()
+        found.zero_grad()
+        torch.manual_seed(seed)
+        one_graph(compiled[0], wanted["head"], batch(12), [4, 6])
+        torch.manual_seed(seed)
+        GradCache(compiled[1], found["head"], chunks=[4, 6]).step(*batch(12))
+        assert_same(gradients(found), gradients(wanted), 1e-10)
+
+
+def test_the_dense_retrieval_example_of_the_documentation_works_as_written() -> None:
+    """Queries, passages and hard negatives; the block of docs/step.md is run, and its gradients are those of one graph."""
+    page = (Path(__file__).parents[2] / "docs" / "step.md").read_text()
+    (example,) = re.findall(r"```python\n(.*?GradCache.*?)```", page, re.S)
+    assert len(example.strip().splitlines()) <= 12
+    query_encoder, passage_encoder = Encoder(7).double(), Encoder(9).double()
+    g = torch.Generator().manual_seed(3)
+    query_tokens = {"x": torch.randn(10, 7, generator=g, dtype=torch.float64)}
+    passage_tokens = {"x": torch.randn(30, 9, generator=g, dtype=torch.float64)}
+    twins = copy.deepcopy(query_encoder), copy.deepcopy(passage_encoder)
+    optimizer = torch.optim.SGD([*query_encoder.parameters(), *passage_encoder.parameters()], lr=0.0)
+    names = {**locals()}
+    exec(example, names)
+    scores = twins[0](**query_tokens) @ twins[1](**passage_tokens).T
+    wanted = F.cross_entropy(scores, torch.arange(10))
+    wanted.backward()
+    assert names["value"].item() == pytest.approx(wanted.item())
+    assert_same(gradients(query_encoder), gradients(twins[0]), 1e-10)
+    assert_same(gradients(passage_encoder), gradients(twins[1]), 1e-10)

@@ -1,0 +1,145 @@
+"""Optimizers come from timm, only matrices decay, and the learning rate is a pure function of the step."""
+
+import copy
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from clipscale.common.errors import UserError
+from clipscale.config.data import DataConfig
+from clipscale.config.sections import CacheConfig, OptimConfig, RampConfig, ScheduleConfig
+from clipscale.step.optim import Schedule, build_optimizer, parse_steps, peak_lr
+from clipscale.train import train
+from tests.support.runs import records, settings
+
+
+def small_model() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 18), nn.LayerNorm(18), nn.Linear(18, 4))
+    model.register_parameter("logit_scale", nn.Parameter(torch.tensor(2.0)))
+    return model
+
+
+@pytest.mark.parametrize("name", ["adamw", "adafactorbv", "lion", "lamb", "muon"])
+def test_every_named_optimizer_lowers_a_loss_and_resumes(name: str) -> None:
+    x, y = torch.randn(64, 20, generator=torch.Generator().manual_seed(1)), torch.zeros(64, 4)
+
+    def run(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> float:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            loss = ((model(x) * model.logit_scale - y) ** 2).mean()
+            loss.backward()
+            optimizer.step()
+        return loss.item()
+
+    config = OptimConfig(name=name, lr=3e-3, weight_decay=1e-4, eps=None)
+    model = small_model()
+    optimizer = build_optimizer(model, config)
+    first = run(model, optimizer, 1)
+    run(model, optimizer, 9)
+    resumed = small_model()
+    again = build_optimizer(resumed, config)
+    resumed.load_state_dict(model.state_dict())
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    last = run(model, optimizer, 10)
+    assert last < first, f"{name}: loss {first:.4f} -> {last:.4f}"
+    assert run(resumed, again, 10) == last, f"{name}: a resumed optimizer takes another path"
+
+
+def test_only_matrices_are_decayed() -> None:
+    model = small_model()
+    optimizer = build_optimizer(model, OptimConfig(weight_decay=0.3))
+    decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    for name, p in model.named_parameters():
+        assert decay[id(p)] == (0.3 if p.ndim >= 2 else 0.0), name
+
+
+def test_betas_reach_adafactor_as_momentum_and_cap() -> None:
+    group = build_optimizer(small_model(), OptimConfig(name="adafactorbv", betas=(0.9, 0.95))).param_groups[0]
+    assert (group["momentum"], group["beta2_cap"]) == (0.9, 0.95)
+
+
+def test_frozen_parameters_are_left_out() -> None:
+    model = small_model()
+    model[0].requires_grad_(False)
+    held = {id(p) for g in build_optimizer(model, OptimConfig()).param_groups for p in g["params"]}
+    assert held == {id(p) for p in model.parameters() if p.requires_grad}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (OptimConfig(name="adamv"), "optim.name='adamv'.*did you mean .*adam"),
+        (OptimConfig(options={"colour": 1}), "optim: adamw refuses its settings .*optim.betas, eps, lr and options"),
+    ],
+)
+def test_unknown_optimizers_and_options_are_refused(config: OptimConfig, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        build_optimizer(small_model(), config)
+
+
+def test_steps_are_read_in_three_forms() -> None:
+    assert parse_steps("2000", "s", total=10_000, per_epoch=None) == 2000
+    assert parse_steps("5%", "s", total=10_000, per_epoch=None) == 500
+    assert parse_steps("0.5ep", "s", total=10_000, per_epoch=300.0) == 150
+    with pytest.raises(UserError, match="not known"):
+        parse_steps("0.5ep", "schedule.warmup", total=10, per_epoch=None)
+    with pytest.raises(UserError, match=r"schedule\.warmup='soon'"):
+        parse_steps("soon", "schedule.warmup", total=10, per_epoch=None)
+
+
+def test_cosine_warms_up_linearly_peaks_and_ends_at_its_share() -> None:
+    s = Schedule.build(ScheduleConfig(warmup="10", final=0.1), peak=2.0, total=110, per_epoch=None)
+    assert s.lr(0) == pytest.approx(0.2)
+    assert s.lr(9) == s.lr(10) == pytest.approx(2.0)
+    assert s.lr(60) == pytest.approx(0.2 + 1.8 * 0.5 * (1 + math.cos(math.pi * 0.5)))
+    assert s.lr(110) == pytest.approx(0.2)
+    assert all(s.lr(i) >= s.lr(i + 1) for i in range(10, 109))
+
+
+def test_constant_stays_and_cools_down_linearly() -> None:
+    s = Schedule.build(ScheduleConfig(name="constant", warmup="0", cooldown="20%"), peak=1.0, total=100, per_epoch=None)
+    assert [s.lr(i) for i in (0, 50, 80)] == [1.0, 1.0, 1.0]
+    assert s.lr(90) == pytest.approx(0.5)
+
+
+def test_schedule_sets_every_group() -> None:
+    optimizer = build_optimizer(small_model(), OptimConfig(lr=1.0))
+    s = Schedule.build(ScheduleConfig(name="constant", warmup="4"), peak=1.0, total=10, per_epoch=None)
+    assert s.apply(optimizer, 1) == 0.5
+    assert [g["lr"] for g in optimizer.param_groups] == [0.5, 0.5, 0.5]
+
+
+@pytest.mark.parametrize(("rule", "wanted"), [("none", 1e-3), ("sqrt", 2e-3), ("linear", 4e-3)])
+def test_the_peak_follows_the_batch_by_the_rule(rule: str, wanted: float) -> None:
+    assert peak_lr(OptimConfig(lr=1e-3, lr_scaling=rule, reference_batch=256), 1024) == pytest.approx(wanted)
+    assert peak_lr(OptimConfig(lr=1e-3, lr_scaling=rule, reference_batch=256), 256) == pytest.approx(1e-3)
+
+
+def test_a_rule_without_a_reference_is_refused() -> None:
+    with pytest.raises(UserError, match=r"optim\.lr_scaling=sqrt needs optim\.reference_batch"):
+        peak_lr(OptimConfig(lr_scaling="sqrt"), 1024)
+
+
+def test_under_a_ramp_the_scaled_peak_follows_the_batch(shards: str, tmp_path: Path) -> None:
+    """Batches of 6, then 24, at a constant schedule: sqrt(6/24) and sqrt(24/24) of the peak at 24, which is twice that at 6."""
+    train(
+        settings(
+            tmp_path,
+            tmp_path / "run",
+            data=DataConfig(train=[shards], workers=0, shard_streams=2),
+            batch=24,
+            samples=60,
+            ramp=RampConfig(start=6, samples=12, rule="double"),
+            cache=CacheConfig(),
+            schedule=ScheduleConfig(name="constant", warmup="0"),
+            optim=OptimConfig(lr=1e-3, lr_scaling="sqrt", reference_batch=6),
+        )
+    )
+    found = records(tmp_path / "run")
+    assert found[0]["batch"] == 6 and found[-1]["batch"] == 24
+    for record in found:
+        assert record["lr"] == pytest.approx(1e-3 * math.sqrt(record["batch"] / 6)), record["batch"]
