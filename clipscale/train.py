@@ -3,13 +3,12 @@
 import logging
 import time
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from traceback import clear_frames
 from typing import Any
 
 from clipscale import checkpoint
-from clipscale.common.errors import LostRankError, StoppedError, UserError, lost_rank
+from clipscale.common.errors import StoppedError, UserError, lost_rank
 from clipscale.common.phases import Phases, Readback
 from clipscale.common.rng import RandomState
 from clipscale.common.terminal import say
@@ -25,8 +24,7 @@ from clipscale.distributed.fsdp import reshard
 from clipscale.distributed.world import World
 from clipscale.eval.run import check as check_sets
 from clipscale.eval.run import evaluate
-from clipscale.launch import heartbeat, run_lock
-from clipscale.launch.heartbeat import Heartbeat
+from clipscale.launch import run_lock
 from clipscale.launch.run_lock import RunLock
 from clipscale.launch.stopping import AbandonedError, Stop
 from clipscale.models.towers import Flops
@@ -36,7 +34,7 @@ from clipscale.report.profile import Profiler
 from clipscale.report.step_record import StepRecords
 from clipscale.report.table import print_results
 from clipscale.state.start import start
-from clipscale.step.chunk_sizes import CHUNKS, BudgetTuner, StageTuner
+from clipscale.step.chunk_sizes import CHUNKS, BudgetTuner
 from clipscale.step.optim import Schedule
 
 log = logging.getLogger(__name__)
@@ -56,14 +54,13 @@ def train(config: TrainConfig) -> dict[str, Any]:
     lock, lost = RunLock(folder), False
     try:
         world.on_main(lock.enter)
-        with Heartbeat(folder, world, config.launch.timeout_s) as heart:
-            return Run(config, world, heart, begun).go()
+        return Run(config, world, begun).go()
     except UserError:
         if new:
-            checkpoint.remove_empty_run(folder, CHUNKS, run_lock.FILE, heartbeat.FOLDER)
+            checkpoint.remove_empty_run(folder, CHUNKS, run_lock.FILE)
         raise
-    except LostRankError:
-        lost = True
+    except Exception as error:
+        lost = lost_rank(error)
         raise
     finally:
         lock.release()
@@ -74,24 +71,19 @@ def train(config: TrainConfig) -> dict[str, Any]:
 class Run:
     """Everything one training process holds."""
 
-    def __init__(
-        self, config: TrainConfig, world: World, heart: Heartbeat | None = None, begun: float | None = None
-    ) -> None:
+    def __init__(self, config: TrainConfig, world: World, begun: float | None = None) -> None:
         """`begun`: when this start of the run began, by the monotonic clock."""
         self.config, self.world = config, world
         self.begun = begun or time.monotonic()
         shared(config.batch, world.size, f"{world.size} processes")
         self.sizes = BatchSizes(config.batch, config.ramp)
         self.folder = Path(config.run)
-        self.heart = heart or Heartbeat(self.folder, world, config.launch.timeout_s)
         world.on_main(lambda: checkpoint.make_folder(self.folder))
         check_sets(config.eval, world)
         self.budget = BudgetTuner(config.cache.keep, world.device)
-        self.heart.enter("load", 0, beat=True)
         started = start(config, world, self.folder, self.sizes)
-        self.state, self.stream, self.within = started.state, started.stream, started.within
+        self.state, self.stream = started.state, started.stream
         self.step, self.last_loss, resumed = started.step, started.loss, started.resumed
-        self.stages = StageTuner(config.launch.zero, [tower.encoder for tower in self.state.cache.towers], world)
         flops = Flops(config.model, world.device, stored_images=self.state.stored is not None)
         epoch = self.stream.samples_per_epoch
         samples = self.sizes.samples(config.samples, config.epochs, epoch)
@@ -122,7 +114,6 @@ class Run:
         self.saver = checkpoint.Saver(self.folder, world, config.checkpoint, started.store)
         self.saver.last_step, self.saved_step = (self.step, self.step) if resumed else (None, 0)
         self.profiler = Profiler(self.folder, config.log.profile, world.rank, world.device)
-        self.heart.detail, self.saver.check = self.doing, self.heart.check
         self.step_s = self.eval_s = 0.0  # what the last of each took
         self.first: dict[str, float] = {}  # of this start's first record
         self.busy = False  # whether the device has work of the present step
@@ -187,8 +178,6 @@ class Run:
         """
         before, started = RandomState.now(self.world.device), time.monotonic()
         statistics = [buffer.clone() for buffer in self.state.statistics()]
-        if self.within.minutes:
-            self.within.save_base = partial(self.save, before, self.stream.position())
         self.stop.begin(self.step_s)
         self.stop.save_s = self.saver.save_s
         try:
@@ -198,7 +187,6 @@ class Run:
             clear_frames(error.__traceback__)  # they hold graphs, and saving takes memory
             for tower in self.state.cache.towers:
                 tower.graphs.begin()
-            self.within.save()
             before.restore()
             for buffer, value in zip(self.state.statistics(), statistics, strict=True):
                 buffer.copy_(value)
@@ -212,7 +200,7 @@ class Run:
         """The step itself."""
         state, cache, size = self.state, self.state.cache, self.sizes.at(self.step)
         measured = self.config.log.noise_scale > 0 and (self.step + 1) % self.config.log.noise_scale == 0
-        phases = Phases(self.world.device, lambda name: self.heart.enter(name, self.step + 1))
+        phases = Phases(self.world.device)
         lr = self.set_learning_rate(size)
         batch, images, texts = self.inputs(size, measured=measured)
         with phases("encode"):
@@ -231,7 +219,6 @@ class Run:
             if finite or state.precision.scaler:  # after an overflow the scaler skips the step and lowers its scale
                 state.update(norm)
         self.budget.after_step(phases)
-        self.stages.after_step(phases)
         self.last_loss = loss
         return self.record(
             size, phases, texts, lr=lr, grad_norm=grad_norm if finite else None, skipped=not finite, **noise
@@ -243,14 +230,11 @@ class Run:
         `measured`: the step measures the noise scale.
         """
         state, self.busy = self.state, False
-        self.stages.before_step(size)
         if size != self.budget.batch:
             for tower in state.cache.towers:
                 tower.graphs.forget()
-        self.budget.before_step(state.cache.budget, size, keep=not measured, taken=self.stages.taken)
+        self.budget.before_step(state.cache.budget, size, keep=not measured)
         state.optimizer.zero_grad()
-        self.within.begin(self.step, self.last_loss, measured=measured)
-        self.within.restore()
         batch = self.stream.next_batch()
         images = ChunkLoader(batch.pixels, len(batch), self.world.device, resident=state.captions.resident)
         texts = state.captions.input(batch, sort=not measured)  # the noise scale wants chunks of random samples
@@ -268,22 +252,15 @@ class Run:
         return record
 
     def before_chunk(self) -> None:
-        """Leave the step at a signal, or save its progress."""
+        """Leave the step at a signal."""
         if self.busy:
             self.records.finish()
         self.busy = True
         self.before_batch()
-        self.within.check()
 
     def before_batch(self) -> None:
         """Leave an evaluation at a signal."""
-        self.heart.move()
         self.stop.check()
-
-    def doing(self) -> str:
-        """What this rank does or waits for beside its phase."""
-        parts = {"waiting for data": self.stream.waited.running, "writing a checkpoint": self.saver.writing}
-        return "; ".join(name for name, true in parts.items() if true)
 
     def set_learning_rate(self, size: int) -> float:
         """Set and return the learning rate of the next step, of `size` samples. A scaled peak follows `size`."""
@@ -298,7 +275,6 @@ class Run:
         state.model.image.to(self.world.device)
         averaged = state.average if self.config.eval.weights == "ema" else None
         started = time.monotonic()
-        self.heart.enter("evaluation", self.step, beat=True)
         self.stop.begin(self.eval_s)
         with averaged.in_place(state.model) if averaged else nullcontext():
             results = evaluate(
@@ -327,21 +303,16 @@ class Run:
         due_by_time, self.stopping = self.world.highest(int(late), self.stop.number)
         return due or bool(due_by_time or self.stopping)
 
-    def save(self, random: RandomState | None = None, position: dict[str, Any] | None = None) -> None:
+    def save(self) -> None:
         """Begin to write a checkpoint; see `checkpoint.Saver`. A run that ends here waits for it.
-
-        In the midst of a step, `random` and `position` are those of its begin, and a checkpoint of it is written only once.
 
         Raises UserError, on every rank, where it cannot be written.
         """
-        if random and self.saver.last_step == self.step:
-            return
         self.records.finish()
-        self.heart.enter("save", self.step, beat=True)
-        now = random or RandomState.now(self.world.device)
+        now = RandomState.now(self.world.device)
         state = self.state.state_dict() | {
             "random": self.world.gather({"cpu": now.cpu, "cuda": now.cuda}),
-            "position": merge_positions(self.world.gather(position or self.stream.position())),
+            "position": merge_positions(self.world.gather(self.stream.position())),
             "batch": self.config.batch,
             "samples": self.sizes.before(self.step),
             "loss": self.last_loss,

@@ -64,18 +64,6 @@ def found(run: Path) -> list[Path]:
     return sorted((p for p in paths if re.fullmatch(r"step_\d+(\.pt)?", p.name)), key=lambda p: (step_of(p), p.name))
 
 
-def within(run: Path, step: int) -> Path:
-    """The folder of the progress inside the step after `step`; see within_step.py."""
-    return run / "checkpoints" / f"step_{step:08d}.within"
-
-
-def remove_progress(run: Path, step: int) -> None:
-    """Delete the progress inside steps that `step` completes."""
-    for path in (run / "checkpoints").glob("step_*.within"):
-        if path.name < within(run, step).name:
-            discard(path)
-
-
 def newest_step(run: Path) -> int | None:
     """The step of a run's newest checkpoint, by its name."""
     candidates = found(run)

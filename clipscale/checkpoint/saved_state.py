@@ -1,7 +1,7 @@
 """What a checkpoint must hold. It is checked once, when it is read, so that no later line meets a missing key or another type."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import Annotated, Any, NotRequired, TypeVar
@@ -132,34 +132,6 @@ def check(state: Mapping[str, Any]) -> None:
     position = state["position"]
     if set(position["at"]) != {str(stream) for stream in range(position.get("streams", position.get("lanes", 0)))}:
         raise ValueError("position: not one place for each shard stream")
-
-
-def check_progress(
-    progress: Any, towers: Sequence[Sequence[Tensor]], names: Sequence[str], shape: tuple[int, int]
-) -> None:
-    """Raise ValueError for progress within a step that these `towers`, by their parameters and `names`, cannot go on from.
-
-    `shape`: rows and width of the features of a whole batch. Rows of chunks are checked when the batch is there.
-    """
-    check_entries(progress, _PROGRESS)
-    check_generators(*progress["cache"]["random"])
-    gradients, found = progress["gradients"], progress["cache"]["towers"]
-    if len(found) != len(towers) or not set(gradients.get("complete", [""])) <= set(names):
-        raise ValueError("cache: other towers")
-    for tower in found:
-        features, random = tower["features"], tower["random"]
-        fits = features.dim() == 2 and len(features) <= shape[0] and features.shape[1] == shape[1]
-        if (random and not (fits and features.is_floating_point())) or not tower["replayed"] <= len(random) <= shape[0]:
-            raise ValueError("cache: features or chunks of another batch")
-        for pair in random:
-            check_generators(*pair)
-    own = {f"{name}.{i}": p for name, tower in zip(names, towers) for i, p in enumerate(tower)}
-    for key, value in gradients.items():
-        p = own.get(key)
-        if key != "complete" and not (
-            isinstance(value, Tensor) and p is not None and value.shape == p.shape and value.dtype == p.dtype
-        ):
-            raise ValueError(f"gradients: {printable(key)[:80]} is no gradient of the model")
 
 
 def check_generators(cpu: Tensor, cuda: Tensor | None) -> None:

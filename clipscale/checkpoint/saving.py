@@ -163,7 +163,6 @@ class Saver:
             folder.remove(path)
         self._temporary(step).replace(path)
         sync_folder(path.parent)
-        folder.remove_progress(self.run, step)
         keep, checkpoints = (self.config.keep, self.config.keep_every), folder.found(self.run)
         outdated = folder.outdated([folder.step_of(one) for one in checkpoints], step, *keep)
         for old in checkpoints:

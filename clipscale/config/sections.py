@@ -28,7 +28,6 @@ class CheckpointConfig:
     every: int = setting(0, "Steps between checkpoints; 0: none by steps.", least=0)
     minutes: float = setting(30.0, "Minutes between checkpoints; 0: none by time. A run always ends with one.", least=0)
     keep: int = setting(2, "Newest checkpoints kept; 0: all.", least=0)
-    within_step: float = setting(0.0, "Minutes between saves of the progress inside a long step; 0: none.", least=0)
     store: str = setting(
         "", "Folder in object storage (`s3://`, `gs://`, ...): checkpoints are copied there, and fetched to resume."
     )
@@ -58,9 +57,9 @@ class LaunchConfig:
         choices=("ddp", "fsdp"),
     )
     zero: str = setting(
-        "auto",
-        "What parallel=fsdp keeps whole within a step: nothing (`3`), weights (`2`), gradients too (`1`); `auto`: as memory allows.",
-        choices=("auto", "1", "2", "3"),
+        "3",
+        "What parallel=fsdp keeps whole within a step: nothing (`3`), weights (`2`), or gradients too (`1`).",
+        choices=("1", "2", "3"),
     )
 
 

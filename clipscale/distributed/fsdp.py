@@ -57,9 +57,9 @@ def check_weights(config: PrecisionConfig) -> None:
 
 
 def sharding(zero: str, precision: Precision) -> Sharding:
-    """Of the settings. `auto` begins at stage 3. Layers in 8 bits make their weights' type by themselves."""
+    """Of the settings. Layers in 8 bits make their weights' type by themselves."""
     half = precision.dtype != torch.float32 and not precision.eight_bit
-    return Sharding(3 if zero == "auto" else int(zero), precision.dtype if half else None, precision.half_weights)
+    return Sharding(int(zero), precision.dtype if half else None, precision.half_weights)
 
 
 class ShardedTower(nn.Module):
@@ -69,8 +69,6 @@ class ShardedTower(nn.Module):
         super().__init__()
         keep_stream_type(tower, sharding)
         own = policy(tower, sharding)
-        self.sizes = sizes(tower, own)
-        """Bytes of the whole weights as they are gathered, and of whole gradients."""
         for module in [*blocks(tower), tower]:
             fully_shard(module, mesh=mesh, mp_policy=own)
         self.module = tower
@@ -97,11 +95,6 @@ class ShardedTower(nn.Module):
         self.module.set_requires_gradient_sync(last or self.stage > 1)
         self.module.set_reshard_after_backward(last or self.stage == 3)
         yield
-
-    def extra_bytes(self, stage: int) -> int:
-        """What a stage holds beyond stage 3, at most."""
-        weights, gradients = self.sizes
-        return {3: 0, 2: weights, 1: weights + gradients}[stage]
 
 
 def policy(tower: nn.Module, sharding: Sharding) -> MixedPrecisionPolicy:
@@ -140,14 +133,6 @@ def keep_stream_type(tower: nn.Module, sharding: Sharding) -> None:
 
 def _constant(value: Any) -> Any:
     return value
-
-
-def sizes(tower: nn.Module, policy: MixedPrecisionPolicy) -> tuple[int, int]:
-    """Bytes of all weights as the policy gathers them, and of their gradients as it sums them."""
-    choose = getattr(policy, "param_dtype_override_fn", None)
-    weights = sum(p.numel() * (choose(p) if choose else p.dtype).itemsize for p in tower.parameters())
-    gradients = sum(p.numel() * (policy.reduce_dtype or p.dtype).itemsize for p in tower.parameters())
-    return weights, gradients
 
 
 def blocks(tower: nn.Module) -> list[nn.Module]:

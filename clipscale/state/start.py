@@ -18,7 +18,6 @@ from clipscale.data.loader.stream import BatchShare, TrainStream, merge_position
 from clipscale.distributed.world import World
 from clipscale.models.weights import described_for_training
 from clipscale.state.train_state import TrainState
-from clipscale.state.within_step import WithinStep
 
 
 @dataclass
@@ -27,7 +26,6 @@ class Started:
 
     state: TrainState
     stream: TrainStream
-    within: WithinStep
     store: Store | None
     resumed: bool = False
     step: int = 0
@@ -54,7 +52,7 @@ def start(config: TrainConfig, world: World, folder: Path, sizes: BatchSizes) ->
     if model != config.model:
         state.notes.append(f"pixels are normalised as for the weights: mean {[*model.mean]}, deviation {[*model.std]}")
     stream = data_stream(state, sizes, saved)
-    begun = Started(state, stream, WithinStep(folder, world, config, state), store)
+    begun = Started(state, stream, store)
     merge_positions(world.gather(stream.position()))  # refuses shards that differ between the ranks
     torch.manual_seed(config.seed + 1 + world.rank)
     if saved is None:
@@ -65,7 +63,6 @@ def start(config: TrainConfig, world: World, folder: Path, sizes: BatchSizes) ->
         RandomState(own["cpu"], own["cuda"] if world.device.type == "cuda" else None).restore()
     else:  # another number of ranks: new random numbers, which differ at every resume
         torch.manual_seed(config.seed + 1 + world.rank + begun.step * world.size)
-    begun.within.load(begun.step, begun.loss)
     return begun
 
 

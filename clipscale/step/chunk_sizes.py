@@ -1,10 +1,9 @@
-"""Measures what fits the device: the samples of a chunk, the memory for kept graphs, and what FSDP2 keeps whole."""
+"""Measures what fits the device: the samples of a chunk, and the memory for kept graphs."""
 
 import json
 import logging
-import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from clipscale.common.phases import Phases
 from clipscale.common.rng import RandomState
 from clipscale.common.units import parse_count, parse_memory
 from clipscale.config.sections import CacheConfig
-from clipscale.distributed.fsdp import ShardedTower
 from clipscale.distributed.world import World
 from clipscale.loss.machine import Machine
 from clipscale.step.kept_graphs import ActivationBudget
@@ -205,62 +203,16 @@ class BudgetTuner:
         if self.auto and device.type == "cpu":
             self.auto, self.fixed = False, psutil.virtual_memory().available / 2
 
-    def before_step(self, budget: ActivationBudget, batch: int, *, keep: bool = True, taken: int = 0) -> None:
-        """Set the budget for a step of `batch` samples; 0 without `keep`. A new batch size is measured anew.
-
-        `taken`: bytes that this step takes beyond the measured one.
-        """
+    def before_step(self, budget: ActivationBudget, batch: int, *, keep: bool = True) -> None:
+        """Set the budget for a step of `batch` samples; 0 without `keep`. A new batch size is measured anew."""
         if batch != self.batch:
             self.batch, self.working_bytes = batch, None
         budget.bytes = self.fixed
         if self.auto and self.working_bytes is not None:
-            budget.bytes = max(0.0, MARGIN * Machine().free_bytes(self.device) - self.working_bytes - taken)
+            budget.bytes = max(0.0, MARGIN * Machine().free_bytes(self.device) - self.working_bytes)
         if not keep:
             budget.bytes = 0
 
     def after_step(self, phases: Phases) -> None:
         if self.auto and self.working_bytes is None:
             self.working_bytes = phases.working_bytes()
-
-
-class StageTuner:
-    """Sets what FSDP2 keeps whole in each step (`launch.zero`).
-
-    `auto`: a first step at stage 3 is measured. Later steps have the lowest stage that the rest of the free memory holds on every rank,
-    less a margin. On a CPU it may take half of the memory that is free at the start, shared by the ranks of this machine.
-    """
-
-    def __init__(self, setting: str, towers: Sequence[object], world: World) -> None:
-        self.towers = [tower for tower in towers if isinstance(tower, ShardedTower)]
-        self.world, self.auto = world, setting == "auto" and bool(self.towers)
-        self.taken = 0
-        """Bytes of the present stage beyond stage 3, at most; with a fixed stage 0, as that is in every measurement."""
-        self.batch: int | None = None
-        self.spare: float | None = None
-        """Bytes that a step at stage 3 leaves; None: not measured yet."""
-        if self.auto and world.device.type == "cpu":
-            ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
-            self.spare = psutil.virtual_memory().available / 2 / ranks
-
-    def before_step(self, batch: int) -> None:
-        """Set the stage for a step of `batch` samples. A new batch size is measured anew. All ranks call it."""
-        if not self.auto or batch == self.batch:
-            return
-        if self.world.device.type == "cuda" and self.batch is not None:
-            self.spare = None
-        self.batch = batch
-        self._choose()
-
-    def after_step(self, phases: Phases) -> None:
-        """Measure the first step of a batch size."""
-        if self.auto and self.spare is None:
-            self.spare = MARGIN * Machine().free_bytes(self.world.device) - phases.working_bytes()
-            self._choose()
-
-    def _choose(self) -> None:
-        spare = -1.0 if self.spare is None else self.spare
-        needs = {stage: sum(tower.extra_bytes(stage) for tower in self.towers) for stage in (1, 2)}
-        (stage,) = self.world.highest(next((stage for stage, need in needs.items() if need <= spare), 3))
-        for tower in self.towers:
-            tower.set_stage(stage)
-        self.taken = sum(tower.extra_bytes(stage) for tower in self.towers)

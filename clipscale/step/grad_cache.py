@@ -23,7 +23,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves, tree_map
 
-from clipscale.common.errors import UserError
 from clipscale.common.rng import RandomState
 from clipscale.step.kept_graphs import CHECKPOINTED, ActivationBudget, KeptGraphs, Switch
 from clipscale.step.pass_contexts import (
@@ -131,8 +130,6 @@ class GradCache:
             keep_bytes = 0
         self.budget = ActivationBudget(keep_bytes)
         self._groups = groups_of(encoders)
-        self._encoded: RandomState | None = None  # after the first pass
-        self._random: RandomState | None = None  # at which the next step goes on
         self.towers = [
             _Tower(
                 encoder,
@@ -160,18 +157,13 @@ class GradCache:
         """
         if len(inputs) != len(self.towers):
             raise ValueError(f"{len(inputs)} inputs for {len(self.towers)} encoders")
-        self.budget.used, self._encoded = 0, None
+        self.budget.used = 0
         self._agree()
         for i, tower in enumerate(self.towers):
             tower.begin()
             rebuild_buckets(tower.encoder)
             tower.graphs.later = sum(later.least for later in self.towers[i + 1 :])
-        if self._random:
-            self._random.restore()
-            self._random = None
-        pairs = zip(self.towers, inputs, strict=True)
-        found, self._encoded = [tower.encode(batch, self.before_chunk) for tower, batch in pairs], RandomState.now()
-        return found
+        return [tower.encode(batch, self.before_chunk) for tower, batch in zip(self.towers, inputs, strict=True)]
 
     def _agree(self) -> None:
         """Over ranks, the least budget and the largest costs."""
@@ -188,16 +180,6 @@ class GradCache:
         self.budget.bytes = math.inf if -negative == UNLIMITED else -negative
         for one in graphs:
             one.costs.update({kind: costs.pop(0) for kind in one.measured})
-
-    def state_dict(self) -> dict[str, Any]:
-        """Where the step stands between two chunks: features so far, random states, chunks replayed. Without parameter gradients."""
-        return {"random": (self._encoded or RandomState.now()).pair(), "towers": [t.state_dict() for t in self.towers]}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Let the next step go on from there. Its inputs, weights and chunk sizes must be the same."""
-        self._random = RandomState(*state["random"])
-        for tower, restored in zip(self.towers, state["towers"], strict=True):
-            tower.restored = restored
 
     def ranges(self, tower: int, rows: int) -> Iterator[tuple[int, int]]:
         """The row ranges that both passes of a tower over a batch ask for, in order. Read at most one range ahead of the passes.
@@ -244,19 +226,11 @@ class _Tower:
     random_states: list[RandomState] = field(default_factory=list)
     replayed: int = 0
     """Chunks whose gradient the second pass has added."""
-    restored: dict[str, Any] | None = None
-    """Where the next step goes on."""
 
     def begin(self) -> None:
         """A step begins."""
         self.random_states, self.replayed, self.representations, self.order = [], 0, torch.empty(0), None
         self.graphs.begin()
-
-    def state_dict(self) -> dict[str, Any]:
-        rows = self.spans[len(self.random_states) - 1][1] if self.random_states else 0
-        random = [one.pair() for one in self.random_states]
-        done = self.representations.detach()[self.place(0, rows)]
-        return {"features": done, "random": random, "replayed": self.replayed}
 
     @property
     def trained(self) -> bool:
@@ -272,9 +246,7 @@ class _Tower:
         self.spans = self.inputs.spans(self.size) if isinstance(self.inputs, Arranged) else self.cut(rows)
         self.order = self.inputs.rows(0, rows) if isinstance(self.inputs, Arranged) else None
         self.refuse_batch_norm()
-        if self.restored:
-            self.go_on(rows)
-        for i, (start, stop) in list(enumerate(self.spans))[len(self.random_states) :]:
+        for i, (start, stop) in enumerate(self.spans):
             before_chunk()
             self.random_states.append(RandomState.now())
             with gradient_sync(self.encoder, False):
@@ -283,23 +255,6 @@ class _Tower:
                 self.representations = out.new_empty((rows, *out.shape[1:]))
             self.representations.data[self.place(start, stop)] = out.detach()
         return self.representations.requires_grad_(self.trained)
-
-    def go_on(self, rows: int) -> None:
-        """Take in the chunks that an interrupted step has done."""
-        assert self.restored
-        self.random_states = [RandomState(*one) for one in self.restored["random"]]
-        self.replayed = self.restored["replayed"]
-        chunks = len(self.random_states)
-        if chunks > len(self.spans) or (chunks and len(self.restored["features"]) != self.spans[chunks - 1][1]):
-            raise UserError(
-                "the progress within the step is of another batch; delete its folder, checkpoints/step_*.within"
-            )
-        if self.random_states:
-            done = self.restored["features"]
-            device = next((p.device for p in getattr(self.encoder, "parameters", lambda: iter(()))()), done.device)
-            self.representations = torch.empty(rows, *done.shape[1:], dtype=done.dtype, device=device)
-            self.representations[self.place(0, len(done))] = done.to(device)
-        self.restored = None
 
     def cut(self, rows: int) -> list[tuple[int, int]]:
         return [(start, min(start + self.size, rows)) for start in range(0, rows, self.size)]
@@ -310,9 +265,8 @@ class _Tower:
 
     def ranges(self, rows: int) -> Iterator[tuple[int, int]]:
         spans, trained = self.cut(rows), self.trained  # evaluated here, because gradients are off inside the first pass
-        done = len(self.restored["random"]) if self.restored else 0
         replayed = (span for _ in range(trained) for span in spans[max(len(self.graphs.outputs), self.replayed) :])
-        return chain(spans[done:], replayed)
+        return chain(spans, replayed)
 
     def first_pass(self, i: int, start: int, stop: int) -> Tensor:
         """Encode chunk i, with a graph if that is to be kept."""

@@ -4,7 +4,6 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,14 +11,9 @@ from torch import Tensor, nn
 
 from clipscale import checkpoint
 from clipscale.common.errors import UserError
-from clipscale.common.phases import Phases
 from clipscale.config.sections import CacheConfig, CheckpointConfig, ModelConfig
-from clipscale.distributed.fsdp import ShardedTower
-from clipscale.distributed.world import World
-from clipscale.loss.machine import Machine
 from clipscale.step import chunk_sizes as autotune
-from clipscale.step.chunk_sizes import CHUNKS, BudgetTuner, StageTuner, save_chunk_sizes, saved_chunk_sizes
-from clipscale.step.kept_graphs import ActivationBudget
+from clipscale.step.chunk_sizes import CHUNKS, save_chunk_sizes, saved_chunk_sizes
 from clipscale.train import train
 from tests.support.runs import ARCHITECTURE, settings
 
@@ -51,80 +45,6 @@ def test_the_largest_chunk_that_fits_leaves_no_memory_and_is_not_taken(monkeypat
     assert measured(monkeypatch, fits=256, rates=rising)(False) == 128
     with pytest.raises(UserError, match="not even 16 samples fit"):
         measured(monkeypatch, fits=8, rates=rising)(False)
-
-
-# ---- FSDP2's stage ----
-
-
-class Tower(ShardedTower):
-    """Gathers 10 bytes of weights and has 20 of gradients."""
-
-    def __init__(self) -> None:
-        nn.Module.__init__(self)
-        self.sizes, self.stage = (10, 20), 0
-
-    def set_stage(self, stage: int) -> None:
-        self.stage = stage
-
-
-def steps(tuner: StageTuner, tower: Tower, batches: list[int]) -> list[int]:
-    """The stage of each step. A step takes 100 bytes beyond what is there at its start."""
-    stages = []
-    for batch in batches:
-        tuner.before_step(batch)
-        stages.append(tower.stage)
-        phases = Phases(GPU)
-        phases.before, phases.peak = {"encode": 60}, {"encode": 90, "replay": 160}
-        tuner.after_step(phases)
-    return stages
-
-
-@pytest.mark.parametrize(("free", "stage", "taken"), [(150, 1, 30), (125, 2, 10), (112, 3, 0), (50, 3, 0)])
-def test_a_first_step_at_stage_3_shows_which_stage_fits(
-    monkeypatch: pytest.MonkeyPatch, free: int, stage: int, taken: int
-) -> None:
-    """0.9 of the free bytes, less what the step takes, hold the weights (stage 2), or the gradients too (stage 1)."""
-    monkeypatch.setattr(Machine, "free_bytes", lambda self, device: free)
-    tower = Tower()
-    tuner = StageTuner("auto", [tower, nn.Linear(1, 1)], World(0, 1, GPU))
-    assert steps(tuner, tower, [8, 8, 8]) == [3, stage, stage]
-    assert tuner.taken == taken
-    assert steps(tuner, tower, [16, 16]) == [3, stage], "another batch takes other memory"
-
-
-def test_ranks_have_one_stage_the_highest_that_any_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Machine, "free_bytes", lambda self, device: 150)
-    monkeypatch.setattr(World, "highest", lambda self, *values: [max(2, *values)])
-    tower = Tower()
-    assert steps(StageTuner("auto", [tower], World(0, 2, GPU)), tower, [8, 8]) == [3, 2]
-
-
-def test_a_stage_that_is_set_stays_and_towers_without_one_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    tower = Tower()
-    assert steps(StageTuner("2", [tower], World(0, 1, GPU)), tower, [8, 16]) == [0, 0]
-    tuner = StageTuner("auto", [nn.Linear(1, 1)], World(0, 1, GPU))
-    tuner.before_step(8)
-    assert tuner.taken == 0
-
-
-def test_on_a_cpu_half_of_the_free_memory_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    for free, stage in ((240, 1), (60, 2), (30, 3)):  # of two ranks, and half of it
-        monkeypatch.setattr(autotune.psutil, "virtual_memory", lambda free=free: SimpleNamespace(available=free))
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-        tower = Tower()
-        tuner = StageTuner("auto", [tower], World(0, 1, torch.device("cpu")))
-        assert steps(tuner, tower, [8, 8]) == [stage, stage]
-
-
-def test_kept_graphs_leave_the_bytes_that_the_stage_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Machine, "free_bytes", lambda self, device: 1000)
-    tuner, budget = BudgetTuner("auto", GPU), ActivationBudget(0)
-    phases = Phases(GPU)
-    phases.before, phases.peak = {"encode": 60}, {"replay": 160}
-    tuner.before_step(budget, 8)
-    tuner.after_step(phases)
-    tuner.before_step(budget, 8, taken=30)
-    assert budget.bytes == 900 - 100 - 30
 
 
 def test_chunks_found_on_another_device_are_found_anew(
