@@ -55,7 +55,7 @@ $(RESULTS):
 
 # Is it right: kernels, step, offload, fp16, whole runs.
 JOBS := 8
-GPU_TESTS := tests/test_gpu.py tests/loss/test_gpu.py tests/loss/triton/test_gpu.py tests/loss/triton/test_backend.py tests/loss/triton/test_launches.py tests/loss/triton/test_gluon.py tests/data/loader/test_gpu_decode.py
+GPU_TESTS := tests/test_gpu.py tests/loss/test_gpu.py tests/loss/triton/test_gpu.py tests/loss/triton/test_backend.py tests/loss/triton/test_launches.py tests/loss/triton/test_gluon.py
 gpu-right:
 	$(RUN) -m clipscale.bench.record make $@ > $(RESULTS)/right.txt
 	$(WITHIN) 540 $(RUN) -m pytest -n $(JOBS) -rA --durations=20 $(GPU_TESTS) 2>&1 | tee -a $(RESULTS)/right.txt

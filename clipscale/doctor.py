@@ -20,13 +20,11 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-from clipscale.common.errors import UserError
 from clipscale.common.hardware import cores
 from clipscale.common.units import format_bytes
 from clipscale.config.data import DataConfig
 from clipscale.config.sections import LaunchConfig
 from clipscale.config.tools import DoctorSettings, EvalRunConfig
-from clipscale.data.loader.gpu_decode import jpeg_decoder
 from clipscale.data.loader.memory import free_memory
 from clipscale.data.loader.offload import train_transform
 from clipscale.data.order import CounterRNG
@@ -165,12 +163,6 @@ def decoding(settings: DoctorSettings) -> Iterator[Finding]:
         transform(file.getvalue(), CounterRNG(count), out)
         count += 1
     torch.set_num_threads(threads)
-    if torch.cuda.is_available():
-        try:
-            jpeg_decoder(torch.device("cuda"))
-            yield "ok", "data.decode=gpu works"
-        except UserError as error:
-            yield "note", str(error)
     yield "ok", f"{count / seconds:.0f} pictures of {SIDE} pixels a second on one core; {cores()} cores"
 
 

@@ -1,6 +1,6 @@
 """`clipscale bench data`: pictures to pixels per core, and shards to batches through workers, beside open_clip's transform and loader.
 
-On a GPU it also measures the decoder there. The table ends with the cores that feed GPUs of several kinds.
+The table ends with the cores that feed GPUs of several kinds.
 """
 
 from collections.abc import Iterator, Sequence
@@ -8,20 +8,17 @@ from dataclasses import asdict, dataclass, replace
 from math import ceil
 from typing import Any, Self
 
-import torch
 import yaml
 from rich.console import Console
 
-from clipscale.bench.data_work import GPU, ON_CPU, OWN_TOKENS, PEER, WORDS
+from clipscale.bench.data_work import ON_CPU, OWN_TOKENS, PEER, WORDS
 from clipscale.bench.harness import Answer, Job
 from clipscale.bench.present import Bars, Benchmark, Column, Key, extent
-from clipscale.bench.record import counts, device_of, drive, processor
-from clipscale.common.errors import UserError
+from clipscale.bench.record import counts, drive, processor
 from clipscale.common.hardware import HARDWARE
 from clipscale.config.presets import conf_dir
 from clipscale.config.sections import ModelConfig
 from clipscale.config.tools import DataBenchSettings, PlanConfig
-from clipscale.data.loader.gpu_decode import jpeg_decoder
 from clipscale.models.towers import forward_flops
 
 Row = dict[str, Any]
@@ -34,31 +31,15 @@ METHODS = [*(f"decode={name}" for name in ON_CPU), PEER]
 
 def main(settings: DataBenchSettings, console: Console | None = None) -> list[Row]:
     """Measure, print and save. Raises UserError for settings that cannot be."""
-    part, why = plan(settings)
-    skipped = {GPU: why} if why else {}
-    return drive("data", "clipscale.bench.data_work:DataWorker", [part], settings, "data", console, skipped=skipped)
+    return drive("data", "clipscale.bench.data_work:DataWorker", [plan(settings)], settings, "data", console)
 
 
-def plan(settings: DataBenchSettings) -> tuple["DataPart", str]:
-    """What is measured, and why the GPU is not. Raises UserError."""
+def plan(settings: DataBenchSettings) -> "DataPart":
+    """What is measured. Raises UserError."""
     sizes, streams = counts("sizes", settings.sizes), counts("stream", settings.stream)
-    device, why = usable(settings.device)
-    kinds = ("decode", "loader", *(["device"] if device else []))
-    cases = [(kind, side) for kind in kinds for side in sizes]
+    cases = [("decode", side) for side in sizes]
     words = [("tokens", WORDS)] if sizes else []
-    return DataPart(settings, device, [*cases, *words, *(("stream", side) for side in streams)]), why
-
-
-def usable(setting: str) -> tuple[torch.device | None, str]:
-    """The device that decodes, by `auto`, `cuda` or `cpu`; or None, and why there is none. Raises UserError for `cuda` without one."""
-    if device_of(setting) == "cpu":
-        return None, "asked for with device=cpu" if setting == "cpu" else "torch finds no CUDA device"
-    device = torch.device("cuda", torch.cuda.current_device())
-    try:
-        jpeg_decoder(device)
-    except UserError as error:
-        return None, str(error)
-    return device, ""
+    return DataPart(settings, [*cases, *words, *(("stream", side) for side in streams)])
 
 
 @dataclass(frozen=True)
@@ -66,14 +47,11 @@ class DataPart:
     """All that is measured, (kind, side) by (kind, side)."""
 
     settings: DataBenchSettings
-    device: torch.device | None
-    """The GPU; None: not measured."""
     cases: Sequence[tuple[str, int]]
     label = "data"
 
     def methods(self, kind: str) -> list[str]:
-        gpu = [GPU] if self.device else []
-        return {"decode": METHODS, "tokens": [OWN_TOKENS, PEER], "stream": [*METHODS, *gpu]}.get(kind, [GPU])
+        return [OWN_TOKENS, PEER] if kind == "tokens" else METHODS
 
     def names(self) -> list[Key]:
         return [(kind, side, method) for kind, side in self.cases for method in self.methods(kind)]
@@ -84,10 +62,9 @@ class DataPart:
 
     def jobs(self, answers: Sequence[Sequence[Answer]]) -> Iterator[Job]:
         """One process of one thread."""
-        device = str(self.device) if self.device else None
-        about = {"settings": asdict(self.settings), "device": device}
+        about = {"settings": asdict(self.settings)}
         probed = [(f"{kind} {side}", side) for kind, side in self.cases]
-        yield Job(about, self.device.type if self.device else "cpu", probed, threads=1)
+        yield Job(about, "cpu", probed, threads=1)
 
     def found(self, answers: Sequence[Sequence[Answer]]) -> Row:
         rows, skipped = [], {}
@@ -133,7 +110,7 @@ def feeding(record: Row) -> list[str]:
     model, sides = record["settings"].get("model"), record["settings"]["stream"].split(",")
     medians = {(row["kind"], row["method"], str(row["side"])): row["per_s"]["median"] for row in record["rows"]}
     tokens = next((rate for (*what, _), rate in medians.items() if what == ["tokens", OWN_TOKENS]), None)
-    decoding = [(*what, side) for what in (("decode", "decode=exact"), ("loader", GPU)) for side in sides]
+    decoding = [(*what, side) for what in (("decode", "decode=exact"),) for side in sides]
     rates = {key[1:]: 1 / (1 / medians[key] + 1 / tokens) for key in decoding if tokens and key in medians}
     if not model or not rates:
         return []

@@ -1,18 +1,15 @@
-"""What the data benchmark measures in a fresh process: decoding on one core and on a GPU, and shards to batches."""
+"""What the data benchmark measures in a fresh process: decoding on one core, and shards to batches."""
 
 import io
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from itertools import cycle, islice
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
-import torch
 from PIL import Image
 from webdataset import TarWriter
 
@@ -20,21 +17,14 @@ from clipscale.bench.worker import Worker, alternating, spread
 from clipscale.config.data import DECODE, DataConfig
 from clipscale.config.tools import DataBenchSettings
 from clipscale.data.decode import TrainTransform
-from clipscale.data.loader import gpu_decode
-from clipscale.data.loader.gpu_decode import DeviceDecoder, jpeg_decoder
-from clipscale.data.loader.host_batch import Arena, Layout, Stopwatch
-from clipscale.data.loader.offload import open_backend
-from clipscale.data.loader.prefetch import ThreadLoader
 from clipscale.data.loader.stream import PIECE, BatchShare, open_stream
 from clipscale.data.order import AUGMENT, CounterRNG
 from clipscale.models.bounded import BoundedTokenizer
 
 Row = dict[str, Any]
 
-PEER, GPU = "open_clip", "decode=gpu"
-ON_CPU = tuple(name for name in DECODE if name != "gpu")
-FED = 4
-"""How often the GPU is given `gpu_decode.AHEAD` pictures in one measurement."""
+PEER = "open_clip"
+ON_CPU = DECODE
 WORDS = 12
 """Words of a caption whose tokenising is measured; LAION's have 10 or so."""
 CAPTIONS = 40
@@ -45,21 +35,16 @@ BATCHES = 3
 
 
 class DataWorker(Worker):
-    """Measures kind by kind. A GPU that fails costs its own figures alone."""
+    """Measures kind by kind."""
 
     def probe(self, name: str, size: int) -> None:
         settings = DataBenchSettings(**self.job.about["settings"])
-        device = torch.device(self.job.about["device"] or "cpu")
         files = [photograph(size, seed) for seed in range(settings.pictures)] if not name.startswith("tokens") else []
 
-        failed = any(record["status"] != "ok" for record in self.found.values())
-        decoder = device if self.job.about["device"] and not failed else None
         measure: dict[str, Callable[[], list[Row]]] = {
             "decode": lambda: decode_rows(files, settings),
             "tokens": lambda: token_rows(size, settings),
-            "loader": lambda: [{"method": GPU, "per_s": spread(loader_rates(files, settings))}],
-            "device": lambda: [{"method": GPU, "per_s": spread(device_rates(files, settings, device))}],
-            "stream": lambda: stream_rows(files, settings, decoder),
+            "stream": lambda: stream_rows(files, settings),
         }
         self.record(name)["rows"] = measure[name.split()[0]]()
 
@@ -150,62 +135,10 @@ def difference(side: int, pictures: list[bytes]) -> float:
     return float(np.mean(means))
 
 
-# ---- the GPU ----
-
-
-class EncodedBatch:
-    """`gpu_decode.AHEAD` pictures as the loaders leave them for the device."""
-
-    def __init__(self, files: list[bytes], side: int) -> None:
-        count = gpu_decode.AHEAD
-        self.files, self.transform = list(islice(cycle(files), count)), training_transform(side)
-        pool = sum(map(len, self.files)) + count * 3 * side**2
-        self.arena = Arena(Layout(1, count, (3, side, side), 1, backend="device", decoded=True, pool=pool))
-        self.slot = self.arena.slots[0]
-        self._backend = open_backend(self.arena, self.transform, (0, count))
-        self.fill(0)
-
-    def fill(self, number: int) -> None:
-        """Put every picture into its place, as a loader does, with crops by `number`."""
-        self._backend.begin(self.slot)
-        for place, data in enumerate(self.files):
-            self._backend.put(self.slot, place, data, CounterRNG(0, AUGMENT, number + place))
-
-
-def loader_rates(files: list[bytes], settings: DataBenchSettings) -> list[float]:
-    """Pictures a second of one core: bytes in memory to bytes in the batch, with the header read and the crop drawn. CPU time."""
-    batch = EncodedBatch(files, settings.image_size)
-    count = len(batch.files)
-    rates = core_rates({GPU: lambda number: batch.fill(number * count)}, count, settings.repeats)
-    batch.arena.close()
-    return rates[GPU]
-
-
-def device_rates(files: list[bytes], settings: DataBenchSettings, device: torch.device) -> list[float]:
-    """Pictures a second of the device: bytes in host memory to pixels in host memory, wall clock."""
-    batch, refused, rates = EncodedBatch(files, settings.image_size), Counter[str](), []
-    if device.type == "cuda":
-        batch.arena.pin()
-    count, decoder = len(batch.files), DeviceDecoder(batch.transform, jpeg_decoder(device), refused)
-    load = ThreadLoader(decoder.load, batch.arena.buffers, 1, Stopwatch())
-    try:
-        for _ in range(settings.repeats + 1):
-            begun = time.perf_counter()
-            for wait in [load(batch.slot, 0, count, 0) for _ in range(FED)]:
-                wait()
-            rates.append(FED * count / (time.perf_counter() - begun))
-    finally:
-        load.close()
-        batch.arena.close()
-    if refused:
-        raise RuntimeError(f"the device refused pictures of the benchmark: {dict(refused)}")
-    return rates[1:]
-
-
 # ---- shards to batches ----
 
 
-def stream_rows(files: list[bytes], settings: DataBenchSettings, device: torch.device | None) -> list[Row]:
+def stream_rows(files: list[bytes], settings: DataBenchSettings) -> list[Row]:
     """Samples a second of the whole path from shards to batches, and bytes a sample that pass between processes."""
     import open_clip
 
@@ -215,8 +148,7 @@ def stream_rows(files: list[bytes], settings: DataBenchSettings, device: torch.d
     with tempfile.TemporaryDirectory(prefix="clipscale-bench-") as name:
         pattern = write_shards(Path(name), files, settings, shards=2 * settings.workers, batches=2 + BATCHES)
         loaders: dict[str, Callable[[], Iterator[int]]] = {
-            f"decode={decode}": partial(own_batches, pattern, decode, tokenizer, settings, device)
-            for decode in (DECODE if device else ON_CPU)
+            f"decode={decode}": partial(own_batches, pattern, decode, tokenizer, settings) for decode in DECODE
         }
         loaders[PEER] = partial(peer_batches, pattern, tokenizer, settings)
         for _, method in alternating(list(loaders), settings.repeats):
@@ -241,13 +173,11 @@ def write_shards(folder: Path, pictures: list[bytes], settings: DataBenchSetting
     return f"{folder}/{{00000..{shards - 1:05d}}}.tar"
 
 
-def own_batches(
-    pattern: str, decode: str, tokenizer: Any, settings: DataBenchSettings, device: torch.device | None = None
-) -> Iterator[int]:
+def own_batches(pattern: str, decode: str, tokenizer: Any, settings: DataBenchSettings) -> Iterator[int]:
     """Whole batches of the training stream in host memory; yields the bytes of a sample."""
     config = DataConfig(train=[pattern], workers=settings.workers, decode=decode, order="epochs")
     size, side = settings.batch, settings.image_size
-    with open_stream(config, BatchShare(size), image_size=side, tokenizer=tokenizer, seed=0, device=device) as stream:
+    with open_stream(config, BatchShare(size), image_size=side, tokenizer=tokenizer, seed=0) as stream:
         while True:
             batch = stream.next_batch()
             yield (batch.pixels(0, size).nbytes + batch.tokens(0, size).nbytes) // size

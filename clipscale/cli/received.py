@@ -31,7 +31,7 @@ TARGETS = re.compile(
 NEVER = ("hydra.callbacks", "hydra.job_logging.root", "hydra.hydra_logging.root")
 """Settings that start code, and that clipscale does not use."""
 TYPED = (
-    "data.allow_pipe", "data.pipeline", "model.hub", "hub", "hydra.job.env_set", "hydra.sweeper.custom_search_space",
+    "data.allow_pipe", "model.hub", "hub", "hydra.job.env_set", "hydra.sweeper.custom_search_space",
     "hydra.sweeper.storage",
     *(f"hydra.launcher.{name}" for name in ("setup", "python", "srun_args", "additional_parameters")),
 )  # fmt: skip

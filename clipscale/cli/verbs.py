@@ -153,17 +153,6 @@ clipscale plan run=b16                                                        # 
         "clipscale data stats '/data/laion/*.tar'",
         words="SHARD...",
     ),
-    "data features": Tool(
-        tools.FeaturesConfig,
-        "clipscale.embed.verb:main",
-        """\
-clipscale data features model=vit-b16 model.image.weights=b16.pt data.train='/data/laion/*.tar' out=/data/b16
-clipscale train model=vit-b16 model.image.weights=b16.pt model.freeze_image=true data.train=/data/b16 data.image_features=true""",
-        file="features",
-        often="model.image.weights data.train",
-        check=tools.check_embed,
-        find_run=existing_run,
-    ),
     "report": Tool(
         tools.ReportSettings, "clipscale.report.page:main", "clipscale report run=demo", check=tools.check_run
     ),

@@ -6,7 +6,7 @@ from clipscale.common.errors import UserError
 from clipscale.config.checks import check_values, shared
 from clipscale.config.setting import setting
 
-DECODE = ("exact", "fast", "gpu")
+DECODE = ("exact", "fast")
 FEATURES = "npy"
 """The member that `data.image_features=true` stands for."""
 
@@ -53,9 +53,7 @@ class FilterConfig:
         [], "Conditions on the json member: `similarity>=0.3`, `LANGUAGE=en|de`, `status!=failed` (`filter_FIELD`)."
     )
     keep_missing: bool = setting(False, "Keep samples that lack a field of `fields` (`filter_no_FIELD`).")
-    block_keys: list[str] = setting(
-        [], "Files of lines KEY or SHARD/KEY, as `data check` writes (`filter_blocked_key`)."
-    )
+    block_keys: list[str] = setting([], "Files of lines KEY or SHARD/KEY (`filter_blocked_key`).")
     block_urls: list[str] = setting([], "Files of lines with the json member's `url` (`filter_blocked_url`).")
 
 
@@ -65,9 +63,6 @@ class DataConfig:
 
     train: list[str] | None = setting(
         None, "Shards: brace lists, globs, `@FILE` listing shards, folders, URLs, tables; several are several sources."
-    )
-    pipeline: str | None = setting(
-        None, "`MODULE:FUNCTION` instead of `train`: (stream, streams, epoch) -> samples as of webdataset's pipelines."
     )
     weights: list[float] | None = setting(
         None, "Each source's share of every batch, drawn with replacement; null: by samples."
@@ -87,7 +82,7 @@ class DataConfig:
     buffers: int = setting(2, "Local batches in host memory; with 1, none is read during a step.", least=1)
     image_size: int | None = setting(None, "Side of the images in pixels; null: the model's.", least=1)
     image_features: str | None = setting(
-        None, "Features of `clipscale data features` instead of images: `true`, or the name of their member."
+        None, "Features of `clipscale embed format=webdataset` instead of images: `true`, or the name of their member."
     )
     caption_key: str = setting("txt", "Member that holds the caption: `txt`, or `json:FIELD`.")
     captions: list[str] = setting(
@@ -102,13 +97,11 @@ class DataConfig:
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     decode: str = setting(
         "exact",
-        "`exact`: the pixels of open_clip's transform; `fast`: large JPEGs are decoded at 1/2, 1/4 or 1/8 of their size; "
-        "`gpu`: JPEGs are decoded and resized on the GPU (with offload=encoded, once per pass).",
+        "`exact`: the pixels of open_clip's transform; `fast`: large JPEGs are decoded at 1/2, 1/4 or 1/8 of their size.",
         choices=DECODE,
     )
     max_pixels: int = setting(89_478_485, "Most pixels of an image; others are broken (`huge_image`).", least=1)
     max_bytes: int = setting(67_108_864, "Most encoded bytes of an image; a caption has 1 MiB (`too_large`).", least=1)
-    max_word: int = setting(1024, "Most bytes of a caption's word; longer ones tokenise slowly (`long_word`).", least=1)
     allow_pipe: bool = setting(False, "Allow `pipe:` shards, which run a shell command.")
     cache: str | None = setting(
         None, "Folder for copies of remote shards, and indexes that cannot lie beside any; null: no copies."
@@ -125,11 +118,6 @@ class DataConfig:
         """The member of each sample that holds features instead of an image; None if images are read."""
         value = self.image_features or "false"
         return {"false": None, "true": FEATURES}.get(value.lower(), value)
-
-    @property
-    def on_device(self) -> bool:
-        """Whether the GPU decodes; features need no decoding."""
-        return self.decode == "gpu" and self.stored_member is None
 
 
 def check(config: DataConfig, batch: int, world: int) -> None:

@@ -184,14 +184,6 @@ class EmbedConfig(EncodeConfig):
 
 
 @dataclass
-class FeaturesConfig(EmbedConfig):
-    """`clipscale data features`: `clipscale embed` of pictures into shards, for training with a frozen image tower."""
-
-    format: str = setting("webdataset", "As in `clipscale embed`.", choices=("npy", "parquet", "webdataset"))
-    features: str = setting(IMAGE, "Which features.", choices=(IMAGE, TEXT, "both"))
-
-
-@dataclass
 class ExploreConfig(EncodeConfig):
     """`clipscale explore`: a local page that searches a set by texts and pictures, with one model, or two side by side."""
 

@@ -65,15 +65,8 @@ def check(config: TrainConfig, *, now: datetime | None = None) -> TrainConfig:
         raise UserError("neither samples nor epochs is set; give the length of the run with one of them")
     if config.eval.weights == "ema" and not config.ema:
         raise UserError("eval.weights=ema: this run keeps no average; give ema=0.9999, or eval.weights=trained")
-    if config.data.pipeline and (config.data.train or config.data.stored_member):
-        other = "data.train" if config.data.train else "data.image_features"
-        raise UserError(f"data.pipeline={config.data.pipeline}: gives all samples, so {other} cannot be set, too")
-    if not (config.data.train or config.data.pipeline):
+    if not config.data.train:
         raise UserError("data.train is not set; give shards, data.train='/data/{00000..00099}.tar', or take data=demo")
-    if config.data.on_device and config.offload == "disk":
-        raise UserError(
-            "offload=disk is for pixels that the loaders decode; with data.decode=gpu take offload=encoded, or offload=host"
-        )
     procs = config.launch.procs
     shared(config.batch, procs or 1, f"launch.procs={procs} processes")
     if config.run:

@@ -3,6 +3,7 @@
 C = 3: channels, H, W: the picture's pixels, S: side of the model's input in pixels.
 """
 
+import io
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,24 +16,18 @@ from PIL import Image
 
 from clipscale.common.files import parse_json
 from clipscale.data.order import CounterRNG
-from clipscale.data.picture_bounds import open_picture
 from clipscale.data.sample import MOST_PARTS, BrokenSampleError
 
 if TYPE_CHECKING:  # `data check` decodes pictures without loading torch
     from torch import Tensor
 
 IMAGE_TYPES = ("jpg", "jpeg", "png", "webp", "avif", "gif", "bmp", "tif", "tiff")
+Image.init()
+FORMATS = tuple(name for name in ("JPEG", "PNG", "WEBP", "AVIF", "GIF", "BMP", "TIFF") if name in Image.OPEN)
+"""The decoders Pillow may use. EPS is not among them: it would run a program."""
 _ORIENTATION = 0x0112
-_RGB_IDS = (82, 71, 66)
-"""Component names (the letters R, G, B) by which libjpeg recognises an RGB-coded JPEG that has no marker."""
-_TAIL = 64
-"""A JPEG without an end marker in its last so many bytes counts as cut off."""
-MOST_DEVICE_PIXELS = 2**24
-"""Larger pictures are decoded on the CPU: decoded and resized as floats, they would take too much device memory at once."""
 ROWS = 64
 """Rows of a 16-bit picture that are turned into 8 bits at once."""
-MOST_SHRINK = 16
-"""Largest reduction on the device. CUDA's antialiased resize holds a pixel's weights in shared memory, which is limited."""
 
 
 def json_fields(text: str | bytes) -> dict[str, Any]:
@@ -78,6 +73,19 @@ def image_bytes(members: dict[str, bytes], types: Sequence[str] = IMAGE_TYPES) -
     raise BrokenSampleError("no_image")
 
 
+def open_picture(data: bytes, max_pixels: float = math.inf) -> Image.Image:
+    """A picture whose header has been read. Raises BrokenSampleError `huge_image`, and Pillow's errors, of many kinds."""
+    image: Image.Image = Image.open(io.BytesIO(data), formats=FORMATS)
+    check_pixels(*image.size, max_pixels)
+    return image
+
+
+def check_pixels(width: int, height: int, max_pixels: float) -> None:
+    """Raise BrokenSampleError `huge_image` for more pixels: of a picture to decode, or of one to resize to this size."""
+    if width * height > max_pixels:
+        raise BrokenSampleError("huge_image", f"{width} x {height} pixels")
+
+
 class Picture:
     """A picture whose header has been read. Its upright width and height are known, its pixels are not decoded yet.
 
@@ -111,16 +119,6 @@ class Picture:
     def is_jpeg(self) -> bool:
         """Whether it is a JPEG that can be decoded at a smaller size."""
         return self._image.format == "JPEG" and self._image.mode in ("RGB", "L")
-
-    def fits_device(self, crop: "Crop", side: int) -> bool:
-        """Whether the GPU can decode and resize it correctly: a complete JPEG in YCbCr or grey that is not too large."""
-        if not self.is_jpeg or self.width * self.height > MOST_DEVICE_PIXELS:
-            return False
-        if max(crop.right - crop.left, crop.bottom - crop.top) > MOST_SHRINK * side:
-            return False
-        ids = tuple(component[0] for component in getattr(self._image, "layer", ()))
-        coded_as_rgb = ids == _RGB_IDS or (len(ids) == 3 and self._image.info.get("adobe_transform") == 0)
-        return not coded_as_rgb and self._data.rfind(b"\xff\xd9", -_TAIL) >= 0
 
 
 @contextmanager
@@ -179,17 +177,6 @@ def resize(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
 
 Box = tuple[int, int, int, int]
 """Left, top, right, bottom, in source pixels."""
-
-
-def stored_box(box: Box, orientation: int, width: int, height: int) -> Box:
-    """The place of a box in the stored picture. `box`, `width` and `height` are those of the upright picture."""
-    left, top, right, bottom = box
-    swapped, down, across = upright_steps(orientation)
-    if down:
-        top, bottom = height - bottom, height - top
-    if across:
-        left, right = width - right, width - left
-    return (top, left, bottom, right) if swapped else (left, top, right, bottom)
 
 
 def random_box(width: int, height: int, scale: tuple[float, float], ratio: tuple[float, float], rng: CounterRNG) -> Box:

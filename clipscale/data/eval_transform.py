@@ -8,11 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image
 
-from clipscale.data.decode import broken_pictures
-from clipscale.data.picture_bounds import open_picture
+from clipscale.data.decode import broken_pictures, check_pixels, open_picture
 
-LONGEST = 64
-"""Aspect ratio from which evaluation resizes only the part it keeps."""
 INTERPOLATIONS = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}
 
 
@@ -38,23 +35,14 @@ class EvalTransform:
             image = open_picture(data, self.max_pixels).convert("RGB")
             if self.border:
                 image = image.crop((self.border, self.border, image.width - self.border, image.height - self.border))
-            if self.mode == "shortest" and max(image.size) > LONGEST * min(image.size):
-                return _channels_first(self._central(image))
-            image = image.resize(self._size(*image.size), INTERPOLATIONS[self.interpolation])
+            size = self._size(*image.size)
+            check_pixels(*size, self.max_pixels)  # a picture one pixel wide grows by the square of its shorter side
+            image = image.resize(size, INTERPOLATIONS[self.interpolation])
             # torchvision's CenterCrop rounds the corner. open_clip rounds a margin that it fills down.
             S = self.side
             left, top = (-((S - n) // 2) if self.mode == "longest" else round((n - S) / 2) for n in image.size)
             image = image.crop((left, top, left + S, top + S))  # beyond the edges it is black
-        return _channels_first(image)
-
-    def _central(self, image: Image.Image) -> Image.Image:
-        """The same pixels, up to 2/255 by rounding, without resizing what the crop leaves out: that grows with the aspect ratio."""
-        box = []
-        for n, resized in zip(image.size, self._size(*image.size)):
-            start = round((resized - self.side) / 2)
-            box.append((start * n / resized, (start + self.side) * n / resized))
-        (left, right), (top, bottom) = box
-        return image.resize((self.side, self.side), INTERPOLATIONS[self.interpolation], (left, top, right, bottom))
+        return np.ascontiguousarray(np.asarray(image).transpose(2, 0, 1))
 
     def _size(self, width: int, height: int) -> tuple[int, int]:
         """Width and height after the resize."""
@@ -67,8 +55,3 @@ class EvalTransform:
         if width <= height:
             return self.side, int(self.side * height / width)
         return int(self.side * width / height), self.side
-
-
-def _channels_first(image: Image.Image) -> np.ndarray:
-    """(C, S, S) of an RGB picture."""
-    return np.ascontiguousarray(np.asarray(image).transpose(2, 0, 1))

@@ -113,7 +113,7 @@ def stored_features(data: DataConfig, config: ModelConfig, model: "ClipModel") -
         if theirs != ours:
             raise UserError(
                 f"data.image_features: computed with {note['model']} of {what} {theirs}, but model.name={config.name} has {ours}; give the "
-                "same model and weights (model.image.weights=PATH), or compute them anew with `clipscale data features`"
+                "same model and weights (model.image.weights=PATH), or compute them anew with `clipscale embed format=webdataset`"
             )
     return StoredFeatures(member, note["width"], note["dtype"])
 
@@ -132,8 +132,8 @@ def _read_note(urls: list[str]) -> dict[str, Any]:
         except (OSError, ValueError) as error:
             why = " ".join(str(error).split())[:300]
             raise UserError(
-                f"data.image_features: {path} cannot be read ({why}); give data.train the shards that `clipscale data features` has "
-                "written"
+                f"data.image_features: {path} cannot be read ({why}); give data.train the shards that "
+                "`clipscale embed format=webdataset` has written"
             ) from error
     (first, note), *others = notes.items()
     for folder, other in others:

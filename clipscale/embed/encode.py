@@ -19,7 +19,6 @@ from clipscale.data.decode import TrainTransform, caption_of, image_bytes
 from clipscale.data.filters import caption_sources
 from clipscale.data.order import CounterRNG
 from clipscale.data.sample import BrokenSampleError, RawSample
-from clipscale.models.bounded import longest_word
 from clipscale.models.towers import ClipModel
 from clipscale.step.precision import Precision
 
@@ -63,7 +62,7 @@ class FeatureEncoder:
                 yield self.group(*waiting)
 
     def group(self, raws: list[RawSample], pixels: Sequence[Future[np.ndarray | None]]) -> Group:
-        captions = [first_caption(raw, self.sources, self.config.data.max_word) for raw in raws]
+        captions = [first_caption(raw, self.sources) for raw in raws]
         parts = []
         if IMAGE in self.config.kinds:
             parts.append(self.encode([future.result() for future in pixels], self.images))
@@ -102,13 +101,11 @@ class FeatureEncoder:
         return out
 
 
-def first_caption(raw: RawSample, members: Sequence[str], max_word: int | None = None) -> str | None:
+def first_caption(raw: RawSample, members: Sequence[str]) -> str | None:
     """The first of the sample's texts that can be used; None if there is none."""
     for member in members:
         with suppress(BrokenSampleError):
-            text = caption_of(raw.members, member)
-            if max_word is None or longest_word(text) <= max_word:
-                return text
+            return caption_of(raw.members, member)
     return None
 
 

@@ -47,7 +47,7 @@ def _inputs(config: EmbedConfig, model: ClipModel, *, tables: bool) -> dict[str,
     if not FORMATS[config.format].all_members:
         found["data.max_bytes"] = data.max_bytes
     if TEXT in config.kinds or not FORMATS[config.format].all_members:
-        found |= {"data.captions": caption_members(data), "data.max_word": data.max_word}
+        found["data.captions"] = caption_members(data)
     if tables:
         found |= {f"data.table.{name}": value for name, value in asdict(data.table).items()}
     return found

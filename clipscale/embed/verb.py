@@ -1,4 +1,4 @@
-"""The verbs `clipscale embed` and `clipscale data features`."""
+"""The verb `clipscale embed`."""
 
 from typing import Any
 

@@ -10,8 +10,7 @@ import numpy as np
 from PIL import Image
 
 from clipscale.config.data import DataConfig
-from clipscale.data.decode import IMAGE_TYPES, broken_pictures, image_bytes
-from clipscale.data.picture_bounds import open_picture
+from clipscale.data.decode import IMAGE_TYPES, broken_pictures, image_bytes, open_picture
 from clipscale.data.sample import BrokenSampleError, limits
 from clipscale.data.shards import index
 from clipscale.data.shards.access import Opened, is_local

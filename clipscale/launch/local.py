@@ -74,8 +74,6 @@ def make_ready(config: TrainConfig, *, named: bool) -> None:
     if not named:
         again, shared = requeued_run(), under_torchrun()
         config.run = agent.shared_name(again or config.run) if shared else again or claimed(config.run)
-    if config.data.on_device and (config.device == "cpu" or gpus() == 0):
-        raise UserError("data.decode=gpu needs a GPU, and this run has none; take data.decode=fast, or exact")
     if os.environ.get("RANK", "0") == "0":
         for warning in warnings(config):
             terminal.say(f"warning: {warning}", error=True)

@@ -180,16 +180,13 @@ def host_memory(config: PlanConfig, run: DryRun, batch: int, chunk: int, *, cuda
         row=run.row,
         context_length=run.context_length,
         dtype=str(run.row_type).removeprefix("torch."),
-        backend="device" if data.on_device else backend,
-        decoded=data.on_device and backend != "encoded",
+        backend=backend,
         chunk=chunk,
     )
-    layout = replace(layout, pool=largest_pool(layout, config.image_bytes))
+    layout = replace(layout, pool=largest_pool(layout))
     process = {
         "process": CUDA_PROCESS if cuda else PROCESS,
-        "batch": layout.memory_bytes(
-            config.image_bytes if data.on_device else min(config.image_bytes, layout.row_bytes)
-        ),
+        "batch": layout.memory_bytes(min(config.image_bytes, layout.row_bytes)),
         "shuffle windows": own * max(data.shuffle, 1) * config.image_bytes,
         "loader workers": LOADER + workers * WORKER if workers else 0,
     }

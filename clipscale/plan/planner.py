@@ -236,7 +236,6 @@ class MemoryPlan:
         notes = {
             f"cache.chunk=auto: {chunk} assumed; the run finds its own by trial, for speed, with what fits": self.assumed,
             "model.compile=true: predicted as if not compiled": config.model.compile,
-            "data.decode=gpu: the decoder's own memory on the GPU is not predicted": config.data.on_device,
             f"assumed: captions of {config.caption_tokens:g} tokens on average, sorted and cut to their length": self.gpu
             and caption_width(config, self.run) < self.run.context_length,
             "cache.keep=auto fills the free memory on purpose": config.cache.keep == "auto",

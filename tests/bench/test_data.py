@@ -11,14 +11,12 @@ import torch
 import yaml
 from PIL import Image
 
-from clipscale.bench import data, data_work
-from clipscale.bench.data import CAPTION, GPUS, feeding, main, targets
-from clipscale.bench.data_work import GPU, ON_CPU, OWN_TOKENS, PEER, WORDS, DataWorker, photograph, with_ratios
+from clipscale.bench.data import CAPTION, feeding, main
+from clipscale.bench.data_work import ON_CPU, OWN_TOKENS, PEER, WORDS, DataWorker, photograph, with_ratios
 from clipscale.common.errors import UserError
 from clipscale.config.presets import conf_dir
 from clipscale.config.sections import ModelConfig
 from clipscale.config.tools import DataBenchSettings
-from clipscale.data.loader import gpu_decode as on
 from clipscale.models.towers import forward_flops
 from tests.bench.measuring import in_process
 
@@ -48,7 +46,6 @@ def test_every_method_is_measured_at_every_size(record: dict) -> None:
     expected = []
     for side in (40, 80):
         expected += [("decode", side, method) for method in methods]
-    expected += [("loader", side, GPU) for side in (40, 80)]
     expected += [("tokens", WORDS, method) for method in (OWN_TOKENS, PEER)]
     expected += [("stream", 40, method) for method in methods]
     assert [(r["kind"], r["side"], r["method"]) for r in record["rows"]] == expected
@@ -58,13 +55,6 @@ def test_every_method_is_measured_at_every_size(record: dict) -> None:
         assert row["method"] != PEER or row["ratio"] == 1, row
     off = {row["side"]: row["difference"] for row in record["rows"] if "difference" in row}
     assert off[40] == 0 < off[80] < 10, f"{off}: 40 pixels cannot be halved for 32, 80 can"
-
-
-def test_without_a_gpu_its_decoder_is_left_out_and_why_is_noted(record: dict) -> None:
-    assert record["skipped"] == {GPU: "asked for with device=cpu"}
-    skipped, *feeds = targets(record)
-    assert skipped == "decode=gpu was not measured: asked for with device=cpu"
-    assert [line.split()[1] for line in feeds] == [*GPUS]
 
 
 def test_cores_that_feed_a_gpu_are_those_that_give_what_it_takes() -> None:
@@ -86,42 +76,15 @@ def test_cores_that_feed_a_gpu_are_those_that_give_what_it_takes() -> None:
 
 
 @pytest.mark.slow
-def test_with_a_gpu_all_of_it_is_measured_and_the_question_answered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(on, "require_gpu", lambda device: None)
-    monkeypatch.setattr(data, "usable", lambda setting: (torch.device("cpu"), ""))
-    monkeypatch.setattr(on, "AHEAD", 8)
-    main(DataBenchSettings(sizes="40", stream="40", model="tiny", out=str(tmp_path), **SMALL))
-    record = json.loads((tmp_path / "data.json").read_text())
-    found = [(r["kind"], r["method"]) for r in record["rows"]]
-    assert {("device", GPU), ("stream", GPU)} <= set(found), found
-    lines = targets(record)
-    assert len(lines) == len(GPUS) and all("with decode=gpu" in line for line in lines), lines
-
-
-def test_a_gpu_that_fails_costs_its_own_figures_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(*_: object) -> list[float]:
-        raise RuntimeError("the device refused\npictures")
-
-    monkeypatch.setattr(data, "usable", lambda setting: (torch.device("cpu"), ""))
-    monkeypatch.setattr(data_work, "device_rates", failing)
-    main(DataBenchSettings(sizes="40", stream="", model="tiny", out=str(tmp_path), **SMALL))
-    record = json.loads((tmp_path / "data.json").read_text())
-    assert [r["kind"] for r in record["rows"]] == ["decode"] * 3 + ["loader"] + ["tokens"] * 2
-    assert record["skipped"] == {"device 40": "RuntimeError: the device refused pictures"}
-
-
-@pytest.mark.slow
 def test_what_a_record_holds_is_not_measured_again(tmp_path: Path) -> None:
     small = SMALL | {"device": "cpu", "out": str(tmp_path)}
     main(DataBenchSettings(sizes="80", stream="", **small | {"repeats": 2}))
     (before, *_) = main(DataBenchSettings(sizes="", stream="", resume=True, **small | {"repeats": 2}))
     rows = main(DataBenchSettings(sizes="40,80", stream="", resume=True, **small))
     assert [(r["kind"], r["side"]) for r in rows] == [("decode", 40)] * 3 + [("decode", 80)] * 3 + [
-        ("loader", 40), ("loader", 80), ("tokens", WORDS), ("tokens", WORDS),
+        ("tokens", WORDS), ("tokens", WORDS),
     ]  # fmt: skip
-    assert rows[3] == before and [len(r["per_s"]["all"]) for r in rows] == [1, 1, 1, 2, 2, 2, 1, 2, 2, 2]
+    assert rows[3] == before and [len(r["per_s"]["all"]) for r in rows] == [1, 1, 1, 2, 2, 2, 2, 2]
 
 
 def test_pixels_cross_as_bytes_and_the_peers_as_floats(record: dict) -> None:

@@ -95,11 +95,6 @@ def test_help_of_a_verb_with_tools_is_short_and_names_them_and_their_keys(cli: C
         assert all(key.section or key.name in out for key in settings_of(TOOLS[f"{verb} {tool}"].settings))
 
 
-def test_help_of_a_composed_verb_lists_its_groups_and_their_defaults(cli: Cli) -> None:
-    _, out, _ = cli("data", "--help", "features")
-    assert "model=" in out and "vit-b32*" in out and "optim=" not in out, out
-
-
 @pytest.mark.parametrize("tool", [name for name, tool in TOOLS.items() if tool.file])
 def test_the_defaults_that_help_shows_are_those_of_a_run(tool: str) -> None:
     values = once(tool, [])

@@ -30,6 +30,26 @@ def picture(
     return out.getvalue()
 
 
+def photograph(side: int, seed: int) -> bytes:
+    """A JPEG of side x side random pixels, quality 90, with the amplitude spectrum of natural scenes, 1/f (Field 1987).
+
+    The time to decode a JPEG follows its content.
+    """
+    random = np.random.default_rng(seed)
+    frequency = np.hypot(np.fft.fftfreq(side)[:, None], np.fft.rfftfreq(side)[None, :])
+    frequency[0, 0] = np.inf
+    common = random.normal(size=(side, side))
+    channels = []
+    for _ in range(3):  # colours of a photograph are alike
+        noise = np.fft.rfft2(common + 0.5 * random.normal(size=(side, side)))
+        field = np.fft.irfft2(noise / frequency, (side, side))
+        channels.append(128 + 52 * field / field.std())
+    pixels = np.stack(channels, 2).clip(0, 255).astype(np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "JPEG", quality=90)
+    return file.getvalue()
+
+
 Members = list[tuple[str, bytes]]
 
 

@@ -7,10 +7,9 @@ import pytest
 from PIL import Image
 from torchvision.transforms import functional as tv
 
-from clipscale.bench.data_work import photograph
 from clipscale.data.decode import Colour, Picture, TrainTransform
 from clipscale.data.order import CounterRNG
-from tests.data.files import picture
+from tests.data.files import photograph, picture
 from tests.data.test_decode import MOST
 
 

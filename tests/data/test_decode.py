@@ -15,11 +15,10 @@ from PIL import Image, ImageOps
 from torchvision.transforms import InterpolationMode, RandomResizedCrop
 from torchvision.transforms import functional as tv
 
-from clipscale.bench.data_work import photograph
 from clipscale.data.decode import BrokenSampleError, Picture, TrainTransform, caption_of, image_bytes, random_box
 from clipscale.data.eval_transform import EvalTransform
 from clipscale.data.order import CounterRNG
-from tests.data.files import picture
+from tests.data.files import photograph, picture
 
 MOST = 10_000_000
 

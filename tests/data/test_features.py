@@ -1,29 +1,22 @@
 """Training from stored features equals training with the frozen tower that computed them."""
 
-import io
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 
-from clipscale.cli.main import main as cli
 from clipscale.common.errors import UserError
 from clipscale.config.data import AugmentConfig, DataConfig
 from clipscale.config.sections import EvalConfig, ModelConfig
-from clipscale.config.tools import FeaturesConfig
+from clipscale.config.tools import EmbedConfig
 from clipscale.config.train import TrainConfig
-from clipscale.data.features import stored_features
 from clipscale.data.shards.access import Opened, SourceError
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.store import Store
 from clipscale.data.tools.demo import paths
 from clipscale.embed.verb import main
-from clipscale.models.towers import build_model
 from clipscale.train import train
 from tests.data.files import sample, write_tar
 from tests.support.runs import ARCHITECTURE, curve, settings
@@ -34,7 +27,7 @@ SEED = 3
 
 def compute(source: str, out: Path, **changes: Any) -> Path:
     data, options = DataConfig(train=[source]), {"batch": 24, "device": "cpu", "seed": SEED, "transform": "train"}
-    config = FeaturesConfig(out=str(out), model=FROZEN, data=data, **options)
+    config = EmbedConfig(out=str(out), model=FROZEN, data=data, format="webdataset", features="image", **options)
     return Path(main(replace(config, **changes))["out"])
 
 
@@ -76,16 +69,6 @@ def test_features_can_be_offloaded_like_pixels(
     train(locked(demo, tmp_path / "plain", data=replace(data, workers=0)))
     train(locked(demo, tmp_path / "run", data=data, offload=offload))
     assert curve(tmp_path / "run") == curve(tmp_path / "plain")
-
-
-def test_folders_of_this_and_an_older_version_feed_one_run(demo: Path, stored: dict[str, Path], tmp_path: Path) -> None:
-    shutil.copytree(stored["float16"], tmp_path / "older")
-    note = json.loads((tmp_path / "older/features.json").read_text())
-    assert note["features"].pop("inputs")
-    (tmp_path / "older/features.json").write_text(json.dumps(note))
-    data = replace(from_features(stored["float16"]), train=[str(stored["float16"]), str(tmp_path / "older")])
-    torch.manual_seed(SEED)
-    assert stored_features(data, FROZEN, build_model(FROZEN)) is not None
 
 
 def test_shards_keep_names_keys_captions_and_order(demo: Path, stored: dict[str, Path]) -> None:
@@ -164,26 +147,9 @@ def test_features_of_another_model_are_refused(
 
 def test_shards_of_pictures_are_no_features(demo: Path, stored: dict[str, Path], tmp_path: Path) -> None:
     data = DataConfig(train=[paths(demo).train], workers=0, image_features="true")
-    with pytest.raises(UserError, match=r"data\.image_features: .*features\.json cannot be read .*data features"):
+    with pytest.raises(
+        UserError, match=r"data\.image_features: .*features\.json cannot be read .*embed format=webdataset"
+    ):
         train(locked(demo, tmp_path / "run", data=data))
     with pytest.raises(UserError, match=r"data\.image_features=emb: the shards hold them as 'npy'"):
         train(locked(demo, tmp_path / "run", data=from_features(stored["float16"], image_features="emb")))
-
-
-def test_the_verb(
-    shards: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert cli(["data", "features", "model=tiny", f"data.train={shards}", "out=features", "device=cpu"]) == 0
-    assert "features of 48 samples" in capsys.readouterr().out and "features of random weights" in caplog.text
-    note = json.loads((tmp_path / "features/features.json").read_text())["features"]
-    first = next(read_shard(str(next((tmp_path / "features").glob("*.tar"))), ReadProblem()))
-    row = np.load(io.BytesIO(first.members["npy"]))
-    assert row.dtype == note["dtype"] == "float16" and row.shape == (note["width"],)
-    assert np.linalg.norm(row.astype(np.float64)) == pytest.approx(1, abs=1e-3)
-    with pytest.raises(UserError, match="out is not set; give the folder to write"):
-        main(FeaturesConfig(data=DataConfig(train=[shards])))

@@ -266,7 +266,6 @@ def test_features_of_another_model_or_kind_are_refused(run: str, tmp_path: Path)
     [
         {"caption_key": "json:caption"},
         {"captions": ["txt=0.5", "json:caption=0.5"]},
-        {"max_word": 7},
         {"max_pixels": 100},
         {"max_bytes": 999},
         {"table": TableConfig(rows=2)},
@@ -294,7 +293,7 @@ def test_only_inputs_that_apply_are_compared(run: str, tmp_path: Path) -> None:
         note = json.loads((tmp_path / out / "features.json").read_text())
         del note["features"]["inputs"]
         (tmp_path / out / "features.json").write_text(json.dumps(note))
-    data = DataConfig(train=[str(source)], caption_key="json:caption", max_word=9, table=TableConfig(rows=3))
+    data = DataConfig(train=[str(source)], caption_key="json:caption", table=TableConfig(rows=3))
     embed(run, source, tmp_path / "images", data=data, **of_images)
     with pytest.raises(UserError, match=r"data\.max_pixels"):
         embed(run, source, tmp_path / "images", data=replace(data, max_pixels=100), **of_images)

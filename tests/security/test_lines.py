@@ -21,9 +21,9 @@ from clipscale.models import description
 from clipscale.report import evaluations, metrics, sinks
 from clipscale.report.evaluations import read_galleries
 from clipscale.report.metrics import MetricLog, read_metrics
+from tests.data.files import picture
 from tests.security.damage import WRONG
 from tests.security.limits import bounded
-from tests.security.test_pictures import png
 
 QUIET = LogConfig(tensorboard=False, wandb="disabled", progress=False)
 
@@ -222,7 +222,7 @@ def test_a_picture_of_results_has_bounded_pixels(
     folder.mkdir(parents=True)
     rows = [{"caption": "x", "hit": None}] * 2
     (folder / "s.json").write_text(json.dumps({"set": "s", "step": 1, "tile": 32, "columns": 2, "rows": rows}))
-    (folder / "s.png").write_bytes(png(32 * 3, 32 * 2))
+    (folder / "s.png").write_bytes(picture(0, (32 * 3, 32 * 2)))
     assert len(read_galleries(tmp_path, 2)) == 1
     monkeypatch.setattr(evaluations, "MOST_PIXELS", 6000)
     assert read_galleries(tmp_path, 2) == [] and "more than 6000 pixels" in caplog.text

@@ -21,7 +21,7 @@ from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.config.data import DataConfig
 from clipscale.config.sections import LogConfig, ModelConfig
-from clipscale.config.tools import CheckSettings, ExportSettings, FeaturesConfig
+from clipscale.config.tools import CheckSettings, EmbedConfig, ExportSettings
 from clipscale.data.shards import scan
 from clipscale.data.shards.access import Access
 from clipscale.data.shards.store import Store
@@ -55,7 +55,11 @@ def check(folder: Path) -> None:
 
 def features(folder: Path) -> None:
     data = DataConfig(train=[str(write_shards(folder.parent / "shards", [2])[0])])
-    embed.embed(FeaturesConfig(out=str(folder), model=MODEL, data=data, device="cpu", threads=1))
+    embed.embed(
+        EmbedConfig(
+            format="webdataset", features="image", out=str(folder), model=MODEL, data=data, device="cpu", threads=1
+        )
+    )
 
 
 def metrics(folder: Path) -> None:

@@ -65,10 +65,10 @@ class BatchAssembler:
         needed = [int(np.searchsorted(places, stop)) for places in batch.places]
         self._wait(lambda: [n for n, need in enumerate(needed) if batch.done[n] < need])
 
-    def arrived(self) -> list[tuple[int, int, int]]:
-        """(step, count, size) of every batch in work: its first `count` rows have arrived."""
+    def arrived(self, step: int) -> int:
+        """How many of the batch's first rows have arrived."""
         self._receive(())
-        return [(step, batch.first_rows(), batch.size) for step, batch in sorted(self._batches.items())]
+        return self._batches[step].first_rows()
 
     def finish(self, step: int) -> dict[int, StreamPosition]:
         """Block until the batch is complete; returns the position of every stream after it."""

@@ -29,8 +29,8 @@ log = logging.getLogger(__name__)
 PAGE = 4096
 BUFFERS = 3
 """Chunks in the buffers at once: the one computed on, the one being copied to the device, and the one being loaded."""
-RECIPE = 11
-"""Numbers stored for an encoded picture: the four of offload.Recipe, and the seven of its crop (decode.py)."""
+RECIPE = 9
+"""Numbers stored for an encoded picture: the two of offload.Recipe, and the seven of its crop (decode.py)."""
 
 
 def sample_id(url: str, key: str) -> int:
@@ -61,12 +61,10 @@ class Layout:
     context_length: int
     dtype: str = "uint8"
     backend: str = "host"
-    """The offload backend: `host`, `disk`, `encoded`, or `device` for pictures that the GPU decodes (data.decode=gpu)."""
+    """The offload backend: `host`, `disk` or `encoded`."""
     chunk: int = 1  # disk, encoded: samples loaded into host memory at once
     pool: int = 0
-    """encoded, device: bytes that the pictures of one slot may take. Address space: memory is used as it is written to."""
-    decoded: bool = False
-    """device: host memory also holds the image rows, where the GPU puts them once it has decoded them."""
+    """encoded: bytes that the pictures of one slot may take. Address space: memory is used as it is written to."""
     folder: str | None = None
     """disk: folder of the file, which has no name there. None: the system's folder for temporary files."""
 
@@ -77,12 +75,12 @@ class Layout:
     @property
     def encoded(self) -> bool:
         """Whether pictures are kept as their bytes."""
-        return self.backend in ("encoded", "device")
+        return self.backend == "encoded"
 
     @property
     def setting(self) -> str:
         """The setting that chose this backend."""
-        return "data.decode=gpu" if self.backend == "device" else f"offload={self.backend}"
+        return f"offload={self.backend}"
 
     def slot_parts(self) -> dict[str, Part]:
         """The arrays of one slot in shared memory."""
@@ -96,12 +94,12 @@ class Layout:
 
     @property
     def buffer_rows(self) -> int:
-        """Rows of one buffer: a chunk; with `decoded`, a whole batch."""
-        return self.samples if self.decoded else min(self.chunk, self.samples)
+        """Rows of one buffer: a chunk."""
+        return min(self.chunk, self.samples)
 
     def buffers_part(self) -> Part:
-        """The buffers into which rows are loaded, one behind the other: one for each slot with `decoded`, none where none are needed."""
-        buffers = {"host": 0, "device": self.slots if self.decoded else 0}.get(self.backend, BUFFERS)
+        """The buffers into which rows are loaded, one behind the other; none for `host`."""
+        buffers = 0 if self.backend == "host" else BUFFERS
         return Part((buffers * self.buffer_rows, *self.row), self.dtype)
 
     def memory_bytes(self, picture_bytes: float | None = None) -> int:
@@ -166,8 +164,6 @@ class Arena:
     def pin(self) -> None:
         """Page-lock the memory that is copied to the GPU, so that copies overlap with computation. Needs CUDA."""
         size = self.layout.memory_bytes() if self.layout.backend == "host" else self.layout.buffers_part().size
-        if not size:
-            return  # the GPU's decoder copies pictures by itself
         failed = torch.cuda.cudart().cudaHostRegister(self._address(), size, 0)
         if not int(failed):
             self.pinned = True
@@ -235,7 +231,7 @@ class HostBatch:
         return self._size
 
     def pixels(self, start: int, stop: int) -> Tensor:
-        """(stop - start, C, S, S) uint8, or stored features, in host memory; on the GPU where it decodes for each pass.
+        """(stop - start, C, S, S) uint8, or stored features, in host memory.
 
         With device=cuda and offload=disk or encoded, valid until the call after the next. Raises UserError if the workers cannot go on.
         """

@@ -12,7 +12,7 @@ import psutil
 from clipscale.common.errors import UserError
 from clipscale.common.units import format_bytes, whole_number
 from clipscale.data.loader.host_batch import Layout
-from clipscale.data.loader.pipeline import Source
+from clipscale.data.loader.shard_reader import OrderedShards
 from clipscale.data.sample import limits
 from clipscale.data.shards.access import Access
 from clipscale.data.shards.store import Store
@@ -21,15 +21,11 @@ PEEK = 64
 """Samples of the first shard from which the size of encoded pictures is estimated."""
 MARGIN = 0.9
 """Share of the free memory that the pictures may take."""
-HEADROOM = 1.25
-"""For the GPU's decoder: how much more than their mean size a batch's pictures may take before workers decode some of them."""
 REMEDIES = {
     "host": "offload=encoded (the pictures' own bytes), offload=disk, data.buffers=1, a smaller batch or more machines",
     "encoded": "offload=disk, data.buffers=1, a smaller batch or more machines",
-    "device": "offload=encoded, data.decode=exact with offload=disk, data.buffers=1, a smaller batch or more machines",
     "disk": "a smaller batch or more machines",
 }
-JPEG = b"\xff\xd8\xff"
 _GROUP = Path("/sys/fs/cgroup")
 
 
@@ -43,24 +39,18 @@ def free_memory() -> int:
     return max(0, free)
 
 
-def picture_bytes(source: Source, types: Sequence[str], layout: Layout, access: Access) -> float | None:
+def picture_bytes(source: OrderedShards, types: Sequence[str], layout: Layout, access: Access) -> float | None:
     """Mean bytes that are kept of a picture, estimated from the first samples; None if there is no picture."""
 
-    def kept(data: bytes) -> int:
-        if layout.backend == "device":
-            return len(data) if data.startswith(JPEG) else layout.row_bytes
-        return min(len(data), layout.row_bytes)
-
     with closing(source.first_samples(PEEK, limits(types), Store(access))) as raws:
-        sizes = [kept(data) for raw in islice(raws, PEEK) for data in islice(raw.members.values(), 1)]
+        pictures = (data for raw in islice(raws, PEEK) for data in islice(raw.members.values(), 1))
+        sizes = [min(len(data), layout.row_bytes) for data in pictures]
     return sum(sizes) / len(sizes) if sizes else None
 
 
-def largest_pool(layout: Layout, picture: float) -> int:
-    """Bytes that a slot's pool never needs to exceed, for pictures of that mean size; 0 for backends without a pool."""
-    if not layout.encoded:
-        return 0
-    return layout.samples * max(layout.row_bytes, int(HEADROOM * picture) if layout.backend == "device" else 0)
+def largest_pool(layout: Layout) -> int:
+    """Bytes that a slot's pool never needs to exceed; 0 for backends without a pool."""
+    return layout.samples * layout.row_bytes if layout.encoded else 0
 
 
 def fitted(layout: Layout, expected: float | None = None, free: int | None = None) -> tuple[Layout, str]:
@@ -73,7 +63,7 @@ def fitted(layout: Layout, expected: float | None = None, free: int | None = Non
     share = (free_memory() if free is None else free) / processes
     if layout.encoded:
         picture = layout.row_bytes if expected is None else expected
-        most = largest_pool(layout, picture)
+        most = largest_pool(layout)
         budget = MARGIN * share - replace(layout, pool=0).memory_bytes()
         # Pictures that are larger than their pixels can be stored as these.
         least = replace(layout, pool=most).memory_bytes(min(picture, layout.row_bytes))

@@ -1,8 +1,7 @@
 """The offload backends: how one sample's image row is stored in the batch until both passes have used it, and how it is loaded.
 
 `host` keeps pixels in memory. `disk` keeps pixels in a file, read back chunk by chunk. `encoded` keeps the picture's own bytes and the crop
-that was drawn, and decodes chunk by chunk, again for each pass: the same bytes and crop give the same pixels. `device` keeps the same, for
-the GPU to decode (gpu_decode.py).
+that was drawn, and decodes chunk by chunk, again for each pass: the same bytes and crop give the same pixels.
 
 C: channels, S: side in pixels, D: width of stored features.
 """
@@ -19,10 +18,6 @@ from clipscale.data.decode import IMAGE_TYPES, Colour, Crop, Picture, TrainTrans
 from clipscale.data.features import StoredFeatures
 from clipscale.data.loader.host_batch import Arena, Slot
 from clipscale.data.order import CounterRNG
-
-GREY = 128
-"""The value of all pixels of a picture that turns out to be broken after its place was given."""
-
 
 Transform = Callable[[bytes, CounterRNG, np.ndarray], None]
 """Writes the image row made of a member's bytes to an array; raises BrokenSampleError before anything is written."""
@@ -65,7 +60,7 @@ def open_backend(arena: Arena, transform: Transform, span: tuple[int, int]) -> "
     if name in ("host", "disk"):
         return (HostBackend if name == "host" else DiskBackend)(arena, transform)
     assert isinstance(transform, TrainTransform)
-    return (DeviceBackend if name == "device" else EncodedBackend)(arena, transform, span)
+    return EncodedBackend(arena, transform, span)
 
 
 class HostBackend:
@@ -126,10 +121,8 @@ class DiskBackend(HostBackend):
 class Recipe(NamedTuple):
     """How a picture in the pool becomes an image row, apart from its crop."""
 
-    begin: int  # where its bytes, or its pixels, begin; -1: neither can be used, and the row is grey
+    begin: int  # where its bytes, or its pixels, begin
     size: int  # bytes; 0: it is stored as pixels
-    area: int = 0  # pixels of the whole picture, where the GPU decodes it
-    orientation: int = 0  # the EXIF orientation, where the GPU decodes it; 0: the CPU does
 
 
 class EncodedBackend(HostBackend):
@@ -163,7 +156,7 @@ class EncodedBackend(HostBackend):
 
     def load(self, slot: Slot, start: int, out: np.ndarray) -> None:
         for row, numbers in zip(out, slot["recipes"][start : start + len(out)].tolist()):
-            restore(slot, Recipe(*numbers[:4]), Crop(*numbers[4:]), self._transform, row)
+            restore(slot, Recipe(*numbers[:2]), Crop(*numbers[2:]), self._transform, row)
 
     def _opened(self, data: bytes, rng: CounterRNG) -> tuple[Picture, Crop]:
         picture = Picture(data, self._transform.max_pixels)
@@ -175,10 +168,9 @@ class EncodedBackend(HostBackend):
 
     def _keep(self, slot: Slot, place: int, kept: bytes | memoryview, recipe: Recipe, crop: Crop) -> None:
         if self._end + len(kept) > self._stop:
-            others = "offload=disk, " if self._layout.backend == "encoded" else ""
             raise UserError(
                 f"{self._layout.setting}: the pictures of a batch are larger than expected and need more than the "
-                f"{self._layout.pool / 2**30:.2f} GiB that are free for them; take {others}data.buffers=1 or a smaller batch"
+                f"{self._layout.pool / 2**30:.2f} GiB that are free for them; take offload=disk, data.buffers=1 or a smaller batch"
             )
         slot["pool"][self._end : self._end + len(kept)] = np.frombuffer(kept, np.uint8)
         slot["recipes"][place] = (*recipe, *crop)
@@ -188,41 +180,8 @@ class EncodedBackend(HostBackend):
 def restore(slot: Slot, recipe: Recipe, crop: Crop, transform: TrainTransform, row: np.ndarray) -> None:
     """Write the image row, (C, S, S) uint8, of a picture in the slot. Raises BrokenSampleError before anything is written."""
     kept = slot["pool"][recipe.begin : recipe.begin + (recipe.size or row.nbytes)]
-    if recipe.begin < 0:
-        row[:] = GREY
-    elif recipe.size:
+    if recipe.size:
         picture = Picture(kept.tobytes(), transform.max_pixels)
         transform.render(transform.cut(picture, crop), crop, row)
     else:
         row.reshape(-1)[:] = kept
-
-
-class DeviceBackend(EncodedBackend):
-    """Keeps pictures for the GPU's decoder. Only headers are read here; what the GPU cannot decode is stored as pixels.
-
-    A picture with more bytes than pixels stays encoded as long as the pool has space left for the pixels of all places still to be filled.
-    """
-
-    def __init__(self, arena: Arena, transform: TrainTransform, span: tuple[int, int]) -> None:
-        super().__init__(arena, transform, span)
-        self._places = self._left = span[1] - span[0]
-
-    def begin(self, slot: Slot) -> None:
-        super().begin(slot)
-        self._left = self._places
-
-    def put(self, slot: Slot, place: int, data: bytes, rng: CounterRNG) -> None:
-        picture, crop = self._opened(data, rng)
-        row = self._layout.row_bytes
-        budget = self._stop - self._end - (self._left - 1) * row
-        if len(data) < max(row, budget) and picture.fits_device(crop, self._transform.side):
-            recipe = Recipe(self._end, len(data), picture.width * picture.height, picture.orientation)
-            self._keep(slot, place, data, recipe, crop)
-        else:
-            self._keep_pixels(slot, place, self._transform.cut(picture, crop), crop)
-        self._left -= 1
-
-    def check(self, data: bytes, rng: CounterRNG) -> None:
-        picture, crop = self._opened(data, rng)
-        if not picture.fits_device(crop, self._transform.side):
-            self._transform.cut(picture, crop)

@@ -1,6 +1,5 @@
-"""Loads image rows that wait elsewhere into host memory, ahead of the computation: from disk, encoded, or through the GPU's decoder."""
+"""Loads image rows that wait elsewhere into host memory, ahead of the computation: from disk, or encoded."""
 
-import sys
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
@@ -51,9 +50,6 @@ class Prefetcher:
 
     `expect` names the ranges that will be asked for. The next one is loaded while the last one is in use. Without it, or after a request
     outside it, nothing is loaded ahead.
-
-    With `piece`, there is a buffer for each slot, and each row is loaded once for both passes: as soon as it has arrived, in pieces of so
-    many rows, of this batch and the following ones.
     """
 
     def __init__(
@@ -63,12 +59,11 @@ class Prefetcher:
         load: Load,
         *,
         copy: bool = False,
-        piece: int = 0,
         close: Callable[[], None] = lambda: None,
     ) -> None:
         """`buffers`: (places, ...), which `load` writes; each buffer has `rows` of them. `copy`: hand out copies, which may be kept."""
         self._places, self._capacity, self._load = torch.from_numpy(buffers), rows, load
-        self._copy, self._piece, self.close = copy, piece, close
+        self._copy, self.close = copy, close
         self._begun: list[dict[tuple[int, int], Callable[[], None] | None]] = [{} for _ in range(len(buffers) // rows)]
         """The ranges that each buffer holds, or will hold after this wait."""
         self._given = -1  # the buffer that was handed out last
@@ -84,42 +79,27 @@ class Prefetcher:
         self._ranges = iter(ranges)
         self._next = next(self._ranges, None)
 
-    def arrived(self, slot: Slot, count: int, size: int) -> None:
-        """Rows 0..count of the batch in that slot, which has `size`, have arrived."""
-        if self._piece:
-            self._load_pieces(slot, count, size)
-        elif slot is self._slot:
-            self._arrived = count
+    def arrived(self, count: int) -> None:
+        """The batch's first `count` rows have arrived."""
+        self._arrived = count
 
     def rows(self, slot: Slot, start: int, stop: int) -> Tensor:
-        """Rows start..stop, which must have arrived. Without `copy` or `piece` the tensor holds until the call after the next."""
-        if self._piece:
-            self._load_pieces(slot, stop, stop)
-            buffer, first = slot.number, start
-        elif stop - start > self._capacity:
+        """Rows start..stop, which must have arrived. Without `copy` the tensor holds until the call after the next."""
+        if stop - start > self._capacity:
             pieces = range(start, stop, self._capacity)
             return torch.cat([self.rows(slot, at, min(at + self._capacity, stop)).clone() for at in pieces])
-        else:
-            buffer, first = self._chunk((start, stop)), 0
-        self._wait(buffer, start, stop)
-        if not self._piece and self._next and self._next[1] <= self._arrived and self._next != (start, stop):
+        buffer = self._chunk((start, stop))
+        self._wait(buffer)
+        if self._next and self._next[1] <= self._arrived and self._next != (start, stop):
             self._begin_chunk(self._next, buffer + 1)
-        first += buffer * self._capacity
+        first = buffer * self._capacity
         rows = self._places[first : first + stop - start]
         return rows.clone() if self._copy else rows
 
-    def release(self, slot: Slot) -> None:
+    def release(self) -> None:
         """Stop reading the slot: it will be filled again."""
-        for buffer in [slot.number] if self._piece else range(len(self._begun)):
+        for buffer in range(len(self._begun)):
             self._empty(buffer)
-
-    def _load_pieces(self, slot: Slot, count: int, size: int) -> None:
-        """Begin the whole pieces among the first `count` rows of the batch, or of its `size` rows."""
-        begun = self._begun[slot.number]
-        start = next(reversed(begun))[1] if begun else 0
-        while start < size and (stop := min(start + self._piece, size)) <= count:
-            begun[start, stop] = self._load(slot, start, stop, slot.number * self._capacity + start)
-            start = stop
 
     def _chunk(self, span: tuple[int, int]) -> int:
         """The buffer of a range that is asked for."""
@@ -139,13 +119,13 @@ class Prefetcher:
             self._begun[buffer][span] = self._load(self._slot, *span, buffer * self._capacity)
         return buffer
 
-    def _wait(self, buffer: int, start: int, stop: int) -> None:
+    def _wait(self, buffer: int) -> None:
         begun = self._begun[buffer]
         for span, wait in begun.items():
-            if wait and start < span[1] and span[0] < stop:
+            if wait:
                 wait()
                 begun[span] = None
 
     def _empty(self, buffer: int) -> None:
-        self._wait(buffer, 0, sys.maxsize)
+        self._wait(buffer)
         self._begun[buffer].clear()

@@ -16,13 +16,11 @@ from clipscale.data.decode import image_bytes
 from clipscale.data.filters import Selection
 from clipscale.data.loader.host_batch import Arena, sample_id
 from clipscale.data.loader.offload import RowKind, open_backend
-from clipscale.data.loader.pipeline import PipelineReader, PipelineSource, Source
-from clipscale.data.loader.shard_reader import Item, ItemReader, MixedReader, ShardReader, StreamPosition
+from clipscale.data.loader.shard_reader import Item, ItemReader, MixedReader, OrderedShards, ShardReader, StreamPosition
 from clipscale.data.order import AUGMENT, CAPTION, CounterRNG, Mixed, Segment, local_places
 from clipscale.data.sample import BrokenSampleError, RawSample, limits
 from clipscale.data.shards.access import EVENT, Access
 from clipscale.data.shards.store import Store
-from clipscale.models.bounded import longest_word
 
 MOST_BROKEN = 20_000
 MOST_FRUITLESS = 200
@@ -39,7 +37,7 @@ class WorkerSpec:
     """Everything that a worker needs. It is sent by pickle."""
 
     config: DataConfig
-    source: Source
+    source: OrderedShards
     rows: RowKind
     tokenizer: Callable[[list[str]], object]
     selection: Selection
@@ -67,9 +65,7 @@ class ShardStream:
         kinds = limits(spec.rows.members, spec.selection.members(), spec.config.max_bytes)
         open_store = partial(Store, spec.access, counts, tick)
         self.reader: ItemReader
-        if isinstance(spec.source, PipelineSource):
-            self.reader = PipelineReader(spec.source, start, kinds, tick)
-        elif isinstance(spec.source.order, Mixed):
+        if isinstance(spec.source.order, Mixed):
             self.reader = MixedReader(spec.source, start, kinds, open_store)
         else:
             self.reader = ShardReader(spec.source, start, kinds, open_store())
@@ -100,8 +96,6 @@ class ShardStream:
         place = segment.epoch, segment.shard, item.index
         caption = spec.selection.caption(item.members, CounterRNG(seed, CAPTION, *place))
         spec.selection.check(item, caption)
-        if (size := longest_word(caption)) > spec.config.max_word:
-            raise BrokenSampleError("long_word", f"{size} bytes")
         put(image_bytes(item.members, spec.rows.members), CounterRNG(seed, AUGMENT, *place))
         return item, caption
 

@@ -18,15 +18,12 @@ from torch import Tensor
 from clipscale.common.errors import UserError
 from clipscale.common.hardware import cores_of_rank
 from clipscale.config.data import DataConfig, check
-from clipscale.data.decode import TrainTransform
 from clipscale.data.features import StoredFeatures
 from clipscale.data.filters import selection
 from clipscale.data.loader.assembler import BatchAssembler
-from clipscale.data.loader.gpu_decode import AHEAD, DeviceDecoder, Torchvision, jpeg_decoder
 from clipscale.data.loader.host_batch import Arena, HostBatch, Layout, Slot, stored_rows
 from clipscale.data.loader.memory import fitted, picture_bytes
 from clipscale.data.loader.offload import Transform, open_backend, row_kind
-from clipscale.data.loader.pipeline import Source, pipeline_source
 from clipscale.data.loader.prefetch import DECODERS, Prefetcher, ThreadLoader
 from clipscale.data.loader.ramp import check_ramp
 from clipscale.data.loader.shard_reader import OrderedShards, StreamPosition, order_version
@@ -65,7 +62,7 @@ class TrainStream:
 
     def __init__(
         self,
-        source: Source,
+        source: OrderedShards,
         start: Sequence[StreamPosition],
         arena: Arena,
         assembler: BatchAssembler,
@@ -79,7 +76,7 @@ class TrainStream:
         self._positions = {position.stream: position for position in start}
         self._step, self._given_back = -1, False
         self.samples_per_epoch = source.samples
-        """Over all ranks; None where shards are drawn with replacement, or a pipeline gives the samples."""
+        """Over all ranks; None where shards are drawn with replacement."""
         self.waited = assembler.waited
         """Measures how long the training process waits for samples."""
         for step in range(len(arena.slots)):
@@ -114,7 +111,7 @@ class TrainStream:
         if self._step >= 0:  # give the slot of the batch before to the workers again
             self._positions = self._assembler.finish(self._step)
             if self._prefetcher:
-                self._prefetcher.release(self._arena.slot(self._step))
+                self._prefetcher.release()
             self._assembler.forget(self._step)
             self._assembler.begin(self._step + len(self._arena.slots))
         self._step += 1
@@ -127,8 +124,7 @@ class TrainStream:
                 raise ValueError(f"row {stop} lies outside the local batch of {size}")
             self._assembler.wait(step, stop)
             if self._prefetcher:
-                for arrived, count, total in self._assembler.arrived():
-                    self._prefetcher.arrived(self._arena.slot(arrived), count, total)
+                self._prefetcher.arrived(self._assembler.arrived(step))
 
         if not self._prefetcher:
             return HostBatch(slot, size, wait, self._read)
@@ -183,27 +179,20 @@ def open_stream(
 ) -> TrainStream:
     """The training data from its start, or from `position`, the record that `merge_positions` made.
 
-    `device` is where the rows are trained on (None: the CPU); with data.decode=gpu it decodes the pictures. With `stored`, image rows are
-    features read from the shards. `backend`, host, disk or encoded, is where image rows wait between the two passes (see offload.py);
-    `chunk` of them, the image tower's chunk, are loaded at once; `folder` holds the file of disk (None: the system's for temporary files).
+    `device` is where the rows are trained on (None: the CPU). With `stored`, image rows are features read from the shards.
+    `backend`, host, disk or encoded, is where image rows wait between the two passes (see offload.py); `chunk` of them, the
+    image tower's chunk, are loaded at once; `folder` holds the file of disk (None: the system's for temporary files).
     `free` is the free memory before any process of this machine took its share (None: what is free now).
     Raises UserError for settings or shards that cannot work.
     """
-    if position and "streams" not in position:  # the word of former versions
-        position = position | {"streams": position["lanes"]}
     device = device or torch.device("cpu")
     check(config, share.batch, share.world)
-    decoder = jpeg_decoder(device) if config.on_device else None
     chosen = selection(config.caption_key, config.captions, config.templates, config.filter)
     kind = row_kind(config, image_size, stored)
     access = access_of(config)
-    source: Source
-    if config.pipeline:
-        source = pipeline_source(config, share.size(0), share.world, seed, position)
-    else:
-        urls, source_of = list_shards(config)
-        order = build_order(config, urls, source_of, share.size(0), share.world, seed, position)
-        source = OrderedShards(tuple(urls), order, max(config.shuffle, 1), seed)
+    urls, source_of = list_shards(config)
+    order = build_order(config, urls, source_of, share.size(0), share.world, seed, position)
+    source = OrderedShards(tuple(urls), order, max(config.shuffle, 1), seed)
     check_ramp(share.size(0), share.batch, source.streams, share.world)
     start = start_positions(source, position, share)
     workers = worker_count(config, len(start))
@@ -213,8 +202,7 @@ def open_stream(
         row=kind.shape,
         dtype=kind.dtype,
         context_length=np.asarray(tokenizer(["a"])).shape[1],
-        backend="device" if decoder else backend,
-        decoded=decoder is not None and backend != "encoded",
+        backend=backend,
         chunk=chunk,
         folder=folder,
     )
@@ -242,11 +230,11 @@ def open_stream(
     ]
     readers = Workers(specs, arena, config.timeout_s) if workers else InProcess(specs[0], arena)
     assembler = BatchAssembler(specs, readers, share.size)
-    rows = row_source(arena, assembler, kind.transform, decoder, copy=device.type == "cpu")
+    rows = row_source(arena, assembler, kind.transform, copy=device.type == "cpu")
     return TrainStream(source, start, arena, assembler, rows, memory)
 
 
-def start_positions(source: Source, position: dict[str, Any] | None, share: BatchShare) -> list[StreamPosition]:
+def start_positions(source: OrderedShards, position: dict[str, Any] | None, share: BatchShare) -> list[StreamPosition]:
     """Where each of this rank's shard streams starts."""
     own = streams_of(source.streams, share.batch, share.rank, share.world)
     if position is None or position["order"] != source.fingerprint():
@@ -296,7 +284,7 @@ def divide(
 
 
 def row_source(
-    arena: Arena, assembler: BatchAssembler, transform: Transform, decoder: Torchvision | None, *, copy: bool
+    arena: Arena, assembler: BatchAssembler, transform: Transform, *, copy: bool
 ) -> Prefetcher | Callable[[Slot, int, int], Tensor]:
     """What gives the arena's image rows. `copy`: the trainer may keep the tensors, since no copy to a device comes between."""
     layout = arena.layout
@@ -304,18 +292,9 @@ def row_source(
         return stored_rows
     if layout.backend == "encoded" and isinstance(assembler.workers, Workers):
         return Prefetcher(arena.buffers, layout.buffer_rows, assembler.load, copy=copy)
-    threads, piece = 1, 0
-    if decoder:
-        assert isinstance(transform, TrainTransform)
-        decode = DeviceDecoder(transform, decoder, assembler.counts)
-        if not layout.decoded:
-            return decode  # runs in the stream of copies to the device, which is two chunks ahead of the computation
-        load, copy, piece = decode.load, False, AHEAD
-    else:
-        load = open_backend(arena, transform, (0, layout.samples)).load
-        threads = 1 if layout.backend == "disk" else DECODERS
-    loader = ThreadLoader(load, arena.buffers, threads, assembler.waited)
-    return Prefetcher(arena.buffers, layout.buffer_rows, loader, copy=copy, piece=piece, close=loader.close)
+    load = open_backend(arena, transform, (0, layout.samples)).load
+    loader = ThreadLoader(load, arena.buffers, 1 if layout.backend == "disk" else DECODERS, assembler.waited)
+    return Prefetcher(arena.buffers, layout.buffer_rows, loader, copy=copy, close=loader.close)
 
 
 def merge_positions(records: Sequence[dict[str, Any]]) -> dict[str, Any]:

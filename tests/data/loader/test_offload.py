@@ -20,13 +20,12 @@ from clipscale.data.loader import memory
 from clipscale.data.loader.host_batch import Layout, Slot
 from clipscale.data.loader.prefetch import Prefetcher
 from tests.data.files import Members, picture, sample, write_tar
-from tests.data.loader.ondevice import portraits
 from tests.data.streams import open_stream, processes_of
 
 pytestmark = pytest.mark.timeout(60)
 SIDE, BATCH, CHUNK = 16, 50, 12
 BACKENDS = ["disk", "encoded"]
-SLOT, OTHER = Slot(0, {}), Slot(1, {})
+SLOT = Slot(0, {})
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +98,7 @@ def test_the_next_chunk_is_begun_before_it_is_asked_for_and_none_twice() -> None
     spans = [(0, 10), (10, 20), (20, 30), (30, 35)]
     for step in range(3):
         prefetcher.open(SLOT)
-        prefetcher.arrived(SLOT, 35, 35)
+        prefetcher.arrived(35)
         kept: list[int] = []
         prefetcher.expect(chain(spans, (span for _ in range(1) for span in spans[len(kept) :])))
         events.clear()
@@ -125,7 +124,7 @@ def test_a_frozen_tower_needs_no_second_pass_and_gets_none() -> None:
     prefetcher, events = recorded()
     for _ in range(3):
         prefetcher.open(SLOT)
-        prefetcher.arrived(SLOT, 20, 20)
+        prefetcher.arrived(20)
         prefetcher.expect([(0, 10), (10, 20)])
         events.clear()
         for span in ((0, 10), (10, 20)):
@@ -137,11 +136,10 @@ def test_rows_that_have_not_arrived_are_not_begun() -> None:
     prefetcher, events = recorded()
     prefetcher.open(SLOT)
     prefetcher.expect([(0, 10), (10, 20), (20, 30)])
-    prefetcher.arrived(SLOT, 15, 30)
-    prefetcher.arrived(OTHER, 30, 30)
+    prefetcher.arrived(15)
     prefetcher.rows(SLOT, 0, 10)
     assert ("begin", 10, 20) not in events
-    prefetcher.arrived(SLOT, 30, 30)
+    prefetcher.arrived(30)
     prefetcher.rows(SLOT, 10, 20)
     assert ("begin", 20, 30) in events
 
@@ -149,7 +147,7 @@ def test_rows_that_have_not_arrived_are_not_begun() -> None:
 def test_without_ranges_or_after_another_request_nothing_is_begun_ahead() -> None:
     prefetcher, events = recorded()
     prefetcher.open(SLOT)
-    prefetcher.arrived(SLOT, 40, 40)
+    prefetcher.arrived(40)
     prefetcher.rows(SLOT, 0, 10)
     prefetcher.expect([(10, 20), (20, 30), (30, 40)])
     prefetcher.rows(SLOT, 0, 5)
@@ -170,7 +168,7 @@ def taken(stream: Any) -> int:
     [(256, 90, 0.25), *(pytest.param(512, *rest, marks=pytest.mark.slow) for rest in ((75, 0.45), (95, 0.80)))],
 )
 def test_encoded_pictures_take_their_bytes_and_no_more(tmp_path: Path, side: int, quality: int, most: float) -> None:
-    (data,) = portraits(1, side, quality=quality)
+    data = picture(1, (side, side), "JPEG", quality=quality)
     members = [member for i in range(64) for member in ((f"{i}.jpg", data), (f"{i}.txt", b"a photograph"))]
     path = write_tar(tmp_path / "0.tar", members)
     size: dict[str, list[int]] = {}

@@ -62,8 +62,7 @@ def write(folder: Path, samples: int) -> None:
     """Write shards of pictures with the spectrum of photographs, and their counts."""
     import json
 
-    from clipscale.bench.data_work import photograph
-    from tests.data.files import write_tar
+    from tests.data.files import photograph, write_tar
 
     pictures = [photograph(SIDE, seed) for seed in range(64)]
     each = samples // SHARDS
