@@ -137,19 +137,19 @@ clipscale plan run=b16                                                        # 
     ),
     "data index": Tool(
         tools.IndexSettings,
-        "clipscale.data.tools.verbs:make_index",
+        "clipscale.data.tools.stats:make_index",
         "clipscale data index '/data/laion/{00000..41455}.tar'\nclipscale data index @shards.txt cache=/scratch/index",
         words="SHARD...",
     ),
     "data check": Tool(
         tools.CheckSettings,
-        "clipscale.data.tools.verbs:check_shards",
-        "clipscale data check '/data/laion/{00000..00099}.tar' filter.min_side=64 'filter.fields=[similarity>=0.3]'",
+        "clipscale.data.tools.check:main",
+        "clipscale data check '/data/laion/{00000..00099}.tar' caption_key=json:caption",
         words="SHARD...",
     ),
     "data stats": Tool(
         tools.StatsSettings,
-        "clipscale.data.tools.verbs:show_stats",
+        "clipscale.data.tools.stats:show_stats",
         "clipscale data stats '/data/laion/*.tar'",
         words="SHARD...",
     ),

@@ -8,7 +8,7 @@ from clipscale.common.errors import UserError
 from clipscale.common.hardware import Hardware, hardware
 from clipscale.common.units import run_folder
 from clipscale.config.checks import begun_run, check_values, existing_run, one_model, shared
-from clipscale.config.data import DataConfig, FilterConfig, TableConfig
+from clipscale.config.data import DataConfig, TableConfig
 from clipscale.config.sections import (
     DEVICE_HELP,
     DEVICES,
@@ -121,21 +121,14 @@ class StatsSettings:
 
 @dataclass
 class CheckSettings:
-    """`clipscale data check SHARD...`: read everything and list what is broken, with reasons."""
+    """`clipscale data check SHARD...`: read and decode everything, and print what is broken."""
 
-    out: str = setting("data-check", "Folder for check.json, check.html and duplicates.txt.")
     workers: int | None = setting(None, PROCESSES_HELP)
-    pictures: int = setting(64, "Thumbnails on the page.")
-    near_duplicates: bool = setting(False, "Also look for images that look alike (64-bit difference hash).")
-    seed: int = setting(0, "Random seed for the choice of thumbnails.")
-    cache: str | None = setting(None, INDEX_HELP)
     max_pixels: int = setting(89_478_485, "As `data.max_pixels` in training.")
     max_bytes: int = setting(67_108_864, "As `data.max_bytes` in training.")
     caption_key: str = setting("txt", "As `data.caption_key` in training.")
-    captions: list[str] = setting([], "As `data.captions` in training.")
     allow_pipe: bool = setting(False, PIPE_HELP)
     table: TableConfig = field(default_factory=TableConfig)
-    filter: FilterConfig = field(default_factory=FilterConfig)
 
 
 IMAGE, TEXT = "image", "text"

@@ -29,7 +29,6 @@ from clipscale.config.presets import group_options
         ("clipscale train optim.lr_scaling=s", ["optim.lr_scaling=sqrt"]),
         ("clipscale eval prec", ["precision.", "precision="]),
         ("clipscale completion ", ["bash", "fish", "zsh"]),
-        ("clipscale data check filter.k", ["filter.keep_missing="]),
         ("clipscale bench step model=vit-h", ["model=vit-h14"]),
         ("clipscale bench los m", []),
         ("clipscale nothing m", []),

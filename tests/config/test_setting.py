@@ -79,7 +79,7 @@ LIGHT = [
     "plan run=nope",
     "report run=nope",
     "export run=nope",
-    "data check a.tar near_duplicates=perhaps",
+    "data check a.tar allow_pipe=perhaps",
 ]
 COMPOSED = [
     "eval",

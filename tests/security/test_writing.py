@@ -21,11 +21,10 @@ from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.config.data import DataConfig
 from clipscale.config.sections import LogConfig, ModelConfig
-from clipscale.config.tools import CheckSettings, EmbedConfig, ExportSettings
+from clipscale.config.tools import EmbedConfig, ExportSettings
 from clipscale.data.shards import scan
 from clipscale.data.shards.access import Access
 from clipscale.data.shards.store import Store
-from clipscale.data.tools import verbs
 from clipscale.embed import run as embed
 from clipscale.eval.examples import gallery
 from clipscale.eval.results import save_results
@@ -47,10 +46,6 @@ MODEL = ModelConfig("own", ARCHITECTURE)
 
 def index(folder: Path) -> None:
     scan.update_indexes([str(path) for path in folder.glob("*.tar")], force=True)
-
-
-def check(folder: Path) -> None:
-    verbs.check_shards([str(path) for path in folder.glob("*.tar")], CheckSettings(out=str(folder), workers=1))
 
 
 def features(folder: Path) -> None:
@@ -99,7 +94,7 @@ def exported(folder: Path) -> None:
     export(ExportSettings(run=str(folder)))
 
 
-WRITERS: list[Callable[[Path], None]] = [index, check, metrics, report, lock, save, evaluation]
+WRITERS: list[Callable[[Path], None]] = [index, metrics, report, lock, save, evaluation]
 SLOW: list[Callable[[Path], None]] = [features, exported]
 
 
@@ -130,7 +125,7 @@ def names_of(write: Callable[[Path], None]) -> list[str]:
 
 def prepared(place: Path, write: Callable[[Path], None]) -> Path:
     folder = place / "folder"
-    if write in (index, check):
+    if write is index:
         write_shards(folder, [3], sized=False)
     folder.mkdir(exist_ok=True)
     if write is report:

@@ -1,4 +1,4 @@
-"""The verbs `data index`, `check` and `stats` on the command line."""
+"""The verbs `data index` and `data stats` on the command line."""
 
 import json
 import subprocess
@@ -35,7 +35,7 @@ def test_the_verbs_load_no_torch(tmp_path: Path) -> None:
     code = (
         "import sys; from clipscale.cli.main import main\n"
         f"done = [main(['data', tool, *{shards}]) for tool in ('index', 'stats')]\n"
-        f"done.append(main(['data', 'check', *{shards}, 'workers=1', 'out={tmp_path}/out']))\n"
+        f"done.append(main(['data', 'check', *{shards}, 'workers=1']))\n"
         "print(done, sorted({'torch', 'torchvision', 'open_clip', 'timm'} & set(sys.modules)))"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

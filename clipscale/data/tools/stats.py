@@ -1,32 +1,29 @@
-"""The verbs `clipscale data index`, `check` and `stats`: they take shards as plain arguments and print tables and paths."""
+"""The verbs `clipscale data index` and `stats`: they take shards as plain arguments, and print counts and paths."""
 
 import json
 import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.hardware import cores
 from clipscale.common.terminal import say
 from clipscale.common.units import format_bytes
 from clipscale.config.data import TableConfig
-from clipscale.config.tools import CheckSettings, IndexSettings, StatsSettings
+from clipscale.config.tools import IndexSettings, StatsSettings
 from clipscale.data.shards import index, listing, scan
 from clipscale.data.shards.access import is_local, scheme_of
 from clipscale.data.shards.counts import recorded_counts, scan_counts
 from clipscale.report.table import TextTable, plain_console
 
 
-def _expanded(sources: Sequence[str], allow_pipe: bool = False, table: TableConfig | None = None) -> list[str]:
+def expanded(sources: Sequence[str], allow_pipe: bool = False, table: TableConfig | None = None) -> list[str]:
     """The shards that the arguments name, each once. Raises UserError."""
     if not sources:
         raise UserError("no shards given; for example: clipscale data index '/data/{00000..00099}.tar'")
@@ -35,7 +32,7 @@ def _expanded(sources: Sequence[str], allow_pipe: bool = False, table: TableConf
 
 
 @contextmanager
-def _progress(urls: Sequence[str]) -> Iterator[Callable[[int], None]]:
+def progress(urls: Sequence[str]) -> Iterator[Callable[[int], None]]:
     """A bar on stderr that counts shards and bytes; call what it yields with the size of each finished shard."""
     total = sum(os.path.getsize(url) for url in urls if is_local(url) and os.path.exists(url))  # noqa: PTH110, PTH202 (fast)
     columns = BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn()
@@ -46,9 +43,9 @@ def _progress(urls: Sequence[str]) -> Iterator[Callable[[int], None]]:
 
 def make_index(sources: Sequence[str], settings: IndexSettings) -> int:
     """Index the shards. Status 1 where one is damaged or cannot be read."""
-    urls = [url for url in _expanded(sources, settings.allow_pipe) if scheme_of(url) not in index.NO_FILE]
+    urls = [url for url in expanded(sources, settings.allow_pipe) if scheme_of(url) not in index.NO_FILE]
     damaged: list[tuple[str, index.Entry]] = []
-    with _progress(urls) as advance:
+    with progress(urls) as advance:
 
         def done(url: str, size: int, entry: index.Entry | None) -> None:
             advance(size)
@@ -74,36 +71,9 @@ def make_index(sources: Sequence[str], settings: IndexSettings) -> int:
     return 1 if damaged or update.failed else 0
 
 
-def check_shards(sources: Sequence[str], settings: CheckSettings) -> int:
-    """Read and decode everything; write check.json, check.html and duplicates.txt. Status 1 where something is broken."""
-    from clipscale.data import check, filters  # here: they decode pictures, and `data index` starts faster without
-
-    urls = _expanded(sources, settings.allow_pipe, settings.table)
-    selection = filters.selection(settings.caption_key, settings.captions, (), settings.filter, "")
-    out = Path(settings.out).expanduser()
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"out={settings.out}: cannot be written ({error.strerror}); choose another folder") from error
-    work, found = partial(check.scan, settings=settings, selection=selection), check.Findings()
-    with _progress(urls) as advance:
-        for _, shard in scan.map_shards(work, urls, settings.workers or cores()):
-            found.add(shard, settings.pictures)
-            advance(shard.size)
-    repeated = check.duplicates(found)
-    summary = check.summary(found, repeated)
-    files.write_json(out / "check.json", summary)
-    files.write_text(out / "check.html", check.page(found, summary, f"{len(urls)} shards: {sources[0]}"))
-    surplus = dict.fromkeys(name for groups in repeated.values() for group in groups for name in group[1:])
-    files.write_text(out / "duplicates.txt", "".join(f"{name}\n" for name in surplus), errors="surrogateescape")
-    plain_console().print(check.table(summary))
-    say(f"{out}/check.html, check.json, duplicates.txt")
-    return 1 if found.failed else 0
-
-
 def show_stats(sources: Sequence[str], settings: StatsSettings) -> int:
     """Print what the indexes say about the shards. Local shards without one have their headers read."""
-    urls = _expanded(sources)
+    urls = expanded(sources)
     entries, _ = index.current(urls, settings.cache)
     missing = [url for url in urls if url not in entries and is_local(url)]
     if missing:
