@@ -85,11 +85,10 @@ clipscale eval run=demo
 clipscale eval run=b32 'eval.sets=[/data/imagenet1k,/data/mscoco_captions]' precision=bf16
 clipscale eval run=b32 suite=infcl-table3 eval.root=/data/eval
 clipscale eval run=b32 checkpoint=all log=tensorboard                         # curves over all checkpoints
-clipscale eval run=b32 'eval.sets=[/data/cifar100]' 'eval.probe=[linear,16]'   # linear probe, 16-shot
 clipscale eval model=vit-b32 model.weights=laion2b_s34b_b79k 'eval.sets=[/data/imagenet1k]'
 clipscale eval model.weights=/models/clip-vit-base-patch32 'eval.sets=[/data/imagenet1k]'""",
         file="eval",
-        often="model.weights eval.sets eval.root eval.prompts",
+        often="model.weights eval.sets eval.root",
         check=tools.check_eval,
         find_run=existing_run,
     ),

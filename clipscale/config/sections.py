@@ -3,8 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from clipscale.common.errors import UserError
-from clipscale.common.units import parse_memory, whole_number
+from clipscale.common.units import parse_memory
 from clipscale.config.setting import setting
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -273,22 +272,9 @@ class EvalConfig:
     batch: int = setting(256, "Images or captions encoded at once.", least=1)
     workers: int = setting(0, "Decoding threads per process; 0: one per core, at most 8.", least=0)
     limit: int | None = setting(None, "Most images of each set, of each class in proportion; null: all.", least=1)
-    probe: list[str] = setting([], "Also linear probes: on all of a training split (`linear`), or K images a class.")
     suite: str = setting("none", SUITE_HELP, choices=SUITES)
     root: str | None = setting(None, "The folder with the sets of `eval.suite`.")
-    prompts: str | None = setting(
-        None, "Prompt templates: `80` or `7` (CLIP's), `simple`, or a file with one a line; null: each set's own."
-    )
     weights: str = setting("trained", WEIGHTS_HELP, choices=WEIGHTS)
-
-    @property
-    def shots(self) -> list[int | None]:
-        """Pictures a class of each probe; None: all. Raises UserError."""
-        counts = {text: None if text == "linear" else whole_number(text) for text in map(str, self.probe)}
-        for text, count in counts.items():
-            if text != "linear" and not count:
-                raise UserError(f"eval.probe={text}: give linear, or how many pictures of each class, such as 16")
-        return list(counts.values())
 
     @property
     def wanted(self) -> bool:

@@ -47,7 +47,7 @@ class EvalRunConfig:
     """`clipscale eval`: zero-shot and retrieval results of a run, or of any `model.weights`, as a table and in RUN/eval/step_N.json."""
 
     run: str = setting("", RUN_HELP)
-    checkpoint: str = setting("latest", f"{CHECKPOINT_HELP} `all`: every one, without results that are there.")
+    checkpoint: str = setting("latest", f"{CHECKPOINT_HELP} `all`: every one.")
     out: str | None = setting(None, "Folder for the results of `model.weights`; null: runs/eval-NAME, after them.")
     suite: str = setting("none", "Short for eval.suite. " + SUITE_HELP, choices=SUITES)
     model: ModelConfig = field(default_factory=lambda: ModelConfig(name=""))

@@ -26,15 +26,11 @@ class EvalTransform:
     """`shortest`: the shorter side becomes S, the centre is cut out; `squash`: both sides become S; `longest`: the longer
     side becomes S, black fills the rest."""
     interpolation: str = "bicubic"
-    border: int = 0
-    """Pixels cut off every side first."""
 
     def __call__(self, data: bytes) -> np.ndarray:
         """(C, S, S) uint8. Raises BrokenSampleError."""
         with broken_pictures():
             image = open_picture(data, self.max_pixels).convert("RGB")
-            if self.border:
-                image = image.crop((self.border, self.border, image.width - self.border, image.height - self.border))
             size = self._size(*image.size)
             check_pixels(*size, self.max_pixels)  # a picture one pixel wide grows by the square of its shorter side
             image = image.resize(size, INTERPOLATIONS[self.interpolation])

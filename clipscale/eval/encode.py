@@ -4,7 +4,7 @@ The work is cut into batches that do not depend on the number of ranks. Rank r t
 make the same forward passes and get the same features. All ranks make equally many passes: one without work repeats an input. FSDP2's
 towers, which communicate in their forward pass, can thus be used as they are.
 
-N: inputs, B: inputs of a batch, n: inputs of this one, D: feature width, S: side of the pixels.
+N: inputs, n: inputs of a batch, C: classes, U: distinct class names, D: feature width.
 """
 
 import logging
@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -54,10 +54,6 @@ class Encoder:
     batch: int
     threads: int
     before_batch: Callable[[], None] = lambda: None
-    pictures: bool = False
-    """Whether missed pictures are to be saved."""
-    probe_features: dict[tuple[Any, ...], Any] = field(default_factory=dict)
-    """The features that the probes of a set share."""
 
     def text(self, tokens_nT: Tensor) -> Tensor:
         self.before_batch()
@@ -72,43 +68,45 @@ class Encoder:
             parts.append(F.normalize(self.text(tokens).float(), dim=-1)[: len(span)])
         return join(parts, len(texts), self.batch, self.world)
 
-    def classes(self, item: EvalSet) -> tuple[Tensor, Tensor]:
+    def classes(self, eval_set: EvalSet) -> tuple[Tensor, Tensor]:
         """Embeddings (U, D) of the distinct class names of a classification set, and the row of each class (C,), on every rank.
 
         Classes of one name have one row, and so the same score to the last bit.
         """
-        row = {name: index for index, name in enumerate(dict.fromkeys(item.classnames))}
-        names, batch = list(row), max(1, self.batch // len(item.templates))
+        row = {name: index for index, name in enumerate(dict.fromkeys(eval_set.classnames))}
+        names, batch = list(row), max(1, self.batch // len(eval_set.templates))
         parts = []
         for span in spans(len(names), batch, self.world):
             some = [names[i] for i in span or range(1)]
-            rows = zero_shot.class_embeddings(self.text, self.model.tokenizer, some, item.templates, batch=self.batch)
+            rows = zero_shot.class_embeddings(
+                self.text, self.model.tokenizer, some, eval_set.templates, batch=self.batch
+            )
             parts.append(rows[: len(span)])
-        rows_C = torch.tensor([row[name] for name in item.classnames], device=self.world.device)
+        rows_C = torch.tensor([row[name] for name in eval_set.classnames], device=self.world.device)
         return join(parts, len(names), batch, self.world), rows_C
 
-    def images(self, item: EvalSet) -> Iterator[tuple[range, Tensor, Tensor]]:
+    def images(self, eval_set: EvalSet) -> Iterator[tuple[range, Tensor, Tensor]]:
         """For each of this rank's batches: indices, features (n, D), and whether each image could be decoded (n,).
 
         Threads decode the next batch while the device encodes this one.
         """
-        transform = self.model.eval_transform(item.border)
+        transform = self.model.eval_transform()
         broken: Counter[str] = Counter()
 
         def pixels_of(index: int) -> Tensor | None:
             try:
-                return torch.from_numpy(transform(item.images[index].read()))
+                return torch.from_numpy(transform(eval_set.images[index].read()))
             except BrokenSampleError as error:
                 broken[error.reason] += 1
             except OSError:
                 broken["unreadable_file"] += 1
             return None
 
-        device, mine = self.world.device, spans(len(item), self.batch, self.world)
+        device, batches = self.world.device, spans(len(eval_set), self.batch, self.world)
         blank = torch.zeros(3, transform.side, transform.side, dtype=torch.uint8)
         with ThreadPoolExecutor(self.threads) as pool:
-            waiting = [pool.submit(pixels_of, i) for i in mine[0]]
-            for span, following in zip(mine, [*mine[1:], range(0)]):
+            waiting = [pool.submit(pixels_of, i) for i in batches[0]]
+            for span, following in zip(batches, [*batches[1:], range(0)]):
                 self.before_batch()
                 decoded = [future.result() for future in waiting]
                 waiting = [pool.submit(pixels_of, i) for i in following]
@@ -119,4 +117,4 @@ class Encoder:
                 yield span, F.normalize(features.float(), dim=-1)[: len(span)], usable
         if broken:
             reasons = ", ".join(f"{count} {reason}" for reason, count in broken.most_common())
-            log.warning("eval.sets: %s: broken images, counted as misses: %s", item.path, reasons)
+            log.warning("eval.sets: %s: broken images, counted as misses: %s", eval_set.path, reasons)

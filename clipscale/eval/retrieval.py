@@ -1,77 +1,50 @@
-"""Computes image-text retrieval from features: recall at k and ranks in both directions, in tiles that the ranks share.
+"""Image-text retrieval from features: recall at k in both directions. Pure mathematics on matrices.
 
-N: images, M: captions (several an image), D: feature width, n/m: images and captions of one tile.
+N: images, M: captions (several an image), Q: queries, C: candidates, D: feature width, q: queries of one block.
 """
-
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from clipscale.distributed.world import World
-
-UNREACHABLE = torch.iinfo(torch.int64).max
+MISSED = torch.iinfo(torch.int64).max
 """Rank of a query without a usable answer: a miss at every k."""
-ALONE = World(0, 1, torch.device("cpu"))
+BLOCK = 1024
+"""Queries ranked at a time; a block's similarities to all candidates are in memory."""
 
 
-def retrieval_ranks(
-    images_ND: Tensor, captions_MD: Tensor, owner_M: Tensor, *, tile: int = 4096, world: World = ALONE
-) -> tuple[Tensor, Tensor]:
-    """Rank of the first right answer for every image and every caption; 0 is the best.
+def first_right_ranks(
+    queries_QD: Tensor, candidates_CD: Tensor, query_image_Q: Tensor, candidate_image_C: Tensor
+) -> Tensor:
+    """Rank of each query's first right candidate, from 0: the number of wrong candidates not below the best right one.
 
-    owner_M: (M,) int64, the image of each caption; every image has at least one. One tile of tile x tile similarities is in memory at a
-    time, and serves both directions. A collective: rank r takes every size-th row of tiles. Ties count against the model: a wrong answer
-    ranks before an equally similar right one. A NaN never finds its answer.
+    A candidate is right if it belongs to the query's image (int64). Every query has a right candidate. Ties count against the model: a
+    wrong answer ranks before an equally similar right one. A NaN never finds its answer.
 
-    Returns (N,) int64, the number of wrong captions not below the best right one, and (M,) int64, that of wrong images.
+    Returns (Q,) int64.
     """
-    N, M = len(images_ND), len(captions_MD)
-
-    def tiles(*, right: bool) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
-        """This rank's tiles: images, captions, similarities (n, m), and which pairs belong together; `right`: only with such."""
-        for i in range(world.rank * tile, N, world.size * tile):
-            rows = slice(i, min(i + tile, N))
-            inside = (owner_M >= rows.start) & (owner_M < rows.stop)
-            for j in range(0, M, tile):
-                columns = slice(j, j + tile)
-                if right and not bool(inside[columns].any()):
-                    continue
-                own = owner_M[None, columns] == torch.arange(rows.start, rows.stop, device=owner_M.device)[:, None]
-                yield rows, columns, images_ND[rows] @ captions_MD[columns].T, own
-
-    # The score of every right pair first, from the same tiles in which it is compared: equal pictures have equal scores then.
-    best_N = images_ND.new_full((N,), -torch.inf)
-    own_M = images_ND.new_full((M,), -torch.inf)
-    for rows, columns, scores_nm, own in tiles(right=True):
-        right = scores_nm.masked_fill(~own, -torch.inf)
-        best_N[rows] = torch.maximum(best_N[rows], right.amax(1))  # both keep a NaN among the right ones
-        own_M[columns] = torch.where(own.any(0), right.amax(0), own_M[columns])
-    n_N, m_M = (torch.arange(count, device=owner_M.device) for count in (N, M))
-    best_N = world.gather_rows(best_N[None])[n_N // tile % world.size, n_N]
-    own_M = world.gather_rows(own_M[None])[owner_M // tile % world.size, m_M]
-
-    image_ranks = owner_M.new_zeros(N)
-    caption_ranks = owner_M.new_zeros(M)
-    for rows, columns, scores_nm, own in tiles(right=False):
-        image_ranks[rows] += (~(scores_nm < best_N[rows, None]) & ~own).sum(1)
-        caption_ranks[columns] += (~(scores_nm < own_M[None, columns]) & ~own).sum(0)
-    image_ranks = world.gather_rows(image_ranks[None]).sum(0).masked_fill(best_N.isnan(), UNREACHABLE)
-    caption_ranks = world.gather_rows(caption_ranks[None]).sum(0).masked_fill(own_M.isnan(), UNREACHABLE)
-    return image_ranks, caption_ranks
+    ranks = []
+    for queries_qD, image_q in zip(queries_QD.split(BLOCK), query_image_Q.split(BLOCK)):
+        scores_qC = queries_qD @ candidates_CD.T
+        right_qC = image_q[:, None] == candidate_image_C
+        best_q = scores_qC.masked_fill(~right_qC, -torch.inf).amax(1)  # keeps a NaN among the right ones
+        before_q = (~(scores_qC < best_q[:, None]) & ~right_qC).sum(1)
+        ranks.append(before_q.masked_fill(best_q.isnan(), MISSED))
+    return torch.cat(ranks)
 
 
-def retrieval_metrics(image_ranks_N: Tensor, caption_ranks_M: Tensor) -> dict[str, float]:
+def retrieval_metrics(images_ND: Tensor, captions_MD: Tensor, owner_M: Tensor, usable_N: Tensor) -> dict[str, float]:
     """`image_to_text_r{1,5,10}`: any of the image's captions is in the top k; `text_to_image_r{1,5,10}`: the caption's image is.
 
-    `..._rank_mean` and `..._rank_median` count from 1; a query without a usable answer comes after all candidates. The median of an even
-    number of queries is rounded down, as in VSE++ (Faghri et al. 2018).
+    owner_M: (M,) int64, the image of each caption; every image has at least one. usable_N: (N,) bool; an image that is not is a miss, and
+    so are its captions. The others are ranked without them.
     """
-    metrics: dict[str, float] = {}
-    directions = (("image_to_text", image_ranks_N, caption_ranks_M), ("text_to_image", caption_ranks_M, image_ranks_N))
-    for name, ranks, candidates in directions:
-        metrics |= {f"{name}_r{k}": float((ranks < k).double().mean()) for k in (1, 5, 10)}
-        places = ranks.clamp(max=len(candidates)).double().sort().values
-        middle = (places[(len(places) - 1) // 2] + places[len(places) // 2]) / 2
-        metrics |= {f"{name}_rank_mean": float(places.mean()) + 1, f"{name}_rank_median": float(middle.floor()) + 1}
+    image_N, usable_M = torch.arange(len(images_ND), device=owner_M.device), usable_N[owner_M]
+    images, captions = (images_ND[usable_N], image_N[usable_N]), (captions_MD[usable_M], owner_M[usable_M])
+    metrics = {}
+    for name, (queries, of_queries), (candidates, of_candidates), count in (
+        ("image_to_text", images, captions, len(images_ND)),
+        ("text_to_image", captions, images, len(captions_MD)),
+    ):
+        ranks = first_right_ranks(queries, candidates, of_queries, of_candidates)
+        metrics |= {f"{name}_r{k}": int((ranks < k).sum()) / count for k in (1, 5, 10)}
     return metrics

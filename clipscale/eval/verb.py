@@ -1,17 +1,17 @@
-"""The verb `clipscale eval`: evaluates a run's checkpoint, or any weights. Every process does its share."""
+"""The verb `clipscale eval`: evaluates a run's checkpoints, or any weights. Every process does its share."""
 
-import logging
 from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from clipscale import checkpoint
-from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.terminal import say
-from clipscale.config.redact import incomplete, restored
-from clipscale.config.sections import SUITES, EvalConfig, SinkConfig
+from clipscale.config.redact import restored
+from clipscale.config.sections import EvalConfig, SinkConfig
 from clipscale.config.tools import EvalRunConfig, check_eval
 from clipscale.distributed import world as distributed
 from clipscale.distributed.world import World
@@ -21,12 +21,9 @@ from clipscale.eval.suites import chosen_sets, suite_table
 from clipscale.launch import local
 from clipscale.models.towers import ClipModel, load_any
 from clipscale.report.page import write_report
-from clipscale.report.robustness import robustness_tables
 from clipscale.report.sinks import Sinks
 from clipscale.report.table import plain_console, print_results
 from clipscale.step.precision import Precision
-
-log = logging.getLogger(__name__)
 
 
 def main(config: EvalRunConfig) -> Results:
@@ -44,10 +41,7 @@ def main(config: EvalRunConfig) -> Results:
 
 
 def work(config: EvalRunConfig) -> Results:
-    """One process's part. Rank 0 prints tables. Returns the results, of `checkpoint=all` those of the newest.
-
-    A checkpoint that one rank cannot read is left out by all. Raises UserError, also where none can be read.
-    """
+    """One process's part. Rank 0 prints tables. Returns the results, of `checkpoint=all` those of the newest. Raises UserError."""
     folder = check_eval(config)
     world = distributed.start(config.device, config.launch.threads, config.launch.timeout_s)
     results: Results = {}
@@ -56,17 +50,8 @@ def work(config: EvalRunConfig) -> Results:
         every = bool(config.run) and config.checkpoint == "all"
         which = world.on_main(lambda: _checkpoints(folder)) if every else [config.checkpoint]
         with closing(Sinks(folder, config.log if world.main else SinkConfig(), {}, say)) as sinks:
-            left_out = 0
-            for one in which:
-                try:
-                    model, step, about = world.on_all(partial(_model, config, folder, one, world))
-                except UserError as error:
-                    left_out += 1
-                    if left_out == len(which):
-                        raise
-                    if world.main:
-                        log.warning("%s is left out: %s", one, error)
-                    continue
+            for path in which:
+                model, step, about = world.on_all(partial(_model, config, folder, path, world))
                 results = _results(config, folder, world, model, step, about)
                 if world.main and step is not None:
                     sinks.eval(step, results)
@@ -74,10 +59,7 @@ def work(config: EvalRunConfig) -> Results:
     finally:
         distributed.stop()
     if every and world.main and (folder / "metrics.jsonl").is_file():  # with the results of all checkpoints as curves
-        try:
-            say(write_report(folder))
-        except (OSError, UserError) as error:
-            log.warning("%s/report.html could not be written (%s)", folder, error)
+        say(write_report(folder))
     return results
 
 
@@ -101,40 +83,27 @@ def _model(
 def _results(
     config: EvalRunConfig, folder: Path, world: World, model: ClipModel, step: int | None, about: dict[str, Any]
 ) -> Results:
-    """Evaluate one model, and print its results. Of `checkpoint=all`, figures that are stored already are not computed again."""
+    """Evaluate one model, and print its results."""
     precision = Precision(config.precision, world.device)
     model.to(world.device)
     for tower in (model.image, model.text):
         precision.convert(tower)
-    place: dict[str, Any] = {"run_dir": folder, "step": step, "about": {"precision": config.precision.name} | about}
-    reuse = bool(config.run) and config.checkpoint == "all"
-    results = evaluate(model, config.eval, world, autocast=precision.autocast, reuse=reuse, keep_newer=True, **place)
+    about = {"precision": config.precision.name} | about
+    results = evaluate(model, config.eval, world, autocast=precision.autocast, run_dir=folder, step=step, about=about)
     if world.main:
         title = folder.name if step is None else f"{folder.name}, step {step}"
         print_results(results, title)
-        for table in robustness_tables(results):
-            plain_console().print(table)
         if config.eval.suite != "none":
-            plain_console().print(suite_table(config.eval, chosen_sets(config.eval), results, title))
+            plain_console().print(suite_table(config.eval.suite, chosen_sets(config.eval), results, title))
     return results
 
 
 def _complete(config: EvalConfig, settings: Path) -> None:
     """Set what is not given of `sets`, `suite` and `root` as in the run's settings. Raises UserError where they have no sets either."""
-    with files.reported("eval.sets", settings, "give eval.sets=[FOLDER,...]"):
-        record = files.read_tree(settings) if settings.is_file() else {}
-    own = record["eval"] if isinstance(record.get("eval"), dict) else {}
+    saved = yaml.safe_load(settings.read_text(encoding="utf-8")).get("eval", {}) if settings.is_file() else {}
     if not config.wanted:
-        sets = own.get("sets") or []
-        if not (isinstance(sets, list) and all(isinstance(one, str) for one in sets)):
-            raise UserError(f"eval.sets: {settings} holds no list of folders; give eval.sets=[FOLDER,...]")
-        config.sets = list(restored(sets))
-        if any(map(incomplete, config.sets)):
-            raise UserError(
-                f"eval.sets={config.sets}: the run's settings hold no secrets; give eval.sets again, or set the variable"
-            )
-        config.suite = own["suite"] if own.get("suite") in SUITES else "none"
-    if config.root is None and isinstance(own.get("root"), str):
-        config.root = restored(own["root"])
+        config.sets, config.suite = restored(saved.get("sets", [])), saved.get("suite", "none")
+    if config.root is None:
+        config.root = restored(saved.get("root"))
     if not config.wanted:
         raise UserError("eval.sets is empty, here and in the settings of a run; give eval.sets=[FOLDER,...]")

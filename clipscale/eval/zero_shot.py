@@ -48,10 +48,10 @@ def target_ranks(scores_nC: Tensor, target_n: Tensor) -> Tensor:
 
     scores_nC: (n, C). target_n: (n,) int64. Returns (n,) int64; C where the score of the right class is NaN.
     """
-    own = scores_nC.gather(1, target_n[:, None])
-    later = torch.arange(scores_nC.shape[1], device=scores_nC.device)[None] >= target_n[:, None]
-    behind = (scores_nC < own) | ((scores_nC == own) & later)
-    return torch.where(own[:, 0].isnan(), scores_nC.shape[1], (~behind).sum(1))
+    right_n1 = scores_nC.gather(1, target_n[:, None])
+    later_nC = torch.arange(scores_nC.shape[1], device=scores_nC.device) >= target_n[:, None]
+    behind_nC = (scores_nC < right_n1) | ((scores_nC == right_n1) & later_nC)
+    return torch.where(right_n1[:, 0].isnan(), scores_nC.shape[1], (~behind_nC).sum(1))
 
 
 def accuracy_counts(ranks_n: Tensor, target_n: Tensor, classes: int) -> Tensor:
@@ -79,18 +79,3 @@ def worst_groups(counts_3G: Tensor) -> dict[str, float]:
     """`worst_group_top1` and `worst_group_top5`: the lowest accuracies among the groups with images."""
     images, top1, top5 = counts_3G[:, counts_3G[0] > 0].double().unbind(0)
     return {"worst_group_top1": float((top1 / images).min()), "worst_group_top5": float((top5 / images).min())}
-
-
-def average_precision(scores_n: Tensor, positive_n: Tensor) -> float:
-    """The area under the precision-recall curve: the sum over thresholds of precision times the gain in recall.
-
-    scores_n: (n,), higher for positives. positive_n: (n,) bool. Equal scores are one threshold, NaNs come last.
-    """
-    order = scores_n.double().nan_to_num(-torch.inf).sort(descending=True)
-    hits = positive_n[order.indices].double().cumsum(0)
-    last = torch.ones_like(positive_n)
-    last[:-1] = order.values[1:] != order.values[:-1]  # of equal scores only the last is a threshold
-    places = torch.arange(1, len(hits) + 1, device=hits.device)[last]
-    hits = hits[last]
-    gains = torch.diff(hits, prepend=hits.new_zeros(1)) / hits[-1]
-    return float((gains * hits / places).sum())

@@ -104,9 +104,9 @@ class ClipModel(nn.Module):
         self.tokenizer = tokenizer
         self.batch_norm_frozen = config.batch_norm == "frozen"
 
-    def eval_transform(self, border: int = 0) -> EvalTransform:
+    def eval_transform(self) -> EvalTransform:
         """Turns the bytes of a picture into the pixels that the image tower takes, as in open_clip's evaluation."""
-        return EvalTransform(self.image_size, mode=self.resize, interpolation=self.interpolation, border=border)
+        return EvalTransform(self.image_size, mode=self.resize, interpolation=self.interpolation)
 
     def freeze(self, *, image: bool, text: bool) -> None:
         """Freeze towers: their parameters take no gradient, their dropout and batch norm stay in evaluation mode."""

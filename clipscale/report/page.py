@@ -18,7 +18,6 @@ from clipscale.config.tools import ReportSettings, check_run
 from clipscale.report import classes
 from clipscale.report.evaluations import read_evaluations
 from clipscale.report.metrics import read_metrics
-from clipscale.report.robustness import newest_robustness
 from clipscale.report.table import TextTable, result_tables
 
 CSS = """
@@ -77,7 +76,7 @@ def page(run_dir: Path, records: Sequence[Record], evaluations: Sequence[Record]
     parts = [
         f"<!doctype html><html lang='en'><head><meta charset='utf-8'><title>{name}</title><style>{CSS}{classes.CSS}</style></head><body>",
         f"<h1>{name}</h1><p>{escape(summary(records))}</p>",
-        *(table.html() for table in (*result_tables(results), *newest_robustness(evaluations))),
+        *(table.html() for table in result_tables(results)),
         f"<p><img alt='curves and retrieved images' src='data:image/png;base64,{image}'></p>",
         classes.sections(run_dir),
         _details("Settings", run_dir / "config.yaml"),

@@ -16,37 +16,23 @@ Results = Mapping[str, Mapping[str, float]]
 TITLES = {
     "images": "images",
     "captions": "texts",
-    "questions": "questions",
     "broken": "broken",
     "main": "main %",
     "top1": "top-1 %",
-    "top1_std": "top-1 std %",
     "top5": "top-5 %",
     "mean_per_class_recall": "mean class recall %",
     "macro_f1": "macro F1 %",
     "worst_group_top1": "worst group top-1 %",
     "worst_group_top5": "worst group top-5 %",
-    "aupr": "AUPR %",
-    "accuracy": "accuracy %",
-    "text_score": "text score %",
-    "image_score": "image score %",
-    "group_score": "group score %",
-    "jaccard": "Jaccard %",
-    "jaccard_5_6": "Jaccard (5-6) %",
-    "jaccard_10_12": "Jaccard (10-12) %",
     "image_to_text_r1": "I→T R@1",
     "image_to_text_r5": "R@5",
     "image_to_text_r10": "R@10",
-    "image_to_text_rank_mean": "mean rank",
-    "image_to_text_rank_median": "median rank",
     "text_to_image_r1": "T→I R@1",
     "text_to_image_r5": "R@5",
     "text_to_image_r10": "R@10",
-    "text_to_image_rank_mean": "mean rank",
-    "text_to_image_rank_median": "median rank",
 }
 """Column heads of evaluation metrics, in order. Other metrics come last, under their own names."""
-COUNTS = ("images", "captions", "questions", "broken")
+COUNTS = ("images", "captions", "broken")
 NAME_WIDTH = 40
 """The first column is not wrapped up to this width: half of an 80-column terminal."""
 
@@ -132,6 +118,4 @@ def print_results(results: Results, title: str = "", console: Console | None = N
 
 
 def _cell(metric: str, value: float) -> str:
-    if metric in COUNTS:
-        return f"{value:,.0f}"
-    return f"{value:,.1f}" if "_rank_" in metric else f"{100 * value:.1f}"
+    return f"{value:,.0f}" if metric in COUNTS else f"{100 * value:.1f}"

@@ -77,12 +77,6 @@ def test_evaluation_pixels_of_other_modes_are_pillows(mode: str) -> None:
     assert np.array_equal(EvalTransform(64)(data), published(data))
 
 
-def test_a_border_is_cut_off_before_the_resize() -> None:
-    framed = Image.new("RGB", (68, 68), "red")
-    framed.paste(scene(64, 64), (2, 2))
-    assert np.array_equal(EvalTransform(64, border=2)(encode(framed)), published(encode(scene(64, 64))))
-
-
 @pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
 @pytest.mark.parametrize("size", [(64, 64), (301, 97), (97, 301), (640, 400), (33, 33)])
 def test_training_pixels_of_whole_jpegs_are_open_clips(size: tuple[int, int], mode: str) -> None:

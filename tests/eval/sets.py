@@ -32,20 +32,15 @@ def picture(colour: str, kind: str = "PNG", size: tuple[int, int] = (8, 8)) -> b
     return out.getvalue()
 
 
-def write_tar(path: Path, members: Sequence[tuple[str, bytes]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, "w:gz" if path.name.endswith("gz") else "w") as tar:
-        for name, content in members:
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            tar.addfile(info, io.BytesIO(content))
-
-
 def write_shards(root: Path, shards: Sequence[Sequence[tuple[str, bytes]]], files: Mapping[str, str]) -> Path:
     """CLIP_benchmark's layout: `shards` of (member, content), and the text files beside them."""
-    for index, members in enumerate(shards):
-        write_tar(root / "test" / f"{index}.tar", members)
     (root / "test").mkdir(parents=True, exist_ok=True)
+    for index, members in enumerate(shards):
+        with tarfile.open(root / "test" / f"{index}.tar", "w") as tar:
+            for name, content in members:
+                info = tarfile.TarInfo(name)
+                info.size = len(content)
+                tar.addfile(info, io.BytesIO(content))
     (root / "test" / "nshards.txt").write_text(f"{len(shards)}\n")
     for name, text in files.items():
         (root / name).write_text(text)
@@ -102,8 +97,8 @@ class ColourModel(nn.Module):
         self.passes = 0
         self.modes: set[bool] = set()
 
-    def eval_transform(self, border: int = 0) -> EvalTransform:
-        return EvalTransform(self.image_size, border=border)
+    def eval_transform(self) -> EvalTransform:
+        return EvalTransform(self.image_size)
 
     def tokenizer(self, texts: list[str]) -> Tensor:
         return torch.tensor([[next(i for i, name in enumerate(NAMES) if name in text)] for text in texts])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from clip_benchmark.datasets.builder import build_dataset
-from clip_benchmark.metrics import image_caption_selection, zeroshot_classification, zeroshot_retrieval
+from clip_benchmark.metrics import zeroshot_classification, zeroshot_retrieval
 from clip_benchmark.models import load_clip
 from PIL import Image
 
@@ -17,7 +17,6 @@ from clipscale.eval.verb import main
 from clipscale.export.verb import main as export
 from clipscale.models.towers import build_model
 from tests.eval.sets import write_shards
-from tests.eval.test_compositional import sugar_crepe, winoground
 from tests.eval.test_verb import TINY, save
 
 NAMES = ["missile", "owl", "red fox", "projectile", "tench", "sunglasses", "lens", "a very long name of a class"]
@@ -89,44 +88,3 @@ def test_the_figures_are_clip_benchmarks(tmp_path: Path, monkeypatch: pytest.Mon
     for k in (1, 5, 10):
         assert found[f"image_to_text_r{k}"] == pytest.approx(theirs[f"text_retrieval_recall@{k}"], abs=1e-6)
         assert found[f"text_to_image_r{k}"] == pytest.approx(theirs[f"image_retrieval_recall@{k}"], abs=1e-6)
-
-
-def test_the_scores_of_compositional_sets_are_clip_benchmarks(tmp_path: Path) -> None:
-    torch.manual_seed(4)
-    model = build_model(TINY)
-    save(tmp_path / "run", model, 7)
-    model.eval()
-    crepe, wino = sugar_crepe(tmp_path / "crepe", noise), winoground(tmp_path / "wino", noise)
-    config = EvalConfig(sets=[str(crepe), str(wino)], batch=16)
-    ours = main(EvalRunConfig(run=str(tmp_path / "run"), device="cpu", eval=config))
-
-    class Open:
-        """The interface that clip_benchmark wants."""
-
-        encode_image, encode_text = model.image, model.text
-
-    def pixels(file: Path) -> torch.Tensor:
-        return torch.from_numpy(model.eval_transform()(file.read_bytes()))
-
-    for part, item in ours.items():
-        if not part.startswith("crepe/"):
-            continue
-        data = build_dataset(f"sugar_crepe/{part[6:]}", str(crepe), None, "test", task="image_caption_selection")
-        batch = [
-            (pixels(crepe / "val2017" / entry["filename"])[None], [entry["caption"], entry["negative_caption"]])
-            for entry in data.ann.values()
-        ]
-        images = torch.stack([image for image, _ in batch])
-        theirs = image_caption_selection.evaluate(
-            Open, [(images, [texts for _, texts in batch])], model.tokenizer, "cpu", amp=False
-        )
-        assert item["accuracy"] == pytest.approx(theirs["text_acc"], abs=1e-6), part
-    assert len(ours) == 9
-
-    images = torch.stack(
-        [torch.stack([pixels(wino / "images" / f"ex_{q}_img_{i}.png") for i in (0, 1)]) for q in range(12)]
-    )
-    texts = [[f"a {q} dog sees a cat", f"a {q} cat sees a dog"] for q in range(12)]
-    theirs = image_caption_selection.evaluate(Open, [(images, texts)], model.tokenizer, "cpu", amp=False)
-    for own, name in (("text_score", "text_acc"), ("image_score", "image_acc"), ("group_score", "acc")):
-        assert ours["wino"][own] == pytest.approx(theirs[name], abs=1e-6), own

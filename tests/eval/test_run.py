@@ -1,6 +1,9 @@
 """evaluate() gives the known results of small sets, in one process and in several, also with damaged images."""
 
+import gc
 import json
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,12 +11,16 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from clipscale import checkpoint
 from clipscale.common.errors import UserError
 from clipscale.config.sections import EvalConfig
 from clipscale.distributed.world import World
+from clipscale.eval.encode import Encoder, join, spans
 from clipscale.eval.results import save_results
 from clipscale.eval.run import check, evaluate
-from clipscale.models.towers import weights_digest
+from clipscale.eval.sets.load import load_set
+from clipscale.models.towers import build_model
+from clipscale.train import Run, train
 from tests.eval.sets import (
     ALONE,
     NAMES,
@@ -24,84 +31,79 @@ from tests.eval.sets import (
     retrieval_set,
     write_shards,
 )
+from tests.eval.test_verb import TINY
 from tests.support.ranks import run_ranks
+from tests.support.runs import curve, small
 
 CPU = torch.device("cpu")
 
 
-def test_perfect_model_is_perfect(tmp_path: Path) -> None:
-    sets = [classification_set(tmp_path / "classes"), retrieval_set(tmp_path / "captions")]
-    results = evaluate(ColourModel(), EvalConfig(sets=[str(s) for s in sets]), ALONE)
+def two_sets(root: Path, wrong: tuple[int, ...] = ()) -> list[str]:
+    return [str(classification_set(root / "classes", wrong=wrong)), str(retrieval_set(root / "captions"))]
+
+
+def test_perfect_model_is_perfect_and_is_put_back_into_training_mode(tmp_path: Path) -> None:
+    model = ColourModel().train()
+    results = evaluate(model, EvalConfig(sets=two_sets(tmp_path)), ALONE)
     assert results["classes"] == {"top1": 1, "top5": 1, "mean_per_class_recall": 1, "images": 6, "broken": 0}
-    shares = {k: v for k, v in results["captions"].items() if "_r" in k}
-    assert len(shares) == 10 and set(shares.values()) == {1.0}, "six recalls, and four ranks that count from 1"
-    assert (results["captions"]["images"], results["captions"]["captions"]) == (6, 12)
+    recalls = {f"{way}_r{k}": 1 for way in ("image_to_text", "text_to_image") for k in (1, 5, 10)}
+    assert results["captions"] == recalls | {"images": 6, "captions": 12, "broken": 0}
+    assert model.modes == {False} and model.training
 
 
 @pytest.mark.parametrize("batch", [1, 4, 5, 256])
 def test_batch_size_changes_nothing(tmp_path: Path, batch: int) -> None:
-    sets = [str(classification_set(tmp_path / "classes", wrong=[2])), str(retrieval_set(tmp_path / "captions"))]
-    config = EvalConfig(sets=sets, batch=batch, workers=2)
+    config = EvalConfig(sets=two_sets(tmp_path, wrong=(2,)), batch=batch, workers=2)
     results = evaluate(ColourModel(), config, ALONE)
     assert results["classes"]["top1"] == 5 / 6 and results["captions"]["text_to_image_r1"] == 1
 
 
-def test_model_is_evaluated_in_evaluation_mode_and_put_back(tmp_path: Path) -> None:
-    model = ColourModel().train()
-    evaluate(model, EvalConfig(sets=[str(classification_set(tmp_path / "set"))]), ALONE)
-    assert model.modes == {False} and model.training
-
-
-def damaged(colour: str) -> bytes:
-    return picture(colour)[:40]
-
-
 def test_broken_images_are_misses_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     members = [m for i, n in enumerate(NAMES) for m in ((f"{i}.png", picture(n)), (f"{i}.cls", str(i).encode()))]
-    members[0] = ("0.png", damaged("red"))
+    members[0] = ("0.png", picture("red")[:40])
     files = {"classnames.txt": "\n".join(NAMES), "zeroshot_classification_templates.txt": "\n".join(TEMPLATES)}
     classes = write_shards(tmp_path / "classes", [members], files)
     members = [
-        m
-        for i, n in enumerate(NAMES)
-        for m in ((f"{i}.png", picture(n)), (f"{i}.txt", n.encode() + b"\nall " + n.encode()))
+        m for i, n in enumerate(NAMES) for m in ((f"{i}.png", picture(n)), (f"{i}.txt", f"{n}\nall {n}".encode()))
     ]
     members[2] = ("1.png", b"")
     captions = write_shards(tmp_path / "captions", [members], {"dataset_type.txt": "retrieval"})
 
     results = evaluate(ColourModel(), EvalConfig(sets=[str(classes), str(captions)]), ALONE, run_dir=tmp_path / "run")
-    assert results["classes"]["top1"] == 5 / 6 and results["classes"]["top5"] == 5 / 6
-    assert results["classes"]["images"] == 6 and results["classes"]["broken"] == 1
-    assert {v for k, v in results["captions"].items() if "_r" in k and "rank" not in k} == {5 / 6}, results["captions"]
-    assert results["captions"]["images"] == 6 and results["captions"]["broken"] == 1
+    assert results["classes"]["top1"] == results["classes"]["top5"] == 5 / 6
+    assert {v for k, v in results["captions"].items() if "_r" in k} == {5 / 6}, results["captions"]
+    for name in ("classes", "captions"):
+        assert (results[name]["images"], results[name]["broken"]) == (6, 1)
     assert sum("counted as misses: 1" in message for message in caplog.messages) == 2, caplog.messages
 
-
-def test_a_set_without_one_good_image_is_refused(tmp_path: Path) -> None:
     root = write_shards(tmp_path / "set", [[("0.png", b"x"), ("0.cls", b"0")]], {"classnames.txt": "red"})
     with pytest.raises(UserError, match="none of the 1 images"):
         evaluate(ColourModel(), EvalConfig(sets=[str(root)]), ALONE)
 
 
-def test_a_collapsed_or_diverged_model_scores_zero(tmp_path: Path) -> None:
-    sets = [str(classification_set(tmp_path / "classes")), str(retrieval_set(tmp_path / "captions"))]
-    for value in (1.0, float("nan")):
+@pytest.mark.parametrize("value", [1.0, float("nan")])
+def test_a_collapsed_or_diverged_model_scores_zero(tmp_path: Path, value: float) -> None:
+    class Constant(ColourModel):
+        def image(self, pixels: Tensor) -> Tensor:
+            return torch.full((len(pixels), 3), value)
 
-        class Constant(ColourModel):
-            def image(self, pixels: Tensor, value: float = value) -> Tensor:
-                return torch.full((len(pixels), 3), value)
+    results = evaluate(Constant(), EvalConfig(sets=two_sets(tmp_path)), ALONE)
+    assert results["classes"]["top1"] <= 1 / 6, results["classes"]
+    assert results["captions"]["text_to_image_r1"] == 0, results["captions"]
 
-        results = evaluate(Constant(), EvalConfig(sets=sets), ALONE)
-        assert results["classes"]["top1"] <= 1 / 6, f"features all {value}: {results['classes']}"
-        assert results["captions"]["text_to_image_r1"] == 0, f"features all {value}: {results['captions']}"
+
+# -- files -------------------------------------------------------------------------------------------------------------
 
 
 def test_results_and_examples_are_saved(tmp_path: Path) -> None:
-    sets = [str(classification_set(tmp_path / "classes")), str(retrieval_set(tmp_path / "captions"))]
     run = tmp_path / "run"
-    results = evaluate(ColourModel(), EvalConfig(sets=sets), ALONE, run_dir=run, step=12)
+    config = EvalConfig(sets=two_sets(tmp_path))
+    results = evaluate(ColourModel(), config, ALONE, run_dir=run, step=12, about={"precision": "bf16"})
     record = json.loads((run / "eval" / "step_00000012.json").read_text())
     assert record["step"] == 12 and record["results"] == results
+    facts = record["measured"]["classes"]
+    assert (facts["path"], facts["images"], facts["classes"]) == (config.sets[0], 6, 6)
+    assert facts["prompts"] == TEMPLATES and facts["precision"] == "bf16" and facts["versions"]["clipscale"]
     examples = json.loads((run / "eval" / "retrieved" / "captions.json").read_text())
     assert len(examples["rows"]) == 8 and examples["step"] == 12
     assert all(row["hit"] == 0 for row in examples["rows"]), "a perfect model finds the right image first"
@@ -111,24 +113,13 @@ def test_results_and_examples_are_saved(tmp_path: Path) -> None:
         assert sheet.getpixel((tile // 2, tile // 2)) == (230, 20, 20), "the first caption is about red"
 
 
-def test_later_results_join_earlier_ones(tmp_path: Path) -> None:
-    save_results(tmp_path, 5, {"a": {"top1": 0.1}, "b": {"top1": 0.2}}, seconds=1)
-    path = save_results(tmp_path, 5, {"b": {"top1": 0.3}}, seconds=1)
+def test_later_results_join_earlier_ones_and_replace_a_damaged_file(tmp_path: Path) -> None:
+    save_results(tmp_path, 5, {"a": {"top1": 0.1}, "b": {"top1": 0.2}}, {})
+    path = save_results(tmp_path, 5, {"b": {"top1": 0.3}}, {})
     assert json.loads(path.read_text())["results"] == {"a": {"top1": 0.1}, "b": {"top1": 0.3}}
-
-
-def test_a_result_says_what_was_measured_on_which_weights_with_which_prompts(tmp_path: Path) -> None:
-    root, run = classification_set(tmp_path / "classes"), tmp_path / "run"
-    model = ColourModel()
-    model.register_buffer("weight", torch.ones(3))
-    config = EvalConfig(sets=[str(root)])
-    evaluate(model, config, ALONE, run_dir=run, step=1, about={"precision": "bf16"})
-    record = json.loads((run / "eval/step_00000001.json").read_text())["measured"]["classes"]
-    assert (record["path"], record["images"], record["limit"]) == (str(root), 6, None)
-    assert record["prompts"] == TEMPLATES and record["classes"] == 6 and record["precision"] == "bf16"
-    assert record["versions"]["clipscale"] and record["weights"] == weights_digest(model)
-    model.weight[0] = 2
-    assert record["weights"] != weights_digest(model)
+    path.write_text('{"step": 5, "results": {')
+    save_results(tmp_path, 5, {"b": {"top1": 0.3}}, {})
+    assert json.loads(path.read_text())["results"] == {"b": {"top1": 0.3}}
 
 
 def test_limited_results_have_another_name_and_replace_nothing(tmp_path: Path) -> None:
@@ -138,16 +129,50 @@ def test_limited_results_have_another_name_and_replace_nothing(tmp_path: Path) -
     record = json.loads((run / "eval/step_00000001.json").read_text())
     assert list(record["results"]) == ["classes", "classes (limit 3)"], "a limit of the whole set limits nothing"
     assert record["results"]["classes"]["top1"] == 5 / 6 and record["results"]["classes (limit 3)"]["images"] == 3
-    assert record["measured"]["classes (limit 3)"]["limit"] == 3 and record["measured"]["classes (limit 3)"]["of"] == 6
+    assert record["measured"]["classes (limit 3)"]["of"] == 6
 
 
-@pytest.mark.parametrize("content", ['{"step": 5, "results": {', '{"results": {}, "measured": 3}'])
-def test_a_damaged_earlier_file_is_put_aside(tmp_path: Path, caplog: pytest.LogCaptureFixture, content: str) -> None:
-    path = save_results(tmp_path, 5, {"a": {"top1": 0.1}}, seconds=1)
-    path.write_text(content)
-    save_results(tmp_path, 5, {"b": {"top1": 0.3}}, seconds=1)
-    assert json.loads(path.read_text())["results"] == {"b": {"top1": 0.3}}
-    assert path.with_name(path.name + ".damaged").exists() and "cannot be read" in caplog.text
+# -- several ranks -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("count", "batch", "size"), [(1, 4, 3), (7, 4, 1), (7, 2, 3), (8, 2, 4), (9, 2, 4), (5, 9, 2)])
+def test_every_input_has_one_place_on_one_rank(count: int, batch: int, size: int) -> None:
+    shares = [spans(count, batch, World(rank, size, CPU)) for rank in range(size)]
+    assert len({len(share) for share in shares}) == 1, "equally many passes on every rank"
+    assert sorted(i for share in shares for span in share for i in span) == list(range(count))
+    alone = set(spans(count, batch, World(0, 1, CPU)))
+    assert {span for share in shares for span in share if span} == alone, "the batches of one process"
+
+
+def features_and_results(
+    rank: int, size: int, run: str, classes: str, captions: str
+) -> tuple[list[torch.Tensor], dict, int]:  # type: ignore[type-arg]
+    torch.manual_seed(0)
+    model = build_model(TINY).eval()
+    world = World(rank, size, CPU)
+    encoder = Encoder(model, world, nullcontext, batch=4, threads=1)
+    eval_set = load_set(Path(classes))
+    with torch.no_grad():
+        images = join([features for _, features, _ in encoder.images(eval_set)], len(eval_set), 4, world)
+        features = [images, encoder.classes(eval_set)[0], encoder.texts(load_set(Path(captions)).captions)]
+    passes: list[int] = []
+    for tower in (model.image, model.text):
+        tower.register_forward_pre_hook(lambda *_: passes.append(1))
+    config = EvalConfig(sets=[classes, captions], batch=4, workers=1)
+    return features, evaluate(model, config, world, run_dir=Path(run), step=1), len(passes)
+
+
+def test_features_and_results_are_the_same_on_one_two_and_four_ranks(tmp_path: Path) -> None:
+    classes = str(classification_set(tmp_path / "classes", [*NAMES, "red", "green", "red"], wrong=[1, 4]))
+    captions = str(retrieval_set(tmp_path / "captions"))
+    wanted, results, _ = features_and_results(0, 1, str(tmp_path / "1"), classes, captions)
+    for size in (2, 4):
+        answers = run_ranks(features_and_results, size, str(tmp_path / str(size)), classes, captions)
+        assert len({passes for *_, passes in answers}) == 1, "towers that communicate need equally many on every rank"
+        for features, theirs, _ in answers:
+            assert all(torch.equal(ours, alone) for ours, alone in zip(features, wanted)), f"{size} ranks"
+            assert theirs == results
+        assert json.loads((tmp_path / str(size) / "eval/step_00000001.json").read_text())["results"] == results
 
 
 def check_on_rank(rank: int, world: int, *paths: list[str]) -> list[str]:
@@ -168,38 +193,40 @@ def test_a_mistake_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
         assert "different files" in differing, differing
 
 
-@pytest.mark.parametrize("name", ["batch", "limit"])
-def test_batch_and_limit_must_be_positive(name: str) -> None:
-    with pytest.raises(UserError, match=rf"eval\.{name}=0"):
-        check(EvalConfig(**{name: 0}), ALONE)
+# -- during training ---------------------------------------------------------------------------------------------------
 
 
-def test_an_interrupted_evaluation_leaves_whole_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sets = [str(retrieval_set(tmp_path / "captions")), str(classification_set(tmp_path / "classes"))]
-    run, batches = tmp_path / "run", iter(range(100))
+def test_evaluations_change_no_bit_of_the_curve(shards: str, tmp_path: Path) -> None:
+    """Patch dropout draws random numbers in every step, and the average of the weights takes their place meanwhile."""
+    plain = small(shards, tmp_path / "plain", ema=0.9)
+    plain = replace(plain, model=replace(plain.model, patch_dropout=0.5))
+    train(plain)
+    evaluated = EvalConfig(every=1, sets=two_sets(tmp_path), weights="ema")
+    train(replace(plain, run=str(tmp_path / "evaluated"), eval=evaluated))
+    assert len(list((tmp_path / "evaluated/eval").glob("step_*.json"))) > 2
+    assert curve(tmp_path / "evaluated") == curve(tmp_path / "plain")
+    ours, theirs = (checkpoint.load(checkpoint.locate(tmp_path / name, "latest")) for name in ("evaluated", "plain"))
+    assert all(torch.equal(ours["model"][name], value) for name, value in theirs["model"].items())
 
-    def stop_at(number: int) -> None:
-        if next(batches) == number:
-            raise KeyboardInterrupt
 
-    def evaluation(*only: str, stop: int = 99, limit: int | None = None) -> None:
-        config = EvalConfig(sets=list(only), limit=limit)
-        evaluate(ColourModel(), config, ALONE, run_dir=run, step=1, before_batch=lambda: stop_at(stop))
+def test_an_evaluation_leaves_modes_random_state_and_memory_as_they_were(shards: str, tmp_path: Path) -> None:
+    config = EvalConfig(sets=two_sets(tmp_path), weights="ema")
+    run = Run(small(shards, tmp_path / "run", ema=0.9, eval=config), ALONE)
+    run.optimizer_step()
+    run.evaluate()  # the sets' lists stay in memory
 
-    with pytest.raises(KeyboardInterrupt):  # within the first set, after its images
-        evaluation(*sets, stop=1)
-    assert not list(run.rglob("*")), "no figures, and no pictures of what was found"
-    with pytest.raises(KeyboardInterrupt):  # in the second set
-        evaluation(*sets, stop=5)
-    file = run / "eval/step_00000001.json"
-    assert list(json.loads(file.read_text())["results"]) == ["captions"], "what was done is kept"
+    def held() -> tuple[int, list[bool], list[int]]:
+        gc.collect()
+        storages = {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+            for tensor in gc.get_objects()
+            if type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        }
+        return sum(storages.values()), [m.training for m in run.state.model.modules()], torch.get_rng_state().tolist()
 
-    before = file.read_bytes()
-
-    def torn(source: object, target: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Path, "replace", torn)
-    with pytest.raises(KeyboardInterrupt):  # while the file is written
-        evaluation(sets[1], limit=3)
-    assert file.read_bytes() == before and {path.name for path in (run / "eval").iterdir()} == {file.name, "retrieved"}
+    before = held()
+    run.evaluate()
+    after = held()
+    run.stream.close()
+    assert after[0] <= before[0] and after[1:] == before[1:]
+    assert (tmp_path / "run/eval/classes/classes (ema).json").is_file()

@@ -1,21 +1,21 @@
-"""The eval verb on a real checkpoint, and class embeddings against open_clip's own on a real (untrained) model."""
+"""The eval verb on real checkpoints: of a run, of all its steps, and of any other weights."""
 
-import json
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from clipscale import checkpoint
 from clipscale.common.errors import UserError
-from clipscale.config.sections import EvalConfig, LaunchConfig, ModelConfig
+from clipscale.config.sections import EvalConfig, LaunchConfig, ModelConfig, SinkConfig
 from clipscale.config.tools import EvalRunConfig
-from clipscale.distributed.world import World
 from clipscale.eval.run import evaluate
 from clipscale.eval.verb import main
-from clipscale.models.towers import ClipModel, build_model, load_model
-from tests.eval.sets import classification_set, retrieval_set
+from clipscale.models.towers import ClipModel, build_model
+from clipscale.report.evaluations import read_evaluations
+from tests.eval.sets import ALONE, classification_set, retrieval_set
 
 TINY = ModelConfig(
     name="tiny",
@@ -33,17 +33,21 @@ def model() -> ClipModel:
     return build_model(TINY)
 
 
+@pytest.fixture
+def sets(tmp_path: Path) -> list[str]:
+    return [str(classification_set(tmp_path / "classes", wrong=[1])), str(retrieval_set(tmp_path / "captions"))]
+
+
 def save(run: Path, model: ClipModel, step: int) -> None:
     checkpoint.save(run, step, {"model": model.state_dict(), "model_config": asdict(TINY)}, keep=0)
 
 
 def test_the_verb_evaluates_the_checkpoint_it_is_asked_for(
-    tmp_path: Path, model: ClipModel, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, model: ClipModel, sets: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sets = [str(classification_set(tmp_path / "classes")), str(retrieval_set(tmp_path / "captions"))]
     run = tmp_path / "run"
     save(run, model, 7)
-    wanted = evaluate(model, EvalConfig(sets=sets), World(0, 1, torch.device("cpu")))
+    wanted = evaluate(model, EvalConfig(sets=sets), ALONE)
     torch.manual_seed(1)
     save(run, build_model(TINY), 9)
 
@@ -56,60 +60,66 @@ def test_the_verb_evaluates_the_checkpoint_it_is_asked_for(
     assert sorted(file.name for file in (run / "eval").glob("*.json")) == ["step_00000007.json", "step_00000009.json"]
 
 
-def test_mistakes_are_named(tmp_path: Path, model: ClipModel) -> None:
-    with pytest.raises(UserError, match="eval needs run="):
-        main(EvalRunConfig())
-    with pytest.raises(UserError, match="there is no folder"):
-        main(EvalRunConfig(run=str(tmp_path / "nowhere")))
-    with pytest.raises(UserError, match=r"eval\.sets is empty"):
-        main(EvalRunConfig(run=str(tmp_path)))
-    sets = [str(classification_set(tmp_path / "classes"))]
-    with pytest.raises(UserError, match="no checkpoint"):
-        main(EvalRunConfig(run=str(tmp_path), device="cpu", eval=EvalConfig(sets=sets)))
+def test_all_checkpoints_are_evaluated_and_drawn_as_curves(
+    tmp_path: Path, sets: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, drawn = tmp_path / "run", []
+    for step in (5, 10, 15):
+        torch.manual_seed(step)
+        save(run, build_model(TINY), step)
+    (run / "metrics.jsonl").write_text('{"step": 15, "loss": 1.0}\n')
+    monkeypatch.setattr("clipscale.eval.verb.write_report", lambda folder: drawn.append(folder) or folder)
+    config = EvalRunConfig(str(run), "all", device="cpu", eval=EvalConfig(sets=sets))
+    newest = main(replace(config, log=SinkConfig(tensorboard=True)))
+    records = {record["step"]: record["results"] for record in read_evaluations(run)}
+    assert records[15] == newest and list(records) == [5, 10, 15]
+    assert main(replace(config, checkpoint="10")) == records[10], "as evaluated alone"
+    assert "run, step 10" in capsys.readouterr().out and drawn == [run]
+    events = EventAccumulator(str(run / "tensorboard"))
+    events.Reload()
+    points = [(event.step, event.value) for event in events.Scalars("eval/classes/top5")]
+    assert points == [(step, pytest.approx(results["classes"]["top5"])) for step, results in records.items()]
+
+
+def test_a_suite_has_its_table_and_takes_the_root_of_the_run(
+    tmp_path: Path, model: ClipModel, capsys: pytest.CaptureFixture[str]
+) -> None:
+    classification_set(tmp_path / "sets" / "wds_imagenet1k")
+    save(tmp_path / "run", model, 7)
+    (tmp_path / "run/config.yaml").write_text(f"eval:\n  root: '{tmp_path / 'sets'}'\n")
+    main(EvalRunConfig(run=str(tmp_path / "run"), device="cpu", suite="infcl-table3"))
+    lines = capsys.readouterr().out.splitlines()
+    heads = next(line for line in lines if "infcl-table3" in line)
+    assert heads.rstrip().endswith("T→I")
+    row = lines[lines.index(heads) + 2].split()
+    assert row[:3] == ["run,", "step", "7"] and row[4:] == ["-"] * 5, row
 
 
 def test_any_weights_are_evaluated_without_a_run(
-    tmp_path: Path, model: ClipModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, model: ClipModel, sets: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sets = [str(classification_set(tmp_path / "classes"))]
     save(tmp_path / "run", model, 7)
     wanted = main(EvalRunConfig(run=str(tmp_path / "run"), device="cpu", eval=EvalConfig(sets=sets)))
     monkeypatch.chdir(tmp_path)
     weights = "run/checkpoints/step_00000007"
-    for made in (ModelConfig(name="", weights=weights), replace(TINY, weights=weights)):
-        assert main(EvalRunConfig(device="cpu", model=made, eval=EvalConfig(sets=sets))) == wanted
-    name = "eval-run-checkpoints-step_00000007"
-    record = json.loads((tmp_path / "runs" / name / "eval/final.json").read_text())
-    theirs = json.loads((tmp_path / "run/eval/step_00000007.json").read_text())
-    assert record["results"] == wanted and name in capsys.readouterr().out
-    assert record["measured"]["classes"]["source"] == weights
-    assert record["measured"]["classes"]["weights"] == theirs["measured"]["classes"]["weights"]
+    for described in (ModelConfig(name="", weights=weights), replace(TINY, weights=weights)):
+        assert main(EvalRunConfig(device="cpu", model=described, eval=EvalConfig(sets=sets))) == wanted
+    assert len(list(tmp_path.glob("runs/eval-*/eval/final.json"))) == 2
+
+
+def test_mistakes_are_named(tmp_path: Path, sets: list[str]) -> None:
+    with pytest.raises(UserError, match="eval needs run="):
+        main(EvalRunConfig())
+    with pytest.raises(UserError, match=r"eval\.sets is empty"):
+        main(EvalRunConfig(run=str(tmp_path)))
+    with pytest.raises(UserError, match="no checkpoint"):
+        main(EvalRunConfig(run=str(tmp_path), device="cpu", eval=EvalConfig(sets=sets)))
     with pytest.raises(UserError, match="two models; give one"):
-        main(EvalRunConfig(run="run", model=ModelConfig(weights=weights)))
-
-
-def test_a_file_that_is_no_checkpoint_is_refused_in_one_line(tmp_path: Path, model: ClipModel) -> None:
-    save(tmp_path, model, 7)
-    file = tmp_path / "config.yaml"
-    file.write_text("batch: 4\n")
-    for text in ("batch: 4\n", "", "PK\x03\x04", "\x80\x02}q\x00."):
-        file.write_text(text)
-        with pytest.raises(UserError, match=r"config\.yaml is (damaged or not a checkpoint|not in this)"):
-            load_model(tmp_path, str(file))
-
-
-def test_a_model_that_cannot_be_built_is_no_fault_of_its_checkpoint(
-    tmp_path: Path, model: ClipModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save(tmp_path, model, 7)
-    monkeypatch.setattr("clipscale.models.towers.build_model", lambda _: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        load_model(tmp_path)
+        main(EvalRunConfig(run=str(tmp_path), model=ModelConfig(weights="openai")))
 
 
 @pytest.mark.slow
-def test_the_verb_starts_processes_of_its_own(tmp_path: Path, model: ClipModel) -> None:
-    sets = [str(classification_set(tmp_path / "classes")), str(retrieval_set(tmp_path / "captions"))]
+def test_the_verb_starts_processes_of_its_own(tmp_path: Path, model: ClipModel, sets: list[str]) -> None:
     save(tmp_path / "run", model, 7)
     results = [
         main(EvalRunConfig(str(tmp_path / "run"), device="cpu", eval=EvalConfig(sets=sets, batch=2), launch=launch))

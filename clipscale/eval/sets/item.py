@@ -1,70 +1,42 @@
 """What an evaluation set holds, whatever layout it was read from."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
-from clipscale.common import files
 from clipscale.data.sample import MAX_IMAGE_BYTES
 
 T = TypeVar("T")
-CLASSIFICATION, RETRIEVAL, COMPOSITION = "classification", "retrieval", "composition"
+CLASSIFICATION, RETRIEVAL = "classification", "retrieval"
 IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp")
 
 
-class Picture(Protocol):
-    """A picture of a set."""
-
-    def read(self) -> bytes:
-        """Its bytes, encoded. Raises OSError."""
-
-
 class ImageRef(NamedTuple):
-    """The place of one encoded image: a whole file, or `size` bytes from `offset` within an archive."""
+    """The place of one encoded image: a whole file, or `size` bytes from `offset` within a shard."""
 
     path: Path
     offset: int = 0
     size: int = -1
-    forms: tuple[Callable[[bytes], bytes], ...] = ()
-    """What makes an encoded image of these bytes, one after another. Each raises OSError."""
 
-    def read(self, most: int = MAX_IMAGE_BYTES) -> bytes:
-        """The image's bytes. Raises OSError, also for more than `most`."""
-        if self.size < 0:
-            data = files.read_bytes(self.path, most)
-        else:
-            if self.size > most:
-                raise OSError(f"it has more than {most} bytes")
-            with files.opened(self.path) as file:
-                file.seek(self.offset)
-                data = file.read(self.size)
-        for form in self.forms:
-            data = form(data)
+    def read(self) -> bytes:
+        """The image's bytes. Raises OSError, also for more than MAX_IMAGE_BYTES."""
+        with self.path.open("rb") as file:
+            file.seek(self.offset)
+            data = file.read(self.size if self.size >= 0 else MAX_IMAGE_BYTES + 1)
+        if len(data) > MAX_IMAGE_BYTES:
+            raise OSError(f"{self.path} has more than {MAX_IMAGE_BYTES} bytes")
         return data
-
-
-class Question(NamedTuple):
-    """Of a compositional set: which caption belongs to which image.
-
-    One or two images and two captions: caption i belongs to image i. One caption: it belongs to the first `right` images.
-    """
-
-    images: tuple[int, ...]
-    captions: tuple[int, ...]
-    right: int = 0
 
 
 @dataclass(frozen=True)
 class EvalSet:
-    """One classification set (labels, classnames, templates), retrieval set (captions, owner) or compositional set (captions,
-    questions), in reading order.
-    """
+    """A classification set (labels, classnames, templates) or a retrieval set (captions, owner), in reading order."""
 
     name: str
     path: Path
     kind: str
-    images: Sequence[Picture]
+    images: Sequence[ImageRef]
     labels: Sequence[int] = ()
     """Classification: the class of each image."""
     classnames: Sequence[str] = ()
@@ -72,84 +44,47 @@ class EvalSet:
     """Classification: the prompts, with {c} for the class name."""
     groups: Sequence[int] = ()
     """Classification: the group of each image, from 0, for the accuracy of the worst group."""
-    inliers: "EvalSet | None" = None
-    """Classification: in-distribution images, the negatives of AUPR; the set's own images are the positives (out of distribution)."""
     captions: Sequence[str] = ()
-    """Retrieval, composition: all captions."""
     owner: Sequence[int] = ()
-    """Retrieval: the image each caption belongs to."""
-    questions: Sequence[Question] = ()
-    part_of: Sequence[str] = ()
-    """Retrieval: the language of each caption; composition: the file of each question. Empty: the set has no parts."""
-    train: "EvalSet | None" = None
-    """Of a probe: the pictures that it is trained on. None: classification is zero-shot."""
-    shots: int | None = None
-    """Of a probe: how many of each class; None: all."""
+    """Retrieval: the image each caption belongs to; every image has at least one caption."""
     metric: tuple[str, ...] = ()
     """The set's main metric: the mean of these. Empty: the set is of no suite."""
     marks: tuple[str, ...] = ()
-    """What sets its figures apart from those of the whole set with its own prompts."""
+    """What sets its results apart from those of the whole set with trained weights, such as `ema`."""
     whole: int | None = None
-    """Images of the whole set, if this is a part of it; questions of a compositional set."""
-    border: int = 0
-    """Pixels that are cut off every side of an image before it is resized."""
+    """Images of the whole set, if this is a part of it."""
 
     def __len__(self) -> int:
         return len(self.images)
 
     @property
-    def size(self) -> int:
-        """Its images, or its questions."""
-        return len(self.questions) or len(self.images)
-
-    @property
-    def parts(self) -> list[str]:
-        """The names of its results: "" for the set itself, then its parts."""
-        return list(dict.fromkeys(["", *self.part_of]))
-
-    def label(self, part: str = "", *marks: str) -> str:
-        """The name of its results, or of those of a part."""
-        return " ".join(
-            [f"{self.name}/{part}" if part else self.name, *(f"({mark})" for mark in (*self.marks, *marks))]
-        )
+    def label(self) -> str:
+        """The name of its results."""
+        return " ".join([self.name, *(f"({mark})" for mark in self.marks)])
 
     def limited(self, limit: int | None) -> "EvalSet":
-        """At most `limit` images, or questions, of each class or file in proportion, whatever the order of the set.
+        """At most `limit` images, of each class in proportion, whatever the order of the set; their results have another label.
 
-        They are evenly spaced over the set sorted by class, and by group within a class. The part has another label, so that its figures
-        never stand for those of the set.
+        They are evenly spaced over the set sorted by class, and by group within a class.
         """
-        if limit is None or limit >= self.size:
+        if limit is None or limit >= len(self):
             return self
-        strata = [of for of in (self.labels, self.groups, self.part_of if self.questions else ()) if of]
-        by_class = sorted(range(self.size), key=lambda i: [of[i] for of in strata])
-        kept = sorted(by_class[i * self.size // limit] for i in range(limit))
-        asked = [self.questions[q] for q in kept] if self.questions else []
-        images = sorted({i for question in asked for i in question.images}) if asked else kept
-        image_at = {old: new for new, old in enumerate(images)}
-        captions = sorted({m for question in asked for m in question.captions})
-        captions = captions or [m for m, owner in enumerate(self.owner) if owner in image_at]
-        caption_at = {old: new for new, old in enumerate(captions)}
+        strata = [of_image for of_image in (self.labels, self.groups) if of_image]
+        by_class = sorted(range(len(self)), key=lambda i: [of_image[i] for of_image in strata])
+        images = sorted(by_class[i * len(self) // limit] for i in range(limit))
+        new_index = {old: new for new, old in enumerate(images)}
+        captions = [m for m, owner in enumerate(self.owner) if owner in new_index]
         return replace(
             self,
             marks=(f"limit {limit}", *self.marks),
-            whole=self.size,
+            whole=len(self),
             images=[self.images[i] for i in images],
-            labels=_those(self.labels, images),
-            groups=_those(self.groups, images),
-            inliers=self.inliers and self.inliers.limited(max(1, limit * len(self.inliers) // len(self))),
-            captions=_those(self.captions, captions),
-            owner=[image_at[i] for i in _those(self.owner, captions)],
-            questions=[
-                q._replace(images=_new(q.images, image_at), captions=_new(q.captions, caption_at)) for q in asked
-            ],
-            part_of=_those(self.part_of, kept if asked else captions),
+            labels=_chosen(self.labels, images),
+            groups=_chosen(self.groups, images),
+            captions=_chosen(self.captions, captions),
+            owner=[new_index[i] for i in _chosen(self.owner, captions)],
         )
 
 
-def _those(values: Sequence[T], index: Sequence[int]) -> Sequence[T]:
+def _chosen(values: Sequence[T], index: Sequence[int]) -> Sequence[T]:
     return [values[i] for i in index] if values else ()
-
-
-def _new(old: Sequence[int], place: Mapping[int, int]) -> tuple[int, ...]:
-    return tuple(place[i] for i in old)

@@ -31,11 +31,7 @@ class KnownSet:
     group: int | None = None
     """The column of the samples' metadata (.npy) that names their group."""
     classes: str = ""
-    """CLIP_benchmark's key of its class names."""
-    inliers: str = ""
-    """The set that has pictures of its classes, if its own pictures are of none."""
-    originals: tuple[dict[str, Any], ...] = ()
-    """How the files of its own site are read, in each layout; `Original` of originals.py has the keys."""
+    """CLIP_benchmark's key of its class names, where that is not the set's name."""
 
     @property
     def candidates(self) -> list[str]:
@@ -44,26 +40,15 @@ class KnownSet:
         A place within a folder comes before the folder: imagenet/val before imagenet.
         """
         plain = self.name.replace("/", "-")
-        packed = [archive for layout in self.originals for archive in layout.get("archive", [])]
-        own = dict.fromkeys([plain, self.name, *self.folders, f"{plain}.tar", *packed])
-        return [f"wds_{plain}_test", f"wds_{plain}", *sorted(own, key=lambda name: -name.count("/"))]
+        names = dict.fromkeys([plain, self.name, *self.folders])
+        return [f"wds_{plain}_test", f"wds_{plain}", *sorted(names, key=lambda name: -name.count("/"))]
 
     def find(self, root: Path) -> Path | None:
         """Where it lies under `root`."""
         return next((root / name for name in self.candidates if (root / name).exists()), None)
 
-    def missing(self, root: Path) -> str:
-        """One line: what is missing, as what it is looked for, and where it comes from."""
-        packed = [root / (name + end) for name in self.candidates for end in (".tar.gz", ".tgz", ".zip")]
-        archive = next((path for path in packed if path.is_file()), None)
-        if archive:
-            return f"{self.name} is packed; give {archive} in eval.sets if it has class folders, else unpack it there"
-        parts = [" + ".join(layout["archives"]) for layout in self.originals if "archives" in layout]
-        names = ", ".join([*self.candidates, *(f"a folder {self.candidates[2]} with {names}" for names in parts)])
-        return f"{self.name} is missing in {root} (as {names}); it comes from {self.source}"
-
-    def main_metric(self, item: EvalSet) -> tuple[str, ...]:
-        return BOTH_R1 if not self.metric and item.kind == RETRIEVAL else (self.metric or "top1",)
+    def main_metric(self, eval_set: EvalSet) -> tuple[str, ...]:
+        return BOTH_R1 if not self.metric and eval_set.kind == RETRIEVAL else (self.metric or "top1",)
 
 
 @cache
@@ -76,14 +61,11 @@ def table() -> dict[str, Any]:
 @cache
 def known_sets() -> dict[str, KnownSet]:
     """All sets of the table, by name."""
-    found = {}
+    sets = {}
     for name, entry in table()["sets"].items():
-        given: dict[str, Any] = {
-            key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()
-        }
-        given.setdefault("source", f"https://huggingface.co/datasets/clip-benchmark/wds_{name.replace('/', '-')}")
-        found[name] = KnownSet(name, **given)
-    return found
+        source = f"https://huggingface.co/datasets/clip-benchmark/wds_{name.replace('/', '-')}"
+        sets[name] = KnownSet(name, **{"source": source} | entry | {"folders": tuple(entry.get("folders", ()))})
+    return sets
 
 
 def source_of(path: Path) -> str:
@@ -92,26 +74,24 @@ def source_of(path: Path) -> str:
     return f"; {known.name} comes from {known.source}" if known else ""
 
 
-def published_classnames(known: KnownSet) -> list[str] | None:
-    """CLIP_benchmark's class names of a set, by label; None if it has none, or is not installed."""
-    return (
-        _of_clip_benchmark("en_classnames.json", known.classes, *_keys(known)) if find_spec("clip_benchmark") else None
-    )
+def published_classnames(known: KnownSet) -> list[str]:
+    """CLIP_benchmark's class names of a set, by label; empty if it has none, or is not installed."""
+    if find_spec("clip_benchmark") is None:
+        return []
+    return _of_clip_benchmark("en_classnames.json", known.classes, *_keys(known))
 
 
-def published_templates(known: KnownSet, default: list[str] | None = None) -> list[str]:
+def published_templates(known: KnownSet) -> list[str]:
     """CLIP_benchmark's prompts of a set; like CLIP_benchmark, those of ImageNet for a set without its own.
 
-    Raises UserError where it is not installed, unless there is a default.
+    Raises UserError where it is not installed.
     """
     if find_spec("clip_benchmark") is None:
-        if default is not None:
-            return default
         raise UserError(
             f"eval.root: {known.name} brings no prompts; pip install clip-benchmark, which has the published ones, or write "
-            "zeroshot_classification_templates.txt into its folder, or give eval.prompts"
+            "zeroshot_classification_templates.txt into its folder"
         )
-    return _of_clip_benchmark("en_zeroshot_classification_templates.json", *_keys(known), "imagenet1k") or []
+    return _of_clip_benchmark("en_zeroshot_classification_templates.json", *_keys(known), "imagenet1k")
 
 
 def _keys(known: KnownSet) -> tuple[str, str]:
@@ -119,7 +99,7 @@ def _keys(known: KnownSet) -> tuple[str, str]:
 
 
 @cache
-def _of_clip_benchmark(file: str, *keys: str) -> list[str] | None:
+def _of_clip_benchmark(file: str, *keys: str) -> list[str]:
     """Of a file of CLIP_benchmark, the entry under the first of `keys` that it has."""
     tree = json.loads(resources.files("clip_benchmark.datasets").joinpath(file).read_text(encoding="utf-8"))
-    return next((tree[key] for key in keys if key in tree), None)
+    return next((tree[key] for key in keys if key in tree), [])

@@ -11,21 +11,18 @@ from typing import BinaryIO
 
 import numpy as np
 
-from clipscale.common import files
 from clipscale.common.errors import UserError
-from clipscale.common.units import whole_number
 from clipscale.data.features import npy_header
 from clipscale.data.sample import MAX_IMAGE_BYTES, MAX_TEXT_BYTES, key_and_extension
-from clipscale.data.shards.tar import BLOCK, LARGEST_MEMBER, next_member, read_exactly
+from clipscale.data.shards.tar import BLOCK, next_member, read_exactly
 from clipscale.eval.sets import prompts
 from clipscale.eval.sets.item import CLASSIFICATION, IMAGE_SUFFIXES, RETRIEVAL, EvalSet, ImageRef
 
 
-def load(root: Path, classnames: Sequence[str] = (), group: int | None = None, split: str = "test") -> EvalSet:
+def load(root: Path, classnames: Sequence[str] = (), group: int | None = None) -> EvalSet:
     """Loads the set from `root`. Raises UserError.
 
-    classnames: those of the published set, for a folder without them. group: the column of the samples' metadata that names their
-    group. split: the folder of the shards.
+    classnames: those of the published set, for a folder without them. group: the column of the samples' metadata that names their group.
     """
     kind = _dataset_type(root)
     images: list[ImageRef] = []
@@ -33,7 +30,7 @@ def load(root: Path, classnames: Sequence[str] = (), group: int | None = None, s
     groups: list[int] = []
     captions: list[str] = []
     owner: list[int] = []
-    for shard in _shard_paths(root, split):
+    for shard in _shard_paths(root):
         for key, image, members in _samples(shard):
             if kind == RETRIEVAL:
                 lines = prompts.stripped(members.get("txt", b"").decode("utf-8", "replace").splitlines())
@@ -46,10 +43,10 @@ def load(root: Path, classnames: Sequence[str] = (), group: int | None = None, s
             else:
                 labels.append(_label(key, shard, members.get("cls")))
                 if group is not None:
-                    groups.append(_group(key, shard, members.get("npy"), group))
+                    groups.append(_group(key, shard, members.get("npy", b""), group))
             images.append(image)
     if not images:
-        raise UserError(f"eval.sets: {root} holds no image; check {root / split}")
+        raise UserError(f"eval.sets: {root} holds no image; check {root / 'test'}")
     if kind == RETRIEVAL:
         return EvalSet(root.name, root, kind, images, captions=captions, owner=owner)
 
@@ -65,27 +62,25 @@ def load(root: Path, classnames: Sequence[str] = (), group: int | None = None, s
             "check classnames.txt against the labels"
         )
     place = {value: index for index, value in enumerate(sorted(set(groups)))}
-    return EvalSet(
-        root.name, root, kind, images, labels, names, prompts.templates(root), groups=[place[value] for value in groups]
-    )
+    templates = prompts.templates(root)
+    return EvalSet(root.name, root, kind, images, labels, names, templates, [place[value] for value in groups])
 
 
 def _dataset_type(root: Path) -> str:
     file = root / "dataset_type.txt"
-    kind = prompts.text_of(file, root).strip().lower() if file.is_file() else CLASSIFICATION
+    kind = file.read_text(encoding="utf-8").strip().lower() if file.is_file() else CLASSIFICATION
     if kind not in (CLASSIFICATION, RETRIEVAL):
         raise UserError(f"eval.sets: {file} says {kind[:40]!r}; only classification and retrieval sets are evaluated")
     return kind
 
 
-def _shard_paths(root: Path, split: str) -> Iterator[Path]:
-    file = root / split / "nshards.txt"
-    text = prompts.text_of(file, root).strip()
-    count = whole_number(text)
-    if count is None:
+def _shard_paths(root: Path) -> Iterator[Path]:
+    file = root / "test" / "nshards.txt"
+    text = file.read_text(encoding="utf-8").strip()
+    if not text.isdecimal():
         raise UserError(f"eval.sets: {file} must hold the number of shards, it holds {text[:40]!r}")
-    for index in range(count):
-        shard = root / split / f"{index}.tar"
+    for index in range(int(text)):
+        shard = root / "test" / f"{index}.tar"
         if not shard.is_file():
             raise UserError(
                 f"eval.sets: {shard} is missing though {file} counts {text} shards; fetch it, or correct the count"
@@ -99,8 +94,8 @@ def _samples(shard: Path) -> Iterator[tuple[str, ImageRef, dict[str, bytes]]]:
     Raises UserError for a label or captions without an image: the set is incomplete.
     """
     try:
-        with files.opened(shard) as tar:
-            named = ((*split, size) for name, size in plain_members(tar) if (split := key_and_extension(name)))
+        with shard.open("rb") as tar:
+            named = ((*split, size) for name, size in _members(tar) if (split := key_and_extension(name)))
             for key, members in groupby(named, key=itemgetter(0)):
                 image, texts = None, dict[str, bytes]()
                 for _, extension, size in members:
@@ -114,25 +109,23 @@ def _samples(shard: Path) -> Iterator[tuple[str, ImageRef, dict[str, bytes]]]:
                     raise UserError(
                         f"eval.sets: sample {key} of {shard} has no image ({', '.join(IMAGE_SUFFIXES)}); fetch it again"
                     )
-    except (tarfile.TarError, ValueError, OSError) as error:
+    except (tarfile.TarError, ValueError) as error:
         raise UserError(f"eval.sets: cannot read {shard} ({error}); fetch it again") from error
 
 
-def plain_members(tar: BinaryIO, *, any_size: bool = False) -> Iterator[tuple[str, int]]:
-    """Name and size of each file in an archive, with the file at its content. Raises tarfile.TarError."""
+def _members(tar: BinaryIO) -> Iterator[tuple[str, int]]:
+    """Name and size of each file in a shard, with `tar` at its content. Raises tarfile.TarError."""
     end = tar.seek(0, os.SEEK_END)
-    if not end:
-        raise tarfile.ReadError("empty")
     tar.seek(0)
-    while (header := next_member(tar, end if any_size else LARGEST_MEMBER)) is not None:
+    while (header := next_member(tar, MAX_IMAGE_BYTES)) is not None:
         name, size = header
         following = tar.tell() + size + -size % BLOCK
         if following > end:
             raise tarfile.ReadError("ends within a member")
-        if size > MAX_IMAGE_BYTES and key_and_extension(name) and not any_size:
-            raise tarfile.ReadError(f"member {name!r} has {size} bytes")
         yield name, size
         tar.seek(following)
+    if not end:
+        raise tarfile.ReadError("empty")
 
 
 def _label(key: str, shard: Path, text: bytes | None) -> int:
@@ -145,9 +138,9 @@ def _label(key: str, shard: Path, text: bytes | None) -> int:
         ) from None
 
 
-def _group(key: str, shard: Path, content: bytes | None, column: int) -> int:
+def _group(key: str, shard: Path, content: bytes, column: int) -> int:
     try:
-        stream = io.BytesIO(content or b"")
+        stream = io.BytesIO(content)
         _, _, dtype = npy_header(stream)
         return int(np.frombuffer(stream.read(), dtype)[column])
     except (ValueError, TypeError, IndexError):
