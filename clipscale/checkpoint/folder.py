@@ -1,7 +1,4 @@
-"""The folder of a run: its checkpoints RUN/checkpoints/step_00001000, and which of them are kept.
-
-A checkpoint is a folder since format 3. Formats 1 and 2 are files, step_00001000.pt, which are still read.
-"""
+"""The folder of a run: its checkpoints RUN/checkpoints/step_00001000, and which of them are kept."""
 
 import logging
 import re
@@ -11,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from clipscale.common.errors import UserError
-from clipscale.common.files import inner_folder, remove_leftovers
 from clipscale.common.units import whole_number
 
 log = logging.getLogger(__name__)
@@ -23,7 +19,7 @@ TEMPORARY = ".tmp"
 def make_folder(run: Path) -> None:
     """Make the run's folder. Raises UserError where it cannot be written."""
     try:
-        inner_folder(run, "checkpoints")
+        (run / "checkpoints").mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=run):
             pass
     except OSError as error:
@@ -34,18 +30,13 @@ def remove_temporary(run: Path) -> None:
     """Remove what a run which died has not finished writing or deleting. The caller holds the run's lock."""
     for path in (*run.glob(f"*{TEMPORARY}"), *run.glob(f"checkpoints/*{TEMPORARY}")):
         discard(path)
-    for folder in (run / "eval", run / "eval" / "retrieved"):
-        remove_leftovers(folder)
 
 
 def remove_empty_run(run: Path, *names: str) -> None:
     """Remove the folder of a run that was refused at its start, if it holds no checkpoint and nothing beside these names."""
-    held = {path.name for path in run.iterdir()} if run.is_dir() else set()
-    if "checkpoints" in held and held <= {"checkpoints", *names} and not any((run / "checkpoints").iterdir()):
-        for name in names:
-            discard(run / name)
-        (run / "checkpoints").rmdir()
-        run.rmdir()
+    present = {path.name for path in run.iterdir()} if run.is_dir() else set()
+    if "checkpoints" in present and present <= {"checkpoints", *names} and not any((run / "checkpoints").iterdir()):
+        shutil.rmtree(run)
 
 
 def path_of(run: Path, step: int) -> Path:
@@ -55,24 +46,24 @@ def path_of(run: Path, step: int) -> Path:
 
 def step_of(path: Path) -> int:
     """The step of a checkpoint, by its name."""
-    return int(path.name.removesuffix(".pt").removeprefix("step_"))
+    return int(path.name.removeprefix("step_"))
 
 
 def found(run: Path) -> list[Path]:
     """The run's checkpoints, oldest first."""
     paths = (run / "checkpoints").glob("step_*")
-    return sorted((p for p in paths if re.fullmatch(r"step_\d+(\.pt)?", p.name)), key=lambda p: (step_of(p), p.name))
+    return sorted((path for path in paths if re.fullmatch(r"step_\d+", path.name)), key=step_of)
 
 
 def newest_step(run: Path) -> int | None:
     """The step of a run's newest checkpoint, by its name."""
-    candidates = found(run)
-    return step_of(candidates[-1]) if candidates else None
+    checkpoints = found(run)
+    return step_of(checkpoints[-1]) if checkpoints else None
 
 
 def outdated(steps: Sequence[int], step: int, keep: int, keep_every: int) -> list[int]:
     """Of these steps, oldest first, those up to `step` that are neither among the newest `keep` (0: all) nor multiples of `keep_every`."""
-    temporary = [one for one in steps if one <= step and not (keep_every and one % keep_every == 0)]
+    temporary = [s for s in steps if s <= step and not (keep_every and s % keep_every == 0)]
     return temporary[:-keep] if keep else []
 
 
@@ -83,7 +74,7 @@ def remove(checkpoint: Path) -> None:
 
 def discard(path: Path) -> None:
     """Delete a file or a folder, if it is there."""
-    if path.is_dir() and not path.is_symlink():
+    if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
@@ -106,12 +97,10 @@ def renamed(checkpoint: Path, end: str) -> Path:
 
 def locate(run: Path, which: str) -> Path:
     """A run's checkpoint: `latest`, a step number, or a path. Raises UserError for a run without checkpoints."""
-    candidates = found(run)
     if which == "latest":
-        if not candidates:
+        checkpoints = found(run)
+        if not checkpoints:
             raise UserError(f"run={run}: no checkpoint in {run / 'checkpoints'}")
-        return candidates[-1]
+        return checkpoints[-1]
     step = whole_number(which)
-    if step is None:
-        return Path(which).expanduser()
-    return next((path for path in candidates if step_of(path) == step), path_of(run, step))
+    return Path(which).expanduser() if step is None else path_of(run, step)

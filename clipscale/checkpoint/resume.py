@@ -6,47 +6,37 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from clipscale.checkpoint import archive, folder
-from clipscale.checkpoint.loading import damaged, read_plain, verify
+from clipscale.checkpoint import folder
+from clipscale.checkpoint.loading import verify
 from clipscale.common.errors import UserError
 from clipscale.config.train import TrainConfig
 from clipscale.distributed.world import World
 
 log = logging.getLogger(__name__)
 
-Check = Callable[[dict[str, Any]], object]
-"""Raises ValueError for a state that cannot be used."""
 
-
-def to_resume(run: Path, resume: str, world: World, check: Check = lambda state: None) -> Path | None:
+def to_resume(run: Path, resume: str, world: World) -> Path | None:
     """The checkpoint that a run goes on from, verified. `resume` is `auto` (the run's newest whole checkpoint, or None), `none`, or a path.
 
     A path is a checkpoint, or a run folder with at least one; its newest whole one counts. With `auto`, damaged checkpoints that are newer
-    are renamed: the run saves the same steps again. A state that `check` refuses counts as damaged.
-    A collective: every rank verifies its share.
+    are renamed: the run saves the same steps again. A collective: every rank verifies its share.
 
     Raises UserError for a path without a checkpoint, and if every checkpoint is damaged.
     """
-    steps = world.gather(folder.newest_step(run)) if resume == "auto" else []
-    if len(set(steps)) > 1:
-        found = ", ".join(f"rank {rank}: {'none' if n is None else f'step {n}'}" for rank, n in enumerate(steps))
+    candidates = world.on_all(lambda: candidates_of(run, resume))
+    if len(set(map(tuple, world.gather(candidates)))) > 1:
         raise UserError(
-            f"run={run}: the processes found different checkpoints ({found}); the folder must be one that all nodes share, and hold the "
-            "same for each of them"
+            f"run={run} resume={resume}: the processes see different checkpoints; put the folder on storage that all nodes share"
         )
-    candidates: list[Path] = world.on_main(lambda: candidates_of(run, resume))
-    if not all(world.gather(all(path.exists() for path in candidates))):
-        raise UserError(f"resume={resume}: not every process sees it; put it on storage that all nodes share")
     bad: dict[Path, str] = {}
     for candidate in candidates:
-        problems = [problem for problem in world.gather(problem_of(candidate, world, check)) if problem]
-        if problems:
-            bad[candidate] = problems[0]
-            continue
-        world.on_main(partial(set_damaged_aside, bad, candidate, rename=resume == "auto"))
-        return candidate
+        problems = [problem for problem in world.gather(problem_of(candidate, world)) if problem]
+        if not problems:
+            world.on_main(partial(set_damaged_aside, bad, candidate, rename=resume == "auto"))
+            return candidate
+        bad[candidate] = problems[0]
     if len(candidates) == 1 and resume != "auto":
-        raise UserError(next(iter(bad.values())))
+        raise UserError(bad[candidates[0]])
     if candidates:
         raise UserError(
             f"resume={resume}: none of the {len(candidates)} checkpoints in {candidates[0].parent.parent} can be read; start afresh with "
@@ -63,8 +53,8 @@ def candidates_of(run: Path, resume: str) -> list[Path]:
         return folder.found(run)[::-1]
     path = Path(resume).expanduser()
     if not path.exists():
-        raise UserError(f"resume={resume}: there is no such file or run folder")
-    if path.is_file() or folder.found(path.parent.parent).count(path):
+        raise UserError(f"resume={resume}: there is no such checkpoint or run folder")
+    if path in folder.found(path.parent.parent):
         return [path]
     candidates = folder.found(path)[::-1]
     if not candidates:
@@ -72,16 +62,12 @@ def candidates_of(run: Path, resume: str) -> list[Path]:
     return candidates
 
 
-def problem_of(path: Path, world: World, check: Check) -> str:
+def problem_of(path: Path, world: World) -> str:
     """Why a checkpoint cannot be used, as far as this rank's share shows; empty where it can."""
     try:
         verify(path, world.rank, world.size)
-        if world.main:
-            check(read_plain(path) if path.is_dir() else archive.load_checkpoint(path, mmap=True))
     except UserError as error:
         return str(error)
-    except Exception as error:
-        return str(damaged(path, error))
     return ""
 
 
@@ -103,20 +89,17 @@ def check_fits(
         if folder.found(run):
             raise UserError(f"run={run} already holds checkpoints; go on with resume=auto, or choose another run=NAME")
         return
-    if saved["batch"] != config.batch:
-        raise UserError(
-            f"batch={config.batch}: the checkpoint was trained with batch={saved['batch']}; go on with that, or choose another run=NAME"
-        )
-    for key in ("name", "architecture"):
-        theirs, ours = saved["model_config"].get(key), getattr(config.model, key)
+    model = saved["model_config"]
+    for setting, theirs, ours in (
+        ("batch", saved["batch"], config.batch),
+        ("model.name", model["name"], config.model.name),
+        ("model.architecture", model["architecture"], config.model.architecture),
+        ("optim.name", saved["optimizer_name"], config.optim.name),
+    ):
         if theirs != ours:
             raise UserError(
-                f"resume: the checkpoint holds model.{key}={theirs!r}, this run asks for {ours!r}; give the same model, or another run=NAME"
+                f"{setting}={ours!r}: the checkpoint was trained with {theirs!r}; go on with that, or choose another run=NAME"
             )
-    if saved["optimizer_name"] != config.optim.name:
-        raise UserError(
-            f"resume: the checkpoint's optimizer is {saved['optimizer_name']}, not optim.name={config.optim.name}"
-        )
     if saved["samples"] != samples_before(saved["step"]):
         raise UserError(
             f"resume: the checkpoint has seen {saved['samples']} samples in {saved['step']} steps, which these ramp.start, ramp.samples "
