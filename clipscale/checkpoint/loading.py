@@ -66,13 +66,22 @@ def join(values: State, tensors: Mapping[str, Tensor]) -> State:
 # ---- meta.json ----
 
 
-def meta_text(values: State, files: Mapping[str, tuple[int, int]]) -> str:
-    """The text of meta.json. `files`: size and CRC-32 by name. Byte tensors in lists, the random states, become base64."""
+def values_text(values: State) -> str:
+    """Values as JSON. Byte tensors, the random states, become base64. Raises TypeError for what JSON cannot hold."""
 
     def encoded(value: Any) -> dict[str, str]:
-        return {"base64": base64.b64encode(value.numpy().tobytes()).decode()}
+        if isinstance(value, torch.dtype):
+            return {"dtype": str(value).removeprefix("torch.")}
+        if isinstance(value, Tensor) and value.dtype == torch.uint8:
+            return {"base64": base64.b64encode(value.cpu().numpy().tobytes()).decode()}
+        raise TypeError(f"a checkpoint cannot hold {value!r}")
 
-    text = json.dumps({"format": FORMAT, "files": files, "values": values}, default=encoded)
+    return json.dumps(values, default=encoded)
+
+
+def meta_text(values: str, files: Mapping[str, tuple[int, int]]) -> str:
+    """The text of meta.json. `values`: by `values_text`; `files`: size and CRC-32 by name."""
+    text = f'{{"format": {FORMAT}, "files": {json.dumps(files)}, "values": {values}}}'
     return f'{{"crc32": {zlib.crc32(text.encode())}, "meta": {text}}}\n'
 
 
@@ -82,7 +91,7 @@ def read_meta(path: Path) -> dict[str, Any]:
     def decoded(node: dict[str, Any]) -> Any:
         if node.keys() == {"base64"}:
             return torch.tensor(list(base64.b64decode(node["base64"])), dtype=torch.uint8)
-        return node
+        return getattr(torch, node["dtype"]) if node.keys() == {"dtype"} else node
 
     try:
         start, _, text = (path / META).read_text().removesuffix("}\n").partition(', "meta": ')

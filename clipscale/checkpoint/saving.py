@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future as TorchFuture
 
 from clipscale.checkpoint import folder
-from clipscale.checkpoint.loading import META, meta_text, split, sum_of
+from clipscale.checkpoint.loading import META, meta_text, split, sum_of, values_text
 from clipscale.checkpoint.store import Store
-from clipscale.common.errors import UserError, causes_of, first_line
+from clipscale.common.errors import UserError, causes_of
 from clipscale.common.files import sync_folder
 from clipscale.common.terminal import say
 from clipscale.config.sections import CheckpointConfig
@@ -70,7 +70,9 @@ class Saver:
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # also in the thread that writes
         result = dcp.async_save(
             {name: tensor for name, tensor in tensors.items() if owners.get(name, rank) == rank},
-            storage_writer=Writer(self._temporary(step), values | {"step": step}, partial(self._complete, step)),
+            storage_writer=Writer(
+                self._temporary(step), values_text(values | {"step": step}), partial(self._complete, step)
+            ),
             process_group=self.world.background if several else None,
             async_stager=self._stager,
             no_dist=not several,
@@ -94,10 +96,11 @@ class Saver:
                 folder.discard(self._temporary(step))
             complete = [path.name for path in folder.found(self.run) if folder.step_of(path) != step]
             rest = f"the newest complete one is {complete[-1]}" if complete else "there is no earlier one"
-            cause = next(iter(error.failures.values()))[0]
-            why = cause.strerror if isinstance(cause, OSError) and cause.strerror else first_line(cause)
+            reasons = [cause.strerror or cause for cause, _ in error.failures.values() if isinstance(cause, OSError)]
+            if not reasons:
+                raise
             raise UnwritableError(
-                f"checkpoint {folder.path_of(self.run, step)} could not be written ({why}); {rest}"
+                f"checkpoint {folder.path_of(self.run, step)} could not be written ({reasons[0]}); {rest}"
             ) from error
 
     def forget(self) -> None:
@@ -153,7 +156,7 @@ class Written(WriteResult):
 class Writer(dcp.FileSystemWriter):
     """torch's writer, which adds meta.json with the checksums of all files."""
 
-    def __init__(self, path: Path, values: dict[str, Any], complete: Callable[[], None]) -> None:
+    def __init__(self, path: Path, values: str, complete: Callable[[], None]) -> None:
         """`values`: of rank 0, for meta.json. Rank 0 calls `complete` when everything is on the disk."""
         super().__init__(path)
         self._values, self._complete = values, complete

@@ -30,7 +30,6 @@ class CheckpointConfig:
     store: str = setting(
         "", "Folder in object storage (`s3://`, `gs://`, ...): checkpoints are copied there, and fetched to resume."
     )
-    background: bool = setting(True, "Write while training goes on; false: training waits.")
     keep_every: int = setting(0, "Checkpoints at multiples of so many steps stay for good; 0: none.", least=0)
 
 

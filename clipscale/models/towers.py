@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from copy import deepcopy
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,11 +25,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from clipscale import checkpoint
-from clipscale.checkpoint import saved_state
 from clipscale.common.errors import UserError, first_line
 from clipscale.common.hardware import HARDWARE, hardware_of
 from clipscale.common.units import nearest
-from clipscale.config.sections import ModelConfig
+from clipscale.config.parse import typed
+from clipscale.config.sections import ModelConfig, TowerConfig
 from clipscale.data.eval_transform import EvalTransform
 from clipscale.distributed.world import World
 from clipscale.models.bounded import BoundedTokenizer, clip_tokenizer
@@ -257,19 +257,12 @@ def load_model(
     """
     path = checkpoint.locate(run, which)
     state = checkpoint.load(path, parts=("model", "ema"))
-    fits = f"checkpoint {path}", "take another with checkpoint=STEP"
-    with saved_state.fitting(*fits):
-        saved_state.check_model(state)
-        if weights == "ema" and not state.get("ema"):
-            raise UserError(f"weights=ema: {path} holds no average; take weights=trained, or train with ema=0.9999")
-        # this version's model, or an earlier one's, loads no other weights
-        loaded = {"weights", "image", "text", "compile", "hub"}
-        known = {one.name for one in fields(ModelConfig)} - loaded
-        config = ModelConfig(**{k: value for k, value in state["model_config"].items() if k in known}, hub=hub)
-        check_filled(config, state["model"], path)
+    if weights == "ema" and not state.get("ema"):
+        raise UserError(f"weights=ema: {path} holds no average; take weights=trained, or train with ema=0.9999")
+    saved = typed(ModelConfig, state["model_config"])
+    config = replace(saved, weights=None, image=TowerConfig(), text=TowerConfig(), compile=False, hub=hub)
     model = build_model(config)
-    with saved_state.fitting(*fits):
-        model.load_state_dict(state["model"] | (state["ema"]["weights"] if weights == "ema" else {}))
+    model.load_state_dict(state["model"] | (state["ema"]["weights"] if weights == "ema" else {}))
     return model.eval(), config, int(state["step"])
 
 
@@ -285,17 +278,6 @@ def load_any(
         return load_model(run, which, weights, hub=hub)
     found = world.on_main(lambda: described(replace(config, hub=config.hub or hub)))
     return build_model(found).eval(), found, None
-
-
-def check_filled(config: ModelConfig, state: dict[str, Tensor], path: Path) -> None:
-    """Raise UserError for a checkpoint with fewer weights than the model it describes, before that takes its memory."""
-    with torch.device("meta"):
-        needed = sum(p.numel() for p in encoders_of(config, architecture(config)).parameters())
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() // t.itemsize for t in state.values()}
-    if needed > sum(storages.values()):
-        raise UserError(
-            f"checkpoint {path} describes a model of {needed} weights and holds {sum(storages.values())}; it is damaged"
-        )
 
 
 def tokenizer(config: ModelConfig, description: dict[str, Any]) -> Callable[[list[str]], Tensor]:

@@ -1,4 +1,4 @@
-"""Reads files of weights, which may come from strangers: nothing in them runs or unpacks, and a damaged one is one error.
+"""Reads files of weights, which may come from strangers: nothing in them runs, and a damaged one is one error.
 
 A file is torch's archive, safetensors, or an index of several safetensors files.
 """
@@ -6,10 +6,10 @@ A file is torch's archive, safetensors, or an index of several safetensors files
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from clipscale.checkpoint import archive
 from clipscale.common import files
 
 WRAPPERS = ("state_dict", "model")
@@ -25,7 +25,7 @@ def read(path: Path) -> dict[str, Tensor]:
     elif path.suffix == ".safetensors":
         found = _safetensors(path)
     else:
-        found = archive.load(path)
+        found = torch.load(path, map_location="cpu", weights_only=True)
     for wrapper in WRAPPERS:
         found = found[wrapper] if isinstance(found, dict) and isinstance(found.get(wrapper), dict) else found
     if not isinstance(found, dict):

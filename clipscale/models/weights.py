@@ -19,11 +19,11 @@ from timm.layers import resample_abs_pos_embed
 from torch import Tensor, nn
 
 from clipscale import checkpoint
-from clipscale.checkpoint import archive, saved_state
-from clipscale.checkpoint.loading import PLAIN, read_plain
+from clipscale.checkpoint.loading import META
 from clipscale.common import files
 from clipscale.common.errors import UserError, first_line, one_line
 from clipscale.common.units import nearest, run_folder
+from clipscale.config.parse import typed
 from clipscale.config.sections import ModelConfig, TowerConfig
 from clipscale.models import huggingface, pixels, weight_files
 
@@ -65,7 +65,7 @@ def find(value: str, name: str, setting: str = "model.weights") -> Source:
     if path.is_dir():
         return _in_folder(path, about)
     if path.is_file():
-        return _own_checkpoint(path, about) or Source(about, path)
+        return Source(about, path)
     if (run_folder(value) / "checkpoints").is_dir():
         return _in_folder(run_folder(value), about)
     return _of_tag(value, name.replace("/", "-"), about)
@@ -95,7 +95,7 @@ def described_for_training(config: ModelConfig, saved: Mapping[str, Any] | None)
     contradicts it; a setting of the default value counts as unset.
     """
     if saved is not None:
-        earlier = saved_state.model_config(saved)
+        earlier = typed(ModelConfig, saved["model_config"])
         known, what = {one: getattr(earlier, one) for one in pixels.PIXELS}, "the checkpoint was trained"
     else:
         source = _of_image(config) or (find(config.weights, config.name) if config.weights else None)
@@ -143,8 +143,8 @@ def load(encoders: CustomTextCLIP, config: ModelConfig, *, quick_gelu: bool) -> 
 def _in_folder(folder: Path, about: str) -> Source:
     if (folder / "checkpoints").is_dir():
         folder = checkpoint.locate(folder, "latest")
-    if folder.is_file() or (folder / PLAIN).is_file():
-        return _own_checkpoint(folder, about) or Source(about, folder)
+    if (folder / META).is_file():
+        return _own_checkpoint(folder, about)
     path = next((folder / name for name in _FILES if (folder / name).is_file()), None)
     if path is None:
         raise UserError(
@@ -171,24 +171,10 @@ def _in_folder(folder: Path, about: str) -> Source:
         ) from error
 
 
-def _own_checkpoint(path: Path, about: str) -> Source | None:
-    """A checkpoint of clipscale, a folder or a single file of an earlier version; None for anything else. Raises UserError."""
-    try:
-        if path.is_dir():
-            state = read_plain(path)
-        elif path.suffix == ".safetensors":
-            return None
-        else:
-            state = archive.load(path, mmap=True)
-    except Exception:  # the unpickler, zipfile and torch have their own; `read` reports them
-        return None
-    if not isinstance(state, dict) or not isinstance(state.get("model_config"), dict):
-        return None
-    try:
-        config = saved_state.model_config(state)
-    except ValueError as error:
-        raise UserError(f"{about} is damaged or not a checkpoint ({error})") from error
-    known = {one: getattr(config, one) for one in pixels.PIXELS if one in state["model_config"]}
+def _own_checkpoint(path: Path, about: str) -> Source:
+    """A checkpoint of clipscale. Raises UserError for a damaged one."""
+    config = typed(ModelConfig, checkpoint.read_values(path)["model_config"])
+    known = {setting: getattr(config, setting) for setting in pixels.PIXELS}
     architecture = config.architecture or open_clip.get_model_config(config.name.replace("/", "-")) or {}
     return Source(about, path, dict(architecture), known, of_run=True)
 
@@ -241,7 +227,6 @@ def read(source: Source) -> dict[str, Tensor]:
     with _usable(source):
         if source.of_run:
             state = checkpoint.load(source.path, parts=("model",))
-            saved_state.check_model(state)
             return _of_run(state["model"])
         return weight_files.read(source.path)
 

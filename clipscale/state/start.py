@@ -8,8 +8,6 @@ from typing import Any
 import torch
 
 from clipscale import checkpoint
-from clipscale.checkpoint import saved_state
-from clipscale.checkpoint.store import Store
 from clipscale.common.rng import RandomState
 from clipscale.config.train import TrainConfig
 from clipscale.data.loader.memory import free_memory
@@ -26,7 +24,7 @@ class Started:
 
     state: TrainState
     stream: TrainStream
-    store: Store | None
+    store: checkpoint.Store | None
     resumed: bool = False
     step: int = 0
     loss: float = math.nan
@@ -40,8 +38,15 @@ def start(config: TrainConfig, world: World, folder: Path, sizes: BatchSizes) ->
     3. Without a checkpoint, or with `resume=none`: the initial weights `model.weights` and those of the towers.
     4. Without these: random weights, by `seed`.
     """
-    store = checkpoint.open_store(config.checkpoint.store, folder, world, fetch=config.resume == "auto")
-    path = checkpoint.to_resume(folder, config.resume, world, saved_state.check)  # 1 and 2
+
+    def open_store() -> checkpoint.Store:
+        store = checkpoint.Store(config.checkpoint.store, folder)
+        if config.resume == "auto":
+            store.fetch()
+        return store
+
+    store = world.on_main(open_store) if config.checkpoint.store else None
+    path = checkpoint.to_resume(folder, config.resume, world)  # 1 and 2
     source = checkpoint.Saved(path) if path else None
     saved = source.values if source else None
     checkpoint.check_fits(saved, folder, config, sizes.before)

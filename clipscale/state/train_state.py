@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from clipscale.checkpoint import Saved, save_diverged, saved_state
+from clipscale.checkpoint import Saved, save_diverged
 from clipscale.common.errors import UserError
 from clipscale.common.rng import draws_random_numbers
 from clipscale.config.train import TrainConfig
@@ -37,7 +37,7 @@ from clipscale.step.ema import WeightAverage
 from clipscale.step.grad_cache import GradCache
 from clipscale.step.kept_graphs import checkpointing_switch
 from clipscale.step.noise_scale import NoiseScale
-from clipscale.step.optim import ELEMENTWISE, build_optimizer, largest_norm
+from clipscale.step.optim import build_optimizer, largest_norm
 from clipscale.step.precision import MasterWeights, Precision
 
 
@@ -80,7 +80,7 @@ class TrainState:
         self.noise = NoiseScale([self.model.image, self.model.text])
         self.average = WeightAverage(config.ema, self.trained_by_name()) if config.ema else None
         if saved is not None:
-            self.load(saved.state(dict(self.model.named_parameters()), world))
+            self.load(saved.state(dict(self.model.named_parameters())))
         if self.stored:
             self.model.image.cpu()  # only evaluations use it
 
@@ -325,18 +325,16 @@ class TrainState:
 
     def load(self, saved: dict[str, Any]) -> None:
         """Take weights, optimizer and scaler from a checkpoint. Raises UserError where they do not fit."""
-        remedy = "go on from another with resume=PATH, or choose another run=NAME"
-        with saved_state.fitting("resume: the checkpoint", remedy):
-            # The optimizer first: to make its state, the library takes a step with zero gradients and a learning rate of 0.
-            whole = not any(isinstance(value, DTensor) for value in saved["model"].values())
-            self.load_optimizer(saved["optimizer"], whole)
-            set_model_state_dict(self.model, dict(saved["model"]), options=StateDictOptions(full_state_dict=whole))
-            for name, masters in self.masters.items():
-                masters.load({key: saved["model"][f"{name}.{key}"] for key in masters.copies})
-            if self.precision.scaler and saved["scaler"]:
-                self.precision.scaler.load_state_dict(saved["scaler"])
-            if self.average:
-                self.average.load(saved.get("ema"))
+        # The optimizer first: to make its state, the library takes a step with zero gradients and a learning rate of 0.
+        whole = not any(isinstance(value, DTensor) for value in saved["model"].values())
+        self.load_optimizer(saved["optimizer"], whole)
+        set_model_state_dict(self.model, dict(saved["model"]), options=StateDictOptions(full_state_dict=whole))
+        for name, masters in self.masters.items():
+            masters.load({key: saved["model"][f"{name}.{key}"] for key in masters.copies})
+        if self.precision.scaler and saved["scaler"]:
+            self.precision.scaler.load_state_dict(saved["scaler"])
+        if self.average:
+            self.average.load(saved.get("ema"))
         if reason := self.other_random_numbers(saved):
             self.notes.append(
                 f"{reason}: the towers draw other random numbers than in an undisturbed run, so the curve differs from its"
@@ -355,18 +353,12 @@ class TrainState:
         """Take the optimizer's state. `whole`: it is not sharded. Raises UserError where it belongs to other parameters."""
         module, names = self.optimized(), self.parameter_names()
         saved = [list(group["params"]) for group in state["param_groups"]]
-        if any(isinstance(key, int) for group in saved for key in group):  # format 1: by position
-            position = dict(enumerate(name for group in names for name in group))
-            saved = [[position.get(key, "") for key in group] for group in saved]
-            states = {position.get(key, ""): value for key, value in state["state"].items()}
-            state = {"state": states, "param_groups": [g | {"params": p} for g, p in zip(state["param_groups"], saved)]}
         if saved != names:
             counts = [sum(map(len, groups)) for groups in (saved, names)]
             raise UserError(
                 "resume: the checkpoint's optimizer does not fit this model's parameters (it holds the state of "
                 f"{counts[0]}, and {counts[1]} are trained here); freeze the same towers, or choose another run=NAME"
             )
-        saved_state.check_optimizer(self.optimizer, state, elementwise=self.config.optim.name in ELEMENTWISE)
         if state["state"]:
             # Not strict: a parameter that the loss does not use, such as the bias of a softmax loss, has no state.
             options = StateDictOptions(full_state_dict=whole, strict=False)

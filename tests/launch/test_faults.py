@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from clipscale import checkpoint
-from clipscale.checkpoint.manifest import SummedFile
+from clipscale.checkpoint.saving import Writer
 from clipscale.common.errors import StoppedError
 from clipscale.config.sections import CheckpointConfig, EvalConfig, LaunchConfig
 from clipscale.config.train import TrainConfig
@@ -37,7 +37,7 @@ __all__ = ["start"]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 STEPS = 6
 PLACES: dict[str, tuple[Any, str, int]] = {
-    "save": (SummedFile, "write", 3),
+    "save": (Writer, "write_data", 1),
     "load": (checkpoint.Saved, "__init__", 1),
     "evaluation": (Encoder, "text", 2),
 }

@@ -57,7 +57,7 @@ def state_of(model: ClipModel) -> dict[str, Tensor]:
 
 
 def run(folder: Path, model: ClipModel) -> Path:
-    saved = {"model": model.state_dict(), "model_config": asdict(config()) | {"pretrained": "older name"}}
+    saved = {"model": model.state_dict(), "model_config": asdict(config())}
     checkpoint.save(folder, 3, saved, keep=1)
     return folder
 

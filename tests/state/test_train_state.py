@@ -32,42 +32,21 @@ from tests.support.ranks import run_ranks
 from tests.support.runs import BF16, on_a_rank, records, small
 
 
-def as_one_file(path: Path, format: int) -> Path:
-    """Write a checkpoint again as older versions did: in one file, and in format 1 with the optimizer's state by position."""
-    saved = checkpoint.load(path)
-    file = path.with_suffix(".pt")
-    if format == 2:
-        torch.save(saved | {"format": 2}, file)
-        return file
-    groups = saved["optimizer"]["param_groups"]
-    position = {name: i for i, name in enumerate(name for group in groups for name in group["params"])}
-    state = {position[name]: value for name, value in saved["optimizer"]["state"].items()}
-    groups = [group | {"params": [position[name] for name in group["params"]]} for group in groups]
-    torch.save(saved | {"format": 1, "optimizer": {"state": state, "param_groups": groups}}, file)
-    return file
-
-
 @pytest.mark.parametrize(
-    ("name", "precision", "old"),
+    ("name", "precision"),
     [
-        pytest.param("muon", PrecisionConfig(), 0, id="muon", marks=pytest.mark.slow),
-        pytest.param("adafactorbv", BF16, 1, id="adafactorbv masters by position"),
-        pytest.param("muon", PrecisionConfig(), 2, id="muon in one file", marks=pytest.mark.slow),
-        pytest.param("muon", BF16, 0, id="muon masters", marks=pytest.mark.slow),
-        pytest.param("muon", BF16, 1, id="muon masters by position", marks=pytest.mark.slow),
-        pytest.param("adafactorbv", PrecisionConfig(), 0, id="adafactorbv", marks=pytest.mark.slow),
-        pytest.param("adafactorbv", PrecisionConfig(), 1, id="adafactorbv by position", marks=pytest.mark.slow),
-        pytest.param("adafactorbv", BF16, 2, id="adafactorbv masters in one file", marks=pytest.mark.slow),
+        ("adafactorbv", BF16),
+        pytest.param("muon", PrecisionConfig(), marks=pytest.mark.slow),
+        pytest.param("muon", BF16, marks=pytest.mark.slow),
+        pytest.param("adafactorbv", PrecisionConfig(), marks=pytest.mark.slow),
     ],
 )
 def test_a_resumed_run_ends_with_the_same_weights_and_optimizer(
-    shards: str, tmp_path: Path, name: str, precision: PrecisionConfig, old: int
+    shards: str, tmp_path: Path, name: str, precision: PrecisionConfig
 ) -> None:
     settings: dict[str, Any] = {"optim": OptimConfig(name=name, lr=1e-3, eps=None), "precision": precision}
     train(small(shards, tmp_path / "whole", checkpoint=CheckpointConfig(every=2, keep=0), **settings))
     middle = checkpoint.path_of(tmp_path / "whole", 2)
-    if old:
-        middle = as_one_file(middle, old)
     train(small(shards, tmp_path / "parts", resume=str(middle), **settings))
     assert [r["loss"] for r in records(tmp_path / "parts")] == [r["loss"] for r in records(tmp_path / "whole")][2:]
     whole, parts = (checkpoint.load(checkpoint.path_of(tmp_path / run, 4)) for run in ("whole", "parts"))
@@ -123,31 +102,6 @@ def test_a_sharded_run_writes_whole_tensors_that_one_process_reads(shards: str, 
     torch.testing.assert_close(found["optimizer"]["state"], wanted["optimizer"]["state"], rtol=1e-2, atol=1e-4)
     train(small(shards, tmp_path / "run", precision=PrecisionConfig()))
     assert len(records(tmp_path / "run")) == 4
-
-
-def test_an_old_checkpoint_keeps_its_forward_pass_and_the_order_of_its_captions(
-    shards: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A checkpoint from before `model.lean` and `data.sort_captions` goes on bit for bit as it was trained."""
-
-    def run(name: str, new: bool, **changes: Any) -> TrainConfig:
-        config = small(shards, tmp_path / name, checkpoint=CheckpointConfig(every=2, keep=0), **changes)
-        model, data = replace(config.model, lean=new), replace(config.data, sort_captions=new)
-        return replace(config, precision=PrecisionConfig(), model=model, data=data)
-
-    train(run("whole", new=False))
-    middle = checkpoint.path_of(tmp_path / "whole", 2)
-    saved = checkpoint.load(middle)
-    del saved["model_config"]["lean"], saved["sort_captions"]
-    middle = checkpoint.save(tmp_path / "old", 2, saved, keep=0)
-    capsys.readouterr()
-    train(run("parts", new=True, resume=str(middle)))
-    printed = capsys.readouterr().out
-    for setting in ("model.lean", "data.sort_captions"):
-        assert f"{setting}: the checkpoint was trained without it" in printed
-    assert [r["loss"] for r in records(tmp_path / "parts")] == [r["loss"] for r in records(tmp_path / "whole")][2:]
-    last = checkpoint.load(checkpoint.path_of(tmp_path / "parts", 4))
-    assert (last["model_config"]["lean"], last["sort_captions"]) == (False, False)
 
 
 def test_a_run_normalises_as_its_weights_were_trained_and_goes_on_so(
