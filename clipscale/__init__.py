@@ -3,11 +3,6 @@
 Its two public names are loaded on first use, so that `import clipscale` is fast.
 """
 
-from clipscale import safe_path
-
-if safe_path.own_module():  # before any other import, which a file in the working directory could answer
-    safe_path.protect()
-
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

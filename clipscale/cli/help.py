@@ -11,7 +11,6 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from clipscale.cli.completion import SETUP
 from clipscale.cli.verbs import TOOLS, VERBS, tools_of
 from clipscale.common.errors import UserError
 from clipscale.common.units import nearest, one_of
@@ -45,10 +44,7 @@ def show_overview() -> None:
 def show_help(verb: str, topics: Sequence[str]) -> None:
     """The tools of a verb, or the tool that `topics` begin with; of a tool, its keys, or all keys of the sections named."""
     tools = tools_of(verb)
-    if verb == "completion":
-        print("Tab completion of verbs, keys and values. For your shell:\n")
-        columns(SETUP.items())
-    elif not tools:
+    if not tools:
         show_tool(verb, topics)
     elif not topics:
         show_tools(verb, tools)
@@ -59,14 +55,9 @@ def show_help(verb: str, topics: Sequence[str]) -> None:
 
 
 def show_tools(verb: str, tools: Sequence[str]) -> None:
-    """Each tool with its purpose, keys and sections."""
+    """Each tool with its purpose."""
     print(f"Usage: clipscale {verb} TOOL [KEY=VALUE ...]\n")
-    rows = []
-    for tool in tools:
-        declared = settings_of(TOOLS[f"{verb} {tool}"].settings)
-        names = dict.fromkeys(f"{one.section}." if one.section else one.name for one in declared)
-        rows += [(tool, purpose(f"{verb} {tool}")), ("", f"Keys: {', '.join(names)}")]
-    columns(rows)
+    columns((tool, purpose(f"{verb} {tool}")) for tool in tools)
     show_examples("\n".join(TOOLS[f"{verb} {tool}"].examples.partition("\n")[0] for tool in tools))
     print(f"\n`clipscale {verb} TOOL --help` describes a tool.")
 
@@ -80,15 +71,14 @@ def show_tool(name: str, topics: Sequence[str]) -> None:
         for topic in topics:
             show_section(name, topic, choices, values)
         return
-    words = [tool.words, "[KEY=VALUE ...]", *(f"[{flag}]" for flag in tool.flags)]
     print(f"{bold(f'clipscale {name}')}: {purpose(name)}\n")
-    print("Usage:", *(word for word in (f"clipscale {name}", *words) if word), end="\n\n")
+    print("Usage:", *(word for word in (f"clipscale {name}", tool.words, "[KEY=VALUE ...]") if word), end="\n\n")
     if len(declared) <= SCREEN:
         describe(declared, values)
     else:
         print(f"{bold('Main keys')}, their defaults and what they mean")
-        often = [one for wanted in tool.often.split() for one in declared if one.name == wanted]
-        describe([*(one for one in declared if not one.section), *often], values)
+        often = [setting for key in tool.often.split() for setting in declared if setting.name == key]
+        describe([*(setting for setting in declared if not setting.section), *often], values)
         print(f"\n{bold('Sections')}: `clipscale {name} --help SECTION` lists their keys")
         columns((f"{section}.", text) for section, text in sections(tool.settings).items())
     if choices:
@@ -96,7 +86,7 @@ def show_tool(name: str, topics: Sequence[str]) -> None:
         print(f"\n{bold('Groups')}: named sets of values, from conf/ (* the default)")
         columns((f"{g}=", ", ".join(o + "*" * (o == choices[g]) for o in options[g])) for g in sorted(choices))
     show_examples(tool.examples)
-    notes = [COUNTS] * any(one.kind is int for one in declared) + [tool.notes] * bool(tool.notes)
+    notes = [COUNTS] * any(setting.kind is int for setting in declared) + [tool.notes] * bool(tool.notes)
     print("\n" * bool(notes) + "\n".join(notes))
 
 
@@ -108,7 +98,7 @@ def show_section(name: str, section: str, choices: Mapping[str, str | None], val
         there = f"there are {', '.join(known)}" if known else "there are none"
         raise UserError(f"{name} --help {section}: no such section{nearest(section, known)}; {there}")
     print(f"{bold(section)}: {described.get(section, 'whole sets of settings')}")
-    describe((one for one in settings_of(TOOLS[name].settings) if one.section == section), values)
+    describe((setting for setting in settings_of(TOOLS[name].settings) if setting.section == section), values)
     options = group_options()[section] if section in choices else []
     columns((f"{section}={option}", about(section, option)) for option in options)
     print()
@@ -117,21 +107,17 @@ def show_section(name: str, section: str, choices: Mapping[str, str | None], val
 def describe(declared: Iterable[Setting], values: Mapping[str, Any]) -> None:
     """Keys with their defaults, help and choices. The defaults in `values`, from conf/, replace those of the dataclasses."""
     rows = []
-    for one in declared:
-        named = all(f"`{choice}`" in one.help for choice in one.choices or ())
-        meaning = one.help if named else f"{one.help} Choose {one_of(one.choices or ())}."
-        rows.append((one.name, shown(values.get(one.name, one.default)), meaning))
+    for setting in declared:
+        named = all(f"`{choice}`" in setting.help for choice in setting.choices or ())
+        meaning = setting.help if named else f"{setting.help} Choose {one_of(setting.choices or ())}."
+        default = values.get(setting.name, setting.default)
+        rows.append((setting.name, "" if default in (None, "", [], {}) else as_typed(default), meaning))
     columns(rows)
 
 
 def purpose(name: str) -> str:
     """What a tool does: from the docstring of its settings, or else from the table of verbs."""
     return summary(TOOLS[name].settings).partition("`: ")[2] or VERBS[name]
-
-
-def shown(value: object) -> str:
-    """A default as one types it; empty if nothing is set."""
-    return "" if value in (None, "", [], {}) else as_typed(value)
 
 
 def columns(rows: Iterable[Sequence[str]]) -> None:

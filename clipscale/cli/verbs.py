@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from clipscale.config import tools
-from clipscale.config.checks import begun_run, existing_run
 from clipscale.config.train import TrainConfig
 
 
@@ -21,21 +20,17 @@ class Tool:
     words: str = ""
     """The plain words before the settings, as the usage line shows them; `main` then takes the list of them first."""
     file: str = ""
-    """The file in conf/ that Hydra composes it from; empty: KEY=VALUE is taken as typed."""
+    """The file in conf/ with its defaults; empty: those of the dataclass."""
     often: str = ""
     """Keys inside sections that help lists beside the top-level ones, because most people set them."""
-    flags: tuple[str, ...] = ()
     notes: str = ""
     """The last lines of the help."""
     check: Callable[[Any], object] = lambda settings: None
     """Raises UserError for wrong settings, before `main` is imported."""
-    find_run: Callable[[str], object] = lambda run: None
-    """Raises UserError for a `run=` that names no run, before anything is composed."""
 
 
 VERBS = {
     "train": "train a model, or resume a run",
-    "launch": "start a run with torchrun, Slurm or Kubernetes, or print what would be started",
     "eval": "zero-shot classification and retrieval with a run's checkpoint, or any CLIP or SigLIP weights",
     "embed": "features of pictures and texts, as arrays, tables or shards",
     "explore": "a local page: pictures by text, captions and classes of a picture, two models side by side",
@@ -45,7 +40,6 @@ VERBS = {
     "export": "write a run's weights for open_clip, transformers, ONNX Runtime or torch.export",
     "bench": "`bench loss`, `step`, `data`: time and memory, against other implementations",
     "doctor": "test whether this machine is ready to train",
-    "completion": "Tab completion for the shell",
 }
 
 TOOLS = {
@@ -57,25 +51,12 @@ clipscale train model=vit-l14 batch=1M data.train='/data/laion/{00000..41455}.ta
 clipscale train experiment=openclip-vit-b32-laion400m data.train='/data/laion/*.tar' run=b32
 clipscale train experiment=demo run=demo samples=20k
 clipscale train -m model=vit-b32,vit-b16 batch=32k,64k,128k run=sizes         # a sweep: six runs, one table
-torchrun --nproc-per-node 8 -m clipscale train batch=64k data.train=...       # several machines: see launch/""",
+torchrun --nproc-per-node 8 -m clipscale train run=b32 batch=64k data.train=...   # several machines: see launch/""",
         file="train",
         often="model.name data.train data.workers optim.lr cache.chunk eval.sets eval.every checkpoint.every launch.procs",
-        flags=("-m", "--cfg job", "--config-dir DIR"),
         notes="""\
 -m runs every combination of the comma-separated values. --cfg job prints the composed configuration instead of
 training. --config-dir DIR adds your own presets, such as DIR/experiment/mine.yaml.""",
-    ),
-    "launch": Tool(
-        TrainConfig,
-        "clipscale.launch.submit:launch",
-        """\
-clipscale launch --dry-run launch=slurm launch.procs=8 job.nodes=8 job.hours=24 run=l14 model=vit-l14 batch=1M data.train=...
-clipscale launch launch=kubernetes launch.procs=8 job.nodes=4 job.image=clipscale 'job.mounts=[data:/data]' run=/data/runs/l14 batch=1M ...
-clipscale train -m launch=slurm launch.procs=1 job.cpus=12 job.hours=4 optim.lr=1e-4,3e-4,1e-3 run=rates batch=32k ...   # a sweep""",
-        file="train",
-        often="launch.procs job.scheduler job.nodes job.hours",
-        flags=("--dry-run", "--cfg job", "--config-dir DIR"),
-        notes="The settings are those of `clipscale train`. --dry-run prints the script, the manifest or the command line.",
     ),
     "eval": Tool(
         tools.EvalRunConfig,
@@ -90,7 +71,6 @@ clipscale eval model.weights=/models/clip-vit-base-patch32 'eval.sets=[/data/ima
         file="eval",
         often="model.weights eval.sets eval.root",
         check=tools.check_eval,
-        find_run=existing_run,
     ),
     "embed": Tool(
         tools.EmbedConfig,
@@ -103,7 +83,6 @@ clipscale embed model=vit-b32 model.weights=laion2b_s34b_b79k data=/data/picture
         often="model.weights data.train launch.procs",
         notes="data=SHARDS is short for data.train=SHARDS.",
         check=tools.check_embed,
-        find_run=existing_run,
     ),
     "explore": Tool(
         tools.ExploreConfig,
@@ -116,7 +95,6 @@ clipscale explore model=vit-b32 model.weights=laion2b_s34b_b79k data=/data/pictu
         often="model.weights data.train",
         notes="data= takes folders of `clipscale embed`, or anything that data.train= does.",
         check=tools.check_explore,
-        find_run=existing_run,
     ),
     "plan": Tool(
         tools.PlanConfig,
@@ -129,7 +107,6 @@ clipscale plan run=b16                                                        # 
         often="cache.chunk",
         notes="The settings are those of `clipscale train`; data.train is not needed. Exit status 1: the run does not fit.",
         check=tools.target_gpu,
-        find_run=begun_run,
     ),
     "data demo": Tool(
         tools.DemoSettings, "clipscale.data.tools.demo:main", "clipscale data demo root=/tmp/demo samples=5000 seed=1"
@@ -189,7 +166,7 @@ clipscale bench step methods=cache,keep-30,frozen batch=1k chunk=256""",
         tools.DoctorSettings, "clipscale.doctor:main", "clipscale doctor\nclipscale doctor run=/scratch/runs"
     ),
 }
-"""Every verb, or every tool of a verb that has several. `completion` has no settings."""
+"""Every verb, or every tool of a verb that has several."""
 
 
 def tools_of(verb: str) -> list[str]:

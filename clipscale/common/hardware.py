@@ -12,8 +12,6 @@ from clipscale.common.units import nearest
 GIB = 2**30
 CPU_SHARE = Path("/sys/fs/cgroup/cpu.max")
 """The CPU quota of the control group (container): microseconds or `max`, and the period."""
-BOUND = "CLIPSCALE_BOUND"
-"""Environment variable of a rank that is bound to cores of its own."""
 
 
 def cores() -> int:
@@ -25,8 +23,6 @@ def cores() -> int:
 
 def cores_of_rank() -> int:
     """Cores that one rank may use. Slurm gives each task cores of its own; otherwise the ranks of a machine share the same ones."""
-    if BOUND in os.environ:
-        return cores()
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     own = "SLURM_PROCID" in os.environ and cores() * ranks <= (os.cpu_count() or 1)
     return cores() if own else max(1, cores() // ranks)

@@ -1,6 +1,7 @@
 """Prints text that may come from strangers, such as names, captions and reasons. No control character reaches the terminal."""
 
 import logging
+import re
 import sys
 
 LONGEST = 4000
@@ -15,9 +16,14 @@ def printable(text: object) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in plain)
 
 
+def without_password(text: str) -> str:
+    """The text without the `user:password@` of addresses."""
+    return re.sub(r"([A-Za-z][A-Za-z0-9+.-]*://)[^\s/'\"<>]+@", r"\1", text)
+
+
 def message(text: object) -> str:
-    """An error or a warning: printable, and no longer than LONGEST."""
-    line = printable(text)
+    """An error or a warning: printable, without passwords, and no longer than LONGEST."""
+    line = without_password(printable(text))
     return line if len(line) <= LONGEST else f"{line[:LONGEST]}..."
 
 

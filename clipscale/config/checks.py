@@ -1,47 +1,9 @@
-"""Checks of settings, each with one message."""
+"""Checks of settings that more than one verb makes, each with one message."""
 
-from collections.abc import Collection
-from functools import reduce
-from operator import ge, gt, le, lt
 from pathlib import Path
-from typing import Any
 
 from clipscale.common.errors import UserError
-from clipscale.common.units import nearest, one_of, run_folder
-from clipscale.config.setting import Setting, settings_of
-
-BOUNDS = {"least": (ge, "at least"), "above": (gt, "more than"), "below": (lt, "less than"), "most": (le, "at most")}
-
-
-def check_values(config: Any, prefix: str = "") -> None:
-    """Check every field of a settings object against what it declares. `prefix` comes before the names in messages.
-
-    Raises UserError for the first wrong value.
-    """
-    for declared in settings_of(type(config)):
-        check_value(declared, reduce(getattr, declared.name.split("."), config), prefix)
-
-
-def check_value(declared: Setting, value: Any, prefix: str = "") -> None:
-    """Raise UserError for a value that the setting does not accept. None, which stands for one that is not set, is accepted."""
-    key = prefix + declared.name
-    if declared.choices is not None:
-        choice(key, value, declared.choices)
-    for name, (holds, words) in BOUNDS.items():
-        bound = getattr(declared, name)
-        if bound is not None and value is not None and not holds(value, bound):  # NaN is refused, too
-            raise UserError(f"{key}={value}: give {words} {bound}")
-    if declared.check:
-        try:
-            declared.check(key, value)
-        except ValueError as error:
-            raise UserError(error) from error
-
-
-def choice(key: str, value: object, known: Collection[str]) -> None:
-    """Raise UserError for a value that is none of `known`."""
-    if value not in known:
-        raise UserError(f"{key}={value}: choose {one_of(known)}{nearest(str(value), known)}")
+from clipscale.common.units import run_folder
 
 
 def shared(batch: int, count: int, among: str, remedy: str = "") -> None:
@@ -55,9 +17,9 @@ def existing_run(run: str) -> Path:
     folder = run_folder(run)
     if not folder.is_dir():
         raise UserError(f"run={run}: there is no folder {folder}")
-    jobs = sorted(path.parent for path in folder.glob("*/config.yaml"))
-    if jobs and not (folder / "config.yaml").exists():
-        raise UserError(f"run={run}: a sweep of {len(jobs)} runs; give one of them, as in run={jobs[0]}")
+    runs = sorted(path.parent for path in folder.glob("*/config.yaml"))
+    if runs and not (folder / "config.yaml").exists():
+        raise UserError(f"run={run}: a sweep of {len(runs)} runs; give one of them, as in run={runs[0]}")
     return folder
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from clipscale.common.errors import UserError
-from clipscale.config.checks import check_values, shared
+from clipscale.config.checks import shared
 from clipscale.config.setting import setting
 
 DECODE = ("exact", "fast")
@@ -123,7 +123,6 @@ class DataConfig:
 def check(config: DataConfig, batch: int, world: int) -> None:
     """Raise UserError for settings that no data fits."""
     shared(batch, world, f"{world} processes")
-    check_values(config, "data.")
     least, longest = config.filter.min_caption, config.filter.max_caption
     if longest is not None and longest < least:
         raise UserError(

@@ -1,89 +1,98 @@
-"""From plain values, as YAML and the command line give them, to settings dataclasses.
+"""From plain values, as YAML and the command line give them, to settings dataclasses: types, choices and bounds are checked here, once.
 
 Every mistake is a UserError of one line that names the setting.
 """
 
 from collections.abc import Iterable
+from contextlib import suppress
+from operator import ge, gt, le, lt
 from typing import Any, TypeVar, get_args
 
 from clipscale.common.errors import UserError
-from clipscale.common.units import nearest, parse_count
-from clipscale.config.presets import group_options
-from clipscale.config.renamed import with_current_names
+from clipscale.common.units import nearest, one_of, parse_count
 from clipscale.config.setting import Setting, nested, settings_of
 
 T = TypeVar("T")
-TRUTH = {"true": True, "yes": True, "on": True, "y": True, "1": True}
-TRUTH |= {"false": False, "no": False, "off": False, "n": False, "0": False}
+TRUTH = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+BOUNDS = {"least": (ge, "at least"), "above": (gt, "more than"), "below": (lt, "less than"), "most": (le, "at most")}
 
 
 def typed(declared: type[T], values: dict[str, Any]) -> T:
-    """Plain nested values as the dataclass `declared`. Raises UserError for an unknown key or a value of the wrong type."""
-    settings = {one.name: one for one in settings_of(declared)}
-    names = [*group_options(), *settings]
+    """Plain nested values as the dataclass `declared`; what is not given has its default. Raises UserError."""
+    settings = {setting.name: setting for setting in settings_of(declared)}
 
     def build(section: type, values: dict[str, Any], prefix: str) -> Any:
         inside, arguments = nested(section), {}
-        for name, value in with_current_names(values, prefix, settings).items():
+        for name, value in values.items():
             key = f"{prefix}{name}"
             if name in inside and isinstance(value, dict):
                 arguments[name] = build(inside[name], value, f"{key}.")
             elif key in settings:
-                arguments[name] = converted(settings[key], value)
+                arguments[name] = accepted(settings[key], value)
             else:
-                raise UserError(misnamed(key, names))
+                raise UserError(misnamed(key, settings))
         return section(**arguments)
 
     result: T = build(declared, values, "")
     return result
 
 
-def converted(declared: Setting, value: Any) -> Any:
+def accepted(setting: Setting, value: Any) -> Any:
+    """A value as the setting's type, if it is one of its choices and within its bounds. Raises UserError."""
+    if value is None and setting.optional:
+        return None
+    key, result = setting.name, converted(setting, value)
+    if setting.choices is not None and result not in setting.choices:
+        raise UserError(f"{key}={result}: choose {one_of(setting.choices)}{nearest(str(result), setting.choices)}")
+    for name, (holds, words) in BOUNDS.items():
+        bound = getattr(setting, name)
+        if bound is not None and not holds(result, bound):  # NaN is refused, too
+            raise UserError(f"{key}={result}: give {words} {bound}")
+    if setting.check:
+        try:
+            setting.check(key, result)
+        except ValueError as error:
+            raise UserError(error) from error
+    return result
+
+
+def converted(setting: Setting, value: Any) -> Any:
     """A value as the setting's type: counts may be written `1M`, a single value may stand for a list. Raises UserError."""
-    key = declared.name
-    if declared.kind is tuple:
-        kinds = get_args(declared.required)
+    key = setting.name
+    if setting.kind is tuple:
+        kinds = get_args(setting.required)
         if not isinstance(value, list | tuple) or len(value) != len(kinds):
             raise UserError(f"{key}={as_typed(value)}: give {len(kinds)} numbers, {key}=[...]")
         return tuple(scalar(kind, f"{key}[{i}]", item) for i, (kind, item) in enumerate(zip(kinds, value)))
-    if value is None and declared.optional:
-        return None
-    if declared.kind is dict and value is not None:
+    if setting.kind is dict:
         if not isinstance(value, dict):
             raise UserError(f"{key}: give names and values, {key}.NAME=VALUE")
         return dict(value)
-    if declared.kind is list and value is not None:
-        (kind,) = get_args(declared.required)
+    if setting.kind is list and value is not None:
+        (kind,) = get_args(setting.required)
         items = value if isinstance(value, list | tuple) else [value]
         return [scalar(kind, f"{key}[{i}]", item) for i, item in enumerate(items)]
-    return scalar(declared.kind, key, value)
+    return scalar(setting.kind, key, value)
 
 
 def scalar(kind: type, key: str, value: Any) -> Any:
     """A value as bool, int, float or str. Raises UserError."""
-    if value is None:
-        raise UserError(f"{key}=null: give a value")
-    if kind is bool:
-        truth = bool(value) if isinstance(value, int) else TRUTH.get(value.lower()) if isinstance(value, str) else None
-        if truth is None:
-            raise UserError(f"{key}={value}: give true or false")
-        return truth
-    if kind is str:
-        if isinstance(value, list | tuple | dict):
-            raise UserError(f"{key}={value}: give one text")
+    if kind is str and isinstance(value, bool | int | float | str):
         return str(value)
-    wanted = "a whole number" if kind is int else "a number"
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise UserError(f"{key}={value}: give {wanted}")
-    if kind is int and not isinstance(value, int):
+    if kind is bool and str(value).lower() in TRUTH:
+        return TRUTH[str(value).lower()]
+    if kind is int and isinstance(value, str):
         try:
-            return parse_count(value if isinstance(value, str) else f"{value:f}")
+            return parse_count(value)
         except ValueError as error:
             raise UserError(f"{key}={value}: {error}") from error
-    try:
-        return kind(value)
-    except ValueError as error:
-        raise UserError(f"{key}={value}: give {wanted}") from error
+    if kind in (int, float) and not isinstance(value, bool):
+        with suppress(ValueError, TypeError):
+            number = float(value)
+            if kind is float or number.is_integer():
+                return kind(value)
+    wanted = {bool: "true or false", int: "a whole number", float: "a number", str: "one text"}
+    raise UserError(f"{key}={as_typed(value)}: give {wanted[kind]}")
 
 
 def misnamed(key: str, names: Iterable[str]) -> str:

@@ -40,14 +40,8 @@ class LaunchConfig:
     procs: int | None = setting(None, "Worker processes; null: one per visible GPU, or one without GPUs.", least=1)
     threads: int | None = setting(None, "CPU threads per worker; null: an even share of the cores.", least=1)
     timeout_s: float = setting(1800.0, "Seconds that a process waits for the others before the run fails.", least=1)
-    restarts: int = setting(0, "Restarts after failures in a row, without a new checkpoint between them.", least=0)
     grace_s: float = setting(
         120.0, "Seconds from a signal to stop to the end; a step that would outlast them is abandoned.", least=0
-    )
-    bind: str = setting(
-        "auto",
-        "Cores of a rank and its loaders, with several NUMA nodes: of its GPU's node (`auto`), of any (`spread`), or all (`none`).",
-        choices=("auto", "spread", "none"),
     )
     parallel: str = setting(
         "ddp",
@@ -58,32 +52,6 @@ class LaunchConfig:
         "3",
         "What parallel=fsdp keeps whole within a step: nothing (`3`), weights (`2`), or gradients too (`1`).",
         choices=("1", "2", "3"),
-    )
-
-
-@dataclass
-class JobConfig:
-    """Nodes, time limit, mounts and environment of a run, for `launch=torchrun`, `slurm` and `kubernetes`; `launch.procs` is per node."""
-
-    scheduler: str = setting(
-        "local",
-        "`local`: this machine; `torchrun`: one of `job.nodes` machines, each of which runs the same line; `slurm`; `kubernetes`.",
-        choices=("local", "torchrun", "slurm", "kubernetes"),
-    )
-    nodes: int = setting(1, "Nodes, with `launch.procs` processes (and GPUs) each.", least=1)
-    cpus: int | None = setting(None, "Cores per process; null: the scheduler's default.", least=1)
-    memory: int | None = setting(None, "Host memory per node (`512G`); null: the scheduler's default.", least=1)
-    hours: float | None = setting(None, "Time limit in hours; null: the scheduler's default.", above=0)
-    head: str = setting("", "HOST:PORT of one of the machines, for torchrun on several.")
-    image: str = setting("", "Container image: for Kubernetes, and for Slurm with the plugin pyxis.")
-    mounts: list[str] = setting(
-        [], "SOURCE:TARGET for the container; SOURCE: a path of the node or, for Kubernetes, a volume claim's name."
-    )
-    env: list[str] = setting([], "NAME=VALUE, or NAME: its value here, or in Kubernetes' `job.options.env_from`.")
-    options: dict[str, Any] = setting(
-        {},
-        "Slurm: options of sbatch (`job.options.partition=gpu`). Kubernetes: `kind` (TrainJob or PyTorchJob), `namespace`, "
-        "`runtime`, `env_from`, `queue` (of Kueue).",
     )
 
 

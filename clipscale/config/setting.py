@@ -44,8 +44,8 @@ class Setting:
     below: float | None = None
 
     @property
-    def literal(self) -> bool:
-        """Whether the command line takes it as typed: a text, such as a path, whose braces and colons mean something else to Hydra."""
+    def is_text(self) -> bool:
+        """Whether it is a free text, such as a path, or a list of them."""
         return self.required == list[str] or (self.kind is str and not self.choices)
 
     @property

@@ -7,7 +7,7 @@ from pathlib import Path
 from clipscale.common.errors import UserError
 from clipscale.common.hardware import Hardware, hardware
 from clipscale.common.units import run_folder
-from clipscale.config.checks import begun_run, check_values, existing_run, one_model, shared
+from clipscale.config.checks import begun_run, existing_run, one_model, shared
 from clipscale.config.data import DataConfig, TableConfig
 from clipscale.config.sections import (
     DEVICE_HELP,
@@ -315,7 +315,6 @@ def target_gpu(config: PlanConfig) -> Hardware | None:
 
     Raises UserError for a run that has not begun, and for impossible settings of the machine.
     """
-    check_values(config)
     if config.run:
         begun_run(config.run)
         return None

@@ -13,10 +13,9 @@ from clipscale.common.errors import UserError
 from clipscale.common.files import read_tree
 from clipscale.common.units import format_count, run_folder, unused
 from clipscale.config import sections
-from clipscale.config.checks import check_values, shared
+from clipscale.config.checks import shared
 from clipscale.config.data import DataConfig
-from clipscale.config.redact import redacted
-from clipscale.config.renamed import current
+from clipscale.config.secrets import hidden
 from clipscale.config.setting import flat, setting
 
 
@@ -53,12 +52,10 @@ class TrainConfig:
     log: sections.LogConfig = field(default_factory=sections.LogConfig)
     checkpoint: sections.CheckpointConfig = field(default_factory=sections.CheckpointConfig)
     launch: sections.LaunchConfig = field(default_factory=sections.LaunchConfig)
-    job: sections.JobConfig = field(default_factory=sections.JobConfig)
 
 
 def check(config: TrainConfig, *, now: datetime | None = None) -> TrainConfig:
     """The configuration with its run folder named, ready for the workers. Raises UserError for the first mistake."""
-    check_values(config)
     if config.samples is not None and config.epochs is not None:
         raise UserError(f"samples={config.samples} and epochs={config.epochs:g} both set the length; give one of them")
     if config.samples is None and config.epochs is None:
@@ -67,6 +64,8 @@ def check(config: TrainConfig, *, now: datetime | None = None) -> TrainConfig:
         raise UserError("eval.weights=ema: this run keeps no average; give ema=0.9999, or eval.weights=trained")
     if not config.data.train:
         raise UserError("data.train is not set; give shards, data.train='/data/{00000..00099}.tar', or take data=demo")
+    if config.resume not in ("auto", "none") and not Path(config.resume).expanduser().exists():
+        raise UserError(f"resume={config.resume}: there is no such file or run folder")
     procs = config.launch.procs
     shared(config.batch, procs or 1, f"launch.procs={procs} processes")
     if config.run:
@@ -105,12 +104,12 @@ def changes_since(file: Path, config: TrainConfig) -> list[str]:
     except (OSError, ValueError):
         return []
     new = dict(flat(yaml.safe_load(to_yaml(config))))
-    old = {current(key, new): value for key, value in flat(redacted(tree))}
+    old = dict(flat(tree))
     differing = [key for key in {**old, **new} if key not in ("run", "resume") and old.get(key) != new.get(key)]
     return [f"{key} {old.get(key)} -> {new.get(key)}" for key in differing]
 
 
 def to_yaml(config: Any) -> str:
-    """The configuration as YAML without its secrets. `typed` reads it back, after `restored` where secrets matter."""
-    plain = redacted(json.loads(json.dumps(asdict(config))))  # tuples become lists: YAML has no tuples
+    """The configuration as YAML without its secrets. `typed` reads it back, after `restored`."""
+    plain = hidden(json.loads(json.dumps(asdict(config))))  # tuples become lists: YAML has no tuples
     return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)

@@ -15,7 +15,7 @@ import torch
 from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.terminal import say
-from clipscale.config.redact import redacted
+from clipscale.config.secrets import hidden
 from clipscale.config.sections import ModelConfig
 from clipscale.config.tools import IMAGE, TEXT, EmbedConfig, check_embed
 from clipscale.data.decode import IMAGE_TYPES
@@ -45,7 +45,7 @@ DAMAGED = ("truncated_shard", "unreadable_shard")
 def embed(config: EmbedConfig) -> dict[str, Any]:
     """Write features to `out`, on `launch.procs` processes or as one of torchrun's. Returns its folder and samples. Raises UserError."""
     task = "clipscale.embed.run:work"
-    return local.join(config, task) if local.under_torchrun() else local.run(config, task)
+    return local.run(config, task)
 
 
 def work(config: EmbedConfig) -> dict[str, Any]:
@@ -150,7 +150,7 @@ def _entries(config: EmbedConfig, folder: Path, sources: dict[str, str]) -> dict
 
 def _source(url: str) -> str:
     """A shard's address without secrets."""
-    return redacted(str(Path(url).expanduser().absolute()) if is_local(url) else unsigned(url))
+    return hidden(str(Path(url).expanduser().absolute()) if is_local(url) else unsigned(url))
 
 
 def _counts(value: Any, kinds: Sequence[str]) -> bool:

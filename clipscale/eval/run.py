@@ -15,7 +15,6 @@ from torch import Tensor
 
 from clipscale.common.errors import UserError
 from clipscale.common.hardware import cores_of_rank
-from clipscale.config.checks import check_values
 from clipscale.config.sections import EvalConfig
 from clipscale.distributed.world import World
 from clipscale.eval import zero_shot
@@ -37,7 +36,6 @@ def check(config: EvalConfig, world: World) -> list[EvalSet]:
     """
 
     def indexed() -> list[EvalSet]:
-        check_values(config, "eval.")
         return chosen_sets(config)
 
     sets = world.on_all(indexed)

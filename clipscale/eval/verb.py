@@ -10,7 +10,7 @@ import yaml
 from clipscale import checkpoint
 from clipscale.common.errors import UserError
 from clipscale.common.terminal import say
-from clipscale.config.redact import restored
+from clipscale.config.secrets import restored
 from clipscale.config.sections import EvalConfig, SinkConfig
 from clipscale.config.tools import EvalRunConfig, check_eval
 from clipscale.distributed import world as distributed
@@ -37,7 +37,7 @@ def main(config: EvalRunConfig) -> Results:
     if not config.eval.wanted or (config.eval.suite != "none" and config.eval.root is None):
         _complete(config.eval, folder / "config.yaml")
     work = "clipscale.eval.verb:work"
-    return local.join(config, work) if local.under_torchrun() else local.run(config, work)
+    return local.run(config, work)
 
 
 def work(config: EvalRunConfig) -> Results:

@@ -12,8 +12,6 @@ from pathlib import Path
 
 from clipscale.common.errors import UserError
 from clipscale.common.terminal import say
-from clipscale.config.checks import check_values
-from clipscale.config.redact import redacted
 from clipscale.config.tools import IMAGE, TEXT, ExploreConfig, check_explore
 from clipscale.data.features import NOTE
 from clipscale.data.shards.access import is_local
@@ -31,7 +29,6 @@ PIXELS = ("image_size", "mean", "std", "transform", "model.resize", "model.inter
 
 def main(config: ExploreConfig) -> None:
     """Serve the page until it is interrupted. Raises UserError."""
-    check_values(config)
     check_explore(config)
     for package in NEEDED:
         try:
@@ -93,7 +90,7 @@ def _places(sets: Sequence[EmbeddedSet]) -> dict[str, str]:
             one, other = (Path(place).resolve() if is_local(place) else place for place in (source, part.source))
             if one != other:
                 raise UserError(
-                    f"data: the part {part.name} is of {redacted(source)} in {folder}, and of {redacted(part.source)} in "
+                    f"data: the part {part.name} is of {source} in {folder}, and of {part.source} in "
                     f"{embedded.folder}; compare models on sets of the same shards: data=[FOLDER,SHARDS]"
                 )
     return {name: source for name, (source, _) in found.items()}

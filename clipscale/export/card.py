@@ -9,7 +9,6 @@ import yaml
 
 from clipscale import __version__
 from clipscale.common import files
-from clipscale.config.redact import redacted
 from clipscale.config.sections import ModelConfig
 from clipscale.models.towers import ClipModel
 from clipscale.report.evaluations import read_evaluations
@@ -26,7 +25,7 @@ def card(run: Path, model: ClipModel, config: ModelConfig, note: dict[str, str],
     """The text of README.md. A setting that the run's files do not hold is left out."""
     settings: dict[str, Any] = {}
     with suppress(OSError, ValueError):
-        settings = redacted(files.read_tree(run / "config.yaml"))
+        settings = files.read_tree(run / "config.yaml")
     rows = [("model", config.name), ("parameters", f"{sum(p.numel() for p in model.parameters()):,}")]
     rows += [("image size", str(model.image_size)), ("feature width", str(model.width)), ("step", note["step"])]
     rows += [("weights", note["weights"])] + [(name, value) for name in SHOWN if (value := _value(settings, name))]

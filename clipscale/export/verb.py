@@ -9,7 +9,6 @@ import torch
 from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.terminal import say
-from clipscale.config.checks import check_values
 from clipscale.config.tools import ExportSettings, check_run
 from clipscale.export import graphs, hugging_face, open_clip
 from clipscale.export.card import card
@@ -24,7 +23,6 @@ LIBRARIES = {"open_clip": "open_clip", "hf": "transformers", "onnx": "onnx", "to
 def main(settings: ExportSettings) -> Path:
     """Write the folder and return it. Raises UserError without a readable checkpoint, for a model that the format cannot hold, and if
     the folder cannot be written."""
-    check_values(settings)
     folder = check_run(settings)
     for package in NEEDED.get(settings.to, ()):
         try:

@@ -7,7 +7,6 @@ from typing import Any
 
 from clipscale.common import files
 from clipscale.common.errors import UserError
-from clipscale.config.checks import check_values
 from clipscale.config.parse import typed
 from clipscale.config.sections import ModelConfig
 
@@ -45,7 +44,6 @@ def of_timm(found: dict[str, Any]) -> dict[str, Any]:
 def _checked(values: dict[str, Any]) -> dict[str, Any]:
     """Settings of the model, with their types. Raises UserError."""
     made = typed(ModelConfig, values)
-    check_values(made, "model.")
     return {key: getattr(made, key) for key in values}
 
 

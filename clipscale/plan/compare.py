@@ -9,9 +9,9 @@ from typing import Any
 from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.hardware import hardware, hardware_of
-from clipscale.config.checks import begun_run, check_values
+from clipscale.config.checks import begun_run
 from clipscale.config.parse import typed
-from clipscale.config.redact import restored
+from clipscale.config.secrets import restored
 from clipscale.config.tools import PlanConfig
 from clipscale.config.train import TrainConfig
 from clipscale.plan.dry_run import PHASES, TOWERS, dry_run
@@ -66,7 +66,6 @@ def settings_of(config: PlanConfig, folder: Path) -> PlanConfig:
     """The run's settings, on the machine it ran on unless `config` names another."""
     with files.reported(f"run={config.run}", folder / "config.yaml", "restore the file"):
         trained = typed(TrainConfig, restored(files.read_tree(folder / "config.yaml")))
-    check_values(trained)
     processes, gpus = _machine_of(config, folder / "env.json")
     on_gpu = bool(gpus) and trained.device != "cpu"
     device = config.hardware or (hardware_of(gpus[0]) if on_gpu else "cpu")

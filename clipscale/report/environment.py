@@ -15,7 +15,7 @@ import torch
 import clipscale
 from clipscale.common.hardware import cores
 from clipscale.config.presets import conf_dir
-from clipscale.config.redact import redacted
+from clipscale.config.secrets import hidden
 
 PACKAGES = (
     "torch", "triton", "torchvision", "open_clip_torch", "timm", "webdataset", "numpy", "pillow", "hydra-core", "wandb",
@@ -41,7 +41,7 @@ def environment(world: int = 1) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "variables": {name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)},
     }
-    return dict(redacted(record))
+    return dict(hidden(record))
 
 
 def _version(package: str) -> str | None:

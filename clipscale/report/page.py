@@ -12,7 +12,6 @@ from typing import Any
 from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.terminal import printable, say
-from clipscale.config.redact import redacted
 from clipscale.config.setting import flat
 from clipscale.config.tools import ReportSettings, check_run
 from clipscale.report import classes
@@ -104,7 +103,7 @@ def _details(title: str, file: Path) -> str:
     """A table of dotted names and values, folded away; empty if there is no file, or a damaged one."""
     try:
         tree = files.read_tree(file) if file.is_file() else {}
-        rows = [(name, str(value)) for name, value in flat(redacted(tree))]
+        rows = [(name, str(value)) for name, value in flat(tree)]
     except (OSError, ValueError, RecursionError) as error:
         log.warning("%s is left out of the report: it cannot be read (%s)", file, error)
         return ""

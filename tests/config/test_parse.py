@@ -1,14 +1,18 @@
-"""Plain values in, dataclasses out; and only the command line knows Hydra."""
+"""Plain values in, settings out: types, choices and bounds, each with one message; and only the command line knows Hydra."""
 
 import ast
-from dataclasses import is_dataclass
+from dataclasses import asdict, dataclass, field, is_dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from clipscale.cli.verbs import TOOLS
 from clipscale.common.errors import UserError
+from clipscale.config.checks import existing_run, shared
 from clipscale.config.parse import typed
 from clipscale.config.presets import PACKAGE
+from clipscale.config.setting import Setting, sections, setting, settings_of
 from clipscale.config.train import TrainConfig
 
 
@@ -32,53 +36,103 @@ from clipscale.config.train import TrainConfig
     ],
 )
 def test_a_value_becomes_the_type_of_its_setting(values: dict[str, Any], read: Any) -> None:
-    found: Any = typed(TrainConfig, values)
-    while is_dataclass(found):
+    value: Any = typed(TrainConfig, values)
+    while is_dataclass(value):
         (name, values), *_ = values.items()
-        found = getattr(found, name)
-    assert (found, type(found)) == (read, type(read))
+        value = getattr(value, name)
+    assert (value, type(value)) == (read, type(read))
 
 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"seed": None}, "seed=null: give a value"),
+        ({"seed": None}, "seed=null: give a whole number"),
         ({"batch": "1.5k5"}, "batch=1.5k5: '1.5k5' is not a count such as 100000, 768k or 1.5M"),
-        ({"batch": True}, "batch=True: give a whole number"),
-        ({"batch": [1, 2]}, "batch=[1, 2]: give a whole number"),
-        ({"run": ["a"]}, "run=['a']: give one text"),
-        ({"optim": {"lr": "fast"}}, "optim.lr=fast: give a number"),
+        ({"batch": True}, "batch=true: give a whole number"),
+        ({"batch": [1, 2]}, "batch=[1,2]: give a whole number"),
+        ({"batch": 0}, "batch=0: give at least 1"),
+        ({"run": ["a"]}, "run=[a]: give one text"),
+        ({"optim": {"lr": float("nan")}}, "optim.lr=nan: give at least 0"),
+        ({"epochs": 0}, "epochs=0.0: give more than 0"),
+        ({"model": {"patch_dropout": 1}}, "model.patch_dropout=1.0: give less than 1"),
+        ({"offload": "hots"}, "offload=hots: choose none, host, disk or encoded; did you mean 'host'?"),
         ({"optim": {"lrr": 1}}, "unknown key 'optim.lrr'; did you mean 'optim.lr'?"),
         ({"model": {"compile": "perhaps"}}, "model.compile=perhaps: give true or false"),
         ({"eval": 3}, "eval is a section of settings; give one of its keys: eval.every, eval.sets, eval.batch, ..."),
-        ({"data": {"weights": ["a"]}}, "data.weights[0]=a: give a number"),
         ({"optim": {"betas": [0.9]}}, "optim.betas=[0.9]: give 2 numbers, optim.betas=[...]"),
         ({"optim": {"options": 3}}, "optim.options: give names and values, optim.options.NAME=VALUE"),
+        ({"cache": {"keep": "lots"}}, "cache.keep=lots: give none, auto, or bytes such as 8G"),
     ],
 )
-def test_a_value_of_another_type_is_refused_in_one_line(values: dict[str, Any], message: str) -> None:
+def test_a_wrong_value_is_refused_in_one_line(values: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError) as caught:
         typed(TrainConfig, values)
     assert str(caught.value) == message
 
 
+def test_a_run_must_exist_and_a_sweep_is_no_run(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=rf"^run={tmp_path}/none: there is no folder {tmp_path}/none$"):
+        existing_run(f"{tmp_path}/none")
+    for name in ("batch=64", "batch=128"):
+        (tmp_path / "sizes" / name).mkdir(parents=True)
+        (tmp_path / "sizes" / name / "config.yaml").write_text("")
+    with pytest.raises(UserError, match=rf"^run={tmp_path}/sizes: a sweep of 2 runs; .*/sizes/batch=128$"):
+        existing_run(f"{tmp_path}/sizes")
+    assert existing_run(f"{tmp_path}/sizes/batch=64") == tmp_path / "sizes/batch=64"
+
+
+def test_processes_share_a_batch_evenly() -> None:
+    shared(8, 4, "4 processes")
+    with pytest.raises(UserError, match=r"^batch=10 cannot be shared evenly by 4 processes; choose a multiple of 4$"):
+        shared(10, 4, "4 processes")
+
+
+# ---- declarations ----
+
+
+@dataclass
+class Inner:
+    """A section. More about it."""
+
+    name: str = setting("a", "Its name.", choices=("a", "b"))
+    path: str | None = setting(None, "Its path.")
+
+
+@dataclass
+class Outer:
+    """All."""
+
+    sizes: list[int] = setting([1], "Sizes.")
+    inner: Inner = field(default_factory=Inner)
+
+
+def test_nested_settings_are_listed_by_dotted_name() -> None:
+    assert settings_of(Outer) == (
+        Setting("sizes", list[int], [1], "Sizes."),
+        Setting("inner.name", str, "a", "Its name.", choices=("a", "b")),
+        Setting("inner.path", str | None, None, "Its path."),
+    )
+    assert sections(Outer) == {"inner": "A section. More about it."}
+    Outer().sizes.append(2)
+    assert Outer().sizes == [1], "no two objects share a default"
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_every_setting_has_help_and_accepts_its_default(tool: str) -> None:
+    declared = TOOLS[tool].settings
+    silent = [setting.name for setting in settings_of(declared) if not setting.help]
+    silent += [section for section, text in sections(declared).items() if not text]
+    assert not silent, f"without help: {silent}"
+    assert typed(declared, asdict(declared())) == declared()
+
+
 def test_only_the_command_line_knows_hydra() -> None:
-    """The modules that import Hydra or OmegaConf, or a module that does, anywhere in a file."""
     imports: dict[str, set[str]] = {}
     for path in PACKAGE.rglob("*.py"):
-        found = imports.setdefault(".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts), set())
+        names = imports.setdefault(".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts), set())
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Import):
-                found |= {alias.name for alias in node.names}
+                names |= {alias.name.partition(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module:
-                found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-
-    def importers(*names: str) -> set[str]:
-        return {m for m, found in imports.items() if any(f == n or f.startswith(n + ".") for f in found for n in names)}
-
-    above = {"clipscale.cli.compose", "clipscale.cli.sweep"}
-    limits = {"clipscale.cli.received"}  # what Hydra may start
-    assert importers("hydra") == above | limits
-    assert importers("omegaconf") - limits == above
-    assert importers(*above) == {"clipscale.cli.main", "clipscale.cli.sweep"}
-    assert importers("clipscale.cli.main") == {"clipscale.__main__"}
+                names.add(node.module.partition(".")[0])
+    assert [module for module, names in imports.items() if names & {"hydra", "omegaconf"}] == ["clipscale.cli.compose"]

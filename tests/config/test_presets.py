@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from clipscale.cli.compose import once
-from clipscale.config.parse import typed
+from clipscale.cli import compose
 from clipscale.config.presets import group_options
 from clipscale.config.train import TrainConfig, check
 from clipscale.models.towers import build_model
@@ -14,9 +13,9 @@ OPTIONS = group_options()
 
 
 def composed(*overrides: str) -> TrainConfig:
-    values = once("train", [*overrides, "data.train=x.tar"])
-    assert values is not None
-    return check(typed(TrainConfig, values))
+    """The settings of `clipscale train` with these words."""
+    _, words = compose.overrides("train", [*overrides, "data.train=x.tar"])
+    return check(compose.resolved("train", compose.values("train", words)))
 
 
 @pytest.mark.parametrize("name", OPTIONS["experiment"])

@@ -21,7 +21,6 @@ import torch
 
 from clipscale.common.errors import UserError
 from clipscale.common.terminal import prepare
-from clipscale.config.redact import redacted_output
 from clipscale.data.loader.host_batch import Arena
 from clipscale.data.loader.shard_stream import BatchFiller, Fill, Report, WorkerSpec
 
@@ -141,8 +140,7 @@ def work(connection: Connection, spec: WorkerSpec, arena: Arena) -> None:
     torch.set_num_threads(1)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # those of transformers would start a thread a core, too
     try:
-        with redacted_output():
-            Worker(connection, spec, arena).run()
+        Worker(connection, spec, arena).run()
     except ClosedError:
         return
     except Exception as error:

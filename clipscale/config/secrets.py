@@ -1,0 +1,48 @@
+"""Keeps secrets out of files: what `${oc.env:NAME}` has given is written as `${oc.env:NAME}` again, and passwords leave addresses."""
+
+import os
+import re
+from typing import Any
+
+from clipscale.common.errors import UserError
+from clipscale.common.terminal import without_password
+
+READ = "CLIPSCALE_ENV_READ"
+"""Environment variable with the names of those that the configuration reads, for all processes of a run."""
+LEAST = 8
+"""Shorter values are words and numbers, not secrets."""
+
+
+def from_environment(name: str, *default: str | None) -> str | None:
+    """The resolver of `${oc.env:NAME}` and `${oc.env:NAME,DEFAULT}`. Raises UserError for a variable that is not set."""
+    if name not in os.environ and not default:
+        raise UserError(f"${{oc.env:{name}}}: the environment variable {name} is not set; export it")
+    names = os.environ.get(READ, "").split(",")
+    os.environ[READ] = ",".join(filter(None, {*names, name}))
+    return os.environ.get(name, *default)
+
+
+def hidden(tree: Any) -> Any:
+    """Nested values as they may be written: without values of the environment and without `user:password@`."""
+    if isinstance(tree, dict):
+        return {key: hidden(value) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [hidden(value) for value in tree]
+    if not isinstance(tree, str):
+        return tree
+    for name in os.environ.get(READ, "").split(","):
+        value = os.environ.get(name, "")
+        if len(value) >= LEAST:
+            tree = tree.replace(value, f"${{oc.env:{name}}}")
+    return without_password(tree)
+
+
+def restored(tree: Any) -> Any:
+    """Nested values that have been read from a file, with `${oc.env:NAME}` replaced by the variable's value. Raises UserError."""
+    if isinstance(tree, dict):
+        return {key: restored(value) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return list(map(restored, tree))
+    if not isinstance(tree, str):
+        return tree
+    return re.sub(r"\$\{oc\.env:(\w+)\}", lambda match: str(from_environment(match[1])), tree)
