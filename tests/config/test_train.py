@@ -13,7 +13,6 @@ from clipscale.config.data import DataConfig
 from clipscale.config.parse import typed
 from clipscale.config.sections import (
     LaunchConfig,
-    LossConfig,
     ModelConfig,
     OptimConfig,
     PrecisionConfig,
