@@ -4,7 +4,6 @@ import logging
 import time
 from contextlib import nullcontext
 from pathlib import Path
-from traceback import clear_frames
 from typing import Any
 
 from clipscale import checkpoint
@@ -34,7 +33,8 @@ from clipscale.report.profile import Profiler
 from clipscale.report.step_record import StepRecords
 from clipscale.report.table import print_results
 from clipscale.state.start import start
-from clipscale.step.chunk_sizes import CHUNKS, BudgetTuner
+from clipscale.step.chunk_sizes import CHUNKS
+from clipscale.step.kept_graphs import KeepBudget
 from clipscale.step.optim import Schedule
 
 log = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class Run:
         self.folder = Path(config.run)
         world.on_main(lambda: checkpoint.make_folder(self.folder))
         check_sets(config.eval, world)
-        self.budget = BudgetTuner(config.cache.keep, world.device)
+        self.budget = KeepBudget(config.cache.keep, world)
         started = start(config, world, self.folder, self.sizes)
         self.state, self.stream = started.state, started.stream
         self.step, self.last_loss, resumed = started.step, started.loss, started.resumed
@@ -183,10 +183,7 @@ class Run:
         try:
             with self.profiler(self.step + 1):
                 record = self.whole_step()
-        except AbandonedError as error:
-            clear_frames(error.__traceback__)  # they hold graphs, and saving takes memory
-            for tower in self.state.cache.towers:
-                tower.graphs.begin()
+        except AbandonedError:
             before.restore()
             for buffer, value in zip(self.state.statistics(), statistics, strict=True):
                 buffer.copy_(value)
@@ -230,10 +227,7 @@ class Run:
         `measured`: the step measures the noise scale.
         """
         state, self.busy = self.state, False
-        if size != self.budget.batch:
-            for tower in state.cache.towers:
-                tower.graphs.forget()
-        self.budget.before_step(state.cache.budget, size, keep=not measured)
+        state.cache.keep_bytes = self.budget.of_step(size)
         state.optimizer.zero_grad()
         batch = self.stream.next_batch()
         images = ChunkLoader(batch.pixels, len(batch), self.world.device, resident=state.captions.resident)

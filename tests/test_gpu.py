@@ -13,13 +13,12 @@ import torch
 
 from clipscale import checkpoint
 from clipscale.config.data import DataConfig
-from clipscale.config.sections import CacheConfig, ModelConfig, OptimConfig, PrecisionConfig, ScheduleConfig
+from clipscale.config.sections import CacheConfig, OptimConfig, PrecisionConfig, ScheduleConfig
 from clipscale.data.loader.host_batch import Arena, Layout
 from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.data.tools.demo import paths
 from clipscale.loss.reference import dense_contrastive_loss
 from clipscale.step.grad_cache import GradCache
-from clipscale.step.kept_graphs import checkpointing_switch
 from clipscale.train import train
 from tests.data.loader.test_offload_runs import records
 from tests.step.test_grad_cache import assert_same, batch, gradients, models, one_graph
@@ -63,7 +62,7 @@ def without_noise(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("noise", ["dropout", "patch dropout"])
 def test_open_clips_towers_from_pinned_memory_have_the_gradient_of_one_graph(noise: str, compiled: bool) -> None:
     """Chunks of 5 images and 3 texts, copied to the device while others are computed, half of their graphs kept."""
-    case = Case(1, "none", (5, 3), noise, "host", 60e3, "softmax", "kept graphs", "unsorted", 3, dtype="float32")
+    case = Case(1, "none", (5, 3), noise, "host", 60e3, "softmax", "none", "as they come", 3, dtype="float32")
     pixels, tokens = inputs_of(case, 0)
     found = []
     for cached in (False, True):
@@ -80,8 +79,7 @@ def test_open_clips_towers_from_pinned_memory_have_the_gradient_of_one_graph(noi
             device, hosts = torch.device(DEVICE), [pinned(pixels), pinned(tokens)]
             rows = [ChunkLoader(HostRows(x, transient=False), len(x), device, resident=False) for x in hosts]
             towers = [model.image, model.text]
-            switches = [checkpointing_switch(tower, ModelConfig(compile=compiled)) for tower in towers]
-            cache = GradCache(towers, loss, chunks=case.chunks, keep_bytes=case.keep, checkpointing=switches)
+            cache = GradCache(towers, loss, chunks=case.chunks, keep_bytes=case.keep)
             cache.step(*rows)  # measures the graphs
             model.zero_grad()
             torch.manual_seed(5)

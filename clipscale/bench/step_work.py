@@ -26,7 +26,6 @@ from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.loss.api import contrastive_loss
 from clipscale.models.towers import ClipModel, Flops, architecture, build_model
 from clipscale.step.grad_cache import GradCache
-from clipscale.step.kept_graphs import WHOLE, checkpointing_switch
 from clipscale.step.precision import Precision
 
 CAPTION_MEAN, CAPTION_SPREAD = 2.833, 0.570
@@ -191,12 +190,10 @@ class StepVariants:
     def cached_step(self, model: ClipModel, name: Name) -> Callable[[Any, Meter], None]:
         """The gradient cache; `keep-50`: half of all graphs are kept; `keep-20G`: 20 GiB of them are."""
         towers, base = [model.image, model.text], name.base
-        config = replace(self.config, compile=name.kind == "compiled")
         cache = GradCache(
             towers,
             partial(loss_of, model),
             chunks=self.chunk,
-            checkpointing=[checkpointing_switch(tower, config) for tower in towers],
             autocast=self.precision.autocast,
         )
         kept = base.removeprefix("keep-") if base.startswith("keep-") else "0"
@@ -207,24 +204,21 @@ class StepVariants:
             if kept in ("0", "100"):
                 return math.inf if kept == "100" else 0
             trained = [tower for tower in cache.towers if tower.trained]
-            if not all(tower.graphs.costs[WHOLE] for tower in trained):  # the first time: measure a graph of each tower
-                for tower in trained:
-                    cache.budget.bytes = 1
-                    switch, tower.graphs.switch = tower.graphs.switch, None
-                    tower.encode(inputs[cache.towers.index(tower)])
-                    tower.graphs.switch = switch
+            if not all(tower.graphs.bytes_each for tower in trained):  # the first time: measure a graph of each tower
+                cache.keep_bytes = 1
+                cache.encode(*inputs)
             total = 0.0
             for tower in trained:
                 rows = inputs[cache.towers.index(tower)]
                 whole = rows.contexts(tower.size) if isinstance(rows, SortedCaptions) else len(rows)
-                total += tower.graphs.costs[WHOLE] * whole / min(tower.size, len(rows))
+                total += tower.graphs.bytes_each * whole / min(tower.size, len(rows))
             return int(kept) / 100 * total
 
         def step(inputs: tuple[ChunkLoader, ChunkLoader], meter: Meter) -> None:
             images, texts = inputs
             # Sorted within the time, as in training.
             cut = SortedCaptions(texts.read, len(texts), self.device, pad=0, resident=False) if name.sorts else texts
-            cache.budget.bytes = budget((images, cut))
+            cache.keep_bytes = budget((images, cut))
             representations = cache.encode(images, cut)
             meter("encode")
             cache.backward(cache.loss(*representations))

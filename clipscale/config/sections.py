@@ -94,8 +94,8 @@ class PrecisionConfig:
 
     name: str = setting(
         "fp32",
-        "`bf16`, `fp16`: autocast; `fp8`, `int8`: bf16, and linear layers in 8 bits, not exact. Frozen towers are stored in it.",
-        choices=("fp32", "bf16", "fp16", "fp8", "int8"),
+        "`bf16`, `fp16`: autocast. Frozen towers are stored in it.",
+        choices=("fp32", "bf16", "fp16"),
     )
     weights: str = setting(
         "fp32",

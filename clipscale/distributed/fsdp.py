@@ -57,8 +57,8 @@ def check_weights(config: PrecisionConfig) -> None:
 
 
 def sharding(zero: str, precision: Precision) -> Sharding:
-    """Of the settings. Layers in 8 bits make their weights' type by themselves."""
-    half = precision.dtype != torch.float32 and not precision.eight_bit
+    """Of the settings."""
+    half = precision.dtype != torch.float32
     return Sharding(int(zero), precision.dtype if half else None, precision.half_weights)
 
 

@@ -32,7 +32,6 @@ from clipscale.models.weights import without_weights
 from clipscale.plan.memory_tracker import DryMachine, MemoryTracker, cuda_autocast, without_memory
 from clipscale.state.train_state import TrainState
 from clipscale.step.captions import CaptionRule
-from clipscale.step.kept_graphs import CHECKPOINTED
 from clipscale.step.pass_contexts import gradient_sync
 
 CPU = torch.device("cpu")
@@ -56,24 +55,6 @@ class Graph:
 
 
 @dataclass(frozen=True)
-class Kept:
-    """The graphs of one tower that wait between the passes."""
-
-    whole: int = 0
-    checkpointed: int = 0
-    repeated: float = 1.0
-    """Share of a forward pass that the backward pass of a checkpointed graph repeats."""
-
-    def counts(self) -> dict[str, int]:
-        return {"whole": self.whole, "checkpointed": self.checkpointed}
-
-    @property
-    def skipped_passes(self) -> float:
-        """Forward passes of a chunk that need not be computed."""
-        return self.whole + self.checkpointed * (1 - self.repeated)
-
-
-@dataclass(frozen=True)
 class StepMemory:
     """Memory of one device in a step."""
 
@@ -83,7 +64,7 @@ class StepMemory:
     """Peak of each stage: "encode image", "loss", ... A frozen tower has no replay stage."""
     fixed: dict[str, int] = field(default_factory=dict)
     """Live bytes between steps, by what they hold."""
-    kept: tuple[Kept, Kept] = (Kept(), Kept())
+    kept: tuple[int, int] = (0, 0)
     """Image and text chunks whose graphs are kept."""
 
     def phase(self, name: str) -> float:
@@ -334,16 +315,16 @@ class DryRun:
         self.state.optimizer.zero_grad()
         return self.tracker.take_peak() - before
 
-    def graph(self, tower: int, size: int, kind: str) -> Graph:
-        """The graph of one chunk of a tower; of no bytes where it has no second pass, or no graphs of this kind."""
+    def graph(self, tower: int, size: int) -> Graph:
+        """The graph of one chunk of a tower; of no bytes where it has no second pass."""
         kept = self.state.cache.towers[tower]
-        if not kept.trained or (kind == CHECKPOINTED and not kept.graphs.switch):
+        if not kept.trained:
             return Graph()
         self.state.optimizer.zero_grad()
         rows = self.samples(tower, 0, size)
         before = self.tracker.live
         with Products() as forward, gradient_sync(kept.encoder, False):
-            with kept.graphs.switched(kind), kept.autocast():
+            with kept.autocast():
                 out = kept.encoder(rows)
             held = self.tracker.live - before
             self.tracker.take_peak()

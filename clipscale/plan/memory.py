@@ -12,9 +12,8 @@ from clipscale.data.loader.host_batch import Layout
 from clipscale.data.loader.memory import largest_pool
 from clipscale.data.loader.stream import worker_count
 from clipscale.data.order import default_streams, streams_of
-from clipscale.plan.dry_run import DryRun, Graph, Kept, StepMemory
-from clipscale.step.chunk_sizes import MARGIN
-from clipscale.step.kept_graphs import CHECKPOINTED, WHOLE, ActivationBudget, KeptGraphs
+from clipscale.plan.dry_run import DryRun, Graph, StepMemory
+from clipscale.step.kept_graphs import MARGIN
 
 MIB, GIB = 2**20, 2**30
 CONTEXT = 600 * MIB
@@ -88,58 +87,37 @@ class MemoryModel:
             self._steps[key] = self.run.step(*key)
         return self._steps[key]
 
-    def _graph(self, tower: int, size: int, kind: str) -> Graph:
-        if (tower, size, kind) not in self._graphs:
-            self._graphs[tower, size, kind] = self.run.graph(tower, size, kind)
-        return self._graphs[tower, size, kind]
+    def _graph(self, tower: int, size: int) -> Graph:
+        if (tower, size) not in self._graphs:
+            self._graphs[tower, size] = self.run.graph(tower, size)
+        return self._graphs[tower, size]
 
     def _with_kept(self, step: StepMemory, batch: int, chunks: Chunks, keep: float) -> StepMemory:
         """Adds the graphs that GradCache would keep in `keep` bytes. A graph lives until its tower's second pass."""
         sizes = [min(chunk or batch, batch) for chunk in chunks]
         counts = self.counts(batch, chunks)
-        whole, small = ([self._graph(i, size, kind) for i, size in enumerate(sizes)] for kind in (WHOLE, CHECKPOINTED))
-        budget = ActivationBudget(keep)
-        kinds: list[list[str]] = []
-        for i, count in enumerate(counts):
-            costs = {WHOLE: whole[i].held, CHECKPOINTED: small[i].held}
-            later = sum(n * graph.held for n, graph in zip(counts[i + 1 :], small[i + 1 :]))
-            graphs = KeptGraphs(budget, (lambda on: None) if small[i].held else None, costs, later)
-            kinds.append(graphs.planned(count) if whole[i].held else [])
-        kept = [
-            Kept(
-                found.count(WHOLE),
-                found.count(CHECKPOINTED),
-                (small[i].backward - whole[i].backward) / whole[i].forward if small[i].held else 1.0,
-            )
-            for i, found in enumerate(kinds)
-        ]
-        held = [k.whole * whole[i].held + k.checkpointed * small[i].held for i, k in enumerate(kept)]
-        both = sum(held)
-        # A chunk's forward pass has its own graph in `step` already if it is kept whole, and so has the second pass of a tower.
-        last = [
-            (small[i].held if k.checkpointed else whole[i].held) if len(kinds[i]) == counts[i] else 0
-            for i, k in enumerate(kept)
-        ]
-        others = [max(0, k.whole - 1) * whole[i].held for i, k in enumerate(kept)]
+        each = [self._graph(i, size).held for i, size in enumerate(sizes)]
+        image = min(counts[0], int(keep // each[0])) if each[0] else 0
+        text = min(counts[1], int((keep - image * each[0]) // each[1])) if each[1] else 0
+        held = [image * each[0], text * each[1]]
+        # A chunk's forward pass has its own graph in `step` already if it is kept, and so has the second pass of a tower.
+        last = [bytes if kept == count else 0 for bytes, kept, count in zip(each, (image, text), counts)]
         extra = {
             "encode image": held[0] - last[0],
-            "encode text": both - last[1],
-            "loss": both,
-            "replay image": others[0] + held[1],
-            "replay text": others[1],
+            "encode text": sum(held) - last[1],
+            "loss": sum(held),
+            "replay image": max(0, image - 1) * each[0] + held[1],
+            "replay text": max(0, text - 1) * each[1],
         }
         peak = {stage: size + extra.get(stage, 0) for stage, size in step.peak.items()}
-        # The forward pass of a kept chunk leaves its graph behind, so none of its memory is freed when it ends. Checkpointed graphs are
-        # the last that are made, so the first that the second pass reaches.
-        start, replay = step.before["encode"], step.before["replay"]
-        least = {"encode image": start + held[0], "encode text": start + both}
-        if kept[0].checkpointed:
-            least["replay image"] = replay + both + small[0].beyond
-        if kept[1].checkpointed:
-            least["replay text"] = replay + held[1] + whole[0].gradients + small[1].beyond
+        # The forward pass of a kept chunk leaves its graph behind, so none of its memory is freed when it ends.
+        start = step.before["encode"]
+        least = {"encode image": start + held[0], "encode text": start + sum(held)}
         peak |= {stage: max(peak[stage], size) for stage, size in least.items()}
-        before = {phase: size + (both if phase in ("loss", "replay") else 0) for phase, size in step.before.items()}
-        return replace(step, before=before, peak=peak, kept=(kept[0], kept[1]))
+        before = {
+            phase: size + (sum(held) if phase in ("loss", "replay") else 0) for phase, size in step.before.items()
+        }
+        return replace(step, before=before, peak=peak, kept=(image, text))
 
 
 def keep_bytes(setting: str, step: StepMemory, available: float) -> float:

@@ -175,7 +175,7 @@ class MemoryPlan:
                 "local_batch": self.local,
                 "chunk": {name: chunk or self.local for name, chunk in zip(TOWERS, self.chunks)},
                 "chunk_assumed": self.assumed,
-                "kept_chunks": {name: kept.counts() for name, kept in zip(TOWERS, self.step.kept)},
+                "kept_chunks": dict(zip(TOWERS, self.step.kept)),
                 "precision": config.precision.name,
                 "optim": config.optim.name,
                 "parallel": config.launch.parallel,
@@ -215,7 +215,7 @@ class MemoryPlan:
         if self.gpu is None:
             return None
         counts = self.model.counts(self.local, self.chunks)
-        image, text = (kept.skipped_passes / count for kept, count in zip(self.step.kept, counts))
+        image, text = (kept / count for kept, count in zip(self.step.kept, counts))
         time = step_time(self.config, self.gpu, self.run, self.local, (image, text))
         batch, samples = self.config.batch, self.config.samples
         return {
@@ -230,7 +230,7 @@ class MemoryPlan:
         """Assumptions behind the figures."""
         config, chunk = self.config, self.chunks[0] or self.local
         graphs = [
-            f"{name}: {kept.checkpointed} checkpointed and {kept.whole} whole of {count} chunks"
+            f"{name}: {kept} of {count} chunks"
             for name, kept, count in zip(TOWERS, self.step.kept, self.model.counts(self.local, self.chunks))
         ]
         notes = {
@@ -239,7 +239,7 @@ class MemoryPlan:
             f"assumed: captions of {config.caption_tokens:g} tokens on average, sorted and cut to their length": self.gpu
             and caption_width(config, self.run) < self.run.context_length,
             "cache.keep=auto fills the free memory on purpose": config.cache.keep == "auto",
-            f"graphs that wait between the passes: {'; '.join(graphs)}": any(k.skipped_passes for k in self.step.kept),
+            f"graphs that wait between the passes: {'; '.join(graphs)}": any(self.step.kept),
             "loss.keep=auto takes half of what the loss leaves free: not in these figures": config.loss.keep == "auto",
             f"assumed: {format_bytes(self.outside)} outside of torch's allocator (context, NCCL), {format_bytes(self.workspace)} of "
             f"cuBLAS workspace, {config.reserve:.0%} left free": self.gpu,

@@ -35,7 +35,6 @@ from clipscale.step.captions import CaptionRule
 from clipscale.step.chunk_sizes import agreed_chunk_sizes
 from clipscale.step.ema import WeightAverage
 from clipscale.step.grad_cache import GradCache
-from clipscale.step.kept_graphs import checkpointing_switch
 from clipscale.step.noise_scale import NoiseScale
 from clipscale.step.optim import build_optimizer, largest_norm
 from clipscale.step.precision import MasterWeights, Precision
@@ -65,8 +64,6 @@ class TrainState:
         self.earlier_chunks = saved.values.get("chunks", {}) if saved else {}
         self.precision = Precision(config.precision, world.device)
         self.model = self.build_model()
-        for tower in (self.model.image, self.model.text):
-            self.precision.convert(tower)
         self.stored = self.stored_features()
         self.captions = self.caption_rule(saved)
         self.notes += filter(None, [self.captions.note])
@@ -153,10 +150,8 @@ class TrainState:
             towers,
             self.loss,
             chunks=self.chunks(),
-            checkpointing=[checkpointing_switch(tower, self.config.model) for tower in self.towers.values()],
             autocast=self.precision.autocast,
             scaler=self.precision.scaler,
-            highest=self.world.highest if self.config.cache.keep != "none" else lambda *values: [*values],
         )
 
     def data_parallel(self, name: str, tower: nn.Module) -> nn.Module:

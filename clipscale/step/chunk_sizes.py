@@ -1,4 +1,4 @@
-"""Measures what fits the device: the samples of a chunk, and the memory for kept graphs."""
+"""Samples per chunk: from the settings, an earlier start of the run, or a measurement."""
 
 import json
 import logging
@@ -7,20 +7,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from clipscale.common import files
 from clipscale.common.errors import UserError
-from clipscale.common.phases import Phases
 from clipscale.common.rng import RandomState
-from clipscale.common.units import parse_count, parse_memory
+from clipscale.common.units import parse_count
 from clipscale.config.sections import CacheConfig
 from clipscale.distributed.world import World
-from clipscale.loss.machine import Machine
-from clipscale.step.kept_graphs import ActivationBudget
 
 log = logging.getLogger(__name__)
 
@@ -31,8 +27,6 @@ SMALLEST, LARGEST = 16, 2**15
 CHUNKS = "chunks.json"
 GOOD_ENOUGH = 0.95
 """Share of the best speed. Where graphs are kept, the smallest chunk that reaches it is chosen, and the memory left over keeps graphs."""
-MARGIN = 0.9
-"""Share of the free memory that kept graphs may use. Fragmentation costs the rest."""
 
 
 def chunk_sizes(config: CacheConfig, local_batch: int) -> dict[str, int | None]:
@@ -184,35 +178,3 @@ def saved_chunk_sizes(folder: Path) -> dict[str, Any]:
 def save_chunk_sizes(folder: Path, sizes: dict[str, Any]) -> None:
     """Keep them for later starts. Replaces the file atomically, since other ranks may be reading it."""
     files.write_text(folder / CHUNKS, json.dumps(sizes) + "\n")
-
-
-class BudgetTuner:
-    """Sets the activation budget before each step. The setting is `none`, a number of bytes, or `auto`.
-
-    `auto` keeps no graphs in the first step and measures that step's peak beyond its start. Later steps may keep graphs in the rest of the
-    free memory, less a margin. On a CPU `auto` is half of the memory that is free at the start.
-    """
-
-    def __init__(self, setting: str, device: torch.device) -> None:
-        self.device = device
-        fixed = parse_memory("cache.keep", setting)
-        self.auto, self.fixed = fixed is None, float(fixed or 0)
-        self.working_bytes: int | None = None
-        """Peak of a step without kept graphs, beyond its start; None: not measured yet."""
-        self.batch: int | None = None
-        if self.auto and device.type == "cpu":
-            self.auto, self.fixed = False, psutil.virtual_memory().available / 2
-
-    def before_step(self, budget: ActivationBudget, batch: int, *, keep: bool = True) -> None:
-        """Set the budget for a step of `batch` samples; 0 without `keep`. A new batch size is measured anew."""
-        if batch != self.batch:
-            self.batch, self.working_bytes = batch, None
-        budget.bytes = self.fixed
-        if self.auto and self.working_bytes is not None:
-            budget.bytes = max(0.0, MARGIN * Machine().free_bytes(self.device) - self.working_bytes)
-        if not keep:
-            budget.bytes = 0
-
-    def after_step(self, phases: Phases) -> None:
-        if self.auto and self.working_bytes is None:
-            self.working_bytes = phases.working_bytes()

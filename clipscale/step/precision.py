@@ -8,12 +8,8 @@ from torch import Tensor, nn
 
 from clipscale.common.errors import UserError
 from clipscale.config.sections import PrecisionConfig
-from clipscale.models import eight_bit
 
-EIGHT_BIT = ("fp8", "int8")
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16} | dict.fromkeys(
-    EIGHT_BIT, torch.bfloat16
-)
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Type of autocast."""
 LEAST_LOSS_SCALE = 1.0
 """If fp16 gradients overflow even below this loss scale, the training itself diverges."""
@@ -29,7 +25,6 @@ class Precision:
                 "else leave precision.weights=fp32"
             )
         self.dtype = DTYPES[config.name]
-        self.eight_bit = config.name if config.name in EIGHT_BIT else None
         self.device = device
         self.half_weights = config.weights == "bf16"
         self.master = self.half_weights and config.master
@@ -53,11 +48,6 @@ class Precision:
     def can_lower_loss_scale(self) -> bool:
         """Whether a lower loss scale may remove an overflow."""
         return self.scaler is not None and self.loss_scale >= LEAST_LOSS_SCALE
-
-    def convert(self, tower: nn.Module) -> None:
-        """With 8 bits, replace the tower's linear layers in place; see `eight_bit.convert`. Comes before `hold` and any wrapper."""
-        if self.eight_bit:
-            eight_bit.convert(tower, self.device, self.eight_bit)
 
     def hold(self, tower: nn.Module, *, sharded: bool = False) -> "MasterWeights | None":
         """Cast the tower's matrices in place, if the settings hold them in half precision; returns float32 copies for the optimizer.
