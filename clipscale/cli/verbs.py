@@ -32,12 +32,12 @@ class Tool:
 VERBS = {
     "train": "train a model, or resume a run",
     "eval": "zero-shot classification and retrieval with a run's checkpoint, or any CLIP or SigLIP weights",
-    "embed": "features of pictures and texts, as arrays, tables or shards",
+    "embed": "features of pictures and texts, as arrays or shards",
     "explore": "a local page: pictures by text, captions and classes of a picture, two models side by side",
     "plan": "predict whether a run fits, and its time; needs no GPU",
     "data": "`data demo`: a small data set; `index`, `check`, `stats`: inspect shards; `features`: precompute a frozen tower's",
     "report": "curves, results and retrieved images of a run, on one page",
-    "export": "write a run's weights for open_clip, transformers, ONNX Runtime or torch.export",
+    "export": "write a run's weights for open_clip or transformers",
     "bench": "`bench loss`, `step`, `data`: time and memory, against other implementations",
     "doctor": "test whether this machine is ready to train",
 }
@@ -74,10 +74,10 @@ clipscale eval model.weights=/models/clip-vit-base-patch32 'eval.sets=[/data/ima
     ),
     "embed": Tool(
         tools.EmbedConfig,
-        "clipscale.embed.verb:main",
+        "clipscale.embed.run:main",
         """\
 clipscale embed run=b32 data='/data/laion/*.tar' out=/data/b32
-clipscale embed run=b32 data=/data/pairs.parquet out=/data/b32 format=parquet launch.procs=8
+clipscale embed run=b32 data=/data/pairs.parquet out=/data/b32 launch.procs=8
 clipscale embed model=vit-b32 model.weights=laion2b_s34b_b79k data=/data/pictures out=/data/b32 features=image""",
         file="embed",
         often="model.weights data.train launch.procs",
@@ -89,11 +89,10 @@ clipscale embed model=vit-b32 model.weights=laion2b_s34b_b79k data=/data/picture
         "clipscale.explore.verb:main",
         """\
 clipscale explore run=b32 data=/data/laion-b32
-clipscale explore run=b32 data='/data/laion/{00000..00009}.tar' against=b16
-clipscale explore model=vit-b32 model.weights=laion2b_s34b_b79k data=/data/pictures""",
+clipscale explore run=b32 against=b16 data=[/data/laion-b32,/data/laion-b16]""",
         file="explore",
         often="model.weights data.train",
-        notes="data= takes folders of `clipscale embed`, or anything that data.train= does.",
+        notes="data= takes folders of `clipscale embed`.",
         check=tools.check_explore,
     ),
     "plan": Tool(

@@ -1,7 +1,7 @@
 """The settings of every verb except `train`."""
 
 import re
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from clipscale.common.errors import UserError
@@ -61,21 +61,21 @@ class EvalRunConfig:
 
 @dataclass
 class ExportSettings:
-    """`clipscale export`: a run's weights as a folder for open_clip (`local-dir:FOLDER`), transformers or a runtime, with a model card."""
+    """`clipscale export`: a run's weights as a folder for open_clip (`local-dir:FOLDER`) or transformers, with a model card."""
 
     to: str = setting(
         "open_clip",
-        "`open_clip`; `hf`: transformers' CLIP or SigLIP; `onnx`: two graphs, checked by ONNX Runtime; `torch`: torch.export's programs.",
-        choices=("open_clip", "hf", "onnx", "torch"),
+        "`open_clip`, or `hf`: transformers' CLIP or SigLIP.",
+        choices=("open_clip", "hf"),
     )
     run: str = setting("", RUN_HELP)
     checkpoint: str = setting("latest", CHECKPOINT_HELP)
-    out: str | None = setting(None, "Folder to write; null: RUN/export, or RUN/export-TO for the other formats.")
+    out: str | None = setting(None, "Folder to write; null: RUN/export, or RUN/export-hf.")
     hub: bool = setting(False, HUB_HELP)
     weights: str = setting("trained", WEIGHTS_HELP, choices=WEIGHTS)
     dtype: str = setting(
         "float32",
-        "Dtype of the matrices (open_clip, hf); all else stays float32.",
+        "Dtype of the matrices; all else stays float32.",
         choices=("float32", "bfloat16", "float16"),
     )
 
@@ -135,9 +135,23 @@ IMAGE, TEXT = "image", "text"
 
 
 @dataclass
-class EncodeConfig:
-    """The features of `data.train` by a run or any `model.weights`."""
+class EmbedConfig:
+    """`clipscale embed`: features of the pictures and texts in `data.train`, with their keys, by a run or any `model.weights`."""
 
+    out: str = setting("", "Folder to write; complete files in it are kept.")
+    format: str = setting(
+        "npy",
+        "`npy`: arrays, and keys and captions as JSON lines; `webdataset`: shards with features for pictures.",
+        choices=("npy", "webdataset"),
+    )
+    features: str = setting("both", "Which features.", choices=(IMAGE, TEXT, "both"))
+    dtype: str = setting("float16", "Dtype of the features.", choices=("float16", "float32"))
+    transform: str = setting(
+        "eval",
+        "The pixels of evaluation, or of training without augmentation (the largest central square).",
+        choices=("eval", "train"),
+    )
+    seed: int = setting(0, "Random seed of the weights, if no pretrained ones are given.", least=0)
     run: str = setting("", RUN_HELP)
     checkpoint: str = setting("latest", CHECKPOINT_HELP)
     weights: str = setting("trained", f"Of a run. {WEIGHTS_HELP}", choices=WEIGHTS)
@@ -150,26 +164,6 @@ class EncodeConfig:
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
 
-
-@dataclass
-class EmbedConfig(EncodeConfig):
-    """`clipscale embed`: features of the pictures and texts in `data.train`, with their keys, by a run or any `model.weights`."""
-
-    out: str = setting("", "Folder to write; complete files in it are kept.")
-    format: str = setting(
-        "npy",
-        "`npy`: arrays, and keys and captions as JSON lines; `parquet`: tables; `webdataset`: shards with features for pictures.",
-        choices=("npy", "parquet", "webdataset"),
-    )
-    features: str = setting("both", "Which features.", choices=(IMAGE, TEXT, "both"))
-    dtype: str = setting("float16", "Dtype of the features.", choices=("float16", "float32"))
-    transform: str = setting(
-        "eval",
-        "The pixels of evaluation, or of training without augmentation (the largest central square).",
-        choices=("eval", "train"),
-    )
-    seed: int = setting(0, "Random seed of the weights, if no pretrained ones are given.", least=0)
-
     @property
     def kinds(self) -> tuple[str, ...]:
         """The features of a sample."""
@@ -177,27 +171,20 @@ class EmbedConfig(EncodeConfig):
 
 
 @dataclass
-class ExploreConfig(EncodeConfig):
-    """`clipscale explore`: a local page that searches a set by texts and pictures, with one model, or two side by side."""
+class ExploreConfig:
+    """`clipscale explore`: a local page that searches what `clipscale embed` has written, with one model, or two side by side."""
 
+    run: str = setting("", RUN_HELP)
+    checkpoint: str = setting("latest", CHECKPOINT_HELP)
+    weights: str = setting("trained", f"Of a run. {WEIGHTS_HELP}", choices=WEIGHTS)
     against: str = setting("", "A second model, to compare: a run, or any value of `model.weights`. Empty: none.")
     against_checkpoint: str = setting("latest", f"Of `against`, if it is a run: {CHECKPOINT_HELP}")
-    host: str = setting("127.0.0.1", "Address of the page. Others than loopback let whoever reaches it see the set.")
     port: int = setting(8765, "Port of the page; 0: a free one.", least=0, most=65535)
-    out: str = setting("", "Folder for features that it computes itself; empty: explore/ in the folder of each run.")
-
-    def models(self) -> list[EmbedConfig]:
-        """How each model embeds the set. `out` is the folder that the features' own folders go to. Raises UserError."""
-        found = [EmbedConfig(**{one.name: getattr(self, one.name) for one in fields(EncodeConfig)})]
-        if self.against:
-            trained = (run_folder(self.against) / "checkpoints").is_dir()
-            model = ModelConfig(name="") if trained else ModelConfig(name=self.model.name, weights=self.against)
-            run = self.against if trained else ""
-            found.append(replace(found[0], run=run, checkpoint=self.against_checkpoint, model=model))
-        for one in found:
-            folder = existing_run(one.run) / "explore" if one.run else run_folder("explore")
-            one.out = str(Path(self.out).expanduser() if self.out else folder)
-        return found
+    device: str = setting("auto", DEVICE_HELP, choices=DEVICES)
+    hub: bool = setting(False, HUB_HELP)
+    model: ModelConfig = field(default_factory=lambda: ModelConfig(name=""))
+    data: DataConfig = field(default_factory=DataConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
 
 
 @dataclass
@@ -287,9 +274,7 @@ def check_explore(config: ExploreConfig) -> None:
     """Raises UserError if neither a run nor weights are given, or both, or no data."""
     one_model(config.run, config.model.weights, "explore", "give the second as against=")
     if not config.data.train:
-        raise UserError(
-            "data is not set; give a folder of `clipscale embed`, or shards, a table or a folder: data=PATH"
-        )
+        raise UserError("data is not set; give a folder of `clipscale embed`: data=PATH")
 
 
 def check_eval(config: EvalRunConfig) -> Path:

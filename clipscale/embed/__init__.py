@@ -1,1 +1,1 @@
-"""Features of pictures and texts, computed once and stored."""
+"""`clipscale embed`: the features of a whole set, by a run or by any weights."""

@@ -40,44 +40,46 @@ class Group:
 class FeatureEncoder:
     """Computes unit features on one device."""
 
-    def __init__(self, config: EmbedConfig, model: ClipModel, precision: Precision, device: torch.device) -> None:
-        self.config, self.model, self.precision, self.device = config, model, precision, device
-        self.dtype = np.dtype(config.dtype)
+    def __init__(self, config: EmbedConfig, model: ClipModel, device: torch.device) -> None:
+        self.config, self.model, self.device = config, model, device
+        self.precision = Precision(config.precision, device)
+        for tower in [model.image] * (IMAGE in config.kinds) + [model.text] * (TEXT in config.kinds):
+            tower.to(device)
         self.side = config.data.image_size or model.image_size
-        self.sources = caption_members(config.data)
-        most = config.data.max_pixels
-        self.whole = TrainTransform(self.side, (1.0, 1.0), (1.0, 1.0), 0.0, most)
-        self.central = replace(model.eval_transform(), side=self.side, max_pixels=most)
+        self.captions = caption_members(config.data)
+        max_pixels = config.data.max_pixels
+        self.train_transform = TrainTransform(self.side, (1.0, 1.0), (1.0, 1.0), 0.0, max_pixels)
+        self.eval_transform = replace(model.eval_transform(), side=self.side, max_pixels=max_pixels)
 
     def groups(self, raws: Iterable[RawSample]) -> Iterator[Group]:
         """All samples in their order. Threads decode the next group meanwhile."""
         with ThreadPoolExecutor(self.config.threads) as pool:
             waiting: tuple[list[RawSample], list[Future[np.ndarray | None]]] | None = None
-            for some in groups(raws, self.config.batch):
-                pixels = [pool.submit(self.pixels, raw) for raw in some] if IMAGE in self.config.kinds else []
+            for batch in batches(raws, self.config.batch):
+                pixels = [pool.submit(self.pixels, raw) for raw in batch] if IMAGE in self.config.kinds else []
                 if waiting:
                     yield self.group(*waiting)
-                waiting = some, pixels
+                waiting = batch, pixels
             if waiting:
                 yield self.group(*waiting)
 
     def group(self, raws: list[RawSample], pixels: Sequence[Future[np.ndarray | None]]) -> Group:
-        captions = [first_caption(raw, self.sources) for raw in raws]
-        parts = []
+        captions = [first_caption(raw, self.captions) for raw in raws]
+        features = []
         if IMAGE in self.config.kinds:
-            parts.append(self.encode([future.result() for future in pixels], self.images))
+            features.append(self.encode([future.result() for future in pixels], self.images))
         if TEXT in self.config.kinds:
-            parts.append(self.encode(captions, self.texts))
-        return Group(raws, captions, np.stack(parts, 1))
+            features.append(self.encode(captions, self.texts))
+        return Group(raws, captions, np.stack(features, 1))
 
-    def encode(self, inputs: Sequence[T | None], encode: Callable[[list[T]], Tensor]) -> np.ndarray:
+    def encode(self, inputs: Sequence[T | None], tower: Callable[[list[T]], Tensor]) -> np.ndarray:
         """A feature row for every input, (n, D); NaN for None."""
-        rows = np.full((len(inputs), self.model.width), np.nan, self.dtype)
-        usable = [one for one in inputs if one is not None]
+        rows = np.full((len(inputs), self.model.width), np.nan, self.config.dtype)
+        usable = [x for x in inputs if x is not None]
         if usable:
             with torch.inference_mode(), self.precision.autocast():
-                features = encode(usable)
-            rows[[one is not None for one in inputs]] = features.float().cpu().numpy().astype(self.dtype)
+                features = tower(usable).float().cpu().numpy()
+            rows[[x is not None for x in inputs]] = features.astype(self.config.dtype)
         return rows
 
     def images(self, pixels: Sequence[np.ndarray]) -> Tensor:
@@ -93,9 +95,9 @@ class FeatureEncoder:
         try:
             data = image_bytes(raw.members)
             if self.config.transform == "eval":
-                return self.central(data)
+                return self.eval_transform(data)
             out = np.empty((3, self.side, self.side), np.uint8)
-            self.whole(data, CounterRNG(0), out)
+            self.train_transform(data, CounterRNG(0), out)
         except BrokenSampleError:
             return None
         return out
@@ -114,15 +116,15 @@ def caption_members(data: DataConfig) -> list[str]:
     return [name for name, _ in caption_sources(data.captions or [data.caption_key])]
 
 
-def groups(raws: Iterable[RawSample], most: int) -> Iterator[list[RawSample]]:
+def batches(raws: Iterable[RawSample], most: int) -> Iterator[list[RawSample]]:
     """Consecutive samples, at most `most` together, and no more once they have GROUP_BYTES."""
-    group: list[RawSample] = []
-    held = 0
+    batch: list[RawSample] = []
+    size = 0
     for raw in raws:
-        group.append(raw)
-        held += sum(map(len, raw.members.values()))
-        if len(group) == most or held >= GROUP_BYTES:
-            yield group
-            group, held = [], 0
-    if group:
-        yield group
+        batch.append(raw)
+        size += sum(map(len, raw.members.values()))
+        if len(batch) == most or size >= GROUP_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch

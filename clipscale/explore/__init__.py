@@ -1,1 +1,1 @@
-"""A local page on which a set is searched with a model, or with two side by side."""
+"""`clipscale explore`: a local page that searches an embedded set with a model, or with two side by side."""

@@ -1,125 +1,116 @@
-"""The verb `clipscale explore`: loads models, embeds the set with each where that has not been done, and serves the page."""
+"""The verb `clipscale explore`: loads the models and their embedded sets, and serves the page to this machine. D: feature width."""
 
-import hashlib
-import importlib
-import json
 import socket
-from collections.abc import Sequence
+import threading
 from contextlib import suppress
 from dataclasses import replace
-from ipaddress import ip_address
 from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from clipscale.common.errors import UserError
 from clipscale.common.terminal import say
-from clipscale.config.tools import IMAGE, TEXT, ExploreConfig, check_explore
-from clipscale.data.features import NOTE
-from clipscale.data.shards.access import is_local
+from clipscale.common.units import run_folder
+from clipscale.config.checks import existing_run
+from clipscale.config.sections import ModelConfig
+from clipscale.config.tools import ExploreConfig, check_explore
 from clipscale.distributed import world as distributed
-from clipscale.embed.run import embed
-from clipscale.explore.convert import as_arrays
-from clipscale.explore.embedded import EmbeddedSet
-from clipscale.explore.pictures import Pictures
-from clipscale.explore.search_model import SearchModel, load
-
-NEEDED = ("starlette", "uvicorn")
-PIXELS = ("image_size", "mean", "std", "transform", "model.resize", "model.interpolation")
-"""Values of the note that decide on the pixels of a picture."""
+from clipscale.embed.arrays import EmbeddedSet
+from clipscale.explore.search import Pictures, nearest
+from clipscale.models.towers import load_any
+from clipscale.step.precision import Precision
 
 
 def main(config: ExploreConfig) -> None:
     """Serve the page until it is interrupted. Raises UserError."""
     check_explore(config)
-    for package in NEEDED:
-        try:
-            importlib.import_module(package)
-        except ImportError as error:
-            raise UserError(f"explore needs {package}; pip install 'clipscale[explore]'") from error
-    with listening(config) as taken:
-        models, pictures = prepared(config)
-        from clipscale.explore.server import serve
-
-        host, port = taken.getsockname()[:2]
-        address = f"http://{f'[{host}]' if ':' in host else host}:{port}/"
-        if not ip_address(host).is_loopback:
-            say(f"warning: host={config.host}: whoever reaches {address} sees the set", error=True)
-        say(f"{len(models[0].embedded or ())} samples: {address} (Ctrl-C ends it)")
-        with suppress(KeyboardInterrupt):
-            serve(taken, models, pictures, config)
-
-
-def listening(config: ExploreConfig) -> socket.socket:
-    """A socket at `host` and `port`, taken before the long work. Raises UserError."""
     try:
-        kind, *_, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
-        taken = socket.socket(kind)
-        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        taken.bind(address)
-        taken.listen()
+        import uvicorn
+
+        from clipscale.explore.server import application
+    except ImportError as error:
+        raise UserError(f"explore needs {error.name}; pip install 'clipscale[explore]'") from error
+    try:
+        listener = socket.create_server(("127.0.0.1", config.port))  # before the long work
     except OSError as error:
-        raise UserError(
-            f"port={config.port}: cannot listen at {config.host} ({error.strerror}); give another port=, or port=0 for a free one"
-        ) from error
-    return taken
+        remedy = "give another port=, or port=0 for a free one"
+        raise UserError(f"port={config.port}: cannot listen ({error.strerror}); {remedy}") from error
+    with listener:
+        page = application(*prepared(config))
+        settings = uvicorn.Config(page, log_level="error", limit_concurrency=128, timeout_graceful_shutdown=2)
+        say(f"http://127.0.0.1:{listener.getsockname()[1]}/ (Ctrl-C ends it)")
+        with suppress(KeyboardInterrupt):
+            uvicorn.Server(settings).run(sockets=[listener])
 
 
-def prepared(config: ExploreConfig) -> tuple[list[SearchModel], Pictures]:
-    """The models with their sets, and the pictures of these. Raises UserError."""
-    given = [Path(name).expanduser() for name in config.data.train or []]
-    folders = [path for path in given if (path / NOTE).is_file()]
-    sources = [name for name, path in zip(config.data.train or [], given) if path not in folders]
-    out = Path(config.models()[0].out)
-    sets = [EmbeddedSet(as_arrays(folder, out, config.data)) for folder in folders]
-    device = distributed.start(config.device, config.launch.threads).device
-    distributed.stop()
-    models = [load(one, device) for one in config.models()]
-    for model in models:
-        model.embedded = next((one for one in sets if not misfit(one, model)), None) or _embedded(model, sources, sets)
-    searched = [model.embedded for model in models if model.embedded]
-    if idle := next((one for one in sets if all(other is not one for other in searched)), None):
-        raise UserError(misfit(idle, models[0]))
-    return models, Pictures(_places(searched), config.data)
+def prepared(config: ExploreConfig) -> tuple[list["SearchModel"], Pictures]:
+    """The models with their sets, and the pictures of these. Raises UserError for a model that no set is of."""
+    sets = [EmbeddedSet(Path(folder).expanduser()) for folder in config.data.train or []]
+    models = [SearchModel(config, config.run, config.checkpoint, config.model, sets)]
+    if config.against:
+        run = config.against if (run_folder(config.against) / "checkpoints").is_dir() else ""
+        other = ModelConfig(name="") if run else ModelConfig(name=config.model.name, weights=config.against)
+        models.append(SearchModel(config, run, config.against_checkpoint, other, sets))
+    sources: dict[str, str] = {}
+    for part, source in (item for model in models for item in model.embedded.sources.items()):
+        if sources.setdefault(part, source) != source:
+            raise UserError(
+                f"data: the part {part} is of {sources[part]} and of {source}; give features of the same shards"
+            )
+    return models, Pictures(sources, config.data)
 
 
-def _places(sets: Sequence[EmbeddedSet]) -> dict[str, str]:
-    """Where the pictures of each part are. Raises UserError where two sets have parts of one name from two sources."""
-    found: dict[str, tuple[str, Path]] = {}
-    for embedded in sets:
-        for part in embedded.parts:
-            source, folder = found.setdefault(part.name, (part.source, embedded.folder))
-            one, other = (Path(place).resolve() if is_local(place) else place for place in (source, part.source))
-            if one != other:
-                raise UserError(
-                    f"data: the part {part.name} is of {source} in {folder}, and of {part.source} in "
-                    f"{embedded.folder}; compare models on sets of the same shards: data=[FOLDER,SHARDS]"
-                )
-    return {name: source for name, (source, _) in found.items()}
+class SearchModel:
+    """A model and its set. Queries come from several threads, and the model takes one at a time."""
 
+    def __init__(
+        self, config: ExploreConfig, run: str, checkpoint: str, model: ModelConfig, sets: list[EmbeddedSet]
+    ) -> None:
+        """The model of a run, or of weights from elsewhere. Raises UserError if none of the sets has its features."""
+        world = distributed.start(config.device)
+        folder = existing_run(run) if run else None
+        self.model, _, step = load_any(folder, checkpoint, config.weights, model, world, hub=config.hub)
+        averaged = ", averaged" if config.weights == "ema" else ""
+        self.title = f"{folder.name}, step {step}{averaged}" if folder else str(model.weights)
+        side = config.data.image_size or self.model.image_size
+        self.transform = replace(self.model.eval_transform(), side=side, max_pixels=config.data.max_pixels)
+        digests = {"weights": self.model.image_digest(), "text": self.model.text_digest()}
+        wanted = digests | {"image_size": side, "resize": self.model.resize, "transform": "eval"}
+        fitting = [one for one in sets if all(one.note.get(name, value) == value for name, value in wanted.items())]
+        if not fitting:
+            raise UserError(
+                f"data: no folder has features of {self.title}; embed the set with that model, transform=eval"
+            )
+        self.embedded = fitting[0]
+        self.device, self.lock, self.decoding = world.device, threading.Lock(), threading.Lock()
+        self.precision = Precision(config.precision, world.device)
+        for tower in (self.model.image, self.model.text):
+            tower.to(world.device)
 
-def misfit(embedded: EmbeddedSet, model: SearchModel) -> str:
-    """Why the features are not those that the model computes; empty if they are.
+    def encode_texts(self, texts: list[str]) -> Tensor:
+        """Unit features (texts, D)."""
+        return self._encode(self.model.text, self.model.tokenizer(texts))
 
-    They must be of its weights, and of pixels as those of its queries. Older notes have fewer values.
-    """
-    notes = [(note, note.get("inputs")) for note in (embedded.note, model.note)]
-    theirs, ours = (note | (inputs if isinstance(inputs, dict) else {}) for note, inputs in notes)
-    names = ["weights", *(name for name in (TEXT, *(PIXELS if IMAGE in embedded.kinds else ())) if name in theirs)]
-    name = next((name for name in names if theirs.get(name) != ours.get(name)), "")
-    if not name:
-        return ""
-    value, own = (str(note.get(name))[:80] for note in (theirs, ours))
-    what = f"with {name}={value}, and {model.title} takes {name}={own}"
-    if name in ("weights", TEXT):
-        named = str(theirs.get("model", "another model"))[:80]
-        what = f"of other weights of {named} (digest {value[:8]}) than those of {model.title} ({own[:8]})"
-    return f"data={embedded.folder}: its features are {what}; embed the set with that model, or add its shards: data=[FOLDER,SHARDS]"
+    def encode_image(self, data: bytes) -> Tensor:
+        """The unit feature (D,) of an encoded picture. Raises BrokenSampleError."""
+        with self.decoding:
+            pixels = torch.from_numpy(self.transform(data))[None]
+        return self._encode(self.model.image, pixels)[0]
 
+    def _encode(self, tower: nn.Module, inputs: Tensor) -> Tensor:
+        with self.lock, torch.no_grad(), self.precision.autocast():
+            return F.normalize(tower(inputs.to(self.device)).float(), dim=-1)
 
-def _embedded(model: SearchModel, sources: list[str], sets: list[EmbeddedSet]) -> EmbeddedSet:
-    """The set of a model that none of the given folders is of: its sources are embedded, or were by an earlier call."""
-    if not sources:
-        raise UserError(misfit(sets[0], model))
-    names = json.dumps([model.note, sources], sort_keys=True)
-    folder = Path(model.config.out) / hashlib.blake2b(names.encode(), digest_size=8).hexdigest()
-    embed(replace(model.config, out=str(folder), data=replace(model.config.data, train=sources)))
-    return EmbeddedSet(folder)
+    def classes(self, picture_D: Tensor, prompts: list[str]) -> list[tuple[float, float]]:
+        """Probability and similarity of each prompt for a picture: the softmax over the prompts, by the model's logit scale."""
+        scores = self.encode_texts(prompts) @ picture_D
+        shares = (scores * self.model.logit_scale.detach().to(self.device).float().exp()).softmax(0)
+        return list(zip(shares.tolist(), scores.tolist()))
+
+    def matches(self, query_D: Tensor, kind: str, count: int) -> list[dict[str, Any]]:
+        """The samples whose feature of that kind is nearest to a query, with their similarity, best first."""
+        rows = nearest(self.embedded.features(kind), query_D, count)
+        return [{**self.embedded.sample(row), "score": score} for row, score in rows]

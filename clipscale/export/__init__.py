@@ -1,1 +1,1 @@
-"""`clipscale export`: a run's weights in the formats of open_clip, transformers, ONNX and torch.export."""
+"""`clipscale export`: a run's weights as a folder that open_clip or transformers loads, with a model card."""

@@ -19,27 +19,30 @@ START, END = "<|startoftext|>", "<|endoftext|>"
 
 
 def write(model: ClipModel, config: ModelConfig, out: Path, dtype: torch.dtype, note: dict[str, str]) -> str:
-    """Write the folder; returns the call that loads it. Raises OSError, and UserError for a model that transformers does not have."""
+    """Write the folder; returns the call that loads it, with {} for the folder.
+
+    Raises OSError, and UserError for a model that transformers does not have.
+    """
     state = weights(model, dtype)
     try:
-        found = configuration(architecture(config), model.image.encoder, logit_bias=model.logit_bias is not None)
-        kind = found["model_type"]
-        theirs = from_open_clip(state, kind)
+        description = configuration(architecture(config), model.image.encoder, logit_bias=model.logit_bias is not None)
+        kind = description["model_type"]
+        renamed = from_open_clip(state, kind)
     except (KeyError, ValueError) as error:
         raise UserError(
             f"to=hf: model.name={config.name}: transformers has no such CLIP or SigLIP ({error}); take to=open_clip"
         ) from error
-    save_weights(theirs, out / "model.safetensors", note)
-    found |= {"architectures": [CLASSES[kind]], "dtype": str(dtype).removeprefix("torch.")}
-    for name, value in {"config.json": found, "preprocessor_config.json": pictures(model, config, kind)}.items():
-        files.write_json(out / name, value)
+    save_weights(renamed, out / "model.safetensors", note)
+    description |= {"architectures": [CLASSES[kind]], "dtype": str(dtype).removeprefix("torch.")}
+    files.write_json(out / "config.json", description)
+    files.write_json(out / "preprocessor_config.json", preprocessing(model, config, kind))
     if not save_tokenizer(model, out):
         write_tokenizer(out, model.context_length)
-    return f"transformers.{CLASSES[kind]}.from_pretrained('{out.resolve()}')"
+    return f"transformers.{CLASSES[kind]}.from_pretrained('{{}}')"
 
 
-def pictures(model: ClipModel, config: ModelConfig, kind: str) -> dict[str, Any]:
-    """transformers' description of the pictures' preparation."""
+def preprocessing(model: ClipModel, config: ModelConfig, kind: str) -> dict[str, Any]:
+    """transformers' description of how pictures become pixels."""
     side = {"height": model.image_size, "width": model.image_size}
     central = config.resize == "shortest"
     return {

@@ -19,20 +19,25 @@ from clipscale.models.towers import ClipModel, architecture, encoders_of
 
 
 def write(model: ClipModel, config: ModelConfig, out: Path, dtype: torch.dtype, note: dict[str, str]) -> str:
-    """Write the folder; returns the call that loads it. Raises OSError, and UserError for a model that open_clip would build otherwise."""
-    state, found = weights(model, dtype), description(model, config)
-    check_same(model, found["model_cfg"], config)
-    save_weights(state, out / HF_SAFE_WEIGHTS_NAME, note)
-    files.write_json(out / HF_CONFIG_NAME, found)
+    """Write the folder; returns the call that loads it, with {} for the folder.
+
+    Raises OSError, and UserError for a model that open_clip would build otherwise.
+    """
+    about = description(model, config)
+    check_same(model, about["model_cfg"], config)
+    save_weights(weights(model, dtype), out / HF_SAFE_WEIGHTS_NAME, note)
+    files.write_json(out / HF_CONFIG_NAME, about)
     save_tokenizer(model, out)
-    return f"open_clip.create_model_from_pretrained('local-dir:{out.resolve()}')"
+    return "open_clip.create_model_from_pretrained('local-dir:{}')"
 
 
 def save_tokenizer(model: ClipModel, out: Path) -> bool:
     """Write the files of transformers' tokenizer, if the model has one. Raises OSError."""
-    if found := isinstance(inner := getattr(model.tokenizer, "inner", model.tokenizer), HFTokenizer):
-        inner.save_pretrained(str(out))
-    return found
+    tokenizer = getattr(model.tokenizer, "inner", model.tokenizer)
+    if not isinstance(tokenizer, HFTokenizer):
+        return False
+    tokenizer.save_pretrained(str(out))
+    return True
 
 
 def save_weights(state: dict[str, Tensor], path: Path, note: dict[str, str]) -> None:
@@ -54,33 +59,33 @@ def weights(model: ClipModel, dtype: torch.dtype) -> dict[str, Tensor]:
 
 def description(model: ClipModel, config: ModelConfig) -> dict[str, Any]:
     """open_clip's description of the model and of its preprocessing."""
-    found = architecture(config) | {"custom_text": True}
-    vision = found["vision_cfg"]
+    about = architecture(config) | {"custom_text": True}
+    vision = about["vision_cfg"]
     vision.pop("patch_dropout", None)  # for training only
     sized = re.sub(r"_\d+$", f"_{model.image_size}", vision.get("timm_model_name", ""))
     if config.image_size and timm.is_model(sized):  # open_clip builds a tower of timm for its own size
         vision["timm_model_name"] = sized
     if model.logit_bias is not None:  # makes open_clip create the bias; its saved value replaces this one
-        found["init_logit_bias"] = 0.0
+        about["init_logit_bias"] = 0.0
     pixels = {"size": model.image_size, "mean": list(config.mean), "std": list(config.std)}
     return {
-        "model_cfg": found,
+        "model_cfg": about,
         "preprocess_cfg": pixels | {"interpolation": config.interpolation, "resize_mode": config.resize},
     }
 
 
-def check_same(model: ClipModel, found: dict[str, Any], config: ModelConfig) -> None:
+def check_same(model: ClipModel, about: dict[str, Any], config: ModelConfig) -> None:
     """Raise UserError unless open_clip builds this image tower by a description: it knows timm's towers as timm has them."""
     with torch.device("meta"):
-        theirs = encoders_of(config, {key: value for key, value in found.items() if key != "custom_text"}).visual
+        theirs = encoders_of(config, {key: value for key, value in about.items() if key != "custom_text"}).visual
     ours, shapes = model.image.encoder, {name: list(value.shape) for name, value in theirs.state_dict().items()}
-    about = f"to=open_clip: open_clip builds {found['vision_cfg'].get('timm_model_name', config.name)}"
+    builds = f"to=open_clip: open_clip builds {about['vision_cfg'].get('timm_model_name', config.name)}"
     for name, value in ours.state_dict().items():
         if shapes[name] != list(value.shape):
             raise UserError(
-                f"{about} with a {name} of {shapes[name]}, and model.image_size={config.image_size} has made it {list(value.shape)}; "
-                "take to=onnx or to=torch, or for SigLIP to=hf"
+                f"{builds} with a {name} of {shapes[name]}, and model.image_size={config.image_size} has made it "
+                f"{list(value.shape)}; for SigLIP, take to=hf"
             )
-    acts = found["vision_cfg"].get("act_kwargs") and hasattr(ours, "trunk")
+    acts = about["vision_cfg"].get("act_kwargs") and hasattr(ours, "trunk")
     if acts and gelu_of(ours.trunk) != gelu_of(theirs.trunk):
-        raise UserError(f"{about} with another GELU than Hugging Face, where these weights come from; take to=hf")
+        raise UserError(f"{builds} with another GELU than Hugging Face, where these weights come from; take to=hf")

@@ -16,7 +16,7 @@ from clipscale.data.shards.access import Opened, SourceError
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.store import Store
 from clipscale.data.tools.demo import paths
-from clipscale.embed.verb import main
+from clipscale.embed.run import main
 from clipscale.train import train
 from tests.data.files import sample, write_tar
 from tests.support.runs import ARCHITECTURE, curve, settings
@@ -100,7 +100,7 @@ def test_a_broken_picture_keeps_its_place_without_features(tmp_path: Path) -> No
 def test_the_sources_are_not_overwritten(tmp_path: Path) -> None:
     write_tar(tmp_path / "a.tar", [m for i in range(4) for m in sample(str(i), i)])
     before = (tmp_path / "a.tar").read_bytes()
-    with pytest.raises(UserError, match="would be overwritten; choose another folder"):
+    with pytest.raises(UserError, match=r"data\.train has shards there; choose another folder"):
         compute(str(tmp_path / "a.tar"), tmp_path / "x" / "..")
     assert (tmp_path / "a.tar").read_bytes() == before
     assert not (tmp_path / "features.json").exists()
@@ -120,10 +120,10 @@ def test_a_shard_that_could_not_be_fetched_is_fetched_again_and_a_damaged_one_is
 
     with monkeypatch.context() as patch:
         patch.setattr(Store, "open", fail_to_open)
-        with pytest.raises(UserError, match=r"1 of 2 shards .*a\.tar: 9 requests failed\); start again"):
+        with pytest.raises(UserError, match="1 of 2 shards could not be fetched; start again"):
             compute(str(tmp_path / "{a,b}.tar"), tmp_path / "out")
     written = sorted(path.name for path in (tmp_path / "out").iterdir())
-    assert written == ["b.tar", "features.json", "run.lock", "shards.json", "sizes.json"]
+    assert written == ["b.tar", "features.json", "shards.json", "sizes.json"]
     compute(str(tmp_path / "{a,b}.tar"), tmp_path / "out")
     assert json.loads((tmp_path / "out/sizes.json").read_text())["a.tar"] == 4
 

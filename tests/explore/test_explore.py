@@ -1,293 +1,149 @@
-"""The page's answers are the model's own: pictures of a text, captions, pictures and classes of a picture, by one model or two."""
+"""The page's answers are what the model computes, and it refuses what is not its own browser's."""
 
 import io
-import json
-import resource
-import shutil
-from dataclasses import replace
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from PIL import Image
 
 from clipscale.common.errors import UserError
-from clipscale.config.data import DataConfig
-from clipscale.explore import verb
-from clipscale.explore.convert import as_arrays
-from clipscale.explore.embedded import EmbeddedSet, nearest
-from clipscale.models.towers import ClipModel
-from tests.data.files import picture, write_tar
-from tests.embed.test_embed import embed
-from tests.explore.pages import client, config, names
+from clipscale.explore import search, verb
+from tests.data.files import picture
+from tests.explore.conftest import client, config
 
 pytest.importorskip("starlette.testclient", reason="starlette is not installed (clipscale[explore])")
 
 
-@pytest.fixture(scope="module")
-def model(place: Path) -> ClipModel:
-    from clipscale.models.towers import load_model
-
-    return load_model(place / "a")[0]
-
-
-def expected(place: Path, query: torch.Tensor, kind: str) -> list[tuple[str, int]]:
-    """Parts and rows by falling similarity, by a plain product."""
-    named, rows = [], []
-    for part in ("00000", "00001"):
-        array = np.load(place / f"embedded/{part}.{kind}.npy")
-        named += [(part, n) for n in range(len(array))]
-        rows.append(array)
-    scores = torch.from_numpy(np.concatenate(rows)).float() @ query
-    return [named[n] for n in scores.argsort(descending=True, stable=True).tolist()]
-
-
-def test_a_text_finds_the_pictures_that_the_model_puts_nearest(place: Path, page: Any, model: ClipModel) -> None:
-    found = page.post("/search", json={"text": "two cats", "count": 5}).json()["answers"]
-    with torch.no_grad():
-        query = model.text(model.tokenizer(["two cats"]))[0]
-    assert len(found) == 1 and names(found[0]["pictures"]) == expected(place, query, "image")[:5]
-    best = found[0]["pictures"][0]
-    assert best["caption"] == f"<b>{best['key']}</b> & a ring", "texts come as they are; the page shows them as text"
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+@pytest.mark.parametrize("tile", [1, 7, 1000])
+def test_the_nearest_rows_are_those_of_the_whole_product(
+    monkeypatch: pytest.MonkeyPatch, tile: int, dtype: type[np.floating]
+) -> None:
+    monkeypatch.setattr(search, "TILE", tile)
+    generator = np.random.default_rng(0)
+    rows = generator.standard_normal((53, 8)).astype(dtype)
+    rows[[4, 30]] = np.nan  # samples without features
+    rows[17] = rows[9]
+    query = generator.standard_normal(8).astype(np.float32)
+    scores = np.nan_to_num(rows.astype(np.float32) @ query, nan=-np.inf)
+    order = np.argsort(-scores, kind="stable")[:51]  # of equal rows the first is first
+    for count in (1, 5, 53, 80):
+        matches = search.nearest([rows[:20], rows[20:20], rows[20:]], torch.from_numpy(query), count)
+        assert [row for row, _ in matches] == order[:count].tolist()
+        assert np.allclose([score for _, score in matches], scores[order[:count]], atol=1e-6)
 
 
-def test_the_page_begins_with_samples_from_everywhere(page: Any) -> None:
-    assert names(page.post("/some", json={"count": 4}).json()["samples"]) == [
-        ("00000", 0), ("00000", 3), ("00000", 6), ("00001", 2)
-    ]  # fmt: skip
-    assert len(page.post("/some", json={"count": 100}).json()["samples"]) == 12
+def names(rows: list[dict[str, Any]]) -> list[tuple[str, int]]:
+    return [(row["part"], row["row"]) for row in rows]
 
 
-def test_a_picture_finds_itself_its_captions_and_its_classes(place: Path, page: Any, model: ClipModel) -> None:
-    data = picture(12, (40, 30))  # the third of the second shard
-    found = page.post("/picture?count=12", content=data).json()
-    with torch.no_grad():
-        query = model.image(torch.from_numpy(model.eval_transform()(data))[None])[0]
-        prompts = model.text(model.tokenizer(["a drawing of a cat.", "a drawing of a dog."]))
-    (one,) = found["answers"]
-    assert names(one["images"]) == expected(place, query, "image") and names(one["images"])[0] == ("00001", 2)
-    assert one["images"][0]["score"] == pytest.approx(1, abs=1e-5)
-    assert names(one["texts"]) == expected(place, query, "text")
-    asked = {"picture": found["picture"], "labels": ["cat", "dog"], "template": "a drawing of a {}."}
-    (classes,) = page.post("/classes", json=asked).json()["answers"]
-    wanted = F.softmax(model.logit_scale.exp() * (prompts @ query), 0).tolist()
-    assert [row["label"] for row in classes] == ["cat", "dog"]
-    assert [row["share"] for row in classes] == pytest.approx(wanted, abs=1e-5)
-    same = page.post("/sample", json={"part": "00001", "row": 2, "count": 12}).json()
-    assert same == found, "a picture of the set is the same query"
+def test_a_text_finds_the_pictures_whose_features_are_nearest(page: Any, place: Path) -> None:
+    (model,), _ = verb.prepared(config(place, "of-a"))
+    features = np.concatenate([np.load(place / f"of-a/0000{shard}.image.npy") for shard in (0, 1)])
+    scores = features @ model.encode_texts(["two cats"])[0].numpy()
+    (answer,) = page.post("/search", json={"text": "two cats", "count": 5}).json()["answers"]
+    places = [("00000", i) for i in range(7)] + [("00001", i) for i in range(5)]
+    assert names(answer["pictures"]) == [places[n] for n in np.argsort(-scores)[:5]]
+    first = answer["pictures"][0]
+    assert first["caption"] == f"<b>{first['key']}</b> & a ring"
+    assert first["score"] == pytest.approx(scores.max(), abs=1e-6)
 
 
-def test_pictures_are_shown_small_and_by_their_place_alone(page: Any) -> None:
-    answer = page.get("/small/00001/2")
-    shown = Image.open(io.BytesIO(answer.content))
-    assert answer.headers["content-type"] == "image/jpeg" and shown.size == (40, 30)
-    wanted = np.asarray(Image.open(io.BytesIO(picture(12, (40, 30)))), np.float32)
-    assert np.abs(np.asarray(shown, np.float32) - wanted).mean() < 6
-    for name in ("00001/5", "00002/0", "..%2f00000/0", "00000/99999999999"):
-        assert page.get(f"/small/{name}").status_code in (404, 422), name
+def test_a_picture_is_nearest_to_itself_and_labels_share_its_probability(page: Any) -> None:
+    answer = page.post("/picture?count=3", content=picture(12, (40, 30))).json()
+    assert names(answer["answers"][0]["images"])[0] == ("00001", 2)
+    sample = page.post("/sample", json={"part": "00001", "row": 2, "count": 3}).json()
+    assert sample == answer, "the same picture by its place"
+    question = {"picture": answer["picture"], "labels": ["a ring", "a cat", "a dog"], "template": "a photo of {}"}
+    (shares,) = page.post("/classes", json=question).json()["answers"]
+    assert [row["label"] for row in shares] == question["labels"]
+    assert sum(row["share"] for row in shares) == pytest.approx(1)
 
 
-def test_two_models_answer_side_by_side_and_the_second_embeds_the_set_itself(place: Path) -> None:
-    settings = config(place, "embedded", "shards", against=str(place / "b"))
-    page = client(settings)
-    about = page.get("/about").json()
-    assert [one["title"] for one in about] == ["a, step 7", "b, step 7"] and {one["samples"] for one in about} == {12}
-    first, second = page.post("/search", json={"text": "two cats", "count": 12}).json()["answers"]
-    assert sorted(names(first["pictures"])) == sorted(names(second["pictures"]))
-    assert [row["score"] for row in first["pictures"]] != [row["score"] for row in second["pictures"]]
-    found = page.post("/picture", content=picture(3, (40, 30))).json()
-    assert [names(one["images"])[0] for one in found["answers"]] == [("00000", 3)] * 2
-    (made,) = (place / "b/explore").iterdir()
-    before = {path.name: path.stat().st_mtime_ns for path in made.glob("*.npy")}
-    verb.prepared(settings)
-    assert before and {path.name: path.stat().st_mtime_ns for path in made.glob("*.npy")} == before, (
-        "it is embedded once"
+def test_the_page_shows_small_pictures_and_some_of_the_set(page: Any) -> None:
+    assert page.get("/about").json() == [{"title": "a, step 7", "samples": 12}]
+    assert len(page.post("/some", json={"count": 5}).json()["samples"]) == 5
+    image = Image.open(io.BytesIO(page.get("/small/00000/3").content))
+    assert (image.format, image.size) == ("JPEG", (40, 30))
+    for path in ("/", "/page.css", "/page.js"):
+        assert page.get(path).status_code == 200
+        assert "http://" not in page.get(path).text, "it loads nothing from elsewhere"
+
+
+def test_two_models_answer_side_by_side_each_by_its_own_features(place: Path) -> None:
+    both = client(config(place, "of-a", "of-b", against=str(place / "b")))
+    alone = client(config(place, "of-b", run=str(place / "b")))
+    question = {"text": "two cats", "count": 5}
+    assert (
+        both.post("/search", json=question).json()["answers"][1]
+        == alone.post("/search", json=question).json()["answers"][0]
     )
-    assert not (place / "a/explore").exists(), "the first model has its embedded set"
-
-
-@pytest.mark.parametrize("format", ["parquet", "webdataset"])
-def test_every_format_gives_the_arrays_of_npy(place: Path, tmp_path: Path, format: str) -> None:
-    """Also a picture that cannot be used, whose feature is missing, and its row."""
-    shutil.copytree(place / "shards", tmp_path / "shards")
-    write_tar(tmp_path / "shards/00002.tar", [("a.png", b"no picture"), ("a.txt", b"a caption"), ("b.png", picture(5))])
-    source, kinds = tmp_path / "shards", ("image", "text")
-    arrays = EmbeddedSet(embed(str(place / "a"), source, tmp_path / "npy", dtype="float16"))
-    other = embed(str(place / "a"), source, tmp_path / format, dtype="float16", format=format)
-    with pytest.raises(UserError, match="of another format"):
-        EmbeddedSet(other)
-    for _ in range(2):
-        found = EmbeddedSet(as_arrays(other, tmp_path / "explore", DataConfig()))
-        assert [found.sample(n) for n in range(len(found))] == [arrays.sample(n) for n in range(len(arrays))]
-        assert [part.source for part in found.parts] == [part.source for part in arrays.parts]
-        for kind in kinds:
-            for one, two in zip(found.features(kind), arrays.features(kind), strict=True):
-                assert one.dtype == two.dtype and np.array_equal(one, two, equal_nan=True)
-    assert len(list((tmp_path / "explore").iterdir())) == 1
-    answers = [
-        client(config(place, *data, out=str(tmp_path / "out")))
-        .post("/search", json={"text": "a ring", "count": 4})
-        .json()
-        for data in ([str(other)], [str(tmp_path / "npy")])
-    ]
-    assert answers[0] == answers[1] and answers[0]
-
-
-def test_a_shard_in_two_formats_is_refused(place: Path, tmp_path: Path) -> None:
-    for format in ("parquet", "webdataset"):
-        folder = embed(str(place / "a"), place / "shards", tmp_path / "both", format=format)
-    with pytest.raises(UserError, match="in two formats; embed each into a folder of its own"):
-        as_arrays(folder, tmp_path / "out", DataConfig())
-
-
-def test_damaged_features_of_every_format_are_one_line(place: Path, tmp_path: Path) -> None:
-    for format, name in (("parquet", "00000.parquet"), ("webdataset", "00000.tar")):
-        folder = embed(str(place / "a"), place / "shards", tmp_path / format, format=format)
-        whole = (folder / name).read_bytes()
-        (folder / name).write_bytes(whole[: len(whole) // 2])
-        with pytest.raises(UserError, match=r"^data: .*shards\.json .*; embed the set again$"):
-            as_arrays(folder, tmp_path / "explore", DataConfig())
-    entries = json.loads((folder / "shards.json").read_text())
-    (folder / "shards.json").write_text(json.dumps({"../../other.tar": {"samples": 1}} | entries))
-    with pytest.raises(UserError, match=r"No such file"):
-        as_arrays(folder, tmp_path / "explore", DataConfig())
-
-
-def test_pictures_of_a_table_are_found(place: Path, tmp_path: Path) -> None:
-    (tmp_path / "pictures").mkdir()
-    for number in range(3):
-        (tmp_path / f"pictures/{number}.png").write_bytes(picture(number, (40, 30)))
-    (tmp_path / "pictures/t.csv").write_text("image,caption\n" + "".join(f"{n}.png,caption {n}\n" for n in range(3)))
-    page = client(config(place, str(tmp_path / "pictures/t.csv"), out=str(tmp_path / "out")))
-    (one,) = page.post("/picture", content=picture(1, (40, 30))).json()["answers"]
-    best = one["images"][0]
-    assert best["caption"] == "caption 1" and best["score"] > 0.999
-    assert Image.open(io.BytesIO(page.get(f"/small/{best['part']}/{best['row']}").content)).size == (40, 30)
-
-
-# -- mistakes and damage ----------------------------------------------------------------------------------------------------
-
-
-def test_features_of_other_weights_are_refused(place: Path) -> None:
-    message = r"its features are of other weights of tiny \(digest \w{8}\) than those of b, step 7 \(\w{8}\); embed the set with that model"
-    with pytest.raises(UserError, match=message):
-        verb.prepared(config(place, "embedded", run=str(place / "b")))
-    with pytest.raises(UserError, match=message):
-        verb.prepared(config(place, "embedded", against=str(place / "b")))
+    with pytest.raises(UserError, match=r"data: no folder has features of b, step 7; embed the set with that model"):
+        verb.prepared(config(place, "of-a", against=str(place / "b")))
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
+    ("host", "status"),
     [
-        ("transform", "train"),
-        ("image_size", 3),
-        ("mean", [0.5, 0.5, 0.5]),
-        ("std", [0.5, 0.5, 0.5]),
-        ("model.resize", "squash"),
-        ("model.interpolation", "bilinear"),
+        ("127.0.0.1:8765", 200),
+        ("localhost:9000", 200),  # a forwarded port
+        ("evil.example:8765", 400),  # a name that was let point to this machine
+        ("127.0.0.1.evil.example", 400),
+        ("192.168.0.7:8765", 400),
+        ("", 400),
     ],
 )
-def test_features_of_other_pixels_than_those_of_queries_are_refused(
-    place: Path, tmp_path: Path, name: str, value: Any
-) -> None:
-    shutil.copytree(place / "embedded", tmp_path / "set")
-    note = json.loads((tmp_path / "set/features.json").read_text())
-    (note["features"]["inputs"] if name.startswith("model.") else note["features"])[name] = value
-    (tmp_path / "set/features.json").write_text(json.dumps(note))
-    with pytest.raises(UserError, match=rf"its features are with {name}=.*, and a, step 7 takes {name}="):
-        verb.prepared(config(place, str(tmp_path / "set")))
+def test_requests_under_other_hosts_are_refused(page: Any, host: str, status: int) -> None:
+    for answer in (
+        page.get("/about", headers={"host": host}),
+        page.post("/some", json={"count": 1}, headers={"host": host}),
+    ):
+        assert answer.status_code == status
+        assert "access-control-allow-origin" not in answer.headers
+    assert "frame-ancestors 'none'" in page.get("/").headers["content-security-policy"]
 
 
-def test_parts_of_one_name_from_two_sources_are_refused(place: Path, tmp_path: Path) -> None:
-    """The pictures of one would be shown for the other."""
-    (tmp_path / "other").mkdir()
-    shutil.copy(place / "shards/00001.tar", tmp_path / "other/00000.tar")
-    embed(str(place / "b"), tmp_path / "other", tmp_path / "set")
-    message = rf"the part 00000 is of {place}/shards/00000\.tar in .*, and of {tmp_path}/other/00000\.tar in "
-    with pytest.raises(UserError, match=message):
-        verb.prepared(config(place, "embedded", str(tmp_path / "set"), against=str(place / "b")))
-    (tmp_path / "link").symlink_to(place / "shards")
-    embed(str(place / "b"), tmp_path / "link", tmp_path / "same")
-    verb.prepared(config(place, "embedded", str(tmp_path / "same"), against=str(place / "b")))
+def test_large_and_foreign_bodies_are_refused(page: Any, place: Path) -> None:
+    small = client(config(place, "of-a", data={"max_bytes": 5000, "max_pixels": 1000}))
+    assert small.post("/picture", content=b"x" * 5001).status_code == 413
+    assert small.post("/picture", content=iter([b"x" * 3000, b"x" * 3000])).status_code == 413, "without a length"
+    assert page.post("/search", content=b" " * (1 << 17)).status_code == 413
+    assert "huge_image" in small.post("/picture", content=picture(0, (40, 30))).json()["error"]
+    assert small.get("/small/00000/0").status_code == 422
+    for body in (b"{", b"[" * 20_000, b"[]", b'{"text": 3, "count": 1}', b'{"text": "a", "count": 1.5}'):
+        assert page.post("/search", content=body).status_code == 400, body[:20]
+    for body in (b"", b"no picture", picture(0)[:40], b"<svg xmlns='http://www.w3.org/2000/svg'/>"):
+        assert page.post("/picture", content=body).status_code == 422
+    assert [page.get(f"/small/{name}").status_code for name in ("00000/999", "gone/0", "..%2f..%2fetc/0")] == [
+        422,
+        422,
+        404,
+    ]
+    assert page.post("/classes", json={"picture": "gone", "labels": ["a"], "template": "{}"}).status_code == 404
 
 
-def test_a_set_of_an_older_version_is_searched(place: Path, tmp_path: Path) -> None:
-    shutil.copytree(place / "embedded", tmp_path / "set")
-    note = json.loads((tmp_path / "set/features.json").read_text())
-    del note["features"]["inputs"]
-    (tmp_path / "set/features.json").write_text(json.dumps(note))
-    assert verb.prepared(config(place, str(tmp_path / "set")))
-
-
-def test_other_texts_of_the_same_shards_are_embedded_again(place: Path, tmp_path: Path) -> None:
-    settings = config(place, "shards/00001.tar", out=str(tmp_path / "out"))
-    for key in ("txt", "json:caption"):
-        verb.prepared(replace(settings, data=replace(settings.data, caption_key=key)))
-    assert len(list((tmp_path / "out").iterdir())) == 2
-
-
-def damaged(folder: Path, kind: str) -> None:
-    match kind:
-        case "no list":
-            (folder / "shards.json").unlink()
-        case "another format":
-            (folder / "shards.json").write_text('{"00000.tar": {"source": "x", "samples": 1}}')
-        case "no entries":
-            (folder / "shards.json").write_text('{"00000.jsonl": 3}')
-        case "nothing":
-            (folder / "shards.json").write_text("{}")
-        case "fewer lines":
-            (folder / "00000.jsonl").write_text("{}\n")
-        case "torn":
-            data = (folder / "00000.image.npy").read_bytes()
-            (folder / "00000.image.npy").write_bytes(data[:-9])
-        case "objects":
-            np.save(folder / "00000.text.npy", np.array([{}] * 7), allow_pickle=True)
-        case "another width":
-            np.save(folder / "00000.text.npy", np.zeros((7, 3), np.float32))
-
-
-@pytest.mark.parametrize(
-    "kind", ["no list", "another format", "no entries", "nothing", "fewer lines", "torn", "objects", "another width"]
-)
-def test_a_damaged_set_is_one_line(place: Path, tmp_path: Path, kind: str) -> None:
-    shutil.copytree(place / "embedded", tmp_path / "set")
-    damaged(tmp_path / "set", kind)
-    with pytest.raises(UserError, match=f"data.*{tmp_path / 'set'}"):
-        EmbeddedSet(tmp_path / "set")
-
-
-def test_a_set_that_changes_under_the_page_and_lost_pictures_are_said(place: Path, tmp_path: Path) -> None:
-    shutil.copytree(place / "embedded", tmp_path / "set")
-    listed = json.loads((tmp_path / "set/shards.json").read_text())
-    listed["00000.jsonl"]["source"] = str(tmp_path / "gone.tar")
-    (tmp_path / "set/shards.json").write_text(json.dumps(listed))
-    page = client(config(place, str(tmp_path / "set")))
-    assert page.get("/small/00000/0").status_code == 422 and page.get("/small/00001/0").status_code == 200
-    (tmp_path / "set/00001.jsonl").write_text("{" * 2000)
-    answer = page.post("/search", json={"text": "a"})
-    assert answer.status_code == 500 and "row" in answer.json()["error"]
-
-
-def test_a_set_of_more_files_than_a_process_may_open_is_searched(tmp_path: Path) -> None:
-    rows = np.random.default_rng(0).standard_normal((40, 4)).astype(np.float16)
-    for number, row in enumerate(rows):
-        np.save(tmp_path / f"{number:05d}.image.npy", row[None])
-        (tmp_path / f"{number:05d}.jsonl").write_text(json.dumps({"key": str(number)}) + "\n")
-    listed = {f"{number:05d}.jsonl": {"source": "x.tar", "samples": 1} for number in range(len(rows))}
-    (tmp_path / "shards.json").write_text(json.dumps(listed))
-    (tmp_path / "features.json").write_text(json.dumps({"features": {"width": 4}}))
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    taken = {int(path.name) for path in Path("/dev/fd").iterdir()}
-    free = [number for number in range(len(taken) + 8) if number not in taken]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (free[7] + 1, hard))
+@pytest.mark.slow
+def test_the_verb_serves_until_it_is_interrupted(place: Path, environment: dict[str, str]) -> None:
+    words = ["explore", f"run={place / 'a'}", f"data={place / 'of-a'}", "port=0", "device=cpu"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "clipscale", *words], env=environment, stdout=subprocess.PIPE, text=True
+    )
     try:
-        embedded = EmbeddedSet(tmp_path)
-        found = nearest(embedded.features("image"), torch.from_numpy(rows[7]).float(), 1)
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        address = re.fullmatch(r"(http://127\.0\.0\.1:\d+/) \(Ctrl-C ends it\)\n", line)
+        assert address, line
+        with urllib.request.urlopen(address[1] + "small/00000/0", timeout=240) as answer:
+            assert answer.read(3) == b"\xff\xd8\xff"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
     finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    wanted = int((rows.astype(np.float32) @ rows[7].astype(np.float32)).argmax())
-    assert [row for row, _ in found] == [wanted]
+        process.kill()

@@ -3,6 +3,7 @@
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import open_clip
 import pytest
@@ -15,6 +16,7 @@ from clipscale.common.errors import UserError
 from clipscale.config.sections import ModelConfig
 from clipscale.config.tools import ExportSettings
 from clipscale.data.eval_transform import EvalTransform
+from clipscale.export.open_clip import check_same, description
 from clipscale.export.verb import main
 from clipscale.models.towers import ClipModel, build_model
 
@@ -85,6 +87,56 @@ def test_exported_weights_start_another_run(tmp_path: Path) -> None:
     torch.manual_seed(1)
     again = build_model(ModelConfig("own", ARCHITECTURE, weights=str(out / "open_clip_model.safetensors")))
     assert all(torch.equal(value, again.state_dict()[name]) for name, value in model.state_dict().items())
+
+
+VISION = {
+    "image_size": 224,
+    "timm_model_name": "vit_base_patch16_siglip_224",
+    "timm_pool": "map",
+    "timm_proj": "linear",
+}
+
+
+@pytest.mark.parametrize(
+    ("vision", "side", "refused"),
+    [
+        (VISION, 256, ""),
+        (VISION, 240, r"a trunk\.pos_embed of \[1, 196, 768\], and model\.image_size=240 has made it \[1, 225, 768\]"),
+        (VISION | {"act_kwargs": {"approximate": "none"}}, None, ""),
+        (VISION | {"act_kwargs": {"approximate": "tanh"}}, None, "another GELU than Hugging Face.*; take to=hf"),
+    ],
+)
+def test_a_tower_of_timm_that_open_clip_builds_otherwise_is_refused(
+    vision: dict[str, Any], side: int | None, refused: str
+) -> None:
+    config = ModelConfig("own", ARCHITECTURE | {"vision_cfg": vision}, image_size=side)
+    with torch.device("meta"):
+        model = build_model(config)
+    about = description(model, config)["model_cfg"]
+    if not refused:
+        check_same(model, about, config)
+        assert about["vision_cfg"]["timm_model_name"] == f"vit_base_patch16_siglip_{side or 224}"
+        return
+    with pytest.raises(UserError, match=f"to=open_clip: open_clip builds vit_base_patch16_siglip_224 with {refused}"):
+        check_same(model, about, config)
+
+
+def test_the_card_names_settings_and_scores_of_the_step_and_no_path(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    saved(run, ModelConfig("own", ARCHITECTURE))
+    (run / "config.yaml").write_text(
+        "batch: 64\nsamples: null\ndata:\n  train: [/data/a.tar]\nschedule:\n  name: cosine\n"
+    )
+    (run / "eval").mkdir()
+    for step, top1 in ((7, 0.625), (9, 0.875)):
+        results = {"objects": {"top1": top1, "images": 8}}
+        (run / f"eval/step_{step:08d}.json").write_text(json.dumps({"step": step, "results": results}))
+    card = (main(ExportSettings(run=str(run))) / "README.md").read_text()
+    for line in ("| batch | 64 |", "| schedule.name | cosine |", "| step | 7 |", "62.5", "local-dir:export"):
+        assert line in card, f"{line} is not in\n{card}"
+    assert "87.5" not in card, "the score of another step"
+    assert "samples" not in card, "it is not set"
+    assert str(tmp_path) not in card and "/data" not in card, "a path of this machine"
 
 
 def test_a_run_without_checkpoints_and_a_folder_that_is_none_are_refused(tmp_path: Path) -> None:

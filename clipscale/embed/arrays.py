@@ -1,0 +1,75 @@
+"""Features as arrays: NAME.image.npy and NAME.text.npy, (samples, D), and NAME.jsonl with the key and caption of each row.
+
+D: feature width.
+"""
+
+import json
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from clipscale.common import files
+from clipscale.common.errors import UserError
+from clipscale.data.features import NOTE
+from clipscale.embed.encode import Group
+
+SHARDS = "shards.json"
+"""The file of a folder that says where the samples of each of its files come from."""
+
+
+def array_path(path: Path, kind: str) -> Path:
+    """The array beside NAME.jsonl."""
+    return path.with_name(f"{path.name.removesuffix('.jsonl')}.{kind}.npy")
+
+
+def write_npy(path: Path, groups: Iterable[Group], kinds: Iterable[str]) -> None:
+    """The arrays first: NAME.jsonl says that they are complete."""
+    rows, lines = [], []
+    for group in groups:
+        rows.append(group.rows)
+        for raw, caption in zip(group.raws, group.captions):
+            lines.append(json.dumps({"key": raw.key} | ({"caption": caption} if caption is not None else {})) + "\n")
+    for number, kind in enumerate(kinds):
+        with files.replacing(array_path(path, kind)) as file:
+            np.save(file, np.concatenate([part[:, number] for part in rows]) if rows else np.empty((0, 0)))
+    files.write_text(path, "".join(lines))
+
+
+class EmbeddedSet:
+    """The folder of `clipscale embed format=npy`. Raises UserError for another folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        with files.reported("data", folder / SHARDS, "give a folder of `clipscale embed`"):
+            self.note: dict[str, Any] = files.read_json(folder / NOTE)["features"]
+            shards = files.read_json(folder / SHARDS)
+        if any(name.endswith(".tar") for name in shards):
+            raise UserError(f"data={folder}: it holds shards; embed with format=npy")
+        self.sources: dict[str, str] = {Path(name).stem: entry["source"] for name, entry in shards.items()}
+        """The shard that has the pictures of each part."""
+        self.paths = [folder / name for name in shards]
+        self.starts = []  # of each part, where the line of each row begins
+        for path in self.paths:
+            with path.open("rb") as lines:
+                self.starts.append(np.cumsum([0, *map(len, lines)])[:-1])
+        self.firsts = np.cumsum([0, *map(len, self.starts)]).tolist()
+
+    def __len__(self) -> int:
+        return int(self.firsts[-1])
+
+    def features(self, kind: str) -> Iterator[np.ndarray]:
+        """Of each part, (rows, D), mapped; none if the set was embedded without them."""
+        if kind in self.note["kinds"]:
+            yield from (np.load(array_path(path, kind), mmap_mode="r") for path in self.paths)
+
+    def sample(self, number: int) -> dict[str, Any]:
+        """The row of that number, counted through all parts, as the page names and shows it."""
+        place = bisect_right(self.firsts, number) - 1
+        path, row = self.paths[place], number - self.firsts[place]
+        with path.open("rb") as file:
+            file.seek(self.starts[place][row])
+            entry = json.loads(file.readline())
+        return {"part": path.stem, "row": row, "key": entry["key"], "caption": entry.get("caption", "")}
