@@ -103,7 +103,6 @@ class Run:
                 config.log,
                 resolved_config=to_yaml(self.state.config),
                 resume_step=self.step,
-                total_steps=self.total,
                 world=world.size,
             )
             for line in (self.stream.memory, *self.state.notes):

@@ -42,7 +42,6 @@ TINY = (
     "schedule.warmup=0",
     "data.workers=0",
     "device=cpu",
-    "log.progress=false",
     "log.report=false",
 )
 """A training run of two steps, two chunks each."""
@@ -110,7 +109,7 @@ def finished(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     def make(run: Path) -> None:
         sets = EvalConfig(every=5, sets=[str(demo / "objects"), str(demo / "retrieval")], limit=64)
-        result = train(settings(demo, run, eval=sets, log=LogConfig(progress=False)))
+        result = train(settings(demo, run, eval=sets, log=LogConfig()))
         assert result["step"] == 10
         assert set(result["eval"]) == {"objects (limit 64)", "retrieval (limit 64)"}
 

@@ -165,7 +165,6 @@ class LogConfig(SinkConfig):
     """Where metrics go, in addition to `metrics.jsonl`, which is always written."""
 
     every: int = setting(1, "Steps between console lines.", least=1)
-    progress: bool = setting(True, "A live progress bar if the console is a terminal.")
     noise_scale: int = setting(
         0, "Steps between estimates of the gradient noise scale (useful batch); 0: none.", least=0
     )

@@ -1,6 +1,5 @@
-"""What a run ran on: software versions, machine, command, and the identity of the code."""
+"""What a run ran on: software versions, machine, command, and commit."""
 
-import hashlib
 import os
 import platform
 import subprocess
@@ -14,7 +13,6 @@ import torch
 
 import clipscale
 from clipscale.common.hardware import cores
-from clipscale.config.presets import conf_dir
 from clipscale.config.secrets import hidden
 
 PACKAGES = (
@@ -34,7 +32,6 @@ def environment(world: int = 1) -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": {"clipscale": clipscale.__version__} | {name: _version(name) for name in PACKAGES},
         "commit": _commit(),
-        "code": {"clipscale": tree_id(Path(clipscale.__file__).parent), "conf": tree_id(conf_dir())},
         "processes": world,
         "cpus": cores(),
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
@@ -61,26 +58,6 @@ def _commit() -> str | None:
         return head + ("+" if _git(here, "status", "--porcelain", "--untracked-files=no") else "")
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-def tree_id(folder: Path) -> str:
-    """The git tree hash of a folder, as `git rev-parse COMMIT:clipscale` prints it; computed here because an installed package has no .git.
-
-    Leaves out bytecode, and the `conf` folder inside an installed package, which has a hash of its own.
-    """
-    entries = {}
-    for path in folder.iterdir():
-        if path.is_dir() and path.name not in ("__pycache__", "conf"):
-            entries[path.name + "/"] = f"40000 {path.name}\0".encode() + bytes.fromhex(tree_id(path))
-        elif path.is_file() and path.suffix != ".pyc":
-            mode = "100755" if path.stat().st_mode & 0o100 else "100644"
-            blob = _object("blob", path.read_bytes())
-            entries[path.name] = f"{mode} {path.name}\0".encode() + bytes.fromhex(blob)
-    return _object("tree", b"".join(entries[name] for name in sorted(entries, key=str.encode)))
-
-
-def _object(kind: str, content: bytes) -> str:
-    return hashlib.sha1(f"{kind} {len(content)}\0".encode() + content, usedforsecurity=False).hexdigest()
 
 
 def _git(folder: Path, *arguments: str) -> str:

@@ -2,12 +2,14 @@
 
 import base64
 import io
-import logging
+import json
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+import yaml
 
 from clipscale.common import files
 from clipscale.common.errors import UserError
@@ -29,7 +31,6 @@ th:first-child, td:first-child, table.plain td { text-align: left; }
 table.plain td { font-family: ui-monospace, monospace; font-size: 13px; } summary { cursor: pointer; font-weight: 600; }
 """
 Record = dict[str, Any]
-log = logging.getLogger(__name__)
 
 
 def main(settings: ReportSettings) -> Path:
@@ -52,15 +53,14 @@ def write_report(run_dir: Path) -> Path:
     records = read_metrics(run_dir / "metrics.jsonl")
     if not records:
         raise UserError(f"run={run_dir}: {run_dir / 'metrics.jsonl'} holds no step to report on")
-    evaluations = [e for e in read_evaluations(run_dir) if e["step"] <= records[-1].get("step", 0)]
+    evaluations = [e for e in read_evaluations(run_dir) if e["step"] <= records[-1]["step"]]
     with matplotlib.rc_context(plots.STYLE):
         drawn = io.BytesIO()
         plots.draw(run_dir, records, evaluations).savefig(drawn, format="png", dpi=120, facecolor="white")
     html = run_dir / "report.html"
     with files.reported("report", html, "make the run's folder writable"):
-        with files.replacing(run_dir / "report.png") as picture:
-            picture.write(drawn.getvalue())
-        files.write_text(html, page(run_dir, records, evaluations, drawn.getvalue()))
+        (run_dir / "report.png").write_bytes(drawn.getvalue())
+        html.write_text(page(run_dir, records, evaluations, drawn.getvalue()), encoding="utf-8")
     return html
 
 
@@ -78,8 +78,8 @@ def page(run_dir: Path, records: Sequence[Record], evaluations: Sequence[Record]
         *(table.html() for table in result_tables(results)),
         f"<p><img alt='curves and retrieved images' src='data:image/png;base64,{image}'></p>",
         classes.sections(run_dir),
-        _details("Settings", run_dir / "config.yaml"),
-        _details("Machine", run_dir / "env.json"),
+        _details("Settings", yaml.safe_load((run_dir / "config.yaml").read_text())),
+        _details("Machine", json.loads((run_dir / "env.json").read_text())),
         "</body></html>",
     ]
     return "\n".join(parts) + "\n"
@@ -88,23 +88,12 @@ def page(run_dir: Path, records: Sequence[Record], evaluations: Sequence[Record]
 def summary(records: Sequence[Record]) -> str:
     """Steps, samples, last loss and median throughput, in one sentence."""
     last = records[-1]
-    text = f"{last.get('step', 0):,} steps"
-    if isinstance(last.get("samples"), int):
-        text += f", {last['samples']:,} samples"
-    if isinstance(last.get("loss"), float):
-        text += f", last loss {last['loss']:.4f}"
-    rates = [r["samples_per_s"] for r in records if isinstance(r.get("samples_per_s"), int | float)]
-    if rates:
-        text += f", {median(rates):,.0f} samples/s (median)"
-    return text
+    rates = [r["samples_per_s"] for r in records if "samples_per_s" in r]
+    parts = [f"{last['step']:,} steps", f"{last.get('samples', 0):,} samples", f"last loss {last['loss']:.4f}"]
+    return ", ".join(parts + ([f"{median(rates):,.0f} samples/s (median)"] if rates else []))
 
 
-def _details(title: str, file: Path) -> str:
-    """A table of dotted names and values, folded away; empty if there is no file, or a damaged one."""
-    try:
-        tree = files.read_tree(file) if file.is_file() else {}
-        rows = [(name, str(value)) for name, value in flat(tree)]
-    except (OSError, ValueError, RecursionError) as error:
-        log.warning("%s is left out of the report: it cannot be read (%s)", file, error)
-        return ""
-    return f"<details><summary>{title}</summary>{TextTable(('', ''), [rows]).html('plain')}</details>" if rows else ""
+def _details(title: str, tree: dict[str, Any]) -> str:
+    """A table of dotted names and values, folded away."""
+    rows = [(name, str(value)) for name, value in flat(tree)]
+    return f"<details><summary>{title}</summary>{TextTable(('', ''), [rows]).html('plain')}</details>"

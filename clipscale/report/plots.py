@@ -24,6 +24,7 @@ DASHES = ("-", "--", ":", "-.")
 """Line styles of evaluation curves: one for each round of the eight colours."""
 RIGHT, WRONG = "#16a34a", "#d1d5db"
 STYLE: Any = {
+    "agg.path.chunksize": 10_000,  # curves of a million steps
     "text.parse_math": False,  # captions are data: a dollar sign is a dollar sign
     "font.size": 9,
     "axes.titlesize": 10,
@@ -40,12 +41,8 @@ STYLE: Any = {
 }
 PLOTTED = {"top1": "top-1", "image_to_text_r1": "image→text R@1", "text_to_image_r1": "text→image R@1"}
 """Evaluation metrics that have a curve; the page's tables show all of them."""
-LARGEST = 1e30
-"""Values beyond it are left out: matplotlib multiplies them beyond what a float holds."""
 LEGEND_ROWS = 8
 """Curves in one column of a legend: they fill half of a plot's height."""
-POINTS = 4000
-"""Points drawn of one curve at most: about six for each pixel of a plot's width."""
 
 
 def draw(run_dir: Path, records: Sequence[Record], evaluations: Sequence[Record]) -> Figure:
@@ -57,7 +54,7 @@ def draw(run_dir: Path, records: Sequence[Record], evaluations: Sequence[Record]
     (loss, quality), (speed, memory) = parts[0].subplots(2, 2)
     parts[0].suptitle(printable(run_dir.resolve().name), x=0.01, ha="left", fontsize=13, fontweight="bold")
     draw_loss(loss, records)
-    draw_quality(quality, evaluations, records[-1].get("step", 0))
+    draw_quality(quality, evaluations, records[-1]["step"])
     draw_speed(speed, records)
     draw_memory(memory, records)
     for part, (record, images) in zip(parts[1:], galleries):
@@ -81,34 +78,17 @@ def smoothed(values: np.ndarray, window: int) -> np.ndarray:
 
 
 def curve(records: Sequence[Record], name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Steps and values of a field, from the records that have it."""
-    found = [(r.get("step", 0), r[name]) for r in records if isinstance(r.get(name), int | float)]
-    steps, values = np.array(found, dtype=float).reshape(-1, 2).T
-    if name != "loss":  # a loss that diverges is shown as a gap
-        steps, values = steps[np.isfinite(values)], values[np.isfinite(values)]
-    return steps, np.where(np.abs(values) < LARGEST, values, np.nan)
-
-
-def thinned(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """At most POINTS points of a curve: the smallest and the largest finite value of each bucket, so that a spike of one step is kept."""
-    if len(values) <= POINTS:
-        return steps, values
-    ends = np.linspace(0, len(values), POINTS // 2 + 1).astype(int)
-    low, high = (np.where(np.isfinite(values), values, worst) for worst in (np.inf, -np.inf))
-    kept = {
-        start + find(bound[start:end])
-        for start, end in itertools.pairwise(ends)
-        for find, bound in ((np.argmin, low), (np.argmax, high))
-    }
-    index = np.array(sorted(kept))
-    return steps[index], values[index]
+    """Steps and values of a field, from the records that have it. What is not finite is shown as a gap."""
+    points = [(r["step"], r[name]) for r in records if isinstance(r.get(name), int | float)]
+    steps, values = np.array(points, dtype=float).reshape(-1, 2).T
+    return steps, np.where(np.isfinite(values), values, np.nan)
 
 
 def draw_smooth(axes: Axes, steps: np.ndarray, values: np.ndarray, colour: str) -> np.ndarray:
     """A pale curve of all values and a strong one of their running mean over a fortieth of the run, which is returned."""
     smooth = smoothed(values, len(values) // 40)
-    axes.plot(*thinned(steps, values), color=colour, alpha=0.25, linewidth=0.8)
-    axes.plot(*thinned(steps, smooth), color=colour)
+    axes.plot(steps, values, color=colour, alpha=0.25, linewidth=0.8)
+    axes.plot(steps, smooth, color=colour)
     return smooth
 
 
@@ -150,7 +130,7 @@ def draw_speed(axes: Axes, records: Sequence[Record]) -> None:
     wait_steps, waits = curve(records, "data_wait_frac")
     if len(waits):
         share = axes.twinx()
-        share.plot(*thinned(wait_steps, 100 * smoothed(waits, len(waits) // 40)), color=COLOURS[1], linewidth=1.0)
+        share.plot(wait_steps, 100 * smoothed(waits, len(waits) // 40), color=COLOURS[1], linewidth=1.0)
         share.set_ylim(0, 100)
         share.grid(False)
         share.set_ylabel("waiting for data, %", color=COLOURS[1])
@@ -165,7 +145,7 @@ def draw_memory(axes: Axes, records: Sequence[Record]) -> None:
         if len(values):
             values = values / GIB
             highest = max(highest, np.nanmax(values, initial=0.0))
-            axes.plot(*thinned(steps, values), color=colour, label=f"{label} {values[-1]:.2f}")
+            axes.plot(steps, values, color=colour, label=f"{label} {values[-1]:.2f}")
     axes.set_ylim(0, 1.25 * highest or 1)
     _finish(axes, "memory, GiB", legend=True)
 

@@ -1,16 +1,12 @@
 """Records steps with torch's profiler, as a timeline that chrome://tracing and Perfetto open."""
 
-import gzip
 import logging
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
-
-from clipscale.common import files
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +18,7 @@ class Profiler:
     """`with profiler(step): ...` around every step. Records `steps` of them, after the first `FIRST`, and leaves one file for this rank."""
 
     def __init__(self, run: Path, steps: int, rank: int, device: torch.device) -> None:
-        self._run, self._steps, self._rank = run, steps, rank
+        self._folder, self._steps, self._rank = run / "profile", steps, rank
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
         self._profile = profile(activities=activities) if steps else None
         self._seen = 0
@@ -38,17 +34,10 @@ class Profiler:
         with record_function(f"step {step}"):
             yield
         if self._seen == FIRST + self._steps:
-            self._write(self._profile, step)
+            self._profile.stop()
+            try:
+                self._folder.mkdir(exist_ok=True)
+                self._profile.export_chrome_trace(str(self._folder / f"rank{self._rank}-to-step{step}.json.gz"))
+            except OSError as error:
+                log.warning("log.profile: the timeline could not be written (%s)", error)
             self._profile = None
-
-    def _write(self, recorder: profile, step: int) -> None:
-        recorder.stop()
-        try:
-            with tempfile.TemporaryDirectory() as folder:
-                trace = Path(folder) / "trace.json"
-                recorder.export_chrome_trace(str(trace))
-                place = files.inner_folder(self._run, "profile") / f"rank{self._rank}-to-step{step}.json.gz"
-                with files.replacing(place) as file:
-                    file.write(gzip.compress(trace.read_bytes(), 5, mtime=0))
-        except OSError as error:
-            log.warning("log.profile: the timeline could not be written (%s)", error)

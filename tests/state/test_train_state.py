@@ -135,7 +135,7 @@ def test_a_run_normalises_as_its_weights_were_trained_and_goes_on_so(
 
 
 def test_captions_are_sorted_and_a_step_that_measures_noise_leaves_them(shards: str, tmp_path: Path) -> None:
-    log = LogConfig(noise_scale=2, progress=False, report=False)
+    log = LogConfig(noise_scale=2, report=False)
     whole = small(shards, tmp_path / "given", precision=PrecisionConfig(), log=log)
     context = whole.model.architecture["text_cfg"]["context_length"]
     train(replace(whole, data=replace(whole.data, sort_captions=False)))

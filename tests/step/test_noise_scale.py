@@ -100,7 +100,7 @@ def test_a_run_logs_it_every_so_many_steps_and_learns_the_same(shards: str, tmp_
     data = DataConfig(train=[shards], workers=0)
     found = []
     for name, every in (("with", 2), ("without", 0)):
-        log = LogConfig(progress=False, report=False, noise_scale=every)
+        log = LogConfig(report=False, noise_scale=every)
         cache = CacheConfig(image_chunk=8, text_chunk=12)
         train(settings(tmp_path, tmp_path / name, data=data, batch=24, samples=96, log=log, cache=cache))
         found.append(records(tmp_path / name))
@@ -114,7 +114,7 @@ def test_fsdp_is_refused(shards: str, tmp_path: Path) -> None:
         tmp_path,
         tmp_path / "run",
         data=DataConfig(train=[shards], workers=0),
-        log=LogConfig(progress=False, report=False, noise_scale=1),
+        log=LogConfig(report=False, noise_scale=1),
         launch=LaunchConfig(parallel="fsdp", threads=1),
     )
     with pytest.raises(UserError, match=r"log\.noise_scale.*launch\.parallel=ddp"):

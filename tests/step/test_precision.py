@@ -119,7 +119,7 @@ def test_several_ranks_with_master_weights_take_the_step_of_one(shards: str, tmp
     config = small(
         shards,
         tmp_path / "two",
-        log=LogConfig(progress=False, report=False, noise_scale=1),
+        log=LogConfig(report=False, noise_scale=1),
         launch=LaunchConfig(threads=1),
     )
     answers = run_ranks(_run, 2, config)

@@ -44,7 +44,7 @@ def settings(demo: Path, run: Path, **changes: Any) -> TrainConfig:
         cache=CacheConfig(image_chunk=24, text_chunk=32),
         optim=OptimConfig(lr=1e-3),
         schedule=ScheduleConfig(warmup="2"),
-        log=LogConfig(progress=False, report=False, every=5),
+        log=LogConfig(report=False, every=5),
         launch=LaunchConfig(threads=1),
     )
     config = replace(base, **changes)
