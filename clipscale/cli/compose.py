@@ -17,6 +17,7 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from clipscale.cli.verbs import TOOLS, Tool
 from clipscale.common.errors import UserError
@@ -105,7 +106,7 @@ def values(name: str, words: Sequence[str], config_dir: str | None = None) -> Di
     try:
         with initialize_config_dir(str(conf_dir()), version_base="1.3"):
             return compose(tool.file or "settings", [*words, *path], return_hydra_config=True)
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, ValueError, YAMLError) as error:
         raise explain(error, tool) from error
 
 

@@ -1,0 +1,88 @@
+"""Sweeps: every combination runs in its own folder, a failure does not end the sweep, and a table closes it."""
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clipscale.cli.main import main
+from clipscale.cli.sweep import folder_name
+from clipscale.common.errors import StoppedError, UserError
+from clipscale.config.train import TrainConfig
+from tests.conftest import TINY, Command
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[TrainConfig]:
+    """The settings of the runs that a sweep has started. Instead of training, a run has its seed as its loss; seed 13 fails."""
+    monkeypatch.chdir(tmp_path)
+    configs: list[TrainConfig] = []
+
+    def run(config: TrainConfig, *, isolated: bool) -> dict[str, Any]:
+        assert isolated
+        configs.append(config)
+        if config.seed == 13:
+            raise UserError("went wrong")
+        if config.seed == 99:
+            raise StoppedError("stopped by SIGTERM", signal.SIGTERM)
+        return {"step": 2, "loss": float(config.seed), "run": config.run, "eval": {"birds": {"top1": 0.5, "top5": 0.9}}}
+
+    monkeypatch.setattr("clipscale.launch.local.run", run)
+    return configs
+
+
+def test_all_combinations_run_in_hydras_order_and_a_table_closes(
+    trained: list[TrainConfig], shards: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("train", "-m", *TINY, f"data.train={shards}", "run=s", "seed=1,13", "optim=adamw,lion", "samples=2k,4k")
+    assert main(words) == 1
+    assert [(config.seed, config.optim.name, config.samples) for config in trained] == [
+        (seed, optim, samples) for seed in (1, 13) for optim in ("adamw", "lion") for samples in (2048, 4096)
+    ]
+    assert trained[0].run == "runs/s/seed=1,optim=adamw,samples=2k"
+    assert {config.epochs for config in trained} == {None}
+    out, err = capsys.readouterr()
+    rows = [line for line in out.splitlines() if line.lstrip().startswith("seed=")]
+    assert len(rows) == 8 and "birds top1" in out
+    assert all(word in rows[0] for word in ("1.0000", "50.0", "done")) and "went wrong" in rows[-1]
+    assert err.endswith("error: 4 of 8 runs failed\n")
+
+
+def test_values_of_texts_and_hydras_ranges_are_swept(trained: list[TrainConfig], shards: str) -> None:
+    assert main(("train", "-m", *TINY, f"data.train={shards}", "optim.name=adamw,lion", "seed=range(2)")) == 0
+    assert [(config.optim.name, config.seed) for config in trained] == [
+        ("adamw", 0), ("adamw", 1), ("lion", 0), ("lion", 1),
+    ]  # fmt: skip
+    assert Path(trained[0].run).parent.name.startswith("sweep-")
+
+
+def test_a_wrong_combination_ends_the_sweep_before_it_begins(trained: list[TrainConfig], shards: str) -> None:
+    assert main(("train", "-m", *TINY, f"data.train={shards}", "batch=16,0")) == 2
+    assert trained == []
+
+
+def test_a_signal_ends_the_sweep(trained: list[TrainConfig], shards: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(("train", "-m", *TINY, f"data.train={shards}", "seed=1,99,2")) == 143
+    assert [config.seed for config in trained] == [1, 99]
+    assert "1.0000" in capsys.readouterr().out, "the table of what is done"
+
+
+def test_a_runs_folder_is_named_after_its_values_and_safe() -> None:
+    assert folder_name(["model=vit-b32", "batch=64k"]) == "model=vit-b32,batch=64k"
+    assert folder_name(["data.train='/a/{0..9}.tar'"]) == "data.train=-a-0..9-.tar"
+    assert folder_name([]) == "0"
+    long = [f"key{i}=value" for i in range(50)]
+    assert len(folder_name(long)) <= 100
+    assert folder_name(long) != folder_name([*long, "x=1"])
+
+
+@pytest.mark.slow  # three processes that import torch
+def test_a_repeated_sweep_trains_only_what_is_left(command: Command, shards: str, tmp_path: Path) -> None:
+    words = ("train", "-m", *TINY, f"data.train={shards}", "seed=0,1", "run=s")
+    first = command(*words)
+    assert first.returncode == 0, first.stderr[-2000:]
+    again = command(*words)
+    assert again.returncode == 0, again.stderr[-2000:]
+    assert again.stdout.count("is complete at step 2: nothing is left to train") == 2, again.stdout
+    assert len((tmp_path / "runs/s/seed=1/metrics.jsonl").read_text().splitlines()) == 2

@@ -1,0 +1,146 @@
+"""Workers start through torchrun's launcher, report their failures, and never outlive the launcher."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from clipscale.common.errors import StoppedError, UserError
+from clipscale.config.sections import LaunchConfig
+from clipscale.config.train import TrainConfig
+from clipscale.distributed import world as distributed
+from clipscale.launch import local
+from tests.conftest import TINY
+
+LONG = [word for word in TINY if not word.startswith(("samples", "data"))]
+LONG += ["samples=1M", "data.workers=1", "launch.procs=2", "run=long"]
+"""A run of two workers, each with a loader process, long enough to be stopped."""
+
+Running = tuple[subprocess.Popen[str], list[psutil.Process], list[psutil.Process]]
+
+
+@pytest.fixture
+def training(tmp_path: Path, environment: dict[str, str], shards: str) -> Iterator[Running]:
+    """A running run in its own session, its two workers, and all its child processes."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "clipscale", "train", *LONG, f"data.train={shards}"],
+        cwd=tmp_path,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    metrics, deadline = tmp_path / "runs/long/metrics.jsonl", time.monotonic() + 180
+    while not (metrics.is_file() and metrics.stat().st_size):
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    parent = psutil.Process(process.pid)
+    workers = [child for child in parent.children() if "spawn_main" in " ".join(child.cmdline())]
+    assert len(workers) == 2, [child.cmdline() for child in parent.children()]
+    yield process, workers, parent.children(recursive=True)
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+
+
+def gone(processes: list[psutil.Process], seconds: float) -> bool:
+    return not psutil.wait_procs(processes, timeout=seconds)[1]
+
+
+def two(tmp_path: Path) -> TrainConfig:
+    return TrainConfig(run=str(tmp_path / "run"), batch=16, device="cpu", launch=LaunchConfig(procs=2))
+
+
+def ring(config: TrainConfig) -> dict[str, Any]:
+    """A worker that meets the other one."""
+    world = distributed.start("cpu")
+    ranks = world.gather(world.rank)
+    distributed.stop()
+    return {"ranks": ranks, "threads": torch.get_num_threads()}
+
+
+def mistaken(config: TrainConfig) -> dict[str, Any]:
+    """Rank 1 finds a mistake while rank 0 waits for it."""
+    world = distributed.start("cpu")
+    if world.rank == 1:
+        raise UserError(f"run={config.run}: found by a worker")
+    return {"ranks": world.gather(0)}
+
+
+def test_workers_meet_and_rank_0s_result_comes_back(tmp_path: Path) -> None:
+    handlers = {number: signal.getsignal(number) for number in local.HANDLED}
+    assert local.run(two(tmp_path), f"{__name__}:ring") == {"ranks": [0, 1], "threads": 1}
+    assert handlers == {number: signal.getsignal(number) for number in local.HANDLED}
+
+
+@pytest.mark.slow
+def test_a_workers_mistake_comes_back_as_if_made_here_and_at_once(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=rf"^run={tmp_path}/run: found by a worker$"):
+        local.run(two(tmp_path), f"{__name__}:mistaken")
+
+
+def test_one_worker_is_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "work", lambda config, main: {"pid": os.getpid()})
+    config = TrainConfig(run=str(tmp_path), device="cpu")
+    assert local.run(config) == {"pid": os.getpid()}
+    monkeypatch.setattr(local, "start", lambda config, main, count: {"count": count})
+    assert local.run(config, isolated=True) == {"count": 1}
+    config.launch.procs = 3
+    with pytest.raises(UserError, match=r"^batch=256 cannot be shared evenly by 3 processes; choose a multiple of 3"):
+        local.run(config)
+
+
+def test_the_cause_is_shown_and_not_the_ranks_that_it_took_along() -> None:
+    def failure(text: str, timestamp: int) -> SimpleNamespace:
+        message = {"message": text, "extraInfo": {"py_callstack": "stack"}}
+        return SimpleNamespace(message=message, timestamp=timestamp, exitcode=1)
+
+    lost = failure("RuntimeError: [pair.cc:534] Connection closed by peer [127.0.0.1]:1", 5)
+    error: Any = SimpleNamespace(failures={0: lost, 1: failure("ValueError: bad row", 5), 2: lost})
+    assert str(local.first_failure(error)) == "worker 1 failed: ValueError: bad row"
+    error.failures[1] = failure("StoppedError: stopped by a signal", 5)
+    assert isinstance(local.first_failure(error), StoppedError)
+
+
+@pytest.mark.slow
+def test_a_killed_worker_ends_the_run_with_its_name_and_takes_the_others_along(training: Running) -> None:
+    process, workers, everyone = training
+    workers[1].kill()
+    _, errors = process.communicate(timeout=240)
+    assert process.returncode == 1
+    assert errors.splitlines()[-1].startswith("error: worker 1 failed: killed by SIGKILL"), errors
+    assert gone(everyone, 15)
+
+
+@pytest.mark.slow
+def test_a_killed_launcher_takes_its_workers_along(training: Running) -> None:
+    process, _, everyone = training
+    process.kill()
+    assert gone(everyone, 15), [left.cmdline() for left in everyone if left.is_running()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_stops_the_workers_and_gives_the_status(
+    training: Running, tmp_path: Path, number: signal.Signals
+) -> None:
+    process, _, everyone = training
+    kill: Callable[[int, int], None] = os.killpg if number is signal.SIGINT else os.kill  # a terminal asks all
+    kill(process.pid, number)
+    _, errors = process.communicate(timeout=240)
+    assert process.returncode == 128 + number, errors
+    assert errors.splitlines()[-1] == f"error: stopped by {number.name}; go on with run=runs/long resume=auto"
+    assert "Traceback" not in errors
+    assert list((tmp_path / "runs/long/checkpoints").iterdir())
+    assert gone(everyone, 15)

@@ -1,0 +1,44 @@
+"""One run a folder: a second one waits a moment, and is refused with the holder's name."""
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from clipscale.common.errors import UserError
+from clipscale.launch import run_lock
+from clipscale.launch.run_lock import RunLock
+
+HOLD = "import sys; from pathlib import Path; from clipscale.launch.run_lock import RunLock\n"
+HOLD += "lock = RunLock(Path(sys.argv[1])); lock.acquire(); print('held', flush=True); sys.stdin.read()"
+
+
+def test_a_second_run_is_refused_with_the_holder_and_a_killed_one_holds_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_lock, "WAIT_S", 0.0)
+    command = [sys.executable, "-c", HOLD, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout and holder.stdout.readline() == "held\n"
+        with pytest.raises(UserError, match=rf"^run={tmp_path} is in use by process {holder.pid} on .*; stop that run"):
+            RunLock(tmp_path).acquire()
+        holder.kill()
+    lock = RunLock(tmp_path, "out")
+    lock.acquire()
+    with pytest.raises(UserError, match=rf"^out={tmp_path} is in use by process {os.getpid()} "):
+        RunLock(tmp_path, "out").acquire()
+    lock.release()
+    lock.release()
+    RunLock(tmp_path).acquire()
+
+
+def test_a_run_that_is_about_to_end_is_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first, second = RunLock(tmp_path), RunLock(tmp_path)
+    first.acquire()
+    threading.Timer(0.1, first.release).start()
+    second.acquire()
+    assert "waiting up to 10 s for its end" in caplog.text
+    second.release()
