@@ -26,7 +26,7 @@ from clipscale.eval.run import evaluate
 from clipscale.launch import run_lock
 from clipscale.launch.run_lock import RunLock
 from clipscale.launch.stopping import AbandonedError, Stop
-from clipscale.models.towers import Flops
+from clipscale.models.flops import Flops
 from clipscale.report.metrics import MetricLog
 from clipscale.report.page import write_report
 from clipscale.report.profile import Profiler

@@ -19,7 +19,7 @@ from clipscale.common.hardware import HARDWARE
 from clipscale.config.presets import conf_dir
 from clipscale.config.sections import ModelConfig
 from clipscale.config.tools import DataBenchSettings, PlanConfig
-from clipscale.models.towers import forward_flops
+from clipscale.models.flops import forward_flops
 
 Row = dict[str, Any]
 

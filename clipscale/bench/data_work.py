@@ -19,7 +19,7 @@ from clipscale.config.tools import DataBenchSettings
 from clipscale.data.decode import TrainTransform
 from clipscale.data.loader.stream import PIECE, BatchShare, open_stream
 from clipscale.data.order import AUGMENT, CounterRNG
-from clipscale.models.bounded import BoundedTokenizer
+from clipscale.models.tokenizer import Tokenizer
 
 Row = dict[str, Any]
 
@@ -116,7 +116,7 @@ def token_rows(words: int, settings: DataBenchSettings) -> list[Row]:
     captions = [" ".join(vocabulary[place] for place in row) for row in draws]
     pieces = [captions[start : start + PIECE] for start in range(0, len(captions), PIECE)]
     peer = open_clip.get_tokenizer("ViT-B-32")
-    own = BoundedTokenizer(peer, peer.context_length)
+    own = Tokenizer(peer, peer.context_length)
     methods = {
         OWN_TOKENS: lambda _: [own(piece) for piece in pieces],
         PEER: lambda _: [peer(piece) for piece in pieces],

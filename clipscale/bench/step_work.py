@@ -24,7 +24,8 @@ from clipscale.data.loader.captions import SortedCaptions
 from clipscale.data.loader.host_batch import Arena, HostBatch, Layout
 from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.loss.api import contrastive_loss
-from clipscale.models.towers import ClipModel, Flops, architecture, build_model
+from clipscale.models.flops import Flops
+from clipscale.models.towers import ClipModel, architecture, build_model
 from clipscale.step.grad_cache import GradCache
 from clipscale.step.precision import Precision
 

@@ -187,10 +187,6 @@ class ModelConfig:
     architecture: dict[str, Any] = setting(
         {}, "open_clip's model description (embed_dim, vision_cfg, text_cfg); empty: the one registered under `name`."
     )
-    hub: bool = setting(
-        False,
-        "Let the description load its tokenizer and text model from the Hugging Face hub; on the command line alone.",
-    )
     weights: str | None = setting(
         None,
         "Weights to start from: one of open_clip's tags for `name`, hf-hub:ORG/NAME, a run, a folder of open_clip or Hugging Face "

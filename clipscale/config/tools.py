@@ -28,7 +28,6 @@ from clipscale.config.train import TrainConfig
 RUN_HELP = "NAME of the run's folder under runs/, or its path."
 CHECKPOINT_HELP = "`latest`, the number of a step, or the path of a checkpoint."
 INDEX_HELP = "Folder of the index, if it is not beside the shards."
-HUB_HELP = "As `model.hub` in training, for the description in the checkpoint."
 PROCESSES_HELP = "Processes; null: one per core."
 PIPE_HELP = "Allow `pipe:` shards, which run a shell command."
 RESUME_HELP = "Keep what an interrupted run with the same settings has measured on this machine."
@@ -52,7 +51,6 @@ class EvalRunConfig:
     suite: str = setting("none", "Short for eval.suite. " + SUITE_HELP, choices=SUITES)
     model: ModelConfig = field(default_factory=lambda: ModelConfig(name=""))
     device: str = setting("auto", DEVICE_HELP, choices=DEVICES)
-    hub: bool = setting(False, HUB_HELP)
     eval: EvalConfig = field(default_factory=EvalConfig)
     log: SinkConfig = field(default_factory=SinkConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
@@ -71,7 +69,6 @@ class ExportSettings:
     run: str = setting("", RUN_HELP)
     checkpoint: str = setting("latest", CHECKPOINT_HELP)
     out: str | None = setting(None, "Folder to write; null: RUN/export, or RUN/export-hf.")
-    hub: bool = setting(False, HUB_HELP)
     weights: str = setting("trained", WEIGHTS_HELP, choices=WEIGHTS)
     dtype: str = setting(
         "float32",
@@ -158,7 +155,6 @@ class EmbedConfig:
     batch: int = setting(256, "Pictures or texts encoded at once.", least=1)
     threads: int = setting(4, "Decoding threads of each process.", least=1)
     device: str = setting("auto", DEVICE_HELP, choices=DEVICES)
-    hub: bool = setting(False, HUB_HELP)
     model: ModelConfig = field(default_factory=lambda: ModelConfig(name=""))
     data: DataConfig = field(default_factory=DataConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
@@ -181,7 +177,6 @@ class ExploreConfig:
     against_checkpoint: str = setting("latest", f"Of `against`, if it is a run: {CHECKPOINT_HELP}")
     port: int = setting(8765, "Port of the page; 0: a free one.", least=0, most=65535)
     device: str = setting("auto", DEVICE_HELP, choices=DEVICES)
-    hub: bool = setting(False, HUB_HELP)
     model: ModelConfig = field(default_factory=lambda: ModelConfig(name=""))
     data: DataConfig = field(default_factory=DataConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)

@@ -36,7 +36,8 @@ from clipscale.distributed import world as distributed
 from clipscale.embed.arrays import SHARDS, array_path, write_npy
 from clipscale.embed.encode import FeatureEncoder, Group, caption_members
 from clipscale.launch import local
-from clipscale.models.towers import ClipModel, load_any
+from clipscale.models.towers import ClipModel
+from clipscale.models.trained import load_any
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +61,7 @@ def work(config: EmbedConfig) -> dict[str, Any]:
     try:
         torch.manual_seed(config.seed)
         run = check_embed(config)
-        model, settings, _ = load_any(run, config.checkpoint, config.weights, config.model, world, hub=config.hub)
+        model, settings, _ = load_any(run, config.checkpoint, config.weights, config.model, world.on_main)
         note = features_note(config, model, settings)
         sources = world.on_main(lambda: prepared(config, out, note))
         encoder = FeatureEncoder(config, model, world.device)

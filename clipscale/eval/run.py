@@ -34,11 +34,7 @@ def check(config: EvalConfig, world: World) -> list[EvalSet]:
 
     A collective: every rank calls it, and a mistake that one rank finds is raised on all. Raises UserError.
     """
-
-    def indexed() -> list[EvalSet]:
-        return chosen_sets(config)
-
-    sets = world.on_all(indexed)
+    sets = world.on_all(lambda: chosen_sets(config))
     views = world.gather([(eval_set.label, len(eval_set), len(eval_set.captions)) for eval_set in sets])
     if any(view != views[0] for view in views):
         raise UserError("eval.sets: the nodes see different files; put the sets on storage that all of them share")

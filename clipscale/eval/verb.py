@@ -19,7 +19,8 @@ from clipscale.eval.results import Results
 from clipscale.eval.run import check, evaluate
 from clipscale.eval.suites import chosen_sets, suite_table
 from clipscale.launch import local
-from clipscale.models.towers import ClipModel, load_any
+from clipscale.models.towers import ClipModel
+from clipscale.models.trained import load_any
 from clipscale.report.page import write_report
 from clipscale.report.sinks import Sinks
 from clipscale.report.table import plain_console, print_results
@@ -74,7 +75,7 @@ def _model(
 ) -> tuple[ClipModel, int | None, dict[str, Any]]:
     """The model, its step, and what is known of it. Raises UserError."""
     run = folder if config.run else None
-    model, settings, step = load_any(run, which, config.eval.weights, config.model, world, hub=config.hub)
+    model, settings, step = load_any(run, which, config.eval.weights, config.model, world.on_main)
     if run:
         return model, step, {"checkpoint": Path(which).name}
     return model, step, {"model": settings.name, "source": config.model.weights}
@@ -86,8 +87,6 @@ def _results(
     """Evaluate one model, and print its results."""
     precision = Precision(config.precision, world.device)
     model.to(world.device)
-    for tower in (model.image, model.text):
-        precision.convert(tower)
     about = {"precision": config.precision.name} | about
     results = evaluate(model, config.eval, world, autocast=precision.autocast, run_dir=folder, step=step, about=about)
     if world.main:

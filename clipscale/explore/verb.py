@@ -20,7 +20,7 @@ from clipscale.config.tools import ExploreConfig, check_explore
 from clipscale.distributed import world as distributed
 from clipscale.embed.arrays import EmbeddedSet
 from clipscale.explore.search import Pictures, nearest
-from clipscale.models.towers import load_any
+from clipscale.models.trained import load_any
 from clipscale.step.precision import Precision
 
 
@@ -72,7 +72,7 @@ class SearchModel:
         """The model of a run, or of weights from elsewhere. Raises UserError if none of the sets has its features."""
         world = distributed.start(config.device)
         folder = existing_run(run) if run else None
-        self.model, _, step = load_any(folder, checkpoint, config.weights, model, world, hub=config.hub)
+        self.model, _, step = load_any(folder, checkpoint, config.weights, model, world.on_main)
         averaged = ", averaged" if config.weights == "ema" else ""
         self.title = f"{folder.name}, step {step}{averaged}" if folder else str(model.weights)
         side = config.data.image_size or self.model.image_size

@@ -77,7 +77,7 @@ def description(model: ClipModel, config: ModelConfig) -> dict[str, Any]:
 def check_same(model: ClipModel, about: dict[str, Any], config: ModelConfig) -> None:
     """Raise UserError unless open_clip builds this image tower by a description: it knows timm's towers as timm has them."""
     with torch.device("meta"):
-        theirs = encoders_of(config, {key: value for key, value in about.items() if key != "custom_text"}).visual
+        theirs = encoders_of({key: value for key, value in about.items() if key != "custom_text"}).visual
     ours, shapes = model.image.encoder, {name: list(value.shape) for name, value in theirs.state_dict().items()}
     builds = f"to=open_clip: open_clip builds {about['vision_cfg'].get('timm_model_name', config.name)}"
     for name, value in ours.state_dict().items():

@@ -10,7 +10,7 @@ from clipscale.common.terminal import say
 from clipscale.config.tools import ExportSettings, check_run
 from clipscale.export import hugging_face, open_clip
 from clipscale.export.card import card
-from clipscale.models.towers import load_model
+from clipscale.models.trained import load_model
 
 FORMATS = {"open_clip": (open_clip.write, "open_clip"), "hf": (hugging_face.write, "transformers")}
 """By the setting `to`: what writes the folder, and the library that loads it, by its name on Hugging Face."""
@@ -22,7 +22,7 @@ def main(settings: ExportSettings) -> Path:
     Raises UserError without a readable checkpoint, for a model that the format cannot hold, and if the folder cannot be written.
     """
     run = check_run(settings)
-    model, config, step = load_model(run, settings.checkpoint, settings.weights, hub=settings.hub)
+    model, config, step = load_model(run, settings.checkpoint, settings.weights)
     name = "export" if settings.to == "open_clip" else f"export-{settings.to}"
     out = Path(settings.out).expanduser() if settings.out else run / name
     write, library = FORMATS[settings.to]

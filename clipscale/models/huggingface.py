@@ -225,14 +225,15 @@ def gelu_of(trunk: Any) -> str:
     return str(getattr(trunk.blocks[0].mlp.act, "approximate", "tanh"))
 
 
-def with_own_tokenizer(description: dict[str, Any], folder: Path) -> tuple[dict[str, Any], bool]:
-    """open_clip's description, naming the folder that it came with as that of its tokenizer, if the files are there; whether they are.
+def with_own_tokenizer(description: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """open_clip's description, naming the folder that it came with as that of its tokenizer, if the files are there; open_clip does so too.
 
-    open_clip does the same. A description with a tower of transformers stays: its name leads to the hub, which only `hub` allows.
+    A description with a tower of transformers stays.
     """
     text = description["text_cfg"]
-    own = "hf_tokenizer_name" in text and not text.get("hf_model_name") and (folder / "tokenizer_config.json").is_file()
-    return description | ({"text_cfg": text | {"hf_tokenizer_name": str(folder.resolve())}} if own else {}), own
+    if "hf_tokenizer_name" in text and not text.get("hf_model_name") and (folder / "tokenizer_config.json").is_file():
+        return description | {"text_cfg": text | {"hf_tokenizer_name": str(folder.resolve())}}
+    return description
 
 
 def resolution(description: dict[str, Any]) -> dict[str, int]:

@@ -3,29 +3,29 @@
 Names are looked up on the network only where the setting itself is a tag or begins with hf-hub:. Files execute no code.
 """
 
+import json
 import logging
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import open_clip
-from huggingface_hub.utils.logging import get_verbosity, set_verbosity, set_verbosity_error
+import torch
 from open_clip.convert import convert_state_dict
 from open_clip.model import CustomTextCLIP, convert_to_custom_text_state_dict, resize_pos_embed, resize_text_pos_embed
+from safetensors.torch import load_file
 from timm.layers import resample_abs_pos_embed
 from torch import Tensor, nn
 
 from clipscale import checkpoint
 from clipscale.checkpoint.loading import META
-from clipscale.common import files
 from clipscale.common.errors import UserError, first_line, one_line
 from clipscale.common.units import nearest, run_folder
 from clipscale.config.parse import typed
 from clipscale.config.sections import ModelConfig, TowerConfig
-from clipscale.models import huggingface, pixels, weight_files
+from clipscale.models import huggingface, pixels
 
 log = logging.getLogger(__name__)
 
@@ -35,8 +35,12 @@ _FILES = (
     "open_clip_model.safetensors", "model.safetensors", "open_clip_pytorch_model.bin", "pytorch_model.bin", "model.safetensors.index.json"
 )  # fmt: skip
 """Weights in a folder, the first that there is."""
+_WRAPPERS = ("state_dict", "model")
+"""Entries of a file in which trainers keep the weights."""
 _BARE = ("head.", "proj.", "pooler.", "cls.", "lm_head.", "fc.", "classifier.", "embeddings.position_ids")
 """Weights around a tower of another task: its classifier is left out, and our projection keeps its initial values."""
+_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+"""What a text in a stranger's description may be: one of open_clip's words, or a repository. No path and no address."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +55,6 @@ class Source:
     pixels: dict[str, Any] = field(default_factory=dict)
     """The settings of the model by which its pictures were prepared; empty: not known."""
     quick_gelu: bool | None = None
-    own_tokenizer: bool = False
-    """Whether the description names the source's own folder as that of the tokenizer, and nothing else."""
-    of_run: bool = False
-    """Whether it is a checkpoint of clipscale."""
 
 
 def find(value: str, name: str, setting: str = "model.weights") -> Source:
@@ -82,8 +82,7 @@ def described(config: ModelConfig) -> ModelConfig:
             raise UserError(
                 f"{source.setting} does not describe its architecture; give a preset too, such as model=vit-b32"
             )
-        hub = config.hub or source.own_tokenizer
-        config = replace(config, name=source.path.parent.name, architecture=source.description, hub=hub)
+        config = replace(config, name=source.path.parent.name, architecture=source.description)
     source = _of_image(config) or source
     return pixels.filled(config, source.pixels) if source else config
 
@@ -91,20 +90,14 @@ def described(config: ModelConfig) -> ModelConfig:
 def described_for_training(config: ModelConfig, saved: Mapping[str, Any] | None) -> ModelConfig:
     """The settings of a model that is trained, with the preparation of pictures of its checkpoint `saved`, else that of its weights.
 
-    Never the side of the pictures: a checkpoint does not keep it. Raises UserError for a mean or standard deviation of the settings that
-    contradicts it; a setting of the default value counts as unset.
+    Never the side of the pictures: a checkpoint does not keep it. Settings that differ from their defaults stay. Raises UserError.
     """
     if saved is not None:
-        earlier = typed(ModelConfig, saved["model_config"])
-        known, what = {one: getattr(earlier, one) for one in pixels.PIXELS}, "the checkpoint was trained"
-    else:
-        source = _of_image(config) or (find(config.weights, config.name) if config.weights else None)
-        if source is None:
-            return config
-        known = {key: value for key, value in source.pixels.items() if key in pixels.PIXELS}
-        what = f"{source.setting} was trained"
-    pixels.check_agreement(config, known, what)
-    return pixels.filled(config, known)
+        trained = typed(ModelConfig, saved["model_config"])
+        return pixels.filled(config, {key: getattr(trained, key) for key in pixels.PIXELS})
+    source = _of_image(config) or (find(config.weights, config.name) if config.weights else None)
+    known = source.pixels if source else {}
+    return pixels.filled(config, {key: value for key, value in known.items() if key in pixels.PIXELS})
 
 
 def _of_image(config: ModelConfig) -> Source | None:
@@ -129,12 +122,10 @@ def load(encoders: CustomTextCLIP, config: ModelConfig, *, quick_gelu: bool) -> 
                 f"model.name={config.name.removesuffix('-quickgelu')}{other}"
             )
         fill(encoders, converted(read(source), encoders, source), source, allowed=config.allow_mismatch)
-    for tower, part, chosen in (("image", "visual.", config.image), ("text", "text.", config.text)):
-        if chosen.weights:
-            source = find(chosen.weights, config.name, f"model.{tower}.weights")
-            module = encoders.visual if tower == "image" else encoders.text
-            state = of_tower(read(source), encoders, part, source)
-            fill(encoders, state, source, allowed=config.allow_mismatch, part=part, module=module)
+    for tower, part, weights in (("image", "visual.", config.image.weights), ("text", "text.", config.text.weights)):
+        if weights:
+            source = find(weights, config.name, f"model.{tower}.weights")
+            fill(encoders, of_tower(read(source), encoders, part, source), source, config.allow_mismatch, part)
 
 
 # -- where they are ----------------------------------------------------------------------------------------------------
@@ -152,41 +143,54 @@ def _in_folder(folder: Path, about: str) -> Source:
         )
     try:
         if (folder / OPEN_CLIP).is_file():
-            found = files.read_json(folder / OPEN_CLIP)
-            made, own = huggingface.with_own_tokenizer(found["model_cfg"], folder)
-            return Source(about, path, made, pixels.of_open_clip(found.get("preprocess_cfg") or {}), own_tokenizer=own)
+            content = json.loads((folder / OPEN_CLIP).read_text(encoding="utf-8"))
+            check_names(content["model_cfg"])
+            description = huggingface.with_own_tokenizer(content["model_cfg"], folder)
+            return Source(about, path, description, pixels.of_open_clip(content.get("preprocess_cfg") or {}))
         if not (folder / CONFIG).is_file():
             return Source(about, path)
-        found = files.read_json(folder / CONFIG)
-        if "architecture" in found:  # timm's
-            return Source(about, path, pixels=pixels.of_timm(found.get("pretrained_cfg") or found))
-        if found.get("model_type") not in huggingface.KINDS:  # a tower of transformers
+        content = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        if "architecture" in content:  # timm's
+            return Source(about, path, pixels=pixels.of_timm(content.get("pretrained_cfg") or content))
+        kind = content.get("model_type")
+        if kind not in huggingface.KINDS:  # a tower of transformers
             return Source(about, path, pixels=pixels.of_transformers(folder, ""))
-        made = huggingface.description(found, str(folder.resolve()))
-        prepared = pixels.of_transformers(folder, found["model_type"]) | huggingface.resolution(made)
-        return Source(about, path, made, prepared, bool(made.get("quick_gelu")), own_tokenizer=True)
+        description = huggingface.description(content, str(folder.resolve()))
+        prepared = pixels.of_transformers(folder, kind) | huggingface.resolution(description)
+        return Source(about, path, description, prepared, bool(description.get("quick_gelu")))
     except Exception as error:  # a value of another type fails wherever it is used
         raise UserError(
             f"{about}: its configuration cannot be used ({one_line(error)}); give model= and the file {path}"
         ) from error
 
 
+def check_names(description: dict[str, Any]) -> None:
+    """Raise ValueError for an open_clip description with a text that could be a path or an address."""
+    for key, value in description.items():
+        if isinstance(value, dict):
+            check_names(value)
+        elif isinstance(value, str) and value and not _NAME.fullmatch(value):
+            raise ValueError(f"{key}={value[:80]!r} is no name")
+
+
 def _own_checkpoint(path: Path, about: str) -> Source:
-    """A checkpoint of clipscale. Raises UserError for a damaged one."""
     config = typed(ModelConfig, checkpoint.read_values(path)["model_config"])
-    known = {setting: getattr(config, setting) for setting in pixels.PIXELS}
     architecture = config.architecture or open_clip.get_model_config(config.name.replace("/", "-")) or {}
-    return Source(about, path, dict(architecture), known, of_run=True)
+    return Source(about, path, dict(architecture), {setting: getattr(config, setting) for setting in pixels.PIXELS})
 
 
 def _from_hub(name: str, about: str) -> Path:
     from huggingface_hub import snapshot_download
 
     patterns = ["*.json", "*.txt", "*.model", *(file for file in _FILES if file.endswith("safetensors"))]
-    with _fetching(about, f"https://huggingface.co/{name}", "its folder"):
+    try:
         folder = Path(snapshot_download(name, allow_patterns=patterns))
         if not any((folder / file).is_file() for file in _FILES):
             folder = Path(snapshot_download(name, allow_patterns=[*patterns, "*.bin"]))
+    except Exception as error:  # the hub client raises what its downloaders do
+        raise UserError(
+            f"{about} cannot be fetched ({first_line(error)}); download it elsewhere, and give its folder"
+        ) from error
     return folder
 
 
@@ -197,61 +201,48 @@ def _of_tag(tag: str, name: str, about: str) -> Source:
         raise UserError(
             f"{about} is no file, no folder, no run and no tag of model.name={name}{nearest(tag, tags)}{known}"
         )
-    found = open_clip.get_pretrained_cfg(name, tag)
-    place = f"https://huggingface.co/{found['hf_hub'].strip('/')}" if found.get("hf_hub") else found.get("url")
-    with _fetching(about, place, "the file"):
-        path = Path(open_clip.download_pretrained(found))
-    return Source(about, path, pixels=pixels.of_open_clip(found), quick_gelu=bool(found.get("quick_gelu", False)))
-
-
-@contextmanager
-def _fetching(about: str, place: str, what: str) -> Iterator[None]:
-    """Report whatever a download leads to in one line, without the hub client's lines for each attempt."""
-    before = get_verbosity()
-    set_verbosity_error()
+    pretrained = open_clip.get_pretrained_cfg(name, tag)
     try:
-        yield
-    except Exception as error:  # open_clip and the hub client raise what their downloaders do
+        path = Path(open_clip.download_pretrained(pretrained))
+    except Exception as error:  # open_clip raises what its downloaders do
+        place = pretrained.get("hf_hub") or pretrained.get("url")
         raise UserError(
-            f"{about} cannot be fetched ({first_line(error)}); download {place} elsewhere, and give {what}"
+            f"{about} cannot be fetched ({first_line(error)}); download {place} elsewhere, and give the file"
         ) from error
-    finally:
-        set_verbosity(before)
+    return Source(about, path, pixels=pixels.of_open_clip(pretrained), quick_gelu=pretrained.get("quick_gelu", False))
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
 def read(source: Source) -> dict[str, Tensor]:
-    """The weights in a file, without the wrappers of trainers. Raises UserError."""
-    with _usable(source):
-        if source.of_run:
-            state = checkpoint.load(source.path, parts=("model",))
-            return _of_run(state["model"])
-        return weight_files.read(source.path)
+    """The weights in a checkpoint or a file (safetensors, an index of several, torch.save's), by name, without trainers' wrappers.
 
-
-@contextmanager
-def _usable(source: Source) -> Iterator[None]:
-    """Report whatever a damaged or foreign file of weights leads to as a UserError."""
+    Raises UserError for a damaged file and for one that would execute code.
+    """
+    if source.path.is_dir():
+        state = checkpoint.load(source.path, parts=("model",))["model"]
+        state = {re.sub(r"^image\.encoder\.", "visual.", name): x for name, x in state.items()}
+        return {re.sub(r"^text\.encoder\.", "text.", name): x for name, x in state.items()}
     try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:  # torch, safetensors, zipfile and numpy have their own
-        script = "TorchScript" in str(error)
-        why = (
-            "is a TorchScript archive; take the tag `openai`, or a safetensors file"
-            if script
-            else f"is damaged or not a checkpoint ({one_line(error)})"
-        )
-        raise UserError(f"{source.setting} {why}") from error
+        found = _content(source.path)
+        for wrapper in _WRAPPERS:
+            found = found[wrapper] if isinstance(found.get(wrapper), dict) else found
+        state = {name.removeprefix("module."): x for name, x in found.items() if isinstance(x, Tensor)}
+    except Exception as error:  # torch, safetensors, zipfile and pickle have their own
+        raise UserError(f"{source.setting} is damaged or no file of weights ({one_line(error)})") from error
+    if not state:
+        raise UserError(f"{source.setting} holds no tensors")
+    return state
 
 
-def _of_run(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The weights of a run's model under open_clip's names."""
-    parts = {"image.encoder.": "visual.", "text.encoder.": "text."}
-    return {re.sub(r"^(image|text)\.encoder\.", lambda m: parts[m[0]], name): x for name, x in state.items()}
+def _content(path: Path) -> dict[str, Any]:
+    if path.suffix == ".safetensors":
+        return load_file(path)
+    if path.suffix == ".json":  # an index: the names of the files beside it, by weight
+        names = set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values())
+        return {name: x for part in sorted(names) for name, x in load_file(path.parent / Path(part).name).items()}
+    return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def converted(state: dict[str, Tensor], encoders: CustomTextCLIP, source: Source) -> dict[str, Tensor]:
@@ -276,13 +267,13 @@ def of_tower(state: dict[str, Tensor], encoders: CustomTextCLIP, part: str, sour
     tower = encoders.visual if part == "visual." else encoders.text
     inner = "trunk." if hasattr(tower, "trunk") else "transformer." if hasattr(tower, "config") else ""
     ours = tower.state_dict()
-    found = {}
-    for name, value in state.items():
+
+    def name_of(name: str) -> str:
         # transformers puts the name of the encoder before its weights: bert.encoder..., or nothing.
         candidates = (name, inner + name, inner + name.partition(".")[2])
-        match = next((one for one in candidates if one in ours), inner + name)
-        found[part + match] = value
-    return resized(found, encoders, source)
+        return next((candidate for candidate in candidates if candidate in ours), inner + name)
+
+    return resized({part + name_of(name): value for name, value in state.items()}, encoders, source)
 
 
 def resized(state: dict[str, Tensor], encoders: CustomTextCLIP, source: Source) -> dict[str, Tensor]:
@@ -301,33 +292,24 @@ def resized(state: dict[str, Tensor], encoders: CustomTextCLIP, source: Source) 
             extra = 0 if getattr(trunk, "no_embed_class", False) else int(getattr(trunk, "num_prefix_tokens", 0))
             grid = list(trunk.patch_embed.grid_size)
             state[name] = resample_abs_pos_embed(state[name], grid, num_prefix_tokens=extra)
-    for name, shape in before.items():
-        if state[name].shape != shape:
-            now = state[name].shape[-2]
-            log.warning("%s: %s resized from %s to %s positions", source.setting, name, shape[-2], now)
+        now = state[name].shape[-2]
+        log.warning("%s: %s resized from %s to %s positions", source.setting, name, shape[-2], now)
     return state
 
 
 # -- filling -----------------------------------------------------------------------------------------------------------
 
 
-def fill(
-    encoders: CustomTextCLIP,
-    state: dict[str, Tensor],
-    source: Source,
-    *,
-    allowed: bool,
-    part: str = "",
-    module: nn.Module | None = None,
-) -> None:
-    """Put weights into the model, or one of its towers. Raises UserError for those that do not fit, unless `allowed`.
+def fill(encoders: nn.Module, state: dict[str, Tensor], source: Source, allowed: bool, part: str = "") -> None:
+    """Put weights into the model, or the tower whose names begin with `part`.
 
-    The logit scale and bias of the loss, and what surrounds a bare tower, may be missing.
+    The logit scale and bias of the loss, and what surrounds a bare tower, may be missing. Raises UserError for other weights that do not
+    fit, unless `allowed`.
     """
     ours = {name: value for name, value in encoders.state_dict().items() if name.startswith(part)}
     shaped = [name for name in ours if name in state and state[name].shape != ours[name].shape]
     missing, left_over = [n for n in ours if n not in state], [n for n in state if n not in ours]
-    spare = {n for n in (*missing, *left_over) if n == "logit_bias" or (module and _around(n.removeprefix(part)))}
+    spare = {n for n in (*missing, *left_over) if n == "logit_bias" or (part and _around(n.removeprefix(part)))}
     problems = {
         "missing": [name for name in missing if name not in spare],
         "left over": [name for name in left_over if name not in spare],

@@ -10,7 +10,7 @@ from clipscale.common.units import parse_memory
 from clipscale.config.tools import PlanConfig
 from clipscale.data.loader.captions import GRAIN
 from clipscale.models.captions import expected_to_cut
-from clipscale.models.towers import forward_flops
+from clipscale.models.flops import forward_flops
 from clipscale.plan.dry_run import DryRun
 
 LAP_BYTES, GRADIENT_BYTES = 2, 4

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from clipscale.common.phases import Phases, Readback
 from clipscale.data.loader.stream import TrainStream
-from clipscale.models.towers import Flops
+from clipscale.models.flops import Flops
 
 Record = dict[str, Any]
 

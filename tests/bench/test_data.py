@@ -17,7 +17,7 @@ from clipscale.common.errors import UserError
 from clipscale.config.presets import conf_dir
 from clipscale.config.sections import ModelConfig
 from clipscale.config.tools import DataBenchSettings
-from clipscale.models.towers import forward_flops
+from clipscale.models.flops import forward_flops
 from tests.bench.measuring import in_process
 
 SMALL = {"image_size": 32, "pictures": 2, "repeats": 1, "workers": 1, "batch": 16}

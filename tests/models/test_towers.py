@@ -1,24 +1,29 @@
-"""The towers give open_clip's features, freeze as asked, and refuse wrong settings clearly."""
+"""The towers give open_clip's features, freeze as asked, tokenise captions of any length, and refuse wrong settings clearly."""
 
+import pickle
+import time
 from pathlib import Path
+from typing import Any
 
 import open_clip
 import pytest
 import torch
+from torchvision.transforms.functional import normalize
 
 from clipscale.common.errors import UserError
 from clipscale.config.sections import ModelConfig
-from clipscale.models.towers import Flops, build_model, forward_flops
+from clipscale.models.flops import Flops, forward_flops
+from clipscale.models.towers import build_model
 
-SMALL = {
+SMALL: dict[str, Any] = {
     "embed_dim": 16,
     "vision_cfg": {"image_size": 12, "layers": 2, "width": 32, "head_width": 16, "patch_size": 6},
     "text_cfg": {"context_length": 8, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 2},
 }
 
 
-def small(**settings: object) -> ModelConfig:
-    return ModelConfig(name="small", architecture=SMALL, **settings)  # type: ignore[arg-type]
+def small(**settings: Any) -> ModelConfig:
+    return ModelConfig(name="small", architecture=SMALL, **settings)
 
 
 def test_features_are_open_clips_on_the_same_pixels() -> None:
@@ -29,11 +34,8 @@ def test_features_are_open_clips_on_the_same_pixels() -> None:
     theirs.text.load_state_dict(model.text.encoder.state_dict())
     pixels = torch.randint(0, 256, (5, 3, 12, 12), dtype=torch.uint8)
     tokens = model.tokenizer(["a red square", "two circles", "", "x " * 50, "déjà vu"])
-    from torchvision.transforms.functional import normalize
-
-    normal = torch.stack(
-        [normalize(p.float() / 255, open_clip.OPENAI_DATASET_MEAN, open_clip.OPENAI_DATASET_STD) for p in pixels]
-    )
+    mean, std = open_clip.OPENAI_DATASET_MEAN, open_clip.OPENAI_DATASET_STD
+    normal = torch.stack([normalize(p.float() / 255, mean, std) for p in pixels])
     assert torch.allclose(model.image(pixels), theirs.encode_image(normal, normalize=True), atol=1e-5)
     assert torch.allclose(model.text(tokens.to(torch.int32)), theirs.encode_text(tokens, normalize=True), atol=1e-6)
 
@@ -68,7 +70,9 @@ def test_scale_and_bias_start_as_asked() -> None:
     [
         (ModelConfig(name="ViT-B32"), "model.name='ViT-B32' is not an open_clip architecture; did you mean 'ViT-B-32'"),
         (ModelConfig(name="x", architecture={"embed_dim": 4}), "model.architecture lacks vision_cfg"),
+        (ModelConfig(name="x", architecture=SMALL | {"embed_dim": "wide"}), "does not describe an open_clip model"),
         (ModelConfig(name="coca_ViT-B-32"), "captioning model"),
+        (small(image_size=50), "image_size=50: the patches are 6 pixels wide; give a multiple, such as 48"),
     ],
 )
 def test_mistakes_are_named(config: ModelConfig, message: str) -> None:
@@ -76,11 +80,13 @@ def test_mistakes_are_named(config: ModelConfig, message: str) -> None:
         build_model(config)
 
 
-@pytest.mark.parametrize("data", [b"no checkpoint", b"PK\x03\x04 none"])
-def test_a_file_that_is_no_checkpoint_is_refused(tmp_path: Path, data: bytes) -> None:
-    (tmp_path / "w.pt").write_bytes(data)
-    with pytest.raises(UserError, match=r"^model.weights='.*w.pt' is damaged or not a checkpoint"):
-        build_model(small(weights=str(tmp_path / "w.pt")))
+@pytest.mark.parametrize(("name", "any_size"), [("ViT-B-32", False), ("RN50", False), ("convnext_base", True)])
+def test_towers_with_learned_positions_take_one_size(name: str, any_size: bool) -> None:
+    with torch.device("meta"):
+        assert build_model(ModelConfig(name=name)).any_size is any_size
+
+
+# -- FLOPs -------------------------------------------------------------------------------------------------------------
 
 
 def test_flops_are_the_published_ones() -> None:
@@ -97,7 +103,47 @@ def test_a_frozen_tower_counts_its_forward_only() -> None:
     assert plain.utilisation(100.0) is None, "a CPU's peak is not known"
 
 
-@pytest.mark.parametrize(("name", "any_size"), [("ViT-B-32", False), ("RN50", False), ("convnext_base", True)])
-def test_towers_with_learned_positions_take_one_size(name: str, any_size: bool) -> None:
-    with torch.device("meta"):
-        assert build_model(ModelConfig(name=name)).any_size is any_size
+# -- tokenizers --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["a red square", "  two \n circles" * 40, "x" * 300, "日本 " * 2000, "a\ud800b"])
+def test_tokens_of_a_caption_are_open_clips_however_long_it_is(text: str) -> None:
+    tokenizer = build_model(small()).tokenizer
+    wanted = open_clip.SimpleTokenizer(context_length=8)([text.replace("\ud800", "?")])
+    assert torch.equal(tokenizer([text]), wanted)
+    assert torch.equal(pickle.loads(pickle.dumps(tokenizer))([text]), wanted), "as loader workers have it"
+
+
+def test_a_caption_of_any_length_takes_bounded_time() -> None:
+    tokenizer = build_model(small()).tokenizer
+    begun = time.process_time()
+    tokenizer(["qzx" * 100_000])
+    assert time.process_time() - begun < 5
+
+
+def test_an_architecture_brings_its_tokenizer_from_local_files(tmp_path: Path) -> None:
+    """A whole-word tokenizer that pads with its end token, as SigLIP's does."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed (clipscale[hf])")
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    names = ["<unk>", "</s>", "a", "red", "square"]
+    words = Tokenizer(models.WordLevel({name: number for number, name in enumerate(names)}, "<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.post_processor = processors.TemplateProcessing("$A </s>", special_tokens=[("</s>", 1)])
+    special = {"unk_token": "<unk>", "eos_token": "</s>", "pad_token": "</s>"}
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words, **special).save_pretrained(tmp_path)
+    model = build_model(with_tokenizer(str(tmp_path)))
+    tokens = model.tokenizer(["A red, SQUARE!", "a " * 20])
+    assert tokens.tolist() == [[2, 3, 4, 1, 1, 1, 1, 1], [2] * 7 + [1]]
+    assert model.text(tokens).shape == (2, 16)
+
+
+def with_tokenizer(source: str) -> ModelConfig:
+    own = {"hf_tokenizer_name": source, "tokenizer_kwargs": {"clean": "canonicalize"}, "no_causal_mask": True}
+    return ModelConfig("own", SMALL | {"text_cfg": SMALL["text_cfg"] | own | {"pool_type": "last"}})
+
+
+def test_a_tokenizer_without_transformers_names_the_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "transformers", None)
+    with pytest.raises(UserError, match=r"pip install 'clipscale\[hf\]'"):
+        build_model(with_tokenizer("me/mine"))

@@ -13,7 +13,7 @@ from clipscale.config.sections import CheckpointConfig, EvalConfig, LaunchConfig
 from clipscale.config.tools import ExportSettings
 from clipscale.config.train import TrainConfig, check
 from clipscale.export.verb import main as export
-from clipscale.models.towers import load_model
+from clipscale.models.trained import load_model
 from clipscale.step.ema import WeightAverage
 from clipscale.train import Run, train
 from tests.state.test_start import with_peer
