@@ -47,7 +47,7 @@ def train(config: TrainConfig) -> dict[str, Any]:
     Raises UserError for every mistake that the user can fix, LostRankError where another rank hangs or has died.
     """
     begun = time.monotonic()
-    world = distributed.start(config.device, config.launch.threads, config.launch.timeout_s)
+    world = distributed.start(config.device, config.launch.timeout_s)
     folder = Path(config.run)
     # A sweep makes its jobs' folders, and keeps them. The folder of an unnamed run holds no more than its lock.
     new = world.main and (not folder.exists() or [path.name for path in folder.iterdir()] == [run_lock.FILE])

@@ -157,7 +157,7 @@ def test_the_number_of_processes_does_not_change_the_curve(
     config = settings(demo, tmp_path / "run", cache=CacheConfig(chunk="12"))
     if started:  # as users start them, each with loader processes
         data = DataConfig(train=[paths(demo).train], workers=2)
-        local.run(replace(config, data=data, launch=LaunchConfig(procs=procs, threads=1)))
+        local.run(replace(config, data=data, launch=LaunchConfig(procs=procs)))
     else:
         run_ranks(on_a_rank, procs, config)
     one, several = curve(finished), curve(tmp_path / "run")
@@ -169,7 +169,7 @@ def test_a_run_goes_on_with_another_number_of_processes_and_another_parallelism(
     constant = ScheduleConfig(name="constant", warmup="0")
     for samples, procs in ((320, 2), (640, 1)):
         config = settings(demo, tmp_path / "run", samples=samples, schedule=constant)
-        run_ranks(on_a_rank, procs, replace(config, launch=LaunchConfig(threads=1, parallel="fsdp")))
+        run_ranks(on_a_rank, procs, replace(config, launch=LaunchConfig(parallel="fsdp")))
     train(settings(demo, tmp_path / "whole", schedule=constant))
     worst = max(abs(a - b) / a for a, b in zip(curve(tmp_path / "run"), curve(tmp_path / "whole"), strict=True))
     assert worst < 1e-4, f"{curve(tmp_path / 'run')} instead of {curve(tmp_path / 'whole')}"
@@ -249,7 +249,7 @@ def test_a_diverging_run_stops_and_keeps_its_checkpoints(demo: Path, tmp_path: P
 
 @pytest.mark.slow
 def test_shards_of_a_diverging_run_are_written_whole(demo: Path, tmp_path: Path) -> None:
-    config = replace(diverging(demo, tmp_path / "run", "stop"), launch=LaunchConfig(threads=1, parallel="fsdp"))
+    config = replace(diverging(demo, tmp_path / "run", "stop"), launch=LaunchConfig(parallel="fsdp"))
     with pytest.raises(AssertionError, match="training has diverged"):
         run_ranks(on_a_rank, 2, config)
     (left,) = (tmp_path / "run/diverged").iterdir()

@@ -64,7 +64,7 @@ training. --config-dir DIR adds your own presets, such as DIR/experiment/mine.ya
         """\
 clipscale eval run=demo
 clipscale eval run=b32 'eval.sets=[/data/imagenet1k,/data/mscoco_captions]' precision=bf16
-clipscale eval run=b32 suite=infcl-table3 eval.root=/data/eval
+clipscale eval run=b32 eval.suite=infcl-table3 eval.root=/data/eval
 clipscale eval run=b32 checkpoint=all log=tensorboard                         # curves over all checkpoints
 clipscale eval model=vit-b32 model.weights=laion2b_s34b_b79k 'eval.sets=[/data/imagenet1k]'
 clipscale eval model.weights=/models/clip-vit-base-patch32 'eval.sets=[/data/imagenet1k]'""",

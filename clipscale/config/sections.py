@@ -38,7 +38,6 @@ class LaunchConfig:
     """How many worker processes `train` and `eval` start on this machine when they are not run under torchrun."""
 
     procs: int | None = setting(None, "Worker processes; null: one per visible GPU, or one without GPUs.", least=1)
-    threads: int | None = setting(None, "CPU threads per worker; null: an even share of the cores.", least=1)
     timeout_s: float = setting(1800.0, "Seconds that a process waits for the others before the run fails.", least=1)
     grace_s: float = setting(
         120.0, "Seconds from a signal to stop to the end; a step that would outlast them is abandoned.", least=0
@@ -154,9 +153,11 @@ class LossConfig:
 class SinkConfig:
     """Where results go, in addition to the run's folder."""
 
-    wandb: str = setting("disabled", "`online`, `offline` or `disabled`.", choices=("disabled", "offline", "online"))
-    wandb_project: str = setting("clipscale", "Project on Weights & Biases.")
-    wandb_entity: str | None = setting(None, "Team or user on Weights & Biases; null: the account's default.")
+    wandb: str = setting(
+        "disabled",
+        "Weights & Biases: `online`, `offline` or `disabled`. WANDB_PROJECT and WANDB_ENTITY name the place.",
+        choices=("disabled", "offline", "online"),
+    )
     tensorboard: bool = setting(False, "Write event files to RUN/tensorboard.")
 
 

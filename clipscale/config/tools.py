@@ -12,8 +12,6 @@ from clipscale.config.data import DataConfig, TableConfig
 from clipscale.config.sections import (
     DEVICE_HELP,
     DEVICES,
-    SUITE_HELP,
-    SUITES,
     WEIGHTS,
     WEIGHTS_HELP,
     EvalConfig,
@@ -42,13 +40,30 @@ class ReportSettings:
 
 
 @dataclass
+class RunModel:
+    """The model of a run."""
+
+    run: str = setting("", RUN_HELP)
+    checkpoint: str = setting("latest", CHECKPOINT_HELP)
+    weights: str = setting("trained", f"Of a run. {WEIGHTS_HELP}", choices=WEIGHTS)
+
+
+@dataclass
+class AnyModel(RunModel):
+    """The model of a run, or of any `model.weights`."""
+
+    device: str = setting("auto", DEVICE_HELP, choices=DEVICES)
+    model: ModelConfig = field(default_factory=lambda: ModelConfig(name=""))
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+
+
+@dataclass
 class EvalRunConfig:
     """`clipscale eval`: zero-shot and retrieval results of a run, or of any `model.weights`, as a table and in RUN/eval/step_N.json."""
 
     run: str = setting("", RUN_HELP)
     checkpoint: str = setting("latest", f"{CHECKPOINT_HELP} `all`: every one.")
     out: str | None = setting(None, "Folder for the results of `model.weights`; null: runs/eval-NAME, after them.")
-    suite: str = setting("none", "Short for eval.suite. " + SUITE_HELP, choices=SUITES)
     model: ModelConfig = field(default_factory=lambda: ModelConfig(name=""))
     device: str = setting("auto", DEVICE_HELP, choices=DEVICES)
     eval: EvalConfig = field(default_factory=EvalConfig)
@@ -58,7 +73,7 @@ class EvalRunConfig:
 
 
 @dataclass
-class ExportSettings:
+class ExportSettings(RunModel):
     """`clipscale export`: a run's weights as a folder for open_clip (`local-dir:FOLDER`) or transformers, with a model card."""
 
     to: str = setting(
@@ -66,10 +81,7 @@ class ExportSettings:
         "`open_clip`, or `hf`: transformers' CLIP or SigLIP.",
         choices=("open_clip", "hf"),
     )
-    run: str = setting("", RUN_HELP)
-    checkpoint: str = setting("latest", CHECKPOINT_HELP)
     out: str | None = setting(None, "Folder to write; null: RUN/export, or RUN/export-hf.")
-    weights: str = setting("trained", WEIGHTS_HELP, choices=WEIGHTS)
     dtype: str = setting(
         "float32",
         "Dtype of the matrices; all else stays float32.",
@@ -132,7 +144,7 @@ IMAGE, TEXT = "image", "text"
 
 
 @dataclass
-class EmbedConfig:
+class EmbedConfig(AnyModel):
     """`clipscale embed`: features of the pictures and texts in `data.train`, with their keys, by a run or any `model.weights`."""
 
     out: str = setting("", "Folder to write; complete files in it are kept.")
@@ -149,15 +161,9 @@ class EmbedConfig:
         choices=("eval", "train"),
     )
     seed: int = setting(0, "Random seed of the weights, if no pretrained ones are given.", least=0)
-    run: str = setting("", RUN_HELP)
-    checkpoint: str = setting("latest", CHECKPOINT_HELP)
-    weights: str = setting("trained", f"Of a run. {WEIGHTS_HELP}", choices=WEIGHTS)
     batch: int = setting(256, "Pictures or texts encoded at once.", least=1)
     threads: int = setting(4, "Decoding threads of each process.", least=1)
-    device: str = setting("auto", DEVICE_HELP, choices=DEVICES)
-    model: ModelConfig = field(default_factory=lambda: ModelConfig(name=""))
     data: DataConfig = field(default_factory=DataConfig)
-    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
 
     @property
@@ -167,19 +173,13 @@ class EmbedConfig:
 
 
 @dataclass
-class ExploreConfig:
+class ExploreConfig(AnyModel):
     """`clipscale explore`: a local page that searches what `clipscale embed` has written, with one model, or two side by side."""
 
-    run: str = setting("", RUN_HELP)
-    checkpoint: str = setting("latest", CHECKPOINT_HELP)
-    weights: str = setting("trained", f"Of a run. {WEIGHTS_HELP}", choices=WEIGHTS)
     against: str = setting("", "A second model, to compare: a run, or any value of `model.weights`. Empty: none.")
     against_checkpoint: str = setting("latest", f"Of `against`, if it is a run: {CHECKPOINT_HELP}")
     port: int = setting(8765, "Port of the page; 0: a free one.", least=0, most=65535)
-    device: str = setting("auto", DEVICE_HELP, choices=DEVICES)
-    model: ModelConfig = field(default_factory=lambda: ModelConfig(name=""))
     data: DataConfig = field(default_factory=DataConfig)
-    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
 
 
 @dataclass

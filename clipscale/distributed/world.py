@@ -282,7 +282,7 @@ def store() -> dist.Store:
     return found
 
 
-def start(device: str, threads: int | None = None, timeout_s: float = TIMEOUT.total_seconds()) -> World:
+def start(device: str, timeout_s: float = TIMEOUT.total_seconds()) -> World:
     """Join the process group of torchrun's environment variables; without them, a world of one process.
 
     `timeout_s`: how long a rank waits for the others, here and in a collective. Raises UserError if the requested device does not exist,
@@ -301,8 +301,6 @@ def start(device: str, threads: int | None = None, timeout_s: float = TIMEOUT.to
             )
         chosen = torch.device("cuda", local_rank)
         torch.cuda.set_device(chosen)
-    if threads:
-        torch.set_num_threads(threads)
     if size > 1 and not dist.is_initialized():
         backend = "nccl" if chosen.type == "cuda" else "gloo"
         join(backend, rank, size, timedelta(seconds=timeout_s))

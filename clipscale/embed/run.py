@@ -56,7 +56,7 @@ def main(config: EmbedConfig) -> dict[str, Any]:
 
 def work(config: EmbedConfig) -> dict[str, Any]:
     """One process's part. Raises UserError."""
-    world = distributed.start(config.device, config.launch.threads, config.launch.timeout_s)
+    world = distributed.start(config.device, config.launch.timeout_s)
     out = Path(config.out).expanduser()
     try:
         torch.manual_seed(config.seed)

@@ -33,8 +33,6 @@ def main(config: EvalRunConfig) -> Results:
     Raises UserError.
     """
     folder = check_eval(config)
-    if config.suite != "none":
-        config.eval.suite = config.suite
     if not config.eval.wanted or (config.eval.suite != "none" and config.eval.root is None):
         _complete(config.eval, folder / "config.yaml")
     work = "clipscale.eval.verb:work"
@@ -44,7 +42,7 @@ def main(config: EvalRunConfig) -> Results:
 def work(config: EvalRunConfig) -> Results:
     """One process's part. Rank 0 prints tables. Returns the results, of `checkpoint=all` those of the newest. Raises UserError."""
     folder = check_eval(config)
-    world = distributed.start(config.device, config.launch.threads, config.launch.timeout_s)
+    world = distributed.start(config.device, config.launch.timeout_s)
     results: Results = {}
     try:
         check(config.eval, world)  # before a model is loaded: a mistyped path is reported at once

@@ -1,5 +1,6 @@
 """TensorBoard and wandb. A sink that fails does not stop what writes to it."""
 
+import os
 import secrets
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -81,8 +82,7 @@ class _Wandb:
             id_file.parent.mkdir(parents=True, exist_ok=True)
             id_file.write_text(secrets.token_hex(4))
         self.run = wandb.init(
-            project=config.wandb_project,
-            entity=config.wandb_entity,
+            project=os.environ.get("WANDB_PROJECT", "clipscale"),
             name=run_dir.name,
             id=id_file.read_text().strip(),
             resume="allow",

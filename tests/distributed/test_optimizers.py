@@ -87,10 +87,10 @@ def test_a_run_in_shards_follows_and_resumes_the_curve_of_ddp(shards: str, tmp_p
         optim=optim,
         samples=60,
         schedule=ScheduleConfig(name="constant", warmup="0"),
-        launch=LaunchConfig(threads=1),
+        launch=LaunchConfig(),
     )
     run_ranks(runs.on_a_rank, 2, whole)
-    parts = replace(whole, run=str(tmp_path / "parts"), launch=LaunchConfig(threads=1, parallel="fsdp"))
+    parts = replace(whole, run=str(tmp_path / "parts"), launch=LaunchConfig(parallel="fsdp"))
     for samples, ranks in ((24, 2), (36, 2), (48, 1), (60, 2)):
         run_ranks(runs.on_a_rank, ranks, replace(parts, samples=samples))
     found, wanted = ([r["loss"] for r in records(tmp_path / part)] for part in ("parts", "whole"))

@@ -153,7 +153,7 @@ def test_a_step_waits_for_the_device_once(shards: str, tmp_path: Path, parallel:
     config = small(
         shards,
         tmp_path / "run",
-        launch=LaunchConfig(parallel=parallel, threads=1),
+        launch=LaunchConfig(parallel=parallel),
         cache=CacheConfig(image_chunk=2, text_chunk=3),
     )
     precision = PrecisionConfig() if parallel == "fsdp" else BF16

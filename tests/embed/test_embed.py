@@ -36,7 +36,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def embed(run: str, source: str | Path, out: Path, **changes: Any) -> Path:
-    data, launch = DataConfig(train=[str(source)]), LaunchConfig(threads=1)
+    data, launch = DataConfig(train=[str(source)]), LaunchConfig()
     config = EmbedConfig(run=run, out=str(out), data=data, batch=4, dtype="float32", device="cpu", launch=launch)
     return Path(main(replace(config, **changes))["out"])
 

@@ -87,7 +87,7 @@ def test_a_suite_has_its_table_and_takes_the_root_of_the_run(
     classification_set(tmp_path / "sets" / "wds_imagenet1k")
     save(tmp_path / "run", model, 7)
     (tmp_path / "run/config.yaml").write_text(f"eval:\n  root: '{tmp_path / 'sets'}'\n")
-    main(EvalRunConfig(run=str(tmp_path / "run"), device="cpu", suite="infcl-table3"))
+    main(EvalRunConfig(run=str(tmp_path / "run"), device="cpu", eval=EvalConfig(suite="infcl-table3")))
     lines = capsys.readouterr().out.splitlines()
     heads = next(line for line in lines if "infcl-table3" in line)
     assert heads.rstrip().endswith("T→I")
@@ -123,6 +123,6 @@ def test_the_verb_starts_processes_of_its_own(tmp_path: Path, model: ClipModel, 
     save(tmp_path / "run", model, 7)
     results = [
         main(EvalRunConfig(str(tmp_path / "run"), device="cpu", eval=EvalConfig(sets=sets, batch=2), launch=launch))
-        for launch in (LaunchConfig(procs=1, threads=1), LaunchConfig(procs=2), LaunchConfig(procs=4))
+        for launch in (LaunchConfig(procs=1), LaunchConfig(procs=2), LaunchConfig(procs=4))
     ]
     assert results[0] == results[1] == results[2]

@@ -104,7 +104,7 @@ def with_signal_at(call: int, work: Callable[[], Any]) -> int:
 
 def short(demo: Path, run: Path, **changes: Any) -> TrainConfig:
     """Two steps; six chunks of images and four of texts in each step, in both passes."""
-    fixed = {"cache": CacheConfig(image_chunk=11, text_chunk=16), "launch": LaunchConfig(threads=1, grace_s=0)}
+    fixed = {"cache": CacheConfig(image_chunk=11, text_chunk=16), "launch": LaunchConfig(grace_s=0)}
     return settings(demo, run, samples=128, **{**fixed, **changes})
 
 
@@ -149,7 +149,7 @@ def on_rank_1(rank: int, world: int, config: TrainConfig, call: int) -> int:
 @pytest.mark.slow  # three starts of two ranks
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_all_ranks_abandon_a_step_at_the_same_chunk(demo: Path, tmp_path: Path, parallel: str) -> None:
-    launch = LaunchConfig(threads=1, grace_s=0, parallel=parallel)
+    launch = LaunchConfig(grace_s=0, parallel=parallel)
     config = short(demo, tmp_path / "run", launch=launch)
     assert run_ranks(on_rank_1, 2, short(demo, tmp_path / "whole", launch=launch), -1) == [0, 0]
     assert run_ranks(on_rank_1, 2, config, 10 + 7) == [signal.SIGTERM] * 2

@@ -83,7 +83,7 @@ def test_fsdp_builds_the_model_without_memory(shards: str, tmp_path: Path) -> No
         tmp_path,
         precision=PrecisionConfig("bf16"),
         model=model,
-        launch=LaunchConfig(parallel="fsdp", threads=1),
+        launch=LaunchConfig(parallel="fsdp"),
     )
     ranks = run_ranks(built, 2, config)
     alone = built(0, 1, config)["weights"]
@@ -94,7 +94,7 @@ def test_fsdp_builds_the_model_without_memory(shards: str, tmp_path: Path) -> No
 
 
 def test_a_sharded_run_writes_whole_tensors_that_one_process_reads(shards: str, tmp_path: Path) -> None:
-    fsdp = LaunchConfig(parallel="fsdp", threads=1)
+    fsdp = LaunchConfig(parallel="fsdp")
     run_ranks(on_a_rank, 2, small(shards, tmp_path / "run", samples=24, precision=PrecisionConfig(), launch=fsdp))
     train(small(shards, tmp_path / "one", samples=24, precision=PrecisionConfig()))
     found, wanted = (checkpoint.load(checkpoint.path_of(tmp_path / run, 2)) for run in ("run", "one"))

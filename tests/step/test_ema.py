@@ -70,7 +70,7 @@ def test_export_writes_the_average_by_choice(shards: str, tmp_path: Path) -> Non
 
 
 def test_shards_have_the_average_of_the_whole(shards: str, tmp_path: Path) -> None:
-    fsdp = LaunchConfig(parallel="fsdp", threads=1)
+    fsdp = LaunchConfig(parallel="fsdp")
     settings = {"ema": 0.9, "samples": 24, "precision": PrecisionConfig()}
     run_ranks(on_a_rank, 2, small(shards, tmp_path / "two", launch=fsdp, **settings))
     train(small(shards, tmp_path / "one", **settings))

@@ -115,7 +115,7 @@ def test_fsdp_is_refused(shards: str, tmp_path: Path) -> None:
         tmp_path / "run",
         data=DataConfig(train=[shards], workers=0),
         log=LogConfig(report=False, noise_scale=1),
-        launch=LaunchConfig(parallel="fsdp", threads=1),
+        launch=LaunchConfig(parallel="fsdp"),
     )
     with pytest.raises(UserError, match=r"log\.noise_scale.*launch\.parallel=ddp"):
         train(config)

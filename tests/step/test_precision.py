@@ -120,7 +120,7 @@ def test_several_ranks_with_master_weights_take_the_step_of_one(shards: str, tmp
         shards,
         tmp_path / "two",
         log=LogConfig(report=False, noise_scale=1),
-        launch=LaunchConfig(threads=1),
+        launch=LaunchConfig(),
     )
     answers = run_ranks(_run, 2, config)
     assert all(torch.equal(value, answers[1][0][name]) for name, value in answers[0][0].items())
@@ -129,7 +129,7 @@ def test_several_ranks_with_master_weights_take_the_step_of_one(shards: str, tmp
 
 
 def test_fsdp_takes_masters_alone(shards: str, tmp_path: Path) -> None:
-    launch = LaunchConfig(parallel="fsdp", threads=1)
+    launch = LaunchConfig(parallel="fsdp")
     config = small(shards, tmp_path / "run", launch=launch, precision=replace(BF16, master=False))
     with pytest.raises(UserError, match=r"precision\.master=false.*launch\.parallel=ddp"):
         train(config)
@@ -138,7 +138,7 @@ def test_fsdp_takes_masters_alone(shards: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_under_fsdp_the_float32_shards_are_the_masters(shards: str, tmp_path: Path) -> None:
     """The curve and the gradient norms of DDP with masters, and a checkpoint that either of them goes on from."""
-    ddp, fsdp = (LaunchConfig(parallel=parallel, threads=1) for parallel in ("ddp", "fsdp"))
+    ddp, fsdp = (LaunchConfig(parallel=parallel) for parallel in ("ddp", "fsdp"))
     for name, launch in (("ddp", ddp), ("fsdp", fsdp)):
         config = small(shards, tmp_path / name, launch=launch, samples=24, schedule=CONSTANT)
         run_ranks(on_a_rank, 2, config)

@@ -45,7 +45,7 @@ def settings(demo: Path, run: Path, **changes: Any) -> TrainConfig:
         optim=OptimConfig(lr=1e-3),
         schedule=ScheduleConfig(warmup="2"),
         log=LogConfig(report=False, every=5),
-        launch=LaunchConfig(threads=1),
+        launch=LaunchConfig(),
     )
     config = replace(base, **changes)
     return check(replace(config, data=replace(config.data, shuffle=8)))

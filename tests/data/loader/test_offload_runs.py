@@ -77,7 +77,7 @@ def test_a_growing_batch_is_counted_and_scheduled_by_samples(demo: Path, tmp_pat
     for record in found:
         seen += record["batch"]
         assert record["samples"] == seen
-    plain = Run(settings(demo, tmp_path / "plain", samples=640), distributed.start("cpu", 1))
+    plain = Run(settings(demo, tmp_path / "plain", samples=640), distributed.start("cpu"))
     plain.stream.close()
     for record in found:
         if record["samples"] % 64 == 0:  # where both have seen as many, they are at the same place of the schedule
@@ -98,6 +98,6 @@ def test_a_ramp_goes_on_after_a_stop(demo: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_ranks_share_a_growing_batch(demo: Path, tmp_path: Path) -> None:
     train(growing(demo, tmp_path / "one", samples=320))
-    ranks = {"launch": LaunchConfig(procs=2, threads=1), "cache": CacheConfig(chunk="12")}
+    ranks = {"launch": LaunchConfig(procs=2), "cache": CacheConfig(chunk="12")}
     launch_run(growing(demo, tmp_path / "two", samples=320, **ranks))
     assert curve(tmp_path / "two") == pytest.approx(curve(tmp_path / "one"), rel=1e-4)
