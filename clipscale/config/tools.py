@@ -249,11 +249,7 @@ class PlanConfig(TrainConfig):
     gpus: int = setting(1, "GPUs per node; one process each.", least=1)
     nodes: int = setting(1, "Nodes.", least=1)
     host_memory: int | None = setting(None, "Host memory of a node in bytes (`1024G`); null: not compared.")
-    image_bytes: int = setting(40_000, "Mean bytes of an image in the shards.", least=1)
-    reserve: float = setting(0.05, "Share of the GPU's memory to leave free, as for fragmentation.", least=0, most=1)
     utilisation: float = setting(0.4, "Assumed share of the GPU's peak FLOP/s, for the time.", above=0, most=1)
-    network: float = setting(25.0, "Assumed GB/s from a GPU to another node, for the predicted time.", above=0)
-    caption_tokens: float = setting(20.0, "Assumed mean tokens of a caption, for the predicted time.", least=1)
     json: bool = setting(False, "Print one JSON object instead of tables.")
 
 

@@ -5,9 +5,9 @@ b: samples of one rank, c: samples of a chunk, P: ranks, D: feature width. All s
 
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +18,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from clipscale.checkpoint import Saved
 from clipscale.config.train import TrainConfig
 from clipscale.data.features import StoredFeatures
 from clipscale.data.loader.to_device import ChunkLoader
-from clipscale.distributed.fsdp import STAGE_3, Sharding
 from clipscale.distributed.world import World, local, sync_batch_norm
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.models.weights import without_weights
@@ -40,21 +37,6 @@ PHASES = ("encode", "loss", "replay", "optim")
 
 
 @dataclass(frozen=True)
-class Graph:
-    """One chunk's graph, kept for the second pass. Bytes, and FLOP of matrix products."""
-
-    held: int = 0
-    beyond: int = 0
-    """That its backward pass takes on top, the gradients among them."""
-    gradients: int = 0
-    """That stay."""
-    forward: int = 0
-    """FLOP of the pass that makes it."""
-    backward: int = 0
-    """FLOP of its backward pass."""
-
-
-@dataclass(frozen=True)
 class StepMemory:
     """Memory of one device in a step."""
 
@@ -62,8 +44,6 @@ class StepMemory:
     """Live bytes at the start of each phase."""
     peak: dict[str, float]
     """Peak of each stage: "encode image", "loss", ... A frozen tower has no replay stage."""
-    fixed: dict[str, int] = field(default_factory=dict)
-    """Live bytes between steps, by what they hold."""
     kept: tuple[int, int] = (0, 0)
     """Image and text chunks whose graphs are kept."""
 
@@ -76,32 +56,26 @@ class StepMemory:
         """Peak of the step."""
         return max(map(self.phase, PHASES))
 
-    def slope(self, smaller: "StepMemory", distance: float) -> "StepMemory":
-        """Growth per unit, from a `smaller` step that is `distance` units away."""
-        before, peak = (
-            {name: (size - less[name]) / distance for name, size in more.items()}
-            for more, less in ((self.before, smaller.before), (self.peak, smaller.peak))
-        )
-        return StepMemory(before, peak)
+    def extended(self, smaller: "StepMemory", distance: float) -> "StepMemory":
+        """The step on the straight line from a `smaller` step to this one, `distance` times as far again beyond this one."""
 
-    def extended(self, distance: float, slope: "StepMemory") -> "StepMemory":
-        """The step that lies `distance` units further along a straight line of this slope."""
-        before, peak = (
-            {name: size + round(distance * growth.get(name, 0)) for name, size in sizes.items()}
-            for sizes, growth in ((self.before, slope.before), (self.peak, slope.peak))
-        )
-        return replace(self, before=before, peak=peak)
+        def further(sizes: dict[str, float], less: dict[str, float]) -> dict[str, float]:
+            return {name: size + round(distance * (size - less.get(name, size))) for name, size in sizes.items()}
+
+        return replace(self, before=further(self.before, smaller.before), peak=further(self.peak, smaller.peak))
 
 
+@dataclass
 class StageRecorder:
     """Fills a StepMemory while a step runs: callers announce where a phase or a stage begins."""
 
-    def __init__(self, tracker: MemoryTracker) -> None:
-        self.tracker, self.memory = tracker, StepMemory({}, {})
-        self.phase = self.stage = ""
+    tracker: MemoryTracker
+    memory: StepMemory = field(default_factory=lambda: StepMemory({}, {}))
+    phase: str = ""
+    stage: str = ""
 
-    def begin_phase(self, phase: str) -> None:
-        self.begin_stage("")
+    def begin_phase(self, phase: str, stage: str = "") -> None:
+        self.begin_stage(stage)
         self.phase = phase
         self.memory.before[phase] = self.tracker.live
 
@@ -136,11 +110,11 @@ class DryRunWorld(World):
         with unset_fake_temporarily():  # the mesh needs a table of ranks with real values
             return super().mesh()
 
-    def wrap(self, tower: nn.Module, parallel: str = "ddp", sharding: Sharding = STAGE_3) -> nn.Module:
+    def wrap(self, tower: nn.Module, parallel: str = "ddp", *args: Any, **kwargs: Any) -> nn.Module:
         trained = any(p.requires_grad for p in tower.parameters())
         if self.size > 1 and trained and parallel == "ddp":
             return DdpBuckets(sync_batch_norm(tower))
-        return super().wrap(tower, parallel, sharding)
+        return super().wrap(tower, parallel, *args, **kwargs)
 
 
 class DdpBuckets(nn.Module):
@@ -169,17 +143,6 @@ class DdpBuckets(nn.Module):
     def use_bucket(self, p: Tensor) -> None:
         if self.syncing:
             p.grad = self.views[p]  # type: ignore[index]
-
-
-class TrivialTower(nn.Module):
-    """Features (n, D) of any rows, almost without memory."""
-
-    def __init__(self, width: int, trained: bool) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(width), requires_grad=trained)
-
-    def forward(self, rows: Tensor) -> Tensor:
-        return rows.flatten(1)[:, :1].float() * self.weight
 
 
 class DryRunState(TrainState):
@@ -221,8 +184,8 @@ class DryRun:
         self._make_optimizer_state()
         if config.launch.parallel == "fsdp" and ranks > 1:
             self.step((1, 1), 1)  # FSDP2 allocates in its first step
-        self.at_rest = tracker.live
-        """Live bytes between steps."""
+        self.fixed = self._fixed()
+        """Live bytes between steps, by what they hold."""
 
     def _make_optimizer_state(self) -> None:
         for group in self.state.optimizer.param_groups:
@@ -231,26 +194,23 @@ class DryRun:
         self.state.update(self.state.gradient_norm())
         self.state.optimizer.zero_grad()
 
-    def samples(self, tower: int, start: int, stop: int) -> Tensor:
-        """Inputs start..stop of the image (0) or the text tower (1)."""
-        if tower == 0:
-            return torch.empty(stop - start, *self.row, dtype=self.row_type)
-        return torch.empty(stop - start, self.context_length, dtype=torch.int32)
-
-    @cached_property
-    def fixed(self) -> dict[str, int]:
-        """Live bytes between steps, by what they hold."""
+    def _fixed(self) -> dict[str, int]:
         state = self.state
         buckets = [t.encoder for t in state.cache.towers if isinstance(t.encoder, DdpBuckets)]
         parts = {
-            "master weights": [x for masters in state.masters.values() for x in masters.copies.values()],
             "optimizer state": [x for values in state.optimizer.state.values() for x in values.values()],
             "moving average": list(state.average.values.values()) if state.average else [],
             "DDP buckets": [view for tower in buckets for view in tower.views.values()],
         }
         sizes = {name: sum(local(x).nbytes for x in xs if isinstance(x, Tensor)) for name, xs in parts.items()}
-        weights = {"weights": self.at_rest - sum(sizes.values())}
+        weights = {"weights": self.tracker.live - sum(sizes.values())}
         return weights | {name: size for name, size in sizes.items() if size}
+
+    def samples(self, tower: int, start: int, stop: int) -> Tensor:
+        """Inputs start..stop of the image (0) or the text tower (1)."""
+        if tower == 0:
+            return torch.empty(stop - start, *self.row, dtype=self.row_type)
+        return torch.empty(stop - start, self.context_length, dtype=torch.int32)
 
     def gradient_bytes(self) -> int:
         """Bytes of all gradients of the whole model."""
@@ -258,18 +218,7 @@ class DryRun:
 
     def step(self, chunks: tuple[int, int], batch: int) -> StepMemory:
         """One optimizer step over `batch` samples of this rank, with chunks of the given sizes for the two towers."""
-        memory = self._gradients(chunks, batch)
-        self.tracker.take_peak()
-        memory.before["optim"] = self.tracker.live
-        self.state.update(self.state.gradient_norm())
-        memory.peak["optim"] = self.tracker.take_peak()
-        self.state.optimizer.zero_grad()
-        return memory
-
-    def _gradients(self, chunks: tuple[int, int], batch: int) -> StepMemory:
-        """The step without the optimizer's part."""
         state, recorder = self.state, StageRecorder(self.tracker)
-        state.optimizer.zero_grad()
         inputs = []
         for number, (tower, size) in enumerate(zip(state.cache.towers, chunks)):
             tower.size = size
@@ -278,33 +227,16 @@ class DryRun:
             inputs.append(rows)
         recorder.begin_phase("encode")
         features = state.cache.encode(*inputs)
-        recorder.begin_phase("loss")
-        recorder.begin_stage("loss")
+        recorder.begin_phase("loss", "loss")
         state.backward(state.loss(*features))
         del features
         recorder.begin_phase("replay")
         state.cache.replay()
+        recorder.begin_phase("optim", "optim")
+        state.update(state.gradient_norm())
         recorder.begin_stage("")
+        state.optimizer.zero_grad()
         return recorder.memory
-
-    @cached_property
-    def per_sample(self) -> StepMemory:
-        """What each further sample of the batch adds to a step, whatever the towers: its features, and what stays of its input.
-
-        The difference of steps of three and of four chunks of trivial towers.
-        """
-        towers, size = self.state.cache.towers, 64
-        encoders, steps = [tower.encoder for tower in towers], []
-        for count in (3, 4):
-            for tower, encoder in zip(towers, encoders):
-                tower.encoder = encoder  # `trained` below asks the real one
-                tower.encoder = TrivialTower(self.width, tower.trained)
-            steps.append(self._gradients((size, size), count * size))
-        for tower, encoder in zip(towers, encoders):
-            tower.encoder = encoder
-        self.state.optimizer.zero_grad()
-        three, four = steps
-        return four.slope(three, size)
 
     def loss(self, batch: int) -> int:
         """Bytes that the loss of `batch` samples of this rank and its gradients take, beyond the features."""
@@ -315,38 +247,20 @@ class DryRun:
         self.state.optimizer.zero_grad()
         return self.tracker.take_peak() - before
 
-    def graph(self, tower: int, size: int) -> Graph:
-        """The graph of one chunk of a tower; of no bytes where it has no second pass."""
-        kept = self.state.cache.towers[tower]
-        if not kept.trained:
-            return Graph()
-        self.state.optimizer.zero_grad()
+    def graph(self, tower: int, size: int) -> int:
+        """Bytes of the graph of one chunk of a tower; 0 where it has no second pass."""
+        cached = self.state.cache.towers[tower]
+        if not cached.trained:
+            return 0
         rows = self.samples(tower, 0, size)
         before = self.tracker.live
-        with Products() as forward, gradient_sync(kept.encoder, False):
-            with kept.autocast():
-                out = kept.encoder(rows)
+        with gradient_sync(cached.encoder, False):
+            with cached.autocast():
+                out = cached.encoder(rows)
             held = self.tracker.live - before
-            self.tracker.take_peak()
-            with Products() as backward:
-                out.backward(torch.empty_like(out))
-        beyond = self.tracker.take_peak() - before - held
-        del out
-        gradients = self.tracker.live - before
+            out.backward(torch.empty_like(out))
         self.state.optimizer.zero_grad()
-        return Graph(held, beyond, gradients, forward.flops - backward.flops, backward.flops)
-
-
-class Products(TorchDispatchMode):
-    """`flops`: of the matrix products inside."""
-
-    flops = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if count := flop_registry.get(func._overloadpacket):
-            self.flops += count(*args, **(kwargs or {}), out_val=out)
-        return out
+        return held
 
 
 @contextmanager
@@ -358,5 +272,6 @@ def dry_run(config: TrainConfig, ranks: int, capability: int | None) -> Iterator
             dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
             stack.callback(dist.destroy_process_group)
         tracker = stack.enter_context(without_memory())
-        stack.enter_context(cuda_autocast() if capability else nullcontext())
+        if capability:
+            stack.enter_context(cuda_autocast())
         yield DryRun(config, ranks, tracker, folder, capability)

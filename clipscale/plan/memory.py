@@ -5,6 +5,7 @@ b: samples of one rank, c: samples of a chunk. All sizes in bytes, of one GPU un
 
 import math
 from dataclasses import dataclass, replace
+from functools import cache
 
 from clipscale.common.units import parse_memory
 from clipscale.config.tools import PlanConfig
@@ -12,7 +13,7 @@ from clipscale.data.loader.host_batch import Layout
 from clipscale.data.loader.memory import largest_pool
 from clipscale.data.loader.stream import worker_count
 from clipscale.data.order import default_streams, streams_of
-from clipscale.plan.dry_run import DryRun, Graph, StepMemory
+from clipscale.plan.dry_run import DryRun, StepMemory
 from clipscale.step.kept_graphs import MARGIN
 
 MIB, GIB = 2**20, 2**30
@@ -27,6 +28,10 @@ PROCESS, CUDA_PROCESS = 930 * MIB, 3 * GIB
 """Host memory of a training process without its tensors and its batch: on a CPU, measured (torch 2.15.0, five runs); with CUDA, assumed."""
 LOADER, WORKER = 550 * MIB, 100 * MIB
 """Host memory of the process that loader workers are forked from, measured once its modules are loaded; and of each worker, assumed."""
+IMAGE_BYTES = 40_000
+"""Assumed: mean size of a picture in the shards."""
+RESERVE = 0.05
+"""Share of a GPU's memory that is left free, as for fragmentation."""
 LINEAR_FROM = 2**18
 """From this many samples on, the loss's memory is a straight line."""
 
@@ -40,23 +45,24 @@ class MemoryModel:
     def __init__(self, run: DryRun, captions: float = 1.0) -> None:
         """`captions`: tokens of an average caption as a share of the context. Chunks of sorted captions hold as many more of them."""
         self.run, self.captions = run, captions
-        self._steps: dict[tuple[tuple[int, int], int], StepMemory] = {}
-        self._losses: dict[int, int] = {}
-        self._graphs: dict[tuple[int, int, str], Graph] = {}
+        self._step, self._loss, self._graph = cache(run.step), cache(run.loss), cache(run.graph)
 
     def at(self, batch: int, chunks: Chunks, keep: float = 0) -> StepMemory:
         """A step of `batch` samples on a rank, with `keep` bytes for kept graphs."""
-        whole = min(batch, max([c for c in chunks if c] or [64]))
+
+        def step(samples: int) -> StepMemory:
+            image, text = (min(chunk or samples, samples) for chunk in chunks)
+            return self._step((image, text), samples)
+
+        whole = max([c for c in chunks if c] or [64])
         # With several ranks the last chunk differs from the others, because gradients are summed over ranks in it.
-        count = 2 if self.run.ranks == 1 else 3
-        near = self._step(min(batch, count * whole), chunks)
-        further = max(0, batch - count * whole)
-        slope = self.run.per_sample
-        if further and None in chunks:
-            slope = self._step((count + 1) * whole, chunks).slope(near, whole)
-        step = replace(near.extended(further, slope), fixed=self.run.fixed)
-        step.peak["loss"] = step.before["loss"] + self.loss(batch)
-        return self._with_kept(step, batch, chunks, keep) if keep else step
+        near = (2 if self.run.ranks == 1 else 3) * whole
+        if batch <= near:
+            memory = step(batch)
+        else:
+            memory = step(near + whole).extended(step(near), (batch - near) / whole - 1)
+        memory = replace(memory, peak={**memory.peak, "loss": memory.before["loss"] + self.loss(batch)})
+        return self._with_kept(memory, batch, chunks, keep) if keep else memory
 
     def counts(self, batch: int, chunks: Chunks) -> list[int]:
         """Image and text chunks of a batch."""
@@ -69,39 +75,24 @@ class MemoryModel:
         if size in (half, chunk) or half == chunk:
             return self.at(batch, (size, size))
         low, high = self.at(batch, (half, half)), self.at(batch, (chunk, chunk))
-        return high.extended(size - chunk, high.slope(low, chunk - half))
+        return high.extended(low, (size - chunk) / (chunk - half))
 
     def loss(self, batch: int) -> int:
         """The loss and its gradients, beyond the features."""
-        if batch > 2 * LINEAR_FROM:
-            low, high = self.loss(LINEAR_FROM), self.loss(2 * LINEAR_FROM)
-            return round(high + (batch / LINEAR_FROM - 2) * (high - low))
-        if batch not in self._losses:
-            self._losses[batch] = self.run.loss(batch)
-        return self._losses[batch]
-
-    def _step(self, batch: int, chunks: Chunks) -> StepMemory:
-        image, text = (min(c or batch, batch) for c in chunks)
-        key = ((image, text), batch)
-        if key not in self._steps:
-            self._steps[key] = self.run.step(*key)
-        return self._steps[key]
-
-    def _graph(self, tower: int, size: int) -> Graph:
-        if (tower, size) not in self._graphs:
-            self._graphs[tower, size] = self.run.graph(tower, size)
-        return self._graphs[tower, size]
+        if batch <= 2 * LINEAR_FROM:
+            return self._loss(batch)
+        low, high = self._loss(LINEAR_FROM), self._loss(2 * LINEAR_FROM)
+        return round(high + (batch / LINEAR_FROM - 2) * (high - low))
 
     def _with_kept(self, step: StepMemory, batch: int, chunks: Chunks, keep: float) -> StepMemory:
         """Adds the graphs that GradCache would keep in `keep` bytes. A graph lives until its tower's second pass."""
-        sizes = [min(chunk or batch, batch) for chunk in chunks]
         counts = self.counts(batch, chunks)
-        each = [self._graph(i, size).held for i, size in enumerate(sizes)]
+        each = [self._graph(tower, min(chunk or batch, batch)) for tower, chunk in enumerate(chunks)]
         image = min(counts[0], int(keep // each[0])) if each[0] else 0
         text = min(counts[1], int((keep - image * each[0]) // each[1])) if each[1] else 0
         held = [image * each[0], text * each[1]]
         # A chunk's forward pass has its own graph in `step` already if it is kept, and so has the second pass of a tower.
-        last = [bytes if kept == count else 0 for bytes, kept, count in zip(each, (image, text), counts)]
+        last = [size if kept == count else 0 for size, kept, count in zip(each, (image, text), counts)]
         extra = {
             "encode image": held[0] - last[0],
             "encode text": sum(held) - last[1],
@@ -112,16 +103,16 @@ class MemoryModel:
         peak = {stage: size + extra.get(stage, 0) for stage, size in step.peak.items()}
         # The forward pass of a kept chunk leaves its graph behind, so none of its memory is freed when it ends.
         start = step.before["encode"]
-        least = {"encode image": start + held[0], "encode text": start + sum(held)}
-        peak |= {stage: max(peak[stage], size) for stage, size in least.items()}
+        for stage, size in (("encode image", held[0]), ("encode text", sum(held))):
+            peak[stage] = max(peak[stage], start + size)
         before = {
             phase: size + (sum(held) if phase in ("loss", "replay") else 0) for phase, size in step.before.items()
         }
-        return replace(step, before=before, peak=peak, kept=(image, text))
+        return StepMemory(before, peak, (image, text))
 
 
 def keep_bytes(setting: str, step: StepMemory, available: float) -> float:
-    """`cache.keep` in bytes. `auto`: what a step without kept graphs leaves free, less a margin, as in clipscale.step.chunk_sizes."""
+    """`cache.keep` in bytes. `auto`: what a step without kept graphs leaves free, less a margin, as in clipscale.step.kept_graphs."""
     if (fixed := parse_memory("cache.keep", setting)) is not None:
         return float(fixed)
     start = step.before["encode"]
@@ -149,23 +140,22 @@ def host_memory(config: PlanConfig, run: DryRun, batch: int, chunk: int, *, cuda
     """Host memory of a node. `batch`: samples of one rank; `chunk`: of the image tower."""
     data, ranks = config.data, config.gpus * config.nodes
     streams = data.shard_streams or default_streams(config.batch, ranks, None)
-    own = len(streams_of(streams, batch * ranks, 0, ranks))
-    workers = min(worker_count(data, own), own)
-    backend = config.offload if config.offload != "none" else "host"
+    streams_of_rank = len(streams_of(streams, batch * ranks, 0, ranks))
+    workers = min(worker_count(data, streams_of_rank), streams_of_rank)
     layout = Layout(
         slots=data.buffers if workers else 1,
         samples=batch,
         row=run.row,
         context_length=run.context_length,
         dtype=str(run.row_type).removeprefix("torch."),
-        backend=backend,
+        backend=config.offload if config.offload != "none" else "host",
         chunk=chunk,
     )
     layout = replace(layout, pool=largest_pool(layout))
     process = {
         "process": CUDA_PROCESS if cuda else PROCESS,
-        "batch": layout.memory_bytes(min(config.image_bytes, layout.row_bytes)),
-        "shuffle windows": own * max(data.shuffle, 1) * config.image_bytes,
+        "batch": layout.memory_bytes(min(IMAGE_BYTES, layout.row_bytes)),
+        "shuffle windows": streams_of_rank * max(data.shuffle, 1) * IMAGE_BYTES,
         "loader workers": LOADER + workers * WORKER if workers else 0,
     }
     return HostMemory(process, config.gpus, config.gpus * layout.disk_bytes())

@@ -11,9 +11,20 @@ from clipscale.common.hardware import Hardware
 from clipscale.common.units import format_bytes
 from clipscale.config.tools import PlanConfig, target_gpu
 from clipscale.plan.dry_run import PHASES, TOWERS, DryRun, StepMemory, dry_run
-from clipscale.plan.memory import CONTEXT, NCCL, WORKSPACES, Chunks, HostMemory, MemoryModel, host_memory, keep_bytes
+from clipscale.plan.memory import (
+    CONTEXT,
+    IMAGE_BYTES,
+    NCCL,
+    RESERVE,
+    WORKSPACES,
+    Chunks,
+    HostMemory,
+    MemoryModel,
+    host_memory,
+    keep_bytes,
+)
 from clipscale.plan.remedies import Needs, remedies
-from clipscale.plan.step_time import caption_width, step_time
+from clipscale.plan.step_time import CAPTION_TOKENS, caption_width, step_time
 from clipscale.step.chunk_sizes import CPU_CHUNK, SMALLEST, batch_norm_chunk, chunk_sizes
 
 AUTO_MOST = 512
@@ -65,10 +76,8 @@ def announcement(config: PlanConfig) -> str:
 class MemoryPlan:
     """The memory of a run on a machine, and what would fit there."""
 
-    def __init__(
-        self, config: PlanConfig, gpu: Hardware | None, run: DryRun, found: dict[str, int] | None = None
-    ) -> None:
-        """`found`: chunk sizes by tower that an earlier start of the run has found."""
+    def __init__(self, config: PlanConfig, gpu: Hardware | None, run: DryRun, tried: dict[str, Any] | None = None):
+        """`tried`: chunk sizes by tower that the run itself has chosen."""
         self.config, self.gpu, self.run = config, gpu, run
         self.ranks = config.gpus * config.nodes
         self.local = config.batch // self.ranks
@@ -77,20 +86,20 @@ class MemoryPlan:
         """cuBLAS's, in torch's allocator."""
         self.outside = (CONTEXT + (NCCL if self.ranks > 1 else 0)) if gpu else 0
         """GPU memory outside of torch's allocator."""
-        self.usable = math.inf if gpu is None else gpu.memory_bytes * (1 - config.reserve)
-        self.chunks, self.assumed = self._chunks(found or {})
+        self.usable = math.inf if gpu is None else gpu.memory_bytes * (1 - RESERVE)
+        self.chunks, self.assumed = self._chunks(tried or {})
         plain = self.model.at(self.local, self.chunks)
         self.keep = keep_bytes(config.cache.keep, plain, self.usable - self.workspace - self.outside)
-        self.step = self.at(self.local)
+        self.step = self.model.at(self.local, self.chunks, self.keep)
 
-    def _chunks(self, found: dict[str, int]) -> tuple[Chunks, bool]:
-        """Chunk sizes as set, as found, or for `auto` the largest power of two up to AUTO_MOST that fits; and whether they are assumed."""
+    def _chunks(self, tried: dict[str, Any]) -> tuple[Chunks, bool]:
+        """Chunk sizes as set, as tried, or for `auto` the largest power of two up to AUTO_MOST that fits; and whether they are assumed."""
         model, local = self.run.state.model, self.local
         set_sizes = chunk_sizes(self.config.cache, local)
         sizes: list[int | None] = []
         for name, tower in zip(TOWERS, (model.image, model.text)):
             whole = batch_norm_chunk(tower, name, set_sizes[name], local) or (self.run.state.stored and name == "image")
-            sizes.append(None if whole else set_sizes[name] or found.get(name) or 0)
+            sizes.append(None if whole else set_sizes[name] or tried.get(name) or 0)
         assumed = 0 in sizes
         if assumed:
             largest = CPU_CHUNK
@@ -99,10 +108,6 @@ class MemoryPlan:
             sizes = [min(largest, local) if size == 0 else size for size in sizes]
         return (sizes[0], sizes[1]), assumed
 
-    def at(self, batch: int) -> StepMemory:
-        """A step of `batch` samples on each rank."""
-        return self.model.at(batch, self.chunks, self.keep)
-
     def total(self, step: StepMemory) -> int:
         """Memory that the GPU must have."""
         return int(step.highest) + self.workspace + self.outside
@@ -110,7 +115,7 @@ class MemoryPlan:
     def needs(self) -> Needs:
         """Memory in shares of what there is."""
         host = self.host(self.local).node / self.config.host_memory if self.config.host_memory else 0.0
-        fixed = sum(self.step.fixed.values()) / self.usable
+        fixed = sum(self.run.fixed.values()) / self.usable
         return Needs(self.total(self.step) / self.usable, host, fixed, max(PHASES, key=self.step.phase))
 
     def host(self, batch: int) -> HostMemory:
@@ -130,23 +135,19 @@ class MemoryPlan:
         return best
 
     def largest_batch(self) -> tuple[int, str]:
-        """The largest power of two, or this batch, that fits with these chunks (0: none), and what bounds it."""
-        batch, size = self.config.batch, 2 ** math.floor(math.log2(self.config.batch))
-        if not (bound := self._bound(self.local)):
-            while 2 * size // self.ranks >= 1 and 2 * size <= LARGEST_BATCH:
-                if 2 * size % self.ranks == 0 and (bound := self._bound(2 * size // self.ranks)):
-                    break
-                size = 2 * size
-            return max(size, batch), bound
-        size = size if size < batch else size // 2
-        least = self.ranks * max(c or 1 for c in self.chunks)
-        while size >= least and self._bound(size // self.ranks):
-            size //= 2
-        return (size, bound) if size >= least else (0, bound)
+        """The largest batch that fits with these chunks, of this one and its halves or doubles (0: none), and what bounds it."""
+        local, least = self.local, max(chunk or 1 for chunk in self.chunks)
+        if bound := self._bound(local):
+            while local >= least and self._bound(local):
+                local //= 2
+            return (local * self.ranks if local >= least else 0), bound
+        while local * self.ranks < LARGEST_BATCH and not (bound := self._bound(2 * local)):
+            local *= 2
+        return local * self.ranks, bound
 
     def _bound(self, batch: int) -> str:
         """What does not suffice for `batch` samples on each rank; empty: it fits."""
-        if self.total(self.at(batch)) > self.usable:
+        if self.total(self.model.at(batch, self.chunks, self.keep)) > self.usable:
             return "GPU memory"
         return "host memory" if self.config.host_memory and self.host(batch).node > self.config.host_memory else ""
 
@@ -160,7 +161,7 @@ class MemoryPlan:
         limits = None
         if self.gpu:
             batch, bound = self.largest_batch()
-            cut = [c for c in self.chunks if c]
+            cut = [chunk for chunk in self.chunks if chunk]
             chunk = self.largest_chunk(max(cut)) if len(cut) == len(TOWERS) else None
             limits = {"chunk": chunk, "batch": batch, "batch_bound": bound}
         return {
@@ -201,14 +202,13 @@ class MemoryPlan:
             sizes = {"before_bytes": before + self.workspace, "extra_bytes": peak - before}
             phases[name] = sizes | {"peak_bytes": peak + self.workspace}
         return {
-            "fixed_bytes": step.fixed,
+            "fixed_bytes": self.run.fixed,
             "phases": phases,
             "workspace_bytes": self.workspace,
             "peak_bytes": step.highest + self.workspace,
             "outside_bytes": self.outside,
             "total_bytes": self.total(step),
             "usable_bytes": int(self.usable) if self.gpu else None,
-            "memory_bytes": self.gpu.memory_bytes if self.gpu else None,
         }
 
     def time_record(self) -> Result | None:
@@ -219,7 +219,6 @@ class MemoryPlan:
         time = step_time(self.config, self.gpu, self.run, self.local, (image, text))
         batch, samples = self.config.batch, self.config.samples
         return {
-            "assumed_utilisation": self.config.utilisation,
             **{f"{name}_s": value for name, value in asdict(time).items()},
             "step_s": time.step,
             "samples_per_s": batch / time.step,
@@ -229,21 +228,17 @@ class MemoryPlan:
     def notes(self) -> list[str]:
         """Assumptions behind the figures."""
         config, chunk = self.config, self.chunks[0] or self.local
-        graphs = [
-            f"{name}: {kept} of {count} chunks"
-            for name, kept, count in zip(TOWERS, self.step.kept, self.model.counts(self.local, self.chunks))
-        ]
+        counts = self.model.counts(self.local, self.chunks)
+        kept = ", ".join(f"{n} of {count} {name} chunks" for name, n, count in zip(TOWERS, self.step.kept, counts))
         notes = {
             f"cache.chunk=auto: {chunk} assumed; the run finds its own by trial, for speed, with what fits": self.assumed,
             "model.compile=true: predicted as if not compiled": config.model.compile,
-            f"assumed: captions of {config.caption_tokens:g} tokens on average, sorted and cut to their length": self.gpu
+            f"assumed: captions of {CAPTION_TOKENS} tokens on average, sorted and cut to their length": self.gpu
             and caption_width(config, self.run) < self.run.context_length,
-            "cache.keep=auto fills the free memory on purpose": config.cache.keep == "auto",
-            f"graphs that wait between the passes: {'; '.join(graphs)}": any(self.step.kept),
-            "loss.keep=auto takes half of what the loss leaves free: not in these figures": config.loss.keep == "auto",
+            f"graphs that are kept between the passes: {kept}": any(self.step.kept),
             f"assumed: {format_bytes(self.outside)} outside of torch's allocator (context, NCCL), {format_bytes(self.workspace)} of "
-            f"cuBLAS workspace, {config.reserve:.0%} left free": self.gpu,
-            f"assumed: {config.image_bytes / 1000:g} kB a picture in the shards, and the host memory of processes": True,
+            f"cuBLAS workspace, {RESERVE:.0%} left free": self.gpu,
+            f"assumed: {IMAGE_BYTES / 1000:g} kB a picture in the shards, and the host memory of processes": True,
         }
         return [note for note, applies in notes.items() if applies]
 
@@ -260,9 +255,9 @@ def conclusion(result: Result) -> str:
         return f"fits: {sizes}, {node}"
     if host["fits"] is False:
         sizes += f", {node} of {format_bytes(host['memory_bytes'])}"
-    found = [" ".join(remedy["settings"]) for remedy in result["remedies"]]
+    advice = [" ".join(remedy["settings"]) for remedy in result["remedies"]]
     if limits["batch"]:
-        found.append(f"batch={limits['batch']}")
-    if not found:
+        advice.append(f"batch={limits['batch']}")
+    if not advice:
         return f"does not fit: {sizes}; no setting that was tried helps: take GPUs with more memory, more nodes or a smaller model"
-    return f"does not fit: {sizes}; try {', or '.join(found)}"
+    return f"does not fit: {sizes}; try {', or '.join(advice)}"

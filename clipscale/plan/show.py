@@ -14,14 +14,6 @@ from clipscale.report.table import TextTable, plain_console
 
 Result = dict[str, Any]
 
-CONTENTS = {
-    "encode": "a chunk without a graph, and the features",
-    "loss": "features, their gradients, tiles",
-    "replay": "a chunk with its graph, gradients",
-    "optim": "the optimizer's temporaries",
-}
-"""What the memory of a phase holds."""
-
 
 def main(config: PlanConfig, console: Console | None = None) -> int:
     """Plan, or with `run` compare, and print; returns the exit status: 1 if the run does not fit. Raises UserError."""
@@ -30,29 +22,28 @@ def main(config: PlanConfig, console: Console | None = None) -> int:
     if config.json:
         console.print(json.dumps(result, indent=1), soft_wrap=True)
     else:
-        (show_comparison if config.run else show_plan)(result, console)
+        (show_comparison if config.run else show_plan)(result, config, console)
     return 0 if result.get("fits", True) else 1
 
 
-def show_plan(result: Result, console: Console) -> None:
+def show_plan(result: Result, config: PlanConfig, console: Console) -> None:
     """Print a plan as tables and lines; the last line is the conclusion."""
-    settings, time, limits = (result[name] for name in ("settings", "time", "limits"))
-    image, text = settings["chunk"].values()
-    chunks = str(image) if image == text else f"{image} and {text}"
+    settings, time, limits, host = (result[name] for name in ("settings", "time", "limits", "host"))
+    chunks = " and ".join(map(str, dict.fromkeys(settings["chunk"].values())))
     heading = (
         f"{settings['model']}, batch {format_count(settings['batch'])}: {settings['local_batch']} samples on each of "
         f"{settings['nodes']} x {settings['gpus']} x {settings['hardware']}, in chunks of {chunks}, "
         f"{settings['precision']}, {settings['optim']}, offload={settings['offload']}, {settings['parallel']}"
     )
     console.print(printable(heading))
-    for table in memory_tables(result["device"], result["host"]):
+    for table in memory_tables(result["device"], host):
         console.print(table)
-    if result["host"]["disk_bytes"]:
-        console.print(f"and {format_bytes(result['host']['disk_bytes'])} on the disk of each node\n")
+    if host["disk_bytes"]:
+        console.print(f"and {format_bytes(host['disk_bytes'])} on the disk of each node\n")
     if time:
         names = ("encode", "loss", "ring", "replay", "gradients", "step")
         row = [*(f"{time[f'{name}_s']:.3g}" for name in names), f"{time['samples_per_s']:,.0f}"]
-        title = f"seconds of a step, if the GPU reaches {time['assumed_utilisation']:.0%} of its peak (assumed, not measured)"
+        title = f"seconds of a step, if the GPU reaches {config.utilisation:.0%} of its peak (assumed, not measured)"
         console.print(TextTable((*names, "samples/s"), [[row]], title))
         if time["hours"]:
             console.print(f"{time['hours']:,.1f} hours for the run's samples, at that rate\n")
@@ -60,7 +51,7 @@ def show_plan(result: Result, console: Console) -> None:
         chunk = f"cache.chunk={limits['chunk']}" if limits["chunk"] else "none"
         batch = f"batch={format_count(limits['batch'])}" if limits["batch"] else "none"
         bound = f" (bounded by {limits['batch_bound']})" if limits["batch_bound"] else ""
-        console.print(f"largest power of two that fits: at this batch {chunk}; with this chunk {batch}{bound}")
+        console.print(f"largest that fits, in powers of two: at this batch {chunk}; with this chunk {batch}{bound}")
     for note in result["notes"]:
         console.print(printable(note))
     console.print(result["conclusion"], style="bold")
@@ -68,49 +59,25 @@ def show_plan(result: Result, console: Console) -> None:
 
 def memory_tables(device: Result, host: Result) -> list[TextTable]:
     """The GPU's memory between steps and in a step, and the host's memory."""
-    fixed = device["fixed_bytes"] | {
-        name: device[key]
-        for name, key in (("cuBLAS workspace", "workspace_bytes"), ("outside of torch", "outside_bytes"))
-        if device[key]
-    }
-    phases = [
-        [name, *(format_bytes(phase[f"{key}_bytes"]) for key in ("before", "extra", "peak")), CONTENTS[name]]
-        for name, phase in device["phases"].items()
-    ]
-    parts = [
-        [name, format_bytes(size), format_bytes(size * host["processes"])]
-        for name, size in host["process_bytes"].items()
-    ]
-    parts.append(["all", format_bytes(sum(host["process_bytes"].values())), format_bytes(host["node_bytes"])])
+    outside = {"cuBLAS workspace": device["workspace_bytes"], "outside of torch": device["outside_bytes"]}
+    fixed = [[name, format_bytes(size)] for name, size in (device["fixed_bytes"] | outside).items() if size]
+    keys = ("before_bytes", "extra_bytes", "peak_bytes")
+    phases = [[name, *(format_bytes(phase[key]) for key in keys)] for name, phase in device["phases"].items()]
+    host_bytes = host["process_bytes"] | {"all": sum(host["process_bytes"].values())}
+    parts = [[name, format_bytes(size), format_bytes(size * host["processes"])] for name, size in host_bytes.items()]
     return [
-        TextTable(
-            ("what", "bytes"),
-            [[[name, format_bytes(size)] for name, size in fixed.items()]],
-            "memory of one GPU, throughout",
-        ),
-        TextTable(
-            ("phase", "before", "beyond", "peak", "beyond: what"),
-            [phases],
-            "in a step, of torch's allocator",
-            left=("beyond: what",),
-        ),
+        TextTable(("what", "bytes"), [fixed], "memory of one GPU, throughout"),
+        TextTable(("phase", "before", "beyond", "peak"), [phases], "in a step, of torch's allocator"),
         TextTable(("what", "a process", "a node"), [parts], "memory of the host"),
     ]
 
 
-def show_comparison(result: Result, console: Console) -> None:
+def show_comparison(result: Result, _: PlanConfig, console: Console) -> None:
     """Print predicted and measured memory side by side."""
-
-    def row(name: str, entry: Result) -> list[str]:
-        measured, ratio = entry["measured_bytes"], entry["ratio"]
-        return [
-            name,
-            format_bytes(entry["predicted_bytes"]),
-            "-" if measured is None else format_bytes(measured),
-            "-" if ratio is None else f"{ratio:.3f}",
-        ]
-
-    rows = [row(name, entry) for name, entry in result["compared"].items()]
+    rows = []
+    for name, entry in result["compared"].items():
+        predicted, measured, ratio = entry.values()
+        rows.append([name, format_bytes(predicted), *([format_bytes(measured), f"{ratio:.3f}"] if measured else "--")])
     title = f"{result['run']}: {result['hardware']}, medians of {result['steps']} steps"
     console.print(TextTable(("what", "predicted", "measured", "predicted / measured"), [rows], title))
     for note in result["notes"]:

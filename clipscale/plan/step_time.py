@@ -18,6 +18,10 @@ LAP_BYTES, GRADIENT_BYTES = 2, 4
 once (docs/loss.md)."""
 
 
+CAPTION_TOKENS, NETWORK = 20, 25.0
+"""Assumed: mean tokens of a caption, and GB/s from a GPU to another node."""
+
+
 @dataclass(frozen=True)
 class StepTime:
     """Seconds of one step, by part. The ring's transfers overlap the loss's arithmetic."""
@@ -38,7 +42,7 @@ def step_time(config: PlanConfig, gpu: Hardware, run: DryRun, batch: int, kept: 
     """A step of `batch` samples on each rank; `kept`: share of each tower's second forward pass that kept graphs save."""
     ranks = config.gpus * config.nodes
     rate = gpu.peak(config.precision.name, config.precision.tf32) * config.utilisation
-    link = 1e9 * (config.network if config.nodes > 1 else gpu.link)
+    link = 1e9 * (NETWORK if config.nodes > 1 else gpu.link)
     image, text = forward_flops(config.model, caption_width(config, run))
     forward = (0 if run.state.stored else image, text)
     trained = [tower.trained for tower in run.state.cache.towers]
@@ -69,4 +73,4 @@ def caption_width(config: PlanConfig, run: DryRun) -> int:
     """Tokens at which the text tower computes a caption, on average: the whole context, unless the run sorts captions and cuts them."""
     if not (config.data.sort_captions and expected_to_cut(run.state.model.text.encoder)):
         return run.context_length
-    return min(run.context_length, round(config.caption_tokens + GRAIN / 2))
+    return min(run.context_length, round(CAPTION_TOKENS + GRAIN / 2))

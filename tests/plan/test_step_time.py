@@ -15,9 +15,11 @@ from tests.models.test_towers import SMALL
 GPU = next(iter(HARDWARE.values()))
 
 
-def settings(text: dict[str, Any], tokens: float) -> PlanConfig:
+def settings(text: dict[str, Any], *, sort: bool) -> PlanConfig:
     architecture = SMALL | {"text_cfg": SMALL["text_cfg"] | {"context_length": 77} | text}
-    return PlanConfig(model=ModelConfig(name="small", architecture=architecture), caption_tokens=tokens)
+    config = PlanConfig(model=ModelConfig(name="small", architecture=architecture))
+    config.data.sort_captions = sort
+    return config
 
 
 def run_of(model: ModelConfig) -> Any:
@@ -31,26 +33,14 @@ def run_of(model: ModelConfig) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("text", "sort", "tokens", "width"),
-    [({}, True, 20, 24), ({}, True, 75, 77), ({}, False, 20, 77), ({"no_causal_mask": True}, True, 20, 77)],
+    ("text", "sort", "width"), [({}, True, 24), ({}, False, 77), ({"no_causal_mask": True}, True, 77)]
 )
-def test_sorted_captions_are_planned_at_their_own_width(
-    text: dict[str, Any], sort: bool, tokens: float, width: int
-) -> None:
-    config = settings(text, tokens)
-    config.data.sort_captions = sort
+def test_sorted_captions_are_planned_at_their_own_width(text: dict[str, Any], sort: bool, width: int) -> None:
+    config = settings(text, sort=sort)
     assert caption_width(config, run_of(config.model)) == width
 
 
 def test_a_step_of_short_captions_is_shorter() -> None:
-    short, long = settings({}, 12), settings({}, 70)
+    short, long = settings({}, sort=True), settings({}, sort=False)
     run = run_of(short.model)
     assert step_time(short, GPU, run, 64, (0, 0)).step < 0.95 * step_time(long, GPU, run, 64, (0, 0)).step
-
-
-def test_kept_exponentials_save_a_quarter_of_the_loss() -> None:
-    none, some, everything = (settings({}, 12) for _ in range(3))
-    batch = 1024
-    some.loss.keep, everything.loss.keep = str(batch * batch), "1G"
-    times = [step_time(one, GPU, run_of(one.model), batch, (0, 0)).loss for one in (none, some, everything)]
-    assert times == pytest.approx([times[0], 0.875 * times[0], 0.75 * times[0]])
