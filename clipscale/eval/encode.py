@@ -1,10 +1,11 @@
 """Encodes images and texts on all ranks.
 
-The work is cut into batches that do not depend on the number of ranks. Rank r takes every world-size-th batch. So 1, 2 and 4 processes
-make the same forward passes and get the same features. All ranks make equally many passes: one without work repeats an input. FSDP2's
-towers, which communicate in their forward pass, can thus be used as they are.
+The work is cut into batches that do not depend on the number of ranks. Rank r takes every world-size-th batch. So 1, 2
+and 4 processes make the same forward passes and get the same features. All ranks make equally many passes: one without
+work repeats an input. FSDP2's towers, which communicate in their forward pass, can thus be used as they are.
 
 N: inputs, n: inputs of a batch, C: classes, U: distinct class names, D: feature width.
+
 """
 
 import logging
@@ -36,7 +37,9 @@ def spans(count: int, batch: int, world: World) -> list[range]:
 
 
 def join(parts: Sequence[Tensor], count: int, batch: int, world: World) -> Tensor:
-    """The rows of all batches on every rank, in order: (count, ...). `parts` has the rows of each of this rank's `spans`."""
+    """The rows of all batches on every rank, in order: (count, ...). `parts` has the rows of each of this rank's
+    `spans`.
+    """
     batch = min(batch, count)
     rows = torch.stack([torch.cat([part, part.new_zeros(batch - len(part), *part.shape[1:])]) for part in parts])
     joined = world.gather_rows(rows)
@@ -69,9 +72,11 @@ class Encoder:
         return join(parts, len(texts), self.batch, self.world)
 
     def classes(self, eval_set: EvalSet) -> tuple[Tensor, Tensor]:
-        """Embeddings (U, D) of the distinct class names of a classification set, and the row of each class (C,), on every rank.
+        """Embeddings (U, D) of the distinct class names of a classification set, and the row of each class (C,), on
+        every rank.
 
         Classes of one name have one row, and so the same score to the last bit.
+
         """
         row = {name: index for index, name in enumerate(dict.fromkeys(eval_set.classnames))}
         names, batch = list(row), max(1, self.batch // len(eval_set.templates))

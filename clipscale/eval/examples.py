@@ -68,10 +68,12 @@ def gallery(eval_set: EvalSet, images_ND: Tensor, captions_MD: Tensor, usable_N:
 
 
 def misses(eval_set: EvalSet, counts_3C: Tensor, predicted_N: Tensor, margin_N: Tensor) -> Examples:
-    """Accuracies of classes, pairs that the model confuses, and pictures that it misses, those with the largest margins first.
+    """Accuracies of classes, pairs that the model confuses, and pictures that it misses, those with the largest margins
+    first.
 
-    counts_3C: images, top-1 and top-5 hits of each class. predicted_N: the class with the highest score. margin_N: how far that is above
-    the right class's; NaN for a picture without scores, which is not shown.
+    counts_3C: images, top-1 and top-5 hits of each class. predicted_N: the class with the highest score. margin_N: how
+    far that is above the right class's; NaN for a picture without scores, which is not shown.
+
     """
     labels = torch.tensor(eval_set.labels)
     predicted_N, margin_N, counts = predicted_N.cpu(), margin_N.cpu(), counts_3C.cpu().tolist()

@@ -20,12 +20,14 @@ from clipscale.eval.sets.item import EvalSet
 log = logging.getLogger(__name__)
 
 Results = dict[str, dict[str, float]]
-"""Set name -> metric name -> value. Metrics are shares in [0, 1], except the counts `images`, `captions` and `broken`. `main` is the
-set's main metric in its suite."""
+"""Set name -> metric name -> value. Metrics are shares in [0, 1], except the counts `images`, `captions` and `broken`.
+`main` is the set's main metric in its suite."""
 
 
 def measured(eval_set: EvalSet, about: dict[str, Any]) -> dict[str, Any]:
-    """What the results of a set belong to: the set, how much of it, the prompts, the versions, and what the caller knows."""
+    """What the results of a set belong to: the set, how much of it, the prompts, the versions, and what the caller
+    knows.
+    """
     facts: dict[str, Any] = {"path": str(eval_set.path), "kind": eval_set.kind, "images": len(eval_set)}
     if eval_set.whole is not None:
         facts |= {"of": eval_set.whole, "chosen": "of each class in proportion"}
@@ -39,9 +41,11 @@ def measured(eval_set: EvalSet, about: dict[str, Any]) -> dict[str, Any]:
 
 
 def save_results(run_dir: Path, step: int | None, results: Results, about: dict[str, dict[str, Any]]) -> Path:
-    """Write `eval/step_N.json`, or `eval/final.json`, as a whole. Results of other sets from an earlier call stay in the file.
+    """Write `eval/step_N.json`, or `eval/final.json`, as a whole. Results of other sets from an earlier call stay in
+    the file.
 
     about: what each set's results belong to. Raises OSError.
+
     """
     path = run_dir / "eval" / ("final.json" if step is None else f"step_{step:08d}.json")
     path.parent.mkdir(parents=True, exist_ok=True)

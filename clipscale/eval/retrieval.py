@@ -17,10 +17,11 @@ def first_right_ranks(
 ) -> Tensor:
     """Rank of each query's first right candidate, from 0: the number of wrong candidates not below the best right one.
 
-    A candidate is right if it belongs to the query's image (int64). Every query has a right candidate. Ties count against the model: a
-    wrong answer ranks before an equally similar right one. A NaN never finds its answer.
+    A candidate is right if it belongs to the query's image (int64). Every query has a right candidate. Ties count
+    against the model: a wrong answer ranks before an equally similar right one. A NaN never finds its answer.
 
     Returns (Q,) int64.
+
     """
     ranks = []
     for queries_qD, image_q in zip(queries_QD.split(BLOCK), query_image_Q.split(BLOCK)):
@@ -33,10 +34,12 @@ def first_right_ranks(
 
 
 def retrieval_metrics(images_ND: Tensor, captions_MD: Tensor, owner_M: Tensor, usable_N: Tensor) -> dict[str, float]:
-    """`image_to_text_r{1,5,10}`: any of the image's captions is in the top k; `text_to_image_r{1,5,10}`: the caption's image is.
+    """`image_to_text_r{1,5,10}`: any of the image's captions is in the top k; `text_to_image_r{1,5,10}`: the caption's
+    image is.
 
-    owner_M: (M,) int64, the image of each caption; every image has at least one. usable_N: (N,) bool; an image that is not is a miss, and
-    so are its captions. The others are ranked without them.
+    owner_M: (M,) int64, the image of each caption; every image has at least one. usable_N: (N,) bool; an image that is
+    not is a miss, and so are its captions. The others are ranked without them.
+
     """
     image_N, usable_M = torch.arange(len(images_ND), device=owner_M.device), usable_N[owner_M]
     images, captions = (images_ND[usable_N], image_N[usable_N]), (captions_MD[usable_M], owner_M[usable_M])

@@ -54,13 +54,15 @@ def evaluate(
 ) -> Results:
     """Metrics of every set, the same on every rank. A collective: every rank calls it.
 
-    Broken images count as misses, so every metric covers all images of its set; the metric `broken` counts them. With `run_dir`, rank 0
-    writes `eval/step_N.json` there after each set, and examples for the report. The model is in evaluation mode meanwhile, and put back
-    afterwards. Sets evaluated with averaged weights, which the caller puts into the model, are named `SET (ema)`, parts of sets
-    `SET (limit N)`. `about` is what the caller knows of the results, such as the precision; it is kept beside them. `before_batch()` is
-    called equally often on every rank; what it raises ends the evaluation.
+    Broken images count as misses, so every metric covers all images of its set; the metric `broken` counts them. With
+    `run_dir`, rank 0 writes `eval/step_N.json` there after each set, and examples for the report. The model is in
+    evaluation mode meanwhile, and put back afterwards. Sets evaluated with averaged weights, which the caller puts into
+    the model, are named `SET (ema)`, parts of sets `SET (limit N)`. `about` is what the caller knows of the results,
+    such as the precision; it is kept beside them. `before_batch()` is called equally often on every rank; what it
+    raises ends the evaluation.
 
     Raises UserError for sets that cannot be used.
+
     """
     sets = check(config, world)
     encoder = Encoder(model, world, autocast, config.batch, config.workers or min(8, cores_of_rank()), before_batch)

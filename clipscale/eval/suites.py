@@ -35,9 +35,11 @@ def chosen_sets(config: EvalConfig) -> list[EvalSet]:
 
 
 def suite_sets(suite: str, root: str | None) -> list[EvalSet]:
-    """The sets of a suite that are in the folder `root`, under the suite's names for them. The others are named in the log.
+    """The sets of a suite that are in the folder `root`, under the suite's names for them. The others are named in the
+    log.
 
     Raises UserError if there are none, and for a set that cannot be used.
+
     """
     if root is None:
         raise UserError(
@@ -48,8 +50,8 @@ def suite_sets(suite: str, root: str | None) -> list[EvalSet]:
     places = {known.name: place for known in entries if (place := known.find(folder))}
     if not places:
         raise UserError(
-            f"eval.root={root} holds none of the {len(entries)} sets of suite={suite}; {entries[0].name} is looked for as "
-            f"{', '.join(entries[0].candidates)} and comes from {entries[0].source}"
+            f"eval.root={root} holds none of the {len(entries)} sets of suite={suite}; {entries[0].name} is looked for "
+            f"as {', '.join(entries[0].candidates)} and comes from {entries[0].source}"
         )
     for known in entries:
         if known.name not in places:
@@ -61,7 +63,9 @@ def suite_sets(suite: str, root: str | None) -> list[EvalSet]:
 def suite_table(
     suite: str, sets: Sequence[EvalSet], results: Mapping[str, Mapping[str, float]], name: str
 ) -> TextTable:
-    """The columns of the suite for one model, in per cent: each the mean of some results, or `-` where one of them is missing."""
+    """The columns of the suite for one model, in per cent: each the mean of some results, or `-` where one of them is
+    missing.
+    """
     of_set = {eval_set.name: results.get(eval_set.label, {}) for eval_set in sets}
     cells = []
     for column in table()["suites"][suite]["columns"].values():

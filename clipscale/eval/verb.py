@@ -28,9 +28,11 @@ from clipscale.step.precision import Precision
 
 
 def main(config: EvalRunConfig) -> Results:
-    """Evaluate, on `launch.procs` processes or as one of torchrun's. Without sets it takes the run's own, and without a root the run's.
+    """Evaluate, on `launch.procs` processes or as one of torchrun's. Without sets it takes the run's own, and without a
+    root the run's.
 
     Raises UserError.
+
     """
     folder = check_eval(config)
     if not config.eval.wanted or (config.eval.suite != "none" and config.eval.root is None):
@@ -40,7 +42,9 @@ def main(config: EvalRunConfig) -> Results:
 
 
 def work(config: EvalRunConfig) -> Results:
-    """One process's part. Rank 0 prints tables. Returns the results, of `checkpoint=all` those of the newest. Raises UserError."""
+    """One process's part. Rank 0 prints tables. Returns the results, of `checkpoint=all` those of the newest. Raises
+    UserError.
+    """
     folder = check_eval(config)
     world = distributed.start(config.device, config.launch.timeout_s)
     results: Results = {}
@@ -96,7 +100,9 @@ def _results(
 
 
 def _complete(config: EvalConfig, settings: Path) -> None:
-    """Set what is not given of `sets`, `suite` and `root` as in the run's settings. Raises UserError where they have no sets either."""
+    """Set what is not given of `sets`, `suite` and `root` as in the run's settings. Raises UserError where they have no
+    sets either.
+    """
     saved = yaml.safe_load(settings.read_text(encoding="utf-8")).get("eval", {}) if settings.is_file() else {}
     if not config.wanted:
         config.sets, config.suite = restored(saved.get("sets", [])), saved.get("suite", "none")

@@ -22,8 +22,9 @@ def class_embeddings(
 ) -> Tensor:
     """Class embeddings: the normalised mean over templates of normalised prompt features (CLIP, section 3.1.4).
 
-    encode_text: (n, T) integer tokens -> (n, D), called with exactly `batch` rows except at the end. templates: with {c} for the class.
-    Returns (C, D) float32 on the device of the encoder's output, rows of length 1.
+    encode_text: (n, T) integer tokens -> (n, D), called with exactly `batch` rows except at the end. templates: with
+    {c} for the class. Returns (C, D) float32 on the device of the encoder's output, rows of length 1.
+
     """
     prompts = [render(template, name) for name in classnames for template in templates]
     sums: Tensor | None = None
@@ -43,10 +44,11 @@ def class_embeddings(
 def target_ranks(scores_nC: Tensor, target_n: Tensor) -> Tensor:
     """The number of other classes that come before the right one; 0 is a top-1 hit.
 
-    Of equal scores the lower class comes first, as in torch.argmax and so in CLIP_benchmark's class recall: two classes of ImageNet
-    are called "missile", and two "sunglasses". NaNs count against the model.
+    Of equal scores the lower class comes first, as in torch.argmax and so in CLIP_benchmark's class recall: two classes
+    of ImageNet are called "missile", and two "sunglasses". NaNs count against the model.
 
     scores_nC: (n, C). target_n: (n,) int64. Returns (n,) int64; C where the score of the right class is NaN.
+
     """
     right_n1 = scores_nC.gather(1, target_n[:, None])
     later_nC = torch.arange(scores_nC.shape[1], device=scores_nC.device) >= target_n[:, None]
@@ -62,14 +64,18 @@ def accuracy_counts(ranks_n: Tensor, target_n: Tensor, classes: int) -> Tensor:
 
 
 def accuracy_metrics(counts_3C: Tensor) -> dict[str, float]:
-    """`top1` and `top5`, as shares of all images, and `mean_per_class_recall`, the mean top-1 of the classes with images."""
+    """`top1` and `top5`, as shares of all images, and `mean_per_class_recall`, the mean top-1 of the classes with
+    images.
+    """
     images, top1, top5 = counts_3C.double().unbind(0)
     shares = {"top1": float(top1.sum() / images.sum()), "top5": float(top5.sum() / images.sum())}
     return shares | {"mean_per_class_recall": float((top1 / images)[images > 0].mean())}
 
 
 def macro_f1(counts_3C: Tensor, predicted_C: Tensor) -> float:
-    """The mean over classes with images of 2 hits / (images + predictions). predicted_C: images that were given each class."""
+    """The mean over classes with images of 2 hits / (images + predictions). predicted_C: images that were given each
+    class.
+    """
     images, hits, _ = counts_3C.double().unbind(0)
     present = images > 0
     return float((2 * hits / (images + predicted_C))[present].mean())

@@ -25,10 +25,12 @@ def padding(
     device: torch.device,
     weights: Mapping[str, Tensor] | None = None,
 ) -> int | str:
-    """The padding token, if a float32 tower's unit features stay the same when padding is cut off; else why they may not be cut.
+    """The padding token, if a float32 tower's unit features stay the same when padding is cut off; else why they may
+    not be cut.
 
     `tower` maps tokens (N, T) to features (N, D). A tower that normalises over a batch's samples is not cut either.
     `weights` by name take the place of the tower's own, which may have no values yet.
+
     """
     if any(isinstance(module, _BatchNorm) for module in tower.modules()):
         return "the text tower has batch normalisation"
@@ -49,9 +51,11 @@ def padding(
 
 
 def expected_to_cut(encoder: nn.Module) -> bool:
-    """Whether `padding` is expected to find that captions may be cut, by the description of one of open_clip's text transformers.
+    """Whether `padding` is expected to find that captions may be cut, by the description of one of open_clip's text
+    transformers.
 
     For `plan`, whose towers have no values. False for all other towers.
+
     """
     if not isinstance(encoder, TextTransformer) or encoder.cls_emb is not None:
         return False

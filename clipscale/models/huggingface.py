@@ -70,27 +70,27 @@ _POOL_INPUT = "vision_model.head.attention.in_proj_"
 
 
 def from_open_clip(state: dict[str, Tensor], kind: str) -> dict[str, Tensor]:
-    """open_clip's weights under Hugging Face's names. Raises KeyError for a weight that a model of this kind does not have."""
-    names, found = _names(kind), dict[str, Tensor]()
+    """open_clip's weights under Hugging Face's names. Raises KeyError for a weight that a model of this kind does not
+    have.
+    """
+    names, theirs = _names(kind), dict[str, Tensor]()
     for name, value in state.items():
         if name.startswith((f"{_POOL}q.", f"{_POOL}kv.")):
             continue
-        their = _renamed(name, names)
-        if their is None:
+        new = _renamed(name, names)
+        if new is None:
             raise KeyError(name)
-        if "{}" in their:
-            for part, rows in zip("qkv", value.chunk(3)):
-                found[their.format(part)] = rows
-        elif name in _TRANSPOSED:
-            found[their] = value.T
+        if "{}" in new:
+            theirs |= {new.format(part): rows for part, rows in zip("qkv", value.chunk(3))}
         else:
-            found[their] = value[0] if name.endswith("trunk.pos_embed") else value
+            value = value.T if name in _TRANSPOSED else value
+            theirs[new] = value[0] if name.endswith("trunk.pos_embed") else value
     if kind == "siglip":
         for part in ("weight", "bias"):
-            found[_POOL_INPUT + part] = torch.cat([state[f"{_POOL}q.{part}"], state[f"{_POOL}kv.{part}"]])
-        for part in ("logit_scale", "logit_bias"):
-            found[part] = found[part].reshape(1)
-    return {name: value.contiguous() for name, value in found.items()}
+            theirs[_POOL_INPUT + part] = torch.cat([state[f"{_POOL}q.{part}"], state[f"{_POOL}kv.{part}"]])
+        for name in ("logit_scale", "logit_bias"):
+            theirs[name] = theirs[name].reshape(1)
+    return {name: value.contiguous() for name, value in theirs.items()}
 
 
 def to_open_clip(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -100,22 +100,22 @@ def to_open_clip(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """
     kind = "siglip" if any("vision_model.head." in n or "text_model.head." in n for n in state) else "clip"
     names = {theirs: ours for ours, theirs in _names(kind).items()}
-    found: dict[str, Tensor] = {}
+    ours: dict[str, Tensor] = {}
     fused: dict[str, dict[str, Tensor]] = {}
     for name, value in state.items():
         if name.endswith("position_ids"):
             continue
         projection = re.search(r"self_attn\.([qkv])_proj", name)
-        ours = _renamed(name.replace(projection[0], "self_attn.{}_proj") if projection else name, names) or name
+        new = _renamed(name.replace(projection[0], "self_attn.{}_proj") if projection else name, names) or name
         if name.startswith(_POOL_INPUT):
-            part = name.removeprefix(_POOL_INPUT)
-            found[f"{_POOL}q.{part}"], found[f"{_POOL}kv.{part}"] = value.split([len(value) // 3, 2 * len(value) // 3])
-        elif projection and ours != name:
-            fused.setdefault(ours, {})[projection[1]] = value
+            part, third = name.removeprefix(_POOL_INPUT), len(value) // 3
+            ours[f"{_POOL}q.{part}"], ours[f"{_POOL}kv.{part}"] = value.split([third, 2 * third])
+        elif projection and new != name:
+            fused.setdefault(new, {})[projection[1]] = value
         else:
-            value = value.T if ours in _TRANSPOSED and value.dim() == 2 else value
-            found[ours] = value[None] if ours.endswith("trunk.pos_embed") else value
-    return found | {name: torch.cat([parts[p] for p in "qkv"]) for name, parts in fused.items() if len(parts) == 3}
+            value = value.T if new in _TRANSPOSED and value.dim() == 2 else value
+            ours[new] = value[None] if new.endswith("trunk.pos_embed") else value
+    return ours | {name: torch.cat([parts[p] for p in "qkv"]) for name, parts in fused.items() if len(parts) == 3}
 
 
 def _names(kind: str) -> dict[str, str]:
@@ -140,14 +140,12 @@ def _renamed(name: str, names: dict[str, str]) -> str | None:
 # -- configurations ----------------------------------------------------------------------------------------------------
 
 _TOWER = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12}
+_CLIP_TEXT = {"hidden_size": 512, "num_attention_heads": 8, "max_position_embeddings": 77, "vocab_size": 49408}
 _DEFAULTS = {
-    "clip": (
-        {**_TOWER, "image_size": 224, "patch_size": 32},
-        {**_TOWER, "hidden_size": 512, "num_attention_heads": 8, "max_position_embeddings": 77, "vocab_size": 49408},
-    ),
+    "clip": (_TOWER | {"image_size": 224, "patch_size": 32}, _TOWER | _CLIP_TEXT),
     "siglip": (
-        {**_TOWER, "image_size": 224, "patch_size": 16},
-        {**_TOWER, "max_position_embeddings": 64, "vocab_size": 32000},
+        _TOWER | {"image_size": 224, "patch_size": 16},
+        _TOWER | {"max_position_embeddings": 64, "vocab_size": 32000},
     ),
 }
 """Of the vision and the text tower, where config.json leaves them out."""
@@ -159,6 +157,7 @@ _TEXT_SIZES = {
     "context_length": "max_position_embeddings", "vocab_size": "vocab_size",
 }  # fmt: skip
 """open_clip's name of a number -> Hugging Face's."""
+_SIGLIP_TEXT = {"no_causal_mask": True, "proj_bias": True, "pool_type": "last"}
 _GELU = {"gelu_pytorch_tanh": "tanh", "gelu": "none"}
 """Hugging Face's name of an activation -> torch's."""
 _TIMM_SIGLIP = {(768, 12): "base", (1024, 24): "large", (1152, 27): "so400m", (1536, 40): "giantopt"}
@@ -170,46 +169,42 @@ def description(config: dict[str, Any], folder: str) -> dict[str, Any]:
     if kind not in KINDS:
         raise ValueError(f"its model_type is {kind!r}; {' and '.join(KINDS)} can be read")
     vision, text = (
-        defaults
-        | {"intermediate_size": 4 * (config.get(f"{part}_config") or {}).get("hidden_size", defaults["hidden_size"])}
-        | (config.get(f"{part}_config") or {})
-        for part, defaults in zip(("vision", "text"), _DEFAULTS[kind])
+        defaults | (config.get(f"{part}_config") or {}) for part, defaults in zip(("vision", "text"), _DEFAULTS[kind])
     )
     text_cfg: dict[str, Any] = {ours: text[theirs] for ours, theirs in _TEXT_SIZES.items()}
-    text_cfg["mlp_ratio"] = text["intermediate_size"] / text["hidden_size"]
+    text_cfg["mlp_ratio"] = _mlp_ratio(text)
     if kind == "siglip":
-        size = _TIMM_SIGLIP.get((vision["hidden_size"], vision["num_hidden_layers"]))
-        if size is None:
-            raise ValueError(f"timm has no SigLIP tower of width {vision['hidden_size']}")
-        kin = f"vit_{size}_patch{vision['patch_size']}_siglip_"
-        name = f"{kin}{vision['image_size']}"
-        if not timm.is_model(name):
-            name = next(iter(timm.list_models(f"{kin}[0-9]*")), name)
-        vision_cfg = {
-            "image_size": vision["image_size"],
-            "timm_model_name": name,
-            "timm_pool": "map",
-            "timm_proj": "none",
-            "act_kwargs": {"approximate": _gelu(vision)},
-        }
-        text_cfg |= {"no_causal_mask": True, "proj_bias": True, "pool_type": "last", "norm_kwargs": {"eps": 1e-6}}
-        text_cfg |= {"act_kwargs": {"approximate": _gelu(text)}, "hf_tokenizer_name": folder}
-        text_cfg |= {"tokenizer_kwargs": {"clean": "canonicalize"}}
-        found = {"embed_dim": vision["hidden_size"], "vision_cfg": vision_cfg, "text_cfg": text_cfg}
-        return found | {"init_logit_bias": -10}
-    vision_cfg = {ours: vision[theirs] for ours, theirs in _VISION_SIZES.items()} | {
-        "head_width": vision["hidden_size"] // vision["num_attention_heads"],
-        "mlp_ratio": vision["intermediate_size"] / vision["hidden_size"],
-    }
+        act = {"act_kwargs": {"approximate": _gelu(text)}}
+        text_cfg |= _SIGLIP_TEXT | act | {"norm_kwargs": {"eps": 1e-6}, "hf_tokenizer_name": folder}
+        text_cfg["tokenizer_kwargs"] = {"clean": "canonicalize"}
+        vision_cfg = {"image_size": vision["image_size"], "act_kwargs": {"approximate": _gelu(vision)}}
+        vision_cfg |= {"timm_model_name": _timm_siglip(vision), "timm_pool": "map", "timm_proj": "none"}
+        towers = {"vision_cfg": vision_cfg, "text_cfg": text_cfg}
+        return {"embed_dim": vision["hidden_size"], "init_logit_bias": -10} | towers
+    vision_cfg = {ours: vision[theirs] for ours, theirs in _VISION_SIZES.items()}
+    vision_cfg["head_width"] = vision["hidden_size"] // vision["num_attention_heads"]
+    vision_cfg["mlp_ratio"] = _mlp_ratio(vision)
     if text["vocab_size"] != 49408:  # CLIP's own vocabulary needs no files
         text_cfg["hf_tokenizer_name"] = folder
-    quick = {part.get("hidden_act", "quick_gelu") for part in (vision, text)}
-    if len(quick) > 1 or not quick <= {"quick_gelu", "gelu"}:
-        raise ValueError(
-            f"its activations are {' and '.join(sorted(quick))}; quick_gelu or gelu in both towers can be read"
-        )
-    found = {"embed_dim": config.get("projection_dim", 512), "vision_cfg": vision_cfg, "text_cfg": text_cfg}
-    return found | ({"quick_gelu": True} if quick == {"quick_gelu"} else {})
+    acts = {tower.get("hidden_act", "quick_gelu") for tower in (vision, text)}
+    if acts not in ({"quick_gelu"}, {"gelu"}):
+        raise ValueError(f"its activations are {sorted(acts)}; quick_gelu or gelu in both towers can be read")
+    quick = {"quick_gelu": True} if acts == {"quick_gelu"} else {}
+    return {"embed_dim": config.get("projection_dim", 512), "vision_cfg": vision_cfg, "text_cfg": text_cfg} | quick
+
+
+def _mlp_ratio(tower: dict[str, Any]) -> float:
+    return float(tower.get("intermediate_size", 4 * tower["hidden_size"]) / tower["hidden_size"])
+
+
+def _timm_siglip(vision: dict[str, Any]) -> str:
+    """timm's name of a SigLIP tower, if need be of another resolution. Raises ValueError if it has none."""
+    size = _TIMM_SIGLIP.get((vision["hidden_size"], vision["num_hidden_layers"]))
+    if size is None:
+        raise ValueError(f"timm has no SigLIP tower of width {vision['hidden_size']}")
+    prefix = f"vit_{size}_patch{vision['patch_size']}_siglip_"
+    name = f"{prefix}{vision['image_size']}"
+    return name if timm.is_model(name) else next(iter(timm.list_models(f"{prefix}[0-9]*")), name)
 
 
 def _gelu(tower: dict[str, Any]) -> str:
@@ -226,9 +221,11 @@ def gelu_of(trunk: Any) -> str:
 
 
 def with_own_tokenizer(description: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """open_clip's description, naming the folder that it came with as that of its tokenizer, if the files are there; open_clip does so too.
+    """open_clip's description, naming the folder that it came with as that of its tokenizer, if the files are there;
+    open_clip does so too.
 
     A description with a tower of transformers stays.
+
     """
     text = description["text_cfg"]
     if "hf_tokenizer_name" in text and not text.get("hf_model_name") and (folder / "tokenizer_config.json").is_file():
@@ -245,11 +242,12 @@ def resolution(description: dict[str, Any]) -> dict[str, int]:
 
 _VISION_KEYS = {*_VISION_SIZES, "head_width", "mlp_ratio", "patch_dropout"}
 _TEXT_KEYS = {*_TEXT_SIZES, "mlp_ratio", "hf_tokenizer_name", "tokenizer_kwargs"}
-_SIGLIP_TEXT = {"no_causal_mask": True, "proj_bias": True, "pool_type": "last"}
 
 
 def configuration(description: dict[str, Any], visual: Any, *, logit_bias: bool) -> dict[str, Any]:
-    """The config.json of a model by open_clip's description and its image encoder. Raises ValueError for one that has none."""
+    """The config.json of a model by open_clip's description and its image encoder. Raises ValueError for one that has
+    none.
+    """
     vision, text = description["vision_cfg"], description["text_cfg"]
     trunk = getattr(visual, "trunk", None)
     if text.get("hf_model_name"):
@@ -286,5 +284,5 @@ def configuration(description: dict[str, Any], visual: Any, *, logit_bias: bool)
         "projection_dim": description["embed_dim"],
     }
     text_config |= {"projection_dim": description["embed_dim"], "bos_token_id": 49406, "eos_token_id": 49407}
-    found = {"model_type": "clip", "projection_dim": description["embed_dim"]}
-    return found | {"vision_config": vision_config | act, "text_config": text_config | act | {"pad_token_id": 49407}}
+    towers = {"vision_config": vision_config | act, "text_config": text_config | act | {"pad_token_id": 49407}}
+    return {"model_type": "clip", "projection_dim": description["embed_dim"]} | towers

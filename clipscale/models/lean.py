@@ -3,9 +3,11 @@
 - Queries, keys and values are views of one projection, which `scaled_dot_product_attention` takes without a copy.
 - A causal mask is a flag, not a matrix, and follows the length of the captions.
 - The last block computes the pooled token alone. Of all other tokens it needs the keys and values.
-- Under autocast, layer norms of half-precision values read and write these. Autocast by itself would make float32 copies of both.
+- Under autocast, layer norms of half-precision values read and write these. Autocast by itself would make float32
+  copies of both.
 
 N: samples, T: tokens, W: width, H: heads.
+
 """
 
 from typing import Any
@@ -28,7 +30,9 @@ Position = int | Tensor
 
 
 def make_lean(encoder: nn.Module) -> bool:
-    """Give one of open_clip's transformers the shorter forward pass, in place; False for any other module, which stays as it is."""
+    """Give one of open_clip's transformers the shorter forward pass, in place; False for any other module, which stays
+    as it is.
+    """
     kinds: dict[type, type[LeanVision] | type[LeanText]] = {VisionTransformer: LeanVision, TextTransformer: LeanText}
     kind, transformer = kinds.get(type(encoder)), getattr(encoder, "transformer", None)
     if kind is None or not isinstance(transformer, Transformer) or not kind.suits(encoder):
@@ -92,7 +96,9 @@ class LeanBlock(ResidualAttentionBlock):
 
 
 class LeanNorm(LayerNorm):
-    """open_clip's layer norm. Mean and variance are float32; on a GPU, gains and biases are rounded as autocast rounds matrices."""
+    """open_clip's layer norm. Mean and variance are float32; on a GPU, gains and biases are rounded as autocast rounds
+    matrices.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dtype not in (torch.bfloat16, torch.float16):

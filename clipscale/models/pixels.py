@@ -1,4 +1,6 @@
-"""How pictures are prepared for weights: the settings `mean`, `std`, `resize` and `interpolation`, by what comes with the weights."""
+"""How pictures are prepared for weights: the settings `mean`, `std`, `resize` and `interpolation`, by what comes with
+the weights.
+"""
 
 import json
 from collections.abc import Mapping
@@ -13,13 +15,17 @@ PIXELS = ("mean", "std", "interpolation", "resize")
 
 
 def of_open_clip(preprocess: dict[str, Any]) -> dict[str, Any]:
-    """open_clip's description of the pictures' preparation, as settings of the model. Raises UserError for values that they cannot have."""
+    """open_clip's description of the pictures' preparation, as settings of the model. Raises UserError for values that
+    they cannot have.
+    """
     values = preprocess | {"resize": preprocess.get("resize_mode", "shortest")}
     return _checked({key: values[key] for key in PIXELS if key in values})
 
 
 def of_transformers(folder: Path, kind: str) -> dict[str, Any]:
-    """transformers' description in a folder. `kind`: clip or siglip; "" for a tower alone, of which it is mean and deviation."""
+    """transformers' description in a folder. `kind`: clip or siglip; "" for a tower alone, of which it is mean and
+    deviation.
+    """
     file = folder / "preprocessor_config.json"
     processor = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     processor = processor.get("image_processor", processor)

@@ -16,7 +16,9 @@ CHARS_PER_TOKEN = 32
 class Tokenizer:
     """Captions -> int64 tokens (N, T) by `inner`, of so many characters of each caption as can matter.
 
-    The time of byte-pair encoding grows with the square of a word's length: it takes minutes for 80 kB of random letters.
+    The time of byte-pair encoding grows with the square of a word's length: it takes minutes for 80 kB of random
+    letters.
+
     """
 
     def __init__(self, inner: Callable[..., Tensor], length: int) -> None:
@@ -36,7 +38,9 @@ def cut(text: str, most: int) -> str:
 def tokenizer_of(name: str, text: dict[str, Any]) -> Tokenizer:
     """The tokenizer of a model by its open_clip description's `text_cfg`. `name`: the model's, for messages.
 
-    `hf_tokenizer_name` names a tokenizer of transformers, or a folder with its files; none of its code is run. Raises UserError.
+    `hf_tokenizer_name` names a tokenizer of transformers, or a folder with its files; none of its code is run. Raises
+    UserError.
+
     """
     length = text.get("context_length", DEFAULT_CONTEXT_LENGTH)
     options = dict(text.get("tokenizer_kwargs") or {})

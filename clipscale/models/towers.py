@@ -56,7 +56,9 @@ class TextTower(nn.Module):
 
 
 class StoredTower(nn.Module):
-    """Takes the image tower's place where features are stored: rows (N, D) -> unit rows (N, D), float32. It has no parameters."""
+    """Takes the image tower's place where features are stored: rows (N, D) -> unit rows (N, D), float32. It has no
+    parameters.
+    """
 
     def forward(self, rows: Tensor) -> Tensor:
         return unit_rows(rows)
@@ -148,9 +150,8 @@ def architecture(config: ModelConfig) -> dict[str, Any]:
     else:
         known = open_clip.get_model_config(config.name.replace("/", "-"))
         if known is None:
-            raise UserError(
-                f"model.name={config.name!r} is not an open_clip architecture{nearest(config.name, open_clip.list_models())}"
-            )
+            near = nearest(config.name, open_clip.list_models())
+            raise UserError(f"model.name={config.name!r} is not an open_clip architecture{near}")
         description = deepcopy(known)
     if "multimodal_cfg" in description:
         raise UserError(f"model.name={config.name!r} is a captioning model; choose a two-tower architecture")
@@ -169,7 +170,9 @@ def architecture(config: ModelConfig) -> dict[str, Any]:
 
 
 def encoders_of(description: dict[str, Any]) -> CustomTextCLIP:
-    """open_clip's model by its description, on torch's default device. Raises UserError for what open_clip cannot build."""
+    """open_clip's model by its description, on torch's default device. Raises UserError for what open_clip cannot
+    build.
+    """
     try:
         return CustomTextCLIP(**description)
     except Exception as error:  # open_clip and timm check little of what they are given
@@ -182,7 +185,9 @@ def encoders_of(description: dict[str, Any]) -> CustomTextCLIP:
 
 
 def adapt(encoders: CustomTextCLIP, config: ModelConfig, description: dict[str, Any]) -> None:
-    """Give a tower of timm the `image_size` of the settings and the `act_kwargs` of its description, which open_clip does not."""
+    """Give a tower of timm the `image_size` of the settings and the `act_kwargs` of its description, which open_clip
+    does not.
+    """
     trunk = getattr(encoders.visual, "trunk", None)
     if config.image_size and trunk is not None and hasattr(trunk, "set_input_size"):
         trunk.set_input_size(img_size=(config.image_size, config.image_size))

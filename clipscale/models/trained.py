@@ -17,8 +17,9 @@ T = TypeVar("T")
 def load_model(run: Path, which: str = "latest", weights: str = "trained") -> tuple[ClipModel, ModelConfig, int]:
     """The trained model of a run, in evaluation mode on the CPU, its settings, and the step of its checkpoint.
 
-    `which` is `latest`, a step number, or a path; `weights` is `trained` or `ema`, their moving average. Raises UserError where there is no
-    such checkpoint or average.
+    `which` is `latest`, a step number, or a path; `weights` is `trained` or `ema`, their moving average. Raises
+    UserError where there is no such checkpoint or average.
+
     """
     path = checkpoint.locate(run, which)
     state = checkpoint.load(path, parts=("model", "ema"))
@@ -41,10 +42,12 @@ def load_any(
     config: ModelConfig,
     on_main: Callable[[Callable[[], ModelConfig]], ModelConfig] = _directly,
 ) -> tuple[ClipModel, ModelConfig, int | None]:
-    """The model of a run's checkpoint, as `load_model` has it, or without a run the one that `config` describes, with its weights.
+    """The model of a run's checkpoint, as `load_model` has it, or without a run the one that `config` describes, with
+    its weights.
 
-    In evaluation mode on the CPU, with its settings and its step. `on_main` runs the function that downloads weights on the first rank of
-    several while the others wait. Raises UserError.
+    In evaluation mode on the CPU, with its settings and its step. `on_main` runs the function that downloads weights on
+    the first rank of several while the others wait. Raises UserError.
+
     """
     if run is not None:
         return load_model(run, which, weights)

@@ -1,6 +1,8 @@
-"""Finds weights and loads them: open_clip tags and files, Hugging Face folders, clipscale's own runs and exports, single towers.
+"""Finds weights and loads them: open_clip tags and files, Hugging Face folders, clipscale's own runs and exports,
+single towers.
 
 Names are looked up on the network only where the setting itself is a tag or begins with hf-hub:. Files execute no code.
+
 """
 
 import json
@@ -12,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import open_clip
-import torch
 from open_clip.convert import convert_state_dict
+from open_clip.factory import load_state_dict
 from open_clip.model import CustomTextCLIP, convert_to_custom_text_state_dict, resize_pos_embed, resize_text_pos_embed
-from safetensors.torch import load_file
 from timm.layers import resample_abs_pos_embed
 from torch import Tensor, nn
 
@@ -32,11 +33,13 @@ log = logging.getLogger(__name__)
 HUB = "hf-hub:"
 OPEN_CLIP, CONFIG = "open_clip_config.json", "config.json"
 _FILES = (
-    "open_clip_model.safetensors", "model.safetensors", "open_clip_pytorch_model.bin", "pytorch_model.bin", "model.safetensors.index.json"
-)  # fmt: skip
+    "open_clip_model.safetensors",
+    "model.safetensors",
+    "open_clip_pytorch_model.bin",
+    "pytorch_model.bin",
+    "model.safetensors.index.json",
+)
 """Weights in a folder, the first that there is."""
-_WRAPPERS = ("state_dict", "model")
-"""Entries of a file in which trainers keep the weights."""
 _BARE = ("head.", "proj.", "pooler.", "cls.", "lm_head.", "fc.", "classifier.", "embeddings.position_ids")
 """Weights around a tower of another task: its classifier is left out, and our projection keeps its initial values."""
 _NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
@@ -71,11 +74,17 @@ def find(value: str, name: str, setting: str = "model.weights") -> Source:
     return _of_tag(value, name.replace("/", "-"), about)
 
 
-def described(config: ModelConfig) -> ModelConfig:
-    """The settings of a model whose weights describe it: architecture, if no name is given, and preparation of pictures.
+def described(config: ModelConfig, saved: Mapping[str, Any] | None = None) -> ModelConfig:
+    """The settings of a model with what its weights say of it: architecture, if no name is given, and preparation of
+    pictures.
 
-    Settings that differ from their defaults stay. Raises UserError.
+    The preparation is that of the run's own checkpoint `saved`, else of the image tower's weights, else of the whole
+    model's. Settings that differ from their defaults stay. Raises UserError.
+
     """
+    if saved is not None:
+        trained = typed(ModelConfig, saved["model_config"])
+        return pixels.filled(config, {key: getattr(trained, key) for key in (*pixels.PIXELS, "image_size")})
     source = find(config.weights, config.name) if config.weights else None
     if source and not config.name:
         if not source.description:
@@ -83,27 +92,9 @@ def described(config: ModelConfig) -> ModelConfig:
                 f"{source.setting} does not describe its architecture; give a preset too, such as model=vit-b32"
             )
         config = replace(config, name=source.path.parent.name, architecture=source.description)
-    source = _of_image(config) or source
-    return pixels.filled(config, source.pixels) if source else config
-
-
-def described_for_training(config: ModelConfig, saved: Mapping[str, Any] | None) -> ModelConfig:
-    """The settings of a model that is trained, with the preparation of pictures of its checkpoint `saved`, else that of its weights.
-
-    Never the side of the pictures: a checkpoint does not keep it. Settings that differ from their defaults stay. Raises UserError.
-    """
-    if saved is not None:
-        trained = typed(ModelConfig, saved["model_config"])
-        return pixels.filled(config, {key: getattr(trained, key) for key in pixels.PIXELS})
-    source = _of_image(config) or (find(config.weights, config.name) if config.weights else None)
-    known = source.pixels if source else {}
-    return pixels.filled(config, {key: value for key, value in known.items() if key in pixels.PIXELS})
-
-
-def _of_image(config: ModelConfig) -> Source | None:
-    """The image tower's own weights, where they say how pictures are prepared."""
-    source = find(config.image.weights, config.name, "model.image.weights") if config.image.weights else None
-    return source if source and source.pixels else None
+    of_image = find(config.image.weights, config.name, "model.image.weights") if config.image.weights else None
+    of_pixels = of_image.pixels if of_image else {}
+    return pixels.filled(config, of_pixels or (source.pixels if source else {}))
 
 
 def without_weights(config: ModelConfig) -> ModelConfig:
@@ -118,8 +109,8 @@ def load(encoders: CustomTextCLIP, config: ModelConfig, *, quick_gelu: bool) -> 
         if source.quick_gelu is not None and source.quick_gelu != quick_gelu and not config.allow_mismatch:
             other = "-quickgelu" if source.quick_gelu else ""
             raise UserError(
-                f"{source.setting} was trained with{'' if source.quick_gelu else 'out'} QuickGELU, unlike model.name={config.name}; take "
-                f"model.name={config.name.removesuffix('-quickgelu')}{other}"
+                f"{source.setting} was trained with{'' if source.quick_gelu else 'out'} QuickGELU, unlike "
+                f"model.name={config.name}; take model.name={config.name.removesuffix('-quickgelu')}{other}"
             )
         fill(encoders, converted(read(source), encoders, source), source, allowed=config.allow_mismatch)
     for tower, part, weights in (("image", "visual.", config.image.weights), ("text", "text.", config.text.weights)):
@@ -139,7 +130,8 @@ def _in_folder(folder: Path, about: str) -> Source:
     path = next((folder / name for name in _FILES if (folder / name).is_file()), None)
     if path is None:
         raise UserError(
-            f"{about}: the folder holds no weights ({', '.join(_FILES[:4])}); give an open_clip or Hugging Face folder, a run, or a file"
+            f"{about}: the folder holds no weights ({', '.join(_FILES[:4])}); give an open_clip or Hugging Face "
+            "folder, a run, or a file"
         )
     try:
         if (folder / OPEN_CLIP).is_file():
@@ -182,16 +174,16 @@ def _own_checkpoint(path: Path, about: str) -> Source:
 def _from_hub(name: str, about: str) -> Path:
     from huggingface_hub import snapshot_download
 
-    patterns = ["*.json", "*.txt", "*.model", *(file for file in _FILES if file.endswith("safetensors"))]
+    safe = ["*.json", "*.txt", "*.model", "open_clip_model.safetensors", "model*.safetensors"]
     try:
-        folder = Path(snapshot_download(name, allow_patterns=patterns))
+        folder = Path(snapshot_download(name, allow_patterns=safe))
         if not any((folder / file).is_file() for file in _FILES):
-            folder = Path(snapshot_download(name, allow_patterns=[*patterns, "*.bin"]))
+            folder = Path(snapshot_download(name, allow_patterns=[*safe, "*.bin"]))
+        return folder
     except Exception as error:  # the hub client raises what its downloaders do
         raise UserError(
             f"{about} cannot be fetched ({first_line(error)}); download it elsewhere, and give its folder"
         ) from error
-    return folder
 
 
 def _of_tag(tag: str, name: str, about: str) -> Source:
@@ -216,33 +208,27 @@ def _of_tag(tag: str, name: str, about: str) -> Source:
 
 
 def read(source: Source) -> dict[str, Tensor]:
-    """The weights in a checkpoint or a file (safetensors, an index of several, torch.save's), by name, without trainers' wrappers.
+    """The weights in a checkpoint or a file (safetensors, an index of several, torch.save's), by name, without
+    trainers' wrappers.
 
     Raises UserError for a damaged file and for one that would execute code.
+
     """
-    if source.path.is_dir():
-        state = checkpoint.load(source.path, parts=("model",))["model"]
-        state = {re.sub(r"^image\.encoder\.", "visual.", name): x for name, x in state.items()}
-        return {re.sub(r"^text\.encoder\.", "text.", name): x for name, x in state.items()}
+    path, state = source.path, dict[str, Tensor]()
+    if path.is_dir():
+        for name, value in checkpoint.load(path, parts=("model",))["model"].items():
+            state[re.sub(r"^text\.encoder\.", "text.", re.sub(r"^image\.encoder\.", "visual.", name))] = value
+        return state
     try:
-        found = _content(source.path)
-        for wrapper in _WRAPPERS:
-            found = found[wrapper] if isinstance(found.get(wrapper), dict) else found
-        state = {name.removeprefix("module."): x for name, x in found.items() if isinstance(x, Tensor)}
+        files = [path]
+        if path.suffix == ".json":
+            names = set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values())
+            files = [path.parent / Path(name).name for name in sorted(names)]
+        for file in files:
+            state |= load_state_dict(str(file), weights_only=True)
     except Exception as error:  # torch, safetensors, zipfile and pickle have their own
         raise UserError(f"{source.setting} is damaged or no file of weights ({one_line(error)})") from error
-    if not state:
-        raise UserError(f"{source.setting} holds no tensors")
-    return state
-
-
-def _content(path: Path) -> dict[str, Any]:
-    if path.suffix == ".safetensors":
-        return load_file(path)
-    if path.suffix == ".json":  # an index: the names of the files beside it, by weight
-        names = set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values())
-        return {name: x for part in sorted(names) for name, x in load_file(path.parent / Path(part).name).items()}
-    return torch.load(path, map_location="cpu", weights_only=True)
+    return {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
 
 def converted(state: dict[str, Tensor], encoders: CustomTextCLIP, source: Source) -> dict[str, Tensor]:
@@ -303,33 +289,37 @@ def resized(state: dict[str, Tensor], encoders: CustomTextCLIP, source: Source) 
 def fill(encoders: nn.Module, state: dict[str, Tensor], source: Source, allowed: bool, part: str = "") -> None:
     """Put weights into the model, or the tower whose names begin with `part`.
 
-    The logit scale and bias of the loss, and what surrounds a bare tower, may be missing. Raises UserError for other weights that do not
-    fit, unless `allowed`.
+    The bias of the loss, and what surrounds a bare tower, may be missing or left over. Raises UserError for other
+    weights that do not fit, unless `allowed`.
+
     """
     ours = {name: value for name, value in encoders.state_dict().items() if name.startswith(part)}
-    shaped = [name for name in ours if name in state and state[name].shape != ours[name].shape]
-    missing, left_over = [n for n in ours if n not in state], [n for n in state if n not in ours]
-    spare = {n for n in (*missing, *left_over) if n == "logit_bias" or (part and _around(n.removeprefix(part)))}
+    fitting = {name: value for name, value in state.items() if name in ours and value.shape == ours[name].shape}
+    unmatched = [name for name in (*ours, *state) if (name in ours) != (name in state)]
+    spare = {name for name in unmatched if name == "logit_bias" or (part and _around(name.removeprefix(part)))}
     problems = {
-        "missing": [name for name in missing if name not in spare],
-        "left over": [name for name in left_over if name not in spare],
-        "of another shape": [f"{n} {list(state[n].shape)}, not {list(ours[n].shape)}" for n in shaped],
+        "missing": [name for name in unmatched if name in ours and name not in spare],
+        "left over": [name for name in unmatched if name in state and name not in spare],
+        "of another shape": [
+            f"{name} {list(state[name].shape)}, not {list(ours[name].shape)}"
+            for name in ours
+            if name in state and name not in fitting
+        ],
     }
     text = "; ".join(f"{what}: {_listed(names, 10 if allowed else 3)}" for what, names in problems.items() if names)
-    if (text and not allowed) or len(missing) + len(shaped) == len(ours):
+    if (text and not allowed) or not fitting:
         raise UserError(
-            f"{source.setting} does not fit this architecture ({text or 'nothing of it does'}); give the model= that it was trained as, or "
-            "model.allow_mismatch=true"
+            f"{source.setting} does not fit this architecture ({text or 'nothing of it does'}); give the model= that "
+            "it was trained as, or model.allow_mismatch=true"
         )
     if text or spare:
         log.warning("%s: %s", source.setting, text or f"not used: {_listed(sorted(spare), 10)}")
-    good = {name: value for name, value in state.items() if name in ours and name not in shaped}
-    encoders.load_state_dict(good, strict=False)
+    encoders.load_state_dict(fitting, strict=False)
 
 
 def _around(name: str) -> bool:
     """Whether a weight is around a bare tower and not in it."""
-    return any(name.startswith(one) or f".{one}" in f".{name}" for one in _BARE)
+    return any(f".{neighbour}" in f".{name}" for neighbour in _BARE)
 
 
 def _listed(names: list[str], most: int) -> str:

@@ -14,7 +14,7 @@ from clipscale.data.loader.memory import free_memory
 from clipscale.data.loader.ramp import BatchSizes
 from clipscale.data.loader.stream import BatchShare, TrainStream, merge_positions, open_stream
 from clipscale.distributed.world import World
-from clipscale.models.weights import described_for_training
+from clipscale.models.weights import described
 from clipscale.state.train_state import TrainState
 
 
@@ -50,7 +50,7 @@ def start(config: TrainConfig, world: World, folder: Path, sizes: BatchSizes) ->
     source = checkpoint.Saved(path) if path else None
     saved = source.values if source else None
     checkpoint.check_fits(saved, folder, config, sizes.before)
-    model = world.on_main(lambda: described_for_training(config.model, saved))  # the pixels of 1, 2 or 3
+    model = world.on_main(lambda: described(config.model, saved))  # the pixels of 1, 2 or 3
     state = TrainState(
         replace(config, model=model), world, folder, source
     )  # 3 and 4 inside, before the checkpoint's weights

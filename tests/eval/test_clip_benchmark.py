@@ -2,6 +2,7 @@
 
 import io
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,7 +34,9 @@ def noise(seed: int) -> bytes:
 
 
 def sets(root: Path) -> dict[str, Path]:
-    """A classification set, one with names that two classes share, and a retrieval set of one to three captions an image."""
+    """A classification set, one with names that two classes share, and a retrieval set of one to three captions an
+    image.
+    """
     found = {}
     for name, classnames in {"classes": NAMES, "twins": TWINS}.items():
         labels = (i * 5 % len(classnames) for i in range(48))
@@ -62,10 +65,11 @@ def test_the_figures_are_clip_benchmarks(tmp_path: Path, monkeypatch: pytest.Mon
     ours = main(EvalRunConfig(run=str(tmp_path / "run"), device="cpu", eval=chosen))
 
     out = export(ExportSettings(run=str(tmp_path / "run"), out=str(tmp_path / "out")))
-    model, transform, tokenizer = load_clip("open_clip", f"local-dir:{out}", None, "", device="cpu")  # type: ignore[arg-type]
+    folder: Any = None
+    model, transform, tokenizer = load_clip("open_clip", f"local-dir:{out}", folder, "", device="cpu")
     model.eval()
 
-    def loader(name: str, task: str = "zeroshot_classification") -> torch.utils.data.DataLoader:  # type: ignore[type-arg]
+    def loader(name: str, task: str = "zeroshot_classification") -> Any:
         data = build_dataset(f"wds/{name}", str(paths[name]), transform, "test", task=task)
         return torch.utils.data.DataLoader(data.batched(16), batch_size=None)
 

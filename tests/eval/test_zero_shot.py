@@ -1,4 +1,4 @@
-"""Class embeddings and accuracies on matrices small enough to check by hand. n: images, C: classes, D: feature width."""
+"""Class embeddings and accuracies on matrices small enough to check by hand. n: images, C: classes, D: width."""
 
 import math
 

@@ -48,7 +48,9 @@ def registered() -> list[str]:
 
 
 def kinds() -> list[dict[str, Any]]:
-    """Every combination of options among the registered architectures whose towers are open_clip's own, at a small size."""
+    """Every combination of options among the registered architectures whose towers are open_clip's own, at a small
+    size.
+    """
     found = []
     for name in registered():
         config = open_clip.get_model_config(name)

@@ -1,4 +1,6 @@
-"""The towers give open_clip's features, freeze as asked, tokenise captions of any length, and refuse wrong settings clearly."""
+"""The towers give open_clip's features, freeze as asked, tokenise captions of any length, and refuse wrong settings
+clearly.
+"""
 
 import pickle
 import time

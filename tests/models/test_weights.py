@@ -1,9 +1,9 @@
-"""Weights of every source give the features of the model they come from; those that do not fit are listed and refused."""
+"""Weights of every source give the features of the model they come from; those that do not fit are refused."""
 
 import json
 import pickle
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from clipscale.common.errors import UserError
 from clipscale.config.sections import ModelConfig, TowerConfig
 from clipscale.models import huggingface
 from clipscale.models.towers import ClipModel, build_model
-from clipscale.models.weights import described, described_for_training, find
+from clipscale.models.weights import described, find
 
 SMALL: dict[str, Any] = {
     "embed_dim": 16,
@@ -136,11 +136,13 @@ def test_training_prepares_pictures_as_the_weights_of_the_image_tower_and_goes_o
     folder = str(open_clip_folder(tmp_path / "a", random_model(1)))
     bare = str(custom(tmp_path, random_model(1)))
     for start in (config(weights=folder), config(weights=bare, image=TowerConfig(folder))):
-        for begun in (described_for_training(start, None), described(start)):
-            assert (begun.mean, begun.std, begun.resize) == (HALF, HALF, "squash")
-        assert described_for_training(config(weights=bare), {"model_config": asdict(begun)}).mean == HALF
+        begun = described(start)
+        assert (begun.mean, begun.std, begun.resize) == (HALF, HALF, "squash")
+        saved = {"model_config": asdict(replace(begun, image_size=48))}
+        resumed = described(config(weights=bare), saved)
+        assert (resumed.mean, resumed.image_size) == (HALF, 48), "whatever the weights say"
     for start in (config(weights=bare), config(text=TowerConfig(folder)), config()):
-        assert described_for_training(start, None) == start
+        assert described(start) == start
 
 
 @pytest.mark.parametrize("of", ["timm", "transformers"])
@@ -152,7 +154,7 @@ def test_a_tower_alone_says_how_its_pictures_are_normalised(tmp_path: Path, of: 
         content = {"model_type": "vit"}
         (tmp_path / "preprocessor_config.json").write_text(json.dumps({"image_mean": [0.4] * 3, "image_std": HALF}))
     (tmp_path / "config.json").write_text(json.dumps(content))
-    begun = described_for_training(config(image=TowerConfig(str(tmp_path))), None)
+    begun = described(config(image=TowerConfig(str(tmp_path))))
     assert (begun.mean, begun.std) == ((0.4,) * 3, HALF)
 
 
@@ -209,7 +211,8 @@ def test_weights_that_do_not_fit_are_listed_and_refused_unless_allowed(
     state["text.text_projection"] = torch.zeros(32, 8)
     torch.save(state, tmp_path / "w.pt")
     weights = str(tmp_path / "w.pt")
-    lists = r"missing: visual.ln_post.bias; left over: visual.extra; of another shape: text.text_projection \[32, 8\], not \[32, 16\]"
+    shape = r"text.text_projection \[32, 8\], not \[32, 16\]"
+    lists = rf"missing: visual.ln_post.bias; left over: visual.extra; of another shape: {shape}"
     with pytest.raises(UserError, match=rf"does not fit this architecture \({lists}\); .*model.allow_mismatch=true"):
         build_model(config(weights=weights))
     ours = build_model(config(weights=weights, allow_mismatch=True))

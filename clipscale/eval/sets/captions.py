@@ -1,4 +1,6 @@
-"""Reads caption files beside their images: COCO's annotations, Karpathy's splits of COCO and Flickr30k, CLIP_benchmark's lists."""
+"""Reads caption files beside their images: COCO's annotations, Karpathy's splits of COCO and Flickr30k,
+CLIP_benchmark's lists.
+"""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -78,8 +80,8 @@ def _images_beside(file: Path, names: Sequence[str]) -> list[ImageRef]:
             images.append(ImageRef(place))
     if missing:
         raise UserError(
-            f"eval.sets: {len(missing)} of {len(names)} images of {file} are missing, such as {missing[0]}; put the images into a "
-            "folder beside it"
+            f"eval.sets: {len(missing)} of {len(names)} images of {file} are missing, such as {missing[0]}; put them "
+            "into a folder beside it"
         )
     return images
 

@@ -23,10 +23,13 @@ def _is_image(file: Path) -> bool:
 
 
 def load(root: Path, published: Sequence[str] = ()) -> EvalSet:
-    """A set of class folders. Their order is alphabetical, or numeric where every name is a number: then it is the label.
+    """A set of class folders. Their order is alphabetical, or numeric where every name is a number: then it is the
+    label.
 
-    Names come from classnames.txt, else from WordNet ids as in ImageNet, else ImageNet's for the numbers of ImageNet-v2, else from the
-    folders themselves. `published`: the names of the published set, for numbers. Raises UserError for folders whose names are codes.
+    Names come from classnames.txt, else from WordNet ids as in ImageNet, else ImageNet's for the numbers of
+    ImageNet-v2, else from the folders themselves. `published`: the names of the published set, for numbers. Raises
+    UserError for folders whose names are codes.
+
     """
     folders = sorted(folder.name for folder in root.iterdir() if folder.is_dir())
     numbers = all(folder.isdecimal() for folder in folders)
@@ -56,14 +59,14 @@ def _classnames(root: Path, folders: Sequence[str], published: Sequence[str], *,
         return names
     if len(folders) < 2 or _SPLITS.issuperset(name.lower() for name in folders):
         raise UserError(
-            f"eval.sets: {root} has no class folders but {', '.join(folders)}; give the folder that holds one folder a class"
+            f"eval.sets: {root} has no class folders but {', '.join(folders)}; give the folder that holds those"
         )
     codes = [name for name in folders if not re.fullmatch(r"[^\W\d][^\d]+", name)]
     if codes:
         order = "line N + 1 names folder N" if numbers else "in the alphabetical order of the folders"
         raise UserError(
-            f"eval.sets: {root} has class folders such as {codes[0]!r}, which say no class; write one class name a line into "
-            f"{root / CLASSNAMES} ({order}), or name ImageNet-v2's folder imagenetv2"
+            f"eval.sets: {root} has class folders such as {codes[0]!r}, which say no class; write one class name a "
+            f"line into {root / CLASSNAMES} ({order}), or name ImageNet-v2's folder imagenetv2"
         )
     return [name.replace("_", " ") for name in folders]
 

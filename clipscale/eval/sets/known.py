@@ -1,4 +1,4 @@
-"""The published sets of `known.yaml`: where each lies under a folder of sets, its main metric, and where it comes from."""
+"""The published sets of `known.yaml`: where each lies under a folder of sets, its main metric, and its source."""
 
 import json
 from dataclasses import dataclass
@@ -88,8 +88,8 @@ def published_templates(known: KnownSet) -> list[str]:
     """
     if find_spec("clip_benchmark") is None:
         raise UserError(
-            f"eval.root: {known.name} brings no prompts; pip install clip-benchmark, which has the published ones, or write "
-            "zeroshot_classification_templates.txt into its folder"
+            f"eval.root: {known.name} brings no prompts; pip install clip-benchmark, which has the published ones, or "
+            "write zeroshot_classification_templates.txt into its folder"
         )
     return _of_clip_benchmark("en_zeroshot_classification_templates.json", *_keys(known), "imagenet1k")
 

@@ -66,6 +66,6 @@ def _load_set(path: Path, classnames: tuple[str, ...], group: int | None) -> Eva
     if len(jsons) == 1:
         return captions.load(jsons[0])
     raise UserError(
-        f"eval.sets: {path} is none of the known layouts; it needs test/nshards.txt (CLIP_benchmark), folders of images "
-        f"({', '.join(IMAGE_SUFFIXES)}) named after their classes, or one caption JSON; docs/evaluation.md lists all"
+        f"eval.sets: {path} is none of the known layouts; it needs test/nshards.txt (CLIP_benchmark), folders of "
+        f"images ({', '.join(IMAGE_SUFFIXES)}) named after their classes, or one caption JSON"
     )

@@ -1,4 +1,6 @@
-"""Class names and prompts of classification sets: their own files first, else those of a known data set. Nothing is guessed."""
+"""Class names and prompts of classification sets: their own files first, else those of a known data set. Nothing is
+guessed.
+"""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -17,7 +19,7 @@ _IMAGENET_1K = re.compile(
 
 
 def classnames(root: Path, published: Sequence[str] = (), *, numbers: bool = True) -> list[str]:
-    """The set's own class names, else ImageNet's where labels are numbers, else the published ones. Raises UserError."""
+    """Class names: the set's own, ImageNet's where labels are numbers, or the published ones. Raises UserError."""
     if (root / CLASSNAMES).is_file():
         return lines(root / CLASSNAMES)
     return imagenet_classnames() if numbers and _IMAGENET_1K.fullmatch(root.name.lower()) else list(published)
@@ -31,7 +33,7 @@ def imagenet_classnames() -> list[str]:
 
 
 def templates(root: Path, *, imagenet: bool = False) -> list[str]:
-    """The set's own templates; without any, CLIP's 80 for ImageNet and its variants, or a single one. Raises UserError."""
+    """Templates: the set's own, else CLIP's 80 for ImageNet and its variants, or a single one. Raises UserError."""
     if (root / TEMPLATES).is_file():
         return _own_templates(root / TEMPLATES)
     return imagenet_templates() if imagenet or "imagenet" in root.name.lower() else [SINGLE]
@@ -46,13 +48,13 @@ def imagenet_templates() -> list[str]:
 
 def _own_templates(file: Path) -> list[str]:
     """The templates in a file, one a line, with {c}, {classname} or {} for the class. Raises UserError."""
-    found = lines(file)
-    for line in found:
+    templates = lines(file)
+    for line in templates:
         if not re.search(r"\{(c|classname)?\}", line):
             raise UserError(f"eval.sets: the template {line!r} of {file} has no place for the class; write {{c}} there")
-    if not found:
+    if not templates:
         raise UserError(f"eval.sets: {file} holds no template; write one a line, such as: {SINGLE}")
-    return [re.sub(r"\{(c|classname)?\}", "{c}", line) for line in found]
+    return [re.sub(r"\{(c|classname)?\}", "{c}", line) for line in templates]
 
 
 def render(template: str, name: str) -> str:
@@ -69,6 +71,6 @@ def lines(file: Path) -> list[str]:
 
 
 def stripped(texts: Iterable[str]) -> list[str]:
-    """The texts without spaces around them, and without lone surrogates, which JSON can hold; empty ones are left out."""
+    """The texts without spaces around them and lone surrogates, which JSON can hold; empty ones are left out."""
     plain = (text.encode("utf-8", "replace").decode() for text in texts)
     return [text for text in map(str.strip, plain) if text]

@@ -22,7 +22,9 @@ from clipscale.eval.sets.item import CLASSIFICATION, IMAGE_SUFFIXES, RETRIEVAL, 
 def load(root: Path, classnames: Sequence[str] = (), group: int | None = None) -> EvalSet:
     """Loads the set from `root`. Raises UserError.
 
-    classnames: those of the published set, for a folder without them. group: the column of the samples' metadata that names their group.
+    classnames: those of the published set, for a folder without them. group: the column of the samples' metadata that
+    names their group.
+
     """
     kind = _dataset_type(root)
     images: list[ImageRef] = []
@@ -145,5 +147,5 @@ def _group(key: str, shard: Path, content: bytes, column: int) -> int:
         return int(np.frombuffer(stream.read(), dtype)[column])
     except (ValueError, TypeError, IndexError):
         raise UserError(
-            f"eval.root: sample {key} of {shard} has no group; it needs {key}.npy with one as value {column}; fetch the set again"
+            f"eval.root: sample {key} of {shard} has no group; it needs {key}.npy with one as value {column}"
         ) from None
