@@ -3,8 +3,8 @@
 #
 #   sbatch --nodes=8 launch/slurm.sh run=l14 model=vit-l14 batch=1M data.train='/data/laion/{00000..41455}.tar'
 #
-# Three minutes before the time limit, or at preemption, Slurm sends SIGTERM: the run ends its step and saves, and the job goes back into the
-# queue and resumes (resume=auto) until all samples are trained on. Give the run a name, on storage that all nodes share.
+# Three minutes before the time limit, or at preemption, Slurm sends SIGTERM: the run saves, and the job goes back into the queue and resumes
+# until all samples are trained on. Give the run a name, on storage that all nodes share.
 #SBATCH --job-name=clipscale
 #SBATCH --ntasks-per-node=8
 #SBATCH --gpus-per-node=8

@@ -120,6 +120,11 @@ def resolved(name: str, config: DictConfig) -> Any:
     return typed(tool.settings, tree)
 
 
+def as_yaml(config: DictConfig) -> str:
+    """What `--cfg job` prints: the composed configuration, with its interpolations as they are."""
+    return OmegaConf.to_yaml(without_hydra(config))
+
+
 def without_hydra(config: DictConfig) -> DictConfig:
     """The configuration without Hydra's own part."""
     return OmegaConf.masked_copy(config, [key for key in config if key != "hydra"])

@@ -75,10 +75,10 @@ def work(name: str, argv: list[str]) -> int:
         return sweep(name, line)
     words, overrides = compose.overrides(name, line.words)
     config = compose.values(name, overrides, line.config_dir)
-    if line.cfg:
-        print(compose.OmegaConf.to_yaml(compose.without_hydra(config)), end="")
-        return 0
     settings = compose.resolved(name, config)
+    if line.cfg:
+        print(compose.as_yaml(config), end="")
+        return 0
     if isinstance(settings, TrainConfig) and name == "train":
         return train(settings)
     tool = TOOLS[name]

@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# torchrun on one machine, or the same line on each of several. Arguments go to `clipscale train`:
+#
+#   launch/torchrun.sh run=l14 model=vit-l14 batch=64k data.train='/data/laion/{00000..41455}.tar'
+#   NODES=4 HEAD=node0:29500 launch/torchrun.sh run=l14 ...       # HEAD: one of the machines, with a free port
+#
+# Give the run a name, on storage that all machines share. After a failure torchrun starts all workers again, RESTARTS times at most; they
+# resume from the newest checkpoint. NODES=2:4 goes on with two to four machines, where these share the batch evenly.
+# PROCS: workers on each machine (default: one per GPU). `clipscale train` alone does for one machine without restarts.
+set -euo pipefail
+clipscale train "$@" --cfg job >/dev/null # a wrong setting ends here; torchrun would try it again
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${GRACE:-120} # seconds from SIGTERM to SIGKILL, for a save (torch 2.11 always gives 30)
+meet=(--standalone)
+[ "${NODES:-1}" = 1 ] || meet=(--rdzv-backend=c10d --rdzv-endpoint="${HEAD:?set HEAD=ADDRESS:PORT}" --rdzv-id="${JOB:-clipscale}")
+exec torchrun --nnodes="${NODES:-1}" --nproc-per-node="${PROCS:-gpu}" --max-restarts="${RESTARTS:-3}" "${meet[@]}" \
+    --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 -m clipscale train "$@"

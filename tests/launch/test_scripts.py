@@ -1,0 +1,96 @@
+"""The scripts in launch/: torchrun is run here, Slurm by .ci/slurm; the Kubernetes manifest composes."""
+
+import json
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from clipscale.cli import compose
+from clipscale.config.presets import PACKAGE
+from tests.conftest import TINY
+
+LAUNCH = PACKAGE.parent / "launch"
+LONG = [*(word for word in TINY if not word.startswith("samples")), "run=long", "samples=2400"]  # 150 steps
+
+
+def steps(run: Path) -> list[int]:
+    path = run / "metrics.jsonl"
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_the_kubernetes_manifest_starts_a_run_that_composes() -> None:
+    trainer = yaml.safe_load((LAUNCH / "kubernetes.yaml").read_text())["spec"]["trainer"]
+    assert trainer["command"][-3:] == ["-m", "clipscale", "train"]
+    config = compose.resolved("train", compose.values("train", compose.overrides("train", trainer["args"])[1]))
+    assert config.batch % (trainer["numNodes"] * trainer["numProcPerNode"]) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("wrong", "status"), [("", 0), ("lr=1", 2)])
+def test_torchrun_trains_on_two_processes_and_a_wrong_setting_is_one_line(
+    environment: dict[str, str], shards: str, tmp_path: Path, wrong: str, status: int
+) -> None:
+    words = [*TINY, f"data.train={shards}", "run=a", *wrong.split()]
+    variables = environment | {"PROCS": "2", "RESTARTS": "0", "CUDA_VISIBLE_DEVICES": ""}
+    script = str(LAUNCH / "torchrun.sh")
+    done = subprocess.run([script, *words], cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=240)
+    assert done.returncode == status, done.stderr
+    if wrong:
+        assert done.stderr == "error: unknown key 'lr'; did you mean 'optim.lr'?\n"
+    else:
+        assert done.stdout.count("done: runs/a (step 2") == 1
+        assert json.loads((tmp_path / "runs/a/env.json").read_text())["processes"] == 2
+
+
+# ---- Slurm: a controller with two nodes, which .ci/slurm starts ----
+
+
+def nodes() -> int:
+    """Nodes that would take a job."""
+    if shutil.which("sinfo") is None:
+        return 0
+    done = subprocess.run(["sinfo", "-h", "-t", "idle,mix", "-o", "%D"], capture_output=True, text=True)
+    return sum(map(int, done.stdout.split()))
+
+
+def state(job: str) -> str:
+    done = subprocess.run(["scontrol", "show", "job", job, "-o"], capture_output=True, text=True)
+    return next(word.partition("=")[2] for word in done.stdout.split() if word.startswith("JobState="))
+
+
+@pytest.mark.slurm
+@pytest.mark.timeout(900)
+@pytest.mark.skipif("nodes() < 2", reason="needs a Slurm controller with two idle nodes")
+def test_a_slurm_job_asked_to_stop_saves_goes_back_into_the_queue_and_ends_the_run(
+    environment: dict[str, str], shards: str, tmp_path: Path
+) -> None:
+    log, run = tmp_path / "job.log", tmp_path / "runs/long"
+    options = ["--parsable", "--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=0", "--cpus-per-task=1"]
+    command = ["sbatch", *options, f"--output={log}", str(LAUNCH / "slurm.sh"), *LONG, f"data.train={shards}"]
+    submitted = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert submitted.returncode == 0, submitted.stderr
+    job = submitted.stdout.strip()
+
+    def wait_for(what: Callable[[], bool], seconds: float = 240) -> None:
+        deadline = time.monotonic() + seconds
+        while not what():
+            assert time.monotonic() < deadline, (state(job), log.read_text() if log.exists() else "no log")
+            time.sleep(0.3)
+
+    wait_for(lambda: len(steps(run)) > 2)
+    subprocess.run(["scancel", "--signal=TERM", job], check=True)
+    wait_for(lambda: "stopped by a signal after step" in log.read_text())
+    stopped = len(steps(run))
+    assert stopped < 150, "the run must be stopped before its end for this to test anything"
+    wait_for(lambda: state(job) == "PENDING")
+    # Slurm lets it rest for two minutes; at once, its nodes would still refuse it
+    subprocess.run(["scontrol", "update", f"JobId={job}", "StartTime=now+5"], check=True)
+    wait_for(lambda: state(job) in ("COMPLETED", "FAILED"))
+    assert state(job) == "COMPLETED", log.read_text()
+    assert steps(run) == list(range(1, 151)), (stopped, log.read_text())
+    assert json.loads((run / "env.json").read_text())["processes"] == 2
