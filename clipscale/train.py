@@ -110,7 +110,7 @@ class Run:
         self.records = StepRecords(self.metrics.step if self.metrics else None, world.size, flops, self.stream)
         self.saved_at = time.monotonic()
         self.stop = Stop(world, config.launch.grace_s)  # signals that this rank has received
-        self.saver = checkpoint.Saver(self.folder, world, config.checkpoint, started.store)
+        self.saver = checkpoint.Saver(self.folder, world, config.checkpoint)
         self.saver.last_step, self.saved_step = (self.step, self.step) if resumed else (None, 0)
         self.profiler = Profiler(self.folder, config.log.profile, world.rank, world.device)
         self.step_s = self.eval_s = 0.0  # what the last of each took

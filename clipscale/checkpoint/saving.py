@@ -20,7 +20,6 @@ from torch.futures import Future as TorchFuture
 
 from clipscale.checkpoint import folder
 from clipscale.checkpoint.loading import META, meta_text, split, sum_of, values_text
-from clipscale.checkpoint.store import Store
 from clipscale.common.errors import UserError, causes_of
 from clipscale.common.files import sync_folder
 from clipscale.common.terminal import say
@@ -40,9 +39,8 @@ class Saver:
     at all, and a failed write changes no earlier one.
     """
 
-    def __init__(self, run: Path, world: World, config: CheckpointConfig, store: Store | None = None) -> None:
-        """`store`: on rank 0, where copies go."""
-        self.run, self.world, self.config, self.store = run, world, config, store
+    def __init__(self, run: Path, world: World, config: CheckpointConfig) -> None:
+        self.run, self.world, self.config = run, world, config
         self.save_s = 0.0
         """The time that the last save took until it was complete."""
         self.last_step: int | None = None
@@ -133,8 +131,6 @@ class Saver:
         keep = self.config.keep, self.config.keep_every
         for old in folder.outdated([folder.step_of(other) for other in folder.found(self.run)], step, *keep):
             folder.remove(folder.path_of(self.run, old))
-        if self.store:
-            self.store.send(path, *keep)
 
 
 def shares(sizes: Mapping[str, int], world: int) -> dict[str, int]:

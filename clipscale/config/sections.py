@@ -27,9 +27,6 @@ class CheckpointConfig:
     every: int = setting(0, "Steps between checkpoints; 0: none by steps.", least=0)
     minutes: float = setting(30.0, "Minutes between checkpoints; 0: none by time. A run always ends with one.", least=0)
     keep: int = setting(2, "Newest checkpoints kept; 0: all.", least=0)
-    store: str = setting(
-        "", "Folder in object storage (`s3://`, `gs://`, ...): checkpoints are copied there, and fetched to resume."
-    )
     keep_every: int = setting(0, "Checkpoints at multiples of so many steps stay for good; 0: none.", least=0)
 
 

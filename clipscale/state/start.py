@@ -24,7 +24,6 @@ class Started:
 
     state: TrainState
     stream: TrainStream
-    store: checkpoint.Store | None
     resumed: bool = False
     step: int = 0
     loss: float = math.nan
@@ -38,14 +37,6 @@ def start(config: TrainConfig, world: World, folder: Path, sizes: BatchSizes) ->
     3. Without a checkpoint, or with `resume=none`: the initial weights `model.weights` and those of the towers.
     4. Without these: random weights, by `seed`.
     """
-
-    def open_store() -> checkpoint.Store:
-        store = checkpoint.Store(config.checkpoint.store, folder)
-        if config.resume == "auto":
-            store.fetch()
-        return store
-
-    store = world.on_main(open_store) if config.checkpoint.store else None
     path = checkpoint.to_resume(folder, config.resume, world)  # 1 and 2
     source = checkpoint.Saved(path) if path else None
     saved = source.values if source else None
@@ -57,7 +48,7 @@ def start(config: TrainConfig, world: World, folder: Path, sizes: BatchSizes) ->
     if model != config.model:
         state.notes.append(f"pixels are normalised as for the weights: mean {[*model.mean]}, deviation {[*model.std]}")
     stream = data_stream(state, sizes, saved)
-    begun = Started(state, stream, store)
+    begun = Started(state, stream)
     merge_positions(world.gather(stream.position()))  # refuses shards that differ between the ranks
     torch.manual_seed(config.seed + 1 + world.rank)
     if saved is None:
