@@ -5,8 +5,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, islice, pairwise
 
-import numpy as np
-
 from clipscale.data.order import WINDOW, Epochs, Mixed, Order, Segment, fingerprint, permutation
 from clipscale.data.sample import RawSample
 from clipscale.data.shards import index
@@ -119,7 +117,9 @@ class ShardReader:
     def __init__(self, shards: OrderedShards, start: StreamPosition, kinds: Mapping[str, int], store: Store) -> None:
         self._shards, self._stream, self._kinds, self._store = shards, start.stream, kinds, store
         self.epoch, self.index = start.epoch, start.index
-        self._ready: list[tuple[int, Segment, Item]] = []  # of the window that is given out, with their epoch, the next one last
+        self._ready: list[
+            tuple[int, Segment, Item]
+        ] = []  # of the window that is given out, with their epoch, the next one last
         self._ready_bytes = 0
         self.items = self._items()
         """Every item from the position on, with its segment."""
