@@ -111,8 +111,9 @@ class DiskBackend(HostBackend):
                     raise OSError(0, "the file ends early")
             except OSError as error:
                 raise UserError(
-                    f"offload_dir={self._layout.offload.folder}: the batch cannot be {done} there ({error.strerror}); checkpoints are intact: free "
-                    "some space or repair the disk and resume, with another offload_dir or offload=encoded"
+                    f"offload_dir={self._layout.offload.folder}: the batch cannot be {done} there ({error.strerror}); "
+                    "checkpoints are intact: free some space or repair the disk and resume, with another offload_dir or "
+                    "offload=encoded"
                 ) from error
             moved += count
 

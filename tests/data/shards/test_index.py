@@ -4,7 +4,6 @@ import gzip
 import hashlib
 import io
 import os
-import tracemalloc
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clipscale.data.loader import shard_reader
-from clipscale.data.loader.shard_reader import SegmentReader
-from clipscale.data.order import Segment
 from clipscale.data.sample import RawSample, limits
 from clipscale.data.shards import index, scan
 from clipscale.data.shards.access import Opened
@@ -235,22 +231,6 @@ def test_a_read_begins_at_the_first_wanted_sample(tmp_path: Path) -> None:
     assert store.read_bytes == int(np.diff(entry_offsets(path))[48:].sum())
 
 
-def items_of(segment: Segment, url: str, **options: Any) -> list[Any]:
-    return [item for items in SegmentReader(segment, url, **options).windows() if items for item in items]
-
-
-def test_a_resumed_shard_stream_reads_nothing_twice(tmp_path: Path) -> None:
-    path = write_shards(tmp_path, [60], sized=False)[0]
-    make([path])
-    sizes = np.diff(entry_offsets(path))
-    options: dict[str, Any] = {"window": 16, "seed": 3, "kinds": limits(["png"], ["txt", "json"])}
-    whole = items_of(Segment(0, 0, 0, 60, 60), str(path), store=Store(), **options)
-    store = CountingStore()
-    rest = items_of(Segment(0, 0, 37, 60, 60), str(path), store=store, **options)
-    assert rest == whole[37:]
-    assert store.read_bytes == sum(int(sizes[raw.index]) for raw in rest if isinstance(raw, RawSample))
-
-
 def entry_offsets(path: Path) -> np.ndarray:
     with Store().open(str(path)).stream:
         found = index.sample_offsets(str(path), Store().open(str(path)))
@@ -286,52 +266,6 @@ def test_the_stream_is_the_same_with_and_without(tmp_path: Path, order: str) -> 
     position = indexed.position()
     resumed = open_stream(tmp_path, batch=16, order=order, position=position)
     assert contents(resumed, 3) == contents(indexed, 3)
-
-
-@pytest.mark.parametrize("counted", [True, False])
-@pytest.mark.parametrize("kind", ["plain", "indexed", "packed"])
-def test_windows_closed_by_bytes_are_the_same_from_any_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, counted: bool
-) -> None:
-    members = [(f"{i:02d}.png", bytes(1000 * (1 + i * 7 % 13))) for i in range(40)]
-    path = write_tar(tmp_path / "x.tar", members)
-    count = 40 if counted else None
-    options: dict[str, Any] = {"window": 16, "seed": 3, "kinds": limits(["png"])}
-
-    def keys(start: int, stop: int | None) -> list[str]:
-        return [raw.key for raw in items_of(Segment(0, 0, start, stop, count), str(path), store=Store(), **options)]
-
-    ordinary = keys(0, count)
-    monkeypatch.setattr(shard_reader, "WINDOW_BYTES", 50_000)
-    plain = keys(0, count)
-    assert sorted(plain) == sorted(ordinary) and plain != ordinary
-    if kind == "indexed":
-        make([path])
-    elif kind == "packed":
-        path.write_bytes(gzip.compress(path.read_bytes()))
-    for start in (0, 1, 3, 9, 17, 31, 39):
-        assert keys(start, count) == plain[start:], f"from {start} on"
-        if counted:
-            assert [keys(start, stop) for stop in (start + 1, 40)] == [plain[start : start + 1], plain[start:]]
-
-
-def test_a_shard_stream_holds_about_one_window_of_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bytes bound what is in memory at once, not only the number of samples."""
-    size = 200_000
-    noise = np.random.default_rng(0)
-    members = [(f"{i:03d}.png", noise.bytes(size if i % 3 else 500)) for i in range(90)]
-    path = write_tar(tmp_path / "x.tar", members)
-    monkeypatch.setattr(shard_reader, "WINDOW_BYTES", 5 * size)
-    tracemalloc.start()
-    items_in_memory = 0
-    windows = SegmentReader(Segment(0, 0, 0, 90, 90), str(path), 64, 0, limits(["png"]), Store()).windows()
-    for items in windows:
-        if items:
-            items_in_memory = max(items_in_memory, sum(map(shard_reader.kept_bytes, items)))
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert 5 * size < items_in_memory < 6.2 * size, items_in_memory
-    assert peak < 14 * size, f"{peak} bytes for windows of {5 * size}: two of them and a sample at most"
 
 
 @pytest.mark.parametrize("indexed", [False, True])
