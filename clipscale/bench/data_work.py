@@ -17,7 +17,6 @@ from clipscale.bench.worker import Worker, alternating, spread
 from clipscale.config.data import DECODE, DataConfig
 from clipscale.config.tools import DataBenchSettings
 from clipscale.data.decode import TrainTransform
-from clipscale.data.loader.offload import row_kind
 from clipscale.data.loader.stream import PIECE, BatchShare, open_stream
 from clipscale.data.order import AUGMENT, CounterRNG
 from clipscale.models.tokenizer import Tokenizer
@@ -178,7 +177,7 @@ def own_batches(pattern: str, decode: str, tokenizer: Any, settings: DataBenchSe
     """Whole batches of the training stream in host memory; yields the bytes of a sample."""
     config = DataConfig(train=[pattern], workers=settings.workers, decode=decode, order="epochs")
     size, side = settings.batch, settings.image_size
-    with open_stream(config, BatchShare(size), row_kind(config, side), tokenizer, 0) as stream:
+    with open_stream(config, BatchShare(size), image_size=side, tokenizer=tokenizer, seed=0) as stream:
         while True:
             batch = stream.next_batch()
             yield (batch.pixels(0, size).nbytes + batch.tokens(0, size).nbytes) // size

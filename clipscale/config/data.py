@@ -30,15 +30,12 @@ class TableConfig:
     """Tables of image paths and captions (.csv, .tsv, .parquet) in `data.train`."""
 
     image: str | None = setting(
-        None, "Column with the image's path, address or bytes; null: the first of `filepath`, `image`, `path` and such."
+        None, "Column with the image's path; null: the first of `filepath`, `image`, `path` and such."
     )
     caption: str | None = setting(None, "Column with the caption; null: the first of `title`, `caption`, `text`.")
     root: str | None = setting(
-        None,
-        "Folder, or for a remote table the beginning of the addresses, of all files that a table may name; `/`: every local file; "
-        "null: the table's own folder or server. Others count as `refused_file`.",
+        None, "Folder of all files that a table may name (others: `refused_file`); null: the table's own."
     )
-    rows: int = setting(10_000, "Rows of a shard. Epochs shuffle shards; resumed runs read them again.", least=1)
 
 
 @dataclass
@@ -109,8 +106,6 @@ class DataConfig:
     cache_bytes: int | None = setting(
         None, "Most bytes of copies in `cache` (`500G`); the least recently used go first. 0: none, null: all.", least=0
     )
-    retries: int = setting(8, "Retries of a failed remote request, each after a longer wait.", least=0)
-    wait_s: float = setting(30.0, "Seconds without an answer after which a remote request is retried.")
     timeout_s: float = setting(300.0, "Seconds without progress after which a worker ends the run.", above=0)
 
     @property

@@ -109,12 +109,11 @@ class DemoSettings:
 
 @dataclass
 class IndexSettings:
-    """`clipscale data index SHARD...`: write an index of counts, offsets, sizes and checksums beside the shards."""
+    """`clipscale data index SHARD...`: write an index of counts, offsets and sizes beside the shards."""
 
     cache: str | None = setting(
         None, "Folder for the index; null: beside the shards, or for remote and read-only ones the user's cache folder."
     )
-    checksum: bool = setting(True, "Read everything, for a checksum; false: read the headers only.")
     workers: int | None = setting(None, PROCESSES_HELP)
     force: bool = setting(False, "Also read unchanged shards again.")
     allow_pipe: bool = setting(False, PIPE_HELP)

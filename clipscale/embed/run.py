@@ -26,9 +26,9 @@ from clipscale.data.decode import IMAGE_TYPES
 from clipscale.data.features import NOTE, encoded_row
 from clipscale.data.sample import limits
 from clipscale.data.shards.access import SourceError, is_local, leaf_of, scheme_of, unsigned
-from clipscale.data.shards.counts import count_samples
 from clipscale.data.shards.listing import access_of, list_shards
 from clipscale.data.shards.reader import ReadProblem, read_shard
+from clipscale.data.shards.scan import scan_shard
 from clipscale.data.shards.store import Store
 from clipscale.data.shards.tables import part_of
 from clipscale.data.shards.writer import shard_writer, write_counts
@@ -165,7 +165,7 @@ def embed_shard(encoder: FeatureEncoder, url: str, path: Path) -> dict[str, Any]
                 (write_tar if as_tar else write_npy)(path, shard_groups(encoder, url, all_members=as_tar), kinds)
         except SourceError:
             return None
-    samples = count_samples(str(path)) if as_tar else len(np.load(array_path(path, kinds[0]), mmap_mode="r"))
+    samples = scan_shard(str(path)).samples if as_tar else len(np.load(array_path(path, kinds[0]), mmap_mode="r"))
     return {"source": address(url), "samples": samples}
 
 

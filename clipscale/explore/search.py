@@ -16,8 +16,10 @@ from torch import Tensor
 from clipscale.config.data import DataConfig
 from clipscale.data.decode import IMAGE_TYPES, broken_pictures, image_bytes, open_picture
 from clipscale.data.sample import BrokenSampleError, limits
+from clipscale.data.shards.access import is_local
+from clipscale.data.shards.counts import scan_counts
 from clipscale.data.shards.listing import access_of
-from clipscale.data.shards.reader import ReadProblem, ShardStatistics, read_shard
+from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.store import Store
 
 TILE = 1 << 14
@@ -53,14 +55,17 @@ class Pictures:
         self.sources, self.data = sources, data
         self.decoding = threading.Semaphore(2)  # a large picture takes 268 MB
         self.small = lru_cache(2048)(self._small)  # about 20 kB each
-        self.offsets = lru_cache(1024)(self._offsets)  # about 80 kB each
+        self.index = lru_cache(None)(lambda url: scan_counts([url], data.cache) if is_local(url) else None)
 
     def encoded(self, part: str, row: int) -> bytes:
         """A picture's bytes. Raises BrokenSampleError: also `no_such_sample` and the reasons of shards that cannot be read."""
         problem, members = ReadProblem(), limits(IMAGE_TYPES, (), self.data.max_bytes)
-        known = {"store": Store(access_of(self.data)), "offsets": lambda url, opened: self.offsets(url, opened.version)}
         if url := self.sources.get(part, ""):
-            for raw in read_shard(url, problem, lambda number: number == row, members, lazy=True, **known):
+            self.index(url)
+            store = Store(access_of(self.data))
+            for raw in read_shard(
+                url, problem, lambda number: number == row, members, lazy=True, store=store, indexed=True
+            ):
                 if raw.index == row:
                     raw.load()
                     if raw.damage:
@@ -78,10 +83,3 @@ class Pictures:
             image.thumbnail((SIDE, SIDE), Image.Resampling.BICUBIC)
             image.save(out, "JPEG", quality=88)
         return out.getvalue()
-
-    def _offsets(self, url: str, version: str) -> np.ndarray | None:
-        """Where a shard's samples begin, by its headers; None where it must be read from its start."""
-        problem, statistics, store = ReadProblem(), ShardStatistics(), Store(access_of(self.data))
-        for _ in read_shard(url, problem, lambda _: False, {}, store=store, statistics=statistics):
-            pass
-        return None if problem.reason or statistics.packed else np.array(statistics.offsets)

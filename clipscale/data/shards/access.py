@@ -1,4 +1,4 @@
-"""Addresses of shards, and what the readers of shards share: settings, errors and event counters.
+"""Addresses of shards, and what their readers share: settings, the error of a shard, small helpers.
 
 Imports no reader, so every other module of this folder may import it.
 """
@@ -6,19 +6,17 @@ Imports no reader, so every other module of this folder may import it.
 import hashlib
 import os
 import re
-from collections import Counter, deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import platformdirs
 
 EVENT = "event:"
 """Prefix of the counters of events that cost no sample, such as repeated requests."""
 _SIGNATURE = re.compile(
-    r"x-(amz|goog|oss|cos|obs)-.*|(aws|google|oss)?access(key)?id|signature|expires|key-pair-id|policy|(security-|access_)?token"
-    r"|s(ig|e|p|v|r|t|ip|pr|koid|ktid|kt|ke|ks|kv|aoid|uoid|cid)|auth|api_?key",
+    r"x-(amz|goog|oss|cos|obs)-.*|(aws|google|oss)?access(key)?id|signature|expires|key-pair-id|policy"
+    r"|(security-|access_)?token|s(ig|e|p|v|r|t|ip|pr|koid|ktid|kt|ke|ks|kv|aoid|uoid|cid)|auth|api_?key",
     re.IGNORECASE,
 )
 """Parameters of presigned addresses of S3, Google, Azure, Alibaba, Tencent, Huawei and CloudFront."""
@@ -44,62 +42,12 @@ class Access:
     """Folder for copies of remote shards; None: read them where they are."""
     cache_bytes: int | None = None
     """Bound on the copies' bytes; None: the disk's size."""
-    retries: int = 8
-    """Consecutive requests that may fail without gaining a byte before the shard is given up."""
-    wait_s: float = 30.0
-    """Seconds of a server's silence after which the request is repeated."""
     pipes: bool = False
     """Whether `pipe:` addresses may run their command (data.allow_pipe)."""
-    root: str | None = None
-    """What tables may name files in (data.table.root); None: their own folder or server."""
 
 
 DIRECT = Access()
-"""Remote shards are read where they are."""
-
-
-class Opened(NamedTuple):
-    """A shard's stream, which the caller closes, and the size and version of its content (None, "": unknown)."""
-
-    stream: Any
-    size: int | None
-    version: str
-
-
-@dataclass(eq=False)
-class ReadContext:
-    """The settings of one reader, its event counters, and the callback it makes while it waits."""
-
-    access: Access = DIRECT
-    counts: Counter[str] = field(default_factory=Counter)
-    tick: Callable[[], None] = lambda: None
-    """May raise to end a wait."""
-    pending: deque[str] = field(default_factory=deque)
-    """The events of other threads."""
-
-    def count(self, event: str) -> None:
-        """Count an event; for the reader's own thread."""
-        self.counts[EVENT + event] += 1
-
-    def count_later(self, event: str) -> None:
-        """Queue an event for `collect`; for any thread, without a lock."""
-        self.pending.append(event)
-
-    def collect(self) -> None:
-        """Count the queued events."""
-        while self.pending:
-            self.count(self.pending.popleft())
-
-    def near_end(self) -> None:
-        """Called when a file is about to be read to its end."""
-
-
-def is_text(name: str) -> bool:
-    """Whether a name is Unicode, as an index can hold it. Linux allows any bytes, which Python turns into lone surrogates."""
-    try:
-        return bool(name.encode())
-    except UnicodeEncodeError:
-        return False
+"""Remote shards are read where they are, and no command runs."""
 
 
 def is_local(url: str) -> bool:
@@ -118,12 +66,12 @@ def scheme_of(url: str) -> str:
 
 
 def unsigned(url: str) -> str:
-    """The address without the parameters that grant access to it: an address that is signed anew names the same shard."""
+    """The address without the parameters that grant access to it: an address signed anew names the same shard."""
     if "?" not in url or is_local(url):
         return url
     base, _, query = url.partition("?")
-    kept = [part for part in query.split("&") if not _SIGNATURE.fullmatch(part.partition("=")[0])]
-    return base + "?" * bool(kept) + "&".join(kept)
+    parameters = [part for part in query.split("&") if not _SIGNATURE.fullmatch(part.partition("=")[0])]
+    return base + "?" * bool(parameters) + "&".join(parameters)
 
 
 def leaf_of(url: str) -> str:

@@ -1,5 +1,6 @@
 """Counts the samples of shards, and builds the order that the counts allow."""
 
+import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -9,28 +10,24 @@ from typing import Any
 
 import numpy as np
 
-from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.config.data import DataConfig
 from clipscale.data.order import Epochs, Mixed, Order, Resampled, default_streams, streams_fit
 from clipscale.data.shards import index, scan
 from clipscale.data.shards.access import is_local, scheme_of, user_cache
-from clipscale.data.shards.reader import ReadProblem, read_shard
 
 log = logging.getLogger(__name__)
 
 SCAN_AT_MOST = 256
 """Shards that are scanned to count their samples if no counts are recorded; more would delay the start of a run."""
-MOST_COUNT_BYTES = 1 << 26
-"""Size of a file of counts."""
 
 
 def recorded_counts(urls: Sequence[str], cache: str | None = None) -> list[int | None]:
     """Samples per shard by an index, `sizes.json` (webdataset) or `NNNNN_stats.json` (img2dataset); None: unknown."""
     entries, stale = index.current(urls, cache)
     if stale:
-        what = f"the index of {len(stale)} of {len(urls)} shards is out of date (first: {stale[0]}): they have changed since"
-        log.warning(f"{what}; counting them without it, run `clipscale data index` again")
+        what = f"the index of {len(stale)} of {len(urls)} shards is out of date (first: {stale[0]})"
+        log.warning(f"{what}: they have changed; counting them without it, run `clipscale data index` again")
     _warn_of_damage(entries, len(urls))
     folders = {os.path.dirname(url) for url in urls if is_local(url)}  # noqa: PTH120 (as it is named)
     sizes = {folder: _json(Path(folder) / "sizes.json") for folder in folders}
@@ -62,13 +59,11 @@ def _warn_of_damage(entries: Mapping[str, index.Entry], count: int) -> None:
         log.warning(f"{what}: what lies behind the damage is left out; `clipscale data check` shows it all")
 
 
-def _json(path: Path) -> dict[str, int]:
+def _json(path: Path) -> dict[str, Any]:
     """The object in a json file; empty if there is no such file or it is damaged."""
-    if not path.is_file():
-        return {}
     try:
-        value = files.read_json(path, MOST_COUNT_BYTES)
-    except (OSError, ValueError) as error:
+        value = json.loads(path.read_bytes()) if path.is_file() else {}
+    except (OSError, ValueError, RecursionError) as error:
         log.warning("%s cannot be read (%s); counting without it", path, error)
         return {}
     return value if isinstance(value, dict) else {}
@@ -77,25 +72,17 @@ def _json(path: Path) -> dict[str, int]:
 def scan_counts(urls: Sequence[str], cache: str | None = None) -> list[int]:
     """Samples per local shard from its tar headers; an index in the cache folder remembers them.
 
-    A damaged shard counts the samples before the damage. One process of a machine scans while the others wait.
+    A damaged shard counts the samples before the damage.
     """
-    found: dict[str, index.Entry] = {}
+    entries: dict[str, index.Entry] = {}
     try:
-        scan.update_indexes(urls, cache=cache or str(user_cache()), checksum=False)
-        found, _ = index.current(urls, cache)
-        _warn_of_damage(found, len(urls))
+        scan.update_indexes(urls, cache=cache or str(user_cache()))
+        entries, _ = index.current(urls, cache)
     except UserError as error:
         log.warning("counts are not remembered: %s", error)
-    return [found[url].samples if url in found else count_samples(url) for url in urls]
-
-
-def count_samples(path: str) -> int:
-    """Samples in a local shard, as `read_shard` groups them, from its headers alone."""
-    problem = ReadProblem()
-    samples = sum(1 for _ in read_shard(path, problem, want=lambda _: False))
-    if problem.reason:
-        log.warning("%s after %d samples: %s", problem.reason, samples, problem.detail)
-    return samples
+        entries = {url: scan.scan_shard(url) for url in urls}
+    _warn_of_damage(entries, len(urls))
+    return [entries[url].samples if url in entries else 0 for url in urls]
 
 
 def build_order(
@@ -134,7 +121,7 @@ def build_order(
         return Resampled(tuple(np.cumsum(weights).tolist()), tuple(counts), streams, seed)
     assert config.weights is not None and config.train is not None
     for number, weight in enumerate(config.weights):
-        if weight and not any(own == number and count != 0 for own, count in zip(source_of, counts)):
+        if weight and not any(source == number and count != 0 for source, count in zip(source_of, counts)):
             raise UserError(f"data.train: {config.train[number]} has data.weights={weight:g} and holds no sample")
     return Mixed(tuple(map(float, config.weights)), tuple(source_of), tuple(counts), streams, seed)
 
@@ -143,8 +130,8 @@ def _scanned(config: DataConfig, urls: Sequence[str], counts: list[int | None]) 
     """The counts, with those of local shards that nothing records: they are scanned, unless they are too many."""
     unknown = [url for url, count in zip(urls, counts) if count is None]
     if unknown and all(map(is_local, unknown)) and (config.order == "epochs" or len(urls) <= SCAN_AT_MOST):
-        found = dict(zip(unknown, scan_counts(unknown, config.cache)))
-        return [found[url] if count is None else count for url, count in zip(urls, counts)]
+        scanned = dict(zip(unknown, scan_counts(unknown, config.cache)))
+        return [scanned[url] if count is None else count for url, count in zip(urls, counts)]
     if unknown and config.order == "epochs":
         remedy = "run `clipscale data index` on the shards, or take data.order=resampled"
         raise UserError(f"data.order=epochs: the samples in {unknown[0]} are not known; {remedy}")

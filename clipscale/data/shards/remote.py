@@ -1,106 +1,107 @@
-"""Remote objects as seekable files, read block by block, with the next block prefetched on fsspec's event loop.
+"""Remote objects as seekable files, by requests for ranges on fsspec's event loop.
 
-Requests are short and bounded, so a reader that pauses to decode holds no connection open. A failed request is repeated
-from the byte reached; an object that changes is given up, its versions are never mixed.
-
-A file without references is closed by the collector, perhaps while the same thread holds a lock. So closing and
-dropping take no lock of ours.
+Requests are short and bounded, so a reader that pauses to decode holds no connection open. A failed request is repeated;
+an object that changes is given up, its versions never mix.
 """
 
-import io
+import asyncio
 import os
-import threading
-from collections import deque
-from collections.abc import Callable
-from typing import Any
+import random
+import re
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from urllib.parse import quote
 
-from clipscale.data.shards.access import ReadContext
-from clipscale.data.shards.remote_object import RemoteObject, Retry, State, TransientError, result, submit
+from clipscale.data.shards.access import SourceError, scheme_of
 
-FIRST_BLOCK, LARGEST_BLOCK = 1 << 20, 8 << 20
-"""Bytes of the first block after a seek, and of the largest; sequential blocks grow fourfold."""
-PREFETCH_BYTES = 64 << 20
-"""Bound on the prefetched bytes of all files of a process."""
+RETRIES = 8
+"""Requests that may fail, one after another, before the shard is given up: about a minute."""
+WAIT_S = 30.0
+"""Seconds of a server's silence after which a request is repeated."""
+FIRST_BLOCK, LARGEST_BLOCK = 1 << 20, 4 << 20
+"""Bytes of a block after a seek, and of those that follow it."""
+LEAST = 1 << 16
+"""Bytes of a cut-off answer that count as progress: a server that sends one byte a request must not hold a reader."""
+SLOWEST = 1 << 16
+"""Bytes a second by which the time limit of a request grows."""
+LONGEST_WAIT_S = 30.0
+"""Bound on the wait between two attempts."""
+TICK_S = 0.1
+"""Interval at which a reader that waits for a request calls `tick`."""
+_TRANSIENT = {408, 425, 429, 500, 502, 503, 504}
+"""HTTP statuses that may pass."""
+_RANGE = re.compile(r"bytes ([0-9]{1,18})-[0-9]{1,18}/([0-9]{1,18})$")
+_IN_ADDRESSES = "!#$%&'()*+,/:;=?@[]~"
+"""Characters of an address that are sent as they are, since it may be signed; others, such as spaces, are quoted."""
+_VERSIONS = ("generation", "ETag", "etag", "mtime", "LastModified", "updated", "created")
+"""What fsspec's file systems call an object's version."""
+_one_thread = ThreadPoolExecutor(1, "fsspec")
+"""Calls file systems without asyncio, some of which have a single connection."""
 
-
-class PrefetchBudget:
-    """The bytes that all files of a process may prefetch together."""
-
-    def __init__(self) -> None:
-        self._lock, self._bytes = threading.Lock(), 0
-        self._released: deque[int] = deque()
-
-    @property
-    def reserved(self) -> int:
-        """Bytes reserved now."""
-        with self._lock:
-            return self._update()
-
-    def _update(self) -> int:
-        while self._released:
-            self._bytes -= self._released.popleft()
-        return self._bytes
-
-    def reserve(self, size: int, need: float) -> bool:
-        """Reserve bytes if the total stays within the share `need` (0 to 1) of the budget: the neediest can get most."""
-        with self._lock:
-            if self._update() + size > PREFETCH_BYTES * need:
-                return False
-            self._bytes += size
-            return True
-
-    def release(self, size: int) -> None:
-        """Free reserved bytes; takes no lock."""
-        self._released.append(size)
+State = tuple[int, str]
+"""Size and version (ETag, generation, time of change) of an object: they identify its content."""
+Request = Future[tuple[bytes, State]]
 
 
-_budget = PrefetchBudget()
+class TransientError(Exception):
+    """A request failed in a way that may pass. `reason` names its counter."""
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(detail or reason)
+        self.reason = reason
 
 
-class BlockRequest:
-    """A request for bytes start..stop of an object, perhaps before its reader gets there."""
+@dataclass(frozen=True)
+class Retries:
+    """Waits for requests and repeats those that fail. `count` is told the reasons; `tick` may raise to end a wait."""
 
-    def __init__(self, remote: RemoteObject, start: int, stop: int, state: State, reserved: int = 0) -> None:
-        """`reserved` bytes of the budget are released when the block is taken or dropped."""
-        self.start, self.stop, self._reserved = start, stop, reserved
-        self.pieces: list[bytes] = []
-        """The bytes that have come."""
-        self.future = submit(remote.read(start, stop, state, self.pieces))
+    count: Callable[[str], None]
+    tick: Callable[[], None]
 
-    def take(self, tick: Callable[[], None]) -> None:
-        """Wait for the block. Raises the error that ended the request early; `pieces` has what came before."""
-        try:
-            result(self.future, tick)
-        finally:
-            self._release()
+    def begin(self, url: str, start: int, stop: int) -> Request:
+        """Begin a request for bytes start..stop of an object."""
+        from fsspec.asyn import get_loop
 
-    def drop(self, count: Callable[[str], None]) -> None:
-        """End the request. `count` counts its failure."""
-        if (
-            not self.future.cancel() and self.future.done()
-        ):  # the collector may call this on the loop's thread: never wait
-            error = self.future.exception()
-            if isinstance(error, TransientError):
-                count(error.reason)
-        self._release()
+        return asyncio.run_coroutine_threadsafe(_request(url, start, stop), get_loop())
 
-    def _release(self) -> None:
-        _budget.release(self._reserved)
-        self._reserved = 0
+    def fetch(self, url: str, start: int, stop: int, request: Request | None = None) -> tuple[bytes, State]:
+        """Bytes start..stop of an object, or as many of them as came at once, and its state. `request` is the first
+        attempt, if it has begun. Raises SourceError, `unreachable_shard` after too many failures.
+        """
+        failures = 0
+        while True:
+            request = request or self.begin(url, start, stop)
+            try:
+                while not wait([request], TICK_S).done:
+                    self.tick()
+                return request.result()
+            except TransientError as error:
+                self.count(error.reason)
+                failures += 1
+                if failures > RETRIES:
+                    message = f"{failures} requests failed, the last: {error}"
+                    raise SourceError("unreachable_shard", message) from error
+            finally:
+                request.cancel()
+            request = None
+            self.tick()
+            # a random wait, so that readers do not all return at once
+            time.sleep(random.uniform(0, min(0.25 * 2 ** min(failures, 30), LONGEST_WAIT_S)))
 
 
-class RemoteFile(io.RawIOBase):
-    """A remote object as a seekable file, with one or two blocks in memory. Raises SourceError when it gives up."""
+class RemoteFile:
+    """An object as a seekable file. While one block is read, the next one is on its way. Raises SourceError."""
 
-    def __init__(self, remote: RemoteObject, context: ReadContext) -> None:
-        self._prefetch: BlockRequest | None = None
-        self._remote, self.context = remote, context
-        self._at, self._start, self._block = 0, 0, b""
-        self._size = 0
-        self.length, self.version = Retry(context).stat(remote)
-
-    def readable(self) -> bool:
-        return True
+    def __init__(self, url: str, retries: Retries) -> None:
+        self._url, self._retries = url, retries
+        self._at = self._start = 0
+        self._ahead: Request | None = None
+        """The request for the block behind the present one."""
+        self._block, (self.size, self.version) = retries.fetch(url, 0, FIRST_BLOCK)
 
     def seekable(self) -> bool:
         return True
@@ -109,80 +110,135 @@ class RemoteFile(io.RawIOBase):
         return self._at
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._at = max(0, offset + (0, self._at, self.length)[whence])
+        self._at = max(0, offset + (0, self._at, self.size)[whence])
         return self._at
 
-    def read(self, size: int | None = -1) -> bytes:
-        stop = self.length if size is None or size < 0 else min(self._at + size, self.length)
+    def peek(self, size: int) -> bytes:
+        """The next `size` bytes, which stay to be read."""
+        data = self.read(size)
+        self._at -= len(data)
+        return data
+
+    def read(self, size: int = -1) -> bytes:
+        stop = self.size if size < 0 else min(self._at + size, self.size)
         parts = []
         while self._at < stop:
             if not self._start <= self._at < self._start + len(self._block):
-                self._load(stop)
-            part = self._block[self._at - self._start : stop - self._start]
-            self._at += len(part)
-            parts.append(part)
-            self.prefetch()
+                self._load()
+            parts.append(self._block[self._at - self._start : stop - self._start])
+            self._at += len(parts[-1])
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    def readinto(self, buffer: Any) -> int:
-        data = self.read(len(buffer))
-        buffer[: len(data)] = data
-        return len(data)
-
     def close(self) -> None:
-        self._drop()
-        super().close()
+        if self._ahead is not None:
+            self._ahead.cancel()
+            self._ahead = None
 
-    def prefetch(self) -> None:
-        """Prefetch the next block if the budget allows it; the need grows with the part of this block that is read."""
+    def _load(self) -> None:
+        """Replace the block by the one that begins here, and request the next one if the reader goes straight on."""
+        sequential = self._at == self._start + len(self._block)
+        if not sequential:
+            self.close()
+        request, self._ahead = self._ahead, None
+        self._block, self._start = b"", self._at
+        stop = min(self._at + (LARGEST_BLOCK if sequential else FIRST_BLOCK), self.size)
+        self._block, state = self._retries.fetch(self._url, self._at, stop, request)
+        if state != (self.size, self.version):
+            raise SourceError("changed_shard", "it changed on the server while it was read")
         end = self._start + len(self._block)
-        if self._prefetch is not None or not self._remote.concurrent:
-            return
-        if end >= self.length:
-            self.context.near_end()
-            return
-        size = min(self._size_after(end), self.length - end)
-        if _budget.reserve(size, (self._at - self._start) / len(self._block) if self._block else 1.0):
-            self._prefetch = self._request(end, end + size, size)
+        if sequential and end < self.size:
+            self._ahead = self._retries.begin(self._url, end, min(end + LARGEST_BLOCK, self.size))
 
-    def _request(self, start: int, stop: int, reserved: int = 0) -> BlockRequest:
-        return BlockRequest(self._remote, start, stop, (self.length, self.version), reserved)
 
-    def _size_after(self, at: int) -> int:
-        """Bytes of a block that begins at `at`."""
-        sequential = self._block and at == self._start + len(self._block)
-        return min(self._size * 4, LARGEST_BLOCK) if sequential else FIRST_BLOCK
+# -- requests, on fsspec's event loop ----------------------------------------------------------------------------------
 
-    def _load(self, needed: int) -> None:
-        """Replace the block by one that holds the current byte."""
-        start, size = self._at, self._size_after(self._at)
-        stop = min(max(needed, start + size), self.length, start + LARGEST_BLOCK)
-        prefetch = self._prefetch
-        if prefetch is not None and prefetch.start <= self._at < prefetch.stop:
-            self._prefetch = None
-            start, stop, size = prefetch.start, prefetch.stop, self._size_after(prefetch.start)
-        else:
-            self._drop()
-            prefetch = None
-        self._block, self._size = b"", size  # frees it before its successor is read
-        self._block, self._start = self._fetch(start, stop, prefetch), start
 
-    def _drop(self) -> None:
-        prefetch, self._prefetch = self._prefetch, None
-        if prefetch is not None:
-            prefetch.drop(self.context.count_later)
+async def _request(url: str, start: int, stop: int) -> tuple[bytes, State]:
+    """Bytes start..stop, or fewer where the object ends or the answer is cut off, and the object's state.
 
-    def _fetch(self, start: int, stop: int, prefetch: BlockRequest | None) -> bytes:
-        """Bytes start..stop, first from the prefetch, then by requests from the byte reached."""
-        pieces: list[bytes] = []
-        retry = Retry(self.context)
-        while start < stop:
-            request = prefetch or self._request(start, stop)
-            prefetch = None
-            try:
-                request.take(self.context.tick)
-            except TransientError as error:
-                retry.wait(error, gained=sum(map(len, request.pieces)) / (stop - start))
-            pieces += request.pieces
-            start += sum(map(len, request.pieces))
-        return b"".join(pieces)
+    Raises TransientError, and SourceError for what does not pass.
+    """
+    try:
+        async with asyncio.timeout(WAIT_S + (stop - start) / SLOWEST):
+            if scheme_of(url) in ("http", "https"):
+                data, state = await _from_web(url, start, stop)
+            elif scheme_of(url) == "hf":  # its file system has no asyncio, and asks the hub's interface for each block
+                from huggingface_hub.utils import build_hf_headers
+
+                address = await asyncio.to_thread(_hub_address, url)
+                data, state = await _from_web(address, start, stop, build_hf_headers())
+            else:
+                data, state = await _from_file_system(url, start, stop)
+    except (SourceError, TransientError):
+        raise
+    except TimeoutError as error:
+        raise TransientError("no_answer", f"nothing within {WAIT_S:g} s") from error
+    except (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError) as error:
+        raise SourceError("missing_shard", f"{type(error).__name__}: {error}") from error
+    except Exception as error:  # each library has its own
+        raise TransientError("failed_request", f"{type(error).__name__}: {error}") from error
+    missing = min(stop, state[0]) - start - len(data)
+    if missing > 0 and len(data) < LEAST:
+        raise TransientError("short_answer", f"{missing} bytes missing")
+    return data, state
+
+
+async def _from_file_system(url: str, start: int, stop: int) -> tuple[bytes, State]:
+    """By fsspec's file system for the address, with that library's credentials and settings."""
+    from fsspec.core import url_to_fs
+
+    system, path = url_to_fs(url, use_listings_cache=False)
+    if system.async_impl:
+        data = await system._cat_file(path, start=start, end=stop)
+        info = await system._info(path)  # afterwards: an object that still has the first version had it meanwhile
+    else:
+        loop = asyncio.get_running_loop()
+        data = await loop.run_in_executor(_one_thread, lambda: system.cat_file(path, start=start, end=stop))
+        info = await loop.run_in_executor(_one_thread, system.info, path)
+    version = next((str(info[name]) for name in _VERSIONS if info.get(name) is not None), "")
+    return data[: stop - start], (int(info["size"]), version)
+
+
+async def _from_web(url: str, start: int, stop: int, headers: Mapping[str, str] = {}) -> tuple[bytes, State]:
+    """By fsspec's http session, with its settings. fsspec's own `_cat_file` reads an answer whole, however long a hostile
+    server makes it, and returns neither the version of the bytes nor those that came before a fault.
+    """
+    import aiohttp
+    from fsspec import filesystem
+    from fsspec.config import conf
+
+    configured = conf.get("http", {}).get("client_kwargs", {})
+    system = filesystem("http", client_kwargs={"trust_env": True, **configured}, encoded=True)  # True: HTTPS_PROXY
+    session = await system.set_session()
+    wanted = {"Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
+    options = {**system.kwargs, "headers": {**system.kwargs.get("headers", {}), **headers, **wanted}}
+    timeout = aiohttp.ClientTimeout(sock_connect=WAIT_S, sock_read=WAIT_S)
+    address = system.encode_url(quote(url, safe=_IN_ADDRESSES))
+    async with session.get(address, timeout=timeout, auto_decompress=False, **options) as answer:
+        if answer.status in _TRANSIENT:
+            raise TransientError(f"http_{answer.status}")
+        if answer.status == 416:
+            raise SourceError("changed_shard" if start else "unreadable_shard", "shorter than it was, or empty")
+        if answer.status == 200:
+            raise SourceError("unreadable_shard", "the server answers no requests for ranges of bytes")
+        if answer.status != 206:
+            raise SourceError("missing_shard", f"HTTP status {answer.status}")
+        span = _RANGE.match(answer.headers.get("Content-Range", ""))
+        if span is None or int(span[1]) != start:
+            raise TransientError("wrong_range", answer.headers.get("Content-Range", "no Content-Range"))
+        state = int(span[2]), answer.headers.get("ETag") or answer.headers.get("Last-Modified") or ""
+        pieces, missing = list[bytes](), min(stop, state[0]) - start
+        with suppress(aiohttp.ClientError, TimeoutError):  # the next request goes on behind what came
+            while missing > 0 and (piece := await answer.content.read(missing)):
+                pieces.append(piece)
+                missing -= len(piece)
+    return b"".join(pieces), state
+
+
+@lru_cache(1 << 12)
+def _hub_address(url: str) -> str:
+    """The https address of a file on the Hugging Face hub."""
+    from fsspec.core import url_to_fs
+
+    system, path = url_to_fs(url)
+    return str(system.url(path))

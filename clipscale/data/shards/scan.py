@@ -1,12 +1,10 @@
-"""Scans shards, in several processes, and brings the indexes of their folders up to date; a killed run's work is kept.
+"""Scans the headers of shards, in several processes, and brings the indexes of their folders up to date."""
 
-Apart from index.py, which the cache uses below the reader; a scan reads shards through both.
-"""
-
-import hashlib
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import tarfile
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import get_context
@@ -14,13 +12,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from clipscale.data.shards.access import DIRECT, Access, Opened, SourceError, is_text, leaf_of
-from clipscale.data.shards.index import STATES, Entry, folder_of, state_of, writable_path, write
-from clipscale.data.shards.index_file import draft, query
-from clipscale.data.shards.reader import ReadProblem, ShardStatistics, read_shard
-from clipscale.data.shards.remote_object import State
+from clipscale.data.sample import key_and_extension
+from clipscale.data.shards import index
+from clipscale.data.shards.access import SourceError, leaf_of
+from clipscale.data.shards.reader import ERRORS
 from clipscale.data.shards.store import Store
-from clipscale.data.shards.tar import CountedStream
+from clipscale.data.shards.tar import next_member, padded, skip, unpacked
 
 T = TypeVar("T")
 
@@ -28,32 +25,38 @@ SERIAL_BYTES = 256 << 20
 """Shards with fewer bytes together are scanned by one process; starting others would take longer."""
 
 
-class HashingStore(Store):
-    """A store that hashes what is read from it."""
-
-    def __init__(self, access: Access = DIRECT) -> None:
-        super().__init__(access)
-        self.hasher = hashlib.sha256()
-
-    def open(self, url: str) -> Opened:
-        opened = super().open(url)
-        return opened._replace(stream=CountedStream(opened.stream, self.hasher))
-
-
-def scan_shard(url: str, checksum: bool = True) -> Entry:
-    """The index entry of a shard: read as a whole with `checksum`, else its headers alone. The entry notes damage.
+def scan_shard(url: str) -> index.Entry:
+    """The index entry of a shard, from its headers, grouped into samples as `read_shard` does. The entry notes damage.
 
     Raises OSError or SourceError if the shard cannot be opened.
     """
-    size, version = state_of(url)
-    statistics, problem = ShardStatistics(), ReadProblem()
-    store = HashingStore() if checksum else Store()
-    samples = sum(1 for _ in read_shard(url, problem, lambda _: False, store=store, statistics=statistics))
-    sha256 = store.hasher.hexdigest() if isinstance(store, HashingStore) else None
-    totals = {extension: (n, statistics.sizes[extension]) for extension, n in sorted(statistics.members.items())}
-    known = samples and not statistics.packed
-    offsets = np.asarray(statistics.offsets[: samples + 1], dtype=np.int64) if known else None
-    return Entry(leaf_of(url), size, version, samples, sha256, totals, problem.reason, problem.detail, offsets)
+    size, version = Store().state(url)
+    offsets, members, sizes = list[int](), Counter[str](), Counter[str]()
+    reason, detail, can_seek = None, "", False
+    with closing(Store().open(url).stream) as source:
+        try:
+            archive, can_seek = unpacked(source)
+            start, key = 0, None
+            while (header := next_member(archive)) is not None:
+                name, length, taken = header
+                if named := key_and_extension(name):
+                    if named[0] != key:
+                        key = named[0]
+                        offsets.append(start)
+                    members[named[1]] += 1
+                    sizes[named[1]] += length
+                skip(archive, padded(length), can_seek)
+                start += taken + padded(length)
+            offsets.append(start)
+            if archive.tell() <= start:  # no block of zeros: where contents are skipped, the only sign of a cut
+                raise tarfile.ReadError("ends without the zeros that end an archive: it may have been cut off")
+        except (*ERRORS, SourceError) as error:
+            reason = getattr(error, "reason", "truncated_shard" if offsets else "unreadable_shard")
+            detail = f"{url}: {error}"
+    samples = max(0, len(offsets) - 1)
+    totals = {extension: (count, sizes[extension]) for extension, count in sorted(members.items())}
+    known = np.array(offsets, dtype=np.int64) if samples and can_seek else None
+    return index.Entry(leaf_of(url), size, version, samples, totals, reason, detail, known)
 
 
 @dataclass
@@ -61,7 +64,7 @@ class Update:
     """The result of `update_indexes`."""
 
     read: int = 0
-    kept: int = 0
+    unchanged: int = 0
     failed: dict[str, str] = field(default_factory=dict)
     """Shards that could not be opened, and why."""
 
@@ -70,63 +73,51 @@ def update_indexes(
     urls: Sequence[str],
     *,
     cache: str | None = None,
-    checksum: bool = True,
     workers: int = 1,
     force: bool = False,
-    done: Callable[[str, int, Entry | None], None] = lambda url, size, entry: None,
+    done: Callable[[str, int, index.Entry | None], None] = lambda url, size, entry: None,
 ) -> Update:
     """Bring the indexes of these shards' folders up to date, at `index.writable_path`. Raises UserError.
 
-    Skips shards whose entry still holds, unless `force`. An interrupted run leaves its index as a draft, which the next
-    run continues. `done` is called after every shard with its size, and its entry unless it was skipped or failed.
+    Skips shards whose entry still holds, unless `force`. Entries are written one by one, so a killed run's work is kept.
+    `done` is called after every shard with its size, and its entry unless it was skipped or failed.
     """
     result = Update()
     folders: dict[str, list[str]] = defaultdict(list)
     for url in urls:
-        folders[folder_of(url)].append(url)
-
-    def fail(url: str, size: int, why: str) -> None:
-        result.failed[url] = why
-        done(url, size, None)
-
-    def skip_kept(todo: dict[str, State], rows: Iterable[tuple[Any, ...]]) -> None:
-        """Take the shards out of `todo` whose entry holds, by the rows of STATES."""
-        held = {name: ((size, version), sha256) for name, size, version, sha256 in rows}
-        for url, state in list(todo.items()):
-            indexed, sha256 = held.get(leaf_of(url), (None, None))
-            if not force and indexed == state and (sha256 is not None or not checksum):
-                result.kept += 1
-                done(url, todo.pop(url)[0], None)
-
+        folders[index.folder_of(url)].append(url)
     for folder, shards in folders.items():
+        path, work = index.writable_path(folder, cache), dict[str, int]()
+        indexed = {name: state for name, *state in index.query(path, "SELECT name, size, version FROM shards")}
         with ThreadPoolExecutor(16) as pool:
-            found = dict(zip(shards, pool.map(partial(_or_error, state_of), shards)))
-        for url in [url for url in found if isinstance(found[url], str)]:
-            fail(url, 0, found.pop(url))
-        for url in [url for url in found if not is_text(leaf_of(url))]:
-            fail(url, found.pop(url)[0], "its name is no UTF-8; rename it")
-        path = writable_path(folder, cache)
-        skip_kept(found, query(path, STATES))
-        if not found:
+            states = list(pool.map(partial(_or_error, Store().state), shards))
+        for url, state in zip(shards, states):
+            if isinstance(state, str):
+                result.failed[url] = state
+                done(url, 0, None)
+            elif not force and indexed.get(leaf_of(url)) == list(state):
+                result.unchanged += 1
+                done(url, state[0], None)
+            else:
+                work[url] = state[0]
+        if not work:
             continue
-        with draft(path) as base:
-            skip_kept(found, base.execute(STATES))  # another process may have scanned some before this one got the lock
-            work = partial(_or_error, scan_shard, checksum=checksum)
-            small = sum(size for size, _ in found.values()) < SERIAL_BYTES
-            for url, entry in map_shards(work, list(found), 1 if small else workers):
+        processes = 1 if sum(work.values()) < SERIAL_BYTES else workers
+        with index.writing(path) as base:
+            for url, entry in map_shards(partial(_or_error, scan_shard), list(work), processes):
                 if isinstance(entry, str):
-                    fail(url, found[url][0], entry)
-                    continue
-                write(base, entry)
-                result.read += 1
-                done(url, found[url][0], entry)
+                    result.failed[url] = entry
+                else:
+                    index.write(base, entry)
+                    result.read += 1
+                done(url, work[url], None if isinstance(entry, str) else entry)
     return result
 
 
-def _or_error(work: Callable[..., Any], url: str, **options: Any) -> Any:
+def _or_error(work: Callable[[str], Any], url: str) -> Any:
     """What `work` returns for a shard, or the message of its error."""
     try:
-        return work(url, **options)
+        return work(url)
     except (OSError, SourceError) as error:
         return str(error)
 

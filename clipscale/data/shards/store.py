@@ -1,25 +1,51 @@
-"""Opens shards wherever they are: local files, output of commands, and remote objects with or without a local copy.
+"""Opens shards wherever they are: local files, the output of commands, remote objects, and local copies of these."""
 
-All reading of shards goes through a `Store`, which also prefetches the next shard.
-"""
-
+import logging
 import os
 import subprocess
+from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import CancelledError
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from clipscale.common import files
-from clipscale.data.shards.access import Opened, ReadContext, SourceError, is_local, scheme_of
-from clipscale.data.shards.cache import ShardCache
-from clipscale.data.shards.remote import RemoteFile
-from clipscale.data.shards.remote_object import in_thread, is_concurrent, remote_object, result
+from clipscale.data.shards.access import (
+    DIRECT,
+    EVENT,
+    Access,
+    SourceError,
+    digest,
+    is_local,
+    leaf_of,
+    scheme_of,
+    unsigned,
+)
+from clipscale.data.shards.remote import LARGEST_BLOCK, RemoteFile, Retries, State
+
+log = logging.getLogger(__name__)
+
+BUFFER = 1 << 17
+"""Bytes that are read of a local file or a command's output at once."""
 
 
-class Store(ReadContext):
+class Opened(NamedTuple):
+    """A shard's stream, which the caller closes, and the size and version of its content (None, "": unknown)."""
+
+    stream: Any
+    size: int | None
+    version: str
+
+
+class Store:
     """Opens shards for one reader."""
 
-    _expected: str | None = None
-    _prefetch: "_Prefetch | None" = None
+    def __init__(
+        self, access: Access = DIRECT, counts: Counter[str] | None = None, tick: Callable[[], None] = lambda: None
+    ) -> None:
+        """`counts` receives faults that cost no sample. `tick` is called during waits and may raise to end them."""
+        self.access, self.counts, self.tick = access, Counter() if counts is None else counts, tick
+        self._retries = Retries(self._count, tick)
 
     def open(self, url: str) -> Opened:
         """The shard's bytes, seekable except for `pipe:`, whose command runs only if the access allows it.
@@ -27,119 +53,108 @@ class Store(ReadContext):
         Raises OSError for a local file, SourceError (`unreachable_shard`, `missing_shard`, ...) for a remote one.
         """
         if is_local(url):
-            file = files.opened(url, buffering=1 << 17)
-            about = os.fstat(file.fileno())
-            return Opened(file, about.st_size, str(about.st_mtime_ns))
+            return _opened(Path(url), *self.state(url))
         if scheme_of(url) == "pipe":
             if not self.access.pipes:
-                raise SourceError("refused_pipe", f"{url}: `pipe:` runs a shell command, which is not allowed")
+                raise SourceError("refused_pipe", "`pipe:` runs a shell command, which is not allowed")
             return Opened(Pipe(url[len("pipe:") :]), None, "")
-        self.collect()
-        if self._prefetch is not None and self._prefetch.url == url:
-            prefetch, self._prefetch = self._prefetch, None
-            try:
-                opened = prefetch.take(self.tick)
-            finally:
-                self.collect()
-            if isinstance(opened.stream, RemoteFile):
-                opened.stream.context = self
-        else:
-            opened = self._open_remote(url, self)
-        if self._copies:
-            self.near_end()
-        return opened
+        if self.access.cache and self.access.cache_bytes != 0 and (copy := self._copy_of(url)):
+            return copy
+        remote = RemoteFile(url, self._retries)
+        return Opened(remote, remote.size, remote.version)
 
-    def _open_remote(self, url: str, context: ReadContext) -> Opened:
-        if self._copies:
-            return ShardCache(context).open(url)
-        remote = RemoteFile(remote_object(url, self.access.wait_s), context)
-        return Opened(remote, remote.length, remote.version)
+    def state(self, url: str) -> State:
+        """Size and version of a shard now. Raises OSError or SourceError."""
+        if is_local(url):
+            about = Path(url).stat()
+            return about.st_size, str(about.st_mtime_ns)
+        return self._retries.fetch(url, 0, 1)[1]
 
-    @property
-    def _copies(self) -> bool:
-        return self.access.cache is not None and self.access.cache_bytes != 0
+    def _count(self, event: str) -> None:
+        self.counts[EVENT + event] += 1
 
-    def expect(self, url: str | None) -> None:
-        """Set the shard to prefetch, the one that is opened after the next or present one (None: no other).
+    def _copy_of(self, url: str) -> Opened | None:
+        """The shard's copy in the cache, made now if there is none; None if it does not fit there.
 
-        A remote shard is prefetched once the present one is open if copies are made, else near the present one's end,
-        so that its version is still new when it is read.
+        Copies are named by address and version. While the server is away, the copy used last stands in.
         """
-        self._expected = url
-        if url is None and self._prefetch is not None:
-            self._prefetch.drop()
-            self._prefetch = None
-            self.collect()
-
-    def near_end(self) -> None:
-        """Prefetch the expected shard."""
-        if self._expected is None or self._prefetch is not None:
-            return
-        url, self._expected = self._expected, None
-        if scheme_of(url) not in ("", "pipe", "table") and is_concurrent(url):
-            self._prefetch = _Prefetch(url, self._open_ahead)
-
-    def _open_ahead(self, url: str, check: Callable[[], None]) -> Opened:
-        """Open a shard and prefetch its first block, in a thread."""
-        opened = self._open_remote(url, _ThreadContext(self.access, tick=check, pending=self.pending))
-        if isinstance(opened.stream, RemoteFile):
-            opened.stream.prefetch()
-        return opened
-
-
-class _ThreadContext(ReadContext):
-    """The context of a thread, whose events the store counts that shares `pending`."""
-
-    def count(self, event: str) -> None:
-        self.count_later(event)
-
-
-class _Prefetch:
-    """A shard that a thread opens before its reader needs it."""
-
-    def __init__(self, url: str, open_shard: Callable[[str, Callable[[], None]], Opened]) -> None:
-        """`open_shard` gets the address, and a function that raises CancelledError after a drop."""
-        self.url, self._wanted = url, True
-        self._opened = in_thread(lambda: open_shard(url, self._check), "prefetch-shard")
-
-    def _check(self) -> None:
-        if not self._wanted:
-            raise CancelledError
-
-    def take(self, tick: Callable[[], None]) -> Opened:
-        """Wait for the shard; it is the caller's. Raises what opening it or `tick` raised."""
+        folder, name = Path(self.access.cache or "").expanduser() / "shards", digest(unsigned(url))
+        folder.mkdir(parents=True, exist_ok=True)
         try:
-            return result(self._opened, tick)
-        except BaseException:
-            self.drop()
-            raise
+            size, version = self.state(url)
+        except SourceError as error:
+            copies = sorted(folder.glob(f"{name}-*"), key=os.path.getmtime)
+            if error.reason != "unreachable_shard" or not copies:
+                raise
+            self._count("copy_of_unreachable")
+            return _opened(copies[-1])
+        path = folder / f"{name}-{digest(f'{size} {version}')}-{leaf_of(url)[-80:]}"
+        try:
+            if not path.exists():
+                if not _make_room(folder, size, self.access.cache_bytes):
+                    raise OSError("it is larger than data.cache_bytes")
+                with files.replacing(path) as out, closing(RemoteFile(url, self._retries)) as remote:
+                    while data := remote.read(LARGEST_BLOCK):
+                        out.write(data)
+                        self.tick()
+            os.utime(path)
+            return _opened(path, size, version)
+        except OSError as error:  # a full disk, or another process has removed the copy: the object itself is read
+            log.warning("data.cache=%s: no copy of %s (%s)", self.access.cache, leaf_of(url), error)
+            self._count("no_room_for_copy")
+            return None
 
-    def drop(self) -> None:
-        """Close the shard, now or when it is open."""
-        self._wanted = False
-        self._opened.add_done_callback(lambda opened: opened.exception() or opened.result().stream.close())
+
+def _opened(path: Path, size: int | None = None, version: str = "") -> Opened:
+    return Opened(path.open("rb", BUFFER), size, version)
+
+
+def _make_room(folder: Path, size: int, bound: int | None) -> bool:
+    """Remove the copies used longest ago until one of `size` bytes fits the bound. Their readers can go on reading."""
+    if bound is None or size > bound:
+        return bound is None
+    copies = []
+    for path in folder.iterdir():
+        with suppress(FileNotFoundError):  # other processes remove copies, too
+            about = path.stat()
+            copies.append((about.st_mtime, about.st_size, path))
+    total = size + sum(length for _, length, _ in copies)
+    for _, length, path in sorted(copies):
+        if total > bound:
+            path.unlink(missing_ok=True)
+            total -= length
+    return True
 
 
 class Pipe:
     """The output of a shell command. Closing it early ends the command."""
 
     def __init__(self, command: str) -> None:
-        self._process = subprocess.Popen(command, shell=True, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL)
+        self._process = subprocess.Popen(command, BUFFER, shell=True, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL)
+        self._out: Any = self._process.stdout
+        self._at = 0
+
+    def seekable(self) -> bool:
+        return False
+
+    def tell(self) -> int:
+        return self._at
+
+    def peek(self, size: int) -> bytes:
+        """Some of the next bytes, which stay to be read."""
+        return bytes(self._out.peek(size))
 
     def read(self, size: int = -1) -> bytes:
         """Up to `size` bytes. Raises SourceError if the command fails."""
-        assert self._process.stdout is not None
-        data = self._process.stdout.read(size)
-        if len(data) < size or size < 0:
-            status = self._process.wait()
-            if status:
-                raise SourceError("failed_pipe", f"the command ended with status {status}")
+        data: bytes = self._out.read(size)
+        self._at += len(data)
+        if (len(data) < size or size < 0) and (status := self._process.wait()):
+            raise SourceError("failed_pipe", f"the command ended with status {status}")
         return data
 
     def close(self) -> None:
         """End the command."""
-        assert self._process.stdout is not None
-        self._process.stdout.close()
+        self._out.close()
         if self._process.poll() is None:
             self._process.terminate()
         self._process.wait()

@@ -62,7 +62,7 @@ def main(sources: Sequence[str], settings: CheckSettings) -> int:
 def check_shard(url: str, settings: CheckSettings) -> Findings:
     """Read one shard and every picture in it."""
     findings, problem = Findings(), ReadProblem()
-    store = Store(Access(pipes=settings.allow_pipe, root=settings.table.root))
+    store = Store(Access(pipes=settings.allow_pipe))
     kinds = limits(IMAGE_TYPES, [settings.caption_key.partition(":")[0]], settings.max_bytes)
     for sample in read_shard(url, problem, kinds=kinds, store=store):
         findings.samples += 1

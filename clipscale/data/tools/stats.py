@@ -52,16 +52,14 @@ def make_index(sources: Sequence[str], settings: IndexSettings) -> int:
             if entry is not None and entry.reason:
                 damaged.append((url, entry))
 
-        workers, checksum, force = settings.workers or cores(), settings.checksum, settings.force
-        update = scan.update_indexes(
-            urls, cache=settings.cache, checksum=checksum, workers=workers, force=force, done=done
-        )
+        workers = settings.workers or cores()
+        update = scan.update_indexes(urls, cache=settings.cache, workers=workers, force=settings.force, done=done)
     if not urls:
         say("tables and pipes have no index; their rows are counted as they are")
         return 0
     entries, _ = index.current(urls, settings.cache)
     samples = sum(entry.samples for entry in entries.values())
-    say(f"{samples} samples in {len(entries)} shards; {update.read} indexed now, {update.kept} unchanged")
+    say(f"{samples} samples in {len(entries)} shards; {update.read} indexed now, {update.unchanged} unchanged")
     for url, entry in damaged:
         say(f"{entry.reason} after {entry.samples} samples: {entry.detail or url}")
     for url, why in update.failed.items():

@@ -120,7 +120,7 @@ def _members(tar: BinaryIO) -> Iterator[tuple[str, int]]:
     end = tar.seek(0, os.SEEK_END)
     tar.seek(0)
     while (header := next_member(tar, MAX_IMAGE_BYTES)) is not None:
-        name, size = header
+        name, size, _ = header
         following = tar.tell() + size + -size % BLOCK
         if following > end:
             raise tarfile.ReadError("ends within a member")

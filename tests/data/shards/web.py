@@ -1,6 +1,5 @@
-"""A web server with injected faults: serves a folder, with ranges, or forwards to another server."""
+"""A web server with injected faults, which answers requests for ranges of a folder's files."""
 
-import http.client
 import http.server
 import re
 import threading
@@ -9,91 +8,39 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
-from clipscale.data.shards.access import EVENT, Access
-from clipscale.data.shards.store import Store
-
-if TYPE_CHECKING:  # not loaded by processes that only fetch
-    from clipscale.data.loader.stream import TrainStream
-
-FAULTS = ("503", "drop", "cut", "slow", "short", "wrong_range")
-"""Faults of an answer: refused, ended halfway or before it begins, slow, too short, another range."""
+FAULTS = ("503", "drop", "cut", "short", "wrong_range")
+"""Faults of an answer: refused, ended halfway or before it begins, too short, another range."""
 
 
 class Web:
     """`faults(number, path)` returns the fault of the answer to request `number`, or None."""
 
-    def __init__(self, folder: Path | None = None, upstream: int | None = None) -> None:
-        self.folder, self.upstream = folder, upstream
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self.faults: Callable[[int, str], str | None] = lambda number, path: None
-        self.ranges = True
         self.requests: list[tuple[str, str]] = []
+        """Path and range of each."""
         self.done: Counter[str] = Counter()
+        """The faults so far."""
         self.url = ""
 
-    def answer(
-        self, path: str, asked: str, method: str = "GET", sent: Mapping[str, str] | None = None
-    ) -> tuple[int, dict[str, str], bytes]:
+    def answer(self, path: str, asked: str, sent: Mapping[str, str]) -> tuple[int, dict[str, str], bytes]:
         """Status, headers and body without a fault; `sent` are the request's headers."""
-        if self.upstream is not None:
-            connection = http.client.HTTPConnection("127.0.0.1", self.upstream, timeout=10)
-            own = {k: v for k, v in (sent or {}).items() if k.lower() not in ("host", "connection", "accept-encoding")}
-            connection.request(method, path, headers=own)
-            got = connection.getresponse()
-            body = got.read()
-            kept = {
-                k: v for k, v in got.getheaders() if k in ("ETag", "Last-Modified", "Content-Range", "Content-Length")
-            }
-            connection.close()
-            return got.status, kept, body
-        assert self.folder is not None
         file = self.folder / unquote(path).lstrip("/")
         if not file.is_file():
             return 404, {"Content-Length": "0"}, b""
         data = file.read_bytes()
         headers = {"ETag": f'"{file.stat().st_mtime_ns:x}-{len(data):x}"'}
         match = re.match(r"bytes=(\d+)-(\d+)$", asked)
-        if not match or not self.ranges:
+        if not match:
             return 200, headers | {"Content-Length": str(len(data))}, data
         start, stop = int(match[1]), min(int(match[2]) + 1, len(data))
         if start >= len(data):
             return 416, {"Content-Range": f"bytes */{len(data)}", "Content-Length": "0"}, b""
         headers |= {"Content-Range": f"bytes {start}-{stop - 1}/{len(data)}", "Content-Length": str(stop - start)}
         return 206, headers, data[start:stop]
-
-
-def fetch_often(url: str, cache: str, bound: int, times: int) -> None:
-    """Open a shard's local copy `times` times; for several processes at once."""
-    contents = set()
-    for _ in range(times):
-        stream = Store(Access(cache, bound)).open(url).stream
-        contents.add(stream.read())
-        stream.close()
-    assert len(contents) == 1, "copies differ"
-
-
-def settle(store: Store) -> None:
-    """Wait for the end of dropped prefetches, and count their faults."""
-    until = time.monotonic() + 10
-    while any(thread.name.startswith("prefetch-") for thread in threading.enumerate()):
-        assert time.monotonic() < until, "a thread is left"
-        time.sleep(0.002)
-    store.collect()
-
-
-def finish(stream: "TrainStream") -> int:
-    """Close a stream without workers and return the number of faults it counted, those of dropped prefetches included."""
-    from clipscale.data.loader.workers import InProcess
-
-    stream.close()
-    workers = stream._assembler.workers
-    assert isinstance(workers, InProcess)
-    for shard_stream in workers.filler.streams:
-        for reader in getattr(shard_stream.reader, "_readers", {0: shard_stream.reader}).values():
-            settle(reader._store)
-    return stream.seen.total() + sum(n for reason, n in workers.filler.counts.items() if reason.startswith(EVENT))
 
 
 @contextmanager
@@ -105,55 +52,35 @@ def serving(web: Web) -> Iterator[Web]:
         disable_nagle_algorithm = True
         wbufsize = 1 << 20
 
-        def do_HEAD(self) -> None:
-            status, headers, _ = web.answer(self.path, "", "HEAD", self.headers)
-            web.requests.append((self.path, "HEAD"))
-            if web.faults(len(web.requests) - 1, self.path):
-                web.done["503"] += 1
-                status, headers = 503, {"Content-Length": "0"}
-            self.send_response(status)
-            for name, value in headers.items():
-                self.send_header(name, value)
-            self.end_headers()
-
         def do_GET(self) -> None:
-            number = len(web.requests)
-            asked = self.headers.get("Range", "")
+            number, asked = len(web.requests), self.headers.get("Range", "")
             web.requests.append((self.path, asked))
             fault = web.faults(number, self.path)
-            status, headers, body = (
-                (503, {"Content-Length": "0"}, b"")
-                if fault == "503"
-                else web.answer(self.path, asked, "GET", self.headers)
-            )
+            status, headers, body = web.answer(self.path, asked, self.headers)
             if fault in ("short", "drop") and len(body) < 2:
                 fault = None  # would not be noticed
             if fault:
                 web.done[fault] += 1
-            if fault == "short":
-                body = body[: len(body) // 2]
-                headers["Content-Length"] = str(len(body))
-            if fault == "wrong_range" and "Content-Range" in headers:
-                headers["Content-Range"] = re.sub(
-                    r"bytes (\d+)", lambda m: f"bytes {int(m[1]) + 7}", headers["Content-Range"]
-                )
-            if fault == "cut":
-                self.close_connection = True
+            match fault:
+                case "503":
+                    status, headers, body = 503, {"Content-Length": "0"}, b""
+                case "short":
+                    body = body[: len(body) // 2]
+                    headers["Content-Length"] = str(len(body))
+                case "wrong_range" if "Content-Range" in headers:
+                    headers["Content-Range"] = re.sub(r"bytes (\d+)", r"bytes 9\1", headers["Content-Range"])
+                case "drop":
+                    body = body[: len(body) // 2]
+                case "stall":
+                    time.sleep(2)
+            self.close_connection = fault in ("drop", "cut", "stall")
+            if fault in ("cut", "stall"):
                 return
             self.send_response(status)
             for name, value in headers.items():
                 self.send_header(name, value)
             self.end_headers()
-            if fault == "drop":
-                self.wfile.write(body[: len(body) // 2])
-                self.close_connection = True
-                return
-            piece = 64 if fault == "trickle" else 1 << 16
-            for at in range(0, len(body), piece):
-                self.wfile.write(body[at : at + piece])
-                if fault in ("slow", "trickle"):
-                    self.wfile.flush()
-                    time.sleep(0.02)
+            self.wfile.write(body)
 
         def log_message(self, *_: object) -> None:
             pass
