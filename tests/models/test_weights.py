@@ -82,11 +82,11 @@ def indexed(folder: Path, model: ClipModel) -> Path:
     return folder
 
 
-def open_clip_folder(folder: Path, model: ClipModel) -> Path:
+def open_clip_folder(folder: Path, model: ClipModel, architecture: dict[str, Any] = SMALL) -> Path:
     folder.mkdir(exist_ok=True)
     save_file(state_of(model), folder / "open_clip_model.safetensors")
     pixels = {"mean": HALF, "std": HALF, "interpolation": "bilinear", "resize_mode": "squash"}
-    (folder / "open_clip_config.json").write_text(json.dumps({"model_cfg": SMALL, "preprocess_cfg": pixels}))
+    (folder / "open_clip_config.json").write_text(json.dumps({"model_cfg": architecture, "preprocess_cfg": pixels}))
     return folder
 
 
