@@ -31,43 +31,21 @@ def tokenizer(texts: list[str]) -> Tensor:
 @pytest.mark.parametrize("lean", [True, False])
 @pytest.mark.parametrize("text", [{}, {"pool_type": "first"}, {"pool_type": "eos", "eos_id": 49407}], ids=str)
 def test_causal_towers_are_cut(text: dict[str, Any], lean: bool) -> None:
-    found = tower(lean, **text)
-    assert padding(found, tokenizer, CPU) == 0
-    assert expected_to_cut(found.encoder)
-    empty = deepcopy(found).to("meta")  # as FSDP2 begins
-    assert padding(empty, tokenizer, CPU, dict(chain(found.named_parameters(), found.named_buffers()))) == 0
-    assert found.training, "its mode is as before"
+    causal = tower(lean, **text)
+    assert padding(causal, tokenizer, CPU) == 0
+    assert expected_to_cut(causal.encoder)
+    empty = deepcopy(causal).to("meta")  # as FSDP2 begins
+    assert padding(empty, tokenizer, CPU, dict(chain(causal.named_parameters(), causal.named_buffers()))) == 0
+    assert causal.training, "its mode is as before"
 
 
 @pytest.mark.parametrize(
     "text", [{"no_causal_mask": True}, {"no_causal_mask": True, "pool_type": "last"}, {"pool_type": "last"}], ids=str
 )
 def test_towers_that_see_padding_are_not(text: dict[str, Any]) -> None:
-    found = tower(**text)
-    assert padding(found, tokenizer, CPU) == "the text tower's features depend on padding"
-    assert not expected_to_cut(found.encoder)
-
-
-class Masked(nn.Module):
-    """The mean over the words of a bidirectional tower, as Hugging Face's towers pool; padding is token 1."""
-
-    def __init__(self, masked: bool) -> None:
-        super().__init__()
-        self.embedding, self.masked = nn.Embedding(50, 8), masked
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        mask = (tokens != 1).float()[..., None] if self.masked else torch.ones(*tokens.shape, 1)
-        return nn.functional.normalize((self.embedding(tokens) * mask).sum(1) / mask.sum(1), dim=-1)
-
-
-@pytest.mark.parametrize(("masked", "found"), [(True, 1), (False, "the text tower's features depend on padding")])
-def test_it_is_tried_not_known_by_name(masked: bool, found: int | str) -> None:
-    def words(texts: list[str]) -> Tensor:
-        counts = [min(len(text.split()), 30) for text in texts]
-        return torch.tensor([[2, *range(3, 3 + count), 40, *[1] * (38 - count)] for count in counts])
-
-    torch.manual_seed(0)
-    assert padding(TextTower(Masked(masked)), words, CPU) == found
+    bidirectional = tower(**text)
+    assert padding(bidirectional, tokenizer, CPU) == "the text tower's features depend on padding"
+    assert not expected_to_cut(bidirectional.encoder)
 
 
 def test_batch_normalisation_and_fixed_lengths_are_not_cut() -> None:

@@ -20,7 +20,7 @@ SMALL: dict[str, Any] = {
     "vision_cfg": {"image_size": SIDE, "layers": 2, "width": 32, "head_width": 16, "patch_size": 6},
     "text_cfg": {"context_length": WORDS, "vocab_size": VOCABULARY, "width": 32, "heads": 2, "layers": 3},
 }
-SIZES = {
+SIZES = [
     "image_size",
     "layers",
     "width",
@@ -30,7 +30,7 @@ SIZES = {
     "vocab_size",
     "heads",
     "mlp_ratio",
-}
+]
 NAMES = ("timm_", "hf_", "tokenizer_")
 
 
@@ -43,25 +43,28 @@ def options(part: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in part.items() if key not in SIZES and not key.startswith(NAMES)}
 
 
-def registered() -> list[str]:
-    return [name for name in open_clip.list_models() if "multimodal_cfg" not in open_clip.get_model_config(name)]
-
-
 def kinds() -> list[dict[str, Any]]:
-    """Every combination of options among the registered architectures whose towers are open_clip's own, at a small
-    size.
-    """
-    found = []
-    for name in registered():
+    """Every combination of options among the registered architectures whose towers are open_clip's own, at a small size."""
+    small = []
+    for name in open_clip.list_models():
         config = open_clip.get_model_config(name)
         image, text = config["vision_cfg"], config["text_cfg"]
-        own = {} if "timm_model_name" in image or isinstance(image["layers"], list) else options(image)
-        kind = described(
-            own, options(text) if "hf_model_name" not in text else {}, quick_gelu=config.get("quick_gelu", False)
-        )
-        if kind not in found:
-            found.append(kind)
-    return found
+        if "multimodal_cfg" in config:
+            continue
+        image_options = {} if "timm_model_name" in image or isinstance(image["layers"], list) else options(image)
+        text_options = {} if "hf_model_name" in text else options(text)
+        kind = described(image_options, text_options, quick_gelu=config.get("quick_gelu", False))
+        if kind not in small:
+            small.append(kind)
+    return small
+
+
+UNREGISTERED = [
+    described({}, {"pool_type": "first", "no_causal_mask": True}),
+    described({"ls_init_value": 0.3}, {"pool_type": "last", "ls_init_value": 0.3}),
+    described({"pos_embed_type": "sin_cos_2d", "pool_type": "avg"}, {"pool_type": "none"}),
+    described({}, {"pool_type": "eos", "eos_id": 2, "no_causal_mask": True}),
+]
 
 
 def inputs(samples: int = 5) -> tuple[Tensor, Tensor]:
@@ -105,34 +108,11 @@ def assert_same(theirs: nn.Module, ours: nn.Module, rows: Tensor, bound: float) 
         assert error <= bound, f"{name}: {error:.1e} > {bound:.0e}"
 
 
-@pytest.mark.parametrize("description", kinds(), ids=str)
-def test_every_registered_kind_has_open_clips_features_and_gradients(description: dict[str, Any]) -> None:
+@pytest.mark.parametrize("description", kinds() + UNREGISTERED, ids=str)
+def test_every_kind_has_open_clips_features_and_gradients(description: dict[str, Any]) -> None:
     theirs, ours = both(description)
-    assert isinstance(ours.visual, LeanVision)
-    assert isinstance(ours.text, LeanText)
+    assert isinstance(ours.visual, LeanVision) and isinstance(ours.text, LeanText)
     for tower, rows in zip(("visual", "text"), inputs()):
-        assert_same(getattr(theirs, tower), getattr(ours, tower), rows, 1e-12)
-
-
-@pytest.mark.parametrize(
-    "description",
-    [
-        described({}, {"pool_type": "first"}),
-        described({}, {"pool_type": "first", "no_causal_mask": True}),
-        described({"ls_init_value": 0.3}, {"pool_type": "last", "ls_init_value": 0.3}),
-        described({"pos_embed_type": "sin_cos_2d", "pool_type": "avg"}, {"pool_type": "none"}),
-        described(
-            {"image_size": [12, 18], "patch_size": [6, 3]}, {"pool_type": "eos", "eos_id": 2, "no_causal_mask": True}
-        ),
-    ],
-    ids=str,
-)
-def test_options_that_no_registered_architecture_has(description: dict[str, Any]) -> None:
-    theirs, ours = both(description)
-    pixels, tokens = inputs()
-    if theirs.visual.image_size != (SIDE, SIDE):
-        pixels = torch.randn(5, 3, *theirs.visual.image_size, dtype=torch.float64)
-    for tower, rows in (("visual", pixels), ("text", tokens)):
         assert_same(getattr(theirs, tower), getattr(ours, tower), rows, 1e-12)
 
 
@@ -174,7 +154,7 @@ def test_bf16_is_as_near_to_float64_as_open_clips() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_layer_norm_under_autocast_is_open_clips_on_a_cpu(dtype: torch.dtype) -> None:
-    """Bit for bit, with its gradients. And rounded gains, which a GPU takes, keep the distance from float64."""
+    """Bit for bit, with its gradients."""
     torch.manual_seed(0)
     x, given = (torch.randn(64, 32).to(dtype) for _ in range(2))
     answers = []
@@ -189,71 +169,18 @@ def test_a_layer_norm_under_autocast_is_open_clips_on_a_cpu(dtype: torch.dtype) 
         y.backward(given)
         answers.append((y, rows.grad, norm.weight.grad, norm.bias.grad))
     assert all(torch.equal(a, b) for a, b in zip(*answers))
-    if dtype == torch.bfloat16:
-        truth = torch.nn.functional.layer_norm(x.double(), (32,), norm.weight.double(), norm.bias.double())
-        rounded = torch.nn.functional.layer_norm(x, (32,), norm.weight.to(dtype), norm.bias.to(dtype))
-        errors = [((y.double() - truth).norm() / truth.norm()).item() for y in (answers[1][0], rounded)]
-        assert errors[1] < 1.5 * errors[0] < 0.01, errors
 
 
-@pytest.mark.parametrize(
-    "description",
-    [
+def test_other_towers_keep_their_own_forward() -> None:
+    for description in (
         described({"qk_norm": True}, {"qk_norm": True}),
         described({"attentional_pool": True, "attn_pooler_heads": 2}, {"embed_cls": True}),
-    ],
-    ids=["custom blocks", "attention pooling"],
-)
-def test_other_towers_keep_their_own_forward(description: dict[str, Any]) -> None:
-    theirs, ours = both(description)
-    assert [type(tower) for tower in (ours.visual, ours.text)] == [
-        type(tower) for tower in (theirs.visual, theirs.text)
-    ]
+    ):
+        theirs, ours = both(description)
+        assert (type(ours.visual), type(ours.text)) == (type(theirs.visual), type(theirs.text))
 
 
 def test_a_run_has_lean_towers_unless_it_asks_for_open_clips() -> None:
     assert isinstance(build_model(ModelConfig(name="small", architecture=SMALL)).image.encoder, LeanVision)
     plain = build_model(ModelConfig(name="small", architecture=SMALL, lean=False))
     assert not isinstance(plain.image.encoder, LeanVision)
-    pixels, tokens = inputs()
-    theirs = CustomTextCLIP(**SMALL)
-    theirs.load_state_dict({**theirs.state_dict(), **plain_state(plain)})
-    assert torch.equal(plain.text.encoder(tokens), theirs.text(tokens))
-    assert torch.equal(plain.image.encoder(pixels.float()), theirs.visual(pixels.float()))
-
-
-def plain_state(model: Any) -> dict[str, Tensor]:
-    parts = (("visual.", model.image.encoder), ("text.", model.text.encoder))
-    return {prefix + name: value for prefix, part in parts for name, value in part.state_dict().items()}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", registered())
-def test_features_of_every_registered_architecture_at_its_width(name: str) -> None:
-    """Real widths, pictures and captions; two layers, because all are alike, and a vocabulary of a thousand."""
-    description = deepcopy(open_clip.get_model_config(name))
-    image, text = description["vision_cfg"], description["text_cfg"]
-    description.pop("custom_text", None)
-    timm = "timm_model_name" in image or isinstance(image["layers"], list)
-    hugging_face = "hf_model_name" in text
-    side, words = image.get("image_size", 224), text.get("context_length", 77)
-    if timm:
-        description["vision_cfg"] = SMALL["vision_cfg"]
-    else:
-        image["layers"] = 2
-    if hugging_face:
-        description["text_cfg"] = SMALL["text_cfg"]
-    else:
-        text |= {"layers": 2, "vocab_size": 1000}
-    theirs, ours = both(description, torch.float32)
-    tokens = torch.randint(3, 999, (2, words))
-    tokens[0, words // 2], tokens[0, words // 2 + 1 :] = 999, 0
-    with torch.no_grad():
-        for claimed, tower, rows in (
-            (not timm, "visual", torch.randn(2, 3, side, side)),
-            (not hugging_face, "text", tokens),
-        ):
-            if claimed:
-                assert isinstance(getattr(ours, tower), LeanVision | LeanText)
-                wanted, found = getattr(theirs, tower)(rows), getattr(ours, tower)(rows)
-                assert ((found - wanted).norm() / wanted.norm()).item() <= 1e-5
