@@ -2,7 +2,7 @@
 
 import sys
 
-from clipscale.cli.main import main
+if __name__ == "__main__":  # false in the processes that a run starts
+    from clipscale.cli.main import main
 
-if __name__ == "__main__":
     sys.exit(main())

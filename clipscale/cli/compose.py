@@ -25,7 +25,7 @@ from clipscale.common.units import nearest, one_of, split
 from clipscale.config.parse import misnamed, typed
 from clipscale.config.presets import conf_dir, group_options
 from clipscale.config.secrets import from_environment
-from clipscale.config.setting import settings_of
+from clipscale.config.setting import flat, settings_of
 
 
 class Words(Namespace):
@@ -105,9 +105,21 @@ def values(name: str, words: Sequence[str], config_dir: str | None = None) -> Di
     path = [f"hydra.searchpath=[file://{Path(config_dir).resolve()}]"] if config_dir else []
     try:
         with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-            return compose(tool.file or "settings", [*words, *path], return_hydra_config=True)
+            own = (conf_dir() / f"{name}.yaml").exists()
+            return compose(name if own else "settings", [*words, *path], return_hydra_config=True)
     except (HydraException, OmegaConfBaseException, ValueError, YAMLError) as error:
         raise explain(error, tool) from error
+
+
+def defaults(name: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """The defaults of a tool by dotted key, and the preset of each of its groups that they come from."""
+    config = values(name, [])
+    choices = {group: choice for group, choice in config.hydra.runtime.choices.items() if group in group_options()}
+    tree: Any = OmegaConf.to_container(without_hydra(config))
+    by_key = dict(flat(tree))
+    return {
+        setting.name: by_key.get(setting.name, setting.default) for setting in settings_of(TOOLS[name].settings)
+    }, choices
 
 
 def resolved(name: str, config: DictConfig) -> Any:
@@ -127,7 +139,7 @@ def as_yaml(config: DictConfig) -> str:
 
 def without_hydra(config: DictConfig) -> DictConfig:
     """The configuration without Hydra's own part."""
-    return OmegaConf.masked_copy(config, [key for key in config if key != "hydra"])
+    return OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
 
 
 def parsed(words: Sequence[str], tool: Tool) -> list[Override]:

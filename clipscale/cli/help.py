@@ -15,7 +15,7 @@ from clipscale.cli.verbs import TOOLS, VERBS, tools_of
 from clipscale.common.errors import UserError
 from clipscale.common.units import nearest, one_of
 from clipscale.config.parse import as_typed
-from clipscale.config.presets import about, composed_defaults, group_options
+from clipscale.config.presets import about, group_options
 from clipscale.config.setting import Setting, sections, settings_of, summary
 
 SCREEN = 40
@@ -35,10 +35,7 @@ def show_overview() -> None:
         "clipscale train experiment=demo          # train on them\n"
         "clipscale train model=vit-l14 batch=1M data.train='/data/laion/{00000..41455}.tar'"
     )
-    print(
-        "\n`clipscale VERB --help` describes a verb, `clipscale --version` prints the version. "
-        "CLIPSCALE_DEBUG=1 shows tracebacks."
-    )
+    print("\n`clipscale VERB --help` describes a verb. CLIPSCALE_DEBUG=1 shows tracebacks.")
 
 
 def show_help(verb: str, topics: Sequence[str]) -> None:
@@ -64,33 +61,35 @@ def show_tools(verb: str, tools: Sequence[str]) -> None:
 
 def show_tool(name: str, topics: Sequence[str]) -> None:
     """The keys of a tool, or those of the sections `topics`. Of many keys, those inside sections only if they are often set."""
+    from clipscale.cli import compose  # imports Hydra
+
     tool = TOOLS[name]
     declared = settings_of(tool.settings)
-    choices, values = composed_defaults(tool.file) if tool.file else ({}, {})
+    defaults, choices = compose.defaults(name)
     if topics:
         for topic in topics:
-            show_section(name, topic, choices, values)
+            show_section(name, topic, defaults, choices)
         return
     print(f"{bold(f'clipscale {name}')}: {purpose(name)}\n")
     print("Usage:", *(word for word in (f"clipscale {name}", tool.words, "[KEY=VALUE ...]") if word), end="\n\n")
     if len(declared) <= SCREEN:
-        describe(declared, values)
+        describe(declared, defaults)
     else:
         print(f"{bold('Main keys')}, their defaults and what they mean")
         often = [setting for key in tool.often.split() for setting in declared if setting.name == key]
-        describe([*(setting for setting in declared if not setting.section), *often], values)
+        describe([*(setting for setting in declared if not setting.section), *often], defaults)
         print(f"\n{bold('Sections')}: `clipscale {name} --help SECTION` lists their keys")
         columns((f"{section}.", text) for section, text in sections(tool.settings).items())
     if choices:
-        options = group_options()
         print(f"\n{bold('Groups')}: named sets of values, from conf/ (* the default)")
-        columns((f"{g}=", ", ".join(o + "*" * (o == choices[g]) for o in options[g])) for g in sorted(choices))
+        options = group_options()
+        columns((f"{g}=", ", ".join(o + "*" * (o == choices[g]) for o in options[g])) for g in choices)
     show_examples(tool.examples)
     notes = [COUNTS] * any(setting.kind is int for setting in declared) + [tool.notes] * bool(tool.notes)
     print("\n" * bool(notes) + "\n".join(notes))
 
 
-def show_section(name: str, section: str, choices: Mapping[str, str | None], values: Mapping[str, Any]) -> None:
+def show_section(name: str, section: str, defaults: Mapping[str, Any], choices: Mapping[str, str]) -> None:
     """All keys of a section, and the presets of the group of that name."""
     described = sections(TOOLS[name].settings)
     known = list(dict.fromkeys([*described, *choices]))
@@ -98,19 +97,18 @@ def show_section(name: str, section: str, choices: Mapping[str, str | None], val
         there = f"there are {', '.join(known)}" if known else "there are none"
         raise UserError(f"{name} --help {section}: no such section{nearest(section, known)}; {there}")
     print(f"{bold(section)}: {described.get(section, 'whole sets of settings')}")
-    describe((setting for setting in settings_of(TOOLS[name].settings) if setting.section == section), values)
+    describe((setting for setting in settings_of(TOOLS[name].settings) if setting.section == section), defaults)
     options = group_options()[section] if section in choices else []
     columns((f"{section}={option}", about(section, option)) for option in options)
-    print()
 
 
-def describe(declared: Iterable[Setting], values: Mapping[str, Any]) -> None:
-    """Keys with their defaults, help and choices. The defaults in `values`, from conf/, replace those of the dataclasses."""
+def describe(declared: Iterable[Setting], defaults: Mapping[str, Any]) -> None:
+    """Keys with their defaults, help and choices."""
     rows = []
     for setting in declared:
         named = all(f"`{choice}`" in setting.help for choice in setting.choices or ())
         meaning = setting.help if named else f"{setting.help} Choose {one_of(setting.choices or ())}."
-        default = values.get(setting.name, setting.default)
+        default = defaults[setting.name]
         rows.append((setting.name, "" if default in (None, "", [], {}) else as_typed(default), meaning))
     columns(rows)
 

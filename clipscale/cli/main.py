@@ -70,33 +70,27 @@ def work(name: str, argv: list[str]) -> int:
     """Make the settings of a tool from `argv`, check them, and call its `main`. Under torchrun, this process's share."""
     from clipscale.cli import compose  # imports Hydra
 
-    line = compose.parse(argv)
+    tool, line = TOOLS[name], compose.parse(argv)
     if line.multirun:
-        return sweep(name, line)
+        if name != "train":
+            raise UserError(f"{name} takes no -m; give one value for each setting")
+        if local.under_torchrun():
+            raise UserError("-m under torchrun would start the whole sweep in every rank; leave torchrun out")
+        from clipscale.cli import sweep
+
+        return sweep.main(line)
     words, overrides = compose.overrides(name, line.words)
     config = compose.values(name, overrides, line.config_dir)
     settings = compose.resolved(name, config)
     if line.cfg:
         print(compose.as_yaml(config), end="")
         return 0
-    if isinstance(settings, TrainConfig) and name == "train":
+    if name == "train":
         return train(settings)
-    tool = TOOLS[name]
     tool.check(settings)
     run = resolve_name(tool.main)
     result = run(words, settings) if tool.words else run(settings)
     return result if isinstance(result, int) else 0
-
-
-def sweep(name: str, line: object) -> int:
-    """`train -m`. Raises UserError for other verbs, and under torchrun."""
-    if name != "train":
-        raise UserError(f"{name} takes no -m; give one value for each setting")
-    if local.under_torchrun():
-        raise UserError("-m under torchrun would start the whole sweep in every rank; leave torchrun out")
-    from clipscale.cli.sweep import main as run_sweep
-
-    return run_sweep(line)
 
 
 def train(config: TrainConfig) -> int:

@@ -45,9 +45,9 @@ def combinations(line: compose.Words) -> list[TrainConfig]:
     """The settings of every run, in Hydra's order: the last override varies fastest. Raises UserError."""
     _, words = compose.overrides("train", line.words, sweep=True)
     parsed = compose.parsed(words, TOOLS["train"])
-    runs = [str(override.value()) for override in parsed if override.key_or_group == "run" and override.value()]
-    folder = run_folder(runs[-1]) if runs else unused(Path("runs") / f"{datetime.now():sweep-%Y%m%d-%H%M%S}")
-    fixed = [override.input_line for override in parsed if not override.is_sweep_override()]
+    runs = [override.value() for override in parsed if override.key_or_group == "run" and override.value()]
+    folder = run_folder(str(runs[-1])) if runs else unused(Path("runs") / f"{datetime.now():sweep-%Y%m%d-%H%M%S}")
+    fixed = [str(override.input_line) for override in parsed if not override.is_sweep_override()]
     varied = [override for override in parsed if override.is_sweep_override()]
     choices = [
         [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()] for override in varied

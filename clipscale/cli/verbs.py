@@ -19,8 +19,6 @@ class Tool:
     examples: str
     words: str = ""
     """The plain words before the settings, as the usage line shows them; `main` then takes the list of them first."""
-    file: str = ""
-    """The file in conf/ with its defaults; empty: those of the dataclass."""
     often: str = ""
     """Keys inside sections that help lists beside the top-level ones, because most people set them."""
     notes: str = ""
@@ -52,7 +50,6 @@ clipscale train experiment=openclip-vit-b32-laion400m data.train='/data/laion/*.
 clipscale train experiment=demo run=demo samples=20k
 clipscale train -m model=vit-b32,vit-b16 batch=32k,64k,128k run=sizes         # a sweep: six runs, one table
 torchrun --nproc-per-node 8 -m clipscale train run=b32 batch=64k data.train=...   # several machines: see launch/""",
-        file="train",
         often="model.name data.train data.workers optim.lr cache.chunk eval.sets eval.every checkpoint.every launch.procs",
         notes="""\
 -m runs every combination of the comma-separated values. --cfg job prints the composed configuration instead of
@@ -68,7 +65,6 @@ clipscale eval run=b32 eval.suite=infcl-table3 eval.root=/data/eval
 clipscale eval run=b32 checkpoint=all log=tensorboard                         # curves over all checkpoints
 clipscale eval model=vit-b32 model.weights=laion2b_s34b_b79k 'eval.sets=[/data/imagenet1k]'
 clipscale eval model.weights=/models/clip-vit-base-patch32 'eval.sets=[/data/imagenet1k]'""",
-        file="eval",
         often="model.weights eval.sets eval.root",
         check=tools.check_eval,
     ),
@@ -79,7 +75,6 @@ clipscale eval model.weights=/models/clip-vit-base-patch32 'eval.sets=[/data/ima
 clipscale embed run=b32 data='/data/laion/*.tar' out=/data/b32
 clipscale embed run=b32 data=/data/pairs.parquet out=/data/b32 launch.procs=8
 clipscale embed model=vit-b32 model.weights=laion2b_s34b_b79k data=/data/pictures out=/data/b32 features=image""",
-        file="embed",
         often="model.weights data.train launch.procs",
         notes="data=SHARDS is short for data.train=SHARDS.",
         check=tools.check_embed,
@@ -90,7 +85,6 @@ clipscale embed model=vit-b32 model.weights=laion2b_s34b_b79k data=/data/picture
         """\
 clipscale explore run=b32 data=/data/laion-b32
 clipscale explore run=b32 against=b16 data=[/data/laion-b32,/data/laion-b16]""",
-        file="explore",
         often="model.weights data.train",
         notes="data= takes folders of `clipscale embed`.",
         check=tools.check_explore,
@@ -102,7 +96,6 @@ clipscale explore run=b32 against=b16 data=[/data/laion-b32,/data/laion-b16]""",
 clipscale plan model=vit-l14 batch=4M hardware=a800-80g gpus=8
 clipscale plan experiment=infcl-vit-l14 batch=1M hardware=h100-80g gpus=8 nodes=4 host_memory=1024G json=true
 clipscale plan run=b16                                                        # against what that run measured""",
-        file="plan",
         often="cache.chunk",
         notes="The settings are those of `clipscale train`; data.train is not needed. Exit status 1: the run does not fit.",
         check=tools.target_gpu,

@@ -5,17 +5,14 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from clipscale import __version__
-from clipscale.cli import compose
 from clipscale.cli.main import main
 from clipscale.cli.verbs import TOOLS, VERBS, tools_of
-from clipscale.config.presets import composed_defaults, group_options
+from clipscale.config.presets import group_options
 from clipscale.config.setting import sections, settings_of
 from tests.conftest import TINY, Command
 from tests.eval.sets import classification_set
@@ -77,18 +74,6 @@ def test_help_of_a_verb_with_tools_names_them(cli: Cli) -> None:
     status, out, _ = cli("data", "--help")
     assert status == 0
     assert all(f"\n  {tool} " in out for tool in tools_of("data"))
-
-
-@pytest.mark.parametrize("tool", [name for name, tool in TOOLS.items() if tool.file])
-def test_the_defaults_that_help_shows_are_those_of_a_run(tool: str) -> None:
-    composed = asdict(compose.resolved(tool, compose.values(tool, [])))
-    of_files = composed_defaults(TOOLS[tool].file)[1]
-    for key in settings_of(TOOLS[tool].settings):
-        value: Any = composed
-        for part in key.name.split("."):
-            value = value[part]
-        shown = of_files.get(key.name, key.default)
-        assert value == (tuple(shown) if isinstance(value, tuple) else shown), key.name
 
 
 # ---- mistakes ----
