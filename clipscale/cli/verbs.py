@@ -36,7 +36,6 @@ VERBS = {
     "data": "`data demo`: a small data set; `index`, `check`, `stats`: inspect shards; `features`: precompute a frozen tower's",
     "report": "curves, results and retrieved images of a run, on one page",
     "export": "write a run's weights for open_clip or transformers",
-    "bench": "`bench loss`, `step`, `data`: time and memory, against other implementations",
     "doctor": "test whether this machine is ready to train",
 }
 
@@ -132,27 +131,6 @@ clipscale export run=b32
 clipscale export run=b32 to=hf out=/models/b32-hf
 clipscale export run=b32 checkpoint=20000 dtype=float16 out=/models/b32""",
         check=tools.check_run,
-    ),
-    "bench loss": Tool(
-        tools.LossBenchSettings,
-        "clipscale.bench.loss:main",
-        """\
-clipscale bench loss n=4k,8k methods=infcl,open_clip
-clipscale bench loss n=8k,64k,1M d=768 dtype=bf16 methods=infcl,open_clip,inf_cl device=cuda
-clipscale bench loss n=2k ranks=4 methods=clip,openclip,disco,ring,infcl""",
-    ),
-    "bench step": Tool(
-        tools.StepBenchSettings,
-        "clipscale.bench.step:main",
-        """\
-clipscale bench step
-clipscale bench step model=vit-b16 precision=bf16 batch=32k chunk=256 memory= methods=plain@max,cache,cache@256k
-clipscale bench step methods=cache,keep-30,frozen batch=1k chunk=256""",
-    ),
-    "bench data": Tool(
-        tools.DataBenchSettings,
-        "clipscale.bench.data:main",
-        "clipscale bench data\nclipscale bench data sizes=512 stream=512 workers=8 batch=1k",
     ),
     "doctor": Tool(
         tools.DoctorSettings, "clipscale.doctor:main", "clipscale doctor\nclipscale doctor run=/scratch/runs"

@@ -28,8 +28,6 @@ CHECKPOINT_HELP = "`latest`, the number of a step, or the path of a checkpoint."
 INDEX_HELP = "Folder of the index, if it is not beside the shards."
 PROCESSES_HELP = "Processes; null: one per core."
 PIPE_HELP = "Allow `pipe:` shards, which run a shell command."
-RESUME_HELP = "Keep what an interrupted run with the same settings has measured on this machine."
-BENCH_OUT_HELP = "Folder for {}.json, .md and .png; earlier ones are replaced."
 
 
 @dataclass
@@ -94,7 +92,6 @@ class DoctorSettings:
     """`clipscale doctor`: test what training needs on this machine; exit status 1 if something does not work."""
 
     run: str = setting("runs", "Folder in which runs will be written.")
-    timeout_s: float = setting(120.0, "Seconds for the processes to connect and compute one loss together.", above=0)
 
 
 @dataclass
@@ -159,9 +156,7 @@ class EmbedConfig(AnyModel):
         "The pixels of evaluation, or of training without augmentation (the largest central square).",
         choices=("eval", "train"),
     )
-    seed: int = setting(0, "Random seed of the weights, if no pretrained ones are given.", least=0)
     batch: int = setting(256, "Pictures or texts encoded at once.", least=1)
-    threads: int = setting(4, "Decoding threads of each process.", least=1)
     data: DataConfig = field(default_factory=DataConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
 
@@ -176,68 +171,8 @@ class ExploreConfig(AnyModel):
     """`clipscale explore`: a local page that searches what `clipscale embed` has written, with one model, or two side by side."""
 
     against: str = setting("", "A second model, to compare: a run, or any value of `model.weights`. Empty: none.")
-    against_checkpoint: str = setting("latest", f"Of `against`, if it is a run: {CHECKPOINT_HELP}")
     port: int = setting(8765, "Port of the page; 0: a free one.", least=0, most=65535)
     data: DataConfig = field(default_factory=DataConfig)
-
-
-@dataclass
-class StepBenchSettings:
-    """`clipscale bench step`: the gradient cache against plain forward and backward, per sample."""
-
-    model: str = setting("tiny", "A preset of conf/model.")
-    batch: int = setting(512, "Pairs per step, for methods without their own @BATCH.", least=1)
-    chunk: int = setting(128, "Samples per chunk, of both towers.", least=1)
-    memory: str = setting("128,256,512,1k", "Batches at which memory is measured; empty: none.")
-    methods: str = setting(
-        "auto",
-        "plain, cache, keep-N (N per cent of all graphs are kept; keep-NG: N GiB), frozen, compiled, unsorted, unlean, neither, "
-        "open_clip, ...; METHOD@BATCH or @max: at that batch, or the largest that fits; `auto`: all but the compiled ones.",
-    )
-    precision: str = setting("fp32", "`fp32` or `bf16` (autocast).", choices=("fp32", "bf16"))
-    device: str = setting("auto", DEVICE_HELP, choices=DEVICES)
-    repeats: int = setting(7, "Measurements of each method.", least=1)
-    resume: bool = setting(False, RESUME_HELP)
-    out: str = setting("runs/bench", BENCH_OUT_HELP.format("step-DEVICE"))
-
-
-@dataclass
-class LossBenchSettings:
-    """`clipscale bench loss`: the contrastive loss of clipscale against other implementations."""
-
-    n: str = setting("1k,2k,4k,8k", "Batches (pairs of all ranks), separated by commas.")
-    d: str = setting("512", "Feature widths, separated by commas.")
-    methods: str = setting(
-        "auto",
-        "Presets (infcl, clip, ...), backends (tiled, dense, triton) and peers (open_clip, inf_cl, memeff, siglip_kernel, torch, compile).",
-    )
-    dtype: str = setting("fp32", "`fp32`, `bf16`, `fp16`, `tf32`.")
-    device: str = setting("auto", DEVICE_HELP, choices=DEVICES)
-    ranks: int = setting(1, "Processes that share the batch; with several, network traffic is counted too.", least=1)
-    repeats: int = setting(5, "Measurements of each time.", least=1)
-    scale: float = setting(100.0, "Logit scale; 100: CLIP's at the end of training. The sigmoid loss keeps its own.")
-    resume: bool = setting(False, RESUME_HELP)
-    reference: int = setting(4096, "Largest batch whose error against float64 is measured; 0: none.", least=0)
-    out: str = setting("runs/bench", BENCH_OUT_HELP.format("loss-DEVICE (or loss-DEVICE-Pranks)"))
-
-
-@dataclass
-class DataBenchSettings:
-    """`clipscale bench data`: decoding and the whole data path, against open_clip's."""
-
-    sizes: str = setting("256,384,512,1024", "Sides of the source images in pixels, separated by commas.")
-    image_size: int = setting(224, "Side of the decoded images in pixels.", least=1)
-    pictures: int = setting(48, "Images of each size.", least=1)
-    repeats: int = setting(5, "Measurements of each rate.", least=1)
-    stream: str = setting("256,512", "Source sizes measured end to end, separated by commas; empty: none.")
-    workers: int = setting(2, "Worker processes of the end-to-end measurement.", least=1)
-    batch: int = setting(256, "Batch of the end-to-end measurement.", least=1)
-    device: str = setting("auto", "GPU to measure: `auto` (if there is one), `cuda`, or `cpu`: none.", choices=DEVICES)
-    resume: bool = setting(False, RESUME_HELP)
-    model: str = setting(
-        "vit-b32", "A preset of conf/model, for the cores that feed a GPU that trains it; empty: none."
-    )
-    out: str = setting("runs/bench", BENCH_OUT_HELP.format("data"))
 
 
 @dataclass

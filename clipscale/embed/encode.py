@@ -23,6 +23,8 @@ from clipscale.models.towers import ClipModel
 from clipscale.step.precision import Precision
 
 T = TypeVar("T")
+THREADS = 4
+"""That decode the pictures of a process."""
 GROUP_BYTES = 128 << 20
 """Bytes of a group's samples, of which two are in memory at once: 128 pictures of a megabyte. A single sample may have 64 MiB."""
 
@@ -53,7 +55,7 @@ class FeatureEncoder:
 
     def groups(self, raws: Iterable[RawSample]) -> Iterator[Group]:
         """All samples in their order. Threads decode the next group meanwhile."""
-        with ThreadPoolExecutor(self.config.threads) as pool:
+        with ThreadPoolExecutor(THREADS) as pool:
             waiting: tuple[list[RawSample], list[Future[np.ndarray | None]]] | None = None
             for batch in batches(raws, self.config.batch):
                 pixels = [pool.submit(self.pixels, raw) for raw in batch] if IMAGE in self.config.kinds else []

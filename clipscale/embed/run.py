@@ -59,7 +59,7 @@ def work(config: EmbedConfig) -> dict[str, Any]:
     world = distributed.start(config.device, config.launch.timeout_s)
     out = Path(config.out).expanduser()
     try:
-        torch.manual_seed(config.seed)
+        torch.manual_seed(0)
         run = check_embed(config)
         model, settings, _ = load_any(run, config.checkpoint, config.weights, config.model, world.on_main)
         note = features_note(config, model, settings)
@@ -87,7 +87,7 @@ def work(config: EmbedConfig) -> dict[str, Any]:
 def features_note(config: EmbedConfig, model: ClipModel, settings: ModelConfig) -> dict[str, Any]:
     """What the features are: the weights that compute them, and how their inputs are made."""
     if not (config.run or settings.weights or settings.image.weights or settings.text.weights):
-        log.warning("these are features of random weights, by seed=%d; give model.weights=PATH", config.seed)
+        log.warning("these are features of random weights; give model.weights=PATH")
     note = {
         "model": settings.name,
         "weights": model.image_digest(),

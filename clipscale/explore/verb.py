@@ -53,7 +53,7 @@ def prepared(config: ExploreConfig) -> tuple[list["SearchModel"], Pictures]:
     if config.against:
         run = config.against if (run_folder(config.against) / "checkpoints").is_dir() else ""
         other = ModelConfig(name="") if run else ModelConfig(name=config.model.name, weights=config.against)
-        models.append(SearchModel(config, run, config.against_checkpoint, other, sets))
+        models.append(SearchModel(config, run, "latest", other, sets))
     sources: dict[str, str] = {}
     for part, source in (item for model in models for item in model.embedded.sources.items()):
         if sources.setdefault(part, source) != source:

@@ -7,13 +7,14 @@ import itertools
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -24,8 +25,10 @@ ROUND = 512
 """torch's CUDA allocator hands out multiples of this (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize)."""
 
 FLOAT32_ON_CUDA = (
-    "layer_norm", "group_norm", "softmax.int", "log_softmax.int", "sum", "sum.dim_IntList", "cumsum", "prod", "linalg_vector_norm", "exp",
-    "log", "pow.Tensor_Scalar", "rsqrt", "reciprocal",
+    torch.nn.functional.layer_norm, torch.layer_norm, torch.group_norm, torch.softmax, torch.log_softmax, torch.sum, torch.cumsum,
+    torch.prod, torch.norm, torch.exp, torch.log, torch.pow, torch.rsqrt, torch.reciprocal, torch.nn.functional.softmax,
+    torch.nn.functional.group_norm, torch.Tensor.softmax, torch.Tensor.log_softmax, torch.Tensor.sum, torch.Tensor.norm,
+    torch.Tensor.exp, torch.Tensor.log, torch.Tensor.pow, torch.Tensor.rsqrt,
 )  # fmt: skip
 """Operations of encoders that autocast runs in float32 on CUDA, but not on a CPU (torch's documentation of amp, "CUDA Ops that can autocast
 to float32")."""
@@ -147,25 +150,36 @@ class DryMachine(Machine):
         pass
 
 
+class CudaAutocast(TorchFunctionMode):
+    """Inside, autocast on a CPU also runs its CUDA list of operations in float32."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in FLOAT32_ON_CUDA and torch.is_autocast_enabled("cpu"):
+            half = torch.bfloat16, torch.float16
+            args = tuple(x.float() if isinstance(x, Tensor) and x.dtype in half else x for x in args)
+        return func(*args, **(kwargs or {}))
+
+
 @contextmanager
 def cuda_autocast() -> Iterator[None]:
-    """Inside, autocast on a CPU runs the operations in float32 that it runs so on CUDA."""
-    kernels = torch.library.Library("aten", "IMPL")
-    for name in FLOAT32_ON_CUDA:
-        operation, _, overload = name.partition(".")
-        kernels.impl(
-            name,
-            partial(_in_float32, getattr(getattr(torch.ops.aten, operation), overload or "default")),
-            "AutocastCPU",
-        )
+    """CudaAutocast, also for the forward passes that gradient checkpointing repeats: torch's backward pass runs without any mode."""
+    mode = CudaAutocast()
+    outermost: list[nn.Module] = []
+
+    def enter(module: nn.Module, _: Any) -> None:
+        if torch._C._len_torch_function_stack() == 0:
+            mode.__enter__()
+            outermost.append(module)
+
+    def leave(module: nn.Module, *_: Any) -> None:
+        if outermost and outermost[-1] is module:
+            outermost.pop()
+            mode.__exit__(None, None, None)
+
+    hooks = (register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True))
     try:
-        yield
+        with mode:
+            yield
     finally:
-        kernels._destroy()
-
-
-def _in_float32(operation: Any, *args: Any, **kwargs: Any) -> Any:
-    half = torch.bfloat16, torch.float16
-    args = tuple(x.float() if isinstance(x, Tensor) and x.dtype in half else x for x in args)
-    with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)):
-        return operation(*args, **kwargs)
+        for hook in hooks:
+            hook.remove()

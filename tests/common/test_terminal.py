@@ -19,7 +19,7 @@ from clipscale.report.table import TextTable
 
 HOSTILE = "a\x1b]0;title\x07\x9b31m\nerror: [red]b[/red]\u202e\ud800\r"
 ANY = st.text(st.characters(categories=None, codec=None))
-OWN_OUTPUT = ("terminal.py", "cli/help.py", "bench/", "cli/main.py", "doctor.py")
+OWN_OUTPUT = ("terminal.py", "cli/help.py", "cli/main.py", "doctor.py")
 """Files whose `print` writes our own text, such as help, scripts of a shell and records."""
 
 

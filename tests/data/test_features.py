@@ -22,11 +22,10 @@ from tests.data.files import sample, write_tar
 from tests.support.runs import ARCHITECTURE, curve, settings
 
 FROZEN = ModelConfig(name="test", architecture=ARCHITECTURE, freeze_image=True)
-SEED = 3
 
 
 def compute(source: str, out: Path, **changes: Any) -> Path:
-    data, options = DataConfig(train=[source]), {"batch": 24, "device": "cpu", "seed": SEED, "transform": "train"}
+    data, options = DataConfig(train=[source]), {"batch": 24, "device": "cpu", "transform": "train"}
     config = EmbedConfig(out=str(out), model=FROZEN, data=data, format="webdataset", features="image", **options)
     return Path(main(replace(config, **changes))["out"])
 
@@ -40,7 +39,7 @@ def stored(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pa
 def locked(demo: Path, run: Path, **changes: Any) -> TrainConfig:
     """Locked-image training without augmentation."""
     data = DataConfig(train=[paths(demo).train], workers=0, augment=AugmentConfig(scale=(1.0, 1.0), ratio=(1.0, 1.0)))
-    return settings(demo, run, **{"model": FROZEN, "data": data, "samples": 384, **changes})
+    return settings(demo, run, **{"model": FROZEN, "data": data, "samples": 384, "seed": 0, **changes})
 
 
 def from_features(folder: Path, **changes: Any) -> DataConfig:

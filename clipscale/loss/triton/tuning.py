@@ -1,7 +1,7 @@
 """The choices of the Triton backend: one table of tile shapes, by architecture, pass and arithmetic, and what a caller may vary.
 
 The tests compile every entry ahead of time and check registers, shared memory and tensor-core instructions. The choice between entries
-that pass is by reasoning, not yet by measurement; `clipscale bench loss methods=triton,triton-tiles-128x256x64-8w-3s` measures others.
+that pass is by reasoning, not yet by measurement; others are measured by replacing the entry.
 The table is fixed, not tuned at run time, so that two machines of a kind, and two runs, add in the same order.
 
     sm_90: by the static model (docs/loss.md) operands from L2 are what limits, so tiles are 128 x 256 and 256 x 128, one program a

@@ -1,0 +1,259 @@
+"""Time and memory of a step's gradients: plain, with the gradient cache, with kept graphs, and by open_clip's own training loop.
+
+    python benchmarks/step.py model=tiny batch=512 chunk=128
+    python benchmarks/step.py model=vit-b16 precision=bf16 batch=32k chunk=256 methods=plain@1k,cache,keep-80G,open_clip,cache@256k
+
+METHOD or METHOD@BATCH. All compute the gradients of the same loss over the same samples; none updates weights. `to plain` compares seconds
+a sample with plain's at the same batch, or else at its largest.
+
+    plain, open_clip-plain   one graph over the whole batch, by us and by open_clip
+    cache, keep-20G          the gradient cache; with memory for 20 GiB of graphs (keep: for all)
+    open_clip                its accumulation over chunks
+    frozen-                  with a frozen image tower (plain, cache, keep)
+    compiled-                both towers under torch.compile
+    unsorted-, unlean-       cache: captions as wide as the context; open_clip's own forward passes
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cached_property, partial
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import yaml
+from measure import Meter, Row, main, ms, spread
+from torch import Tensor
+
+from clipscale import GradCache, contrastive_loss
+from clipscale.common.errors import UserError
+from clipscale.common.units import format_count, nearest, parse_count
+from clipscale.config.presets import conf_dir
+from clipscale.config.sections import ModelConfig, PrecisionConfig
+from clipscale.data.loader.captions import SortedCaptions
+from clipscale.data.loader.to_device import ChunkLoader
+from clipscale.models.flops import Flops
+from clipscale.models.towers import architecture, build_model
+from clipscale.step.precision import Precision
+
+DEFAULTS = {
+    "model": "tiny",  # a preset of conf/model
+    "batch": 512,
+    "chunk": 128,  # samples, of both towers
+    "methods": "plain,cache,keep,frozen-plain,frozen,unsorted,unlean,open_clip,open_clip-plain",
+    "precision": "fp32",  # or bf16 (autocast)
+    "device": "auto",
+    "repeats": 5,
+    "out": "runs/bench",
+}
+KINDS = ("frozen", "compiled", "unsorted", "unlean")
+CAPTION_MEAN, CAPTION_SPREAD = 2.833, 0.570
+"""Of the logarithm of a caption's tokens, start and end included: mean 20, 99th percentile 64, and 0.4 % fill CLIP's context of 77."""
+GOLDEN = (math.sqrt(5) - 1) / 2
+POOL = 4
+"""Chunks of distinct samples in host memory. A larger batch repeats them, so that its pixels need not all exist."""
+
+
+def named(method: str) -> tuple[str, str]:
+    """`compiled-keep-20G` as kind and base; `frozen` is `frozen-cache`."""
+    kind, _, base = method.partition("-")
+    return (kind, base or "cache") if kind in KINDS else ("", method)
+
+
+def plan(settings: SimpleNamespace) -> tuple[str, list[Row]]:
+    """Raises UserError for a method that is none."""
+    jobs = []
+    for word in settings.methods.split(","):
+        method, _, size = word.partition("@")
+        base = named(method)[1]
+        if base not in ("plain", "cache", "keep", "open_clip", "open_clip-plain") and not base.startswith("keep-"):
+            raise UserError(f"methods={word}: unknown{nearest(method, ('plain', 'cache', 'keep-20G', 'open_clip'))}")
+        batch = parse_count(size) if size else settings.batch
+        job = {
+            "case": f"{method}@{batch}",
+            "method": method,
+            "batch": batch,
+            "model": settings.model,
+            "chunk": settings.chunk,
+        }
+        job |= {"precision": settings.precision, "device": settings.device, "repeats": settings.repeats}
+        jobs.append(job)
+    return f"step-{settings.device}", jobs
+
+
+class Step:
+    """One way to compute a step's gradients: `inputs(batch)`, and `run(inputs, meter)`, which leaves gradients in the parameters."""
+
+    def __init__(self, method: str, model: str, chunk: int, precision: str, device: str) -> None:
+        self.kind, self.base = named(method)
+        self.chunk, self.device = chunk, torch.device(device)
+        values = yaml.safe_load((conf_dir() / "model" / f"{model}.yaml").read_text(encoding="utf-8"))
+        self.config = replace(ModelConfig(**values), freeze_image=self.kind == "frozen", lean=self.kind != "unlean")
+        self.precision = Precision(PrecisionConfig(name=precision), self.device)
+        torch.manual_seed(0)
+        with self.device:  # drawing a large model's weights on a CPU takes longer than timing it
+            self.model = build_model(self.config).to(self.device)
+        if self.kind == "compiled":
+            self.model.image.compile(dynamic=False)
+            self.model.text.compile()
+        keep = self.base.removeprefix("keep").removeprefix("-")
+        self.cache = GradCache(
+            [self.model.image, self.model.text], self.loss, chunks=chunk, autocast=self.precision.autocast,
+            keep_bytes=0 if self.base == "cache" else parse_count(keep) if keep and keep[0].isdigit() else math.inf,
+        )  # fmt: skip
+
+    def loss(self, u: Tensor, v: Tensor) -> Tensor:
+        return contrastive_loss(u, v, self.model.logit_scale.exp(), check=False)
+
+    @cached_property
+    def pool(self) -> tuple[Tensor, Tensor]:
+        """POOL chunks of random pixels and captions in host memory, page-locked for a GPU, as in training."""
+        count, side, context = POOL * self.chunk, self.model.image_size, self.model.context_length
+        generator = torch.Generator().manual_seed(0)
+        pixels = torch.randint(0, 256, (count, 3, side, side), generator=generator, dtype=torch.uint8)
+        tokens = torch.randint(1, 49406, (count, context), generator=generator)
+        # Lengths are lognormal: quantiles spread evenly over every stretch of captions, so that any batch has its share.
+        quantiles = torch.arange(1, count + 1, dtype=torch.float64).mul(GOLDEN).frac()
+        sizes = (CAPTION_MEAN + CAPTION_SPREAD * torch.special.ndtri(quantiles)).exp().round().clamp(3, context).long()
+        place = torch.arange(context)
+        tokens = tokens.where(place < sizes[:, None] - 1, 0).where(place != sizes[:, None] - 1, 49407)
+        return (pixels.pin_memory(), tokens.pin_memory()) if self.device.type == "cuda" else (pixels, tokens)
+
+    def rows(self, host: Tensor, start: int, stop: int) -> Tensor:
+        """Rows start to stop of the pool, which repeats without end."""
+        first = start % len(host)
+        if first + stop - start <= len(host):
+            return host[first : first + stop - start]
+        return host[torch.arange(start, stop) % len(host)]
+
+    def inputs(self, batch: int) -> Any:
+        """Host rows for the cache, which copies them chunk by chunk; rows on the device for the others, which spares them the copies."""
+        if not self.base.startswith(("plain", "open_clip")):
+            return batch
+        pixels, tokens = (x.to(self.device) for x in self.pool)
+        if self.base == "plain":
+            index = torch.arange(batch, device=self.device) % len(pixels)
+            return pixels[index], tokens[index]
+        size = batch if self.base == "open_clip-plain" else self.chunk
+        chunks = [
+            torch.arange(i, i + size, device=self.device) % len(pixels) for i in range(0, min(batch, POOL * size), size)
+        ]
+        tower = self.model.image
+        distinct = [((pixels[rows] - tower.mean) / tower.std, tokens[rows]) for rows in chunks]
+        return [distinct[i % len(distinct)] for i in range(batch // size)]
+
+    @property
+    def run(self) -> Callable[[Any, Callable[[str], None]], None]:
+        return {"plain": self.plain, "open_clip": self.open_clip, "open_clip-plain": self.open_clip}.get(
+            self.base, self.cached
+        )
+
+    def plain(self, inputs: tuple[Tensor, Tensor], meter: Callable[[str], None]) -> None:
+        with self.precision.autocast():
+            with torch.set_grad_enabled(self.kind != "frozen"):
+                u = self.model.image(inputs[0])
+            v = self.model.text(inputs[1])
+        self.loss(u, v).backward()
+        meter("step")
+
+    def cached(self, batch: int, meter: Callable[[str], None]) -> None:
+        images, texts = (partial(self.rows, host) for host in self.pool)
+        load = ChunkLoader(images, batch, self.device, resident=False)
+        if self.kind == "unsorted":
+            captions = ChunkLoader(texts, batch, self.device, resident=False)
+        else:  # sorted within the time, as in training
+            captions = SortedCaptions(texts, batch, self.device, pad=0, resident=False)
+        representations = self.cache.encode(load, captions)
+        meter("encode")
+        self.cache.backward(self.cache.loss(*representations))
+        meter("loss")
+        self.cache.replay()
+        meter("replay")
+
+    @cached_property
+    def peer(self) -> torch.nn.Module:
+        """open_clip's own model."""
+        from open_clip.model import CustomTextCLIP
+
+        del self.model.image.encoder, self.model.text.encoder
+        with self.device:
+            model = CustomTextCLIP(**architecture(self.config), output_dict=True).to(self.device)
+        return torch.compile(model) if self.kind == "compiled" else model  # as its trainer does with --torchcompile
+
+    def open_clip(self, chunks: list[tuple[Tensor, Tensor]], meter: Callable[[str], None]) -> None:
+        """One step of open_clip's own training loop with accumulation over the chunks it is given."""
+        import open_clip
+        from open_clip_train.train import train_one_epoch
+
+        class Loader(list[Any]):
+            num_batches, num_samples = len(chunks), sum(len(images) for images, _ in chunks)
+
+        args = SimpleNamespace(
+            device=str(self.device), precision="fp32" if self.precision.dtype == torch.float32 else "amp_bf16",
+            accum_freq=len(chunks), batch_size=len(chunks[0][0]), rank=0, local_rank=0, world_size=1, distill=False,
+            skip_scheduler=True, horovod=False, grad_clip_norm=None, log_every_n_steps=1, wandb=False, log_local=False,
+        )  # fmt: skip
+        data = {"train": SimpleNamespace(dataloader=Loader(chunks), set_epoch=lambda _: None)}
+        none = torch.optim.SGD([torch.zeros(1)], lr=0.0)  # leaves weights and gradients alone
+        train_one_epoch(self.peer, data, open_clip.ClipLoss(), 0, none, None, None, None, args)
+        meter("step")
+
+    def clear(self) -> None:
+        """Drop gradients."""
+        for model in (self.model, *([self.peer] if "peer" in vars(self) else [])):
+            model.zero_grad()
+
+
+def measure(**job: Any) -> list[Row]:
+    """Seconds and memory of steps after a warm-up; the memory is that of the first."""
+    if job["method"].removeprefix("compiled-").startswith("open_clip") and find_spec("open_clip_train") is None:
+        return [{"status": "not installed", "reason": "install open_clip_torch with its training loop"}]
+    step = Step(job["method"], job["model"], job["chunk"], job["precision"], job["device"])
+    whole = step.kind == "compiled" and step.base.endswith("plain")  # its graphs know one size alone
+    batch, meters = job["batch"], []
+    step.run(step.inputs(batch if whole else min(2 * job["chunk"], batch)), lambda part: None)
+    for _ in range(job["repeats"]):
+        step.clear()
+        inputs, meter = step.inputs(batch), Meter(step.device)
+        step.run(inputs, meter)
+        meters.append(meter)
+    seconds = spread([sum(meter.seconds.values()) for meter in meters])
+    rate, flops, first = batch / seconds["median"], Flops(step.config, step.device), meters[0]
+    row: Row = {"step_s": seconds, "samples_per_s": rate, "flops": flops.per_sample, "mfu": flops.utilisation(rate)}
+    row |= {"memory": {batch: first.growth()}, "peak_bytes": first.growth()}
+    row["parts"] = {f"{part}_s": value for part, value in meters[-1].seconds.items()}
+    row["parts"] |= {f"mem_{part}_bytes": first.peak[part] - first.before[part] for part in first.peak}
+    row["parts"]["features_bytes"] = 2 * 4 * step.model.width * batch  # float32, of both towers
+    return [row]
+
+
+def compare(rows: list[Row]) -> None:
+    """Seconds a sample over those of plain, and of open_clip's plain step at the same batch."""
+    timed = [row for row in rows if "step_s" in row]
+    for row in timed:
+        plain = "frozen-plain" if named(row["method"])[0] == "frozen" else "plain"
+        row["ratio"] = time_beside(row, [other for other in timed if other["method"] == plain])
+        same = [other for other in timed if other["method"] == "open_clip-plain" and other["batch"] == row["batch"]]
+        row["to_open_clip"] = time_beside(row, same)
+
+
+def time_beside(row: Row, others: list[Row]) -> float | None:
+    other = max(others, key=lambda other: (other["batch"] == row["batch"], other["batch"]), default=None)
+    return other["samples_per_s"] / row["samples_per_s"] if other else None
+
+
+COLUMNS = {
+    "method": lambda row: row["method"],
+    "batch": lambda row: format_count(row["batch"]),
+    "samples/s": lambda row: f"{row['samples_per_s']:,.0f}",
+    "step ms": ms("step_s"),
+    "to plain": lambda row: f"{row['ratio']:.2f}",
+    "to open_clip": lambda row: f"{row['to_open_clip']:.2f}",
+    "MFU": lambda row: f"{row['mfu']:.1%}",
+    "peak MiB": lambda row: f"{row['peak_bytes'] / 2**20:,.0f}",
+}
+
+if __name__ == "__main__":
+    main(DEFAULTS, plan, measure, COLUMNS, compare)

@@ -1,0 +1,138 @@
+"""The benchmarks measure what they say: methods that agree, memory, matmuls, and rows for what fails."""
+
+import importlib
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from clipscale.common.errors import UserError
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`script("loss")`: a benchmark as a module."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+
+    def load(name: str) -> ModuleType:
+        return importlib.import_module(name)
+
+    return load
+
+
+def settings(module: ModuleType, *words: str) -> SimpleNamespace:
+    from measure import settings_of
+
+    return settings_of(module.DEFAULTS, ["device=cpu", *words] if "device" in module.DEFAULTS else words)
+
+
+def test_losses_agree_with_the_oracle_and_ours_takes_four_units_and_little_memory(script: Any) -> None:
+    loss = script("loss")
+    name, jobs = loss.plan(settings(loss, "n=1k", "d=32", "methods=infcl,open_clip,siglip,inf_cl", "repeats=1"))
+    assert name == "loss-cpu"
+    rows = {job["method"]: loss.measure(**job)[0] for job in jobs}
+    assert rows.pop("inf_cl")["status"] == "not supported"
+    for method, row in rows.items():
+        assert row["error"] < 1e-5, f"{method}: {row['error']}"
+        assert row["total_s"]["median"] > 0 and row["gemm_fraction"] > 0
+    assert (rows["infcl"]["units"], rows["open_clip"]["units"]) == (4, 6)
+
+
+def test_every_method_computes_the_gradients_of_one_graph(script: Any) -> None:
+    step = script("step")
+    gradients = {}
+    for method in ("plain", "cache", "keep", "unsorted", "unlean", "open_clip", "open_clip-plain"):
+        if method.startswith("open_clip"):
+            pytest.importorskip("open_clip_train", reason="open_clip's training loop is not installed")
+        steps = step.Step(method, "tiny", 4, "fp32", "cpu")
+        steps.run(steps.inputs(8), lambda part: None)
+        tower: nn.Module = steps.peer if method.startswith("open_clip") else steps.model
+        gradients[method] = {name.replace("image.encoder.", "visual."): p.grad for name, p in tower.named_parameters()}
+    weight = "visual.conv1.weight"
+    for method, found in gradients.items():
+        difference = (found[weight] - gradients["plain"][weight]).norm() / gradients["plain"][weight].norm()
+        if not method.startswith("open_clip"):
+            assert difference < 1e-4, f"{method}: {difference:.1e}"
+        assert bool(torch.isfinite(found[weight]).all())
+
+
+def test_a_step_is_timed_and_compared_with_plain(script: Any) -> None:
+    step = script("step")
+    words = ("model=tiny", "batch=8", "chunk=4", "repeats=1", "methods=plain,cache@16,frozen-plain,frozen")
+    _, jobs = step.plan(settings(step, *words))
+    rows = [{**job, **step.measure(**job)[0]} for job in jobs]
+    step.compare(rows)
+    cached = next(row for row in rows if row["case"] == "cache@16")
+    assert cached["ratio"] == pytest.approx(rows[0]["samples_per_s"] / cached["samples_per_s"])
+    assert {"encode_s", "loss_s", "replay_s"} <= cached["parts"].keys()
+    assert rows[2]["ratio"] == 1, "a frozen tower is compared with its like"
+    with pytest.raises(UserError, match="methods=cash: unknown; did you mean 'cache'"):
+        step.plan(settings(step, "methods=cash"))
+
+
+@pytest.mark.slow
+def test_the_data_path_is_measured_beside_open_clips(script: Any) -> None:
+    data = script("data")
+    words = ("sizes=64", "stream=64", "pictures=3", "batch=4", "workers=1", "repeats=1", "image_size=32")
+    _, jobs = data.plan(settings(data, *words))
+    for job in jobs:
+        rows = data.measure(**job)
+        assert [row["method"] for row in rows] == ["decode=exact", "decode=fast", "open_clip"]
+        assert all(row["per_s"]["median"] > 0 for row in rows) and rows[-1]["ratio"] == 1
+
+
+def test_a_job_that_fails_is_a_row_with_its_reason(script: Any) -> None:
+    measure = script("measure")
+
+    def broken(**job: Any) -> Any:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    assert measure.one_job(broken, {"n": 1}) == [
+        {"n": 1, "status": "out of memory", "reason": "RuntimeError: DefaultCPUAllocator: can't allocate memory"}
+    ]
+
+
+@pytest.mark.slow
+def test_a_script_measures_in_fresh_processes_and_writes_its_record(tmp_path: Path) -> None:
+    words = ["n=64,128", "d=16", "methods=infcl,torch", "repeats=1", "device=cpu", f"out={tmp_path}"]
+    command = [sys.executable, str(ROOT / "benchmarks/loss.py"), *words]
+    result = subprocess.run(
+        command, cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True
+    )
+    record = json.loads((tmp_path / "loss-cpu.json").read_text())
+    assert [(row["n"], row["method"], row["status"]) for row in record["rows"]] == [
+        (n, method, "ok") for n in (64, 128) for method in ("infcl", "torch")
+    ]
+    assert (tmp_path / "loss-cpu.md").read_text() in result.stdout
+
+
+def test_every_command_of_the_gpu_targets_is_one_that_its_script_takes(script: Any) -> None:
+    made = ["make", "-n", "INSTALLED=", "gpu", "gpu-more"]
+    printed = subprocess.run(made, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    commands = re.findall(r"benchmarks/(\w+)\.py (.*)", printed)
+    assert {name for name, _ in commands} == {"loss", "step", "data"}
+    for name, words in commands:
+        module = script(name)
+        _, jobs = module.plan(settings(module, *(word for word in shlex.split(words) if word != "device=cuda")))
+        assert jobs
+    for path in re.findall(r"tests/\S+\.py", printed):
+        assert (ROOT / path).is_file(), path
+
+
+def test_wheels_are_what_the_image_lacks() -> None:
+    printed = subprocess.run(
+        [sys.executable, "docker/missing.py"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    missing = printed.stdout.split()
+    assert {"open-clip-torch", "webdataset", "hydra-core", "inf-cl"} <= set(missing)
+    assert not {"torch", "numpy", "pillow"} & set(missing)
