@@ -5,7 +5,6 @@ and 4 processes make the same forward passes and get the same features. All rank
 work repeats an input. FSDP2's towers, which communicate in their forward pass, can thus be used as they are.
 
 N: inputs, n: inputs of a batch, C: classes, U: distinct class names, D: feature width.
-
 """
 
 import logging
@@ -76,7 +75,6 @@ class Encoder:
         every rank.
 
         Classes of one name have one row, and so the same score to the last bit.
-
         """
         row = {name: index for index, name in enumerate(dict.fromkeys(eval_set.classnames))}
         names, batch = list(row), max(1, self.batch // len(eval_set.templates))

@@ -73,7 +73,6 @@ def misses(eval_set: EvalSet, counts_3C: Tensor, predicted_N: Tensor, margin_N: 
 
     counts_3C: images, top-1 and top-5 hits of each class. predicted_N: the class with the highest score. margin_N: how
     far that is above the right class's; NaN for a picture without scores, which is not shown.
-
     """
     labels = torch.tensor(eval_set.labels)
     predicted_N, margin_N, counts = predicted_N.cpu(), margin_N.cpu(), counts_3C.cpu().tolist()

@@ -45,7 +45,6 @@ def save_results(run_dir: Path, step: int | None, results: Results, about: dict[
     the file.
 
     about: what each set's results belong to. Raises OSError.
-
     """
     path = run_dir / "eval" / ("final.json" if step is None else f"step_{step:08d}.json")
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -21,7 +21,6 @@ def first_right_ranks(
     against the model: a wrong answer ranks before an equally similar right one. A NaN never finds its answer.
 
     Returns (Q,) int64.
-
     """
     ranks = []
     for queries_qD, image_q in zip(queries_QD.split(BLOCK), query_image_Q.split(BLOCK)):
@@ -39,7 +38,6 @@ def retrieval_metrics(images_ND: Tensor, captions_MD: Tensor, owner_M: Tensor, u
 
     owner_M: (M,) int64, the image of each caption; every image has at least one. usable_N: (N,) bool; an image that is
     not is a miss, and so are its captions. The others are ranked without them.
-
     """
     image_N, usable_M = torch.arange(len(images_ND), device=owner_M.device), usable_N[owner_M]
     images, captions = (images_ND[usable_N], image_N[usable_N]), (captions_MD[usable_M], owner_M[usable_M])

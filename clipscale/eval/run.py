@@ -62,7 +62,6 @@ def evaluate(
     raises ends the evaluation.
 
     Raises UserError for sets that cannot be used.
-
     """
     sets = check(config, world)
     encoder = Encoder(model, world, autocast, config.batch, config.workers or min(8, cores_of_rank()), before_batch)

@@ -29,7 +29,7 @@ def chosen_sets(config: EvalConfig) -> list[EvalSet]:
         sets += suite_sets(config.suite, config.root)
     twice = [name for name, count in Counter(eval_set.name for eval_set in sets).items() if count > 1]
     if twice:
-        raise UserError(f"eval.sets: {twice[0]} is in suite={config.suite} too; leave it out of eval.sets")
+        raise UserError(f"eval.sets: {twice[0]} is in eval.suite={config.suite} too; leave it out of eval.sets")
     marks = ("ema",) if config.weights == "ema" else ()
     return [replace(eval_set, marks=marks).limited(config.limit) for eval_set in sets]
 
@@ -39,24 +39,21 @@ def suite_sets(suite: str, root: str | None) -> list[EvalSet]:
     log.
 
     Raises UserError if there are none, and for a set that cannot be used.
-
     """
     if root is None:
-        raise UserError(
-            f"suite={suite} needs eval.root=DIR, the folder with its sets; docs/evaluation.md lists their names"
-        )
+        raise UserError(f"eval.suite={suite} needs eval.root=DIR, the folder with its sets")
     folder = Path(root).expanduser().absolute()
     entries = [known_sets()[name] for name in table()["suites"][suite]["sets"]]
     places = {known.name: place for known in entries if (place := known.find(folder))}
     if not places:
         raise UserError(
-            f"eval.root={root} holds none of the {len(entries)} sets of suite={suite}; {entries[0].name} is looked for "
-            f"as {', '.join(entries[0].candidates)} and comes from {entries[0].source}"
+            f"eval.root={root} holds none of the {len(entries)} sets of eval.suite={suite}; {entries[0].name} is looked "
+            f"for as {', '.join(entries[0].candidates)} and comes from {entries[0].source}"
         )
     for known in entries:
         if known.name not in places:
             names = ", ".join(known.candidates)
-            _warn(f"suite={suite}: {known.name} is missing in {root} (as {names}); it comes from {known.source}")
+            _warn(f"eval.suite={suite}: {known.name} is missing in {root} (as {names}); it comes from {known.source}")
     return [_known_set(known, places[known.name]) for known in entries if known.name in places]
 
 

@@ -32,7 +32,6 @@ def main(config: EvalRunConfig) -> Results:
     root the run's.
 
     Raises UserError.
-
     """
     folder = check_eval(config)
     if not config.eval.wanted or (config.eval.suite != "none" and config.eval.root is None):

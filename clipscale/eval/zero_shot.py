@@ -24,7 +24,6 @@ def class_embeddings(
 
     encode_text: (n, T) integer tokens -> (n, D), called with exactly `batch` rows except at the end. templates: with
     {c} for the class. Returns (C, D) float32 on the device of the encoder's output, rows of length 1.
-
     """
     prompts = [render(template, name) for name in classnames for template in templates]
     sums: Tensor | None = None
@@ -48,7 +47,6 @@ def target_ranks(scores_nC: Tensor, target_n: Tensor) -> Tensor:
     of ImageNet are called "missile", and two "sunglasses". NaNs count against the model.
 
     scores_nC: (n, C). target_n: (n,) int64. Returns (n,) int64; C where the score of the right class is NaN.
-
     """
     right_n1 = scores_nC.gather(1, target_n[:, None])
     later_nC = torch.arange(scores_nC.shape[1], device=scores_nC.device) >= target_n[:, None]

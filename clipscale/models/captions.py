@@ -30,7 +30,6 @@ def padding(
 
     `tower` maps tokens (N, T) to features (N, D). A tower that normalises over a batch's samples is not cut either.
     `weights` by name take the place of the tower's own, which may have no values yet.
-
     """
     if any(isinstance(module, _BatchNorm) for module in tower.modules()):
         return "the text tower has batch normalisation"
@@ -55,7 +54,6 @@ def expected_to_cut(encoder: nn.Module) -> bool:
     transformers.
 
     For `plan`, whose towers have no values. False for all other towers.
-
     """
     if not isinstance(encoder, TextTransformer) or encoder.cls_emb is not None:
         return False

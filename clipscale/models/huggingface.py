@@ -225,7 +225,6 @@ def with_own_tokenizer(description: dict[str, Any], folder: Path) -> dict[str, A
     open_clip does so too.
 
     A description with a tower of transformers stays.
-
     """
     text = description["text_cfg"]
     if "hf_tokenizer_name" in text and not text.get("hf_model_name") and (folder / "tokenizer_config.json").is_file():

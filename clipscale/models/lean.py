@@ -7,7 +7,6 @@
   copies of both.
 
 N: samples, T: tokens, W: width, H: heads.
-
 """
 
 from typing import Any

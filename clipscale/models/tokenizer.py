@@ -18,7 +18,6 @@ class Tokenizer:
 
     The time of byte-pair encoding grows with the square of a word's length: it takes minutes for 80 kB of random
     letters.
-
     """
 
     def __init__(self, inner: Callable[..., Tensor], length: int) -> None:
@@ -40,7 +39,6 @@ def tokenizer_of(name: str, text: dict[str, Any]) -> Tokenizer:
 
     `hf_tokenizer_name` names a tokenizer of transformers, or a folder with its files; none of its code is run. Raises
     UserError.
-
     """
     length = text.get("context_length", DEFAULT_CONTEXT_LENGTH)
     options = dict(text.get("tokenizer_kwargs") or {})

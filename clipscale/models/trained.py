@@ -19,7 +19,6 @@ def load_model(run: Path, which: str = "latest", weights: str = "trained") -> tu
 
     `which` is `latest`, a step number, or a path; `weights` is `trained` or `ema`, their moving average. Raises
     UserError where there is no such checkpoint or average.
-
     """
     path = checkpoint.locate(run, which)
     state = checkpoint.load(path, parts=("model", "ema"))
@@ -47,7 +46,6 @@ def load_any(
 
     In evaluation mode on the CPU, with its settings and its step. `on_main` runs the function that downloads weights on
     the first rank of several while the others wait. Raises UserError.
-
     """
     if run is not None:
         return load_model(run, which, weights)

@@ -2,7 +2,6 @@
 single towers.
 
 Names are looked up on the network only where the setting itself is a tag or begins with hf-hub:. Files execute no code.
-
 """
 
 import json
@@ -80,7 +79,6 @@ def described(config: ModelConfig, saved: Mapping[str, Any] | None = None) -> Mo
 
     The preparation is that of the run's own checkpoint `saved`, else of the image tower's weights, else of the whole
     model's. Settings that differ from their defaults stay. Raises UserError.
-
     """
     if saved is not None:
         trained = typed(ModelConfig, saved["model_config"])
@@ -212,7 +210,6 @@ def read(source: Source) -> dict[str, Tensor]:
     trainers' wrappers.
 
     Raises UserError for a damaged file and for one that would execute code.
-
     """
     path, state = source.path, dict[str, Tensor]()
     if path.is_dir():
@@ -291,7 +288,6 @@ def fill(encoders: nn.Module, state: dict[str, Tensor], source: Source, allowed:
 
     The bias of the loss, and what surrounds a bare tower, may be missing or left over. Raises UserError for other
     weights that do not fit, unless `allowed`.
-
     """
     ours = {name: value for name, value in encoders.state_dict().items() if name.startswith(part)}
     fitting = {name: value for name, value in state.items() if name in ours and value.shape == ours[name].shape}

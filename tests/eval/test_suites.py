@@ -74,13 +74,13 @@ def test_missing_sets_are_named_with_their_source_and_the_others_evaluated(
 
 
 def test_a_root_without_sets_is_refused_in_one_line(tmp_path: Path) -> None:
-    message = r"holds none of the 19 sets of suite=vtab; vtab/caltech101 is looked for as wds_"
+    message = r"holds none of the 19 sets of eval.suite=vtab; vtab/caltech101 is looked for as wds_"
     with pytest.raises(UserError, match=message):
         suite_sets("vtab", str(tmp_path))
-    with pytest.raises(UserError, match=r"suite=vtab needs eval\.root=DIR"):
+    with pytest.raises(UserError, match=r"eval\.suite=vtab needs eval\.root=DIR"):
         suite_sets("vtab", None)
     infcl(tmp_path)
-    with pytest.raises(UserError, match=r"objectnet is in suite=infcl-table3 too"):
+    with pytest.raises(UserError, match=r"objectnet is in eval.suite=infcl-table3 too"):
         chosen_sets(EvalConfig(suite="infcl-table3", root=str(tmp_path), sets=[str(tmp_path / "objectnet")]))
 
 

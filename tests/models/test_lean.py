@@ -44,7 +44,7 @@ def options(part: dict[str, Any]) -> dict[str, Any]:
 
 
 def kinds() -> list[dict[str, Any]]:
-    """Every combination of options among the registered architectures whose towers are open_clip's own, at a small size."""
+    """Every combination of options among the registered architectures of open_clip's own towers, at a small size."""
     small = []
     for name in open_clip.list_models():
         config = open_clip.get_model_config(name)

@@ -29,7 +29,6 @@ def load(root: Path, published: Sequence[str] = ()) -> EvalSet:
     Names come from classnames.txt, else from WordNet ids as in ImageNet, else ImageNet's for the numbers of
     ImageNet-v2, else from the folders themselves. `published`: the names of the published set, for numbers. Raises
     UserError for folders whose names are codes.
-
     """
     folders = sorted(folder.name for folder in root.iterdir() if folder.is_dir())
     numbers = all(folder.isdecimal() for folder in folders)

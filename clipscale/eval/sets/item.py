@@ -67,7 +67,6 @@ class EvalSet:
         another label.
 
         They are evenly spaced over the set sorted by class, and by group within a class.
-
         """
         if limit is None or limit >= len(self):
             return self

@@ -24,7 +24,6 @@ def load(root: Path, classnames: Sequence[str] = (), group: int | None = None) -
 
     classnames: those of the published set, for a folder without them. group: the column of the samples' metadata that
     names their group.
-
     """
     kind = _dataset_type(root)
     images: list[ImageRef] = []
