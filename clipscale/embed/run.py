@@ -26,9 +26,9 @@ from clipscale.data.decode import IMAGE_TYPES
 from clipscale.data.features import NOTE, encoded_row
 from clipscale.data.sample import limits
 from clipscale.data.shards.access import SourceError, is_local, leaf_of, scheme_of, unsigned
+from clipscale.data.shards.index import scan_shard
 from clipscale.data.shards.listing import access_of, list_shards
 from clipscale.data.shards.reader import ReadProblem, read_shard
-from clipscale.data.shards.scan import scan_shard
 from clipscale.data.shards.store import Store
 from clipscale.data.shards.tables import part_of
 from clipscale.data.shards.writer import shard_writer, write_counts

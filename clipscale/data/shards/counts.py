@@ -13,7 +13,7 @@ import numpy as np
 from clipscale.common.errors import UserError
 from clipscale.config.data import DataConfig
 from clipscale.data.order import Epochs, Mixed, Order, Resampled, default_streams, streams_fit
-from clipscale.data.shards import index, scan
+from clipscale.data.shards import index
 from clipscale.data.shards.access import is_local, scheme_of, user_cache
 
 log = logging.getLogger(__name__)
@@ -76,11 +76,11 @@ def scan_counts(urls: Sequence[str], cache: str | None = None) -> list[int]:
     """
     entries: dict[str, index.Entry] = {}
     try:
-        scan.update_indexes(urls, cache=cache or str(user_cache()))
+        index.update_indexes(urls, cache=cache or str(user_cache()))
         entries, _ = index.current(urls, cache)
     except UserError as error:
         log.warning("counts are not remembered: %s", error)
-        entries = {url: scan.scan_shard(url) for url in urls}
+        entries = {url: index.scan_shard(url) for url in urls}
     _warn_of_damage(entries, len(urls))
     return [entries[url].samples if url in entries else 0 for url in urls]
 

@@ -2,7 +2,6 @@
 
 import csv
 import tarfile
-import zlib
 from collections.abc import Callable, Generator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
@@ -12,10 +11,7 @@ from clipscale.data.sample import RawSample, key_and_extension
 from clipscale.data.shards import index
 from clipscale.data.shards.access import SourceError, scheme_of
 from clipscale.data.shards.store import Store
-from clipscale.data.shards.tar import next_member, padded, read_exactly, skip, unpacked
-
-ERRORS = (tarfile.TarError, OSError, EOFError, ValueError, ArithmeticError, zlib.error, csv.Error)
-"""What reading a damaged shard or table may raise, beside SourceError."""
+from clipscale.data.shards.tar import DAMAGE, next_member, padded, read_exactly, skip, unpacked
 
 
 @dataclass
@@ -95,7 +91,7 @@ def read_shard(
                 pass  # a command's failure shows at its end
     except SourceError as error:
         problem.reason, problem.detail = error.reason, f"{url}: {error}"
-    except ERRORS as error:
+    except (*DAMAGE, csv.Error) as error:
         problem.reason = "unreadable_shard" if raw is None else "truncated_shard"
         problem.detail = f"{url}: {getattr(error, 'strerror', None) or str(error) or type(error).__name__}"
 

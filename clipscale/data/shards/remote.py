@@ -9,14 +9,17 @@ import os
 import random
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from clipscale.data.shards.access import SourceError, scheme_of
+
+if TYPE_CHECKING:
+    from clipscale.data.shards.store import Store
 
 RETRIES = 8
 """Requests that may fail, one after another, before the shard is given up: about a minute."""
@@ -55,53 +58,46 @@ class TransientError(Exception):
         self.reason = reason
 
 
-@dataclass(frozen=True)
-class Retries:
-    """Waits for requests and repeats those that fail. `count` is told the reasons; `tick` may raise to end a wait."""
+def begin(url: str, start: int, stop: int) -> Request:
+    """Begin a request for bytes start..stop of an object."""
+    from fsspec.asyn import get_loop
 
-    count: Callable[[str], None]
-    tick: Callable[[], None]
+    return asyncio.run_coroutine_threadsafe(_request(url, start, stop), get_loop())
 
-    def begin(self, url: str, start: int, stop: int) -> Request:
-        """Begin a request for bytes start..stop of an object."""
-        from fsspec.asyn import get_loop
 
-        return asyncio.run_coroutine_threadsafe(_request(url, start, stop), get_loop())
-
-    def fetch(self, url: str, start: int, stop: int, request: Request | None = None) -> tuple[bytes, State]:
-        """Bytes start..stop of an object, or as many of them as came at once, and its state. `request` is the first
-        attempt, if it has begun. Raises SourceError, `unreachable_shard` after too many failures.
-        """
-        failures = 0
-        while True:
-            request = request or self.begin(url, start, stop)
-            try:
-                while not wait([request], TICK_S).done:
-                    self.tick()
-                return request.result()
-            except TransientError as error:
-                self.count(error.reason)
-                failures += 1
-                if failures > RETRIES:
-                    message = f"{failures} requests failed, the last: {error}"
-                    raise SourceError("unreachable_shard", message) from error
-            finally:
-                request.cancel()
-            request = None
-            self.tick()
-            # a random wait, so that readers do not all return at once
-            time.sleep(random.uniform(0, min(0.25 * 2 ** min(failures, 30), LONGEST_WAIT_S)))
+def fetch(store: "Store", url: str, start: int, stop: int, request: Request | None = None) -> tuple[bytes, State]:
+    """Bytes start..stop of an object, or as many of them as came at once, and its state. `request` is the first attempt,
+    if it has begun. Failures are counted in the store. Raises SourceError, `unreachable_shard` after RETRIES + 1 of them.
+    """
+    failures = 0
+    while True:
+        request = request or begin(url, start, stop)
+        try:
+            while not wait([request], TICK_S).done:
+                store.tick()
+            return request.result()
+        except TransientError as error:
+            store.count(error.reason)
+            failures += 1
+            if failures > RETRIES:
+                message = f"{failures} requests failed, the last: {error}"
+                raise SourceError("unreachable_shard", message) from error
+        finally:
+            request.cancel()
+        request = None
+        # a random wait, so that readers do not all return at once
+        time.sleep(random.uniform(0, min(0.25 * 2**failures, LONGEST_WAIT_S)))
 
 
 class RemoteFile:
     """An object as a seekable file. While one block is read, the next one is on its way. Raises SourceError."""
 
-    def __init__(self, url: str, retries: Retries) -> None:
-        self._url, self._retries = url, retries
+    def __init__(self, url: str, store: "Store") -> None:
+        self._url, self._store = url, store
         self._at = self._start = 0
         self._ahead: Request | None = None
         """The request for the block behind the present one."""
-        self._block, (self.size, self.version) = retries.fetch(url, 0, FIRST_BLOCK)
+        self._block, (self.size, self.version) = fetch(store, url, 0, FIRST_BLOCK)
 
     def seekable(self) -> bool:
         return True
@@ -142,12 +138,12 @@ class RemoteFile:
         request, self._ahead = self._ahead, None
         self._block, self._start = b"", self._at
         stop = min(self._at + (LARGEST_BLOCK if sequential else FIRST_BLOCK), self.size)
-        self._block, state = self._retries.fetch(self._url, self._at, stop, request)
+        self._block, state = fetch(self._store, self._url, self._at, stop, request)
         if state != (self.size, self.version):
             raise SourceError("changed_shard", "it changed on the server while it was read")
         end = self._start + len(self._block)
         if sequential and end < self.size:
-            self._ahead = self._retries.begin(self._url, end, min(end + LARGEST_BLOCK, self.size))
+            self._ahead = begin(self._url, end, min(end + LARGEST_BLOCK, self.size))
 
 
 # -- requests, on fsspec's event loop ----------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Opens shards wherever they are: local files, the output of commands, remote objects, and local copies of these."""
 
+import io
 import logging
 import os
 import subprocess
@@ -7,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from clipscale.common import files
 from clipscale.data.shards.access import (
@@ -21,7 +22,7 @@ from clipscale.data.shards.access import (
     scheme_of,
     unsigned,
 )
-from clipscale.data.shards.remote import LARGEST_BLOCK, RemoteFile, Retries, State
+from clipscale.data.shards.remote import LARGEST_BLOCK, RemoteFile, State, fetch
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +46,6 @@ class Store:
     ) -> None:
         """`counts` receives faults that cost no sample. `tick` is called during waits and may raise to end them."""
         self.access, self.counts, self.tick = access, Counter() if counts is None else counts, tick
-        self._retries = Retries(self._count, tick)
 
     def open(self, url: str) -> Opened:
         """The shard's bytes, seekable except for `pipe:`, whose command runs only if the access allows it.
@@ -60,7 +60,7 @@ class Store:
             return Opened(Pipe(url[len("pipe:") :]), None, "")
         if self.access.cache and self.access.cache_bytes != 0 and (copy := self._copy_of(url)):
             return copy
-        remote = RemoteFile(url, self._retries)
+        remote = RemoteFile(url, self)
         return Opened(remote, remote.size, remote.version)
 
     def state(self, url: str) -> State:
@@ -68,9 +68,10 @@ class Store:
         if is_local(url):
             about = Path(url).stat()
             return about.st_size, str(about.st_mtime_ns)
-        return self._retries.fetch(url, 0, 1)[1]
+        return fetch(self, url, 0, 1)[1]
 
-    def _count(self, event: str) -> None:
+    def count(self, event: str) -> None:
+        """Count an event that costs no sample."""
         self.counts[EVENT + event] += 1
 
     def _copy_of(self, url: str) -> Opened | None:
@@ -86,14 +87,14 @@ class Store:
             copies = sorted(folder.glob(f"{name}-*"), key=os.path.getmtime)
             if error.reason != "unreachable_shard" or not copies:
                 raise
-            self._count("copy_of_unreachable")
+            self.count("copy_of_unreachable")
             return _opened(copies[-1])
         path = folder / f"{name}-{digest(f'{size} {version}')}-{leaf_of(url)[-80:]}"
         try:
             if not path.exists():
                 if not _make_room(folder, size, self.access.cache_bytes):
                     raise OSError("it is larger than data.cache_bytes")
-                with files.replacing(path) as out, closing(RemoteFile(url, self._retries)) as remote:
+                with files.replacing(path) as out, closing(RemoteFile(url, self)) as remote:
                     while data := remote.read(LARGEST_BLOCK):
                         out.write(data)
                         self.tick()
@@ -101,7 +102,7 @@ class Store:
             return _opened(path, size, version)
         except OSError as error:  # a full disk, or another process has removed the copy: the object itself is read
             log.warning("data.cache=%s: no copy of %s (%s)", self.access.cache, leaf_of(url), error)
-            self._count("no_room_for_copy")
+            self.count("no_room_for_copy")
             return None
 
 
@@ -126,35 +127,21 @@ def _make_room(folder: Path, size: int, bound: int | None) -> bool:
     return True
 
 
-class Pipe:
+class Pipe(io.BufferedReader):
     """The output of a shell command. Closing it early ends the command."""
 
     def __init__(self, command: str) -> None:
-        self._process = subprocess.Popen(command, BUFFER, shell=True, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL)
-        self._out: Any = self._process.stdout
-        self._at = 0
+        self._process = subprocess.Popen(command, 0, shell=True, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL)
+        super().__init__(cast(io.FileIO, self._process.stdout), BUFFER)
 
-    def seekable(self) -> bool:
-        return False
-
-    def tell(self) -> int:
-        return self._at
-
-    def peek(self, size: int) -> bytes:
-        """Some of the next bytes, which stay to be read."""
-        return bytes(self._out.peek(size))
-
-    def read(self, size: int = -1) -> bytes:
+    def read(self, size: int | None = -1) -> bytes:
         """Up to `size` bytes. Raises SourceError if the command fails."""
-        data: bytes = self._out.read(size)
-        self._at += len(data)
-        if (len(data) < size or size < 0) and (status := self._process.wait()):
+        data = super().read(size)
+        if len(data) < (size or 0) and (status := self._process.wait()):
             raise SourceError("failed_pipe", f"the command ended with status {status}")
         return data
 
     def close(self) -> None:
-        """End the command."""
-        self._out.close()
-        if self._process.poll() is None:
-            self._process.terminate()
+        super().close()
+        self._process.terminate()  # which does nothing to one that has ended
         self._process.wait()

@@ -7,9 +7,12 @@ as long as decoding a 256-pixel JPEG.
 import gzip
 import os
 import tarfile
+import zlib
 from typing import Any
 
 BLOCK = 512
+DAMAGE = (tarfile.TarError, OSError, EOFError, ValueError, ArithmeticError, zlib.error)
+"""What reading a damaged archive may raise."""
 LARGEST_MEMBER = 1 << 28
 """A header that claims more bytes is damaged: no picture is that large."""
 LARGEST_HEADER = 1 << 20

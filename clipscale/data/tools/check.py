@@ -10,7 +10,7 @@ from clipscale.common.units import format_bytes
 from clipscale.config.tools import CheckSettings
 from clipscale.data.decode import IMAGE_TYPES, Picture, caption_of, image_bytes
 from clipscale.data.sample import BrokenSampleError, RawSample, limits
-from clipscale.data.shards import scan
+from clipscale.data.shards import index
 from clipscale.data.shards.access import Access, leaf_of
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.store import Store
@@ -52,7 +52,7 @@ def main(sources: Sequence[str], settings: CheckSettings) -> int:
     """Print the table. Status 1 where something is broken. Raises UserError."""
     urls, findings = expanded(sources, settings.allow_pipe, settings.table), Findings()
     with progress(urls) as advance:
-        for _, shard in scan.map_shards(partial(check_shard, settings=settings), urls, settings.workers or cores()):
+        for _, shard in index.map_shards(partial(check_shard, settings=settings), urls, settings.workers or cores()):
             findings.add(shard)
             advance(shard.bytes)
     plain_console().print(findings.table())

@@ -17,7 +17,7 @@ from clipscale.common.terminal import say
 from clipscale.common.units import format_bytes
 from clipscale.config.data import TableConfig
 from clipscale.config.tools import IndexSettings, StatsSettings
-from clipscale.data.shards import index, listing, scan
+from clipscale.data.shards import index, listing
 from clipscale.data.shards.access import is_local, scheme_of
 from clipscale.data.shards.counts import recorded_counts, scan_counts
 from clipscale.report.table import TextTable, plain_console
@@ -53,7 +53,7 @@ def make_index(sources: Sequence[str], settings: IndexSettings) -> int:
                 damaged.append((url, entry))
 
         workers = settings.workers or cores()
-        update = scan.update_indexes(urls, cache=settings.cache, workers=workers, force=settings.force, done=done)
+        update = index.update_indexes(urls, cache=settings.cache, workers=workers, force=settings.force, done=done)
     if not urls:
         say("tables and pipes have no index; their rows are counted as they are")
         return 0

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from clipscale.config.data import DataConfig
-from clipscale.data.shards import scan
+from clipscale.data.shards import index
 from clipscale.data.shards.counts import build_order, recorded_counts, scan_counts
 from tests.data.files import sample, write_shards, write_tar
 
@@ -32,7 +32,7 @@ def test_scanned_counts_are_remembered_until_the_shard_changes(tmp_path: Path, m
     path = write_shards(tmp_path, [5], sized=False)[0]
     assert scan_counts([str(path)]) == [5]
     with monkeypatch.context() as patch:
-        patch.setattr(scan, "scan_shard", lambda *_: pytest.fail("scanned again"))
+        patch.setattr(index, "scan_shard", lambda *_: pytest.fail("scanned again"))
         assert scan_counts([str(path)]) == [5]
     write_tar(path, sample("a") + sample("b"))
     assert scan_counts([str(path)]) == [2]

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from clipscale.data.decode import IMAGE_TYPES, Picture, image_bytes
 from clipscale.data.sample import BrokenSampleError, limits
-from clipscale.data.shards import index, scan
+from clipscale.data.shards import index
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.tar import BLOCK, LARGEST_HEADER, next_member
 from tests.data.files import Members, picture, write_tar
@@ -97,7 +97,7 @@ def survives(data: bytes, folder: Path) -> None:
             # the index of another file, as if the change had not been noticed
             patch.setattr(index, "sample_offsets", lambda *_: np.arange(0, 40) * 3 * BLOCK)
             reasons = use(path) + use(path, indexed=True)
-            entry = scan.scan_shard(str(path))
+            entry = index.scan_shard(str(path))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

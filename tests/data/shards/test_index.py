@@ -17,7 +17,7 @@ from clipscale.data.loader import shard_reader
 from clipscale.data.loader.shard_reader import SegmentReader
 from clipscale.data.order import Segment
 from clipscale.data.sample import RawSample, limits
-from clipscale.data.shards import index, scan
+from clipscale.data.shards import index
 from clipscale.data.shards.counts import recorded_counts, scan_counts
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.store import Store
@@ -25,8 +25,8 @@ from tests.data.files import sample, write_shards, write_tar
 from tests.data.streams import contents, open_stream
 
 
-def make(paths: list[Path], **options: Any) -> scan.Update:
-    return scan.update_indexes([str(path) for path in paths], **options)
+def make(paths: list[Path], **options: Any) -> index.Update:
+    return index.update_indexes([str(path) for path in paths], **options)
 
 
 def entry(path: Path) -> index.Entry:
@@ -42,7 +42,7 @@ def test_it_describes_the_shards(tmp_path: Path) -> None:
     paths = write_shards(tmp_path, [3, 5], sized=False)
     packed = tmp_path / "p.tar.gz"
     packed.write_bytes(gzip.compress(paths[0].read_bytes()))
-    assert make([*paths, packed]) == scan.Update(read=3, unchanged=0, failed={})
+    assert make([*paths, packed]) == index.Update(read=3, unchanged=0, failed={})
     for path, samples in zip([*paths, packed], [3, 5, 3]):
         raws = read(path)[0]
         members = [m for raw in raws for m in raw.members.items()]
@@ -63,7 +63,7 @@ def test_reading_by_offsets_gives_what_reading_on_gives(
 ) -> None:
     path = write_tar(tmp_path_factory.getbasetemp() / "offsets.tar", members)
     plain = list(read_shard(str(path), ReadProblem()))
-    scanned = scan.scan_shard(str(path))
+    scanned = index.scan_shard(str(path))
     assert scanned.samples == len(plain)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(index, "sample_offsets", lambda *_: scanned.offsets)
@@ -88,7 +88,7 @@ def test_offsets_take_a_few_bytes_a_sample() -> None:
 
 def test_only_changed_shards_are_scanned_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = write_shards(tmp_path, [3, 5], sized=False)
-    monkeypatch.setattr(scan, "SERIAL_BYTES", 0)
+    monkeypatch.setattr(index, "SERIAL_BYTES", 0)
     assert make(paths, workers=2).read == 2
     assert make([*paths, tmp_path / "none.tar"]).unchanged == 2
     write_tar(paths[0], sample("a"))
@@ -107,7 +107,7 @@ def test_the_work_of_a_killed_run_is_kept(tmp_path: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         make(paths, done=die)
-    assert make(paths) == scan.Update(read=1, unchanged=2, failed={})
+    assert make(paths) == index.Update(read=1, unchanged=2, failed={})
 
 
 def test_the_index_of_a_read_only_folder_is_in_the_cache(tmp_path: Path, user_cache: Path) -> None:

@@ -9,8 +9,8 @@ import pytest
 from webdataset.tariterators import tarfile_samples
 
 from clipscale.data.sample import RawSample
+from clipscale.data.shards.index import scan_shard
 from clipscale.data.shards.reader import ReadProblem, read_shard
-from clipscale.data.shards.scan import scan_shard
 from tests.data.files import sample, write_shards, write_tar
 
 

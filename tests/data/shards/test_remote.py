@@ -14,7 +14,7 @@ import pytest
 
 from clipscale.common.errors import UserError
 from clipscale.data.sample import RawSample
-from clipscale.data.shards import remote, scan
+from clipscale.data.shards import index, remote
 from clipscale.data.shards.access import DIRECT, EVENT, Access
 from clipscale.data.shards.listing import expand
 from clipscale.data.shards.reader import ReadProblem, read_shard
@@ -61,7 +61,7 @@ def test_an_epoch_over_a_bad_network_loses_nothing(tmp_path: Path, web: Web) -> 
     """With exact epochs by an index of the remote shards; every fault is counted."""
     sizes, rng = [60, 45], random.Random(5)
     paths = write_shards(tmp_path / "set", sizes)
-    assert scan.update_indexes([f"{web.url}/set/{path.name}" for path in paths]).read == 2
+    assert index.update_indexes([f"{web.url}/set/{path.name}" for path in paths]).read == 2
     web.faults = lambda number, path: rng.choice(FAULTS) if rng.random() < 0.2 else None
     with open_stream(f"{web.url}/set/{{00000..00001}}.tar", batch=21) as stream:
         assert stream.samples_per_epoch == sum(sizes)
@@ -106,7 +106,7 @@ def test_a_storage_that_stays_away_ends_the_run_soon(tmp_path: Path, web: Web) -
 
 def test_a_shard_given_up_costs_its_samples_alone(tmp_path: Path, web: Web) -> None:
     paths = write_shards(tmp_path, [30, 30])
-    scan.update_indexes([f"{web.url}/{path.name}" for path in paths])
+    index.update_indexes([f"{web.url}/{path.name}" for path in paths])
     web.faults = lambda number, path: "503" if path.endswith("1.tar") else None
     with open_stream(f"{web.url}/{{00000..00001}}.tar", batch=30, shard_streams=1) as stream:
         assert Counter(flat(ids(stream, 1))) == all_ids(paths[:1], [30])
@@ -208,7 +208,7 @@ def test_shards_are_listed_indexed_and_read_from_s3(tmp_path: Path, s3: str) -> 
         client.put_object(Bucket="bucket", Key=f"set/{path.name}", Body=path.read_bytes())
     urls = expand("s3://bucket/set/*.tar")
     assert urls == [f"s3://bucket/set/{path.name}" for path in paths]
-    assert scan.update_indexes(urls).read == 2
+    assert index.update_indexes(urls).read == 2
     with open_stream("s3://bucket/set/", batch=20) as stream:
         assert stream.samples_per_epoch == 47
         assert contents(stream, 5) == contents(open_stream(tmp_path / "set", batch=20), 5)
