@@ -132,9 +132,7 @@ clipscale export run=b32 to=hf out=/models/b32-hf
 clipscale export run=b32 checkpoint=20000 dtype=float16 out=/models/b32""",
         check=tools.check_run,
     ),
-    "doctor": Tool(
-        tools.DoctorSettings, "clipscale.doctor:main", "clipscale doctor\nclipscale doctor run=/scratch/runs"
-    ),
+    "doctor": Tool(tools.DoctorSettings, "clipscale.doctor:main", "clipscale doctor"),
 }
 """Every verb, or every tool of a verb that has several."""
 

@@ -91,8 +91,6 @@ class ExportSettings(RunModel):
 class DoctorSettings:
     """`clipscale doctor`: test what training needs on this machine; exit status 1 if something does not work."""
 
-    run: str = setting("runs", "Folder in which runs will be written.")
-
 
 @dataclass
 class DemoSettings:
