@@ -53,18 +53,18 @@ LOST = (
 def causes_of(error: BaseException) -> list[BaseException]:
     """An error and all that has caused it, on whichever rank: torch's CheckpointException holds the failures of ranks."""
     causes = [error]
-    for one in causes:
-        failures = getattr(one, "failures", None)
+    for cause in causes:
+        failures = getattr(cause, "failures", None)
         inner = [failure[0] for failure in failures.values()] if isinstance(failures, dict) else []
-        causes += [cause for cause in (*inner, one.__cause__ or one.__context__) if cause is not None]
+        causes += [earlier for earlier in (*inner, cause.__cause__ or cause.__context__) if earlier is not None]
     return causes
 
 
 def lost_rank(error: BaseException) -> bool:
     """Whether an error, or a cause of it, only says that another rank does not answer. torch gives a RuntimeError for that."""
 
-    def says_so(one: BaseException) -> bool:
-        line = f"{type(one).__name__}: {one}".partition("\n")[0]
-        return isinstance(one, RuntimeError) and any(words in line for words in LOST)
+    def says_so(cause: BaseException) -> bool:
+        line = f"{type(cause).__name__}: {cause}".partition("\n")[0]
+        return isinstance(cause, RuntimeError) and any(words in line for words in LOST)
 
     return any(map(says_so, causes_of(error)))

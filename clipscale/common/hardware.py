@@ -24,8 +24,8 @@ def cores() -> int:
 def cores_of_rank() -> int:
     """Cores that one rank may use. Slurm gives each task cores of its own; otherwise the ranks of a machine share the same ones."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    own = "SLURM_PROCID" in os.environ and cores() * ranks <= (os.cpu_count() or 1)
-    return cores() if own else max(1, cores() // ranks)
+    bound = "SLURM_PROCID" in os.environ and cores() * ranks <= (os.cpu_count() or 1)
+    return cores() if bound else max(1, cores() // ranks)
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,6 @@ def hardware_of(device_name: str) -> str | None:
     If the driver's name does not contain the memory, the first entry with that chip.
     """
     words = set(re.split(r"[\s-]+", device_name))
-    whole = [name for name, entry in HARDWARE.items() if set(entry.words) <= words]
-    kind = [name for name, entry in HARDWARE.items() if entry.words[0] in words]
-    return next(iter(whole + kind), None)
+    same = [name for name, entry in HARDWARE.items() if set(entry.words) <= words]
+    same_chip = [name for name, entry in HARDWARE.items() if entry.words[0] in words]
+    return next(iter(same + same_chip), None)

@@ -1,7 +1,7 @@
 """Times the parts of one optimizer step, measures their device memory, and reads its results from the device."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -36,16 +36,14 @@ class Phases:
     On a GPU, parts are timed where they run, by events in its queue. Nothing waits before the times are read.
     """
 
-    def __init__(self, device: torch.device, entered: Callable[[str], None] = lambda name: None) -> None:
-        """`entered` is called with the name of every part that begins."""
-        self.device, self.entered = device, entered
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self.before: dict[str, int] = {}
         self.peak: dict[str, int] = {}
         self._spans: dict[str, tuple[Any, Any]] = {}
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        self.entered(name)
         cuda = self.device.type == "cuda"
         if cuda:
             torch.cuda.reset_peak_memory_stats(self.device)

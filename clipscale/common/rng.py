@@ -11,8 +11,8 @@ from torch import Tensor, nn
 def draws_random_numbers(module: nn.Module) -> bool:
     """Whether a module in training draws random numbers: dropout, stochastic depth, patch dropout, dropout in attention."""
     rates = ("p", "prob", "drop_prob", "dropout")
-    found = (getattr(m, rate, 0) for m in module.modules() if m.training for rate in rates)
-    return any(isinstance(rate, float) and rate > 0 for rate in found)
+    values = (getattr(m, rate, 0) for m in module.modules() if m.training for rate in rates)
+    return any(isinstance(value, float) and value > 0 for value in values)
 
 
 @dataclass
@@ -32,10 +32,6 @@ class RandomState:
         return RandomState(
             torch.get_rng_state(), torch.cuda.get_rng_state(device or "cuda") if on_gpu else None, device
         )
-
-    def pair(self) -> tuple[Tensor, Tensor | None]:
-        """The two states as plain tensors."""
-        return self.cpu, self.cuda
 
     def restore(self) -> None:
         """Continue from this state."""

@@ -92,13 +92,11 @@ def nearest(word: str, known: Iterable[str]) -> str:
     for name in known:
         leaves.setdefault(name.rpartition(".")[2], []).append(name)
     names = [name for group in leaves.values() for name in group]
-    found = leaves.get(leaf) or [
-        name for close in get_close_matches(leaf, leaves, cutoff=0.75) for name in leaves[close]
-    ]
-    found = found or [name for name in names if name.startswith(word)] or get_close_matches(word, names, cutoff=0.6)
+    close = leaves.get(leaf) or [name for near in get_close_matches(leaf, leaves, cutoff=0.75) for name in leaves[near]]
+    close = close or [name for name in names if name.startswith(word)] or get_close_matches(word, names, cutoff=0.6)
     # Names in the section that was typed come first.
-    found = sorted(found, key=lambda name: name.rpartition(".")[0] != word.rpartition(".")[0])
-    return f"; did you mean {one_of(repr(name) for name in found[:3])}?" if found else ""
+    close = sorted(close, key=lambda name: name.rpartition(".")[0] != word.rpartition(".")[0])
+    return f"; did you mean {one_of(repr(name) for name in close[:3])}?" if close else ""
 
 
 def one_of(names: Iterable[str]) -> str:

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import yaml
 
-from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.config.data import FilterConfig
 from clipscale.data.decode import Picture, caption_of, image_bytes, json_fields
@@ -29,8 +28,6 @@ _COMPARE: dict[str, Callable[[Any, Any], bool]] = {
     ">": operator.gt,
     "<": operator.lt,
 }
-LONGEST_LINE = 1 << 16
-"""Bytes of a line in a list of keys or addresses; a longer one counts as several."""
 _CONDITION = re.compile(r"^\s*([\w .:-]+?)\s*(>=|<=|!=|==|=|>|<)\s*(.*?)\s*$")
 
 
@@ -202,6 +199,6 @@ def _blocked(paths: tuple[str, ...]) -> np.ndarray:
 
     With 10^8 lines one lookup in 10^11 is wrong.
     """
-    lines = (line for path in paths for line in files.lines(Path(path).expanduser(), LONGEST_LINE))
+    lines = (line for path in paths for line in Path(path).expanduser().open("rb"))
     texts = (line.decode("utf-8", "surrogateescape").strip() for line in lines)
     return np.unique(np.fromiter((hash64(text) for text in texts if text and text[0] != "#"), dtype=np.uint64))
