@@ -26,6 +26,7 @@ from webdataset import TarWriter
 
 from clipscale.config.data import DataConfig
 from clipscale.data.decode import TrainTransform
+from clipscale.data.loader.offload import row_kind
 from clipscale.data.loader.stream import BatchShare, open_stream
 from clipscale.data.order import AUGMENT, CounterRNG
 
@@ -145,9 +146,8 @@ def our_batches(pattern: str, decode: str, settings: SimpleNamespace) -> Generat
 
     config = DataConfig(train=[pattern], workers=settings.workers, decode=decode, order="epochs")
     tokenizer = open_clip.get_tokenizer("ViT-B-32")
-    with open_stream(
-        config, BatchShare(settings.batch), image_size=settings.image_size, tokenizer=tokenizer, seed=0
-    ) as stream:
+    rows = row_kind(config, settings.image_size)
+    with open_stream(config, BatchShare(settings.batch), rows, tokenizer, 0) as stream:
         while True:
             batch = stream.next_batch()
             batch.pixels(0, settings.batch), batch.tokens(0, settings.batch)

@@ -111,7 +111,7 @@ clipscale plan run=b16                                                        # 
     "data check": Tool(
         tools.CheckSettings,
         "clipscale.data.tools.check:main",
-        "clipscale data check '/data/laion/{00000..00099}.tar' caption_key=json:caption",
+        "clipscale data check '/data/laion/{00000..00099}.tar' 'data.captions=[json:caption]'",
         words="SHARD...",
     ),
     "data stats": Tool(

@@ -19,9 +19,9 @@ class AugmentConfig:
     ratio: tuple[float, float] = setting((0.75, 1.3333333), "Crop aspect ratio, width over height.")
     flip: float = setting(0.0, "Probability of a horizontal flip.", least=0, most=1)
     jitter: tuple[float, float, float, float] = setting(
-        (0.0, 0.0, 0.0, 0.0), "Strengths of changes of brightness, contrast, saturation and hue (this at most 0.5)."
+        (0.0, 0.0, 0.0, 0.0),
+        "Strengths of changes of brightness, contrast, saturation and hue (this at most 0.5), made to 80 % of the images.",
     )
-    jitter_probability: float = setting(0.8, "Probability that `jitter` changes an image at all.", least=0, most=1)
     greyscale: float = setting(0.0, "Probability of a greyscale image.", least=0, most=1)
 
 
@@ -51,7 +51,6 @@ class FilterConfig:
     )
     keep_missing: bool = setting(False, "Keep samples that lack a field of `fields` (`filter_no_FIELD`).")
     block_keys: list[str] = setting([], "Files of lines KEY or SHARD/KEY (`filter_blocked_key`).")
-    block_urls: list[str] = setting([], "Files of lines with the json member's `url` (`filter_blocked_url`).")
 
 
 @dataclass
@@ -77,13 +76,12 @@ class DataConfig:
     )
     shuffle: int = setting(256, "Samples in each shard stream's shuffle window, undecoded; 0: shard order.", least=0)
     buffers: int = setting(2, "Local batches in host memory; with 1, none is read during a step.", least=1)
-    image_size: int | None = setting(None, "Side of the images in pixels; null: the model's.", least=1)
     image_features: str | None = setting(
         None, "Features of `clipscale embed format=webdataset` instead of images: `true`, or the name of their member."
     )
-    caption_key: str = setting("txt", "Member that holds the caption: `txt`, or `json:FIELD`.")
     captions: list[str] = setting(
-        [], "Instead of `caption_key`: members with weights, one drawn per sample: `[txt=0.5,json:caption=0.5]`."
+        ["txt"],
+        "Where the caption is: `txt`, or `json:FIELD`; with weights, one is drawn per sample: `[txt=1,json:alt=3]`.",
     )
     sort_captions: bool = setting(
         True, "Chunks hold captions of like length, little padded, where the tower allows it; false: the batch's order."

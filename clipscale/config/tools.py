@@ -8,7 +8,7 @@ from clipscale.common.errors import UserError
 from clipscale.common.hardware import Hardware, hardware
 from clipscale.common.units import run_folder
 from clipscale.config.checks import begun_run, existing_run, one_model, shared
-from clipscale.config.data import DataConfig, TableConfig
+from clipscale.config.data import DataConfig
 from clipscale.config.sections import (
     DEVICE_HELP,
     DEVICES,
@@ -127,11 +127,7 @@ class CheckSettings:
     """`clipscale data check SHARD...`: read and decode everything, and print what is broken."""
 
     workers: int | None = setting(None, PROCESSES_HELP)
-    max_pixels: int = setting(89_478_485, "As `data.max_pixels` in training.")
-    max_bytes: int = setting(67_108_864, "As `data.max_bytes` in training.")
-    caption_key: str = setting("txt", "As `data.caption_key` in training.")
-    allow_pipe: bool = setting(False, PIPE_HELP)
-    table: TableConfig = field(default_factory=TableConfig)
+    data: DataConfig = field(default_factory=DataConfig)
 
 
 IMAGE, TEXT = "image", "text"

@@ -4,22 +4,19 @@ C = 3: channels, H, W: the picture's pixels, S: side of the model's input in pix
 """
 
 import io
+import json
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import simplejpeg
 from PIL import Image
 
-from clipscale.common.files import parse_json
 from clipscale.data.order import CounterRNG
-from clipscale.data.sample import MOST_PARTS, BrokenSampleError
-
-if TYPE_CHECKING:  # `data check` decodes pictures without loading torch
-    from torch import Tensor
+from clipscale.data.sample import BrokenSampleError
 
 IMAGE_TYPES = ("jpg", "jpeg", "png", "webp", "avif", "gif", "bmp", "tif", "tiff")
 Image.init()
@@ -33,14 +30,14 @@ ROWS = 64
 def json_fields(text: str | bytes) -> dict[str, Any]:
     """The fields of a json member, none where it holds no object. Raises BrokenSampleError `bad_json`."""
     try:
-        found = parse_json(text, MOST_PARTS)
-    except ValueError as error:
+        fields = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise BrokenSampleError("bad_json", str(error)) from error
-    return found if isinstance(found, dict) else {}
+    return fields if isinstance(fields, dict) else {}
 
 
 def caption_of(members: dict[str, bytes], key: str) -> str:
-    """The caption named by `data.caption_key`: a member's extension (`txt`), or `json:FIELD` for a field of the json member.
+    """The caption that an entry of `data.captions` names: a member's extension (`txt`), or `json:FIELD` for a field of the json member.
 
     Raises BrokenSampleError: `no_caption`, `empty_caption`, `caption_not_utf8`, `bad_json`.
     """
@@ -73,6 +70,19 @@ def image_bytes(members: dict[str, bytes], types: Sequence[str] = IMAGE_TYPES) -
     raise BrokenSampleError("no_image")
 
 
+@contextmanager
+def broken_pictures() -> Iterator[None]:
+    """Report every failure of a decoder as BrokenSampleError: hostile bytes cause many kinds."""
+    try:
+        yield
+    except BrokenSampleError:
+        raise
+    except Image.DecompressionBombError as error:
+        raise BrokenSampleError("huge_image", str(error)) from error
+    except Exception as error:
+        raise BrokenSampleError("unreadable_image", f"{type(error).__name__}: {error}") from error
+
+
 def open_picture(data: bytes, max_pixels: float = math.inf) -> Image.Image:
     """A picture whose header has been read. Raises BrokenSampleError `huge_image`, and Pillow's errors, of many kinds."""
     image: Image.Image = Image.open(io.BytesIO(data), formats=FORMATS)
@@ -98,53 +108,41 @@ class Picture:
         with broken_pictures():
             self._data = data
             self._image = open_picture(data, max_pixels)
+            self.is_jpeg = self._image.format == "JPEG" and self._image.mode in ("RGB", "L")
+            """Whether it is a JPEG that can be decoded at a smaller size."""
             self.width, self.height = self._image.size
             has_exif = "exif" in self._image.info and self._image.format != "TIFF"  # Pillow itself rotates TIFF
             orientation = self._image.getexif().get(_ORIENTATION, 1) if has_exif else 1
-            self.orientation: int = orientation if orientation in range(1, 9) else 1
-            """EXIF orientation of the stored picture; 1 is upright."""
-            if self.orientation >= 5:
+            self._orientation: int = orientation if orientation in range(1, 9) else 1
+            if self._orientation >= 5:
                 self.width, self.height = self.height, self.width
 
     def decode(self, reduce: int = 1) -> np.ndarray:
         """(H, W, C) uint8 RGB, upright. A JPEG can be decoded at 1/`reduce` (2, 4, 8) of its size, rounded up. Raises BrokenSampleError."""
         with broken_pictures():
-            pixels = _decode_jpeg(self._data, self._image, reduce) if self.is_jpeg else _decode_other(self._image)
-            swapped, down, across = upright_steps(self.orientation)
-            if swapped:
+            pixels = None
+            # Pillow tolerates defects, such as stray bytes between markers, that the strict decoder rejects with ValueError.
+            with suppress(ValueError):
+                for n in (reduce, 1) if self.is_jpeg else ():
+                    width, height = (-(-side // n) for side in self._image.size)
+                    decoded = simplejpeg.decode_jpeg(
+                        self._data, colorspace="RGB", min_height=height, min_width=width, min_factor=n
+                    )
+                    if n == 1 or decoded.shape[:2] == (height, width):
+                        pixels = decoded
+                        break
+            if pixels is None:
+                pixels = decode_by_pillow(self._image)
+            # The steps to upright, by the EXIF standard: swap the axes, then reverse the rows, reverse the columns.
+            orientation = self._orientation
+            if orientation >= 5:
                 pixels = pixels.swapaxes(0, 1)
-            return np.ascontiguousarray(pixels[:: -1 if down else 1, :: -1 if across else 1])
-
-    @property
-    def is_jpeg(self) -> bool:
-        """Whether it is a JPEG that can be decoded at a smaller size."""
-        return self._image.format == "JPEG" and self._image.mode in ("RGB", "L")
+            down, across = -1 if orientation in (3, 4, 7, 8) else 1, -1 if orientation in (2, 3, 6, 7) else 1
+            return np.ascontiguousarray(pixels[::down, ::across])
 
 
-@contextmanager
-def broken_pictures() -> Iterator[None]:
-    """Report every failure of a decoder as BrokenSampleError: hostile bytes cause many kinds."""
-    try:
-        yield
-    except BrokenSampleError:
-        raise
-    except Image.DecompressionBombError as error:
-        raise BrokenSampleError("huge_image", str(error)) from error
-    except Exception as error:
-        raise BrokenSampleError("unreadable_image", f"{type(error).__name__}: {error}") from error
-
-
-def _decode_jpeg(data: bytes, image: Image.Image, reduce: int) -> np.ndarray:
-    width, height = (-(-side // reduce) for side in image.size)
-    try:
-        pixels = simplejpeg.decode_jpeg(data, colorspace="RGB", min_height=height, min_width=width, min_factor=reduce)
-        return pixels if reduce == 1 or pixels.shape[:2] == (height, width) else _decode_jpeg(data, image, 1)
-    except ValueError:
-        # Pillow tolerates defects, such as stray bytes between markers, that the strict decoder rejects.
-        return np.array(image.convert("RGB"))
-
-
-def _decode_other(image: Image.Image) -> np.ndarray:
+def decode_by_pillow(image: Image.Image) -> np.ndarray:
+    """(H, W, C) uint8 RGB."""
     image.load()
     if image.mode.startswith("I") or image.mode == "F":
         values = np.asarray(image)
@@ -154,25 +152,6 @@ def _decode_other(image: Image.Image) -> np.ndarray:
             grey[top : top + ROWS] = (values[top : top + ROWS] / scale).clip(0, 255).round()
         image = Image.fromarray(grey)
     return np.array(image.convert("RGB"))
-
-
-def upright_steps(orientation: int) -> tuple[bool, bool, bool]:
-    """The steps from a stored picture to upright, by the EXIF standard: swap the axes, then reverse the rows, reverse the columns."""
-    return orientation >= 5, orientation in (3, 4, 7, 8), orientation in (2, 3, 6, 7)
-
-
-def resize(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
-    """(H, W, C) to (C, height, width) uint8, bicubic with antialiasing.
-
-    torch's vectorised uint8 kernel takes at most a quarter of the time of Pillow's resize. The two differ by 1/255 at some pixels, by
-    2/255 at few.
-    """
-    import torch  # here: `data check` decodes pictures without torch
-
-    image = torch.from_numpy(pixels).permute(2, 0, 1)
-    if pixels.shape[:2] != (height, width):
-        image = torch.nn.functional.interpolate(image[None], size=(height, width), mode="bicubic", antialias=True)[0]
-    return image.numpy()
 
 
 Box = tuple[int, int, int, int]
@@ -215,15 +194,11 @@ class Colour:
     """Probability of a greyscale picture."""
 
     def __call__(self, pixels: np.ndarray, rng: CounterRNG) -> np.ndarray:
-        """Change (C, S, S) uint8 pixels on the CPU."""
+        """Change (C, S, S) uint8 pixels."""
         import torch
-
-        return self.changed(torch.from_numpy(np.ascontiguousarray(pixels)), rng).numpy()
-
-    def changed(self, image: "Tensor", rng: CounterRNG) -> "Tensor":
-        """Change a (C, S, S) uint8 tensor on any device."""
         from torchvision.transforms.v2 import functional as F  # here: only runs with colour changes load it
 
+        image = torch.from_numpy(np.ascontiguousarray(pixels))
         if rng.uniform() < self.probability:
             steps = (F.adjust_brightness, F.adjust_contrast, F.adjust_saturation)
             for step, strength in zip(steps, self.strengths):
@@ -233,7 +208,7 @@ class Colour:
                 image = F.adjust_hue(image, rng.uniform(-hue, hue))
         if rng.uniform() < self.grey:
             image = F.rgb_to_grayscale(image, num_output_channels=3)
-        return image
+        return image.numpy()
 
 
 class Crop(NamedTuple):
@@ -269,7 +244,7 @@ class TrainTransform:
         """Write the pixels to `out`, (C, S, S) uint8. Raises BrokenSampleError before anything is written."""
         picture = Picture(data, self.max_pixels)
         crop = self.crop(picture, rng)
-        self.render(self.cut(picture, crop), crop, out)
+        self.render(picture.decode(crop.reduce), picture, crop, out)
 
     def crop(self, picture: Picture, rng: CounterRNG) -> Crop:
         """Draw the random choices for a picture. The crop is in pixels of its full size."""
@@ -281,16 +256,20 @@ class TrainTransform:
         flipped = self.flip > 0 and rng.uniform() < self.flip
         return Crop(left, top, right, bottom, reduce, flipped, 1 + rng.integer(2**62) if self.colour else 0)
 
-    def cut(self, picture: Picture, crop: Crop) -> np.ndarray:
-        """The crop's pixels, (H, W, C) uint8. Raises BrokenSampleError."""
-        pixels, n = picture.decode(crop.reduce), crop.reduce
-        if pixels.shape[:2] == (picture.height, picture.width):
-            n = 1  # the decoder could not reduce it
-        return pixels[crop.top // n : crop.bottom // n, crop.left // n : crop.right // n]
+    def render(self, decoded: np.ndarray, picture: Picture, crop: Crop, out: np.ndarray) -> None:
+        """Cut the crop out of the decoded picture (H, W, C), resize, colour and mirror it, and write it to `out`, (C, S, S) uint8.
 
-    def render(self, cut: np.ndarray, crop: Crop, out: np.ndarray) -> None:
-        """Resize, mirror and colour a crop's pixels as drawn, and write them to `out`, (C, S, S) uint8."""
-        resized = resize(cut, self.side, self.side)
+        torch's vectorised uint8 kernel takes at most a quarter of the time of Pillow's resize. The two differ by 1/255 at some pixels,
+        by 2/255 at few.
+        """
+        import torch  # here: `data check` decodes pictures without torch
+
+        n = 1 if decoded.shape[:2] == (picture.height, picture.width) else crop.reduce  # 1: it could not be reduced
+        cut = decoded[crop.top // n : crop.bottom // n, crop.left // n : crop.right // n]
+        image, size = torch.from_numpy(cut).permute(2, 0, 1), (self.side, self.side)
+        if image.shape[1:] != size:
+            image = torch.nn.functional.interpolate(image[None], size=size, mode="bicubic", antialias=True)[0]
+        pixels = image.numpy()
         if self.colour and crop.colour:
-            resized = self.colour(resized, CounterRNG(crop.colour))
-        np.copyto(out, resized[:, :, ::-1] if crop.flipped else resized)
+            pixels = self.colour(pixels, CounterRNG(crop.colour))
+        np.copyto(out, pixels[:, :, ::-1] if crop.flipped else pixels)

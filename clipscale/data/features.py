@@ -106,7 +106,7 @@ def stored_features(data: DataConfig, config: ModelConfig, model: "ClipModel") -
         raise UserError(f"data.image_features={member}: the shards hold them as {note['member']!r}")
     for what, theirs, ours in (
         ("width", note["width"], model.width),
-        ("image size", note["image_size"], data.image_size or model.image_size),
+        ("image size", note["image_size"], model.image_size),
         ("pixel mean and deviation", [note["mean"], note["std"]], [list(config.mean), list(config.std)]),
         ("weights", note["weights"], model.image_digest()),
     ):

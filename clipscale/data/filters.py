@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
 from clipscale.common.errors import UserError
-from clipscale.config.data import FilterConfig
+from clipscale.config.data import DataConfig, FilterConfig
 from clipscale.data.decode import Picture, caption_of, image_bytes, json_fields
 from clipscale.data.order import CounterRNG
 from clipscale.data.sample import BrokenSampleError, RawSample
@@ -46,8 +45,7 @@ class Condition:
         Raises ValueError or TypeError for a value that must be a number and is none.
         """
         if self.sign in ("=", "!="):
-            found = any(_equal(value, wanted) for wanted in self.values)
-            return found == (self.sign == "=")
+            return any(_equal(value, wanted) for wanted in self.values) == (self.sign == "=")
         return _COMPARE[self.sign](float(value), float(self.values[0]))
 
 
@@ -60,38 +58,34 @@ def _equal(value: Any, wanted: str) -> bool:
     return str(value).casefold() == wanted.casefold()
 
 
-def condition(text: str, setting: str = "data.filter.fields") -> Condition:
+def condition(text: str) -> Condition:
     """Parse a condition such as `FIELD>=NUMBER`. Raises UserError."""
     match = _CONDITION.match(text)
     if not match:
-        raise UserError(f"{setting}={text!r}: write FIELD, one of >= <= != > < =, and a value: similarity>=0.3")
+        raise UserError(
+            f"data.filter.fields={text!r}: write FIELD, one of >= <= != > < =, and a value: similarity>=0.3"
+        )
     name, sign, value = match[1], match[2].replace("==", "="), match[3]
     if sign in ("=", "!="):
         return Condition(name, sign, tuple(part.strip() for part in value.split("|")))
     try:
         float(value)
     except ValueError as error:
-        raise UserError(f"{setting}={text!r}: {value!r} is no number") from error
+        raise UserError(f"data.filter.fields={text!r}: {value!r} is no number") from error
     return Condition(name, sign, (value,))
 
 
-def caption_sources(texts: Sequence[str], setting: str = "data.captions") -> tuple[tuple[str, float], ...]:
-    """Parse caption sources: `txt`, `json:caption=0.5` or `{txt: 0.5, 'json:caption': 0.5}`. Raises UserError."""
-    found: list[tuple[str, float]] = []
-    for text in texts:
-        try:
-            if text.startswith("{"):
-                found += [(str(name), float(weight)) for name, weight in yaml.safe_load(text).items()]
-            else:
-                name, _, weight = text.partition("=")
-                found.append((name.strip(), float(weight or 1)))
-        except (ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
-            remedy = "write sources and weights as {txt: 0.5, 'json:caption': 0.5}"
-            raise UserError(f"{setting}={text!r}: {remedy}") from error
-    usable = all(name and 0 <= weight < math.inf for name, weight in found)
-    if not usable or (found and not sum(weight for _, weight in found)):
-        raise UserError(f"{setting}={list(texts)}: weights must be non-negative and not all zero")
-    return tuple(found)
+def caption_sources(texts: Sequence[str]) -> tuple[tuple[str, float], ...]:
+    """Parse caption sources with their weights: `txt`, `json:caption=0.5`. Raises UserError."""
+    pairs = [text.partition("=") for text in texts]
+    try:
+        sources = tuple((name.strip(), float(weight or 1)) for name, _, weight in pairs)
+    except ValueError as error:
+        raise UserError(f"data.captions={list(texts)}: write sources with weights, as in [txt=1,json:alt=3]") from error
+    weights = [weight for _, weight in sources]
+    if not all(name and 0 <= weight < math.inf for name, weight in sources) or not sum(weights):
+        raise UserError(f"data.captions={list(texts)}: weights must be non-negative and not all zero")
+    return sources
 
 
 @dataclass(frozen=True)
@@ -107,8 +101,7 @@ class Selection:
 
     def members(self) -> set[str]:
         """The extensions to read, apart from the picture's."""
-        found = {source.partition(":")[0] for source, _ in self.captions}
-        return found | {"json"} if self.conditions or self.filters.block_urls else found
+        return {source.partition(":")[0] for source, _ in self.captions} | ({"json"} if self.conditions else set())
 
     def caption(self, members: dict[str, bytes], rng: CounterRNG) -> str:
         """The sample's caption. One of the sources that have a text is drawn by weight.
@@ -141,10 +134,13 @@ class Selection:
             raise BrokenSampleError("filter_short_caption", f"{len(caption)} characters")
         if filters.max_caption is not None and len(caption) > filters.max_caption:
             raise BrokenSampleError("filter_long_caption", f"{len(caption)} characters")
-        if filters.block_keys and _blocks(filters.block_keys, sample.key, f"{leaf_of(sample.url)}/{sample.key}"):
-            raise BrokenSampleError("filter_blocked_key")
-        if self.conditions or filters.block_urls:
-            self._check_json(sample)
+        if filters.block_keys:
+            names = [hash64(name) for name in (sample.key, f"{leaf_of(sample.url)}/{sample.key}")]
+            blocked, hashes = _blocked(tuple(filters.block_keys)), np.array(names, dtype=np.uint64)
+            if (np.searchsorted(blocked, hashes, "right") > np.searchsorted(blocked, hashes)).any():
+                raise BrokenSampleError("filter_blocked_key")
+        if self.conditions:
+            self._check_fields(json_fields(sample.members.get("json", b"{}")))
         if filters.min_side or filters.max_aspect is not None:
             picture = Picture(image_bytes(sample.members))
             short, long = sorted((picture.width, picture.height))
@@ -153,10 +149,9 @@ class Selection:
             if filters.max_aspect is not None and long > filters.max_aspect * short:
                 raise BrokenSampleError("filter_aspect", f"{picture.width} x {picture.height} pixels")
 
-    def _check_json(self, sample: RawSample) -> None:
-        values = json_fields(sample.members.get("json", b"{}"))
+    def _check_fields(self, fields: dict[str, Any]) -> None:
         for wanted in self.conditions:
-            value = values.get(wanted.name)
+            value = fields.get(wanted.name)
             try:
                 if value is None or (isinstance(value, float) and math.isnan(value)):
                     raise ValueError("missing")
@@ -167,30 +162,18 @@ class Selection:
                 raise BrokenSampleError(f"filter_no_{wanted.name}") from error
             if not holds:
                 raise BrokenSampleError(f"filter_{wanted.name}", str(value)[:100])
-        if self.filters.block_urls and _blocks(self.filters.block_urls, str(values.get("url", ""))):
-            raise BrokenSampleError("filter_blocked_url")
 
 
-def selection(
-    caption_key: str, captions: Sequence[str], templates: Sequence[str], filters: FilterConfig, prefix: str = "data."
-) -> Selection:
-    """Check and parse the settings. Raises UserError for conditions, sources or files that cannot be used."""
-    for name in ("block_keys", "block_urls"):
-        for path in getattr(filters, name):
-            if not Path(path).expanduser().is_file():
-                raise UserError(f"{prefix}filter.{name}={path}: no such file")
-    for template in templates:
+def selection(config: DataConfig) -> Selection:
+    """Parse the settings. Raises UserError for conditions, sources or files that cannot be used."""
+    for path in config.filter.block_keys:
+        if not Path(path).expanduser().is_file():
+            raise UserError(f"data.filter.block_keys={path}: no such file")
+    for template in config.templates:
         if "{}" not in template:
-            raise UserError(f"{prefix}templates={template!r}: write {{}} where the caption goes")
-    sources = caption_sources(captions or [caption_key], f"{prefix}captions")
-    conditions = tuple(condition(text, f"{prefix}filter.fields") for text in filters.fields)
-    return Selection(sources, tuple(templates), conditions, filters)
-
-
-def _blocks(paths: Sequence[str], *texts: str) -> bool:
-    """Whether one of the texts is a line of these files."""
-    known, wanted = _blocked(tuple(paths)), np.array([hash64(text) for text in texts], dtype=np.uint64)
-    return bool((np.searchsorted(known, wanted, "right") > np.searchsorted(known, wanted, "left")).any())
+            raise UserError(f"data.templates={template!r}: write {{}} where the caption goes")
+    conditions = tuple(condition(text) for text in config.filter.fields)
+    return Selection(caption_sources(config.captions), tuple(config.templates), conditions, config.filter)
 
 
 @lru_cache(maxsize=8)

@@ -47,7 +47,7 @@ class FeatureEncoder:
         self.precision = Precision(config.precision, device)
         for tower in [model.image] * (IMAGE in config.kinds) + [model.text] * (TEXT in config.kinds):
             tower.to(device)
-        self.side = config.data.image_size or model.image_size
+        self.side = model.image_size
         self.captions = caption_members(config.data)
         max_pixels = config.data.max_pixels
         self.train_transform = TrainTransform(self.side, (1.0, 1.0), (1.0, 1.0), 0.0, max_pixels)
@@ -115,7 +115,7 @@ def first_caption(raw: RawSample, members: Sequence[str]) -> str | None:
 
 def caption_members(data: DataConfig) -> list[str]:
     """The members that may hold a sample's text, in the order in which they are tried."""
-    return [name for name, _ in caption_sources(data.captions or [data.caption_key])]
+    return [name for name, _ in caption_sources(data.captions)]
 
 
 def batches(raws: Iterable[RawSample], most: int) -> Iterator[list[RawSample]]:

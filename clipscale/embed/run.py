@@ -95,7 +95,7 @@ def features_note(config: EmbedConfig, model: ClipModel, settings: ModelConfig) 
         "dtype": config.dtype,
         "member": FEATURES,
         "kinds": list(config.kinds),
-        "image_size": config.data.image_size or model.image_size,
+        "image_size": model.image_size,
         "mean": list(settings.mean),
         "std": list(settings.std),
         "transform": config.transform,

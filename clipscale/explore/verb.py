@@ -75,7 +75,7 @@ class SearchModel:
         self.model, _, step = load_any(folder, checkpoint, config.weights, model, world.on_main)
         averaged = ", averaged" if config.weights == "ema" else ""
         self.title = f"{folder.name}, step {step}{averaged}" if folder else str(model.weights)
-        side = config.data.image_size or self.model.image_size
+        side = self.model.image_size
         self.transform = replace(self.model.eval_transform(), side=side, max_pixels=config.data.max_pixels)
         digests = {"weights": self.model.image_digest(), "text": self.model.text_digest()}
         wanted = digests | {"image_size": side, "resize": self.model.resize, "transform": "eval"}

@@ -9,7 +9,7 @@ from functools import cache
 
 from clipscale.common.units import parse_memory
 from clipscale.config.tools import PlanConfig
-from clipscale.data.loader.host_batch import Layout
+from clipscale.data.loader.host_batch import Layout, Offload
 from clipscale.data.loader.memory import largest_pool
 from clipscale.data.loader.stream import worker_count
 from clipscale.data.order import default_streams, streams_of
@@ -148,8 +148,7 @@ def host_memory(config: PlanConfig, run: DryRun, batch: int, chunk: int, *, cuda
         row=run.row,
         context_length=run.context_length,
         dtype=str(run.row_type).removeprefix("torch."),
-        backend=config.offload if config.offload != "none" else "host",
-        chunk=chunk,
+        offload=Offload(config.offload if config.offload != "none" else "host", chunk),
     )
     layout = replace(layout, pool=largest_pool(layout))
     process = {

@@ -10,7 +10,9 @@ import torch
 from clipscale import checkpoint
 from clipscale.common.rng import RandomState
 from clipscale.config.train import TrainConfig
+from clipscale.data.loader.host_batch import Offload
 from clipscale.data.loader.memory import free_memory
+from clipscale.data.loader.offload import row_kind
 from clipscale.data.loader.ramp import BatchSizes
 from clipscale.data.loader.stream import BatchShare, TrainStream, merge_positions, open_stream
 from clipscale.distributed.world import World
@@ -66,19 +68,18 @@ def data_stream(state: TrainState, sizes: BatchSizes, saved: dict[str, Any] | No
     """The data, from its start or from a checkpoint's position."""
     config, world = state.config, state.world
     first = 0 if saved is None else saved["step"]
+    backend = config.offload if config.offload != "none" else "host"
     free = free_memory()
     world.gather(None)  # all ranks have looked before the first takes its share
     return open_stream(
         config.data,
         BatchShare(config.batch, world.rank, world.size, sizes=lambda i: sizes.at(first + i)),
-        image_size=state.image_size(),
-        tokenizer=state.model.tokenizer,
-        seed=config.seed,
+        row_kind(config.data, state.image_size(), state.stored),
+        state.model.tokenizer,
+        config.seed,
         position=None if saved is None else saved["position"],
-        stored=state.stored,
-        device=world.device,
-        backend=config.offload if config.offload != "none" else "host",
-        chunk=state.cache.towers[0].size,
-        folder=config.offload_dir or str(state.folder),
+        offload=Offload(
+            backend, state.cache.towers[0].size, config.offload_dir or str(state.folder), world.device.type == "cuda"
+        ),
         free=free,
     )

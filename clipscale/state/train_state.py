@@ -185,16 +185,9 @@ class TrainState:
 
     def image_size(self) -> int:
         """Side of the pictures that the data stream makes. Raises UserError for settings that this model cannot take."""
-        config, model = self.config, self.model
-        if self.stored and config.offload == "encoded":
+        if self.stored and self.config.offload == "encoded":
             raise UserError("offload=encoded is for pictures; with data.image_features take offload=host, or disk")
-        side = config.data.image_size or model.image_size
-        if side != model.image_size and not (model.any_size or self.stored):
-            raise UserError(
-                f"data.image_size={side}: model.name={config.model.name} has learned positions for {model.image_size} pixels; leave it "
-                "unset, or take an architecture for that size"
-            )
-        return side
+        return self.model.image_size
 
     # ---- step ----
 

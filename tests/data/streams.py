@@ -3,8 +3,9 @@
 import json
 import random
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ from unittest import mock
 
 from clipscale.config.data import DataConfig
 from clipscale.data.loader import stream as loader
-from clipscale.data.loader.host_batch import Arena, HostBatch, sample_id
-from clipscale.data.loader.shard_reader import SegmentReader
+from clipscale.data.loader.host_batch import Arena, HostBatch, Offload, sample_id
+from clipscale.data.loader.offload import row_kind
+from clipscale.data.loader.shard_reader import OrderedShards, ShardReader, StreamPosition
 from clipscale.data.loader.shard_stream import BatchFiller, Fill, Report, WorkerSpec
 from clipscale.data.loader.stream import BatchShare, TrainStream, merge_positions
 from clipscale.data.loader.workers import Workers
@@ -26,19 +28,17 @@ def open_stream(
     folder: Path | str, /, *, batch: int, rank: int = 0, world: int = 1, tokenizer: Any = None, **options: Any
 ) -> TrainStream:
     seed, position = options.pop("seed", 0), options.pop("position", None)
-    offload = {name: options.pop(name) for name in ("backend", "chunk", "folder") if name in options}
-    sizes, device = options.pop("sizes", None), options.pop("device", None)
-    side = options.pop("side", SIDE)
+    offload = Offload(**{name: options.pop(name) for name in ("backend", "chunk", "folder") if name in options})
+    sizes, side = options.pop("sizes", None), options.pop("side", SIDE)
     config = DataConfig(**{"train": [str(folder)], "workers": 0, "shuffle": 8, **options})
     return loader.open_stream(
         config,
         BatchShare(batch, rank, world, sizes),
-        image_size=side,
-        tokenizer=tokenizer or Letters(),
-        seed=seed,
+        row_kind(config, side),
+        tokenizer or Letters(),
+        seed,
         position=position,
-        device=device,
-        **offload,
+        offload=offload,
     )
 
 
@@ -77,17 +77,48 @@ def positions(streams: list[TrainStream]) -> dict[str, Any]:
     return json.loads(json.dumps(merge_positions([stream.position() for stream in streams])))
 
 
-def read_in_windows(url: str, kinds: dict[str, int]) -> tuple[int, int, int]:
-    """Samples, windows, and the KiB by which reading a shard has raised this process's peak: its own, not a parent's, as ru_maxrss is."""
+class Once:
+    """An order of one segment, and then of single samples."""
+
+    streams = 1
+
+    def __init__(self, segment: Segment) -> None:
+        self.segment = segment
+
+    def segments(self, stream: int, epoch: int, skip: int = 0) -> Iterator[Segment]:
+        yield replace(self.segment, start=0, stop=1) if epoch else self.segment
+
+
+def items_of(
+    segment: Segment,
+    url: str,
+    *,
+    window: int = 256,
+    seed: int = 0,
+    kinds: Any = None,
+    store: Store | None = None,
+    use: Callable[[Any], Any] = lambda item: item,
+) -> list[Any]:
+    """Every item of a shard's segment in its order, or what `use` makes of it."""
+    shards, items = OrderedShards((url,), Once(segment), window, seed), []  # type: ignore[arg-type]
+    reader = ShardReader(shards, StreamPosition(0, 0, 0), kinds, store or Store())
+    for _, item in reader.items:
+        if reader.epoch:
+            reader.close()
+            break
+        items.append(use(item))
+    return items
+
+
+def read_in_windows(url: str, kinds: dict[str, int]) -> tuple[int, int]:
+    """Samples, and the KiB by which reading a shard has raised this process's peak: its own, not a parent's, as ru_maxrss is."""
 
     def peak() -> int:
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
 
     before = peak()
-    windows = SegmentReader(Segment(0, 0, 0, None, None), url, 256, 0, kinds, Store()).windows()
-    sizes = [len(items) for items in windows if items is not None]
-    return sum(sizes), len(sizes), peak() - before
+    return len(items_of(Segment(0, 0, 0, None, None), url, kinds=kinds, use=lambda item: None)), peak() - before
 
 
 class Inline:

@@ -11,7 +11,6 @@ import torch
 from clipscale.common.errors import UserError
 from clipscale.config.sections import CacheConfig, CheckpointConfig, ModelConfig, OptimConfig
 from clipscale.data.loader.stream import DataConfig
-from clipscale.data.tools.demo import paths
 from clipscale.distributed.world import World
 from clipscale.train import Run, train
 from tests.support.runs import ARCHITECTURE, curve, settings
@@ -37,13 +36,6 @@ def test_resuming_a_finished_run_says_so_and_trains_no_further(
     assert "going on after step 10 of 10; changed: eval.every 5 -> 0, eval.sets [" in printed, printed
     assert "is complete at step 10: nothing is left to train" in printed
     assert curve(finished) == before
-
-
-def test_pictures_of_another_size_are_for_towers_without_positions(demo: Path, tmp_path: Path) -> None:
-    data = DataConfig(train=[paths(demo).train], workers=0, image_size=20)
-    with pytest.raises(UserError, match=r"^data.image_size=20: model.name=test has learned positions for 30 pixels"):
-        train(settings(demo, tmp_path / "vit", data=data))
-    assert not (tmp_path / "vit").exists()
 
 
 def test_a_run_taken_back_goes_on_from_there(demo: Path, tmp_path: Path) -> None:

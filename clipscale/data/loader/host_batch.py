@@ -30,7 +30,7 @@ PAGE = 4096
 BUFFERS = 3
 """Chunks in the buffers at once: the one computed on, the one being copied to the device, and the one being loaded."""
 RECIPE = 9
-"""Numbers stored for an encoded picture: the two of offload.Recipe, and the seven of its crop (decode.py)."""
+"""Numbers stored for an encoded picture: where its bytes begin, how many there are, and the seven of its crop (decode.py)."""
 
 
 def sample_id(url: str, key: str) -> int:
@@ -52,6 +52,21 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Offload:
+    """Where image rows wait between the two passes, and whether a GPU takes them."""
+
+    backend: str = "host"  # host, disk or encoded
+    chunk: int = 256  # disk, encoded: rows loaded into host memory at once, the image tower's chunk
+    folder: str | None = None
+    """disk: folder of the file, which has no name there. None: the system's folder for temporary files."""
+    gpu: bool = False
+    """Whether rows are copied to a GPU: their host memory is page-locked, and held for a short time only."""
+
+
+HOST = Offload()
+
+
+@dataclass(frozen=True)
 class Layout:
     """What one rank keeps of its batches, and where."""
 
@@ -60,34 +75,24 @@ class Layout:
     row: tuple[int, ...]  # shape of one image row: (C, S, S) pixels, or the features of a frozen tower
     context_length: int
     dtype: str = "uint8"
-    backend: str = "host"
-    """The offload backend: `host`, `disk` or `encoded`."""
-    chunk: int = 1  # disk, encoded: samples loaded into host memory at once
+    offload: Offload = HOST
     pool: int = 0
     """encoded: bytes that the pictures of one slot may take. Address space: memory is used as it is written to."""
-    folder: str | None = None
-    """disk: folder of the file, which has no name there. None: the system's folder for temporary files."""
+
+    @property
+    def backend(self) -> str:
+        return self.offload.backend
 
     @property
     def row_bytes(self) -> int:
         return math.prod(self.row) * np.dtype(self.dtype).itemsize
-
-    @property
-    def encoded(self) -> bool:
-        """Whether pictures are kept as their bytes."""
-        return self.backend == "encoded"
-
-    @property
-    def setting(self) -> str:
-        """The setting that chose this backend."""
-        return f"offload={self.backend}"
 
     def slot_parts(self) -> dict[str, Part]:
         """The arrays of one slot in shared memory."""
         parts = {"tokens": Part((self.samples, self.context_length), "int32"), "ids": Part((self.samples,), "int64")}
         if self.backend == "host":
             parts["rows"] = Part((self.samples, *self.row), self.dtype)
-        elif self.encoded:
+        elif self.backend == "encoded":
             parts["recipes"] = Part((self.samples, RECIPE), "int64")
             parts["pool"] = Part((self.pool,), "uint8")
         return parts
@@ -95,7 +100,7 @@ class Layout:
     @property
     def buffer_rows(self) -> int:
         """Rows of one buffer: a chunk."""
-        return min(self.chunk, self.samples)
+        return min(self.offload.chunk, self.samples)
 
     def buffers_part(self) -> Part:
         """The buffers into which rows are loaded, one behind the other; none for `host`."""
@@ -105,7 +110,7 @@ class Layout:
     def memory_bytes(self, picture_bytes: float | None = None) -> int:
         """Host memory of it all. Encoded pictures count with this mean size (None: as much as the pool can hold)."""
         total = self.slots * sum(part.size for part in self.slot_parts().values()) + self.buffers_part().size
-        if self.encoded and picture_bytes is not None:
+        if self.backend == "encoded" and picture_bytes is not None:
             total -= self.slots * max(0, self.pool - int(self.samples * picture_bytes))
         return total
 
@@ -139,7 +144,7 @@ class Arena:
         if fds is None:
             os.ftruncate(self._fd, layout.memory_bytes())
             if layout.backend == "disk":
-                self.file = _reserved_file(layout.folder, layout.disk_bytes())
+                self.file = _reserved_file(layout.offload.folder, layout.disk_bytes())
         self._memory = mmap.mmap(self._fd, layout.memory_bytes())
         offset = 0
 

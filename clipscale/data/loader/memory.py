@@ -10,11 +10,10 @@ from pathlib import Path
 import psutil
 
 from clipscale.common.errors import UserError
-from clipscale.common.units import format_bytes, whole_number
+from clipscale.common.units import format_bytes
 from clipscale.data.loader.host_batch import Layout
-from clipscale.data.loader.shard_reader import OrderedShards
 from clipscale.data.sample import limits
-from clipscale.data.shards.access import Access
+from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.store import Store
 
 PEEK = 64
@@ -33,16 +32,15 @@ def free_memory() -> int:
     """Bytes that are free on this machine and in this process's control group (container)."""
     free = int(psutil.virtual_memory().available)
     limit, stat = _GROUP / "memory.max", _GROUP / "memory.stat"
-    if limit.is_file() and stat.is_file() and (number := whole_number(limit.read_text().strip())) is not None:
+    if limit.is_file() and stat.is_file() and (most := limit.read_text().strip()) != "max":
         used = dict(line.split() for line in stat.read_text().splitlines())
-        free = min(free, number - int(used.get("anon", 0)) - int(used.get("shmem", 0)))
+        free = min(free, int(most) - int(used.get("anon", 0)) - int(used.get("shmem", 0)))
     return max(0, free)
 
 
-def picture_bytes(source: OrderedShards, types: Sequence[str], layout: Layout, access: Access) -> float | None:
-    """Mean bytes that are kept of a picture, estimated from the first samples; None if there is no picture."""
-
-    with closing(source.first_samples(PEEK, limits(types), Store(access))) as raws:
+def picture_bytes(url: str, types: Sequence[str], layout: Layout, store: Store) -> float | None:
+    """Mean bytes that are kept of a picture, estimated from a shard's first samples; None if there is no picture."""
+    with closing(read_shard(url, ReadProblem(), lambda index: index < PEEK, limits(types), store=store)) as raws:
         pictures = (data for raw in islice(raws, PEEK) for data in islice(raw.members.values(), 1))
         sizes = [min(len(data), layout.row_bytes) for data in pictures]
     return sum(sizes) / len(sizes) if sizes else None
@@ -50,7 +48,7 @@ def picture_bytes(source: OrderedShards, types: Sequence[str], layout: Layout, a
 
 def largest_pool(layout: Layout) -> int:
     """Bytes that a slot's pool never needs to exceed; 0 for backends without a pool."""
-    return layout.samples * layout.row_bytes if layout.encoded else 0
+    return layout.samples * layout.row_bytes if layout.backend == "encoded" else 0
 
 
 def fitted(layout: Layout, expected: float | None = None, free: int | None = None) -> tuple[Layout, str]:
@@ -59,27 +57,26 @@ def fitted(layout: Layout, expected: float | None = None, free: int | None = Non
     `expected` is the mean size of an encoded picture (None: unknown). `free` is the `free_memory` before any process of this machine took
     its share (None: the memory free now). Raises UserError if the machine's processes cannot all have as much as they need.
     """
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    processes, encoded = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), layout.backend == "encoded"
     share = (free_memory() if free is None else free) / processes
-    if layout.encoded:
+    if encoded:
         picture = layout.row_bytes if expected is None else expected
-        most = largest_pool(layout)
         budget = MARGIN * share - replace(layout, pool=0).memory_bytes()
-        # Pictures that are larger than their pixels can be stored as these.
-        least = replace(layout, pool=most).memory_bytes(min(picture, layout.row_bytes))
-        layout = replace(layout, pool=max(0, min(most, int(budget / layout.slots))))
+        least = replace(layout, pool=largest_pool(layout)).memory_bytes(picture)
+        layout = replace(layout, pool=max(0, min(largest_pool(layout), int(budget / layout.slots))))
         need = max(least, layout.memory_bytes(picture))
     else:
         least = need = layout.memory_bytes()
+    setting = f"offload={layout.backend}"
     each = f"{layout.slots} x {layout.samples} samples need {format_bytes(need)} of host memory in each process"
-    if least > (MARGIN if layout.encoded else 1) * share:
+    if least > (MARGIN if encoded else 1) * share:
         raise UserError(
-            f"{layout.setting}: {each}, and {format_bytes(share)} are free for each of {processes}; take {REMEDIES[layout.backend]}"
+            f"{setting}: {each}, and {format_bytes(share)} are free for each of {processes}; take {REMEDIES[layout.backend]}"
         )
-    message = f"batch memory: {layout.setting}, {each}, of {format_bytes(share)} free for each of {processes}"
-    if layout.encoded and expected is not None:
-        host = format_bytes(replace(layout, backend="host").memory_bytes())
+    message = f"batch memory: {setting}, {each}, of {format_bytes(share)} free for each of {processes}"
+    if encoded and expected is not None:
+        host = format_bytes(replace(layout, offload=replace(layout.offload, backend="host")).memory_bytes())
         message += f" ({expected / 1000:.0f} kB a picture; offload=host: {host})"
     if layout.backend == "disk":
-        message += f", and {format_bytes(layout.disk_bytes())} in {layout.folder}"
+        message += f", and {format_bytes(layout.disk_bytes())} in {layout.offload.folder}"
     return layout, message

@@ -19,6 +19,8 @@ from clipscale.data.features import StoredFeatures
 from clipscale.data.loader.host_batch import Arena, Slot
 from clipscale.data.order import CounterRNG
 
+JITTERED = 0.8
+"""Share of the pictures whose colours `data.augment.jitter` changes, as in the papers that use it."""
 Transform = Callable[[bytes, CounterRNG, np.ndarray], None]
 """Writes the image row made of a member's bytes to an array; raises BrokenSampleError before anything is written."""
 
@@ -32,7 +34,7 @@ class RowKind(NamedTuple):
     dtype: str
 
 
-def row_kind(config: DataConfig, side: int, stored: StoredFeatures | None) -> RowKind:
+def row_kind(config: DataConfig, side: int, stored: StoredFeatures | None = None) -> RowKind:
     """Stored features, or else pictures of `side` pixels."""
     if stored:
         return RowKind(stored, (stored.member,), (stored.width,), stored.dtype)
@@ -42,7 +44,7 @@ def row_kind(config: DataConfig, side: int, stored: StoredFeatures | None) -> Ro
 def train_transform(config: DataConfig, side: int) -> TrainTransform:
     """The training transform of the settings, from picture bytes to `side` pixels."""
     augment, jitters = config.augment, any(config.augment.jitter)
-    colour = Colour(augment.jitter, augment.jitter_probability if jitters else 0.0, augment.greyscale)
+    colour = Colour(augment.jitter, JITTERED if jitters else 0.0, augment.greyscale)
     return TrainTransform(
         side,
         (augment.scale[0], augment.scale[1]),
@@ -56,11 +58,10 @@ def train_transform(config: DataConfig, side: int) -> TrainTransform:
 
 def open_backend(arena: Arena, transform: Transform, span: tuple[int, int]) -> "HostBackend":
     """The arena's backend, for a process that fills samples span[0]..span[1] of a batch, counted one process after another."""
-    name = arena.layout.backend
-    if name in ("host", "disk"):
-        return (HostBackend if name == "host" else DiskBackend)(arena, transform)
-    assert isinstance(transform, TrainTransform)
-    return EncodedBackend(arena, transform, span)
+    if arena.layout.backend == "encoded":
+        assert isinstance(transform, TrainTransform)
+        return EncodedBackend(arena, transform, span)
+    return (HostBackend if arena.layout.backend == "host" else DiskBackend)(arena, transform)
 
 
 class HostBackend:
@@ -94,7 +95,7 @@ class DiskBackend(HostBackend):
         self._file = arena.file
 
     def put(self, slot: Slot, place: int, data: bytes, rng: CounterRNG) -> None:
-        self.check(data, rng)
+        self._transform(data, rng, self._row)
         self._transfer(os.pwrite, "written", self._row, slot, place)
 
     def load(self, slot: Slot, start: int, out: np.ndarray) -> None:
@@ -112,23 +113,18 @@ class DiskBackend(HostBackend):
                     raise OSError(0, "the file ends early")
             except OSError as error:
                 raise UserError(
-                    f"offload_dir={self._layout.folder}: the batch cannot be {done} there ({error.strerror}); checkpoints are intact: free "
-                    "some space or repair the disk and resume, with another offload_dir or offload=encoded"
+                    f"offload_dir={self._layout.offload.folder}: the batch cannot be {done} there ({error.strerror}); "
+                    "checkpoints are intact: free some space or repair the disk and resume, with another offload_dir or "
+                    "offload=encoded"
                 ) from error
             moved += count
-
-
-class Recipe(NamedTuple):
-    """How a picture in the pool becomes an image row, apart from its crop."""
-
-    begin: int  # where its bytes, or its pixels, begin
-    size: int  # bytes; 0: it is stored as pixels
 
 
 class EncodedBackend(HostBackend):
     """Keeps pictures as their bytes in this process's part of the slot's pool, one behind the other, and their crops.
 
-    A picture with more bytes than pixels is stored as pixels, so the pool never needs to be larger than these. Memory is used only as far
+    A slot's `recipes` say for each row where its bytes begin in the pool, how many there are, and the crop. A picture with more bytes than
+    pixels is stored as pixels, with 0 for the number of bytes, so the pool never needs to be larger than these. Memory is used only as far
     as the fullest batch so far has needed.
     """
 
@@ -143,45 +139,31 @@ class EncodedBackend(HostBackend):
         self._end = self._first
 
     def put(self, slot: Slot, place: int, data: bytes, rng: CounterRNG) -> None:
-        picture, crop = self._opened(data, rng)
-        # Decoded here already, so that a broken picture is skipped as with the other backends.
-        cut = self._transform.cut(picture, crop)
-        if len(data) < self._layout.row_bytes:
-            self._keep(slot, place, data, Recipe(self._end, len(data)), crop)
-        else:
-            self._keep_pixels(slot, place, cut, crop)
-
-    def check(self, data: bytes, rng: CounterRNG) -> None:
-        self._transform.cut(*self._opened(data, rng))
-
-    def load(self, slot: Slot, start: int, out: np.ndarray) -> None:
-        for row, numbers in zip(out, slot["recipes"][start : start + len(out)].tolist()):
-            restore(slot, Recipe(*numbers[:2]), Crop(*numbers[2:]), self._transform, row)
-
-    def _opened(self, data: bytes, rng: CounterRNG) -> tuple[Picture, Crop]:
         picture = Picture(data, self._transform.max_pixels)
-        return picture, self._transform.crop(picture, rng)
-
-    def _keep_pixels(self, slot: Slot, place: int, cut: np.ndarray, crop: Crop) -> None:
-        self._transform.render(cut, crop, self._row)
-        self._keep(slot, place, self._row.data.cast("B"), Recipe(self._end, 0), crop)
-
-    def _keep(self, slot: Slot, place: int, kept: bytes | memoryview, recipe: Recipe, crop: Crop) -> None:
-        if self._end + len(kept) > self._stop:
+        crop = self._transform.crop(picture, rng)
+        # Decoded here already, so that a broken picture is skipped as with the other backends.
+        decoded = picture.decode(crop.reduce)
+        size, stored = len(data), np.frombuffer(data, np.uint8)
+        if size >= self._layout.row_bytes:
+            self._transform.render(decoded, picture, crop, self._row)
+            size, stored = 0, self._row.reshape(-1)
+        if self._end + len(stored) > self._stop:
             raise UserError(
-                f"{self._layout.setting}: the pictures of a batch are larger than expected and need more than the "
+                "offload=encoded: the pictures of a batch are larger than expected and need more than the "
                 f"{self._layout.pool / 2**30:.2f} GiB that are free for them; take offload=disk, data.buffers=1 or a smaller batch"
             )
-        slot["pool"][self._end : self._end + len(kept)] = np.frombuffer(kept, np.uint8)
-        slot["recipes"][place] = (*recipe, *crop)
-        self._end += len(kept)
+        slot["pool"][self._end : self._end + len(stored)] = stored
+        slot["recipes"][place] = (self._end, size, *crop)
+        self._end += len(stored)
 
-
-def restore(slot: Slot, recipe: Recipe, crop: Crop, transform: TrainTransform, row: np.ndarray) -> None:
-    """Write the image row, (C, S, S) uint8, of a picture in the slot. Raises BrokenSampleError before anything is written."""
-    kept = slot["pool"][recipe.begin : recipe.begin + (recipe.size or row.nbytes)]
-    if recipe.size:
-        picture = Picture(kept.tobytes(), transform.max_pixels)
-        transform.render(transform.cut(picture, crop), crop, row)
-    else:
-        row.reshape(-1)[:] = kept
+    def load(self, slot: Slot, start: int, out: np.ndarray) -> None:
+        pool = slot["pool"]
+        for row, (begin, size, *numbers) in zip(out, slot["recipes"][start : start + len(out)].tolist()):
+            if size:
+                picture, crop = (
+                    Picture(pool[begin : begin + size].tobytes(), self._transform.max_pixels),
+                    Crop(*numbers),
+                )
+                self._transform.render(picture.decode(crop.reduce), picture, crop, row)
+            else:
+                row.reshape(-1)[:] = pool[begin : begin + row.nbytes]

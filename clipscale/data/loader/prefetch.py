@@ -1,4 +1,4 @@
-"""Loads image rows that wait elsewhere into host memory, ahead of the computation: from disk, or encoded."""
+"""Loads image rows that wait on disk or as encoded pictures into host memory, ahead of the computation."""
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +13,7 @@ from clipscale.data.loader.host_batch import Slot, Stopwatch
 DECODERS = 4
 """Threads that decode the chunks of offload=encoded where there are no worker processes for it."""
 
+Span = tuple[int, int]
 Load = Callable[[Slot, int, int, int], Callable[[], None]]
 """`load(slot, start, stop, at)` starts to load rows start..stop of a slot to place `at` of the buffers and those after it. The function
 it returns waits for them."""
@@ -52,21 +53,15 @@ class Prefetcher:
     outside it, nothing is loaded ahead.
     """
 
-    def __init__(
-        self,
-        buffers: np.ndarray,
-        rows: int,
-        load: Load,
-        *,
-        copy: bool = False,
-        close: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, buffers: np.ndarray, rows: int, load: Load, *, copy: bool = False) -> None:
         """`buffers`: (places, ...), which `load` writes; each buffer has `rows` of them. `copy`: hand out copies, which may be kept."""
-        self._places, self._capacity, self._load = torch.from_numpy(buffers), rows, load
-        self._copy, self.close = copy, close
-        self._begun: list[dict[tuple[int, int], Callable[[], None] | None]] = [{} for _ in range(len(buffers) // rows)]
-        """The ranges that each buffer holds, or will hold after this wait."""
-        self._given = -1  # the buffer that was handed out last
+        self._places, self._capacity, self._load, self._copy = torch.from_numpy(buffers), rows, load, copy
+        count = len(buffers) // rows
+        self._spans: list[Span | None] = [
+            None
+        ] * count  # the range that each buffer holds, or will hold after this wait
+        self._waits: list[Callable[[], None] | None] = [None] * count
+        self._given = 0  # the buffer that was handed out last
         self._arrived = 0
 
     def open(self, slot: Slot) -> None:
@@ -74,7 +69,7 @@ class Prefetcher:
         self._slot, self._arrived = slot, 0
         self.expect(())
 
-    def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
+    def expect(self, ranges: Iterable[Span]) -> None:
         """The row ranges of this batch that will be asked for, in order. Each is taken from the iterable just before it is loaded."""
         self._ranges = iter(ranges)
         self._next = next(self._ranges, None)
@@ -88,44 +83,41 @@ class Prefetcher:
         if stop - start > self._capacity:
             pieces = range(start, stop, self._capacity)
             return torch.cat([self.rows(slot, at, min(at + self._capacity, stop)).clone() for at in pieces])
-        buffer = self._chunk((start, stop))
-        self._wait(buffer)
-        if self._next and self._next[1] <= self._arrived and self._next != (start, stop):
-            self._begin_chunk(self._next, buffer + 1)
-        first = buffer * self._capacity
+        span = start, stop
+        if self._next == span:
+            self._next = next(self._ranges, None)
+        else:
+            self.expect(())
+        if self._spans[self._given] != span:
+            self._given = self._begin(self._given + 1, span)
+        self._wait(self._given)
+        if self._next and self._next[1] <= self._arrived and self._next != span:
+            self._begin(self._given + 1, self._next)
+        first = self._given * self._capacity
         rows = self._places[first : first + stop - start]
         return rows.clone() if self._copy else rows
 
     def release(self) -> None:
         """Stop reading the slot: it will be filled again."""
-        for buffer in range(len(self._begun)):
-            self._empty(buffer)
+        for buffer in range(len(self._waits)):
+            self._wait(buffer)
+        self._spans = [None] * len(self._spans)
 
-    def _chunk(self, span: tuple[int, int]) -> int:
-        """The buffer of a range that is asked for."""
-        if self._next == span:
-            self._next = next(self._ranges, None)
-        else:
-            self.expect(())
-        if self._given < 0 or span not in self._begun[self._given]:
-            self._given = self._begin_chunk(span, self._given + 1)
-        return self._given
+    def close(self) -> None:
+        """End the loading threads."""
+        if isinstance(self._load, ThreadLoader):
+            self._load.close()
 
-    def _begin_chunk(self, span: tuple[int, int], buffer: int) -> int:
+    def _begin(self, buffer: int, span: Span) -> int:
         """Start to load the range into the buffer (counted around), unless it holds it; returns the buffer's number."""
-        buffer %= len(self._begun)
-        if span not in self._begun[buffer]:
-            self._empty(buffer)
-            self._begun[buffer][span] = self._load(self._slot, *span, buffer * self._capacity)
+        buffer %= len(self._spans)
+        if self._spans[buffer] != span:
+            self._wait(buffer)
+            self._spans[buffer], self._waits[buffer] = span, self._load(self._slot, *span, buffer * self._capacity)
         return buffer
 
     def _wait(self, buffer: int) -> None:
-        begun = self._begun[buffer]
-        for span, wait in begun.items():
-            if wait:
-                wait()
-                begun[span] = None
-
-    def _empty(self, buffer: int) -> None:
-        self._wait(buffer)
-        self._begun[buffer].clear()
+        """Wait for what is being loaded into the buffer."""
+        wait, self._waits[buffer] = self._waits[buffer], None
+        if wait:
+            wait()

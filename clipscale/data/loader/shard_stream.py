@@ -16,7 +16,7 @@ from clipscale.data.decode import image_bytes
 from clipscale.data.filters import Selection
 from clipscale.data.loader.host_batch import Arena, sample_id
 from clipscale.data.loader.offload import RowKind, open_backend
-from clipscale.data.loader.shard_reader import Item, ItemReader, MixedReader, OrderedShards, ShardReader, StreamPosition
+from clipscale.data.loader.shard_reader import Item, OrderedShards, ShardReader, StreamPosition, Unreadable
 from clipscale.data.order import AUGMENT, CAPTION, CounterRNG, Mixed, Segment, local_places
 from clipscale.data.sample import BrokenSampleError, RawSample, limits
 from clipscale.data.shards.access import EVENT, Access
@@ -28,7 +28,7 @@ MOST_FRUITLESS = 200
 """A stream gives up after this many broken samples, or visits to shards, without a usable sample between them. Generous: one bad shard of
 ten thousand must not end a run, and a stream of a small set may hold a single sample an epoch."""
 MOST_UNREACHABLE = 3
-"""A stream gives up when this many shards in a row stay out of reach for all of `remote.RETRIES`: the storage is gone, not a shard."""
+"""A stream gives up when this many shards in a row stay out of reach for all retries: the storage is gone, not a shard."""
 TRUNCATED = "truncated_caption"
 """The name under which captions are counted that fill the whole context: cut, or exactly as long."""
 
@@ -38,7 +38,7 @@ class WorkerSpec:
     """Everything that a worker needs. It is sent by pickle."""
 
     config: DataConfig
-    source: OrderedShards
+    shards: OrderedShards
     rows: RowKind
     tokenizer: Callable[[list[str]], object]
     selection: Selection
@@ -52,7 +52,7 @@ class WorkerSpec:
 
     def places(self, batch: int) -> list[np.ndarray]:
         """The places that each stream fills in the local part of a global batch of that size. Those outside of it are another rank's."""
-        count = self.source.streams
+        count = self.shards.order.streams
         spans = (local_places(s.stream, count, batch, self.rank, self.world) for s in self.streams)
         return [np.arange(span.start, span.stop) for span in spans]
 
@@ -60,47 +60,64 @@ class WorkerSpec:
 class ShardStream:
     """Gives one usable sample of a shard stream after another."""
 
-    def __init__(self, spec: WorkerSpec, start: StreamPosition, counts: Counter[str], tick: Callable[[], None]) -> None:
-        """`counts` receives the reasons of skipped samples; `tick` is called while the storage keeps the stream waiting."""
-        self._spec, self._counts = spec, counts
+    def __init__(self, spec: WorkerSpec, start: StreamPosition, store: Store) -> None:
+        """`store` opens the shards, and counts what is skipped by its reason."""
+        self._spec, self._start, self._counts = spec, start, store.counts
         kinds = limits(spec.rows.members, spec.selection.members(), spec.config.max_bytes)
-        open_store = partial(Store, spec.access, counts, tick)
-        self.reader: ItemReader
-        if isinstance(spec.source.order, Mixed):
-            self.reader = MixedReader(spec.source, start, kinds, open_store)
-        else:
-            self.reader = ShardReader(spec.source, start, kinds, open_store())
-        self._found()
+        sources = spec.shards.sources()
+        self._weighted = isinstance(spec.shards.order, Mixed)
+        starts = [start]
+        if self._weighted:
+            epochs_and_indexes = iter(start.sources or (0, 0) * len(sources))
+            starts = [StreamPosition(start.stream, *place) for place in zip(epochs_and_indexes, epochs_and_indexes)]
+        self._readers = [
+            ShardReader(source, place, kinds, store)
+            for source, place in zip(sources, starts, strict=True)
+        ]
+        self._given = start.index  # usable samples
+        self._forget_skipped()
+
+    @property
+    def position(self) -> StreamPosition:
+        """Where the stream stands."""
+        places = [(reader.epoch, reader.index) for reader in self._readers]
+        if not self._weighted:
+            return StreamPosition(self._start.stream, *places[0])
+        return StreamPosition(self._start.stream, 0, self._given, tuple(n for place in places for n in place))
 
     def take(self, put: Callable[[bytes, CounterRNG], None]) -> tuple[str, int]:
-        """Give the next usable sample's picture to `put`; returns its caption and its id. Raises UserError."""
+        """Give the next usable sample's picture to `put`; returns its caption and its id. Raises UserError.
+
+        `put` raises BrokenSampleError before it writes anything. A weighted source's broken sample is replaced by the same source's next.
+        """
+        spec, order, seed = self._spec, self._spec.shards.order, self._spec.shards.seed
+        source = order.source(self._start.stream, self._given) if isinstance(order, Mixed) else 0
         while True:
-            segment, item = self.reader.next_item()
+            segment, item = next(self._readers[source].items)
             try:
-                sample, caption = self._use(segment, item, put)
+                if isinstance(item, Unreadable):
+                    raise BrokenSampleError(item.reason, item.detail)
+                item.load()
+                if item.damage:
+                    raise BrokenSampleError(item.damage, item.detail)
+                place = segment.epoch, segment.shard, item.index
+                caption = spec.selection.caption(item.members, CounterRNG(seed, CAPTION, *place))
+                spec.selection.check(item, caption)
+                put(image_bytes(item.members, spec.rows.members), CounterRNG(seed, AUGMENT, *place))
             except BrokenSampleError as error:
                 self._counts[error.reason] += 1
                 self._skipped(error, segment, item)
             else:
-                self._found()
-                self.reader.used()
-                return caption, sample_id(sample.url, sample.key)
+                self._given += 1
+                self._forget_skipped()
+                return caption, sample_id(item.url, item.key)
 
-    def _use(self, segment: Segment, item: Item, put: Callable[[bytes, CounterRNG], None]) -> tuple[RawSample, str]:
-        """Check the sample and put its picture. Raises BrokenSampleError before anything is written."""
-        spec, seed = self._spec, self._spec.source.seed
-        if not isinstance(item, RawSample):
-            raise BrokenSampleError(item.reason, item.detail)
-        item.load()
-        if item.damage:
-            raise BrokenSampleError(item.damage, item.detail)
-        place = segment.epoch, segment.shard, item.index
-        caption = spec.selection.caption(item.members, CounterRNG(seed, CAPTION, *place))
-        spec.selection.check(item, caption)
-        put(image_bytes(item.members, spec.rows.members), CounterRNG(seed, AUGMENT, *place))
-        return item, caption
+    def close(self) -> None:
+        """Close the shards."""
+        for reader in self._readers:
+            reader.close()
 
-    def _found(self) -> None:
+    def _forget_skipped(self) -> None:
         """Forget what has been skipped since the last usable sample."""
         self._reasons: Counter[str] = Counter()
         self._visits: set[tuple[int, int]] = set()
@@ -127,7 +144,7 @@ class ShardStream:
             reasons = ", ".join(f"{reason} {n}" for reason, n in self._reasons.most_common())
             raise UserError(
                 f"data.train: no usable sample among the last {self._reasons.total()} of one shard stream ({reasons}; "
-                f"the last: {example}); look at the shards, and at data.caption_key, data.filter and data.image_features"
+                f"the last: {example}); look at the shards, and at data.captions, data.filter and data.image_features"
             )
 
 
@@ -169,7 +186,8 @@ class BatchFiller:
         self.backend = open_backend(arena, spec.rows.transform, spec.span)
         self._spec, self._arena, self._tick = spec, arena, tick
         self._last, self._padding = last_place(spec.tokenizer, arena.layout.context_length)
-        self.streams = [ShardStream(spec, start, self.counts, tick) for start in spec.streams]
+        store = Store(spec.access, self.counts, tick)
+        self.streams = [ShardStream(spec, start, store) for start in spec.streams]
 
     def fill(self, fill: Fill) -> Iterator[Report]:
         """Fill this worker's places of a batch. Yields a report after every piece, and one with the positions.
@@ -177,7 +195,7 @@ class BatchFiller:
         Another rank's samples of a stream that both read are checked and left out, so that both skip the same broken ones.
         Raises UserError.
         """
-        slot, own = self._arena.slot(fill.step), range(fill.batch // self._spec.world)
+        slot, local = self._arena.slot(fill.step), range(fill.batch // self._spec.world)
         pairs = zip(self.streams, self._spec.places(fill.batch))
         work = [(stream, int(place)) for stream, places in pairs for place in places]
         self.backend.begin(slot)
@@ -186,7 +204,7 @@ class BatchFiller:
             captions: dict[int, str] = {}
             for stream, place in piece:
                 self._tick()
-                if place in own:
+                if place in local:
                     captions[place], slot["ids"][place] = stream.take(partial(self.backend.put, slot, place))
                 else:
                     stream.take(self.backend.check)
@@ -196,7 +214,7 @@ class BatchFiller:
                     self.counts[EVENT + TRUNCATED] += full
                 slot["tokens"][list(captions)] = tokens
             yield self.report(fill.step, start + len(piece))
-        yield replace(self.report(fill.step), positions=tuple(stream.reader.position for stream in self.streams))
+        yield replace(self.report(fill.step), positions=tuple(stream.position for stream in self.streams))
 
     def report(self, step: int = -1, done: int = 0) -> Report:
         """What has happened since the last report."""
@@ -207,4 +225,4 @@ class BatchFiller:
     def close(self) -> None:
         """Close the shards; nothing can be filled afterwards."""
         for stream in self.streams:
-            stream.reader.close()
+            stream.close()

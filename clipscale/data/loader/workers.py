@@ -71,66 +71,55 @@ class InProcess:
         self.filler.close()
 
 
-class ClosedError(Exception):
-    """The training process has closed the stream, or is gone."""
-
-
-@contextmanager
-def _closed_if_lost() -> Iterator[None]:
-    """Around a worker's use of its connection, the only place where these errors mean that the other side is gone."""
-    try:
-        yield
-    except (EOFError, ConnectionError) as error:
-        raise ClosedError from error
-
-
 class Worker:
-    """Runs in a worker process: fills the requested batches in order. Loads come first, since a pass waits for them."""
+    """A worker process's answers to the training process while it fills batches. Loads come first, since a pass waits for them."""
 
     def __init__(self, connection: Connection, spec: WorkerSpec, arena: Arena) -> None:
         self._connection, self._arena = connection, arena
-        self._fills: deque[Fill] = deque()
+        self.fills: deque[Fill] = deque()
+        self.filler = BatchFiller(spec, arena, self._tick)
         self._last = time.monotonic()
-        self._filler = BatchFiller(spec, arena, self._tick)
 
-    def run(self) -> None:
-        """Work until the other side closes, which raises ClosedError."""
-        while True:
-            while not self._fills:
-                self._handle_message()
-            for report in self._filler.fill(self._fills.popleft()):
-                self._send(report)
-
-    def _send(self, message: Report | Load) -> None:
-        with _closed_if_lost():
+    def send(self, message: Report | Load) -> None:
+        with _ended_if_lost():
             self._connection.send(message)
 
-    def _handle_message(self) -> None:
-        with _closed_if_lost():
+    def handle_message(self) -> None:
+        """Wait for a message: a batch to fill later, or rows to load now."""
+        with _ended_if_lost():
             message = self._connection.recv()
         if isinstance(message, Fill):
-            self._fills.append(message)
+            self.fills.append(message)
             return
         rows = self._arena.buffers[message.at : message.at + message.stop - message.start]
-        self._filler.backend.load(self._arena.slots[message.slot], message.start, rows)
-        self._send(message)
-
-    def _waiting(self) -> bool:
-        with _closed_if_lost():
-            return self._connection.poll()
+        self.filler.backend.load(self._arena.slots[message.slot], message.start, rows)
+        self.send(message)
 
     def _tick(self) -> None:
         """Called between samples and while the storage is waited for."""
         while self._waiting():
-            self._handle_message()
+            self.handle_message()
         now = time.monotonic()
         if now - self._last > ALIVE_S:
             self._last = now
-            self._send(self._filler.report())
+            self.send(self.filler.report())
+
+    def _waiting(self) -> bool:
+        with _ended_if_lost():
+            return self._connection.poll()
+
+
+@contextmanager
+def _ended_if_lost() -> Iterator[None]:
+    """Around a worker's use of its connection, the only place where these errors mean that the training process is gone or has closed."""
+    try:
+        yield
+    except (EOFError, ConnectionError) as error:
+        raise SystemExit from error
 
 
 def work(connection: Connection, spec: WorkerSpec, arena: Arena) -> None:
-    """A worker process's main function. An error is sent to the training process."""
+    """A worker process's main function: fills the requested batches in order. An error is sent to the training process."""
     # Ctrl-C, and a scheduler's warning to all processes of a job, are for the training process, which closes the connection at its end.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
@@ -140,9 +129,12 @@ def work(connection: Connection, spec: WorkerSpec, arena: Arena) -> None:
     torch.set_num_threads(1)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # those of transformers would start a thread a core, too
     try:
-        Worker(connection, spec, arena).run()
-    except ClosedError:
-        return
+        worker = Worker(connection, spec, arena)
+        while True:
+            while not worker.fills:
+                worker.handle_message()
+            for report in worker.filler.fill(worker.fills.popleft()):
+                worker.send(report)
     except Exception as error:
         failure = RuntimeError(f"a data worker failed:\n{traceback.format_exc()}")
         with suppress(ConnectionError):
@@ -219,9 +211,9 @@ class Workers:
         begun = time.monotonic()
         while True:
             connections = enumerate(self._connections)
-            found = [(n, message) for n, connection in connections for message in self._drain(n, connection)]
-            if found or not needed:
-                return found
+            messages = [(n, message) for n, connection in connections for message in self._drain(n, connection)]
+            if messages or not needed:
+                return messages
             # Only a worker that is waited for can be late, and only since the wait began.
             silent = {n: time.monotonic() - max(self._last[n], begun) for n in needed}
             if late := [n for n, seconds in silent.items() if seconds > self._timeout_s]:
@@ -251,8 +243,8 @@ class Workers:
             if isinstance(message, Load):
                 self._asked[number].remove(message)
             elif message.positions is not None:
-                fills = (one for one in self._asked[number] if isinstance(one, Fill) and one.step == message.step)
-                self._asked[number].remove(next(fills))
+                fills = [asked for asked in self._asked[number] if isinstance(asked, Fill)]
+                self._asked[number].remove(fills[0])  # it fills them in order
                 self._specs[number] = replace(self._specs[number], streams=message.positions)
             yield message
 

@@ -7,11 +7,15 @@ from functools import partial
 
 from clipscale.common.hardware import cores
 from clipscale.common.units import format_bytes
+from clipscale.config.data import DataConfig
 from clipscale.config.tools import CheckSettings
-from clipscale.data.decode import IMAGE_TYPES, Picture, caption_of, image_bytes
+from clipscale.data.decode import IMAGE_TYPES, Picture, image_bytes
+from clipscale.data.filters import Selection, selection
+from clipscale.data.order import CounterRNG
 from clipscale.data.sample import BrokenSampleError, RawSample, limits
 from clipscale.data.shards import index
-from clipscale.data.shards.access import Access, leaf_of
+from clipscale.data.shards.access import leaf_of
+from clipscale.data.shards.listing import access_of
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.store import Store
 from clipscale.data.tools.stats import expanded, progress
@@ -49,26 +53,26 @@ class Findings:
 
 
 def main(sources: Sequence[str], settings: CheckSettings) -> int:
-    """Print the table. Status 1 where something is broken. Raises UserError."""
-    urls, findings = expanded(sources, settings.allow_pipe, settings.table), Findings()
+    """Print the table. Status 1 where something is broken, apart from what the filters leave out. Raises UserError."""
+    urls, findings = expanded(sources, settings.data.allow_pipe, settings.data.table), Findings()
     with progress(urls) as advance:
-        for _, shard in index.map_shards(partial(check_shard, settings=settings), urls, settings.workers or cores()):
+        for _, shard in index.map_shards(partial(check_shard, config=settings.data), urls, settings.workers or cores()):
             findings.add(shard)
             advance(shard.bytes)
     plain_console().print(findings.table())
-    return 1 if findings.broken or findings.damaged else 0
+    failed = findings.damaged or any(not reason.startswith("filter_") for reason in findings.broken)
+    return 1 if failed else 0
 
 
-def check_shard(url: str, settings: CheckSettings) -> Findings:
+def check_shard(url: str, config: DataConfig) -> Findings:
     """Read one shard and every picture in it."""
-    findings, problem = Findings(), ReadProblem()
-    store = Store(Access(pipes=settings.allow_pipe))
-    kinds = limits(IMAGE_TYPES, [settings.caption_key.partition(":")[0]], settings.max_bytes)
-    for sample in read_shard(url, problem, kinds=kinds, store=store):
+    findings, problem, chosen = Findings(), ReadProblem(), selection(config)
+    kinds = limits(IMAGE_TYPES, chosen.members(), config.max_bytes)
+    for sample in read_shard(url, problem, kinds=kinds, store=Store(access_of(config))):
         findings.samples += 1
         findings.bytes += sample.extent
         try:
-            use(sample, settings)
+            use(sample, chosen, config.max_pixels)
         except BrokenSampleError as error:
             findings.broken[error.reason] += 1
             findings.examples.setdefault(error.reason, f"{leaf_of(url)}/{sample.key}: {error}"[:200])
@@ -77,9 +81,9 @@ def check_shard(url: str, settings: CheckSettings) -> Findings:
     return findings
 
 
-def use(sample: RawSample, settings: CheckSettings) -> None:
+def use(sample: RawSample, chosen: Selection, max_pixels: int) -> None:
     """Decode the sample as training does. Raises BrokenSampleError."""
     if sample.damage:
         raise BrokenSampleError(sample.damage, sample.detail)
-    caption_of(sample.members, settings.caption_key)
-    Picture(image_bytes(sample.members), settings.max_pixels).decode()
+    chosen.check(sample, chosen.caption(sample.members, CounterRNG(sample.index)))
+    Picture(image_bytes(sample.members), max_pixels).decode()

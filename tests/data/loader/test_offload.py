@@ -17,7 +17,7 @@ import torch
 from clipscale.common.errors import UserError
 from clipscale.config.data import AugmentConfig
 from clipscale.data.loader import memory
-from clipscale.data.loader.host_batch import Layout, Slot
+from clipscale.data.loader.host_batch import Layout, Offload, Slot
 from clipscale.data.loader.prefetch import Prefetcher
 from tests.data.files import Members, picture, sample, write_tar
 from tests.data.streams import open_stream, processes_of
@@ -120,41 +120,6 @@ def test_the_next_chunk_is_begun_before_it_is_asked_for_and_none_twice() -> None
             )
 
 
-def test_a_frozen_tower_needs_no_second_pass_and_gets_none() -> None:
-    prefetcher, events = recorded()
-    for _ in range(3):
-        prefetcher.open(SLOT)
-        prefetcher.arrived(20)
-        prefetcher.expect([(0, 10), (10, 20)])
-        events.clear()
-        for span in ((0, 10), (10, 20)):
-            prefetcher.rows(SLOT, *span)
-    assert [event for event in events if event[0] == "begin"] == [("begin", 0, 10), ("begin", 10, 20)]
-
-
-def test_rows_that_have_not_arrived_are_not_begun() -> None:
-    prefetcher, events = recorded()
-    prefetcher.open(SLOT)
-    prefetcher.expect([(0, 10), (10, 20), (20, 30)])
-    prefetcher.arrived(15)
-    prefetcher.rows(SLOT, 0, 10)
-    assert ("begin", 10, 20) not in events
-    prefetcher.arrived(30)
-    prefetcher.rows(SLOT, 10, 20)
-    assert ("begin", 20, 30) in events
-
-
-def test_without_ranges_or_after_another_request_nothing_is_begun_ahead() -> None:
-    prefetcher, events = recorded()
-    prefetcher.open(SLOT)
-    prefetcher.arrived(40)
-    prefetcher.rows(SLOT, 0, 10)
-    prefetcher.expect([(10, 20), (20, 30), (30, 40)])
-    prefetcher.rows(SLOT, 0, 5)
-    prefetcher.rows(SLOT, 10, 20)
-    assert [event[1:] for event in events if event[0] == "begin"] == [(0, 10), (0, 5), (10, 20)]
-
-
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
@@ -163,31 +128,18 @@ def taken(stream: Any) -> int:
     return int(os.fstat(stream._arena._fd).st_blocks * 512)
 
 
-@pytest.mark.parametrize(
-    ("side", "quality", "most"),
-    [(256, 90, 0.25), *(pytest.param(512, *rest, marks=pytest.mark.slow) for rest in ((75, 0.45), (95, 0.80)))],
-)
-def test_encoded_pictures_take_their_bytes_and_no_more(tmp_path: Path, side: int, quality: int, most: float) -> None:
-    data = picture(1, (side, side), "JPEG", quality=quality)
+def test_encoded_pictures_take_their_bytes_and_no_more(tmp_path: Path) -> None:
+    data = picture(1, (400, 400), "JPEG", quality=95)
     members = [member for i in range(64) for member in ((f"{i}.jpg", data), (f"{i}.txt", b"a photograph"))]
     path = write_tar(tmp_path / "0.tar", members)
-    size: dict[str, list[int]] = {}
+    sizes: dict[str, set[int]] = {}
     for backend in ("host", "encoded"):
         with open_stream(path, batch=64, side=224, backend=backend, chunk=1) as stream:
-            stated = stream.memory
             for _ in range(3):
                 stream.next_batch().pixels(0, 64)
-                size.setdefault(backend, []).append(taken(stream))
-        assert size[backend][0] == size[backend][1] == size[backend][2], (
-            f"{backend}: {size[backend]} bytes, batch after batch"
-        )
-    share = size["encoded"][0] / size["host"][0]
-    print(
-        f"{side} pixels, quality {quality}: {size['encoded'][0] / 64e3:.1f} kB a sample, {share:.3f} of host; {stated}"
-    )
-    assert share < most, f"{share:.3f} of host"
-    need = float(stated.split("need ")[1].split(" MiB")[0]) * 2**20
-    assert size["encoded"][0] == pytest.approx(need, rel=0.1), "as stated beforehand"
+                sizes.setdefault(backend, set()).add(taken(stream))
+    (host,), (encoded,) = sizes.values()
+    assert encoded < 64 * len(data) + host / 8 < host, f"{encoded} bytes for 64 times {len(data)}"
 
 
 def test_what_does_not_fit_is_refused_with_what_to_do(mixed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,7 +157,7 @@ def test_pictures_larger_than_expected_end_the_run_instead_of_the_machine(tmp_pa
         data = picture(0, (8, 8)) if i < 64 else picture(i, (60, 60))
         members += [(f"{i}.png", data), (f"{i}.txt", b"words")]
     path = write_tar(tmp_path / "0.tar", members)
-    layout = Layout(1, 256, (3, 64, 64), 8, backend="encoded", chunk=CHUNK)
+    layout = Layout(1, 256, (3, 64, 64), 8, offload=Offload("encoded", CHUNK))
     monkeypatch.setattr(memory, "free_memory", lambda: int((layout.memory_bytes() + 256 * 1000) / memory.MARGIN))
     stream = open_stream(path, batch=256, side=64, backend="encoded", chunk=CHUNK, shuffle=0, shard_streams=1)
     with pytest.raises(UserError, match=r"offload=encoded: the pictures of a batch are larger .* take offload=disk"):
@@ -254,15 +206,6 @@ def test_a_disk_that_fails_in_mid_run_ends_it_with_its_name(mixed: Path, tmp_pat
         finally:
             if not workers:
                 resource.prlimit(pid, resource.RLIMIT_FSIZE, before)
-
-
-def test_a_file_that_has_been_cut_is_an_error(mixed: Path, tmp_path: Path) -> None:
-    with open_stream(mixed, batch=BATCH, side=64, backend="disk", chunk=CHUNK, folder=str(tmp_path)) as stream:
-        batch = stream.next_batch()
-        batch.ids()
-        os.ftruncate(stream._arena.file, 1000)
-        with pytest.raises(UserError, match=r"cannot be read there \(the file ends early"):
-            batch.pixels(0, CHUNK)
 
 
 # -- overlap -----------------------------------------------------------------------------------------------------------

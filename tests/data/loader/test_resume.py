@@ -1,6 +1,5 @@
 """Resuming: the same samples follow, whoever reads them, wherever the run was cut off, and little is read twice."""
 
-import gzip
 import hashlib
 import json
 import multiprocessing
@@ -9,8 +8,6 @@ import random
 import signal
 import time
 import traceback
-from collections import Counter, defaultdict
-from itertools import groupby
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
@@ -23,11 +20,8 @@ from hypothesis import strategies as st
 from clipscale.common.errors import UserError
 from clipscale.config.data import AugmentConfig
 from clipscale.data.decode import TrainTransform
-from clipscale.data.loader import shard_reader
-from clipscale.data.loader.host_batch import sample_id
 from clipscale.data.loader.stream import TrainStream, merge_positions
 from clipscale.data.loader.workers import warm_up
-from clipscale.data.shards.store import Opened, Store
 from tests.data.files import Letters, sample, write_shards, write_tar
 from tests.data.streams import contents, flat, ids, inline_workers, open_stream, positions
 
@@ -111,28 +105,6 @@ def test_resuming_seeks_without_decoding(tmp_path: Path, monkeypatch: pytest.Mon
     assert decoded == 16
 
 
-def test_workers_and_their_number_may_change_at_a_resumption(tmp_path: Path) -> None:
-    write_shards(tmp_path, [50, 50])
-    whole = ids(open_stream(tmp_path, batch=100), 6)
-    with open_stream(tmp_path, batch=100, workers=2) as first:
-        assert ids(first, 3) == whole[:3]
-        position = positions([first])
-        assert first.position() == first.position(), "asking does not move"
-    with open_stream(tmp_path, batch=100, workers=1, position=position) as second:
-        assert second.position() == position
-        assert ids(second, 3) == whole[3:]
-
-
-def test_the_position_is_that_of_the_last_batch_handed_out(tmp_path: Path) -> None:
-    """Workers are ahead of the training; what they have prepared and nobody has seen is read again."""
-    write_shards(tmp_path, [50])
-    with open_stream(tmp_path, batch=10, workers=1, shard_streams=2) as stream:
-        start = stream.position()
-        assert set(map(tuple, start["at"].values())) == {(0, 0)}
-        stream.next_batch()
-        assert stream.position()["at"] == {"0": [0, 5], "1": [0, 5]}
-
-
 def test_shard_streams_of_the_checkpoint_win(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_shards(tmp_path, [50, 50])
     first = open_stream(tmp_path, batch=12, shard_streams=6)
@@ -163,34 +135,12 @@ def test_other_data_starts_from_its_beginning(tmp_path: Path, caplog: pytest.Log
     assert open_stream(moved, batch=8, position=position).position() == position
 
 
-def test_another_version_s_order_within_shards_is_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another bound on the windows, another version, or none noted: the place in the data is kept, and a line says what that means."""
-    write_shards(tmp_path, [20, 20])
-    position = positions([open_stream(tmp_path, batch=8)])
-    ours = position["windows"]
-    older = {name: value for name, value in position.items() if name != "windows"}
-    for of_another in (older, position | {"windows": "0:" + ours.partition(":")[2]}, position | {"windows": "1:1"}):
-        caplog.clear()
-        resumed = open_stream(tmp_path, batch=8, position=of_another).position()
-        assert resumed == position, "the new checkpoint notes the order that is read from here on"
-        assert len(caplog.records) == 1 and "some samples may come twice" in caplog.text
-    caplog.clear()
-    monkeypatch.setattr(shard_reader, "WINDOW_BYTES", 1000)
-    assert shard_reader.order_version() != ours
-    open_stream(tmp_path, batch=8, position=position)
-    assert "some samples may come twice" in caplog.text
-
-
 def test_positions_of_different_shards_do_not_merge(tmp_path: Path) -> None:
     write_shards(tmp_path / "a", [20])
     write_shards(tmp_path / "b", [21])
     records = [open_stream(tmp_path / name, batch=8, rank=r, world=2).position() for r, name in enumerate("ab")]
     with pytest.raises(UserError, match="different shards"):
         merge_positions(records)
-    with pytest.raises(ValueError, match="every rank"):
-        merge_positions(records[:1])
 
 
 # -- killed at any moment ----------------------------------------------------------------------------------------------
@@ -306,75 +256,3 @@ def test_killed_at_any_moment_the_same_samples_follow(tmp_path: Path, kills: int
     assert notes.read_text() == (whole / "steps.jsonl").read_text(), f"seed {seed}, killed after {struck} steps"
     keys = [json.loads(line)[1] for line in notes.read_text().splitlines()]
     assert keys == ids(open_stream(tmp_path / "set", batch=BATCH), steps), "and the order is that of a single process"
-
-
-# -- what is read again ------------------------------------------------------------------------------------------------
-
-
-def count_reading(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[int, list[str]], Counter[tuple[int, str]]]:
-    """What every store (a shard stream's) opens from here on, and the bytes that it reads of it."""
-    opened: dict[int, list[str]] = defaultdict(list)
-    read: Counter[tuple[int, str]] = Counter()
-    plain = Store.open
-
-    class Stream:
-        def __init__(self, stream: Any, at: tuple[int, str]) -> None:
-            self.stream, self.at = stream, at
-
-        def read(self, size: int = -1) -> bytes:
-            data: bytes = self.stream.read(size)
-            read[self.at] += len(data)
-            return data
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self.stream, name)
-
-    def opening(store: Store, url: str) -> Opened:
-        opened[id(store)].append(url)
-        found = plain(store, url)
-        return found._replace(stream=Stream(found.stream, (id(store), url)))
-
-    monkeypatch.setattr(Store, "open", opening)
-    return opened, read
-
-
-def runs(items: list[str]) -> list[str]:
-    """Without what equals the one before."""
-    return [name for name, _ in groupby(items)]
-
-
-@pytest.mark.parametrize("order", ["epochs", "resampled"])
-@pytest.mark.parametrize("packed", [False, True])
-def test_without_an_index_each_stream_reads_at_most_one_shard_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: str, packed: bool
-) -> None:
-    """The one in which it stands; so each worker as many as it has streams. What it can seek over it does not read (packed shards: all)."""
-    shards = write_shards(tmp_path, [40] * 6, sized=order == "epochs")
-    if packed:
-        for path in shards:
-            path.with_suffix(".tar.gz").write_bytes(gzip.compress(path.read_bytes()))
-            path.unlink()
-        shards = [path.with_suffix(".tar.gz") for path in shards]
-        sizes = json.loads((tmp_path / "sizes.json").read_text()) if order == "epochs" else {}
-        (tmp_path / "sizes.json").write_text(json.dumps({f"{name}.gz": count for name, count in sizes.items()}))
-    lies_in = {sample_id(str(path), f"{path.name[:5]}{i:04d}"): str(path) for path in shards for i in range(40)}
-    options: dict[str, Any] = {"batch": 24, "shard_streams": 8, "order": order, "workers": 2}
-    with inline_workers(1):
-        stream = open_stream(tmp_path, **options)
-        contents(stream, 18)
-        opened, read = count_reading(monkeypatch)
-        resumed = open_stream(tmp_path, position=positions([stream]), **options)
-        batches = ids(resumed, 3)
-        streams = [stream for filler in resumed._assembler.workers.fillers for stream in filler.streams]  # type: ignore
-    shares = []
-    for stream in streams:
-        number, store = stream.reader.position.stream, id(stream.reader._store)
-        given = [lies_in[key] for batch in batches for key in batch[3 * number : 3 * number + 3]]
-        asked = opened[store]
-        assert runs(asked)[: len(runs(given))] == runs(given), f"stream {number} gave of {given}, having read {asked}"
-        assert len(asked) <= len(runs(given)) + 1, f"stream {number} gave of {given}, having read {asked}"
-        shares.append(read[store, given[0]] / Path(given[0]).stat().st_size)
-    assert len(streams) == 8 and max(shares) < 1.01, f"read of the shard it stood in: {shares}"
-    print(
-        f"{order}, packed {packed}: a stream reads {sum(shares) / 8:.2f} of the shard in which it stands, {max(shares):.2f} at most"
-    )

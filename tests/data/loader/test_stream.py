@@ -1,4 +1,4 @@
-"""The stream: the same batches for any number of ranks and workers, exact epochs, exact resumption, and an error instead of a hang."""
+"""The stream: the same batches for any number of ranks and workers, exact epochs, and an error instead of a hang."""
 
 import io
 import json
@@ -14,19 +14,13 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from clipscale.common.errors import UserError
-from clipscale.config.data import AugmentConfig, DataConfig, FilterConfig
+from clipscale.config.data import AugmentConfig, FilterConfig
 from clipscale.data.loader.host_batch import sample_id
-from clipscale.data.loader.shard_reader import OrderedShards
-from clipscale.data.loader.stream import BatchShare
-from clipscale.data.loader.stream import open_stream as open_data
 from clipscale.data.order import Epochs, stream_bounds
 from tests.data.files import Letters, Members, picture, sample, write_shards, write_tar
 from tests.data.streams import all_ids, contents, flat, ids, inline_workers, open_stream
 
 pytestmark = pytest.mark.timeout(60)
-
-
-# -- the same batches whoever reads them ------------------------------------------------------------------------------
 
 
 def test_batches_do_not_depend_on_workers(tmp_path: Path) -> None:
@@ -41,8 +35,7 @@ def test_batches_do_not_depend_on_workers(tmp_path: Path) -> None:
 
 def test_rows_carry_what_the_shard_holds(tmp_path: Path) -> None:
     paths = write_shards(tmp_path, [20])
-    stream = open_stream(tmp_path, batch=10, augment=AugmentConfig(scale=(1.0, 1.0), ratio=(1.0, 1.0)))
-    batch = stream.next_batch()
+    batch = open_stream(tmp_path, batch=10, augment=AugmentConfig(scale=(1.0, 1.0), ratio=(1.0, 1.0))).next_batch()
     keys = {sample_id(str(paths[0]), f"00000{i:04d}"): i for i in range(20)}
     for row, name in enumerate(batch.ids().tolist()):
         index = keys[name]
@@ -81,12 +74,10 @@ def test_every_shard_stream_gives_its_share_of_an_epoch_once_whoever_reads_it(
     epochs = 2
     given_by: Counter[int] = Counter()
     for rank in range(world):
+        options: dict[str, Any] = {"shuffle": shuffle, "seed": seed, "workers": workers}
         with inline_workers(seed):
-            stream = open_stream(
-                folder, batch=batch, rank=rank, world=world, shuffle=shuffle, seed=seed, workers=workers
-            )
-        assert isinstance(stream._source, OrderedShards)
-        order = stream._source.order
+            stream = open_stream(folder, batch=batch, rank=rank, world=world, **options)
+        order = stream._shards.order
         assert isinstance(order, Epochs) and stream.samples_per_epoch == total
         bounds = stream_bounds(batch, order.streams)
         numbers = range(rank * order.streams // world, (rank + 1) * order.streams // world)
@@ -97,9 +88,9 @@ def test_every_shard_stream_gives_its_share_of_an_epoch_once_whoever_reads_it(
         )
         rows = np.array(ids(stream, steps)).reshape(steps, batch // world)
         for number in numbers:
-            own = rows[:, bounds[number] - rank * per_rank : bounds[number + 1] - rank * per_rank].ravel()
+            share = rows[:, bounds[number] - rank * per_rank : bounds[number + 1] - rank * per_rank].ravel()
             first, last = order.reach(number)
-            given_by.update(own[: epochs * (last - first)].tolist())
+            given_by.update(share[: epochs * (last - first)].tolist())
     assert given_by == Counter({name: epochs * n for name, n in all_ids(paths, sizes).items()})
 
 
@@ -108,23 +99,9 @@ def test_an_epoch_that_the_batch_divides_is_exact_in_global_batches(tmp_path: Pa
     paths = write_shards(tmp_path, sizes)
     stream = open_stream(tmp_path, batch=32)
     epochs = [flat(ids(stream, 3)) for _ in range(3)]
-    for epoch in epochs:
-        assert Counter(epoch) == all_ids(paths, sizes)
+    assert all(Counter(epoch) == all_ids(paths, sizes) for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2], "each epoch has an order of its own"
-    assert ids(open_stream(tmp_path, batch=32, seed=1), 3) != [epochs[0][i : i + 32] for i in (0, 32, 64)], (
-        "each seed too"
-    )
-
-
-def test_broken_samples_cost_an_epoch_only_themselves(tmp_path: Path) -> None:
-    members: Members = []
-    for i in range(60):
-        members += [(f"{i}.txt", b"no picture")] if i % 5 == 0 else sample(str(i))
-    path = write_tar(tmp_path / "x.tar", members)
-    stream = open_stream(path, batch=12, shard_streams=1)
-    seen = Counter(flat(ids(stream, 4)))
-    assert seen == Counter(sample_id(str(path), str(i)) for i in range(60) if i % 5)
-    assert stream.broken["no_image"] in (11, 12)
+    assert flat(ids(open_stream(tmp_path, batch=32, seed=1), 3)) != epochs[0], "each seed too"
 
 
 def test_shuffling_mixes_within_the_window_and_zero_keeps_the_order(tmp_path: Path) -> None:
@@ -133,11 +110,8 @@ def test_shuffling_mixes_within_the_window_and_zero_keeps_the_order(tmp_path: Pa
     plain, windowed = (
         [keys[i] for i in ids(open_stream(tmp_path, batch=40, shard_streams=1, shuffle=n), 1)[0]] for n in (0, 10)
     )
-    assert plain == list(range(40))
-    assert windowed != plain
-    assert [sorted(windowed[i : i + 10]) for i in range(0, 40, 10)] == [
-        list(range(i, i + 10)) for i in range(0, 40, 10)
-    ]
+    assert plain == list(range(40)) != windowed
+    assert [sorted(windowed[i : i + 10]) for i in range(0, 40, 10)] == [plain[i : i + 10] for i in range(0, 40, 10)]
 
 
 def test_augmentation_differs_between_epochs_but_not_between_runs(tmp_path: Path) -> None:
@@ -172,20 +146,17 @@ def test_weights_are_of_samples_in_every_batch(tmp_path: Path) -> None:
     small = {sample_id("0.tar", f"x{i}") for i in range(0, 20, 2)}
     config = {"train": [str(tmp_path / "large"), str(tmp_path / "small")], "weights": [1.0, 1.0], "batch": 64}
     batches = ids(open_stream("", **config, shard_streams=4), 20)
-    shares = [sum(one in small for one in batch) / 64 for batch in batches]
+    shares = [sum(name in small for name in batch) / 64 for batch in batches]
     assert sum(shares) / 20 == pytest.approx(0.5, abs=0.01)
     assert min(shares) > 0.25 and max(shares) < 0.75, shares
-    counts = Counter(one for one in flat(batches) if one in small)
+    counts = Counter(name for name in flat(batches) if name in small)
     assert len(counts) == 10 and max(counts.values()) - min(counts.values()) <= 8, counts
 
 
 def test_resampling_draws_within_a_shard_without_replacement(tmp_path: Path) -> None:
-    sizes = [16, 16]
-    paths = write_shards(tmp_path, sizes, sized=False)
-    stream = open_stream(tmp_path, batch=16, shard_streams=1, order="resampled", shuffle=5)
-    batches = ids(stream, 12)
+    paths = write_shards(tmp_path, [16, 16], sized=False)
+    batches = ids(open_stream(tmp_path, batch=16, shard_streams=1, order="resampled", shuffle=5), 12)
     shards = [all_ids([path], [16]) for path in paths]
-    # keys hold the shard's number, so the second shard's samples are 00001xxxx
     assert all(Counter(batch) in shards for batch in batches)
     assert len({tuple(batch) for batch in batches}) > 6, "each visit has an order of its own"
 
@@ -200,6 +171,7 @@ BROKEN: dict[str, Members] = {
     "empty_image": [("k.png", b""), ("k.txt", b"words")],
     "unreadable_image": [("k.jpg", picture(0, (40, 40), "JPEG")[:-200]), ("k.txt", b"words")],
     "huge_image": [("k.png", picture(0, (200, 200))), ("k.txt", b"words")],
+    "too_large": [("k.png", bytes(30_000)), ("k.txt", b"words")],
 }
 
 
@@ -207,14 +179,13 @@ BROKEN: dict[str, Members] = {
 def test_broken_samples_are_counted_by_reason_and_passed_over(tmp_path: Path, reason: str) -> None:
     members = [(f"{i:03d}{name[1:]}", data) for i in range(3) for name, data in BROKEN[reason]]
     path = write_tar(tmp_path / "x.tar", [*sample("a"), *members, *sample("b")])
-    stream = open_stream(path, batch=2, shard_streams=1, max_pixels=10_000)
-    assert Counter(ids(stream, 1)[0]) == Counter([sample_id(str(path), "a"), sample_id(str(path), "b")])
-    ids(stream, 1)
+    stream = open_stream(path, batch=2, shard_streams=1, max_pixels=10_000, max_bytes=29_000)
+    good = Counter([sample_id(str(path), "a"), sample_id(str(path), "b")])
+    assert [Counter(batch) for batch in ids(stream, 2)] == [good, good]
     assert set(stream.broken) == {reason} and 3 <= stream.broken[reason] <= 6, stream.broken
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("order", ["epochs", "resampled"])
+@pytest.mark.parametrize(("order", "workers"), [("epochs", 0), ("epochs", 2), ("resampled", 0)])
 @pytest.mark.parametrize("reason", ["no_caption", "unreadable_image"])
 def test_data_without_a_usable_sample_ends_with_the_reason(
     tmp_path: Path, reason: str, order: str, workers: int
@@ -223,24 +194,24 @@ def test_data_without_a_usable_sample_ends_with_the_reason(
     write_tar(tmp_path / "x.tar", members)
     with open_stream(tmp_path, batch=2, order=order, workers=workers) as stream:
         batch = stream.next_batch()
-        with pytest.raises(UserError, match=rf"no usable sample.*{reason} \d+.*caption_key") as error:
+        with pytest.raises(UserError, match=rf"no usable sample.*{reason} \d+") as error:
             batch.pixels(0, 1)
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("content", [b"", b"no tar" * 500, None], ids=["empty", "noise", "members without samples"])
-@pytest.mark.parametrize("sized", [True, False])
-def test_shards_without_samples_end_the_run(tmp_path: Path, content: bytes | None, sized: bool) -> None:
+def test_shards_without_samples_end_the_run(tmp_path: Path, content: bytes | None) -> None:
     for i in range(3):
         if content is None:
             write_tar(tmp_path / f"{i}.tar", [("README", b"x")])
         else:
             (tmp_path / f"{i}.tar").write_bytes(content)
-    if sized:
-        (tmp_path / "sizes.json").write_text(json.dumps({f"{i}.tar": 5 for i in range(3)}))
-    for order in ("epochs", "resampled"):
-        with pytest.raises(UserError, match=r"no usable sample|hold no sample"):
-            open_stream(tmp_path, batch=2, order=order).next_batch().pixels(0, 1)
+    for sized in (False, True):
+        if sized:
+            (tmp_path / "sizes.json").write_text(json.dumps({f"{i}.tar": 5 for i in range(3)}))
+        for order in ("epochs", "resampled"):
+            with pytest.raises(UserError, match=r"no usable sample|hold no sample"):
+                open_stream(tmp_path, batch=2, order=order).next_batch().pixels(0, 1)
 
 
 def test_a_truncated_shard_loses_only_its_rest(tmp_path: Path) -> None:
@@ -248,8 +219,7 @@ def test_a_truncated_shard_loses_only_its_rest(tmp_path: Path) -> None:
     paths[0].write_bytes(paths[0].read_bytes()[: paths[0].stat().st_size // 2])
     stream = open_stream(tmp_path, batch=4, shard_streams=2)
     names = Counter(flat(ids(stream, 12)))
-    lost = stream.broken["truncated_shard"] + stream.broken["missing_from_shard"]
-    assert lost >= 8
+    assert stream.broken["truncated_shard"] + stream.broken["missing_from_shard"] >= 8
     assert set(stream.broken) <= {"truncated_shard", "missing_from_shard", "no_caption"}
     assert len(names) >= 28
 
@@ -276,18 +246,11 @@ def test_counts_that_are_too_low_leave_a_trace(tmp_path: Path) -> None:
         ({"train": ["/nowhere/{0..3}.tar"]}, r"data\.train='/nowhere/\{0\.\.3\}\.tar' matches no shard"),
         ({"train": ["pipe:cat /etc/passwd"]}, "allow_pipe"),
         ({"weights": [1.0, 2.0]}, r"data\.weights=.*2 weights for 1 source"),
-        ({"weights": [-1.0]}, r"data\.weights="),
         ({"weights": [1.0], "order": "epochs"}, r"data\.weights and data\.order=epochs"),
-        ({"order": "random"}, r"data\.order=random"),
-        ({"workers": -1}, r"data\.workers=-1"),
-        ({"buffers": 0}, r"data\.buffers=0"),
-        ({"timeout_s": 0.0}, r"data\.timeout_s=0"),
         ({"augment": AugmentConfig(scale=(0.9, 0.1))}, r"data\.augment\.scale"),
-        ({"augment": AugmentConfig(ratio=(0.0, 1.0))}, r"data\.augment\.ratio"),
-        ({"augment": AugmentConfig(flip=2.0)}, r"data\.augment\.flip"),
         ({"filter": FilterConfig(min_caption=9, max_caption=3)}, r"max_caption=3 is below data\.filter\.min_caption=9"),
-        ({"augment": AugmentConfig(jitter=(0.4, 0.4, 0.4, 0.6))}, r"data\.augment\.jitter=.*the hue's at most 0\.5"),
         ({"train": ["https://host/{0..9}.tar"], "order": "epochs"}, r"data\.order=epochs: .*0\.tar"),
+        ({"batch": 2**36, "side": 224, "workers": 1}, r"offload=host: .* TiB of host memory .*offload=encoded"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_in_one_line(
@@ -297,17 +260,3 @@ def test_settings_that_cannot_work_are_refused_in_one_line(
     with pytest.raises(UserError, match=message) as error:
         open_stream(tmp_path, **{"batch": 8, **options})
     assert "\n" not in str(error.value)
-
-
-def test_a_batch_beyond_the_machines_memory_is_refused(tmp_path: Path) -> None:
-    write_shards(tmp_path, [25])
-    config = DataConfig(train=[str(tmp_path)], workers=1)
-    with pytest.raises(UserError, match=r"offload=host: 2 x 1073741824 samples need 29\d\.\d+ TiB .*offload=encoded"):
-        open_data(config, BatchShare(2**30), image_size=224, tokenizer=Letters(), seed=0)
-
-
-def test_more_workers_than_shard_streams_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    write_shards(tmp_path, [25])
-    with open_stream(tmp_path, batch=8, shard_streams=1, workers=3) as stream:
-        contents(stream, 1)
-    assert "only 1 shard streams" in caplog.text

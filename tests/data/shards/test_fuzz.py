@@ -178,9 +178,9 @@ def test_a_bomb_of_wanted_members_is_read_in_bounded_memory(folder: Path) -> Non
             info.size = 24 << 20
             out.write(gzip.compress(info.tobuf()) + zeros)
     with forks().Pool(1) as pool:
-        samples, windows, grown = pool.apply(read_in_windows, (str(path), limits(["jpg"])))
-    print(f"{samples} samples in {windows} windows, {grown / 1024:.0f} MiB more than before")
-    assert samples == 20 and windows > 2
+        samples, grown = pool.apply(read_in_windows, (str(path), limits(["jpg"])))
+    print(f"{samples} samples, {grown / 1024:.0f} MiB more than before")
+    assert samples == 20
     assert grown < 400 << 10, f"{grown} KiB more: two windows and a sample at most"
 
 

@@ -144,25 +144,6 @@ def test_a_stale_entry_is_named_and_does_not_hide_a_newer_one(
     assert open_stream(tmp_path, batch=4).samples_per_epoch == 7
 
 
-def items_of(segment: Segment, url: str, **options: Any) -> list[Any]:
-    return [
-        item for items in SegmentReader(segment, url, store=Store(), **options).windows() if items for item in items
-    ]
-
-
-def test_a_resumed_shard_stream_reads_nothing_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write_shards(tmp_path, [60], sized=False)[0]
-    make([path])
-    options: dict[str, Any] = {"window": 16, "seed": 3, "kinds": limits(["png"], ["txt", "json"])}
-    whole = items_of(Segment(0, 0, 0, 60, 60), str(path), **options)
-    from clipscale.data.shards import reader
-
-    read_at, sample_at = list[int](), reader._sample_at
-    monkeypatch.setattr(reader, "_sample_at", lambda at, *given: [read_at.append(at), sample_at(at, *given)][1])
-    assert items_of(Segment(0, 0, 37, 60, 60), str(path), **options) == whole[37:]
-    assert len(read_at) == len(set(read_at)) == 23
-
-
 def test_damage_costs_only_its_sample(tmp_path: Path) -> None:
     path = write_shards(tmp_path, [10], sized=False)[0]
     make([path])
@@ -192,48 +173,6 @@ def test_the_stream_is_the_same_with_and_without(tmp_path: Path, order: str) -> 
     assert indexed.position() == plain.position()
     resumed = open_stream(tmp_path, batch=16, order=order, position=indexed.position())
     assert contents(resumed, 3) == contents(indexed, 3)
-
-
-@pytest.mark.parametrize("counted", [True, False])
-@pytest.mark.parametrize("kind", ["plain", "indexed", "packed"])
-def test_windows_closed_by_bytes_are_the_same_from_any_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, counted: bool
-) -> None:
-    members = [(f"{i:02d}.png", bytes(1000 * (1 + i * 7 % 13))) for i in range(40)]
-    path = write_tar(tmp_path / "x.tar", members)
-    count = 40 if counted else None
-
-    def keys(start: int, stop: int | None) -> list[str]:
-        segment = Segment(0, 0, start, stop, count)
-        return [raw.key for raw in items_of(segment, str(path), window=16, seed=3, kinds=limits(["png"]))]
-
-    ordinary = keys(0, count)
-    monkeypatch.setattr(shard_reader, "WINDOW_BYTES", 50_000)
-    plain = keys(0, count)
-    assert sorted(plain) == sorted(ordinary) and plain != ordinary
-    if kind == "indexed":
-        make([path])
-    elif kind == "packed":
-        path.write_bytes(gzip.compress(path.read_bytes()))
-    for start in (0, 1, 3, 9, 17, 31, 39):
-        assert keys(start, count) == plain[start:], f"from {start} on"
-        if counted:
-            assert [keys(start, stop) for stop in (start + 1, 40)] == [plain[start : start + 1], plain[start:]]
-
-
-def test_a_shard_stream_holds_about_one_window_of_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bytes bound what is in memory at once, not only the number of samples."""
-    size, noise = 200_000, np.random.default_rng(0)
-    members = [(f"{i:03d}.png", noise.bytes(size if i % 3 else 500)) for i in range(90)]
-    path = write_tar(tmp_path / "x.tar", members)
-    monkeypatch.setattr(shard_reader, "WINDOW_BYTES", 5 * size)
-    tracemalloc.start()
-    windows = SegmentReader(Segment(0, 0, 0, 90, 90), str(path), 64, 0, limits(["png"]), Store()).windows()
-    largest = max(sum(map(shard_reader.kept_bytes, items)) for items in windows if items)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert 5 * size < largest < 6.2 * size, largest
-    assert peak < 14 * size, f"{peak} bytes for windows of {5 * size}: two of them and a sample at most"
 
 
 @pytest.mark.parametrize("indexed", [False, True])

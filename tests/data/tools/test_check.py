@@ -31,7 +31,7 @@ def test_broken_samples_have_the_reasons_that_training_counts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_tar(tmp_path / "0.tar", DIRTY)
-    assert main(["data", "check", str(tmp_path), "max_pixels=1000", "workers=1"]) == 1
+    assert main(["data", "check", str(tmp_path), "data.max_pixels=1000", "workers=1"]) == 1
     rows = table(capsys)
     stream = open_stream(tmp_path, batch=1, max_pixels=1000)
     ids(stream, 3)
@@ -48,3 +48,10 @@ def test_a_shard_that_cannot_be_read_to_its_end_is_named(tmp_path: Path, capsys:
     assert main(["data", "check", str(whole), str(cut), "workers=1"]) == 1
     out = "".join(capsys.readouterr().out.split())
     assert f"damagedshard{cut}truncated_shard" in out
+
+
+def test_filtered_samples_are_counted_and_not_broken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_shards(tmp_path, [6], sized=False)
+    words = ["data.filter.min_side=5", "data.filter.fields=[similarity>=0.3]", "workers=1"]
+    assert main(["data", "check", str(tmp_path), *words]) == 0
+    assert table(capsys)["filter_no_similarity"][0] == "6"

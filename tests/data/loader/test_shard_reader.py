@@ -1,0 +1,93 @@
+"""A shard stream's windows: the same order from any start, bounded memory, and nothing that is read in vain."""
+
+import gzip
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from clipscale.data.loader import shard_reader
+from clipscale.data.order import Segment
+from clipscale.data.sample import RawSample, limits
+from clipscale.data.shards import index
+from clipscale.data.shards.store import Store
+from tests.data.files import write_tar
+from tests.data.streams import items_of
+
+
+def pictures(folder: Path, sizes: list[int]) -> Path:
+    """A shard of members of random bytes."""
+    noise = np.random.default_rng(0)
+    return write_tar(folder / "x.tar", [(f"{i:03d}.png", noise.bytes(size)) for i, size in enumerate(sizes)])
+
+
+@pytest.mark.parametrize("counted", [True, False])
+@pytest.mark.parametrize("kind", ["plain", "indexed", "packed"])
+def test_windows_closed_by_bytes_are_the_same_from_any_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, counted: bool
+) -> None:
+    path = pictures(tmp_path, [1000 * (1 + i * 7 % 13) for i in range(40)])
+    count = 40 if counted else None
+
+    def keys(start: int, stop: int | None) -> list[str]:
+        items = items_of(Segment(0, 0, start, stop, count), str(path), window=16, kinds=limits(["png"]))
+        return [item.key for item in items if isinstance(item, RawSample) and item.members]
+
+    ordinary = keys(0, count)
+    monkeypatch.setattr(shard_reader, "WINDOW_BYTES", 50_000)
+    plain = keys(0, count)
+    assert sorted(plain) == sorted(ordinary) and plain != ordinary
+    if kind == "indexed":
+        index.update_indexes([str(path)])
+    elif kind == "packed":
+        path.write_bytes(gzip.compress(path.read_bytes()))
+    for start in (0, 1, 3, 9, 17, 31, 39):
+        assert keys(start, count) == plain[start:], f"from {start} on"
+        if counted:
+            assert [keys(start, stop) for stop in (start + 1, 40)] == [plain[start : start + 1], plain[start:]]
+
+
+def test_a_stream_holds_about_one_window_of_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes bound what is in memory at once, not only the number of samples."""
+    size = 200_000
+    path = pictures(tmp_path, [size if i % 3 else 500 for i in range(90)])
+    monkeypatch.setattr(shard_reader, "WINDOW_BYTES", 5 * size)
+    tracemalloc.start()
+    keys: list[Any] = []
+    items_of(Segment(0, 0, 0, 90, 90), str(path), window=64, kinds=limits(["png"]), use=lambda x: keys.append(x.key))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(keys) == 90
+    assert peak < 14 * size, f"{peak} bytes for windows of {5 * size}: two of them and a sample at most"
+
+
+def test_with_an_index_a_resumed_stream_reads_nothing_twice(tmp_path: Path) -> None:
+    path = pictures(tmp_path, [2000] * 60)
+    index.update_indexes([str(path)])
+
+    class CountingStore(Store):
+        read_bytes = 0
+
+        def open(self, url: str) -> Any:
+            opened, store = super().open(url), self
+            read = opened.stream.read
+
+            class Counted:
+                def __getattr__(self, name: str) -> Any:
+                    return getattr(opened.stream, name)
+
+                def read(self, size: int = -1) -> bytes:
+                    store.read_bytes += len(data := read(size))
+                    return data
+
+            return opened._replace(stream=Counted())
+
+    whole = items_of(Segment(0, 0, 0, 60, 60), str(path), window=16, kinds=limits(["png"]))
+    store = CountingStore()
+    rest = items_of(Segment(0, 0, 37, 60, 60), str(path), window=16, kinds=limits(["png"]), store=store)
+    assert [item.key for item in rest] == [item.key for item in whole[37:]] and len(rest) == 23
+    assert store.read_bytes <= sum(item.extent for item in rest) + rest[0].extent, (
+        "the samples, and one of the next epoch"
+    )
