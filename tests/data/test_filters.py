@@ -135,7 +135,7 @@ def test_captions_that_fill_the_context_are_counted(tmp_path: Path) -> None:
     write_tar(tmp_path / "00000.tar", members)
     stream = open_stream(tmp_path, batch=10, shard_streams=1)
     ids(stream, 3)
-    assert stream.truncated == 12 and not stream.seen and not stream.broken
+    assert stream.record()["truncated"] == 12 and not stream.seen and not stream.broken
 
 
 def test_the_stream_draws_the_same_captions_again(tmp_path: Path) -> None:

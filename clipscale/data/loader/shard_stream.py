@@ -71,8 +71,7 @@ class ShardStream:
             epochs_and_indexes = iter(start.sources or (0, 0) * len(sources))
             starts = [StreamPosition(start.stream, *place) for place in zip(epochs_and_indexes, epochs_and_indexes)]
         self._readers = [
-            ShardReader(source, place, kinds, store)
-            for source, place in zip(sources, starts, strict=True)
+            ShardReader(source, place, kinds, store) for source, place in zip(sources, starts, strict=True)
         ]
         self._given = start.index  # usable samples
         self._forget_skipped()

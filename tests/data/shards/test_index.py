@@ -13,9 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clipscale.common.errors import UserError
-from clipscale.data.loader import shard_reader
-from clipscale.data.loader.shard_reader import SegmentReader
-from clipscale.data.order import Segment
 from clipscale.data.sample import RawSample, limits
 from clipscale.data.shards import index
 from clipscale.data.shards.counts import recorded_counts, scan_counts
