@@ -12,7 +12,7 @@ import tarfile
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -151,7 +151,7 @@ def unpack(packed: bytes) -> np.ndarray:
 
 @contextmanager
 def _writing(path: Path) -> Iterator[sqlite3.Connection]:
-    """An index, made if there is none, to which every `_write` adds at once. Raises UserError if it cannot be written."""
+    """An index, made if there is none, to which every statement adds at once. Raises UserError if it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with closing(sqlite3.connect(path, timeout=60, isolation_level=None)) as base:
@@ -160,13 +160,6 @@ def _writing(path: Path) -> Iterator[sqlite3.Connection]:
     except (OSError, sqlite3.Error) as error:
         remedy = "remove it, or choose another place with cache="
         raise UserError(f"{path}: the index cannot be written ({error}); {remedy}") from error
-
-
-def _write(base: sqlite3.Connection, entry: Entry) -> None:
-    """Add or replace an entry."""
-    facts = entry.name, entry.size, entry.version, entry.samples, json.dumps(entry.totals), entry.reason, entry.detail
-    packed = None if entry.offsets is None else pack(entry.offsets)
-    base.execute("INSERT OR REPLACE INTO shards VALUES (?, ?, ?, ?, ?, ?, ?, ?)", (*facts, packed))
 
 
 # -- scanning ----------------------------------------------------------------------------------------------------------
@@ -255,7 +248,17 @@ def update_indexes(
                 if isinstance(entry, str):
                     result.failed[url] = entry
                 else:
-                    _write(base, entry)
+                    facts = (
+                        entry.name,
+                        entry.size,
+                        entry.version,
+                        entry.samples,
+                        json.dumps(entry.totals),
+                        entry.reason,
+                        entry.detail,
+                    )
+                    packed = None if entry.offsets is None else pack(entry.offsets)
+                    base.execute("INSERT OR REPLACE INTO shards VALUES (?, ?, ?, ?, ?, ?, ?, ?)", (*facts, packed))
                     result.read += 1
                 done(url, work[url], None if isinstance(entry, str) else entry)
     return result
@@ -270,16 +273,10 @@ def _or_error(work: Callable[[str], Any], url: str) -> Any:
 
 
 def map_shards(work: Callable[[str], T], urls: Sequence[str], workers: int) -> Iterator[tuple[str, T]]:
-    """Each shard and the result of `work` on it, in order of completion; one worker means this process."""
+    """Each shard and the result of `work` on it; one worker means this process."""
     if workers < 2 or len(urls) < 2:
-        yield from ((url, work(url)) for url in urls)
+        yield from zip(urls, map(work, urls))
         return
     # spawn: the caller may hold threads and locks
     with ProcessPoolExecutor(min(workers, len(urls)), mp_context=get_context("spawn")) as pool:
-        waiting = {pool.submit(work, url): url for url in urls}
-        try:
-            for future in as_completed(waiting):
-                yield waiting.pop(future), future.result()
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+        yield from zip(urls, pool.map(work, urls))

@@ -21,13 +21,6 @@ def test_counts_are_found_beside_the_shards(tmp_path: Path) -> None:
     assert recorded_counts(["https://host/00000.tar"]) == [None]
 
 
-def test_a_damaged_record_counts_as_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    paths = [str(path) for path in write_shards(tmp_path, [3], sized=False)]
-    (tmp_path / "sizes.json").write_text("{")
-    assert recorded_counts(paths) == [None]
-    assert "sizes.json cannot be read" in caplog.text
-
-
 def test_scanned_counts_are_remembered_until_the_shard_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_shards(tmp_path, [5], sized=False)[0]
     assert scan_counts([str(path)]) == [5]
@@ -51,10 +44,3 @@ def test_damage_found_by_counting_is_reported_at_every_start(
         build_order(DataConfig(train=urls), urls, None, 1, 1, 0, None)
         (message,) = [r.getMessage() for r in caplog.records if "damaged" in r.getMessage()]
         assert message.startswith(f"2 of 3 shards are damaged (first: {urls[1]}, truncated_shard)"), (start, message)
-
-
-def test_counting_works_without_a_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write_shards(tmp_path, [5], sized=False)[0]
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert scan_counts([str(path)]) == [5]

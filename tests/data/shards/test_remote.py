@@ -1,12 +1,10 @@
 """Remote shards are read like local ones, over any network: faults are retried and counted, changes are noticed."""
 
 import random
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import fsspec
@@ -21,7 +19,7 @@ from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.store import Store
 from tests.data.files import write_shards
 from tests.data.shards.web import FAULTS, Web, serving
-from tests.data.streams import all_ids, contents, flat, ids, open_stream
+from tests.data.streams import contents, ids, open_stream
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("small_blocks")]
 
@@ -104,16 +102,6 @@ def test_a_storage_that_stays_away_ends_the_run_soon(tmp_path: Path, web: Web) -
             ids(stream, 50)
 
 
-def test_a_shard_given_up_costs_its_samples_alone(tmp_path: Path, web: Web) -> None:
-    paths = write_shards(tmp_path, [30, 30])
-    index.update_indexes([f"{web.url}/{path.name}" for path in paths])
-    web.faults = lambda number, path: "503" if path.endswith("1.tar") else None
-    with open_stream(f"{web.url}/{{00000..00001}}.tar", batch=30, shard_streams=1) as stream:
-        assert Counter(flat(ids(stream, 1))) == all_ids(paths[:1], [30])
-        ids(stream, 1)
-        assert stream.broken["unreachable_shard"] >= 30 and stream.seen["http_503"] >= 2
-
-
 class Hostile(Web):
     """Ignores ranges and sends without end, or claims a size that no object has."""
 
@@ -153,31 +141,10 @@ def test_the_hub_gets_the_token_and_its_store_does_not(tmp_path: Path, monkeypat
     assert members(samples) == members(read(str(path))[0]), problem
 
 
-class Shaky(fsspec.AbstractFileSystem):
-    """A file system without asyncio that fails at every third call."""
-
-    protocol, data, calls = "shaky", b"", 0
-
-    def info(self, path: str, **_: Any) -> dict[str, Any]:
-        return {"name": path, "size": len(self.data), "type": "file"}
-
-    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
-        Shaky.calls += 1
-        if Shaky.calls % 3 == 0:
-            raise ConnectionError("reset")
-        return self.data[start:end]
-
-
-def test_other_file_systems_of_fsspec_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_file_systems_of_fsspec_are_read(tmp_path: Path) -> None:
     path = write_shards(tmp_path, [30])[0]
-    expected = members(read(str(path))[0])
-    fsspec.register_implementation("shaky", Shaky, clobber=True)
-    monkeypatch.setattr(Shaky, "data", path.read_bytes())
-    samples, problem, counts = read("shaky://remote/00000.tar")
-    assert members(samples) == expected and problem.reason is None
-    assert counts == {EVENT + "failed_request": Shaky.calls // 3}
     fsspec.filesystem("memory").pipe("/remote/00000.tar", path.read_bytes())
-    assert members(read("memory://remote/00000.tar")[0]) == expected
+    assert members(read("memory://remote/00000.tar")[0]) == members(read(str(path))[0])
     assert read("memory://remote/none.tar")[1].reason == "missing_shard"
 
 
@@ -268,26 +235,3 @@ def test_a_copy_that_cannot_be_finished_leaves_nothing(tmp_path: Path, web: Web)
     web.faults = lambda number, _: "503" if number > 3 else None
     assert read(f"{web.url}/set/00000.tar", Access(str(tmp_path / "c")))[1].reason == "unreachable_shard"
     assert copies(tmp_path / "c") == []
-
-
-def test_readers_share_the_copies(tmp_path: Path, web: Web) -> None:
-    """Copies are made and removed by several at once, and every reader has whole ones."""
-    paths = write_shards(tmp_path / "set", [20, 21, 22])
-    access, wrong = Access(str(tmp_path / "c"), int(2.2 * paths[-1].stat().st_size)), []
-
-    def use(number: int) -> None:
-        for turn in range(6):
-            path = paths[(number + turn) % 3]
-            if fetch(f"{web.url}/set/{path.name}", access)[0] != path.read_bytes():
-                wrong.append(path)
-
-    threads = [threading.Thread(target=use, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
-    assert all(
-        copy.read_bytes() == (tmp_path / "set" / copy.name.rsplit("-", 1)[-1]).read_bytes()
-        for copy in copies(tmp_path / "c")
-    )

@@ -1,19 +1,14 @@
 """CSV, TSV and Parquet tables and folders of pictures are read as shards, with exact order and resuming."""
 
 import csv
-import io
 import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from PIL import Image
 
-from clipscale.cli.main import main
 from clipscale.common.errors import UserError
-from clipscale.config.data import AugmentConfig
 from clipscale.data.loader.host_batch import sample_id
 from clipscale.data.sample import RawSample
 from clipscale.data.shards import tables
@@ -143,11 +138,6 @@ def test_a_table_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         expand(str(tmp_path / "none.csv"))
 
 
-def test_rows_are_counted_by_stats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["data", "stats", str(write_table(tmp_path, "csv"))]) == 0
-    assert f"{ROWS} samples" in capsys.readouterr().out
-
-
 def test_a_folder_of_classes_captions_by_name_file_and_template(tmp_path: Path) -> None:
     for name in ("red_fox", "owl"):
         pictures(tmp_path / "set" / name)
@@ -164,11 +154,3 @@ def test_a_folder_of_classes_captions_by_name_file_and_template(tmp_path: Path) 
     more = Counter(raw.members["txt"] for raw in samples(expand(str(tmp_path / "set"))))
     assert more[b""] == more[b"an owl at night"] == 1
     assert [raw.key for raw in samples(urls)] == [raw.key for raw in raws], "a run keeps its list"
-
-
-def test_pixels_from_a_table_are_those_of_the_file(tmp_path: Path) -> None:
-    (tmp_path / "a.png").write_bytes(picture(3))
-    (tmp_path / "t.csv").write_text("image,caption\na.png,hello\n")
-    stream = open_stream(tmp_path / "t.csv", batch=1, augment=AugmentConfig(scale=(1.0, 1.0), ratio=(1.0, 1.0)))
-    expected = np.asarray(Image.open(io.BytesIO(picture(3)))).transpose(2, 0, 1)
-    assert np.array_equal(stream.next_batch().pixels(0, 1)[0].numpy(), expected)
