@@ -12,7 +12,8 @@ LR_SCALING = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
 """Rule -> power of the batch."""
 OBJECTIVES = ("softmax", "softmax_image", "softmax_text", "sigmoid")
 EXCHANGES = ("auto", "none", "replicated", "local", "gather", "ring")
-BACKENDS = ("auto", "dense", "tiled", "triton", "gluon")
+BACKENDS = ("auto", "dense", "tiled", "triton")
+SIMILARITIES = ("dot", "late")
 WEIGHTS = ("trained", "ema")
 WEIGHTS_HELP = "The weights as they are (`trained`), or their moving average (`ema`), which a run with `ema` keeps."
 SUITES = ("none", "imagenet", "infcl-table3", "vtab", "datacomp", "retrieval")
@@ -126,23 +127,13 @@ class LossConfig:
     """Which contrastive loss, and how it is computed. The fields are keyword arguments of `contrastive_loss`."""
 
     objective: str = setting("softmax", "`softmax` (CLIP), one direction, or `sigmoid` (SigLIP).", choices=OBJECTIVES)
-    similarity: str = setting("dot", "`dot`, or `late` interaction over tokens.", choices=("dot", "late"))
+    similarity: str = setting("dot", "`dot`, or `late` interaction over tokens.", choices=SIMILARITIES)
     exchange: str = setting("auto", "How ranks exchange features; `auto`: a ring over several.", choices=EXCHANGES)
     backend: str = setting(
-        "auto",
-        "`dense`: whole blocks of logits; `tiled`: torch, in tiles; `triton`; `gluon`: warp-specialised; `auto`: the device's best.",
-        choices=BACKENDS,
+        "auto", "`dense`: whole blocks of logits; `tiled`: torch, in tiles; `triton`; `auto`: the device's best.", choices=BACKENDS
     )
-    label_smoothing: float = setting(0.0, "Share of the target spread evenly over all candidates.", least=0, below=1)
     ranks_per_node: int | None = setting(
         None, "Two-level ring with this many ranks a node: inside nodes, then between them; null: one ring.", least=1
-    )
-    fp32_precision: str = setting("ieee", "For products of float32 features on CUDA.", choices=("ieee", "tf32"))
-    tile: int | None = setting(None, "Side of the torch backend's tiles; null: automatic.", least=1)
-    keep: str = setting(
-        "none",
-        "GPU memory for exponentials that spare the backward pass work: `none`, bytes (`8G`) or `auto` (half of what is free).",
-        check=parse_memory,
     )
 
 

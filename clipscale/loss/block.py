@@ -3,7 +3,6 @@
 Letters: n rows (images), m columns (texts), D feature width, T tokens of one sample.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -47,18 +46,11 @@ class RowBlock:
 
     def empty_lse(self) -> Tensor:
         """The log-sum-exp of no terms, (n,) float64."""
-        assert self.weight is not None
-        return torch.full_like(self.weight, -torch.inf, dtype=torch.float64)
+        return self.features.new_full((len(self),), -torch.inf, dtype=torch.float64)
 
     def empty_grad(self) -> Tensor:
         """A gradient of zeros, like the features, in sum_dtype."""
         return torch.zeros_like(self.features, dtype=sum_dtype(self.features.dtype))
-
-
-def joined(blocks: Sequence[RowBlock]) -> RowBlock:
-    """The rows of several blocks as one."""
-    names = blocks[0].present()
-    return RowBlock(**{name: torch.cat([getattr(block, name) for block in blocks]) for name in names})
 
 
 @dataclass
@@ -77,21 +69,18 @@ class Block:
     """The scores of `rows` against `cols`.
 
     `positive` is the column of row 0's positive. Row i has its positive in column positive + i, which may be outside of the block
-    (and negative in a tile). None: the block holds no positive. `at` is where the block begins: the number of the visit in its sweep,
-    and the row and column of that visit.
+    (and negative in a tile). None: the block holds no positive.
     """
 
     rows: RowBlock
     cols: RowBlock
     parameters: Parameters
     positive: int | None
-    at: tuple[int, int, int] = (0, 0, 0)
 
     def tile(self, row: int, height: int, col: int, width: int) -> "Block":
         """The part of the block from (row, col) on, at most height x width. All tensors are views."""
         positive = None if self.positive is None else self.positive + row - col
-        at = self.at[0], self.at[1] + row, self.at[2] + col
-        return Block(self.rows[row : row + height], self.cols[col : col + width], self.parameters, positive, at)
+        return Block(self.rows[row : row + height], self.cols[col : col + width], self.parameters, positive)
 
     @property
     def offset(self) -> int:

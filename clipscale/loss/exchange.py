@@ -1,8 +1,7 @@
 """How ranks share columns: each exchange visits all blocks of columns and returns what they collected to the rank that owns them.
 
 The forward pass collects log-sum-exps, joined by logaddexp; the backward pass collects feature gradients, joined by addition. `sweep` is
-the one loop of both. A rank that fails in a sweep completes its transfers, so that the others end too. No other file of the loss knows
-process groups.
+the one loop of both. No other file of the loss knows process groups.
 
 Letters: P ranks; n rows (images) and m columns (texts) of one rank, the same on all; D feature width.
 """
@@ -14,11 +13,11 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import record_function
 
-from clipscale.loss.block import RowBlock, joined
+from clipscale.loss.block import RowBlock
 
-MOST_JOINED = 8  # the first transfers of joined blocks overlap nothing
 BLOCK, WAIT = "contrastive_loss: block", "contrastive_loss: wait"  # spans in a profiler's trace
 Visit = Callable[[RowBlock, int | None], None]  # computes the rows against these columns; the number is Block.positive
 Hop = tuple[int, int]  # (rank to send to, rank to receive from)
@@ -44,10 +43,12 @@ class Communicator:
     bytes_sent: ClassVar[int] = 0
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup | None) -> "Communicator | None":
-        """The group's transfers. None: the group is this process alone. Raises ValueError on a rank outside of the group."""
+    def of(cls, group: dist.ProcessGroup | DeviceMesh | None) -> "Communicator | None":
+        """The transfers of the group, or of a mesh of one dimension. None: the group is this process alone."""
         if not dist.is_available() or not dist.is_initialized():
             return None
+        if isinstance(group, DeviceMesh):
+            group = group.get_group()
         if dist.get_rank(group) < 0:
             raise ValueError("this rank does not belong to the group that contrastive_loss was given")
         return cls(group) if dist.get_world_size(group) > 1 else None
@@ -74,22 +75,43 @@ class Communicator:
 
     def scatter(self, x: Tensor) -> Tensor:
         """(P n, ...) of each rank, summed over the ranks, to this rank's (n, ...)."""
-        own = x.new_empty(len(x) // self.size, *x.shape[1:])
-        dist.reduce_scatter_tensor(own, x, group=self.group)
-        Communicator.bytes_sent += (self.size - 1) * own.nbytes
-        return own
+        mine = x.new_empty(len(x) // self.size, *x.shape[1:])
+        dist.reduce_scatter_tensor(mine, x, group=self.group)
+        Communicator.bytes_sent += (self.size - 1) * mine.nbytes
+        return mine
 
     def scatter_lse(self, x: Tensor) -> Tensor:
         """Log-sum-exps (P n,) of each rank, joined over the ranks, to this rank's (n,): the largest first, then the sum of exponentials."""
         largest = self.reduce(x.clone(), dist.ReduceOp.MAX).clamp_min(torch.finfo(x.dtype).min)
-        own = self.scatter((x - largest).exp_())
-        return own.log_().add_(largest[self.rank * len(own) :][: len(own)])
+        mine = self.scatter((x - largest).exp_())
+        return mine.log_().add_(largest[self.rank * len(mine) :][: len(mine)])
 
     def reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """x reduced over the ranks, in place."""
         dist.all_reduce(x, op, group=self.group)
         Communicator.bytes_sent += 2 * (self.size - 1) * x.nbytes // self.size
         return x
+
+    def agree(
+        self, facts: Sequence[int], names: Sequence[str], problem: Exception | None, device: torch.device
+    ) -> None:
+        """Raise ValueError if another rank has a problem, or if the ranks differ in one of the named facts.
+
+        Without this small all-gather the other ranks would wait for a rank that raises, or that brings another batch size.
+        """
+        mine = torch.tensor([problem is not None, *facts], dtype=torch.int64, device=device)
+        gathered = self.gather(mine).view(self.size, -1).tolist()
+        if problem is not None:
+            return
+        if faulty := [str(rank) for rank, (failed, *_) in enumerate(gathered) if failed]:
+            raise ValueError(
+                f"contrastive_loss was refused on rank {', '.join(faulty)} of the group; the reason is in the error there"
+            )
+        for name, values in zip(names, list(zip(*gathered))[1:]):
+            if len(set(values)) > 1:
+                raise ValueError(
+                    f"contrastive_loss needs the same {name} on all ranks, but rank by rank it is {list(values)}"
+                )
 
 
 @dataclass(frozen=True)
@@ -106,52 +128,43 @@ LSE = Sums("lse", RowBlock.empty_lse, torch.logaddexp, Communicator.scatter_lse)
 GRAD = Sums("grad", RowBlock.empty_grad, torch.add, Communicator.scatter)
 
 
+def collected(cols: RowBlock, sums: Sums | None, visit: Visit, positive: int | None) -> Tensor | None:
+    """Visit one block of columns. Returns what the visit has summed for them."""
+    part = None
+    if sums is not None:
+        part = sums.empty(cols)
+        cols = replace(cols, **{sums.field: part})
+    with record_function(BLOCK):
+        visit(cols, positive)
+    return part
+
+
 class Single:
     """One process: its rows against its columns. The base of the other exchanges."""
 
     size = 1
-    visits = 1  # of each row in one sweep
     # Of the gradient that a rank computes for a replicated tensor, the part that is its local gradient.
     local_fraction = 1.0
-    failure: Exception | None = None  # of this rank in a sweep that other ranks take part in
-
-    def join(self, ranks: int) -> None:
-        """Compute the blocks of about so many ranks at once, where an exchange has a choice. All ranks ask for the same number."""
-
-    def prepare(self, warm_up: Callable[[], None]) -> None:
-        """Called before the first transfer of a sweep that other ranks take part in."""
 
     def sweep(self, cols: RowBlock, sums: Sums | None, visit: Visit) -> Tensor | None:
         """Visit all columns, given this rank's. Returns the sums of this rank's columns; None: none are wanted."""
-        return self.collected(cols, sums, visit, 0)
-
-    def collected(self, cols: RowBlock, sums: Sums | None, visit: Visit, positive: int | None) -> Tensor | None:
-        """Visit one block of columns. Returns what the visit has summed for them."""
-        if sums is None:
-            visit(cols, positive)
-            return None
-        part = sums.empty(cols)
-        visit(replace(cols, **{sums.field: part}), positive)
-        return part
+        return collected(cols, sums, visit, 0)
 
     def spread(self, rows: RowBlock, cols: RowBlock) -> tuple[RowBlock, RowBlock]:
         """The rows and columns that this rank computes with, given its own."""
         return rows, cols
 
-    def own_rows(self, x: Tensor) -> Tensor:
+    def local_rows(self, x: Tensor) -> Tensor:
         """This rank's part of a tensor over the spread rows."""
         return x
 
-    def own_cols(self, x: Tensor) -> Tensor:
+    def local_cols(self, x: Tensor) -> Tensor:
         """This rank's part of a tensor over the spread columns."""
         return x
 
     def total(self, x: Tensor) -> Tensor:
         """The sum of x over the ranks."""
         return x
-
-    def failures(self) -> list[str]:
-        return []
 
 
 class Grouped(Single):
@@ -164,34 +177,11 @@ class Grouped(Single):
     def total(self, x: Tensor) -> Tensor:
         return self.comm.reduce(x.clone())
 
-    def prepare(self, warm_up: Callable[[], None]) -> None:
-        try:
-            warm_up()
-        except Exception as error:
-            self.failure = error
-
-    def collected(self, cols: RowBlock, sums: Sums | None, visit: Visit, positive: int | None) -> Tensor | None:
-        """A visit that fails becomes `failure`. The other visits are skipped and their sums are NaN, so no rank waits for this one."""
-        if self.failure is None:
-            try:
-                with record_function(BLOCK):
-                    return super().collected(cols, sums, visit, positive)
-            except Exception as error:
-                self.failure = error
-        return None if sums is None else sums.empty(cols).fill_(torch.nan)
-
-    def failures(self) -> list[str]:
-        """The failure of every rank that has one, with its reason. All ranks call this together."""
-        own = None if self.failure is None else f"{type(self.failure).__name__}: {self.failure}"
-        reasons: list[str | None] = [None] * self.size
-        dist.all_gather_object(reasons, own, group=self.comm.group)
-        return [f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None]
-
     def gathered(self, block: RowBlock) -> RowBlock:
         """The blocks of all ranks, in rank order."""
-        found = block.received([self.comm.gather(x) for x in block.sent()])
-        found.weight = None if block.weight is None else block.weight.repeat(self.size)
-        return found
+        whole = block.received([self.comm.gather(x) for x in block.sent()])
+        whole.weight = None if block.weight is None else block.weight.repeat(self.size)
+        return whole
 
 
 class Replicated(Grouped):
@@ -209,11 +199,11 @@ class Replicated(Grouped):
             cols = cols[torch.cat([index[:, :n].flatten(), index[:, n:].flatten()])]
         return rows, cols
 
-    def own_rows(self, x: Tensor) -> Tensor:
+    def local_rows(self, x: Tensor) -> Tensor:
         return x[self.rank * self._n :][: self._n]
 
-    def own_cols(self, x: Tensor) -> Tensor:
-        positives, extra = self.own_rows(x), self._m - self._n
+    def local_cols(self, x: Tensor) -> Tensor:
+        positives, extra = self.local_rows(x), self._m - self._n
         return torch.cat([positives, x[self.size * self._n + self.rank * extra :][:extra]]) if extra else positives
 
 
@@ -222,76 +212,29 @@ class Gather(Grouped):
 
     def sweep(self, cols: RowBlock, sums: Sums | None, visit: Visit) -> Tensor | None:
         positive = self.rank * len(cols)
-        cols = self.gathered(cols)
-        part = self.collected(cols, sums, visit, positive)
+        part = collected(self.gathered(cols), sums, visit, positive)
         return None if sums is None or part is None else sums.scatter(self.comm, part)
 
 
 class Ring(Grouped):
-    """Rows stay. Columns travel from rank to rank, and their sums follow one hop behind.
-
-    Small blocks are joined: 2, 4 or 8 ranks, of as many nodes where there are two levels, first put their columns together. The joined
-    blocks travel past as many ranks (nodes) in a hop, so there are fewer visits, each of more columns. In the end the ranks add up what
-    they have found for each other. A rank sends the same features, and the sums of at most seven blocks more.
-    """
+    """Rows stay. Columns travel from rank to rank, and their sums follow one hop behind."""
 
     def __init__(self, communicator: Communicator, ranks_per_node: int | None = None) -> None:
         super().__init__(communicator)
-        self.ranks_per_node = ranks_per_node or self.size
-        self.join(1)
-
-    def join(self, ranks: int) -> None:
-        self.joined, levels = 1, self.ranks_per_node < self.size
-        self.stride = self.ranks_per_node if levels else 1  # between the ranks of a joined block
-        while self.joined < min(ranks, MOST_JOINED) and self.size // self.stride % (2 * self.joined) == 0:
-            self.joined *= 2
-        self.visits = self.size // self.joined
-        node, local = divmod(self.rank, self.stride)
-        place, self.seat = divmod(node, self.joined)
-        hops = ring_hops(place * self.stride + local, self.visits, self.stride if levels else self.visits)
-        self.hops = [(self._at(dest), self._at(src)) for dest, src in hops]
-
-    def _at(self, place: int) -> int:
-        """The rank with this one's seat at a place of the ring of joined blocks."""
-        node, local = divmod(place, self.stride)
-        return (node * self.joined + self.seat) * self.stride + local
+        self.hops = ring_hops(self.rank, self.size, ranks_per_node or self.size)
 
     def sweep(self, cols: RowBlock, sums: Sums | None, visit: Visit) -> Tensor | None:
-        own = self.seat * len(cols)
-        cols, part, behind = self._together(cols), None, None
-        for number, hop in enumerate(self.hops, start=1):
-            ahead = self.comm.post(cols.sent(), hop) if number < self.visits else None
-            part = self.collected(cols, sums, visit, own if number == 1 else None)
-            if sums is not None and part is not None and self.visits > 1:
+        behind = None
+        for number, hop in enumerate(self.hops):
+            ahead = self.comm.post(cols.sent(), hop) if number < self.size - 1 else None
+            part = collected(cols, sums, visit, None if number else 0)
+            if sums is not None and part is not None:
                 if behind is not None:
                     sums.join(part, behind.wait()[0], out=part)
                 behind = self.comm.post([part], hop, tag=1)
             if ahead is not None:
                 cols = cols.received(ahead.wait())
-        if sums is None or part is None:
-            return None
-        return self._apart(part if behind is None else behind.wait()[0], sums)
-
-    def _neighbours(self) -> list[int]:
-        """The ranks whose columns join this one's, one after the other: each time those that its partner has so far."""
-        seats = [self.seat ^ distance for distance in (1, 2, 4) if distance < self.joined]
-        return [self.rank + (seat - self.seat) * self.stride for seat in seats]
-
-    def _together(self, cols: RowBlock) -> RowBlock:
-        """The columns of the ranks of a joined block, in their order."""
-        for other in self._neighbours():
-            theirs = cols.received(self.comm.post(cols.sent(), (other, other)).wait())
-            cols = joined([cols, theirs] if self.rank < other else [theirs, cols])
-        return cols
-
-    def _apart(self, part: Tensor, sums: Sums) -> Tensor:
-        """This rank's sums, given those that the ranks at its seat have found for the whole joined block."""
-        for other in reversed(self._neighbours()):
-            halves = part.chunk(2)
-            mine, theirs = halves if self.rank < other else halves[::-1]
-            found = self.comm.post([theirs], (other, other), tag=1).wait()[0]
-            part = sums.join(mine, found, out=found)
-        return part
+        return None if behind is None else behind.wait()[0]
 
 
 def ring_hops(rank: int, size: int, ranks_per_node: int) -> list[Hop]:
@@ -301,7 +244,7 @@ def ring_hops(rank: int, size: int, ranks_per_node: int) -> list[Hop]:
     network card has one neighbour), and so on. The last hop returns them. With all ranks on one node this is the plain ring.
     Raises ValueError where `ranks_per_node` does not divide the number of ranks.
     """
-    if ranks_per_node < 1 or size % ranks_per_node:
+    if size % ranks_per_node:
         raise ValueError(f"ranks_per_node={ranks_per_node} must divide the {size} ranks of the group")
     nodes = size // ranks_per_node
 
@@ -313,32 +256,3 @@ def ring_hops(rank: int, size: int, ranks_per_node: int) -> list[Hop]:
     steps = [between if number % ranks_per_node == 0 else inside for number in range(1, size)]
     back = (-sum(node for node, _ in steps), -sum(local for _, local in steps))
     return [(moved(rank, *step), moved(rank, -step[0], -step[1])) for step in [*steps, back]]
-
-
-def agree(
-    comm: Communicator,
-    facts: Sequence[int],
-    names: Sequence[str],
-    problem: Exception | None,
-    device: torch.device,
-    wish: int = 1,
-) -> int:
-    """Raise ValueError if another rank has a problem, or if the ranks differ in one of the named facts. Returns their largest wish.
-
-    Without this small all-gather the other ranks would wait forever for a rank that raises, or that brings another batch size.
-    """
-    mine = torch.tensor([problem is not None, *facts, wish], dtype=torch.int64, device=device)
-    gathered = comm.gather(mine).view(comm.size, -1).tolist()
-    largest = max(row[-1] for row in gathered)
-    if problem is not None:
-        return largest
-    if faulty := [str(rank) for rank, (failed, *_) in enumerate(gathered) if failed]:
-        raise ValueError(
-            f"contrastive_loss was refused on rank {', '.join(faulty)} of the group; the reason is in the error there"
-        )
-    for name, values in zip(names, list(zip(*gathered))[1:]):
-        if len(set(values)) > 1:
-            raise ValueError(
-                f"contrastive_loss needs the same {name} on all ranks, but rank by rank it is {list(values)}"
-            )
-    return largest

@@ -1,4 +1,4 @@
-"""What the loss asks of the machine it runs on. A dry run (clipscale.plan) replaces it to answer for a GPU that is not there."""
+"""What the loss asks of the machine it runs on. A dry run (clipscale.plan) answers for a GPU that is not there."""
 
 import contextlib
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from clipscale.loss.triton.tuning import INTERPRETER, Tiles, capability_of, tiles_for
+from clipscale.loss.triton.tuning import INTERPRETER, Tiles, tiles_for
 
 T = TypeVar("T")
 
@@ -16,25 +16,27 @@ T = TypeVar("T")
 class Machine:
     """The machine of this process."""
 
-    def gpu_name(self, device: torch.device) -> str | None:
-        """The name of the GPU. None: the device is not a GPU."""
-        return torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    def __init__(self, tiles: Tiles | None = None, panel_bytes: int = 512 << 20, partial_bytes: int = 128 << 20) -> None:
+        """tiles: of the Triton kernels; None: those of the table. panel_bytes: of score gradients at a time; 16k x 16k of them in half
+        precision keep the library's matrix products large. partial_bytes: of partial sums, a 32k x 32k panel of 128 x 128 tiles."""
+        self._tiles, self.panel_bytes, self.partial_bytes = tiles, panel_bytes, partial_bytes
+
+    def is_gpu(self, device: torch.device) -> bool:
+        return device.type == "cuda"
 
     def parts(self, parts: Iterator[T]) -> Iterator[T]:
         """The tiles or panels of a block that are computed. A dry run takes the first: the others use the same buffers."""
         return parts
 
-    def tiles(self, device: torch.device, kernel_pass: str, arithmetic: str) -> Tiles:
-        """The entry of the tile table for a device; on the CPU that of Triton's interpreter."""
-        return tiles_for(capability_of(device), kernel_pass, arithmetic) if device.type == "cuda" else INTERPRETER
+    def tiles(self, device: torch.device, dtype: torch.dtype) -> Tiles:
+        """Of the Triton kernels."""
+        if self._tiles:
+            return self._tiles
+        return tiles_for(_capability(device), dtype) if device.type == "cuda" else INTERPRETER
 
-    def compute_capability(self, device: torch.device) -> int:
-        """90 for 9.0. Triton's interpreter loads operands as Ampere does, through pointers."""
-        return capability_of(device) if device.type == "cuda" else 80
-
-    def multiprocessors(self, device: torch.device) -> int:
-        """Of the GPU; the interpreter has one."""
-        return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    def has_descriptors(self, x: Tensor) -> bool:
+        """Whether kernels load and store by tensor descriptors (TMA, from Hopper on). float32 products would spill."""
+        return x.is_cuda and _capability(x.device) >= 90 and x.dtype != torch.float32
 
     def free_bytes(self, device: torch.device) -> int:
         """Memory of the GPU that is free, with what torch's allocator holds in reserve; none elsewhere."""
@@ -43,67 +45,51 @@ class Machine:
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
-    def aligned(self, x: Tensor, depth: int) -> Tensor:
-        """x (n, D) with D padded by zeros to a multiple of `depth` and rows that load 16 bytes at a time."""
-        x = x.detach()
-        if x.device.type == "cpu" and x.dtype == torch.bfloat16:
-            # Triton's interpreter multiplies bfloat16 by its bits. The products of widened numbers are those of the hardware.
-            x = x.float()
-        n, width = x.shape
-        padded = -(-width // depth) * depth
-        if padded == width and x.stride(1) == 1 and x.stride(0) % 16 == 0 and x.data_ptr() % 16 == 0:
-            return x
-        if padded == width:
-            return x.clone(memory_format=torch.contiguous_format)
-        out = x.new_zeros((n, padded))
-        out[:, :width] = x
-        return out
-
-    def launch(
-        self, kernel: Any, grid: int, device: torch.device, tiles: Tiles, *arguments: Any, **constants: Any
-    ) -> None:
-        """Run a Triton kernel. Raises RuntimeError with the kernel, the device, the tiles and the reason where that fails."""
-        on_device = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-        try:
-            with on_device:
-                kernel[(grid,)](
-                    *arguments, **constants, num_warps=tiles.warps, num_stages=tiles.stages, maxnreg=tiles.registers,
-                    enable_fp_fusion=True,
-                )  # fmt: skip
-        except Exception as error:
-            name = getattr(kernel, "__name__", str(kernel))
-            where = self.gpu_name(device) or "the interpreter"
-            raise RuntimeError(
-                f"the Triton kernel {name} failed on {where} with {tiles}: {type(error).__name__}: {error}"
-            ) from error
+    def launch(self, kernel: Any, programs: int, device: torch.device, *arguments: Any, **options: Any) -> None:
+        """Run so many programs of a Triton kernel."""
+        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+            kernel[(programs,)](*arguments, **options)
 
     def add_product(self, out: Tensor, a: Tensor, b: Tensor) -> None:
-        """out += a b by the GEMM library, accumulated in float32."""
-        if a.device.type == "cpu":
+        """out (float32) += a b by the GEMM library, accumulated in float32."""
+        if a.dtype == torch.float32 or a.device.type == "cpu":
             out.addmm_(a.float(), b.float())
-        elif a.dtype == torch.float32:
-            out.addmm_(a, b)
+        elif _addmm_widens(a.device, a.dtype):
+            torch.addmm(out, a, b, out_dtype=torch.float32, out=out)
         else:
-            add_half_product(out, a, b)
+            out.add_(torch.mm(a, b, out_dtype=torch.float32))
 
 
-def add_half_product(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """out (float32) += a b for half-precision operands. Where addmm cannot widen, the product takes memory of its own."""
-    if _addmm_widens(a.device, a.dtype):
-        torch.addmm(out, a, b, out_dtype=torch.float32, out=out)
-    else:
-        out.add_(torch.mm(a, b, out_dtype=torch.float32))
+here = Machine()
+"""The machine that calls of the loss use."""
+
+
+@contextlib.contextmanager
+def replaced(machine: Machine) -> Iterator[None]:
+    """Calls of the loss inside, and their backward passes, run on another machine: a dry run's, or one with other tiles."""
+    global here
+    before, here = here, machine
+    try:
+        yield
+    finally:
+        here = before
+
+
+@cache
+def _capability(device: torch.device) -> int:
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
 
 
 @cache
 def _addmm_widens(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether torch has addmm(float32, half, half, out_dtype=) for the device (pull request 167931, November 2025): tried once."""
-    out, half = torch.zeros(16, 16, device=device), torch.zeros(16, 16, dtype=dtype, device=device)
+    """Whether torch has addmm(float32, half, half, out_dtype=) for the device (pull request 167931, November 2025), and it adds up."""
+    out, half = torch.ones(16, 16, device=device), torch.ones(16, 16, dtype=dtype, device=device)
     try:
         torch.addmm(out, half, half, out_dtype=torch.float32, out=out)
     except (RuntimeError, TypeError):
         return False
-    return True
+    return bool((out == 17).all())
 
 
 @contextlib.contextmanager

@@ -18,21 +18,17 @@ def dense_contrastive_loss(
     logit_bias: Tensor | float = 0.0,
     objective: str = "softmax",
     similarity: str | nn.Module = "dot",
-    label_smoothing: float = 0.0,
-    image_keys: Tensor | None = None,
-    text_keys: Tensor | None = None,
-    image_mask: Tensor | None = None,
-    text_mask: Tensor | None = None,
+    keys: tuple[Tensor, Tensor] | None = None,
+    masks: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Tensor:
     """What `contrastive_loss` returns for the batch of all ranks, in the inputs' precision. Texts from the N-th on are hard negatives."""
     n, m = len(image_features), len(text_features)
     target = torch.arange(n, device=image_features.device)
-    to_text, to_image = dense_similarities(image_features, text_features, similarity, image_mask, text_mask)
+    to_text, to_image = dense_similarities(image_features, text_features, similarity, *masks)
     positive = F.one_hot(target, m).bool()
     left_out = torch.zeros_like(positive)
-    if image_keys is not None:
-        text_keys = image_keys if text_keys is None else text_keys
-        left_out = (image_keys[:, None] == text_keys[None, :]) & ~positive
+    if keys is not None:
+        left_out = (keys[0][:, None] == keys[1][None, :]) & ~positive
 
     if objective == "sigmoid":
         logits = logit_scale * (to_text + to_image) / 2 + logit_bias
@@ -40,8 +36,7 @@ def dense_contrastive_loss(
         return terms.masked_fill(left_out, 0).sum() / n
     rows = (logit_scale * to_text).masked_fill(left_out, -torch.inf)
     cols = (logit_scale * to_image).masked_fill(left_out, -torch.inf).T[:n]
-    image_loss = F.cross_entropy(rows, target, label_smoothing=label_smoothing)
-    text_loss = F.cross_entropy(cols, target, label_smoothing=label_smoothing)
+    image_loss, text_loss = F.cross_entropy(rows, target), F.cross_entropy(cols, target)
     return {"softmax": (image_loss + text_loss) / 2, "softmax_image": image_loss, "softmax_text": text_loss}[objective]
 
 

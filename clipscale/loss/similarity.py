@@ -39,8 +39,7 @@ class Dot:
     def scores(self, tile: Block, out: Tensor) -> list[Tensor]:
         return [product(tile.rows.features, tile.cols.features.T, out, float(tile.parameters.scale))]
 
-    def vjp(self, tile: Block, out: Tensor, known: Tensor | None = None) -> tuple[list[Tensor], Vjp]:
-        """`known`: the scores, where a forward pass has kept them."""
+    def vjp(self, tile: Block, out: Tensor) -> tuple[list[Tensor], Vjp]:
         rows, cols, scale = tile.rows, tile.cols, float(tile.parameters.scale)
 
         def vjp(score_grads: list[Tensor]) -> None:
@@ -50,7 +49,7 @@ class Dot:
             if cols.grad is not None:
                 product(g_nm.T, rows.features, cols.grad, scale, beta=1)
 
-        return self.scores(tile, out) if known is None else [known], vjp
+        return self.scores(tile, out), vjp
 
     def swapped(self) -> "Dot":
         return self
@@ -86,7 +85,7 @@ class Deep:
         with torch.no_grad():
             return [score * scale for score in self._similarities(tile.rows, tile.cols, scale.dtype)]
 
-    def vjp(self, tile: Block, out: Tensor, known: Tensor | None = None) -> tuple[list[Tensor], Vjp]:
+    def vjp(self, tile: Block, out: Tensor) -> tuple[list[Tensor], Vjp]:
         parameters = tile.parameters
         leaves: list[tuple[Tensor, Tensor]] = []  # (leaf of the graph, the sum of its gradients)
 
@@ -124,13 +123,13 @@ class Deep:
     def _similarities(self, rows: RowBlock, cols: RowBlock, dtype: torch.dtype) -> list[Tensor]:
         enabled, autocast_dtype = self._autocast
         with torch.autocast(self._device_type, autocast_dtype, enabled):
-            found = [s.T for s in reversed(self._pairs(cols, rows))] if self.is_swapped else self._pairs(rows, cols)
-        if any(s.shape != (len(rows), len(cols)) for s in found):
-            shapes = ", ".join(str(tuple(s.shape)) for s in found)
+            scores = [s.T for s in reversed(self._pairs(cols, rows))] if self.is_swapped else self._pairs(rows, cols)
+        if any(s.shape != (len(rows), len(cols)) for s in scores):
             raise ValueError(
-                f"the similarity module must map {len(rows)} images and {len(cols)} texts to ({len(rows)}, {len(cols)}) but gave {shapes}"
+                f"the similarity module must map {len(rows)} images and {len(cols)} texts to one number for each pair, but gave "
+                + ", ".join(str(tuple(s.shape)) for s in scores)
             )
-        return [s.to(dtype) for s in found]
+        return [s.to(dtype) for s in scores]
 
     def _pairs(self, images: RowBlock, texts: RowBlock) -> list[Tensor]:
         assert self.module is not None
@@ -184,11 +183,11 @@ def product(a: Tensor, b: Tensor, out: Tensor, alpha: float, beta: float = 0.0) 
 
 def row_products(x: Tensor, y: Tensor) -> Tensor:
     """<x_i, y_i> (n,) in float64, for x and y (n, ...). Works in slabs of rows, since the product of both is as large as they are."""
-    found = torch.empty(len(x), dtype=torch.float64, device=x.device)
-    step = max(1, (2**24 if x.is_cuda else 2**20) // max(1, x[0].numel()))
-    for a, b, place in zip(x.split(step), y.split(step), found.split(step)):
+    products = torch.empty(len(x), dtype=torch.float64, device=x.device)
+    step = max(1, (2**24 if x.is_cuda else 2**20) // x[0].numel())
+    for a, b, place in zip(x.split(step), y.split(step), products.split(step)):
         place.copy_((widened(a) * b).reshape(len(a), -1).sum(1, dtype=torch.float64))
-    return found
+    return products
 
 
 def _masked_mean(x: Tensor, mask: Tensor | None, dim: int) -> Tensor:

@@ -3,50 +3,34 @@
 With tiles the extra memory is two tiles. As `dense` one tile is the whole block, with memory quadratic in the batch.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from torch import Tensor
 
+from clipscale.loss import machine
 from clipscale.loss.block import Block, exclude_duplicates
-from clipscale.loss.kept import Kept
-from clipscale.loss.machine import Machine
-from clipscale.loss.objective import Objective, Sigmoid
-from clipscale.loss.similarity import Dot, Similarity
+from clipscale.loss.objective import Objective
+from clipscale.loss.similarity import Similarity
 
 
 class TorchBackend:
-    """The functions of a backend, written over an objective and a similarity.
+    """The two functions of a backend, written over an objective and a similarity. `dense`: one tile a block."""
 
-    `tile` is the side of the tiles; None: the similarity's choice; 0: the whole block. With `keep` (for the dot product and a single
-    visit to a single tile) the scores stay in memory between the passes, as in a plain graph: three matmuls instead of four. `kept` does
-    the same, for the dot product, with exponentials of as many tiles as fit its budget.
-    """
+    width_step = 1
+    """The width of features is padded to a multiple of this."""
 
-    def __init__(
-        self,
-        objective: Objective,
-        similarity: Similarity,
-        tile: int | None = None,
-        keep: bool = False,
-        machine: Machine | None = None,
-        kept: Kept | None = None,
-    ) -> None:
-        self.objective, self.similarity, self.tile = objective, similarity, tile
-        self.machine = machine or Machine()
-        # A module's tiles must be the same in both passes, or they would draw other random numbers.
-        self.splits_rows = tile != 0 and similarity.homogeneous
+    def __init__(self, objective: Objective, similarity: Similarity, dense: bool) -> None:
+        self.objective, self.similarity, self.dense = objective, similarity, dense
+        self.machine = machine.here
         self.sums_scale_grad = not similarity.homogeneous
-        self.sums_pairs = isinstance(objective, Sigmoid)
-        self.keep = keep and tile == 0 and isinstance(similarity, Dot)
-        self.kept = kept if kept is not None and not self.keep and isinstance(similarity, Dot) else Kept()
-        self._kept: Tensor | None = None
+        """Whether `backward` sums the scale's gradient; otherwise scale dL/dscale = sum_i <u_i, dU_i> gives it."""
+        self.sums_pairs = objective.sums_pairs
+        """Whether the objective is a sum over pairs: then `backward` needs no `forward`, and finds the value too."""
         self._buffers: list[Tensor] = []
 
-    def padded_width(self, features: Tensor) -> int:
-        return features.shape[-1]
-
-    def warm_up(self, block: Block) -> None:
-        """Nothing is compiled."""
+    def missing_factor(self, scale: Tensor) -> Tensor | float:
+        """What the sums of feature gradients are still to be multiplied by."""
+        return 1.0
 
     def forward(self, block: Block) -> None:
         """Merge the block into the log-sum-exps of its rows and columns and into its rows' targets, in place."""
@@ -54,54 +38,29 @@ class TorchBackend:
         for tile in self._tiles(block):
             out, spare = self._scratch(tile)
             scores = self.similarity.scores(tile, out)
-            if self.keep:
-                self._kept = scores[0].clone()
             tile_bound = _bound(scores) if bound is None else bound
             exclude_duplicates(scores, tile)
-            found = self.objective.forward(scores, tile, tile_bound, spare)
-            if found is not None:
-                self.kept.add(*found, tile, block)
+            self.objective.forward(scores, tile, tile_bound, spare)
         self._buffers = []
 
     def backward(self, block: Block) -> None:
-        """Add the block's part of the gradients to every `grad` that is not None, in place, given both complete log-sum-exps."""
-        self._differentiate(block, self.objective.backward)
+        """Add the block's part of the gradients to every `grad` that is not None, in place, given both complete log-sum-exps.
 
-    def forward_backward(self, block: Block) -> None:
-        """Both in one pass over the tiles, for a sum over pairs."""
-        assert isinstance(self.objective, Sigmoid)
-        self._differentiate(block, self.objective.forward_backward)
-
-    def _differentiate(self, block: Block, derivative: Callable[..., list[Tensor]]) -> None:
+        Of a sum over pairs, also the block's part of the value, where the rows have targets.
+        """
         bound = self.similarity.bound(block)
         for tile in self._tiles(block):
             out, spare = self._scratch(tile)
-            if self._differentiated_from_kept(tile, out, spare):
-                continue
-            scores, vjp = self.similarity.vjp(tile, out, self._kept)
-            self._kept = None
+            scores, vjp = self.similarity.vjp(tile, out)
             tile_bound = _bound(scores) if bound is None else bound
             exclude_duplicates(scores, tile)
-            vjp(derivative(scores, tile, tile_bound, spare))
+            vjp(self.objective.backward(scores, tile, tile_bound, spare))
         self._buffers = []
 
-    def _differentiated_from_kept(self, tile: Block, out: Tensor, spare: Tensor) -> bool:
-        """Whether the tile's exponentials were kept and of use; then its gradients are added."""
-        reference = self.kept.take(tile, out)
-        if reference is None or isinstance(self.objective, Sigmoid):
-            return False
-        grads = self.objective.backward_from(out, reference, tile, spare)
-        if grads is None:
-            return False
-        _, vjp = self.similarity.vjp(tile, out, out)
-        vjp(grads)
-        return True
-
     def _tiles(self, block: Block) -> Iterator[Block]:
-        n, m = len(block.rows), len(block.cols)
-        height, width = self.tile or n, self.tile or m
-        if self.tile is None:
-            on_gpu = self.machine.gpu_name(block.rows.features.device) is not None
+        n, m = height, width = len(block.rows), len(block.cols)
+        if not self.dense:
+            on_gpu = self.machine.is_gpu(block.rows.features.device)
             height, width = self.similarity.tile_shape(block, on_gpu)
         corners = ((row, col) for row in range(0, n, height) for col in range(0, m, width))
         return self.machine.parts(block.tile(row, height, col, width) for row, col in corners)

@@ -27,8 +27,7 @@ from clipscale.distributed import world as distributed
 from clipscale.distributed.fsdp import check_weights, replicate_state, sharding
 from clipscale.distributed.sums import GradientSum, SummedTower
 from clipscale.distributed.world import World
-from clipscale.loss.api import configured_loss
-from clipscale.loss.machine import Machine
+from clipscale.loss.api import contrastive_loss
 from clipscale.models.towers import ClipModel, StoredTower, build_model
 from clipscale.state.empty_model import EmptyModel
 from clipscale.step.captions import CaptionRule
@@ -47,8 +46,6 @@ class TrainState:
     """The model while it has no memory."""
     sums: Sequence[GradientSum] = ()
     """Of the gradients of scale and bias, since the loss's backward pass."""
-    machine: Machine | None = None
-    """Where the loss runs; None: on this machine. A dry run replaces it."""
 
     def __init__(self, config: TrainConfig, world: World, folder: Path, saved: Saved | None) -> None:
         self.notes: list[str] = []
@@ -201,8 +198,7 @@ class TrainState:
         size = self.cache.towers[0].size if self.config.cache.negatives == "chunk" else len(image_features)
         with self.precision.autocast():
             parts = [
-                configured_loss(u, v, scale, bias, c, check=False, machine=self.machine)
-                * (len(u) / len(image_features))
+                contrastive_loss(u, v, scale, logit_bias=bias, check=False, **vars(c)) * (len(u) / len(image_features))
                 for u, v in zip(image_features.split(size), text_features.split(size), strict=True)
             ]
             return torch.stack(parts).sum()

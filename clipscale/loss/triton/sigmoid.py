@@ -1,4 +1,4 @@
-"""The Triton kernel of the sigmoid objective: the loss of a panel, a panel of the gradient, or both.
+"""The Triton kernel of the sigmoid objective: the loss of a panel and a panel of the score gradient, from one product of the features.
 
 Letters: N rows (images) and M columns (texts) of the panel, D feature width; BM x BN the tile, BK the step along D.
 The logits are l_ij = scale <u_i, v_j> + bias. Below they are negated at the positives, so that every pair's term is softplus(l).
@@ -10,40 +10,20 @@ The logits are l_ij = scale <u_i, v_j> + bias. Below they are negated at the pos
 import triton
 import triton.language as tl
 
-from clipscale.loss.triton.tiles import crosses, left_out, quarters, store_part, summable, tile_dots, tile_position
-
-LOG2E = tl.constexpr(1.4426950408889634)
-NOTHING = tl.constexpr(float("-inf"))
-
-
-@triton.jit
-def signed_logits(dots, scale, bias, first_row, first_col, rows, cols, n, m, positive):
-    """l of these rows and columns; -inf past the end."""
-    logits = dots * scale + bias
-    if crosses(first_row, first_col, positive, dots.shape[0], dots.shape[1]):
-        logits = tl.where(cols[None, :] == (rows + positive)[:, None], -logits, logits)
-    if (first_row + dots.shape[0] > n) | (first_col + dots.shape[1] > m):
-        logits = tl.where((rows < n)[:, None] & (cols < m)[None, :], logits, NOTHING)
-    return logits
+from clipscale.loss.triton.tiles import (
+    LOG2E,
+    NOTHING,
+    UNIT,
+    has_positives,
+    store_tile,
+    tile_dots,
+    tile_position,
+    where_counted,
+)
 
 
 @triton.jit
-def softplus(logits, small):
-    """log(1 + e^l), where small is e^-|l|."""
-    return tl.maximum(logits, 0.0) + _log1p(small)
-
-
-@triton.jit
-def derivatives(logits, small, first_row, first_col, rows, cols, positive):
-    """sigmoid(l), and -sigmoid(l) at the positives (where l is negated): nothing cancels."""
-    g = tl.where(logits >= 0, 1.0, small) / (1.0 + small)
-    if crosses(first_row, first_col, positive, logits.shape[0], logits.shape[1]):
-        g = tl.where(cols[None, :] == (rows + positive)[:, None], -g, g)
-    return g
-
-
-@triton.jit
-def _log1p(x):
+def log1p(x):
     """log(1 + x) for x in [0, 1], to 2e-7 relative. log of a rounded 1 + x is wrong by any factor where x is tiny, as SigLIP's terms are.
 
     x times a polynomial: the interpolant of log(1 + x) / x at ten Chebyshev nodes.
@@ -62,44 +42,27 @@ def _log1p(x):
 
 @triton.jit(do_not_specialize=["n", "m", "positive"])
 def sigmoid_kernel(
-    u, v, scale, bias, gradient_scale, row_keys, col_keys, panel, values, sums, products,
-    n, m, depth, stride_u, stride_v, stride_panel, positive,
-    VALUE: tl.constexpr, GRADIENT: tl.constexpr, STORE: tl.constexpr, KEYS: tl.constexpr, TMA: tl.constexpr,
-    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    u, v, scale, row_keys, col_keys, n, m, depth, stride_u, stride_v, positive, bias, panel, stride_panel, sums,
+    TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """With VALUE, values[program] = the sum of softplus(l) over the tile.
+    """panel (N and M rounded up to whole tiles) = UNIT * G of one tile, zero past the end; G is sigmoid(l), -sigmoid(l) at positives.
 
-    With GRADIENT, sums[program] = the sum of its derivative in the logits, products[program] = the sum of the derivative's products with
-    <u_i, v_j>, and with STORE panel (N, M rounded up to whole tiles) = gradient_scale * the derivative, zero past the end.
+    sums (3, programs) = the tile's sum of softplus(l), of UNIT * G, and of UNIT * G_ij <u_i, v_j>.
     """
-    tile_row, tile_col = tile_position(n, m, BM, BN, GROUP)
-    dots = tile_dots(u, v, tile_row, tile_col, n, m, depth, stride_u, stride_v, TMA, PRECISION, BM, BN, BK)
-    scale_, bias_, gradient_scale_ = tl.load(scale), tl.load(bias), tl.load(gradient_scale)
-    WIDTH: tl.constexpr = BN // 4
-    parts = quarters(dots)
-    value = tl.zeros((BM,), dtype=tl.float32)
-    sum_ = tl.zeros((BM,), dtype=tl.float32)
-    product = tl.zeros((BM,), dtype=tl.float32)
-    first_row = tile_row * BM
-    rows = first_row + tl.arange(0, BM)
-    for part in tl.static_range(4):
-        first_col = tile_col * BN + part * WIDTH
-        cols = first_col + tl.arange(0, WIDTH)
-        logits = signed_logits(parts[part], scale_, bias_, first_row, first_col, rows, cols, n, m, positive)
-        if KEYS:
-            logits = tl.where(left_out(rows, cols, n, m, row_keys, col_keys, positive), NOTHING, logits)
-        small = tl.exp2(-tl.abs(logits) * LOG2E)
-        if VALUE:
-            value += tl.sum(softplus(logits, small), axis=1)
-        if GRADIENT:
-            g = derivatives(logits, small, first_row, first_col, rows, cols, positive)
-            if STORE:
-                store_part(panel, g * gradient_scale_, first_row, first_col, stride_panel, TMA)
-            sum_ += tl.sum(g, axis=1)
-            product += tl.sum(g * summable(parts[part], n), axis=1)
-    program = tl.program_id(0)
-    if VALUE:
-        tl.store(values + program, tl.sum(value, axis=0))
-    if GRADIENT:
-        tl.store(sums + program, tl.sum(sum_, axis=0))
-        tl.store(products + program, tl.sum(product, axis=0))
+    tile_row, tile_col = tile_position(n, m, BM, BN)
+    rows, cols = tile_row * BM + tl.arange(0, BM), tile_col * BN + tl.arange(0, BN)
+    dots = tile_dots(u, v, tile_row, tile_col, n, m, depth, stride_u, stride_v, TMA, BM, BN, BK)
+    logits = dots * tl.load(scale) + tl.load(bias)
+    sign = tl.full((BM, BN), UNIT, tl.float32)
+    if has_positives(tile_row, tile_col, positive, BM, BN):
+        sign = tl.where(cols[None, :] == (rows + positive)[:, None], -UNIT, UNIT)
+        logits = tl.where(sign < 0, -logits, logits)
+    logits = where_counted(logits, NOTHING, rows, cols, n, m, row_keys, col_keys, positive)
+    small = tl.exp2(-tl.abs(logits) * LOG2E)
+    value = tl.maximum(logits, 0.0) + log1p(small)
+    g = sign * tl.where(logits >= 0, 1.0, small) / (1.0 + small)  # nothing cancels
+    store_tile(panel, g, tile_row, tile_col, stride_panel, TMA, BM, BN)
+    out, count = sums + tl.program_id(0), tl.num_programs(0)
+    tl.store(out, tl.sum(tl.sum(value, axis=1), axis=0))
+    tl.store(out + count, tl.sum(tl.sum(g, axis=1), axis=0))
+    tl.store(out + 2 * count, tl.sum(tl.sum(g * dots, axis=1), axis=0))
