@@ -130,7 +130,9 @@ class LossConfig:
     similarity: str = setting("dot", "`dot`, or `late` interaction over tokens.", choices=SIMILARITIES)
     exchange: str = setting("auto", "How ranks exchange features; `auto`: a ring over several.", choices=EXCHANGES)
     backend: str = setting(
-        "auto", "`dense`: whole blocks of logits; `tiled`: torch, in tiles; `triton`; `auto`: the device's best.", choices=BACKENDS
+        "auto",
+        "`dense`: whole blocks of logits; `tiled`: torch, in tiles; `triton`; `auto`: the device's best.",
+        choices=BACKENDS,
     )
     ranks_per_node: int | None = setting(
         None, "Two-level ring with this many ranks a node: inside nodes, then between them; null: one ring.", least=1

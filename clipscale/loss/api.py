@@ -143,7 +143,12 @@ def contrastive_loss(
 
 def _check_choices(**given: str) -> None:
     """Raise ValueError for a word that is no choice of its argument."""
-    choices = {"objective": OBJECTIVES, "similarity": (*SIMILARITIES, "module"), "exchange": EXCHANGES, "backend": BACKENDS}
+    choices = {
+        "objective": OBJECTIVES,
+        "similarity": (*SIMILARITIES, "module"),
+        "exchange": EXCHANGES,
+        "backend": BACKENDS,
+    }
     for name, value in given.items():
         if value not in choices[name]:
             raise ValueError(f"{name}={value!r} is not one of {', '.join(choices[name])}")

@@ -16,7 +16,9 @@ T = TypeVar("T")
 class Machine:
     """The machine of this process."""
 
-    def __init__(self, tiles: Tiles | None = None, panel_bytes: int = 512 << 20, partial_bytes: int = 128 << 20) -> None:
+    def __init__(
+        self, tiles: Tiles | None = None, panel_bytes: int = 512 << 20, partial_bytes: int = 128 << 20
+    ) -> None:
         """tiles: of the Triton kernels; None: those of the table. panel_bytes: of score gradients at a time; 16k x 16k of them in half
         precision keep the library's matrix products large. partial_bytes: of partial sums, a 32k x 32k panel of 128 x 128 tiles."""
         self._tiles, self.panel_bytes, self.partial_bytes = tiles, panel_bytes, partial_bytes

@@ -24,6 +24,7 @@ from clipscale.config.train import TrainConfig
 from clipscale.data.features import StoredFeatures
 from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.distributed.world import World, local, sync_batch_norm
+from clipscale.loss import machine
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.models.weights import without_weights
 from clipscale.plan.memory_tracker import DryMachine, MemoryTracker, cuda_autocast, without_memory
@@ -148,6 +149,9 @@ class DdpBuckets(nn.Module):
 class DryRunState(TrainState):
     """The trainer's state without pretrained weights; chunk sizes are set before each step."""
 
+    machine: DryMachine
+    """Where the loss runs."""
+
     def build_model(self) -> ClipModel:
         return build_model(without_weights(self.config.model))
 
@@ -162,6 +166,10 @@ class DryRunState(TrainState):
 
     def chunks(self) -> list[int]:
         return [1, 1]
+
+    def loss(self, image_features: Tensor, text_features: Tensor) -> Tensor:
+        with machine.replaced(self.machine):
+            return super().loss(image_features, text_features)
 
 
 class DryRun:

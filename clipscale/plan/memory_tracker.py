@@ -110,10 +110,6 @@ def without_memory() -> Iterator[MemoryTracker]:
         yield tracker
 
 
-MULTIPROCESSORS = {8: 108, 9: 132, 10: 148}
-"""Of an A100, an H100 or H200, and a B200, by compute capability."""
-
-
 class DryMachine(Machine):
     """A GPU of a compute capability, or (None) the CPU, for the loss of tensors without values.
 
@@ -122,26 +118,17 @@ class DryMachine(Machine):
     """
 
     def __init__(self, capability: int | None) -> None:
+        super().__init__()
         self.capability = capability
 
-    def gpu_name(self, device: torch.device) -> str | None:
-        return f"a GPU of compute capability {self.capability}" if self.capability else None
+    def is_gpu(self, device: torch.device) -> bool:
+        return self.capability is not None
 
     def parts(self, parts: Iterator[T]) -> Iterator[T]:
         return itertools.islice(parts, 1)
 
-    def tiles(self, device: torch.device, kernel_pass: str, arithmetic: str) -> Tiles:
-        return tiles_for(self.capability, kernel_pass, arithmetic) if self.capability else INTERPRETER
-
-    def compute_capability(self, device: torch.device) -> int:
-        return 80  # operands without values have no descriptors
-
-    def multiprocessors(self, device: torch.device) -> int:
-        return MULTIPROCESSORS.get((self.capability or 0) // 10, 1)
-
-    def aligned(self, x: Tensor, depth: int) -> Tensor:
-        padded = -(-x.shape[1] // depth) * depth
-        return x if padded == x.shape[1] else x.new_zeros((len(x), padded))
+    def tiles(self, device: torch.device, dtype: torch.dtype) -> Tiles:
+        return tiles_for(self.capability, dtype) if self.capability else INTERPRETER
 
     def launch(self, *arguments: Any, **constants: Any) -> None:
         pass

@@ -62,8 +62,6 @@ def _for_gpu(config: PlanConfig, needs: Needs, chunk: int | None) -> dict[str, P
         tiled = replace(loss, backend="auto", exchange="none" if loss.exchange == "none" else "auto")
         word = "loss=infcl" if tiled == LossConfig() else f"loss.backend=auto loss.exchange={tiled.exchange}"
         found[word] = replace(config, loss=tiled)
-    if needs.phase == "loss" and loss.keep != "none":
-        found["loss.keep=none"] = replace(config, loss=replace(loss, keep="none"))
     own_chunks = cache.image_chunk or cache.text_chunk
     if needs.phase in ("encode", "replay") and chunk and cache.chunk != str(chunk) and not own_chunks:
         found[f"cache.chunk={chunk}"] = replace(config, cache=replace(cache, chunk=str(chunk)))

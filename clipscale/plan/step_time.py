@@ -6,7 +6,6 @@ b: samples of one rank, P: ranks, D: feature width.
 from dataclasses import dataclass
 
 from clipscale.common.hardware import Hardware
-from clipscale.common.units import parse_memory
 from clipscale.config.tools import PlanConfig
 from clipscale.data.loader.captions import GRAIN
 from clipscale.models.captions import expected_to_cut
@@ -51,7 +50,7 @@ def step_time(config: PlanConfig, gpu: Hardware, run: DryRun, batch: int, kept: 
     replay = sum(f * (3 - share + recomputed) for f, share, one in zip(forward, kept, trained) if one)
     pairs = batch * batch * ranks * (ranks if config.loss.exchange == "replicated" else 1)
     sweeps = 1 if config.loss.objective == "sigmoid" or not any(trained) else 2
-    matmuls = sweeps + sum(trained) - (kept_share(config, batch, ranks) if sweeps == 2 else 0)
+    matmuls = sweeps + sum(trained)
     columns = batch * (ranks - 1) * run.width
     return StepTime(
         encode=batch * sum(forward) / rate,
@@ -60,13 +59,6 @@ def step_time(config: PlanConfig, gpu: Hardware, run: DryRun, batch: int, kept: 
         replay=batch * replay / rate,
         gradients=2 * (ranks - 1) / ranks * run.gradient_bytes() / link,
     )
-
-
-def kept_share(config: PlanConfig, batch: int, ranks: int) -> float:
-    """Share of a rank's scores whose exponentials `loss.keep` keeps, in bfloat16. `auto` may keep more than the 0 that is assumed."""
-    if config.loss.similarity != "dot":
-        return 0.0
-    return min(1.0, (parse_memory("loss.keep", config.loss.keep) or 0) / (2 * batch * batch * ranks))
 
 
 def caption_width(config: PlanConfig, run: DryRun) -> int:

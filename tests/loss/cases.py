@@ -3,14 +3,17 @@
 Letters: n images and m texts, D feature width, T tokens of an image, S of a text.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clipscale.loss.reference import dense_contrastive_loss
+from clipscale.loss.similarity import Deep, Dot, Late
 
 LossFunction = Callable[..., Tensor]
 
@@ -48,35 +51,50 @@ def features(n: int, m: int, width: int, kind: str = "random", seed: int = 0) ->
     return F.normalize(u, dim=1), F.normalize(v, dim=1)
 
 
-def token_features(n: int, m: int, image_tokens: int, text_tokens: int, width: int, seed: int = 0) -> dict[str, Tensor]:
-    """Arguments for late interaction: unit tokens (n, T, D) and (m, S, D) in float64, with masks that leave at least one token."""
+def token_features(
+    n: int, m: int, image_tokens: int, text_tokens: int, width: int, seed: int = 0
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """For late interaction: unit tokens (n, T, D) and (m, S, D) in float64, and masks that leave at least one token of each sample."""
     generator = torch.Generator().manual_seed(seed)
-    found = {}
-    for side, count, tokens in (("image", n, image_tokens), ("text", m, text_tokens)):
-        x = torch.randn(count, tokens, width, generator=generator, dtype=torch.float64)
-        mask = torch.rand(count, tokens, generator=generator) < 0.6
-        mask[:, tokens // 2] = True
-        found |= {f"{side}_features": F.normalize(x, dim=2), f"{side}_mask": mask}
-    return found
+    tokens, masks = [], []
+    for count, length in ((n, image_tokens), (m, text_tokens)):
+        x = torch.randn(count, length, width, generator=generator, dtype=torch.float64)
+        mask = torch.rand(count, length, generator=generator) < 0.6
+        mask[:, length // 2] = True
+        tokens.append(F.normalize(x, dim=2))
+        masks.append(mask)
+    return (tokens[0], tokens[1]), (masks[0], masks[1])
 
 
-def keys(n: int, m: int, seed: int = 0) -> dict[str, Tensor]:
-    """Keys among which about half have a double."""
+def keys(n: int, m: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Keys of images and texts among which about half have a double."""
     generator = torch.Generator().manual_seed(seed)
-    draw = lambda count: torch.randint(0, max(1, n), (count,), generator=generator)  # noqa: E731
-    return {"image_keys": draw(n), "text_keys": draw(m)}
+    images, texts = (torch.randint(0, max(1, n), (count,), generator=generator) for count in (n, m))
+    return images, texts
 
 
-def results(loss: LossFunction, u: Tensor, v: Tensor, scale: float, bias: float = -2.0, **options: Any) -> list[Tensor]:
+@contextmanager
+def tiles_of(side: int | None) -> Iterator[None]:
+    """Inside, the torch backend's tiles have this side; None: its own choice."""
+    with ExitStack() as stack:
+        for similarity in (Dot, Deep, Late) if side else ():
+            stack.enter_context(mock.patch.object(similarity, "tile_shape", lambda *_: (side, side)))
+        yield
+
+
+def results(
+    loss: LossFunction, u: Tensor, v: Tensor, scale: float, bias: float = -2.0, tile: int | None = None, **options: Any
+) -> list[Tensor]:
     """The loss's value and its gradients: images, texts, scale, bias, then the parameters of a similarity module."""
     number_type = u.dtype if u.dtype == torch.float64 else torch.float32
     numbers = [torch.tensor(x, dtype=number_type, device=u.device, requires_grad=True) for x in (scale, bias)]
     u, v = (x.detach().clone().requires_grad_() for x in (u, v))
     module = options.get("similarity")
     parameters = list(module.parameters()) if isinstance(module, nn.Module) else []
-    value = loss(u, v, numbers[0], logit_bias=numbers[1], **options)
     inputs = [u, v, *numbers, *parameters]
-    grads = torch.autograd.grad(value, inputs, allow_unused=True)
+    with tiles_of(tile):
+        value = loss(u, v, numbers[0], logit_bias=numbers[1], **options)
+        grads = torch.autograd.grad(value, inputs, allow_unused=True)
     return [value.detach(), *(torch.zeros_like(x) if g is None else g for x, g in zip(inputs, grads))]
 
 

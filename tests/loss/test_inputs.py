@@ -9,27 +9,26 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clipscale import contrastive_loss
-from clipscale.config.sections import LossConfig
+from clipscale.config.sections import OBJECTIVES, LossConfig
 from clipscale.loss import api
 from tests.loss.cases import Phi, assert_exact, error, features, oracle, results
 
 U, V = (x.float() for x in features(6, 8, 4))
 TOKENS = torch.ones(6, 3, 4)
+LATE: dict[str, Any] = {"image_features": TOKENS, "text_features": TOKENS, "similarity": "late"}
 
 REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "widths that differ": ({"text_features": V[:, :3]}, "differ in width"),
     "an empty batch": ({"image_features": U[:0], "text_features": V[:0]}, "the batch is empty"),
-    "features without width": ({"image_features": U[:, :0], "text_features": V[:, :0]}, "the batch is empty"),
     "fewer texts than images": ({"text_features": V[:5]}, "fewer texts than images"),
     "integer features": ({"image_features": U.long()}, "must be floating-point"),
     "another device": ({"text_features": V.to("meta")}, "but text_features on meta"),
     "tokens for the dot product": ({"image_features": TOKENS}, "features of 2 dimensions"),
     "no tokens for late interaction": ({"similarity": "late"}, "features of 3 dimensions"),
-    "a vector of scales": ({"logit_scale": torch.ones(2)}, "logit_scale must be a single number"),
+    "a vector of scales": ({"logit_scale": torch.ones(2)}, "are single numbers"),
     "a scale passed as its logarithm": ({"logit_scale": -2.0}, "not its logarithm"),
     "a scale of zero": ({"logit_scale": torch.tensor(0.0)}, "must be positive"),
     "a scale that is not a number": ({"logit_scale": torch.nan}, "logit_scale has 1 non-finite"),
-    "an infinite scale": ({"logit_scale": torch.inf}, "logit_scale has 1 non-finite"),
     "NaN among the images": ({"image_features": U * torch.nan}, "image_features has 24 non-finite"),
     "infinity among the texts": ({"text_features": V / 0.0}, "text_features has 32 non-finite"),
     "a bias that is not a number": ({"logit_bias": torch.nan, "objective": "sigmoid"}, "logit_bias has 1 non-finite"),
@@ -37,44 +36,18 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "an unknown similarity": ({"similarity": "cosine"}, "similarity='cosine' is not one of dot, late"),
     "an unknown exchange": ({"exchange": "rign"}, "exchange='rign' is not one of"),
     "an unknown backend": ({"backend": "cuda"}, "backend='cuda' is not one of"),
-    "an unknown precision": ({"fp32_precision": "fp19"}, "fp32_precision='fp19' is not one of ieee, tf32"),
-    "a smoothing of one": ({"label_smoothing": 1.0}, r"label_smoothing=1.0 must lie in \[0, 1\)"),
-    "smoothing the sigmoid": ({"label_smoothing": 0.1, "objective": "sigmoid"}, "the sigmoid has no such target"),
-    "smoothing with keys": (
-        {"label_smoothing": 0.1, "image_keys": torch.arange(6), "text_keys": torch.arange(8)},
-        "none of them can be left out",
-    ),
-    "a tile of nothing": ({"tile": 0}, "tile=0 must be at least 1"),
-    "keys that do not reach the hard negatives": ({"image_keys": torch.arange(6)}, "need text_keys"),
-    "text keys alone": ({"text_keys": torch.arange(8)}, "no image_keys to compare"),
-    "keys of another length": (
-        {"image_keys": torch.arange(5), "text_keys": torch.arange(8)},
-        r"image_keys must be torch.int64 of shape \(6,\)",
-    ),
-    "keys of another type": (
-        {"image_keys": torch.ones(6), "text_keys": torch.arange(8)},
-        "image_keys must be torch.int64",
-    ),
-    "a mask for the dot product": ({"image_mask": torch.ones(6, 3).bool()}, "image_mask is only for similarity=late"),
+    "keys of one side": ({"keys": (None, torch.arange(8))}, "nothing to be compared with"),
+    "keys of another length": ({"keys": torch.arange(6)}, r"keys must be torch.int64 .* shapes \(6,\) and \(8,\)"),
+    "keys of another type": ({"keys": (torch.ones(6), torch.arange(8))}, "keys must be torch.int64"),
+    "a mask for the dot product": ({"masks": (torch.ones(6, 3).bool(), None)}, "only for similarity=late"),
     "a mask of another shape": (
-        {"image_features": TOKENS, "text_features": TOKENS, "similarity": "late", "text_mask": torch.ones(6, 2).bool()},
-        r"text_mask must be torch.bool of shape \(6, 3\)",
+        LATE | {"masks": (None, torch.ones(6, 2).bool())},
+        r"masks must be torch.bool .* \(6, 3\)",
     ),
-    "a text without tokens": (
-        {
-            "image_features": TOKENS,
-            "text_features": TOKENS,
-            "similarity": "late",
-            "text_mask": torch.arange(6)[:, None].expand(6, 3) != 2,
-        },
-        "a mask leaves sample 2 without any token",
-    ),
-    "a module of another shape": ({"similarity": nn.Bilinear(4, 4, 1)}, "must map"),
+    "a text without tokens": (LATE | {"masks": (None, torch.arange(6)[:, None].expand(6, 3) != 2)}, "without tokens"),
+    "a module of another shape": ({"similarity": nn.Bilinear(4, 4, 1), "text_features": U}, "must map"),
     "Triton on the CPU": ({"backend": "triton"}, "backend=triton cannot be had, since the features are on cpu"),
-    "Triton for late interaction": (
-        {"image_features": TOKENS, "text_features": TOKENS, "similarity": "late", "backend": "triton"},
-        "since the similarity is not the dot product",
-    ),
+    "Triton for late interaction": (LATE | {"backend": "triton"}, "since the similarity is not the dot product"),
     "Triton in float64": ({"image_features": U.double(), "text_features": V.double(), "backend": "triton"}, "float64"),
 }
 
@@ -85,8 +58,6 @@ def test_a_mistake_is_refused_with_its_reason(
 ) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     arguments = {"image_features": U, "text_features": V, "logit_scale": 10.0} | changes
-    if isinstance(arguments.get("similarity"), nn.Bilinear):
-        arguments["text_features"] = U  # so that the module itself has nothing to object to
     with pytest.raises(ValueError, match=message):
         contrastive_loss(**arguments)
 
@@ -96,16 +67,12 @@ def test_without_the_check_what_is_not_finite_stays_visible() -> None:
     assert bool(value.isnan()), f"the loss of NaN is {float(value)}"
 
 
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("objective", ["softmax", "softmax_image", "softmax_text", "sigmoid"])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize("side", ["images", "positives", "hard negatives"])
 def test_one_bad_number_anywhere_is_found(side: str, objective: str, bad: float) -> None:
     u, v = U.clone(), V.clone()
     {"images": u[3:4], "positives": v[3:4], "hard negatives": v[7:8]}[side][0, 1] = bad
-    if (side, objective) == ("hard negatives", "softmax_text"):  # where they have no part
-        found, clean = (results(contrastive_loss, x, y, 10.0, objective=objective) for x, y in ((u, v), (U, V)))
-        assert all(torch.equal(a, b) for a, b in zip(found, clean)), "a hard negative has a part in the texts' softmax"
-        return
     with pytest.raises(ValueError, match="has 1 non-finite numbers"):
         contrastive_loss(u, v, 10.0, objective=objective)
 
@@ -154,7 +121,7 @@ def test_a_module_runs_under_the_callers_autocast_in_both_passes() -> None:
 
     u, v = U.clone().requires_grad_(), V.clone().requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
-        value = contrastive_loss(u, v, 10.0, similarity=Watching(4), tile=8)
+        value = contrastive_loss(u, v, 10.0, similarity=Watching(4))
     value.backward()
     assert seen == [torch.bfloat16] * 2, f"the module's scores were {seen}"
 
@@ -178,7 +145,7 @@ def test_the_scale_may_be_any_tensor_of_one_element(shape: tuple[int, ...]) -> N
 def test_duplicate_captions_are_left_out_and_a_positive_never_is() -> None:
     u, v = (x[:4].double() for x in features(4, 4, 6))
     same = torch.tensor([5, 5, 9, 5])
-    value = contrastive_loss(u, v, 8.0, objective="softmax_image", image_keys=same)
+    value = contrastive_loss(u, v, 8.0, objective="softmax_image", keys=same)
     x = 8.0 * u @ v.T
     kept = torch.tensor([[1, 0, 1, 0], [0, 1, 1, 0], [1, 1, 1, 1], [0, 0, 1, 1]]).bool()
     true = (x.masked_fill(~kept, -torch.inf).logsumexp(1) - x.diagonal()).mean()
@@ -212,7 +179,5 @@ def test_auto_logs_its_choice_and_the_reason_once(caplog: pytest.LogCaptureFixtu
 
 
 def test_every_field_of_the_config_is_a_keyword_of_the_function() -> None:
-    from dataclasses import asdict
-
-    value = contrastive_loss(U, V, 10.0, **asdict(LossConfig()))
+    value = contrastive_loss(U, V, 10.0, **vars(LossConfig()))
     assert torch.equal(value, contrastive_loss(U, V, 10.0)), "the defaults differ"

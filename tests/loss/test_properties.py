@@ -92,8 +92,8 @@ def test_a_pair_left_out_by_its_keys_is_as_good_as_absent(batch: Batch) -> None:
     """Hard negatives that have the key of every image are left out of all sums, and no gradient passes through them."""
     u, v = batch.features()
     ids = torch.arange(batch.n)
-    keys = {"image_keys": ids * 0, "text_keys": torch.cat([1 + ids, torch.zeros(batch.extra).long()])}
-    found, absent = batch.results(u, v, **keys), batch.results(u, v[: batch.n])
+    keys = (ids * 0, torch.cat([1 + ids, torch.zeros(batch.extra).long()]))
+    found, absent = batch.results(u, v, keys=keys), batch.results(u, v[: batch.n])
     assert float(found[2][batch.n :].abs().sum()) == 0, "a text that is left out has a gradient"
     found[2] = found[2][: batch.n]
     batch.assert_equal(found, absent)

@@ -100,12 +100,12 @@ def local_results(
     u: Tensor,
     v: Tensor,
     scale: float,
-    per_row: dict[str, Tensor],
+    pairs: dict[str, tuple[Tensor, Tensor]],
     options: dict[str, Any],
 ) -> list[Tensor]:
-    """This rank's `results` for its images, texts and per-row tensors, which are given stacked by rank."""
-    own = {name: x[rank] for name, x in per_row.items()}
-    return results(contrastive_loss, u[rank], v[rank], scale, group=group, **own, **options)
+    """This rank's `results` for its images and texts, and its masks and keys in `pairs`, all of which are given stacked by rank."""
+    mine = {name: (images[rank], texts[rank]) for name, (images, texts) in pairs.items()}
+    return results(contrastive_loss, u[rank], v[rank], scale, group=group, **mine, **options)
 
 
 def whole(per_rank: list[list[Tensor]]) -> list[Tensor]:
@@ -136,27 +136,18 @@ def check(
     v: Tensor,
     scale: float,
     options: dict[str, Any],
-    per_image: dict[str, Tensor] | None = None,
-    per_text: dict[str, Tensor] | None = None,
     bar: float = 1e-10,
-    local: Callable[..., list[Tensor]] = local_results,
-) -> list[Tensor]:
-    """Compare the ranks' results for stacked features (P, n, ...) and (P, m, ...) with the oracle's. Returns the ranks' results.
-
-    `local` computes those of one rank.
-    """
-    per_image, per_text = per_image or {}, per_text or {}
-    count, n = u.shape[:2]
-    oracle_options = {k: x for k, x in options.items() if k in ("objective", "similarity", "label_smoothing")}
-    flat = {name: x.flatten(0, 1) for name, x in per_image.items()}
-    flat |= {name: positives_first(x, n) for name, x in per_text.items()}
+    **pairs: tuple[Tensor, Tensor],
+) -> None:
+    """Compare the ranks' results with the oracle's, for features (P, n, ...) and (P, m, ...), and masks and keys (`pairs`), stacked by
+    rank."""
+    n = u.shape[1]
+    oracle_options = {k: x for k, x in options.items() if k in ("objective", "similarity")}
+    flat = {name: (images.flatten(0, 1), positives_first(texts, n)) for name, (images, texts) in pairs.items()}
     true = oracle(u.flatten(0, 1), positives_first(v, n), scale, **oracle_options, **flat)
-    true[1], true[2] = true[1].view(u.shape), stacked_again(true[2], count, n)
-    found = whole(ranks.run(local, world, u, v, scale, per_image | per_text, options))
-    found[1:3] = (x.flatten(0, 1) for x in found[1:3])
-    true[1:3] = (x.flatten(0, 1) for x in true[1:3])
+    found = whole(ranks.run(local_results, world, u, v, scale, pairs, options))
+    found[1], found[2] = found[1].flatten(0, 1), positives_first(found[2], n)
     assert_exact(found, true, scale, bar, (world, tuple(u.shape), tuple(v.shape), scale, options))
-    return found
 
 
 def stacked(world: int, n: int, m: int, width: int, kind: str = "random", seed: int = 0) -> tuple[Tensor, Tensor]:

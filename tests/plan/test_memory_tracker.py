@@ -6,10 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from clipscale.config.sections import LossConfig
-from clipscale.loss.api import configured_loss
-from clipscale.loss.machine import Machine
-from clipscale.loss.triton.tuning import INTERPRETER, Tuning
+from clipscale.loss.api import contrastive_loss
+from clipscale.loss.machine import Machine, replaced
+from clipscale.loss.triton.tuning import INTERPRETER, Tiles
 from clipscale.plan.memory_tracker import DryMachine, MemoryTracker, cuda_autocast, without_memory
 
 
@@ -57,15 +56,15 @@ def test_autocast_widens_a_layer_norm_only_on_cuda(on_cuda: bool) -> None:
     assert y.dtype == (torch.float32 if on_cuda else torch.bfloat16)
 
 
-def peak_of_loss(
-    memory: MemoryTracker, rows: int, cols: int, width: int, objective: str, tuning: Tuning, machine: Machine
-) -> int:
+def peak_of_loss(memory: MemoryTracker, rows: int, cols: int, width: int, objective: str, machine: Machine) -> int:
     u, v = (torch.ones(count, width).requires_grad_() for count in (rows, cols))
     scale, bias = (torch.tensor(value).requires_grad_() for value in (10.0, -10.0))
-    config = LossConfig(objective=objective, backend="triton")
     memory.take_peak()
     before = memory.live
-    configured_loss(u, v, scale, bias, config, check=False, tuning=tuning, machine=machine).backward()
+    with replaced(machine):
+        machine.panel_bytes, machine.partial_bytes = 2**15, 2**13
+        loss = contrastive_loss(u, v, scale, logit_bias=bias, objective=objective, backend="triton", check=False)
+    loss.backward()
     return memory.take_peak() - before
 
 
@@ -76,6 +75,11 @@ class WithoutKernels(Machine):
         pass
 
 
+class DryInterpreter(DryMachine):
+    def tiles(self, device: torch.device, dtype: torch.dtype) -> Tiles:
+        return INTERPRETER
+
+
 @pytest.mark.parametrize("objective", ["softmax", "softmax_image", "sigmoid"])
 @pytest.mark.parametrize("shape", [(256, 256, 32), (200, 300, 24), (128, 128, 20)], ids=str)
 def test_the_triton_backend_takes_the_buffers_of_a_real_run(
@@ -83,9 +87,8 @@ def test_the_triton_backend_takes_the_buffers_of_a_real_run(
 ) -> None:
     """On real tensors, with many small panels."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    tuning = Tuning(INTERPRETER, panel_bytes=2**15, partial_bytes=2**13)
     with MemoryTracker() as memory:
-        measured = peak_of_loss(memory, *shape, objective, tuning, WithoutKernels())
+        measured = peak_of_loss(memory, *shape, objective, WithoutKernels())
     with without_memory() as memory:
-        predicted = peak_of_loss(memory, *shape, objective, tuning, DryMachine(90))
+        predicted = peak_of_loss(memory, *shape, objective, DryInterpreter(90))
     assert predicted == pytest.approx(measured, rel=0.01), f"predicted {predicted} bytes, measured {measured}"

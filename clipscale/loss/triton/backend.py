@@ -56,13 +56,14 @@ class TritonBackend:
         def described(x: Tensor, height: int, width: int) -> Any:
             return TensorDescriptor.from_tensor(x, [height, width]) if tma else x
 
-        stored = () if store is None else (described(store, t.rows, t.cols), store.stride(0))
+        stored = () if store is None else (described(store, t.rows, t.cols // 4), store.stride(0))
         # Without a positive, one past the end: no row reaches it.
         positive = len(v) if panel.positive is None else panel.positive
         self.machine.launch(
             kernel, programs(panel, t.rows, t.cols), u.device, described(u, t.rows, t.depth), described(v, t.cols, t.depth),
             panel.parameters.scale, panel.rows.keys, panel.cols.keys, len(u), len(v), u.shape[1], u.stride(0), v.stride(0), positive,
             *stored, *given, TMA=tma, BM=t.rows, BN=t.cols, BK=t.depth, num_warps=t.warps, num_stages=t.stages,
+            maxnreg=t.registers, enable_fp_fusion=True,
         )  # fmt: skip
 
     def panels(self, block: Block, area: int) -> Iterator[Block]:
@@ -127,9 +128,7 @@ class TritonSoftmax(TritonBackend):
         for panel, store in self.gradient_panels(block):
             products = store.new_empty(programs(panel, t.rows, t.cols), dtype=torch.float32)
             (row_lse, row_weight), (col_lse, col_weight) = _lse_and_weight(panel.rows), _lse_and_weight(panel.cols)
-            self.launch(
-                softmax_gradient_kernel, panel, row_lse, col_lse, row_weight, col_weight, products, store=store
-            )
+            self.launch(softmax_gradient_kernel, panel, row_lse, col_lse, row_weight, col_weight, products, store=store)
             if block.parameters.scale_grad is not None:
                 block.parameters.scale_grad += products.sum(dtype=torch.float64) / UNIT.value
 

@@ -15,7 +15,8 @@ from clipscale.loss.triton.tiles import (
     NOTHING,
     UNIT,
     has_positives,
-    store_tile,
+    quarters,
+    store_part,
     tile_dots,
     tile_position,
     where_counted,
@@ -42,7 +43,7 @@ def log1p(x):
 
 @triton.jit(do_not_specialize=["n", "m", "positive"])
 def sigmoid_kernel(
-    u, v, scale, row_keys, col_keys, n, m, depth, stride_u, stride_v, positive, bias, panel, stride_panel, sums,
+    u, v, scale, row_keys, col_keys, n, m, depth, stride_u, stride_v, positive, panel, stride_panel, bias, sums,
     TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """panel (N and M rounded up to whole tiles) = UNIT * G of one tile, zero past the end; G is sigmoid(l), -sigmoid(l) at positives.
@@ -50,19 +51,29 @@ def sigmoid_kernel(
     sums (3, programs) = the tile's sum of softplus(l), of UNIT * G, and of UNIT * G_ij <u_i, v_j>.
     """
     tile_row, tile_col = tile_position(n, m, BM, BN)
-    rows, cols = tile_row * BM + tl.arange(0, BM), tile_col * BN + tl.arange(0, BN)
     dots = tile_dots(u, v, tile_row, tile_col, n, m, depth, stride_u, stride_v, TMA, BM, BN, BK)
-    logits = dots * tl.load(scale) + tl.load(bias)
-    sign = tl.full((BM, BN), UNIT, tl.float32)
-    if has_positives(tile_row, tile_col, positive, BM, BN):
-        sign = tl.where(cols[None, :] == (rows + positive)[:, None], -UNIT, UNIT)
-        logits = tl.where(sign < 0, -logits, logits)
-    logits = where_counted(logits, NOTHING, rows, cols, n, m, row_keys, col_keys, positive)
-    small = tl.exp2(-tl.abs(logits) * LOG2E)
-    value = tl.maximum(logits, 0.0) + log1p(small)
-    g = sign * tl.where(logits >= 0, 1.0, small) / (1.0 + small)  # nothing cancels
-    store_tile(panel, g, tile_row, tile_col, stride_panel, TMA, BM, BN)
+    scale_, bias_ = tl.load(scale), tl.load(bias)
+    rows = tile_row * BM + tl.arange(0, BM)
+    WIDTH: tl.constexpr = BN // 4
+    parts = quarters(dots)
+    value, total, product = tl.zeros((BM,), tl.float32), tl.zeros((BM,), tl.float32), tl.zeros((BM,), tl.float32)
+    for part in tl.static_range(4):
+        first_col = tile_col * BN + part * WIDTH
+        cols = first_col + tl.arange(0, WIDTH)
+        logits = parts[part] * scale_ + bias_
+        with_positives = has_positives(tile_row * BM, first_col, positive, BM, WIDTH)
+        if with_positives:
+            logits = tl.where(cols[None, :] == (rows + positive)[:, None], -logits, logits)
+        logits = where_counted(logits, NOTHING, rows, cols, n, m, row_keys, col_keys, positive)
+        small = tl.exp2(-tl.abs(logits) * LOG2E)
+        value += tl.sum(tl.maximum(logits, 0.0) + log1p(small), axis=1)
+        g = UNIT * tl.where(logits >= 0, 1.0, small) / (1.0 + small)  # nothing cancels
+        if with_positives:
+            g = tl.where(cols[None, :] == (rows + positive)[:, None], -g, g)
+        store_part(panel, g, tile_row * BM, first_col, stride_panel, TMA)
+        total += tl.sum(g, axis=1)
+        product += tl.sum(g * parts[part], axis=1)
     out, count = sums + tl.program_id(0), tl.num_programs(0)
-    tl.store(out, tl.sum(tl.sum(value, axis=1), axis=0))
-    tl.store(out + count, tl.sum(tl.sum(g, axis=1), axis=0))
-    tl.store(out + 2 * count, tl.sum(tl.sum(g * dots, axis=1), axis=0))
+    tl.store(out, tl.sum(value, axis=0))
+    tl.store(out + count, tl.sum(total, axis=0))
+    tl.store(out + 2 * count, tl.sum(product, axis=0))

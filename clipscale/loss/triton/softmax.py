@@ -19,7 +19,8 @@ from clipscale.loss.triton.tiles import (
     NOTHING,
     UNIT,
     has_positives,
-    store_tile,
+    quarters,
+    store_part,
     tile_dots,
     tile_position,
     where_counted,
@@ -87,14 +88,16 @@ def merge_kernel(parts, scale, lse, size, lines, BLOCK: tl.constexpr):
     inside = at < size
     top = tl.full((BLOCK,), NOTHING, tl.float32)
     total = tl.zeros((BLOCK,), tl.float64)
-    for line in range(lines):
-        here = parts + line.to(tl.int64) * size + at
-        part = tl.load(here + lines.to(tl.int64) * size, mask=inside, other=0.0)
-        part_top = tl.where(part == 0, NOTHING, tl.load(here, mask=inside, other=0.0))
+    tops, sums = parts + at, parts + lines * size + at
+    for _ in range(lines):
+        part = tl.load(sums, mask=inside, other=0.0)
+        part_top = tl.where(part == 0, NOTHING, tl.load(tops, mask=inside, other=0.0))
         highest = tl.maximum(top, part_top)
         reference = tl.where(highest == NOTHING, 0.0, highest)
         total = total * tl.exp2(top - reference).to(tl.float64) + (part * tl.exp2(part_top - reference)).to(tl.float64)
         top = highest
+        tops += size
+        sums += size
     _, nat = log2_factor(scale)
     there = tl.where(total == 0, NOTHING, (top.to(tl.float64) + tl.log2(total)) / nat)
     before = tl.load(lse + at, mask=inside, other=NOTHING)
@@ -110,13 +113,14 @@ def lse_and_weight(lse, weight, at, nat):
     exact = tl.load(lse + at) * nat
     rounded = exact.to(tl.float32)
     unit_weight = tl.load(weight + at) * UNIT
-    return rounded, unit_weight * tl.exp2((rounded.to(tl.float64) - exact).to(tl.float32)), unit_weight
+    lost = tl.exp2((rounded.to(tl.float64) - exact).to(tl.float32))
+    return rounded, tl.where(unit_weight == 0, 0.0, unit_weight * lost), unit_weight
 
 
 @triton.jit(do_not_specialize=["n", "m", "positive"])
 def softmax_gradient_kernel(
     u, v, scale, row_keys, col_keys, n, m, depth, stride_u, stride_v, positive,
-    row_lse, col_lse, row_weight, col_weight, panel, stride_panel, products,
+    panel, stride_panel, row_lse, col_lse, row_weight, col_weight, products,
     TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """panel (N and M rounded up to whole tiles) = UNIT * G of one tile, zero past the end, from recomputed scores:
@@ -127,17 +131,24 @@ def softmax_gradient_kernel(
     before the panel's type rounds G. No exponential overflows, as y_ij <= r_i and y_ij <= c_j.
     """
     tile_row, tile_col = tile_position(n, m, BM, BN)
-    rows, cols = tile_row * BM + tl.arange(0, BM), tile_col * BN + tl.arange(0, BN)
     dots = tile_dots(u, v, tile_row, tile_col, n, m, depth, stride_u, stride_v, TMA, BM, BN, BK)
     factor, nat = log2_factor(scale)
+    rows = tile_row * BM + tl.arange(0, BM)
     r, a, row_target = lse_and_weight(row_lse, row_weight, tl.minimum(rows, n - 1), nat)
-    c, b, col_target = lse_and_weight(col_lse, col_weight, tl.minimum(cols, m - 1), nat)
-    g = a[:, None] * tl.exp2(tl.fma(dots, factor, -r[:, None]))
-    g += b[None, :] * tl.exp2(tl.fma(dots, factor, -c[None, :]))
-    # Late in training a positive's probabilities are near 1, and what the weights leave of them is the gradient.
-    if has_positives(tile_row, tile_col, positive, BM, BN):
-        target = row_target[:, None] + col_target[None, :]
-        g = tl.where(cols[None, :] == (rows + positive)[:, None], g - target, g)
-    g = where_counted(g, 0.0, rows, cols, n, m, row_keys, col_keys, positive)
-    store_tile(panel, g, tile_row, tile_col, stride_panel, TMA, BM, BN)
-    tl.store(products + tl.program_id(0), tl.sum(tl.sum(g * dots, axis=1), axis=0))
+    WIDTH: tl.constexpr = BN // 4
+    parts = quarters(dots)
+    product = tl.zeros((BM,), tl.float32)
+    for part in tl.static_range(4):
+        first_col = tile_col * BN + part * WIDTH
+        cols = first_col + tl.arange(0, WIDTH)
+        c, b, col_target = lse_and_weight(col_lse, col_weight, tl.minimum(cols, m - 1), nat)
+        g = a[:, None] * tl.exp2(tl.fma(parts[part], factor, -r[:, None]))
+        g += b[None, :] * tl.exp2(tl.fma(parts[part], factor, -c[None, :]))
+        # Late in training a positive's probabilities are near 1, and what the weights leave of them is the gradient.
+        if has_positives(tile_row * BM, first_col, positive, BM, WIDTH):
+            target = row_target[:, None] + col_target[None, :]
+            g = tl.where(cols[None, :] == (rows + positive)[:, None], g - target, g)
+        g = where_counted(g, 0.0, rows, cols, n, m, row_keys, col_keys, positive)
+        store_part(panel, g, tile_row * BM, first_col, stride_panel, TMA)
+        product += tl.sum(g * parts[part], axis=1)
+    tl.store(products + tl.program_id(0), tl.sum(product, axis=0))

@@ -68,18 +68,38 @@ def where_counted(x, other, rows, cols, n, m, row_keys, col_keys, positive):
 
 
 @triton.jit
-def has_positives(tile_row, tile_col, positive, BM: tl.constexpr, BN: tl.constexpr):
-    """Whether the tile contains a positive. Most do not."""
-    start = tile_row * BM + positive
-    return (start < tile_col * BN + BN) & (start + BM > tile_col * BN)
+def quarters(x):
+    """The four column quarters of x (BM, BN), left to right.
+
+    The code after this is emitted for one quarter at a time. Its intermediates then leave the accumulators their registers: with the
+    whole tile at once the gradient kernels spill. In the layouts that tl.dot returns the split moves no data.
+    """
+    left, right = _halves(x)
+    first, second = _halves(left)
+    third, fourth = _halves(right)
+    return first, second, third, fourth
 
 
 @triton.jit
-def store_tile(panel, x, tile_row, tile_col, stride_panel, TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
-    """Store a tile of the panel, which has whole tiles. With TMA `panel` is a tensor descriptor with such blocks, else a pointer."""
+def _halves(x):
+    HEIGHT: tl.constexpr = x.shape[0]
+    HALF: tl.constexpr = x.shape[1] // 2
+    return tl.split(tl.permute(tl.reshape(x, (HEIGHT, 2, HALF)), (0, 2, 1)))
+
+
+@triton.jit
+def has_positives(first_row, first_col, positive, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
+    """Whether this part of the scores contains a positive. Most do not."""
+    start = first_row + positive
+    return (start < first_col + WIDTH) & (start + HEIGHT > first_col)
+
+
+@triton.jit
+def store_part(panel, x, first_row, first_col, stride_panel, TMA: tl.constexpr):
+    """Store a quarter of a tile; the panel has whole tiles. With TMA `panel` is a tensor descriptor with such blocks, else a pointer."""
     if TMA:
-        panel.store([tile_row * BM, tile_col * BN], x.to(panel.dtype))
+        panel.store([first_row, first_col], x.to(panel.dtype))
     else:
-        rows = (tile_row * BM + tl.arange(0, BM)).to(tl.int64)
-        cols = tile_col * BN + tl.arange(0, BN)
+        rows = (first_row + tl.arange(0, x.shape[0])).to(tl.int64)
+        cols = first_col + tl.arange(0, x.shape[1])
         tl.store(panel + rows[:, None] * stride_panel + cols[None, :], x.to(panel.dtype.element_ty))
