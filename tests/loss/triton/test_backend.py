@@ -90,8 +90,8 @@ def test_tiny_sigmoid_terms_keep_their_precision() -> None:
     """log(1 + e^-20) computed as the logarithm of a rounded sum would be off by a factor; so would the loss of a fresh SigLIP."""
     u, v = (x.float() for x in features(17, 33, 16, "equal"))
     same = torch.zeros(17, dtype=torch.int64), torch.arange(33)
-    for given in ({}, {"keys": same}):
-        found, true = (f(u, v, 0.001, -20.0, objective="sigmoid", **given)[0] for f in (triton, oracle))
+    for options in ({}, {"keys": same}):
+        found, true = (f(u, v, 0.001, -20.0, objective="sigmoid", **options)[0] for f in (triton, oracle))
         assert abs(float(found - true)) <= 2e-6 * float(true)
 
 
