@@ -14,7 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -170,10 +170,10 @@ def scan_shard(url: str) -> Entry:
 
     Raises OSError or SourceError if the shard cannot be opened.
     """
-    size, version = Store().state(url)
+    opened = Store().open(url)
     offsets, members, sizes = list[int](), Counter[str](), Counter[str]()
     reason, detail, can_seek = None, "", False
-    with closing(Store().open(url).stream) as source:
+    with closing(opened.stream) as source:
         try:
             archive, can_seek = unpacked(source)
             start, key = 0, None
@@ -196,17 +196,11 @@ def scan_shard(url: str) -> Entry:
     samples = max(0, len(offsets) - 1)
     totals = {extension: (count, sizes[extension]) for extension, count in sorted(members.items())}
     known = np.array(offsets, dtype=np.int64) if samples and can_seek else None
-    return Entry(leaf_of(url), size, version, samples, totals, reason, detail, known)
+    return Entry(leaf_of(url), opened.size or 0, opened.version, samples, totals, reason, detail, known)
 
 
-@dataclass
-class Update:
-    """The result of `update_indexes`."""
-
-    read: int = 0
-    unchanged: int = 0
-    failed: dict[str, str] = field(default_factory=dict)
-    """Shards that could not be opened, and why."""
+Outcome = Entry | str | None
+"""A shard's new entry, why it could not be opened, or None where its old entry still holds."""
 
 
 def update_indexes(
@@ -215,53 +209,39 @@ def update_indexes(
     cache: str | None = None,
     workers: int = 1,
     force: bool = False,
-    done: Callable[[str, int, Entry | None], None] = lambda url, size, entry: None,
-) -> Update:
+    done: Callable[[str, int, Outcome], None] = lambda url, size, outcome: None,
+) -> None:
     """Bring the indexes of these shards' folders up to date, at `writable_path`. Raises UserError.
 
     Skips shards whose entry still holds, unless `force`. Entries are written one by one, so a killed run's work is kept.
-    `done` is called after every shard with its size, and its entry unless it was skipped or failed.
+    `done` is called after every shard, with its size.
     """
-    result = Update()
     folders: dict[str, list[str]] = defaultdict(list)
     for url in urls:
         folders[folder_of(url)].append(url)
     for folder, shards in folders.items():
-        path, work = writable_path(folder, cache), dict[str, int]()
+        path, sizes = writable_path(folder, cache), dict[str, int]()
         indexed = {name: state for name, *state in query(path, "SELECT name, size, version FROM shards")}
         with ThreadPoolExecutor(16) as pool:
             states = list(pool.map(partial(_or_error, Store().state), shards))
         for url, state in zip(shards, states):
             if isinstance(state, str):
-                result.failed[url] = state
-                done(url, 0, None)
+                done(url, 0, state)
             elif not force and indexed.get(leaf_of(url)) == list(state):
-                result.unchanged += 1
                 done(url, state[0], None)
             else:
-                work[url] = state[0]
-        if not work:
+                sizes[url] = state[0]
+        if not sizes:
             continue
-        processes = 1 if sum(work.values()) < SERIAL_BYTES else workers
+        processes = 1 if sum(sizes.values()) < SERIAL_BYTES else workers
         with _writing(path) as base:
-            for url, entry in map_shards(partial(_or_error, scan_shard), list(work), processes):
-                if isinstance(entry, str):
-                    result.failed[url] = entry
-                else:
-                    facts = (
-                        entry.name,
-                        entry.size,
-                        entry.version,
-                        entry.samples,
-                        json.dumps(entry.totals),
-                        entry.reason,
-                        entry.detail,
-                    )
-                    packed = None if entry.offsets is None else pack(entry.offsets)
-                    base.execute("INSERT OR REPLACE INTO shards VALUES (?, ?, ?, ?, ?, ?, ?, ?)", (*facts, packed))
-                    result.read += 1
-                done(url, work[url], None if isinstance(entry, str) else entry)
-    return result
+            for url, outcome in map_shards(partial(_or_error, scan_shard), list(sizes), processes):
+                if isinstance(outcome, Entry):
+                    facts = outcome.name, outcome.size, outcome.version, outcome.samples, json.dumps(outcome.totals)
+                    packed = None if outcome.offsets is None else pack(outcome.offsets)
+                    values = (*facts, outcome.reason, outcome.detail, packed)
+                    base.execute("INSERT OR REPLACE INTO shards VALUES (?, ?, ?, ?, ?, ?, ?, ?)", values)
+                done(url, sizes[url], outcome)
 
 
 def _or_error(work: Callable[[str], Any], url: str) -> Any:

@@ -44,29 +44,35 @@ def progress(urls: Sequence[str]) -> Iterator[Callable[[int], None]]:
 def make_index(sources: Sequence[str], settings: IndexSettings) -> int:
     """Index the shards. Status 1 where one is damaged or cannot be read."""
     urls = [url for url in expanded(sources, settings.allow_pipe) if scheme_of(url) not in index.NO_FILE]
-    damaged: list[tuple[str, index.Entry]] = []
+    outcomes: dict[str, index.Outcome] = {}
     with progress(urls) as advance:
 
-        def done(url: str, size: int, entry: index.Entry | None) -> None:
+        def done(url: str, size: int, outcome: index.Outcome) -> None:
             advance(size)
-            if entry is not None and entry.reason:
-                damaged.append((url, entry))
+            outcomes[url] = outcome
 
         workers = settings.workers or cores()
-        update = index.update_indexes(urls, cache=settings.cache, workers=workers, force=settings.force, done=done)
+        index.update_indexes(urls, cache=settings.cache, workers=workers, force=settings.force, done=done)
     if not urls:
         say("tables and pipes have no index; their rows are counted as they are")
         return 0
     entries, _ = index.current(urls, settings.cache)
     samples = sum(entry.samples for entry in entries.values())
-    say(f"{samples} samples in {len(entries)} shards; {update.read} indexed now, {update.unchanged} unchanged")
-    for url, entry in damaged:
-        say(f"{entry.reason} after {entry.samples} samples: {entry.detail or url}")
-    for url, why in update.failed.items():
-        say(f"not indexed: {url}: {why}")
+    read = sum(isinstance(outcome, index.Entry) for outcome in outcomes.values())
+    unchanged = sum(outcome is None for outcome in outcomes.values())
+    say(f"{samples} samples in {len(entries)} shards; {read} indexed now, {unchanged} unchanged")
+    damage = [
+        f"not indexed: {url}: {outcome}"
+        if isinstance(outcome, str)
+        else f"{outcome.reason} after {outcome.samples} samples: {outcome.detail}"
+        for url, outcome in outcomes.items()
+        if isinstance(outcome, str) or (outcome and outcome.reason)
+    ]
+    for line in damage:
+        say(line)
     for place in sorted({str(index.writable_path(index.folder_of(url), settings.cache)) for url in urls}):
         say(f"  {place}")
-    return 1 if damaged or update.failed else 0
+    return 1 if damage else 0
 
 
 def show_stats(sources: Sequence[str], settings: StatsSettings) -> int:
