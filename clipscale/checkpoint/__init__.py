@@ -16,6 +16,7 @@ from clipscale.checkpoint.resume import check_fits, to_resume
 from clipscale.checkpoint.saving import Saver, UnwritableError, save, save_diverged
 
 __all__ = [
-    "Saved", "Saver", "UnwritableError", "check_fits", "found", "load", "locate", "make_folder", "newest_step", "path_of",
-    "read_values", "remove_empty_run", "remove_temporary", "save", "save_diverged", "set_aside", "step_of", "to_resume", "verify",
+    "Saved", "Saver", "UnwritableError", "check_fits", "found", "load", "locate", "make_folder", "newest_step",
+    "path_of", "read_values", "remove_empty_run", "remove_temporary", "save", "save_diverged", "set_aside", "step_of",
+    "to_resume", "verify",
 ]  # fmt: skip

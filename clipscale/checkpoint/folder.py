@@ -33,7 +33,7 @@ def remove_temporary(run: Path) -> None:
 
 
 def remove_empty_run(run: Path, *names: str) -> None:
-    """Remove the folder of a run that was refused at its start, if it holds no checkpoint and nothing beside these names."""
+    """Remove the folder of a run that was refused at its start, if it holds nothing but these names."""
     present = {path.name for path in run.iterdir()} if run.is_dir() else set()
     if "checkpoints" in present and present <= {"checkpoints", *names} and not any((run / "checkpoints").iterdir()):
         shutil.rmtree(run)
@@ -62,7 +62,9 @@ def newest_step(run: Path) -> int | None:
 
 
 def outdated(steps: Sequence[int], step: int, keep: int, keep_every: int) -> list[int]:
-    """Of these steps, oldest first, those up to `step` that are neither among the newest `keep` (0: all) nor multiples of `keep_every`."""
+    """Of these steps, oldest first, those up to `step` that are not kept: the newest `keep` (0: all) are, and multiples
+    of `keep_every`.
+    """
     temporary = [s for s in steps if s <= step and not (keep_every and s % keep_every == 0)]
     return temporary[:-keep] if keep else []
 
@@ -81,7 +83,7 @@ def discard(path: Path) -> None:
 
 
 def set_aside(run: Path, step: int) -> None:
-    """Rename checkpoints beyond `step`, from which a run goes on: they are not the newest any more, but they are not lost."""
+    """Rename checkpoints beyond `step`, from which a run goes on: they are no longer the newest, but not lost."""
     for path in found(run):
         if step_of(path) > step:
             aside = renamed(path, ".aside")

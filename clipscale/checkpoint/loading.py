@@ -1,9 +1,9 @@
 """Reads checkpoints, and verifies them before. A checkpoint is a folder:
 
-    step_00001000/__0_0.distcp, __1_0.distcp, ...   tensors, one file for each rank that wrote (torch.distributed.checkpoint)
-    step_00001000/.metadata                         which tensor is where
-    step_00001000/meta.json                         everything else: step, settings of the model, position in the data, random states,
-                                                    chunk sizes; and the size and the CRC-32 of each file above
+    step_00001000/__0_0.distcp, ...   tensors, one file for each rank that wrote (torch.distributed.checkpoint)
+    step_00001000/.metadata           which tensor is where
+    step_00001000/meta.json           everything else: step, settings of the model, position in the data, random states,
+                                      chunk sizes; and the size and the CRC-32 of each file above
 
 A state is a tree of dictionaries. Its tensors are stored by the keys on the way to them: model/logit_scale.
 """
@@ -153,8 +153,9 @@ def load(
 ) -> State:
     """A checkpoint's state on the CPU. Executes no pickled code but that of torch's own `.metadata`.
 
-    `verified`: its checksums have been verified. `parts`: read no tensors but those of these top-level entries. `like`: parameters by
-    name; what is stored of a sharded one is sharded as the parameter is, and each rank reads its own shards. All else is whole.
+    `verified`: its checksums have been verified. `parts`: read no tensors but those of these top-level entries.
+    `like`: parameters by name. What is stored of a sharded one is sharded as the parameter is, and each rank reads its
+    own shards. All else is whole.
 
     Raises UserError for a missing or damaged checkpoint, and for an unknown format.
     """
@@ -180,7 +181,7 @@ def load(
 
 
 class Saved:
-    """A verified checkpoint from which a run goes on: its `values` at once, its tensors when there is a model. Raises UserError."""
+    """A verified checkpoint from which a run goes on: its `values` at once, its tensors when there is a model."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.values = path, read_values(path)

@@ -16,17 +16,21 @@ log = logging.getLogger(__name__)
 
 
 def to_resume(run: Path, resume: str, world: World) -> Path | None:
-    """The checkpoint that a run goes on from, verified. `resume` is `auto` (the run's newest whole checkpoint, or None), `none`, or a path.
+    """The checkpoint that a run goes on from, verified; None: none.
 
-    A path is a checkpoint, or a run folder with at least one; its newest whole one counts. With `auto`, damaged checkpoints that are newer
-    are renamed: the run saves the same steps again. A collective: every rank verifies its share.
+    `resume`: `auto` (the run's newest whole one, if there is any), `none`, or the path of a checkpoint or of a run
+    folder, whose newest whole one counts.
+
+    With `auto`, damaged checkpoints that are newer are renamed: the run saves the same steps again. A collective:
+    every rank verifies its share.
 
     Raises UserError for a path without a checkpoint, and if every checkpoint is damaged.
     """
     candidates = world.on_all(lambda: candidates_of(run, resume))
     if len(set(map(tuple, world.gather(candidates)))) > 1:
         raise UserError(
-            f"run={run} resume={resume}: the processes see different checkpoints; put the folder on storage that all nodes share"
+            f"run={run} resume={resume}: the processes see different checkpoints; put the folder on storage that all "
+            "nodes share"
         )
     bad: dict[Path, str] = {}
     for candidate in candidates:
@@ -39,8 +43,8 @@ def to_resume(run: Path, resume: str, world: World) -> Path | None:
         raise UserError(bad[candidates[0]])
     if candidates:
         raise UserError(
-            f"resume={resume}: none of the {len(candidates)} checkpoints in {candidates[0].parent.parent} can be read; start afresh with "
-            "another run=NAME"
+            f"resume={resume}: none of the {len(candidates)} checkpoints in {candidates[0].parent.parent} can be read; "
+            "start afresh with another run=NAME"
         )
     return None
 
@@ -81,9 +85,10 @@ def set_damaged_aside(bad: dict[Path, str], used: Path, *, rename: bool) -> None
 def check_fits(
     saved: dict[str, Any] | None, run: Path, config: TrainConfig, samples_before: Callable[[int], int]
 ) -> None:
-    """Raise UserError where a run with these settings cannot go on from the checkpoint `saved`; None: where it cannot begin.
+    """Raise UserError where a run with these settings cannot go on from a checkpoint.
 
-    `samples_before(step)` is the number of samples that these settings train on before a step.
+    `saved`: the checkpoint's values; None: the run begins. `samples_before(step)`: the number
+    of samples that these settings train on before a step.
     """
     if saved is None:
         if folder.found(run):
@@ -98,10 +103,11 @@ def check_fits(
     ):
         if theirs != ours:
             raise UserError(
-                f"{setting}={ours!r}: the checkpoint was trained with {theirs!r}; go on with that, or choose another run=NAME"
+                f"{setting}={ours!r}: the checkpoint was trained with {theirs!r}; go on with that, or choose another "
+                "run=NAME"
             )
     if saved["samples"] != samples_before(saved["step"]):
         raise UserError(
-            f"resume: the checkpoint has seen {saved['samples']} samples in {saved['step']} steps, which these ramp.start, ramp.samples "
-            "and ramp.rule do not make; give the ramp that it was trained with"
+            f"resume: the checkpoint has seen {saved['samples']} samples in {saved['step']} steps, which these "
+            "ramp.start, ramp.samples and ramp.rule do not make; give the ramp that it was trained with"
         )

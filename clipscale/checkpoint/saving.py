@@ -1,7 +1,6 @@
 """Writes checkpoints: every rank its share, in the background, while training goes on."""
 
 import os
-import time
 import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -34,15 +33,13 @@ class UnwritableError(UserError):
 class Saver:
     """Writes a run's checkpoints, one at a time. All ranks call its methods at the same places.
 
-    `save` copies this rank's share into host memory, which is the pause that training sees, and returns. A thread then writes its file.
-    When all ranks have written, rank 0 gives the folder its name and deletes outdated checkpoints. So a checkpoint appears whole or not
-    at all, and a failed write changes no earlier one.
+    `save` copies this rank's share into host memory, which is the pause that training sees, and returns. A thread then
+    writes its file. When all ranks have written, rank 0 gives the folder its name and deletes outdated checkpoints. So
+    a checkpoint appears whole or not at all, and a failed write changes no earlier one.
     """
 
     def __init__(self, run: Path, world: World, config: CheckpointConfig) -> None:
         self.run, self.world, self.config = run, world, config
-        self.save_s = 0.0
-        """The time that the last save took until it was complete."""
         self.last_step: int | None = None
         """Of the newest checkpoint begun."""
         self._pending: tuple[int, Future[Metadata]] | None = None
@@ -51,16 +48,15 @@ class Saver:
         self._stager = DefaultStager(StagingOptions(pinned, False, False, pinned))
 
     def save(self, step: int, state: dict[str, Any], *, last: bool = False) -> None:
-        """Begin to write `state` as the checkpoint at `step`, when the one before is complete. With `last`, wait for it.
+        """Begin to write `state` as the checkpoint at `step`, when the one before is complete. Wait for the `last`.
 
-        `state`: a tree of dictionaries with plain values and tensors. Tensors below a dictionary are the same on every rank, or DTensors;
-        everything else is taken from rank 0.
+        `state`: a tree of dictionaries with plain values and tensors. Tensors below a dictionary are the same on every
+        rank, or DTensors; everything else is taken from rank 0.
 
-        A disk that does not take it is reported, and training goes on: the next one may find it in order. With `last` it raises
-        UnwritableError.
+        A disk that does not take a checkpoint is reported, and training goes on: the next one may find it in order. The
+        `last` one raises UnwritableError.
         """
         self._wait_or_warn()
-        started = time.monotonic()
         values, tensors = split(state)
         owners = shares({n: t.nbytes for n, t in tensors.items() if not isinstance(t, DTensor)}, self.world.size)
         rank = self.world.rank
@@ -77,7 +73,6 @@ class Saver:
         )
         assert isinstance(result, Future)
         self._pending, self.last_step = (step, result), step
-        result.add_done_callback(lambda _: vars(self).update(save_s=time.monotonic() - started))
         if last:
             self.wait()
 
@@ -100,10 +95,6 @@ class Saver:
             raise UnwritableError(
                 f"checkpoint {folder.path_of(self.run, step)} could not be written ({reasons[0]}); {rest}"
             ) from error
-
-    def forget(self) -> None:
-        """Wait no longer for what is being written: another rank is lost, and the thread may wait for it for long."""
-        self._pending = None
 
     def close(self) -> None:
         """Wait for what is being written. A failure is reported."""

@@ -1,4 +1,4 @@
-"""Compares a prediction with the memory that a run has measured, from RUN/config.yaml, env.json, metrics.jsonl and its checkpoint."""
+"""Compares a prediction with the memory that a run has measured, from the files in its folder."""
 
 import json
 from collections.abc import Callable
@@ -26,7 +26,7 @@ FIRST = 2
 
 
 def compare(config: PlanConfig, announce: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
-    """The object that `run=NAME json=true` prints (docs/plan.md); `announce` as in `plan`. Raises UserError for a folder without a run."""
+    """The object that `run=NAME json=true` prints (docs/plan.md); `announce` as in `plan`. Raises UserError."""
     folder = begun_run(config.run)
     run_config = settings_of(config, folder)
     records = [record for record in read_metrics(folder / "metrics.jsonl") if record["step"] >= FIRST]

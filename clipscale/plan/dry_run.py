@@ -1,4 +1,4 @@
-"""Runs the trainer's own optimizer step on tensors that have shapes but no memory, as one of P ranks, and records its memory.
+"""Runs the trainer's own optimizer step on tensors without memory, as one of P ranks, and records the memory it takes.
 
 b: samples of one rank, c: samples of a chunk, P: ranks, D: feature width. All sizes in bytes.
 """
@@ -58,7 +58,7 @@ class StepMemory:
         return max(map(self.phase, PHASES))
 
     def extended(self, smaller: "StepMemory", distance: float) -> "StepMemory":
-        """The step on the straight line from a `smaller` step to this one, `distance` times as far again beyond this one."""
+        """The step on the straight line from a `smaller` step through this one, `distance` times as far beyond it."""
 
         def further(sizes: dict[str, float], less: dict[str, float]) -> dict[str, float]:
             return {name: size + round(distance * (size - less.get(name, size))) for name, size in sizes.items()}
@@ -121,8 +121,8 @@ class DryRunWorld(World):
 class DdpBuckets(nn.Module):
     """Takes memory like DDP with `gradient_as_bucket_view`, whose C++ reducer needs tensors with values.
 
-    Buckets as large as all gradients exist from the start. Gradients of the chunks before the last are separate tensors; the backward pass
-    that synchronises makes each of them a view of its bucket.
+    Buckets as large as all gradients exist from the start. Gradients of the chunks before the last are separate
+    tensors; the backward pass that synchronises makes each of them a view of its bucket.
     """
 
     def __init__(self, tower: nn.Module) -> None:
@@ -273,7 +273,7 @@ class DryRun:
 
 @contextmanager
 def dry_run(config: TrainConfig, ranks: int, capability: int | None) -> Iterator[DryRun]:
-    """A dry run of `config` on one of `ranks` GPUs of a compute capability, or (None) on one of `ranks` CPU processes."""
+    """A dry run on one of `ranks` GPUs of a compute capability, or (None) in one of `ranks` CPU processes."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="clipscale-plan-")))
         if ranks > 1:

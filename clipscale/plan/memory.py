@@ -1,4 +1,4 @@
-"""Predicts a run's memory at any batch and chunk size from a few dry-run steps, and the host's memory from the batch's layout.
+"""Predicts a run's memory at any batch and chunk size from a few dry-run steps, and the host's from the batch's layout.
 
 b: samples of one rank, c: samples of a chunk. All sizes in bytes, of one GPU unless the name says otherwise.
 """
@@ -22,12 +22,12 @@ CONTEXT = 600 * MIB
 NCCL = 600 * MIB
 """Assumed: NCCL's buffers, with several GPUs."""
 WORKSPACES = {70: 2 * 8 * MIB, 80: 2 * 8 * MIB, 89: 2 * 8 * MIB, 90: 2 * 32 * MIB, 100: 2 * 32 * MIB}
-"""cuBLAS's workspaces, which torch allocates: one for the thread that calls forward and one for autograd's (torch's documentation,
-CUBLAS_WORKSPACE_CONFIG: 4096 KiB x 2 + 16 KiB x 8, on Hopper 4096 KiB x 8)."""
+"""cuBLAS's workspaces, which torch allocates: one for the thread that calls forward and one for autograd's (torch's
+documentation, CUBLAS_WORKSPACE_CONFIG: 4096 KiB x 2 + 16 KiB x 8, on Hopper 4096 KiB x 8)."""
 PROCESS, CUDA_PROCESS = 930 * MIB, 3 * GIB
-"""Host memory of a training process without its tensors and its batch: on a CPU, measured (torch 2.15.0, five runs); with CUDA, assumed."""
+"""Host memory of a process without tensors and batch: on a CPU, measured (torch 2.15.0); with CUDA, assumed."""
 LOADER, WORKER = 550 * MIB, 100 * MIB
-"""Host memory of the process that loader workers are forked from, measured once its modules are loaded; and of each worker, assumed."""
+"""Host memory of the process that loader workers are forked from, measured; and of each worker, assumed."""
 IMAGE_BYTES = 40_000
 """Assumed: mean size of a picture in the shards."""
 RESERVE = 0.05
@@ -40,10 +40,10 @@ Chunks = tuple[int | None, int | None]
 
 
 class MemoryModel:
-    """Memory of a step at any batch and chunk size. Every stage's peak is a straight line in b and in c, so few dry-run steps suffice."""
+    """Memory of a step at any batch and chunk size. Every stage's peak is a straight line in b and in c."""
 
     def __init__(self, run: DryRun, captions: float = 1.0) -> None:
-        """`captions`: tokens of an average caption as a share of the context. Chunks of sorted captions hold as many more of them."""
+        """`captions`: tokens of an average caption as a share of the context. More sorted ones fit a chunk."""
         self.run, self.captions = run, captions
         self._step, self._loss, self._graph = cache(run.step), cache(run.loss), cache(run.graph)
 
@@ -70,7 +70,7 @@ class MemoryModel:
         return [math.ceil(batch / image), math.ceil(batch * self.captions / text)]
 
     def estimate(self, batch: int, size: int, chunk: int) -> StepMemory:
-        """A step with chunks of `size` samples for both towers, by the straight line through chunks of `chunk` and of half as many."""
+        """A step with chunks of `size` samples for both towers, by the line through `chunk` and half of it."""
         half = max(1, chunk // 2)
         if size in (half, chunk) or half == chunk:
             return self.at(batch, (size, size))
@@ -91,7 +91,7 @@ class MemoryModel:
         image = min(counts[0], int(keep // each[0])) if each[0] else 0
         text = min(counts[1], int((keep - image * each[0]) // each[1])) if each[1] else 0
         held = [image * each[0], text * each[1]]
-        # A chunk's forward pass has its own graph in `step` already if it is kept, and so has the second pass of a tower.
+        # `step` has the graph of one chunk already: in the last forward pass if it is kept, and in the second pass.
         last = [size if kept == count else 0 for size, kept, count in zip(each, (image, text), counts)]
         extra = {
             "encode image": held[0] - last[0],
@@ -112,7 +112,7 @@ class MemoryModel:
 
 
 def keep_bytes(setting: str, step: StepMemory, available: float) -> float:
-    """`cache.keep` in bytes. `auto`: what a step without kept graphs leaves free, less a margin, as in clipscale.step.kept_graphs."""
+    """`cache.keep` in bytes. `auto`: what a step without kept graphs leaves free, less the margin of kept_graphs.py."""
     if (fixed := parse_memory("cache.keep", setting)) is not None:
         return float(fixed)
     start = step.before["encode"]

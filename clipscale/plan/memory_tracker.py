@@ -7,14 +7,13 @@ import itertools
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -25,19 +24,18 @@ ROUND = 512
 """torch's CUDA allocator hands out multiples of this (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize)."""
 
 FLOAT32_ON_CUDA = (
-    torch.nn.functional.layer_norm, torch.layer_norm, torch.group_norm, torch.softmax, torch.log_softmax, torch.sum, torch.cumsum,
-    torch.prod, torch.norm, torch.exp, torch.log, torch.pow, torch.rsqrt, torch.reciprocal, torch.nn.functional.softmax,
-    torch.nn.functional.group_norm, torch.Tensor.softmax, torch.Tensor.log_softmax, torch.Tensor.sum, torch.Tensor.norm,
-    torch.Tensor.exp, torch.Tensor.log, torch.Tensor.pow, torch.Tensor.rsqrt,
+    "layer_norm", "group_norm", "softmax.int", "log_softmax.int", "sum", "sum.dim_IntList", "cumsum", "prod",
+    "linalg_vector_norm", "exp", "log", "pow.Tensor_Scalar", "rsqrt", "reciprocal",
 )  # fmt: skip
-"""Operations of encoders that autocast runs in float32 on CUDA, but not on a CPU (torch's documentation of amp, "CUDA Ops that can autocast
-to float32")."""
+"""Operations of encoders that autocast runs in float32 on CUDA, but not on a CPU (torch's documentation of amp, "CUDA
+Ops that can autocast to float32")."""
 
 
 class MemoryTracker(TorchDispatchMode):
     """`live` and `peak`: bytes of the storages that operations return, each rounded up as a GPU's allocator does.
 
-    A storage counts until its last tensor, or the graph that saved it, is gone. Memory that a kernel takes while it runs is not seen.
+    A storage counts until its last tensor, or the graph that saved it, is gone. What a kernel takes while it runs is
+    not seen.
     """
 
     def __init__(self, *, without_values: bool = False) -> None:
@@ -113,8 +111,8 @@ def without_memory() -> Iterator[MemoryTracker]:
 class DryMachine(Machine):
     """A GPU of a compute capability, or (None) the CPU, for the loss of tensors without values.
 
-    The loss computes only the first tile or panel of a block, because the others use the same buffers. On a GPU it uses its Triton
-    backend, without running kernels.
+    The loss computes only the first tile or panel of a block, because the others use the same buffers. On a GPU it uses
+    its Triton backend, without running kernels.
     """
 
     def __init__(self, capability: int | None) -> None:
@@ -137,36 +135,25 @@ class DryMachine(Machine):
         pass
 
 
-class CudaAutocast(TorchFunctionMode):
-    """Inside, autocast on a CPU also runs its CUDA list of operations in float32."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in FLOAT32_ON_CUDA and torch.is_autocast_enabled("cpu"):
-            half = torch.bfloat16, torch.float16
-            args = tuple(x.float() if isinstance(x, Tensor) and x.dtype in half else x for x in args)
-        return func(*args, **(kwargs or {}))
-
-
 @contextmanager
 def cuda_autocast() -> Iterator[None]:
-    """CudaAutocast, also for the forward passes that gradient checkpointing repeats: torch's backward pass runs without any mode."""
-    mode = CudaAutocast()
-    outermost: list[nn.Module] = []
-
-    def enter(module: nn.Module, _: Any) -> None:
-        if torch._C._len_torch_function_stack() == 0:
-            mode.__enter__()
-            outermost.append(module)
-
-    def leave(module: nn.Module, *_: Any) -> None:
-        if outermost and outermost[-1] is module:
-            outermost.pop()
-            mode.__exit__(None, None, None)
-
-    hooks = (register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True))
+    """Inside, autocast on a CPU runs the operations in float32 that it runs so on CUDA."""
+    kernels = torch.library.Library("aten", "IMPL")
+    for name in FLOAT32_ON_CUDA:
+        operation, _, overload = name.partition(".")
+        kernels.impl(
+            name,
+            partial(_in_float32, getattr(getattr(torch.ops.aten, operation), overload or "default")),
+            "AutocastCPU",
+        )
     try:
-        with mode:
-            yield
+        yield
     finally:
-        for hook in hooks:
-            hook.remove()
+        kernels._destroy()
+
+
+def _in_float32(operation: Any, *args: Any, **kwargs: Any) -> Any:
+    half = torch.bfloat16, torch.float16
+    args = tuple(x.float() if isinstance(x, Tensor) and x.dtype in half else x for x in args)
+    with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)):
+        return operation(*args, **kwargs)

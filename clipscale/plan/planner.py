@@ -28,14 +28,14 @@ from clipscale.plan.step_time import CAPTION_TOKENS, caption_width, step_time
 from clipscale.step.chunk_sizes import CPU_CHUNK, SMALLEST, batch_norm_chunk, chunk_sizes
 
 AUTO_MOST = 512
-"""Largest chunk assumed for cache.chunk=auto: larger ones are hardly faster on a GPU, and a run takes the smallest of the fast ones."""
+"""Largest chunk assumed for cache.chunk=auto: larger ones are hardly faster on a GPU."""
 LARGEST_BATCH = 2**28
 """The search for the largest batch ends here."""
 Result = dict[str, Any]
 
 
 def plan(config: PlanConfig, announce: Callable[[str], None] = lambda line: None) -> Result:
-    """The object that `json=true` prints (docs/plan.md). Calls `announce` with a line when a slow part begins. Raises UserError."""
+    """The object that `json=true` prints (docs/plan.md). `announce` gets a line for each slow part. Raises UserError."""
     with planned(config) as made:
         announce(announcement(config))
         result, needs = made.result(), made.needs()
@@ -93,7 +93,7 @@ class MemoryPlan:
         self.step = self.model.at(self.local, self.chunks, self.keep)
 
     def _chunks(self, tried: dict[str, Any]) -> tuple[Chunks, bool]:
-        """Chunk sizes as set, as tried, or for `auto` the largest power of two up to AUTO_MOST that fits; and whether they are assumed."""
+        """Chunk sizes as set, as tried, or assumed: the largest up to AUTO_MOST that fits; and whether assumed."""
         model, local = self.run.state.model, self.local
         set_sizes = chunk_sizes(self.config.cache, local)
         sizes: list[int | None] = []
@@ -125,7 +125,7 @@ class MemoryPlan:
     # ---- what would fit ----
 
     def largest_chunk(self, known: int) -> int | None:
-        """The largest power of two, for both towers, that fits at this batch without kept graphs; None if SMALLEST does not fit.
+        """The largest power of two, for both towers, that fits without kept graphs; None: SMALLEST does not.
 
         Follows a straight line through the chunk `known` and half of it.
         """
@@ -135,7 +135,7 @@ class MemoryPlan:
         return best
 
     def largest_batch(self) -> tuple[int, str]:
-        """The largest batch that fits with these chunks, of this one and its halves or doubles (0: none), and what bounds it."""
+        """The largest batch that fits with these chunks, of this one's halves and doubles (0: none); and its bound."""
         local, least = self.local, max(chunk or 1 for chunk in self.chunks)
         if bound := self._bound(local):
             while local >= least and self._bound(local):
@@ -231,13 +231,13 @@ class MemoryPlan:
         counts = self.model.counts(self.local, self.chunks)
         kept = ", ".join(f"{n} of {count} {name} chunks" for name, n, count in zip(TOWERS, self.step.kept, counts))
         notes = {
-            f"cache.chunk=auto: {chunk} assumed; the run finds its own by trial, for speed, with what fits": self.assumed,
+            f"cache.chunk=auto: {chunk} assumed; the run finds its own by trial, for speed": self.assumed,
             "model.compile=true: predicted as if not compiled": config.model.compile,
             f"assumed: captions of {CAPTION_TOKENS} tokens on average, sorted and cut to their length": self.gpu
             and caption_width(config, self.run) < self.run.context_length,
             f"graphs that are kept between the passes: {kept}": any(self.step.kept),
-            f"assumed: {format_bytes(self.outside)} outside of torch's allocator (context, NCCL), {format_bytes(self.workspace)} of "
-            f"cuBLAS workspace, {RESERVE:.0%} left free": self.gpu,
+            f"assumed: {format_bytes(self.outside)} outside of torch's allocator (context, NCCL), "
+            f"{format_bytes(self.workspace)} of cuBLAS workspace, {RESERVE:.0%} left free": self.gpu,
             f"assumed: {IMAGE_BYTES / 1000:g} kB a picture in the shards, and the host memory of processes": True,
         }
         return [note for note, applies in notes.items() if applies]
@@ -259,5 +259,7 @@ def conclusion(result: Result) -> str:
     if limits["batch"]:
         advice.append(f"batch={limits['batch']}")
     if not advice:
-        return f"does not fit: {sizes}; no setting that was tried helps: take GPUs with more memory, more nodes or a smaller model"
+        return (
+            f"does not fit: {sizes}; no setting that was tried helps: take larger GPUs, more nodes or a smaller model"
+        )
     return f"does not fit: {sizes}; try {', or '.join(advice)}"

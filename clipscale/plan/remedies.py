@@ -39,8 +39,8 @@ def remedies(
 ) -> list[Remedy]:
     """Changes with which the run fits, the one that helps most first; empty if none was found.
 
-    Tries single settings. While none of them suffices, keeps the one that helps most and tries further ones. `measure` plans a changed
-    run, `needs` is what the run takes unchanged, `chunk` is a chunk size that is expected to fit.
+    Tries single settings. While none of them suffices, keeps the one that helps most and tries further ones. `measure`
+    plans a changed run, `needs` is what the run takes unchanged, `chunk` is a chunk size that is expected to fit.
     """
     best = Remedy((), config, needs)
     while True:

@@ -1,4 +1,4 @@
-"""`clipscale plan`: prints whether a run fits before it starts and how long a step may take, or compares the prediction with a run."""
+"""`clipscale plan`: prints whether a run fits and how long a step may take, or compares a prediction with a run."""
 
 import json
 from typing import Any

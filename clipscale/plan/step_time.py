@@ -1,4 +1,4 @@
-"""Estimates the time of a step: operations over an assumed share of the GPU's peak, and bytes over the slowest link. Nothing is measured.
+"""Estimates the time of a step: operations over a share of the GPU's peak, and bytes over the slowest link.
 
 b: samples of one rank, P: ranks, D: feature width.
 """
@@ -13,8 +13,8 @@ from clipscale.models.flops import forward_flops
 from clipscale.plan.dry_run import DryRun
 
 LAP_BYTES, GRADIENT_BYTES = 2, 4
-"""Bytes that a GPU sends for each number of each column of the batch: in bf16 with each sweep over the scores, and a float32 gradient
-once (docs/loss.md)."""
+"""Bytes that a GPU sends for each number of each column of the batch: in bf16 with each sweep over the scores, and a
+float32 gradient once (docs/loss.md)."""
 
 
 CAPTION_TOKENS, NETWORK = 20, 25.0
@@ -38,7 +38,7 @@ class StepTime:
 
 
 def step_time(config: PlanConfig, gpu: Hardware, run: DryRun, batch: int, kept: tuple[float, float]) -> StepTime:
-    """A step of `batch` samples on each rank; `kept`: share of each tower's second forward pass that kept graphs save."""
+    """A step of `batch` samples on each rank; `kept`: share of each tower's chunks whose graphs are kept."""
     ranks = config.gpus * config.nodes
     rate = gpu.peak(config.precision.name, config.precision.tf32) * config.utilisation
     link = 1e9 * (NETWORK if config.nodes > 1 else gpu.link)
@@ -62,7 +62,7 @@ def step_time(config: PlanConfig, gpu: Hardware, run: DryRun, batch: int, kept: 
 
 
 def caption_width(config: PlanConfig, run: DryRun) -> int:
-    """Tokens at which the text tower computes a caption, on average: the whole context, unless the run sorts captions and cuts them."""
+    """Tokens at which the text tower computes a caption, on average: the whole context, or fewer of sorted captions."""
     if not (config.data.sort_captions and expected_to_cut(run.state.model.text.encoder)):
         return run.context_length
     return min(run.context_length, round(CAPTION_TOKENS + GRAIN / 2))

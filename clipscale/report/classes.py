@@ -1,4 +1,4 @@
-"""The report's part on classification sets: figures of classes, pairs that are confused, and pictures that are missed."""
+"""The report's part on classification sets: figures of classes, confused pairs, and missed pictures."""
 
 import json
 from collections.abc import Sequence
@@ -54,8 +54,9 @@ def _section(record: Record) -> str:
 def _figures(pictures: Sequence[dict[str, Any]]) -> str:
     """Pictures with their class, the predicted one, and by how much that scored higher."""
     return "".join(
-        f"<figure><img alt='' src='data:image/jpeg;base64,{escape(miss['jpeg'])}'><figcaption><b>{_text(miss['right'])}</b><br>"
-        f"<i>{_text(miss['predicted'])}</i> +{miss['margin']:.3f}</figcaption></figure>"
+        f"<figure><img alt='' src='data:image/jpeg;base64,{escape(miss['jpeg'])}'><figcaption>"
+        f"<b>{_text(miss['right'])}</b><br><i>{_text(miss['predicted'])}</i> +{miss['margin']:.3f}"
+        "</figcaption></figure>"
         for miss in pictures
     )
 

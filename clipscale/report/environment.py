@@ -23,7 +23,7 @@ VARIABLES = ("NCCL_", "OMP_NUM", "CUDA_VISIBLE", "SLURM_JOB_ID")
 
 
 def environment(world: int = 1) -> dict[str, Any]:
-    """A JSON-like record of this process's environment, without secrets. The only variables in it are those that affect speed."""
+    """A JSON-like record of this process's environment, without secrets."""
     record = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": sys.argv,

@@ -1,4 +1,4 @@
-"""The metric log of a run: one JSON object per step in `metrics.jsonl`, which is the record that everything else derives from.
+"""The metric log of a run: one JSON object per step in `metrics.jsonl`, from which everything else derives.
 
 The console, wandb and TensorBoard are sinks. A sink that fails does not stop the run.
 """

@@ -1,4 +1,4 @@
-"""`clipscale report`: writes a run's `report.png` and `report.html`, one self-contained page with results, settings and machine."""
+"""`clipscale report`: writes a run's `report.png` and `report.html`, a page with results and settings."""
 
 import base64
 import io
@@ -25,7 +25,8 @@ CSS = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1f2937; max-width: 1100px; margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.5rem; margin-bottom: 0; } h2 { font-size: 1.1rem; margin-top: 2rem; }
 img { width: 100%; border: 1px solid #e5e7eb; border-radius: 6px; }
-table { border-collapse: collapse; margin: 0.5rem 0; } th, td { padding: 0.25rem 0.8rem; border-bottom: 1px solid #e5e7eb; }
+table { border-collapse: collapse; margin: 0.5rem 0; }
+th, td { padding: 0.25rem 0.8rem; border-bottom: 1px solid #e5e7eb; }
 th { font-weight: 600; text-align: right; } td { text-align: right; font-variant-numeric: tabular-nums; }
 th:first-child, td:first-child, table.plain td { text-align: left; }
 table.plain td { font-family: ui-monospace, monospace; font-size: 13px; } summary { cursor: pointer; font-weight: 600; }
@@ -73,7 +74,8 @@ def page(run_dir: Path, records: Sequence[Record], evaluations: Sequence[Record]
         newest |= {name: (evaluation["step"], metrics) for name, metrics in evaluation["results"].items()}
     results = {f"{name} (step {step})": metrics for name, (step, metrics) in newest.items()}
     parts = [
-        f"<!doctype html><html lang='en'><head><meta charset='utf-8'><title>{name}</title><style>{CSS}{classes.CSS}</style></head><body>",
+        f"<!doctype html><html lang='en'><head><meta charset='utf-8'><title>{name}</title>",
+        f"<style>{CSS}{classes.CSS}</style></head><body>",
         f"<h1>{name}</h1><p>{escape(summary(records))}</p>",
         *(table.html() for table in result_tables(results)),
         f"<p><img alt='curves and retrieved images' src='data:image/png;base64,{image}'></p>",

@@ -1,4 +1,4 @@
-"""The report's picture: curves of loss, evaluation, throughput and memory, and the images retrieved for a few captions."""
+"""The report's picture: curves of loss, evaluation, throughput and memory, and images retrieved for a few captions."""
 
 import itertools
 import math
@@ -85,7 +85,7 @@ def curve(records: Sequence[Record], name: str) -> tuple[np.ndarray, np.ndarray]
 
 
 def draw_smooth(axes: Axes, steps: np.ndarray, values: np.ndarray, colour: str) -> np.ndarray:
-    """A pale curve of all values and a strong one of their running mean over a fortieth of the run, which is returned."""
+    """A pale curve of all values and a strong one of their mean over a fortieth of the run, which is returned."""
     smooth = smoothed(values, len(values) // 40)
     axes.plot(steps, values, color=colour, alpha=0.25, linewidth=0.8)
     axes.plot(steps, smooth, color=colour)
@@ -167,7 +167,7 @@ def _finish(axes: Axes, title: str, *, legend: bool = False, empty: str = "not m
 
 
 def draw_gallery(part: Any, record: Record, images: np.ndarray) -> None:
-    """Captions in two columns, each above its nearest images. The correct image is framed, or set apart at the end if it was not found."""
+    """Captions in two columns, each above its nearest images. The correct image is framed."""
     tile, columns, rows = record["tile"], record["columns"], record["rows"]
     step = f", step {record['step']}" if record["step"] is not None else ""
     part.suptitle(

@@ -15,7 +15,7 @@ FIRST = 2
 
 
 class Profiler:
-    """`with profiler(step): ...` around every step. Records `steps` of them, after the first `FIRST`, and leaves one file for this rank."""
+    """`with profiler(step): ...` around every step. Records `steps` of them, after the first `FIRST`."""
 
     def __init__(self, run: Path, steps: int, rank: int, device: torch.device) -> None:
         self._folder, self._steps, self._rank = run / "profile", steps, rank

@@ -25,7 +25,7 @@ class StepRecords:
         self._unfinished: Callable[[], Record] | None = None
 
     def add(self, record: Record, phases: Phases, scale: Tensor, widths: Mapping[int, int]) -> None:
-        """A step has been given to the device. `scale`: the logit scale after it; `widths`: captions by the width of their chunks."""
+        """A step has been given to the device. `scale`: the logit scale after it; `widths`: captions by width."""
         now, before = time.monotonic(), self._measured_at
         self._measured_at = now
         measured = {

@@ -1,4 +1,4 @@
-"""Tables of text for the console, Markdown and HTML, and evaluation results in that form. Every table of the program is made here."""
+"""Tables of text for the console, Markdown and HTML, and evaluation results in that form."""
 
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Measures the memory of real steps on the CPU by torch's profiler, which sees every allocation, also inside kernels."""
+"""Measures the memory of real steps on the CPU by torch's profiler, which sees every allocation."""
 
 import gc
 import tempfile
@@ -31,7 +31,7 @@ ARCHITECTURE = {
 class MeasuredState(TrainState):
     """The trainer's state, with a tokenizer that keeps to the model's vocabulary: CLIP's has 49408 tokens.
 
-    The trial whether captions may be cut feeds its tokens to the text tower. Modulo 1000, the end is still the largest (407).
+    The trial whether captions may be cut feeds its tokens to the text tower. Modulo 1000, the end is the largest (407).
     """
 
     def build_model(self) -> ClipModel:
@@ -59,7 +59,7 @@ def settings(batch: int = 64, chunk: int = 16, **changed: Any) -> TrainConfig:
 
 
 def measured(config: TrainConfig, world: World | None = None) -> StepMemory:
-    """Memory of the third step of `config` on the CPU, counted from before the model was built. Stages are whole phases."""
+    """Memory of the third step of `config` on the CPU, counted from before the model was built, by phases."""
     world = world or World(0, 1, CPU)
     gc.collect()  # garbage of earlier tests must not be freed during the measurement
     gc.freeze()  # for good: a full collection of all modules takes a quarter of a second

@@ -35,7 +35,8 @@ def assert_agree(ours: StepMemory, real: StepMemory, *, growth: bool = True, pea
             error = abs(guess - true) / true if abs(guess - true) > SMALL else 0.0
             worst = max(worst, error if (peaks if what == "peak" else growth) else 0.0)
             lines.append(
-                f"{phase:6s} {what:6s} predicted {guess / 2**20:8.3f} MiB, measured {true / 2**20:8.3f}: {guess / true - 1:+.2%}"
+                f"{phase:6s} {what:6s} predicted {guess / 2**20:8.3f} MiB, measured {true / 2**20:8.3f}: "
+                f"{guess / true - 1:+.2%}"
             )
     print("\n".join(lines))
     assert worst <= BAR, "\n".join(lines)
@@ -64,7 +65,7 @@ def test_every_phase_takes_the_predicted_memory(name: str) -> None:
 
 @pytest.mark.parametrize(("share", "kept"), [(0.5, 5), pytest.param(1.5, 12, marks=pytest.mark.slow)])
 def test_kept_graphs(share: float, kept: int) -> None:
-    """Of a share of all graphs' bytes. Growth is predicted too large where a kept chunk's backward pass finds no gradients yet."""
+    """Of a share of all graphs' bytes. Where a kept chunk's backward pass finds no gradients yet, growth is too large."""
     config = settings(batch=96)
     with dry_run(config, 1, None) as run:
         graphs = [run.graph(tower, 16) for tower in (0, 1)]
@@ -109,7 +110,7 @@ def test_a_frozen_tower_has_no_second_pass_and_no_graph() -> None:
 
 @pytest.mark.slow
 def test_lean_towers_take_no_more_memory_than_open_clips_at_an_equal_chunk() -> None:
-    """On a GPU in bf16, in both passes of both towers; less in the second, which holds no float32 copies for layer norms."""
+    """On a GPU in bf16, in both passes; less in the second, which holds no float32 copies for layer norms."""
     peaks = []
     for lean in (True, False):
         with dry_run(settings(model__lean=lean, precision__name="bf16"), 1, 90) as run:
@@ -121,7 +122,7 @@ def test_lean_towers_take_no_more_memory_than_open_clips_at_an_equal_chunk() -> 
 
 @pytest.mark.parametrize("precision", [pytest.param("bf16", marks=pytest.mark.slow), "fp16"])
 def test_checkpointing_on_a_gpu_takes_less_memory_in_the_second_pass(precision: str) -> None:
-    """Recomputed layer norms are float32 under autocast, as in the first pass; torch refuses to run the backward pass otherwise."""
+    """Recomputed layer norms are float32 under autocast, as in the first pass; else torch refuses to go backward."""
     steps = []
     for checkpointing in (False, True):
         config = settings(model__grad_checkpointing=checkpointing, precision__name=precision)

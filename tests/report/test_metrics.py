@@ -1,4 +1,4 @@
-"""The metric log: what is written, what a resumed run cuts off, and that a failing sink costs a run nothing but a warning."""
+"""The metric log: what is written, what a resumed run cuts off, and that a failing sink costs only a warning."""
 
 import io
 import json
