@@ -24,7 +24,7 @@ from clipscale.config.train import TrainConfig
 from clipscale.data.features import StoredFeatures
 from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.distributed.world import World, local, sync_batch_norm
-from clipscale.loss import machine
+from clipscale.loss.machine import replaced
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.models.weights import without_weights
 from clipscale.plan.memory_tracker import DryMachine, MemoryTracker, cuda_autocast, without_memory
@@ -149,9 +149,6 @@ class DdpBuckets(nn.Module):
 class DryRunState(TrainState):
     """The trainer's state without pretrained weights; chunk sizes are set before each step."""
 
-    machine: DryMachine
-    """Where the loss runs."""
-
     def build_model(self) -> ClipModel:
         return build_model(without_weights(self.config.model))
 
@@ -167,10 +164,6 @@ class DryRunState(TrainState):
     def chunks(self) -> list[int]:
         return [1, 1]
 
-    def loss(self, image_features: Tensor, text_features: Tensor) -> Tensor:
-        with machine.replaced(self.machine):
-            return super().loss(image_features, text_features)
-
 
 class DryRun:
     """Runs steps of a training configuration without memory; made by `dry_run`."""
@@ -180,7 +173,6 @@ class DryRun:
     ) -> None:
         self.config, self.ranks, self.tracker = config, ranks, tracker
         self.state = DryRunState(config, DryRunWorld(0, ranks, CPU), folder, None)
-        self.state.machine = DryMachine(capability)
         if capability and type(self.state.optimizer).__module__.startswith("torch.optim"):
             for group in self.state.optimizer.param_groups:  # torch's own choice on CUDA
                 group["foreach"] = True if group.get("foreach", False) is None else group.get("foreach", False)
@@ -280,6 +272,7 @@ def dry_run(config: TrainConfig, ranks: int, capability: int | None) -> Iterator
             dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
             stack.callback(dist.destroy_process_group)
         tracker = stack.enter_context(without_memory())
+        stack.enter_context(replaced(DryMachine(capability)))
         if capability:
             stack.enter_context(cuda_autocast())
         yield DryRun(config, ranks, tracker, folder, capability)

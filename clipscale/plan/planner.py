@@ -35,7 +35,7 @@ Result = dict[str, Any]
 
 
 def plan(config: PlanConfig, announce: Callable[[str], None] = lambda line: None) -> Result:
-    """The object that `json=true` prints (docs/plan.md). `announce` gets a line for each slow part. Raises UserError."""
+    """The object that `json=true` prints (docs/plan.md). `announce` gets lines for the user. Raises UserError."""
     with planned(config) as made:
         announce(announcement(config))
         result, needs = made.result(), made.needs()

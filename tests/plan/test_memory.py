@@ -65,7 +65,7 @@ def test_every_phase_takes_the_predicted_memory(name: str) -> None:
 
 @pytest.mark.parametrize(("share", "kept"), [(0.5, 5), pytest.param(1.5, 12, marks=pytest.mark.slow)])
 def test_kept_graphs(share: float, kept: int) -> None:
-    """Of a share of all graphs' bytes. Where a kept chunk's backward pass finds no gradients yet, growth is too large."""
+    """Of a share of all graphs' bytes. Growth is too large where a kept chunk finds no gradients yet."""
     config = settings(batch=96)
     with dry_run(config, 1, None) as run:
         graphs = [run.graph(tower, 16) for tower in (0, 1)]
