@@ -3,8 +3,8 @@
     python benchmarks/loss.py n=16k d=512 methods=infcl,open_clip out=runs/bench
     python benchmarks/loss.py n=8k,64k,1M d=768 dtype=bf16 methods=infcl,open_clip,inf_cl
 
-Methods: presets of conf/loss (infcl, clip, siglip, ...), backends (tiled, dense, triton), torch, compile, and the peers open_clip, inf_cl,
-memeff and siglip_kernel. Letters: N pairs, D feature width.
+Methods: presets of conf/loss (infcl, clip, siglip, ...), backends (tiled, dense, triton), torch, compile, and the peers
+open_clip, inf_cl, memeff and siglip_kernel. Letters: N pairs, D feature width.
 """
 
 from collections.abc import Callable, Sequence
@@ -44,7 +44,7 @@ DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, 
 PAIR_COSINE = 0.2
 """Of an image and its text: with scale 100 and D = 512 a loss of about one at N = 16k."""
 COUNTED_UNITS = 4
-"""The work every method is credited with, in units of 2 N N D FLOP: scores forward; scores again and two gradients backward."""
+"""Units of 2 N N D FLOP that every method is credited with: scores forward; scores again and two gradients backward."""
 GEMM = {"cpu": (2048, 4), "cuda": (8192, 32)}
 """Side and number of the matrix products after each step, back to back: the device's rate under load."""
 SIGLIP_SCALE, SIGLIP_BIAS = 10.0, -10.0
@@ -200,7 +200,7 @@ def facts(loss: LossFunction, method: Method, job: Row) -> Row:
 
 
 def inputs_of(job: Row, pairs: int) -> list[Tensor]:
-    """Unit rows u and v (pairs, D) with <u_i, v_i> near PAIR_COSINE and the rest unrelated, and the scale; all want a gradient."""
+    """Unit rows u and v (pairs, D), <u_i, v_i> near PAIR_COSINE and the rest unrelated, and the scale."""
     generator = torch.Generator(job["device"]).manual_seed(0)
     u, v = (
         F.normalize(torch.randn(pairs, job["d"], generator=generator, device=job["device"]), dim=1) for _ in range(2)
@@ -222,7 +222,7 @@ def step(
 
 
 def error_of(method: Method, value: Tensor, grads: Sequence[Tensor], inputs: Sequence[Tensor]) -> float | None:
-    """Largest relative distance (Frobenius norm) of value and features' gradients from the oracle's in float64, on the same features.
+    """Largest relative distance (Frobenius norm) of value and features' gradients from the oracle's in float64.
 
     None where the oracle, whose memory is several matrices in float64, does not fit.
     """

@@ -1,7 +1,8 @@
-"""What the benchmarks share: words KEY=VALUE, a fresh process for each measurement, time and memory of a step, the record.
+"""What the benchmarks share: words KEY=VALUE, a fresh process for each measurement, time and memory, the record.
 
-A script calls `main` with its settings, the jobs that they ask for, and what measures a job. Each job runs in a process of its own
-(`python SCRIPT --job JSON`) and becomes rows of OUT/NAME.json, which is written after every job, and of the table OUT/NAME.md.
+A script calls `main` with its settings, the jobs that they ask for, and what measures a job. Each job runs in a process
+of its own (`python SCRIPT --job JSON`) and becomes rows of OUT/NAME.json, which is written after every job, and of the
+table OUT/NAME.md.
 """
 
 import gc
@@ -43,8 +44,8 @@ def main(
 ) -> None:
     """Run a benchmark, or the one job that the command line names.
 
-    `plan(settings)` gives the record's name and the jobs; `measure(**job)` a job's rows; `compare(rows)` adds what compares all rows so
-    far. `columns`: of the table, by their heads.
+    `plan(settings)` gives the record's name and the jobs; `measure(**job)` a job's rows; `compare(rows)` adds what
+    compares all rows so far. `columns`: of the table, by their heads.
     """
     if sys.argv[1:2] == ["--job"]:
         print(json.dumps(one_job(measure, json.loads(sys.argv[2]))))
@@ -70,7 +71,7 @@ def main(
 
 
 def settings_of(defaults: Row, words: Sequence[str]) -> SimpleNamespace:
-    """The defaults, changed by words KEY=VALUE. A default that is a whole number takes counts such as 32k. Raises UserError."""
+    """The defaults, changed by words KEY=VALUE; whole numbers may be counts such as 32k. Raises UserError."""
     values = dict(defaults)
     for word in words:
         key, equals, value = word.partition("=")
@@ -123,7 +124,7 @@ def in_a_process(job: Row) -> list[Row]:
 
 
 class Meter:
-    """Seconds of the parts of one step, and the memory at their beginnings and peaks. `meter("forward")` ends a part."""
+    """Seconds of the parts of one step, and memory at their beginnings and peaks. `meter("forward")` ends a part."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -163,7 +164,7 @@ def resident(name: str) -> int:
 
 
 def bound_memory(size: int) -> None:
-    """Refuse this process more than `size` bytes beyond what it has; a system that lacks memory ends it first (proc(5))."""
+    """Refuse this process more than `size` bytes more; a system that lacks memory ends it first (proc(5))."""
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
     resource.setrlimit(resource.RLIMIT_DATA, (resident("VmData") + size, hard))
     Path("/proc/self/oom_score_adj").write_text("1000")

@@ -1,10 +1,10 @@
-"""Time and memory of a step's gradients: plain, with the gradient cache, with kept graphs, and by open_clip's own training loop.
+"""Time and memory of a step's gradients: plain, with the gradient cache, with kept graphs, and by open_clip's loop.
 
     python benchmarks/step.py model=tiny batch=512 chunk=128
-    python benchmarks/step.py model=vit-b16 precision=bf16 batch=32k chunk=256 methods=plain@1k,cache,keep-80G,open_clip,cache@256k
+    python benchmarks/step.py model=vit-b16 precision=bf16 batch=32k chunk=256 methods=plain@1k,cache,keep-80G,open_clip
 
-METHOD or METHOD@BATCH. All compute the gradients of the same loss over the same samples; none updates weights. `to plain` compares seconds
-a sample with plain's at the same batch, or else at its largest.
+METHOD or METHOD@BATCH. All compute the gradients of the same loss over the same samples; none updates weights. `to
+plain` compares seconds a sample with plain's at the same batch, or else at its largest.
 
     plain, open_clip-plain   one graph over the whole batch, by us and by open_clip
     cache, keep-20G          the gradient cache; with memory for 20 GiB of graphs (keep: for all)
@@ -50,7 +50,7 @@ DEFAULTS = {
 }
 KINDS = ("frozen", "compiled", "unsorted", "unlean")
 CAPTION_MEAN, CAPTION_SPREAD = 2.833, 0.570
-"""Of the logarithm of a caption's tokens, start and end included: mean 20, 99th percentile 64, and 0.4 % fill CLIP's context of 77."""
+"""Of the logarithm of a caption's tokens: mean 20, 99th percentile 64, and 0.4 % fill CLIP's context of 77."""
 GOLDEN = (math.sqrt(5) - 1) / 2
 POOL = 4
 """Chunks of distinct samples in host memory. A larger batch repeats them, so that its pixels need not all exist."""
@@ -84,7 +84,7 @@ def plan(settings: SimpleNamespace) -> tuple[str, list[Row]]:
 
 
 class Step:
-    """One way to compute a step's gradients: `inputs(batch)`, and `run(inputs, meter)`, which leaves gradients in the parameters."""
+    """One way to compute gradients: `inputs(batch)`, and `run(inputs, meter)`, which leaves them in the parameters."""
 
     def __init__(self, method: str, model: str, chunk: int, precision: str, device: str) -> None:
         self.kind, self.base = named(method)
@@ -114,7 +114,7 @@ class Step:
         generator = torch.Generator().manual_seed(0)
         pixels = torch.randint(0, 256, (count, 3, side, side), generator=generator, dtype=torch.uint8)
         tokens = torch.randint(1, 49406, (count, context), generator=generator)
-        # Lengths are lognormal: quantiles spread evenly over every stretch of captions, so that any batch has its share.
+        # Lognormal lengths: quantiles spread evenly over every stretch of captions, so that any batch has its share.
         quantiles = torch.arange(1, count + 1, dtype=torch.float64).mul(GOLDEN).frac()
         sizes = (CAPTION_MEAN + CAPTION_SPREAD * torch.special.ndtri(quantiles)).exp().round().clamp(3, context).long()
         place = torch.arange(context)
@@ -129,7 +129,7 @@ class Step:
         return host[torch.arange(start, stop) % len(host)]
 
     def inputs(self, batch: int) -> Any:
-        """Host rows for the cache, which copies them chunk by chunk; rows on the device for the others, which spares them the copies."""
+        """For the cache, which copies host rows chunk by chunk, their number; for the others rows on the device."""
         if not self.base.startswith(("plain", "open_clip")):
             return batch
         pixels, tokens = (x.to(self.device) for x in self.pool)

@@ -125,7 +125,7 @@ def judged(gradient: str, error: float) -> Finding:
 
 
 def loss_error(world: World) -> float:
-    """Largest error of this process's part of the float32 gradient, relative to the largest entry of the dense float64 gradient."""
+    """Largest error of this rank's part of the float32 gradient, over the largest entry of the dense float64 one."""
     generator = torch.Generator().manual_seed(0)
     shape = (2, PAIRS * world.size, WIDTH)
     whole = F.normalize(torch.randn(shape, generator=generator, dtype=torch.float64), dim=-1).requires_grad_()

@@ -2,16 +2,14 @@
 
 import os
 
-os.environ["OMP_NUM_THREADS"] = (
-    "1"  # before torch is imported: the machine's cores are shared by the tests' own processes
-)
+# Before torch is imported: the machine's cores are shared by the tests' own processes.
+os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("WANDB_MODE", "offline")
 
 import fcntl
 import gc
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -48,7 +46,7 @@ TINY = (
 
 
 def pytest_collection_finish() -> None:
-    """All modules are there, and stay: the garbage collector need not look at them again, nor so often at what tests make."""
+    """All modules are there, and stay: the garbage collector need not look at them again."""
     gc.freeze()
     gc.set_threshold(10_000)
 
@@ -142,11 +140,3 @@ def command(tmp_path: Path, environment: dict[str, str]) -> Command:
         )
 
     return run
-
-
-@pytest.fixture
-def free_port() -> int:
-    """A TCP port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return int(probe.getsockname()[1])

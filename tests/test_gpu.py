@@ -1,4 +1,4 @@
-"""Steps and whole runs on a CUDA device, with its copies, random numbers and memory. Other tests show the same on the CPU.
+"""Steps and whole runs on a CUDA device, with its copies, random numbers and memory.
 
 tests/support/device.py: they run without one too, to see that the tests themselves are right.
 """

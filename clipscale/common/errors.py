@@ -8,8 +8,8 @@ from clipscale.common.terminal import printable
 class UserError(Exception):
     """A mistake in the settings, the data or the machine that the user can fix.
 
-    The message is one line: the setting, its value, and the remedy. The command line prints it as `error: ...` without a traceback and
-    exits with status 2. Control characters, such as newlines in the value, are escaped.
+    The message is one line: the setting, its value, and the remedy. The command line prints it as `error: ...` without
+    a traceback and exits with status 2. Control characters, such as newlines in the value, are escaped.
     """
 
     def __init__(self, message: object) -> None:
@@ -17,7 +17,7 @@ class UserError(Exception):
 
 
 class StoppedError(UserError):
-    """A signal stopped the run after a whole step and a checkpoint. The command line exits with 128 + `number`, as for the signal."""
+    """A signal stopped the run after a checkpoint. The command line exits with 128 + `number`, as for the signal."""
 
     def __init__(self, message: str, number: int = signal.SIGTERM) -> None:
         super().__init__(message)
@@ -51,7 +51,7 @@ LOST = (
 
 
 def causes_of(error: BaseException) -> list[BaseException]:
-    """An error and all that has caused it, on whichever rank: torch's CheckpointException holds the failures of ranks."""
+    """An error and all that has caused it, on any rank: torch's CheckpointException holds the failures of ranks."""
     causes = [error]
     for cause in causes:
         failures = getattr(cause, "failures", None)
@@ -61,7 +61,7 @@ def causes_of(error: BaseException) -> list[BaseException]:
 
 
 def lost_rank(error: BaseException) -> bool:
-    """Whether an error, or a cause of it, only says that another rank does not answer. torch gives a RuntimeError for that."""
+    """Whether an error, or a cause of it, only says that another rank does not answer (torch: a RuntimeError)."""
 
     def says_so(cause: BaseException) -> bool:
         line = f"{type(cause).__name__}: {cause}".partition("\n")[0]

@@ -15,7 +15,7 @@ from clipscale.common.errors import UserError
 
 @contextmanager
 def replacing(path: Path, *, sync: bool = False) -> Iterator[BinaryIO]:
-    """A new file, open for writing bytes; `name` is its path. It becomes `path` at the end and disappears after an exception.
+    """A new file, open for writing bytes. It becomes `path` at the end, and disappears after an exception.
 
     With `sync` the bytes are on the disk before the file has its name.
     """

@@ -22,7 +22,7 @@ def cores() -> int:
 
 
 def cores_of_rank() -> int:
-    """Cores that one rank may use. Slurm gives each task cores of its own; otherwise the ranks of a machine share the same ones."""
+    """Cores that one rank may use. Slurm gives each task its own; otherwise the ranks of a machine share them."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     bound = "SLURM_PROCID" in os.environ and cores() * ranks <= (os.cpu_count() or 1)
     return cores() if bound else max(1, cores() // ranks)
@@ -52,7 +52,7 @@ class Hardware:
         return int(self.memory * GIB)
 
     def peak(self, precision: str, tf32: bool = True) -> float:
-        """Peak FLOP/s of matrix products in `fp32`, `bf16` or `fp16`; for 8 bits, which attention does without, those of bf16."""
+        """Peak FLOP/s of matrix products in `fp32`, `bf16` or `fp16`."""
         if precision != "fp32":
             return 1e12 * self.half
         return 1e12 * (self.tf32 if tf32 else self.fp32)
@@ -82,7 +82,7 @@ def hardware(name: str) -> Hardware:
 
 
 def hardware_of(device_name: str) -> str | None:
-    """The table's name of the GPU that the driver calls `device_name` ("NVIDIA A100-SXM4-80GB"); None if the table lacks it.
+    """The table's name of what the driver calls `device_name` ("NVIDIA A100-SXM4-80GB"); None if the table lacks it.
 
     If the driver's name does not contain the memory, the first entry with that chip.
     """

@@ -31,7 +31,7 @@ class Readback:
 
 
 class Phases:
-    """`with phases("encode"): ...` around each part. Memory figures are None on a CPU, which has no allocator statistics.
+    """`with phases("encode"): ...` around each part. Memory is None on a CPU, which has no allocator statistics.
 
     On a GPU, parts are timed where they run, by events in its queue. Nothing waits before the times are read.
     """

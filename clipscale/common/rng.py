@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 def draws_random_numbers(module: nn.Module) -> bool:
-    """Whether a module in training draws random numbers: dropout, stochastic depth, patch dropout, dropout in attention."""
+    """Whether a module in training draws random numbers: dropout, also of paths, patches and in attention."""
     rates = ("p", "prob", "drop_prob", "dropout")
     values = (getattr(m, rate, 0) for m in module.modules() if m.training for rate in rates)
     return any(isinstance(value, float) and value > 0 for value in values)

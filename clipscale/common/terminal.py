@@ -9,7 +9,7 @@ LONGEST = 4000
 
 
 def printable(text: object) -> str:
-    """The text on one line. What is not printable, newlines and lone surrogates included, becomes an escape such as `\\x1b`."""
+    """The text on one line: what is not printable, newlines included, becomes an escape such as `\\x1b`."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
 
 

@@ -21,12 +21,12 @@ def unused(folder: Path) -> Path:
 
 
 def whole_number(text: str) -> int | None:
-    """The number that up to 18 ASCII digits write; None for any other text, such as `²`, which `isdigit` accepts and `int` refuses."""
+    """The number that up to 18 ASCII digits write; None for any other text, such as `²`."""
     return int(text) if text.isascii() and text.isdecimal() and len(text) <= 18 else None
 
 
 def parse_count(text: str) -> int:
-    """`768k` -> 786,432: the suffixes k, M and G are powers of 1024, a plain integer is itself. Raises ValueError otherwise."""
+    """`768k` -> 786,432: k, M and G are powers of 1024, a plain integer is itself. Raises ValueError otherwise."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKmMgG]?)\s*", text)
     if match is None:
         raise ValueError(f"{text!r} is not a count such as 100000, 768k or 1.5M")
@@ -39,7 +39,7 @@ def parse_count(text: str) -> int:
 
 
 def parse_memory(key: str, text: str) -> int | None:
-    """The bytes that a setting allows: `none` -> 0, `8G` -> 8,589,934,592, and None for `auto`. Raises ValueError with its name `key`."""
+    """The bytes that a setting allows: `none` -> 0, `8G` -> 2^33, `auto` -> None. Raises ValueError with its `key`."""
     if text in ("none", "auto"):
         return 0 if text == "none" else None
     try:
@@ -85,7 +85,7 @@ def split(text: str) -> list[str]:
 def nearest(word: str, known: Iterable[str]) -> str:
     """`; did you mean 'optim.lr'?`, or nothing if no known name is close.
 
-    Compares the last parts of dotted names first (`lr` and `optim.lrr` both suggest `optim.lr`), then beginnings, then whole names.
+    Compares the last parts of dotted names first (`lr` and `optim.lrr` suggest `optim.lr`), then beginnings, then all.
     """
     leaf = word.rpartition(".")[2]
     leaves: dict[str, list[str]] = {}

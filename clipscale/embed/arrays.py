@@ -1,4 +1,4 @@
-"""Features as arrays: NAME.image.npy and NAME.text.npy, (samples, D), and NAME.jsonl with the key and caption of each row.
+"""Features as arrays: NAME.image.npy, NAME.text.npy, (samples, D), and NAME.jsonl with each row's key and caption.
 
 D: feature width.
 """

@@ -1,6 +1,6 @@
 """Computes the features of a shard's samples, in groups whose size does not depend on the number of processes.
 
-n: samples of a group, K: features of a sample (picture, text or both), D: feature width, C: channels, S: side of the pixels.
+n: samples of a group, K: features of a sample (picture, text or both), D: feature width, C: channels, S: pixels a side.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,7 +26,7 @@ T = TypeVar("T")
 THREADS = 4
 """That decode the pictures of a process."""
 GROUP_BYTES = 128 << 20
-"""Bytes of a group's samples, of which two are in memory at once: 128 pictures of a megabyte. A single sample may have 64 MiB."""
+"""Bytes of a group's samples, of which two are in memory at once: 128 pictures of a megabyte."""
 
 
 @dataclass(frozen=True)

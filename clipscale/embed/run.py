@@ -1,7 +1,7 @@
-"""The verb `clipscale embed`. Each shard, or some thousand rows of a table, becomes files of its own in `out`; complete ones stay.
+"""The verb `clipscale embed`. Each shard, or some thousand rows of a table, becomes files of its own in `out`.
 
     npy          NAME.image.npy and NAME.text.npy, (samples, D), and NAME.jsonl with the key and caption of each row
-    webdataset   NAME.tar with all members but pictures, and features as KEY.npy and KEY.text.npy; `data.image_features` reads them
+    webdataset   NAME.tar with all members but pictures, and KEY.npy and KEY.text.npy, for `data.image_features`
 
 features.json says what the features are, and SHARDS where each file's samples come from.
 Rank r of P takes every P-th shard. D: feature width.
@@ -48,7 +48,7 @@ DAMAGED = ("truncated_shard", "unreadable_shard")
 
 
 def main(config: EmbedConfig) -> dict[str, Any]:
-    """Write features on `launch.procs` processes, or as one of torchrun's. Returns the folder and its samples. Raises UserError."""
+    """Write features on `launch.procs` processes, or as one of torchrun's. Returns the folder and its samples."""
     check_embed(config)
     task = "clipscale.embed.run:work"
     return local.run(config, task)
@@ -187,7 +187,7 @@ def shard_groups(encoder: FeatureEncoder, url: str, *, all_members: bool) -> Ite
 
 
 def write_tar(path: Path, groups: Iterable[Group], kinds: Iterable[str]) -> None:
-    """A sample without features keeps its place. The key of a table's row is its number: a picture's path has an extension."""
+    """A sample without features keeps its place. A table's row has its number for a key: paths have extensions."""
     left_out = {*IMAGE_TYPES, *MEMBERS.values(), ""}  # webdataset cannot write a member without an extension
     with shard_writer(path) as writer:
         for group in groups:

@@ -24,14 +24,13 @@ from clipscale.data.shards.store import Store
 
 TILE = 1 << 14
 """Rows compared at once: 32 MiB of 512 float32 numbers."""
-SIDE = 320
-"""Longest side of a picture on the page, in pixels."""
+SIDE = 320  # pixels of the longer side of a picture on the page
 
 
 def nearest(parts: Iterable[np.ndarray], query_D: Tensor, count: int) -> list[tuple[int, float]]:
-    """The `count` rows with the largest dot products, and these, best first; of equal ones the first row. Rows of NaN are left out.
+    """The `count` rows with the largest dot products, and these, best first; of equal ones the first row.
 
-    parts: arrays (rows, D) of any float type, often mapped from files; their rows are numbered through.
+    Rows of NaN are left out. parts: arrays (rows, D) of any float type; their rows are numbered through.
     """
     scores, rows = query_D.new_empty(0), torch.empty(0, dtype=torch.int64, device=query_D.device)
     first, space = 0, query_D.new_empty(TILE, len(query_D))  # allocating it for each tile takes longer than the product
@@ -58,7 +57,7 @@ class Pictures:
         self.index = lru_cache(None)(lambda url: scan_counts([url], data.cache) if is_local(url) else None)
 
     def encoded(self, part: str, row: int) -> bytes:
-        """A picture's bytes. Raises BrokenSampleError: also `no_such_sample` and the reasons of shards that cannot be read."""
+        """A picture's bytes. Raises BrokenSampleError, also for no such sample and an unreadable shard."""
         problem, members = ReadProblem(), limits(IMAGE_TYPES, (), self.data.max_bytes)
         if url := self.sources.get(part, ""):
             self.index(url)

@@ -1,4 +1,4 @@
-"""The page's answers, by starlette. Requests under another Host than this machine's loopback are refused (DNS rebinding)."""
+"""The page's answers. A Host other than this machine's loopback is refused: foreign names may point here."""
 
 import hashlib
 import json
@@ -23,15 +23,12 @@ from clipscale.explore.search import Pictures
 from clipscale.explore.verb import SearchModel
 
 PAGE = {"": "text/html", "page.css": "text/css", "page.js": "text/javascript"}
-MOST_TEXT, MOST_LABELS, MOST_RESULTS = 1 << 16, 1000, 200
-"""Bytes of a question without a picture, labels of one, and results of one."""
-QUERIES = 256
-"""Pictures whose features stay, so that labels can be changed without sending the picture again."""
+MOST_TEXT, MOST_RESULTS = 1 << 16, 200
+"""Bytes of a question without a picture, and results of one."""
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob: data:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
-    "referrer-policy": "no-referrer",
     "cross-origin-resource-policy": "same-origin",
     "cache-control": "no-store",
 }
@@ -96,7 +93,7 @@ class Page:
     async def picture(self, request: Request) -> Response:
         """The captions and pictures nearest to a picture that the request holds, by each model."""
         data = await body_of(request, self.pictures.data.max_bytes)
-        return await self.near(data, int(request.query_params.get("count", "24")))
+        return await self.near(data, min(int(request.query_params.get("count", "24")), MOST_RESULTS))
 
     async def sample(self, request: Request) -> Response:
         """The same for a picture of the set."""
@@ -107,7 +104,7 @@ class Page:
         features = await run_in_threadpool(lambda: [model.encode_image(data) for model in self.models])
         key = hashlib.blake2b(data, digest_size=16).hexdigest()
         self.queries[key] = features
-        if len(self.queries) > QUERIES:
+        if len(self.queries) > 256:  # they stay, so that labels can be changed without sending the picture again
             del self.queries[next(iter(self.queries))]
 
         def work(model: SearchModel, number: int) -> Any:
@@ -118,10 +115,6 @@ class Page:
     async def classes(self, request: Request) -> Response:
         """The probabilities of labels for a picture that was asked for before, by each model."""
         picture, labels, template = await asked(request, picture=str, labels=list, template=str)
-        if not 0 < len(labels) <= MOST_LABELS or "{}" not in template:
-            raise HTTPException(
-                400, f"give 1 to {MOST_LABELS} labels, and write {{}} where the label goes in the prompt"
-            )
         if picture not in self.queries:
             raise HTTPException(404, "this picture is no longer kept; give it again")
         prompts, features = [template.replace("{}", str(label)) for label in labels], self.queries[picture]

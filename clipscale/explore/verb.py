@@ -1,4 +1,4 @@
-"""The verb `clipscale explore`: loads the models and their embedded sets, and serves the page to this machine. D: feature width."""
+"""The verb `clipscale explore`: loads models and their embedded sets, and serves the page. D: feature width."""
 
 import socket
 import threading
@@ -37,7 +37,7 @@ def main(config: ExploreConfig) -> None:
         listener = socket.create_server(("127.0.0.1", config.port))  # before the long work
     except OSError as error:
         remedy = "give another port=, or port=0 for a free one"
-        raise UserError(f"port={config.port}: cannot listen ({error.strerror}); {remedy}") from error
+        raise UserError(f"port={config.port}: {error.strerror}; {remedy}") from error
     with listener:
         page = application(*prepared(config))
         settings = uvicorn.Config(page, log_level="error", limit_concurrency=128, timeout_graceful_shutdown=2)
@@ -57,9 +57,7 @@ def prepared(config: ExploreConfig) -> tuple[list["SearchModel"], Pictures]:
     sources: dict[str, str] = {}
     for part, source in (item for model in models for item in model.embedded.sources.items()):
         if sources.setdefault(part, source) != source:
-            raise UserError(
-                f"data: the part {part} is of {sources[part]} and of {source}; give features of the same shards"
-            )
+            raise UserError(f"data: {part} is of {sources[part]} and of {source}; give features of the same shards")
     return models, Pictures(sources, config.data)
 
 
@@ -73,17 +71,13 @@ class SearchModel:
         world = distributed.start(config.device)
         folder = existing_run(run) if run else None
         self.model, _, step = load_any(folder, checkpoint, config.weights, model, world.on_main)
-        averaged = ", averaged" if config.weights == "ema" else ""
-        self.title = f"{folder.name}, step {step}{averaged}" if folder else str(model.weights)
-        side = self.model.image_size
-        self.transform = replace(self.model.eval_transform(), side=side, max_pixels=config.data.max_pixels)
+        self.title = f"{folder.name}, step {step}" if folder else str(model.weights)
+        self.transform = replace(self.model.eval_transform(), max_pixels=config.data.max_pixels)
         digests = {"weights": self.model.image_digest(), "text": self.model.text_digest()}
-        wanted = digests | {"image_size": side, "resize": self.model.resize, "transform": "eval"}
-        fitting = [one for one in sets if all(one.note.get(name, value) == value for name, value in wanted.items())]
+        wanted = digests | {"image_size": self.model.image_size, "resize": self.model.resize, "transform": "eval"}
+        fitting = [embedded for embedded in sets if wanted.items() <= (wanted | embedded.note).items()]
         if not fitting:
-            raise UserError(
-                f"data: no folder has features of {self.title}; embed the set with that model, transform=eval"
-            )
+            raise UserError(f"data: no folder has features of {self.title}; embed the set with that model")
         self.embedded = fitting[0]
         self.device, self.lock, self.decoding = world.device, threading.Lock(), threading.Lock()
         self.precision = Precision(config.precision, world.device)
@@ -96,7 +90,7 @@ class SearchModel:
 
     def encode_image(self, data: bytes) -> Tensor:
         """The unit feature (D,) of an encoded picture. Raises BrokenSampleError."""
-        with self.decoding:
+        with self.decoding:  # one at a time: a large picture takes 268 MB
             pixels = torch.from_numpy(self.transform(data))[None]
         return self._encode(self.model.image, pixels)[0]
 
@@ -105,7 +99,7 @@ class SearchModel:
             return F.normalize(tower(inputs.to(self.device)).float(), dim=-1)
 
     def classes(self, picture_D: Tensor, prompts: list[str]) -> list[tuple[float, float]]:
-        """Probability and similarity of each prompt for a picture: the softmax over the prompts, by the model's logit scale."""
+        """Probability (the softmax over the prompts, by the model's scale) and similarity of each for a picture."""
         scores = self.encode_texts(prompts) @ picture_D
         shares = (scores * self.model.logit_scale.detach().to(self.device).float().exp()).softmax(0)
         return list(zip(shares.tolist(), scores.tolist()))

@@ -75,7 +75,7 @@ def description(model: ClipModel, config: ModelConfig) -> dict[str, Any]:
 
 
 def check_same(model: ClipModel, about: dict[str, Any], config: ModelConfig) -> None:
-    """Raise UserError unless open_clip builds this image tower by a description: it knows timm's towers as timm has them."""
+    """Raise UserError unless open_clip builds this image tower by its description: it has timm's towers as they are."""
     with torch.device("meta"):
         theirs = encoders_of({key: value for key, value in about.items() if key != "custom_text"}).visual
     ours, shapes = model.image.encoder, {name: list(value.shape) for name, value in theirs.state_dict().items()}

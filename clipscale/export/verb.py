@@ -19,7 +19,7 @@ FORMATS = {"open_clip": (open_clip.write, "open_clip"), "hf": (hugging_face.writ
 def main(settings: ExportSettings) -> Path:
     """Write the folder and return it.
 
-    Raises UserError without a readable checkpoint, for a model that the format cannot hold, and if the folder cannot be written.
+    Raises UserError without a readable checkpoint, for a model that the format lacks, and if it cannot be written.
     """
     run = check_run(settings)
     model, config, step = load_model(run, settings.checkpoint, settings.weights)

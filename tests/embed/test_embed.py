@@ -1,4 +1,4 @@
-"""Stored features equal the model's own, whatever is embedded, in both formats, by any number of processes, and after a kill."""
+"""Stored features equal the model's own, in both formats, by any number of processes, and after a kill."""
 
 import io
 import json

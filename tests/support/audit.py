@@ -1,6 +1,7 @@
 """What code does beside its work, by the interpreter's audit events, which no Python code can avoid.
 
-Python has no way to take a hook back, so all tests share one, which the first that listens sets: every event costs time.
+Python has no way to take a hook back, so all tests share one, which the first that listens sets: every event costs
+time.
 """
 
 import sys

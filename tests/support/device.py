@@ -1,4 +1,4 @@
-"""Where the tests marked gpu run: on a CUDA device, or, to see that the tests themselves are right, on the CPU at smaller sizes.
+"""Where the tests marked gpu run: on a CUDA device, or, to see that the tests are right, on the CPU at smaller sizes.
 
 pytest -m gpu                                                        on a machine with a CUDA device
 CLIPSCALE_TEST_DEVICE=cpu TRITON_INTERPRET=1 pytest -m gpu tests     anywhere; what only a device has is skipped
@@ -27,9 +27,3 @@ with_kernels = pytest.mark.skipif(not KERNELS, reason="needs a CUDA device or TR
 def sized(*sizes: int, smaller: int = SMALLER) -> tuple[int, ...]:
     """Problem sizes: unchanged on a CUDA device, smaller elsewhere. Ragged sizes stay ragged."""
     return sizes if CUDA else tuple(max(3, size // smaller + size % 2) for size in sizes)
-
-
-def largest_bytes() -> int:
-    """Peak bytes that torch has allocated on the device since the last reset."""
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated()

@@ -36,7 +36,7 @@ def forks() -> Forks:
 
 
 def share_one_server() -> None:
-    """From now on, processes that the package spawns are forks too, and its loaders do not choose what the server imports."""
+    """From now on, processes that the package spawns are forks of this server too."""
     util.get_temp_dir()  # where the server listens; a run that starts it first would delete its own
     multiprocessing.set_forkserver_preload(["clipscale.train", "tests.loss.workers"])  # of one that is no fork
     vars(multiprocessing)["set_forkserver_preload"] = lambda names: None

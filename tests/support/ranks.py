@@ -16,7 +16,7 @@ from tests.support.forks import forks
 
 
 def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout_s: float = 120) -> list[Any]:
-    """`function(rank, world, *args)` in `world` fresh processes that form one gloo group; their return values in rank order.
+    """`function(rank, world, *args)` in `world` processes that form one gloo group; their return values in rank order.
 
     Fails with the first failing rank's traceback. Functions and arguments must be importable from the test's module.
     """
