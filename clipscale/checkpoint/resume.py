@@ -39,13 +39,8 @@ def to_resume(run: Path, resume: str, world: World) -> Path | None:
             world.on_main(partial(set_damaged_aside, bad, candidate, rename=resume == "auto"))
             return candidate
         bad[candidate] = problems[0]
-    if len(candidates) == 1 and resume != "auto":
-        raise UserError(bad[candidates[0]])
-    if candidates:
-        raise UserError(
-            f"resume={resume}: none of the {len(candidates)} checkpoints in {candidates[0].parent.parent} can be read; "
-            "start afresh with another run=NAME"
-        )
+    if bad:
+        raise UserError(f"resume={resume}: {next(iter(bad.values()))}; no other can be read, begin another run=NAME")
     return None
 
 

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from typing import Any
 
 from clipscale.common.errors import UserError
@@ -156,10 +155,12 @@ class MemoryPlan:
     def result(self) -> Result:
         """The plan as JSON-like values (docs/plan.md), without remedies and conclusion."""
         config, node = self.config, self.host(self.local)
-        device, time = self.device_record(), self.time_record()
+        device, time, limits = self.device_record(), None, None
         host_fits = node.node <= config.host_memory if config.host_memory else None
-        limits = None
         if self.gpu:
+            counts = self.model.counts(self.local, self.chunks)
+            image, text = (kept / count for kept, count in zip(self.step.kept, counts))
+            time = step_time(config, self.gpu, self.run, self.local, (image, text)).record(config)
             batch, bound = self.largest_batch()
             cut = [chunk for chunk in self.chunks if chunk]
             chunk = self.largest_chunk(max(cut)) if len(cut) == len(TOWERS) else None
@@ -196,11 +197,11 @@ class MemoryPlan:
         }
 
     def device_record(self) -> Result:
+        """The GPU's memory by phase, with cuBLAS's workspace."""
         step, phases = self.step, {}
         for name in PHASES:
-            before, peak = step.before[name], step.phase(name)
-            sizes = {"before_bytes": before + self.workspace, "extra_bytes": peak - before}
-            phases[name] = sizes | {"peak_bytes": peak + self.workspace}
+            before, peak = step.before[name] + self.workspace, step.phase(name) + self.workspace
+            phases[name] = {"before_bytes": before, "extra_bytes": peak - before, "peak_bytes": peak}
         return {
             "fixed_bytes": self.run.fixed,
             "phases": phases,
@@ -209,20 +210,6 @@ class MemoryPlan:
             "outside_bytes": self.outside,
             "total_bytes": self.total(step),
             "usable_bytes": int(self.usable) if self.gpu else None,
-        }
-
-    def time_record(self) -> Result | None:
-        if self.gpu is None:
-            return None
-        counts = self.model.counts(self.local, self.chunks)
-        image, text = (kept / count for kept, count in zip(self.step.kept, counts))
-        time = step_time(self.config, self.gpu, self.run, self.local, (image, text))
-        batch, samples = self.config.batch, self.config.samples
-        return {
-            **{f"{name}_s": value for name, value in asdict(time).items()},
-            "step_s": time.step,
-            "samples_per_s": batch / time.step,
-            "hours": samples / batch * time.step / 3600 if samples else None,
         }
 
     def notes(self) -> list[str]:

@@ -1,15 +1,15 @@
 """Finds settings with which a run that does not fit would fit, by planning the run with each of them."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from clipscale.config.sections import LossConfig
 from clipscale.config.tools import PlanConfig
 from clipscale.step.optim import SHARDED
 
 
-@dataclass(frozen=True)
-class Needs:
+class Needs(NamedTuple):
     """Memory that a run takes of one GPU and of one node's host, each as a share of what there is. It fits up to 1."""
 
     gpu: float
@@ -24,12 +24,10 @@ class Needs:
         return max(self.gpu, self.host)
 
 
-@dataclass(frozen=True)
-class Remedy:
-    """Changes of the settings that were tried together."""
+class Remedy(NamedTuple):
+    """Changes of the settings that were tried together, as on the command line: `loss=infcl`."""
 
     words: tuple[str, ...]
-    """As on the command line: `loss=infcl`."""
     config: PlanConfig
     needs: Needs
 
@@ -37,7 +35,7 @@ class Remedy:
 def remedies(
     config: PlanConfig, needs: Needs, measure: Callable[[PlanConfig], Needs], chunk: int | None = None
 ) -> list[Remedy]:
-    """Changes with which the run fits, the one that helps most first; empty if none was found.
+    """Changes with which the run fits, the one that helps most first; empty if none was changes.
 
     Tries single settings. While none of them suffices, keeps the one that helps most and tries further ones. `measure`
     plans a changed run, `needs` is what the run takes unchanged, `chunk` is a chunk size that is expected to fit.
@@ -56,35 +54,35 @@ def remedies(
 
 def _for_gpu(config: PlanConfig, needs: Needs, chunk: int | None) -> dict[str, PlanConfig]:
     """Settings that change the phase with the highest peak: only they can help."""
-    found: dict[str, PlanConfig] = {}
+    changes: dict[str, PlanConfig] = {}
     loss, cache, precision = config.loss, config.cache, config.precision
     if needs.phase == "loss" and (loss.backend != "auto" or loss.exchange not in ("auto", "none")):
         tiled = replace(loss, backend="auto", exchange="none" if loss.exchange == "none" else "auto")
         word = "loss=infcl" if tiled == LossConfig() else f"loss.backend=auto loss.exchange={tiled.exchange}"
-        found[word] = replace(config, loss=tiled)
+        changes[word] = replace(config, loss=tiled)
     own_chunks = cache.image_chunk or cache.text_chunk
     if needs.phase in ("encode", "replay") and chunk and cache.chunk != str(chunk) and not own_chunks:
-        found[f"cache.chunk={chunk}"] = replace(config, cache=replace(cache, chunk=str(chunk)))
+        changes[f"cache.chunk={chunk}"] = replace(config, cache=replace(cache, chunk=str(chunk)))
     if cache.keep != "none":
-        found["cache.keep=none"] = replace(config, cache=replace(cache, keep="none"))
+        changes["cache.keep=none"] = replace(config, cache=replace(cache, keep="none"))
     if needs.phase == "replay" and not config.model.grad_checkpointing:
         model = replace(config.model, grad_checkpointing=True)
-        found["model.grad_checkpointing=true"] = replace(config, model=model)
+        changes["model.grad_checkpointing=true"] = replace(config, model=model)
     # FSDP2 shards what is there between steps, so it can only remove an excess that is smaller than that.
     masters = precision.weights == "fp32" or precision.master
     shardable = config.optim.name in SHARDED and masters and not config.log.noise_scale
     several = config.gpus * config.nodes > 1 and config.launch.parallel == "ddp"
     if several and shardable and needs.fixed >= needs.gpu - 1:
-        found["launch.parallel=fsdp"] = replace(config, launch=replace(config.launch, parallel="fsdp"))
+        changes["launch.parallel=fsdp"] = replace(config, launch=replace(config.launch, parallel="fsdp"))
     if config.offload == "none":
-        found["offload=host"] = replace(config, offload="host")
-    return found
+        changes["offload=host"] = replace(config, offload="host")
+    return changes
 
 
 def _for_host(config: PlanConfig) -> dict[str, PlanConfig]:
     """Settings that lower the host's memory."""
     offloads = [offload for offload in ("encoded", "disk") if config.offload != offload]
-    found = {f"offload={offload}": replace(config, offload=offload) for offload in offloads}
+    changes = {f"offload={offload}": replace(config, offload=offload) for offload in offloads}
     if config.data.buffers > 1 and config.data.workers != 0:
-        found["data.buffers=1"] = replace(config, data=replace(config.data, buffers=1))
-    return found
+        changes["data.buffers=1"] = replace(config, data=replace(config.data, buffers=1))
+    return changes

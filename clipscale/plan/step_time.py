@@ -3,7 +3,8 @@
 b: samples of one rank, P: ranks, D: feature width.
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from clipscale.common.hardware import Hardware
 from clipscale.config.tools import PlanConfig
@@ -35,6 +36,15 @@ class StepTime:
     @property
     def step(self) -> float:
         return self.encode + max(self.loss, self.ring) + self.replay + self.gradients
+
+    def record(self, config: PlanConfig) -> dict[str, Any]:
+        """The seconds by their names in JSON, samples/s, and the hours of the whole run if `samples` is set."""
+        return {
+            **{f"{name}_s": value for name, value in asdict(self).items()},
+            "step_s": self.step,
+            "samples_per_s": config.batch / self.step,
+            "hours": config.samples / config.batch * self.step / 3600 if config.samples else None,
+        }
 
 
 def step_time(config: PlanConfig, gpu: Hardware, run: DryRun, batch: int, kept: tuple[float, float]) -> StepTime:

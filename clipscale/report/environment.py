@@ -51,15 +51,10 @@ def _version(package: str) -> str | None:
 def _commit() -> str | None:
     """The commit of this checkout, with `+` if tracked files differ from it; None for an installed package."""
     here = Path(__file__).resolve().parents[2]
+    command = ["git", "-C", str(here), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
     if not (here / ".git").exists():
         return None
     try:
-        head = _git(here, "rev-parse", "HEAD")
-        return head + ("+" if _git(here, "status", "--porcelain", "--untracked-files=no") else "")
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-def _git(folder: Path, *arguments: str) -> str:
-    command = ["git", "-C", str(folder), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()

@@ -40,17 +40,10 @@ CONSOLE_FIELDS = {
 
 
 class MetricLog:
-    """The sinks of one run, on rank 0.
-
-    Args:
-        run_dir: the run folder; `metrics.jsonl`, `env.json` and `config.yaml` are written there.
-        config: which sinks to open.
-        resolved_config: the run's settings as YAML, written to `config.yaml` and sent to wandb.
-        resume_step: the step the run resumes from; later lines, left by the interrupted run, are removed. 0: a new run.
-        world: number of processes, for `env.json`.
+    """The log of one run, on rank 0: `metrics.jsonl`, `env.json` and `config.yaml` in its folder, console and sinks.
 
     Raises UserError for a folder that cannot be written. Later, a full disk under `metrics.jsonl` prints a warning,
-    and its lines wait in memory. A failure of wandb or TensorBoard prints a warning and closes that sink.
+    and its lines wait in memory.
     """
 
     def __init__(
@@ -63,6 +56,7 @@ class MetricLog:
         world: int = 1,
         console: Console | None = None,
     ) -> None:
+        """`resolved_config`: the settings as YAML. `resume_step`: later lines, of an interrupted run, are removed."""
         self.config = config
         # No highlighting and no wrapping: they put control codes and line breaks into lines that are meant for grep.
         self.console = console or Console(highlight=False, soft_wrap=True, emoji=False)

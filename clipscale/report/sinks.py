@@ -5,9 +5,16 @@ import secrets
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from clipscale.config.sections import SinkConfig
+
+
+class Sink(NamedTuple):
+    """Takes the numbers of a step, and is closed at the end."""
+
+    write: Callable[[int, dict[str, float]], None]
+    close: Callable[[], None]
 
 
 class Sinks:
@@ -23,11 +30,11 @@ class Sinks:
     ) -> None:
         """`settings`: those of the run, for wandb. `message` prints a line."""
         self.message = message
-        self._sinks: dict[str, _TensorBoard | _Wandb] = {}
+        self._sinks: dict[str, Sink] = {}
         if config.tensorboard:
-            self._call("tensorboard", lambda: self._sinks.update(tensorboard=_TensorBoard(run_dir, resume_step)))
+            self._call("tensorboard", lambda: self._sinks.update(tensorboard=tensorboard(run_dir, resume_step)))
         if config.wandb != "disabled":
-            self._call("wandb", lambda: self._sinks.update(wandb=_Wandb(run_dir, config, settings)))
+            self._call("wandb", lambda: self._sinks.update(wandb=wandb(run_dir, config, settings)))
 
     def write(self, step: int, values: dict[str, float]) -> None:
         """Give the values to every sink."""
@@ -52,51 +59,39 @@ class Sinks:
             self.message(f"warning: {name} failed and is off from here on ({reason})")
 
 
-class _TensorBoard:
-    """`values` of every record: numbers only."""
+def tensorboard(run_dir: Path, resume_step: int) -> Sink:
+    """Event files in RUN/tensorboard."""
+    from torch.utils.tensorboard import SummaryWriter
 
-    def __init__(self, run_dir: Path, resume_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+    # purge_step hides what the interrupted run wrote after the resumed step.
+    writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=resume_step + 1 if resume_step else None)
 
-        # purge_step hides what the interrupted run wrote after the resumed step.
-        purge_step = resume_step + 1 if resume_step else None
-        self.writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=purge_step)
-
-    def write(self, step: int, values: dict[str, float]) -> None:
+    def write(step: int, values: dict[str, float]) -> None:
         for name, value in values.items():
-            if name != "step":
-                self.writer.add_scalar(name if "/" in name else f"train/{name}", value, step)
+            writer.add_scalar(name if "/" in name else f"train/{name}", value, step)
 
-    def close(self) -> None:
-        self.writer.close()
+    return Sink(write, writer.close)
 
 
-class _Wandb:
+def wandb(run_dir: Path, config: SinkConfig, settings: Mapping[str, Any]) -> Sink:
     """One wandb run per run folder. Its id is kept in the folder, so that a resumed run continues the same curves."""
+    import wandb as client
 
-    def __init__(self, run_dir: Path, config: SinkConfig, settings: Mapping[str, Any]) -> None:
-        import wandb
-
-        id_file = run_dir / "wandb" / "run-id.txt"
-        if not id_file.is_file():
-            id_file.parent.mkdir(parents=True, exist_ok=True)
-            id_file.write_text(secrets.token_hex(4))
-        self.run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "clipscale"),
-            name=run_dir.name,
-            id=id_file.read_text().strip(),
-            resume="allow",
-            dir=str(run_dir),
-            config=dict(settings),
-            mode=config.wandb,  # type: ignore[arg-type]
-            # wandb would send the command line and the console, secrets included.
-            settings=wandb.Settings(silent=True, init_timeout=60, console="off", x_disable_meta=True),
-        )
-        # wandb's own step counter cannot go back when a run is resumed; our step is the x axis instead.
-        self.run.define_metric("*", step_metric="step")
-
-    def write(self, step: int, values: dict[str, float]) -> None:
-        self.run.log({**values, "step": step})
-
-    def close(self) -> None:
-        self.run.finish()
+    id_file = run_dir / "wandb" / "run-id.txt"
+    if not id_file.is_file():
+        id_file.parent.mkdir(parents=True, exist_ok=True)
+        id_file.write_text(secrets.token_hex(4))
+    run = client.init(
+        project=os.environ.get("WANDB_PROJECT", "clipscale"),
+        name=run_dir.name,
+        id=id_file.read_text().strip(),
+        resume="allow",
+        dir=str(run_dir),
+        config=dict(settings),
+        mode=config.wandb,  # type: ignore[arg-type]
+        # wandb would send the command line and the console, secrets included.
+        settings=client.Settings(silent=True, init_timeout=60, console="off", x_disable_meta=True),
+    )
+    # wandb's own step counter cannot go back when a run is resumed; our step is the x axis instead.
+    run.define_metric("*", step_metric="step")
+    return Sink(lambda step, values: run.log({**values, "step": step}), run.finish)

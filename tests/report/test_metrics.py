@@ -151,7 +151,7 @@ class Broken:
 
 
 def test_a_failing_sink_costs_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sinks, "_TensorBoard", Broken)
+    monkeypatch.setattr(sinks, "tensorboard", Broken)
     with open_log(tmp_path, LogConfig(tensorboard=True, every=100)) as log:
         for step in range(1, 6):
             log.step(record(step))
