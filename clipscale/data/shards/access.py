@@ -14,12 +14,6 @@ import platformdirs
 
 EVENT = "event:"
 """Prefix of the counters of events that cost no sample, such as repeated requests."""
-_SIGNATURE = re.compile(
-    r"x-(amz|goog|oss|cos|obs)-.*|(aws|google|oss)?access(key)?id|signature|expires|key-pair-id|policy"
-    r"|(security-|access_)?token|s(ig|e|p|v|r|t|ip|pr|koid|ktid|kt|ke|ks|kv|aoid|uoid|cid)|auth|api_?key",
-    re.IGNORECASE,
-)
-"""Parameters of presigned addresses of S3, Google, Azure, Alibaba, Tencent, Huawei and CloudFront."""
 _SCHEME = re.compile(r"^[a-z][a-z0-9+.-]+:", re.IGNORECASE)
 
 
@@ -66,12 +60,8 @@ def scheme_of(url: str) -> str:
 
 
 def unsigned(url: str) -> str:
-    """The address without the parameters that grant access to it: an address signed anew names the same shard."""
-    if "?" not in url or is_local(url):
-        return url
-    base, _, query = url.partition("?")
-    parameters = [part for part in query.split("&") if not _SIGNATURE.fullmatch(part.partition("=")[0])]
-    return base + "?" * bool(parameters) + "&".join(parameters)
+    """The address without its query, which may be a signature: an address signed anew names the same shard."""
+    return url if is_local(url) or scheme_of(url) == "table" else url.split("?", 1)[0]
 
 
 def leaf_of(url: str) -> str:

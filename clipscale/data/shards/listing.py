@@ -16,7 +16,7 @@ from braceexpand import braceexpand
 
 from clipscale.common.errors import UserError
 from clipscale.config.data import DataConfig, TableConfig
-from clipscale.data.shards.access import Access, as_path, is_local, scheme_of
+from clipscale.data.shards.access import Access, as_path, is_local, leaf_of, scheme_of
 
 log = logging.getLogger(__name__)
 
@@ -75,8 +75,8 @@ def expand(
         names = [url for address in _braces(source, setting) for url in _remote(address, allow_pipe, setting)]
     present = _existing(names)
     if 0 < len(present) < len(names):
-        first = next(name for name in names if name not in set(present))
-        counts = f"{len(names) - len(present)} of {len(names)} shards do not exist (first: {first})"
+        missing = set(names) - set(present)
+        counts = f"{len(missing)} of {len(names)} shards do not exist (first: {min(missing)})"
         log.warning("%s: %s; going on without them", setting, counts)
     if not present:
         raise UserError(f"{setting}={source!r} {NOTHING}")
@@ -108,7 +108,7 @@ def _existing(names: Sequence[str]) -> list[str]:
 
 def _parts(name: str, table: TableConfig, setting: str) -> list[str]:
     """The virtual shards of a table or of a folder of pictures; any other shard is itself."""
-    if not is_local(name) or not (name.endswith(TABLES) or os.path.isdir(name)):  # noqa: PTH112
+    if not is_local(name) or ".tar" in leaf_of(name) or not (name.endswith(TABLES) or Path(name).is_dir()):
         return [name]
     from clipscale.data.shards import tables  # here: it loads what decodes pictures
 

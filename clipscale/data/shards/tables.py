@@ -1,8 +1,8 @@
 """Reads tables of picture paths and captions (CSV, TSV, Parquet), and folders of pictures, as shards.
 
-A table is cut into virtual shards of some thousand rows with addresses
-`table:PATH?image=COLUMN&caption=COLUMN#FIRST-LAST@WHERE`. Parquet is read by pyarrow; CSV by the standard library,
-since pyarrow does not return the byte offset at which a virtual shard's first row begins.
+A table is cut into virtual shards of some thousand rows with addresses `table:PATH?image=COLUMN&caption=COLUMN&...`.
+Parquet is read by pyarrow; CSV by the standard library, since pyarrow does not return the byte offset at which a virtual
+shard's first row begins.
 """
 
 import csv
@@ -10,7 +10,6 @@ import importlib.util
 import io
 import json
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache, partial
 from itertools import islice
@@ -56,18 +55,15 @@ class Part(NamedTuple):
     @property
     def url(self) -> str:
         """Its address."""
-        columns = {"image": self.image, "caption": self.caption}
-        columns |= {name: value for name, value in (("sidecar", self.sidecar), ("root", self.root)) if value}
-        return f"table:{quote(self.path)}?{urlencode(columns)}#{self.first}-{self.last}@{self.where}"
+        fields = self._asdict()
+        return f"table:{quote(fields.pop('path'))}?{urlencode(fields)}"
 
 
 def part_of(url: str) -> Part:
     """The virtual shard at an address."""
-    match = re.match(r"table:([^?]*)\?([^#]*)#(\d+)-(\d+)@([\d.]+)$", url)
-    assert match, url
-    columns = dict(parse_qsl(match[2]))
-    named = columns["image"], columns["caption"], columns.get("sidecar", "")
-    return Part(unquote(match[1]), *named, int(match[3]), int(match[4]), match[5], columns.get("root", ""))
+    path, _, query = url.removeprefix("table:").partition("?")
+    fields: dict[str, Any] = dict(parse_qsl(query, keep_blank_values=True))
+    return Part(unquote(path), **fields | {name: int(fields[name]) for name in ("first", "last")})
 
 
 def table_shards(path: str, config: TableConfig, setting: str) -> list[str]:

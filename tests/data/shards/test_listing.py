@@ -38,10 +38,11 @@ def test_listing_many_shards_takes_time_in_proportion_to_their_number(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """0.3 s for 41,456; comparing each with all takes minutes."""
-    monkeypatch.setattr(os, "listdir", lambda _: [f"{i:05}.tar" for i in range(41_456)])
+    monkeypatch.setattr(os, "listdir", lambda _: [f"{i:05}.tar" for i in range(41_456) if i != 41_000])
     (tmp_path / "list").write_text("\n".join(f"{tmp_path}/{i:05}.tar" for i in range(41_456)))
     begun = time.process_time()
     assert expand(f"{tmp_path}/{{00000..41455}}.tar") == expand(f"@{tmp_path}/list")
+    assert len(expand(f"@{tmp_path}/list")) == 41_455
     assert time.process_time() - begun < 10
 
 
