@@ -1,0 +1,147 @@
+"""What docs/security.md promises, where no test of a module shows it already; and that every test in its table exists."""
+
+import gzip
+import io
+import json
+import re
+import resource
+import subprocess
+import sys
+import tarfile
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from PIL import Image
+
+from clipscale.cli.main import main
+from clipscale.config.presets import PACKAGE
+from clipscale.config.secrets import hidden, restored
+from clipscale.data.decode import Picture
+from clipscale.data.eval_transform import EvalTransform
+from clipscale.data.sample import BrokenSampleError
+from clipscale.models.tokenizer import tokenizer_of
+from tests.conftest import TINY
+from tests.data.files import picture
+from tests.support.audit import heard
+
+Cap = pytest.CaptureFixture[str]
+
+
+def archive(path: Path, members: list[tarfile.TarInfo | tuple[str, bytes]]) -> str:
+    """A tar file of these members, links among them."""
+    with tarfile.open(path, "w") as file:
+        for member in members:
+            if isinstance(member, tarfile.TarInfo):
+                file.addfile(member)
+            else:
+                header = tarfile.TarInfo(member[0])
+                header.size = len(member[1])
+                file.addfile(header, io.BytesIO(member[1]))
+    return str(path)
+
+
+def test_every_row_has_its_test() -> None:
+    text = (PACKAGE.parent / "docs/security.md").read_text()
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text)
+    assert len(named) >= text.count("\n| ") - 1, "one test a row"
+    missing = [name for file, name in named if f"def {name}(" not in (PACKAGE.parent / file).read_text()]
+    assert not missing, missing
+
+
+@pytest.mark.parametrize("source", ["{pipe}", "@{list} allow_pipe=true"])
+def test_a_command_runs_only_where_the_command_line_allows_it(tmp_path: Path, capsys: Cap, source: str) -> None:
+    pipe = f"pipe:touch {tmp_path}/ran; cat {archive(tmp_path / 'a.tar', [('a.png', picture()), ('a.txt', b'a')])}"
+    (tmp_path / "list").write_text(pipe)
+    words = [source.format(pipe=pipe)] if "pipe}" in source else source.format(list=tmp_path / "list").split()
+    assert main(["data", "check", *words, "workers=1"]) == 2
+    assert "'pipe:touch" in capsys.readouterr().err and not (tmp_path / "ran").exists()
+
+
+def test_names_and_links_in_an_archive_are_no_paths(tmp_path: Path, capsys: Cap) -> None:
+    """Of three samples, the one that a link should fill has no picture; no file beside the shard is opened or made."""
+    secret = tmp_path / "secret.png"
+    secret.write_bytes(picture())
+    link = tarfile.TarInfo("b.png")
+    link.type, link.linkname = tarfile.SYMTYPE, str(secret)
+    climbing = [
+        ("../../c.png", picture()),
+        ("../../c.txt", b"c"),
+        (f"{tmp_path}/d.png", picture()),
+        (f"{tmp_path}/d.txt", b"d"),
+    ]
+    shard = archive(tmp_path / "a.tar", [link, ("b.txt", b"b"), *climbing])
+    touched: list[str] = []
+
+    def listen(event: str, given: tuple[object, ...]) -> None:
+        if event == "open" and str(given[0]).startswith(str(tmp_path)):
+            touched.append(str(given[0]))
+
+    with heard(listen):
+        assert main(["data", "check", shard, "workers=1"]) == 1
+    out = capsys.readouterr().out
+    assert re.search(r"samples +3", out) and re.search(r"usable +2", out) and re.search(r"no_image +1", out), out
+    assert set(touched) <= {shard}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.tar", "secret.png"]
+
+
+def test_a_member_and_a_packed_shard_cost_bounded_memory(tmp_path: Path) -> None:
+    """256 MiB of zeros as a picture, and as many as a caption, packed into a megabyte."""
+    shard = tmp_path / "a.tar.gz"
+    with gzip.open(shard, "wb", compresslevel=1) as file:
+        for name in ("a.png", "b.txt"):
+            header = tarfile.TarInfo(name)
+            header.size = 1 << 28
+            file.write(header.tobuf())
+            for _ in range(1 << 4):
+                file.write(bytes(1 << 24))
+        file.write(bytes(1024))
+    code = "import resource, sys; from clipscale.cli.main import main\n"
+    code += "main(['data', 'stats', '--help']); before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+    code += "from clipscale.data.tools import check; from clipscale.config.tools import CheckSettings\n"
+    code += f"found = check.check_shard({str(shard)!r}, CheckSettings())\n"
+    code += "print(dict(found.broken), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    broken, peak = re.search(r"(\{.*\}) (\d+)$", done.stdout.strip()).groups()  # type: ignore[union-attr]
+    assert broken == "{'too_large': 2}"
+    assert int(peak) < 1 << 10, f"{peak} MiB, torch included"
+
+
+def test_a_huge_picture_is_refused_by_its_header_and_before_it_is_resized() -> None:
+    file = io.BytesIO()
+    Image.new("1", (1 << 14, 1 << 14)).save(file, "PNG")  # 2^28 pixels in a few kilobytes
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(BrokenSampleError, match="pixels") as caught:
+        Picture(file.getvalue(), 89_478_485)
+    assert caught.value.reason == "huge_image"
+    narrow = io.BytesIO()
+    Image.new("RGB", (1, 1 << 14)).save(narrow, "PNG")  # its shorter side becomes 224
+    with pytest.raises(BrokenSampleError, match="pixels"):
+        EvalTransform(224)(narrow.getvalue())
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 17, "KiB"
+
+
+def test_a_long_caption_is_cut_before_it_is_tokenised() -> None:
+    started = time.monotonic()
+    tokens = tokenizer_of("ViT-B-32", {"context_length": 77})(["a" * (1 << 20), "a photo " + " " * (1 << 20) + "of it"])
+    assert tokens.shape == torch.Size([2, 77])
+    assert time.monotonic() - started < 10
+
+
+def test_secrets_are_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shards: str, capsys: Cap) -> None:
+    monkeypatch.setenv("CLIPSCALE_ENV_READ", "")
+    monkeypatch.setenv("SECRET_SHARDS", shards)
+    words = [*TINY, "data.train=${oc.env:SECRET_SHARDS}", f"run={tmp_path}/run", "offload_dir=https://me:pass@host/x"]
+    assert main(["train", *words]) == 0
+    written = [
+        path.read_text() for path in (tmp_path / "run").glob("*.*") if path.suffix in (".yaml", ".json", ".jsonl")
+    ]
+    assert len(written) >= 3 and not any(shards in text or "me:pass" in text for text in written)
+    config = yaml.safe_load((tmp_path / "run/config.yaml").read_text())
+    assert config["data"]["train"] == ["${oc.env:SECRET_SHARDS}"] and config["offload_dir"] == "https://host/x"
+    assert restored(config["data"]["train"]) == [shards]
+    assert hidden(json.loads(json.dumps({"a": [f"see {shards}", 3]}))) == {"a": ["see ${oc.env:SECRET_SHARDS}", 3]}
+    assert main(["train", *TINY, "data.train=https://me:pass@localhost:1/{0..1}/*.tar"]) == 2
+    assert "me:pass" not in capsys.readouterr().err
