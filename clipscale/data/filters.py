@@ -19,7 +19,7 @@ from clipscale.config.data import DataConfig, FilterConfig
 from clipscale.data.decode import Picture, caption_of, image_bytes, json_fields
 from clipscale.data.order import CounterRNG
 from clipscale.data.sample import BrokenSampleError, RawSample
-from clipscale.data.shards.access import hash64, leaf_of
+from clipscale.data.shards.addresses import hash64, leaf_of
 
 _COMPARE: dict[str, Callable[[Any, Any], bool]] = {
     ">=": operator.ge,

@@ -25,9 +25,9 @@ from clipscale.config.tools import IMAGE, TEXT, EmbedConfig, check_embed
 from clipscale.data.decode import IMAGE_TYPES
 from clipscale.data.features import NOTE, encoded_row
 from clipscale.data.sample import limits
-from clipscale.data.shards.access import SourceError, is_local, leaf_of, scheme_of, unsigned
+from clipscale.data.shards.addresses import SourceError, is_local, leaf_of, scheme_of, unsigned
 from clipscale.data.shards.index import scan_shard
-from clipscale.data.shards.listing import access_of, list_shards
+from clipscale.data.shards.listing import list_shards
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.store import Store
 from clipscale.data.shards.tables import part_of
@@ -175,7 +175,7 @@ def shard_groups(encoder: FeatureEncoder, url: str, *, all_members: bool) -> Ite
     captions = {source.partition(":")[0] for source in encoder.captions}
     kinds = None if all_members else limits(IMAGE_TYPES, captions, data.max_bytes)
     missing = samples = 0
-    for group in encoder.groups(read_shard(url, problem, kinds=kinds, store=Store(access_of(data)))):
+    for group in encoder.groups(read_shard(url, problem, kinds=kinds, store=Store(data))):
         samples += len(group.raws)
         missing += int(np.isnan(group.rows).all(2).any(1).sum())
         yield group

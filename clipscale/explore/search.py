@@ -16,9 +16,8 @@ from torch import Tensor
 from clipscale.config.data import DataConfig
 from clipscale.data.decode import IMAGE_TYPES, broken_pictures, image_bytes, open_picture
 from clipscale.data.sample import BrokenSampleError, limits
-from clipscale.data.shards.access import is_local
+from clipscale.data.shards.addresses import is_local
 from clipscale.data.shards.counts import scan_counts
-from clipscale.data.shards.listing import access_of
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.store import Store
 
@@ -61,7 +60,7 @@ class Pictures:
         problem, members = ReadProblem(), limits(IMAGE_TYPES, (), self.data.max_bytes)
         if url := self.sources.get(part, ""):
             self.index(url)
-            store = Store(access_of(self.data))
+            store = Store(self.data)
             for raw in read_shard(
                 url, problem, lambda number: number == row, members, lazy=True, store=store, indexed=True
             ):

@@ -12,7 +12,7 @@ from clipscale.config.data import AugmentConfig, DataConfig
 from clipscale.config.sections import EvalConfig, ModelConfig
 from clipscale.config.tools import EmbedConfig
 from clipscale.config.train import TrainConfig
-from clipscale.data.shards.access import SourceError
+from clipscale.data.shards.addresses import SourceError
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.store import Opened, Store
 from clipscale.data.tools.demo import paths

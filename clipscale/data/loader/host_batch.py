@@ -22,7 +22,7 @@ from torch import Tensor
 
 from clipscale.common.errors import UserError
 from clipscale.common.units import format_bytes
-from clipscale.data.shards.access import unsigned
+from clipscale.data.shards.addresses import unsigned
 
 log = logging.getLogger(__name__)
 

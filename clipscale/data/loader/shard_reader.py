@@ -6,7 +6,7 @@ from itertools import count, islice
 
 from clipscale.data.order import WINDOW, Epochs, Mixed, Order, Segment, fingerprint, permutation
 from clipscale.data.sample import RawSample
-from clipscale.data.shards.access import unsigned
+from clipscale.data.shards.addresses import unsigned
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.store import Store
 

@@ -19,7 +19,7 @@ from clipscale.data.loader.offload import RowKind, open_backend
 from clipscale.data.loader.shard_reader import Item, OrderedShards, ShardReader, StreamPosition, Unreadable
 from clipscale.data.order import AUGMENT, CAPTION, CounterRNG, Mixed, Segment, local_places
 from clipscale.data.sample import BrokenSampleError, RawSample, limits
-from clipscale.data.shards.access import EVENT, Access
+from clipscale.data.shards.addresses import EVENT
 from clipscale.data.shards.remote import RETRIES
 from clipscale.data.shards.store import Store
 
@@ -42,7 +42,6 @@ class WorkerSpec:
     rows: RowKind
     tokenizer: Callable[[list[str]], object]
     selection: Selection
-    access: Access
     streams: tuple[StreamPosition, ...]  # the worker's shard streams, and where each starts
     rank: int
     world: int
@@ -185,7 +184,7 @@ class BatchFiller:
         self.backend = open_backend(arena, spec.rows.transform, spec.span)
         self._spec, self._arena, self._tick = spec, arena, tick
         self._last, self._padding = last_place(spec.tokenizer, arena.layout.context_length)
-        store = Store(spec.access, self.counts, tick)
+        store = Store(spec.config, self.counts, tick)
         self.streams = [ShardStream(spec, start, store) for start in spec.streams]
 
     def fill(self, fill: Fill) -> Iterator[Report]:

@@ -27,9 +27,9 @@ from clipscale.data.loader.shard_reader import OrderedShards, StreamPosition
 from clipscale.data.loader.shard_stream import TRUNCATED, WorkerSpec
 from clipscale.data.loader.workers import InProcess, Workers
 from clipscale.data.order import local_places, streams_of
-from clipscale.data.shards.access import EVENT
+from clipscale.data.shards.addresses import EVENT
 from clipscale.data.shards.counts import build_order
-from clipscale.data.shards.listing import access_of, list_shards
+from clipscale.data.shards.listing import list_shards
 from clipscale.data.shards.store import Store
 
 log = logging.getLogger(__name__)
@@ -174,7 +174,7 @@ def open_stream(
     Raises UserError for settings or shards that cannot work.
     """
     check(config, share.batch, share.world)
-    chosen, access = selection(config), access_of(config)
+    chosen = selection(config)
     urls, source_of = list_shards(config)
     order = build_order(config, urls, source_of, share.size(0), share.world, seed, position)
     shards = OrderedShards(tuple(urls), order, max(config.shuffle, 1), seed)
@@ -190,7 +190,7 @@ def open_stream(
         offload=offload,
     )
     encoded = offload.backend == "encoded"
-    picture = picture_bytes(urls[0], rows.members, layout, Store(access)) if encoded else None
+    picture = picture_bytes(urls[0], rows.members, layout, Store(config)) if encoded else None
     layout, memory = fitted(layout, picture, free)
     arena = Arena(layout)
     if offload.gpu:
@@ -203,7 +203,6 @@ def open_stream(
             rows=rows,
             tokenizer=tokenizer,
             selection=chosen,
-            access=access,
             streams=part,
             rank=share.rank,
             world=share.world,

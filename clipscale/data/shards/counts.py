@@ -14,7 +14,7 @@ from clipscale.common.errors import UserError
 from clipscale.config.data import DataConfig
 from clipscale.data.order import Epochs, Mixed, Order, Resampled, default_streams, streams_fit
 from clipscale.data.shards import index
-from clipscale.data.shards.access import is_local, scheme_of, user_cache
+from clipscale.data.shards.addresses import is_local, scheme_of, user_cache
 
 log = logging.getLogger(__name__)
 

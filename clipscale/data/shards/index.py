@@ -24,7 +24,7 @@ import numpy as np
 
 from clipscale.common.errors import UserError
 from clipscale.data.sample import key_and_extension
-from clipscale.data.shards.access import SourceError, digest, is_local, leaf_of, scheme_of, user_cache
+from clipscale.data.shards.addresses import SourceError, digest, is_local, leaf_of, scheme_of, user_cache
 from clipscale.data.shards.store import Opened, Store
 from clipscale.data.shards.tar import BLOCK, DAMAGE, next_member, padded, skip, unpacked
 

@@ -16,7 +16,7 @@ from braceexpand import braceexpand
 
 from clipscale.common.errors import UserError
 from clipscale.config.data import DataConfig, TableConfig
-from clipscale.data.shards.access import Access, as_path, is_local, leaf_of, scheme_of
+from clipscale.data.shards.addresses import as_path, is_local, leaf_of, scheme_of
 
 log = logging.getLogger(__name__)
 
@@ -27,11 +27,6 @@ EXTRAS = {"s3": ("s3fs", "s3"), "gs": ("gcsfs", "gs"), "gcs": ("gcsfs", "gs")}
 """Scheme -> the package that reads it, and this project's extra that installs the package."""
 NOTHING = "matches no shard; give a tar file, a brace list, a glob, a folder, a table or @FILE"
 _FILE = re.compile(r"^file:(//)?", re.IGNORECASE)
-
-
-def access_of(config: DataConfig) -> Access:
-    """How the shards are read, by these settings."""
-    return Access(config.cache, config.cache_bytes, config.allow_pipe)
 
 
 def list_shards(config: DataConfig) -> tuple[list[str], list[int] | None]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from clipscale.data.sample import RawSample, key_and_extension
 from clipscale.data.shards import index
-from clipscale.data.shards.access import SourceError, scheme_of
+from clipscale.data.shards.addresses import SourceError, scheme_of
 from clipscale.data.shards.store import Store
 from clipscale.data.shards.tar import DAMAGE, next_member, padded, read_exactly, skip, unpacked
 
@@ -54,7 +54,7 @@ def read_shard(
             return
         opened = store.open(url)
         with closing(opened.stream) as source:
-            offsets = index.sample_offsets(url, opened, store.access.cache) if indexed and source.seekable() else None
+            offsets = index.sample_offsets(url, opened, store.config.cache) if indexed and source.seekable() else None
             if offsets is not None:
                 for number in range(len(offsets) - 1):
                     start, stop = int(offsets[number]), int(offsets[number + 1])

@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
-from clipscale.data.shards.access import SourceError, scheme_of
+from clipscale.data.shards.addresses import SourceError, scheme_of
 
 if TYPE_CHECKING:
     from clipscale.data.shards.store import Store

@@ -11,17 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from clipscale.common import files
-from clipscale.data.shards.access import (
-    DIRECT,
-    EVENT,
-    Access,
-    SourceError,
-    digest,
-    is_local,
-    leaf_of,
-    scheme_of,
-    unsigned,
-)
+from clipscale.config.data import DataConfig
+from clipscale.data.shards.addresses import EVENT, SourceError, digest, is_local, leaf_of, scheme_of, unsigned
 from clipscale.data.shards.remote import LARGEST_BLOCK, RemoteFile, State, fetch
 
 log = logging.getLogger(__name__)
@@ -42,10 +33,16 @@ class Store:
     """Opens shards for one reader."""
 
     def __init__(
-        self, access: Access = DIRECT, counts: Counter[str] | None = None, tick: Callable[[], None] = lambda: None
+        self,
+        config: DataConfig | None = None,
+        counts: Counter[str] | None = None,
+        tick: Callable[[], None] = lambda: None,
     ) -> None:
-        """`counts` receives faults that cost no sample. `tick` is called during waits and may raise to end them."""
-        self.access, self.counts, self.tick = access, Counter() if counts is None else counts, tick
+        """`config` says where copies lie and whether commands may run (None: nowhere, no). `counts` receives faults that
+        cost no sample. `tick` is called during waits and may raise to end them.
+        """
+        self.config, self.tick = config or DataConfig(), tick
+        self.counts = Counter() if counts is None else counts
 
     def open(self, url: str) -> Opened:
         """The shard's bytes, seekable except for `pipe:`, whose command runs only if the access allows it.
@@ -55,10 +52,10 @@ class Store:
         if is_local(url):
             return _opened(Path(url), *self.state(url))
         if scheme_of(url) == "pipe":
-            if not self.access.pipes:
+            if not self.config.allow_pipe:
                 raise SourceError("refused_pipe", "`pipe:` runs a shell command, which is not allowed")
             return Opened(Pipe(url[len("pipe:") :]), None, "")
-        if self.access.cache and self.access.cache_bytes != 0 and (copy := self._copy_of(url)):
+        if self.config.cache and self.config.cache_bytes != 0 and (copy := self._copy_of(url)):
             return copy
         remote = RemoteFile(url, self)
         return Opened(remote, remote.size, remote.version)
@@ -79,7 +76,7 @@ class Store:
 
         Copies are named by address and version. While the server is away, the copy used last stands in.
         """
-        folder, name = Path(self.access.cache or "").expanduser() / "shards", digest(unsigned(url))
+        folder, name = Path(self.config.cache or "").expanduser() / "shards", digest(unsigned(url))
         folder.mkdir(parents=True, exist_ok=True)
         try:
             size, version = self.state(url)
@@ -92,7 +89,7 @@ class Store:
         path = folder / f"{name}-{digest(f'{size} {version}')}-{leaf_of(url)[-80:]}"
         try:
             if not path.exists():
-                if not _make_room(folder, size, self.access.cache_bytes):
+                if not _make_room(folder, size, self.config.cache_bytes):
                     raise OSError("it is larger than data.cache_bytes")
                 with files.replacing(path) as out, closing(RemoteFile(url, self)) as remote:
                     while data := remote.read(LARGEST_BLOCK):
@@ -101,7 +98,7 @@ class Store:
             os.utime(path)
             return _opened(path, size, version)
         except OSError as error:  # a full disk, or another process has removed the copy: the object itself is read
-            log.warning("data.cache=%s: no copy of %s (%s)", self.access.cache, leaf_of(url), error)
+            log.warning("data.cache=%s: no copy of %s (%s)", self.config.cache, leaf_of(url), error)
             self.count("no_room_for_copy")
             return None
 

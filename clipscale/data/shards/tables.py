@@ -23,7 +23,7 @@ from clipscale.config.data import TableConfig
 from clipscale.data.decode import IMAGE_TYPES
 from clipscale.data.order import permutation
 from clipscale.data.sample import MAX_IMAGE_BYTES, RawSample
-from clipscale.data.shards.access import SourceError, digest, is_local, user_cache
+from clipscale.data.shards.addresses import SourceError, digest, is_local, user_cache
 
 IMAGE_COLUMNS = ("filepath", "image", "image_path", "path", "file", "file_name", "filename", "jpg")
 CAPTION_COLUMNS = ("title", "caption", "text", "txt")

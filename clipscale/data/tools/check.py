@@ -14,8 +14,7 @@ from clipscale.data.filters import Selection, selection
 from clipscale.data.order import CounterRNG
 from clipscale.data.sample import BrokenSampleError, RawSample, limits
 from clipscale.data.shards import index
-from clipscale.data.shards.access import leaf_of
-from clipscale.data.shards.listing import access_of
+from clipscale.data.shards.addresses import leaf_of
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.store import Store
 from clipscale.data.tools.stats import expanded, progress
@@ -68,7 +67,7 @@ def check_shard(url: str, config: DataConfig) -> Findings:
     """Read one shard and every picture in it."""
     findings, problem, chosen = Findings(), ReadProblem(), selection(config)
     kinds = limits(IMAGE_TYPES, chosen.members(), config.max_bytes)
-    for sample in read_shard(url, problem, kinds=kinds, store=Store(access_of(config))):
+    for sample in read_shard(url, problem, kinds=kinds, store=Store(config)):
         findings.samples += 1
         findings.bytes += sample.extent
         try:

@@ -22,7 +22,7 @@ from clipscale.common.errors import UserError
 from clipscale.common.hardware import cores
 from clipscale.common.terminal import say
 from clipscale.config.tools import DemoSettings
-from clipscale.data.shards.access import user_cache
+from clipscale.data.shards.addresses import user_cache
 from clipscale.data.tools import scenes
 
 Sample = dict[str, str | bytes]

@@ -18,7 +18,7 @@ from clipscale.common.units import format_bytes
 from clipscale.config.data import TableConfig
 from clipscale.config.tools import IndexSettings, StatsSettings
 from clipscale.data.shards import index, listing
-from clipscale.data.shards.access import is_local, scheme_of
+from clipscale.data.shards.addresses import is_local, scheme_of
 from clipscale.data.shards.counts import recorded_counts, scan_counts
 from clipscale.report.table import TextTable, plain_console
 

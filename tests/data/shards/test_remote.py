@@ -11,9 +11,10 @@ import fsspec
 import pytest
 
 from clipscale.common.errors import UserError
+from clipscale.config.data import DataConfig
 from clipscale.data.sample import RawSample
 from clipscale.data.shards import index, remote
-from clipscale.data.shards.access import DIRECT, EVENT, Access
+from clipscale.data.shards.addresses import EVENT
 from clipscale.data.shards.listing import expand
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.store import Store
@@ -24,9 +25,9 @@ from tests.data.streams import contents, ids, open_stream
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("small_blocks")]
 
 
-def read(url: str, access: Access = DIRECT) -> tuple[list[RawSample], ReadProblem, Counter[str]]:
+def read(url: str, config: DataConfig | None = None) -> tuple[list[RawSample], ReadProblem, Counter[str]]:
     problem, counts = ReadProblem(), Counter[str]()
-    return list(read_shard(url, problem, store=Store(access, counts))), problem, counts
+    return list(read_shard(url, problem, store=Store(config, counts))), problem, counts
 
 
 def members(samples: list[RawSample]) -> list[tuple[str, dict[str, bytes]]]:
@@ -191,9 +192,9 @@ def test_shards_are_listed_indexed_and_read_from_s3(tmp_path: Path, s3: str) -> 
 # -- copies ------------------------------------------------------------------------------------------------------------
 
 
-def fetch(url: str, access: Access) -> tuple[bytes, Counter[str]]:
+def fetch(url: str, config: DataConfig) -> tuple[bytes, Counter[str]]:
     counts = Counter[str]()
-    stream = Store(access, counts).open(url).stream
+    stream = Store(config, counts).open(url).stream
     try:
         return stream.read(), counts
     finally:
@@ -206,14 +207,14 @@ def copies(cache: Path) -> list[Path]:
 
 def test_a_copy_is_made_once_and_stands_in_while_the_server_is_away(tmp_path: Path, web: Web) -> None:
     path = write_shards(tmp_path / "set", [20])[0]
-    url, access = f"{web.url}/set/00000.tar", Access(str(tmp_path / "c"))
-    assert fetch(url, access)[0] == path.read_bytes()
+    url, config = f"{web.url}/set/00000.tar", DataConfig(cache=str(tmp_path / "c"))
+    assert fetch(url, config)[0] == path.read_bytes()
     before = len(web.requests)
-    assert fetch(url, access)[0] == path.read_bytes()
+    assert fetch(url, config)[0] == path.read_bytes()
     assert [asked for _, asked in web.requests[before:]] == ["bytes=0-0"], "only its version is asked for"
     assert [copy.read_bytes() for copy in copies(tmp_path / "c")] == [path.read_bytes()]
     web.faults = lambda number, _: "503"
-    data, counts = fetch(url, access)
+    data, counts = fetch(url, config)
     assert data == path.read_bytes() and counts[EVENT + "copy_of_unreachable"] == 1
 
 
@@ -221,17 +222,17 @@ def test_copies_stay_within_their_bound(tmp_path: Path, web: Web) -> None:
     """The least recently used goes first; a shard that does not fit is read where it is."""
     paths = write_shards(tmp_path / "set", [20, 20, 20])
     size = paths[0].stat().st_size
-    access = Access(str(tmp_path / "c"), 2 * size + size // 2)
+    config = DataConfig(cache=str(tmp_path / "c"), cache_bytes=2 * size + size // 2)
     for number in (0, 1, 0, 2):
-        fetch(f"{web.url}/set/{paths[number].name}", access)
+        fetch(f"{web.url}/set/{paths[number].name}", config)
         time.sleep(0.01)
     assert {copy.name.rsplit("-", 1)[-1] for copy in copies(tmp_path / "c")} == {"00000.tar", "00002.tar"}
-    data, counts = fetch(f"{web.url}/set/00000.tar", Access(str(tmp_path / "d"), 1000))
+    data, counts = fetch(f"{web.url}/set/00000.tar", DataConfig(cache=str(tmp_path / "d"), cache_bytes=1000))
     assert data == paths[0].read_bytes() and counts == {EVENT + "no_room_for_copy": 1} and not copies(tmp_path / "d")
 
 
 def test_a_copy_that_cannot_be_finished_leaves_nothing(tmp_path: Path, web: Web) -> None:
     write_shards(tmp_path / "set", [40])
     web.faults = lambda number, _: "503" if number > 3 else None
-    assert read(f"{web.url}/set/00000.tar", Access(str(tmp_path / "c")))[1].reason == "unreachable_shard"
+    assert read(f"{web.url}/set/00000.tar", DataConfig(cache=str(tmp_path / "c")))[1].reason == "unreachable_shard"
     assert copies(tmp_path / "c") == []

@@ -1,4 +1,4 @@
-"""Addresses of shards, and what their readers share: settings, the error of a shard, small helpers.
+"""Addresses of shards, and what their readers share: the error of a shard, hashes of names.
 
 Imports no reader, so every other module of this folder may import it.
 """
@@ -6,7 +6,6 @@ Imports no reader, so every other module of this folder may import it.
 import hashlib
 import os
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,22 +25,6 @@ class SourceError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.reason, str(self))
-
-
-@dataclass(frozen=True)
-class Access:
-    """How to reach remote shards, and where to keep local copies."""
-
-    cache: str | None = None
-    """Folder for copies of remote shards; None: read them where they are."""
-    cache_bytes: int | None = None
-    """Bound on the copies' bytes; None: the disk's size."""
-    pipes: bool = False
-    """Whether `pipe:` addresses may run their command (data.allow_pipe)."""
-
-
-DIRECT = Access()
-"""Remote shards are read where they are, and no command runs."""
 
 
 def is_local(url: str) -> bool:
