@@ -12,14 +12,16 @@ from clipscale.loss.api import contrastive_loss
 class ClipLoss(nn.Module):
     """Called as `open_clip.loss.ClipLoss` is, with the gradients of its `local_loss=True, gather_with_grad=True`.
 
-    That is the gradient of the mean over all ranks' pairs once DDP or FSDP2 has averaged over the ranks, as they do: this rank's part
-    times the number of ranks. (`gather_with_grad=False` gives the towers a part of it only.) The value is the mean over all ranks' pairs.
+    That is the gradient of the mean over all ranks' pairs once DDP or FSDP2 has averaged over the ranks, as they do:
+    this rank's part times the number of ranks. (`gather_with_grad=False` gives the towers a part of it only.) The value
+    is the mean over all ranks' pairs.
 
     Args:
-        rank, world_size, local_loss, gather_with_grad, cache_labels, use_horovod: open_clip's. With world_size=1 the process is by
-            itself; the others change nothing.
+        rank, world_size, local_loss, gather_with_grad, cache_labels, use_horovod: open_clip's. With world_size=1 the
+            process is by itself; the others change nothing.
         group: the ranks, as a process group or a mesh of one dimension; None: all.
-        options: of `contrastive_loss`, such as exchange="gather". Inputs are checked in the first step, unless `check` says otherwise.
+        options: of `contrastive_loss`, such as exchange="gather". Inputs are checked in the first step, unless `check`
+        says otherwise.
     """
 
     def __init__(
@@ -46,7 +48,8 @@ class ClipLoss(nn.Module):
         logit_bias: Tensor | float | None = None,
         output_dict: bool = False,
     ) -> Tensor | dict[str, Tensor]:
-        """The loss, 0-d, or {"contrastive_loss": it}. The features are (n, D) of this rank; the bias changes no softmax."""
+        """The loss, 0-d, or {"contrastive_loss": it}. The features are (n, D) of this rank; the bias changes no
+        softmax."""
         loss = contrastive_loss(image_features, text_features, logit_scale, group=self.group, **self.options)
         self.options["check"] = False
         # The same value; gradients that have been averaged over the ranks are then those of the mean.

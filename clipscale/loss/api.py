@@ -52,13 +52,16 @@ def contrastive_loss(
     masks: Pair | None = None,
     check: bool = True,
 ) -> Tensor:
-    """The contrastive loss of a batch of image-text pairs spread over the ranks of a group, without a batch x batch matrix.
+    """The contrastive loss of image-text pairs spread over the ranks of a group, without a batch x batch matrix.
 
-    With x_ij = logit_scale * similarity(image i, text j) over the N images of all ranks, text i being the one that belongs to image i:
+    With x_ij = logit_scale * similarity(image i, text j) over the N images of all ranks, text i being the one that
+    belongs to image i:
 
         softmax        mean_i of (LSE_j x_ij + LSE_j x_ji) / 2 - x_ii     (CLIP, arXiv 2103.00020)
         softmax_image  mean_i of LSE_j x_ij - x_ii                        (softmax_text: LSE_j x_ji)
-        sigmoid        sum_ij softplus(-z_ij (x_ij + logit_bias)) / N,    z = 1 at the positives, else -1 (SigLIP, arXiv 2303.15343)
+        sigmoid        sum_ij softplus(-z_ij (x_ij + logit_bias)) / N     (SigLIP, arXiv 2303.15343)
+
+    where z is 1 at the positives and -1 elsewhere.
 
     Args:
         image_features: (n, D), rows usually of unit length; (n, T, D) for late interaction; whatever a module takes.
@@ -66,33 +69,36 @@ def contrastive_loss(
         logit_scale: the multiplier itself, not its logarithm; positive; a number or a tensor of one element.
         logit_bias: for the sigmoid; the softmax does not depend on it.
         objective: softmax | softmax_image | softmax_text | sigmoid.
-        similarity: "dot"; "late": the mean over tokens of the best match (FILIP, arXiv 2111.07783), which differs between the directions
-            (the sigmoid takes their mean); or a module from image features and text features to similarities (n, m), pair by pair,
-            which is called with one tile at a time, twice, and whose parameters get their gradient too.
-        exchange: none (this process by itself) | replicated (CLIP: gather both sides, the whole loss on every rank) | local (OpenCLIP: two
-            one-sided losses of the own rows) | gather (all-gather of the texts, reduce-scatter of their gradients; DisCo-CLIP) |
-            ring (the texts travel; least memory) | auto (ring). In a group of one they are the same.
+        similarity: "dot"; "late": the mean over tokens of the best match (FILIP, arXiv 2111.07783), which differs
+            between the directions (the sigmoid takes their mean); or a module from image features and text features to
+            similarities (n, m), pair by pair, which is called with one tile at a time, twice, and whose parameters get
+            their gradient too.
+        exchange: none (this process by itself) | replicated (CLIP: gather both sides, the whole loss on every rank) |
+            local (OpenCLIP: two one-sided losses of the own rows) | gather (all-gather of the texts, reduce-scatter of
+            their gradients; DisCo-CLIP) | ring (the texts travel; least memory) | auto (ring). In a group of one they
+            are the same.
         backend: dense (a block's scores at once) | tiled (torch, any device) | triton (CUDA, dot product) | auto.
-        group: the process group, or a mesh of one dimension (FSDP2's, or the data dimension beside tensor parallel's); None: the default
-            group, if there is one. Each rank passes its own rows, equally many.
+        group: the process group, or a mesh of one dimension (FSDP2's, or the data dimension beside tensor parallel's);
+            None: the default group, if there is one. Each rank passes its own rows, equally many.
         ranks_per_node: makes the ring a two-level one, inside a node first and then between nodes.
-        keys: int64, (n,) for the images and (m,) for the texts, or one tensor for both; pairs that are no positives but have equal keys
-            (duplicate captions) are left out.
+        keys: int64, (n,) for the images and (m,) for the texts, or one tensor for both; pairs that are no positives but
+            have equal keys (duplicate captions) are left out.
         masks: bool, (n, T) for the images and (m, T) for the texts, or None; for late interaction: which tokens count.
-        check: refuse what is not finite, a scale that is not positive, and ranks whose inputs do not fit each other. That waits for the
-            device and takes a small all-gather; a training loop needs it in its first step.
+        check: refuse what is not finite, a scale that is not positive, and ranks whose inputs do not fit each other.
+            That waits for the device and takes a small all-gather; a training loop needs it in its first step.
 
     Returns:
-        The mean over all N images, the same on every rank: 0-d, float32 (float64 for float64 features). Gradients are local: their sum
-        over the ranks is the gradient of the mean. A feature row gets all of its own; logit_scale, logit_bias and a module's
-        parameters get this rank's part.
+        The mean over all N images, the same on every rank: 0-d, float32 (float64 for float64 features). Gradients are
+        local: their sum over the ranks is the gradient of the mean. A feature row gets all of its own; logit_scale,
+        logit_bias and a module's parameters get this rank's part.
 
-    Features of two types are both cast to the narrower one (float16 with bfloat16: to float32), under autocast float32 features to
-    autocast's type, as matmul would. Sums are float32 at least; products of float32 are in IEEE precision. Every gradient has its
-    input's type.
+    Features of two types are both cast to the narrower one (float16 with bfloat16: to float32), under autocast float32
+    features to autocast's type, as matmul would. Sums are float32 at least; products of float32 are in IEEE precision.
+    Every gradient has its input's type.
 
     Raises:
-        ValueError: where inputs do not fit each other or the options; with `check` on all ranks, before anything else is exchanged.
+        ValueError: where inputs do not fit each other or the options; with `check` on all ranks, before features are
+            exchanged.
     """
     kind = "module" if isinstance(similarity, nn.Module) else similarity
     comm = None if exchange == "none" else Communicator.of(group)
@@ -119,9 +125,7 @@ def contrastive_loss(
             from clipscale.loss.triton.backend import triton_backend  # Triton is imported where it is used
 
             block_backend = triton_backend(terms)
-        call = LossCall(
-            shared, block_backend, similarity, weights, inputs.masks, inputs.keys, inputs.dtype, check, torch.is_grad_enabled()
-        )  # fmt: skip
+        call = LossCall(shared, block_backend, similarity, weights, inputs, check, torch.is_grad_enabled())
         numbers = (inputs.scale, inputs.bias, *similarity.parameters)
         return cast(Tensor, ContrastiveLoss.apply(call, inputs.rows, inputs.cols, *numbers))
 
@@ -130,6 +134,8 @@ def contrastive_loss(
         pairs = Deep(similarity, image_features.device)
     elif similarity == "late":
         pairs = Late(image_features.device)
+    if objective == "softmax_text":
+        inputs = inputs.positives_only()  # a hard negative is in no text's softmax
     if exchange != "local" or objective == "sigmoid":
         return loss(inputs, pairs, WEIGHTS[objective])
     # OpenCLIP's local loss: one-sided in both directions, the second time with the roles exchanged
@@ -163,7 +169,7 @@ def _exchange(name: str, comm: Communicator | None, ranks_per_node: int | None) 
 
 
 def _chosen_backend(name: str, similarity: str, inputs: Inputs) -> str:
-    """The backend's name, with "auto" resolved (and logged, once). Raises ValueError where Triton is asked for and is impossible."""
+    """The backend's name, with "auto" resolved and logged once. Raises ValueError where Triton is impossible."""
     device, obstacle = inputs.rows.device, None
     on_gpu = machine.here.is_gpu(device)
     if similarity != "dot":

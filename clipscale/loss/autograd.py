@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from clipscale.common.rng import RandomState
 from clipscale.loss.block import Block, Parameters, RowBlock, widened
 from clipscale.loss.exchange import GRAD, LSE, Single
-from clipscale.loss.inputs import Pair
+from clipscale.loss.inputs import Inputs
 from clipscale.loss.machine import float32_matmuls
 from clipscale.loss.similarity import Similarity, row_products
 
@@ -46,17 +46,15 @@ class LossCall:
     backend: Backend
     similarity: Similarity
     weights: tuple[float | None, float | None]  # N a_i and N b_j; None: no softmax in that direction
-    masks: Pair  # of images and texts, or the other way round
-    keys: Pair
-    dtype: torch.dtype  # what the features are cast to
+    inputs: Inputs  # for their masks, keys and type
     check: bool  # refuse a result that is not finite, which waits for the device
     trains: bool  # may a backward pass follow
 
     def local_blocks(self, image_features: Tensor, text_features: Tensor) -> tuple[RowBlock, RowBlock]:
         """This rank's rows and columns, with their weights, as the backend takes them."""
         rows, cols = (
-            RowBlock(features.detach().to(self.dtype).contiguous(), mask, keys)
-            for features, mask, keys in zip((image_features, text_features), self.masks, self.keys)
+            RowBlock(features.detach().to(self.inputs.dtype).contiguous(), mask, keys)
+            for features, mask, keys in zip((image_features, text_features), self.inputs.masks, self.inputs.keys)
         )
         for side, weight in zip((rows, cols), self.weights):
             missing = -side.features.shape[-1] % self.backend.width_step
@@ -68,12 +66,13 @@ class LossCall:
 
 
 class ContrastiveLoss(torch.autograd.Function):
-    """(call, image features, text features, scale, bias, *parameters of the similarity) -> the mean over all rows of all ranks.
+    """(call, image features, text features, scale, bias, *parameters of the similarity) -> the mean over all rows of
+    all ranks.
 
-    A softmax takes one matmul unit in the forward pass, which keeps the log-sum-exps, and three in the backward pass. A sum over pairs
-    needs nothing from other pairs: one sweep in the forward pass finds its value and its gradients, with three units. A second backward
-    pass through the same graph takes three more. Frozen inputs save units. Gradients are local: their sum over the ranks is the gradient
-    of the mean.
+    A softmax takes one matmul unit in the forward pass, which keeps the log-sum-exps, and three in the backward pass. A
+    sum over pairs needs nothing from other pairs: one sweep in the forward pass finds its value and its gradients, with
+    three units. A second backward pass through the same graph takes three more. Frozen inputs save units. Gradients are
+    local: their sum over the ranks is the gradient of the mean.
     """
 
     @staticmethod
@@ -130,13 +129,13 @@ class ContrastiveLoss(torch.autograd.Function):
 
 
 def gradients(
-    call: LossCall, rows: RowBlock, cols: RowBlock, like: Sequence[Tensor], numbers: Sequence[Tensor], needed: Sequence[bool],
-    factor: Tensor,
+    call: LossCall, rows: RowBlock, cols: RowBlock, like: Sequence[Tensor], numbers: Sequence[Tensor],
+    needed: Sequence[bool], factor: Tensor,
 ) -> list[Tensor | None]:  # fmt: skip
-    """One sweep of the backend's backward function: the gradients of image and text features and of the numbers, times `factor`.
+    """One sweep of the backend's backward function: the gradients of features and numbers, times `factor`.
 
-    None where none is `needed`. Those of features are in the type of the caller's features `like`; of float16, whose few exponents a
-    later factor would not fit, in float32.
+    None where none is `needed`. Those of features are in the type of the caller's features `like`; of float16, whose
+    few exponents a later factor would not fit, in float32.
     """
     exchange, backend = call.exchange, call.backend
     scale, bias, *module_parameters = numbers
@@ -186,13 +185,14 @@ def _arithmetic(call: LossCall, device: torch.device) -> Iterator[None]:
         stack.enter_context(torch.autocast(device.type, enabled=False))
         # A module keeps the caller's setting. Half-precision numbers widened to float32 multiply exactly in TF32, too.
         if device.type == "cuda" and call.similarity.homogeneous:
-            stack.enter_context(float32_matmuls("tf32" if call.dtype.itemsize == 2 else "ieee"))
+            stack.enter_context(float32_matmuls("tf32" if call.inputs.dtype.itemsize == 2 else "ieee"))
         yield
 
 
 @contextlib.contextmanager
 def _replayed(state: RandomState | None) -> Iterator[None]:
-    """Random numbers as from `state` on; afterwards they continue as if none had been drawn. The order of the tiles must be the same."""
+    """Random numbers as from `state` on; afterwards they continue as if none had been drawn. The order of the tiles
+    must be the same."""
     if state is None:
         yield
         return
@@ -206,5 +206,8 @@ def _reason(value: float, given: dict[str, Tensor]) -> str:
     reasons = [
         f"{name} has {count} non-finite numbers" for name, x in given.items() if (count := int((~x.isfinite()).sum()))
     ]
-    unknown = "this rank's inputs are finite; another rank's are not, the scores overflow, or a mask leaves a sample without tokens"
+    unknown = (
+        "this rank's inputs are finite; another rank's are not, the scores overflow, or a mask leaves a sample without "
+        "tokens"
+    )
     return f"the contrastive loss is {value}: {'; '.join(reasons) or unknown}"

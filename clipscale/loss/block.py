@@ -68,8 +68,8 @@ class Parameters:
 class Block:
     """The scores of `rows` against `cols`.
 
-    `positive` is the column of row 0's positive. Row i has its positive in column positive + i, which may be outside of the block
-    (and negative in a tile). None: the block holds no positive.
+    `positive` is the column of row 0's positive. Row i has its positive in column positive + i, which may be outside of
+    the block (and negative in a tile). None: the block holds no positive.
     """
 
     rows: RowBlock

@@ -1,7 +1,7 @@
-"""How ranks share columns: each exchange visits all blocks of columns and returns what they collected to the rank that owns them.
+"""How ranks share columns: an exchange visits all blocks of columns and returns what they collected to their owners.
 
-The forward pass collects log-sum-exps, joined by logaddexp; the backward pass collects feature gradients, joined by addition. `sweep` is
-the one loop of both. No other file of the loss knows process groups.
+The forward pass collects log-sum-exps, joined by logaddexp; the backward pass collects feature gradients, joined by
+addition. `sweep` is the one loop of both. No other file of the loss knows process groups.
 
 Letters: P ranks; n rows (images) and m columns (texts) of one rank, the same on all; D feature width.
 """
@@ -38,7 +38,8 @@ class Transfer:
 
 
 class Communicator:
-    """The transfers of one process group. Counts the bytes that this process sends (for a collective, as its ring algorithm would)."""
+    """The transfers of one process group. Counts the bytes that this process sends (for a collective, as its ring
+    algorithm would)."""
 
     bytes_sent: ClassVar[int] = 0
 
@@ -58,7 +59,8 @@ class Communicator:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
     def post(self, tensors: list[Tensor], hop: Hop, tag: int = 0) -> Transfer:
-        """Start to send the tensors to one rank and to receive the same shapes from another. `tag` separates two streams of transfers."""
+        """Start to send the tensors to one rank and to receive the same shapes from another. `tag` separates two
+        streams of transfers."""
         dest, src = (dist.get_global_rank(self.group, peer) for peer in hop)
         received = [torch.empty_like(x) for x in tensors]
         sends = [dist.P2POp(dist.isend, x, dest, self.group, tag) for x in tensors]
@@ -81,7 +83,8 @@ class Communicator:
         return mine
 
     def scatter_lse(self, x: Tensor) -> Tensor:
-        """Log-sum-exps (P n,) of each rank, joined over the ranks, to this rank's (n,): the largest first, then the sum of exponentials."""
+        """Log-sum-exps (P n,) of each rank, joined over the ranks, to this rank's (n,): the largest first, then the sum
+        of exponentials."""
         largest = self.reduce(x.clone(), dist.ReduceOp.MAX).clamp_min(torch.finfo(x.dtype).min)
         mine = self.scatter((x - largest).exp_())
         return mine.log_().add_(largest[self.rank * len(mine) :][: len(mine)])
@@ -97,7 +100,8 @@ class Communicator:
     ) -> None:
         """Raise ValueError if another rank has a problem, or if the ranks differ in one of the named facts.
 
-        Without this small all-gather the other ranks would wait for a rank that raises, or that brings another batch size.
+        Without this small all-gather the other ranks would wait for a rank that raises, or that brings another batch
+        size.
         """
         mine = torch.tensor([problem is not None, *facts], dtype=torch.int64, device=device)
         gathered = self.gather(mine).view(self.size, -1).tolist()
@@ -105,7 +109,7 @@ class Communicator:
             return
         if faulty := [str(rank) for rank, (failed, *_) in enumerate(gathered) if failed]:
             raise ValueError(
-                f"contrastive_loss was refused on rank {', '.join(faulty)} of the group; the reason is in the error there"
+                f"contrastive_loss was refused on rank {', '.join(faulty)} of the group; the error there has the reason"
             )
         for name, values in zip(names, list(zip(*gathered))[1:]):
             if len(set(values)) > 1:
@@ -185,7 +189,8 @@ class Grouped(Single):
 
 
 class Replicated(Grouped):
-    """CLIP's exchange: every rank gathers both sides, computes the loss of the whole batch, and keeps its own rows' gradient."""
+    """CLIP's exchange: every rank gathers both sides, computes the loss of the whole batch, and keeps its own rows'
+    gradient."""
 
     def __init__(self, communicator: Communicator) -> None:
         super().__init__(communicator)
@@ -208,7 +213,8 @@ class Replicated(Grouped):
 
 
 class Gather(Grouped):
-    """Own rows against the columns of all ranks: all-gather of the columns, reduce-scatter of their sums (DisCo-CLIP, arXiv 2304.08480)."""
+    """Own rows against the columns of all ranks: all-gather of the columns, reduce-scatter of their sums (DisCo-CLIP,
+    arXiv 2304.08480)."""
 
     def sweep(self, cols: RowBlock, sums: Sums | None, visit: Visit) -> Tensor | None:
         positive = self.rank * len(cols)
@@ -240,9 +246,9 @@ class Ring(Grouped):
 def ring_hops(rank: int, size: int, ranks_per_node: int) -> list[Hop]:
     """The hops of `rank` that bring the columns of every rank to every rank once, and then back to their owner.
 
-    Columns first visit all ranks of their node. Then they move to the next node, to the rank with the same local index (so that each
-    network card has one neighbour), and so on. The last hop returns them. With all ranks on one node this is the plain ring.
-    Raises ValueError where `ranks_per_node` does not divide the number of ranks.
+    Columns first visit all ranks of their node. Then they move to the next node, to the rank with the same local index
+    (so that each network card has one neighbour), and so on. The last hop returns them. With all ranks on one node this
+    is the plain ring. Raises ValueError where `ranks_per_node` does not divide the number of ranks.
     """
     if size % ranks_per_node:
         raise ValueError(f"ranks_per_node={ranks_per_node} must divide the {size} ranks of the group")

@@ -48,18 +48,23 @@ class Inputs:
         sizes = [len(self.rows), len(self.cols), self.rows[0].numel(), self.cols[0].numel()]
         return [*sizes, DTYPES.index(self.dtype), *choices, OBJECTIVES.index(objective), EXCHANGES.index(exchange)]
 
+    def positives_only(self) -> "Inputs":
+        """Without the hard negatives among the texts."""
+        n = len(self.rows)
+        masks, keys = ((row, None if col is None else col[:n]) for row, col in (self.masks, self.keys))
+        return replace(self, cols=self.cols[:n], masks=masks, keys=keys)
+
     def swapped(self) -> "Inputs":
         """The texts as rows, without the hard negatives, and the images as columns."""
-        n = len(self.rows)
-        masks, keys = ((None if text is None else text[:n], image) for image, text in (self.masks, self.keys))
-        return replace(self, rows=self.cols[:n], cols=self.rows, masks=masks, keys=keys)
+        pairs = self.positives_only()
+        return replace(pairs, rows=pairs.cols, cols=pairs.rows, masks=pairs.masks[::-1], keys=pairs.keys[::-1])
 
 
 def checked_inputs(
     image_features: Tensor, text_features: Tensor, logit_scale: Tensor | float, logit_bias: Tensor | float,
     similarity: str, *, masks: Pair | None, keys: Tensor | Pair | None, check: bool,
 ) -> Inputs:  # fmt: skip
-    """The inputs, ready for use. `similarity` is "module" for a module. Raises ValueError where they do not fit each other."""
+    """The inputs, ready for use. `similarity` is "module" for a module. Raises ValueError where they do not fit."""
     u, v = image_features, text_features
     if any(isinstance(x, DTensor) for x in (u, v, logit_scale, logit_bias)):
         raise ValueError("a DTensor; pass this rank's own rows and plain numbers: x.full_tensor() if all hold the same")
@@ -99,7 +104,7 @@ def checked_inputs(
 
 
 def _feature_dtype(u: Tensor, v: Tensor) -> torch.dtype:
-    """The narrower of the two types (float32 where neither contains the other); under autocast what matmul would take."""
+    """The narrower type (float32 where neither contains the other); under autocast what matmul would take."""
     pair = {u.dtype, v.dtype}
     if pair == {torch.float16, torch.bfloat16}:
         return torch.float32

@@ -19,15 +19,17 @@ class Machine:
     def __init__(
         self, tiles: Tiles | None = None, panel_bytes: int = 512 << 20, partial_bytes: int = 128 << 20
     ) -> None:
-        """tiles: of the Triton kernels; None: those of the table. panel_bytes: of score gradients at a time; 16k x 16k of them in half
-        precision keep the library's matrix products large. partial_bytes: of partial sums, a 32k x 32k panel of 128 x 128 tiles."""
+        """tiles: of the Triton kernels; None: those of the table. panel_bytes: of score gradients at a time; 16k x 16k
+        of them in half precision keep the library's matrix products large. partial_bytes: of partial sums, a 32k x 32k
+        panel of 128 x 128 tiles."""
         self._tiles, self.panel_bytes, self.partial_bytes = tiles, panel_bytes, partial_bytes
 
     def is_gpu(self, device: torch.device) -> bool:
         return device.type == "cuda"
 
     def parts(self, parts: Iterator[T]) -> Iterator[T]:
-        """The tiles or panels of a block that are computed. A dry run takes the first: the others use the same buffers."""
+        """The tiles or panels of a block that are computed. A dry run takes the first: the others use the same
+        buffers."""
         return parts
 
     def tiles(self, device: torch.device, dtype: torch.dtype) -> Tiles:
@@ -68,7 +70,8 @@ here = Machine()
 
 @contextlib.contextmanager
 def replaced(machine: Machine) -> Iterator[None]:
-    """Calls of the loss inside, and their backward passes, run on another machine: a dry run's, or one with other tiles."""
+    """Calls of the loss inside, and their backward passes, run on another machine: a dry run's, or one with other
+    tiles."""
     global here
     before, here = here, machine
     try:
@@ -85,7 +88,8 @@ def _capability(device: torch.device) -> int:
 
 @cache
 def _addmm_widens(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether torch has addmm(float32, half, half, out_dtype=) for the device (pull request 167931, November 2025), and it adds up."""
+    """Whether torch has addmm(float32, half, half, out_dtype=) for the device (pull request 167931, November 2025), and
+    it adds up."""
     out, half = torch.ones(16, 16, device=device), torch.ones(16, 16, dtype=dtype, device=device)
     try:
         torch.addmm(out, half, half, out_dtype=torch.float32, out=out)
@@ -98,7 +102,8 @@ def _addmm_widens(device: torch.device, dtype: torch.dtype) -> bool:
 def float32_matmuls(precision: str) -> Iterator[None]:
     """Inside, matmuls of float32 on CUDA have this precision, "ieee" or "tf32".
 
-    `allow_tf32` sets torch's old and new interface alike. After the new one alone, reading the old one raises, as Inductor does.
+    `allow_tf32` sets torch's old and new interface alike. After the new one alone, reading the old one raises, as
+    Inductor does.
     """
     matmul = torch.backends.cuda.matmul
     before = matmul.fp32_precision

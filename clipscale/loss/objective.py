@@ -1,10 +1,12 @@
-"""The objectives: what each does with one tile of scores, forward into the running sums and backward into the scores' gradient.
+"""The objectives: what each does with one tile of scores, forward into the running sums and backward into the scores'
+gradient.
 
-Scores x are scale * similarity. They are a list: one tensor (n, m) for both directions, or two (image to text, text to image) where
-the similarity differs. Both functions may overwrite them. Values and gradients leave out the common factor 1/N, which keeps the weights
-near one in any precision.
+Scores x are scale * similarity. They are a list: one tensor (n, m) for both directions, or two (image to text, text to
+image) where the similarity differs. Both functions may overwrite them. Values and gradients leave out the common factor
+1/N, which keeps the weights near one in any precision.
 
-Letters: n rows (images) and m columns (texts) of the tile; r and c the log-sum-exps of rows and columns, a and b their weights.
+Letters: n rows (images) and m columns (texts) of the tile; r and c the log-sum-exps of rows and columns, a and b their
+weights.
 """
 
 import torch
@@ -12,8 +14,8 @@ from torch import Tensor
 
 from clipscale.loss.block import Block, RowBlock
 
-# e^(x - t) takes one reference t for a whole tile while no exponent that matters leaves +-MARGIN nats: sums of 1e7 terms of e^60 stay
-# finite in float32, and e^-60 is still a normal number.
+# e^(x - t) takes one reference t for a whole tile while no exponent that matters leaves +-MARGIN nats: sums of 1e7
+# terms of e^60 stay finite in float32, and e^-60 is still a normal number.
 MARGIN = 60.0
 SMALLEST_SUM = 1e-25  # somewhat above e^-60: a smaller sum may have lost terms to underflow
 
@@ -21,7 +23,8 @@ SMALLEST_SUM = 1e-25  # somewhat above e^-60: a smaller sum may have lost terms 
 class Softmax:
     """Cross-entropy of the positive against its row, its column, or both (CLIP; Radford et al. 2021, arXiv 2103.00020).
 
-        L = sum_i a_i (r_i - x_ii) + sum_j b_j (c_j - x_jj),   dL/dx_ij = a_i e^(x_ij - r_i) + b_j e^(x_ij - c_j) - (a_i + b_i) [i = j]
+        L        = sum_i a_i (r_i - x_ii) + sum_j b_j (c_j - x_jj)
+        dL/dx_ij = a_i e^(x_ij - r_i) + b_j e^(x_ij - c_j) - (a_i + b_i) [i = j]
 
     A side without weights takes no part.
     """
@@ -29,7 +32,8 @@ class Softmax:
     sums_pairs = False
 
     def forward(self, scores: list[Tensor], tile: Block, bound: float, spare: Tensor) -> None:
-        """Merge a tile into the running log-sum-exps and targets. `bound` limits |x|; `spare` is scratch of the scores' shape."""
+        """Merge a tile into the running log-sum-exps and targets. `bound` limits |x|; `spare` is scratch of the scores'
+        shape."""
         reference = _reference(bound)
         for x, directions in self._served(scores, tile):
             if not directions:
@@ -58,7 +62,8 @@ class Softmax:
             else:
                 terms = [_weighted_probabilities(x, side) for side in directions]
                 torch.add(*terms, out=x) if len(terms) == 2 else x.copy_(terms[0])
-            # Inside the tile, not as a correction afterwards: a p - a cancels to nothing where the positive has all the mass.
+            # Inside the tile, not as a correction afterwards: a p - a cancels to nothing where the positive has all the
+            # mass.
             if diagonal is not None:
                 x.diagonal(tile.offset).sub_(sum(side.weight[diagonal[1 - side.dim]] for side in directions))
         return scores
@@ -85,10 +90,11 @@ class Softmax:
 
 
 class Sigmoid:
-    """Every pair is a binary question (SigLIP; Zhai et al. 2023, arXiv 2303.15343): L = sum_ij softplus(-z_ij (x_ij + bias)).
+    """Every pair is a binary question (SigLIP; Zhai et al. 2023, arXiv 2303.15343).
 
-    z is +1 at the positives and -1 elsewhere; dL/dx_ij = sigmoid(x_ij + bias) - [i = j]. There is no log-sum-exp: the rows' targets
-    collect the value, negated. Where the similarity differs between the directions, x is their mean.
+    L = sum_ij softplus(-z_ij (x_ij + bias)), where z is +1 at the positives and -1 elsewhere, so dL/dx_ij =
+    sigmoid(x_ij + bias) - [i = j]. There is no log-sum-exp: the rows' targets collect the value, negated. Where the
+    similarity differs between the directions, x is their mean.
     """
 
     sums_pairs = True
@@ -98,7 +104,8 @@ class Sigmoid:
         self._subtract_value(self._signed_logits(scores, tile), tile, spare)
 
     def backward(self, scores: list[Tensor], tile: Block, bound: float, spare: Tensor) -> list[Tensor]:
-        """Replace the scores, in place, by the derivative of the loss with respect to them, and add to the bias's gradient.
+        """Replace the scores, in place, by the derivative of the loss with respect to them, and add to the bias's
+        gradient.
 
         Also subtract the tile's part of the value from the targets, where there are any.
         """
@@ -141,7 +148,8 @@ class Direction:
 
 
 def _reference(bound: float) -> float:
-    """t, given a bound of |x|: e^(x - t) never overflows. t = 0 costs nothing and loses nothing, and is chosen wherever it can be."""
+    """t, given a bound of |x|: e^(x - t) never overflows. t = 0 costs nothing and loses nothing, and is chosen wherever
+    it can be."""
     return max(0.0, bound - MARGIN)
 
 

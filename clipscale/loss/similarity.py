@@ -1,7 +1,8 @@
 """The similarities of images and texts: the scores of a tile, and their vector-Jacobian product.
 
-`scores(tile, out)` returns scale * similarity: one tensor (n, m), or two (image to text, text to image) where the directions differ.
-`vjp(tile, out)` returns the same and a function from the scores' gradients that adds to the `grad` of rows, columns and parameters.
+`scores(tile, out)` returns scale * similarity: one tensor (n, m), or two (image to text, text to image) where the
+directions differ. `vjp(tile, out)` returns the same and a function from the scores' gradients that adds to the `grad`
+of rows, columns and parameters.
 
 Letters: n rows (images), m columns (texts) of a tile; D feature width; T tokens of an image, S of a text.
 """
@@ -58,9 +59,9 @@ class Dot:
 class Deep:
     """Phi(u, v): a module that maps features (n, ...) and (m, ...) to similarities (n, m), each of one pair.
 
-    The backward pass recomputes each tile with a graph and passes the scores' gradient through it. So Phi's parameters get their gradient
-    tile by tile, and one tile's graph exists at a time: the Distance Gradient Cache (Gao et al. 2021, arXiv 2101.06983).
-    Both passes run Phi under the autocast setting in force when this object is made.
+    The backward pass recomputes each tile with a graph and passes the scores' gradient through it. So Phi's parameters
+    get their gradient tile by tile, and one tile's graph exists at a time: the Distance Gradient Cache (Gao et al.
+    2021, arXiv 2101.06983). Both passes run Phi under the autocast setting in force when this object is made.
     """
 
     homogeneous = False
@@ -126,7 +127,7 @@ class Deep:
             scores = [s.T for s in reversed(self._pairs(cols, rows))] if self.is_swapped else self._pairs(rows, cols)
         if any(s.shape != (len(rows), len(cols)) for s in scores):
             raise ValueError(
-                f"the similarity module must map {len(rows)} images and {len(cols)} texts to one number for each pair, but gave "
+                f"the similarity module must map {len(rows)} images and {len(cols)} texts to a number a pair, but gave "
                 + ", ".join(str(tuple(s.shape)) for s in scores)
             )
         return [s.to(dtype) for s in scores]
@@ -139,8 +140,9 @@ class Deep:
 class Late(Deep):
     """Late interaction over token features (FILIP; Yao et al. 2021, arXiv 2111.07783, section 3.1).
 
-    Image to text: the mean over the image's tokens of the largest <u_it, v_js> over the text's tokens. Text to image: the reverse.
-    Tokens whose mask is false are left out of the mean and of the maximum. Tied maxima share the gradient evenly.
+    Image to text: the mean over the image's tokens of the largest <u_it, v_js> over the text's tokens. Text to image:
+    the reverse. Tokens whose mask is false are left out of the mean and of the maximum. Tied maxima share the gradient
+    evenly.
     """
 
     homogeneous = True
@@ -182,7 +184,8 @@ def product(a: Tensor, b: Tensor, out: Tensor, alpha: float, beta: float = 0.0) 
 
 
 def row_products(x: Tensor, y: Tensor) -> Tensor:
-    """<x_i, y_i> (n,) in float64, for x and y (n, ...). Works in slabs of rows, since the product of both is as large as they are."""
+    """<x_i, y_i> (n,) in float64, for x and y (n, ...). Works in slabs of rows, since the product of both is as large
+    as they are."""
     products = torch.empty(len(x), dtype=torch.float64, device=x.device)
     step = max(1, (2**24 if x.is_cuda else 2**20) // x[0].numel())
     for a, b, place in zip(x.split(step), y.split(step), products.split(step)):
@@ -191,7 +194,8 @@ def row_products(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _masked_mean(x: Tensor, mask: Tensor | None, dim: int) -> Tensor:
-    """The mean of x over `dim` where the mask is true. x is (n, T, m) with mask (n, T), or (n, m, S) with mask (m, S)."""
+    """The mean of x over `dim` where the mask is true. x is (n, T, m) with mask (n, T), or (n, m, S) with mask (m,
+    S)."""
     if mask is None:
         return x.mean(dim)
     weight = mask.to(x.dtype) / mask.sum(1, keepdim=True)

@@ -54,7 +54,8 @@ def features(n: int, m: int, width: int, kind: str = "random", seed: int = 0) ->
 def token_features(
     n: int, m: int, image_tokens: int, text_tokens: int, width: int, seed: int = 0
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """For late interaction: unit tokens (n, T, D) and (m, S, D) in float64, and masks that leave at least one token of each sample."""
+    """For late interaction: unit tokens (n, T, D) and (m, S, D) in float64, and masks that leave at least one token of
+    each sample."""
     generator = torch.Generator().manual_seed(seed)
     tokens, masks = [], []
     for count, length in ((n, image_tokens), (m, text_tokens)):
@@ -116,8 +117,8 @@ def error(found: Tensor, true: Tensor, floor: float) -> float:
 def errors(found: Sequence[Tensor], true: Sequence[Tensor], scale: float) -> dict[str, float]:
     """The error of each result, by name.
 
-    Where a result is zero or nearly so (a lone pair, a duplicate), it counts against the size of what it is the difference of: a tenth
-    of the scale for the value, scale / N for a feature's gradient.
+    Where a result is zero or nearly so (a lone pair, a duplicate), it counts against the size of what it is the
+    difference of: a tenth of the scale for the value, scale / N for a feature's gradient.
     """
     n = len(true[1])
     names = ["value", "images", "texts", "scale", "bias", *(f"parameter {i}" for i in range(len(true) - 5))]

@@ -98,7 +98,8 @@ def test_deep_similarity_is_exact_down_to_its_parameters(
 
 
 def test_deep_similarity_sees_the_same_random_numbers_in_both_passes() -> None:
-    """With one tile, plain autograd from the same seed is the truth; draws between the passes must neither matter nor change."""
+    """With one tile, plain autograd from the same seed is the truth; draws between the passes must neither matter nor
+    change."""
     torch.manual_seed(0)
     u, v = features(9, 11, 8)
     phi = Phi(8, dropout=0.5).double()

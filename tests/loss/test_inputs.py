@@ -73,6 +73,9 @@ def test_without_the_check_what_is_not_finite_stays_visible() -> None:
 def test_one_bad_number_anywhere_is_found(side: str, objective: str, bad: float) -> None:
     u, v = U.clone(), V.clone()
     {"images": u[3:4], "positives": v[3:4], "hard negatives": v[7:8]}[side][0, 1] = bad
+    if (side, objective) == ("hard negatives", "softmax_text"):  # where they have no part
+        assert contrastive_loss(u, v, 10.0, objective=objective).isfinite()
+        return
     with pytest.raises(ValueError, match="has 1 non-finite numbers"):
         contrastive_loss(u, v, 10.0, objective=objective)
 

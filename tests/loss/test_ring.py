@@ -59,7 +59,8 @@ def sent_in_a_step(
 def test_a_step_sends_at_most_nine_bytes_a_number(
     ranks: Workers, objective: str, sweeps: int, per_node: int | None
 ) -> None:
-    """A feature is sent P - 1 times in bfloat16 in each sweep, its gradient P times in float32. Sums of columns are small."""
+    """A feature is sent P - 1 times in bfloat16 in each sweep, its gradient P times in float32. Sums of columns are
+    small."""
     for world in (2, 4):
         expected = sweeps * 2 * (world - 1) / world + 4
         for sent in ranks.run(sent_in_a_step, world, objective, per_node, (True, True)):

@@ -24,7 +24,8 @@ TIMEOUT_S = 120.0
 
 
 class Workers:
-    """`run(function, ranks, *args)` calls `function(group, rank in it, *args)` on the ranks and returns what each returned, in order."""
+    """`run(function, ranks, *args)` calls `function(group, rank in it, *args)` on the ranks and returns what each
+    returned, in order."""
 
     def __init__(self, pipes: list[Connection]) -> None:
         self._pipes = pipes
@@ -103,13 +104,15 @@ def local_results(
     pairs: dict[str, tuple[Tensor, Tensor]],
     options: dict[str, Any],
 ) -> list[Tensor]:
-    """This rank's `results` for its images and texts, and its masks and keys in `pairs`, all of which are given stacked by rank."""
+    """This rank's `results` for its images and texts, and its masks and keys in `pairs`, all of which are given stacked
+    by rank."""
     mine = {name: (images[rank], texts[rank]) for name, (images, texts) in pairs.items()}
     return results(contrastive_loss, u[rank], v[rank], scale, group=group, **mine, **options)
 
 
 def whole(per_rank: list[list[Tensor]]) -> list[Tensor]:
-    """The results of the whole batch: the value, rows in rank order, and the sums of the other gradients over the ranks."""
+    """The results of the whole batch: the value, rows in rank order, and the sums of the other gradients over the
+    ranks."""
     for other in per_rank[1:]:
         assert torch.equal(other[0], per_rank[0][0]), (
             f"the value differs between ranks: {[float(s[0]) for s in per_rank]}"
@@ -139,8 +142,8 @@ def check(
     bar: float = 1e-10,
     **pairs: tuple[Tensor, Tensor],
 ) -> None:
-    """Compare the ranks' results with the oracle's, for features (P, n, ...) and (P, m, ...), and masks and keys (`pairs`), stacked by
-    rank."""
+    """Compare the ranks' results with the oracle's, for features (P, n, ...) and (P, m, ...), and masks and keys
+    (`pairs`), stacked by rank."""
     n = u.shape[1]
     oracle_options = {k: x for k, x in options.items() if k in ("objective", "similarity")}
     flat = {name: (images.flatten(0, 1), positives_first(texts, n)) for name, (images, texts) in pairs.items()}

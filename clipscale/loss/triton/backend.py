@@ -1,8 +1,9 @@
-"""The Triton backend of the dot product: log-sum-exps and gradients of one block, in memory linear in its rows and columns.
+"""The Triton backend of the dot product: log-sum-exps and gradients of a block, in memory linear in its sides.
 
-A block is cut into panels: rectangles of whole tiles and bounded area. The forward kernel leaves partial sums of a panel's tiles, which a
-second one adds in a fixed order. The backward kernel leaves a panel of score gradients, from which the GEMM library adds to both feature
-gradients in float32. No atomics: the same inputs give the same bits (as far as the GEMM library does on one stream).
+A block is cut into panels: rectangles of whole tiles and bounded area. The forward kernel leaves partial sums of a
+panel's tiles, which a second one adds in a fixed order. The backward kernel leaves a panel of score gradients, from
+which the GEMM library adds to both feature gradients in float32. No atomics: the same inputs give the same bits (as far
+as the GEMM library does on one stream).
 
 Letters: n rows (images), m columns (texts), D feature width. x_ij = scale <u_i, v_j>.
 """
@@ -29,8 +30,8 @@ MERGED = 128  # rows or columns of a program of merge_kernel
 
 
 class TritonBackend:
-    """What both objectives share. A backend (see TorchBackend) on CUDA or in Triton's interpreter, for bfloat16, float16 and float32
-    features."""
+    """What both objectives share. A backend (see TorchBackend) on CUDA or in Triton's interpreter, for bfloat16,
+    float16 and float32 features."""
 
     width_step = WIDTH_STEP
     sums_scale_grad = True
@@ -60,8 +61,9 @@ class TritonBackend:
         # Without a positive, one past the end: no row reaches it.
         positive = len(v) if panel.positive is None else panel.positive
         self.machine.launch(
-            kernel, programs(panel, t.rows, t.cols), u.device, described(u, t.rows, t.depth), described(v, t.cols, t.depth),
-            panel.parameters.scale, panel.rows.keys, panel.cols.keys, len(u), len(v), u.shape[1], u.stride(0), v.stride(0), positive,
+            kernel, programs(panel, t.rows, t.cols), u.device,
+            described(u, t.rows, t.depth), described(v, t.cols, t.depth), panel.parameters.scale,
+            panel.rows.keys, panel.cols.keys, len(u), len(v), u.shape[1], u.stride(0), v.stride(0), positive,
             *stored, *given, TMA=tma, BM=t.rows, BN=t.cols, BK=t.depth, num_warps=t.warps, num_stages=t.stages,
             maxnreg=t.registers, enable_fp_fusion=True,
         )  # fmt: skip
@@ -76,7 +78,8 @@ class TritonBackend:
         return self.machine.parts(block.tile(i, height, j, width) for i, j in corners)
 
     def gradient_panels(self, block: Block) -> Iterator[tuple[Block, Tensor]]:
-        """Panels, each with memory for its score gradients; what the caller has stored there is then added to the feature gradients."""
+        """Panels, each with memory for its score gradients; what the caller has stored there is then added to the
+        feature gradients."""
         features, store = block.rows.features, None
         t = self.machine.tiles(features.device, features.dtype)
         for panel in self.panels(block, self.machine.panel_bytes // features.itemsize):
@@ -123,7 +126,8 @@ class TritonSoftmax(TritonBackend):
             self.objective.add_positives(positives, self.objective.directions(block), block, diagonal)
 
     def backward(self, block: Block) -> None:
-        """Add UNIT * G V to the rows' gradient, UNIT * G' U to the columns', and sum_ij G_ij <u_i, v_j> to the scale's."""
+        """Add UNIT * G V to the rows' gradient, UNIT * G' U to the columns', and sum_ij G_ij <u_i, v_j> to the
+        scale's."""
         t = self.machine.tiles(block.rows.features.device, block.rows.features.dtype)
         for panel, store in self.gradient_panels(block):
             products = store.new_empty(programs(panel, t.rows, t.cols), dtype=torch.float32)
@@ -139,12 +143,13 @@ class TritonSigmoid(TritonBackend):
     sums_pairs = True
 
     def forward(self, block: Block) -> None:
-        """Subtract the sum over pairs of softplus(-z_ij (x_ij + bias)), z = 1 at positives, else -1, from the target of row 0."""
+        """Subtract the sum over pairs of softplus(-z_ij (x_ij + bias)), z = 1 at positives, else -1, from the target of
+        row 0."""
         self.backward(block)
 
     def backward(self, block: Block) -> None:
-        """The same, where there are targets; and add UNIT * G V to the rows' gradient, UNIT * G' U to the columns', sum_ij G_ij to the
-        bias's and sum_ij G_ij <u_i, v_j> to the scale's, where these are wanted."""
+        """The same, where there are targets; and add UNIT * G V to the rows' gradient, UNIT * G' U to the columns',
+        sum_ij G_ij to the bias's and sum_ij G_ij <u_i, v_j> to the scale's, where these are wanted."""
         parameters, target = block.parameters, block.rows.target
         t = self.machine.tiles(block.rows.features.device, block.rows.features.dtype)
         for panel, store in self.gradient_panels(block):

@@ -1,7 +1,8 @@
-"""The Triton kernel of the sigmoid objective: the loss of a panel and a panel of the score gradient, from one product of the features.
+"""The Triton kernel of the sigmoid objective: the loss and the score gradient of a panel, from one product.
 
 Letters: N rows (images) and M columns (texts) of the panel, D feature width; BM x BN the tile, BK the step along D.
-The logits are l_ij = scale <u_i, v_j> + bias. Below they are negated at the positives, so that every pair's term is softplus(l).
+The logits are l_ij = scale <u_i, v_j> + bias. Below they are negated at the positives, so that every pair's term is
+softplus(l).
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -25,7 +26,8 @@ from clipscale.loss.triton.tiles import (
 
 @triton.jit
 def log1p(x):
-    """log(1 + x) for x in [0, 1], to 2e-7 relative. log of a rounded 1 + x is wrong by any factor where x is tiny, as SigLIP's terms are.
+    """log(1 + x) for x in [0, 1], to 2e-7 relative. log of a rounded 1 + x is wrong by any factor where x is tiny, as
+    SigLIP's terms are.
 
     x times a polynomial: the interpolant of log(1 + x) / x at ten Chebyshev nodes.
     """
@@ -46,7 +48,8 @@ def sigmoid_kernel(
     u, v, scale, row_keys, col_keys, n, m, depth, stride_u, stride_v, positive, panel, stride_panel, bias, sums,
     TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """panel (N and M rounded up to whole tiles) = UNIT * G of one tile, zero past the end; G is sigmoid(l), -sigmoid(l) at positives.
+    """panel (N and M rounded up to whole tiles) = UNIT * G of one tile, zero past the end; G is sigmoid(l), -sigmoid(l)
+    at positives.
 
     sums (3, programs) = the tile's sum of softplus(l), of UNIT * G, and of UNIT * G_ij <u_i, v_j>.
     """

@@ -1,9 +1,9 @@
-"""Triton kernels of the softmax objective: log-sum-exps of a panel's rows and columns, and a panel of the score gradient.
+"""Triton kernels of the softmax objective: log-sum-exps of a panel's sides, and a panel of the score gradient.
 
-Scores are in units of log 2, y_ij = factor <u_i, v_j>, because exponentials of base 2 are what the hardware has. Every exponential is
-taken relative to a reference close to the largest score of what it is summed with. So no sum loses a term that matters, whatever the
-features are and even where the GPU flushes numbers below 2^-126 to zero. References are whole numbers: their differences, and powers of
-two of those, are exact.
+Scores are in units of log 2, y_ij = factor <u_i, v_j>, because exponentials of base 2 are what the hardware has. Every
+exponential is taken relative to a reference close to the largest score of what it is summed with. So no sum loses a
+term that matters, whatever the features are and even where the GPU flushes numbers below 2^-126 to zero. References are
+whole numbers: their differences, and powers of two of those, are exact.
 
 Letters: N rows (images) and M columns (texts) of the panel, D feature width; BM x BN the tile, BK the step along D.
 """
@@ -26,13 +26,14 @@ from clipscale.loss.triton.tiles import (
     where_counted,
 )
 
-# A sum of 2^(y - t) that is at least this large, with t at or above every y, has lost less than 2^-50 of itself to underflow.
+# A sum of 2^(y - t) that is at least this large, with t at or above every y, has lost less than 2^-50 of itself to
+# underflow.
 SOUND = tl.constexpr(2.0**-60)
 
 
 @triton.jit
 def log2_factor(scale):
-    """scale log2(e), float32, and what a nat is in these units, which corrects for the rounding of the first, float64."""
+    """scale log2(e), float32, and a nat in these units, float64, which corrects for the rounding of the first."""
     exact = tl.load(scale).to(tl.float64)
     factor = (exact * LOG2E).to(tl.float32)
     return factor, factor.to(tl.float64) / exact
@@ -49,11 +50,12 @@ def lse_kernel(
     u, v, scale, row_keys, col_keys, n, m, depth, stride_u, stride_v, positive, row_parts, col_parts,
     TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """The references and the sums of 2^(y - reference) of one tile's rows, to row_parts (2, ceil(M / BN), N), and of its columns, to
-    col_parts (2, ceil(N / BM), M).
+    """The references and the sums of 2^(y - reference) of one tile's rows, to row_parts (2, ceil(M / BN), N), and of
+    its columns, to col_parts (2, ceil(N / BM), M).
 
-    One exponential an element, relative to the tile's largest score, serves both sums. Where a row or a column lies so far below that
-    its sum is not sound, they are taken again, each row and each column relative to its own largest score.
+    One exponential an element, relative to the tile's largest score, serves both sums. Where a row or a column lies so
+    far below that its sum is not sound, they are taken again, each row and each column relative to its own largest
+    score.
     """
     tile_row, tile_col = tile_position(n, m, BM, BN)
     rows, cols = tile_row * BM + tl.arange(0, BM), tile_col * BN + tl.arange(0, BN)
@@ -61,7 +63,8 @@ def lse_kernel(
     dots = where_counted(dots, NOTHING, rows, cols, n, m, row_keys, col_keys, positive)
     factor, _ = log2_factor(scale)
     top = reference_of(tl.max(tl.max(dots, axis=1), axis=0) * factor)
-    # The product is not rounded before the subtraction: at scale 100 that rounding alone would be 5e-6 of the exponential.
+    # The product is not rounded before the subtraction: at scale 100 that rounding alone would be 5e-6 of the
+    # exponential.
     terms = tl.exp2(tl.fma(dots, factor, -top))
     row_sums, col_sums = tl.sum(terms, axis=1), tl.sum(terms, axis=0)
     row_tops, col_tops = tl.zeros((BM,), tl.float32) + top, tl.zeros((BN,), tl.float32) + top
@@ -80,7 +83,8 @@ def lse_kernel(
 
 @triton.jit(do_not_specialize=["size", "lines"])
 def merge_kernel(parts, scale, lse, size, lines, BLOCK: tl.constexpr):
-    """lse (size,) float64, in nats: joined with what lse_kernel has left in `parts` (2, lines, size), line by line in order.
+    """lse (size,) float64, in nats: joined with what lse_kernel has left in `parts` (2, lines, size), line by line in
+    order.
 
     float64, since float32 would round a value near 100 by 4e-6, and with it every probability of that row.
     """
@@ -109,7 +113,7 @@ def merge_kernel(parts, scale, lse, size, lines, BLOCK: tl.constexpr):
 
 @triton.jit
 def lse_and_weight(lse, weight, at, nat):
-    """Log-sum-exps in units of log 2, float32; weights times UNIT, corrected for that rounding of the log-sum-exp; and uncorrected."""
+    """Log-sum-exps in units of log 2, float32; weights times UNIT, corrected for their rounding, and uncorrected."""
     exact = tl.load(lse + at) * nat
     rounded = exact.to(tl.float32)
     unit_weight = tl.load(weight + at) * UNIT
@@ -127,8 +131,8 @@ def softmax_gradient_kernel(
 
         G_ij = a_i 2^(y_ij - r_i) + b_j 2^(y_ij - c_j) - (a_i + b_j) [j = positive + i]
 
-    with the complete log-sum-exps r and c and the weights a and b. products (programs,) = the tile's sum of UNIT * G_ij <u_i, v_j>,
-    before the panel's type rounds G. No exponential overflows, as y_ij <= r_i and y_ij <= c_j.
+    with the complete log-sum-exps r and c and the weights a and b. products (programs,) = the tile's sum of UNIT * G_ij
+    <u_i, v_j>, before the panel's type rounds G. No exponential overflows, as y_ij <= r_i and y_ij <= c_j.
     """
     tile_row, tile_col = tile_position(n, m, BM, BN)
     dots = tile_dots(u, v, tile_row, tile_col, n, m, depth, stride_u, stride_v, TMA, BM, BN, BK)

@@ -1,6 +1,7 @@
 """What the Triton kernels share: a program's tile, its dot products, and which pairs count.
 
-Letters: N rows (images) and M columns (texts) of the panel a launch covers, D feature width; BM x BN the tile, BK the step along D.
+Letters: N rows (images) and M columns (texts) of the panel a launch covers, D feature width; BM x BN the tile, BK the
+step along D.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -12,7 +13,8 @@ import triton.language as tl
 GROUP = tl.constexpr(8)  # tile rows that are visited together, so that their operands stay in the L2 cache
 LOG2E = tl.constexpr(1.4426950408889634)
 NOTHING = tl.constexpr(float("-inf"))
-# Score gradients are stored times this, so that float16, which has few exponents, keeps a probability of 1/N. They are at most 1.
+# Score gradients are stored times this, so that float16, which has few exponents, keeps a probability of 1/N. They are
+# at most 1.
 UNIT = tl.constexpr(2.0**13)
 
 
@@ -56,7 +58,8 @@ def tile_dots(
 
 @triton.jit
 def where_counted(x, other, rows, cols, n, m, row_keys, col_keys, positive):
-    """x (BM, BN) of the pairs that count. `other` past the end, and where keys agree but for the positive, column positive + i of row i."""
+    """x (BM, BN) of the pairs that count. `other` past the end, and where keys agree but for the positive, column
+    positive + i of row i."""
     if (tl.max(rows, axis=0) >= n) | (tl.max(cols, axis=0) >= m):
         x = tl.where((rows < n)[:, None] & (cols < m)[None, :], x, other)
     if row_keys is not None:
@@ -71,8 +74,9 @@ def where_counted(x, other, rows, cols, n, m, row_keys, col_keys, positive):
 def quarters(x):
     """The four column quarters of x (BM, BN), left to right.
 
-    The code after this is emitted for one quarter at a time. Its intermediates then leave the accumulators their registers: with the
-    whole tile at once the gradient kernels spill. In the layouts that tl.dot returns the split moves no data.
+    The code after this is emitted for one quarter at a time. Its intermediates then leave the accumulators their
+    registers: with the whole tile at once the gradient kernels spill. In the layouts that tl.dot returns the split
+    moves no data.
     """
     left, right = _halves(x)
     first, second = _halves(left)
@@ -96,7 +100,8 @@ def has_positives(first_row, first_col, positive, HEIGHT: tl.constexpr, WIDTH: t
 
 @triton.jit
 def store_part(panel, x, first_row, first_col, stride_panel, TMA: tl.constexpr):
-    """Store a quarter of a tile; the panel has whole tiles. With TMA `panel` is a tensor descriptor with such blocks, else a pointer."""
+    """Store a quarter of a tile; the panel has whole tiles. With TMA `panel` is a tensor descriptor with such blocks,
+    else a pointer."""
     if TMA:
         panel.store([first_row, first_col], x.to(panel.dtype))
     else:

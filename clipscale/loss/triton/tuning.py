@@ -1,10 +1,11 @@
 """The tiles of the Triton kernels: one table, by architecture and type.
 
-The table is fixed, not tuned at run time, so that two machines of a kind, and two runs, add in the same order. A test compiles
-every entry ahead of time. The choice is by reasoning, not yet by measurement: 128 x 128 tiles fit the shared memory of every
-GPU (sm_86, sm_89 and sm_120 have 99 KB) and, with 8 warps, the registers of both passes. On Hopper 128 registers a thread let
-two programs share a multiprocessor, so that the exponentials of one overlap the matmul of the other; what spills is in
-branches that are seldom taken. float32 features are multiplied in IEEE precision, without tensor cores.
+The table is fixed, not tuned at run time, so that two machines of a kind, and two runs, add in the same order. A test
+compiles every entry ahead of time. The choice is by reasoning, not yet by measurement: 128 x 128 tiles fit the shared
+memory of every GPU (sm_86, sm_89 and sm_120 have 99 KB) and, with 8 warps, the registers of both passes. On Hopper 128
+registers a thread let two programs share a multiprocessor, so that the exponentials of one overlap the matmul of the
+other; what spills is in branches that are seldom taken. float32 features are multiplied in IEEE precision, without
+tensor cores.
 """
 
 from dataclasses import dataclass

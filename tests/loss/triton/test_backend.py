@@ -87,7 +87,8 @@ def test_half_precision_is_no_further_from_the_truth_than_twice_plain_torch(obje
 
 
 def test_tiny_sigmoid_terms_keep_their_precision() -> None:
-    """log(1 + e^-20) computed as the logarithm of a rounded sum would be off by a factor; so would the loss of a fresh SigLIP."""
+    """log(1 + e^-20) computed as the logarithm of a rounded sum would be off by a factor; so would the loss of a fresh
+    SigLIP."""
     u, v = (x.float() for x in features(17, 33, 16, "equal"))
     same = torch.zeros(17, dtype=torch.int64), torch.arange(33)
     for options in ({}, {"keys": same}):
@@ -150,7 +151,8 @@ def test_a_block_may_have_its_positives_anywhere_or_none() -> None:
 
 @pytest.fixture
 def flushed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter flushes results below 2^-126 to zero, as GPUs do in exponentials; here in products and sums, too."""
+    """The interpreter flushes results below 2^-126 to zero, as GPUs do in exponentials; here in products and sums,
+    too."""
     if DEVICE == "cpu":
         flush_to_zero(monkeypatch)
 

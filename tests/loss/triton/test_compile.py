@@ -1,4 +1,5 @@
-"""The kernels compiled ahead of time, without a GPU: for Ampere, Hopper and Blackwell, in each type, with and without keys."""
+"""The kernels compiled ahead of time, without a GPU: for Ampere, Hopper and Blackwell, in each type, with and without
+keys."""
 
 import re
 import subprocess

@@ -1,4 +1,5 @@
-"""The Triton kernels in the ordinary suite: test_backend.py in a process where Triton interprets its kernels on the CPU.
+"""The Triton kernels in the ordinary suite: test_backend.py in a process where Triton interprets its kernels on the
+CPU.
 
 Triton decides that when it is imported, and other tests have imported it by then.
 """
