@@ -53,10 +53,7 @@ def plan(settings: SimpleNamespace) -> tuple[str, list[Row]]:
 
 
 def measure(kind: str, side: int, **settings: Any) -> list[Row]:
-    """A row for each method: samples a second, and their ratio to PEER's within a round.
-
-    Methods alternate after a round that warms up.
-    """
+    """A row for each method: samples a second, and the ratio to PEER's. Methods alternate; the first round warms up."""
     torch.set_num_threads(1)
     options = SimpleNamespace(**settings)
     files = [photograph(side, seed) for seed in range(options.pictures)]

@@ -45,8 +45,7 @@ PAIR_COSINE = 0.2
 """Of an image and its text: with scale 100 and D = 512 a loss of about one at N = 16k."""
 COUNTED_UNITS = 4
 """Units of 2 N N D FLOP that every method is credited with: scores forward; scores again and two gradients backward."""
-GEMM = {"cpu": (2048, 4), "cuda": (8192, 32)}
-"""Side and number of the matrix products after each step, back to back: the device's rate under load."""
+GEMM = {"cpu": (2048, 4), "cuda": (8192, 32)}  # side and number of the matrix products after each step
 SIGLIP_SCALE, SIGLIP_BIAS = 10.0, -10.0
 
 LossFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -115,9 +114,7 @@ def siglip_kernel(job: Row) -> LossFunction:
 
 
 METHODS = {path.stem: preset(path.stem) for path in sorted((conf_dir() / "loss").glob("*.yaml"))} | {
-    "dense": backend("dense"),
-    "tiled": backend("tiled"),
-    "triton": backend("triton"),
+    **{name: backend(name) for name in ("dense", "tiled", "triton")},
     "torch": Method(lambda job: cross_entropy),
     "compile": Method(lambda job: torch.compile(cross_entropy, dynamic=False)),
     "open_clip": Method(open_clip, "open_clip"),
@@ -135,17 +132,11 @@ def plan(settings: SimpleNamespace) -> tuple[str, list[Row]]:
             raise UserError(f"{word}: unknown{nearest(word, known)}; there are {', '.join(known)}")
     common = {"device": settings.device, "repeats": settings.repeats, "reference": settings.reference}
     cases = sorted(product(counts(settings.n), counts(settings.d), dtypes), key=lambda case: case[0] ** 2 * case[1])
-    jobs = [
-        {
-            "n": n,
-            "d": d,
-            "dtype": dtype,
-            "method": name,
-            "scale": SIGLIP_SCALE if METHODS[name].sigmoid else settings.scale,
-        }
-        for (n, d, dtype), name in product(cases, methods)
-    ]
-    return f"loss-{settings.device}", [job | common for job in jobs]
+    jobs = []
+    for (n, d, dtype), name in product(cases, methods):
+        scale = SIGLIP_SCALE if METHODS[name].sigmoid else settings.scale
+        jobs.append({"n": n, "d": d, "dtype": dtype, "method": name, "scale": scale, **common})
+    return f"loss-{settings.device}", jobs
 
 
 def measure(**job: Any) -> list[Row]:

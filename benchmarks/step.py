@@ -64,22 +64,14 @@ def named(method: str) -> tuple[str, str]:
 
 def plan(settings: SimpleNamespace) -> tuple[str, list[Row]]:
     """Raises UserError for a method that is none."""
-    jobs = []
+    jobs, common = [], {key: value for key, value in vars(settings).items() if key not in ("methods", "out")}
     for word in settings.methods.split(","):
         method, _, size = word.partition("@")
         base = named(method)[1]
         if base not in ("plain", "cache", "keep", "open_clip", "open_clip-plain") and not base.startswith("keep-"):
             raise UserError(f"methods={word}: unknown{nearest(method, ('plain', 'cache', 'keep-20G', 'open_clip'))}")
         batch = parse_count(size) if size else settings.batch
-        job = {
-            "case": f"{method}@{batch}",
-            "method": method,
-            "batch": batch,
-            "model": settings.model,
-            "chunk": settings.chunk,
-        }
-        job |= {"precision": settings.precision, "device": settings.device, "repeats": settings.repeats}
-        jobs.append(job)
+        jobs.append({"case": f"{method}@{batch}", "method": method, **common, "batch": batch})
     return f"step-{settings.device}", jobs
 
 
@@ -144,11 +136,9 @@ class Step:
         distinct = [((pixels[rows] - tower.mean) / tower.std, tokens[rows]) for rows in chunks]
         return [distinct[i % len(distinct)] for i in range(batch // size)]
 
-    @property
-    def run(self) -> Callable[[Any, Callable[[str], None]], None]:
-        return {"plain": self.plain, "open_clip": self.open_clip, "open_clip-plain": self.open_clip}.get(
-            self.base, self.cached
-        )
+    def run(self, inputs: Any, meter: Callable[[str], None]) -> None:
+        ways = {"plain": self.plain, "open_clip": self.open_clip, "open_clip-plain": self.open_clip}
+        ways.get(self.base, self.cached)(inputs, meter)
 
     def plain(self, inputs: tuple[Tensor, Tensor], meter: Callable[[str], None]) -> None:
         with self.precision.autocast():

@@ -39,7 +39,7 @@ TIMEOUT_S = 120.0
 """For the processes to connect and to compute one loss together."""
 SIDE = 512
 Finding = tuple[str, str]
-"""A level and a message. The level is ok, note (it works, but deserves a look) or problem."""
+"""`ok`, `note` (it works, but deserves a look) or `problem`, and a message."""
 
 
 def main(settings: DoctorSettings) -> int:
@@ -59,22 +59,15 @@ def devices() -> Iterator[Finding]:
     yield "ok", ", ".join(f"{name} {version}" for name, version in here["versions"].items() if version)
     driver = shutil.which("nvidia-smi") or Path("/proc/driver/nvidia/version").exists()
     if not torch.cuda.is_available() and driver:
-        yield (
-            "problem",
-            f"there is a GPU driver, but torch (CUDA {torch.version.cuda}) finds no device: is the driver too old?",
-        )
+        yield "problem", f"there is a GPU driver, but torch (CUDA {torch.version.cuda}) finds no device: is it too old?"
     elif not torch.cuda.is_available():
         yield "note", "no GPU: training runs on the CPU"
     for number in range(torch.cuda.device_count()):
-        gpu = torch.cuda.get_device_properties(number)
-        free, total = torch.cuda.mem_get_info(number)
-        summary = f"GPU {number}: {gpu.name}, {format_bytes(free)} of {format_bytes(total)} free"
-        if gpu.major < 8:
-            yield "note", f"{summary}; no bf16 arithmetic: use precision=fp16"
-        elif free < 0.9 * total:
-            yield "note", f"{summary}; another process is using it"
-        else:
-            yield "ok", summary
+        gpu, (free, total) = torch.cuda.get_device_properties(number), torch.cuda.mem_get_info(number)
+        remark = "; no bf16 arithmetic: use precision=fp16" if gpu.major < 8 else ""
+        remark += "; another process is using it" if free < 0.9 * total else ""
+        summary = f"GPU {number}: {gpu.name}, {format_bytes(free)} of {format_bytes(total)} free{remark}"
+        yield "note" if remark else "ok", summary
 
 
 def loss() -> Iterator[Finding]:
@@ -89,9 +82,8 @@ def processes() -> Iterator[Finding]:
         config, started = EvalRunConfig(), time.monotonic()
         config = replace(config, launch=replace(config.launch, procs=count, timeout_s=TIMEOUT_S))
         error = local.start(config, "clipscale.doctor:ring", count)["error"]
-        yield judged(
-            f"{count} processes on a ring, {time.monotonic() - started:.0f} s with their start; their gradient", error
-        )
+        took = f"{time.monotonic() - started:.0f} s with their start"
+        yield judged(f"{count} processes on a ring, {took}; their gradient", error)
 
 
 def memory() -> Iterator[Finding]:
@@ -102,12 +94,8 @@ def decoding() -> Iterator[Finding]:
     """Decode a noisy picture, which takes about as long as a photograph, for half a second on one core."""
     file = io.BytesIO()
     Image.effect_noise((SIDE, SIDE), 60).convert("RGB").save(file, "JPEG", quality=80)
-    transform, out, count = (
-        TrainTransform(224, (0.9, 1.0), (3 / 4, 4 / 3), 0.0, SIDE**2),
-        np.empty((3, 224, 224), np.uint8),
-        0,
-    )
-    started = time.perf_counter()
+    transform, out = TrainTransform(224, (0.9, 1.0), (3 / 4, 4 / 3), 0.0, SIDE**2), np.empty((3, 224, 224), np.uint8)
+    count, started = 0, time.perf_counter()
     while (seconds := time.perf_counter() - started) < 0.5 or count < 10:
         transform(file.getvalue(), CounterRNG(count), out)
         count += 1
@@ -129,10 +117,10 @@ def loss_error(world: World) -> float:
     generator = torch.Generator().manual_seed(0)
     shape = (2, PAIRS * world.size, WIDTH)
     whole = F.normalize(torch.randn(shape, generator=generator, dtype=torch.float64), dim=-1).requires_grad_()
-    dense_contrastive_loss(*whole, SCALE).backward()
+    dense_contrastive_loss(whole[0], whole[1], SCALE).backward()
     mine = slice(PAIRS * world.rank, PAIRS * (world.rank + 1))
     features = whole.detach()[:, mine].float().to(world.device).requires_grad_()
-    contrastive_loss(*features, torch.tensor(SCALE, device=world.device)).backward()
+    contrastive_loss(features[0], features[1], torch.tensor(SCALE, device=world.device)).backward()
     assert whole.grad is not None and features.grad is not None
     difference = (features.grad.double().cpu() - whole.grad[:, mine]).abs().max() / whole.grad.abs().max()
     return difference.item() if difference.isfinite() else float("inf")

@@ -7,9 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from clip_benchmark.datasets.builder import build_dataset
-from clip_benchmark.metrics import zeroshot_classification, zeroshot_retrieval
-from clip_benchmark.models import load_clip
 from PIL import Image
 
 from clipscale.config.sections import EvalConfig
@@ -19,6 +16,11 @@ from clipscale.export.verb import main as export
 from clipscale.models.towers import build_model
 from tests.eval.sets import write_shards
 from tests.eval.test_verb import TINY, save
+
+pytest.importorskip("clip_benchmark", reason="clip-benchmark is not installed (clipscale[eval])")
+from clip_benchmark.datasets.builder import build_dataset
+from clip_benchmark.metrics import zeroshot_classification, zeroshot_retrieval
+from clip_benchmark.models import load_clip
 
 NAMES = ["missile", "owl", "red fox", "projectile", "tench", "sunglasses", "lens", "a very long name of a class"]
 TWINS = ["missile", "owl", "tench"] * 2
