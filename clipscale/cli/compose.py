@@ -1,4 +1,5 @@
-"""Words of the command line in, the settings of a verb out: Hydra composes them from the dataclasses, conf/ and the overrides.
+"""Words of the command line in, the settings of a verb out: Hydra composes them from the dataclasses, conf/ and the
+overrides.
 
 Every mistake becomes a UserError of one line.
 """
@@ -56,7 +57,8 @@ def parse(argv: Sequence[str]) -> Words:
 def overrides(name: str, words: Iterable[str], *, sweep: bool = False) -> tuple[list[str], list[str]]:
     """The plain words of a tool that takes some, and the others as Hydra's overrides.
 
-    Texts such as paths are quoted, dictionaries accept new keys, and of `samples` and `epochs` the one that is not given becomes null.
+    Texts such as paths are quoted, dictionaries accept new keys, and of `samples` and `epochs` the one that is not
+    given becomes null.
     """
     tool, plain, result = TOOLS[name], [], []
     settings = {setting.name: setting for setting in settings_of(tool.settings)}
@@ -87,7 +89,9 @@ def is_source(text: str) -> bool:
 
 
 def quoted_values(text: str, *, sweep: bool) -> str:
-    """A text in quotes, since braces and colons mean something else to Hydra; in a list `[a,b]` and a sweep `a,b` each part on its own."""
+    """A text in quotes, since braces and colons mean something else to Hydra; in a list `[a,b]` and a sweep `a,b` each
+    part on its own.
+    """
 
     def quoted(part: str) -> str:
         special = part == "null" or part[0] in "'\"" or part.startswith("${")

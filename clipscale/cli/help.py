@@ -1,4 +1,6 @@
-"""Help texts, made from the table of verbs, the declared settings and the files in conf/, so that they are never out of date."""
+"""Help texts, made from the table of verbs, the declared settings and the files in conf/, so that they are never out of
+date.
+"""
 
 import shutil
 import sys
@@ -39,7 +41,9 @@ def show_overview() -> None:
 
 
 def show_help(verb: str, topics: Sequence[str]) -> None:
-    """The tools of a verb, or the tool that `topics` begin with; of a tool, its keys, or all keys of the sections named."""
+    """The tools of a verb, or the tool that `topics` begin with; of a tool, its keys, or all keys of the sections
+    named.
+    """
     tools = tools_of(verb)
     if not tools:
         show_tool(verb, topics)
@@ -60,7 +64,10 @@ def show_tools(verb: str, tools: Sequence[str]) -> None:
 
 
 def show_tool(name: str, topics: Sequence[str]) -> None:
-    """The keys of a tool, or those of the sections `topics`. Of many keys, those inside sections only if they are often set."""
+    """The keys of a tool, or those of the sections `topics`.
+
+    Of many keys, those inside sections only if they are often set.
+    """
     from clipscale.cli import compose  # imports Hydra
 
     tool = TOOLS[name]

@@ -67,7 +67,7 @@ def dispatch(argv: list[str]) -> int:
 
 
 def work(name: str, argv: list[str]) -> int:
-    """Make the settings of a tool from `argv`, check them, and call its `main`. Under torchrun, this process's share."""
+    """Make the settings of a tool from `argv` and call its `main`. Under torchrun, this process's share."""
     from clipscale.cli import compose  # imports Hydra
 
     tool, line = TOOLS[name], compose.parse(argv)

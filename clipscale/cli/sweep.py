@@ -1,11 +1,12 @@
-"""`clipscale train -m ...`: a run for every combination of values, one after another, each in its own folder, then one table.
+"""`clipscale train -m ...`: a run for every combination of values, one after another, each in its own folder, then one
+table.
 
-The same command again goes on with the sweep: every run resumes from its newest checkpoint, and a complete one trains no further.
+The same command again goes on with the sweep: every run resumes from its newest checkpoint, and a complete one trains
+no further.
 """
 
 import itertools
 import re
-import traceback
 import zlib
 from collections.abc import Sequence
 from datetime import datetime
@@ -23,7 +24,10 @@ from clipscale.report.table import TextTable, plain_console
 
 
 def main(line: compose.Words) -> int:
-    """Run the sweep; the exit status is 1 if any run failed. All combinations are composed and checked before the first one starts."""
+    """Run the sweep; the exit status is 1 if any run failed.
+
+    All combinations are composed and checked before the first one starts.
+    """
     configs = [check(config) for config in combinations(line)]
     folder = Path(configs[0].run).parent
     results: list[dict[str, Any]] = []
@@ -78,9 +82,6 @@ def train(config: TrainConfig) -> dict[str, Any]:
     except (UserError, local.WorkerError) as error:
         report(error, getattr(error, "details", ""))
         return {"error": str(error)}
-    except Exception as error:
-        report(error, traceback.format_exc())
-        return {"error": f"{type(error).__name__}: {error}"}
 
 
 def table(results: Sequence[dict[str, Any]], folder: Path) -> TextTable:

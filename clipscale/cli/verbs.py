@@ -1,4 +1,4 @@
-"""The table of what the command line can do: the settings of each verb, its work, and its help. Imports nothing heavy."""
+"""The table of what the command line can do: each verb's settings, work and help. Imports nothing heavy."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +15,9 @@ class Tool:
     settings: type[Any]
     """The dataclass of its settings."""
     main: str
-    """MODULE:FUNCTION, imported when it is called: takes the settings; returns an exit status, a benchmark's rows, or anything else."""
+    """MODULE:FUNCTION, imported when it is called: takes the settings; returns an exit status, a benchmark's rows, or
+    anything else.
+    """
     examples: str
     words: str = ""
     """The plain words before the settings, as the usage line shows them; `main` then takes the list of them first."""
@@ -33,7 +35,7 @@ VERBS = {
     "embed": "features of pictures and texts, as arrays or shards",
     "explore": "a local page: pictures by text, captions and classes of a picture, two models side by side",
     "plan": "predict whether a run fits, and its time; needs no GPU",
-    "data": "`data demo`: a small data set; `index`, `check`, `stats`: inspect shards; `features`: precompute a frozen tower's",
+    "data": "`data demo`: a small data set; `index`, `check`, `stats`: inspect shards",
     "report": "curves, results and retrieved images of a run, on one page",
     "export": "write a run's weights for open_clip or transformers",
     "doctor": "test whether this machine is ready to train",
@@ -49,7 +51,8 @@ clipscale train experiment=openclip-vit-b32-laion400m data.train='/data/laion/*.
 clipscale train experiment=demo run=demo samples=20k
 clipscale train -m model=vit-b32,vit-b16 batch=32k,64k,128k run=sizes         # a sweep: six runs, one table
 torchrun --nproc-per-node 8 -m clipscale train run=b32 batch=64k data.train=...   # several machines: see launch/""",
-        often="model.name data.train data.workers optim.lr cache.chunk eval.sets eval.every checkpoint.every launch.procs",
+        often="model.name data.train data.workers optim.lr cache.chunk eval.sets eval.every checkpoint.every "
+        "launch.procs",
         notes="""\
 -m runs every combination of the comma-separated values. --cfg job prints the composed configuration instead of
 training. --config-dir DIR adds your own presets, such as DIR/experiment/mine.yaml.""",
@@ -96,7 +99,7 @@ clipscale plan model=vit-l14 batch=4M hardware=a800-80g gpus=8
 clipscale plan experiment=infcl-vit-l14 batch=1M hardware=h100-80g gpus=8 nodes=4 host_memory=1024G json=true
 clipscale plan run=b16                                                        # against what that run measured""",
         often="cache.chunk",
-        notes="The settings are those of `clipscale train`; data.train is not needed. Exit status 1: the run does not fit.",
+        notes="The settings are those of `clipscale train`, without data. Exit status 1: the run does not fit.",
         check=tools.target_gpu,
     ),
     "data demo": Tool(

@@ -1,1 +1,1 @@
-"""The settings of every verb as plain dataclasses, with help, choices and least values in their fields. Needs no torch."""
+"""The settings of every verb as plain dataclasses, with help, choices and bounds in their fields. Needs no torch."""

@@ -20,7 +20,7 @@ class AugmentConfig:
     flip: float = setting(0.0, "Probability of a horizontal flip.", least=0, most=1)
     jitter: tuple[float, float, float, float] = setting(
         (0.0, 0.0, 0.0, 0.0),
-        "Strengths of changes of brightness, contrast, saturation and hue (this at most 0.5), made to 80 % of the images.",
+        "Strengths of changes of brightness, contrast, saturation, hue (this at most 0.5), made to 80 % of the images.",
     )
     greyscale: float = setting(0.0, "Probability of a greyscale image.", least=0, most=1)
 
@@ -65,7 +65,7 @@ class DataConfig:
     )
     order: str = setting(
         "auto",
-        "`epochs`: each sample once an epoch; `resampled`: shards drawn with replacement; `auto`: epochs, if counts are known.",
+        "`epochs`: each sample once; `resampled`: shards drawn with replacement; `auto`: epochs, if counts are known.",
         choices=("auto", "epochs", "resampled"),
     )
     workers: int | None = setting(
@@ -92,7 +92,7 @@ class DataConfig:
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     decode: str = setting(
         "exact",
-        "`exact`: the pixels of open_clip's transform; `fast`: large JPEGs are decoded at 1/2, 1/4 or 1/8 of their size.",
+        "`exact`: the pixels of open_clip's transform; `fast`: large JPEGs are decoded at 1/2, 1/4 or 1/8.",
         choices=DECODE,
     )
     max_pixels: int = setting(89_478_485, "Most pixels of an image; others are broken (`huge_image`).", least=1)
@@ -116,17 +116,10 @@ class DataConfig:
 def check(config: DataConfig, batch: int, world: int) -> None:
     """Raise UserError for settings that no data fits."""
     shared(batch, world, f"{world} processes")
-    least, longest = config.filter.min_caption, config.filter.max_caption
-    if longest is not None and longest < least:
-        raise UserError(
-            f"data.filter.max_caption={longest} is below data.filter.min_caption={least}; no caption passes both"
-        )
     augment = config.augment
-    if not 0 < augment.scale[0] <= augment.scale[1] <= 1:
-        raise UserError(f"data.augment.scale={list(augment.scale)}: must be two shares, 0 < low <= high <= 1")
-    if not 0 < augment.ratio[0] <= augment.ratio[1]:
-        raise UserError(f"data.augment.ratio={list(augment.ratio)}: must be two aspect ratios, 0 < low <= high")
-    if not (min(augment.jitter) >= 0 and augment.jitter[3] <= 0.5):
-        raise UserError(
-            f"data.augment.jitter={list(augment.jitter)}: must be four strengths from 0 on, the hue's at most 0.5"
-        )
+    for name in ("scale", "ratio"):
+        low, high = getattr(augment, name)
+        if not 0 < low <= high:
+            raise UserError(f"data.augment.{name}=[{low:g},{high:g}]: give 0 < low <= high")
+    if augment.scale[1] > 1 or min(augment.jitter) < 0 or augment.jitter[3] > 0.5:
+        raise UserError("data.augment: scale is at most 1, strengths of jitter at least 0, that of the hue at most 0.5")

@@ -1,4 +1,5 @@
-"""From plain values, as YAML and the command line give them, to settings dataclasses: types, choices and bounds are checked here, once.
+"""From plain values, as YAML and the command line give them, to settings dataclasses: types, choices and bounds are
+checked here, once.
 
 Every mistake is a UserError of one line that names the setting.
 """
@@ -44,9 +45,9 @@ def accepted(setting: Setting, value: Any) -> Any:
     key, result = setting.name, converted(setting, value)
     if setting.choices is not None and result not in setting.choices:
         raise UserError(f"{key}={result}: choose {one_of(setting.choices)}{nearest(str(result), setting.choices)}")
-    for name, (holds, words) in BOUNDS.items():
-        bound = getattr(setting, name)
-        if bound is not None and not holds(result, bound):  # NaN is refused, too
+    for name, bound in setting.bounds.items():
+        holds, words = BOUNDS[name]
+        if not holds(result, bound):  # NaN is refused, too
             raise UserError(f"{key}={result}: give {words} {bound}")
     if setting.check:
         try:
@@ -57,7 +58,7 @@ def accepted(setting: Setting, value: Any) -> Any:
 
 
 def converted(setting: Setting, value: Any) -> Any:
-    """A value as the setting's type: counts may be written `1M`, a single value may stand for a list. Raises UserError."""
+    """A value as the setting's type: a count may be `1M`, a single value stand for a list. Raises UserError."""
     key = setting.name
     if setting.kind is tuple:
         kinds = get_args(setting.required)
@@ -99,7 +100,8 @@ def misnamed(key: str, names: Iterable[str]) -> str:
     """The message for a key that is not among `names`: it is a section of them, or unknown."""
     names = list(names)
     if inside := [name for name in names if name.startswith(key + ".")]:
-        return f"{key} is a section of settings; give one of its keys: {', '.join(inside[:3])}{', ...' * (len(inside) > 3)}"
+        more = ", ..." * (len(inside) > 3)
+        return f"{key} is a section of settings; give one of its keys: {', '.join(inside[:3])}{more}"
     sections = {name.rpartition(".")[0] for name in names}
     single = [name for name in names if key.startswith(name + ".") and name not in sections]
     return f"unknown key '{key}'{nearest(single[0] if single else key, names)}"

@@ -1,4 +1,6 @@
-"""Keeps secrets out of files: what `${oc.env:NAME}` has given is written as `${oc.env:NAME}` again, and passwords leave addresses."""
+"""Keeps secrets out of files: what `${oc.env:NAME}` has given is written as `${oc.env:NAME}` again, and passwords leave
+addresses.
+"""
 
 import os
 import re
@@ -14,7 +16,7 @@ LEAST = 8
 
 
 def from_environment(name: str, *default: str | None) -> str | None:
-    """The resolver of `${oc.env:NAME}` and `${oc.env:NAME,DEFAULT}`. Raises UserError for a variable that is not set."""
+    """The resolver of `${oc.env:NAME}` and `${oc.env:NAME,DEFAULT}`. Raises UserError without a value."""
     if name not in os.environ and not default:
         raise UserError(f"${{oc.env:{name}}}: the environment variable {name} is not set; export it")
     names = os.environ.get(READ, "").split(",")
@@ -38,7 +40,10 @@ def hidden(tree: Any) -> Any:
 
 
 def restored(tree: Any) -> Any:
-    """Nested values that have been read from a file, with `${oc.env:NAME}` replaced by the variable's value. Raises UserError."""
+    """Nested values that have been read from a file, with `${oc.env:NAME}` replaced by the variable's value.
+
+    Raises UserError.
+    """
     if isinstance(tree, dict):
         return {key: restored(value) for key, value in tree.items()}
     if isinstance(tree, list):

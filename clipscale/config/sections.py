@@ -69,7 +69,7 @@ class OptimConfig:
     max_logit_scale: float = setting(100.0, "The logit scale is clamped to at most this after each step.", least=1)
     on_divergence: str = setting(
         "stop",
-        "When the loss or gradient is not finite: `stop` the run and save what is needed to debug it, or `skip` the step.",
+        "When the loss or gradient is not finite: `stop`, and save what is needed to debug it, or `skip` the step.",
         choices=("stop", "skip"),
     )
     options: dict[str, Any] = setting({}, "Further keyword arguments of timm's factory.")
@@ -180,7 +180,8 @@ class ModelConfig:
     )
     weights: str | None = setting(
         None,
-        "Weights to start from: one of open_clip's tags for `name`, hf-hub:ORG/NAME, a run, a folder of open_clip or Hugging Face "
+        "Weights to start from: one of open_clip's tags for `name`, hf-hub:ORG/NAME, a run, a folder of open_clip or "
+        "Hugging Face "
         "(CLIP, SigLIP), or a file. Only a tag and hf-hub: use the network.",
     )
     image: TowerConfig = field(default_factory=TowerConfig)
@@ -192,7 +193,7 @@ class ModelConfig:
     grad_checkpointing: bool = setting(False, "Recompute each block's activations in the backward pass.")
     batch_norm: str = setting(
         "sync",
-        "Statistics of batch normalisation (RN50): of the whole batch, in one chunk a process (`sync`), or the stored ones (`frozen`).",
+        "Statistics of batch normalisation (RN50): the whole batch's, in one chunk a process (`sync`), or the stored (`frozen`).",
         choices=("sync", "frozen"),
     )
     patch_dropout: float = setting(0.0, "Share of image patches dropped in training.", least=0, below=1)
@@ -210,7 +211,7 @@ class ModelConfig:
     )
     resize: str = setting(
         "shortest",
-        "For evaluation: the `shortest` side and a central crop, `squash` to a square, or the `longest` side and a black margin.",
+        "For evaluation: `shortest` side and central crop, `squash` to a square, or `longest` side and black margin.",
         choices=("shortest", "squash", "longest"),
     )
     interpolation: str = setting("bicubic", "Of that resize.", choices=("bicubic", "bilinear"))
@@ -243,6 +244,6 @@ class RampConfig:
     samples: int = setting(0, "Samples over which the batch grows.", least=0)
     rule: str = setting(
         "linear",
-        "`linear`: start, 2 start, 3 start, ...; `double`: start, 2 start, 4 start, ...; each for an equal share of `samples`.",
+        "`linear`: start, 2 start, 3 start, ...; `double`: start, 2 start, 4 start, ...; equally many samples each.",
         choices=("linear", "double"),
     )

@@ -8,19 +8,14 @@ from typing import Any, get_args, get_origin
 
 
 def setting(
-    default: Any,
-    help: str,
-    *,
-    choices: Collection[str] | None = None,
-    check: Callable[[str, str], object] | None = None,
-    **bounds: float,
+    default: Any, help: str, *, choices: Collection[str] | None = None, check: Any = None, **bounds: float
 ) -> Any:
     """A dataclass field: its default, one or two sentences of help, and what it accepts.
 
-    choices: the texts that it accepts. check: called with name and value, raises ValueError. bounds of a number: `least` and `most`, which
-    it may be, `above` and `below`, which it may not.
+    choices: the texts that it accepts. check: called with name and value, raises ValueError. bounds of a number:
+    `least` and `most`, which it may be, `above` and `below`, which it may not.
     """
-    metadata = {"help": help, "choices": choices and tuple(choices), "check": check, **bounds}
+    metadata = {"help": help, "choices": choices and tuple(choices), "check": check, "bounds": bounds}
     if isinstance(default, list | dict):
         return field(default_factory=lambda: copy(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -28,7 +23,7 @@ def setting(
 
 @dataclass(frozen=True)
 class Setting:
-    """A declared setting."""
+    """A declared setting; `help` and what follows are as `setting` has them."""
 
     name: str
     """Dotted from the top: `optim.lr`."""
@@ -38,10 +33,7 @@ class Setting:
     help: str
     choices: tuple[str, ...] | None = None
     check: Callable[[str, str], object] | None = None
-    least: float | None = None
-    most: float | None = None
-    above: float | None = None
-    below: float | None = None
+    bounds: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def is_text(self) -> bool:
@@ -61,13 +53,12 @@ class Setting:
     @property
     def required(self) -> Any:
         """The type without `| None`."""
-        return next(one for one in get_args(self.type) if one is not NoneType) if self.optional else self.type
+        return next(kind for kind in get_args(self.type) if kind is not NoneType) if self.optional else self.type
 
     @property
     def kind(self) -> type:
         """The bare type: `int`, `list`, `dict`, ..."""
-        found: type = get_origin(self.required) or self.required
-        return found
+        return get_origin(self.required) or self.required  # type: ignore[no-any-return]
 
 
 def settings_of(declared: type, prefix: str = "", values: Any = None) -> tuple[Setting, ...]:
@@ -75,21 +66,22 @@ def settings_of(declared: type, prefix: str = "", values: Any = None) -> tuple[S
 
     `values`: the object whose values are the defaults; None: those of the dataclass.
     """
-    found: list[Setting] = []
-    inside = nested(declared)
-    values = declared() if values is None else values
-    for one in fields(declared):
-        name = prefix + one.name
-        if one.name in inside:
-            found += settings_of(inside[one.name], name + ".", getattr(values, one.name))
+    settings: list[Setting] = []
+    inside, values = nested(declared), declared() if values is None else values
+    for part in fields(declared):
+        name, value = prefix + part.name, getattr(values, part.name)
+        if part.name in inside:
+            settings += settings_of(inside[part.name], name + ".", value)
         else:
-            found.append(Setting(name, one.type, getattr(values, one.name), **one.metadata))
-    return tuple(found)
+            settings.append(Setting(name, part.type, value, **part.metadata))
+    return tuple(settings)
 
 
 def nested(declared: type) -> dict[str, type]:
     """Section -> its dataclass."""
-    return {one.name: one.type for one in fields(declared) if isinstance(one.type, type) and is_dataclass(one.type)}
+    return {
+        part.name: part.type for part in fields(declared) if isinstance(part.type, type) and is_dataclass(part.type)
+    }
 
 
 def sections(declared: type) -> dict[str, str]:
@@ -103,7 +95,10 @@ def summary(declared: type) -> str:
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted key and value of every leaf. Free-form dictionaries are flattened too; lists and empty dictionaries are leaves."""
+    """Dotted key and value of every leaf.
+
+    Free-form dictionaries are flattened too; lists and empty dictionaries are leaves.
+    """
     for name, value in tree.items():
         if isinstance(value, dict) and value:
             yield from flat(value, f"{prefix}{name}.")

@@ -57,7 +57,9 @@ class AnyModel(RunModel):
 
 @dataclass
 class EvalRunConfig:
-    """`clipscale eval`: zero-shot and retrieval results of a run, or of any `model.weights`, as a table and in RUN/eval/step_N.json."""
+    """`clipscale eval`: zero-shot and retrieval results of a run, or of any `model.weights`, as a table and in
+    RUN/eval/step_N.json.
+    """
 
     run: str = setting("", RUN_HELP)
     checkpoint: str = setting("latest", f"{CHECKPOINT_HELP} `all`: every one.")
@@ -72,7 +74,9 @@ class EvalRunConfig:
 
 @dataclass
 class ExportSettings(RunModel):
-    """`clipscale export`: a run's weights as a folder for open_clip (`local-dir:FOLDER`) or transformers, with a model card."""
+    """`clipscale export`: a run's weights as a folder for open_clip (`local-dir:FOLDER`) or transformers, with a model
+    card.
+    """
 
     to: str = setting(
         "open_clip",
@@ -135,7 +139,9 @@ IMAGE, TEXT = "image", "text"
 
 @dataclass
 class EmbedConfig(AnyModel):
-    """`clipscale embed`: features of the pictures and texts in `data.train`, with their keys, by a run or any `model.weights`."""
+    """`clipscale embed`: features of the pictures and texts in `data.train`, with their keys, by a run or any
+    `model.weights`.
+    """
 
     out: str = setting("", "Folder to write; complete files in it are kept.")
     format: str = setting(
@@ -162,7 +168,9 @@ class EmbedConfig(AnyModel):
 
 @dataclass
 class ExploreConfig(AnyModel):
-    """`clipscale explore`: a local page that searches what `clipscale embed` has written, with one model, or two side by side."""
+    """`clipscale explore`: a local page that searches what `clipscale embed` has written, with one model, or two side
+    by side.
+    """
 
     against: str = setting("", "A second model, to compare: a run, or any value of `model.weights`. Empty: none.")
     port: int = setting(8765, "Port of the page; 0: a free one.", least=0, most=65535)
@@ -171,7 +179,9 @@ class ExploreConfig(AnyModel):
 
 @dataclass
 class PlanConfig(TrainConfig):
-    """`clipscale plan`: predict memory and time of a run from the settings of `train`; with `run`, compare with its measurements."""
+    """`clipscale plan`: predict memory and time of a run from the settings of `train`; with `run`, compare with its
+    measurements.
+    """
 
     hardware: str = setting("", "The GPU: a100-80g, h100-80g, ... (a wrong name lists all); or `cpu`.")
     gpus: int = setting(1, "GPUs per node; one process each.", least=1)
@@ -197,7 +207,10 @@ def check_explore(config: ExploreConfig) -> None:
 
 
 def check_eval(config: EvalRunConfig) -> Path:
-    """The folder of the results. Raises UserError if neither a run nor weights are given, or both, or if there is no such run."""
+    """The folder of the results.
+
+    Raises UserError if neither a run nor weights are given, or both, or if there is no such run.
+    """
     if folder := one_model(config.run, config.model.weights, "eval"):
         return folder
     name = re.sub(r"[^\w.-]+", "-", f"{config.model.name}-{config.model.weights}").strip("-.")
@@ -205,7 +218,10 @@ def check_eval(config: EvalRunConfig) -> Path:
 
 
 def check_embed(config: EmbedConfig) -> Path | None:
-    """The folder of the run; None for a model of its own. Raises UserError if neither is given, or both, or no folder to write."""
+    """The folder of the run; None for a model of its own.
+
+    Raises UserError if neither is given, or both, or no folder to write.
+    """
     if not config.out:
         raise UserError("out is not set; give the folder to write, out=DIR")
     model = config.model

@@ -10,7 +10,6 @@ from typing import Any
 import yaml
 
 from clipscale.common.errors import UserError
-from clipscale.common.files import read_tree
 from clipscale.common.units import format_count, run_folder, unused
 from clipscale.config import sections
 from clipscale.config.checks import shared
@@ -29,14 +28,14 @@ class TrainConfig:
     run: str = setting("", "NAME of the folder under runs/, or a path; empty: after the time, the model and the batch.")
     resume: str = setting(
         "auto",
-        "`auto`: from the newest checkpoint in the folder; `none`: refuse a folder that has one; or a checkpoint's path.",
+        "`auto`: from the folder's newest checkpoint; `none`: refuse a folder that has one; or a checkpoint's path.",
     )
     seed: int = setting(0, "Random seed of weights, sample order, crops and dropout.", least=0)
     device: str = setting("auto", sections.DEVICE_HELP, choices=sections.DEVICES)
     ema: float = setting(0.0, "Decay of a moving average of the weights (`0.9999`); 0: none.", least=0, below=1)
     offload: str = setting(
         "host",
-        "The batch's pixels between the passes: on the device (`none`), in `host` memory, on `disk`, or `encoded` in host memory.",
+        "The batch's pixels between the passes: on the device (`none`), in `host` memory, on `disk`, or `encoded`.",
         choices=("none", "host", "disk", "encoded"),
     )
     offload_dir: str = setting("", "Folder on a fast disk for offload=disk; empty: the run's folder.")
@@ -56,10 +55,9 @@ class TrainConfig:
 
 def check(config: TrainConfig, *, now: datetime | None = None) -> TrainConfig:
     """The configuration with its run folder named, ready for the workers. Raises UserError for the first mistake."""
-    if config.samples is not None and config.epochs is not None:
-        raise UserError(f"samples={config.samples} and epochs={config.epochs:g} both set the length; give one of them")
-    if config.samples is None and config.epochs is None:
-        raise UserError("neither samples nor epochs is set; give the length of the run with one of them")
+    if (config.samples is None) == (config.epochs is None):
+        both = f"samples={config.samples} and epochs={config.epochs}"
+        raise UserError(f"{both}: give the length of the run with one of them")
     if config.eval.weights == "ema" and not config.ema:
         raise UserError("eval.weights=ema: this run keeps no average; give ema=0.9999, or eval.weights=trained")
     if not config.data.train:
@@ -79,32 +77,20 @@ def check(config: TrainConfig, *, now: datetime | None = None) -> TrainConfig:
 
 def warnings(config: TrainConfig) -> list[str]:
     """Warnings about settings that are allowed but probably not intended, a line each."""
-    found = []
+    lines = []
     random_image = not (config.model.weights or config.model.image.weights)
     if config.model.freeze_image and random_image:
-        found.append("model.freeze_image=true locks a tower of random weights; give model.image.weights=PATH")
+        lines.append("model.freeze_image=true locks a tower of random weights; give model.image.weights=PATH")
     if config.model.batch_norm == "frozen" and random_image:
-        found.append("model.batch_norm=frozen keeps the running statistics of random weights; give model.weights=PATH")
-    if config.ramp.start is None and config.ramp != sections.RampConfig():
-        found.append("ramp.samples and ramp.rule have no effect without ramp.start, the batch to begin with")
-    if config.optim.lr_scaling == "none" and config.optim.reference_batch is not None:
-        found.append("optim.reference_batch has no effect with optim.lr_scaling=none; choose sqrt or linear")
-    if config.precision.weights == "fp32" and not config.precision.master:
-        found.append("precision.master=false has no effect on fp32 weights; it goes with precision.weights=bf16")
-    return found
+        lines.append("model.batch_norm=frozen keeps the running statistics of random weights; give model.weights=PATH")
+    return lines
 
 
 def changes_since(file: Path, config: TrainConfig) -> list[str]:
-    """Settings that differ from those in a run's `config.yaml`, as `key old -> new`; except `run` and `resume`.
-
-    A file that cannot be read counts as equal: it is a record, and no reason to refuse to resume.
-    """
-    try:
-        tree = read_tree(file)
-    except (OSError, ValueError):
+    """Settings that differ from those in a run's `config.yaml`, as `key old -> new`; except `run` and `resume`."""
+    if not file.is_file():
         return []
-    new = dict(flat(yaml.safe_load(to_yaml(config))))
-    old = dict(flat(tree))
+    old, new = (dict(flat(yaml.safe_load(text))) for text in (file.read_text(encoding="utf-8"), to_yaml(config)))
     differing = [key for key in {**old, **new} if key not in ("run", "resume") and old.get(key) != new.get(key)]
     return [f"{key} {old.get(key)} -> {new.get(key)}" for key in differing]
 

@@ -1,4 +1,5 @@
-"""Starts the workers of a run with torchrun's elastic launcher and returns their result, or the failure that came first.
+"""Starts the workers of a run with torchrun's elastic launcher and returns their result, or the failure that came
+first.
 
 Imports torch only when a run starts.
 """
@@ -29,7 +30,9 @@ Launched = TrainConfig | EvalRunConfig | EmbedConfig
 TRAIN = "clipscale.train:train"
 """What the workers of a training run call."""
 MARGIN_S = 30
-"""After a signal, the launcher kills workers that have not ended so long after `launch.grace_s`: a save may take longer than it should."""
+"""After a signal, the launcher kills workers that have not ended so long after `launch.grace_s`: a save may take longer
+than it should.
+"""
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 PR_SET_PDEATHSIG = 1
 """Linux's number of the option of prctl."""
@@ -49,10 +52,11 @@ def under_torchrun() -> bool:
 
 
 def run(config: Launched, main: str = TRAIN, *, isolated: bool = False) -> dict[str, Any]:
-    """Call `main` in several workers, or in this process: under torchrun, or where one worker is enough and it is not to be `isolated`.
+    """Call `main` in several workers, or in this process: under torchrun, or where one worker is enough and it is not
+    to be `isolated`.
 
-    Returns its result on rank 0. Raises UserError if a worker does, WorkerError for other failures, StoppedError for a signal.
-    No worker outlives this call.
+    Returns its result on rank 0. Raises UserError if a worker does, WorkerError for other failures, StoppedError for a
+    signal. No worker outlives this call.
     """
     if under_torchrun():
         return join(config, main)
@@ -71,7 +75,9 @@ def workers(config: Launched) -> int:
 
 
 def join(config: Launched, main: str) -> dict[str, Any]:
-    """This process's part of a run that torchrun or a scheduler has started. torchrun finds a failure in the file that `record` writes."""
+    """This process's part of a run that torchrun or a scheduler has started. torchrun finds a failure in the file that
+    `record` writes.
+    """
     from torch.distributed.elastic.multiprocessing.errors import record
 
     try:
@@ -150,7 +156,10 @@ def first_failure(error: "ChildFailedError") -> UserError | WorkerError:
 
 
 def _follows(message: str | dict[str, Any]) -> bool:
-    """Whether a rank failed because it has lost another one. Times are in whole seconds, and do not show which failed first."""
+    """Whether a rank failed because it has lost another one.
+
+    Times are in whole seconds, and do not show which failed first.
+    """
     text = message["message"] if isinstance(message, dict) else message
     return any(sign in text for sign in LOST)
 

@@ -21,7 +21,8 @@ WAIT_S = 10.0
 
 
 class RunLock:
-    """The lock of a folder: `flock` on FOLDER/run.lock, which the kernel releases when the process ends, however it ends.
+    """The lock of a folder: `flock` on FOLDER/run.lock, which the kernel releases when the process ends, however it
+    ends.
 
     The file names process and host for the message.
     """
@@ -32,7 +33,10 @@ class RunLock:
         self.file: IO[str] | None = None
 
     def enter(self) -> None:
-        """Make the run's folder, take the lock and remove half-written files that a dead run has left. Raises UserError."""
+        """Make the run's folder, take the lock and remove half-written files that a dead run has left.
+
+        Raises UserError.
+        """
         checkpoint.make_folder(self.folder)
         self.acquire()
         checkpoint.remove_temporary(self.folder)

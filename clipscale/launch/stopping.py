@@ -1,4 +1,6 @@
-"""Stops a run at a signal: after its current step, or in the midst of it where the step would outlive the scheduler's grace."""
+"""Stops a run at a signal: after its current step, or in the midst of it where the step would outlive the scheduler's
+grace.
+"""
 
 import os
 import signal
@@ -8,7 +10,9 @@ from typing import Any
 from clipscale.distributed.world import Later, World
 
 AGAIN_S = 1.0
-"""A second Ctrl-C within this time is the same one: the terminal sends it to the launcher and the workers, and the launcher forwards it."""
+"""A second Ctrl-C within this time is the same one: the terminal sends it to the launcher and the workers, and the
+launcher forwards it.
+"""
 TERMINAL_S = 5.0
 """Grace after a Ctrl-C, in seconds. A user waits for it."""
 WARNINGS = (signal.SIGTERM, signal.SIGUSR1)
@@ -21,8 +25,8 @@ class AbandonedError(Exception):
 class Stop:
     """A context in which a scheduler's warning and Ctrl-C are only recorded, so that the loop can save.
 
-    Warnings are SIGTERM and SIGUSR1, which Slurm's users choose for it. Both count as SIGTERM, so the run ends with the same status.
-    A later Ctrl-C raises KeyboardInterrupt. Works in the main thread only.
+    Warnings are SIGTERM and SIGUSR1, which Slurm's users choose for it. Both count as SIGTERM, so the run ends with the
+    same status. A later Ctrl-C raises KeyboardInterrupt. Works in the main thread only.
     """
 
     def __init__(self, world: World, grace_s: float) -> None:
@@ -49,9 +53,11 @@ class Stop:
         self._ends = time.monotonic() + expected_s
 
     def check(self) -> None:
-        """Leave the work where it cannot end in time. Every rank calls it equally often, between two pieces of the work.
+        """Leave the work where it cannot end in time. Every rank calls it equally often, between two pieces of the
+        work.
 
-        Ranks learn each other's vote one call later, so that no rank waits for the slowest. Raises AbandonedError, on all ranks at once.
+        Ranks learn each other's vote one call later, so that no rank waits for the slowest. Raises AbandonedError, on
+        all ranks at once.
         """
         vote = int(self.late())
         if self._world.size > 1:

@@ -97,7 +97,7 @@ MISTAKES = [
     ("train eval=3 data=demo", "eval is a section of settings; give one of its keys: eval."),
     ("train model.architecture=3 data=demo", "model.architecture: give names and values, model.architecture."),
     ("train =3", "=3: give settings as KEY=VALUE"),
-    ("train samples=1k epochs=2 data=demo", "samples=1024 and epochs=2 both set the length"),
+    ("train samples=1k epochs=2 data=demo", "samples=1024 and epochs=2.0: give the length of the run with one of them"),
     ("train model=tiny", "data.train is not set; give shards"),
     ("train data.train=/nowhere/{0..3}.tar", "data.train='/nowhere/{0..3}.tar' matches no shard"),
     ("train data=demo resume=nowhere", "resume=nowhere: there is no such file or run folder"),

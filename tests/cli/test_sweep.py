@@ -15,7 +15,10 @@ from tests.conftest import TINY, Command
 
 @pytest.fixture
 def trained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[TrainConfig]:
-    """The settings of the runs that a sweep has started. Instead of training, a run has its seed as its loss; seed 13 fails."""
+    """The settings of the runs that a sweep has started.
+
+    Instead of training, a run has its seed as its loss; seed 13 fails.
+    """
     monkeypatch.chdir(tmp_path)
     configs: list[TrainConfig] = []
 

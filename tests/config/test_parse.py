@@ -1,4 +1,6 @@
-"""Plain values in, settings out: types, choices and bounds, each with one message; and only the command line knows Hydra."""
+"""Plain values in, settings out: types, choices and bounds, each with one message; and only the command line knows
+Hydra.
+"""
 
 import ast
 from dataclasses import asdict, dataclass, field, is_dataclass

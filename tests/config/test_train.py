@@ -15,8 +15,6 @@ from clipscale.config.sections import (
     LaunchConfig,
     ModelConfig,
     OptimConfig,
-    PrecisionConfig,
-    RampConfig,
     TowerConfig,
 )
 from clipscale.config.train import TrainConfig, changes_since, check, to_yaml, warnings
@@ -30,8 +28,8 @@ def config(**changes: Any) -> TrainConfig:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"epochs": 2.0}, "samples=1000 and epochs=2 both"),
-        ({"samples": None}, "neither samples nor epochs"),
+        ({"epochs": 2.0}, "samples=1000 and epochs=2.0: give the length of the run with one of them"),
+        ({"samples": None}, "samples=None and epochs=None: give the length"),
         ({"data": DataConfig()}, "data.train is not set"),
         ({"batch": 10, "launch": LaunchConfig(procs=4)}, "batch=10 cannot be shared evenly by launch.procs=4"),
     ],
@@ -47,19 +45,6 @@ def test_a_locked_tower_of_random_weights_gives_a_warning() -> None:
     assert warnings(config(model=ModelConfig(freeze_image=True, image=TowerConfig("vit.pt")))) == []
     [line] = warnings(config(model=ModelConfig(freeze_image=True)))
     assert "model.image.weights=PATH" in line
-
-
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"ramp": RampConfig(samples=1000)}, "ramp.start"),
-        ({"optim": OptimConfig(reference_batch=1024)}, "optim.lr_scaling=none"),
-        ({"precision": PrecisionConfig(master=False)}, "precision.weights=bf16"),
-    ],
-)
-def test_settings_without_effect_give_a_warning(changes: dict[str, Any], named: str) -> None:
-    [line] = warnings(config(**changes))
-    assert named in line and "no effect" in line
 
 
 def test_a_run_is_named_after_the_time_the_model_and_the_batch() -> None:
@@ -87,6 +72,3 @@ def test_changes_of_a_resumed_run_are_listed_by_key(tmp_path: Path) -> None:
     assert changes_since(file, before) == []
     changed = ["samples 640 -> 1280", "data.train None -> ['b']", f"optim.lr {before.optim.lr} -> 0.1"]
     assert changes_since(file, after) == changed
-    for damaged in ("", "batch", "optim: {lr: [", "\0"):
-        file.write_text(damaged)
-        assert changes_since(file, after) == [], "a file that cannot be read is not compared"

@@ -1,4 +1,6 @@
-"""The first signal is recorded, a later Ctrl-C ends the run, and a step that would outlive the grace is abandoned without a trace."""
+"""The first signal is recorded, a later Ctrl-C ends the run, and a step that would outlive the grace is abandoned
+without a trace.
+"""
 
 import os
 import signal
@@ -183,7 +185,10 @@ def test_a_run_that_was_stopped_ends_with_the_signals_status(
 
 
 def signalled_on_one_rank(rank: int, world: int, config: TrainConfig, number: int, victim: int) -> tuple[int, int, int]:
-    """A rank gets the signal within its second step. Its status and step, and how many collectives decide on a step's save."""
+    """A rank gets the signal within its second step.
+
+    Its status and step, and how many collectives decide on a step's save.
+    """
     step, due, all_reduce = Run.optimizer_step, Run.save_due, torch.distributed.all_reduce
     calls: list[int] = []
     steps: list[int] = []

@@ -1,4 +1,4 @@
-"""What docs/security.md promises, where no test of a module shows it already; and that every test in its table exists."""
+"""What docs/security.md promises, where no test of a module shows it; and that every test in its table exists."""
 
 import gzip
 import io
@@ -101,7 +101,8 @@ def test_a_member_and_a_packed_shard_cost_bounded_memory(tmp_path: Path) -> None
 import resource
 from clipscale.config.data import DataConfig
 from clipscale.data.tools.check import check_shard
-print(dict(check_shard({str(shard)!r}, DataConfig()).broken), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
+broken = dict(check_shard({str(shard)!r}, DataConfig()).broken)
+print(broken, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     broken, peak = re.search(r"(\{.*\}) (\d+)$", done.stdout.strip()).groups()  # type: ignore[union-attr]

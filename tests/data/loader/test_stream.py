@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from clipscale.common.errors import UserError
-from clipscale.config.data import AugmentConfig, FilterConfig
+from clipscale.config.data import AugmentConfig
 from clipscale.data.loader.host_batch import sample_id
 from clipscale.data.order import Epochs, stream_bounds
 from tests.data.files import Letters, Members, picture, sample, write_shards, write_tar
@@ -248,7 +248,6 @@ def test_counts_that_are_too_low_leave_a_trace(tmp_path: Path) -> None:
         ({"weights": [1.0, 2.0]}, r"data\.weights=.*2 weights for 1 source"),
         ({"weights": [1.0], "order": "epochs"}, r"data\.weights and data\.order=epochs"),
         ({"augment": AugmentConfig(scale=(0.9, 0.1))}, r"data\.augment\.scale"),
-        ({"filter": FilterConfig(min_caption=9, max_caption=3)}, r"max_caption=3 is below data\.filter\.min_caption=9"),
         ({"train": ["https://host/{0..9}.tar"], "order": "epochs"}, r"data\.order=epochs: .*0\.tar"),
         ({"batch": 2**36, "side": 224, "workers": 1}, r"offload=host: .* TiB of host memory .*offload=encoded"),
     ],
